@@ -1,0 +1,54 @@
+# Every target does its own set-up: `make demo` and `make test` work in a fresh clone.
+# Needs Debian's python3 (3.11), python3-venv, git and make. PYTHON=... picks another interpreter.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+DATA   := .data/fashion-mnist
+ARGS   ?=
+
+.PHONY: help venv demo data test lint types bench format clean
+.DEFAULT_GOAL := help
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+venv: $(STAMP) ## make .venv with everything at the versions of constraints.txt
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt hatchling editables torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	    --no-build-isolation --editable '.[train,cli,test,dev]'
+	@touch $@
+
+data: $(DATA)/.complete ## fetch Fashion-MNIST into .data (31 MB, hash-checked when read)
+
+$(DATA)/.complete: deploy/fetch-fashion-mnist.sh
+	sh deploy/fetch-fashion-mnist.sh $(DATA)
+	@touch $@
+
+demo: venv data ## a real 4-process training job, static and then steered (ARGS="--json FILE")
+	$(BIN)/dynamix demo --data $(DATA) $(ARGS)
+
+test: venv data ## every test (ARGS="-k name")
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: venv ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: venv ## mypy --strict
+	$(BIN)/mypy
+
+bench: venv ## overhead and bus benchmarks: a table and JSON each, into out/
+	$(BIN)/python -m bench.bus --json out/bus.json
+	$(BIN)/python -m bench.overhead --json out/overhead.json
+
+format: venv ## let ruff rewrite
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove what the targets made
+	rm -rf $(VENV) .data out .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,1 @@
+"""What travels on the bus: messages, their subjects and streams, the state's features, the codec."""

@@ -1,0 +1,113 @@
+"""Bytes of a message and back: a 4-byte header (magic, version, kind), then msgpack.
+
+A decoded message is whole or refused: known version, the kind that its subject names, the identity that its subject
+names, every field within its limits, every float finite.
+"""
+
+from typing import TypeVar
+
+import msgspec
+
+from . import subjects
+from .finite import non_finite_fields
+from .messages import Message
+from .table import BY_NAME, BY_STRUCT, KINDS
+
+MAGIC = b"DX"
+VERSION = 1
+HEADER_BYTES = 4
+MAX_MESSAGE_BYTES = 512 * 1024
+"""Half of NATS's default limit: headers and growth have room."""
+
+_encoder = msgspec.msgpack.Encoder()
+_decoders = {kind.name: msgspec.msgpack.Decoder(kind.struct) for kind in KINDS}
+_headers = {kind.struct: MAGIC + bytes((VERSION, kind.code)) for kind in KINDS}
+
+M = TypeVar("M", bound=Message)
+
+
+class MalformedMessageError(ValueError):
+    """A message that is refused; the text says why."""
+
+
+def encode(message: Message) -> bytes:
+    """Bytes of a message.
+
+    Raises:
+        MalformedMessageError: when a float is not finite or the message is larger than `MAX_MESSAGE_BYTES`.
+    """
+    if bad := non_finite_fields(message):
+        raise MalformedMessageError(f"{type(message).__name__} has values that are not finite: {', '.join(bad[:8])}")
+    data = _headers[type(message)] + _encoder.encode(message)
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise MalformedMessageError(f"{type(message).__name__} of {len(data)} bytes is over {MAX_MESSAGE_BYTES}")
+    return data
+
+
+def decode(expected: type[M], subject: str, payload: bytes) -> M:
+    """The message of type `expected` in `payload`, as published on `subject`. The subject's identity counts.
+
+    Raises:
+        MalformedMessageError: when anything is wrong; the text says what.
+    """
+    message = decode_any(subject, payload)
+    if not isinstance(message, expected):
+        raise MalformedMessageError(f"{subject} carries a {type(message).__name__}, not a {expected.__name__}")
+    return message
+
+
+def decode_any(subject: str, payload: bytes) -> Message:
+    """The message in `payload`, of the kind that `subject` names.
+
+    Raises:
+        MalformedMessageError: as `decode`.
+    """
+    try:
+        address = subjects.parse(subject)
+    except ValueError as error:
+        raise MalformedMessageError(str(error)) from error
+    kind = BY_NAME[address.kind]
+    _check_header(payload, _headers[kind.struct], kind.name)
+    try:
+        message: Message = _decoders[kind.name].decode(memoryview(payload)[HEADER_BYTES:])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise MalformedMessageError(f"{kind.name}: {error}") from error
+    if kind.name != "dead":  # a dead letter's tokens say what it holds, not what it is
+        said = tuple(getattr(message, token) for token in kind.tokens)
+        if said != address.tokens:
+            raise MalformedMessageError(f"{subject} carries the identity {'.'.join(said)}")
+    if bad := non_finite_fields(message):
+        raise MalformedMessageError(f"{kind.name} has values that are not finite: {', '.join(bad[:8])}")
+    return message
+
+
+def message_id(message: Message) -> str:
+    """The content's identity, for `Nats-Msg-Id`: equal for equal content, so that retries are harmless.
+
+    For a job it also names the phase; for an action the hash, since two arbitrators may differ about one window.
+    """
+    kind = BY_STRUCT[type(message)]
+    parts = [kind.name, *(str(getattr(message, token)) for token in kind.tokens)]
+    fields = message.__struct_fields__
+    parts += [str(getattr(message, name)) for name in ("generation", "window", "decided_window") if name in fields]
+    if kind.name == "job":
+        parts.append(str(getattr(message, "phase")))  # noqa: B009 - only Job has it
+    if kind.name == "action":
+        parts.append(getattr(message, "hash").hex()[:16])  # noqa: B009 - only Action has it
+    if kind.name == "policy":
+        parts.append(str(getattr(message, "version")))  # noqa: B009 - only PolicyVersion has it
+    return ":".join(parts)
+
+
+def _check_header(payload: bytes, header: bytes, kind: str) -> None:
+    if len(payload) > MAX_MESSAGE_BYTES:
+        raise MalformedMessageError(f"{len(payload)} bytes are over the limit of {MAX_MESSAGE_BYTES}")
+    if payload[:2] != MAGIC:
+        raise MalformedMessageError("not a message of ours: it does not begin with DX")
+    if payload[:HEADER_BYTES] == header:
+        return
+    if len(payload) < HEADER_BYTES:
+        raise MalformedMessageError("shorter than its header")
+    if payload[2] != VERSION:
+        raise MalformedMessageError(f"version {payload[2]} of the codec, this program reads {VERSION}")
+    raise MalformedMessageError(f"the header's kind {payload[3]} is not {kind}")

@@ -1,0 +1,157 @@
+"""The state: a versioned list of named features, and pure functions from a metric window to packed float32 and back.
+
+Values are in the units that their names carry; a policy normalises what it wants normalised. What is not known is never
+a silent zero: it has its own bit on the wire and is NaN in the arrays that a policy sees.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from .codec import MalformedMessageError
+from .messages import MetricWindow, RankMetrics, State
+
+FEATURE_VERSION = 1
+
+Array32 = npt.NDArray[np.float32]
+Values = Mapping[str, float | None]
+
+
+class Feature(NamedTuple):
+    """A named number of the state; its place in the list is its column."""
+
+    name: str
+    group: str
+    meaning: str
+
+
+RANK_FEATURES = (
+    Feature("tx_bytes_per_s", "network", "acknowledged bytes sent, per second of training"),
+    Feature("rx_bytes_per_s", "network", "bytes received, per second of training"),
+    Feature("retransmits", "network", "segments sent again in the window"),
+    Feature("srtt_us", "network", "smoothed round trip time"),
+    Feature("cpu_time_ratio", "system", "CPU seconds per second"),
+    Feature("memory_ratio", "system", "share of the device's memory in use"),
+    Feature("load_per_cpu", "system", "the node's load average per processor"),
+    Feature("accuracy", "training", "mean batch accuracy of the rank"),
+    Feature("accuracy_change", "training", "its change since the last window"),
+    Feature("loss", "training", "mean loss of the rank"),
+    Feature("step_time_s", "training", "mean time of a step"),
+    Feature("compute_time_s", "training", "of it: batch handed out to last gradient bucket ready"),
+    Feature("sync_time_s", "training", "of it: waiting for slower ranks, and all-reduce"),
+    Feature("data_time_s", "training", "of it: waiting for data"),
+    Feature("update_time_s", "training", "of it: the optimizer and the user's own code"),
+    Feature("sigma_norm", "training", "normalised standard deviation of the gradient"),
+    Feature("sigma_norm_sq", "training", "normalised variance of the gradient: S / (B G^2)"),
+    Feature("num_samples", "training", "samples of the rank in the window"),
+    Feature("local_batch_size", "training", "the size that ruled the window"),
+    Feature("pending_local_batch_size", "training", "the newest size already scheduled"),
+    Feature("decided_local_batch_size", "decision", "the arbitrator's own last decision, filled in by its fold"),
+    Feature("age_windows", "decision", "how many windows old the row is, filled in by the fold"),
+)
+"""Features of one rank (method section IV-B, plus pending sizes and the age of information)."""
+
+GLOBAL_FEATURES = (
+    Feature("loss", "global", "mean loss over samples"),
+    Feature("loss_change", "global", "its change since the last window"),
+    Feature("accuracy", "global", "mean training accuracy over samples"),
+    Feature("accuracy_change", "global", "its change since the last window"),
+    Feature("held_out_accuracy", "global", "the newest evaluation"),
+    Feature("progress", "global", "share of the planned samples seen"),
+    Feature("global_batch_size", "global", "sum of the local batch sizes"),
+    Feature("step_time_s", "global", "mean time of a step, slowest rank"),
+    Feature("throughput", "global", "samples per second of training"),
+    Feature("noise_scale", "global", "B_noise in samples"),
+)
+"""Features of the whole job, equal on all ranks."""
+
+RANK_INDEX = {feature.name: index for index, feature in enumerate(RANK_FEATURES)}
+GLOBAL_INDEX = {feature.name: index for index, feature in enumerate(GLOBAL_FEATURES)}
+
+
+def state_of(window: MetricWindow) -> State:
+    """The state vectors of a metric window: computed in float64, rounded once to float32, packed little-endian."""
+    features, known = _pack([_rank_values(rank, window) for rank in window.ranks], RANK_FEATURES)
+    global_features, global_known = _pack([msgspec.structs.asdict(window.job_metrics)], GLOBAL_FEATURES)
+    return State(
+        job=window.job,
+        generation=window.generation,
+        window=window.window,
+        node=window.node,
+        feature_version=FEATURE_VERSION,
+        ranks=tuple(rank.rank for rank in window.ranks),
+        features=features,
+        known=known,
+        global_features=global_features,
+        global_known=global_known,
+    )
+
+
+def unpack_ranks(state: State) -> Array32:
+    """Features of a state's ranks: float32, ranks x features, in the order of `state.ranks`; NaN where unknown.
+
+    Raises:
+        MalformedMessageError: when the version is another or the bytes do not fit the number of ranks.
+    """
+    if state.feature_version != FEATURE_VERSION:
+        raise MalformedMessageError(
+            f"features of version {state.feature_version}, this program knows {FEATURE_VERSION}"
+        )
+    return _unpack(state.features, state.known, (len(state.ranks), len(RANK_FEATURES)))
+
+
+def unpack_global(state: State) -> Array32:
+    """Features of the job: float32, one per `GLOBAL_FEATURES`; NaN where unknown. Raises as `unpack_ranks`."""
+    return _unpack(state.global_features, state.global_known, (1, len(GLOBAL_FEATURES))).reshape(-1)
+
+
+def markdown() -> str:
+    """The feature tables of docs/subjects.md."""
+    lines = [f"Version {FEATURE_VERSION}.", "", "| # | feature of a rank | group | meaning |", "|---|---|---|---|"]
+    lines += [f"| {i} | `{f.name}` | {f.group} | {f.meaning} |" for i, f in enumerate(RANK_FEATURES)]
+    lines += ["", "| # | feature of the job | meaning |", "|---|---|---|"]
+    lines += [f"| {i} | `{f.name}` | {f.meaning} |" for i, f in enumerate(GLOBAL_FEATURES)]
+    return "\n".join(lines) + "\n"
+
+
+def _rank_values(rank: RankMetrics, window: MetricWindow) -> Values:
+    """Every value known of a rank, by name of the feature."""
+    time_s = rank.training.step_time_s * window.num_steps
+    sigma_norm_sq = window.job_metrics.sigma_norm_sq
+    values: dict[str, float | None] = {
+        **msgspec.structs.asdict(rank.training),
+        "cpu_time_ratio": rank.system.cpu_time_ratio,
+        "memory_ratio": rank.system.memory_ratio,
+        "load_per_cpu": window.node_metrics.load_per_cpu,
+        "sigma_norm_sq": sigma_norm_sq,
+        "sigma_norm": None if sigma_norm_sq is None else math.sqrt(sigma_norm_sq),
+    }
+    if rank.network is not None:
+        values["retransmits"] = rank.network.retransmits
+        values["srtt_us"] = rank.network.srtt_us
+        if time_s > 0:
+            values["tx_bytes_per_s"] = rank.network.tx_bytes / time_s
+            values["rx_bytes_per_s"] = rank.network.rx_bytes / time_s
+    return values
+
+
+def _pack(rows: Sequence[Values], features: tuple[Feature, ...]) -> tuple[bytes, bytes]:
+    table = [[row.get(feature.name) for feature in features] for row in rows]
+    known = np.array([[value is not None for value in row] for row in table], dtype=np.bool_)
+    values = np.array([[0.0 if value is None else value for value in row] for row in table], dtype=np.float64)
+    return values.astype("<f4").tobytes(), np.packbits(known.reshape(-1)).tobytes()
+
+
+def _unpack(features: bytes, known: bytes, shape: tuple[int, int]) -> Array32:
+    count = shape[0] * shape[1]
+    if len(features) != 4 * count or len(known) != (count + 7) // 8:
+        raise MalformedMessageError(f"{len(features)} feature bytes and {len(known)} mask bytes do not fit {shape}")
+    values = np.frombuffer(features, dtype="<f4").astype(np.float32)
+    if not np.isfinite(values).all():
+        raise MalformedMessageError("a feature is not finite")
+    values[np.unpackbits(np.frombuffer(known, dtype=np.uint8), count=count) == 0] = np.nan
+    return values.reshape(shape)

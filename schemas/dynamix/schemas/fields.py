@@ -1,0 +1,24 @@
+"""The types of message fields, with the limits that a decoder enforces."""
+
+from typing import Annotated
+
+from msgspec import Meta
+
+MAX_RANKS = 1 << 17
+"""Ranks in one job: bounds the memory that a foreign message can ask for."""
+
+MAX_CARRY_BYTES = 256 * 1024
+"""A policy's whole memory between two windows (architecture: one action per window)."""
+
+TOKEN_PATTERN = r"^[a-z0-9-]{1,63}\Z"  # noqa: S105 - a subject token, not a secret
+
+Token = Annotated[str, Meta(pattern=TOKEN_PATTERN)]
+"""One token of a subject: a job, a node, a service, a policy."""
+
+Count = Annotated[int, Meta(ge=0, lt=2**53)]
+"""A count that a float64 holds exactly."""
+
+Seconds = Annotated[float, Meta(ge=0)]
+Digest = Annotated[bytes, Meta(max_length=32)]
+Carry = Annotated[bytes, Meta(max_length=MAX_CARRY_BYTES)]
+Text = Annotated[str, Meta(max_length=1024)]

@@ -1,0 +1,49 @@
+"""The JetStream streams, as one table: `dynamix provision` makes them, docs/subjects.md shows them."""
+
+from typing import Literal
+
+import msgspec
+
+MIB = 1 << 20
+DAY_S = 24 * 3600
+
+
+class Stream(msgspec.Struct, frozen=True, kw_only=True):
+    """One stream: what it keeps, how long and how much. Retention is always `limits`, so that replay works."""
+
+    name: str
+    kinds: tuple[str, ...]
+    """Kinds of message: the first token after the root."""
+    max_age_s: float
+    """0: for ever."""
+    max_bytes: int
+    """Reserved: a stream with reserved bytes still accepts when the account is full."""
+    max_messages_per_subject: int
+    """-1: no limit."""
+    duplicate_window_s: float = 300.0
+    deny_delete: bool = False
+    """Refuse to delete or purge single messages: the log of decisions is append-only."""
+    discard: Literal["old", "new"] = "old"
+
+
+JOBS = Stream(
+    name="JOBS", kinds=("job",), max_age_s=0, max_bytes=64 * MIB, max_messages_per_subject=1, deny_delete=False
+)
+FEED = Stream(
+    name="FEED",
+    kinds=("report", "window", "state", "reward", "applied", "policy"),
+    max_age_s=DAY_S,
+    max_bytes=1024 * MIB,
+    max_messages_per_subject=-1,
+)
+ACTIONS = Stream(
+    name="ACTIONS",
+    kinds=("action",),
+    max_age_s=30 * DAY_S,
+    max_bytes=512 * MIB,
+    max_messages_per_subject=4096,
+    deny_delete=True,
+)
+DEAD = Stream(name="DEAD", kinds=("dead",), max_age_s=7 * DAY_S, max_bytes=16 * MIB, max_messages_per_subject=10_000)
+
+STREAMS = (JOBS, FEED, ACTIONS, DEAD)

@@ -1,0 +1,113 @@
+"""Subjects: the only place that spells them and checks their tokens."""
+
+import re
+from typing import NamedTuple
+
+from .fields import TOKEN_PATTERN
+
+ROOT = "dynamix.v1"
+ANY = "*"
+"""Stands for every job or node in a filter."""
+
+_TOKEN = re.compile(TOKEN_PATTERN)
+_DEPTH = {
+    "job": 1,
+    "report": 2,
+    "window": 2,
+    "state": 2,
+    "reward": 2,
+    "action": 1,
+    "applied": 1,
+    "policy": 1,
+    "dead": 2,
+    "live": 2,
+}
+
+
+class Address(NamedTuple):
+    """What a subject says: its kind and its tokens, for example `("state", ("mnist-1a2b3c4d", "node-a"))`."""
+
+    kind: str
+    tokens: tuple[str, ...]
+
+
+def check_token(value: str) -> str:
+    """Return `value` when it can be a token of a subject.
+
+    Raises:
+        ValueError: when it has other characters than a-z, 0-9 and -, or not 1 to 63 of them.
+    """
+    if _TOKEN.match(value) is None:
+        raise ValueError(f"{value!r} cannot be part of a subject: use 1 to 63 of the characters a-z, 0-9 and '-'")
+    return value
+
+
+def job(job: str) -> str:
+    """Subject of a job's specification, start and end."""
+    return _subject("job", job)
+
+
+def report(job: str, node: str) -> str:
+    """Subject of what the ranks of one node measured in a window."""
+    return _subject("report", job, node)
+
+
+def window(job: str, node: str) -> str:
+    """Subject of a node's metric windows."""
+    return _subject("window", job, node)
+
+
+def state(job: str, node: str) -> str:
+    """Subject of the state vectors of a node's ranks."""
+    return _subject("state", job, node)
+
+
+def reward(job: str, node: str) -> str:
+    """Subject of the rewards of a node's ranks."""
+    return _subject("reward", job, node)
+
+
+def action(job: str) -> str:
+    """Subject of a job's actions, one per window."""
+    return _subject("action", job)
+
+
+def applied(job: str) -> str:
+    """Subject of what the trainer adopted or refused."""
+    return _subject("applied", job)
+
+
+def policy(name: str) -> str:
+    """Subject on which a new version of a policy is announced."""
+    return _subject("policy", name)
+
+
+def dead(kind: str, job: str) -> str:
+    """Subject of messages nobody could use."""
+    return _subject("dead", kind, job)
+
+
+def live(service: str, instance: str) -> str:
+    """Subject of a service's loss-tolerant heartbeat."""
+    return _subject("live", service, instance)
+
+
+def parse(subject: str) -> Address:
+    """Take a subject apart.
+
+    Raises:
+        ValueError: when it is not one of ours, with the reason.
+    """
+    prefix = ROOT + "."
+    if not subject.startswith(prefix):
+        raise ValueError(f"subject {subject!r} does not start with {prefix!r}")
+    kind, *tokens = subject[len(prefix) :].split(".")
+    if _DEPTH.get(kind) != len(tokens):
+        raise ValueError(f"subject {subject!r} is of no known kind")
+    for token in tokens:
+        check_token(token)
+    return Address(kind, tuple(tokens))
+
+
+def _subject(kind: str, *tokens: str) -> str:
+    return ".".join((ROOT, kind, *(token if token == ANY else check_token(token) for token in tokens)))
