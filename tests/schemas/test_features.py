@@ -1,0 +1,64 @@
+import msgspec
+import numpy as np
+import pytest
+from tests.support import made
+
+from dynamix.schemas.codec import MalformedMessageError
+from dynamix.schemas.features import (
+    GLOBAL_INDEX,
+    RANK_FEATURES,
+    RANK_INDEX,
+    state_of,
+    unpack_global,
+    unpack_ranks,
+)
+
+
+def test_the_packed_state_carries_each_value_under_its_name() -> None:
+    rows = unpack_ranks(state_of(made.window()))
+    assert rows.shape == (2, len(RANK_FEATURES))
+    expected = {
+        "tx_bytes_per_s": 4_000_000.0,  # 4 MB in a window of 10 steps of 0.1 s
+        "retransmits": 3.0,
+        "srtt_us": 80.0,
+        "cpu_time_ratio": np.float32(0.9),
+        "accuracy": 0.75,
+        "compute_time_s": np.float32(0.05),
+        "sigma_norm": 2.0,
+        "sigma_norm_sq": 4.0,
+        "local_batch_size": 128.0,
+    }
+    for name, value in expected.items():
+        assert rows[1, RANK_INDEX[name]] == value, name
+
+
+def test_the_global_features_are_equal_in_the_messages_of_all_nodes() -> None:
+    first, second = state_of(made.window("node-a", (0, 1))), state_of(made.window("node-b", (2, 3)))
+    assert first.global_features == second.global_features
+    assert unpack_global(first)[GLOBAL_INDEX["noise_scale"]] == 2000.0
+
+
+def test_what_is_not_known_is_nan_and_never_a_silent_zero() -> None:
+    window = made.window(ranks=(0,), job_metrics=made.job_metrics(sigma_norm_sq=None, accuracy_change=None))
+    state = state_of(window)
+    rows = unpack_ranks(state)
+    assert np.isnan(rows[0, RANK_INDEX["sigma_norm"]])
+    assert np.isnan(rows[0, RANK_INDEX["age_windows"]])
+    assert np.isnan(unpack_global(state)[GLOBAL_INDEX["accuracy_change"]])
+    assert np.isfinite(np.frombuffer(state.features, "<f4")).all()
+
+
+def test_values_are_rounded_once_from_float64() -> None:
+    window = made.window(ranks=(0,), job_metrics=made.job_metrics(loss=1 / 3))
+    assert unpack_global(state_of(window))[GLOBAL_INDEX["loss"]] == np.float32(1 / 3)
+
+
+def test_bytes_that_do_not_fit_the_ranks_are_refused() -> None:
+    state = made.state()
+    with pytest.raises(MalformedMessageError, match="do not fit"):
+        unpack_ranks(msgspec.structs.replace(state, features=state.features[:-4]))
+    with pytest.raises(MalformedMessageError, match="version 99"):
+        unpack_ranks(msgspec.structs.replace(state, feature_version=99))
+    nan = np.full(len(state.features) // 4, np.nan, "<f4").tobytes()
+    with pytest.raises(MalformedMessageError, match="not finite"):
+        unpack_ranks(msgspec.structs.replace(state, features=nan))

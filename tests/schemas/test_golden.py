@@ -1,0 +1,63 @@
+"""The wire format, held by bytes written down once: a change here breaks every running job and every capture."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.support import made
+
+from dynamix.schemas import table
+from dynamix.schemas.chain import is_sealed, seal
+from dynamix.schemas.codec import decode_any, encode
+from dynamix.schemas.messages import Applied, Dead, Live, Message, PolicyVersion, RankReward, Reward
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "golden_messages.json").read_text())
+
+MESSAGES: dict[str, Message] = {
+    "job": made.job(),
+    "report": made.report(
+        rows=(
+            made.row(0, sockets=made.sockets(5, 6, 1), sockets_before=made.sockets(1, 2), accuracy_before=0.5),
+            made.row(1),
+        ),
+        totals_before=made.totals(),
+    ),
+    "window": made.window(),
+    "state": made.state(),
+    "reward": Reward(
+        job=made.JOB,
+        generation=0,
+        window=3,
+        node="node-a",
+        formula="paper-sgd",
+        ranks=(RankReward(rank=0, reward=0.5, terms={"accuracy": 0.75, "iteration_time": -0.25}),),
+    ),
+    "action": seal(made.action(5, carry=b"\x01\x02"), b"p" * 32),
+    "applied": Applied(
+        job=made.JOB,
+        generation=0,
+        decided_window=3,
+        effective_window=5,
+        effective_step=50,
+        local_batch_sizes=(1, 2),
+        num_refused={"stale": 1},
+    ),
+    "policy": PolicyVersion(policy="ppo", version=3, feature_version=1, digest=b"d" * 32),
+    "dead": Dead(service="reward", subject="dynamix.v1.window.a.b", sequence=9, reason="why", payload=b"x"),
+    "live": Live(service="reward", instance="node-a", uptime_s=1.5, counters={"rewards": 4}),
+}
+
+
+@pytest.mark.parametrize("kind", [kind.name for kind in table.KINDS])
+def test_the_wire_bytes_are_the_golden_ones(kind: str) -> None:
+    message = MESSAGES[kind]
+    assert encode(message).hex() == GOLDEN[kind]
+    subject = "dynamix.v1.dead.window.a" if kind == "dead" else table.subject_of(message)
+    assert decode_any(subject, bytes.fromhex(GOLDEN[kind])) == message
+
+
+def test_an_action_is_bound_to_its_content_and_predecessor() -> None:
+    sealed = seal(made.action(5), b"p" * 32)
+    assert is_sealed(sealed)
+    assert not is_sealed(made.action(5, hash=sealed.hash, previous_hash=b"q" * 32))
+    assert seal(made.action(5), b"q" * 32).hash != sealed.hash

@@ -1,0 +1,50 @@
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamix.schemas import features, subjects, table
+from dynamix.schemas.__main__ import document
+
+DOCS = Path(__file__).parents[2] / "docs" / "subjects.md"
+
+
+def test_subjects_are_spelled_as_documented() -> None:
+    assert subjects.action("mnist-0a1b2c3d") == "dynamix.v1.action.mnist-0a1b2c3d"
+    assert subjects.state("j", subjects.ANY) == "dynamix.v1.state.j.*"
+    assert subjects.live("arbitrator", "node-a") == "dynamix.v1.live.arbitrator.node-a"
+
+
+@pytest.mark.parametrize("token", ["", "a.b", "A", "a b", "*", ">", "x" * 64, "é", "a\n"])
+def test_a_token_that_could_change_the_subject_is_refused(token: str) -> None:
+    with pytest.raises(ValueError, match="cannot be part of a subject"):
+        subjects.check_token(token)
+
+
+@given(st.from_regex(r"[a-z0-9-]{1,63}", fullmatch=True), st.from_regex(r"[a-z0-9-]{1,63}", fullmatch=True))
+def test_every_subject_is_parsed_back(job: str, node: str) -> None:
+    assert subjects.parse(subjects.window(job, node)) == ("window", (job, node))
+    assert subjects.parse(subjects.applied(job)) == ("applied", (job,))
+
+
+@pytest.mark.parametrize(
+    "subject", ["dynamix.v2.job.a", "dynamix.v1.job", "dynamix.v1.job.a.b", "dynamix.v1.x.a", "$JS"]
+)
+def test_foreign_subjects_are_refused(subject: str) -> None:
+    with pytest.raises(ValueError, match="subject"):
+        subjects.parse(subject)
+
+
+def test_each_kind_has_its_own_code_and_a_subject_of_its_own_tokens() -> None:
+    assert len({kind.code for kind in table.KINDS}) == len(table.KINDS)
+    for kind in table.KINDS:
+        if kind.name != "dead":
+            assert set(kind.tokens) <= set(kind.struct.__struct_fields__)
+
+
+def test_docs_subjects_is_what_the_table_generates() -> None:
+    """When this fails: python -m dynamix.schemas > docs/subjects.md."""
+    assert DOCS.read_text() == document()
+    assert table.markdown() in document()
+    assert features.markdown() in document()
