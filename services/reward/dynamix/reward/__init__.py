@@ -1,0 +1,1 @@
+"""The reward service: metric windows in, rewards out, every term kept apart."""

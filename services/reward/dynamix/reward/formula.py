@@ -1,0 +1,85 @@
+"""The reward formulas by name: two published ones and a time-aware one; pure functions of one metric window.
+
+`paper-sgd`   r = w A_mean + alpha max(0, dA) - beta T_iter - delta (log2 b - 5)          (method section IV-D)
+`paper-adam`  the same, - eta (sigma_norm^2 + sigma_norm)
+`time-aware`  r = alpha dA - beta T_window
+
+The published rewards can be raised by shrinking batches: T_iter is per iteration, however few samples it holds, and
+the size term is one-sided. The time-aware one telescopes: summed over a run it is alpha times the accuracy gained less
+beta times the training seconds spent, so no choice of batch sizes earns anything but accuracy sooner. Judge policies
+by time to a held-out target, never by reward.
+"""
+
+from collections.abc import Iterator
+from typing import Literal, assert_never
+
+import msgspec
+
+from dynamix.schemas.messages import MetricWindow, OptimizerFamily, RankMetrics, RankReward, Reward
+
+from . import terms
+
+Formula = Literal["paper-sgd", "paper-adam", "time-aware"]
+
+
+class Weights(msgspec.Struct, frozen=True, kw_only=True):
+    """Weights of the terms. None is published (method section 3): ours are of the order that balances the terms."""
+
+    accuracy: float = 1.0
+    """w of A_mean (0 ... 1); the published formulas have 1."""
+    alpha: float = 1.0
+    """Of the rise of accuracy, 0 ... 1."""
+    beta: float = 0.1
+    """Per second: a step of one second costs a tenth of full accuracy."""
+    delta: float = 0.01
+    """Per doubling of the local batch size above 32: 0.05 at 1024."""
+    eta: float = 0.01
+    """Of sigma_norm^2 + sigma_norm, which is about 2 where the global batch equals the noise scale."""
+
+
+def formula_for(family: OptimizerFamily) -> Formula:
+    """The published formula for an optimizer: adaptive ones get the noise term."""
+    return "paper-adam" if family == "adam" else "paper-sgd"
+
+
+def reward_of(window: MetricWindow, weights: Weights, formula: Formula | None = None) -> Reward:
+    """Rewards of a node's ranks for one window; without a `formula` the published one for the job's optimizer.
+
+    Each reward is the exact sum of its terms in the order of the formula; a term that cannot be computed is left out.
+    """
+    chosen = formula or formula_for(window.optimizer_family)
+    return Reward(
+        job=window.job,
+        generation=window.generation,
+        window=window.window,
+        node=window.node,
+        formula=chosen,
+        ranks=tuple(_rank_reward(rank, window, weights, chosen) for rank in window.ranks),
+    )
+
+
+def _rank_reward(rank: RankMetrics, window: MetricWindow, weights: Weights, formula: Formula) -> RankReward:
+    known = {name: value for name, value in _terms(rank, window, weights, formula) if value is not None}
+    return RankReward(rank=rank.rank, reward=sum(known.values(), 0.0), terms=known)
+
+
+def _terms(
+    rank: RankMetrics, window: MetricWindow, weights: Weights, formula: Formula
+) -> Iterator[tuple[str, float | None]]:
+    match formula:
+        case "paper-sgd" | "paper-adam":
+            yield "accuracy", _weighted(weights.accuracy, terms.accuracy(rank))
+            yield "accuracy_rise", _weighted(weights.alpha, terms.accuracy_rise(rank))
+            yield "iteration_time", _weighted(-weights.beta, terms.iteration_time_s(rank))
+            yield "size", _weighted(-weights.delta, terms.size_log2(rank))
+            if formula == "paper-adam":
+                yield "gradient_noise", _weighted(-weights.eta, terms.gradient_noise(window))
+        case "time-aware":
+            yield "accuracy_change", _weighted(weights.alpha, terms.job_accuracy_change(window))
+            yield "window_time", _weighted(-weights.beta, terms.window_time_s(window))
+        case _:
+            assert_never(formula)
+
+
+def _weighted(weight: float, value: float | None) -> float | None:
+    return None if value is None else weight * value

@@ -1,0 +1,39 @@
+"""The shell of the reward service: consume windows, publish rewards.
+
+The service has no memory, so replicas are harmless: equal rewards have equal message ids and the broker keeps one.
+"""
+
+import asyncio
+
+from dynamix.runtime.service import Context
+
+from dynamix.runtime.bus import Message, Start
+from dynamix.schemas import subjects
+from dynamix.schemas.codec import MalformedMessageError, decode
+from dynamix.schemas.messages import MetricWindow, Reward
+from dynamix.schemas.streams import FEED
+
+from .formula import reward_of
+from .settings import RewardSettings
+
+
+async def serve(context: Context[RewardSettings]) -> None:
+    """Turn every metric window of every job into rewards until the context stops."""
+    windows = subjects.window(subjects.ANY, subjects.ANY)
+    durable = f"reward-{context.instance}"
+    async with context.bus.consume(FEED.name, [windows], start=Start.NEW, durable=durable) as consumer:
+        context.counters["ready"] = 1
+        async for batch in consumer:
+            rewards = [reward for message in batch if (reward := await _reward(context, message)) is not None]
+            await asyncio.gather(*[context.bus.publish(reward) for reward in rewards])
+            await consumer.ack(batch[-1])
+            context.counters["rewards"] += len(rewards)
+
+
+async def _reward(context: Context[RewardSettings], message: Message) -> Reward | None:
+    try:
+        window = decode(MetricWindow, message.subject, message.payload)
+        return reward_of(window, context.settings.weights(), context.settings.chosen_formula())
+    except MalformedMessageError as error:
+        await context.dead_letter(message, str(error))
+        return None
