@@ -1,0 +1,1 @@
+"""The arbitrator: state vectors in, one batch action per job and window out."""

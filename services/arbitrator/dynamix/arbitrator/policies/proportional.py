@@ -1,0 +1,69 @@
+"""`proportional`: the job's global batch, divided in proportion to each rank's measured throughput.
+
+It mends slow processors only: a slow link carries the same gradient whatever the sizes are, and only a larger global
+batch makes it matter less.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from dynamix.arbitrator.apportion import apportion
+from dynamix.arbitrator.policy import Array32, Array64, Decision, column, decided_sizes
+from dynamix.schemas.messages import Job
+
+SMOOTHING = 0.5
+"""Weight of the newest throughput in the moving average (option `smoothing`)."""
+
+DEAD_BAND = 0.03
+"""A new split is adopted when it shortens the predicted step by more than this share (option `dead_band`)."""
+
+
+class Proportional:
+    """Equalises compute times at a constant global batch size."""
+
+    name = "proportional"
+    version = 1
+
+    def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
+        """A split in proportion to smoothed throughput; the last decision while it is nearly as good."""
+        current = decided_sizes(obs_WF)
+        smoothed = _smooth(_unpack(carry, job.world_size), _measured(job, obs_WF), _option(job, "smoothing", SMOOTHING))
+        throughput = np.where(
+            np.isnan(smoothed), np.nanmedian(smoothed) if not np.isnan(smoothed).all() else 1.0, smoothed
+        )
+        total = sum(job.initial_local_batch_sizes)
+        lower = [job.min_local_batch_size] * job.world_size
+        proposed = apportion(total, throughput, lower, job.max_local_batch_sizes)
+        gain = 1 - _step_time_s(proposed, throughput) / max(_step_time_s(current, throughput), 1e-12)
+        settled = sum(current) == sum(proposed) and gain <= _option(job, "dead_band", DEAD_BAND)
+        return Decision(current if settled else proposed, carry=smoothed.astype("<f4").tobytes())
+
+
+def _measured(job: Job, obs_WF: Array32) -> Array64:
+    """Samples per second of compute in the window; NaN for a stale row and for a rank that had no samples."""
+    compute_time_s = column(obs_WF, "compute_time_s") * job.window_steps
+    num_samples = column(obs_WF, "num_samples")
+    usable = (num_samples > 0) & (compute_time_s > 0) & (column(obs_WF, "age_windows") == 0)
+    return np.divide(num_samples, compute_time_s, out=np.full(job.world_size, np.nan), where=usable)
+
+
+def _smooth(previous: Array64, measured: Array64, weight: float) -> Array64:
+    """Exponential moving average that starts with its first number and keeps the last one while nothing is measured."""
+    average = (1 - weight) * previous + weight * measured
+    started: Array64 = np.where(np.isnan(previous), measured, np.where(np.isnan(measured), previous, average))
+    return started
+
+
+def _step_time_s(sizes: tuple[int, ...], throughput: Array64) -> float:
+    """Compute time of the slowest rank: what a step cannot be shorter than."""
+    return float(np.max(np.asarray(sizes, dtype=np.float64) / throughput))
+
+
+def _unpack(carry: bytes, world_size: int) -> npt.NDArray[np.float64]:
+    if len(carry) != 4 * world_size:
+        return np.full(world_size, np.nan)
+    return np.frombuffer(carry, dtype="<f4").astype(np.float64)
+
+
+def _option(job: Job, name: str, default: float) -> float:
+    return job.policy_options.get(name, default)

@@ -1,0 +1,29 @@
+"""`random`: a published delta action per rank, drawn uniformly. The null that a learned policy must beat."""
+
+import hashlib
+
+import numpy as np
+
+from dynamix.arbitrator.policy import Array32, Decision, decided_sizes
+from dynamix.schemas.messages import Job
+
+DELTAS = (-100, -25, 0, 25, 100)
+"""The published action set (method section 2), in samples."""
+
+
+class Random:
+    """Draws from a counter-based generator keyed by job, generation and window, so that a replay draws the same."""
+
+    name = "random"
+    version = 1
+
+    def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
+        """The last decision plus one delta per rank."""
+        draws = _generator(job, window).integers(len(DELTAS), size=job.world_size)
+        sizes = tuple(max(0, size + DELTAS[draw]) for size, draw in zip(decided_sizes(obs_WF), draws, strict=True))
+        return Decision(sizes, logprobs=(-float(np.log(len(DELTAS))),) * job.world_size)
+
+
+def _generator(job: Job, window: int) -> np.random.Generator:
+    identity = f"{job.job}:{job.generation}:{window}:{job.seed}".encode()
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(hashlib.sha256(identity).digest()[:16])))

@@ -1,0 +1,15 @@
+"""`static`: the sizes the job started with, for ever. The baseline everything is compared with."""
+
+from dynamix.arbitrator.policy import Array32, Decision
+from dynamix.schemas.messages import Job
+
+
+class Static:
+    """Never changes anything."""
+
+    name = "static"
+    version = 1
+
+    def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
+        """The job's initial sizes."""
+        return Decision(job.initial_local_batch_sizes)

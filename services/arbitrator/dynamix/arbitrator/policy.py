@@ -1,0 +1,62 @@
+"""What a policy is: a pure function of what is known about one job at one closed window."""
+
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from dynamix.schemas.features import GLOBAL_INDEX, RANK_INDEX
+from dynamix.schemas.messages import Job
+
+Array32 = npt.NDArray[np.float32]
+Array64 = npt.NDArray[np.float64]
+
+
+class Decision(NamedTuple):
+    """What a policy wants from the next windows, and what it wants to remember."""
+
+    local_batch_sizes: tuple[int, ...]
+    """Samples per rank, in rank order; the fold clamps them to the job's bounds."""
+    carry: bytes = b""
+    """The policy's whole memory, at most 256 KB: handed back at the next window, also after a restart."""
+    split: Literal["fixed", "tracking"] = "fixed"
+    logprobs: tuple[float, ...] | None = None
+    values: tuple[float, ...] | None = None
+
+
+class Policy(Protocol):
+    """Decides batch sizes. The same arguments give the same decision: no clock, no global random state."""
+
+    @property
+    def name(self) -> str:
+        """The name that a job's specification chooses it by."""
+
+    @property
+    def version(self) -> int:
+        """Fixed within a generation; 1 for policies that do not learn."""
+
+    def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:
+        """Batch sizes for a job after `window`.
+
+        Args:
+            job: the specification: bounds, initial sizes, options.
+            window: index of the closed window.
+            obs_WF: ranks x `schemas.features.RANK_FEATURES`; NaN where unknown; `age_windows` > 0 marks a stale row.
+            global_F: `schemas.features.GLOBAL_FEATURES`; NaN where unknown.
+            carry: the carry of the previous decision, empty at the start of a generation.
+        """
+
+
+def column(obs_WF: Array32, name: str) -> Array64:
+    """One feature of all ranks as float64, NaN where unknown."""
+    return obs_WF[:, RANK_INDEX[name]].astype(np.float64)
+
+
+def job_value(global_F: Array32, name: str) -> float:
+    """One feature of the job, NaN when unknown."""
+    return float(global_F[GLOBAL_INDEX[name]])
+
+
+def decided_sizes(obs_WF: Array32) -> tuple[int, ...]:
+    """The arbitrator's own last decision, which every delta is relative to."""
+    return tuple(int(size) for size in obs_WF[:, RANK_INDEX["decided_local_batch_size"]])

@@ -1,0 +1,13 @@
+"""Settings of the arbitrator: `DYNAMIX_ARBITRATOR_<FIELD>` or `--field`."""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+
+class ArbitratorSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Bounds; what to decide, and by which policy, is in each job's own specification."""
+
+    max_jobs: Annotated[int, Meta(ge=1)] = 10_000
+    """Jobs held in memory at once; the ones that ended longest ago are forgotten first."""

@@ -1,0 +1,194 @@
+"""The fold: when a window closes, what is seen then, and that a restart anywhere changes nothing."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support import made
+
+from dynamix.arbitrator.fold import MAX_AGE_WINDOWS, MAX_SKIP_WINDOWS, Fold
+from dynamix.arbitrator.policies import policy_named
+from dynamix.arbitrator.policy import Array32, Decision
+from dynamix.schemas.chain import is_sealed
+from dynamix.schemas.codec import MalformedMessageError
+from dynamix.schemas.features import RANK_INDEX
+from dynamix.schemas.messages import Action, Job, State
+
+NODES = {"node-a": (0, 1), "node-b": (2, 3)}
+JOB = made.job(NODES)
+
+
+class Recorder:
+    """A policy that changes nothing and keeps what it was shown."""
+
+    name = "recorder"
+    version = 1
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, Array32, bytes]] = []
+
+    def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002
+        self.seen.append((window, obs_WF, carry))
+        return Decision(job.initial_local_batch_sizes, carry=carry + bytes([window % 256]))
+
+
+def run(fold: Fold, states: Sequence[tuple[int, State]]) -> list[Action]:
+    """Feed recorded states; every decision is stored at once, as the broker would."""
+    actions = []
+    for sequence, state in states:
+        fold.add(sequence, state)
+        while (action := fold.close()) is not None:
+            fold.adopt(action)
+            actions.append(action)
+    return actions
+
+
+def a(window: int) -> State:
+    return made.state("node-a", (0, 1), window)
+
+
+def b(window: int) -> State:
+    return made.state("node-b", (2, 3), window)
+
+
+def numbered(*states: State) -> list[tuple[int, State]]:
+    return list(enumerate(states, start=1))
+
+
+def test_a_window_closes_with_the_last_node_that_sends_it() -> None:
+    fold = Fold(JOB, policy_named("static"), None)
+    assert run(fold, [(1, a(0))]) == []
+    assert [action.window for action in run(fold, [(2, b(0))])] == [0]
+
+
+def test_a_window_closes_without_a_dead_collector_when_the_job_is_two_windows_on() -> None:
+    recorder = Recorder()
+    fold = Fold(JOB, recorder, None)
+    actions = run(fold, numbered(a(0), b(0), a(1), a(2), a(3), a(4)))
+    assert [action.window for action in actions] == [0, 1, 2]
+    ages = [obs_WF[:, RANK_INDEX["age_windows"]].tolist() for _, obs_WF, _ in recorder.seen]
+    assert ages == [[0, 0, 0, 0], [0, 0, 1, 1], [0, 0, 2, 2]]
+    assert recorder.seen[2][1][2, RANK_INDEX["num_samples"]] == 1280
+
+
+def test_a_node_never_heard_of_is_unknown_and_as_old_as_can_be() -> None:
+    recorder = Recorder()
+    run(Fold(JOB, recorder, None), numbered(a(0), a(1), a(2)))
+    obs_WF = recorder.seen[0][1]
+    assert np.isnan(obs_WF[2, RANK_INDEX["num_samples"]])
+    assert obs_WF[3, RANK_INDEX["age_windows"]] == MAX_AGE_WINDOWS
+    assert obs_WF[3, RANK_INDEX["decided_local_batch_size"]] == 128
+
+
+def test_a_late_state_is_counted_and_decides_nothing() -> None:
+    fold = Fold(JOB, policy_named("static"), None)
+    run(fold, numbered(a(0), a(1), a(2)))
+    assert fold.add(4, b(0)) is False
+    assert fold.close() is None
+
+
+def test_a_duplicate_changes_nothing() -> None:
+    states = [a(0), b(0), a(1), b(1)]
+    clean = run(Fold(JOB, policy_named("random"), None), numbered(*states))
+    doubled = [(s, state) for s, state in numbered(*states) for _ in range(2)]
+    assert run(Fold(JOB, policy_named("random"), None), doubled) == clean
+
+
+def test_actions_chain_and_carry() -> None:
+    recorder = Recorder()
+    actions = run(Fold(JOB, recorder, None), numbered(a(0), b(0), a(1), b(1)))
+    assert actions[0].previous_hash == b""
+    assert actions[1].previous_hash == actions[0].hash
+    assert all(is_sealed(action) for action in actions)
+    assert actions[1].carry == b"\x00\x01"
+
+
+def test_sizes_are_clamped_to_the_bounds_and_deltas_are_to_the_own_last_decision() -> None:
+    job = made.job(NODES, max_local_batch_sizes=(1024, 1024, 1024, 140), policy="random")
+    fold = Fold(job, policy_named("random"), None)
+    states = [state for window in range(60) for state in (a(window), b(window))]
+    previous = job.initial_local_batch_sizes
+    for action in run(fold, numbered(*states)):
+        assert all(
+            32 <= size <= top for size, top in zip(action.local_batch_sizes, job.max_local_batch_sizes, strict=True)
+        )
+        assert action.deltas == tuple(x - y for x, y in zip(action.local_batch_sizes, previous, strict=True))
+        previous = action.local_batch_sizes
+
+
+def test_a_foreign_node_or_other_ranks_are_refused() -> None:
+    fold = Fold(JOB, policy_named("static"), None)
+    with pytest.raises(MalformedMessageError, match="not in the job's specification"):
+        fold.add(1, made.state("node-c", (0, 1)))
+    with pytest.raises(MalformedMessageError, match="not in the job's specification"):
+        fold.add(1, made.state("node-a", (0, 1, 2)))
+
+
+def test_one_absurd_window_number_does_not_move_the_job() -> None:
+    fold = Fold(JOB, policy_named("static"), None)
+    run(fold, [(1, a(2**40))])
+    assert [action.window for action in run(fold, [(2, a(0)), (3, b(0))])] == [0]
+
+
+def test_a_jump_that_the_next_state_confirms_is_followed_with_a_gap() -> None:
+    fold = Fold(JOB, policy_named("static"), None)
+    far = MAX_SKIP_WINDOWS + 500
+    actions = run(fold, numbered(a(0), b(0), a(far), a(far + 1), b(far + 1), a(far + 2), b(far + 2)))
+    assert [(action.window, action.gap) for action in actions] == [(0, False), (far + 1, True), (far + 2, False)]
+
+
+def test_after_a_gap_the_first_full_window_is_decided_and_says_so() -> None:
+    last = run(Fold(JOB, policy_named("static"), None), numbered(a(0), b(0)))[-1]
+    fold = Fold(JOB, policy_named("static"), last)
+    fold.start_after_gap()
+    actions = run(fold, [(50, b(7)), (51, a(8)), (52, b(8)), (53, a(9)), (54, b(9))])
+    assert [(action.window, action.gap) for action in actions] == [(8, True), (9, False)]
+
+
+def test_after_a_gap_a_dead_collector_does_not_stop_decisions() -> None:
+    last = run(Fold(JOB, policy_named("static"), None), numbered(a(0), b(0)))[-1]
+    fold = Fold(JOB, policy_named("static"), last)
+    fold.start_after_gap()
+    assert [action.window for action in run(fold, [(50, b(7)), (51, b(8)), (52, b(9))])] == [7]
+
+
+def test_an_action_of_an_earlier_generation_only_gives_the_chain_its_predecessor() -> None:
+    last = run(Fold(JOB, policy_named("static"), None), numbered(a(0), b(0)))[-1]
+    fold = Fold(made.job(NODES, generation=1), policy_named("static"), last)
+    states = [made.state(node, ranks, 0, generation=1) for node, ranks in NODES.items()]
+    (action,) = run(fold, [(10, states[0]), (11, states[1])])
+    assert (action.generation, action.window, action.previous_hash) == (1, 0, last.hash)
+
+
+@st.composite
+def feeds(draw: Callable[..., int]) -> list[tuple[int, State]]:
+    """Recorded states of two nodes: some lost, some doubled, some late, order shuffled within a few windows."""
+    num_windows = draw(st.integers(3, 30))
+    keyed = []
+    for window in range(num_windows):
+        for node, ranks in NODES.items():
+            for _ in range(draw(st.sampled_from([0, 1, 1, 1, 1, 1, 2]))):
+                delay = draw(st.sampled_from([0, 0, 0, 0, 1, 3, 20]))
+                speeds = tuple(float(draw(st.integers(500, 4000))) for _ in ranks)
+                keyed.append((window + delay, len(keyed), made.state(node, ranks, window, throughput=speeds)))
+    return numbered(*[state for _, _, state in sorted(keyed, key=lambda item: item[:2])])
+
+
+@settings(max_examples=60, deadline=None)
+@given(feeds(), st.data(), st.sampled_from(["proportional", "random"]))
+def test_a_restart_after_any_message_gives_the_same_bytes(
+    feed: list[tuple[int, State]], data: st.DataObject, policy: str
+) -> None:
+    """The stored action is the whole checkpoint: read on from its watermark, decide the same, decide nothing twice."""
+    job = made.job(NODES, policy=policy)
+    reference = run(Fold(job, policy_named(policy), None), feed)
+    cuts = data.draw(st.lists(st.integers(0, len(feed)), max_size=4).map(sorted))
+    stored: list[Action] = []
+    for cut in [*cuts, len(feed)]:
+        last = stored[-1] if stored else None
+        fold = Fold(job, policy_named(policy), last)
+        stored += run(fold, [(sequence, state) for sequence, state in feed[:cut] if sequence > fold.watermark])
+    assert stored == reference
+    assert [action.window for action in stored] == list(range(len(stored)))

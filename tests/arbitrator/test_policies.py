@@ -1,0 +1,91 @@
+import numpy as np
+import pytest
+from tests.support import made
+
+from dynamix.arbitrator.policies import POLICIES, policy_named
+from dynamix.arbitrator.policies.proportional import Proportional
+from dynamix.arbitrator.policies.random import DELTAS, Random
+from dynamix.arbitrator.policy import Array32
+from dynamix.schemas.features import GLOBAL_FEATURES, RANK_FEATURES, RANK_INDEX
+
+GLOBAL_F = np.full(len(GLOBAL_FEATURES), np.nan, dtype=np.float32)
+JOB = made.job()
+
+
+def observe(sizes: tuple[int, ...], throughput: tuple[float, ...], *, age: int = 0) -> Array32:
+    """What ranks with the given compute throughput show after a window of 10 steps at `sizes`."""
+    obs_WF = np.full((len(sizes), len(RANK_FEATURES)), np.nan, dtype=np.float32)
+    obs_WF[:, RANK_INDEX["num_samples"]] = np.array(sizes) * JOB.window_steps
+    obs_WF[:, RANK_INDEX["compute_time_s"]] = np.array(sizes) / np.array(throughput)
+    obs_WF[:, RANK_INDEX["age_windows"]] = age
+    obs_WF[:, RANK_INDEX["decided_local_batch_size"]] = sizes
+    return obs_WF
+
+
+def test_static_is_the_initial_sizes_for_ever() -> None:
+    decision = policy_named("static").decide(JOB, 5, observe((64, 64, 64, 64), (1.0,) * 4), GLOBAL_F, b"")
+    assert decision.local_batch_sizes == JOB.initial_local_batch_sizes
+
+
+def test_proportional_gives_a_rank_three_times_slower_a_third_and_keeps_the_global_batch() -> None:
+    decision = Proportional().decide(JOB, 0, observe((128,) * 4, (3000.0, 3000.0, 3000.0, 1000.0)), GLOBAL_F, b"")
+    assert decision.local_batch_sizes == (154, 154, 153, 51)
+
+
+def test_proportional_settles_with_a_fixed_cost_per_step() -> None:
+    """Compute time = 10 ms + b / rate: the measured throughput depends on b, and the split must still converge."""
+    sizes, carry, rate = JOB.initial_local_batch_sizes, b"", np.array([4000.0, 4000.0, 2000.0, 1000.0])
+    for window in range(20):
+        time_s = 0.010 + np.array(sizes) / rate
+        obs_WF = observe(sizes, tuple(np.array(sizes) / time_s))
+        sizes, carry, *_ = Proportional().decide(JOB, window, obs_WF, GLOBAL_F, carry)
+    time_s = 0.010 + np.array(sizes) / rate
+    assert sum(sizes) == 512
+    assert time_s.max() / time_s.min() < 1.08
+
+
+def test_proportional_stays_within_its_dead_band() -> None:
+    sizes = (154, 154, 153, 51)
+    carry = Proportional().decide(JOB, 0, observe(sizes, (3000.0, 3000.0, 3000.0, 1000.0)), GLOBAL_F, b"").carry
+    jitter = observe(sizes, (3060.0, 2950.0, 3010.0, 1010.0))
+    assert Proportional().decide(JOB, 1, jitter, GLOBAL_F, carry).local_batch_sizes == sizes
+
+
+def test_proportional_keeps_the_last_throughput_of_a_rank_it_does_not_hear_of() -> None:
+    sizes = (128,) * 4
+    carry = Proportional().decide(JOB, 0, observe(sizes, (3000.0, 3000.0, 3000.0, 1000.0)), GLOBAL_F, b"").carry
+    obs_WF = observe(sizes, (3000.0, 3000.0, 3000.0, 9000.0))
+    obs_WF[3, RANK_INDEX["age_windows"]] = 2
+    assert Proportional().decide(JOB, 1, obs_WF, GLOBAL_F, carry).local_batch_sizes == (154, 154, 153, 51)
+
+
+def test_proportional_without_any_measurement_splits_equally() -> None:
+    obs_WF = np.full((4, len(RANK_FEATURES)), np.nan, dtype=np.float32)
+    obs_WF[:, RANK_INDEX["decided_local_batch_size"]] = 128
+    assert Proportional().decide(JOB, 0, obs_WF, GLOBAL_F, b"").local_batch_sizes == (128,) * 4
+
+
+def test_random_draws_published_deltas_and_the_same_ones_in_a_replay() -> None:
+    obs_WF = observe((500,) * 4, (1.0,) * 4)
+    first = [Random().decide(JOB, window, obs_WF, GLOBAL_F, b"") for window in range(200)]
+    again = [Random().decide(JOB, window, obs_WF, GLOBAL_F, b"") for window in range(200)]
+    assert first == again
+    deltas = [size - 500 for decision in first for size in decision.local_batch_sizes]
+    assert set(deltas) == set(DELTAS)
+    assert max(deltas.count(delta) for delta in DELTAS) / len(deltas) < 0.26
+    assert first[0].logprobs == pytest.approx((np.log(1 / 5),) * 4)
+
+
+def test_random_differs_between_generations() -> None:
+    obs_WF = observe((500,) * 4, (1.0,) * 4)
+    other = made.job(generation=1)
+    assert any(
+        Random().decide(JOB, w, obs_WF, GLOBAL_F, b"") != Random().decide(other, w, obs_WF, GLOBAL_F, b"")
+        for w in range(5)
+    )
+
+
+def test_an_unknown_policy_is_refused_with_the_list_of_known_ones() -> None:
+    with pytest.raises(ValueError, match="proportional, random, static"):
+        policy_named("ppo-9000")
+    assert set(POLICIES) == {"static", "random", "proportional"}
