@@ -1,0 +1,77 @@
+"""The shell of the collector: consume this node's reports, publish metric windows and states."""
+
+import asyncio
+
+from dynamix.runtime.service import Context
+
+from dynamix.runtime.bus import Message, Start
+from dynamix.schemas import subjects
+from dynamix.schemas.codec import MalformedMessageError, decode
+from dynamix.schemas.features import state_of
+from dynamix.schemas.messages import MetricWindow, NodeMetrics, RankRow, Report
+from dynamix.schemas.streams import FEED
+
+from .probes import read_network
+from .proc import Proc
+from .readings import Readings
+from .settings import CollectorSettings
+from .trust import reason_to_refuse
+from .window import metric_window
+
+
+async def serve(context: Context[CollectorSettings]) -> None:
+    """Turn every report of this node into a metric window and a state until the context stops."""
+    collector = _Collector(context)
+    reports = subjects.report(subjects.ANY, context.node)
+    durable = f"collector-{context.node}"
+    async with context.bus.consume(FEED.name, [reports], start=Start.NEW, durable=durable) as consumer:
+        context.counters["ready"] = 1
+        async for batch in consumer:
+            await collector.collect(batch)
+            await consumer.ack(batch[-1])
+
+
+class _Collector:
+    def __init__(self, context: Context[CollectorSettings]) -> None:
+        self._context = context
+        self._proc = Proc()
+        self._readings = Readings(self._proc)
+        self._said: set[str] = set()
+        """Reasons already logged: a window comes every second."""
+
+    async def collect(self, batch: list[Message]) -> None:
+        """Publish what a batch of reports gives; only each job's newest report is recent enough to be read against."""
+        reports = [report for message in batch if (report := await self._report(message)) is not None]
+        newest = {report.job: report for report in reports}
+        windows = [self._window(report, fresh=newest[report.job] is report) for report in reports]
+        await asyncio.gather(*[self._publish(window) for window in windows])
+
+    async def _report(self, message: Message) -> Report | None:
+        try:
+            return decode(Report, message.subject, message.payload)
+        except MalformedMessageError as error:
+            await self._context.dead_letter(message, str(error))
+            return None
+
+    async def _publish(self, window: MetricWindow) -> None:
+        await asyncio.gather(self._context.bus.publish(window), self._context.bus.publish(state_of(window)))
+        self._context.counters["windows"] = self._context.counters.get("windows", 0) + 1
+
+    def _window(self, report: Report, *, fresh: bool) -> MetricWindow:
+        """A report that waited is not read against: what /proc says now is not of its window."""
+        believed = [row for row in report.rows if self._believes(row)] if fresh else []
+        systems = {row.rank: self._readings.process(row) for row in believed}
+        node = self._readings.node(believed[0] if believed else None) if fresh else NodeMetrics()
+        probe, networks = read_network(report, node, self._context.settings.probe)
+        refused = tuple(row.pid for row in report.rows if fresh and row not in believed)
+        return metric_window(report, systems=systems, networks=networks, node=node, probe=probe, refused_pids=refused)
+
+    def _believes(self, row: RankRow) -> bool:
+        reason = reason_to_refuse(row, self._proc, self._context.settings.uids)
+        if reason is None:
+            return True
+        self._context.counters["refused_pids"] = self._context.counters.get("refused_pids", 0) + 1
+        if reason not in self._said:
+            self._said.add(reason)
+            self._context.log.warning("a reported process is not read", rank=row.rank, reason=reason)
+        return False

@@ -1,0 +1,118 @@
+"""From a report and the kernel's readings to the metric window. Pure: sums become means here, once."""
+
+from collections.abc import Mapping
+
+from dynamix.schemas.messages import (
+    GlobalMetrics,
+    JobTotals,
+    MetricWindow,
+    NetworkMetrics,
+    NodeMetrics,
+    Probe,
+    RankMetrics,
+    RankRow,
+    Report,
+    SystemMetrics,
+    TrainingMetrics,
+)
+
+
+def metric_window(
+    report: Report,
+    *,
+    systems: Mapping[int, SystemMetrics],
+    networks: Mapping[int, NetworkMetrics],
+    node: NodeMetrics,
+    probe: Probe,
+    refused_pids: tuple[int, ...] = (),
+) -> MetricWindow:
+    """The metric window of a report; a rank without an entry in `systems` or `networks` stays unknown there."""
+    return MetricWindow(
+        job=report.job,
+        generation=report.generation,
+        window=report.window,
+        node=report.node,
+        probe=probe,
+        optimizer_family=report.optimizer_family,
+        num_steps=report.totals.num_steps,
+        ranks=tuple(
+            RankMetrics(
+                rank=row.rank,
+                training=_training(row, report.totals.num_steps),
+                system=systems.get(row.rank, SystemMetrics()),
+                network=networks.get(row.rank),
+            )
+            for row in report.rows
+        ),
+        job_metrics=_job_metrics(report),
+        node_metrics=node,
+        num_reports_dropped=report.num_reports_dropped,
+        refused_pids=refused_pids,
+    )
+
+
+def _training(row: RankRow, num_steps: int) -> TrainingMetrics:
+    steps = max(1, num_steps)
+    accuracy = _ratio(row.num_correct, row.num_samples)
+    return TrainingMetrics(
+        local_batch_size=row.local_batch_size,
+        pending_local_batch_size=row.pending_local_batch_size,
+        num_samples=row.num_samples,
+        loss=_ratio(row.loss_sum, row.num_samples),
+        accuracy=accuracy,
+        accuracy_change=_difference(accuracy, row.accuracy_before),
+        step_time_s=(row.data_time_s + row.compute_time_s + row.sync_time_s + row.update_time_s) / steps,
+        compute_time_s=row.compute_time_s / steps,
+        sync_time_s=row.sync_time_s / steps,
+        data_time_s=row.data_time_s / steps,
+        update_time_s=row.update_time_s / steps,
+    )
+
+
+def _job_metrics(report: Report) -> GlobalMetrics:
+    totals, before = report.totals, report.totals_before
+    loss, accuracy = _loss(totals), _accuracy(totals)
+    noise_scale = _noise_scale(totals)
+    return GlobalMetrics(
+        global_batch_size=totals.global_batch_size,
+        num_samples=totals.num_samples,
+        step_time_s=totals.time_s / max(1, totals.num_steps),
+        throughput=totals.num_samples / totals.time_s if totals.time_s > 0 else 0.0,
+        loss=loss,
+        loss_change=_difference(loss, None if before is None else _loss(before)),
+        accuracy=accuracy,
+        accuracy_change=_difference(accuracy, None if before is None else _accuracy(before)),
+        held_out_accuracy=report.held_out_accuracy,
+        progress=_progress(report),
+        noise_scale=noise_scale,
+        sigma_norm_sq=None if noise_scale is None else _ratio(noise_scale, totals.global_batch_size),
+    )
+
+
+def _noise_scale(totals: JobTotals) -> float | None:
+    """B_noise = S / |G_true|^2 (method section 5.2); masked while a smoothed moment is not positive."""
+    noise = totals.noise
+    if noise is None or noise.squared_norm <= 0 or noise.trace < 0:
+        return None
+    return noise.trace / noise.squared_norm
+
+
+def _progress(report: Report) -> float | None:
+    progress = _ratio(report.samples_seen, report.total_samples)
+    return None if progress is None else min(1.0, progress)
+
+
+def _loss(totals: JobTotals) -> float | None:
+    return _ratio(totals.loss_sum, totals.num_samples)
+
+
+def _accuracy(totals: JobTotals) -> float | None:
+    return _ratio(totals.num_correct, totals.num_samples)
+
+
+def _ratio(numerator: float | None, denominator: float | None) -> float | None:
+    return None if numerator is None or not denominator else numerator / denominator
+
+
+def _difference(now: float | None, before: float | None) -> float | None:
+    return None if now is None or before is None else now - before

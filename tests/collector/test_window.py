@@ -1,0 +1,100 @@
+import msgspec
+import pytest
+from tests.support import made
+
+from dynamix.collector.probes import read_network
+from dynamix.collector.window import metric_window
+from dynamix.schemas.messages import GradientNoise, MetricWindow, NodeMetrics, Report, SystemMetrics
+
+NODE = NodeMetrics(load_per_cpu=0.5, tx_bytes=100, rx_bytes=200, retransmits=4, interval_s=1.0)
+
+
+def window_of(report: Report) -> MetricWindow:
+    return metric_window(report, systems={}, networks={}, node=NODE, probe="none")
+
+
+def test_sums_become_means_once() -> None:
+    metrics = window_of(made.report())
+    training = metrics.ranks[0].training
+    assert training.loss == 0.5
+    assert training.accuracy == 0.75
+    assert training.step_time_s == pytest.approx(0.1)
+    assert training.compute_time_s == pytest.approx(0.05)
+    parts = training.compute_time_s + training.sync_time_s + training.data_time_s + training.update_time_s
+    assert parts == pytest.approx(training.step_time_s)
+    assert metrics.job_metrics.throughput == 5120.0
+    assert metrics.job_metrics.step_time_s == pytest.approx(0.1)
+
+
+def test_a_rank_without_samples_has_no_loss_and_no_accuracy() -> None:
+    empty = made.row(0, num_samples=0, loss_sum=0.0, num_correct=0.0)
+    training = window_of(made.report(rows=(empty,))).ranks[0].training
+    assert (training.loss, training.accuracy, training.num_samples) == (None, None, 0)
+
+
+def test_changes_come_from_the_report_itself_so_that_the_collector_needs_no_memory() -> None:
+    report = made.report(
+        window=1,
+        rows=(made.row(0, accuracy_before=0.70),),
+        totals_before=made.totals(0, loss_sum=5120.0, num_correct=2560.0),
+    )
+    metrics = window_of(report)
+    assert metrics.ranks[0].training.accuracy_change == pytest.approx(0.05)
+    assert metrics.job_metrics.loss_change == pytest.approx(-0.5)
+    assert metrics.job_metrics.accuracy_change == pytest.approx(0.25)
+    assert window_of(made.report()).job_metrics.accuracy_change is None
+
+
+def test_the_noise_scale_and_sigma_norm_are_those_of_the_method() -> None:
+    metrics = window_of(made.report()).job_metrics
+    assert metrics.noise_scale == pytest.approx(100.0 / 0.05)
+    assert metrics.sigma_norm_sq == pytest.approx(100.0 / (512 * 0.05))
+
+
+@pytest.mark.parametrize(
+    "noise", [None, GradientNoise(trace=1.0, squared_norm=0.0), GradientNoise(trace=1.0, squared_norm=-1.0)]
+)
+def test_the_noise_is_masked_while_it_drowns_the_signal(noise: GradientNoise | None) -> None:
+    metrics = window_of(made.report(totals=made.totals(noise=noise))).job_metrics
+    assert (metrics.noise_scale, metrics.sigma_norm_sq) == (None, None)
+
+
+def test_progress_is_a_share_of_the_planned_samples() -> None:
+    assert window_of(made.report(total_samples=10240)).job_metrics.progress == 0.5
+    assert window_of(made.report()).job_metrics.progress is None
+
+
+def test_tcp_info_gives_each_rank_its_own_traffic_of_the_window() -> None:
+    rows = (
+        made.row(0, sockets=made.sockets(5000, 7000, 30), sockets_before=made.sockets(1000, 2000, 7)),
+        made.row(1, sockets=made.sockets(10, 20, 0)),
+    )
+    probe, networks = read_network(made.report(rows=rows), NODE, "auto")
+    assert probe == "tcp_info"
+    assert (networks[0].tx_bytes, networks[0].rx_bytes, networks[0].retransmits) == (4000, 5000, 23)
+    assert networks[1].tx_bytes == 10
+
+
+def test_without_tcp_info_the_namespaces_counters_serve_a_node_of_one_rank_and_no_other() -> None:
+    alone = made.report(rows=(made.row(0),))
+    probe, networks = read_network(alone, NODE, "auto")
+    assert (probe, networks[0].retransmits) == ("proc", 4)
+    assert read_network(made.report(), NODE, "auto") == ("none", {})
+    assert read_network(alone, NodeMetrics(), "auto") == ("none", {})
+
+
+def test_the_probe_can_be_chosen() -> None:
+    report = made.report(rows=(made.row(0, sockets=made.sockets()),))
+    assert read_network(report, NODE, "proc")[0] == "proc"
+    assert read_network(report, NODE, "tcp_info")[0] == "tcp_info"
+
+
+def test_the_window_keeps_what_the_kernel_saw_and_what_it_did_not() -> None:
+    seen = SystemMetrics(cpu_time_ratio=1.5)
+    metrics = metric_window(
+        made.report(), systems={1: seen}, networks={}, node=NODE, probe="none", refused_pids=(1000,)
+    )
+    assert metrics.ranks[0].system == SystemMetrics()
+    assert metrics.ranks[1].system == seen
+    assert metrics.refused_pids == (1000,)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(metrics), type=MetricWindow) == metrics
