@@ -1,0 +1,93 @@
+"""The shape of the repository, held: the namespace, who imports whom, and who may touch the outside world."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ROOTS = {
+    "schemas": ROOT / "schemas",
+    **{name: ROOT / "services" / name for name in ("runtime", "collector", "reward", "arbitrator", "trainer")},
+    "cli": ROOT / "cli",
+}
+MAY_IMPORT = {
+    "schemas": set(),
+    "runtime": {"schemas"},
+    "collector": {"schemas", "runtime"},
+    "reward": {"schemas", "runtime"},
+    "arbitrator": {"schemas", "runtime"},
+    "trainer": {"schemas", "runtime"},
+    "cli": {"schemas", "runtime", "collector", "reward", "arbitrator", "trainer"},
+}
+PURE_CORES = {
+    "collector": {"window", "probes", "proc", "trust"},
+    "reward": {"terms", "formula"},
+    "arbitrator": {"fold", "policy", "apportion", "policies"},
+    "trainer": {"schedule", "split", "sampler", "noise", "offer", "rows"},
+}
+
+
+def modules(package: str) -> Iterator[tuple[str, Path]]:
+    top = ROOTS[package] / "dynamix" / package
+    for path in sorted(top.rglob("*.py")):
+        yield ".".join(path.relative_to(top).with_suffix("").parts), path
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Absolute names of everything a module imports, relative imports of its own package left out."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_no_root_closes_the_namespace() -> None:
+    assert [path for path in ROOT.rglob("dynamix/__init__.py") if ".venv" not in path.parts] == []
+
+
+def test_every_package_is_where_its_name_says() -> None:
+    assert all((top / "dynamix" / package / "__init__.py").is_file() for package, top in ROOTS.items())
+
+
+@pytest.mark.parametrize("package", ROOTS)
+def test_services_never_import_each_other(package: str) -> None:
+    for name, path in modules(package):
+        for imported in imports(path):
+            parts = imported.split(".")
+            if parts[0] == "dynamix":
+                assert parts[1] == package or parts[1] in MAY_IMPORT[package], f"{package}.{name} imports {imported}"
+
+
+@pytest.mark.parametrize("package", ROOTS)
+def test_only_the_bus_knows_nats(package: str) -> None:
+    for name, path in modules(package):
+        if package == "runtime" and name.startswith("bus."):
+            continue
+        assert not any(imported.split(".")[0] == "nats" for imported in imports(path)), f"{package}.{name} imports nats"
+
+
+@pytest.mark.parametrize("package", PURE_CORES)
+def test_the_thinking_knows_neither_bus_nor_event_loop(package: str) -> None:
+    found = {name.split(".")[0] for name, _ in modules(package)}
+    assert PURE_CORES[package] <= found
+    for name, path in modules(package):
+        if name.split(".")[0] in PURE_CORES[package]:
+            outside = [
+                i for i in imports(path) if i.split(".")[0] in ("asyncio", "nats") or i.startswith("dynamix.runtime")
+            ]
+            assert outside == [], f"{package}.{name} is no longer pure"
+
+
+@pytest.mark.parametrize("package", ROOTS)
+def test_nothing_happens_on_import(package: str) -> None:
+    """A module's top level defines; it configures no logging, installs no signal handler, starts no loop or thread."""
+    for name, path in modules(package):
+        if name.split(".")[-1] == "__main__":
+            continue
+        for node in ast.parse(path.read_text()).body:
+            assert not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)), (
+                f"{package}.{name} acts on import"
+            )
