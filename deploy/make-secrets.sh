@@ -1,0 +1,28 @@
+#!/bin/sh
+# Write one password per user of nats.conf into the directory $1; what is there already stays, so that a second run
+# changes nothing. To rotate a password delete its file, run this again, restart the broker, then the service.
+#
+#   <user>.password   for the service (DYNAMIX_NATS_PASSWORD_FILE)
+#   nats.env          all of them, for the broker
+#
+# The directory is closed to everybody else. Inside it the password files are readable, because a container mounts
+# just the one it needs and reads it as a user of its own.
+set -eu
+directory=${1:?usage: make-secrets.sh DIRECTORY}
+users="collector reward arbitrator trainer provision watcher"
+umask 077
+mkdir -p "$directory"
+chmod 700 "$directory"
+lines=""
+for user in $users; do
+    file=$directory/$user.password
+    if [ ! -s "$file" ]; then
+        # The letter in front keeps the server from reading a number.
+        printf 'p%s\n' "$(od -An -N 24 -tx1 /dev/urandom | tr -d ' \n')" >"$file"
+        chmod 644 "$file"
+    fi
+    key=$(printf %s "$user" | tr '[:lower:]' '[:upper:]')
+    lines="${lines}NATS_PASSWORD_$key=$(cat "$file")
+"
+done
+printf %s "$lines" >"$directory/nats.env"

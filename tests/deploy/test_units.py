@@ -1,0 +1,116 @@
+"""The systemd units: systemd itself accepts them, and every one is closed as far as its work allows."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+UNITS = Path(__file__).parents[2] / "deploy" / "systemd"
+SERVICES = ("collector", "reward", "arbitrator")
+ALWAYS_CLOSED = (
+    "DynamicUser=yes",
+    "NoNewPrivileges=yes",
+    "ProtectSystem=strict",
+    "PrivateTmp=yes",
+    "ProtectKernelModules=yes",
+    "RestrictSUIDSGID=yes",
+    "LockPersonality=yes",
+    "SystemCallArchitectures=native",
+)
+MAX_EXPOSURE = {
+    "dynamix-nats.service": 1.5,
+    "dynamix-provision.service": 1.5,
+    "dynamix-reward.service": 1.5,
+    "dynamix-arbitrator.service": 1.5,
+    "dynamix-collector.service": 2.2,
+    "dynamix-train@.service": 5.0,
+}
+"""systemd's own measure, 0 (closed) to 10, with a little room for other versions of it."""
+
+needs_systemd = pytest.mark.skipif(
+    shutil.which("systemd-analyze") is None,
+    reason="systemd-analyze is MISSING: the units are NOT checked here (Debian: apt-get install systemd)",
+)
+
+
+def text(name: str) -> str:
+    return (UNITS / name).read_text()
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """The units with programs that exist here: `verify` refuses a unit whose program is missing."""
+    for unit in UNITS.glob("*.service"):
+        lines = re.sub(r"^(ExecStart=)\S+", r"\1/bin/true", unit.read_text(), flags=re.MULTILINE)
+        lines = re.sub(r"^Documentation=file:\S+$", "", lines, flags=re.MULTILINE)
+        name = unit.name.replace("@.", "@mnist.")  # a template is verified as an instance
+        (tmp_path / name).write_text(lines)
+    return tmp_path
+
+
+def verify(directory: Path) -> subprocess.CompletedProcess[str]:
+    units = sorted(str(unit) for unit in directory.glob("*.service"))
+    return subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", *units], capture_output=True, text=True, check=False
+    )
+
+
+def test_there_are_four_units_beside_the_broker_and_its_streams() -> None:
+    assert {unit.name for unit in UNITS.glob("*.service")} == set(MAX_EXPOSURE)
+
+
+@needs_systemd
+def test_systemd_has_nothing_to_say_against_any_unit(installed: Path) -> None:
+    found = verify(installed)
+    assert (found.returncode, found.stdout + found.stderr) == (0, "")
+
+
+@needs_systemd
+def test_a_misspelt_directive_would_be_found(installed: Path) -> None:
+    unit = installed / "dynamix-reward.service"
+    unit.write_text(unit.read_text().replace("DynamicUser=", "DynamicUsr="))
+    assert "DynamicUsr" in verify(installed).stderr
+
+
+@needs_systemd
+@pytest.mark.parametrize(("name", "limit"), MAX_EXPOSURE.items())
+def test_a_unit_stays_closed(installed: Path, name: str, limit: float) -> None:
+    unit = installed / name.replace("@.", "@mnist.")
+    command = ["systemd-analyze", "security", "--offline=true", str(unit)]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    exposure = re.search(r"Overall exposure level for \S+: ([\d.]+)", shown)
+    assert exposure is not None
+    assert float(exposure[1]) <= limit
+
+
+@pytest.mark.parametrize("name", MAX_EXPOSURE)
+def test_no_unit_leaves_out_what_every_unit_can_have(name: str) -> None:
+    assert [line for line in ALWAYS_CLOSED if line not in text(name).splitlines()] == []
+
+
+@pytest.mark.parametrize("name", [*(f"dynamix-{service}.service" for service in SERVICES), "dynamix-nats.service"])
+def test_systemd_never_gives_up_on_a_service(name: str) -> None:
+    unit, service = text(name).split("[Service]")
+    assert "StartLimitIntervalSec=0" in unit.splitlines()
+    assert "Restart=always" in service.splitlines()
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_service_runs_its_own_module_with_its_own_credential(service: str) -> None:
+    lines = text(f"dynamix-{service}.service").splitlines()
+    assert f"ExecStart=/opt/dynamix/bin/python -m dynamix.{service}" in lines
+    assert f"Environment=DYNAMIX_NATS_USER={service}" in lines
+    assert f"LoadCredential=password:/etc/dynamix/credentials/{service}.password" in lines
+
+
+def test_only_the_collector_keeps_a_capability() -> None:
+    bounding = {name: re.findall(r"^CapabilityBoundingSet=(.*)$", text(name), re.MULTILINE) for name in MAX_EXPOSURE}
+    assert {name: sets for name, sets in bounding.items() if sets != [""]} == {
+        "dynamix-collector.service": ["CAP_SYS_PTRACE"]
+    }
+
+
+def test_no_password_stands_in_a_unit() -> None:
+    assert [unit.name for unit in UNITS.iterdir() if re.search(r"DYNAMIX_NATS_PASSWORD=", unit.read_text())] == []
