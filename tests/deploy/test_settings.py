@@ -3,11 +3,10 @@
 import re
 from pathlib import Path
 
-from dynamix.runtime.settings import COMPONENTS, BusSettings, SharedSettings
-
 from dynamix.arbitrator.settings import ArbitratorSettings
 from dynamix.collector.settings import CollectorSettings
 from dynamix.reward.settings import RewardSettings
+from dynamix.runtime.settings import COMPONENTS, BusSettings, SharedSettings
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 STRUCTS = {
