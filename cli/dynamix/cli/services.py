@@ -1,0 +1,96 @@
+"""The services as child processes of a command: started with the broker's address, ended with us however we end."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Collection, Mapping
+from typing import IO
+
+from dynamix.runtime.bus import Bus
+from dynamix.runtime.embedded import DIE_WITH_PARENT
+from dynamix.runtime.settings import BusSettings
+from dynamix.schemas import subjects
+from dynamix.schemas.codec import decode
+from dynamix.schemas.messages import Live
+
+SERVICES = ("collector", "reward", "arbitrator")
+"""What steers a job, beside the broker and the training process itself."""
+
+STOP_TIMEOUT_S = 10.0
+
+
+def bus_environment(settings: BusSettings) -> dict[str, str]:
+    """The broker's address and credentials as environment variables: arguments would show them to the whole machine."""
+    fields = {name: str(getattr(settings, name)) for name in settings.__struct_fields__}
+    return {f"DYNAMIX_NATS_{name.upper()}": value for name, value in fields.items() if value}
+
+
+class ServiceProcess:
+    """One service in a process of its own."""
+
+    def __init__(self, name: str, environ: Mapping[str, str], output: IO[bytes] | int | None = None) -> None:
+        """Prepare `python -m dynamix.<name>` with `environ` added to ours; `output` takes its log (None: ours)."""
+        self.name = name
+        self._environ = {**os.environ, **environ}
+        self._output = output
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        """The running process's id."""
+        assert self._process is not None, "start it first"
+        return self._process.pid
+
+    def start(self) -> None:
+        """Start it; the kernel ends it when this process ends."""
+        guard = [sys.executable, "-I", "-S", str(DIE_WITH_PARENT), str(os.getpid())]
+        self._process = subprocess.Popen(
+            [*guard, sys.executable, "-m", f"dynamix.{self.name}"],
+            env=self._environ,
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=self._output,
+        )
+
+    def exit_code(self) -> int | None:
+        """`None` while it runs."""
+        return None if self._process is None else self._process.poll()
+
+    def kill(self) -> None:
+        """End it as a crash would."""
+        assert self._process is not None, "start it first"
+        self._process.kill()
+        self._process.wait()
+
+    def stop(self) -> None:
+        """Ask it to drain and end; kill it when it does not."""
+        if self._process is None or self._process.poll() is not None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+
+async def wait_until_ready(bus: Bus, names: Collection[str], timeout_s: float = 30.0) -> None:
+    """Wait until each named service has said that it listens to its streams.
+
+    Raises:
+        TimeoutError: naming the services that did not.
+    """
+    missing = set(names)
+    try:
+        async with (
+            asyncio.timeout(timeout_s),
+            bus.subscribe(subjects.live(subjects.ANY, subjects.ANY)) as beats,
+        ):
+            async for message in beats:
+                beat = decode(Live, message.subject, message.payload)
+                if beat.counters.get("ready"):
+                    missing.discard(beat.service)
+                if not missing:
+                    return
+    except TimeoutError:
+        raise TimeoutError(f"not ready after {timeout_s:g} s: {', '.join(sorted(missing))}") from None
