@@ -1,0 +1,35 @@
+"""The bus: NATS behind one package. Nothing else imports nats; the README says what we do about each of its traps."""
+
+from .bus import Bus
+from .consumer import Consumer
+from .errors import (
+    BusError,
+    ConnectionClosedError,
+    PermissionDeniedError,
+    PublishError,
+    SequenceRegressError,
+    StaleWriterError,
+    StreamMissingError,
+)
+from .message import Message, StreamState
+from .position import ALL, LAST_PER_SUBJECT, NEW, Start
+from .subscription import Subscription
+
+__all__ = [
+    "ALL",
+    "LAST_PER_SUBJECT",
+    "NEW",
+    "Bus",
+    "BusError",
+    "ConnectionClosedError",
+    "Consumer",
+    "Message",
+    "PermissionDeniedError",
+    "PublishError",
+    "SequenceRegressError",
+    "StaleWriterError",
+    "Start",
+    "StreamMissingError",
+    "StreamState",
+    "Subscription",
+]

@@ -1,0 +1,215 @@
+"""The bus as the services see it: one object per process that publishes, consumes and reads."""
+
+import asyncio
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Self
+
+from dynamix.runtime.settings import BusSettings
+from dynamix.schemas import codec, subjects, table
+from dynamix.schemas.messages import Action, Live
+from dynamix.schemas.messages import Message as SchemaMessage
+
+from . import stored
+from .connection import Connection
+from .consumer import Consumer
+from .errors import StaleWriterError
+from .message import Message, StreamState
+from .position import Start
+from .publisher import Publisher
+from .requests import Requests
+from .subscription import Subscription
+
+MESSAGE_ID = "Nats-Msg-Id"
+EXPECTED_LAST = "Nats-Expected-Last-Subject-Sequence"
+
+
+class Bus:
+    """One connection to the broker; make it with `Bus.connect`. It belongs to the event loop that made it."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._requests = Requests(connection)
+        self._publisher = Publisher(connection)
+        self._consumers: weakref.WeakSet[Consumer] = weakref.WeakSet()
+        self._subscriptions: weakref.WeakSet[Subscription] = weakref.WeakSet()
+        self._consumed = {"received": 0, "received_twice": 0, "consumer_resets": 0}
+        self._live = {"dropped_live": 0, "dropped_received": 0}
+
+    @classmethod
+    async def connect(
+        cls, settings: BusSettings, *, name: str, on_closed: Callable[[str], None] | None = None, wait: bool = True
+    ) -> Self:
+        """Connect to the broker, and reconnect for ever afterwards.
+
+        Args:
+            settings: where and as whom.
+            name: shown by the broker, and part of our inbox (see `Connection.inbox`): `<service>-<instance>`.
+            on_closed: called with the reason when the broker closes the connection for good; the process should end
+                with a non-zero code so that its supervisor starts it anew.
+            wait: try the first connection for ever, too.
+
+        Raises:
+            ValueError: for a broker beyond loopback without credentials.
+            PermissionDeniedError: when user or password are refused, or the user may not listen to its own inbox.
+            BusError: without `wait`, when the broker cannot be reached.
+        """
+        connection = Connection(settings, name, on_closed)
+        await connection.open(wait=wait)
+        bus = cls(connection)
+        try:
+            await bus._open()
+        except BaseException:
+            await bus.close()
+            raise
+        return bus
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """What happened so far, by name; `in_flight` is what is not acknowledged now."""
+        return {
+            **self._publisher.counters,
+            "in_flight": self._publisher.num_in_flight,
+            **self._consumed,
+            **self._live,
+            **self._connection.counters,
+        }
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a connection now."""
+        return self._connection.connected.is_set()
+
+    async def publish(self, message: SchemaMessage) -> int:
+        """Publish and wait for the acknowledgement; returns the sequence in the stream.
+
+        Raises:
+            PublishError: when it was refused, or not acknowledged in 60 s; StreamMissingError when no stream takes it.
+            PermissionDeniedError: when our user may not.
+            MalformedMessageError: when the message is too large or has a number that is not finite.
+        """
+        return await (await self.publish_soon(message))
+
+    async def publish_soon(self, message: SchemaMessage) -> asyncio.Future[int]:
+        """Publish without waiting for the acknowledgement; waits only while 2,000 messages are in flight.
+
+        The future is the sequence, or the error as `publish` raises it; errors are logged and counted even when nobody
+        looks. A message that had to be sent again may come after later ones.
+        """
+        payload = codec.encode(message)
+        return await self.publish_bytes_soon(table.subject_of(message), payload, codec.message_id(message))
+
+    async def publish_bytes(self, subject: str, payload: bytes, message_id: str) -> int:
+        """As `publish`, of bytes; `message_id` is equal for equal content."""
+        return await (await self.publish_bytes_soon(subject, payload, message_id))
+
+    async def publish_bytes_soon(self, subject: str, payload: bytes, message_id: str) -> asyncio.Future[int]:
+        """As `publish_soon`, of bytes."""
+        return await self._publisher.publish(subject, payload, {MESSAGE_ID: message_id})
+
+    async def publish_action(self, action: Action, *, expected_last: int) -> int:
+        """Publish an action if `expected_last` is still the last sequence on its subject (0: none); compare-and-set.
+
+        An acknowledgement that was lost is no matter: the same action is acknowledged again.
+
+        Raises:
+            StaleWriterError: when another action is there.
+            BusError: as `publish`.
+        """
+        subject = subjects.action(action.job)
+        payload = codec.encode(action)
+        headers = {MESSAGE_ID: codec.message_id(action), EXPECTED_LAST: str(expected_last)}
+        try:
+            return await (await self._publisher.publish(subject, payload, headers))
+        except StaleWriterError:
+            # a retry that comes when the broker has forgotten the first try's identity
+            last = await self.last(table.BY_STRUCT[Action].carrier, subject)
+            if last is not None and last.payload == payload:
+                return last.sequence
+            raise
+
+    async def publish_live(self, message: Live) -> None:
+        """Publish on core NATS: nobody stores it, and while disconnected it is dropped and counted."""
+        sent = await self._connection.send(subjects.live(message.service, message.instance), codec.encode(message))
+        if not sent:
+            self._live["dropped_live"] += 1
+
+    async def last(self, stream: str, subject: str) -> Message | None:
+        """The last stored message of a subject, `None` when there is none. Raises as `stream_state`."""
+        return await stored.last_message(self._requests, stream, subject)
+
+    async def stream_state(self, stream: str) -> StreamState:
+        """What the stream holds.
+
+        Raises:
+            StreamMissingError: when there is no such stream.
+            BusError: when the broker does not answer in 60 s.
+        """
+        return await stored.stream_state(self._requests, stream)
+
+    async def stream_config(self, stream: str) -> dict[str, Any]:
+        """The stream's configuration as the broker has it. Raises as `stream_state`."""
+        return await stored.stream_config(self._requests, stream)
+
+    async def write_stream(self, action: Literal["CREATE", "UPDATE"], config: dict[str, Any]) -> None:
+        """Create or update a stream: for `provision` only. Raises ApiError when JetStream refuses."""
+        await stored.write_stream(self._requests, action, config)
+
+    def consume(
+        self,
+        stream: str,
+        subjects: Sequence[str],
+        *,
+        start: Start,
+        durable: str | None = None,
+        max_batch: int = 512,
+    ) -> Consumer:
+        """Read the messages of some subjects: `async with bus.consume(...) as c: async for batch in c: ...`.
+
+        A batch is a list of at least one message: all that are queued, at most `max_batch`, in stream order, each
+        sequence once. Broker restarts and lost connections are bridged without loss. `start` counts for a durable
+        consumer only when the broker does not know it yet.
+        """
+        consumer = Consumer(
+            self._connection,
+            self._requests,
+            stream,
+            subjects,
+            start=start,
+            durable=durable,
+            max_batch=max_batch,
+            counters=self._consumed,
+        )
+        self._consumers.add(consumer)
+        return consumer
+
+    def subscribe(self, subject: str) -> Subscription:
+        """Listen on core NATS, where nothing is stored: for `live`. A slow reader loses the oldest, counted."""
+        subscription = Subscription(self._connection, self._live, subject)
+        self._subscriptions.add(subscription)
+        return subscription
+
+    def stop_intake(self) -> None:
+        """Let every loop over a consumer or a subscription end; publishing still works."""
+        for consumer in self._consumers:
+            consumer.end()
+        for subscription in self._subscriptions:
+            subscription.end()
+
+    async def drain(self, timeout_s: float = 10.0) -> None:
+        """Stop intake, wait until what is in flight is acknowledged, close. Works while reconnecting, too."""
+        self.stop_intake()
+        await self._publisher.flush(timeout_s)
+        await self.close()
+
+    async def close(self) -> None:
+        """Close at once; publishes still in flight fail with ConnectionClosedError."""
+        self.stop_intake()
+        self._requests.close()
+        await self._publisher.close()
+        await self._connection.close()
+
+    async def _open(self) -> None:
+        await self._requests.open()
+        await self._publisher.open()
+        await self._requests.check_inbox()

@@ -1,0 +1,351 @@
+"""The connection: how nats-py is set up, what its callbacks do, and what happens when it closes."""
+
+import asyncio
+import ipaddress
+import logging
+import random
+import re
+import secrets
+import ssl
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import nats.aio.client
+import nats.errors
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription as NatsSubscription
+
+from dynamix.runtime.rate_limit import RateLimit
+from dynamix.runtime.settings import BusSettings, password_of, redact_url
+
+from .errors import BusError, ConnectionClosedError, PermissionDeniedError
+
+logger = logging.getLogger(__name__)
+
+RECONNECT_WAIT_S = 0.5
+PING_INTERVAL_S = 10
+MAX_OUTSTANDING_PINGS = 2
+WATCH_INTERVAL_S = 1.0
+STALLED_AFTER_S = 60.0
+"""Without an attempt to reconnect for this long, nats-py's own task for it must have died."""
+LAG_LOGGED_S = 1.0
+MAX_REFUSED_LOGINS = 3
+
+Callback = Callable[[Msg], Coroutine[Any, Any, None]]
+DeniedCallback = Callable[[str, PermissionDeniedError], None]
+"""Takes a subject in small letters, as nats-py reports it."""
+
+_DENIED = re.compile(r'permissions violation for (publish|subscription)[^"]*"([^"]+)"', re.IGNORECASE)
+
+
+class Connection:
+    """One NATS connection that reconnects for ever; the only object that holds nats-py's client.
+
+    Attributes:
+        counters: what happened so far, by name.
+        connected: set while there is a connection.
+        inbox: prefix of every subject that this connection listens to for replies: `_INBOX.<user>.<name>.<random>`.
+            The user comes first because the broker's permissions are per user, and a wildcard is a whole token.
+    """
+
+    def __init__(self, settings: BusSettings, name: str, on_closed: Callable[[str], None] | None) -> None:
+        check_url(settings)
+        self.counters: dict[str, int] = dict.fromkeys(
+            ("errors", "reconnects", "slow_consumer_drops", "permission_denials", "max_loop_lag_ms"), 0
+        )
+        self.connected = asyncio.Event()
+        self._settings = settings
+        self._user = settings.user or unquote(urlsplit(settings.url).username or "")
+        self.inbox = ".".join(("_INBOX", *(_token(part) for part in (self._user, name) if part), secrets.token_hex(4)))
+        self._name = name
+        self._on_closed = on_closed
+        self._client = nats.aio.client.Client()
+        self._wait = True
+        self._opened = False
+        self._closing = False
+        self._reported = False
+        self._refused_logins = 0
+        self._last_attempt = time.monotonic()
+        self._limit = RateLimit(per_s=1.0)
+        self._watcher: asyncio.Task[None] | None = None
+        self._on_reconnected: list[Callable[[], None]] = []
+        self._on_denied: list[DeniedCallback] = []
+        self._on_closing: list[Callable[[], None]] = []
+
+    async def open(self, *, wait: bool) -> None:
+        """Connect; with `wait` try for ever.
+
+        Raises:
+            BusError: without `wait`, when the first attempt fails.
+            PermissionDeniedError: when the broker refuses user or password, whatever `wait` says.
+        """
+        self._wait = wait
+        try:
+            await self._connect()
+        except BaseException:
+            self._closing = True
+            await self._client.close()
+            raise
+        self._opened = True
+        self.connected.set()
+        self._watcher = asyncio.create_task(self._watch(), name=f"watch {self._name}")
+        logger.info("connected to the bus", extra={"url": redact_url(self._settings.url), "connection": self._name})
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it is closed for good."""
+        return self._closing or self._reported or self._client.is_closed
+
+    @property
+    def max_payload(self) -> int:
+        """The broker's limit for payload and headers together, in bytes."""
+        return self._client.max_payload
+
+    def when_reconnected(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call `callback` after each reconnection; returns how to take that back."""
+        self._on_reconnected.append(callback)
+        return lambda: self._on_reconnected.remove(callback)
+
+    def when_denied(self, callback: DeniedCallback) -> Callable[[], None]:
+        """Call `callback` with each subject that the broker denies; returns how to take that back."""
+        self._on_denied.append(callback)
+        return lambda: self._on_denied.remove(callback)
+
+    def when_closed(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call `callback` when the connection is closed for good by the broker; returns how to take that back."""
+        self._on_closing.append(callback)
+        return lambda: self._on_closing.remove(callback)
+
+    async def send(self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None) -> bool:
+        """Hand a message to the socket. False while disconnected: nothing is buffered for later.
+
+        Raises:
+            ConnectionClosedError: when closed for good.
+            BusError: when nats-py refuses the subject or a header.
+        """
+        if self.is_closed:
+            raise ConnectionClosedError("the connection to the bus is closed")
+        if not self.connected.is_set():
+            return False
+        try:
+            await self._client.publish(subject, payload, reply, headers)
+        except nats.errors.ConnectionClosedError as error:
+            raise ConnectionClosedError("the connection to the bus is closed") from error
+        except nats.errors.OutboundBufferLimitError:
+            return False
+        except nats.errors.Error as error:
+            raise BusError(f"cannot publish to {subject!r}: {describe(error)}") from error
+        except (OSError, RuntimeError):  # the socket broke under nats-py's hands: it reconnects
+            return False
+        return True
+
+    async def subscribe(self, subject: str, callback: Callback) -> NatsSubscription:
+        """Listen to a subject; nats-py renews it after each reconnection."""
+        if self.is_closed:
+            raise ConnectionClosedError("the connection to the bus is closed")
+        try:
+            return await self._client.subscribe(subject, cb=callback)
+        except (nats.errors.Error, OSError) as error:
+            raise BusError(f"cannot listen to {subject!r}: {describe(error)}") from error
+
+    async def unsubscribe(self, subscription: NatsSubscription) -> None:
+        """Stop listening; harmless on a closed connection."""
+        try:
+            await subscription.unsubscribe()
+        except nats.errors.Error as error:
+            logger.debug("unsubscribe: %s", error)
+
+    async def round_trip(self, timeout_s: float) -> None:
+        """Wait until the broker has handled everything sent so far.
+
+        Raises:
+            BusError: when it does not answer in time.
+        """
+        try:
+            await self._client.rtt(timeout_s)  # type: ignore[arg-type]  # nats-py says int and passes it to asyncio
+        except nats.errors.Error as error:
+            raise BusError(f"the broker did not answer within {timeout_s:g} s") from error
+
+    async def close(self) -> None:
+        """Close for good; `on_closed` is not called."""
+        self._closing = True
+        self.connected.clear()
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.gather(self._watcher, return_exceptions=True)
+        await self._client.close()
+
+    async def _connect(self) -> None:
+        settings = self._settings
+        options: dict[str, Any] = {}
+        if settings.ca_file:
+            options["tls"] = ssl.create_default_context(cafile=settings.ca_file)
+        if self._user:
+            options |= {"user": self._user, "password": self._password}
+        await self._client.connect(
+            servers=[url.strip() for url in settings.url.split(",")],
+            name=self._name,
+            error_cb=self._on_error,
+            disconnected_cb=self._on_disconnected,
+            reconnected_cb=self._on_reconnection,
+            closed_cb=self._on_close,
+            max_reconnect_attempts=-1,
+            reconnect_time_wait=RECONNECT_WAIT_S,  # type: ignore[arg-type]  # nats-py says int and passes it to asyncio
+            reconnect_to_server_handler=self._next_server,
+            ping_interval=PING_INTERVAL_S,
+            max_outstanding_pings=MAX_OUTSTANDING_PINGS,
+            inbox_prefix=self.inbox,
+            pending_size=0,  # buffer nothing while disconnected: our own tables know what to send again
+            **options,
+        )
+
+    def _password(self) -> str:
+        """Called by nats-py for each connection, after the server's INFO: the last chance not to send it in clear."""
+        demands_tls = bool(self._settings.ca_file) or self._settings.url.startswith("tls://")
+        info = self._client._server_info  # noqa: SLF001 - nats-py shows it nowhere else
+        if demands_tls and not info.get("tls_required"):
+            raise nats.errors.Error("nats: the server offers no TLS although it is demanded: no password was sent")
+        return password_of(self._settings) or unquote(urlsplit(self._settings.url).password or "")
+
+    def _next_server(
+        self, servers: list[nats.aio.client.Server], _info: dict[str, Any]
+    ) -> tuple[nats.aio.client.Server | None, float]:
+        """Where to reconnect and after how many seconds: spread, so that a restarted broker is not stormed."""
+        self._last_attempt = time.monotonic()
+        server = min(servers, key=lambda server: (server.reconnects, random.random()))  # noqa: S311 - no secret
+        wait = 0.0 if server.reconnects == 0 else RECONNECT_WAIT_S
+        return server, wait + random.uniform(0, RECONNECT_WAIT_S)  # noqa: S311 - no secret
+
+    async def _on_error(self, error: Exception) -> None:
+        """What nats-py reports. Once connected it must never raise: that would end nats-py's read loop in silence."""
+        if not self._opened:
+            self._judge_first_error(error)  # raising here is the one way to make nats-py give up
+            return
+        try:
+            self._note_error(error)
+        except Exception:
+            logger.exception("error while handling an error of the connection")
+
+    def _judge_first_error(self, error: Exception) -> None:
+        url = redact_url(self._settings.url)
+        if _is_refused_login(error):
+            raise PermissionDeniedError(
+                f"{url} refuses user {self._user!r}: check DYNAMIX_NATS_USER and DYNAMIX_NATS_PASSWORD"
+            ) from error
+        if not self._wait:
+            raise BusError(f"cannot connect to {url}: {describe(error)}") from error
+        if self._limit.allow("connect"):
+            logger.warning("waiting for the broker at %s: %s", url, describe(error))
+
+    def _note_error(self, error: Exception) -> None:
+        self.counters["errors"] += 1
+        if isinstance(error, nats.errors.SlowConsumerError):
+            self.counters["slow_consumer_drops"] += 1
+        if match := _DENIED.search(str(error)):
+            self._note_denial(match[1], match[2])
+        if _is_refused_login(error):
+            self._note_refused_login()
+        kind = type(error).__name__
+        if self._limit.allow(kind):
+            logger.warning("bus: %s", describe(error), extra={"suppressed": self._limit.suppressed(kind)})
+
+    def _note_denial(self, operation: str, subject: str) -> None:
+        self.counters["permission_denials"] += 1
+        verb = "publish to" if operation.lower() == "publish" else "listen to"
+        denial = PermissionDeniedError(
+            f"the broker does not let user {self._user!r} {verb} {subject}: see its permissions in deploy/nats.conf"
+        )
+        for callback in list(self._on_denied):
+            callback(subject.lower(), denial)
+
+    def _note_refused_login(self) -> None:
+        """A broker that came back with other passwords will not change its mind: end, so that ours are read anew."""
+        self._refused_logins += 1
+        if self._refused_logins >= MAX_REFUSED_LOGINS:
+            self._report_closed("the broker refuses our user or password")
+
+    async def _on_disconnected(self) -> None:
+        if self._opened and not self._closing:
+            logger.warning("lost the connection to the bus; reconnecting")
+        self.connected.clear()
+
+    async def _on_reconnection(self) -> None:
+        self.counters["reconnects"] += 1
+        self._refused_logins = 0
+        self.connected.set()
+        logger.info("reconnected to the bus")
+        for callback in list(self._on_reconnected):
+            callback()
+
+    async def _on_close(self) -> None:
+        self._report_closed(str(self._client.last_error or "closed"))
+
+    def _report_closed(self, reason: str) -> None:
+        self.connected.clear()
+        if self._closing or self._reported:
+            return
+        self._reported = True
+        logger.error("the connection to the bus is closed for good: %s", reason)
+        for callback in list(self._on_closing):
+            callback()
+        if self._on_closed is not None:
+            self._on_closed(reason)
+
+    async def _watch(self) -> None:
+        """Notice what nats-py does not report: a close without callback, a dead reconnection, a blocked event loop."""
+        while True:
+            begin = time.monotonic()
+            await asyncio.sleep(WATCH_INTERVAL_S)
+            now = time.monotonic()
+            self._note_lag(now - begin - WATCH_INTERVAL_S)
+            if self._client.is_closed:
+                await self._on_close()
+            elif self.connected.is_set():
+                self._last_attempt = now
+            elif now - self._last_attempt > STALLED_AFTER_S:
+                self._report_closed(f"no attempt to reconnect for {STALLED_AFTER_S:g} s")
+
+    def _note_lag(self, lag_s: float) -> None:
+        self.counters["max_loop_lag_ms"] = max(self.counters["max_loop_lag_ms"], int(lag_s * 1000))
+        if lag_s > LAG_LOGGED_S and self._limit.allow("lag"):
+            logger.warning("the event loop was blocked for %.1f s: move the work to a thread or process", lag_s)
+
+
+def check_url(settings: BusSettings) -> None:
+    """Refuse a broker beyond loopback without credentials.
+
+    Raises:
+        ValueError: naming the host.
+    """
+    for url in settings.url.split(","):
+        parts = urlsplit(url.strip() if "://" in url else f"nats://{url.strip()}")
+        if parts.scheme not in {"nats", "tls"}:
+            raise ValueError(f"{redact_url(url)}: the bus speaks nats:// and tls:// only")
+        has_credentials = bool(settings.user or parts.username)
+        if not has_credentials and not _is_loopback(parts.hostname or ""):
+            raise ValueError(
+                f"{redact_url(url)} is not this machine: set DYNAMIX_NATS_USER and DYNAMIX_NATS_PASSWORD_FILE "
+                "(beyond loopback the bus is never used without credentials)"
+            )
+
+
+def describe(error: Exception) -> str:
+    """The error in words, without secrets; some of nats-py's have no text."""
+    return redact_url(str(error)) or type(error).__name__
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _is_refused_login(error: Exception) -> bool:
+    return isinstance(error, nats.errors.AuthorizationError) or "authorization violation" in str(error).lower()
+
+
+def _token(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_-]", "-", text)

@@ -1,0 +1,235 @@
+"""Reading a stream: batches in stream order, each sequence once, whatever happens to connection and broker."""
+
+import asyncio
+import collections
+import logging
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Self
+
+from .broker_consumer import BrokerConsumer
+from .connection import Connection
+from .errors import (
+    BusError,
+    ConnectionClosedError,
+    PermissionDeniedError,
+    SequenceRegressError,
+    StreamMissingError,
+)
+from .message import Delivery, Message
+from .position import Position, Start
+from .pull import HEARTBEAT_S, Pull
+from .requests import Requests
+
+logger = logging.getLogger(__name__)
+
+MIN_CAPACITY = 1024
+MAX_BUFFERED_BYTES = 8 << 20
+SILENT_BEATS = 3
+"""Broken when nothing, not even a heartbeat, came for so many intervals."""
+REOPEN_WAIT_S = 0.25
+MAX_REOPEN_WAIT_S = 2.0
+
+
+class Consumer:
+    """`async with bus.consume(...) as consumer: async for batch in consumer: ...`; made by `Bus.consume`.
+
+    Without `durable` the broker keeps an unnamed consumer that we make anew behind the last message after each
+    interruption. With `durable` it keeps what was acknowledged; one process at a time uses a durable name.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        requests: Requests,
+        stream: str,
+        subjects: Sequence[str],
+        *,
+        start: Start,
+        durable: str | None,
+        max_batch: int,
+        counters: dict[str, int],
+    ) -> None:
+        if max_batch < 1 or not subjects:
+            raise ValueError(f"a consumer needs at least one subject and max_batch >= 1, not {subjects}, {max_batch}")
+        self._connection = connection
+        self._stream = stream
+        self._durable = durable
+        self._max_batch = max_batch
+        self._capacity = max(MIN_CAPACITY, 2 * max_batch)
+        self._broker_side = BrokerConsumer(
+            connection, requests, stream=stream, subjects=tuple(subjects), durable=durable, position=Position(start)
+        )
+        self._buffer: collections.deque[Message] = collections.deque()
+        self._bytes = 0
+        self._unacknowledged: collections.deque[tuple[int, str]] = collections.deque()
+        self._arrived = asyncio.Event()
+        self._broken = asyncio.Event()
+        self._error: BusError | None = None
+        self._ended = False
+        self._pull: Pull | None = None
+        self._keeper: asyncio.Task[None] | None = None
+        self._counters = counters
+        self._forget: list[Callable[[], None]] = []
+
+    async def __aenter__(self) -> Self:
+        self._forget = [
+            self._connection.when_reconnected(lambda: self.break_off("the connection was lost")),
+            self._connection.when_closed(lambda: self.fail(ConnectionClosedError("the connection is closed"))),
+            self._connection.when_denied(self._on_denied),
+        ]
+        try:
+            await self._open()
+        except BaseException:
+            await self.close()
+            raise
+        self._keeper = asyncio.create_task(self._keep_alive(), name=f"consumer of {self._stream}")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> list[Message]:
+        """All messages now queued, at least one, at most `max_batch`.
+
+        Raises:
+            BusError: when the stream cannot be read any more; the text says why.
+        """
+        while not self._ended and self._error is None and not self._buffer:
+            self._arrived.clear()
+            await self._arrived.wait()
+        if self._ended:
+            raise StopAsyncIteration
+        if self._error is not None:
+            raise self._error
+        batch = self._take()
+        await self.ask_for_more()
+        return batch
+
+    async def ack(self, message: Message) -> None:
+        """Acknowledge this and every earlier message; a restart goes on behind it. Only with `durable`.
+
+        An acknowledgement lost with the connection is made good by the next one, or those messages come again.
+        """
+        if self._durable is None:
+            raise ValueError("ack() needs a durable consumer: pass durable=NAME to consume()")
+        reply = ""
+        while self._unacknowledged and self._unacknowledged[0][0] <= message.sequence:
+            reply = self._unacknowledged.popleft()[1]
+        if reply:
+            await self._connection.send(reply, b"+ACK")
+
+    def end(self) -> None:
+        """Let the reader's loop end at once; what is queued is read again after a restart."""
+        self._ended = True
+        self._arrived.set()
+
+    async def close(self) -> None:
+        """End, and remove what the broker keeps for an unnamed consumer."""
+        self.end()
+        for forget in self._forget:
+            forget()
+        self._forget = []
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+        if self._pull is not None:
+            pull, self._pull = self._pull, None
+            await pull.close()
+            if self._durable is None and self._connection.connected.is_set():
+                await self._broker_side.forget(pull.consumer)
+
+    def _take(self) -> list[Message]:
+        buffer = self._buffer
+        if len(buffer) <= self._max_batch:
+            batch = list(buffer)
+            buffer.clear()
+            self._bytes = 0
+            return batch
+        batch = [buffer.popleft() for _ in range(self._max_batch)]
+        self._bytes -= sum(len(message.payload) for message in batch)
+        return batch
+
+    async def ask_for_more(self) -> None:
+        """Ask the broker for as many messages as there is room for, once that is half the capacity."""
+        pull = self._pull
+        if pull is None or self._bytes >= MAX_BUFFERED_BYTES:
+            return
+        room = self._capacity - len(self._buffer) - pull.num_asked
+        if 2 * room >= self._capacity:
+            await pull.ask(room)
+
+    def accept(self, subject: str, payload: bytes, delivery: Delivery, reply: str) -> None:
+        """Queue a message, unless it came before."""
+        if self._durable is not None:
+            self._unacknowledged.append((delivery.sequence, reply))
+        if not self._broker_side.position.accepts(delivery.sequence):
+            self._counters["received_twice"] += 1
+            return
+        self._counters["received"] += 1
+        self._bytes += len(payload)
+        self._buffer.append(Message(subject, payload, delivery.sequence, delivery.timestamp_ns, delivery.num_pending))
+        if not self._arrived.is_set():
+            self._arrived.set()
+
+    def break_off(self, reason: str) -> None:
+        """Give up the present pull; the keeper opens a new one."""
+        if self._broken.is_set():
+            return
+        logger.debug("consumer of %s starts anew: %s", self._stream, reason)
+        if self._pull is not None:
+            self._pull.stop()
+        self._broken.set()
+
+    def fail(self, error: BusError) -> None:
+        """End the reader's loop with an error."""
+        self._error = self._error or error
+        self._arrived.set()
+
+    def _on_denied(self, subject: str, denial: PermissionDeniedError) -> None:
+        if self._pull is not None and subject in self._pull.subjects:
+            self.fail(denial)
+
+    async def _keep_alive(self) -> None:
+        """Notice silence, and open again whatever broke."""
+        while self._error is None:
+            try:
+                async with asyncio.timeout(HEARTBEAT_S):
+                    await self._broken.wait()
+            except TimeoutError:
+                if self._pull is not None and self._pull.count_silence() >= SILENT_BEATS:
+                    self.break_off("the broker fell silent")
+            if self._broken.is_set():
+                await self._reopen()
+
+    async def _reopen(self) -> None:
+        """Open a new consumer behind the last message; tries until it works or cannot work."""
+        wait_s = REOPEN_WAIT_S
+        self._counters["consumer_resets"] += 1
+        while self._error is None:
+            await self._connection.connected.wait()
+            self._broken.clear()
+            try:
+                await self._open()
+            except (PermissionDeniedError, StreamMissingError, SequenceRegressError, ConnectionClosedError) as error:
+                self.fail(error)
+            except BusError as error:
+                logger.warning("cannot read %s yet: %s", self._stream, error)
+            else:
+                return
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, MAX_REOPEN_WAIT_S)
+
+    async def _open(self) -> None:
+        if self._pull is not None:
+            await self._pull.close()
+        self._unacknowledged.clear()
+        name, expected = await self._broker_side.open()
+        self._pull = Pull(self._connection, self._stream, name, expected, self)
+        await self._pull.open()
+        await self.ask_for_more()

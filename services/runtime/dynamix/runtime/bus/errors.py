@@ -1,0 +1,63 @@
+"""What can go wrong on the bus. Every text says what was refused and what to do."""
+
+
+class BusError(RuntimeError):
+    """Anything the bus could not do."""
+
+
+class ConnectionClosedError(BusError):
+    """The connection is closed for good: by us, or by the broker (then the process should end and be restarted)."""
+
+
+class PermissionDeniedError(BusError):
+    """The broker does not let this user do this; retrying does not help."""
+
+
+class StreamMissingError(BusError):
+    """No stream keeps this subject, or there is no stream of this name: run `dynamix provision`."""
+
+
+class PublishError(BusError):
+    """A message was not acknowledged within its budget, or the broker refused it."""
+
+
+class StaleWriterError(BusError):
+    """Compare-and-set was refused: somebody else has written since.
+
+    Attributes:
+        last_sequence: the subject's last sequence as the broker says, `None` when it does not say.
+    """
+
+    def __init__(self, text: str, last_sequence: int | None) -> None:
+        super().__init__(text)
+        self.last_sequence = last_sequence
+
+
+class SequenceRegressError(BusError):
+    """A stream ends before what was already read from it: the broker lost data, or the stream was made anew."""
+
+
+class ApiError(BusError):
+    """An error that JetStream's API returned.
+
+    Attributes:
+        code: like an HTTP status; 5xx may pass.
+        err_code: JetStream's own number.
+    """
+
+    def __init__(self, text: str, code: int, err_code: int) -> None:
+        super().__init__(text)
+        self.code = code
+        self.err_code = err_code
+
+    @property
+    def may_pass(self) -> bool:
+        """Whether trying again can help."""
+        return self.code >= 500 or self.err_code == INSUFFICIENT_RESOURCES
+
+
+INSUFFICIENT_RESOURCES = 10023
+CONSUMER_NOT_FOUND = 10014
+MESSAGE_NOT_FOUND = 10037
+STREAM_NOT_FOUND = 10059
+WRONG_LAST_SEQUENCE = (10071, 10164)

@@ -1,0 +1,260 @@
+"""Publishing to JetStream: our own table of messages in flight, each with a deadline and retries under one identity.
+
+nats-py's `publish_async` has no time-out and never gives the slots of lost messages back; its `publish` makes a request
+per message. Here an acknowledgement that does not come is a message sent again with the same `Nats-Msg-Id`, which the
+stream drops when it has it already.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+
+import msgspec
+from nats.aio.msg import Msg
+
+from dynamix.runtime.rate_limit import RateLimit
+
+from .connection import Connection
+from .errors import (
+    INSUFFICIENT_RESOURCES,
+    WRONG_LAST_SEQUENCE,
+    BusError,
+    ConnectionClosedError,
+    PermissionDeniedError,
+    PublishError,
+    StaleWriterError,
+    StreamMissingError,
+)
+from .requests import Refusal
+
+logger = logging.getLogger(__name__)
+
+ACK_TIMEOUT_S = 0.5
+MAX_ACK_TIMEOUT_S = 2.0
+BUDGET_S = 60.0
+MAX_IN_FLIGHT = 2000
+MAX_IN_FLIGHT_BYTES = 32 << 20
+RESUME_RATIO = 0.75
+"""A full table takes new messages again at this fill: waking the publisher for each single slot costs a write each."""
+TICK_S = 0.1
+HEADER_ROOM_BYTES = 1024
+NO_RESPONDERS = "503"
+
+
+class _Ack(msgspec.Struct):
+    stream: str = ""
+    seq: int = 0
+    duplicate: bool = False
+    error: Refusal | None = None
+
+
+_decode_ack = msgspec.json.Decoder(_Ack).decode
+
+
+class InFlight:
+    """One message on its way: what to send again, until when, and who waits."""
+
+    __slots__ = (
+        "attempts",
+        "deadline",
+        "due",
+        "future",
+        "headers",
+        "no_stream",
+        "payload",
+        "size",
+        "subject",
+        "wait_s",
+    )
+
+    def __init__(self, subject: str, payload: bytes, headers: dict[str, str], size: int, now: float) -> None:
+        self.subject = subject
+        self.payload = payload
+        self.headers = headers
+        self.size = size
+        self.future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self.deadline = now + BUDGET_S
+        self.wait_s = ACK_TIMEOUT_S
+        self.due = now + ACK_TIMEOUT_S
+        self.attempts = 0
+        self.no_stream = False
+
+
+class Publisher:
+    """The table of messages in flight of one connection."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._prefix = f"{connection.inbox}.a."
+        self._tokens = itertools.count()
+        self._table: dict[str, InFlight] = {}
+        self._bytes = 0
+        self._room = asyncio.Event()
+        self._busy = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._failure: BusError | None = None
+        self._limit = RateLimit(per_s=1.0)
+        self._retries: asyncio.Task[None] | None = None
+        self._clock = asyncio.get_running_loop().time
+        self.counters = dict.fromkeys(("published", "retries", "duplicates", "publish_errors"), 0)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Messages not acknowledged yet."""
+        return len(self._table)
+
+    async def open(self) -> None:
+        """Listen for acknowledgements and start to watch deadlines."""
+        await self._connection.subscribe(self._prefix + "*", self._on_ack)
+        self._connection.when_reconnected(self._on_reconnected)
+        self._connection.when_denied(self._on_denied)
+        self._connection.when_closed(lambda: self._fail_all(ConnectionClosedError("the connection is closed")))
+        self._retries = asyncio.create_task(self._retry(), name="publish retries")
+
+    async def close(self) -> None:
+        """Stop; what is still in flight fails."""
+        if self._retries is not None:
+            self._retries.cancel()
+            await asyncio.gather(self._retries, return_exceptions=True)
+        self._fail_all(ConnectionClosedError("the bus was closed before the broker acknowledged"))
+
+    async def flush(self, timeout_s: float) -> bool:
+        """Wait until nothing is in flight; False when that takes longer."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        return not self._table
+
+    async def publish(self, subject: str, payload: bytes, headers: dict[str, str]) -> asyncio.Future[int]:
+        """Put a message in flight, waiting while the table is full; the future is its sequence in the stream.
+
+        Raises:
+            ValueError: when payload and headers together are over the broker's limit.
+            BusError: when the connection is closed.
+        """
+        size = len(payload) + sum(len(key) + len(value) + 4 for key, value in headers.items())
+        if size > self._connection.max_payload - HEADER_ROOM_BYTES:
+            # nats-py checks the payload alone; with headers over the limit the broker cuts the connection for good
+            raise ValueError(
+                f"{size} bytes for {subject} are over the broker's limit of {self._connection.max_payload} "
+                f"less {HEADER_ROOM_BYTES} for the protocol: send less, or raise max_payload"
+            )
+        while self._failure is None and (len(self._table) >= MAX_IN_FLIGHT or self._bytes >= MAX_IN_FLIGHT_BYTES):
+            self._room.clear()
+            await self._room.wait()
+        if self._failure is not None:
+            raise self._failure
+        entry = InFlight(subject, payload, headers, size, self._clock())
+        token = str(next(self._tokens))
+        self._table[token] = entry
+        self._bytes += size
+        if len(self._table) == 1:
+            self._busy.set()
+            self._idle.clear()
+        await self._send(token, entry)
+        return entry.future
+
+    async def _send(self, token: str, entry: InFlight) -> None:
+        entry.attempts += 1
+        try:
+            await self._connection.send(entry.subject, entry.payload, self._prefix + token, entry.headers)
+        except ConnectionClosedError as error:
+            self._fail(token, entry, error)
+
+    async def _on_ack(self, message: Msg) -> None:
+        token = message.subject[len(self._prefix) :]
+        entry = self._table.get(token)
+        if entry is None:
+            return  # the second acknowledgement of a message that was sent twice
+        if message.headers and message.headers.get("Status") == NO_RESPONDERS:
+            self._note_no_stream(entry)
+            return
+        ack = _decode_ack(message.data)
+        if ack.error is not None:
+            self._note_refusal(token, entry, ack.error)
+            return
+        self.counters["published"] += 1
+        if ack.duplicate:
+            self.counters["duplicates"] += 1
+        self._remove(token, entry)
+        if not entry.future.done():
+            entry.future.set_result(ack.seq)
+
+    def _note_no_stream(self, entry: InFlight) -> None:
+        """Not final: a broker that just started, or a stream that elects its leader, looks the same."""
+        entry.no_stream = True
+        if self._limit.allow("no stream"):
+            logger.warning("no stream takes %s yet: has `dynamix provision` been run?", entry.subject)
+
+    def _note_refusal(self, token: str, entry: InFlight, refusal: Refusal) -> None:
+        text = f"{entry.subject}: {refusal.description} (error {refusal.err_code})"
+        if refusal.err_code in WRONG_LAST_SEQUENCE:
+            last = refusal.description.rpartition(" ")[2]
+            self._fail(token, entry, StaleWriterError(text, int(last) if last.isdigit() else None))
+        elif refusal.code < 500 and refusal.err_code != INSUFFICIENT_RESOURCES:
+            self._fail(token, entry, PublishError(text))
+        elif self._limit.allow(str(refusal.err_code)):
+            logger.warning("the broker cannot store now: %s", text)
+
+    def _on_reconnected(self) -> None:
+        """What was in flight may be lost, or only its acknowledgement: send all of it again."""
+        for entry in self._table.values():
+            entry.due = 0.0
+
+    def _on_denied(self, subject: str, denial: PermissionDeniedError) -> None:
+        if subject == (self._prefix + "*").lower():
+            self._fail_all(denial)
+        for token, entry in list(self._table.items()):
+            if entry.subject.lower() == subject:
+                self._fail(token, entry, denial)
+
+    async def _retry(self) -> None:
+        while True:
+            await self._busy.wait()
+            await asyncio.sleep(TICK_S)
+            now = self._clock()
+            for token, entry in list(self._table.items()):
+                if entry.future.cancelled() or now >= entry.deadline:
+                    self._give_up(token, entry)
+                elif now >= entry.due and self._connection.connected.is_set():
+                    await self._send_again(token, entry, now)
+
+    async def _send_again(self, token: str, entry: InFlight, now: float) -> None:
+        entry.wait_s = min(2 * entry.wait_s, MAX_ACK_TIMEOUT_S)
+        entry.due = now + entry.wait_s
+        self.counters["retries"] += 1
+        await self._send(token, entry)
+
+    def _give_up(self, token: str, entry: InFlight) -> None:
+        if entry.no_stream:
+            error: BusError = StreamMissingError(f"no stream takes {entry.subject}: run `dynamix provision`")
+        else:
+            error = PublishError(f"{entry.subject}: no acknowledgement in {BUDGET_S:g} s, sent {entry.attempts} times")
+        self._fail(token, entry, error)
+
+    def _fail(self, token: str, entry: InFlight, error: BusError) -> None:
+        self._remove(token, entry)
+        if not entry.future.done():
+            self.counters["publish_errors"] += 1
+            entry.future.set_exception(error)
+            entry.future.exception()  # counted and logged here: a publisher that does not look is not warned twice
+            if self._limit.allow(type(error).__name__):
+                logger.warning("not published: %s", error)
+
+    def _fail_all(self, error: BusError) -> None:
+        self._failure = error
+        for token, entry in list(self._table.items()):
+            self._fail(token, entry, error)
+        self._room.set()
+
+    def _remove(self, token: str, entry: InFlight) -> None:
+        if self._table.pop(token, None) is None:
+            return
+        self._bytes -= entry.size
+        if len(self._table) <= RESUME_RATIO * MAX_IN_FLIGHT and self._bytes <= RESUME_RATIO * MAX_IN_FLIGHT_BYTES:
+            self._room.set()
+        if not self._table:
+            self._busy.clear()
+            self._idle.set()

@@ -1,0 +1,123 @@
+"""Pipelined pull: ask the broker for many messages, take them as they come, ask again before they run out.
+
+One `Pull` is one incarnation of a consumer: it has its own inbox, counts what is still owed to it, and is given up at
+the first sign that a delivery was lost.
+"""
+
+import itertools
+import logging
+from typing import Protocol
+
+import msgspec
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription as NatsSubscription
+
+from .connection import Connection
+from .message import Delivery, parse_delivery
+from .requests import API
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_S = 2.0
+EXPIRES_S = 30.0
+MAX_BYTES = 8 << 20
+"""Of one request: bounds what can be on its way to us."""
+
+_inboxes = itertools.count(1)
+
+
+class Reader(Protocol):
+    """What a pull delivers to."""
+
+    def accept(self, subject: str, payload: bytes, delivery: Delivery, reply: str) -> None:
+        """Take one message."""
+
+    def break_off(self, reason: str) -> None:
+        """Learn that this pull must be replaced."""
+
+    async def ask_for_more(self) -> None:
+        """Ask again, if there is room."""
+
+
+class Pull:
+    """Requests for the messages of one consumer.
+
+    Attributes:
+        consumer: the consumer's name.
+        num_asked: messages asked for and not delivered yet.
+        subjects: subjects (in small letters) that this pull may be denied.
+    """
+
+    def __init__(self, connection: Connection, stream: str, consumer: str, next_delivery: int, reader: Reader) -> None:
+        self.consumer = consumer
+        self.num_asked = 0
+        self._connection = connection
+        self._request_subject = f"{API}CONSUMER.MSG.NEXT.{stream}.{consumer}"
+        self._inbox = f"{connection.inbox}.p.{next(_inboxes)}"
+        self._next_delivery = next_delivery
+        self._reader = reader
+        self._stopped = False
+        self._silent_beats = 0
+        self._subscription: NatsSubscription | None = None
+        self.subjects = frozenset((self._request_subject.lower(), self._inbox.lower()))
+
+    async def open(self) -> None:
+        """Listen for deliveries."""
+        self._subscription = await self._connection.subscribe(self._inbox, self._on_message)
+
+    async def close(self) -> None:
+        """Take nothing more, and stop listening."""
+        self._stopped = True
+        if self._subscription is not None:
+            await self._connection.unsubscribe(self._subscription)
+            self._subscription = None
+
+    def stop(self) -> None:
+        """Take nothing more: a delivery was lost, and what follows will be delivered again."""
+        self._stopped = True
+
+    async def ask(self, num_messages: int) -> None:
+        """Ask for up to so many messages."""
+        self.num_asked += num_messages
+        request = {
+            "batch": num_messages,
+            "max_bytes": MAX_BYTES,
+            "expires": int(EXPIRES_S * 1e9),
+            "idle_heartbeat": int(HEARTBEAT_S * 1e9),
+        }
+        await self._connection.send(self._request_subject, msgspec.json.encode(request), self._inbox)
+
+    def count_silence(self) -> int:
+        """Called once per heartbeat interval: how many have passed since the broker last said anything.
+
+        Counted in calls, not in seconds: an event loop that was blocked for a minute sees one silent interval, and the
+        next thing it does is to read what came meanwhile. Without an open request the broker owes us nothing.
+        """
+        self._silent_beats = self._silent_beats + 1 if self.num_asked > 0 else 0
+        return self._silent_beats
+
+    async def _on_message(self, message: Msg) -> None:
+        if self._stopped:
+            return
+        self._silent_beats = 0
+        if not message.reply:
+            await self._on_status(message.headers or {})
+            return
+        delivery = parse_delivery(message.reply)
+        if delivery.consumer_sequence != self._next_delivery:
+            self._reader.break_off(f"delivery {self._next_delivery} was lost")
+            return
+        self._next_delivery += 1
+        self.num_asked -= 1
+        self._reader.accept(message.subject, message.data, delivery, message.reply)
+
+    async def _on_status(self, headers: dict[str, str]) -> None:
+        """A request ended before it was filled (and says how much is left), or the broker only shows that it lives."""
+        status, text = headers.get("Status", ""), headers.get("Description", "")
+        if status == "100":
+            return
+        if status in {"404", "408"} or "maxbytes" in text.lower():
+            self.num_asked = max(0, self.num_asked - int(headers.get("Nats-Pending-Messages", 0)))
+            await self._reader.ask_for_more()
+            return
+        self._reader.break_off(f"{status} {text}".strip())

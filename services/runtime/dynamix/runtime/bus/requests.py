@@ -1,0 +1,145 @@
+"""Requests to JetStream's API: typed, with one inbox for all answers, failing at once on a denied permission."""
+
+import asyncio
+import itertools
+import logging
+from typing import Any, TypeVar
+
+import msgspec
+from nats.aio.msg import Msg
+
+from .connection import Connection
+from .errors import (
+    STREAM_NOT_FOUND,
+    ApiError,
+    BusError,
+    ConnectionClosedError,
+    PermissionDeniedError,
+    StreamMissingError,
+)
+
+logger = logging.getLogger(__name__)
+
+API = "$JS.API."
+REQUEST_TIMEOUT_S = 2.0
+RETRY_WAIT_S = 0.25
+BUDGET_S = 60.0
+"""An R3 stream without a leader, and a broker that restarts, answer nothing for up to 10 s."""
+
+
+class Refusal(msgspec.Struct):
+    """The error part of an answer of JetStream."""
+
+    code: int = 0
+    err_code: int = 0
+    description: str = ""
+
+
+class Answer(msgspec.Struct):
+    """What all answers of the API share."""
+
+    error: Refusal | None = None
+
+
+A = TypeVar("A", bound=Answer)
+
+
+class Requests:
+    """Asks JetStream's API over one connection."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._prefix = f"{connection.inbox}.r."
+        self._tokens = itertools.count()
+        self._waiting: dict[str, tuple[str, asyncio.Future[Msg]]] = {}
+        self._inbox_denial: PermissionDeniedError | None = None
+
+    async def open(self) -> None:
+        """Listen for answers."""
+        await self._connection.subscribe(self._prefix + "*", self._on_answer)
+        self._connection.when_denied(self._on_denied)
+        self._connection.when_closed(self.close)
+
+    async def check_inbox(self) -> None:
+        """Wait until the broker has seen our subscriptions.
+
+        Raises:
+            PermissionDeniedError: when the user may not listen to its own inbox: no answer would ever come.
+        """
+        await self._connection.round_trip(REQUEST_TIMEOUT_S)
+        if self._inbox_denial is not None:
+            raise self._inbox_denial
+
+    def close(self) -> None:
+        """Fail what is still waited for."""
+        self._fail_all(ConnectionClosedError("the connection to the bus is closed"))
+
+    async def ask(self, operation: str, body: Any, answer: type[A]) -> A:
+        """The answer to `$JS.API.<operation>`; asks again for up to `BUDGET_S` while the broker is away or not ready.
+
+        Ask only what may be done twice.
+
+        Raises:
+            ApiError: when the API refuses.
+            StreamMissingError: when it knows no such stream.
+            PermissionDeniedError: when our user may not ask.
+            BusError: when no answer comes within the budget.
+        """
+        payload = b"" if body is None else msgspec.json.encode(body)
+        deadline = asyncio.get_running_loop().time() + BUDGET_S
+        while True:
+            try:
+                return await self._ask_once(operation, payload, answer)
+            except (TimeoutError, ApiError) as error:
+                if isinstance(error, ApiError) and not error.may_pass:
+                    raise
+                if asyncio.get_running_loop().time() > deadline:
+                    raise BusError(f"no answer to {operation} within {BUDGET_S:g} s: {error}") from error
+            await asyncio.sleep(RETRY_WAIT_S)
+
+    async def _ask_once(self, operation: str, payload: bytes, answer: type[A]) -> A:
+        message = await self._round_trip(API + operation, payload)
+        if (message.headers or {}).get("Status") == "503":
+            raise ApiError(f"{operation}: JetStream does not answer (is it enabled?)", 503, 0)
+        result = msgspec.json.decode(message.data, type=answer)
+        if result.error is not None:
+            raise _api_error(operation, result.error)
+        return result
+
+    async def _round_trip(self, subject: str, payload: bytes) -> Msg:
+        if self._inbox_denial is not None:
+            raise self._inbox_denial
+        token = str(next(self._tokens))
+        future: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
+        self._waiting[token] = (subject.lower(), future)
+        try:
+            async with asyncio.timeout(REQUEST_TIMEOUT_S):
+                await self._connection.send(subject, payload, self._prefix + token)
+                return await future
+        finally:
+            del self._waiting[token]
+
+    async def _on_answer(self, message: Msg) -> None:
+        _, future = self._waiting.get(message.subject[len(self._prefix) :], ("", None))
+        if future is not None and not future.done():
+            future.set_result(message)
+
+    def _on_denied(self, subject: str, denial: PermissionDeniedError) -> None:
+        if subject == (self._prefix + "*").lower():
+            self._inbox_denial = denial
+            self._fail_all(denial)
+        for asked, future in self._waiting.values():
+            if asked == subject and not future.done():
+                future.set_exception(denial)
+
+    def _fail_all(self, error: BusError) -> None:
+        for _, future in self._waiting.values():
+            if not future.done():
+                future.set_exception(error)
+
+
+def _api_error(operation: str, refusal: Refusal) -> BusError:
+    text = f"{operation}: {refusal.description} (code {refusal.code}, error {refusal.err_code})"
+    if refusal.err_code == STREAM_NOT_FOUND:
+        return StreamMissingError(f"{text}: run `dynamix provision`")
+    return ApiError(text, refusal.code, refusal.err_code)

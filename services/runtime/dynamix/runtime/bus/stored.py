@@ -1,0 +1,73 @@
+"""What the broker says about a stream: its state, its configuration, the last message of a subject."""
+
+import datetime as dt
+from typing import Any, Literal
+
+import msgspec
+
+from .errors import MESSAGE_NOT_FOUND, ApiError
+from .message import Message, StreamState
+from .requests import Answer, Requests
+
+
+class _State(msgspec.Struct):
+    messages: int
+    first_seq: int
+    last_seq: int
+
+
+class _StreamInfo(Answer):
+    state: _State | None = None
+    config: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class _StoredMessage(msgspec.Struct):
+    subject: str
+    seq: int
+    time: str
+    data: bytes = b""
+
+
+class _StoredAnswer(Answer):
+    message: _StoredMessage | None = None
+
+
+async def stream_state(requests: Requests, stream: str) -> StreamState:
+    """What the stream holds now. Raises StreamMissingError when there is none of this name."""
+    state = (await requests.ask(f"STREAM.INFO.{stream}", None, _StreamInfo)).state
+    assert state is not None, "the API answers with an error or a state"
+    return StreamState(state.first_seq, state.last_seq, state.messages)
+
+
+async def stream_config(requests: Requests, stream: str) -> dict[str, Any]:
+    """The stream's configuration. Raises StreamMissingError when there is none of this name."""
+    return (await requests.ask(f"STREAM.INFO.{stream}", None, _StreamInfo)).config
+
+
+async def write_stream(requests: Requests, action: Literal["CREATE", "UPDATE"], config: dict[str, Any]) -> None:
+    """Create or update a stream. Raises ApiError when JetStream refuses."""
+    await requests.ask(f"STREAM.{action}.{config['name']}", config, _StreamInfo)
+
+
+async def last_message(requests: Requests, stream: str, subject: str) -> Message | None:
+    """The last message of a subject, `None` when there is none.
+
+    Asks the stream's leader, not any replica: a follower may lag, and a writer that restarts from an old message would
+    only learn so when its compare-and-set fails.
+    """
+    try:
+        answer = await requests.ask(f"STREAM.MSG.GET.{stream}", {"last_by_subj": subject}, _StoredAnswer)
+    except ApiError as error:
+        if error.err_code == MESSAGE_NOT_FOUND:
+            return None
+        raise
+    stored = answer.message
+    assert stored is not None, "the API answers with an error or a message"
+    return Message(stored.subject, stored.data, stored.seq, _nanoseconds(stored.time), 0)
+
+
+def _nanoseconds(time: str) -> int:
+    """Since the Unix epoch, of the broker's RFC 3339 time with up to nine digits; `datetime` holds six."""
+    seconds, _, fraction = time.removesuffix("Z").partition(".")
+    whole = int(dt.datetime.fromisoformat(seconds).replace(tzinfo=dt.UTC).timestamp())
+    return whole * 10**9 + int(fraction.ljust(9, "0"))

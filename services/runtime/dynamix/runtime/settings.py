@@ -1,0 +1,276 @@
+"""Settings: frozen structs filled from defaults, then the environment, then `--flags`; a misspelt key is an error."""
+
+import ast
+import difflib
+import hashlib
+import inspect
+import os
+import re
+import socket
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar, get_args, get_origin
+
+import msgspec
+
+from dynamix.schemas.subjects import check_token
+
+PREFIX = "DYNAMIX_"
+COMPONENTS = ("nats", "collector", "reward", "arbitrator", "trainer", "up", "demo")
+"""Owners of `DYNAMIX_<COMPONENT>_<FIELD>`; each reads its own and leaves the others' alone."""
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+class SettingsError(ValueError):
+    """A setting that cannot be used; the text names its key, its value and what was expected."""
+
+
+class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How to reach the broker: `DYNAMIX_NATS_...`."""
+
+    url: str = "nats://127.0.0.1:4222"
+    """Where the broker is; several, separated by commas, for a cluster. `tls://` demands TLS."""
+    user: str = ""
+    """The broker's user. Beyond loopback a user is required."""
+    password: str = ""
+    """The user's password; better given as a file."""
+    password_file: str = ""
+    """A file that holds the password; read again at every connection, so that it can be rotated."""
+    ca_file: str = ""
+    """Certificates (PEM) that the broker's certificate is checked against; demands TLS."""
+
+    def __repr__(self) -> str:
+        return f"BusSettings(url={redact_url(self.url)!r}, user={self.user!r}, password=***)"
+
+
+class SharedSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What all components share: `DYNAMIX_...` without a component."""
+
+    node: str = ""
+    """This machine's name on the bus; collector and ranks of one machine must agree. Default: from the host name."""
+    instance: str = ""
+    """Tells two processes of one service apart. Default: the node's name."""
+    log_level: str = "info"
+    """debug, info, warning or error."""
+    job: str = ""
+    """The job that a training process belongs to; `dynamix train` sets it."""
+
+    def __post_init__(self) -> None:
+        if self.log_level not in LOG_LEVELS:
+            raise ValueError(f"log_level must be one of {', '.join(LOG_LEVELS)}, not {self.log_level!r}")
+        for token in (self.node, self.instance, self.job):
+            if token:
+                check_token(token)
+
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+class Loaded(NamedTuple, Generic[S]):
+    """All settings of one process."""
+
+    shared: SharedSettings
+    bus: BusSettings
+    own: S
+
+
+class Described(NamedTuple):
+    """One setting, for people."""
+
+    key: str
+    flag: str
+    default: str
+    meaning: str
+
+
+def read(struct: type[S], component: str, environ: Mapping[str, str], arguments: Sequence[str] = ()) -> S:
+    """Settings of one component: defaults, overruled by `environ`, overruled by `arguments` (`--field-name value`).
+
+    An empty variable counts as not set. `component` is one of `COMPONENTS`, or "" for what all components share.
+
+    Raises:
+        SettingsError: for an unknown key or flag (naming the nearest known one) and for a value that does not fit.
+    """
+    prefix = _prefix(component)
+    _refuse_unknown_keys(struct, component, environ)
+    given = [(key, environ[key]) for name in struct.__struct_fields__ if environ.get(key := prefix + name.upper())]
+    flags = {_flag(name): name for name in struct.__struct_fields__}
+    given += [(flag, value) for flag, value in parse_arguments(arguments, set(flags))]
+    types = {field.name: field.type for field in msgspec.structs.fields(struct)}
+    values = {}
+    for key, text in given:
+        name = flags[key] if key in flags else key.removeprefix(prefix).lower()
+        values[name] = _convert(key, text, types[name])
+    try:
+        return struct(**values)
+    except ValueError as error:
+        raise SettingsError(f"{component or 'shared'} settings: {error}") from error
+
+
+def load(component: str, struct: type[S], arguments: Sequence[str]) -> Loaded[S]:
+    """Settings of this process, from its environment and arguments.
+
+    Beside the component's own flags it knows those of `SharedSettings` and, with the prefix `--nats-`, those of
+    `BusSettings` except the password, which any user of the machine could read in the list of processes.
+
+    Raises:
+        SettingsError: as `read`.
+    """
+    own = {_flag(name) for name in struct.__struct_fields__}
+    shared = {_flag(name) for name in SharedSettings.__struct_fields__} - own
+    bus = {"--nats-" + _flag(name)[2:] for name in BusSettings.__struct_fields__ if name != "password"} - own
+    pairs = list(parse_arguments(arguments, own | shared | bus))
+    chosen = {
+        names: [f"{flag}={value}" for flag, value in pairs if flag in flags]
+        for names, flags in (("own", own), ("shared", shared), ("bus", bus))
+    }
+    settings = read(struct, component, os.environ, chosen["own"])  # first: it knows the nearest key best
+    return Loaded(
+        shared=read(SharedSettings, "", os.environ, chosen["shared"]),
+        bus=read(BusSettings, "nats", os.environ, [flag.replace("--nats-", "--", 1) for flag in chosen["bus"]]),
+        own=settings,
+    )
+
+
+def parse_arguments(arguments: Sequence[str], known: set[str]) -> Iterator[tuple[str, str]]:
+    """Pairs of flag and value from `--flag value` and `--flag=value`; a flag without a value means `true`.
+
+    Raises:
+        SettingsError: for a flag that is not in `known`, and for what is no flag.
+    """
+    rest = list(arguments)
+    while rest:
+        flag, separator, value = rest.pop(0).partition("=")
+        if flag not in known:
+            raise SettingsError(f"unknown argument {flag!r}{_nearest(flag, known)}")
+        if not separator:
+            value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
+        yield flag, value
+
+
+def node_name(shared: SharedSettings) -> str:
+    """This machine's name on the bus: `DYNAMIX_NODE`, else the host name in allowed characters and a short hash of it.
+
+    The same on every call and in every process of one host name, so that collector and ranks agree. Containers have
+    host names of their own: set `DYNAMIX_NODE` there.
+    """
+    if shared.node:
+        return check_token(shared.node)
+    host = socket.gethostname()
+    short = re.sub(r"[^a-z0-9]+", "-", host.partition(".")[0].lower()).strip("-")[:48] or "node"
+    return f"{short}-{hashlib.sha256(host.encode()).hexdigest()[:6]}"
+
+
+def describe(struct: type[msgspec.Struct], component: str) -> list[Described]:
+    """Every setting of a component: variable, flag, default, meaning (the docstring beneath the field)."""
+    meanings = _field_docstrings(struct)
+    return [
+        Described(
+            key=_prefix(component) + field.name.upper(),
+            flag=_flag(field.name),
+            default="required" if field.required else _as_text(field.default),
+            meaning=meanings.get(field.name, ""),
+        )
+        for field in msgspec.structs.fields(struct)
+    ]
+
+
+def help_text(component: str, struct: type[msgspec.Struct]) -> str:
+    """What `--help` prints."""
+    rows = [*describe(struct, component), *describe(SharedSettings, "")]
+    rows += [
+        row._replace(flag=row.flag.replace("--", "--nats-", 1) if row.flag != "--password" else "")
+        for row in describe(BusSettings, "nats")
+    ]
+    lines = [f"usage: python -m dynamix.{component} [--flag value ...]", ""]
+    for row in rows:
+        lines.append(f"  {row.flag or '(no flag)':<32} {row.key}, default {row.default}")
+        lines += textwrap.wrap(row.meaning, width=100, initial_indent=" " * 8, subsequent_indent=" " * 8)
+    return "\n".join(lines) + "\n"
+
+
+def password_of(settings: BusSettings) -> str:
+    """The password in force: the file's when one is named, read now.
+
+    Raises:
+        OSError: when the file cannot be read.
+    """
+    return Path(settings.password_file).read_text().strip() if settings.password_file else settings.password
+
+
+def redact_url(text: str) -> str:
+    """The text with every password or token in front of an `@` of a URL replaced by `***`."""
+    return re.sub(r"(\w+://)([^@/\s:]*)(:[^@\s]*)?@", lambda m: f"{m[1]}{m[2] if m[3] else '***'}:***@", text)
+
+
+def _prefix(component: str) -> str:
+    return f"{PREFIX}{component.upper()}_" if component else PREFIX
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _refuse_unknown_keys(struct: type[msgspec.Struct], component: str, environ: Mapping[str, str]) -> None:
+    shared = {PREFIX + name.upper() for name in SharedSettings.__struct_fields__}
+    own = {_prefix(component) + name.upper() for name in struct.__struct_fields__}
+    others = tuple(_prefix(name) for name in COMPONENTS if name != component)
+    for key in sorted(environ):
+        if key.startswith(PREFIX) and key not in shared | own and not key.startswith(others):
+            raise SettingsError(f"unknown setting {key}{_nearest(key, shared | own)}")
+
+
+def _nearest(key: str, known: set[str]) -> str:
+    near = difflib.get_close_matches(key, sorted(known), n=1)
+    return f": did you mean {near[0]}?" if near else f": known are {', '.join(sorted(known))}"
+
+
+def _convert(key: str, text: str, expected: Any) -> Any:
+    value: Any = text
+    if _is_tuple(expected):
+        value = [part.strip() for part in text.split(",") if part.strip()]
+    try:
+        return msgspec.convert(value, expected, strict=False)
+    except msgspec.ValidationError as error:
+        shown = "***" if "PASSWORD" in key.upper() else repr(text)
+        raise SettingsError(f"{key}={shown}: {error}") from error
+
+
+def _is_tuple(annotation: Any) -> bool:
+    if get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    return annotation is tuple or get_origin(annotation) is tuple
+
+
+def _as_text(default: Any) -> str:
+    if isinstance(default, tuple):
+        return ",".join(str(part) for part in default) or "(empty)"
+    return str(default) or "(empty)"
+
+
+def _field_docstrings(struct: type[msgspec.Struct]) -> dict[str, str]:
+    """Docstrings beneath the fields of a struct and of its bases, from their source; none where there is no source."""
+    found: dict[str, str] = {}
+    for owner in reversed(struct.__mro__):
+        if not issubclass(owner, msgspec.Struct) or owner is msgspec.Struct:
+            continue
+        try:
+            body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
+        except (OSError, TypeError):
+            continue
+        assert isinstance(body, ast.ClassDef)
+        for statement, following in pairwise(body.body):
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                text = _string_of(following)
+                if text is not None:
+                    found[statement.target.id] = " ".join(text.split())
+    return found
+
+
+def _string_of(statement: ast.stmt) -> str | None:
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+        return statement.value.value if isinstance(statement.value.value, str) else None
+    return None
