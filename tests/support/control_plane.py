@@ -1,0 +1,150 @@
+"""A broker with its streams and real service processes, and a made-up trainer that feeds them."""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from tests.support import made
+
+from dynamix.arbitrator.fold import Fold
+from dynamix.arbitrator.policies import policy_named
+from dynamix.cli.services import ServiceProcess, bus_environment, wait_until_ready
+from dynamix.collector.proc import Proc
+from dynamix.runtime.bus import Bus, Message
+from dynamix.runtime.embedded import EmbeddedServer
+from dynamix.runtime.provision import provision
+from dynamix.schemas import subjects
+from dynamix.schemas.codec import decode_any
+from dynamix.schemas.messages import Action, Job, Report, State
+from dynamix.schemas.messages import Message as SchemaMessage
+from dynamix.schemas.streams import ACTIONS, FEED
+
+NODE = "node-a"
+
+
+class ControlPlane:
+    """Handles on everything that runs."""
+
+    def __init__(self, server: EmbeddedServer, bus: Bus) -> None:
+        self.server = server
+        self.bus = bus
+        self.services: dict[str, ServiceProcess] = {}
+        self.environ = {**bus_environment(server.settings), "DYNAMIX_NODE": NODE}
+
+    async def start(self, *names: str) -> None:
+        """Start services (again) and wait until they listen."""
+        for name in names:
+            self.services[name] = ServiceProcess(name, self.environ)
+            self.services[name].start()
+        await wait_until_ready(self.bus, names)
+
+    def another(self, name: str, environ: Mapping[str, str]) -> ServiceProcess:
+        """A further process of a service, not started."""
+        return ServiceProcess(name, {**self.environ, **environ})
+
+    async def messages(self, stream: str, *wanted: str) -> list[tuple[Message, SchemaMessage]]:
+        """All stored messages on some subjects, in order."""
+        found: list[tuple[Message, SchemaMessage]] = []
+        last = (await self.bus.stream_state(stream)).last_sequence
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.5 if last else 0), self.bus.consume(stream, wanted, start="all") as consumer:
+                async for batch in consumer:
+                    found += [(message, decode_any(message.subject, message.payload)) for message in batch]
+                    if batch[-1].num_pending == 0:
+                        break
+        return found
+
+    async def actions(self, job: str = made.JOB) -> list[Action]:
+        """The job's actions so far."""
+        return [message for _, message in await self.messages(ACTIONS.name, subjects.action(job))]  # type: ignore[misc]
+
+    async def wait_for(self, stream: str, subject: str, count: int, timeout_s: float = 20.0) -> list[SchemaMessage]:
+        """The first `count` messages on a subject, once they are there."""
+        found: list[SchemaMessage] = []
+        async with asyncio.timeout(timeout_s), self.bus.consume(stream, [subject], start="all") as consumer:
+            async for batch in consumer:
+                found += [decode_any(message.subject, message.payload) for message in batch]
+                if len(found) >= count:
+                    return found
+        raise AssertionError("the consumer ended")
+
+    async def wait_for_actions(self, count: int, job: str = made.JOB) -> list[Action]:
+        """The job's first actions, once there are `count`."""
+        return await self.wait_for(ACTIONS.name, subjects.action(job), count)  # type: ignore[return-value]
+
+
+@contextlib.asynccontextmanager
+async def control_plane(*services: str) -> AsyncIterator[ControlPlane]:
+    """A broker, provisioned, with these services running."""
+    async with EmbeddedServer() as server:
+        bus = await Bus.connect(server.settings, name="test")
+        plane = ControlPlane(server, bus)
+        try:
+            await provision(bus)
+            await plane.start(*services)
+            yield plane
+        finally:
+            for service in plane.services.values():
+                service.stop()
+            await bus.close()
+
+
+def one_node_job(**changes: Any) -> Job:
+    """Four ranks on the node of the control plane."""
+    return made.job({NODE: (0, 1, 2, 3)}, **changes)
+
+
+def report_of(job: Job, window: int, sizes: tuple[int, ...], throughput: tuple[float, ...]) -> Report:
+    """What four ranks with the given compute throughput report of a window; their pid is this very process."""
+    pid = os.getpid()
+    k = job.window_steps
+    times = [size / speed for size, speed in zip(sizes, throughput, strict=True)]
+    rows = tuple(
+        made.row(
+            rank,
+            pid=pid,
+            pid_start_ticks=Proc().stat(pid).start_ticks,
+            pid_namespace=Proc().pid_namespace(pid),
+            uid=os.getuid(),
+            local_batch_size=size,
+            pending_local_batch_size=size,
+            num_samples=size * k,
+            loss_sum=size * k * 0.5,
+            num_correct=size * k * 0.75,
+            compute_time_s=times[rank] * k,
+            sync_time_s=(max(times) - times[rank]) * k,
+            sockets=made.sockets(1000 * (window + 1), 1000 * (window + 1)),
+            sockets_before=made.sockets(1000 * window, 1000 * window),
+        )
+        for rank, size in enumerate(sizes)
+    )
+    return made.report(
+        NODE,
+        window=window,
+        job=job.job,
+        generation=job.generation,
+        rows=rows,
+        totals=made.totals(window, global_batch_size=sum(sizes), num_samples=sum(sizes) * k, time_s=max(times) * k),
+    )
+
+
+async def feed_windows(plane: ControlPlane, job: Job, windows: range, every_s: float = 0.04) -> None:
+    """Report windows at a steady pace, as a job does that never waits; throughput wanders a little."""
+    for window in windows:
+        speeds = tuple(1000.0 * (3 - rank % 3) + 40 * ((window * 7 + rank * 13) % 11) for rank in range(4))
+        await plane.bus.publish_soon(report_of(job, window, (128,) * 4, speeds))
+        await asyncio.sleep(every_s)
+
+
+async def reference_actions(plane: ControlPlane, job: Job) -> list[Action]:
+    """What one undisturbed fold decides from the recorded states: the oracle of every fault test."""
+    fold, decided = Fold(job, policy_named(job.policy), None), []
+    for message, state in await plane.messages(FEED.name, subjects.state(job.job, subjects.ANY)):
+        assert isinstance(state, State)
+        fold.add(message.sequence, state)
+        while (action := fold.close()) is not None:
+            fold.adopt(action)
+            decided.append(action)
+    return decided
