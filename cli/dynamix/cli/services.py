@@ -81,6 +81,8 @@ async def wait_until_ready(bus: Bus, names: Collection[str], timeout_s: float = 
         TimeoutError: naming the services that did not.
     """
     missing = set(names)
+    if not missing:
+        return
     try:
         async with (
             asyncio.timeout(timeout_s),

@@ -1,8 +1,9 @@
 """One job's decisions on the bus: folds its states, publishes its actions under compare-and-set, adopts another's."""
 
+from collections.abc import Callable
 from typing import Protocol
 
-from structlog.typing import FilteringBoundLogger
+from structlog.stdlib import BoundLogger
 
 from dynamix.runtime.bus import Message, StaleWriterError
 from dynamix.schemas import subjects
@@ -31,9 +32,9 @@ class ActionLogError(RuntimeError):
 class JobLog:
     """The fold of one generation of a job, joined to its subject in ACTIONS."""
 
-    def __init__(self, bus: ActionLog, job: Job, log: FilteringBoundLogger, counters: dict[str, int]) -> None:
+    def __init__(self, bus: ActionLog, job: Job, log: BoundLogger, count: Callable[[str], None]) -> None:
         self.job = job
-        self._counters = counters
+        self._count = count
         self._bus = bus
         self._subject = subjects.action(job.job)
         self._last_sequence = 0
@@ -92,6 +93,3 @@ class JobLog:
         self._last_sequence = sequence
         self._count("adopted")
         self._log.info("adopted a stored action", window=action.window, of_generation=action.generation)
-
-    def _count(self, what: str) -> None:
-        self._counters[what] = self._counters.get(what, 0) + 1

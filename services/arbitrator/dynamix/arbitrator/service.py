@@ -3,9 +3,8 @@
 import asyncio
 from collections import defaultdict
 
+from dynamix.runtime.bus import Message
 from dynamix.runtime.service import Context
-
-from dynamix.runtime.bus import Message, Start
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode
 from dynamix.schemas.messages import Job, State
@@ -49,7 +48,7 @@ class _Arbitrator:
         if (await self._bus.stream_state(JOBS.name)).num_messages == 0:
             return []
         found: list[Message] = []
-        async with self._bus.consume(JOBS.name, [subjects.job(subjects.ANY)], start=Start.LAST_PER_SUBJECT) as consumer:
+        async with self._bus.consume(JOBS.name, [subjects.job(subjects.ANY)], start="last_per_subject") as consumer:
             async for batch in consumer:
                 found += batch
                 if batch[-1].num_pending == 0:
@@ -108,7 +107,7 @@ class _Arbitrator:
 
     async def _open(self, job: Job, first_feed_sequence: int) -> JobLog | None:
         try:
-            log = JobLog(self._bus, job, self._context.log, self._context.counters)
+            log = JobLog(self._bus, job, self._context.log, self._context.count)
         except ValueError as error:  # an unknown policy
             self._halted.add(job.job)
             self._context.log.error("no decisions for this job", job=job.job, reason=str(error))

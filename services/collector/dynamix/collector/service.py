@@ -2,9 +2,8 @@
 
 import asyncio
 
+from dynamix.runtime.bus import Message
 from dynamix.runtime.service import Context
-
-from dynamix.runtime.bus import Message, Start
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode
 from dynamix.schemas.features import state_of
@@ -24,7 +23,7 @@ async def serve(context: Context[CollectorSettings]) -> None:
     collector = _Collector(context)
     reports = subjects.report(subjects.ANY, context.node)
     durable = f"collector-{context.node}"
-    async with context.bus.consume(FEED.name, [reports], start=Start.NEW, durable=durable) as consumer:
+    async with context.bus.consume(FEED.name, [reports], start="new", durable=durable) as consumer:
         context.counters["ready"] = 1
         async for batch in consumer:
             await collector.collect(batch)
@@ -55,7 +54,7 @@ class _Collector:
 
     async def _publish(self, window: MetricWindow) -> None:
         await asyncio.gather(self._context.bus.publish(window), self._context.bus.publish(state_of(window)))
-        self._context.counters["windows"] = self._context.counters.get("windows", 0) + 1
+        self._context.count("windows")
 
     def _window(self, report: Report, *, fresh: bool) -> MetricWindow:
         """A report that waited is not read against: what /proc says now is not of its window."""
@@ -70,7 +69,7 @@ class _Collector:
         reason = reason_to_refuse(row, self._proc, self._context.settings.uids)
         if reason is None:
             return True
-        self._context.counters["refused_pids"] = self._context.counters.get("refused_pids", 0) + 1
+        self._context.count("refused_pids")
         if reason not in self._said:
             self._said.add(reason)
             self._context.log.warning("a reported process is not read", rank=row.rank, reason=reason)

@@ -5,9 +5,8 @@ The service has no memory, so replicas are harmless: equal rewards have equal me
 
 import asyncio
 
+from dynamix.runtime.bus import Message
 from dynamix.runtime.service import Context
-
-from dynamix.runtime.bus import Message, Start
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode
 from dynamix.schemas.messages import MetricWindow, Reward
@@ -21,13 +20,13 @@ async def serve(context: Context[RewardSettings]) -> None:
     """Turn every metric window of every job into rewards until the context stops."""
     windows = subjects.window(subjects.ANY, subjects.ANY)
     durable = f"reward-{context.instance}"
-    async with context.bus.consume(FEED.name, [windows], start=Start.NEW, durable=durable) as consumer:
+    async with context.bus.consume(FEED.name, [windows], start="new", durable=durable) as consumer:
         context.counters["ready"] = 1
         async for batch in consumer:
             rewards = [reward for message in batch if (reward := await _reward(context, message)) is not None]
             await asyncio.gather(*[context.bus.publish(reward) for reward in rewards])
             await consumer.ack(batch[-1])
-            context.counters["rewards"] += len(rewards)
+            context.count("rewards", len(rewards))
 
 
 async def _reward(context: Context[RewardSettings], message: Message) -> Reward | None:

@@ -44,7 +44,9 @@ def _measured(job: Job, obs_WF: Array32) -> Array64:
     compute_time_s = column(obs_WF, "compute_time_s") * job.window_steps
     num_samples = column(obs_WF, "num_samples")
     usable = (num_samples > 0) & (compute_time_s > 0) & (column(obs_WF, "age_windows") == 0)
-    return np.divide(num_samples, compute_time_s, out=np.full(job.world_size, np.nan), where=usable)
+    throughput = np.full(job.world_size, np.nan)
+    np.divide(num_samples, compute_time_s, out=throughput, where=usable)
+    return throughput
 
 
 def _smooth(previous: Array64, measured: Array64, weight: float) -> Array64:
