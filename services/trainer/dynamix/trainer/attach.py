@@ -1,0 +1,244 @@
+"""`attach`: puts a session together around a user's model, optimizer and data set."""
+
+from collections import deque
+from collections.abc import Mapping, Sequence, Sized
+from pathlib import Path
+from typing import Any, Literal, Unpack
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Dataset
+
+from dynamix.runtime.settings import BusSettings
+from dynamix.schemas.messages import OptimizerFamily
+
+from .checkpoint import DataIdentity
+from .client import BusClient
+from .clock import AnyClock, DeviceClock, HostClock
+from .learning_rate import FACTORS, LearningRateScaler, Rule
+from .loader import Loader, LoaderOptions, drawn_ahead
+from .meeting import Meeting, meet
+from .memory import MemoryCaps
+from .options import JobOptions, Weighting, family_of, sizes_of
+from .process import this_process
+from .sampler import PlanSampler
+from .schedule import Schedule
+from .session import Session, SessionParts
+from .settings import Environment, read_environment
+from .steering import Parts, Steering, Wire
+from .weighting import BaseHook, GradientHook, Reduction
+from .window import WindowRecorder
+
+SPARE_STEPS = 2
+"""Steps by which an action is broadcast earlier than prefetching alone demands."""
+
+
+def attach(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    dataset: Dataset[Any],
+    *,
+    local_batch_size: int | Sequence[int],
+    name: str = "training",
+    window_steps: int = 20,
+    min_local_batch_size: int = 32,
+    max_local_batch_size: int = 1024,
+    max_lag_windows: int = 4,
+    base_global_batch_size: int | None = None,
+    learning_rate_rule: Rule = "sqrt",
+    reduction: Reduction = "mean",
+    weighting: Weighting = "auto",
+    base_hook: BaseHook | None = None,
+    base_hook_state: object = None,
+    optimizer_family: OptimizerFamily | None = None,
+    policy: str = "static",
+    policy_options: Mapping[str, float] | None = None,
+    seed: int = 0,
+    shuffle: bool = True,
+    noise_decay: float = 0.9,
+    memory_caps_path: str | Path | None = None,
+    connect: BusSettings | Literal[False] | None = None,
+    **loader_options: Unpack[LoaderOptions],
+) -> Session:
+    """Attach to a training job; a collective call, after `init_process_group` and wrapping the model.
+
+    It replaces `DataLoader` and `DistributedSampler`: iterate over `session.loader`, call `session.step(loss)` after
+    each `optimizer.step()`. Without a bus, or without an action, the job trains on with the sizes it has.
+
+    Args:
+        model: a `DistributedDataParallel` model, or one whose gradients another framework averages over ranks.
+        optimizer: gets its learning rates scaled for the length of each step, by `learning_rate_rule`.
+        dataset: map-style, with a length; the same on all ranks.
+        local_batch_size: samples per rank and step to begin with: one number, or one per rank.
+        name: of the job on the bus, `[a-z0-9-]`; a run id is added. `DYNAMIX_JOB` overrules both.
+        window_steps: k, the optimizer steps between two decisions.
+        min_local_batch_size: bound of decisions; 0 lets a rank have no samples.
+        max_local_batch_size: bound of decisions.
+        max_lag_windows: actions decided more windows ago than this are refused.
+        base_global_batch_size: what the optimizer's learning rate was chosen for; the initial sum when not given.
+        learning_rate_rule: `sqrt`, `linear` or `none`, of the global batch size over `base_global_batch_size`.
+        reduction: what the loss does over its samples, `mean` or `sum`.
+        weighting: `hook` (DDP), `loss` (call `session.scale_loss`), or `auto` by the model's type.
+        base_hook: your own DDP communication hook; it must average over ranks, as torch's do.
+        base_hook_state: its state.
+        optimizer_family: `sgd` or `adam` for the reward; from the optimizer's class when not given.
+        policy: name of the policy that shall steer the job.
+        policy_options: numbers for the policy.
+        seed: of the order of the samples.
+        shuffle: False uses the samples in the data set's order.
+        noise_decay: of the averages of the gradient noise over windows.
+        memory_caps_path: beside your checkpoint; where a rank that ran out of memory notes its bound.
+        connect: the bus; None reads `DYNAMIX_NATS_...`, False trains without one.
+        loader_options: for `torch.utils.data.DataLoader`: num_workers, prefetch_factor, collate_fn, pin_memory, ...
+
+    Raises:
+        ValueError: for what cannot work, naming the value, the limit and the mend.
+        RuntimeError: when torch.distributed is not initialised, or the model has a communication hook already.
+    """
+    world_size = _world_size(model)
+    _check_loader_options(loader_options)
+    environment = read_environment()
+    sizes = sizes_of(local_batch_size, world_size)
+    options = JobOptions(
+        local_batch_sizes=sizes,
+        base_global_batch_size=sum(sizes) if base_global_batch_size is None else base_global_batch_size,
+        window_steps=window_steps,
+        min_local_batch_size=min_local_batch_size,
+        max_local_batch_size=max_local_batch_size,
+        max_lag_windows=max_lag_windows,
+        margin_steps=drawn_ahead(loader_options) + SPARE_STEPS,
+        policy=environment.trainer.policy or policy,
+        policy_options=policy_options or {},
+        optimizer_family=optimizer_family or family_of(optimizer),
+        learning_rate_rule=learning_rate_rule,
+        reduction=reduction,
+        seed=seed,
+        shuffle=shuffle,
+        noise_decay=noise_decay,
+    )
+    data = DataIdentity(_length(dataset), seed, shuffle)
+    caps = MemoryCaps(None if memory_caps_path is None else Path(memory_caps_path))
+    bus = None if connect is False else connect or environment.bus
+    meeting = meet(name=name, options=options, data=data, caps=caps, environment=environment, bus=bus)
+    rank, exchange, identity = meeting.exchange.rank, meeting.exchange, meeting.identity
+
+    device = next(model.parameters()).device
+    clock: AnyClock = DeviceClock() if device.type == "cuda" else HostClock()
+    schedule = Schedule([min(pair) for pair in zip(sizes, identity.max_local_batch_sizes, strict=True)])
+    sampler = PlanSampler(data.num_samples, schedule, rank=rank, seed=seed, shuffle=shuffle)
+    loader = Loader(dataset, sampler, clock, num_samples=data.num_samples, options=loader_options)
+    hook = _hook(model, weighting, clock, reduction, base_hook=base_hook, base_state=base_hook_state)
+    recorder = WindowRecorder(rank, reduction)
+    client = _client(bus, meeting, environment)
+    wire = _wire(client)
+    parts = Parts(exchange, schedule, sampler, clock, recorder, meeting.sockets, device)
+    steering = Steering(
+        options=options, identity=identity, place=meeting.place, process=this_process(), parts=parts, wire=wire
+    )
+    rule = FACTORS[learning_rate_rule]
+    scaler = LearningRateScaler(
+        optimizer, lambda: rule(schedule.at(loader.position.step).total / options.base_global_batch_size)
+    )
+    update = optimizer.register_step_pre_hook(lambda *_: clock.before_update())
+    return Session(
+        SessionParts(
+            rank=rank,
+            options=options,
+            data=data,
+            schedule=schedule,
+            loader=loader,
+            clock=clock,
+            recorder=recorder,
+            steering=steering,
+            hook=hook,
+            memory_caps=caps,
+            client=client,
+            actions=wire.actions,
+            removables=(scaler, update),
+            close_timeout_s=environment.trainer.close_timeout_s,
+            may_restart=environment.launch.restart_count < environment.launch.max_restarts,
+        )
+    )
+
+
+def _world_size(model: torch.nn.Module) -> int:
+    """Size of the world; with DDP it must be the model's."""
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError("torch.distributed is not initialised: call torch.distributed.init_process_group first")
+    world_size = dist.get_world_size()
+    if isinstance(model, DistributedDataParallel) and dist.get_world_size(model.process_group) != world_size:
+        raise ValueError(
+            f"the model spans {dist.get_world_size(model.process_group)} of {world_size} ranks: data parallelism over "
+            "a part of the ranks is not supported"
+        )
+    return world_size
+
+
+def _length(dataset: Dataset[Any]) -> int:
+    if not isinstance(dataset, Sized) or len(dataset) < 1:
+        raise ValueError("the data set must be map-style: __getitem__ by index, and a __len__ of at least 1")
+    return len(dataset)
+
+
+def _check_loader_options(options: LoaderOptions) -> None:
+    unknown = sorted(set(options) - set(LoaderOptions.__annotations__))
+    if unknown:
+        raise TypeError(
+            f"attach does not know {', '.join(unknown)}; for the loader it takes "
+            f"{', '.join(LoaderOptions.__annotations__)} - batches, order and sampler are its own"
+        )
+
+
+def _hook(
+    model: torch.nn.Module,
+    weighting: Weighting,
+    clock: AnyClock,
+    reduction: Reduction,
+    *,
+    base_hook: BaseHook | None,
+    base_state: object,
+) -> GradientHook | None:
+    """The registered communication hook; `None` where the loss is scaled instead."""
+    is_ddp = isinstance(model, DistributedDataParallel)
+    if weighting == "hook" and not is_ddp:
+        raise ValueError('weighting="hook" needs a DistributedDataParallel model: use weighting="loss"')
+    if weighting == "loss" or not is_ddp:
+        if base_hook is not None:
+            raise ValueError('base_hook is for weighting="hook": register it on the model yourself')
+        return None
+    assert isinstance(model, DistributedDataParallel)
+    hook = GradientHook(model.process_group, clock, reduction=reduction, base_hook=base_hook, base_state=base_state)
+    try:
+        model.register_comm_hook(None, hook.reduce)
+    except RuntimeError as error:
+        raise RuntimeError(
+            "the model has a communication hook already: do not register it, pass it to attach as base_hook"
+        ) from error
+    return hook
+
+
+def _client(bus: BusSettings | None, meeting: Meeting, environment: Environment) -> BusClient | None:
+    """The bus client of a rank that speaks: the first of each node reports, rank 0 also listens."""
+    place = meeting.place
+    if bus is None or place.local_rank != 0:
+        return None
+    client = BusClient(
+        bus,
+        name=f"trainer-{place.node}",
+        outbox_messages=environment.trainer.outbox_messages,
+        actions_of=meeting.identity.job if place.rank == 0 else None,
+    )
+    client.start()
+    return client
+
+
+def _wire(client: BusClient | None) -> Wire:
+    if client is None:
+        return Wire(publish=lambda _: None, actions=deque(), num_reports_dropped=lambda: 0, num_malformed=lambda: 0)
+    return Wire(
+        publish=client.publish,
+        actions=client.actions,
+        num_reports_dropped=lambda: client.outbox.num_dropped,
+        num_malformed=lambda: client.num_malformed,
+    )

@@ -1,0 +1,194 @@
+"""The bus client of a training process: a daemon thread with an event loop of its own.
+
+The training thread only appends to a bounded outbox and reads a bounded inbox. Whatever happens to the bus - away,
+slow, closed, refused - happens in this thread; training goes on with the last sizes.
+"""
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections import deque
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from dynamix.runtime.bus import LAST_PER_SUBJECT, Bus, BusError, PublishError
+from dynamix.runtime.bus import Message as Delivered
+from dynamix.runtime.settings import BusSettings
+from dynamix.schemas import subjects
+from dynamix.schemas.chain import is_sealed
+from dynamix.schemas.codec import MalformedMessageError, decode
+from dynamix.schemas.messages import Action, Message
+from dynamix.schemas.streams import ACTIONS
+
+from .outbox import Outbox
+
+RETRY_S = 1.0
+"""Pause after the bus refused something that an operator may mend."""
+
+INBOX_MESSAGES = 64
+"""Only the newest action counts; the rest is slack for one window."""
+
+_log = logging.getLogger("dynamix.trainer")
+
+
+class BusClient:
+    """Publishes what the training side says and, in global rank 0, listens to its job's actions."""
+
+    def __init__(self, settings: BusSettings, *, name: str, outbox_messages: int, actions_of: str | None) -> None:
+        self.outbox = Outbox(outbox_messages)
+        self.actions: deque[Action] = deque(maxlen=INBOX_MESSAGES)
+        """Actions received and not yet looked at, oldest first."""
+        self.num_malformed = 0
+        """Messages on the job's action subject that were no action."""
+        self._settings = settings
+        self._name = name
+        self._actions_of = actions_of
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._wake = asyncio.Event()
+        self._closing = asyncio.Event()
+        self._emptied = asyncio.Event()
+        self._last_error = ""
+        self._close_timeout_s = 0.0
+        self._thread = threading.Thread(target=self._run, name=f"dynamix {name}", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread; the connection is made, and made again, in the background."""
+        self._thread.start()
+
+    def publish(self, message: Message) -> None:
+        """Hand a message over; returns at once."""
+        self.outbox.put(message)
+        self._call(self._wake.set)
+
+    def begin_close(self, timeout_s: float) -> None:
+        """Let the thread end once the outbox is empty, at the latest after `timeout_s`; returns at once."""
+        self._close_timeout_s = timeout_s
+        self._call(self._closing.set)
+
+    def close(self, timeout_s: float) -> None:
+        """End the thread: wait at most `timeout_s` for the last messages and a little for the connection."""
+        if self._thread.is_alive():
+            self.begin_close(timeout_s)
+            self._thread.join(timeout_s + RETRY_S)
+
+    def _call(self, function: Any) -> None:
+        loop = self._loop
+        if loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(function)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._main())
+        except Exception:  # noqa: BLE001 - a daemon thread's last word; training goes on
+            _log.exception("the bus client ended; training goes on with its last sizes")
+
+    async def _main(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        if self._close_timeout_s:  # asked to close before there was a loop
+            self._closing.set()
+        work = asyncio.create_task(self._work())
+        closing = asyncio.create_task(self._closing.wait())
+        await asyncio.wait([work, closing], return_when=asyncio.FIRST_COMPLETED)
+        if len(self.outbox):
+            self._emptied.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._close_timeout_s):
+                    await self._emptied.wait()
+        for task in (work, closing):
+            task.cancel()
+        await asyncio.gather(work, closing, return_exceptions=True)
+
+    async def _work(self) -> None:
+        """Connect, serve, and connect again when the connection is closed for good."""
+        while True:
+            closed = asyncio.Event()
+
+            def on_closed(_reason: str, event: asyncio.Event = closed) -> None:
+                event.set()
+
+            try:
+                bus = await Bus.connect(self._settings, name=self._name, on_closed=on_closed)
+            except (BusError, ValueError, OSError) as error:
+                self._complain("cannot connect to the bus", error)
+                await asyncio.sleep(RETRY_S)
+                continue
+            try:
+                await self._serve(bus, closed)
+            finally:
+                await bus.close()
+
+    async def _serve(self, bus: Bus, closed: asyncio.Event) -> None:
+        duties: list[Coroutine[Any, Any, object]] = [closed.wait(), self._publish_all(bus)]
+        if self._actions_of is not None:
+            duties.append(self._listen(bus, subjects.action(self._actions_of)))
+        tasks = [asyncio.create_task(duty) for duty in duties]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                if (error := task.exception()) is not None:
+                    self._complain("lost the bus", error)
+                    await asyncio.sleep(RETRY_S)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _publish_all(self, bus: Bus) -> None:
+        while True:
+            message = self.outbox.oldest()
+            if message is None:
+                await self._wake.wait()
+                self._wake.clear()
+            elif await self._publish_one(bus, message):
+                self.outbox.remove(message)
+                if not len(self.outbox):
+                    self._emptied.set()
+
+    async def _publish_one(self, bus: Bus, message: Message) -> bool:
+        """Whether the message is done with: acknowledged, or one that no broker could take."""
+        try:
+            await bus.publish(message)
+        except MalformedMessageError as error:
+            self._complain("dropped a message of our own", error)
+        except PublishError as error:
+            self._complain("the bus does not acknowledge; trying again", error)
+            return False
+        except BusError as error:
+            self._complain("the bus refuses; trying again", error)
+            await asyncio.sleep(RETRY_S)
+            return False
+        return True
+
+    async def _listen(self, bus: Bus, subject: str) -> None:
+        while True:
+            try:
+                async with bus.consume(ACTIONS.name, [subject], start=LAST_PER_SUBJECT) as consumer:
+                    async for batch in consumer:
+                        self._receive(batch)
+            except BusError as error:
+                self._complain("cannot listen to actions; trying again", error)
+                await asyncio.sleep(RETRY_S)
+
+    def _receive(self, batch: Sequence[Delivered]) -> None:
+        for message in batch:
+            try:
+                self.actions.append(_decode(message))
+            except MalformedMessageError as error:
+                self.num_malformed += 1
+                self._complain("refused what was no action", error)
+
+    def _complain(self, what: str, error: BaseException) -> None:
+        """Log a trouble once, until it is another one."""
+        text = f"{what}: {error}"
+        if text != self._last_error:
+            self._last_error = text
+            _log.warning("%s", text)
+
+
+def _decode(message: Delivered) -> Action:
+    action = decode(Action, message.subject, message.payload)
+    if action.hash and not is_sealed(action):
+        raise MalformedMessageError(f"the action of window {action.window} does not have the hash of its content")
+    return action

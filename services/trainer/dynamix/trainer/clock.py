@@ -1,0 +1,156 @@
+"""Clocks: where the time of a step goes.
+
+A step runs from the loader being asked for a batch to `session.step` returning. Five moments divide it into four times
+whose sum is the step's: asked, (data) handed out, (compute) last gradient bucket ready, (sync) gradient reduced,
+(update) end. What lies between two steps, such as an evaluation, is in none of them.
+"""
+
+import itertools
+import time
+from abc import ABC, abstractmethod
+from typing import Generic, NamedTuple, TypeVar
+
+import torch
+
+Moment = TypeVar("Moment")
+
+
+class StepTimes(NamedTuple):
+    """The parts of a step in seconds."""
+
+    data_s: float
+    compute_s: float
+    sync_s: float
+    update_s: float
+
+    @property
+    def step_s(self) -> float:
+        """The whole step: the sum of its parts."""
+        return self.data_s + self.compute_s + self.sync_s + self.update_s
+
+
+class Clock(ABC, Generic[Moment]):
+    """Takes the moments of each step as they come, all but `reduced` in the training thread."""
+
+    def __init__(self) -> None:
+        self._ended: list[tuple[tuple[Moment, ...], float]] = []
+        self._charged_s = 0.0
+        self._last: StepTimes | None = None
+        self._asked: Moment | None = None
+        self._handed_out: Moment | None = None
+        self._ready: Moment | None = None
+        self._reduced: Moment | None = None
+
+    def asked(self) -> None:
+        """The loader is asked for a batch."""
+        self._handed_out = self._ready = self._reduced = None
+        self._asked = self._now(None)
+
+    def handed_out(self) -> None:
+        """The batch goes to the user's code."""
+        self._handed_out = self._now(None)
+
+    def gradient_ready(self) -> None:
+        """This rank's last bucket is ready to be reduced."""
+        self._ready = self._now(self._ready)
+
+    def reduced(self) -> None:
+        """A reduced bucket came back; the last one counts. Called in threads of the process group."""
+        self._reduced = self._now(self._reduced)
+
+    def before_update(self) -> None:
+        """The optimizer begins: where no bucket was seen, computing ends here."""
+        if self._ready is None:
+            self._ready = self._now(None)
+
+    def end(self) -> None:
+        """The step is done."""
+        end = self._now(None)
+        assert self._asked is not None, "a step ends that never began"
+        assert self._handed_out is not None, "a step ends that had no batch"
+        ready = end if self._ready is None else self._ready
+        reduced = ready if self._reduced is None else self._reduced
+        self._ended.append(((self._asked, self._handed_out, ready, reduced, end), self._charged_s))
+        self._charged_s = 0.0
+
+    def charge(self, seconds: float) -> None:
+        """Add our own work after a step's end to the next step's update."""
+        self._charged_s += seconds
+
+    def take(self) -> list[StepTimes]:
+        """The steps ended since the last call; waits for the device where there is one."""
+        ended, self._ended = self._ended, []
+        if ended:
+            self._wait_for(ended[-1][0][-1])
+        times = [self._times(moments, charged) for moments, charged in ended]
+        self._last = times[-1] if times else self._last
+        self._recycle([moment for moments, _ in ended for moment in moments])
+        return times
+
+    def _times(self, moments: tuple[Moment, ...], charged_s: float) -> StepTimes:
+        """A reduction runs beside the computing and may come back before the last bucket is noted: never below zero."""
+        data, compute, sync, update = (max(self._between(*pair), 0.0) for pair in itertools.pairwise(moments))
+        return StepTimes(data, compute, sync, update + charged_s)
+
+    @property
+    def last(self) -> StepTimes | None:
+        """The newest step whose times are known: on a GPU the last of the newest window."""
+        return self._last
+
+    @abstractmethod
+    def _now(self, replaced: Moment | None) -> Moment:
+        """This moment; `replaced` is one that it stands in for."""
+
+    @abstractmethod
+    def _between(self, earlier: Moment, later: Moment) -> float:
+        """Seconds between two moments."""
+
+    def _wait_for(self, moment: Moment) -> None:
+        """Wait until a moment has come."""
+
+    def _recycle(self, moments: list[Moment]) -> None:
+        """Take back moments that are read."""
+
+
+class HostClock(Clock[float]):
+    """Clock of a training on the CPU: one read of the monotonic clock per moment, some 50 ns each."""
+
+    @property
+    def last(self) -> StepTimes | None:
+        """The newest step."""
+        return self._times(*self._ended[-1]) if self._ended else self._last
+
+    def _now(self, replaced: float | None) -> float:  # noqa: ARG002 - a number needs no replacing
+        return time.perf_counter()
+
+    def _between(self, earlier: float, later: float) -> float:
+        return later - earlier
+
+
+class DeviceClock(Clock[torch.cuda.Event]):
+    """Clock of a training on a GPU: one CUDA event per moment, read when the window ends, never a wait per step.
+
+    Events stand in the stream, so a batch that was ready while the device was still busy shows no data time, and a
+    host that runs ahead is not mistaken for a fast device.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._free: list[torch.cuda.Event] = []
+
+    def _now(self, replaced: torch.cuda.Event | None) -> torch.cuda.Event:
+        event = replaced or (self._free.pop() if self._free else torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def _between(self, earlier: torch.cuda.Event, later: torch.cuda.Event) -> float:
+        return 0.0 if earlier is later else earlier.elapsed_time(later) / 1000
+
+    def _wait_for(self, moment: torch.cuda.Event) -> None:
+        moment.synchronize()
+
+    def _recycle(self, moments: list[torch.cuda.Event]) -> None:
+        self._free += {id(event): event for event in moments}.values()
+
+
+AnyClock = HostClock | DeviceClock

@@ -1,0 +1,66 @@
+"""The collectives of the job: on a gloo group of their own, so that they never mix with the user's.
+
+Two per window, a few hundred bytes each: one gather at its end, one broadcast `margin` steps before the next boundary.
+Measured cost: docs/overhead.md.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from .rows import NUM_COLUMNS, Row
+
+T = TypeVar("T")
+
+
+class Decision(NamedTuple):
+    """An action as it travels to all ranks."""
+
+    decided_window: int
+    local_batch_sizes: tuple[int, ...]
+
+
+class Exchange:
+    """All ranks must call the same methods in the same order."""
+
+    def __init__(self) -> None:
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self._group = dist.new_group(backend="gloo")
+        self._rows = torch.empty(self.world_size, NUM_COLUMNS, dtype=torch.float64)
+        self._decision = torch.zeros(1 + self.world_size, dtype=torch.int64)
+
+    def gather(self, row: Row) -> list[Row]:
+        """The rows of all ranks, in rank order."""
+        mine = torch.tensor(row, dtype=torch.float64)
+        dist.all_gather(list(self._rows.unbind()), mine, group=self._group)
+        return [Row(*values) for values in self._rows.tolist()]
+
+    def broadcast(self, decision: Decision | None) -> Decision | None:
+        """Rank 0's decision, to all ranks."""
+        if self.rank == 0:
+            sizes = (0,) * self.world_size if decision is None else decision.local_batch_sizes
+            window = -1 if decision is None else decision.decided_window
+            self._decision.copy_(torch.tensor((window, *sizes)))
+        dist.broadcast(self._decision, src=0, group=self._group)
+        window, *received = self._decision.tolist()
+        return None if window < 0 else Decision(window, tuple(received))
+
+    def gather_objects(self, mine: T) -> list[T]:
+        """One object of each rank, in rank order: for attaching, not for steps."""
+        objects: list[T | None] = [None] * self.world_size
+        dist.all_gather_object(objects, mine, group=self._group)
+        return [found for found in objects if found is not None]
+
+    def agree(self, what: str, mine: Sequence[int]) -> None:
+        """Make sure that all ranks hold the same numbers.
+
+        Raises:
+            RuntimeError: on all ranks, naming the first that differs from rank 0.
+        """
+        everybody = self.gather_objects(tuple(mine))
+        for rank, theirs in enumerate(everybody):
+            if theirs != everybody[0]:
+                raise RuntimeError(f"{what}: rank {rank} has {theirs}, rank 0 has {everybody[0]}; load the same state")

@@ -1,0 +1,83 @@
+"""Learning-rate rules: what a change of the global batch size does to the learning rate.
+
+The factor is put on right before `optimizer.step` and taken off right after it by restoring the very value, so that a
+scheduler, a checkpoint or a log never sees it and nothing compounds.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Literal, Protocol
+
+import torch
+
+Rule = Literal["none", "linear", "sqrt"]
+
+FACTORS: Mapping[Rule, Callable[[float], float]] = MappingProxyType(
+    {
+        "none": lambda ratio: 1.0,  # noqa: ARG005 - every rule takes the ratio
+        "linear": lambda ratio: ratio,
+        "sqrt": math.sqrt,
+    }
+)
+"""Factor on the learning rate, from the scheduled global batch size over the one the user's rate was chosen for."""
+
+
+class Handle(Protocol):
+    """What a registered hook is removed with."""
+
+    def remove(self) -> None:
+        """Unregister the hook."""
+
+
+class LearningRateScaler:
+    """Scales the learning rates of an optimizer for the length of each step."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, factor: Callable[[], float]) -> None:
+        self._factor = factor
+        self._saved: list[float | torch.Tensor] | None = None
+        self._handles: list[Handle] = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    def remove(self) -> None:
+        """Leave the optimizer as it was."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
+        if self._saved is not None:  # the last step raised between the two hooks
+            self._restore(optimizer)
+        factor = self._factor()
+        if factor == 1.0:
+            return
+        self._saved = [_copy(group["lr"]) for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            _scale(group, factor)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
+        if self._saved is not None:
+            self._restore(optimizer)
+
+    def _restore(self, optimizer: torch.optim.Optimizer) -> None:
+        assert self._saved is not None
+        for group, saved in zip(optimizer.param_groups, self._saved, strict=False):
+            if isinstance(saved, torch.Tensor):
+                group["lr"].copy_(saved)
+            else:
+                group["lr"] = saved
+        self._saved = None
+
+
+def _copy(rate: float | torch.Tensor) -> float | torch.Tensor:
+    return rate.clone() if isinstance(rate, torch.Tensor) else rate
+
+
+def _scale(group: dict[str, Any], factor: float) -> None:
+    """Scale in place what is a tensor: captured graphs hold on to it."""
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].mul_(factor)
+    else:
+        group["lr"] *= factor

@@ -1,0 +1,86 @@
+"""The one round of introductions when ranks attach: who we are, where, and with which options."""
+
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from dynamix.runtime.settings import BusSettings, node_name
+
+from .checkpoint import DataIdentity
+from .exchange import Exchange
+from .identity import Peer, Place, check_alike, generation_of, nodes_of, place_of, propose_job
+from .memory import MemoryCaps, merge_caps
+from .options import JobOptions
+from .process import this_process
+from .reporting import JobIdentity
+from .settings import Environment
+from .sockets import PeerSockets
+
+NATS_PORT = 4222
+"""Of a broker whose URL names none."""
+
+
+class Meeting(NamedTuple):
+    """What the ranks found out about each other."""
+
+    exchange: Exchange
+    sockets: PeerSockets
+    identity: JobIdentity
+    place: Place
+
+
+def meet(
+    *,
+    name: str,
+    options: JobOptions,
+    data: DataIdentity,
+    caps: MemoryCaps,
+    environment: Environment,
+    bus: BusSettings | None,
+) -> Meeting:
+    """Meet all other ranks; a collective call.
+
+    Raises:
+        ValueError: on all ranks alike, when they attached with different options.
+    """
+    job = propose_job(name, environment.shared.job, environment.launch)
+    exchange = Exchange()
+    sockets = PeerSockets(_foreign_ports(bus))
+    peers = exchange.gather_objects(
+        Peer(
+            node=node_name(environment.shared),
+            process=this_process(),
+            job=job,
+            restart_count=environment.launch.restart_count,
+            endpoints=sockets.candidates(),
+            memory_caps=caps.read(),
+            options=(*options.fingerprint, data),
+        )
+    )
+    check_alike(peers)
+    sockets.match(ends for rank, peer in enumerate(peers) if rank != exchange.rank for ends in peer.endpoints)
+    identity = JobIdentity(
+        job=peers[0].job,
+        generation=generation_of(peers),
+        nodes=nodes_of(peers),
+        max_local_batch_sizes=merge_caps(
+            (peer.memory_caps for peer in peers),
+            exchange.world_size,
+            options.max_local_batch_size,
+            options.min_local_batch_size,
+        ),
+    )
+    return Meeting(exchange, sockets, identity, place_of(peers, exchange.rank))
+
+
+def _foreign_ports(bus: BusSettings | None) -> set[int]:
+    """Ports of connections that carry no gradients: the store of torch.distributed, and the broker."""
+    ports = set() if bus is None else {urlsplit(url.strip()).port or NATS_PORT for url in bus.url.split(",")}
+    store = distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no public name for it
+    while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]  # public, missing in torch's stubs
+        store = store.underlying_store
+    if isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
+        ports.add(store.port)
+    return ports

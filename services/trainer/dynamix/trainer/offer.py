@@ -1,0 +1,75 @@
+"""Which action, if any, the job adopts at its next boundary: pure, and in global rank 0 only.
+
+Nothing is repaired: an action that does not fit this job, this generation and its bounds, that is too old or not newer
+than what was adopted, is refused and counted by reason. No action, no change.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from dynamix.schemas.messages import Action
+
+Refusal = Literal["job", "generation", "length", "bounds", "split", "stale", "not_newer", "malformed"]
+
+
+class Terms(NamedTuple):
+    """What an action has to fit."""
+
+    job: str
+    generation: int
+    min_local_batch_size: int
+    max_local_batch_sizes: tuple[int, ...]
+    max_lag_windows: int
+
+
+class Offers:
+    """Keeps the newest action that may be adopted."""
+
+    def __init__(self, terms: Terms) -> None:
+        self._terms = terms
+        self._newest: Action | None = None
+        self._adopted_window = -1
+        self.num_refused: Counter[str] = Counter()
+        """Refused so far, by reason."""
+
+    def add(self, action: Action) -> Refusal | None:
+        """Consider an action; returns why it was refused, or `None`."""
+        reason = self._refusal(action)
+        if reason is None:
+            self._newest = action
+        else:
+            self.num_refused[reason] += 1
+        return reason
+
+    def take(self, effective_window: int) -> Action | None:
+        """The action to start at `effective_window`, which then counts as adopted; `None` when there is none.
+
+        One decided more than `max_lag_windows` windows earlier is refused as stale.
+        """
+        action, self._newest = self._newest, None
+        if action is None:
+            return None
+        if effective_window - action.window > self._terms.max_lag_windows:
+            self.num_refused["stale"] += 1
+            return None
+        self._adopted_window = action.window
+        return action
+
+    def _refusal(self, action: Action) -> Refusal | None:
+        terms = self._terms
+        if action.job != terms.job:
+            return "job"
+        if action.generation != terms.generation:
+            return "generation"
+        if action.window <= max(self._adopted_window, -1 if self._newest is None else self._newest.window):
+            return "not_newer"
+        if len(action.local_batch_sizes) != len(terms.max_local_batch_sizes):
+            return "length"
+        if action.split != "fixed":
+            return "split"
+        return None if self._within_bounds(action.local_batch_sizes) else "bounds"
+
+    def _within_bounds(self, sizes: Sequence[int]) -> bool:
+        low, highs = self._terms.min_local_batch_size, self._terms.max_local_batch_sizes
+        return sum(sizes) > 0 and all(low <= size <= high for size, high in zip(sizes, highs, strict=True))

@@ -1,0 +1,37 @@
+"""This process as the kernel knows it: what tells a pid from its later namesake (Linux)."""
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+PROC = Path("/proc")
+
+
+class ProcessIdentity(NamedTuple):
+    """Enough for a collector to find the process and to believe that it is the one."""
+
+    pid: int
+    start_ticks: int
+    """Start time in clock ticks since boot."""
+    namespace: int
+    """Inode of the pid namespace in which `pid` counts."""
+    uid: int
+
+
+def this_process() -> ProcessIdentity:
+    """Identity of the calling process."""
+    pid = os.getpid()
+    return ProcessIdentity(pid, start_ticks(pid), (PROC / "self/ns/pid").stat().st_ino, os.getuid())
+
+
+def start_ticks(pid: int) -> int:
+    """Start time of a process in clock ticks since boot: field 22 of /proc/<pid>/stat (proc(5))."""
+    stat = (PROC / str(pid) / "stat").read_text()
+    return int(stat[stat.rindex(")") + 2 :].split()[19])  # the command name may hold spaces and brackets
+
+
+def agent_fingerprint() -> str:
+    """Names the process that started this one, apart from every other in time and place; stable over its children."""
+    parent = os.getppid()
+    boot_id = (PROC / "sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot_id}/{parent}/{start_ticks(parent)}"

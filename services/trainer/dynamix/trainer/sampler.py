@@ -1,0 +1,123 @@
+"""The sampler: this rank's slice of every step, from one permutation that all ranks share.
+
+Each sample is used exactly once per epoch whatever the schedule does: a step takes the next B samples of the epoch's
+permutation, and every rank takes its part of them. The tail of an epoch is divided by largest remainder.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import Sampler
+
+from .schedule import Schedule
+from .split import Counts, largest_remainder
+
+Order = npt.NDArray[np.int64]
+
+
+class StepPlan(NamedTuple):
+    """What one step uses: equal on all ranks."""
+
+    step: int
+    epoch: int
+    offset: int
+    """Samples of the epoch used before this step."""
+    counts: Counts
+    """Samples per rank; their sum is the true B of the step."""
+
+
+class Position(NamedTuple):
+    """Where the run stands: all that a resumed run has to know of the data."""
+
+    step: int = 0
+    """Optimizer steps so far; the next step's number."""
+    epoch: int = 0
+    offset: int = 0
+    """Samples of the epoch already used."""
+    samples_seen: int = 0
+    """Samples so far, over all epochs."""
+
+    def after(self, plan: StepPlan) -> "Position":
+        """The position once a plan is carried out."""
+        total = plan.counts.total
+        return Position(plan.step + 1, plan.epoch, plan.offset + total, self.samples_seen + total)
+
+    def at_epoch(self, epoch: int) -> "Position":
+        """The position at the beginning of an epoch."""
+        return self._replace(epoch=epoch, offset=0)
+
+
+class PlanSampler(Sampler[list[int]]):
+    """A batch sampler for `torch.utils.data.DataLoader`; it runs in the training process, ahead of the training.
+
+    `plans` holds the plan of every batch drawn and not yet handed out, in order. A rank without samples draws ONE
+    sample that counts for nothing: models fail on empty tensors (`view(x.size(0), -1)`, normalisation).
+    """
+
+    def __init__(self, num_samples: int, schedule: Schedule, *, rank: int, seed: int, shuffle: bool) -> None:
+        self.plans: deque[StepPlan] = deque()
+        self.last_drawn_step = -1
+        self._num_samples = num_samples
+        self._schedule = schedule
+        self._rank = rank
+        self._seed = seed
+        self._shuffle = shuffle
+        self._position = Position()
+        self._order: tuple[int, Order] | None = None
+
+    def rewind(self, position: Position) -> None:
+        """Draw on from `position`; what was drawn ahead and not used is forgotten."""
+        self._position = position
+        self.plans.clear()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        while self._position.offset < self._num_samples:
+            plan = self.plan_at(self._position)
+            self._position = self._position.after(plan)  # before the yield: a saved state must not repeat the batch
+            self.last_drawn_step = max(self.last_drawn_step, plan.step)
+            self.plans.append(plan)
+            yield self._indices(plan)
+
+    def plan_at(self, position: Position) -> StepPlan:
+        """The plan of the step that begins at a position."""
+        sizes = self._schedule.at(position.step)
+        left = self._num_samples - position.offset
+        counts = sizes if sizes.total <= left else Counts(largest_remainder(left, sizes.values))
+        return StepPlan(position.step, position.epoch, position.offset, counts)
+
+    def num_steps_left(self, position: Position) -> int:
+        """Steps to the end of the epoch, if no further size is scheduled."""
+        step, left = position.step, self._num_samples - position.offset
+        while left > 0:
+            size = self._schedule.at(step).total
+            steps = -(-left // size)
+            change = self._schedule.next_change(step)
+            if change is not None:
+                steps = min(steps, change - step)
+            step, left = step + steps, left - steps * size
+        return step - position.step
+
+    def _indices(self, plan: StepPlan) -> list[int]:
+        start = plan.offset + plan.counts.starts[self._rank]
+        stop = plan.offset + plan.counts.starts[self._rank + 1]
+        order = self._epoch_order(plan.epoch)
+        if start == stop:
+            return [int(order[plan.offset])]
+        indices: list[int] = order[start:stop].tolist()
+        return indices
+
+    def _epoch_order(self, epoch: int) -> Order:
+        if self._order is None or self._order[0] != epoch:
+            self._order = (epoch, epoch_order(self._num_samples, self._seed, epoch, shuffle=self._shuffle))
+        return self._order[1]
+
+
+def epoch_order(num_samples: int, seed: int, epoch: int, *, shuffle: bool) -> Order:
+    """The order of an epoch's samples: a permutation that depends on seed and epoch only."""
+    order = np.arange(num_samples, dtype=np.int64)
+    if shuffle:
+        np.random.default_rng((seed, epoch)).shuffle(order)
+    return order

@@ -1,0 +1,58 @@
+"""What the environment says: our own settings, and what `torchrun` tells its workers. The only reader of it."""
+
+import os
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from dynamix.runtime.settings import BusSettings, SharedSettings
+from dynamix.runtime.settings import read as read_settings
+
+from .identity import Launch
+
+
+class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of the training side: `DYNAMIX_TRAINER_...`."""
+
+    policy: str = ""
+    """Overrules the policy that the script names."""
+    outbox_messages: int = 256
+    """Messages kept while the bus is away; beyond it the oldest report is given up."""
+    close_timeout_s: float = 2.0
+    """How long the end of the training may wait for the last messages to leave."""
+
+
+class Environment(NamedTuple):
+    """Everything `attach` takes from the environment."""
+
+    trainer: TrainerSettings
+    shared: SharedSettings
+    bus: BusSettings
+    launch: Launch
+
+
+def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
+    """Settings from the environment of this process, or from another mapping.
+
+    Raises:
+        SettingsError: for a key that is misspelt or a value that does not fit.
+    """
+    source = os.environ if environ is None else environ
+    return Environment(
+        trainer=read_settings(TrainerSettings, "trainer", source),
+        shared=read_settings(SharedSettings, "", source),
+        bus=read_settings(BusSettings, "nats", source),
+        launch=_launch(source),
+    )
+
+
+def _launch(environ: Mapping[str, str]) -> Launch:
+    """What `torchrun` exports to its workers."""
+    run_id = environ.get("TORCHELASTIC_RUN_ID", "")
+    return Launch(
+        run_id="" if run_id == "none" else run_id,
+        restart_count=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        max_restarts=int(environ.get("TORCHELASTIC_MAX_RESTARTS", "0")),
+        elastic="TORCHELASTIC_RUN_ID" in environ,
+    )

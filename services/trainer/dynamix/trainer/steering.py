@@ -1,0 +1,223 @@
+"""Steering of one rank: ends windows, reports them, and adopts actions on the same step as all other ranks.
+
+Steps are counted over the whole run, windows from the generation's first step. All ranks call `after_step` after the
+same steps, and whether a collective is due depends on the step's number only: no rank ever waits for one that another
+does not enter.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+import torch
+
+from dynamix.schemas.messages import Action, Message
+
+from .clock import AnyClock, StepTimes
+from .exchange import Decision, Exchange
+from .identity import Place
+from .memory import device_memory
+from .noise import NoiseAverage, window_moments
+from .offer import Offers, Terms
+from .options import JobOptions
+from .process import ProcessIdentity
+from .reporting import JobIdentity, Reporter
+from .rows import Row, job_totals, make_row
+from .sampler import PlanSampler, Position
+from .schedule import Schedule
+from .sockets import PeerSockets
+from .window import WindowRecorder
+
+_log = logging.getLogger("dynamix.trainer")
+
+
+class Parts(NamedTuple):
+    """What steering works with."""
+
+    exchange: Exchange
+    schedule: Schedule
+    sampler: PlanSampler
+    clock: AnyClock
+    recorder: WindowRecorder
+    sockets: PeerSockets
+    device: torch.device
+
+
+class Wire(NamedTuple):
+    """The way to the bus and back: plain calls that never wait."""
+
+    publish: Callable[[Message], None]
+    actions: deque[Action]
+    """Received and not yet looked at, oldest first."""
+    num_reports_dropped: Callable[[], int]
+    num_malformed: Callable[[], int]
+
+
+class Steering:
+    """One rank's side of the loop."""
+
+    def __init__(
+        self,
+        *,
+        options: JobOptions,
+        identity: JobIdentity,
+        place: Place,
+        process: ProcessIdentity,
+        parts: Parts,
+        wire: Wire,
+    ) -> None:
+        self.identity = identity
+        self.noise = NoiseAverage(options.noise_decay)
+        self.held_out_accuracy: float | None = None
+        self.total_samples: int | None = None
+        self.first_step = 0
+        """The generation's first step, from which windows are counted."""
+        self.started = False
+        self._options = options
+        self._place = place
+        self._process = process
+        self._parts = parts
+        self._wire = wire
+        self._reporter = Reporter(options, identity, place)
+        self._initial_sizes = options.local_batch_sizes
+        self._offers: Offers | None = None
+
+    def start(self, position: Position) -> None:
+        """Begin the generation: all ranks make sure that they stand at the same place, rank 0 publishes the job."""
+        digest = [number for entry in self._parts.schedule.since(position.step) for number in (entry[0], *entry[1])]
+        self._parts.exchange.agree("where the run stands", (self.identity.generation, *position, *digest))
+        self.first_step = position.step
+        self.started = True
+        self._reporter = Reporter(self._options, self.identity, self._place)
+        self._initial_sizes = self._parts.schedule.at(position.step).values
+        if self._place.rank == 0:
+            self._offers = Offers(self._terms())
+            self._wire.publish(
+                self._reporter.job("running", initial_sizes=self._initial_sizes, total_samples=self.total_samples)
+            )
+
+    def end(self, reason: str) -> None:
+        """Publish the end of the job, from rank 0."""
+        if self.started and self._place.rank == 0:
+            self._wire.publish(
+                self._reporter.job(
+                    "ended",
+                    initial_sizes=self._initial_sizes,
+                    total_samples=self.total_samples,
+                    end_reason=reason,
+                )
+            )
+
+    def window_of(self, step: int) -> int:
+        """The window that a step belongs to."""
+        return (step - self.first_step) // self._options.window_steps
+
+    def after_step(self, position: Position) -> None:
+        """Do what is due after the step that led to `position`; its time counts as the next step's update."""
+        done = position.step - self.first_step
+        ends = done % self._options.window_steps == 0
+        adopts = (done - 1 + self._options.margin_steps) % self._options.window_steps == 0
+        times = self._parts.clock.take() if ends else []  # waits for a GPU: before the time that is charged
+        began = time.perf_counter()
+        if ends:
+            self._end_window(position, times)
+        if adopts:
+            self._adopt(position.step - 1 + self._options.margin_steps)
+        if ends or adopts:
+            self._parts.clock.charge(time.perf_counter() - began)
+
+    def _end_window(self, position: Position, times: list[StepTimes]) -> None:
+        parts = self._parts
+        window = self.window_of(position.step - 1)
+        rows = parts.exchange.gather(self._row(times))
+        self.noise.add(window_moments(row.noise for row in rows))
+        sizes = parts.schedule.at(position.step - 1)
+        totals = msgspec.structs.replace(
+            job_totals(rows, window=window, num_steps=self._options.window_steps, global_batch_size=sizes.total),
+            noise=self.noise.value,
+        )
+        if self._place.local_rank == 0:
+            report = self._reporter.report(
+                position,
+                rows,
+                totals,
+                sizes=sizes,
+                pending=parts.schedule.newest,
+                total_samples=self.total_samples,
+                num_reports_dropped=self._wire.num_reports_dropped(),
+            )
+            self._wire.publish(report)
+        self._reporter.remember(rows, totals)
+        if window == 0:
+            self._match_sockets()
+
+    def _row(self, times: list[StepTimes]) -> Row:
+        sums = self._parts.recorder.take()
+        return make_row(
+            self._place,
+            self._process,
+            num_samples=sums.num_samples,
+            loss_sum=sums.loss_sum,
+            num_correct=sums.num_correct,
+            times=times,
+            noise=sums.noise,
+            sockets=self._parts.sockets.read(),
+            device=device_memory(self._parts.device),
+            held_out_accuracy=self.held_out_accuracy,
+        )
+
+    def _match_sockets(self) -> None:
+        """Once more after the first window: some back ends connect at their first collective."""
+        ends = self._parts.exchange.gather_objects(self._parts.sockets.candidates())
+        del ends[self._place.rank]
+        self._parts.sockets.match(end for theirs in ends for end in theirs)
+
+    def _adopt(self, effective_step: int) -> None:
+        """Adopt, or not, the newest action: every rank the same, to rule from `effective_step` on."""
+        effective_window = self.window_of(effective_step)
+        action = self._newest_action(effective_window)
+        offered = None if action is None else Decision(action.window, action.local_batch_sizes)
+        decision = self._parts.exchange.broadcast(offered)
+        if decision is None:
+            return
+        drawn = self._parts.sampler.last_drawn_step
+        assert effective_step > drawn, f"step {effective_step} must change, but step {drawn} is drawn already"
+        self._parts.schedule.forget_before(effective_step - self._options.margin_steps)
+        if decision.local_batch_sizes != self._parts.schedule.newest.values:
+            self._parts.schedule.add(effective_step, decision.local_batch_sizes)
+        if action is not None:
+            self._wire.publish(
+                self._reporter.applied(
+                    action,
+                    effective_window=effective_window,
+                    effective_step=effective_step,
+                    num_refused=self._num_refused(),
+                )
+            )
+
+    def _newest_action(self, effective_window: int) -> Action | None:
+        """In rank 0, the action to offer to all."""
+        if self._offers is None:
+            return None
+        while self._wire.actions:
+            action = self._wire.actions.popleft()
+            if (reason := self._offers.add(action)) is not None:
+                _log.info("refused the action of window %d: %s", action.window, reason)
+        return self._offers.take(effective_window)
+
+    def _num_refused(self) -> dict[str, int]:
+        assert self._offers is not None
+        malformed = self._wire.num_malformed()
+        return {**self._offers.num_refused, **({"malformed": malformed} if malformed else {})}
+
+    def _terms(self) -> Terms:
+        return Terms(
+            self.identity.job,
+            self.identity.generation,
+            self._options.min_local_batch_size,
+            self.identity.max_local_batch_sizes,
+            self._options.max_lag_windows,
+        )

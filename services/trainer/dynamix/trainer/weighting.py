@@ -1,0 +1,130 @@
+"""Exact weighting: g = sum_i (b_i / B) g_i, whatever the local batch sizes (method section 5.1).
+
+Under DDP a communication hook does it, so that the user's loss stays what it was; it also yields |g_i|^2 and |G|^2, at
+0.2 % of a step (findings: two dot products over the gradient). Elsewhere the loss itself is scaled (`loss_factor`).
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket  # = dist.GradBucket, which torch's own stubs do not know
+
+from .clock import AnyClock
+from .sampler import StepPlan
+
+Reduction = Literal["mean", "sum"]
+"""What the user's loss does over the samples of its batch."""
+
+BaseHook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
+"""A DDP communication hook that averages over ranks, as torch's own do."""
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+class SquaredNorms(NamedTuple):
+    """Of one step: |g_i|^2 of this rank's mean gradient and |G|^2, per bucket; on a GPU still on the device."""
+
+    local: list[float | torch.Tensor]
+    reduced: list[float | torch.Tensor]
+
+
+def loss_factor(plan: StepPlan, rank: int, reduction: Reduction) -> float:
+    """Factor on a rank's loss before a framework that averages gradients over all ranks."""
+    counts = plan.counts
+    if reduction == "mean":
+        return counts.values[rank] * len(counts.values) / counts.total
+    return len(counts.values) / counts.total if counts.values[rank] else 0.0
+
+
+class GradientHook:
+    """The communication hook of one DDP model.
+
+    Without a base hook a bucket is scaled and summed over ranks. A base hook averages: its buckets are scaled N times
+    as much. A rank without samples zeroes its bucket: its one dummy sample may have any gradient, and NaN * 0 is NaN.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        clock: AnyClock,
+        *,
+        reduction: Reduction,
+        base_hook: BaseHook | None = None,
+        base_state: object = None,
+    ) -> None:
+        self._group = group
+        self._rank = dist.get_rank(group)
+        self._clock = clock
+        self._reduction = reduction
+        self._base_hook = base_hook
+        self._base_state = base_state
+        self._scale = 0.0
+        self._to_mean = 0.0
+        self._local: dict[int, float | torch.Tensor] = {}
+        self._reduced: dict[int, float | torch.Tensor] = {}
+
+    def begin(self, plan: StepPlan) -> None:
+        """Set the weights of the step that begins."""
+        count, total = plan.counts.values[self._rank], plan.counts.total
+        ranks = 1 if self._base_hook is None else len(plan.counts.values)
+        self._scale = ranks * (count if self._reduction == "mean" else min(count, 1)) / total
+        self._to_mean = 1.0 if self._reduction == "mean" or count == 0 else 1.0 / (count * count)
+        self._local.clear()
+        self._reduced.clear()
+
+    def take(self) -> SquaredNorms:
+        """The squared norms of the step that ends; empty when no gradient was reduced."""
+        local, reduced = list(self._local.values()), list(self._reduced.values())
+        return SquaredNorms([value * self._to_mean for value in local], reduced)
+
+    def reduce(
+        self,
+        _state: object,
+        bucket: GradBucket,  # DDP passes it by this name
+    ) -> torch.futures.Future[torch.Tensor]:
+        """The hook itself: called by DDP for each bucket, in order, in the thread of the backward pass."""
+        index = bucket.index()
+        if bucket.is_last():
+            self._clock.gradient_ready()
+        self._weigh(index, bucket.buffer())
+
+        def finish(future: torch.futures.Future[Any]) -> torch.Tensor:
+            return self._finish(index, future.value())
+
+        return self._start(bucket).then(finish)
+
+    def _weigh(self, index: int, buffer: torch.Tensor) -> None:
+        if self._scale == 0.0:
+            self._local[index] = 0.0
+            buffer.zero_()
+            return
+        self._local[index] = _squared_norm(buffer)
+        buffer.mul_(self._scale)
+
+    def _start(self, bucket: GradBucket) -> torch.futures.Future[Any]:
+        if self._base_hook is not None:
+            return self._base_hook(self._base_state, bucket)
+        work = dist.all_reduce(bucket.buffer(), op=dist.ReduceOp.SUM, group=self._group, async_op=True)
+        assert work is not None
+        future: torch.futures.Future[Any] = work.get_future()
+        return future
+
+    def _finish(self, index: int, value: Any) -> torch.Tensor:
+        """Runs in a thread of the process group; each bucket has its own slot, so no two touch the same."""
+        reduced: torch.Tensor = value if isinstance(value, torch.Tensor) else value[0]
+        self._clock.reduced()
+        self._reduced[index] = _squared_norm(reduced)
+        return reduced
+
+
+def _squared_norm(gradient: torch.Tensor) -> float | torch.Tensor:
+    """|gradient|^2, in float32 where half precision would overflow; a number on the CPU, on a GPU still a tensor."""
+    gradient = gradient.detach()
+    if gradient.dtype in HALF:
+        norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+        squared = norm * norm
+    else:
+        squared = torch.dot(gradient, gradient)
+    return squared if squared.is_cuda else squared.item()

@@ -1,0 +1,123 @@
+"""Real ranks for tests: processes that meet over gloo, forked from one server that has imported torch already.
+
+A fresh interpreter needs seconds for `import torch`; a fork of the server needs milliseconds.
+"""
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+TIMEOUT_S = 90.0
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed", "torch.utils.data", "torch._dynamo", "dynamix.trainer"])
+
+
+class _Place(NamedTuple):
+    rank: int
+    world_size: int
+    directory: Path
+    store: str
+    environ: Mapping[str, str]
+
+
+class RankError(AssertionError):
+    """A rank failed; the text holds its traceback."""
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    environ: Mapping[str, str] | None = None,
+    store: str = "file",
+) -> list[Any]:
+    """Run `function(rank, *args)` in `world_size` processes of one gloo group; returns what they returned.
+
+    `store` is "file", or "tcp" for a TCPStore on a free port.
+
+    Raises:
+        RankError: when a rank raised or did not end in time.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **(environ or {})}
+        ends, processes = [], []
+        for rank in range(world_size):
+            ours, theirs = _context.Pipe(duplex=False)
+            place = _Place(rank, world_size, Path(directory), store, settings)
+            process = _context.Process(target=_rank_main, args=(theirs, function, place, args))
+            process.start()
+            theirs.close()
+            ends.append(ours)
+            processes.append(process)
+        try:
+            with ThreadPoolExecutor(world_size) as pool:
+                outcomes = list(pool.map(_receive, ends))
+        finally:
+            for process in processes:
+                process.join(5)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+                process.close()
+            for end in ends:
+                end.close()
+    failures = [f"rank {rank}: {text}" for rank, (ok, text) in enumerate(outcomes) if not ok]
+    if failures:
+        raise RankError("\n".join(failures))
+    return [value for _, value in outcomes]
+
+
+def _receive(end: Connection) -> tuple[bool, Any]:
+    if not end.poll(TIMEOUT_S):
+        return False, f"no result within {TIMEOUT_S:g} s"
+    try:
+        outcome: tuple[bool, Any] = end.recv()
+    except EOFError:
+        return False, "ended without a result"
+    return outcome
+
+
+def _rank_main(end: Connection, function: Callable[..., Any], place: _Place, args: tuple[Any, ...]) -> None:
+    os.environ.update(place.environ)
+    torch.set_num_threads(1)
+    try:
+        _join(place)
+        end.send((True, function(place.rank, *args)))
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:  # noqa: BLE001 - the parent shows it
+        end.send((False, traceback.format_exc()))
+    finally:
+        end.close()
+
+
+def _join(place: _Place) -> None:
+    if place.store == "tcp":
+        store = _tcp_store(place.directory / "port", place.rank, place.world_size)
+        dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world_size)
+        return
+    meeting = f"file://{place.directory}/store"
+    dist.init_process_group("gloo", init_method=meeting, rank=place.rank, world_size=place.world_size)
+
+
+def _tcp_store(port_file: Path, rank: int, world_size: int) -> dist.TCPStore:
+    """Rank 0's store listens on a port that the kernel chose; the others read it from a file."""
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)
+        draft = port_file.with_suffix(".draft")
+        draft.write_text(str(store.port))
+        draft.rename(port_file)
+        return store
+    while not port_file.exists():
+        time.sleep(0.005)
+    return dist.TCPStore("127.0.0.1", int(port_file.read_text()), world_size, is_master=False)
