@@ -10,7 +10,7 @@ import msgspec
 
 from . import subjects
 from .finite import non_finite_fields
-from .messages import Message
+from .messages import Action, Message
 from .table import BY_NAME, BY_STRUCT, KINDS
 
 MAGIC = b"DX"
@@ -22,6 +22,16 @@ MAX_MESSAGE_BYTES = 512 * 1024
 _encoder = msgspec.msgpack.Encoder()
 _decoders = {kind.name: msgspec.msgpack.Decoder(kind.struct) for kind in KINDS}
 _headers = {kind.struct: MAGIC + bytes((VERSION, kind.code)) for kind in KINDS}
+
+_identity_fields = {
+    kind.struct: kind.tokens
+    + tuple(
+        name
+        for name in ("generation", "window", "decided_window", "phase", "version")
+        if name in kind.struct.__struct_fields__
+    )
+    for kind in KINDS
+}
 
 M = TypeVar("M", bound=Message)
 
@@ -86,17 +96,9 @@ def message_id(message: Message) -> str:
 
     For a job it also names the phase; for an action the hash, since two arbitrators may differ about one window.
     """
-    kind = BY_STRUCT[type(message)]
-    parts = [kind.name, *(str(getattr(message, token)) for token in kind.tokens)]
-    fields = message.__struct_fields__
-    parts += [str(getattr(message, name)) for name in ("generation", "window", "decided_window") if name in fields]
-    if kind.name == "job":
-        parts.append(str(getattr(message, "phase")))  # noqa: B009 - only Job has it
-    if kind.name == "action":
-        parts.append(getattr(message, "hash").hex()[:16])  # noqa: B009 - only Action has it
-    if kind.name == "policy":
-        parts.append(str(getattr(message, "version")))  # noqa: B009 - only PolicyVersion has it
-    return ":".join(parts)
+    parts = [getattr(message, name) for name in _identity_fields[type(message)]]
+    identity = ":".join([BY_STRUCT[type(message)].name, *map(str, parts)])
+    return f"{identity}:{message.hash.hex()[:16]}" if isinstance(message, Action) else identity
 
 
 def _check_header(payload: bytes, header: bytes, kind: str) -> None:

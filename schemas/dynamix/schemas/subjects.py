@@ -1,6 +1,7 @@
 """Subjects: the only place that spells them and checks their tokens."""
 
 import re
+from functools import lru_cache
 from typing import NamedTuple
 
 from .fields import TOKEN_PATTERN
@@ -31,6 +32,7 @@ class Address(NamedTuple):
     tokens: tuple[str, ...]
 
 
+@lru_cache(maxsize=4096)  # the same few jobs and nodes come with every message
 def check_token(value: str) -> str:
     """Return `value` when it can be a token of a subject.
 
@@ -92,6 +94,7 @@ def live(service: str, instance: str) -> str:
     return _subject("live", service, instance)
 
 
+@lru_cache(maxsize=4096)
 def parse(subject: str) -> Address:
     """Take a subject apart.
 
