@@ -1,0 +1,240 @@
+"""What each user of deploy/nats.conf may do, tried on the real server: its own work, and nothing else."""
+
+import contextlib
+import json
+import urllib.request
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import pytest
+from tests.support import made
+from tests.support.deployed_broker import DeployedBroker
+
+from dynamix.runtime.bus import Bus, BusError, PermissionDeniedError
+from dynamix.runtime.bus.requests import Answer
+from dynamix.runtime.provision import provision
+from dynamix.schemas import subjects, table
+from dynamix.schemas.messages import (
+    Applied,
+    Dead,
+    Live,
+    Message,
+    PolicyVersion,
+    RankReward,
+    Reward,
+)
+from dynamix.schemas.streams import ACTIONS, FEED, STREAMS
+
+USERS = ("collector", "reward", "arbitrator", "trainer", "provision", "watcher")
+SERVICES = ("collector", "reward", "arbitrator", "trainer")
+MAY_PUBLISH = {
+    "job": {"trainer"},
+    "report": {"trainer"},
+    "window": {"collector"},
+    "state": {"collector"},
+    "reward": {"reward"},
+    "action": {"arbitrator"},
+    "applied": {"trainer"},
+    "policy": set[str](),  # the learner has no user yet
+    "dead": set(SERVICES),
+}
+MAY_READ = {
+    "report": {"collector", "watcher"},
+    "window": {"reward", "watcher"},
+    "state": {"arbitrator", "watcher"},
+    "reward": {"watcher"},
+    "applied": {"watcher"},
+    "job": {"arbitrator", "watcher"},
+    "action": {"trainer", "watcher"},
+    "dead": {"watcher"},
+}
+
+
+def message(kind: str, job: str = made.JOB) -> Message:
+    """A message of a kind, of a job."""
+    where: dict[str, Any] = {"job": job, "generation": 0, "window": 0, "node": "node-a"}
+    made_up: dict[str, Message] = {
+        "job": made.job(job=job),
+        "report": made.report(job=job),
+        "window": made.window(job=job),
+        "state": msgspec.structs.replace(made.state(), job=job),
+        "reward": Reward(**where, formula="paper-sgd", ranks=(RankReward(rank=0, reward=1.0, terms={"alpha": 1.0}),)),
+        "action": made.action(job=job, hash=bytes(32)),
+        "applied": Applied(
+            job=job,
+            generation=0,
+            decided_window=0,
+            effective_window=2,
+            effective_step=40,
+            local_batch_sizes=(128,) * 4,
+        ),
+        "policy": PolicyVersion(policy="ppo", version=1, feature_version=1, digest=b""),
+    }
+    return made_up[kind]
+
+
+def subject_of(kind: str, job: str) -> str:
+    return subjects.dead("report", job) if kind == "dead" else table.subject_of(message(kind, job))
+
+
+async def publish(bus: Bus, kind: str, job: str) -> int:
+    if kind == "dead":
+        dead = Dead(service="test", subject="s", sequence=1, reason="made up", payload=b"")
+        return await bus.publish_bytes(subject_of(kind, job), msgspec.msgpack.encode(dead), f"dead:{job}")
+    return await bus.publish(message(kind, job))
+
+
+def wildcard(kind: str) -> str:
+    """All subjects of a kind."""
+    return ".".join((subjects.ROOT, kind, *("*" for _ in table.BY_NAME[kind].tokens)))
+
+
+@pytest.fixture
+async def connect(broker: DeployedBroker) -> AsyncIterator[Any]:
+    """`await connect(user)`: a bus as that user; the streams exist."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def connect_as(user: str, name: str = "test-1") -> Bus:
+            bus = await Bus.connect(broker.settings(user), name=name)
+            stack.push_async_callback(bus.close)
+            return bus
+
+        await provision(await connect_as("provision"))
+        yield connect_as
+
+
+@pytest.mark.parametrize("kind", MAY_PUBLISH)
+async def test_a_kind_of_message_comes_from_its_sender_only(connect: Any, kind: str) -> None:
+    for user in USERS:
+        bus = await connect(user)
+        if user in MAY_PUBLISH[kind]:
+            assert await publish(bus, kind, f"from-{user}") > 0
+        else:
+            with pytest.raises(PermissionDeniedError, match=subject_of(kind, f"from-{user}")):
+                await publish(bus, kind, f"from-{user}")
+
+
+@pytest.mark.parametrize("kind", MAY_READ)
+async def test_a_kind_of_message_is_read_by_those_who_need_it_only(connect: Any, kind: str) -> None:
+    sender = await connect(min(MAY_PUBLISH[kind]))
+    sequence = await publish(sender, kind, "read-me")
+    stream = table.BY_NAME[kind].carrier
+    for user in USERS:
+        bus = await connect(user)
+        if user in MAY_READ[kind]:
+            assert await read_up_to(bus, stream, wildcard(kind), sequence) == sequence
+        elif user != "provision":  # it makes consumers, but is told nothing: see below
+            with pytest.raises(PermissionDeniedError):
+                await read_up_to(bus, stream, wildcard(kind), sequence)
+
+
+async def read_up_to(bus: Bus, stream: str, subject: str, sequence: int) -> int:
+    async with bus.consume(stream, [subject], start="all") as consumer:
+        async for batch in consumer:
+            if batch[-1].sequence >= sequence:
+                return batch[-1].sequence
+    raise AssertionError("the consumer ended")
+
+
+@pytest.mark.parametrize("user", [user for user in USERS if user != "provision"])
+async def test_nobody_but_provision_changes_a_stream(connect: Any, user: str) -> None:
+    bus = await connect(user)
+    with pytest.raises(PermissionDeniedError):
+        await bus.write_stream("CREATE", {"name": "MINE", "subjects": ["mine"]})
+    with pytest.raises(PermissionDeniedError):
+        await bus.write_stream("UPDATE", {"name": "FEED", "subjects": ["mine"]})
+    for operation in ("STREAM.DELETE.FEED", "STREAM.PURGE.FEED", "STREAM.MSG.DELETE.ACTIONS"):
+        with pytest.raises(PermissionDeniedError):
+            await bus._requests.ask(operation, {}, Answer)
+
+
+async def test_not_even_provision_takes_back_an_action(connect: Any) -> None:
+    arbitrator, provisioner = await connect("arbitrator"), await connect("provision")
+    sequence = await publish(arbitrator, "action", "kept")
+    for operation, body in (("STREAM.MSG.DELETE", {"seq": sequence}), ("STREAM.PURGE", {})):
+        with pytest.raises(BusError, match="not permitted"):
+            await provisioner._requests._ask_once(f"{operation}.{ACTIONS.name}", json.dumps(body).encode(), Answer)
+    stored = await arbitrator.last(ACTIONS.name, subjects.action("kept"))
+    assert stored is not None
+    assert stored.sequence == sequence
+
+
+@pytest.mark.parametrize("user", USERS)
+async def test_nobody_listens_to_anothers_inbox_or_to_the_messages_as_they_pass(connect: Any, user: str) -> None:
+    bus = await connect(user)
+    others = [f"_INBOX.{other}.>" for other in USERS if other != user]
+    for subject in (*others, "_INBOX.>", ">", f"{subjects.ROOT}.>", "$JS.>", wildcard("action")):
+        with pytest.raises(PermissionDeniedError):
+            async with bus.subscribe(subject) as messages:
+                await anext(messages)
+
+
+@pytest.mark.parametrize("user", SERVICES)
+async def test_a_service_beats_for_itself_only_and_the_watcher_hears_it(connect: Any, user: str) -> None:
+    watcher, bus = await connect("watcher"), await connect(user)
+    async with watcher.subscribe(subjects.live("*", "*")) as beats:
+        await watcher._connection.round_trip(5.0)
+        for service in (other for other in SERVICES if other != user):
+            await bus.publish_live(Live(service=service, instance="forged", uptime_s=1.0))
+        await bus.publish_live(Live(service=user, instance="real", uptime_s=1.0))
+        assert (await anext(beats)).subject == subjects.live(user, "real")
+    assert bus.counters["permission_denials"] == len(SERVICES) - 1
+
+
+@pytest.mark.parametrize("user", ["collector", "reward", "arbitrator"])
+async def test_a_service_hears_its_own_heartbeat_for_the_health_check(connect: Any, user: str) -> None:
+    bus = await connect(user)
+    async with bus.subscribe(subjects.live(user, "1")) as beats:
+        await bus.publish_live(Live(service=user, instance="1", uptime_s=1.0))
+        assert (await anext(beats)).subject == subjects.live(user, "1")
+
+
+async def test_a_durable_consumer_works_with_the_collectors_rights(connect: Any) -> None:
+    trainer, collector = await connect("trainer"), await connect("collector")
+    wanted = subjects.report("durable", "node-a")
+    async with collector.consume(FEED.name, [wanted], start="new", durable="collector-node-a") as consumer:
+        first = await publish(trainer, "report", "durable")
+        batch = await anext(consumer)
+        assert [message.sequence for message in batch] == [first]
+        await consumer.ack(batch[-1])
+        await collector._connection.round_trip(5.0)
+    async with collector.consume(FEED.name, [wanted], start="new", durable="collector-node-a") as consumer:
+        report = msgspec.structs.replace(made.report(), job="durable", window=1)
+        second = await trainer.publish(report)
+        assert [message.sequence for message in await anext(consumer)] == [second]
+    assert collector.counters["permission_denials"] == 0
+
+
+async def test_the_arbitrators_compare_and_set_works_with_its_rights(connect: Any) -> None:
+    arbitrator = await connect("arbitrator")
+    first = await arbitrator.publish_action(made.action(0, job="cas", hash=bytes(32)), expected_last=0)
+    stored = await arbitrator.last(ACTIONS.name, subjects.action("cas"))
+    assert stored is not None
+    assert stored.sequence == first
+    assert await arbitrator.publish_action(made.action(1, job="cas", hash=bytes(31)), expected_last=first) > first
+
+
+@pytest.mark.parametrize(("user", "password"), [("collector", "wrong"), ("nobody", "wrong"), ("", "")])
+async def test_without_the_right_password_nobody_gets_in(broker: DeployedBroker, user: str, password: str) -> None:
+    settings = msgspec.structs.replace(broker.settings("collector"), user=user, password=password, password_file="")
+    with pytest.raises(BusError):
+        await Bus.connect(settings, name="test-1", wait=False)
+
+
+async def test_provisioning_again_changes_nothing(connect: Any) -> None:
+    assert await provision(await connect("provision")) == [f"{stream.name}: unchanged" for stream in STREAMS]
+
+
+def test_the_server_runs_as_the_file_says(broker: DeployedBroker) -> None:
+    shown = monitor(broker, "varz")
+    assert shown["max_payload"] == 1 << 20
+    assert shown["jetstream"]["config"]["sync_always"] is True
+    assert monitor(broker, "healthz?js-enabled-only=true") == {"status": "ok"}
+    assert not {"mqtt", "websocket", "leaf", "gateway"} & {key for key in shown if (shown[key] or {}) not in ({}, 0)}
+
+
+def monitor(broker: DeployedBroker, page: str) -> dict[str, Any]:
+    with urllib.request.urlopen(f"{broker.monitor}/{page}", timeout=5) as answer:
+        found: dict[str, Any] = json.load(answer)
+        return found

@@ -1,0 +1,79 @@
+"""The real services against the deployed broker: each with its own user's rights, one window goes all the way round."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import TypeVar
+
+import pytest
+from tests.support.control_plane import NODE, one_node_job, report_of
+from tests.support.deployed_broker import DeployedBroker
+
+from dynamix.cli.services import SERVICES, ServiceProcess, bus_environment, wait_until_ready
+from dynamix.runtime.bus import Bus
+from dynamix.runtime.provision import provision
+from dynamix.schemas import subjects
+from dynamix.schemas.codec import decode
+from dynamix.schemas.messages import Action, Live, Reward
+from dynamix.schemas.streams import ACTIONS, FEED
+
+M = TypeVar("M", Action, Reward)
+
+
+@pytest.fixture
+async def watcher(broker: DeployedBroker) -> AsyncIterator[Bus]:
+    """The services run, each as its own user; the bus is the watcher's."""
+    provisioner = await Bus.connect(broker.settings("provision"), name="provision-1")
+    await provision(provisioner)
+    await provisioner.close()
+    services = [
+        ServiceProcess(name, {**bus_environment(broker.settings(name)), "DYNAMIX_NODE": NODE}) for name in SERVICES
+    ]
+    bus = await Bus.connect(broker.settings("watcher"), name="watcher-1")
+    try:
+        for service in services:
+            service.start()
+        await wait_until_ready(bus, SERVICES)
+        yield bus
+    finally:
+        for service in services:
+            service.stop()
+        await bus.close()
+
+
+async def test_a_window_goes_all_the_way_round_and_nobody_is_denied_anything(
+    broker: DeployedBroker, watcher: Bus
+) -> None:
+    trainer = await Bus.connect(broker.settings("trainer"), name="trainer-1")
+    job = one_node_job()
+    try:
+        await trainer.publish(job)
+        await trainer.publish(report_of(job, 0, job.initial_local_batch_sizes, (1000.0, 1000.0, 1000.0, 300.0)))
+        action = await first(trainer, ACTIONS.name, subjects.action(job.job), Action)
+        reward = await first(watcher, FEED.name, subjects.reward(job.job, NODE), Reward)
+    finally:
+        await trainer.close()
+    assert (action.generation, action.window) == (0, 0)
+    assert sum(action.local_batch_sizes) == sum(job.initial_local_batch_sizes)
+    assert action.local_batch_sizes[3] < action.local_batch_sizes[0]
+    assert [rank.rank for rank in reward.ranks] == [0, 1, 2, 3]
+    assert await denials(watcher) == dict.fromkeys(SERVICES, 0)
+    assert trainer.counters["permission_denials"] == 0
+
+
+async def first(bus: Bus, stream: str, subject: str, kind: type[M]) -> M:
+    async with asyncio.timeout(20), bus.consume(stream, [subject], start="all") as consumer:
+        async for batch in consumer:
+            return decode(kind, batch[0].subject, batch[0].payload)
+    raise AssertionError("the consumer ended")
+
+
+async def denials(bus: Bus) -> dict[str, int]:
+    """What each service's next heartbeat says of permissions it was denied."""
+    found: dict[str, int] = {}
+    async with asyncio.timeout(10), bus.subscribe(subjects.live("*", "*")) as beats:
+        async for message in beats:
+            beat = decode(Live, message.subject, message.payload)
+            found[beat.service] = beat.counters["bus_permission_denials"]
+            if set(found) == set(SERVICES):
+                return found
+    raise AssertionError("the subscription ended")

@@ -1,0 +1,67 @@
+"""The real nats-server with deploy/nats.conf as it is, on free ports and with passwords from make-secrets.sh."""
+
+import contextlib
+import json
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from dynamix.runtime.embedded import server_binary
+from dynamix.runtime.settings import BusSettings
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+STORE = "/var/lib/dynamix-nats"
+START_TIMEOUT_S = 15.0
+
+
+class DeployedBroker:
+    """How to reach the broker, as each of its users."""
+
+    def __init__(self, url: str, monitor: str, secrets: Path, log: Path) -> None:
+        self.url = url
+        self.monitor = monitor
+        self.log = log
+        self._secrets = secrets
+
+    def settings(self, user: str) -> BusSettings:
+        return BusSettings(url=self.url, user=user, password_file=str(self.password_file(user)))
+
+    def password_file(self, user: str) -> Path:
+        return self._secrets / f"{user}.password"
+
+
+def make_secrets(directory: Path) -> dict[str, str]:
+    """Run make-secrets.sh; returns the broker's variables."""
+    subprocess.run(["sh", str(DEPLOY / "make-secrets.sh"), str(directory)], check=True)
+    pairs = (line.partition("=") for line in (directory / "nats.env").read_text().splitlines())
+    return {key: value for key, _, value in pairs}
+
+
+@contextlib.contextmanager
+def deployed_broker(directory: Path) -> Iterator[DeployedBroker]:
+    """Run the broker; only the place of its store is changed, which root alone could write."""
+    environ = {**os.environ, **make_secrets(directory / "secrets")}
+    config = (DEPLOY / "nats.conf").read_text()
+    assert config.count(STORE) == 1
+    path = directory / "nats.conf"
+    path.write_text(config.replace(STORE, str(directory / "store")))
+    log = directory / "log"
+    ports = ["-p", "-1", "-m", "-1", "--ports_file_dir", str(directory), "-l", str(log)]
+    with subprocess.Popen([str(server_binary()), "-c", str(path), *ports], env=environ) as process:
+        try:
+            found = _wait_for_ports(directory, process, log)
+            yield DeployedBroker(found["nats"][0], found["monitoring"][0], directory / "secrets", log)
+        finally:
+            process.terminate()
+
+
+def _wait_for_ports(directory: Path, process: subprocess.Popen[bytes], log: Path) -> dict[str, list[str]]:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline and process.poll() is None:
+        with contextlib.suppress(FileNotFoundError, json.JSONDecodeError, StopIteration):
+            found: dict[str, list[str]] = json.loads(next(directory.glob("*.ports")).read_text())
+            return found
+        time.sleep(0.01)
+    raise AssertionError(f"nats-server did not start: {log.read_text() if log.exists() else 'no log'}")
