@@ -1,0 +1,152 @@
+"""A real torchrun job under real services: kill -9 of any of them, and of a rank."""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import signal
+import sys
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.control_plane import ControlPlane, control_plane
+from tests.support.steady_job import CHECKPOINT_EVERY, NUM_SAMPLES
+
+from dynamix.schemas import subjects
+from dynamix.schemas.messages import Action, Applied
+from dynamix.schemas.streams import FEED
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+SCRIPT = Path(__file__).parents[1] / "support" / "steady_job.py"
+JOB = "steady-00c0ffee"
+
+
+class TrainingJob:
+    """The running job, seen through the log of its ranks."""
+
+    def __init__(self, directory: Path, process: asyncio.subprocess.Process) -> None:
+        self.directory = directory
+        self.process = process
+
+    def steps(self, rank: int = 0) -> list[dict[str, Any]]:
+        """Every step a rank has logged, whole lines only."""
+        path = self.directory / f"rank-{rank}.jsonl"
+        text = path.read_text() if path.exists() else ""
+        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+    async def wait_for_steps(self, count: int) -> None:
+        """Wait until rank 0 has done `count` steps in all."""
+        async with asyncio.timeout(60):
+            while len(self.steps()) < count:
+                assert self.process.returncode is None, "the job has ended"
+                await asyncio.sleep(0.05)
+
+    async def more_steps(self, count: int) -> None:
+        """Wait until the job has done `count` further steps: it is training now."""
+        await self.wait_for_steps(len(self.steps()) + count)
+
+
+@contextlib.asynccontextmanager
+async def training(plane: ControlPlane, directory: Path, num_epochs: int) -> AsyncIterator[TrainingJob]:
+    """Two ranks under torchrun, which restarts them at most twice."""
+    environ = {
+        **os.environ,
+        **plane.environ,
+        "DYNAMIX_JOB": JOB,
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "--max-restarts=2",
+        "--monitor-interval=0.2",
+    ]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *command, str(SCRIPT), str(directory), str(num_epochs), env=environ
+    )
+    try:
+        yield TrainingJob(directory, process)
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            await process.wait()
+
+
+def used_per_epoch(job: TrainingJob) -> dict[int, list[int]]:
+    """Samples used in each epoch by both ranks; of a step that was done again after a restart, the last time counts."""
+    last: dict[tuple[int, int], dict[str, Any]] = {}
+    for rank in (0, 1):
+        for line in job.steps(rank):
+            last[rank, line["step"]] = line
+    used: dict[int, list[int]] = defaultdict(list)
+    for line in last.values():
+        used[line["epoch"]] += line["indices"]
+    return used
+
+
+def check_actions(actions: list[Action]) -> None:
+    """No window of a generation is decided twice, and the chain is whole."""
+    keys = [(action.generation, action.window) for action in actions]
+    assert keys == sorted(set(keys))
+    assert all(new.previous_hash == old.hash for old, new in itertools.pairwise(actions))
+
+
+async def test_training_never_stops_while_services_and_broker_die_and_all_resume(tmp_path: Path) -> None:
+    async with control_plane("collector", "reward", "arbitrator") as plane, training(plane, tmp_path, 7) as job:
+        await job.wait_for_steps(25)
+        await plane.wait_for(FEED.name, subjects.applied(JOB), 1)
+        for name in ("collector", "reward", "arbitrator"):
+            plane.services[name].kill()
+            await job.more_steps(15)
+            await plane.start(name)
+        await plane.server.kill()
+        await job.more_steps(30)
+        await plane.server.start()
+        applied = len(await plane.messages(FEED.name, subjects.applied(JOB)))
+        await plane.wait_for(FEED.name, subjects.applied(JOB), applied + 2)
+        assert await job.process.wait() == 0
+        assert {line["generation"] for line in job.steps()} == {0}
+        for samples in used_per_epoch(job).values():
+            assert sorted(samples) == list(range(NUM_SAMPLES))
+        actions = await plane.actions(JOB)
+        check_actions(actions)
+        sizes = {action.window: action.local_batch_sizes for action in actions}
+        adopted = await plane.messages(FEED.name, subjects.applied(JOB))
+        for _, message in adopted:
+            assert isinstance(message, Applied)
+            assert message.local_batch_sizes == sizes[message.decided_window]
+            assert message.effective_step % 10 == 0
+        assert len({line["sizes"][0] for line in job.steps()}) > 3
+
+
+async def test_a_killed_rank_restarts_the_job_at_its_sample_with_its_last_sizes(tmp_path: Path) -> None:
+    async with control_plane("collector", "arbitrator") as plane, training(plane, tmp_path, 2) as job:
+        await job.wait_for_steps(65)
+        os.kill(job.steps(rank=1)[-1]["pid"], signal.SIGKILL)
+        assert await job.process.wait() == 0
+        steps = job.steps()
+        first = next(line for line in steps if line["generation"] == 1)
+        before = {line["step"]: line for line in steps if line["generation"] == 0}
+        assert first["step"] % CHECKPOINT_EVERY == 0
+        assert first["step"] >= 60
+        # where the restarted job repeats a step of the first generation, it uses the very samples and sizes of it
+        for line in (line for line in steps if line["generation"] == 1 and line["step"] in before):
+            assert line["indices"] == before[line["step"]]["indices"]
+            assert line["sizes"] == before[line["step"]]["sizes"]
+        assert first["sizes"] != [16, 16]
+        used = used_per_epoch(job)
+        assert set(used) == {0, 1}
+        for samples in used.values():
+            assert sorted(samples) == list(range(NUM_SAMPLES))
+        actions = await plane.actions(JOB)
+        check_actions(actions)
+        assert {action.generation for action in actions} == {0, 1}
+        assert [action.window for action in actions if action.generation == 1][:3] == [0, 1, 2]
