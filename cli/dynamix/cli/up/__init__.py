@@ -1,0 +1,1 @@
+"""`dynamix up`: broker and services of one machine, kept running until interrupted."""

@@ -1,0 +1,168 @@
+"""Run the broker and the three services on this machine until interrupted.
+
+What dies is started again. Other `dynamix` commands of the same user find the broker by themselves; the streams are
+kept for the next time.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import fcntl
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+
+from dynamix.cli.broker import connected
+from dynamix.cli.connection import find, published, running
+from dynamix.cli.errors import CommandError
+from dynamix.cli.services import SERVICES, bus_environment, wait_until_ready
+from dynamix.runtime.bus import Bus
+from dynamix.runtime.embedded import EmbeddedServer, EmbeddedServerError
+from dynamix.runtime.log import configure
+from dynamix.runtime.provision import provision
+from dynamix.runtime.settings import BusSettings, SettingsError, read
+
+from .children import Broker, Service
+from .supervisor import kept
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class UpSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of `dynamix up`: `DYNAMIX_UP_<FIELD>` or `--field`."""
+
+    store_dir: str = ""
+    """Where the streams are kept; default: dynamix/jetstream below XDG_STATE_HOME (~/.local/state)."""
+    port: int = 0
+    """Port of the broker on 127.0.0.1; 0 takes a free one."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument(
+        "--store-dir", metavar="DIR", help="keep the streams here (default: ~/.local/state/dynamix/jetstream)"
+    )
+    parser.add_argument("--port", metavar="N", help="the broker's port on 127.0.0.1 (default: a free one)")
+    parser.add_argument(
+        "--print-env",
+        action="store_true",
+        help='start nothing: print how to reach the one that runs, for eval "$(dynamix up --print-env)"',
+    )
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Run until a signal; 0 after one."""
+    if namespace.print_env:
+        return _print_environment(os.environ)
+    settings = _settings(namespace, os.environ)
+    if (other := running(os.environ)) is not None:
+        raise CommandError(f"it runs already, as process {other.pid} at {other.url}: stop that one first")
+    configure("warning")
+    store = Path(settings.store_dir) if settings.store_dir else _default_store(os.environ)
+    with _locked(store):
+        asyncio.run(_run_until_signal(EmbeddedServer(store_dir=store, port=settings.port), store, os.environ))
+    return 0
+
+
+async def _run_until_signal(server: EmbeddedServer, store: Path, environ: Mapping[str, str]) -> None:
+    """The broker outside, then our own connection, then the services: each needs what is around it to end well."""
+    stop = asyncio.Event()
+    with _signals(stop):
+        try:
+            async with server, kept([Broker(server)], _say, stop), connected(server.settings, "up") as bus:
+                await provision(bus)
+                _say("broker", f"{server.settings.url} as process {server.pid}, streams in {store}")
+                with published(server.settings, environ) as file:
+                    await _serve(bus, server.settings, file, environ, stop)
+        except EmbeddedServerError as error:
+            raise CommandError(str(error)) from error
+    _say("stopped", "")
+
+
+async def _serve(bus: Bus, settings: BusSettings, file: Path, environ: Mapping[str, str], stop: asyncio.Event) -> None:
+    log_level = {"DYNAMIX_LOG_LEVEL": environ.get("DYNAMIX_LOG_LEVEL") or "warning"}
+    services = [Service(name, bus_environment(settings) | log_level) for name in SERVICES]
+    for service in services:
+        await service.start()
+    async with kept(services, _say, stop):
+        announcing = asyncio.create_task(_announce(bus, services, file))
+        await stop.wait()
+        announcing.cancel()
+        await asyncio.gather(announcing, return_exceptions=True)
+
+
+async def _announce(bus: Bus, services: list[Service], file: Path) -> None:
+    """Say what is ready as it becomes ready, then how to use it."""
+
+    async def one(service: Service) -> None:
+        try:
+            await wait_until_ready(bus, [service.name])
+        except TimeoutError as error:
+            _say(service.name, f"{error}; DYNAMIX_LOG_LEVEL=info shows more")
+        else:
+            _say(service.name, f"ready as process {service.pid}")
+
+    await asyncio.gather(*[one(service) for service in services])
+    _say("train", "dynamix train -- --standalone --nproc-per-node 4 train.py")
+    _say("watch", "dynamix top")
+    _say("connect", f'dynamix commands read {file}; others: eval "$(dynamix up --print-env)"')
+    _say("stop", "Ctrl-C")
+
+
+def _settings(namespace: argparse.Namespace, environ: Mapping[str, str]) -> UpSettings:
+    given = {"--store-dir": namespace.store_dir, "--port": namespace.port}
+    try:
+        return read(UpSettings, "up", environ, [f"{flag}={value}" for flag, value in given.items() if value])
+    except SettingsError as error:
+        raise CommandError(str(error), exit_code=2) from error
+
+
+def _print_environment(environ: Mapping[str, str]) -> int:
+    if running(environ) is None:
+        raise CommandError("nothing runs: start it with `dynamix up`")
+    quoted = {key: shlex.quote(value) for key, value in bus_environment(find(_without_bus(environ))).items()}
+    print("\n".join(f"export {key}={value}" for key, value in quoted.items()))
+    return 0
+
+
+def _without_bus(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment as it is for somebody who has set nothing: the running one counts, not what was exported."""
+    return {key: value for key, value in environ.items() if not key.startswith("DYNAMIX_NATS_")}
+
+
+def _default_store(environ: Mapping[str, str]) -> Path:
+    state = environ.get("XDG_STATE_HOME") or Path(environ.get("HOME") or Path.home()) / ".local" / "state"
+    return Path(state) / "dynamix" / "jetstream"
+
+
+@contextlib.contextmanager
+def _locked(store: Path) -> Iterator[None]:
+    """Keep a second broker from the same streams: it would destroy them."""
+    store.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with (store / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CommandError(f"{store} is in use by another `dynamix up`: stop it or pass --store-dir") from None
+        yield
+
+
+@contextlib.contextmanager
+def _signals(stop: asyncio.Event) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+    for number in STOP_SIGNALS:
+        loop.add_signal_handler(number, stop.set)
+    try:
+        yield
+    finally:
+        for number in STOP_SIGNALS:
+            loop.remove_signal_handler(number)
+
+
+def _say(what: str, text: str) -> None:
+    print(f"{what:<11}{text}".rstrip(), file=sys.stderr, flush=True)
