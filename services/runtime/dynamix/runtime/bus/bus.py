@@ -20,9 +20,6 @@ from .publisher import Publisher
 from .requests import Requests
 from .subscription import Subscription
 
-MESSAGE_ID = "Nats-Msg-Id"
-EXPECTED_LAST = "Nats-Expected-Last-Subject-Sequence"
-
 
 class Bus:
     """One connection to the broker; make it with `Bus.connect`. It belongs to the event loop that made it."""
@@ -105,7 +102,7 @@ class Bus:
 
     async def publish_bytes_soon(self, subject: str, payload: bytes, message_id: str) -> asyncio.Future[int]:
         """As `publish_soon`, of bytes."""
-        return await self._publisher.publish(subject, payload, {MESSAGE_ID: message_id})
+        return await self._publisher.publish(subject, payload, message_id)
 
     async def publish_action(self, action: Action, *, expected_last: int) -> int:
         """Publish an action if `expected_last` is still the last sequence on its subject (0: none); compare-and-set.
@@ -118,9 +115,8 @@ class Bus:
         """
         subject = subjects.action(action.job)
         payload = codec.encode(action)
-        headers = {MESSAGE_ID: codec.message_id(action), EXPECTED_LAST: str(expected_last)}
         try:
-            return await (await self._publisher.publish(subject, payload, headers))
+            return await (await self._publisher.publish(subject, payload, codec.message_id(action), expected_last))
         except StaleWriterError:
             # a retry that comes when the broker has forgotten the first try's identity
             last = await self.last(table.BY_STRUCT[Action].carrier, subject)
@@ -195,6 +191,10 @@ class Bus:
             consumer.end()
         for subscription in self._subscriptions:
             subscription.end()
+
+    async def flush(self, timeout_s: float = 10.0) -> bool:
+        """Wait until everything published is acknowledged or failed; False when that takes longer."""
+        return await self._publisher.flush(timeout_s)
 
     async def drain(self, timeout_s: float = 10.0) -> None:
         """Stop intake, wait until what is in flight is acknowledged, close. Works while reconnecting, too."""

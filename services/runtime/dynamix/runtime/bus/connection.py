@@ -8,18 +8,18 @@ import re
 import secrets
 import ssl
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import nats.aio.client
 import nats.errors
-from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as NatsSubscription
 
 from dynamix.runtime.rate_limit import RateLimit
 from dynamix.runtime.settings import BusSettings, password_of, redact_url
 
+from .client import Client, Handler
 from .errors import BusError, ConnectionClosedError, PermissionDeniedError
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,6 @@ STALLED_AFTER_S = 60.0
 LAG_LOGGED_S = 1.0
 MAX_REFUSED_LOGINS = 3
 
-Callback = Callable[[Msg], Coroutine[Any, Any, None]]
 DeniedCallback = Callable[[str, PermissionDeniedError], None]
 """Takes a subject in small letters, as nats-py reports it."""
 
@@ -61,7 +60,7 @@ class Connection:
         self.inbox = ".".join(("_INBOX", *(_token(part) for part in (self._user, name) if part), secrets.token_hex(4)))
         self._name = name
         self._on_closed = on_closed
-        self._client = nats.aio.client.Client()
+        self._client = Client()
         self._wait = True
         self._opened = False
         self._closing = False
@@ -141,17 +140,27 @@ class Connection:
             return False
         return True
 
-    async def subscribe(self, subject: str, callback: Callback) -> NatsSubscription:
-        """Listen to a subject; nats-py renews it after each reconnection."""
+    async def subscribe(self, subject: str, handler: Handler) -> NatsSubscription:
+        """Listen to a subject; nats-py renews it after each reconnection.
+
+        Raises:
+            BusError: when the connection is closed.
+            ValueError: when the subject has white space, which would end the protocol's line.
+        """
+        if not subject or any(character.isspace() for character in subject):
+            raise ValueError(f"{subject!r} is no subject to listen to")
         if self.is_closed:
             raise ConnectionClosedError("the connection to the bus is closed")
         try:
-            return await self._client.subscribe(subject, cb=callback)
+            subscription = await self._client.subscribe(subject, cb=_never)
         except (nats.errors.Error, OSError) as error:
             raise BusError(f"cannot listen to {subject!r}: {describe(error)}") from error
+        self._client.handlers[subscription._id] = handler  # noqa: SLF001 - nats-py shows it nowhere else
+        return subscription
 
     async def unsubscribe(self, subscription: NatsSubscription) -> None:
         """Stop listening; harmless on a closed connection."""
+        self._client.handlers.pop(subscription._id, None)  # noqa: SLF001 - see subscribe
         try:
             await subscription.unsubscribe()
         except nats.errors.Error as error:
@@ -197,6 +206,7 @@ class Connection:
             ping_interval=PING_INTERVAL_S,
             max_outstanding_pings=MAX_OUTSTANDING_PINGS,
             inbox_prefix=self.inbox,
+            skip_subject_validation=True,  # ours are checked where they are made; this would be twice per message
             pending_size=0,  # buffer nothing while disconnected: our own tables know what to send again
             **options,
         )
@@ -345,6 +355,11 @@ def _is_loopback(host: str) -> bool:
 
 def _is_refused_login(error: Exception) -> bool:
     return isinstance(error, nats.errors.AuthorizationError) or "authorization violation" in str(error).lower()
+
+
+async def _never(_message: object) -> None:
+    """What nats-py would call, did `Client` not take every message before."""
+    raise AssertionError("a message went round our client")
 
 
 def _token(text: str) -> str:

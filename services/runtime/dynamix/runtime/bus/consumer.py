@@ -16,7 +16,7 @@ from .errors import (
     SequenceRegressError,
     StreamMissingError,
 )
-from .message import Delivery, Message
+from .message import Message
 from .position import Position, Start
 from .pull import HEARTBEAT_S, Pull
 from .requests import Requests
@@ -62,9 +62,10 @@ class Consumer:
         )
         self._buffer: collections.deque[Message] = collections.deque()
         self._bytes = 0
-        self._unacknowledged: collections.deque[tuple[int, str]] = collections.deque()
+        self._unacknowledged: collections.deque[tuple[int, bytes]] = collections.deque()
         self._arrived = asyncio.Event()
-        self._broken = asyncio.Event()
+        self._broken = False
+        self._wake = asyncio.Event()
         self._error: BusError | None = None
         self._ended = False
         self._pull: Pull | None = None
@@ -108,7 +109,8 @@ class Consumer:
         if self._error is not None:
             raise self._error
         batch = self._take()
-        await self.ask_for_more()
+        self._counters["received"] += len(batch)
+        await self._ask_for_more()
         return batch
 
     async def ack(self, message: Message) -> None:
@@ -118,11 +120,11 @@ class Consumer:
         """
         if self._durable is None:
             raise ValueError("ack() needs a durable consumer: pass durable=NAME to consume()")
-        reply = ""
+        reply = b""
         while self._unacknowledged and self._unacknowledged[0][0] <= message.sequence:
             reply = self._unacknowledged.popleft()[1]
         if reply:
-            await self._connection.send(reply, b"+ACK")
+            await self._connection.send(reply.decode(), b"+ACK")
 
     def end(self) -> None:
         """Let the reader's loop end at once; what is queued is read again after a restart."""
@@ -155,7 +157,11 @@ class Consumer:
         self._bytes -= sum(len(message.payload) for message in batch)
         return batch
 
-    async def ask_for_more(self) -> None:
+    def want_more(self) -> None:
+        """Let the keeper ask for more."""
+        self._wake.set()
+
+    async def _ask_for_more(self) -> None:
         """Ask the broker for as many messages as there is room for, once that is half the capacity."""
         pull = self._pull
         if pull is None or self._bytes >= MAX_BUFFERED_BYTES:
@@ -164,27 +170,27 @@ class Consumer:
         if 2 * room >= self._capacity:
             await pull.ask(room)
 
-    def accept(self, subject: str, payload: bytes, delivery: Delivery, reply: str) -> None:
+    def accept(self, message: Message, reply: bytes) -> None:
         """Queue a message, unless it came before."""
         if self._durable is not None:
-            self._unacknowledged.append((delivery.sequence, reply))
-        if not self._broker_side.position.accepts(delivery.sequence):
+            self._unacknowledged.append((message.sequence, reply))
+        if not self._broker_side.position.accepts(message.sequence):
             self._counters["received_twice"] += 1
             return
-        self._counters["received"] += 1
-        self._bytes += len(payload)
-        self._buffer.append(Message(subject, payload, delivery.sequence, delivery.timestamp_ns, delivery.num_pending))
+        self._bytes += len(message.payload)
+        self._buffer.append(message)
         if not self._arrived.is_set():
             self._arrived.set()
 
     def break_off(self, reason: str) -> None:
         """Give up the present pull; the keeper opens a new one."""
-        if self._broken.is_set():
+        if self._broken:
             return
-        logger.debug("consumer of %s starts anew: %s", self._stream, reason)
+        logger.info("consumer of %s starts anew: %s", self._stream, reason)
         if self._pull is not None:
             self._pull.stop()
-        self._broken.set()
+        self._broken = True
+        self._wake.set()
 
     def fail(self, error: BusError) -> None:
         """End the reader's loop with an error."""
@@ -196,15 +202,17 @@ class Consumer:
             self.fail(denial)
 
     async def _keep_alive(self) -> None:
-        """Notice silence, and open again whatever broke."""
+        """Ask for more when a request has ended, notice silence, and open again whatever broke."""
         while self._error is None:
             try:
                 async with asyncio.timeout(HEARTBEAT_S):
-                    await self._broken.wait()
+                    await self._wake.wait()
+                self._wake.clear()
+                await self._ask_for_more()
             except TimeoutError:
                 if self._pull is not None and self._pull.count_silence() >= SILENT_BEATS:
                     self.break_off("the broker fell silent")
-            if self._broken.is_set():
+            if self._broken:
                 await self._reopen()
 
     async def _reopen(self) -> None:
@@ -213,7 +221,7 @@ class Consumer:
         self._counters["consumer_resets"] += 1
         while self._error is None:
             await self._connection.connected.wait()
-            self._broken.clear()
+            self._broken = False
             try:
                 await self._open()
             except (PermissionDeniedError, StreamMissingError, SequenceRegressError, ConnectionClosedError) as error:
@@ -232,4 +240,4 @@ class Consumer:
         name, expected = await self._broker_side.open()
         self._pull = Pull(self._connection, self._stream, name, expected, self)
         await self._pull.open()
-        await self.ask_for_more()
+        await self._ask_for_more()

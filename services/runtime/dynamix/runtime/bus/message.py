@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 _V1_TOKENS = 9
 _V2_MIN_TOKENS = 11
-_V2_SHIFT = 2
 
 
 class Message(NamedTuple):
@@ -28,27 +27,18 @@ class StreamState(NamedTuple):
     num_messages: int
 
 
-class Delivery(NamedTuple):
-    """What the reply subject of a delivered message says."""
+def parse_delivery(subject: bytes, payload: bytes, reply: bytes) -> tuple[int, Message]:
+    """The message, and the consumer's count of its deliveries from 1: a jump means that one was lost on the way.
 
-    sequence: int
-    consumer_sequence: int
-    """Counts deliveries of the consumer from 1: a jump means that one was lost on the way."""
-    timestamp_ns: int
-    num_pending: int
-
-
-def parse_delivery(reply: str) -> Delivery:
-    """Take an acknowledgement subject apart.
-
-    It is `$JS.ACK.<stream>.<consumer>.<deliveries>.<sequence>.<consumer sequence>.<time>.<pending>`.
+    The reply subject is `$JS.ACK.<stream>.<consumer>.<deliveries>.<sequence>.<consumer sequence>.<time>.<pending>`.
     The second form puts domain and account in front of the stream and may add a token at the end.
 
     Raises:
         ValueError: when it is neither.
     """
-    tokens = reply.split(".")
-    shift = 0 if len(tokens) == _V1_TOKENS else _V2_SHIFT
-    if (shift and len(tokens) < _V2_MIN_TOKENS) or not reply.startswith("$JS.ACK."):
+    tokens = reply.split(b".")
+    if len(tokens) >= _V2_MIN_TOKENS:
+        del tokens[2:4]
+    elif len(tokens) != _V1_TOKENS:
         raise ValueError(f"{reply!r} is no acknowledgement subject of JetStream")
-    return Delivery(int(tokens[5 + shift]), int(tokens[6 + shift]), int(tokens[7 + shift]), int(tokens[8 + shift]))
+    return int(tokens[6]), Message(subject.decode(), payload, int(tokens[5]), int(tokens[7]), int(tokens[8]))

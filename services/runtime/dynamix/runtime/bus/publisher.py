@@ -7,11 +7,12 @@ stream drops when it has it already.
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import logging
+import re
 
 import msgspec
-from nats.aio.msg import Msg
 
 from dynamix.runtime.rate_limit import RateLimit
 
@@ -27,6 +28,7 @@ from .errors import (
     StreamMissingError,
 )
 from .requests import Refusal
+from .status import NO_RESPONDERS, parse_status
 
 logger = logging.getLogger(__name__)
 
@@ -35,11 +37,28 @@ MAX_ACK_TIMEOUT_S = 2.0
 BUDGET_S = 60.0
 MAX_IN_FLIGHT = 2000
 MAX_IN_FLIGHT_BYTES = 32 << 20
-RESUME_RATIO = 0.75
+RESUME_AT = MAX_IN_FLIGHT * 3 // 4
+RESUME_AT_BYTES = MAX_IN_FLIGHT_BYTES * 3 // 4
 """A full table takes new messages again at this fill: waking the publisher for each single slot costs a write each."""
 TICK_S = 0.1
 HEADER_ROOM_BYTES = 1024
-NO_RESPONDERS = "503"
+MESSAGE_ID = "Nats-Msg-Id"
+EXPECTED_LAST = "Nats-Expected-Last-Subject-Sequence"
+
+
+_SUBJECT = re.compile(r"[^\s.*>\x00-\x1f]+(\.[^\s.*>\x00-\x1f]+)*")
+
+
+@functools.lru_cache(maxsize=4096)
+def check_subject(subject: str) -> str:
+    """Return `subject` when one can publish on it.
+
+    Raises:
+        ValueError: when it has empty tokens, wildcards or white space (which would end the protocol's line).
+    """
+    if _SUBJECT.fullmatch(subject) is None:
+        raise ValueError(f"{subject!r} is no subject to publish on")
+    return subject
 
 
 class _Ack(msgspec.Struct):
@@ -55,29 +74,19 @@ _decode_ack = msgspec.json.Decoder(_Ack).decode
 class InFlight:
     """One message on its way: what to send again, until when, and who waits."""
 
-    __slots__ = (
-        "attempts",
-        "deadline",
-        "due",
-        "future",
-        "headers",
-        "no_stream",
-        "payload",
-        "size",
-        "subject",
-        "wait_s",
-    )
+    __slots__ = ("due", "future", "headers", "no_stream", "num_retries", "payload", "since", "size", "subject")
 
-    def __init__(self, subject: str, payload: bytes, headers: dict[str, str], size: int, now: float) -> None:
+    def __init__(  # noqa: PLR0917 - keywords cost time here
+        self, subject: str, payload: bytes, headers: dict[str, str], size: int, future: asyncio.Future[int], now: float
+    ) -> None:
         self.subject = subject
         self.payload = payload
         self.headers = headers
         self.size = size
-        self.future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self.deadline = now + BUDGET_S
-        self.wait_s = ACK_TIMEOUT_S
+        self.future = future
+        self.since = now
         self.due = now + ACK_TIMEOUT_S
-        self.attempts = 0
+        self.num_retries = 0
         self.no_stream = False
 
 
@@ -88,8 +97,9 @@ class Publisher:
         self._connection = connection
         self._prefix = f"{connection.inbox}.a."
         self._tokens = itertools.count()
-        self._table: dict[str, InFlight] = {}
+        self._table: dict[bytes, InFlight] = {}
         self._bytes = 0
+        self._full = False
         self._room = asyncio.Event()
         self._busy = asyncio.Event()
         self._idle = asyncio.Event()
@@ -97,7 +107,7 @@ class Publisher:
         self._failure: BusError | None = None
         self._limit = RateLimit(per_s=1.0)
         self._retries: asyncio.Task[None] | None = None
-        self._clock = asyncio.get_running_loop().time
+        self._loop = asyncio.get_running_loop()
         self.counters = dict.fromkeys(("published", "retries", "duplicates", "publish_errors"), 0)
 
     @property
@@ -127,14 +137,16 @@ class Publisher:
                 await self._idle.wait()
         return not self._table
 
-    async def publish(self, subject: str, payload: bytes, headers: dict[str, str]) -> asyncio.Future[int]:
+    async def publish(
+        self, subject: str, payload: bytes, message_id: str, expected_last: int | None = None
+    ) -> asyncio.Future[int]:
         """Put a message in flight, waiting while the table is full; the future is its sequence in the stream.
 
         Raises:
             ValueError: when payload and headers together are over the broker's limit.
             BusError: when the connection is closed.
         """
-        size = len(payload) + sum(len(key) + len(value) + 4 for key, value in headers.items())
+        size = len(payload) + len(message_id)
         if size > self._connection.max_payload - HEADER_ROOM_BYTES:
             # nats-py checks the payload alone; with headers over the limit the broker cuts the connection for good
             raise ValueError(
@@ -142,12 +154,17 @@ class Publisher:
                 f"less {HEADER_ROOM_BYTES} for the protocol: send less, or raise max_payload"
             )
         while self._failure is None and (len(self._table) >= MAX_IN_FLIGHT or self._bytes >= MAX_IN_FLIGHT_BYTES):
+            self._full = True
             self._room.clear()
             await self._room.wait()
         if self._failure is not None:
             raise self._failure
-        entry = InFlight(subject, payload, headers, size, self._clock())
-        token = str(next(self._tokens))
+        headers = {MESSAGE_ID: message_id}
+        if expected_last is not None:
+            headers[EXPECTED_LAST] = str(expected_last)
+        loop = self._loop
+        entry = InFlight(check_subject(subject), payload, headers, size, loop.create_future(), loop.time())
+        token = b"%d" % next(self._tokens)
         self._table[token] = entry
         self._bytes += size
         if len(self._table) == 1:
@@ -156,22 +173,21 @@ class Publisher:
         await self._send(token, entry)
         return entry.future
 
-    async def _send(self, token: str, entry: InFlight) -> None:
-        entry.attempts += 1
+    async def _send(self, token: bytes, entry: InFlight) -> None:
         try:
-            await self._connection.send(entry.subject, entry.payload, self._prefix + token, entry.headers)
-        except ConnectionClosedError as error:
+            await self._connection.send(entry.subject, entry.payload, self._prefix + token.decode(), entry.headers)
+        except BusError as error:
             self._fail(token, entry, error)
 
-    async def _on_ack(self, message: Msg) -> None:
-        token = message.subject[len(self._prefix) :]
+    def _on_ack(self, subject: bytes, _reply: bytes, payload: bytes, headers: bytes | None) -> None:
+        token = subject[len(self._prefix) :]
         entry = self._table.get(token)
         if entry is None:
             return  # the second acknowledgement of a message that was sent twice
-        if message.headers and message.headers.get("Status") == NO_RESPONDERS:
+        if headers and parse_status(headers).code == NO_RESPONDERS:
             self._note_no_stream(entry)
             return
-        ack = _decode_ack(message.data)
+        ack = _decode_ack(payload)
         if ack.error is not None:
             self._note_refusal(token, entry, ack.error)
             return
@@ -188,7 +204,7 @@ class Publisher:
         if self._limit.allow("no stream"):
             logger.warning("no stream takes %s yet: has `dynamix provision` been run?", entry.subject)
 
-    def _note_refusal(self, token: str, entry: InFlight, refusal: Refusal) -> None:
+    def _note_refusal(self, token: bytes, entry: InFlight, refusal: Refusal) -> None:
         text = f"{entry.subject}: {refusal.description} (error {refusal.err_code})"
         if refusal.err_code in WRONG_LAST_SEQUENCE:
             last = refusal.description.rpartition(" ")[2]
@@ -214,27 +230,29 @@ class Publisher:
         while True:
             await self._busy.wait()
             await asyncio.sleep(TICK_S)
-            now = self._clock()
+            now = self._loop.time()
             for token, entry in list(self._table.items()):
-                if entry.future.cancelled() or now >= entry.deadline:
+                if entry.future.cancelled() or now >= entry.since + BUDGET_S:
                     self._give_up(token, entry)
                 elif now >= entry.due and self._connection.connected.is_set():
                     await self._send_again(token, entry, now)
 
-    async def _send_again(self, token: str, entry: InFlight, now: float) -> None:
-        entry.wait_s = min(2 * entry.wait_s, MAX_ACK_TIMEOUT_S)
-        entry.due = now + entry.wait_s
+    async def _send_again(self, token: bytes, entry: InFlight, now: float) -> None:
+        entry.num_retries += 1
+        entry.due = now + min(ACK_TIMEOUT_S * 2**entry.num_retries, MAX_ACK_TIMEOUT_S)
         self.counters["retries"] += 1
         await self._send(token, entry)
 
-    def _give_up(self, token: str, entry: InFlight) -> None:
+    def _give_up(self, token: bytes, entry: InFlight) -> None:
         if entry.no_stream:
             error: BusError = StreamMissingError(f"no stream takes {entry.subject}: run `dynamix provision`")
         else:
-            error = PublishError(f"{entry.subject}: no acknowledgement in {BUDGET_S:g} s, sent {entry.attempts} times")
+            error = PublishError(
+                f"{entry.subject}: no acknowledgement in {BUDGET_S:g} s, sent {1 + entry.num_retries} times"
+            )
         self._fail(token, entry, error)
 
-    def _fail(self, token: str, entry: InFlight, error: BusError) -> None:
+    def _fail(self, token: bytes, entry: InFlight, error: BusError) -> None:
         self._remove(token, entry)
         if not entry.future.done():
             self.counters["publish_errors"] += 1
@@ -249,11 +267,12 @@ class Publisher:
             self._fail(token, entry, error)
         self._room.set()
 
-    def _remove(self, token: str, entry: InFlight) -> None:
+    def _remove(self, token: bytes, entry: InFlight) -> None:
         if self._table.pop(token, None) is None:
             return
         self._bytes -= entry.size
-        if len(self._table) <= RESUME_RATIO * MAX_IN_FLIGHT and self._bytes <= RESUME_RATIO * MAX_IN_FLIGHT_BYTES:
+        if self._full and len(self._table) <= RESUME_AT and self._bytes <= RESUME_AT_BYTES:
+            self._full = False
             self._room.set()
         if not self._table:
             self._busy.clear()

@@ -9,12 +9,12 @@ import logging
 from typing import Protocol
 
 import msgspec
-from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as NatsSubscription
 
 from .connection import Connection
-from .message import Delivery, parse_delivery
+from .message import Message, parse_delivery
 from .requests import API
+from .status import HEARTBEAT, NOT_FOUND, REQUEST_EXPIRED, Status, parse_status
 
 logger = logging.getLogger(__name__)
 
@@ -23,20 +23,23 @@ EXPIRES_S = 30.0
 MAX_BYTES = 8 << 20
 """Of one request: bounds what can be on its way to us."""
 
+REQUEST_ENDED = {"Batch Completed", "Message Size Exceeds MaxBytes"}
+"""Descriptions of status 409 that end one request; all others end the consumer or its leader's reign."""
+
 _inboxes = itertools.count(1)
 
 
 class Reader(Protocol):
     """What a pull delivers to."""
 
-    def accept(self, subject: str, payload: bytes, delivery: Delivery, reply: str) -> None:
+    def accept(self, message: Message, reply: bytes) -> None:
         """Take one message."""
 
     def break_off(self, reason: str) -> None:
         """Learn that this pull must be replaced."""
 
-    async def ask_for_more(self) -> None:
-        """Ask again, if there is room."""
+    def want_more(self) -> None:
+        """Learn that a request ended and another may be made."""
 
 
 class Pull:
@@ -96,28 +99,27 @@ class Pull:
         self._silent_beats = self._silent_beats + 1 if self.num_asked > 0 else 0
         return self._silent_beats
 
-    async def _on_message(self, message: Msg) -> None:
+    def _on_message(self, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
         if self._stopped:
             return
         self._silent_beats = 0
-        if not message.reply:
-            await self._on_status(message.headers or {})
+        if not reply:
+            self._on_status(parse_status(headers or b""))
             return
-        delivery = parse_delivery(message.reply)
-        if delivery.consumer_sequence != self._next_delivery:
+        count, message = parse_delivery(subject, payload, reply)
+        if count != self._next_delivery:
             self._reader.break_off(f"delivery {self._next_delivery} was lost")
             return
         self._next_delivery += 1
         self.num_asked -= 1
-        self._reader.accept(message.subject, message.data, delivery, message.reply)
+        self._reader.accept(message, reply)
 
-    async def _on_status(self, headers: dict[str, str]) -> None:
+    def _on_status(self, status: Status) -> None:
         """A request ended before it was filled (and says how much is left), or the broker only shows that it lives."""
-        status, text = headers.get("Status", ""), headers.get("Description", "")
-        if status == "100":
+        if status.code == HEARTBEAT:
             return
-        if status in {"404", "408"} or "maxbytes" in text.lower():
-            self.num_asked = max(0, self.num_asked - int(headers.get("Nats-Pending-Messages", 0)))
-            await self._reader.ask_for_more()
-            return
-        self._reader.break_off(f"{status} {text}".strip())
+        if status.code in {NOT_FOUND, REQUEST_EXPIRED} or status.text in REQUEST_ENDED:
+            self.num_asked = max(0, self.num_asked - status.num_pending)
+            self._reader.want_more()
+        else:
+            self._reader.break_off(f"{status.code} {status.text}".strip())

@@ -6,7 +6,6 @@ import logging
 from typing import Any, TypeVar
 
 import msgspec
-from nats.aio.msg import Msg
 
 from .connection import Connection
 from .errors import (
@@ -17,6 +16,7 @@ from .errors import (
     PermissionDeniedError,
     StreamMissingError,
 )
+from .status import NO_RESPONDERS, parse_status
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Requests:
         self._connection = connection
         self._prefix = f"{connection.inbox}.r."
         self._tokens = itertools.count()
-        self._waiting: dict[str, tuple[str, asyncio.Future[Msg]]] = {}
+        self._waiting: dict[bytes, tuple[str, asyncio.Future[bytes | None]]] = {}
         self._inbox_denial: PermissionDeniedError | None = None
 
     async def open(self) -> None:
@@ -98,31 +98,32 @@ class Requests:
             await asyncio.sleep(RETRY_WAIT_S)
 
     async def _ask_once(self, operation: str, payload: bytes, answer: type[A]) -> A:
-        message = await self._round_trip(API + operation, payload)
-        if (message.headers or {}).get("Status") == "503":
+        data = await self._round_trip(API + operation, payload)
+        if data is None:
             raise ApiError(f"{operation}: JetStream does not answer (is it enabled?)", 503, 0)
-        result = msgspec.json.decode(message.data, type=answer)
+        result = msgspec.json.decode(data, type=answer)
         if result.error is not None:
             raise _api_error(operation, result.error)
         return result
 
-    async def _round_trip(self, subject: str, payload: bytes) -> Msg:
+    async def _round_trip(self, subject: str, payload: bytes) -> bytes | None:
+        """The answer's payload, `None` when nobody listens."""
         if self._inbox_denial is not None:
             raise self._inbox_denial
-        token = str(next(self._tokens))
-        future: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
+        token = b"%d" % next(self._tokens)
+        future: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
         self._waiting[token] = (subject.lower(), future)
         try:
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
-                await self._connection.send(subject, payload, self._prefix + token)
+                await self._connection.send(subject, payload, self._prefix + token.decode())
                 return await future
         finally:
             del self._waiting[token]
 
-    async def _on_answer(self, message: Msg) -> None:
-        _, future = self._waiting.get(message.subject[len(self._prefix) :], ("", None))
+    def _on_answer(self, subject: bytes, _reply: bytes, payload: bytes, headers: bytes | None) -> None:
+        _, future = self._waiting.get(subject[len(self._prefix) :], ("", None))
         if future is not None and not future.done():
-            future.set_result(message)
+            future.set_result(None if headers and parse_status(headers).code == NO_RESPONDERS else payload)
 
     def _on_denied(self, subject: str, denial: PermissionDeniedError) -> None:
         if subject == (self._prefix + "*").lower():

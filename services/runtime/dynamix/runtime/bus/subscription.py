@@ -5,7 +5,6 @@ import collections
 from types import TracebackType
 from typing import Self
 
-from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as NatsSubscription
 
 from .connection import Connection
@@ -66,11 +65,11 @@ class Subscription:
         self._ended = True
         self._arrived.set()
 
-    async def _on_message(self, message: Msg) -> None:
+    def _on_message(self, subject: bytes, _reply: bytes, payload: bytes, _headers: bytes | None) -> None:
         if len(self._messages) == CAPACITY:
             self.num_dropped += 1
             self._counters["dropped_received"] += 1
-        self._messages.append(Message(message.subject, message.data, 0, 0, 0))
+        self._messages.append(Message(subject.decode(), payload, 0, 0, 0))
         self._arrived.set()
 
     def _on_denied(self, subject: str, denial: PermissionDeniedError) -> None:
