@@ -1,0 +1,71 @@
+"""Small training jobs for tests, to be run by `tests.support.ranks.run_ranks`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Dataset
+
+from dynamix.schemas.messages import Action
+from dynamix.trainer import Session
+
+NUM_FEATURES = 6
+NUM_CLASSES = 4
+
+
+class Numbered(Dataset[tuple[torch.Tensor, torch.Tensor, int]]):
+    """Samples that know their own index; the same on every rank."""
+
+    def __init__(self, num_samples: int, dtype: torch.dtype = torch.float64) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.inputs = torch.randn(num_samples, NUM_FEATURES, generator=generator, dtype=dtype)
+        self.targets = torch.randint(0, NUM_CLASSES, (num_samples,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+        return self.inputs[index], self.targets[index], index
+
+
+def make_model(dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
+    """Three layers, so that the gradient falls into several buckets when they are small."""
+    torch.manual_seed(seed)
+    layers = [nn.Linear(NUM_FEATURES, 32), nn.Tanh(), nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, NUM_CLASSES)]
+    return nn.Sequential(*layers).to(dtype)
+
+
+def distribute(model: nn.Module) -> DistributedDataParallel:
+    """DDP with buckets of some hundred bytes: several of them, as in a real model."""
+    return DistributedDataParallel(model, bucket_cap_mb=0.001)
+
+
+def offer(session: Session, sizes: Sequence[int], window: int | None = None) -> None:
+    """Offer sizes, as decided for the window before the current one; all ranks may call it, rank 0's counts."""
+    session.offer(
+        Action(
+            job=session.job,
+            generation=session.generation,
+            window=session.window if window is None else window,
+            local_batch_sizes=tuple(sizes),
+            deltas=(0,) * len(sizes),
+            policy="test",
+            policy_version=0,
+            watermark=0,
+        )
+    )
+
+
+def flat_parameters(model: nn.Module) -> torch.Tensor:
+    """All parameters in one vector."""
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def gather(mine: Any) -> list[Any]:
+    """One object of each rank."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found

@@ -1,0 +1,66 @@
+import math
+
+import pytest
+import torch
+
+from dynamix.trainer.learning_rate import FACTORS, LearningRateScaler
+
+
+def _one_parameter() -> torch.nn.Parameter:
+    parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    parameter.grad = torch.ones_like(parameter)
+    return parameter
+
+
+def test_the_rules_are_what_they_are_called() -> None:
+    assert [FACTORS[rule](4.0) for rule in ("none", "linear", "sqrt")] == [1.0, 4.0, 2.0]
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_the_rule_does_not_compound_with_a_scheduler(as_tensor: bool) -> None:
+    parameter = _one_parameter()
+    rate = torch.tensor(0.1, dtype=torch.float64) if as_tensor else 0.1
+    optimizer = torch.optim.SGD([parameter], lr=rate)
+    ratios = iter([1.0, 4.0, 9.0, 0.25])
+    scaler = LearningRateScaler(optimizer, lambda: math.sqrt(next(ratios)))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+    seen, taken = [], []
+    for _ in range(4):
+        before = parameter.item()
+        optimizer.step()
+        taken.append(before - parameter.item())
+        seen.append(float(optimizer.param_groups[0]["lr"]))
+        scheduler.step()
+    assert seen == pytest.approx([0.1, 0.05, 0.025, 0.0125], rel=1e-12)
+    assert taken == pytest.approx([0.1, 2 * 0.05, 3 * 0.025, 0.5 * 0.0125], rel=1e-12)
+
+    scaler.remove()
+    before = parameter.item()
+    optimizer.step()
+    assert before - parameter.item() == pytest.approx(0.00625, rel=1e-12)
+
+
+def test_every_group_keeps_its_own_rate() -> None:
+    first, second = _one_parameter(), _one_parameter()
+    optimizer = torch.optim.SGD([{"params": [first], "lr": 1.0}, {"params": [second], "lr": 0.01}])
+    scaler = LearningRateScaler(optimizer, lambda: 3.0)
+    optimizer.step()
+    assert (first.item(), second.item()) == pytest.approx((-3.0, -0.03))
+    assert [group["lr"] for group in optimizer.param_groups] == [1.0, 0.01]
+    scaler.remove()
+
+
+def test_a_step_that_raises_leaves_no_factor_behind() -> None:
+    parameter = _one_parameter()
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    scaler = LearningRateScaler(optimizer, lambda: 2.0)
+
+    def failing() -> float:
+        raise RuntimeError("the closure failed")
+
+    with pytest.raises(RuntimeError, match="closure"):
+        optimizer.step(failing)
+    optimizer.step()
+    assert parameter.item() == pytest.approx(-0.2)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    scaler.remove()

@@ -1,0 +1,88 @@
+import math
+
+import numpy as np
+import pytest
+
+from dynamix.trainer.noise import NoiseAverage, NoiseMoments, NoiseSums, window_moments
+from dynamix.trainer.split import Counts
+
+DIMENSIONS = 50
+MEAN = 0.2
+"""Of each coordinate: |G_true|^2 = 50 * 0.04 = 2."""
+SIGMA = 1.5
+"""Of each coordinate: S = 50 * 2.25 = 112.5."""
+
+
+def _rank_sums(counts: Counts, num_steps: int, generator: np.random.Generator) -> list[NoiseSums]:
+    """Sums of all ranks over steps whose per-sample gradients are Gaussian: N(MEAN, SIGMA^2) in each coordinate."""
+    sums = [NoiseSums() for _ in counts.values]
+    for _ in range(num_steps):
+        local = [
+            MEAN + SIGMA / math.sqrt(count) * generator.standard_normal(DIMENSIONS) if count else np.zeros(DIMENSIONS)
+            for count in counts.values
+        ]
+        mean = sum(count / counts.total * gradient for count, gradient in zip(counts.values, local, strict=True))
+        for rank, gradient in enumerate(local):
+            sums[rank].add(counts, rank, float(gradient @ gradient), float(mean @ mean))
+    return sums
+
+
+@pytest.mark.parametrize(
+    "sizes", [(32, 32, 32, 32), (8, 24, 64, 32), (2, 10, 100, 16), (1, 1, 1, 125), (5, 0, 3, 120), (0, 64, 0, 64)]
+)
+def test_the_noise_scale_is_unbiased_for_unequal_batches(sizes: tuple[int, ...]) -> None:
+    moments = window_moments(_rank_sums(Counts(sizes), 6000, np.random.default_rng(1)))
+    assert moments is not None
+    assert moments.trace == pytest.approx(DIMENSIONS * SIGMA**2, rel=0.02)
+    assert moments.squared_norm == pytest.approx(DIMENSIONS * MEAN**2, rel=0.02)
+    assert moments.trace / moments.squared_norm == pytest.approx(56.25, rel=0.02)
+
+
+def test_changing_sizes_within_a_window_do_not_bias_it() -> None:
+    generator = np.random.default_rng(2)
+    sums = [NoiseSums() for _ in range(4)]
+    for sizes in [(1, 1, 1, 125), (40, 3, 0, 9), (16, 16, 16, 16)]:
+        for rank, part in enumerate(_rank_sums(Counts(sizes), 3000, generator)):
+            for field in NoiseSums.__slots__:
+                setattr(sums[rank], field, getattr(sums[rank], field) + getattr(part, field))
+    moments = window_moments(sums)
+    assert moments is not None
+    assert moments.trace / moments.squared_norm == pytest.approx(56.25, rel=0.02)
+
+
+def test_a_step_that_is_not_finite_is_left_out_by_all_ranks_alike() -> None:
+    counts = Counts([4, 4])
+    with_bad, without = [NoiseSums(), NoiseSums()], [NoiseSums(), NoiseSums()]
+    for rank in (0, 1):
+        for local, reduced in [(3.0, 2.0), (math.inf if rank else 1.0, math.nan), (5.0, 4.0)]:
+            with_bad[rank].add(counts, rank, local, reduced)
+        for local, reduced in [(3.0, 2.0), (5.0, 4.0)]:
+            without[rank].add(counts, rank, local, reduced)
+    assert window_moments(with_bad) == window_moments(without)
+
+
+def test_a_norm_that_is_not_finite_on_one_rank_only_masks_the_window() -> None:
+    sums = [NoiseSums(), NoiseSums()]
+    sums[0].add(Counts([4, 4]), 0, 1.0, 1.0)
+    sums[1].add(Counts([4, 4]), 1, math.inf, 1.0)
+    assert window_moments(sums) is None
+
+
+def test_one_active_rank_says_nothing_about_noise() -> None:
+    sums = [NoiseSums(), NoiseSums()]
+    for rank, part in enumerate(sums):
+        part.add(Counts([0, 8]), rank, 1.0, 1.0)
+    assert window_moments(sums) is None
+    average = NoiseAverage()
+    average.add(None)
+    assert average.value is None
+
+
+def test_averages_are_corrected_for_their_start() -> None:
+    average = NoiseAverage(decay=0.9)
+    average.add(NoiseMoments(4.0, -1.0))
+    assert average.value is not None
+    assert (average.value.trace, average.value.squared_norm) == pytest.approx((4.0, -1.0))
+    average.add(NoiseMoments(8.0, 3.0))
+    assert average.value.trace == pytest.approx((0.09 * 4 + 0.1 * 8) / 0.19)
+    assert average.value.squared_norm == pytest.approx((0.09 * -1 + 0.1 * 3) / 0.19)

@@ -1,0 +1,85 @@
+from typing import Any
+
+import msgspec
+import pytest
+
+from dynamix.schemas.messages import Action
+from dynamix.trainer.offer import Offers, Terms
+
+TERMS = Terms(
+    job="mnist-0a1b2c3d",
+    generation=1,
+    min_local_batch_size=32,
+    max_local_batch_sizes=(1024, 512),
+    max_lag_windows=4,
+)
+ACTION = Action(
+    job="mnist-0a1b2c3d",
+    generation=1,
+    window=5,
+    local_batch_sizes=(64, 96),
+    deltas=(0, 0),
+    policy="static",
+    policy_version=0,
+    watermark=0,
+)
+
+
+def _with(**changes: Any) -> Action:
+    return msgspec.structs.replace(ACTION, **changes)
+
+
+@pytest.mark.parametrize(
+    ("action", "reason"),
+    [
+        (_with(job="other-0a1b2c3d"), "job"),
+        (_with(generation=0), "generation"),
+        (_with(generation=2), "generation"),
+        (_with(local_batch_sizes=(64,)), "length"),
+        (_with(local_batch_sizes=(64, 64, 64)), "length"),
+        (_with(local_batch_sizes=(31, 64)), "bounds"),
+        (_with(local_batch_sizes=(1024, 513)), "bounds"),
+        (_with(split="tracking"), "split"),
+    ],
+)
+def test_an_action_that_does_not_fit_is_refused_and_counted(action: Action, reason: str) -> None:
+    offers = Offers(TERMS)
+    assert offers.add(action) == reason
+    assert offers.num_refused == {reason: 1}
+    assert offers.take(7) is None
+
+
+def test_the_newest_action_is_adopted_once() -> None:
+    offers = Offers(TERMS)
+    assert offers.add(ACTION) is None
+    newer = _with(window=6, local_batch_sizes=(32, 512))
+    assert offers.add(newer) is None
+    assert offers.take(8) == newer
+    assert offers.take(9) is None
+    assert offers.num_refused == {}
+
+
+@pytest.mark.parametrize("window", [0, 4, 5])
+def test_what_is_not_newer_than_the_adopted_is_refused(window: int) -> None:
+    offers = Offers(TERMS)
+    offers.add(ACTION)
+    assert offers.take(7) == ACTION
+    assert offers.add(_with(window=window)) == "not_newer"
+    assert offers.add(_with(window=6)) is None
+
+
+def test_an_action_may_be_four_windows_old_and_no_more() -> None:
+    offers = Offers(TERMS)
+    offers.add(ACTION)
+    assert offers.take(9) == ACTION
+
+    offers = Offers(TERMS)
+    offers.add(ACTION)
+    assert offers.take(10) is None
+    assert offers.num_refused == {"stale": 1}
+
+
+def test_a_step_without_any_sample_is_out_of_bounds() -> None:
+    offers = Offers(TERMS._replace(min_local_batch_size=0))
+    assert offers.add(_with(local_batch_sizes=(0, 0))) == "bounds"
+    assert offers.add(_with(local_batch_sizes=(0, 1))) is None

@@ -1,0 +1,36 @@
+from tests.support import made
+
+from dynamix.schemas.messages import Applied, Message
+from dynamix.trainer.outbox import Outbox
+
+
+def _all(outbox: Outbox) -> list[Message]:
+    found = []
+    while (message := outbox.oldest()) is not None:
+        found.append(message)
+        outbox.remove(message)
+    return found
+
+
+def test_a_full_outbox_gives_up_its_oldest_report_and_nothing_else() -> None:
+    job = made.job()
+    applied = Applied(
+        job=made.JOB, generation=0, decided_window=0, effective_window=2, effective_step=40, local_batch_sizes=(1,)
+    )
+    reports = [made.report(window=window) for window in range(4)]
+    outbox = Outbox(4)
+    for message in (job, reports[0], applied, reports[1], reports[2], reports[3]):
+        outbox.put(message)
+    assert outbox.num_dropped == 2
+    assert _all(outbox) == [job, applied, reports[2], reports[3]]
+
+
+def test_a_message_that_was_dropped_while_it_left_is_not_taken_for_another() -> None:
+    outbox = Outbox(1)
+    first, second = made.report(window=0), made.report(window=1)
+    outbox.put(first)
+    leaving = outbox.oldest()
+    assert leaving is first
+    outbox.put(second)
+    outbox.remove(leaving)
+    assert _all(outbox) == [second]

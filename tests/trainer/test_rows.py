@@ -1,0 +1,105 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.support import made
+
+from dynamix.schemas.codec import decode, encode
+from dynamix.schemas.messages import Report, SocketCounters
+from dynamix.schemas.table import subject_of
+from dynamix.trainer.clock import StepTimes
+from dynamix.trainer.identity import Place
+from dynamix.trainer.memory import DeviceMemory
+from dynamix.trainer.noise import NoiseSums
+from dynamix.trainer.process import ProcessIdentity
+from dynamix.trainer.rows import DIVERGED_LOSS, Row, held_out_accuracy, job_totals, make_row, rank_row
+
+COUNT = st.integers(0, 2**53 - 1)
+SECONDS = st.floats(0, 1e6)
+FINITE = st.floats(allow_nan=False, allow_infinity=False)
+SOCKETS = st.builds(SocketCounters, tx_bytes=COUNT, rx_bytes=COUNT, retransmits=COUNT, srtt_us=SECONDS | st.none())
+
+
+def _row(
+    *,
+    sockets: SocketCounters | None = None,
+    num_samples: int = 100,
+    loss_sum: float = 50.0,
+    num_correct: float | None = 75.0,
+    accuracy: float | None = None,
+    device: DeviceMemory | None = None,
+) -> Row:
+    return make_row(
+        Place(rank=1, local_rank=1, node="node-a", node_ranks=(0, 1)),
+        ProcessIdentity(pid=1234, start_ticks=2**40 + 1, namespace=4026531836, uid=1000),
+        num_samples=num_samples,
+        loss_sum=loss_sum,
+        num_correct=num_correct,
+        times=[StepTimes(0.1, 0.5, 0.25, 0.05), StepTimes(0.2, 0.25, 0.5, 0.05)],
+        noise=NoiseSums(2, 1.0, 2.0, 3.0, 4.0),
+        sockets=sockets,
+        device=device,
+        held_out_accuracy=accuracy,
+    )
+
+
+@given(
+    SOCKETS | st.none(), COUNT, FINITE, st.floats(0, 1e9) | st.none(), st.builds(DeviceMemory, COUNT, COUNT) | st.none()
+)
+def test_a_row_survives_the_gather_whole(
+    sockets: SocketCounters | None,
+    num_samples: int,
+    loss_sum: float,
+    num_correct: float | None,
+    device: DeviceMemory | None,
+) -> None:
+    row = _row(sockets=sockets, num_samples=num_samples, loss_sum=loss_sum, num_correct=num_correct, device=device)
+    gathered = Row(*torch.tensor(row, dtype=torch.float64).tolist())
+    message = rank_row(3, gathered, gathered, local_batch_size=64, pending_local_batch_size=96)
+    assert (message.rank, message.local_rank, message.local_batch_size, message.pending_local_batch_size) == (
+        3,
+        1,
+        64,
+        96,
+    )
+    assert (message.pid, message.pid_start_ticks, message.pid_namespace) == (1234, 2**40 + 1, 4026531836)
+    assert (message.num_samples, message.loss_sum, message.num_correct) == (num_samples, loss_sum, num_correct)
+    assert message.sockets == message.sockets_before == sockets
+    assert (message.device_memory_bytes, message.device_memory_total_bytes) == (device or (None, None))
+    assert gathered.noise == NoiseSums(2, 1.0, 2.0, 3.0, 4.0)
+
+
+def test_times_are_sums_over_the_steps() -> None:
+    row = _row()
+    assert (row.data_time_s, row.compute_time_s, row.sync_time_s, row.update_time_s) == pytest.approx(
+        (0.3, 0.75, 0.75, 0.1)
+    )
+    assert row.time_s == pytest.approx(1.9)
+
+
+@pytest.mark.parametrize("loss_sum", [math.nan, math.inf, -math.inf])
+def test_a_diverged_loss_still_makes_a_message(loss_sum: float) -> None:
+    row = _row(loss_sum=loss_sum)
+    assert row.loss_sum == DIVERGED_LOSS * 100
+    message = made.report(
+        rows=(rank_row(1, row, None, local_batch_size=64, pending_local_batch_size=64),),
+        totals=job_totals([row, row], window=0, num_steps=2, global_batch_size=128),
+    )
+    assert decode(Report, subject_of(message), encode(message)) == message
+
+
+def test_totals_are_sums_of_the_rows_and_the_longest_time() -> None:
+    slow = _row()._replace(sync_time_s=3.0)
+    totals = job_totals([_row(), slow], window=4, num_steps=2, global_batch_size=64)
+    assert (totals.window, totals.num_steps, totals.global_batch_size) == (4, 2, 64)
+    assert (totals.num_samples, totals.loss_sum, totals.num_correct) == (200, 100.0, 150.0)
+    assert totals.time_s == pytest.approx(4.15)
+    uncounted = job_totals([_row(), _row(num_correct=None)], window=0, num_steps=2, global_batch_size=64)
+    assert uncounted.num_correct is None
+
+
+def test_the_lowest_rank_that_evaluated_is_believed() -> None:
+    assert held_out_accuracy([_row(), _row(accuracy=0.5), _row(accuracy=0.25)]) == 0.5
+    assert held_out_accuracy([_row(), _row(accuracy=math.nan)]) is None

@@ -1,0 +1,72 @@
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamix.trainer.sampler import PlanSampler, Position, StepPlan, epoch_order
+from dynamix.trainer.schedule import Schedule
+
+CHANGES = st.lists(
+    st.tuples(st.integers(1, 6), st.tuples(*[st.integers(0, 40)] * 3).filter(lambda sizes: sum(sizes) > 0)), max_size=26
+)
+
+
+def _draw_epoch(num_samples: int, schedule: Schedule, position: Position) -> list[tuple[StepPlan, list[list[int]]]]:
+    """Plans of an epoch's steps and each rank's indices."""
+    samplers = [PlanSampler(num_samples, schedule, rank=rank, seed=3, shuffle=True) for rank in range(3)]
+    for sampler in samplers:
+        sampler.rewind(position)
+    drawn = [list(sampler) for sampler in samplers]
+    plans = [list(sampler.plans) for sampler in samplers]
+    assert plans[0] == plans[1] == plans[2]
+    return list(zip(plans[0], map(list, zip(*drawn, strict=True)), strict=True))
+
+
+@given(st.integers(1, 700), CHANGES)
+def test_each_sample_is_drawn_exactly_once_whatever_changes(
+    num_samples: int, changes: list[tuple[int, tuple[int, int, int]]]
+) -> None:
+    schedule, step = Schedule([8, 16, 4]), 0
+    for gap, sizes in changes:
+        step += gap
+        schedule.add(step, sizes)
+    used: list[int] = []
+    for number, (plan, indices) in enumerate(_draw_epoch(num_samples, schedule, Position())):
+        assert plan.step == number
+        assert plan.offset == len(used)
+        for rank, mine in enumerate(indices):
+            count = plan.counts.values[rank]
+            assert len(mine) == max(count, 1)  # a rank without samples draws one that counts for nothing
+            used += mine[:count]
+    assert used == epoch_order(num_samples, 3, 0, shuffle=True).tolist()
+
+
+@given(st.integers(30, 300), st.integers(0, 12))
+def test_a_rewound_sampler_draws_what_it_would_have_drawn(num_samples: int, consumed: int) -> None:
+    schedule = Schedule([5, 2, 1])
+    schedule.add(4, [1, 7, 3])
+    whole = _draw_epoch(num_samples, schedule, Position())
+    consumed = min(consumed, len(whole))
+    position = Position()
+    for plan, _ in whole[:consumed]:
+        position = position.after(plan)
+    assert _draw_epoch(num_samples, schedule, position) == whole[consumed:]
+
+
+@given(st.integers(1, 300), CHANGES)
+def test_the_number_of_steps_left_is_what_is_drawn(
+    num_samples: int, changes: list[tuple[int, tuple[int, int, int]]]
+) -> None:
+    schedule, step = Schedule([8, 16, 4]), 0
+    for gap, sizes in changes:
+        step += gap
+        schedule.add(step, sizes)
+    sampler = PlanSampler(num_samples, schedule, rank=0, seed=0, shuffle=False)
+    assert sampler.num_steps_left(Position()) == len(list(sampler))
+
+
+def test_the_order_depends_on_seed_and_epoch_only() -> None:
+    first = epoch_order(1000, 7, 0, shuffle=True)
+    assert np.array_equal(first, epoch_order(1000, 7, 0, shuffle=True))
+    assert not np.array_equal(first, epoch_order(1000, 7, 1, shuffle=True))
+    assert not np.array_equal(epoch_order(1000, 7, 1, shuffle=True), epoch_order(1000, 8, 0, shuffle=True))
+    assert epoch_order(5, 7, 3, shuffle=False).tolist() == [0, 1, 2, 3, 4]

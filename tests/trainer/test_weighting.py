@@ -1,0 +1,112 @@
+"""The weighted gradient against one big batch, in float64, on four real ranks."""
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from tests.support.ranks import run_ranks
+from tests.support.training import Numbered, distribute, make_model, offer
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+from dynamix import trainer as dynamix
+from dynamix.trainer.sampler import StepPlan, epoch_order
+from dynamix.trainer.split import Counts
+from dynamix.trainer.weighting import loss_factor
+
+NUM_SAMPLES = 1201
+SIZES = [
+    (32, 32, 32, 32),
+    (8, 40, 64, 16),
+    (1, 7, 100, 20),
+    (5, 0, 3, 2),
+    (0, 0, 0, 9),
+    (3, 3, 1, 0),
+    (90, 60, 30, 150),
+]
+MODES: list[tuple[str, dict[str, Any]]] = [
+    ("mean", {"weighting": "hook"}),
+    ("sum", {"weighting": "hook"}),
+    ("mean", {"weighting": "hook", "base_hook": allreduce_hook}),
+    ("sum", {"weighting": "hook", "base_hook": allreduce_hook}),
+    ("mean", {"weighting": "loss"}),
+    ("sum", {"weighting": "loss"}),
+]
+
+
+def _gradient(model: nn.Module, data: Numbered, indices: list[int]) -> torch.Tensor:
+    """Mean gradient over some samples, in one process."""
+    alone = copy.deepcopy(model)
+    alone.zero_grad()
+    nn.functional.cross_entropy(alone(data.inputs[indices]), data.targets[indices]).backward()
+    return torch.cat([parameter.grad.flatten() for parameter in alone.parameters() if parameter.grad is not None])
+
+
+def _compare(rank: int, reduction: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Train one epoch under changing sizes; the largest relative errors over its steps, and the counts of each."""
+    data = Numbered(NUM_SAMPLES)
+    model = distribute(make_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    session = dynamix.attach(
+        model,
+        optimizer,
+        data,
+        local_batch_size=SIZES[0],
+        min_local_batch_size=0,
+        window_steps=1,
+        reduction=reduction,  # type: ignore[arg-type]
+        connect=False,
+        **options,
+    )
+    order = epoch_order(NUM_SAMPLES, 0, 0, shuffle=True).tolist()
+    errors, norm_errors, counts = [], [], []
+    hook = session._parts.hook
+    for inputs, targets, _ in session.loader:
+        plan = session.loader.plan
+        assert plan is not None
+        used = order[plan.offset : plan.offset + plan.counts.total]
+        mine = used[plan.counts.starts[rank] : plan.counts.starts[rank + 1]]
+        loss = nn.functional.cross_entropy(model(inputs), targets, reduction=reduction)
+        if hook is not None and not mine:
+            loss = loss * math.nan  # a dummy batch may do what it likes
+        optimizer.zero_grad()
+        (loss if hook is not None else session.scale_loss(loss)).backward()
+        whole = _gradient(model.module, data, used)
+        weighted = torch.cat(
+            [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
+        )
+        errors.append(float((weighted - whole).abs().max() / whole.abs().max()))
+        if hook is not None:
+            norms = hook.take()
+            assert len(norms.local) == len(norms.reduced) > (plan.step > 0)  # DDP makes its buckets after step 0
+            local = float(_gradient(model.module, data, mine).square().sum()) if mine else 0.0
+            norm_errors.append(abs(sum(norms.local) - local) / max(local, 1e-30) if mine else sum(norms.local))
+            norm_errors.append(abs(sum(norms.reduced) / float(whole.square().sum()) - 1))
+        optimizer.step()
+        offer(session, SIZES[(plan.step + 1) % len(SIZES)])
+        session.step(loss)
+        counts.append(plan.counts.values)
+    session.close()
+    return {"error": max(errors), "norm_error": max(norm_errors, default=0.0), "counts": counts}
+
+
+def _compare_all(rank: int) -> list[dict[str, Any]]:
+    return [_compare(rank, reduction, dict(options)) for reduction, options in MODES]
+
+
+def test_the_weighted_gradient_equals_one_big_batch() -> None:
+    for rank, results in enumerate(run_ranks(_compare_all, 4)):
+        for (reduction, options), result in zip(MODES, results, strict=True):
+            assert result["error"] < 1e-12, (rank, reduction, options)
+            assert result["norm_error"] < 1e-10, (rank, reduction, options)
+            assert set(SIZES) <= set(result["counts"])  # unequal, changing and empty batches were all among them
+            assert sum(map(sum, result["counts"])) == NUM_SAMPLES
+            assert result["counts"][-1] not in SIZES  # and an uneven tail
+
+
+@pytest.mark.parametrize(("reduction", "factors"), [("mean", [0.45, 2.55, 0.0]), ("sum", [0.03, 0.03, 0.0])])
+def test_the_factors_on_a_loss_undo_the_average_over_three_ranks(reduction: Any, factors: list[float]) -> None:
+    plan = StepPlan(step=0, epoch=0, offset=0, counts=Counts([15, 85, 0]))
+    assert [loss_factor(plan, rank, reduction) for rank in range(3)] == pytest.approx(factors)
