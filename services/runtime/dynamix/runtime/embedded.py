@@ -19,6 +19,7 @@ from .settings import BusSettings
 
 DIE_WITH_PARENT = Path(__file__).with_name("die_with_parent.py")
 
+USER = "dynamix"
 START_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = 10.0
 
@@ -74,7 +75,7 @@ class EmbeddedServer:
     @property
     def settings(self) -> BusSettings:
         """How to connect, once started."""
-        return BusSettings(url=f"nats://127.0.0.1:{self._port}", user="dynamix", password=self._password)
+        return BusSettings(url=f"nats://127.0.0.1:{self._port}", user=USER, password=self._password)
 
     @property
     def pid(self) -> int:
@@ -154,19 +155,20 @@ class EmbeddedServer:
         store.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = self._directory / "nats.conf"
         path.touch(mode=0o600)
-        path.write_text(
-            _CONFIG.format(
-                port=self._port or -1,
-                state=json.dumps(str(self._directory)),
-                log=json.dumps(str(self.log_file)),
-                store=json.dumps(str(store)),
-                max_file_store=self._max_file_store,
-                ack_v2=str(self._ack_v2).lower(),
-                user="dynamix",
-                password=self._password,
-            )
-        )
+        path.write_text(self._config(store))
         return path
+
+    def _config(self, store: Path) -> str:
+        return _CONFIG.format(
+            port=self._port or -1,
+            state=json.dumps(str(self._directory)),
+            log=json.dumps(str(self.log_file)),
+            store=json.dumps(str(store)),
+            max_file_store=self._max_file_store,
+            ack_v2=str(self._ack_v2).lower(),
+            user=USER,
+            password=self._password,
+        )
 
     async def _wait_for_port(self) -> int:
         """The port from the file that the server writes once it listens: no other process can take it in between."""

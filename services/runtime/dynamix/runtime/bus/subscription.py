@@ -2,14 +2,19 @@
 
 import asyncio
 import collections
+import logging
 from types import TracebackType
 from typing import Self
 
 from nats.aio.subscription import Subscription as NatsSubscription
 
+from dynamix.runtime.rate_limit import RateLimit
+
 from .connection import Connection
 from .errors import PermissionDeniedError
 from .message import Message
+
+logger = logging.getLogger(__name__)
 
 CAPACITY = 1024
 
@@ -27,6 +32,7 @@ class Subscription:
         self._subject = subject
         self._messages: collections.deque[Message] = collections.deque(maxlen=CAPACITY)
         self._arrived = asyncio.Event()
+        self._limit = RateLimit(per_s=1.0)
         self._ended = False
         self._denial: PermissionDeniedError | None = None
         self._subscription: NatsSubscription | None = None
@@ -69,6 +75,8 @@ class Subscription:
         if len(self._messages) == CAPACITY:
             self.num_dropped += 1
             self._counters["dropped_received"] += 1
+            if self._limit.allow("slow"):
+                logger.warning("too slow for %s: %d messages dropped so far", self._subject, self.num_dropped)
         self._messages.append(Message(subject.decode(), payload, 0, 0, 0))
         self._arrived.set()
 
