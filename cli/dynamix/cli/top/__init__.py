@@ -1,0 +1,1 @@
+"""`dynamix top`: a live view of one job."""

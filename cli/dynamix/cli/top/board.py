@@ -1,0 +1,172 @@
+"""The board: what is known of one job, folded from its messages. Pure: no bus, no clock, no terminal."""
+
+from collections import deque
+from collections.abc import Iterable
+from statistics import fmean
+
+import msgspec
+
+from dynamix.schemas.messages import (
+    Action,
+    Applied,
+    GlobalMetrics,
+    Job,
+    Message,
+    MetricWindow,
+    NodeMetrics,
+    Probe,
+    RankMetrics,
+    RankReward,
+    Reward,
+)
+
+HISTORY_WINDOWS = 240
+"""Windows kept for the curves: more than a wide terminal has columns for one."""
+
+
+class Point(msgspec.Struct, frozen=True):
+    """The whole job in one window, for the curves."""
+
+    generation: int
+    window: int
+    metrics: GlobalMetrics
+
+
+class RankRow(msgspec.Struct, frozen=True, kw_only=True):
+    """The newest that is known of one rank."""
+
+    rank: int
+    node: str
+    window: int
+    metrics: RankMetrics
+    reward: RankReward | None = None
+
+
+class NodeRow(msgspec.Struct, frozen=True, kw_only=True):
+    """The newest that is known of one node."""
+
+    window: int
+    probe: Probe
+    metrics: NodeMetrics
+    num_refused_pids: int
+    num_reports_dropped: int
+
+
+class Board:
+    """What is known of one job; messages may come in any order and more than once.
+
+    Attributes:
+        job: its specification, `None` until it is seen.
+        generation: the newest generation seen; older messages no longer count.
+        window: the newest window of which anything is known, -1 before the first.
+        ranks: by rank, the newest row.
+        nodes: by name, the newest row.
+        history: one point per window, oldest first.
+        action: the newest decision.
+        applied: the newest decision that all ranks adopted.
+        formula: of the rewards.
+        updated_ns: when the broker stored the newest window.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.job: Job | None = None
+        self.generation = 0
+        self.window = -1
+        self.ranks: dict[int, RankRow] = {}
+        self.nodes: dict[str, NodeRow] = {}
+        self.history: deque[Point] = deque(maxlen=HISTORY_WINDOWS)
+        self.action: Action | None = None
+        self.applied: Applied | None = None
+        self.formula = ""
+        self.updated_ns = 0
+        self._rewards: dict[int, tuple[int, RankReward]] = {}
+
+    def add(self, message: Message, timestamp_ns: int = 0) -> None:
+        """Fold one message of this job; of other kinds and other jobs nothing is kept."""
+        if getattr(message, "job", None) != self.name:
+            return
+        generation = getattr(message, "generation", 0)
+        if generation < self.generation:
+            return
+        if generation > self.generation:
+            self._begin_generation(generation)
+        match message:
+            case Job():
+                self.job = message
+            case MetricWindow():
+                self._add_window(message, timestamp_ns)
+            case Reward():
+                self._add_reward(message)
+            case Action() if self.action is None or message.window >= self.action.window:
+                self.action = message
+            case Applied() if self.applied is None or message.effective_window >= self.applied.effective_window:
+                self.applied = message
+
+    @property
+    def metrics(self) -> GlobalMetrics | None:
+        """The whole job in the newest window."""
+        return self.history[-1].metrics if self.history else None
+
+    @property
+    def local_batch_sizes(self) -> tuple[int, ...]:
+        """The sizes in force: of the ranks heard of, else those the job began with."""
+        if self.ranks:
+            return tuple(row.metrics.training.local_batch_size for _, row in sorted(self.ranks.items()))
+        return self.job.initial_local_batch_sizes if self.job else ()
+
+    def reward_terms(self) -> dict[str, float]:
+        """Each term of the newest rewards, mean over ranks, in the order of the formula."""
+        rewards = [row.reward for row in self.ranks.values() if row.reward is not None]
+        names = dict.fromkeys(name for reward in rewards for name in reward.terms)
+        return {name: fmean(reward.terms.get(name, 0.0) for reward in rewards) for name in names}
+
+    def mean_reward(self) -> float | None:
+        """Mean over the ranks whose reward is known."""
+        rewards = [row.reward.reward for row in self.ranks.values() if row.reward is not None]
+        return fmean(rewards) if rewards else None
+
+    def curve(self, field: str) -> list[float]:
+        """One field of the whole job over the windows, unknown values left out."""
+        values: Iterable[float | None] = (getattr(point.metrics, field) for point in self.history)
+        return [float(value) for value in values if value is not None]
+
+    def _begin_generation(self, generation: int) -> None:
+        """After a restart windows count from 0 again; the curves go on."""
+        self.generation = generation
+        self.window = -1
+        self.ranks.clear()
+        self.nodes.clear()
+        self._rewards.clear()
+        self.action = self.applied = None
+
+    def _add_window(self, window: MetricWindow, timestamp_ns: int) -> None:
+        if window.window > self.window:
+            self.window = window.window
+            self.updated_ns = timestamp_ns
+            self.history.append(Point(window.generation, window.window, window.job_metrics))
+        known = self.nodes.get(window.node)
+        if known is not None and known.window > window.window:
+            return
+        self.nodes[window.node] = NodeRow(
+            window=window.window,
+            probe=window.probe,
+            metrics=window.node_metrics,
+            num_refused_pids=len(window.refused_pids),
+            num_reports_dropped=window.num_reports_dropped,
+        )
+        for rank in window.ranks:
+            _, reward = self._rewards.get(rank.rank, (0, None))
+            self.ranks[rank.rank] = RankRow(
+                rank=rank.rank, node=window.node, window=window.window, metrics=rank, reward=reward
+            )
+
+    def _add_reward(self, reward: Reward) -> None:
+        self.formula = reward.formula
+        for rank in reward.ranks:
+            newest, _ = self._rewards.get(rank.rank, (-1, None))
+            if reward.window < newest:
+                continue
+            self._rewards[rank.rank] = (reward.window, rank)
+            if (row := self.ranks.get(rank.rank)) is not None:
+                self.ranks[rank.rank] = msgspec.structs.replace(row, reward=rank)
