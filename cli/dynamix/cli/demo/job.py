@@ -1,0 +1,139 @@
+"""The demo's training script: plain PyTorch DDP, plus the lines that attach DYNAMIX (marked below).
+
+Ranks are PACED: after the forward pass each sleeps to a stated time per sample, one rank three times longer. Burning
+real processor time on a small machine would measure its cores, not the barrier. Gradients, data, processes and
+messages are real. Run by `dynamix demo` under torchrun; the plan comes as JSON in the only argument.
+"""
+
+import sys
+import time
+from pathlib import Path
+from typing import IO
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dynamix import trainer as dynamix  # DYNAMIX
+from dynamix.trainer.datasets import fashion_mnist
+
+from .plan import DemoPlan, Progress
+
+
+class SmallCnn(nn.Sequential):
+    """Two convolutions and two linear layers: 27,690 parameters, fast on a fraction of a core."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Conv2d(1, 8, 5, stride=2),
+            nn.ReLU(),
+            nn.Conv2d(8, 16, 3, stride=2),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(16 * 5 * 5, 64),
+            nn.ReLU(),
+            nn.Linear(64, 10),
+        )
+
+
+def train(plan: DemoPlan, policy: str, log: IO[bytes] | None) -> None:
+    """Train until the target is reached and the least number of windows is done; rank 0 writes `log`."""
+    rank = dist.get_rank()
+    torch.manual_seed(plan.seed)
+    model = DistributedDataParallel(SmallCnn())
+    optimizer = torch.optim.SGD(model.parameters(), lr=plan.learning_rate, momentum=plan.momentum)
+    criterion = nn.CrossEntropyLoss()
+    evaluator = Evaluator(plan)
+    session = dynamix.attach(  # DYNAMIX
+        model,
+        optimizer,
+        fashion_mnist("train", plan.data),
+        local_batch_size=plan.local_batch_size,
+        window_steps=plan.window_steps,
+        policy=policy,
+        seed=plan.seed,
+    )
+    trained_s, next_evaluation = 0.0, plan.evaluate_every_samples
+    for _ in session.epochs(plan.num_epochs):  # DYNAMIX
+        started_s = time.perf_counter()
+        for inputs, targets in session.loader:  # DYNAMIX
+            due_s = time.perf_counter() + session.num_samples * plan.pace_of(rank)
+            outputs = model(inputs)
+            loss = criterion(outputs, targets)
+            optimizer.zero_grad()
+            time.sleep(max(0.0, due_s - time.perf_counter()))
+            loss.backward()
+            optimizer.step()
+            session.step(loss, num_correct=(outputs.argmax(1) == targets).sum())  # DYNAMIX
+            step_time_s = time.perf_counter() - started_s
+            trained_s += step_time_s
+            accuracy = None
+            if session.position >= next_evaluation:  # outside the timed part
+                next_evaluation += plan.evaluate_every_samples
+                accuracy = evaluator.accuracy(model.module)
+                session.evaluated(accuracy)
+            progress = Progress(
+                step=session.step_index,
+                trained_s=trained_s,
+                step_time_s=step_time_s,
+                samples=session.position,
+                accuracy=accuracy,
+            )
+            _write(log, progress)
+            if evaluator.is_done(accuracy, session.step_index):
+                session.close()
+                return
+            started_s = time.perf_counter()
+
+
+class Evaluator:
+    """Held-out accuracy, each rank on its share of the test images; and whether it is good enough."""
+
+    def __init__(self, plan: DemoPlan) -> None:
+        self._plan = plan
+        images, labels = fashion_mnist("test", plan.data).tensors
+        part = slice(dist.get_rank(), None, dist.get_world_size())
+        self._images, self._labels = images[part], labels[part]
+        self._reached = False
+
+    @torch.no_grad()
+    def accuracy(self, model: nn.Module) -> float:
+        """Share of all 10,000 held-out images that the model classifies rightly; equal on all ranks."""
+        correct = (model(self._images).argmax(1) == self._labels).sum().double()
+        counts = torch.stack([correct, torch.tensor(float(len(self._labels)), dtype=torch.float64)])
+        dist.all_reduce(counts)
+        return float(counts[0] / counts[1])
+
+    def is_done(self, accuracy: float | None, step: int) -> bool:
+        """Whether to stop after `step`; equal on all ranks, since the accuracy is."""
+        self._reached = self._reached or (accuracy is not None and accuracy >= self._plan.target_accuracy)
+        windows = step / self._plan.window_steps
+        return (self._reached and windows >= self._plan.min_windows) or windows >= self._plan.max_windows
+
+
+def _write(log: IO[bytes] | None, progress: Progress) -> None:
+    if log is not None:
+        log.write(msgspec.json.encode(progress) + b"\n")
+        log.flush()
+
+
+def main() -> None:
+    """Join the process group that torchrun describes and train."""
+    plan, policy, log_path = msgspec.json.decode(sys.argv[1], type=tuple[DemoPlan, str, str])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    try:
+        if dist.get_rank() == 0:
+            with Path(log_path).open("wb") as log:
+                train(plan, policy, log)
+        else:
+            train(plan, policy, None)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""The demo as a user runs it, with fewer windows: broker, services, two torchrun jobs, JSON and picture."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(170)]
+
+
+def test_the_demo_steers_a_real_job_and_writes_what_it_saw(tmp_path: Path) -> None:
+    result = subprocess.run(
+        [
+            *(sys.executable, "-m", "dynamix.cli.main", "demo", "--json", "out.json", "--png", "out.png"),
+            *("--data", str(Path(".data/fashion-mnist").resolve())),
+            *("--windows", "6", "--target", "0.4", "--pace", "0.0004"),
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "paced" in result.stderr
+    static, steered = json.loads((tmp_path / "out.json").read_text())["runs"]
+    for run in (static, steered):
+        assert (run["num_windows"], run["num_steps"], run["target_accuracy"]) == (6, 60, 0.4)
+        assert run["final_accuracy"] >= 0.4
+        assert run["num_actions_applied"] >= 4
+        assert {sum(sizes) for sizes in run["local_batch_sizes"]} == {512}
+    assert {tuple(sizes) for sizes in static["local_batch_sizes"]} == {(128, 128, 128, 128)}
+    assert steered["local_batch_sizes"][0] == [128, 128, 128, 128]
+    assert steered["local_batch_sizes"][-1][3] < 80
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_the_data_the_demo_says_how_to_get_it(tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "dynamix.cli.main", "demo", "--data", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 1
+    assert "make data" in result.stderr
+    assert "Traceback" not in result.stderr
