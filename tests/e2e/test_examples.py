@@ -1,0 +1,59 @@
+"""The two example scripts: how little they differ, and that both run as a user would start them."""
+
+import difflib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PLAIN, ATTACHED = EXAMPLES / "ddp_plain.py", EXAMPLES / "ddp_dynamix.py"
+
+
+def code_lines(path: Path) -> list[str]:
+    """Without the first docstring, blank lines and the imports that only the removed lines needed."""
+    lines = path.read_text().splitlines()[1:]
+    return [line for line in lines if line.strip() and not line.startswith("from torch.utils.data")]
+
+
+def test_attaching_writes_five_lines() -> None:
+    diff = list(difflib.ndiff(code_lines(PLAIN), code_lines(ATTACHED)))
+    written = [line for line in diff if line.startswith("+ ")]
+    assert len(written) == 5, written
+    removed = [line for line in diff if line.startswith("- ")]
+    assert all(any(part in line for part in ("sampler", "DataLoader", "range(3)", "in loader")) for line in removed), (
+        removed
+    )
+
+
+def test_the_readme_shows_these_five_lines() -> None:
+    readme = (EXAMPLES.parent / "README.md").read_text()
+    for part in (
+        "from dynamix import trainer as dynamix",
+        "dynamix.attach(model, optimizer, dataset, local_batch_size=128",
+    ):
+        assert f"+{part}" in readme or f"+session = {part}" in readme
+    for part in ("for epoch in session.epochs(", "for inputs, targets in session.loader:", "session.step(loss)"):
+        assert part in readme
+
+
+@pytest.mark.slow
+def test_the_attached_script_trains_without_a_broker(tmp_path: Path) -> None:
+    """Nobody listens at this address: the script trains as plain DDP does."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("DYNAMIX_")}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(ATTACHED)]
+    result = subprocess.run(
+        command,
+        env={**environ, "DYNAMIX_NATS_URL": "nats://127.0.0.1:9", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    losses = [float(line.rpartition(" ")[2]) for line in result.stdout.splitlines() if line.startswith("epoch")]
+    assert len(losses) == 3
+    assert losses[-1] < 0.2
