@@ -20,14 +20,19 @@ class Segment(NamedTuple):
 
 
 def curve(values: Sequence[float], width: int) -> str:
-    """The values as one line of at most `width` characters, newest last; means where there are more values."""
+    """The values as one line of at most `width` characters, newest last; means where there are more values.
+
+    The scale leaves out the 5 % at either end, so that the first windows of a job do not flatten all the others.
+    """
     if not values or width < 1:
         return ""
-    points = _resampled(values, width)
-    low, high = min(points), max(points)
+    ordered = sorted(values)
+    cut = len(ordered) // 20
+    low, high = ordered[cut], ordered[-1 - cut]
     if high == low:
-        return LEVELS[len(LEVELS) // 2 - 1] * len(points)
+        return LEVELS[len(LEVELS) // 2 - 1] * min(width, len(values))
     scale = (len(LEVELS) - 1) / (high - low)
+    points = (min(high, max(low, point)) for point in _resampled(values, width))
     return "".join(LEVELS[round((point - low) * scale)] for point in points)
 
 

@@ -184,6 +184,8 @@ def _summary(rows: Sequence[RankRow], num_shown: int) -> Text:
 
 def changes(deltas: Sequence[int], most: int = 16) -> str:
     """An action's changes: each where they are few, else how many ranks got more and less."""
+    if not any(deltas):
+        return "no change"
     if len(deltas) <= most:
         return " ".join(signed_count(delta) for delta in deltas)
     more, less = sum(delta > 0 for delta in deltas), sum(delta < 0 for delta in deltas)

@@ -1,0 +1,1 @@
+"""`dynamix doctor`: what this machine has, what it lacks, and how to mend it."""

