@@ -94,6 +94,11 @@ class EmbeddedServer:
         """The server's own log."""
         return self._directory / "server.log"
 
+    @property
+    def _complaints(self) -> Path:
+        """What it says before it has a log: a configuration that it cannot read."""
+        return self._directory / "stderr"
+
     async def __aenter__(self) -> Self:
         self._directory = Path(self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="dynamix-nats-")))
         try:
@@ -119,9 +124,10 @@ class EmbeddedServer:
         config = self._write_config()
         command = [str(server_binary()), "-c", str(config)]
         guard = [sys.executable, "-I", "-S", str(DIE_WITH_PARENT), str(os.getpid())]
-        self._process = subprocess.Popen(  # noqa: ASYNC220 - returns at once
-            [*guard, *command], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+        with self._complaints.open("wb") as complaints:
+            self._process = subprocess.Popen(  # noqa: ASYNC220 - returns at once
+                [*guard, *command], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=complaints
+            )
         self._port = await self._wait_for_port()
 
     async def restart(self) -> None:
@@ -187,7 +193,8 @@ class EmbeddedServer:
         return int(url.rpartition(":")[2])
 
     def _log_tail(self) -> str:
-        return self.log_file.read_text()[-2000:] if self.log_file.exists() else "it wrote no log"
+        texts = [path.read_text()[-2000:] for path in (self._complaints, self.log_file) if path.exists()]
+        return "\n".join(text for text in texts if text) or "it wrote no log"
 
 
 def server_binary() -> Path:

@@ -113,6 +113,11 @@ class Consumer:
         await self._ask_for_more()
         return batch
 
+    @property
+    def num_queued(self) -> int:
+        """Messages delivered and not handed out yet."""
+        return len(self._buffer)
+
     async def ack(self, message: Message) -> None:
         """Acknowledge this and every earlier message; a restart goes on behind it. Only with `durable`.
 

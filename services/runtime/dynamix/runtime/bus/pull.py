@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 2.0
 EXPIRES_S = 30.0
-MAX_BYTES = 8 << 20
-"""Of one request: bounds what can be on its way to us."""
+MAX_BYTES = 4 << 20
+"""Of one request: bounds what can be on its way to us. The broker cuts a connection that owes 64 MB to it."""
 
 REQUEST_ENDED = {"Batch Completed", "Message Size Exceeds MaxBytes"}
 """Descriptions of status 409 that end one request; all others end the consumer or its leader's reign."""

@@ -1,0 +1,354 @@
+"""Reading a stream: in order, each sequence once, whatever happens to the connection, the broker and the consumer."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Sequence
+
+import pytest
+from tests.support.brokers import (
+    STATE,
+    ConfiguredServer,
+    connected,
+    consumer_names,
+    operate,
+    publish_states,
+    publish_unstored,
+    until,
+)
+from tests.support.proxy import Proxy
+
+from dynamix.runtime.bus import (
+    ALL,
+    LAST_PER_SUBJECT,
+    NEW,
+    Bus,
+    Consumer,
+    Message,
+    SequenceRegressError,
+    Start,
+    StreamMissingError,
+    consumer,
+    pull,
+)
+from dynamix.runtime.provision import provision
+from dynamix.runtime.settings import BusSettings
+
+OTHER = "dynamix.v1.state.job-1.node-b"
+STATES = ["dynamix.v1.state.>"]
+
+
+async def read(reader: Consumer, count: int) -> list[Message]:
+    """At least `count` messages."""
+    found: list[Message] = []
+    async with asyncio.timeout(20):
+        async for batch in reader:
+            assert batch
+            found += batch
+            if len(found) >= count:
+                return found
+    raise AssertionError("the consumer ended")
+
+
+def numbers(messages: Sequence[Message]) -> list[int]:
+    return [int(message.payload) for message in messages]
+
+
+async def test_all_messages_come_in_stream_order_with_what_the_broker_says_of_them(bus: Bus) -> None:
+    before_ns = time.time_ns()
+    await publish_states(bus, range(1500))
+    async with bus.consume("FEED", STATES, start=ALL) as reader:
+        found = await read(reader, 1500)
+    assert numbers(found) == list(range(1500))
+    assert [message.sequence for message in found] == list(range(1, 1501))
+    assert [message.num_pending for message in found] == list(range(1499, -1, -1))
+    assert all(before_ns <= message.timestamp_ns <= time.time_ns() for message in found)
+    assert {message.subject for message in found} == {STATE}
+
+
+async def test_a_batch_holds_at_most_what_was_asked_for(bus: Bus) -> None:
+    await publish_states(bus, range(50))
+    sizes = []
+    async with bus.consume("FEED", STATES, start=ALL, max_batch=7) as reader:
+        while sum(sizes) < 50:
+            sizes.append(len(await anext(reader)))
+            await asyncio.sleep(0)
+    assert max(sizes) == 7
+    assert sum(sizes) == 50
+
+
+async def test_only_the_subjects_asked_for_are_delivered(bus: Bus) -> None:
+    await publish_states(bus, range(3), STATE)
+    await publish_states(bus, range(3, 6), OTHER)
+    await publish_states(bus, range(6, 9), "dynamix.v1.window.job-1.node-a")
+    async with bus.consume("FEED", [OTHER, "dynamix.v1.window.>"], start=ALL) as reader:
+        assert numbers(await read(reader, 6)) == [3, 4, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize(("start", "expected"), [(ALL, [0, 1, 2, 3]), (3, [2, 3]), (LAST_PER_SUBJECT, [1, 3])])
+async def test_a_consumer_starts_where_it_is_told(bus: Bus, start: Start, expected: list[int]) -> None:
+    await publish_states(bus, range(2), STATE)
+    await publish_states(bus, range(2, 4), OTHER)
+    async with bus.consume("FEED", STATES, start=start) as reader:
+        assert numbers(await read(reader, len(expected))) == expected
+
+
+async def test_new_means_from_the_opening_on_even_if_the_broker_dies_before_the_first_message(
+    server: ConfiguredServer, bus: Bus
+) -> None:
+    await publish_states(bus, range(5))
+    async with connected(server.settings, "writer") as writer, bus.consume("FEED", STATES, start=NEW) as reader:
+        await server.kill()
+        await until(lambda: not writer.is_connected)
+        await server.start()
+        await publish_states(writer, range(5, 8))
+        assert numbers(await read(reader, 3)) == [5, 6, 7]
+
+
+async def test_nothing_is_lost_or_repeated_over_two_killed_brokers(server: ConfiguredServer, bus: Bus) -> None:
+    async with connected(server.settings, "writer") as writer, bus.consume("FEED", STATES, start=ALL) as reader:
+        reading = asyncio.create_task(read(reader, 600))
+        for begin in range(0, 600, 200):
+            await publish_states(writer, range(begin, begin + 100))
+            await until(lambda begin=begin: bus.counters["received"] > begin + 50)
+            if begin < 400:
+                await server.kill()
+                await server.start()
+            await publish_states(writer, range(begin + 100, begin + 200))
+        found = await reading
+    assert [message.sequence for message in found] == list(range(1, 601))
+    assert sorted(numbers(found)) == list(range(600))
+    assert bus.counters["consumer_resets"] >= 2
+
+
+async def test_nothing_is_lost_or_repeated_when_deliveries_vanish_with_the_connection(server: ConfiguredServer) -> None:
+    async with Proxy(server.port) as proxy, connected(server.settings, "writer") as writer:
+        await provision(writer)
+        settings = BusSettings(url=proxy.url, user=server.settings.user, password=server.settings.password)
+        async with connected(settings) as bus, bus.consume("FEED", STATES, start=ALL, max_batch=8) as reader:
+            found: list[Message] = []
+            for begin in range(0, 90, 30):
+                await publish_states(writer, range(begin, begin + 10))
+                found += await read(reader, 10)
+                proxy.losing_answers = True
+                lost = proxy.num_bytes_lost
+                await publish_states(writer, range(begin + 10, begin + 20))
+                await until(lambda lost=lost: proxy.num_bytes_lost > lost)
+                proxy.losing_answers = False
+                proxy.cut()
+                await publish_states(writer, range(begin + 20, begin + 30))
+                found += await read(reader, 20)
+    assert [message.sequence for message in found] == list(range(1, 91))
+    assert numbers(found) == list(range(90))
+
+
+async def test_a_lost_delivery_is_noticed_and_read_again(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, seen = pull.parse_delivery, 0
+
+    def losing_the_fifth(subject: bytes, payload: bytes, reply: bytes) -> tuple[int, Message]:
+        nonlocal seen
+        seen += 1
+        count, message = original(subject, payload, reply)
+        return (count + (seen >= 5)) if seen < 8 else count, message
+
+    monkeypatch.setattr(pull, "parse_delivery", losing_the_fifth)
+    await publish_states(bus, range(20))
+    async with bus.consume("FEED", STATES, start=ALL) as reader:
+        found = await read(reader, 20)
+    assert numbers(found) == list(range(20))
+    assert bus.counters["consumer_resets"] >= 1
+
+
+async def test_a_deleted_consumer_is_made_anew(server: ConfiguredServer, bus: Bus) -> None:
+    async with bus.consume("FEED", STATES, start=ALL) as reader:
+        await publish_states(bus, range(3))
+        assert numbers(await read(reader, 3)) == [0, 1, 2]
+        async with connected(server.settings, "operator") as operator:
+            names = await consumer_names(operator, "FEED")
+            assert len(names) == 1
+            await operate(operator, f"CONSUMER.DELETE.FEED.{names[0]}")
+        await publish_states(bus, range(3, 6))
+        assert numbers(await read(reader, 3)) == [3, 4, 5]
+
+
+async def test_a_broker_that_falls_silent_is_noticed_by_missing_heartbeats(
+    server: ConfiguredServer, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pull, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(consumer, "HEARTBEAT_S", 0.1)
+    async with bus.consume("FEED", STATES, start=ALL) as reader:
+        server.pause()
+        await until(lambda: bus.counters["consumer_resets"])
+        server.go_on()
+        await publish_states(bus, range(3))
+        assert numbers(await read(reader, 3)) == [0, 1, 2]
+
+
+async def test_a_quiet_stream_is_not_taken_for_a_silent_broker(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pull, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(pull, "EXPIRES_S", 0.3)
+    monkeypatch.setattr(consumer, "HEARTBEAT_S", 0.1)
+    async with bus.consume("FEED", STATES, start=ALL) as reader:
+        await asyncio.sleep(1.0)  # several heartbeats, and three requests that expire
+        await publish_states(bus, range(2))
+        assert numbers(await read(reader, 2)) == [0, 1]
+    assert bus.counters["consumer_resets"] == 0
+
+
+async def test_a_blocked_event_loop_loses_nothing_even_when_the_broker_cuts_the_connection() -> None:
+    async def flood(settings: BusSettings) -> None:
+        async with connected(settings, "flood") as other:
+            for number in range(600):
+                await publish_unstored(other, "dynamix.v1.live.flood.a", bytes(100_000))
+                await other._connection.round_trip(10)
+                await other.publish_bytes(STATE, b"%d" % number, f"m{number}")
+
+    async with ConfiguredServer(extra="max_pending: 5MB") as server, connected(server.settings) as bus:
+        await provision(bus)
+        async with bus.subscribe("dynamix.v1.live.>"), bus.consume("FEED", STATES, start=ALL) as reader:
+            flooding = threading.Thread(target=lambda: asyncio.run(flood(server.settings)))
+            flooding.start()
+            flooding.join()  # the event loop stands still meanwhile, and 60 MB wait for it
+            found = await read(reader, 600)
+            await until(lambda: bus.counters["max_loop_lag_ms"] > 100)
+        assert numbers(found) == list(range(600))
+        assert "Slow Consumer" in server.log_file.read_text()
+        assert bus.counters["reconnects"] >= 1
+
+
+async def test_a_slow_reader_is_sent_no_more_than_it_has_room_for(bus: Bus) -> None:
+    await publish_states(bus, range(5000))
+    async with bus.consume("FEED", STATES, start=ALL, max_batch=16) as reader:
+        await until(lambda: reader.num_queued == consumer.MIN_CAPACITY)
+        await asyncio.sleep(0.1)
+        assert reader.num_queued == consumer.MIN_CAPACITY
+        assert numbers(await read(reader, 5000)) == list(range(5000))
+
+
+async def test_a_request_is_bounded_in_bytes(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pull, "MAX_BYTES", 10_000)
+    monkeypatch.setattr(consumer, "MAX_BUFFERED_BYTES", 10_000)
+    for number in range(40):
+        await bus.publish_bytes(STATE, bytes(3000), f"m{number}")
+    async with bus.consume("FEED", STATES, start=ALL) as reader:
+        await until(lambda: reader.num_queued >= 3)
+        await asyncio.sleep(0.1)
+        assert reader.num_queued <= 6
+        assert len(await read(reader, 40)) == 40
+
+
+async def test_a_durable_consumer_goes_on_behind_its_last_acknowledgement(bus: Bus) -> None:
+    await publish_states(bus, range(6))
+    async with bus.consume("FEED", STATES, start=ALL, durable="collector-a") as reader:
+        found = await read(reader, 6)
+        await reader.ack(found[3])
+        assert await bus.stream_state("FEED")  # a request behind the acknowledgement: it has arrived
+    async with bus.consume("FEED", STATES, start=ALL, durable="collector-a") as reader:
+        assert numbers(await read(reader, 2)) == [4, 5]
+
+
+async def test_a_durable_consumer_loses_and_repeats_nothing_over_a_killed_broker(
+    server: ConfiguredServer, bus: Bus
+) -> None:
+    async with connected(server.settings, "writer") as writer:
+        async with bus.consume("FEED", STATES, start=ALL, durable="reward") as reader:
+            found: list[Message] = []
+            for begin in range(0, 300, 100):
+                await publish_states(writer, range(begin, begin + 100))
+                found += await read(reader, 50)
+                await reader.ack(found[-1])
+                if begin < 200:
+                    await server.kill()
+                    await server.start()
+            while len(found) < 300:
+                found += await read(reader, 1)
+        assert [message.sequence for message in found] == list(range(1, 301))
+
+
+async def test_a_durable_consumer_takes_other_subjects_when_asked_to(bus: Bus) -> None:
+    await publish_states(bus, range(2), STATE)
+    async with bus.consume("FEED", [STATE], start=ALL, durable="d") as reader:
+        found = await read(reader, 2)
+        await reader.ack(found[-1])
+        assert await bus.stream_state("FEED")
+    await publish_states(bus, range(2, 4), OTHER)
+    async with bus.consume("FEED", [STATE, OTHER], start=ALL, durable="d") as reader:
+        assert numbers(await read(reader, 2)) == [2, 3]
+
+
+async def test_only_a_durable_consumer_acknowledges(bus: Bus) -> None:
+    await publish_states(bus, range(1))
+    async with bus.consume("FEED", STATES, start=ALL) as reader:
+        (message,) = await read(reader, 1)
+        with pytest.raises(ValueError, match="durable=NAME"):
+            await reader.ack(message)
+
+
+async def test_a_stream_that_went_back_is_an_error_not_a_silent_gap(server: ConfiguredServer, bus: Bus) -> None:
+    await publish_states(bus, range(10))
+    async with bus.consume("FEED", STATES, start=ALL) as reader:
+        assert len(await read(reader, 10)) == 10
+        async with connected(server.settings, "operator") as operator:
+            await operate(operator, "STREAM.DELETE.FEED")
+            await provision(operator)
+        with pytest.raises((SequenceRegressError, StreamMissingError)):
+            await read(reader, 1)
+
+
+async def test_a_missing_stream_is_named_at_once(server: ConfiguredServer) -> None:
+    async with connected(server.settings) as bus:
+        with pytest.raises(StreamMissingError, match=r"STREAM.INFO.FEED: stream not found.*dynamix provision"):
+            async with bus.consume("FEED", STATES, start=ALL):
+                pass
+
+
+async def test_stopping_the_intake_ends_the_loops_over_consumers_and_subscriptions(bus: Bus) -> None:
+    async def listen() -> str:
+        async with bus.subscribe("dynamix.v1.live.>") as messages:
+            async for _ in messages:
+                pass
+        return "subscription ended"
+
+    async def consume() -> str:
+        async with bus.consume("FEED", STATES, start=ALL) as reader:
+            async for _ in reader:
+                pass
+        return "consumer ended"
+
+    loops = [asyncio.create_task(listen()), asyncio.create_task(consume())]
+    await asyncio.sleep(0.05)
+    bus.stop_intake()
+    assert await asyncio.gather(*loops) == ["subscription ended", "consumer ended"]
+
+
+async def test_a_closed_consumer_leaves_nothing_at_the_broker(bus: Bus) -> None:
+    async with bus.consume("FEED", STATES, start=ALL):
+        assert len(await consumer_names(bus, "FEED")) == 1
+    async with asyncio.timeout(10):
+        while await consumer_names(bus, "FEED"):
+            pass
+
+
+async def test_the_second_form_of_acknowledgement_subjects_is_understood() -> None:
+    async with ConfiguredServer(ack_v2=True) as server, connected(server.settings) as bus:
+        await provision(bus)
+        await publish_states(bus, range(5))
+        async with bus.consume("FEED", STATES, start=ALL) as reader:
+            assert numbers(await read(reader, 5)) == [0, 1, 2, 3, 4]
+        async with bus.consume("FEED", STATES, start=ALL, durable="d") as reader:
+            found = await read(reader, 5)
+            await reader.ack(found[2])
+            assert await bus.stream_state("FEED")
+        async with bus.consume("FEED", STATES, start=ALL, durable="d") as reader:
+            assert numbers(await read(reader, 2)) == [3, 4]
+
+
+async def test_a_slow_core_reader_loses_the_oldest_messages_counted(bus: Bus, caplog: pytest.LogCaptureFixture) -> None:
+    subject = "dynamix.v1.live.test.a"
+    async with bus.subscribe(subject) as messages:
+        for number in range(3000):
+            await publish_unstored(bus, subject, b"%d" % number)
+        await until(lambda: messages.num_dropped == 3000 - 1024)
+        assert numbers([await anext(messages) for _ in range(1024)]) == list(range(1976, 3000))
+    assert bus.counters["dropped_received"] == 1976
+    assert sum("too slow" in record.message for record in caplog.records) == 1

@@ -1,0 +1,226 @@
+"""Publishing: acknowledged once, whatever is lost on the way; and the compare-and-set of actions."""
+
+import asyncio
+
+import pytest
+from tests.support import made
+from tests.support.brokers import STATE, ConfiguredServer, connected, publish_states, until
+from tests.support.proxy import Proxy
+
+from dynamix.runtime.bus import (
+    Bus,
+    ConnectionClosedError,
+    PublishError,
+    StaleWriterError,
+    StreamMissingError,
+    publisher,
+)
+from dynamix.runtime.provision import provision
+from dynamix.runtime.settings import BusSettings
+from dynamix.schemas import chain, codec, subjects
+from dynamix.schemas.messages import Live
+
+
+def through(proxy: Proxy, server: ConfiguredServer) -> BusSettings:
+    return BusSettings(url=proxy.url, user=server.settings.user, password=server.settings.password)
+
+
+async def test_a_message_is_stored_under_its_subject_and_returns_its_sequence(bus: Bus) -> None:
+    first = await bus.publish(made.state(window_index=0))
+    second = await bus.publish(made.state(window_index=1))
+    stored = await bus.last("FEED", subjects.state(made.JOB, "node-a"))
+    assert (first, second) == (1, 2)
+    assert stored is not None
+    assert codec.decode_any(stored.subject, stored.payload) == made.state(window_index=1)
+    assert stored.sequence == 2
+    assert stored.timestamp_ns > 1_700_000_000 * 10**9
+
+
+async def test_equal_content_is_stored_once(bus: Bus) -> None:
+    assert await bus.publish(made.state()) == await bus.publish(made.state()) == 1
+    assert (await bus.stream_state("FEED")).num_messages == 1
+    assert bus.counters["duplicates"] == 1
+
+
+async def test_messages_whose_acknowledgements_are_lost_are_sent_again_and_stored_once(
+    server: ConfiguredServer,
+) -> None:
+    async with Proxy(server.port) as proxy, connected(through(proxy, server)) as bus:
+        await provision(bus)
+        proxy.losing_answers = True
+        futures = [await bus.publish_bytes_soon(STATE, b"%d" % number, f"m{number}") for number in range(500)]
+        await until(lambda: proxy.num_bytes_lost > 1000)
+        proxy.losing_answers = False
+        proxy.cut()
+        sequences = await asyncio.gather(*futures)
+        assert sequences == list(range(1, 501))
+        assert (await bus.stream_state("FEED")).num_messages == 500
+        assert bus.counters["duplicates"] >= 1
+        assert bus.counters["in_flight"] == 0
+
+
+async def test_an_acknowledgement_that_never_comes_is_an_error_and_gives_its_slot_back(
+    server: ConfiguredServer, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher, "BUDGET_S", 0.3)
+    await server.kill()
+    with pytest.raises(PublishError, match="no acknowledgement in 0.3 s"):
+        await bus.publish(made.state())
+    assert bus.counters["in_flight"] == 0
+    assert bus.counters["publish_errors"] == 1
+
+
+async def test_a_full_table_makes_publishers_wait_and_a_restarted_broker_empties_it(
+    server: ConfiguredServer, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher, "MAX_IN_FLIGHT", 10)
+    monkeypatch.setattr(publisher, "RESUME_AT", 7)
+    await server.kill()
+    for number in range(10):
+        await bus.publish_bytes_soon(STATE, b"", f"m{number}")
+    eleventh = asyncio.create_task(bus.publish_bytes(STATE, b"", "m10"))
+    await asyncio.sleep(0)
+    assert bus.counters["in_flight"] == 10
+    await server.start()
+    assert await eleventh == 11
+    assert await bus.flush()
+
+
+async def test_the_table_is_bounded_in_bytes_too(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publisher, "MAX_IN_FLIGHT_BYTES", 1000)
+    monkeypatch.setattr(publisher, "RESUME_AT_BYTES", 750)
+    most = 0
+    for number in range(20):
+        await bus.publish_bytes_soon(STATE, bytes(400), f"m{number}")
+        most = max(most, bus.counters["in_flight"])
+    assert most == 3
+    assert await bus.flush()
+    assert (await bus.stream_state("FEED")).num_messages == 20
+
+
+async def test_a_message_that_fits_only_without_its_headers_is_refused_and_the_connection_lives(bus: Bus) -> None:
+    with pytest.raises(ValueError, match="over the broker's limit of 1048576"):
+        await bus.publish_bytes(STATE, bytes(1_048_576 - 10), "large")
+    assert await bus.publish(made.state()) == 1
+    assert bus.counters["reconnects"] == 0
+
+
+@pytest.mark.parametrize("subject", ["", "a b", "a..b", "a.*", "a.>", "a\r\nPUB b 0\r\n", ".a", "a."])
+async def test_a_subject_that_is_none_is_refused(bus: Bus, subject: str) -> None:
+    with pytest.raises(ValueError, match="no subject to publish on"):
+        await bus.publish_bytes(subject, b"", "m")
+    assert bus.counters["in_flight"] == 0
+
+
+async def test_a_subject_that_no_stream_takes_is_named(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publisher, "BUDGET_S", 0.3)
+    with pytest.raises(StreamMissingError, match="no stream takes elsewhere: run `dynamix provision`"):
+        await bus.publish_bytes("elsewhere", b"", "m")
+
+
+async def test_an_error_that_nobody_looks_at_is_counted(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publisher, "BUDGET_S", 0.1)
+    await bus.publish_bytes_soon("elsewhere", b"", "m")
+    assert await bus.flush()
+    assert bus.counters["publish_errors"] == 1
+
+
+async def test_a_cancelled_publisher_gives_its_slot_back(server: ConfiguredServer, bus: Bus) -> None:
+    await server.kill()
+    publishing = asyncio.create_task(bus.publish(made.state()))
+    await until(lambda: bus.counters["in_flight"])
+    publishing.cancel()
+    await until(lambda: bus.counters["in_flight"] == 0)
+
+
+async def test_drain_waits_for_what_is_in_flight(server: ConfiguredServer) -> None:
+    async with connected(server.settings) as bus:
+        await provision(bus)
+        futures = [await bus.publish_bytes_soon(STATE, b"", f"m{number}") for number in range(1000)]
+        await bus.drain()
+        assert [future.result() for future in futures] == list(range(1, 1001))
+
+
+async def test_drain_works_while_reconnecting_and_fails_what_was_not_acknowledged(
+    server: ConfiguredServer, bus: Bus
+) -> None:
+    await server.kill()
+    await until(lambda: not bus.is_connected)
+    future = await bus.publish_soon(made.state())
+    await bus.drain(timeout_s=0.1)
+    with pytest.raises(ConnectionClosedError):
+        await future
+    with pytest.raises(ConnectionClosedError):
+        await bus.publish(made.state())
+
+
+async def test_everything_acknowledged_over_two_killed_brokers_is_stored_once(
+    server: ConfiguredServer, bus: Bus
+) -> None:
+    async def publish() -> list[int]:
+        return [await bus.publish_bytes(STATE, b"%d" % number, f"m{number}") for number in range(400)]
+
+    publishing = asyncio.create_task(publish())
+    for acknowledged in (100, 250):
+        await until(lambda acknowledged=acknowledged: bus.counters["published"] >= acknowledged)
+        await server.kill()
+        await server.start()
+    sequences = await publishing
+    assert sequences == list(range(1, 401))
+    assert (await bus.stream_state("FEED")).num_messages == 400
+    assert bus.counters["reconnects"] == 2
+
+
+async def test_core_messages_are_dropped_and_counted_while_there_is_no_broker(
+    server: ConfiguredServer, bus: Bus
+) -> None:
+    await server.kill()
+    await until(lambda: not bus.is_connected)
+    for _ in range(3):
+        await bus.publish_live(Live(service="test", instance="a", uptime_s=1.0))
+    assert bus.counters["dropped_live"] == 3
+
+
+async def test_the_broker_refuses_the_action_of_a_stale_writer(bus: Bus) -> None:
+    first = chain.seal(made.action(0), b"")
+    sequence = await bus.publish_action(first, expected_last=0)
+    with pytest.raises(StaleWriterError) as refused:
+        await bus.publish_action(chain.seal(made.action(1), b"another history"), expected_last=0)
+    assert refused.value.last_sequence == sequence
+    await bus.publish_action(chain.seal(made.action(1), first.hash), expected_last=sequence)
+    assert (await bus.stream_state("ACTIONS")).num_messages == 2
+
+
+async def test_the_same_action_again_is_a_success_not_a_stale_writer(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    action = chain.seal(made.action(0), b"")
+    sequence = await bus.publish_action(action, expected_last=0)
+    assert await bus.publish_action(action, expected_last=0) == sequence
+    monkeypatch.setattr(codec, "message_id", lambda _: "forgotten")  # as if the window of duplicates had passed
+    assert await bus.publish_action(action, expected_last=0) == sequence
+    assert (await bus.stream_state("ACTIONS")).num_messages == 1
+
+
+async def test_of_racing_writers_exactly_one_writes_each_action(server: ConfiguredServer, bus: Bus) -> None:
+    async def write(writer: int, other: Bus) -> list[int]:
+        won, last = [], 0
+        while len(won) < 5:
+            action = chain.seal(made.action(last, policy=f"writer-{writer}"), b"")
+            try:
+                last = await other.publish_action(action, expected_last=last)
+                won.append(last)
+            except StaleWriterError as refused:
+                assert refused.last_sequence is not None
+                last = refused.last_sequence
+        return won
+
+    async with connected(server.settings, "one") as one, connected(server.settings, "two") as two:
+        won = await asyncio.gather(write(0, bus), write(1, one), write(2, two))
+    assert sorted(sum(won, [])) == list(range(1, 16))
+
+
+async def test_publishing_in_bulk_fills_the_stream_in_order(bus: Bus) -> None:
+    await publish_states(bus, range(3000))
+    assert (await bus.stream_state("FEED")).last_sequence == 3000
+    last = await bus.last("FEED", STATE)
+    assert last is not None
+    assert last.payload == b"2999"
