@@ -5,6 +5,7 @@ A fresh interpreter needs seconds for `import torch`; a fork of the server needs
 
 import multiprocessing
 import os
+import pickle
 import tempfile
 import time
 import traceback
@@ -81,7 +82,7 @@ def _receive(end: Connection) -> tuple[bool, Any]:
     if not end.poll(TIMEOUT_S):
         return False, f"no result within {TIMEOUT_S:g} s"
     try:
-        outcome: tuple[bool, Any] = end.recv()
+        outcome: tuple[bool, Any] = pickle.loads(end.recv_bytes())
     except EOFError:
         return False, "ended without a result"
     return outcome
@@ -92,13 +93,18 @@ def _rank_main(end: Connection, function: Callable[..., Any], place: _Place, arg
     torch.set_num_threads(1)
     try:
         _join(place)
-        end.send((True, function(place.rank, *args)))
+        _send(end, ok=True, value=function(place.rank, *args))
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:  # noqa: BLE001 - the parent shows it
-        end.send((False, traceback.format_exc()))
+        _send(end, ok=False, value=traceback.format_exc())
     finally:
         end.close()
+
+
+def _send(end: Connection, *, ok: bool, value: Any) -> None:
+    """By value: torch would leave tensors in the memory of a process that is about to end."""
+    end.send_bytes(pickle.dumps((ok, value)))
 
 
 def _join(place: _Place) -> None:

@@ -225,7 +225,7 @@ def _client(bus: BusSettings | None, meeting: Meeting, environment: Environment)
         return None
     client = BusClient(
         bus,
-        name=f"trainer-{place.node}",
+        node=place.node,
         outbox_messages=environment.trainer.outbox_messages,
         actions_of=meeting.identity.job if place.rank == 0 else None,
     )

@@ -8,21 +8,25 @@ import asyncio
 import contextlib
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from dynamix.runtime.bus import LAST_PER_SUBJECT, Bus, BusError, PublishError
 from dynamix.runtime.bus import Message as Delivered
+from dynamix.runtime.dead_letters import DeadLetters
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import subjects
 from dynamix.schemas.chain import is_sealed
 from dynamix.schemas.codec import MalformedMessageError, decode
-from dynamix.schemas.messages import Action, Message
+from dynamix.schemas.messages import Action, Live, Message
 from dynamix.schemas.streams import ACTIONS
 
 from .outbox import Outbox
 
+SERVICE = "trainer"
+HEARTBEAT_S = 1.0
 RETRY_S = 1.0
 """Pause after the bus refused something that an operator may mend."""
 
@@ -35,14 +39,16 @@ _log = logging.getLogger("dynamix.trainer")
 class BusClient:
     """Publishes what the training side says and, in global rank 0, listens to its job's actions."""
 
-    def __init__(self, settings: BusSettings, *, name: str, outbox_messages: int, actions_of: str | None) -> None:
+    def __init__(self, settings: BusSettings, *, node: str, outbox_messages: int, actions_of: str | None) -> None:
         self.outbox = Outbox(outbox_messages)
         self.actions: deque[Action] = deque(maxlen=INBOX_MESSAGES)
         """Actions received and not yet looked at, oldest first."""
         self.num_malformed = 0
         """Messages on the job's action subject that were no action."""
         self._settings = settings
-        self._name = name
+        self._node = node
+        self._started_s = time.monotonic()
+        self._counters: dict[str, int] = {}
         self._actions_of = actions_of
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake = asyncio.Event()
@@ -50,7 +56,7 @@ class BusClient:
         self._emptied = asyncio.Event()
         self._last_error = ""
         self._close_timeout_s = 0.0
-        self._thread = threading.Thread(target=self._run, name=f"dynamix {name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="dynamix bus client", daemon=True)
 
     def start(self) -> None:
         """Start the thread; the connection is made, and made again, in the background."""
@@ -109,7 +115,7 @@ class BusClient:
                 event.set()
 
             try:
-                bus = await Bus.connect(self._settings, name=self._name, on_closed=on_closed)
+                bus = await Bus.connect(self._settings, name=f"{SERVICE}-{self._node}", on_closed=on_closed)
             except (BusError, ValueError, OSError) as error:
                 self._complain("cannot connect to the bus", error)
                 await asyncio.sleep(RETRY_S)
@@ -120,7 +126,7 @@ class BusClient:
                 await bus.close()
 
     async def _serve(self, bus: Bus, closed: asyncio.Event) -> None:
-        duties: list[Coroutine[Any, Any, object]] = [closed.wait(), self._publish_all(bus)]
+        duties: list[Coroutine[Any, Any, object]] = [closed.wait(), self._publish_all(bus), self._beat(bus)]
         if self._actions_of is not None:
             duties.append(self._listen(bus, subjects.action(self._actions_of)))
         tasks = [asyncio.create_task(duty) for duty in duties]
@@ -161,23 +167,35 @@ class BusClient:
             return False
         return True
 
+    async def _beat(self, bus: Bus) -> None:
+        """Show that we live, and what was counted."""
+        while True:
+            counters = {**bus.counters, **self._counters, "reports_dropped": self.outbox.num_dropped}
+            uptime_s = time.monotonic() - self._started_s
+            with contextlib.suppress(BusError):
+                await bus.publish_live(
+                    Live(service=SERVICE, instance=self._node, uptime_s=uptime_s, counters=counters, node=self._node)
+                )
+            await asyncio.sleep(HEARTBEAT_S)
+
     async def _listen(self, bus: Bus, subject: str) -> None:
+        dead_letters = DeadLetters(bus, SERVICE, self._counters)
         while True:
             try:
                 async with bus.consume(ACTIONS.name, [subject], start=LAST_PER_SUBJECT) as consumer:
                     async for batch in consumer:
-                        self._receive(batch)
+                        await self._receive(batch, dead_letters)
             except BusError as error:
                 self._complain("cannot listen to actions; trying again", error)
                 await asyncio.sleep(RETRY_S)
 
-    def _receive(self, batch: Sequence[Delivered]) -> None:
+    async def _receive(self, batch: Sequence[Delivered], dead_letters: DeadLetters) -> None:
         for message in batch:
             try:
                 self.actions.append(_decode(message))
             except MalformedMessageError as error:
                 self.num_malformed += 1
-                self._complain("refused what was no action", error)
+                await dead_letters.add(message, str(error))
 
     def _complain(self, what: str, error: BaseException) -> None:
         """Log a trouble once, until it is another one."""

@@ -33,17 +33,17 @@ class Outbox:
             return self._messages[0] if self._messages else None
 
     def remove(self, message: Message) -> None:
-        """Take out a message that has left; one that was dropped meanwhile is gone already."""
+        """Take out the message that `oldest` returned: it has left."""
         with self._lock:
-            if self._messages and self._messages[0] is message:
-                self._messages.popleft()
+            assert self._messages[0] is message, "a message left the outbox that was not its oldest"
+            self._messages.popleft()
 
     def __len__(self) -> int:
         return len(self._messages)
 
     def _drop_oldest_report(self) -> None:
         for index, message in enumerate(self._messages):
-            if isinstance(message, Report):
+            if index > 0 and isinstance(message, Report):  # the first may be on its way
                 del self._messages[index]
                 self.num_dropped += 1
                 return

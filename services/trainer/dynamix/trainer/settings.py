@@ -22,6 +22,13 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     close_timeout_s: float = 2.0
     """How long the end of the training may wait for the last messages to leave."""
 
+    def __post_init__(self) -> None:
+        """Raise ValueError for what cannot work."""
+        if self.outbox_messages < 2:
+            raise ValueError(f"outbox_messages={self.outbox_messages}: one may be on its way, so at least 2")
+        if self.close_timeout_s < 0:
+            raise ValueError(f"close_timeout_s={self.close_timeout_s} is negative")
+
 
 class Environment(NamedTuple):
     """Everything `attach` takes from the environment."""

@@ -1,0 +1,235 @@
+"""The training side on a real broker: reports out, actions in, adopted by all ranks at one boundary."""
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from tests.support.brokers import ConfiguredServer, until
+from tests.support.ranks import run_ranks
+from tests.support.training import Numbered, distribute, gather, make_model
+from torch import nn
+
+from dynamix import trainer as dynamix
+from dynamix.runtime.bus import ALL, Bus
+from dynamix.runtime.settings import BusSettings
+from dynamix.schemas import subjects
+from dynamix.schemas.chain import seal
+from dynamix.schemas.codec import decode, encode
+from dynamix.schemas.messages import Action, Applied, Dead, Job, Report
+from dynamix.trainer import Session
+
+WINDOW_STEPS = 4
+TARGET = (3, 21)
+
+
+def _environ(settings: BusSettings, **more: str) -> dict[str, str]:
+    return {
+        "DYNAMIX_NATS_URL": settings.url,
+        "DYNAMIX_NATS_USER": settings.user,
+        "DYNAMIX_NATS_PASSWORD": settings.password,
+        "DYNAMIX_NODE": "node-a",
+        **more,
+    }
+
+
+def _attach() -> tuple[Session, nn.Module, torch.optim.Optimizer]:
+    model = distribute(make_model(torch.float32))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    session = dynamix.attach(
+        model,
+        optimizer,
+        Numbered(500, torch.float32),
+        local_batch_size=8,
+        min_local_batch_size=2,
+        max_local_batch_size=64,
+        name="steered",
+        window_steps=WINDOW_STEPS,
+        max_lag_windows=1000,
+        policy="proportional",
+        policy_options={"dead_band": 0.1},
+        seed=11,
+    )
+    return session, model, optimizer
+
+
+def _step(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+    inputs, targets, _ = batch
+    outputs = model(inputs)
+    loss = nn.functional.cross_entropy(outputs, targets)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    session.step(loss, (outputs.argmax(1) == targets).sum())
+
+
+def _train_until_steered(_rank: int) -> dict[str, Any]:
+    """Train until the target sizes rule, then three windows more."""
+    session, model, optimizer = _attach()
+    sizes, last = [], 10**9
+    with session:
+        session.evaluated(0.25)
+        for _ in session.epochs(1000):
+            for batch in session.loader:
+                sizes.append(session.local_batch_sizes)
+                _step(session, model, optimizer, batch)
+                if sizes[-1] == TARGET:
+                    last = min(last, session.window + 3)
+                if session.window == last:
+                    return {"sizes": sizes, "job": session.job, "samples": session.position}
+    raise AssertionError("never steered")
+
+
+def _action(job: str, window: int, **changes: Any) -> Action:
+    action = Action(
+        job=job,
+        generation=0,
+        window=window,
+        local_batch_sizes=TARGET,
+        deltas=(0, 0),
+        policy="test",
+        policy_version=0,
+        watermark=0,
+    )
+    return seal(msgspec.structs.replace(action, **changes), b"")
+
+
+async def _collect(bus: Bus, kind: type[Any], stream: str, subject: str) -> list[Any]:
+    """Everything stored on a subject up to now."""
+    found: list[Any] = []
+    async with bus.consume(stream, [subject], start=ALL) as consumer:
+        async for batch in consumer:
+            found += [decode(kind, message.subject, message.payload) for message in batch]
+            if batch[-1].num_pending == 0:
+                break
+    return found
+
+
+async def _arbitrate(bus: Bus) -> None:
+    """Answer the first report with what must be refused, every later one with the target."""
+    async with bus.consume("FEED", [subjects.report("*", "*")], start=ALL) as reports:
+        async for batch in reports:
+            for message in batch:
+                report = decode(Report, message.subject, message.payload)
+                subject = subjects.action(report.job)
+                if report.window == 0:
+                    bad = [
+                        b"no action",
+                        encode(msgspec.structs.replace(_action(report.job, 0), watermark=7)),  # not what was sealed
+                        encode(_action(report.job, 1, generation=9)),
+                        encode(_action(report.job, 2, local_batch_sizes=(3, 65))),
+                        encode(_action(report.job, 3, local_batch_sizes=(3,))),
+                    ]
+                    for number, payload in enumerate(bad):
+                        await bus.publish_bytes(subject, payload, f"bad:{number}")
+                else:
+                    action = _action(report.job, report.window)
+                    await bus.publish_bytes(subject, encode(action), f"action:{report.window}")
+
+
+async def test_a_report_goes_out_and_its_action_is_adopted_by_all_ranks_at_one_boundary(
+    server: ConfiguredServer, bus: Bus
+) -> None:
+    arbitrating = asyncio.create_task(_arbitrate(bus))
+    results = await asyncio.to_thread(run_ranks, _train_until_steered, 2, environ=_environ(server.settings))
+    arbitrating.cancel()
+    await asyncio.gather(arbitrating, return_exceptions=True)
+
+    job = results[0]["job"]
+    assert results[0] == results[1]
+    sizes = results[0]["sizes"]
+    changed = sizes.index(TARGET)
+    assert sizes == [(8, 8)] * changed + [TARGET] * (len(sizes) - changed)
+    assert changed % WINDOW_STEPS == 0
+
+    applied = (await _collect(bus, Applied, "FEED", subjects.applied(job)))[0]
+    assert applied.local_batch_sizes == TARGET
+    assert (applied.effective_step, applied.effective_window) == (changed, changed // WINDOW_STEPS)
+    assert applied.decided_window < applied.effective_window
+    assert applied.action_hash == _action(job, applied.decided_window).hash
+    assert applied.num_refused == {"malformed": 2, "generation": 1, "bounds": 1, "length": 1}
+    dead = await _collect(bus, Dead, "DEAD", subjects.dead("action", job))
+    assert [letter.service for letter in dead] == ["trainer", "trainer"]
+    assert dead[0].payload == b"no action"
+
+    reports = await _collect(bus, Report, "FEED", subjects.report(job, "node-a"))
+    assert [report.window for report in reports] == list(range(len(sizes) // WINDOW_STEPS))
+    for report in reports:
+        _check_report(report, sizes)
+    assert reports[-1].samples_seen == results[0]["samples"]
+    await _check_job(bus, job)
+
+
+def _check_report(report: Report, sizes: list[tuple[int, ...]]) -> None:
+    first = report.window * WINDOW_STEPS
+    assert (report.first_step, report.totals.num_steps) == (first, WINDOW_STEPS)
+    assert report.optimizer_family == "sgd"
+    assert report.held_out_accuracy == 0.25
+    assert tuple(row.local_batch_size for row in report.rows) == sizes[first]
+    assert [row.rank for row in report.rows] == [0, 1]
+    assert report.totals.num_samples == sum(row.num_samples for row in report.rows)
+    assert report.totals.loss_sum == sum(row.loss_sum for row in report.rows)
+    assert report.totals.num_correct is not None
+    assert report.totals.global_batch_size == sum(sizes[first])
+    assert report.totals.noise is not None
+    assert (report.totals_before is None) == (report.window == 0)
+    for row in report.rows:
+        assert row.compute_time_s > 0
+        assert row.update_time_s > 0
+        assert row.sockets is not None
+
+
+async def _check_job(bus: Bus, job: str) -> None:
+    stored = await bus.last("JOBS", subjects.job(job))
+    assert stored is not None
+    specification = decode(Job, stored.subject, stored.payload)
+    assert (specification.phase, specification.generation, specification.end_reason) == ("ended", 0, "closed")
+    assert specification.job.startswith("steered-")
+    assert (specification.world_size, specification.window_steps, specification.seed) == (2, WINDOW_STEPS, 11)
+    assert specification.initial_local_batch_sizes == (8, 8)
+    assert (specification.base_global_batch_size, specification.min_local_batch_size) == (16, 2)
+    assert specification.max_local_batch_sizes == (64, 64)
+    assert (specification.policy, specification.policy_options) == ("proportional", {"dead_band": 0.1})
+    assert specification.total_samples == 500_000
+    assert [(node.node, node.ranks) for node in specification.nodes] == [("node-a", (0, 1))]
+
+
+def _train_through_an_outage(rank: int, trained: Path) -> int:
+    """Train ten windows without a broker, then on until everything has left; how many reports were given up."""
+    session, model, optimizer = _attach()
+    client = session._parts.client
+    with session:
+        for _ in session.epochs(100_000):
+            for batch in session.loader:
+                _step(session, model, optimizer, batch)
+                if session.window == 10 and rank == 0:
+                    trained.touch()
+                time.sleep(0.001)  # leaves the cores to the broker
+                if gather(client is None or (session.window > 10 and len(client.outbox) == 0)) == [True, True]:
+                    return 0 if client is None else client.outbox.num_dropped
+    raise AssertionError("the epochs ended first")
+
+
+async def test_what_was_measured_while_the_broker_was_away_arrives_when_it_is_back(
+    server: ConfiguredServer, bus: Bus, tmp_path: Path
+) -> None:
+    await server.kill()
+    environ = _environ(server.settings, DYNAMIX_JOB="outage", DYNAMIX_TRAINER_OUTBOX_MESSAGES="4")
+    trained = tmp_path / "trained"
+    training = asyncio.create_task(asyncio.to_thread(run_ranks, _train_through_an_outage, 2, trained, environ=environ))
+    await until(lambda: trained.exists() or training.done())
+    await server.start()
+    dropped, nothing = await training
+    assert nothing == 0
+    assert dropped >= 7  # of the ten windows and the job's specification, four messages were kept
+
+    reports = await _collect(bus, Report, "FEED", subjects.report("outage", "node-a"))
+    windows = [report.window for report in reports]
+    assert windows == sorted(set(windows))
+    assert windows[-1] + 1 - len(windows) == dropped
+    told = max(report.num_reports_dropped for report in reports)
+    assert told in {dropped - 1, dropped}  # a report cannot know what its own arrival pushes out
+    stored = await bus.last("JOBS", subjects.job("outage"))
+    assert stored is not None
