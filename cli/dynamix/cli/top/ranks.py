@@ -172,13 +172,12 @@ def _total(row: RankRow) -> float:
 def _summary(rows: Sequence[RankRow], num_shown: int) -> Text:
     sizes = [row.metrics.training.local_batch_size for row in rows]
     times = [row.metrics.training.compute_time_s for row in rows]
+    milliseconds = "/".join(f"{time * 1e3:.1f}" for time in (min(times), median(times), max(times)))
     return Text.assemble(
-        (f"slowest {num_shown} of {len(rows)}; least/median/most:", "dim"),
-        f" batch {min(sizes)}/{median(sizes):.0f}/{max(sizes)}",
-        (
-            f" compute {'/'.join(f'{time * 1e3:.1f}' for time in (min(times), median(times), max(times)))} ms",
-            COMPUTE_STYLE,
-        ),
+        (f"slowest {num_shown} of {len(rows)}", "dim"),
+        f" · batch {min(sizes)}/{median(sizes):.0f}/{max(sizes)} · ",
+        (f"compute {milliseconds} ms", COMPUTE_STYLE),
+        (" (min/med/max)", "dim"),
     )
 
 

@@ -1,0 +1,91 @@
+"""How commands find the broker: environment first, then the file of `dynamix up`, then the default."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from dynamix.cli import connection
+from dynamix.cli.errors import CommandError
+from dynamix.runtime.settings import BusSettings
+
+BROKER = BusSettings(url="nats://127.0.0.1:4999", user="dynamix", password="secret-123")
+
+
+@pytest.fixture
+def environ(tmp_path: Path) -> dict[str, str]:
+    return {"XDG_RUNTIME_DIR": str(tmp_path), "HOME": str(tmp_path / "home")}
+
+
+def test_with_nothing_set_and_nothing_running_it_is_the_default(environ: dict[str, str]) -> None:
+    assert connection.find(environ) == BusSettings()
+
+
+def test_a_running_up_is_found(environ: dict[str, str]) -> None:
+    with connection.published(BROKER, environ):
+        assert connection.find(environ) == BROKER
+    assert connection.find(environ) == BusSettings()
+
+
+def test_the_environment_counts_more_than_the_file(environ: dict[str, str]) -> None:
+    with connection.published(BROKER, environ):
+        found = connection.find({**environ, "DYNAMIX_NATS_URL": "nats://127.0.0.1:5000"})
+    assert (found.url, found.password) == ("nats://127.0.0.1:5000", "")
+
+
+def test_an_empty_variable_is_not_set(environ: dict[str, str]) -> None:
+    with connection.published(BROKER, environ):
+        assert connection.find({**environ, "DYNAMIX_NATS_URL": ""}) == BROKER
+
+
+def test_a_misspelt_variable_is_a_usage_error_that_names_the_right_one(environ: dict[str, str]) -> None:
+    with pytest.raises(CommandError, match="DYNAMIX_NATS_URL") as caught:
+        connection.find({**environ, "DYNAMIX_NATS_ULR": "nats://x"})
+    assert caught.value.exit_code == 2
+
+
+def test_the_file_is_for_its_user_only(environ: dict[str, str]) -> None:
+    with connection.published(BROKER, environ) as file:
+        assert file.stat().st_mode & 0o777 == 0o600
+        assert file.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_file_that_others_may_read_is_refused(environ: dict[str, str]) -> None:
+    with connection.published(BROKER, environ) as file:
+        file.chmod(0o644)
+        with pytest.raises(CommandError, match="must be yours alone"):
+            connection.find(environ)
+
+
+def test_without_a_runtime_directory_it_lies_in_the_cache(tmp_path: Path) -> None:
+    environ = {"HOME": str(tmp_path)}
+    with connection.published(BROKER, environ) as file:
+        assert file == tmp_path / ".cache" / "dynamix" / "connection.json"
+        assert connection.find(environ) == BROKER
+
+
+def test_the_file_of_a_process_that_is_gone_means_nothing(environ: dict[str, str]) -> None:
+    gone = _pid_of_an_ended_process()
+    with connection.published(BROKER, environ) as file:
+        file.write_text(file.read_text().replace(f'"pid":{os.getpid()}', f'"pid":{gone}'))
+        assert connection.find(environ) == BusSettings()
+
+
+def test_the_file_of_a_later_up_is_left_alone(environ: dict[str, str]) -> None:
+    with connection.published(BROKER, environ) as file:
+        other = file.read_text().replace(f'"pid":{os.getpid()}', f'"pid":{os.getppid()}')
+        file.write_text(other)
+    assert file.read_text() == other
+
+
+def test_a_file_that_is_no_file_of_ours_says_what_to_do(environ: dict[str, str]) -> None:
+    with connection.published(BROKER, environ) as file:
+        file.write_text("{")
+        with pytest.raises(CommandError, match="remove it"):
+            connection.find(environ)
+
+
+def _pid_of_an_ended_process() -> int:
+    pid = os.spawnlp(os.P_NOWAIT, "true", "true")
+    os.waitpid(pid, 0)
+    return pid

@@ -1,0 +1,215 @@
+"""Frames of `dynamix top`: what they say, and that they fit every terminal."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support import made
+from tests.support.watched import applied, reward
+
+from dynamix.cli.top.board import Board
+from dynamix.cli.top.frame import frame
+from dynamix.cli.top.glyphs import Segment, curve, duration, fill, number, percent, signed_count, stacked_bar
+from dynamix.cli.top.services import Services
+from dynamix.schemas.messages import Live, MetricWindow
+
+SECOND_NS = 1_000_000_000
+
+
+def window_of(ranks: dict[int, dict[str, Any]], index: int = 0, node: str = "node-a") -> MetricWindow:
+    """A window whose ranks have the given training metrics."""
+    plain = made.window(node, tuple(ranks), index)
+    changed = tuple(msgspec.structs.replace(rank, training=made.training(**ranks[rank.rank])) for rank in plain.ranks)
+    return msgspec.structs.replace(plain, ranks=changed)
+
+
+def board_with(num_ranks: int = 4, num_windows: int = 3) -> Board:
+    board = Board(made.JOB)
+    board.add(made.job({"node-a": tuple(range(num_ranks))}))
+    for index in range(num_windows):
+        ranks = {
+            rank: {"local_batch_size": 100 + rank, "compute_time_s": 0.01 * (1 + rank % 7), "sync_time_s": 0.02}
+            for rank in range(num_ranks)
+        }
+        board.add(window_of(ranks, index), timestamp_ns=index * SECOND_NS)
+        board.add(reward("node-a", tuple(range(num_ranks)), index))
+    deltas = tuple(25 if rank else -25 for rank in range(num_ranks))
+    board.add(made.action(2, deltas=deltas, policy="proportional", local_batch_sizes=(128,) * num_ranks))
+    board.add(applied(0, 2, num_refused={"stale": 2, "generation": 0}))
+    return board
+
+
+def alive(*names: str, heard_s: float = 0.0) -> Services:
+    services = Services()
+    for name in names:
+        services.add(Live(service=name, instance="node-a", uptime_s=1.0, node="node-a"), heard_s)
+    return services
+
+
+ALL = ("collector", "reward", "arbitrator")
+
+
+def shown(board: Board | None, services: Services | None = None, width: int = 80, height: int = 24) -> str:
+    lines = frame(board, services or alive(*ALL), now_ns=4 * SECOND_NS, now_s=1.0, width=width, height=height)
+    return "\n".join(line.plain for line in lines)
+
+
+def test_a_running_job_says_who_it_is_where_it_is_and_how_old_the_news_is() -> None:
+    title = shown(board_with()).splitlines()[0]
+    assert title.startswith("mnist-0a1b2c3d  ● running  proportional · window 2 · 4 ranks")
+    assert title.endswith("2.0 s ago")
+
+
+def test_the_whole_jobs_numbers_are_there() -> None:
+    text = shown(board_with())
+    for part in ("throughput   5,120/s", "loss         0.500", "accuracy     75.0 %", "held-out     70.0 %"):
+        assert part in text
+    assert "global batch 406" in text
+
+
+def test_each_rank_has_its_size_its_times_and_its_reward() -> None:
+    lines = shown(board_with()).splitlines()
+    row = next(line for line in lines if line.startswith("   2   102"))
+    assert "30.0 ms" in row
+    assert "20.0 ms" in row
+    assert "0.500" in row
+
+
+def test_a_size_that_is_already_scheduled_is_shown_beside_the_one_in_force() -> None:
+    board = Board(made.JOB)
+    board.add(window_of({0: {"local_batch_size": 128, "pending_local_batch_size": 153}}))
+    assert "128  →153" in shown(board)
+
+
+def test_the_decision_its_adoption_and_the_refusals_are_there() -> None:
+    text = shown(board_with())
+    assert "decision  -25 +25 +25 +25  of window 2 by proportional v1" in text
+    assert "adopted   of window 0, from window 2 on   refused: 2 stale" in text
+
+
+def test_a_decision_that_changes_nothing_says_so() -> None:
+    board = board_with()
+    board.add(made.action(3, deltas=(0, 0, 0, 0)))
+    assert "decision  no change  of window 3" in shown(board)
+
+
+def test_the_rewards_terms_are_shown_with_their_signs() -> None:
+    assert "reward    0.500  paper-sgd:  accuracy +0.600  size -0.100" in shown(board_with())
+
+
+def test_with_more_ranks_than_lines_the_slowest_are_shown_and_what_all_are_like() -> None:
+    lines = shown(board_with(num_ranks=128)).splitlines()
+    rows = [line for line in lines if "70.0 ms" in line and "20.0 ms" in line]
+    summary = next(line for line in lines if line.startswith("slowest"))
+    assert len(rows) == len(lines) - lines.index(next(line for line in lines if line.startswith("rank"))) - 7
+    assert summary == f"slowest {len(rows)} of 128 · batch 100/164/227 · compute 10.0/40.0/70.0 ms (min/med/max)"
+    assert "127 ranks more, 1 less, 0 the same" in "\n".join(lines)
+
+
+def test_a_wide_terminal_shows_more_of_each_rank() -> None:
+    narrow, wide = shown(board_with()), shown(board_with(), width=160, height=50)
+    assert "resent" not in narrow
+    for title in ("cpu", "resent", "samp/s", "loss", "accuracy", "memory"):
+        assert title in wide
+
+
+def test_nodes_are_named_where_there_are_several() -> None:
+    board = board_with(num_ranks=2)
+    board.add(window_of({2: {}, 3: {}}, 2, "node-b"))
+    assert "node-b" in shown(board)
+
+
+def test_a_broker_without_jobs_says_how_to_start_one() -> None:
+    text = shown(None)
+    assert "no job has run on this broker yet" in text
+    assert "dynamix train" in text
+
+
+def test_a_job_without_windows_shows_what_it_begins_with() -> None:
+    board = Board(made.JOB)
+    board.add(made.job())
+    assert "waiting for the first window; local batch sizes 128 128 128 128" in shown(board)
+
+
+def test_an_ended_job_says_why() -> None:
+    board = board_with()
+    board.add(made.job({"node-a": (0, 1, 2, 3)}, phase="ended", end_reason="all epochs done"))
+    assert "■ ended" in shown(board, width=120)
+    assert "all epochs done" in shown(board, width=120)
+
+
+def test_a_service_that_fell_silent_or_was_never_heard_is_seen_to_be_missing() -> None:
+    lines = frame(None, alive("collector", "reward"), now_ns=0, now_s=10.0, width=80, height=24)
+    assert lines[-1].plain.rstrip() == "services  ○ collector node-a  ○ reward  ○ arbitrator not heard"
+
+
+def test_dead_letters_are_counted_over_all_services() -> None:
+    services = Services()
+    for name in ALL:
+        services.add(Live(service=name, instance="1", uptime_s=1.0, counters={"dead_letters": 2}), 0.0)
+    assert "6 dead letters" in shown(None, services)
+
+
+@given(
+    width=st.integers(1, 220),
+    height=st.integers(1, 70),
+    num_ranks=st.integers(1, 200),
+    num_windows=st.integers(0, 3),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_frame_fits_every_terminal(width: int, height: int, num_ranks: int, num_windows: int) -> None:
+    board = board_with(num_ranks, num_windows)
+    lines = frame(board, alive(*ALL), now_ns=0, now_s=0.0, width=width, height=height)
+    assert len(lines) <= height
+    assert all(line.cell_len <= width for line in lines)
+
+
+@given(st.lists(st.floats(-1e12, 1e12), max_size=300), st.integers(0, 100))
+def test_a_curve_is_never_wider_than_it_may_be(values: list[float], width: int) -> None:
+    assert len(curve(values, width)) == min(len(values), width)
+
+
+def test_a_curve_rises_with_its_values_and_its_newest_is_last() -> None:
+    assert curve([1, 2, 3, 4, 5, 6, 7, 8], 8) == "▁▂▃▄▅▆▇█"
+    assert curve([3, 3, 3], 8) == "▄▄▄"
+
+
+def test_one_wild_value_does_not_flatten_a_long_curve() -> None:
+    assert len(set(curve([1000.0, *range(39)], 40)[1:])) == 8
+
+
+@given(st.lists(st.floats(0, 10), min_size=1, max_size=5), st.integers(1, 80))
+def test_a_bar_has_exactly_its_width(values: list[float], width: int) -> None:
+    bar = stacked_bar([Segment(value, "█", "cyan") for value in values], sum(values), width)
+    assert bar.cell_len == width
+
+
+def test_a_bars_segments_have_their_shares() -> None:
+    bar = stacked_bar([Segment(3.0, "█", ""), Segment(1.0, "▒", "")], 8.0, 16)
+    assert bar.plain == "██████▒▒        "
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (duration(None), "-"),
+        (duration(0.0), "0 ms"),
+        (duration(0.0000421), "42 µs"),
+        (duration(0.0421), "42.1 ms"),
+        (duration(42.1), "42.1 s"),
+        (duration(600), "10 min"),
+        (duration(9000), "2.5 h"),
+        (number(None), "-"),
+        (number(5120.4), "5,120"),
+        (number(0.51234), "0.512"),
+        (percent(0.8123), "81.2 %"),
+        (signed_count(25), "+25"),
+        (signed_count(0), "·"),
+        (fill(0.5, 4), "██░░"),
+        (fill(7.0, 4), "████"),
+    ],
+)
+def test_numbers_are_written_as_people_read_them(text: str, expected: str) -> None:
+    assert text == expected

@@ -1,0 +1,127 @@
+"""The command line itself: help without heavy imports, suggestions, exit codes."""
+
+import argparse
+import signal
+import subprocess
+import sys
+import types
+
+import pytest
+
+from dynamix.cli import main as cli
+from dynamix.cli.errors import CommandError
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A command `test` whose `run` a test may replace."""
+    module = types.ModuleType("made_up_command", "Does as it is told.")
+    module.add_arguments = lambda parser: parser.add_argument("--number", type=int)  # type: ignore[attr-defined]
+    module.run = lambda namespace: namespace.number or 0  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "made_up_command", module)
+    monkeypatch.setattr(cli, "COMMANDS", (*cli.COMMANDS, cli.Command("test", "made_up_command", "as it is told")))
+    return module
+
+
+def raising(error: BaseException) -> types.FunctionType:
+    def run(_: argparse.Namespace) -> int:
+        raise error
+
+    return run
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"  {command.name} " in shown for command in cli.COMMANDS)
+
+
+def test_help_imports_neither_torch_nor_rich_nor_the_bus() -> None:
+    script = (
+        "import sys; from dynamix.cli.main import main; main(['--help']);"
+        "heavy = {'torch', 'rich', 'nats', 'matplotlib', 'numpy'} & set(sys.modules);"
+        "sys.exit(f'{heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("name", [command.name for command in cli.COMMANDS])
+def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([name, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"usage: dynamix {name}")
+
+
+def test_no_command_but_the_demo_needs_torch_to_explain_itself() -> None:
+    script = (
+        "import sys; from dynamix.cli.main import COMMANDS, main;"
+        "[main([command.name, '--help']) for command in COMMANDS if command.name != 'demo'];"
+        "sys.exit('torch was imported' if 'torch' in sys.modules else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_nothing_typed_shows_the_commands_and_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    assert "provision" in capsys.readouterr().out
+
+
+def test_the_version_is_the_distributions(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("dynamix ")
+
+
+def test_an_unknown_command_gets_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["provison"]) == 2
+    assert "unknown command 'provison': did you mean provision?" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("command")
+def test_an_unknown_flag_gets_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["test", "--nmber", "3"]) == 2
+    assert "unknown argument '--nmber': did you mean --number?" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("command")
+def test_an_abbreviated_flag_is_not_guessed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["test", "--num", "3"]) == 2
+    assert "did you mean --number?" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("command")
+def test_a_wrong_value_is_a_usage_error() -> None:
+    assert cli.main(["test", "--number", "three"]) == 2
+
+
+@pytest.mark.usefixtures("command")
+def test_the_commands_exit_code_is_the_programs() -> None:
+    assert cli.main(["test", "--number", "7"]) == 7
+
+
+@pytest.mark.parametrize("code", [1, 2])
+def test_a_commands_error_is_one_line_and_its_code(
+    command: types.ModuleType, capsys: pytest.CaptureFixture[str], code: int
+) -> None:
+    command.run = raising(CommandError("no broker at nats://x: start one", exit_code=code))  # type: ignore[attr-defined]
+    assert cli.main(["test"]) == code
+    assert capsys.readouterr().err == "dynamix test: no broker at nats://x: start one\n"
+
+
+def test_an_interrupt_ends_without_a_traceback(command: types.ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    command.run = raising(KeyboardInterrupt())  # type: ignore[attr-defined]
+    assert cli.main(["test"]) == 128 + signal.SIGINT
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_our_own_mistakes_are_not_hidden(command: types.ModuleType) -> None:
+    command.run = raising(AssertionError("ours"))  # type: ignore[attr-defined]
+    with pytest.raises(AssertionError):
+        cli.main(["test"])
+
+
+def test_a_reader_that_left_is_no_error() -> None:
+    pipeline = f"{sys.executable} -m dynamix.cli.main doctor --json - | head -c 1 >/dev/null"
+    done = subprocess.run(["bash", "-c", pipeline], capture_output=True, text=True, check=True)
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,113 @@
+"""Children are kept running: real processes that end, are killed, or cannot start."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+
+import pytest
+
+from dynamix.cli.up.supervisor import exited, kept
+
+
+class Sleeper:
+    """A child that sleeps, or fails to start when it is told to."""
+
+    name = "sleeper"
+
+    def __init__(self, seconds: float = 600.0) -> None:
+        self.seconds = seconds
+        self.num_starts = 0
+        self.started = asyncio.Event()
+        self.fails = False
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    async def start(self) -> None:
+        await self.stop()
+        if self.fails:
+            self.fails = False
+            raise OSError("no memory")
+        self._process = subprocess.Popen(["sleep", str(self.seconds)])
+        self.num_starts += 1
+        self.started.set()
+
+    async def stop(self) -> None:
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait()
+
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+def keeping(child: Sleeper, said: list[str], stop: asyncio.Event) -> contextlib.AbstractAsyncContextManager[object]:
+    return kept([child], lambda name, text: said.append(f"{name} {text}"), stop, min_wait_s=0.01)
+
+
+async def test_a_killed_child_is_started_again_and_stopped_at_the_end(said: list[str]) -> None:
+    child = Sleeper()
+    await child.start()
+    async with keeping(child, said, asyncio.Event()):
+        for expected in (2, 3):
+            child.started.clear()
+            os.kill(child.pid, signal.SIGKILL)
+            await asyncio.wait_for(child.started.wait(), 10)
+            assert child.num_starts == expected
+        assert child.is_running()
+    assert not child.is_running()
+    assert child.num_starts == 3
+    assert all(line.startswith("sleeper ended after") for line in said)
+
+
+async def test_a_child_that_cannot_be_started_is_tried_again(said: list[str]) -> None:
+    child = Sleeper()
+    await child.start()
+    async with keeping(child, said, asyncio.Event()):
+        child.fails = True
+        child.started.clear()
+        os.kill(child.pid, signal.SIGKILL)
+        await asyncio.wait_for(child.started.wait(), 10)
+    assert "sleeper does not start: no memory" in said
+    assert child.num_starts == 2
+
+
+async def test_a_child_that_is_stopped_with_us_is_not_started_again(said: list[str]) -> None:
+    child = Sleeper()
+    await child.start()
+    async with keeping(child, said, asyncio.Event()) as supervisor:
+        supervisor.stop()  # type: ignore[attr-defined]
+        os.kill(child.pid, signal.SIGTERM)
+    assert (child.num_starts, said) == (1, [])
+
+
+async def test_a_failure_of_the_keeping_itself_ends_everything(said: list[str]) -> None:
+    class Broken(Sleeper):
+        @property
+        def pid(self) -> int:
+            raise ValueError("lost")
+
+    stop = asyncio.Event()
+    child = Broken()
+    await child.start()
+    with pytest.raises(ValueError, match="lost"):
+        async with keeping(child, said, stop):
+            await asyncio.wait_for(stop.wait(), 10)
+    assert not child.is_running()
+
+
+async def test_the_end_of_a_process_is_noticed_even_when_it_ended_before() -> None:
+    process = subprocess.Popen(["true"])
+    await asyncio.wait_for(exited(process.pid), 10)
+    process.wait()
+    await asyncio.wait_for(exited(process.pid), 10)

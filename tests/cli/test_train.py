@@ -1,0 +1,99 @@
+"""`dynamix train`: one id per run, the right environment, torchrun's own options untouched."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dynamix.cli import train
+from dynamix.cli.errors import CommandError
+from dynamix.cli.main import main
+from dynamix.runtime.settings import BusSettings
+
+TORCHRUN = ["--standalone", "--nproc-per-node", "1"]
+
+
+def test_the_id_is_the_name_and_eight_digits_never_the_same_twice() -> None:
+    first, second = (train.job_id([*TORCHRUN, "train.py"], name="mnist", given="") for _ in range(2))
+    assert first != second
+    name, _, run_id = first.rpartition("-")
+    assert (name, len(run_id), int(run_id, 16) >= 0) == ("mnist", 8, True)
+
+
+@pytest.mark.parametrize(
+    ("script", "name"), [("train.py", "train"), ("a/b/My_Script.py", "my-script"), ("-m", "job"), ("___.py", "job")]
+)
+def test_without_a_name_it_is_the_scripts(script: str, name: str) -> None:
+    assert train.job_id([*TORCHRUN, script], name=None, given="").rpartition("-")[0] == name
+
+
+def test_a_given_id_is_taken_as_it_is() -> None:
+    assert train.job_id(["--nnodes", "2", "train.py"], name="ignored", given="mnist-0a1b2c3d") == "mnist-0a1b2c3d"
+
+
+@pytest.mark.parametrize(("name", "given"), [("My Job", ""), ("x" * 55, ""), (None, "a.b")])
+def test_a_name_that_cannot_be_a_subject_is_a_usage_error(name: str | None, given: str) -> None:
+    with pytest.raises(CommandError) as caught:
+        train.job_id(["train.py"], name=name, given=given)
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("option", [["--nnodes", "2"], ["--nnodes=1:4"], ["--standalone", "--nnodes", "4:4"]])
+def test_several_nodes_must_be_told_one_id(option: list[str]) -> None:
+    with pytest.raises(CommandError, match=r"--job train-[0-9a-f]{8}"):
+        train.job_id([*option, "train.py"], name=None, given="")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--nnodes", "1", "train.py"], ["--nnodes=1:1", "t.py"], ["t.py", "--nnodes", "9"]]
+)
+def test_one_node_is_one_node_whatever_the_script_is_told(arguments: list[str]) -> None:
+    assert not train.spans_nodes(arguments)
+
+
+def test_the_environment_adds_what_ranks_need_and_keeps_what_the_user_chose() -> None:
+    bus = BusSettings(url="nats://127.0.0.1:5000", user="trainer", password_file="/run/p")
+    made = train.environment({"OMP_NUM_THREADS": "8", "HOME": "/h"}, "mnist-0a1b2c3d", bus, "static")
+    assert made == {
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "OMP_NUM_THREADS": "8",
+        "HOME": "/h",
+        "DYNAMIX_NATS_URL": "nats://127.0.0.1:5000",
+        "DYNAMIX_NATS_USER": "trainer",
+        "DYNAMIX_NATS_PASSWORD_FILE": "/run/p",
+        "DYNAMIX_JOB": "mnist-0a1b2c3d",
+        "DYNAMIX_TRAINER_POLICY": "static",
+    }
+    assert train.environment({}, "j", bus, None)["OMP_NUM_THREADS"] == "1"
+
+
+def test_no_script_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--name", "mnist"]) == 2
+    assert "behind --" in capsys.readouterr().err
+
+
+def test_torch_that_is_not_installed_is_said_with_the_way_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "torch" else object())
+    assert main(["train", "--", "train.py"]) == 1
+    assert "pip install torch" in capsys.readouterr().err
+
+
+def test_torchrun_starts_the_script_with_its_own_arguments_and_our_environment(tmp_path: Path) -> None:
+    script = tmp_path / "show.py"
+    script.write_text("import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ)]))\n")
+    environ = {**os.environ, "DYNAMIX_NATS_URL": "nats://127.0.0.1:5999", "HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "dynamix.cli.main", "train", "--name", "shown", "--", *TORCHRUN]
+    done = subprocess.run(
+        [*command, str(script), "--epochs", "3", "--", "x"], capture_output=True, text=True, env=environ, check=True
+    )
+    arguments, seen = json.loads(done.stdout)
+    assert arguments == ["--epochs", "3", "--", "x"]
+    assert seen["DYNAMIX_JOB"].startswith("shown-")
+    assert f"job {seen['DYNAMIX_JOB']}, bus nats://127.0.0.1:5999" in done.stderr
+    assert (seen["DYNAMIX_NATS_URL"], seen["OMP_NUM_THREADS"]) == ("nats://127.0.0.1:5999", "1")
+    assert seen["TORCHELASTIC_RESTART_COUNT"] == "0"
