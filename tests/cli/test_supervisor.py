@@ -33,7 +33,7 @@ class Sleeper:
         if self.fails:
             self.fails = False
             raise OSError("no memory")
-        self._process = subprocess.Popen(["sleep", str(self.seconds)])
+        self._process = subprocess.Popen(["sleep", str(self.seconds)])  # noqa: ASYNC220 - returns at once
         self.num_starts += 1
         self.started.set()
 
@@ -107,7 +107,7 @@ async def test_a_failure_of_the_keeping_itself_ends_everything(said: list[str]) 
 
 
 async def test_the_end_of_a_process_is_noticed_even_when_it_ended_before() -> None:
-    process = subprocess.Popen(["true"])
+    process = subprocess.Popen(["true"])  # noqa: ASYNC220 - returns at once
     await asyncio.wait_for(exited(process.pid), 10)
     process.wait()
     await asyncio.wait_for(exited(process.pid), 10)

@@ -78,11 +78,16 @@ async def beating(bus: Bus, service: str, uptime_below_s: float) -> None:
                 return
 
 
+def command_line(pid: int) -> str:
+    """The arguments of a process, as any user of the machine can read them."""
+    return Path(f"/proc/{pid}/cmdline").read_text()
+
+
 async def test_it_mends_what_dies_and_ends_cleanly(up: Up, tmp_path: Path) -> None:
     pids = await up.pids()
     settings = find(up.environ)
     assert settings.url.startswith("nats://127.0.0.1:")
-    assert not any(settings.password in Path(f"/proc/{pid}/cmdline").read_text() for pid in pids.values())
+    assert not any(settings.password in command_line(pid) for pid in pids.values())
 
     bus = await Bus.connect(settings, name="test")
     try:

@@ -14,13 +14,15 @@ CONNECT_TIMEOUT_S = 10.0
 
 
 @contextlib.asynccontextmanager
-async def connected(settings: BusSettings, name: str, *, timeout_s: float = CONNECT_TIMEOUT_S) -> AsyncIterator[Bus]:
+async def connected(settings: BusSettings, name: str, *, timeout_s: float | None = None) -> AsyncIterator[Bus]:
     """A bus for one command, closed at the end; the broker sees `<name>-<pid>`.
 
     Raises:
-        CommandError: when the broker cannot be reached within `timeout_s`, refuses us, or refuses what is asked of it.
+        CommandError: when the broker cannot be reached within `timeout_s` (default 10), refuses us, or refuses what is
+            asked of it.
     """
     where = redact_url(settings.url)
+    timeout_s = CONNECT_TIMEOUT_S if timeout_s is None else timeout_s
     try:
         async with asyncio.timeout(timeout_s):
             bus = await Bus.connect(settings, name=f"{name}-{os.getpid()}")

@@ -95,5 +95,7 @@ async def _listen(connection: Bus, services: Services) -> None:
                     services.add(decode(Live, message.subject, message.payload), time.monotonic())
                 except MalformedMessageError:
                     continue  # not ours to judge
+                if not services.missing(time.monotonic()):
+                    return
     except TimeoutError:
         return

@@ -1,6 +1,7 @@
 """The shell of the view: finds the job, follows its messages, folds them into a board."""
 
 import asyncio
+import contextlib
 import time
 
 from dynamix.runtime.bus import Bus, Consumer, Message
@@ -51,10 +52,18 @@ class Feed:
             self._choose()
             if self.board is not None:
                 await self._read_stored(self.board)
-            await asyncio.wait((heartbeats,), timeout=HEARTBEAT_WAIT_S)
+            await self._hear_all()
         finally:
             heartbeats.cancel()
             await asyncio.gather(heartbeats, return_exceptions=True)
+
+    async def _hear_all(self) -> None:
+        """Wait for a heartbeat of each service that steers, but not for those that are not there."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(HEARTBEAT_WAIT_S):
+                while self.services.missing(time.monotonic()):
+                    self.changed.clear()
+                    await self.changed.wait()
 
     async def _follow_services(self) -> None:
         async with self._bus.subscribe(subjects.live(subjects.ANY, subjects.ANY)) as beats:

@@ -1,0 +1,191 @@
+"""`dynamix doctor`: each check on what it can meet, the verdict, and the services' health check."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.support.control_plane import control_plane
+
+from dynamix.cli.doctor import kernel, software
+from dynamix.cli.doctor.bus import bus, is_alive
+from dynamix.cli.doctor.command import report
+from dynamix.cli.doctor.finding import Finding, lacking, there
+from dynamix.cli.main import main
+from dynamix.cli.services import SERVICES
+from dynamix.runtime.embedded import EmbeddedServer
+from dynamix.runtime.settings import BusSettings
+
+ROOT = Path(__file__).parents[2]
+AWAY = BusSettings(url="nats://127.0.0.1:1")
+
+
+def by_name(findings: list[Finding]) -> dict[str, Finding]:
+    return {finding.name: finding for finding in findings}
+
+
+def test_what_these_tests_run_with_is_found() -> None:
+    found = by_name(software.software())
+    assert found["Python"].present
+    assert found["packages"].present
+    assert found["nats-server"].present
+    assert found["nats-server"].found.startswith("2.15.")
+
+
+def test_an_old_python_is_fatal() -> None:
+    finding = software.python((3, 10, 4))
+    assert finding.is_fatal
+    assert "3.11" in finding.mend
+
+
+@pytest.mark.parametrize(
+    ("shown", "present"),
+    [
+        ("nats-server: v2.15.1", True),
+        ("nats-server: v2.16.0", True),
+        ("nats-server: v2.16.0-RC.1", True),
+        ("nats-server: v2.15.0", False),
+        ("nats-server: v2.9.25", False),
+    ],
+)
+def test_a_broker_with_known_holes_is_not_good_enough(shown: str, *, present: bool) -> None:
+    assert software.server_version(shown, "/bin/nats-server", "mend").present is present
+
+
+def test_data_counts_only_when_all_four_files_are_there(tmp_path: Path) -> None:
+    for name in software.FASHION_MNIST:
+        assert not software.data((tmp_path,)).present
+        (tmp_path / f"{name}.gz").touch()
+    finding = software.data((tmp_path / "nowhere", tmp_path))
+    assert finding.present
+    assert finding.found == str(tmp_path)
+
+
+def test_the_data_is_looked_for_where_the_trainer_looks() -> None:
+    """Read, not imported: the trainer's module imports PyTorch."""
+    source = (ROOT / "services/trainer/dynamix/trainer/datasets.py").read_text()
+    texts = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
+    assert set(software.FASHION_MNIST) <= texts
+    assert {str(directory) for directory in software.DATA_DIRECTORIES} <= texts
+
+
+def test_proc_and_tcp_info_of_this_machine_are_enough_for_these_tests() -> None:
+    assert kernel.proc(Path("/")).present
+    assert kernel.tcp_info().present
+
+
+def test_a_machine_without_proc_is_fatal(tmp_path: Path) -> None:
+    finding = kernel.proc(tmp_path)
+    assert finding.is_fatal
+    assert "net/snmp" in finding.found
+
+
+def test_capabilities_are_read_bit_by_bit() -> None:
+    status = "Name:\tx\nCapEff:\t000000c000001000\n"  # CAP_BPF, CAP_PERFMON, CAP_NET_ADMIN
+    effective = kernel.effective_capabilities(status)
+    assert kernel.capabilities(effective).present
+    assert kernel.capabilities(1 << 21).present  # CAP_SYS_ADMIN alone
+    assert kernel.capabilities(1 << 39).found == "without CAP_PERFMON, CAP_NET_ADMIN"
+    assert kernel.other_users(1 << 19, uid=1000).present
+    assert "uid 1000" in kernel.other_users(0, uid=1000).found
+
+
+def test_ebpf_needs_cgroup_2_and_types(tmp_path: Path) -> None:
+    assert not kernel.cgroup(tmp_path).present
+    assert not kernel.types(tmp_path, "6.1.0").present
+    (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
+    (tmp_path / "sys/fs/cgroup/cgroup.controllers").touch()
+    (tmp_path / "lib/modules/6.1.0/build").mkdir(parents=True)
+    assert kernel.cgroup(tmp_path).present
+    assert kernel.types(tmp_path, "6.1.0").found == "headers of 6.1.0"
+
+
+def test_a_bcc_that_the_environment_does_not_see_is_told_apart_from_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    assert "not visible" in kernel.bcc(tmp_path).found
+    assert kernel.bcc(tmp_path / "nowhere").found == "not installed"
+
+
+def test_what_is_lacking_comes_with_its_mend_and_what_for() -> None:
+    text = report(
+        [there("Python", "always", "3.11"), lacking("PyTorch", "training", "not installed", "pip install torch")]
+    )
+    assert text.splitlines() == [
+        "ok       Python         3.11",
+        "lacking  PyTorch        not installed (for training)",
+        "                        mend: pip install torch",
+        "",
+        "What must be there is there; something is lacking for training.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("findings", "verdict"),
+    [
+        ([there("Python", "always", "3.11")], "Everything is there."),
+        ([lacking("/proc", "always", "gone", "mount it")], "Nothing works without: /proc."),
+    ],
+)
+def test_the_verdict_ends_the_report(findings: list[Finding], verdict: str) -> None:
+    assert report(findings).splitlines()[-1] == verdict
+
+
+async def test_a_broker_that_was_asked_for_and_is_away_is_fatal_otherwise_it_is_not() -> None:
+    assert (await bus(AWAY, configured=True))[0].is_fatal
+    found = (await bus(AWAY, configured=False))[0]
+    assert (found.present, found.is_fatal, found.mend) == (False, False, "start one with `dynamix up`")
+
+
+async def test_a_broker_without_streams_lacks_them() -> None:
+    async with EmbeddedServer() as server:
+        found = by_name(await bus(server.settings, configured=True))
+    assert found["broker"].present
+    assert found["streams"].mend == "run `dynamix provision`"
+    assert found["services"].found == "not heard: collector, reward, arbitrator"
+
+
+async def test_streams_and_services_that_run_are_found_and_a_dead_one_is_not_alive(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with control_plane(*SERVICES) as plane:
+        found = by_name(await bus(plane.server.settings, configured=True))
+        assert found["streams"].found == "JOBS 0, FEED 0, ACTIONS 0, DEAD 0"
+        assert found["services"].found == "arbitrator, collector, reward"
+        environ = {"DYNAMIX_NODE": "node-a"}
+        assert await is_alive(plane.server.settings, "reward", environ)
+        monkeypatch.setattr("dynamix.cli.doctor.bus.ALIVE_TIMEOUT_S", 1.5)  # a beat and a half
+        plane.services["reward"].kill()
+        assert not await is_alive(plane.server.settings, "reward", environ)
+        assert not await is_alive(plane.server.settings, "collector", {"DYNAMIX_INSTANCE": "another"})
+
+
+def test_the_command_writes_json_and_says_by_its_code_that_nothing_fatal_is_missing() -> None:
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("DYNAMIX_")}
+    command = [sys.executable, "-m", "dynamix.cli.main", "doctor", "--json", "-"]
+    done = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True, check=True)
+    findings = {finding["name"]: finding for finding in json.loads(done.stdout)["findings"]}
+    assert findings["Python"] == {
+        "name": "Python",
+        "present": True,
+        "needed_for": "always",
+        "found": findings["Python"]["found"],
+        "mend": "",
+        "fatal": False,
+    }
+
+
+def test_a_configured_broker_that_is_away_makes_the_doctor_fail(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DYNAMIX_NATS_URL", AWAY.url)
+    assert main(["doctor"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "Nothing works without: broker."
+
+
+def test_a_service_that_does_not_exist_cannot_be_asked_for() -> None:
+    assert main(["doctor", "--alive", "colector"]) == 2

@@ -1,0 +1,61 @@
+"""`dynamix provision` on a real broker."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.support.deployed_broker import DeployedBroker, deployed_broker
+
+from dynamix.cli.main import main
+from dynamix.schemas.streams import STREAMS
+
+
+@pytest.fixture
+def broker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DeployedBroker]:
+    """The deployed broker; the environment is that of dynamix-provision.service."""
+    with deployed_broker(tmp_path) as running:
+        use(monkeypatch, running, "provision")
+        yield running
+
+
+def use(monkeypatch: pytest.MonkeyPatch, broker: DeployedBroker, user: str) -> None:
+    monkeypatch.setenv("DYNAMIX_NATS_URL", broker.url)
+    monkeypatch.setenv("DYNAMIX_NATS_USER", user)
+    monkeypatch.setenv("DYNAMIX_NATS_PASSWORD_FILE", str(broker.password_file(user)))
+
+
+@pytest.mark.usefixtures("broker")
+def test_the_streams_are_made_once_and_then_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["provision"]) == 0
+    assert capsys.readouterr().out.splitlines() == [f"{stream.name}: created" for stream in STREAMS]
+    assert main(["provision", "--json", "-"]) == 0
+    expected = {"streams": [{"stream": stream.name, "result": "unchanged"} for stream in STREAMS]}
+    assert json.loads(capsys.readouterr().out) == expected
+    assert main(["provision", "--json", str(tmp_path / "result.json")]) == 0
+    assert json.loads((tmp_path / "result.json").read_text()) == expected
+
+
+def test_a_service_that_tries_is_told_whose_work_it_is(
+    broker: DeployedBroker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use(monkeypatch, broker, "reward")
+    assert main(["provision"]) == 1
+    assert "does not let user 'reward' publish to" in capsys.readouterr().err
+
+
+def test_a_wrong_password_is_said_to_be_wrong(
+    broker: DeployedBroker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broker.password_file("provision").write_text("wrong")
+    monkeypatch.setenv("DYNAMIX_LOG_LEVEL", "error")
+    assert main(["provision", "--wait", "5"]) == 1
+    error = capsys.readouterr().err
+    assert "refuses user 'provision'" in error
+    assert "wrong" not in error
+
+
+def test_a_broker_that_is_away_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("DYNAMIX_NATS_URL", "nats://127.0.0.1:1")
+    assert main(["provision", "--wait", "0.2"]) == 1
+    assert "no broker at nats://127.0.0.1:1 after 0.2 s" in capsys.readouterr().err
