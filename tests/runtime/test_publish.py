@@ -1,6 +1,7 @@
 """Publishing: acknowledged once, whatever is lost on the way; and the compare-and-set of actions."""
 
 import asyncio
+import itertools
 
 import pytest
 from tests.support import made
@@ -64,7 +65,7 @@ async def test_an_acknowledgement_that_never_comes_is_an_error_and_gives_its_slo
 ) -> None:
     monkeypatch.setattr(publisher, "BUDGET_S", 0.3)
     await server.kill()
-    with pytest.raises(PublishError, match="no acknowledgement in 0.3 s"):
+    with pytest.raises(PublishError, match=r"no acknowledgement in 0\.3 s"):
         await bus.publish(made.state())
     assert bus.counters["in_flight"] == 0
     assert bus.counters["publish_errors"] == 1
@@ -209,13 +210,12 @@ async def test_of_racing_writers_exactly_one_writes_each_action(server: Configur
                 last = await other.publish_action(action, expected_last=last)
                 won.append(last)
             except StaleWriterError as refused:
-                assert refused.last_sequence is not None
-                last = refused.last_sequence
+                last = refused.last_sequence or 0
         return won
 
     async with connected(server.settings, "one") as one, connected(server.settings, "two") as two:
         won = await asyncio.gather(write(0, bus), write(1, one), write(2, two))
-    assert sorted(sum(won, [])) == list(range(1, 16))
+    assert sorted(itertools.chain(*won)) == list(range(1, 16))
 
 
 async def test_publishing_in_bulk_fills_the_stream_in_order(bus: Bus) -> None:

@@ -60,7 +60,7 @@ async def connected(settings: BusSettings, name: str = "test", **options: Any) -
 async def until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
     """Wait for what no event tells."""
     async with asyncio.timeout(timeout_s):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - see above
             await asyncio.sleep(0.005)
 
 

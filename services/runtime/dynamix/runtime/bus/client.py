@@ -5,12 +5,16 @@ a callback: more than half of the cost of receiving a message. Nobody here reads
 handler waits. The price is one overridden private method; `check_nats_py` sees that it is still what we override.
 """
 
+import asyncio
+import contextlib
 import inspect
 import logging
+import time
 from collections.abc import Callable
 
 import nats
 import nats.aio.client
+from nats.aio.transport import TcpTransport
 
 from .errors import BusError
 
@@ -18,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 Handler = Callable[[bytes, bytes, bytes, bytes | None], None]
 """Takes subject, reply subject, payload and raw headers of a message; must not block."""
+
+CLOSE_TIMEOUT_S = 1.0
 
 _PARAMETERS = ["self", "sid", "subject", "reply", "data", "headers"]
 
@@ -41,6 +47,29 @@ class Client(nats.aio.client.Client):
             handler(subject, reply, data, headers)
         except Exception:
             logger.exception("error while handling a message on %s", subject.decode(errors="replace"))
+
+    async def _connect_to_server(self, s: nats.aio.client.Srv) -> None:
+        """As nats-py does, but closing what a failed attempt (a refused login, say) left open."""
+        s.last_attempt = time.monotonic()
+        if isinstance(self._transport, _Transport):
+            self._transport.close()
+        self._transport = _Transport()
+        await self._transport.connect(s.uri, nats.aio.client.DEFAULT_BUFFER_SIZE, self.options["connect_timeout"])
+
+
+class _Transport(TcpTransport):
+    """nats-py's, whose wait for a connection to close never ends when its TLS handshake has failed."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        super().close()  # type: ignore[no-untyped-call]
+
+    async def wait_closed(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await super().wait_closed()  # type: ignore[no-untyped-call]
 
 
 def check_nats_py() -> None:

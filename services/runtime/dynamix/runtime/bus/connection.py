@@ -77,7 +77,8 @@ class Connection:
         """Connect; with `wait` try for ever.
 
         Raises:
-            BusError: without `wait`, when the first attempt fails.
+            BusError: without `wait`, when the first attempt fails; in any case when the broker's certificate is not
+                trusted.
             PermissionDeniedError: when the broker refuses user or password, whatever `wait` says.
         """
         self._wait = wait
@@ -173,7 +174,9 @@ class Connection:
             BusError: when it does not answer in time.
         """
         try:
+            # nats-py's ping overtakes what waits for its flusher; when the first comes back the flusher has run
             await self._client.rtt(timeout_s)  # type: ignore[arg-type]  # nats-py says int and passes it to asyncio
+            await self._client.rtt(timeout_s)  # type: ignore[arg-type]
         except nats.errors.Error as error:
             raise BusError(f"the broker did not answer within {timeout_s:g} s") from error
 
@@ -244,7 +247,7 @@ class Connection:
             raise PermissionDeniedError(
                 f"{url} refuses user {self._user!r}: check DYNAMIX_NATS_USER and DYNAMIX_NATS_PASSWORD"
             ) from error
-        if not self._wait:
+        if not self._wait or isinstance(error, ssl.SSLCertVerificationError):
             raise BusError(f"cannot connect to {url}: {describe(error)}") from error
         if self._limit.allow("connect"):
             logger.warning("waiting for the broker at %s: %s", url, describe(error))

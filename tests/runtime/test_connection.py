@@ -1,0 +1,262 @@
+"""The connection: when it waits, when it gives up, what it never does."""
+
+import asyncio
+import logging
+import ssl
+import subprocess
+from pathlib import Path
+
+import pytest
+from tests.support import made
+from tests.support.brokers import STATE, ConfiguredServer, connected, publish_unstored, until
+
+import dynamix.runtime.bus.client as client_module
+from dynamix.runtime.bus import ALL, Bus, BusError, PermissionDeniedError, connection
+from dynamix.runtime.bus.connection import Connection, check_url
+from dynamix.runtime.provision import provision
+from dynamix.runtime.settings import BusSettings
+
+ALLOWED = (
+    "{user: admin, password: admin-pw},"
+    '{user: writer, password: writer-pw, permissions: {publish: ["dynamix.v1.state.>", "$JS.API.STREAM.INFO.FEED",'
+    '"$JS.API.CONSUMER.CREATE.FEED.*.dynamix.v1.state.>"], subscribe: "_INBOX.writer.>"}},'
+    '{user: deaf, password: deaf-pw, permissions: {publish: ">", subscribe: "nothing"}}'
+)
+
+
+@pytest.fixture
+async def guarded() -> ConfiguredServer:
+    return ConfiguredServer(authorization=f"users: [{ALLOWED}]")
+
+
+async def test_a_wrong_password_is_said_at_once_and_not_retried(server: ConfiguredServer) -> None:
+    with pytest.raises(PermissionDeniedError, match=r"refuses user 'dynamix': check DYNAMIX_NATS_USER") as refused:
+        await Bus.connect(server.user("dynamix", "wrong-password"), name="test")
+    assert "wrong-password" not in str(refused.value)
+
+
+async def test_without_waiting_a_missing_broker_is_an_error(server: ConfiguredServer) -> None:
+    await server.stop()
+    with pytest.raises(BusError, match=rf"cannot connect to nats://127.0.0.1:{server.port}"):
+        await Bus.connect(server.settings, name="test", wait=False)
+
+
+async def test_the_first_connection_waits_for_a_broker_that_comes_later(
+    server: ConfiguredServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    await server.stop()
+    connecting = asyncio.create_task(Bus.connect(server.settings, name="test"))
+    await until(lambda: "waiting for the broker" in caplog.text)
+    await server.start()
+    bus = await connecting
+    assert bus.is_connected
+    await bus.close()
+
+
+async def test_waiting_for_the_first_connection_can_be_cancelled(server: ConfiguredServer) -> None:
+    await server.stop()
+    connecting = asyncio.create_task(Bus.connect(server.settings, name="test"))
+    await asyncio.sleep(0.05)
+    connecting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await connecting
+
+
+async def test_it_reconnects_beyond_the_sixty_attempts_after_which_nats_py_would_give_up(
+    server: ConfiguredServer, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "RECONNECT_WAIT_S", 0.002)
+    await server.kill()
+    await until(lambda: bus.counters["errors"] > 100)
+    await server.start()
+    assert await bus.publish(made.state()) == 1
+
+
+async def test_a_password_file_is_read_at_every_connection(server: ConfiguredServer, tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    file.write_text(server.settings.password + "\n")
+    settings = BusSettings(url=server.settings.url, user="dynamix", password_file=str(file))
+    async with connected(settings) as bus:
+        await server.stop()
+        server._password = "rotated"
+        file.write_text("rotated")
+        await server.start()
+        await until(lambda: bus.is_connected)
+
+
+async def test_credentials_revoked_on_a_running_broker_close_the_connection_with_a_reason(
+    server: ConfiguredServer,
+) -> None:
+    reasons: list[str] = []
+    async with connected(server.settings, on_closed=reasons.append) as bus:
+        server._password = "rotated"
+        server.reload()
+        await until(lambda: reasons)
+        with pytest.raises(BusError, match="closed"):
+            await bus.publish(made.state())
+    assert len(reasons) == 1
+    assert any(word in reasons[0] for word in ("authentication", "authorization", "refuses our user"))
+
+
+async def test_a_broker_that_comes_back_with_another_password_closes_the_connection(server: ConfiguredServer) -> None:
+    reasons: list[str] = []
+    async with connected(server.settings, on_closed=reasons.append):
+        await server.stop()
+        server._password = "rotated"
+        await server.start()
+        await until(lambda: reasons)
+    assert reasons == ["the broker refuses our user or password"]  # and once only
+
+
+async def test_closing_it_ourselves_is_no_event(server: ConfiguredServer) -> None:
+    reasons: list[str] = []
+    async with connected(server.settings, on_closed=reasons.append):
+        pass
+    assert reasons == []
+
+
+async def test_an_error_while_noting_an_error_leaves_the_connection_alive(
+    guarded: ConfiguredServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_self: Connection, _error: Exception) -> None:
+        raise RuntimeError("made up")
+
+    async with guarded, connected(guarded.user("admin", "admin-pw")) as admin:
+        await provision(admin)
+        async with connected(guarded.user("writer", "writer-pw")) as bus:
+            with monkeypatch.context() as patch:
+                noted = asyncio.Event()
+                patch.setattr(Connection, "_note_error", broken)
+                patch.setattr(connection.logger, "exception", lambda *_: noted.set())
+                await publish_unstored(bus, "forbidden", b"")  # the broker's answer calls the broken function
+                await noted.wait()
+            assert await bus.publish(made.state()) == 1
+            assert bus.counters["reconnects"] == 0
+
+
+async def test_a_handler_that_raises_leaves_the_connection_alive(bus: Bus, caplog: pytest.LogCaptureFixture) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("made up")
+
+    await bus._connection.subscribe("somewhere", broken)
+    await publish_unstored(bus, "somewhere", b"")
+    await until(lambda: "error while handling a message on somewhere" in caplog.text)
+    assert await bus.publish(made.state()) == 1
+
+
+async def test_another_nats_py_than_ours_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def process_msg(self: object, message: object) -> None:
+        """Takes a message in another way."""
+
+    monkeypatch.setattr(client_module.nats.aio.client.Client, "_process_msg", process_msg)
+    with pytest.raises(BusError, match=r"install nats-py 2\.16"):
+        await Bus.connect(BusSettings(), name="test", wait=False)
+
+
+async def test_a_denied_publish_fails_at_once_and_names_the_subject(guarded: ConfiguredServer) -> None:
+    async with guarded, connected(guarded.user("admin", "admin-pw")) as admin:
+        await provision(admin)
+        async with connected(guarded.user("writer", "writer-pw")) as bus:
+            async with asyncio.timeout(5):
+                with pytest.raises(
+                    PermissionDeniedError, match=r"'writer' publish to dynamix.v1.action.mnist-0a1b2c3d"
+                ):
+                    await bus.publish_action(made.action(), expected_last=0)
+                with pytest.raises(PermissionDeniedError, match=r"STREAM.INFO.JOBS|stream.info.jobs"):
+                    await bus.stream_state("JOBS")
+            assert bus.counters["permission_denials"] == 2
+            assert bus.counters["in_flight"] == 0
+            assert await bus.publish(made.state()) == 1
+
+
+async def test_a_denied_consumer_fails_at_once(guarded: ConfiguredServer) -> None:
+    async with guarded, connected(guarded.user("admin", "admin-pw")) as admin:
+        await provision(admin)
+        async with connected(guarded.user("writer", "writer-pw")) as bus, asyncio.timeout(5):
+            with pytest.raises(PermissionDeniedError, match=r"consumer\.create"):
+                async with bus.consume("FEED", ["dynamix.v1.report.>"], start=ALL):
+                    pass
+            with pytest.raises(PermissionDeniedError, match=r"msg\.next"):
+                async with bus.consume("FEED", ["dynamix.v1.state.>"], start=ALL) as reader:
+                    await anext(reader)
+
+
+async def test_a_denied_subscription_fails_at_once(guarded: ConfiguredServer) -> None:
+    async with guarded, connected(guarded.user("writer", "writer-pw")) as bus, asyncio.timeout(5):
+        with pytest.raises(PermissionDeniedError, match=r"listen to dynamix.v1.live.>"):
+            async with bus.subscribe("dynamix.v1.live.>") as messages:
+                await anext(messages)
+
+
+async def test_a_user_who_may_not_listen_to_its_own_inbox_is_told_when_connecting(guarded: ConfiguredServer) -> None:
+    async with guarded, asyncio.timeout(5):
+        with pytest.raises(PermissionDeniedError, match=r"'deaf' listen to _inbox.deaf.test"):
+            await Bus.connect(guarded.user("deaf", "deaf-pw"), name="test")
+
+
+@pytest.mark.parametrize("url", ["nats://127.0.0.1:4222", "localhost:4222", "nats://[::1]:4222", "nats://127.9.9.9"])
+def test_this_machine_needs_no_credentials(url: str) -> None:
+    check_url(BusSettings(url=url))
+
+
+@pytest.mark.parametrize(
+    "url", ["nats://10.0.0.1:4222", "broker.example", "nats://127.0.0.1:4222,nats://10.0.0.1:4222"]
+)
+def test_another_machine_without_credentials_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="never used without credentials"):
+        check_url(BusSettings(url=url))
+    check_url(BusSettings(url=url, user="collector"))
+
+
+def test_credentials_in_the_url_count_and_are_never_shown() -> None:
+    settings = BusSettings(url="nats://me:secret@10.0.0.1:4222", password="hush")
+    check_url(settings)
+    assert "secret" not in repr(settings)
+    assert "hush" not in repr(settings)
+    with pytest.raises(ValueError, match=r"ws://me:\*\*\*@10.0.0.1: the bus speaks"):
+        check_url(BusSettings(url="ws://me:secret@10.0.0.1"))
+
+
+async def test_credentials_in_the_url_log_in(server: ConfiguredServer) -> None:
+    url = f"nats://dynamix:{server.settings.password}@127.0.0.1:{server.port}"
+    async with connected(BusSettings(url=url)) as bus:
+        assert bus.is_connected
+
+
+async def test_no_password_is_sent_in_clear_when_tls_is_demanded(server: ConfiguredServer) -> None:
+    settings = BusSettings(url=f"tls://127.0.0.1:{server.port}", user="dynamix", password=server.settings.password)
+    with pytest.raises(BusError, match="offers no TLS although it is demanded"):
+        await Bus.connect(settings, name="test", wait=False)
+
+
+async def test_tls_checks_the_broker_against_the_ca_file(tmp_path: Path) -> None:
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
+    names = ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    subprocess.run(  # noqa: ASYNC221 - nothing else runs yet
+        [*command.split(), *names, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True
+    )
+    async with ConfiguredServer(extra=f'tls {{ cert_file: "{certificate}", key_file: "{key}" }}') as server:
+        trusted = BusSettings(
+            url=f"tls://localhost:{server.port}",
+            user="dynamix",
+            password=server.settings.password,
+            ca_file=str(certificate),
+        )
+        async with connected(trusted, wait=False) as bus:
+            await provision(bus)
+            assert await bus.publish_bytes(STATE, b"", "m") == 1
+        with pytest.raises((BusError, ssl.SSLError), match="CERTIFICATE_VERIFY_FAILED"):
+            await Bus.connect(
+                BusSettings(url=trusted.url, user=trusted.user, password=trusted.password), name="test", wait=False
+            )
+
+
+async def test_repeated_errors_are_logged_once_a_second(
+    server: ConfiguredServer, bus: Bus, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    monkeypatch.setattr(connection, "RECONNECT_WAIT_S", 0.001)
+    await server.kill()
+    await until(lambda: bus.counters["errors"] > 200)
+    assert len(caplog.records) < 50
