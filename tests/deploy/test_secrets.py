@@ -1,46 +1,35 @@
 """make-secrets.sh: one password per user of the broker, closed to others, never written twice."""
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
-
-DEPLOY = Path(__file__).parents[2] / "deploy"
+from tests.support.deployed_broker import DEPLOY, make_secrets
 
 
 @pytest.fixture
 def secrets(tmp_path: Path) -> Path:
-    return make(tmp_path / "secrets")
-
-
-def make(directory: Path) -> Path:
-    subprocess.run(["sh", str(DEPLOY / "make-secrets.sh"), str(directory)], check=True)
-    return directory
+    make_secrets(tmp_path / "secrets")
+    return tmp_path / "secrets"
 
 
 def users_of_the_broker() -> set[str]:
     return set(re.findall(r"^\s*user: (\S+)$", (DEPLOY / "nats.conf").read_text(), re.MULTILINE))
 
 
-def broker_environment(directory: Path) -> dict[str, str]:
-    pairs = (line.partition("=") for line in (directory / "nats.env").read_text().splitlines())
-    return {key: value for key, _, value in pairs}
-
-
 def test_every_user_of_the_broker_has_a_password_and_the_broker_knows_it(secrets: Path) -> None:
     files = {file.stem: file.read_text().strip() for file in secrets.glob("*.password")}
     assert set(files) == users_of_the_broker()
-    assert broker_environment(secrets) == {f"NATS_PASSWORD_{user.upper()}": text for user, text in files.items()}
+    assert make_secrets(secrets) == {f"NATS_PASSWORD_{user.upper()}": text for user, text in files.items()}
 
 
 def test_the_broker_reads_exactly_these_variables(secrets: Path) -> None:
     used = set(re.findall(r"\$(NATS_\w+)", (DEPLOY / "nats.conf").read_text()))
-    assert used == set(broker_environment(secrets))
+    assert used == set(make_secrets(secrets))
 
 
 def test_passwords_are_long_different_and_no_number(secrets: Path) -> None:
-    passwords = list(broker_environment(secrets).values())
+    passwords = list(make_secrets(secrets).values())
     assert len(set(passwords)) == len(passwords)
     assert all(re.fullmatch(r"p[0-9a-f]{48}", password) for password in passwords)
 
@@ -51,10 +40,10 @@ def test_the_directory_is_closed_to_others(secrets: Path) -> None:
 
 
 def test_a_second_run_changes_nothing_and_a_deleted_password_is_made_anew(secrets: Path) -> None:
-    before = broker_environment(make(secrets))
-    assert broker_environment(make(secrets)) == before
+    before = make_secrets(secrets)
+    assert make_secrets(secrets) == before
     (secrets / "reward.password").unlink()
-    after = broker_environment(make(secrets))
+    after = make_secrets(secrets)
     assert {key for key in before if before[key] != after[key]} == {"NATS_PASSWORD_REWARD"}
 
 

@@ -47,6 +47,10 @@ def installed(tmp_path: Path) -> Path:
         lines = re.sub(r"^Documentation=file:\S+$", "", lines, flags=re.MULTILINE)
         name = unit.name.replace("@.", "@mnist.")  # a template is verified as an instance
         (tmp_path / name).write_text(lines)
+    for drop_in in UNITS.glob("*.service.d/*.conf"):
+        (tmp_path / drop_in.parent.name).mkdir()
+        lines = re.sub(r"^(ExecStart=)/\S+", r"\1/bin/true", drop_in.read_text(), flags=re.MULTILINE)
+        (tmp_path / drop_in.parent.name / drop_in.name).write_text(lines)
     return tmp_path
 
 
@@ -72,6 +76,13 @@ def test_a_misspelt_directive_would_be_found(installed: Path) -> None:
     unit = installed / "dynamix-reward.service"
     unit.write_text(unit.read_text().replace("DynamicUser=", "DynamicUsr="))
     assert "DynamicUsr" in verify(installed).stderr
+
+
+@needs_systemd
+def test_a_misspelt_directive_of_the_tls_drop_in_would_be_found(installed: Path) -> None:
+    drop_in = installed / "dynamix-nats.service.d" / "tls.conf"
+    drop_in.write_text(drop_in.read_text().replace("LoadCredential=", "LoadCredentials="))
+    assert "LoadCredentials" in verify(installed).stderr
 
 
 @needs_systemd
@@ -113,4 +124,5 @@ def test_only_the_collector_keeps_a_capability() -> None:
 
 
 def test_no_password_stands_in_a_unit() -> None:
-    assert [unit.name for unit in UNITS.iterdir() if re.search(r"DYNAMIX_NATS_PASSWORD=", unit.read_text())] == []
+    files = [file for file in UNITS.rglob("*") if file.is_file()]
+    assert [file.name for file in files if re.search(r"PASSWORD=", file.read_text())] == []

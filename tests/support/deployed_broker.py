@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from dynamix.runtime.embedded import server_binary
@@ -40,16 +40,16 @@ def make_secrets(directory: Path) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def deployed_broker(directory: Path) -> Iterator[DeployedBroker]:
+def deployed_broker(
+    directory: Path, *, config: str = "nats.conf", environ: Mapping[str, str] | None = None
+) -> Iterator[DeployedBroker]:
     """Run the broker; only the place of its store is changed, which root alone could write."""
-    environ = {**os.environ, **make_secrets(directory / "secrets")}
-    config = (DEPLOY / "nats.conf").read_text()
-    assert config.count(STORE) == 1
-    path = directory / "nats.conf"
-    path.write_text(config.replace(STORE, str(directory / "store")))
+    whole = {**os.environ, **make_secrets(directory / "secrets"), **(environ or {})}
+    for file in DEPLOY.glob("*.conf"):
+        (directory / file.name).write_text(file.read_text().replace(STORE, str(directory / "store")))
     log = directory / "log"
     ports = ["-p", "-1", "-m", "-1", "--ports_file_dir", str(directory), "-l", str(log)]
-    with subprocess.Popen([str(server_binary()), "-c", str(path), *ports], env=environ) as process:
+    with subprocess.Popen([str(server_binary()), "-c", str(directory / config), *ports], env=whole) as process:
         try:
             found = _wait_for_ports(directory, process, log)
             yield DeployedBroker(found["nats"][0], found["monitoring"][0], directory / "secrets", log)
