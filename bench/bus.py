@@ -1,0 +1,339 @@
+"""What our bus costs beside the bare client: `python -m bench.bus [--json FILE] [--pairs N]`, about half a minute.
+
+One broker, one process, uvloop, a state message of 8 ranks. Each comparison alternates ours and raw nats-py (ABBA), so
+that both see the same machine, and is judged by the median of the pairs' ratios.
+
+consume  `Bus.consume` and `codec.decode` against a pipelined pull written by hand on raw nats-py: the SAME stored
+         messages with their headers, decoded with the same codec in the callback.
+publish  `Bus.publish_bytes_soon` against raw core publishing of the same bytes, subjects and headers with a reply
+         subject, whose acknowledgements are counted. Ours keeps each message until it is acknowledged and would send
+         it again; raw loses what is lost.
+publish, encoding  `Bus.publish_soon`, which also encodes the message and builds subject and identity, against the same
+         raw publishing of bytes made beforehand. For information: it charges the codec to the bus.
+"""
+
+import argparse
+import asyncio
+import gc
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import nats
+import uvloop
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
+from dynamix.runtime.bus import ALL, Bus
+from dynamix.runtime.embedded import EmbeddedServer
+from dynamix.runtime.provision import provision
+from dynamix.schemas import codec, table
+from dynamix.schemas.features import state_of
+from dynamix.schemas.messages import (
+    GlobalMetrics,
+    MetricWindow,
+    NetworkMetrics,
+    NodeMetrics,
+    RankMetrics,
+    State,
+    SystemMetrics,
+    TrainingMetrics,
+)
+
+NUM_RANKS = 8
+NUM_CONSUMED = 20_000
+NUM_PUBLISHED = 10_000
+PULL_BATCH = 512
+TARGET = 0.6
+
+Arm = Callable[[], Awaitable[None]]
+
+
+class Sample(NamedTuple):
+    """One run of one arm."""
+
+    per_s: float
+    cpu_us: float
+    """CPU time of this process per message."""
+
+
+class Comparison(NamedTuple):
+    """One row of the result."""
+
+    name: str
+    num_messages: int
+    ours: Arm
+    raw: Arm
+    target: float | None
+
+
+class Bench:
+    """The arms, over one broker."""
+
+    def __init__(self, bus: Bus, raw: Client) -> None:
+        self._bus = bus
+        self._raw = raw
+        self._generations = itertools.count(1)
+        self._names = itertools.count(1)
+        self._states: list[State] = []
+        self._encoded: list[tuple[str, bytes, str]] = []
+
+    def comparisons(self) -> list[Comparison]:
+        """All rows."""
+        return [
+            Comparison("consume", NUM_CONSUMED, self.consume_ours, self.consume_raw, TARGET),
+            Comparison("publish", NUM_PUBLISHED, self.publish_ours, self.publish_raw, TARGET),
+            Comparison("publish, encoding", NUM_PUBLISHED, self.publish_messages, self.publish_raw, None),
+        ]
+
+    async def store(self) -> None:
+        """Fill the stream with what `consume` reads."""
+        self.prepare(NUM_CONSUMED)
+        await self.publish_ours()
+
+    def prepare(self, num_messages: int) -> None:
+        """Messages that the stream has not seen: an equal identity would be dropped as a duplicate, and cost less."""
+        generation = next(self._generations)
+        state = state_of(metric_window())
+        self._states = [
+            msgspec.structs.replace(state, generation=generation, window=window) for window in range(num_messages)
+        ]
+        self._encoded = [
+            (table.subject_of(message), codec.encode(message), codec.message_id(message)) for message in self._states
+        ]
+
+    async def publish_ours(self) -> None:
+        """Our pipelined publishing of bytes."""
+        for subject, payload, message_id in self._encoded:
+            await self._bus.publish_bytes_soon(subject, payload, message_id)
+        assert await self._bus.flush(60)
+
+    async def publish_messages(self) -> None:
+        """Our pipelined publishing of messages."""
+        for message in self._states:
+            await self._bus.publish_soon(message)
+        assert await self._bus.flush(60)
+
+    async def publish_raw(self) -> None:
+        """Core publishing of the same bytes and headers; counts acknowledgements."""
+        inbox, done = self._raw.new_inbox(), asyncio.Event()
+        missing = len(self._encoded)
+
+        async def count(_message: Msg) -> None:
+            nonlocal missing
+            missing -= 1
+            if missing == 0:
+                done.set()
+
+        subscription = await self._raw.subscribe(inbox, cb=count)
+        for subject, payload, message_id in self._encoded:
+            await self._raw.publish(subject, payload, inbox, {"Nats-Msg-Id": message_id})
+        await done.wait()
+        await subscription.unsubscribe()
+
+    async def consume_ours(self) -> None:
+        """Our consumer, decoding."""
+        missing = NUM_CONSUMED
+        async with self._bus.consume("FEED", ["dynamix.v1.state.>"], start=ALL) as consumer:
+            async for batch in consumer:
+                for message in batch:
+                    codec.decode(State, message.subject, message.payload)
+                missing -= len(batch)
+                if missing <= 0:
+                    return
+
+    async def consume_raw(self) -> None:
+        """A pipelined pull by hand, decoding."""
+        inbox, done, name = self._raw.new_inbox(), asyncio.Event(), f"raw-{next(self._names)}"
+        missing, asked = NUM_CONSUMED, 0
+
+        async def ask() -> None:
+            nonlocal asked
+            asked += PULL_BATCH
+            request = {"batch": PULL_BATCH, "expires": 30 * 10**9}
+            await self._raw.publish(f"$JS.API.CONSUMER.MSG.NEXT.FEED.{name}", json.dumps(request).encode(), inbox)
+
+        async def take(message: Msg) -> None:
+            nonlocal missing, asked
+            if not message.reply:
+                return  # a request that ended
+            codec.decode(State, message.subject, message.data)
+            missing -= 1
+            asked -= 1
+            if missing == 0:
+                done.set()
+            elif asked <= PULL_BATCH:
+                await ask()
+
+        subscription = await self._raw.subscribe(inbox, cb=take)
+        config = {
+            "name": name,
+            "ack_policy": "none",
+            "deliver_policy": "all",
+            "mem_storage": True,
+            "inactive_threshold": 5 * 10**9,
+            "filter_subject": "dynamix.v1.state.>",
+        }
+        body = json.dumps({"stream_name": "FEED", "config": config}).encode()
+        await self._raw.request(f"$JS.API.CONSUMER.CREATE.FEED.{name}", body, timeout=5)
+        await ask()
+        await ask()
+        await done.wait()
+        await subscription.unsubscribe()
+
+
+def metric_window() -> MetricWindow:
+    """What a node of 8 ranks measures in one window."""
+    ranks = tuple(
+        RankMetrics(
+            rank=rank,
+            training=TrainingMetrics(
+                local_batch_size=96 + 8 * rank,
+                pending_local_batch_size=104 + 8 * rank,
+                num_samples=20 * (96 + 8 * rank),
+                loss=1.2 + rank / 100,
+                accuracy=0.55 + rank / 1000,
+                accuracy_change=0.004,
+                step_time_s=0.085,
+                compute_time_s=0.05 + rank / 500,
+                sync_time_s=0.02,
+                data_time_s=0.004,
+                update_time_s=0.006,
+            ),
+            system=SystemMetrics(cpu_time_ratio=1.4, memory_bytes=3 << 30, memory_ratio=0.11),
+            network=NetworkMetrics(tx_bytes=48_123_456, rx_bytes=47_987_654, retransmits=rank, srtt_us=212.5),
+        )
+        for rank in range(NUM_RANKS)
+    )
+    job = GlobalMetrics(
+        global_batch_size=992,
+        num_samples=19_840,
+        step_time_s=0.085,
+        throughput=11_670.6,
+        loss=1.23,
+        loss_change=-0.02,
+        accuracy=0.553,
+        accuracy_change=0.004,
+        held_out_accuracy=0.541,
+        progress=0.2,
+        noise_scale=1834.0,
+        sigma_norm_sq=1.85,
+    )
+    return MetricWindow(
+        job="bench-0a1b2c3d",
+        generation=0,
+        window=0,
+        node="node-a",
+        probe="tcp_info",
+        optimizer_family="sgd",
+        num_steps=20,
+        ranks=ranks,
+        job_metrics=job,
+        node_metrics=NodeMetrics(load_per_cpu=0.7, memory_used_ratio=0.4),
+    )
+
+
+async def measure(arm: Arm, num_messages: int) -> Sample:
+    """Run an arm once."""
+    gc.collect()
+    wall, cpu = time.perf_counter(), time.process_time()
+    await arm()
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    return Sample(num_messages / wall, cpu / num_messages * 1e6)
+
+
+async def compare(bench: Bench, comparison: Comparison, num_pairs: int) -> dict[str, Any]:
+    """Pairs of ours and raw, in alternating order."""
+    ours: list[Sample] = []
+    raw: list[Sample] = []
+    arms = ((ours, comparison.ours), (raw, comparison.raw))
+    for pair in range(-1, num_pairs):  # the first one warms up
+        for samples, arm in arms if pair % 2 else reversed(arms):
+            bench.prepare(NUM_PUBLISHED)
+            sample = await measure(arm, comparison.num_messages)
+            if pair >= 0:
+                samples.append(sample)
+        print(f"\r{comparison.name}: pair {pair + 1} of {num_pairs}   ", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    return summary(comparison, ours, raw)
+
+
+def summary(comparison: Comparison, ours: list[Sample], raw: list[Sample]) -> dict[str, Any]:
+    """Medians and spread of one comparison."""
+    ratios = sorted(our.per_s / their.per_s for our, their in zip(ours, raw, strict=True))
+    ratio = statistics.median(ratios)
+    return {
+        "name": comparison.name,
+        "num_messages": comparison.num_messages,
+        "num_pairs": len(ratios),
+        "ours_per_s": statistics.median(sample.per_s for sample in ours),
+        "raw_per_s": statistics.median(sample.per_s for sample in raw),
+        "ours_cpu_us": statistics.median(sample.cpu_us for sample in ours),
+        "raw_cpu_us": statistics.median(sample.cpu_us for sample in raw),
+        "ratio": ratio,
+        "ratio_min": ratios[0],
+        "ratio_max": ratios[-1],
+        "target": comparison.target,
+        "met": comparison.target is None or ratio >= comparison.target,
+    }
+
+
+async def run(num_pairs: int) -> dict[str, Any]:
+    """All comparisons over one broker."""
+    async with EmbeddedServer() as server:
+        settings = server.settings
+        bus = await Bus.connect(settings, name="bench")
+        raw = await nats.connect(settings.url, user=settings.user, password=settings.password)
+        try:
+            await provision(bus)
+            bench = Bench(bus, raw)
+            await bench.store()
+            rows = [await compare(bench, comparison, num_pairs) for comparison in bench.comparisons()]
+            retries = bus.counters["retries"]
+        finally:
+            await raw.close()
+            await bus.close()
+    size = len(codec.encode(state_of(metric_window())))
+    return {"message_bytes": size, "num_ranks": NUM_RANKS, "retries": retries, "comparisons": rows}
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print the table."""
+    print(f"\nstate of {result['num_ranks']} ranks, {result['message_bytes']} bytes; {result['retries']} retries")
+    print(f"{'':<18}{'ours/s':>9}{'raw/s':>9}{'ratio':>7}  {'range':<12}{'CPU us ours/raw':>16}  target")
+    for row in result["comparisons"]:
+        spread = f"{row['ratio_min']:.2f}-{row['ratio_max']:.2f}"
+        cpu = f"{row['ours_cpu_us']:.1f} / {row['raw_cpu_us']:.1f}"
+        target = "-" if row["target"] is None else f">= {row['target']} {'met' if row['met'] else 'MISSED'}"
+        print(
+            f"{row['name']:<18}{row['ours_per_s']:>9.0f}{row['raw_per_s']:>9.0f}{row['ratio']:>7.2f}  "
+            f"{spread:<12}{cpu:>16}  {target}"
+        )
+
+
+def main() -> int:
+    """Run from the command line; exit code 1 when a target is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=9, help="pairs per comparison (default 9)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures; - for standard output")
+    options = parser.parse_args()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        result = runner.run(run(options.pairs))
+    if str(options.json) == "-":
+        print(json.dumps(result, indent=2))
+    else:
+        show(result)
+    if options.json is not None and str(options.json) != "-":
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(result, indent=2) + "\n")
+    return 0 if all(row["met"] for row in result["comparisons"]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
