@@ -19,7 +19,8 @@ MIN_INTERVAL_S = 0.2
 """Frames are no closer than this, however fast windows come."""
 TICK_S = 1.0
 """Without news a frame is drawn for the ages in it."""
-QUIT_KEYS = b"qQ\x1b"
+QUIT_KEYS = (b"q", b"Q", b"\x1b", b"")
+"""Escape alone, not an arrow's sequence; nothing read is a terminal that is gone."""
 
 
 async def watch(feed: Feed, console: Console) -> None:
@@ -81,7 +82,7 @@ def _keys(left: asyncio.Event) -> Iterator[None]:
     before = termios.tcgetattr(descriptor)
     loop = asyncio.get_running_loop()
     tty.setcbreak(descriptor)
-    loop.add_reader(descriptor, lambda: left.set() if set(os.read(descriptor, 64)) & set(QUIT_KEYS) else None)
+    loop.add_reader(descriptor, lambda: left.set() if os.read(descriptor, 64) in QUIT_KEYS else None)
     try:
         yield
     finally:
