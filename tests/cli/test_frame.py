@@ -145,6 +145,13 @@ def test_a_service_that_fell_silent_or_was_never_heard_is_seen_to_be_missing() -
     assert lines[-1].plain.rstrip() == "services  ○ collector node-a  ○ reward  ○ arbitrator not heard"
 
 
+def test_a_trainer_that_has_ended_is_not_missed() -> None:
+    services = alive("trainer", *ALL)
+    assert "● trainer" in shown(None, services)
+    lines = frame(None, services, now_ns=0, now_s=10.0, width=80, height=24)
+    assert "trainer" not in lines[-1].plain
+
+
 def test_dead_letters_are_counted_over_all_services() -> None:
     services = Services()
     for name in ALL:

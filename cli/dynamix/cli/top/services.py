@@ -34,8 +34,12 @@ class Services:
         self._beats[live.service, live.instance] = Beat(live=live, heard_s=now_s)
 
     def beats(self, now_s: float) -> list[Beat]:
-        """All that are not forgotten, sorted."""
-        return [beat for _, beat in sorted(self._beats.items()) if now_s - beat.heard_s <= FORGOTTEN_AFTER_S]
+        """All that are not forgotten, sorted; of a service that does not steer, such as a trainer, none that is late."""
+        return [
+            beat
+            for (service, _), beat in sorted(self._beats.items())
+            if now_s - beat.heard_s <= FORGOTTEN_AFTER_S and (service in STEERING or not beat.is_late(now_s))
+        ]
 
     def missing(self, now_s: float) -> list[str]:
         """Services that steer and of which nobody is heard."""
