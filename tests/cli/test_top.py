@@ -145,6 +145,18 @@ async def test_an_empty_broker_gives_an_empty_board(bus: Bus) -> None:
     assert feed.board is None
 
 
+async def test_a_broker_without_streams_says_what_to_run() -> None:
+    async with EmbeddedServer() as server:
+        environ = {**os.environ, **bus_environment(server.settings)}
+        process = await asyncio.create_subprocess_exec(
+            *[sys.executable, "-m", "dynamix.cli.main", "top", "--once"], env=environ, stderr=subprocess.PIPE
+        )
+        _, errors = await process.communicate()
+    assert process.returncode == 1
+    assert "run `dynamix provision`" in errors.decode()
+    assert "Traceback" not in errors.decode()
+
+
 @pytest.mark.parametrize(
     ("wanted", "expected"),
     [

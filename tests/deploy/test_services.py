@@ -8,7 +8,10 @@ import pytest
 from tests.support.control_plane import NODE, one_node_job, report_of
 from tests.support.deployed_broker import DeployedBroker
 
+from dynamix.cli.doctor.bus import bus as bus_checks
+from dynamix.cli.doctor.bus import is_alive
 from dynamix.cli.services import SERVICES, ServiceProcess, bus_environment, wait_until_ready
+from dynamix.cli.top.feed import Feed
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.provision import provision
 from dynamix.schemas import subjects
@@ -58,6 +61,16 @@ async def test_a_window_goes_all_the_way_round_and_nobody_is_denied_anything(
     assert [rank.rank for rank in reward.ranks] == [0, 1, 2, 3]
     assert await denials(watcher) == dict.fromkeys(SERVICES, 0)
     assert trainer.counters["permission_denials"] == 0
+
+    view = Feed(watcher, None)
+    await view.catch_up()
+    assert view.board is not None
+    assert (view.board.name, view.board.window, len(view.board.ranks)) == (job.job, 0, 4)
+    checks = await bus_checks(broker.settings("watcher"), configured=True)
+    assert {check.name: check.present for check in checks} == {"broker": True, "streams": True, "services": True}
+    assert watcher.counters["permission_denials"] == 0
+    for name in SERVICES:  # the health check of compose.yaml, as the service's own user
+        assert await is_alive(broker.settings(name), name, {"DYNAMIX_NODE": NODE})
 
 
 async def first(bus: Bus, stream: str, subject: str, kind: type[M]) -> M:

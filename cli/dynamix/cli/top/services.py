@@ -34,7 +34,7 @@ class Services:
         self._beats[live.service, live.instance] = Beat(live=live, heard_s=now_s)
 
     def beats(self, now_s: float) -> list[Beat]:
-        """All that are not forgotten, sorted; of a service that does not steer, such as a trainer, none that is late."""
+        """All that are not forgotten, sorted; of services that do not steer, such as a trainer, none that is late."""
         return [
             beat
             for (service, _), beat in sorted(self._beats.items())
