@@ -1,14 +1,16 @@
 """`dynamix doctor`: each check on what it can meet, the verdict, and the services' health check."""
 
 import ast
+import asyncio
+import contextlib
 import json
 import os
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from tests.support.control_plane import control_plane
 
 from dynamix.cli.doctor import kernel, software
 from dynamix.cli.doctor.bus import bus, is_alive
@@ -16,8 +18,11 @@ from dynamix.cli.doctor.command import report
 from dynamix.cli.doctor.finding import Finding, lacking, there
 from dynamix.cli.main import main
 from dynamix.cli.services import SERVICES
+from dynamix.runtime.bus import Bus
 from dynamix.runtime.embedded import EmbeddedServer
+from dynamix.runtime.provision import provision
 from dynamix.runtime.settings import BusSettings
+from dynamix.schemas.messages import Live
 
 ROOT = Path(__file__).parents[2]
 AWAY = BusSettings(url="nats://127.0.0.1:1")
@@ -141,27 +146,63 @@ async def test_a_broker_that_was_asked_for_and_is_away_is_fatal_otherwise_it_is_
     assert (found.present, found.is_fatal, found.mend) == (False, False, "start one with `dynamix up`")
 
 
-async def test_a_broker_without_streams_lacks_them() -> None:
-    async with EmbeddedServer() as server:
-        found = by_name(await bus(server.settings, configured=True))
+async def test_a_broker_without_streams_lacks_them(server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dynamix.cli.doctor.bus.LISTEN_S", 0.2)
+    found = by_name(await bus(server.settings, configured=True))
     assert found["broker"].present
     assert found["streams"].mend == "run `dynamix provision`"
     assert found["services"].found == "not heard: collector, reward, arbitrator"
 
 
-async def test_streams_and_services_that_run_are_found_and_a_dead_one_is_not_alive(
-    monkeypatch: pytest.MonkeyPatch,
+@contextlib.asynccontextmanager
+async def beating(connection: Bus, *services: str, ready: int = 1) -> AsyncIterator[None]:
+    """Heartbeats of made-up services on node-a; tests/deploy hears the real ones."""
+
+    async def beat() -> None:
+        while True:
+            for name in services:
+                live = Live(service=name, instance="node-a", uptime_s=1.0, counters={"ready": ready})
+                await connection.publish_live(live)
+            await asyncio.sleep(0.02)
+
+    task = asyncio.create_task(beat())
+    yield
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[EmbeddedServer]:
+    async with EmbeddedServer() as running:
+        yield running
+
+
+@pytest.fixture
+async def connection(server: EmbeddedServer) -> AsyncIterator[Bus]:
+    connected = await Bus.connect(server.settings, name="test")
+    yield connected
+    await connected.close()
+
+
+async def test_streams_and_services_that_run_are_found(server: EmbeddedServer, connection: Bus) -> None:
+    await provision(connection)
+    async with beating(connection, *SERVICES):
+        found = by_name(await bus(server.settings, configured=True))
+    assert found["streams"].found == "JOBS 0, FEED 0, ACTIONS 0, DEAD 0"
+    assert found["services"].found == "arbitrator, collector, reward"
+
+
+async def test_a_service_is_alive_when_this_very_one_beats_and_listens(
+    server: EmbeddedServer, connection: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with control_plane(*SERVICES) as plane:
-        found = by_name(await bus(plane.server.settings, configured=True))
-        assert found["streams"].found == "JOBS 0, FEED 0, ACTIONS 0, DEAD 0"
-        assert found["services"].found == "arbitrator, collector, reward"
-        environ = {"DYNAMIX_NODE": "node-a"}
-        assert await is_alive(plane.server.settings, "reward", environ)
-        monkeypatch.setattr("dynamix.cli.doctor.bus.ALIVE_TIMEOUT_S", 1.5)  # a beat and a half
-        plane.services["reward"].kill()
-        assert not await is_alive(plane.server.settings, "reward", environ)
-        assert not await is_alive(plane.server.settings, "collector", {"DYNAMIX_INSTANCE": "another"})
+    monkeypatch.setattr("dynamix.cli.doctor.bus.ALIVE_TIMEOUT_S", 0.5)
+    async with beating(connection, "reward"):
+        assert await is_alive(server.settings, "reward", {"DYNAMIX_NODE": "node-a"})
+        assert not await is_alive(server.settings, "reward", {"DYNAMIX_INSTANCE": "another"})
+        assert not await is_alive(server.settings, "collector", {"DYNAMIX_NODE": "node-a"})
+    async with beating(connection, "reward", ready=0):
+        assert not await is_alive(server.settings, "reward", {"DYNAMIX_NODE": "node-a"})
+    assert not await is_alive(AWAY, "reward", {"DYNAMIX_NODE": "node-a"})
 
 
 def test_the_command_writes_json_and_says_by_its_code_that_nothing_fatal_is_missing() -> None:

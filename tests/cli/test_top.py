@@ -139,7 +139,8 @@ async def test_a_named_job_is_waited_for_and_kept(bus: Bus) -> None:
     await asyncio.gather(following, return_exceptions=True)
 
 
-async def test_an_empty_broker_gives_an_empty_board(bus: Bus) -> None:
+async def test_an_empty_broker_gives_an_empty_board(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dynamix.cli.top.feed.HEARTBEAT_WAIT_S", 0.1)
     feed = Feed(bus, None)
     await feed.catch_up()
     assert feed.board is None
