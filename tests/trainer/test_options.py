@@ -22,6 +22,7 @@ def _options(**changes: Any) -> JobOptions:
         "reduction": "mean",
         "seed": 0,
         "shuffle": True,
+        "noise_every": 2,
         "noise_decay": 0.9,
     }
     return JobOptions(**(fields | changes))
@@ -39,6 +40,7 @@ def _options(**changes: Any) -> JobOptions:
         ({"reduction": "none"}, "reduction='none'"),
         ({"policy": "Not a token"}, "cannot be part of a subject"),
         ({"noise_decay": 1.0}, r"noise_decay=1.0 is outside \[0, 1\)"),
+        ({"noise_every": 0}, "noise_every=0"),
         ({"seed": -1}, "seed=-1"),
         ({"window_steps": 5, "margin_steps": 16}, "draws 14 batches ahead: an action would be 5 windows old"),
     ],

@@ -56,6 +56,7 @@ def attach(
     policy_options: Mapping[str, float] | None = None,
     seed: int = 0,
     shuffle: bool = True,
+    noise_every: int = 4,
     noise_decay: float = 0.9,
     memory_caps_path: str | Path | None = None,
     connect: BusSettings | Literal[False] | None = None,
@@ -87,6 +88,7 @@ def attach(
         policy_options: numbers for the policy.
         seed: of the order of the samples.
         shuffle: False uses the samples in the data set's order.
+        noise_every: steps between two measurements of the gradient noise; each costs two passes over the gradient.
         noise_decay: of the averages of the gradient noise over windows.
         memory_caps_path: beside your checkpoint; where a rank that ran out of memory notes its bound.
         connect: the bus; None reads `DYNAMIX_NATS_...`, False trains without one.
@@ -115,6 +117,7 @@ def attach(
         reduction=reduction,
         seed=seed,
         shuffle=shuffle,
+        noise_every=noise_every,
         noise_decay=noise_decay,
     )
     data = DataIdentity(_length(dataset), seed, shuffle)
@@ -128,7 +131,7 @@ def attach(
     schedule = Schedule([min(pair) for pair in zip(sizes, identity.max_local_batch_sizes, strict=True)])
     sampler = PlanSampler(data.num_samples, schedule, rank=rank, seed=seed, shuffle=shuffle)
     loader = Loader(dataset, sampler, clock, num_samples=data.num_samples, options=loader_options)
-    hook = _hook(model, weighting, clock, reduction, base_hook=base_hook, base_state=base_hook_state)
+    hook = _hook(model, weighting, clock, options, base_hook=base_hook, base_state=base_hook_state)
     recorder = WindowRecorder(rank, reduction)
     client = _client(bus, meeting, environment)
     wire = _wire(client)
@@ -194,7 +197,7 @@ def _hook(
     model: torch.nn.Module,
     weighting: Weighting,
     clock: AnyClock,
-    reduction: Reduction,
+    options: JobOptions,
     *,
     base_hook: BaseHook | None,
     base_state: object,
@@ -208,7 +211,14 @@ def _hook(
             raise ValueError('base_hook is for weighting="hook": register it on the model yourself')
         return None
     assert isinstance(model, DistributedDataParallel)
-    hook = GradientHook(model.process_group, clock, reduction=reduction, base_hook=base_hook, base_state=base_state)
+    hook = GradientHook(
+        model.process_group,
+        clock,
+        reduction=options.reduction,
+        noise_every=options.noise_every,
+        base_hook=base_hook,
+        base_state=base_state,
+    )
     try:
         model.register_comm_hook(None, hook.reduce)
     except RuntimeError as error:

@@ -1,7 +1,8 @@
 """The collectives of the job: on a gloo group of their own, so that they never mix with the user's.
 
 Two per window, a few hundred bytes each: one gather at its end, one broadcast `margin` steps before the next boundary.
-Measured cost: docs/overhead.md.
+Both are posted at the end of one step and taken at the end of the next, when they are long done: nobody waits for the
+slowest rank at a place where it had not to wait anyway.
 """
 
 from collections.abc import Sequence
@@ -31,20 +32,36 @@ class Exchange:
         self._group = dist.new_group(backend="gloo")
         self._rows = torch.empty(self.world_size, NUM_COLUMNS, dtype=torch.float64)
         self._decision = torch.zeros(1 + self.world_size, dtype=torch.int64)
+        self._gathering: dist.Work | None = None
+        self._broadcasting: dist.Work | None = None
 
-    def gather(self, row: Row) -> list[Row]:
-        """The rows of all ranks, in rank order."""
+    def post_row(self, row: Row) -> None:
+        """Send this rank's row to all others."""
+        assert self._gathering is None, "a gather is under way"
         mine = torch.tensor(row, dtype=torch.float64)
-        dist.all_gather(list(self._rows.unbind()), mine, group=self._group)
+        self._gathering = dist.all_gather(list(self._rows.unbind()), mine, group=self._group, async_op=True)
+
+    def take_rows(self) -> list[Row]:
+        """The rows of all ranks, in rank order, as they were posted last."""
+        assert self._gathering is not None, "no gather is under way"
+        self._gathering.wait()
+        self._gathering = None
         return [Row(*values) for values in self._rows.tolist()]
 
-    def broadcast(self, decision: Decision | None) -> Decision | None:
-        """Rank 0's decision, to all ranks."""
+    def post_decision(self, decision: Decision | None) -> None:
+        """Send rank 0's decision, or none, to all ranks."""
+        assert self._broadcasting is None, "a broadcast is under way"
         if self.rank == 0:
             sizes = (0,) * self.world_size if decision is None else decision.local_batch_sizes
             window = -1 if decision is None else decision.decided_window
             self._decision.copy_(torch.tensor((window, *sizes)))
-        dist.broadcast(self._decision, src=0, group=self._group)
+        self._broadcasting = dist.broadcast(self._decision, src=0, group=self._group, async_op=True)
+
+    def take_decision(self) -> Decision | None:
+        """Rank 0's decision as it was posted last."""
+        assert self._broadcasting is not None, "no broadcast is under way"
+        self._broadcasting.wait()
+        self._broadcasting = None
         window, *received = self._decision.tolist()
         return None if window < 0 else Decision(window, tuple(received))
 

@@ -6,7 +6,7 @@ With g_i the mean gradient of rank i's b_i samples, G = sum_i (b_i / B) g_i and 
     |G_true|^2 = |G|^2 - S / B
 
 Both are linear in |g_i|^2 and |G|^2, so each rank sums its own part over a window's steps and one gather per window is
-enough. They are averaged over the window's steps, then smoothed over windows separately: their ratio is not.
+enough. They are averaged over the window's measured steps, then smoothed over windows separately: their ratio is not.
 """
 
 import math

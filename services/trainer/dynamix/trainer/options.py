@@ -37,6 +37,8 @@ class JobOptions:
     reduction: Reduction
     seed: int
     shuffle: bool
+    noise_every: int
+    """Steps between two measurements of the gradient noise."""
     noise_decay: float
 
     def __post_init__(self) -> None:
@@ -56,6 +58,8 @@ class JobOptions:
             raise ValueError(f"learning_rate_rule={self.learning_rate_rule!r}: use one of {', '.join(FACTORS)}")
         if self.reduction not in {"mean", "sum"}:
             raise ValueError(f"reduction={self.reduction!r}: say what your loss does, 'mean' or 'sum'")
+        if self.noise_every < 1:
+            raise ValueError(f"noise_every={self.noise_every}: measure at least on every step, 1")
         if not 0 <= self.noise_decay < 1:
             raise ValueError(f"noise_decay={self.noise_decay} is outside [0, 1)")
         if self.seed < 0:
@@ -71,7 +75,7 @@ class JobOptions:
             self.base_global_batch_size,
             self.window_steps,
             (self.min_local_batch_size, self.max_local_batch_size, self.max_lag_windows, self.margin_steps),
-            (self.learning_rate_rule, self.reduction, self.noise_decay),
+            (self.learning_rate_rule, self.reduction, self.noise_every, self.noise_decay),
             (self.seed, self.shuffle),
         )
 

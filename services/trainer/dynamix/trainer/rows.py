@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from dynamix.schemas.messages import JobTotals, RankRow, SocketCounters
+from dynamix.schemas.messages import GradientNoise, JobTotals, RankRow, SocketCounters
 
 from .clock import StepTimes
 from .identity import Place
@@ -156,8 +156,10 @@ def rank_row(
     )
 
 
-def job_totals(rows: Sequence[Row], *, window: int, num_steps: int, global_batch_size: int) -> JobTotals:
-    """Sums over all ranks, in rank order: the same numbers wherever they are computed. The noise is added later."""
+def job_totals(
+    rows: Sequence[Row], *, window: int, num_steps: int, global_batch_size: int, noise: GradientNoise | None = None
+) -> JobTotals:
+    """Sums over all ranks, in rank order: the same numbers wherever they are computed."""
     counted = not any(math.isnan(row.num_correct) for row in rows)
     return JobTotals(
         window=window,
@@ -167,6 +169,7 @@ def job_totals(rows: Sequence[Row], *, window: int, num_steps: int, global_batch
         loss_sum=sum(row.loss_sum for row in rows),
         num_correct=sum(row.num_correct for row in rows) if counted else None,
         time_s=max(row.time_s for row in rows),
+        noise=noise,
     )
 
 

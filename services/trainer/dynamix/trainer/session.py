@@ -21,7 +21,7 @@ from .options import JobOptions
 from .sampler import StepPlan
 from .schedule import Schedule
 from .steering import Steering
-from .weighting import GradientHook, SquaredNorms, loss_factor
+from .weighting import NOT_MEASURED, GradientHook, loss_factor
 from .window import Scalar, WindowRecorder
 
 _log = logging.getLogger("dynamix.trainer")
@@ -99,7 +99,7 @@ class Session:
             raise RuntimeError("the gradient of this step is not weighted: use session.scale_loss(loss).backward()")
         plan = parts.loader.finish_step()
         self._loss_scaled = False
-        norms = SquaredNorms([], []) if parts.hook is None else parts.hook.take()
+        norms = NOT_MEASURED if parts.hook is None else parts.hook.take()
         parts.recorder.add(plan, loss, num_correct, norms)
         parts.clock.end()
         parts.steering.after_step(parts.loader.position)
@@ -176,8 +176,12 @@ class Session:
     # --- stopping and going on ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything a resumed run needs of us; save it with model, optimizer and scheduler, the same on all ranks."""
+        """Everything a resumed run needs of us: save it with model, optimizer and scheduler, load it in all ranks.
+
+        No collective: rank 0 may call it alone, between two steps.
+        """
         parts = self._parts
+        parts.steering.finish()
         noise = parts.steering.noise
         return dump(
             Checkpoint(
@@ -227,7 +231,7 @@ class Session:
         if error is None:
             self._end("closed")
         elif not self._parts.may_restart:
-            self._end(f"{type(error).__name__}: {error}")
+            self._end(f"{type(error).__name__}: {error}", failed=True)
         self._release()
 
     def _on_start(self) -> None:
@@ -269,9 +273,11 @@ class Session:
         else:
             _log.error("out of memory at a local batch of %d: a restarted job gives this rank at most %d", size, cap)
 
-    def _end(self, reason: str) -> None:
+    def _end(self, reason: str, *, failed: bool = False) -> None:
         if not self._ended:
             self._ended = True
+            if not failed:  # the others would come to the same collective
+                self._parts.steering.finish()
             self._parts.steering.end(reason)
             if self._parts.client is not None:
                 self._parts.client.begin_close(self._parts.close_timeout_s)

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-import msgspec
 import torch
 
 from dynamix.schemas.messages import Action, Message
@@ -29,6 +28,7 @@ from .rows import Row, job_totals, make_row
 from .sampler import PlanSampler, Position
 from .schedule import Schedule
 from .sockets import PeerSockets
+from .split import Counts
 from .window import WindowRecorder
 
 _log = logging.getLogger("dynamix.trainer")
@@ -54,6 +54,21 @@ class Wire(NamedTuple):
     """Received and not yet looked at, oldest first."""
     num_reports_dropped: Callable[[], int]
     num_malformed: Callable[[], int]
+
+
+class _EndedWindow(NamedTuple):
+    """A window whose rows are on their way."""
+
+    position: Position
+    sizes: Counts
+
+
+class _Adoption(NamedTuple):
+    """A decision that is on its way."""
+
+    effective_step: int
+    action: Action | None
+    """Known in rank 0."""
 
 
 class Steering:
@@ -84,6 +99,9 @@ class Steering:
         self._reporter = Reporter(options, identity, place)
         self._initial_sizes = options.local_batch_sizes
         self._offers: Offers | None = None
+        self._ended: _EndedWindow | None = None
+        self._adopting: _Adoption | None = None
+        self._sockets_due = False
 
     def start(self, position: Position) -> None:
         """Begin the generation: all ranks make sure that they stand at the same place, rank 0 publishes the job."""
@@ -100,7 +118,7 @@ class Steering:
             )
 
     def end(self, reason: str) -> None:
-        """Publish the end of the job, from rank 0."""
+        """Publish the end of the job, from rank 0. After a failure nothing is waited for: call `finish` before."""
         if self.started and self._place.rank == 0:
             self._wire.publish(
                 self._reporter.job(
@@ -120,39 +138,51 @@ class Steering:
         done = position.step - self.first_step
         ends = done % self._options.window_steps == 0
         adopts = (done - 1 + self._options.margin_steps) % self._options.window_steps == 0
+        if not (ends or adopts or self._ended or self._adopting or self._sockets_due):
+            return
         times = self._parts.clock.take() if ends else []  # waits for a GPU: before the time that is charged
         began = time.perf_counter()
+        self.finish()
+        if self._sockets_due:
+            self._match_sockets()
         if ends:
             self._end_window(position, times)
         if adopts:
-            self._adopt(position.step - 1 + self._options.margin_steps)
-        if ends or adopts:
-            self._parts.clock.charge(time.perf_counter() - began)
+            self._begin_adoption(position.step - 1 + self._options.margin_steps)
+        self._parts.clock.charge(time.perf_counter() - began)
+
+    def finish(self) -> None:
+        """Take what the last step posted; no new collective, so that a rank may do it alone, for a checkpoint."""
+        ended, self._ended = self._ended, None
+        if ended is not None:
+            self._report_window(ended)
+        adopting, self._adopting = self._adopting, None
+        if adopting is not None:
+            self._adopt(adopting)
 
     def _end_window(self, position: Position, times: list[StepTimes]) -> None:
-        parts = self._parts
-        window = self.window_of(position.step - 1)
-        rows = parts.exchange.gather(self._row(times))
+        self._parts.exchange.post_row(self._row(times))
+        self._ended = _EndedWindow(position, self._parts.schedule.at(position.step - 1))
+
+    def _report_window(self, ended: _EndedWindow) -> None:
+        rows = self._parts.exchange.take_rows()
         self.noise.add(window_moments(row.noise for row in rows))
-        sizes = parts.schedule.at(position.step - 1)
-        totals = msgspec.structs.replace(
-            job_totals(rows, window=window, num_steps=self._options.window_steps, global_batch_size=sizes.total),
-            noise=self.noise.value,
-        )
+        window = self.window_of(ended.position.step - 1)
+        steps, total = self._options.window_steps, ended.sizes.total
+        totals = job_totals(rows, window=window, num_steps=steps, global_batch_size=total, noise=self.noise.value)
         if self._place.local_rank == 0:
             report = self._reporter.report(
-                position,
+                ended.position,
                 rows,
                 totals,
-                sizes=sizes,
-                pending=parts.schedule.newest,
+                sizes=ended.sizes,
+                pending=self._parts.schedule.newest,
                 total_samples=self.total_samples,
                 num_reports_dropped=self._wire.num_reports_dropped(),
             )
             self._wire.publish(report)
         self._reporter.remember(rows, totals)
-        if window == 0:
-            self._match_sockets()
+        self._sockets_due = window == 0
 
     def _row(self, times: list[StepTimes]) -> Row:
         sums = self._parts.recorder.take()
@@ -171,32 +201,37 @@ class Steering:
 
     def _match_sockets(self) -> None:
         """Once more after the first window: some back ends connect at their first collective."""
+        self._sockets_due = False
         ends = self._parts.exchange.gather_objects(self._parts.sockets.candidates())
         del ends[self._place.rank]
         self._parts.sockets.match(end for theirs in ends for end in theirs)
 
-    def _adopt(self, effective_step: int) -> None:
-        """Adopt, or not, the newest action: every rank the same, to rule from `effective_step` on."""
-        effective_window = self.window_of(effective_step)
-        action = self._newest_action(effective_window)
+    def _begin_adoption(self, effective_step: int) -> None:
+        """Send the newest action to all ranks, to rule from `effective_step` on."""
+        action = self._newest_action(self.window_of(effective_step))
         offered = None if action is None else Decision(action.window, action.local_batch_sizes)
-        decision = self._parts.exchange.broadcast(offered)
+        self._parts.exchange.post_decision(offered)
+        self._adopting = _Adoption(effective_step, action)
+
+    def _adopt(self, adopting: _Adoption) -> None:
+        """Adopt, or not, what rank 0 sent: every rank the same, at the same step."""
+        decision = self._parts.exchange.take_decision()
         if decision is None:
             return
+        effective_step = adopting.effective_step
         drawn = self._parts.sampler.last_drawn_step
         assert effective_step > drawn, f"step {effective_step} must change, but step {drawn} is drawn already"
         self._parts.schedule.forget_before(effective_step - self._options.margin_steps)
         if decision.local_batch_sizes != self._parts.schedule.newest.values:
             self._parts.schedule.add(effective_step, decision.local_batch_sizes)
-        if action is not None:
-            self._wire.publish(
-                self._reporter.applied(
-                    action,
-                    effective_window=effective_window,
-                    effective_step=effective_step,
-                    num_refused=self._num_refused(),
-                )
+        if adopting.action is not None:
+            applied = self._reporter.applied(
+                adopting.action,
+                effective_window=self.window_of(effective_step),
+                effective_step=effective_step,
+                num_refused=self._num_refused(),
             )
+            self._wire.publish(applied)
 
     def _newest_action(self, effective_window: int) -> Action | None:
         """In rank 0, the action to offer to all."""

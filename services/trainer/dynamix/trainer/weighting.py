@@ -1,7 +1,8 @@
 """Exact weighting: g = sum_i (b_i / B) g_i, whatever the local batch sizes (method section 5.1).
 
-Under DDP a communication hook does it, so that the user's loss stays what it was; it also yields |g_i|^2 and |G|^2, at
-0.2 % of a step (findings: two dot products over the gradient). Elsewhere the loss itself is scaled (`loss_factor`).
+Under DDP a communication hook does it, so that the user's loss stays what it was; it also yields |g_i|^2 and |G|^2: two
+dot products over the gradient, the larger part of what we cost (docs/overhead.md), hence not on every step. Elsewhere
+the loss itself is scaled (`loss_factor`).
 """
 
 from collections.abc import Callable
@@ -24,10 +25,16 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 class SquaredNorms(NamedTuple):
-    """Of one step: |g_i|^2 of this rank's mean gradient and |G|^2, per bucket; on a GPU still on the device."""
+    """Of one step: |g_i|^2 of this rank's mean gradient and |G|^2, per bucket; on a GPU still on the device.
+
+    Both are empty on a step that was not measured.
+    """
 
     local: list[float | torch.Tensor]
     reduced: list[float | torch.Tensor]
+
+
+NOT_MEASURED = SquaredNorms([], [])
 
 
 def loss_factor(plan: StepPlan, rank: int, reduction: Reduction) -> float:
@@ -51,6 +58,7 @@ class GradientHook:
         clock: AnyClock,
         *,
         reduction: Reduction,
+        noise_every: int = 1,
         base_hook: BaseHook | None = None,
         base_state: object = None,
     ) -> None:
@@ -60,6 +68,8 @@ class GradientHook:
         self._reduction = reduction
         self._base_hook = base_hook
         self._base_state = base_state
+        self._noise_every = noise_every
+        self._measures = False
         self._scale = 0.0
         self._to_mean = 0.0
         self._local: dict[int, float | torch.Tensor] = {}
@@ -71,11 +81,14 @@ class GradientHook:
         ranks = 1 if self._base_hook is None else len(plan.counts.values)
         self._scale = ranks * (count if self._reduction == "mean" else min(count, 1)) / total
         self._to_mean = 1.0 if self._reduction == "mean" or count == 0 else 1.0 / (count * count)
+        self._measures = plan.step % self._noise_every == 0
         self._local.clear()
         self._reduced.clear()
 
     def take(self) -> SquaredNorms:
-        """The squared norms of the step that ends; empty when no gradient was reduced."""
+        """The squared norms of the step that ends; empty when it was not measured or no gradient was reduced."""
+        if not self._reduced:
+            return NOT_MEASURED
         local, reduced = list(self._local.values()), list(self._reduced.values())
         return SquaredNorms([value * self._to_mean for value in local], reduced)
 
@@ -96,12 +109,12 @@ class GradientHook:
         return self._start(bucket).then(finish)
 
     def _weigh(self, index: int, buffer: torch.Tensor) -> None:
-        if self._scale == 0.0:
-            self._local[index] = 0.0
+        if self._measures:
+            self._local[index] = squared_norm(buffer) if self._scale else 0.0
+        if self._scale:
+            buffer.mul_(self._scale)
+        else:
             buffer.zero_()
-            return
-        self._local[index] = _squared_norm(buffer)
-        buffer.mul_(self._scale)
 
     def _start(self, bucket: GradBucket) -> torch.futures.Future[Any]:
         if self._base_hook is not None:
@@ -115,11 +128,12 @@ class GradientHook:
         """Runs in a thread of the process group; each bucket has its own slot, so no two touch the same."""
         reduced: torch.Tensor = value if isinstance(value, torch.Tensor) else value[0]
         self._clock.reduced()
-        self._reduced[index] = _squared_norm(reduced)
+        if self._measures:
+            self._reduced[index] = squared_norm(reduced)
         return reduced
 
 
-def _squared_norm(gradient: torch.Tensor) -> float | torch.Tensor:
+def squared_norm(gradient: torch.Tensor) -> float | torch.Tensor:
     """|gradient|^2, in float32 where half precision would overflow; a number on the CPU, on a GPU still a tensor."""
     gradient = gradient.detach()
     if gradient.dtype in HALF:

@@ -80,7 +80,7 @@ def detached(value: Scalar) -> Scalar:
     """A number that the user's code cannot change afterwards: at once on the CPU, a copy on the device elsewhere."""
     if not isinstance(value, torch.Tensor):
         return float(value)
-    return value.detach().clone().float() if value.is_cuda else float(value.detach())
+    return value.detach().clone().float() if value.is_cuda else value.item()
 
 
 def to_floats(values: Sequence[Scalar]) -> list[float]:
