@@ -170,6 +170,34 @@ async def test_nobody_listens_to_anothers_inbox_or_to_the_messages_as_they_pass(
                 await anext(messages)
 
 
+async def test_a_consumer_cannot_be_made_to_publish_for_its_maker(connect: Any) -> None:
+    """JetStream lets the maker of a consumer name the subject it delivers to; none but a listening client gets it."""
+    collector, trainer, provisioner = await connect("collector"), await connect("trainer"), await connect("provision")
+    kept = [await provisioner.stream_state(stream.name) for stream in STREAMS if stream is not FEED]
+    own = f"{collector._connection.inbox}.deliveries"
+    targets = (subjects.action("forged"), "$JS.API.STREAM.DELETE.DEAD", "$JS.API.STREAM.PURGE.ACTIONS", own)
+    async with collector.subscribe(own) as deliveries:
+        for index, target in enumerate(targets):
+            await push_consumer(collector, f"pushed-{index}", target, subjects.report("pushed", "node-a"))
+        await publish(trainer, "report", "pushed")
+        await anext(deliveries)  # so the others were delivered, too, if they are at all
+    await provisioner._connection.round_trip(5.0)
+    assert [await provisioner.stream_state(stream.name) for stream in STREAMS if stream is not FEED] == kept
+
+
+async def push_consumer(bus: Bus, name: str, target: str, wanted: str) -> None:
+    config = {
+        "name": name,
+        "deliver_subject": target,
+        "headers_only": True,
+        "ack_policy": "none",
+        "deliver_policy": "all",
+        "filter_subject": wanted,
+    }
+    body = {"stream_name": FEED.name, "action": "create", "config": config}
+    await bus._requests.ask(f"CONSUMER.CREATE.{FEED.name}.{name}.{wanted}", body, Answer)
+
+
 @pytest.mark.parametrize("user", SERVICES)
 async def test_a_service_beats_for_itself_only_and_the_watcher_hears_it(connect: Any, user: str) -> None:
     watcher, bus = await connect("watcher"), await connect(user)
