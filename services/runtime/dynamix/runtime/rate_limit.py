@@ -19,6 +19,7 @@ class RateLimit:
         now = time.monotonic()
         if len(self._tokens) >= _MAX_KEYS and key not in self._tokens:
             self._tokens.clear()
+            self._suppressed.clear()
         tokens, since = self._tokens.get(key, (float(self._burst), now))
         tokens = min(self._burst, tokens + (now - since) * self._per_s)
         allowed = tokens >= 1

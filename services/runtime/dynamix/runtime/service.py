@@ -17,9 +17,9 @@ import uvloop
 from dynamix.schemas.messages import Live
 
 from . import log as logs
-from .bus import Bus, BusError, Message
+from .bus import Bus, BusError, Message, check_url
 from .dead_letters import DeadLetters
-from .settings import Loaded, SettingsError, help_text, load, node_name
+from .settings import Loaded, help_text, load, node_name
 
 HEARTBEAT_S = 1.0
 STOP_TIMEOUT_S = 10.0
@@ -77,7 +77,8 @@ def run(service: str, settings_type: type[S], main: Main[S], arguments: Sequence
         return EXIT_OK
     try:
         loaded = load(service, settings_type, given)
-    except SettingsError as error:
+        check_url(loaded.bus)
+    except ValueError as error:
         sys.stderr.write(f"dynamix {service}: {error}\n")
         return EXIT_USAGE
     logs.configure(loaded.shared.log_level)
@@ -108,7 +109,7 @@ class _Life(Generic[S]):
             try:
                 bus = await self._connect(stopped)
                 return EXIT_OK if bus is None else await self._work(bus, stopped)
-            except (BusError, ValueError) as error:
+            except (BusError, OSError) as error:
                 self._log.error("cannot start", reason=str(error))
                 return EXIT_FAILED
             finally:

@@ -1,6 +1,7 @@
 """The bus: NATS behind one package. Nothing else imports nats; the README says what we do about each of its traps."""
 
 from .bus import Bus
+from .connection import check_url
 from .consumer import Consumer
 from .errors import (
     BusError,
@@ -32,4 +33,5 @@ __all__ = [
     "StreamMissingError",
     "StreamState",
     "Subscription",
+    "check_url",
 ]

@@ -41,7 +41,7 @@ class ApiError(BusError):
     """An error that JetStream's API returned.
 
     Attributes:
-        code: like an HTTP status; 5xx may pass.
+        code: like an HTTP status.
         err_code: JetStream's own number.
     """
 
@@ -52,12 +52,13 @@ class ApiError(BusError):
 
     @property
     def may_pass(self) -> bool:
-        """Whether trying again can help."""
-        return self.code >= 500 or self.err_code == INSUFFICIENT_RESOURCES
+        """Whether trying again can help: JetStream says 503 for that, and 500 for what it will never do."""
+        return self.code == UNAVAILABLE
 
 
-INSUFFICIENT_RESOURCES = 10023
+UNAVAILABLE = 503
 CONSUMER_NOT_FOUND = 10014
 MESSAGE_NOT_FOUND = 10037
 STREAM_NOT_FOUND = 10059
+STORE_FAILED = 10077
 WRONG_LAST_SEQUENCE = (10071, 10164)

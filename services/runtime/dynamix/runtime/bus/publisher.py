@@ -18,7 +18,7 @@ from dynamix.runtime.rate_limit import RateLimit
 
 from .connection import Connection
 from .errors import (
-    INSUFFICIENT_RESOURCES,
+    STORE_FAILED,
     WRONG_LAST_SEQUENCE,
     BusError,
     ConnectionClosedError,
@@ -209,10 +209,11 @@ class Publisher:
         if refusal.err_code in WRONG_LAST_SEQUENCE:
             last = refusal.description.rpartition(" ")[2]
             self._fail(token, entry, StaleWriterError(text, int(last) if last.isdigit() else None))
-        elif refusal.code < 500 and refusal.err_code != INSUFFICIENT_RESOURCES:
+        elif _may_pass(refusal):
+            if self._limit.allow(str(refusal.err_code)):
+                logger.warning("the broker cannot store now: %s", text)
+        else:
             self._fail(token, entry, PublishError(text))
-        elif self._limit.allow(str(refusal.err_code)):
-            logger.warning("the broker cannot store now: %s", text)
 
     def _on_reconnected(self) -> None:
         """What was in flight may be lost, or only its acknowledgement: send all of it again."""
@@ -277,3 +278,9 @@ class Publisher:
         if not self._table:
             self._busy.clear()
             self._idle.set()
+
+
+def _may_pass(refusal: Refusal) -> bool:
+    """Whether trying again can help. A stream that is full and discards nothing will not have room in a minute."""
+    is_full = refusal.err_code == STORE_FAILED and refusal.description.startswith("maximum")
+    return refusal.code >= 500 and not is_full

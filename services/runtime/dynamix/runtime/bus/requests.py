@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 API = "$JS.API."
 REQUEST_TIMEOUT_S = 2.0
 RETRY_WAIT_S = 0.25
+LOST_WAIT_S = 0.02
 BUDGET_S = 60.0
 """An R3 stream without a leader, and a broker that restarts, answer nothing for up to 10 s."""
 
@@ -59,6 +60,7 @@ class Requests:
         await self._connection.subscribe(self._prefix + "*", self._on_answer)
         self._connection.when_denied(self._on_denied)
         self._connection.when_closed(self.close)
+        self._connection.when_reconnected(self._on_reconnected)
 
     async def check_inbox(self) -> None:
         """Wait until the broker has seen our subscriptions.
@@ -115,7 +117,9 @@ class Requests:
         self._waiting[token] = (subject.lower(), future)
         try:
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
-                await self._connection.send(subject, payload, self._prefix + token.decode())
+                while not await self._connection.send(subject, payload, self._prefix + token.decode()):
+                    await asyncio.sleep(LOST_WAIT_S)  # nats-py may know of a loss before it tells us
+                    await self._connection.connected.wait()
                 return await future
         finally:
             del self._waiting[token]
@@ -133,7 +137,11 @@ class Requests:
             if asked == subject and not future.done():
                 future.set_exception(denial)
 
-    def _fail_all(self, error: BusError) -> None:
+    def _on_reconnected(self) -> None:
+        """What was asked before is lost, or its answer is: ask again without waiting for the time-out."""
+        self._fail_all(TimeoutError("the connection was lost"))
+
+    def _fail_all(self, error: BusError | TimeoutError) -> None:
         for _, future in self._waiting.values():
             if not future.done():
                 future.set_exception(error)

@@ -1,0 +1,126 @@
+"""The embedded broker: where it listens, what it hides, how it ends."""
+
+import asyncio
+import os
+import signal
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+from tests.support.brokers import ConfiguredServer, connected, publish_states, until
+
+from dynamix.runtime.bus import Bus
+from dynamix.runtime.embedded import EmbeddedServer, EmbeddedServerError, server_binary
+from dynamix.runtime.provision import provision
+
+PARENT = """
+import asyncio, sys
+from dynamix.runtime.embedded import EmbeddedServer
+
+async def main():
+    async with EmbeddedServer() as server:
+        print(server.pid, flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def proc(pid: int, name: str) -> str:
+    return Path(f"/proc/{pid}/{name}").read_text()
+
+
+async def test_it_listens_on_loopback_only(server: ConfiguredServer) -> None:
+    listening = [line.split() for line in proc(server.pid, "net/tcp").splitlines()[1:]]
+    port = f"{server.port:04X}"
+    addresses = {fields[1] for fields in listening if fields[3] == "0A" and fields[1].endswith(port)}
+    assert addresses == {f"0100007F:{port}"}
+
+
+async def test_its_password_is_neither_in_arguments_nor_in_logs_nor_readable_for_others(
+    server: ConfiguredServer, bus: Bus
+) -> None:
+    await publish_states(bus, range(3))
+    password = server.settings.password
+    assert len(password) >= 32
+    assert password not in proc(server.pid, "cmdline")
+    assert password not in proc(server.pid, "environ")
+    assert password not in repr(server.settings)
+    directory = server.log_file.parent
+    holders = [path for path in directory.rglob("*") if path.is_file() and password.encode() in path.read_bytes()]
+    assert [path.name for path in holders] == ["nats.conf"]
+    assert stat.S_IMODE(holders[0].stat().st_mode) == 0o600
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+
+
+async def test_two_servers_run_side_by_side_with_passwords_of_their_own(server: ConfiguredServer) -> None:
+    async with EmbeddedServer() as other:
+        assert other.port != server.port
+        assert other.settings.password != server.settings.password
+
+
+async def test_after_a_kill_it_comes_back_on_the_same_port_with_its_streams(server: ConfiguredServer, bus: Bus) -> None:
+    await publish_states(bus, range(10))
+    port, pid = server.port, server.pid
+    await server.kill()
+    assert not is_running(pid)
+    await server.start()
+    assert server.port == port
+    assert server.pid != pid
+    assert (await bus.stream_state("FEED")).num_messages == 10
+
+
+async def test_a_given_directory_keeps_the_streams_and_a_made_up_one_is_removed(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    for expected in (["JOBS: created"], ["JOBS: unchanged"]):
+        async with EmbeddedServer(store_dir=store) as server, connected(server.settings) as bus:
+            assert (await provision(bus))[:1] == expected
+            directory = server.log_file.parent
+        assert not directory.exists()
+    assert store.exists()
+
+
+async def test_it_dies_with_a_parent_that_is_killed() -> None:
+    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", PARENT, stdout=asyncio.subprocess.PIPE)
+    assert parent.stdout is not None
+    pid = int(await parent.stdout.readline())
+    assert is_running(pid)
+    parent.send_signal(signal.SIGKILL)
+    await parent.communicate()
+    await until(lambda: not is_running(pid))
+
+
+async def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
+    with pytest.raises(EmbeddedServerError, match="unknown field"):
+        async with ConfiguredServer(extra="nonsense: 1"):
+            pass
+    occupied = EmbeddedServer(store_dir=tmp_path / "a")
+    async with occupied:
+        with pytest.raises(EmbeddedServerError, match="address already in use"):
+            async with EmbeddedServer(store_dir=tmp_path / "b", port=occupied.port):
+                pass
+
+
+async def test_it_is_not_running_before_and_after_its_context() -> None:
+    server = EmbeddedServer()
+    async with server:
+        assert is_running(server.pid)
+    with pytest.raises(EmbeddedServerError, match="not running"):
+        _ = server.pid
+
+
+async def test_the_first_form_of_acknowledgement_subjects_is_pinned(server: ConfiguredServer) -> None:
+    assert "js_ack_fc_v2: false" in (server.log_file.parent / "nats.conf").read_text()
+
+
+def test_the_server_of_the_wheel_is_found_without_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert os.access(server_binary(), os.X_OK)

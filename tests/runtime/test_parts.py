@@ -1,0 +1,146 @@
+"""The parts of the bus that need no broker: acknowledgement subjects, statuses, positions, rates, logs."""
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+import structlog
+
+from dynamix.runtime import log, rate_limit
+from dynamix.runtime.bus.message import Message, parse_delivery
+from dynamix.runtime.bus.position import ALL, LAST_PER_SUBJECT, NEW, Position, Start
+from dynamix.runtime.bus.status import parse_status
+from dynamix.runtime.bus.stored import _nanoseconds
+from dynamix.runtime.rate_limit import RateLimit
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"$JS.ACK.FEED.name.1.42.7.1700000000123456789.3",
+        b"$JS.ACK._.hash.FEED.name.1.42.7.1700000000123456789.3",
+        b"$JS.ACK.hub.hash.FEED.name.1.42.7.1700000000123456789.3.random",
+    ],
+)
+def test_both_forms_of_acknowledgement_subjects_say_the_same(reply: bytes) -> None:
+    message = Message("s", b"p", sequence=42, timestamp_ns=1700000000123456789, num_pending=3)
+    assert parse_delivery(b"s", b"p", reply) == (7, message)
+
+
+@pytest.mark.parametrize("reply", [b"", b"_INBOX.a", b"$JS.ACK.FEED.name.1.42.7", b"a.b.c.d.e.f.g.h.i.j"])
+def test_another_reply_subject_is_refused(reply: bytes) -> None:
+    with pytest.raises(ValueError, match="no acknowledgement subject"):
+        parse_delivery(b"s", b"p", reply)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        (b"NATS/1.0 100 Idle Heartbeat\r\nNats-Last-Consumer: 3\r\n\r\n", (100, "Idle Heartbeat", 0)),
+        (b"NATS/1.0 408 Request Timeout\r\nNats-Pending-Messages: 17\r\n\r\n", (408, "Request Timeout", 17)),
+        (b"NATS/1.0 503\r\n\r\n", (503, "", 0)),
+        (b"NATS/1.0\r\nNats-Msg-Id: a\r\n\r\n", (0, "", 0)),
+        (b"", (0, "", 0)),
+        (b"NATS/1.0 abc\r\n\r\n", (0, "", 0)),
+    ],
+)
+def test_a_status_line_is_read(headers: bytes, status: tuple[int, str, int]) -> None:
+    assert parse_status(headers) == status
+
+
+@pytest.mark.parametrize(
+    ("start", "policy"),
+    [
+        (ALL, {"deliver_policy": "all"}),
+        (LAST_PER_SUBJECT, {"deliver_policy": "last_per_subject"}),
+        (7, {"deliver_policy": "by_start_sequence", "opt_start_seq": 7}),
+        (0, {"deliver_policy": "by_start_sequence", "opt_start_seq": 1}),
+    ],
+)
+def test_a_position_begins_where_it_is_told_and_goes_on_behind_the_last_message(
+    start: Start, policy: dict[str, object]
+) -> None:
+    position = Position(start)
+    assert position.policy() == policy
+    assert position.accepts(12)
+    assert not position.accepts(12)
+    assert not position.accepts(11)
+    assert position.policy() == {"deliver_policy": "by_start_sequence", "opt_start_seq": 13}
+
+
+def test_new_is_pinned_to_what_was_last_at_the_opening() -> None:
+    position = Position(NEW)
+    assert position.needs_pin
+    position.pin(40)
+    assert not position.needs_pin
+    assert position.policy() == {"deliver_policy": "by_start_sequence", "opt_start_seq": 41}
+
+
+def test_nanoseconds_of_a_stored_time_are_exact() -> None:
+    assert _nanoseconds("2023-11-14T22:13:20.123456789Z") == 1_700_000_000_123_456_789
+    assert _nanoseconds("2023-11-14T22:13:20Z") == 1_700_000_000_000_000_000
+    assert _nanoseconds("2023-11-14T22:13:20.5Z") == 1_700_000_000_500_000_000
+
+
+def test_a_rate_limit_lets_a_burst_and_then_so_many_a_second_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(rate_limit.time, "monotonic", lambda: now)
+    limit = RateLimit(per_s=2.0, burst=3)
+    assert [limit.allow("a") for _ in range(5)] == [True, True, True, False, False]
+    assert limit.allow("b")
+    now += 0.5
+    assert [limit.allow("a") for _ in range(2)] == [True, False]
+    assert limit.suppressed("a") == 3
+    assert limit.suppressed("a") == 0
+
+
+def test_a_rate_limit_forgets_rather_than_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rate_limit, "_MAX_KEYS", 10)
+    limit = RateLimit(per_s=1.0)
+    for number in range(100):
+        assert limit.allow(str(number))
+        limit.allow(str(number))
+    assert len(limit._tokens) <= 10
+    assert len(limit._suppressed) <= 10
+
+
+@pytest.fixture
+def stream() -> Iterator[io.StringIO]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    stream = io.StringIO()
+    yield stream
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    structlog.reset_defaults()
+
+
+def test_logs_are_json_lines_when_nobody_looks_at_a_terminal(stream: io.StringIO) -> None:
+    log.configure("info", stream)
+    structlog.get_logger("dynamix.test").info("window closed", job="a", window=3)
+    logging.getLogger("elsewhere").warning("lost %d", 2, extra={"subject": "s"})
+    logging.getLogger("elsewhere").debug("not shown")
+    first, second = map(json.loads, stream.getvalue().splitlines())
+    assert (first["event"], first["job"], first["window"], first["level"]) == ("window closed", "a", 3, "info")
+    assert (second["event"], second["subject"], second["logger"]) == ("lost 2", "s", "elsewhere")
+
+
+def test_secrets_never_reach_the_log(stream: io.StringIO) -> None:
+    log.configure("info", stream)
+    structlog.get_logger("test").info("connect to nats://me:hush@host", password="hush", nats_token="hush")
+    logging.getLogger("x").info("nats://me:hush@host", extra={"url": "nats://me:hush@host"})
+    logging.getLogger("x").error("failed", exc_info=OSError("cannot reach nats://me:hush@host"))
+    text = stream.getvalue()
+    assert "hush" not in text
+    assert text.count("\n") == 3
+    assert "me:***@host" in text
+
+
+def test_a_terminal_gets_lines_for_people(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "isatty", lambda: True)
+    log.configure("debug", stream)
+    structlog.get_logger("test").debug("window closed", window=3)
+    assert "window closed" in stream.getvalue()
+    assert not stream.getvalue().startswith("{")

@@ -1,0 +1,66 @@
+"""Streams from the table: made, left alone, changed, refused."""
+
+import msgspec
+import pytest
+from tests.support import made
+from tests.support.brokers import ConfiguredServer, connected
+
+from dynamix.runtime.bus import Bus, PublishError
+from dynamix.runtime.provision import ProvisionError, provision
+from dynamix.schemas import subjects
+from dynamix.schemas.streams import ACTIONS, FEED, JOBS, STREAMS
+from dynamix.schemas.table import KINDS
+
+
+async def test_all_streams_are_made_and_the_second_time_nothing_changes(server: ConfiguredServer) -> None:
+    async with connected(server.settings) as bus:
+        assert await provision(bus) == [f"{stream.name}: created" for stream in STREAMS]
+        assert await provision(bus) == [f"{stream.name}: unchanged" for stream in STREAMS]
+
+
+async def test_each_kind_of_message_has_its_stream(bus: Bus) -> None:
+    for kind in KINDS:
+        if kind.carrier == "core NATS":
+            continue
+        subject = ".".join((subjects.ROOT, kind.name, *("x" for _ in kind.tokens)))
+        before = (await bus.stream_state(kind.carrier)).last_sequence
+        assert await bus.publish_bytes(subject, b"", f"id-{kind.name}") == before + 1
+
+
+async def test_a_changed_limit_is_changed_and_said(bus: Bus) -> None:
+    shorter = msgspec.structs.replace(FEED, max_age_s=3600.0)
+    assert await provision(bus, [shorter]) == ["FEED: updated max_age 86400000000000 -> 3600000000000"]
+    assert await provision(bus, [shorter]) == ["FEED: unchanged"]
+
+
+async def test_what_jetstream_never_changes_is_refused_with_what_to_do(bus: Bus) -> None:
+    with pytest.raises(ProvisionError, match=r"stream ACTIONS cannot be made as wanted.*needs a new stream"):
+        await provision(bus, [msgspec.structs.replace(ACTIONS, deny_delete=False)])
+
+
+async def test_messages_survive_a_change(bus: Bus) -> None:
+    await bus.publish(made.state())
+    await provision(bus, [msgspec.structs.replace(FEED, max_bytes=FEED.max_bytes // 2)])
+    assert (await bus.stream_state("FEED")).num_messages == 1
+
+
+async def test_only_the_last_specification_of_a_job_is_kept(bus: Bus) -> None:
+    for generation in range(3):
+        await bus.publish(made.job(generation=generation))
+    state = await bus.stream_state(JOBS.name)
+    assert (state.num_messages, state.last_sequence) == (1, 3)
+
+
+async def test_more_copies_than_servers_are_refused(bus: Bus) -> None:
+    with pytest.raises(ProvisionError, match="replicas"):
+        await provision(bus, [FEED], num_replicas=3)
+
+
+async def test_a_full_stream_that_refuses_new_messages_is_an_error_for_the_publisher(server: ConfiguredServer) -> None:
+    small = msgspec.structs.replace(FEED, max_bytes=2000, discard="new")
+    async with connected(server.settings) as bus:
+        await provision(bus, [small])
+        for number in range(2):
+            await bus.publish_bytes("dynamix.v1.state.a.b", bytes(500), f"m{number}")
+        with pytest.raises(PublishError, match="maximum bytes exceeded"):
+            await bus.publish_bytes("dynamix.v1.state.a.b", bytes(1500), "large")

@@ -1,0 +1,186 @@
+"""The life of a service, as real processes: exit codes, signals, heartbeat, closed connections."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.brokers import ConfiguredServer, publish_states
+
+from dynamix.runtime import service
+from dynamix.runtime.bus import Bus
+from dynamix.schemas import codec
+from dynamix.schemas.messages import Live
+
+ROOT = Path(__file__).parents[2]
+Process = asyncio.subprocess.Process
+
+
+@contextlib.asynccontextmanager
+async def started(server: ConfiguredServer, *arguments: str, **environ: str) -> AsyncIterator[Process]:
+    settings = server.settings
+    known = {
+        "DYNAMIX_NATS_URL": settings.url,
+        "DYNAMIX_NATS_USER": settings.user,
+        "DYNAMIX_NATS_PASSWORD": settings.password,
+        "DYNAMIX_NODE": "node-a",
+    }
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "tests.support.small_service",
+        *arguments,
+        cwd=ROOT,
+        env={**os.environ, **known, **environ},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.communicate()
+
+
+async def heartbeat(bus: Bus) -> Live:
+    async with asyncio.timeout(15), bus.subscribe("dynamix.v1.live.collector.*") as messages:
+        message = await anext(messages)
+    live = codec.decode_any(message.subject, message.payload)
+    assert isinstance(live, Live)
+    return live
+
+
+async def end(process: Process) -> tuple[int, str, list[dict[str, Any]]]:
+    """Exit code, what stderr says as a whole, and its log lines."""
+    async with asyncio.timeout(20):
+        _, stderr = await process.communicate()
+    text = stderr.decode()
+    assert process.returncode is not None
+    return process.returncode, text, [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+
+
+async def test_sigterm_ends_the_intake_and_everything_published_is_stored(server: ConfiguredServer, bus: Bus) -> None:
+    async with started(server) as process:
+        await heartbeat(bus)
+        await publish_states(bus, range(500))
+        async with bus.consume("FEED", ["dynamix.v1.window.>"], start="all") as windows:
+            await anext(windows)
+        process.send_signal(signal.SIGTERM)
+        code, _, lines = await end(process)
+    assert code == 0
+    assert [line["event"] for line in lines][-2:] == ["intake ended", "stopped"]
+    assert lines[-2]["stop"] is True
+    last = await bus.last("FEED", "dynamix.v1.window.job-1.node-a")
+    assert last is not None
+
+
+async def test_the_heartbeat_shows_identity_and_both_kinds_of_counters(server: ConfiguredServer, bus: Bus) -> None:
+    await publish_states(bus, range(3))
+    async with started(server, "--instance", "collector-7"):
+        live = await heartbeat(bus)
+        while live.counters.get("states_seen", 0) < 3:
+            live = await heartbeat(bus)
+    assert (live.service, live.instance, live.node) == ("collector", "collector-7", "node-a")
+    assert live.counters["bus_received"] == 3
+    assert live.counters["bus_published"] == 3
+    assert live.counters["bus_in_flight"] == 0
+
+
+async def test_a_service_whose_work_fails_exits_with_1_and_says_why(server: ConfiguredServer, bus: Bus) -> None:
+    assert bus.is_connected
+    async with started(server, "--mode", "fail") as process:
+        code, _, lines = await end(process)
+    assert code == 1
+    (failure,) = [line for line in lines if line["level"] == "error"]
+    assert failure["event"] == "failed"
+    assert "RuntimeError: made to fail" in failure["exception"]
+
+
+async def test_a_service_whose_work_is_done_exits_with_0(server: ConfiguredServer) -> None:
+    async with started(server, "--mode", "finish") as process:
+        code, _, _ = await end(process)
+    assert code == 0
+
+
+async def test_a_closed_connection_ends_the_process_with_1(server: ConfiguredServer, bus: Bus) -> None:
+    async with started(server) as process:
+        await heartbeat(bus)
+        server._password = "rotated"
+        server.reload()
+        code, _, lines = await end(process)
+    assert code == 1
+    assert "ends because the connection is closed" in [line["event"] for line in lines]
+
+
+async def test_a_signal_ends_a_service_that_still_waits_for_the_broker(server: ConfiguredServer) -> None:
+    await server.stop()
+    async with started(server) as process:
+        assert process.stderr is not None
+        async with asyncio.timeout(15):
+            line = await process.stderr.readline()
+        assert "waiting for the broker" in line.decode()
+        process.send_signal(signal.SIGINT)
+        code, _, _ = await end(process)
+    assert code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "message"),
+    [
+        (["--mdoe", "x"], {}, "dynamix collector: unknown argument '--mdoe': did you mean --mode?"),
+        ([], {"DYNAMIX_COLLECTOR_MDOE": "x"}, "unknown setting DYNAMIX_COLLECTOR_MDOE: did you mean"),
+        ([], {"DYNAMIX_LOG_LEVEL": "loud"}, "log_level must be one of"),
+    ],
+)
+async def test_settings_that_cannot_be_used_exit_with_2(
+    server: ConfiguredServer, arguments: list[str], environ: dict[str, str], message: str
+) -> None:
+    async with started(server, *arguments, **environ) as process:
+        code, text, _ = await end(process)
+    assert code == 2
+    assert message in text
+    assert "Traceback" not in text
+
+
+async def test_a_broker_beyond_this_machine_without_credentials_exits_with_2(server: ConfiguredServer) -> None:
+    async with started(server, DYNAMIX_NATS_URL="nats://10.0.0.1:4222", DYNAMIX_NATS_USER="") as process:
+        code, text, _ = await end(process)
+    assert code == 2
+    assert "never used without credentials" in text
+
+
+async def test_refused_credentials_exit_with_1_and_are_not_repeated(server: ConfiguredServer) -> None:
+    async with started(server, DYNAMIX_NATS_PASSWORD="not-the-password") as process:
+        code, text, _ = await end(process)
+    assert code == 1
+    assert "refuses user 'dynamix'" in text
+    assert "not-the-password" not in text
+
+
+def test_help_is_printed_without_a_broker(capsys: pytest.CaptureFixture[str]) -> None:
+    from tests.support.small_service import SmallSettings, main  # noqa: PLC0415 - a module of processes
+
+    assert service.run("collector", SmallSettings, main, ["--help"]) == 0
+    assert "consume, fail, finish or ignore-stop." in capsys.readouterr().out
+
+
+async def test_a_service_that_ignores_the_signal_is_ended(
+    server: ConfiguredServer, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "STOP_TIMEOUT_S", 0.2)
+    from tests.support.small_service import SmallSettings, main  # noqa: PLC0415 - a module of processes
+
+    loaded = service.Loaded(
+        service.load("collector", SmallSettings, []).shared, server.settings, SmallSettings(mode="ignore-stop")
+    )
+    living = asyncio.create_task(service._Life("collector", loaded, main).live())
+    await heartbeat(bus)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await living == 1

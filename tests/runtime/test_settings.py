@@ -1,0 +1,223 @@
+"""Settings: defaults, environment, arguments; and what is refused, by name."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+import pytest
+from msgspec import Meta
+
+from dynamix.runtime import settings
+from dynamix.runtime.settings import (
+    BusSettings,
+    SettingsError,
+    SharedSettings,
+    describe,
+    help_text,
+    load,
+    node_name,
+    password_of,
+    read,
+    redact_url,
+)
+from dynamix.schemas.subjects import check_token
+
+
+class RewardSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings as a service has them."""
+
+    alpha: float = 1.0
+    """Weight of a rise
+    in accuracy."""
+    window_steps: Annotated[int, Meta(ge=1)] = 20
+    """Steps per window."""
+    formula: Literal["sgd", "adam"] = "sgd"
+    trace: bool = False
+    nodes: tuple[str, ...] = ()
+    sizes: tuple[int, ...] = (32, 1024)
+    limit: float | None = None
+
+
+class Bounds(msgspec.Struct, frozen=True, kw_only=True):
+    low: int = 32
+    high: int = 1024
+
+    def __post_init__(self) -> None:
+        if self.low > self.high:
+            raise ValueError(f"low={self.low} is above high={self.high}")
+
+
+def reward(environ: dict[str, str] | None = None, *arguments: str) -> RewardSettings:
+    return read(RewardSettings, "reward", environ or {}, arguments)
+
+
+def test_defaults_hold_where_nothing_is_given() -> None:
+    assert reward() == RewardSettings()
+
+
+def test_an_argument_overrules_the_environment_which_overrules_the_default() -> None:
+    environ = {"DYNAMIX_REWARD_ALPHA": "2.5", "DYNAMIX_REWARD_WINDOW_STEPS": "40"}
+    found = reward(environ, "--window-steps", "50")
+    assert (found.alpha, found.window_steps, found.formula) == (2.5, 50, "sgd")
+
+
+@pytest.mark.parametrize(
+    ("field", "text", "value"),
+    [
+        ("alpha", "1e-3", 0.001),
+        ("window_steps", "7", 7),
+        ("formula", "adam", "adam"),
+        ("trace", "true", True),
+        ("trace", "0", False),
+        ("nodes", "a, b,c", ("a", "b", "c")),
+        ("sizes", "1,2", (1, 2)),
+        ("limit", "0.5", 0.5),
+    ],
+)
+def test_text_becomes_the_type_of_the_field(field: str, text: str, value: object) -> None:
+    assert getattr(reward({f"DYNAMIX_REWARD_{field.upper()}": text}), field) == value
+    assert getattr(reward({}, f"--{field.replace('_', '-')}={text}"), field) == value
+
+
+def test_a_flag_alone_means_true() -> None:
+    assert reward({}, "--trace", "--alpha", "2").trace
+
+
+def test_an_empty_variable_counts_as_not_set() -> None:
+    assert reward({"DYNAMIX_REWARD_ALPHA": ""}) == RewardSettings()
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("DYNAMIX_REWARD_ALHPA", "DYNAMIX_REWARD_ALPHA"),
+        ("DYNAMIX_REWRAD_ALPHA", "DYNAMIX_REWARD_ALPHA"),
+        ("DYNAMIX_NOED", "DYNAMIX_NODE"),
+    ],
+)
+def test_a_misspelt_key_is_an_error_that_names_the_nearest(key: str, nearest: str) -> None:
+    with pytest.raises(SettingsError, match=f"unknown setting {key}: did you mean {nearest}"):
+        reward({key: "1"})
+
+
+def test_a_misspelt_flag_is_an_error_that_names_the_nearest() -> None:
+    with pytest.raises(SettingsError, match="unknown argument '--window-step': did you mean --window-steps"):
+        reward({}, "--window-step", "3")
+
+
+def test_what_is_no_flag_is_refused() -> None:
+    with pytest.raises(SettingsError, match="unknown argument 'alpha'"):
+        reward({}, "alpha", "3")
+
+
+def test_keys_of_other_components_and_programs_are_left_alone() -> None:
+    environ = {"DYNAMIX_TRAINER_ANYTHING": "1", "DYNAMIX_NODE": "a", "DYNAMIX_NATS_URL": "nats://x", "PATH": "/bin"}
+    assert reward(environ) == RewardSettings()
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "expected"),
+    [
+        ("ALPHA", "many", "DYNAMIX_REWARD_ALPHA='many': Expected `float`"),
+        ("WINDOW_STEPS", "0", "DYNAMIX_REWARD_WINDOW_STEPS='0': Expected `int` >= 1"),
+        ("FORMULA", "rmsprop", "DYNAMIX_REWARD_FORMULA='rmsprop': Invalid enum value"),
+        ("SIZES", "1,x", "DYNAMIX_REWARD_SIZES='1,x': Expected `int`"),
+    ],
+)
+def test_a_bad_value_names_its_key_itself_and_what_was_expected(key: str, text: str, expected: str) -> None:
+    with pytest.raises(SettingsError, match=expected):
+        reward({f"DYNAMIX_REWARD_{key}": text})
+
+
+def test_values_that_contradict_each_other_are_a_settings_error() -> None:
+    with pytest.raises(SettingsError, match="up settings: low=2048 is above high=1024"):
+        read(Bounds, "up", {"DYNAMIX_UP_LOW": "2048"})
+
+
+def test_the_value_of_a_password_is_not_repeated_in_an_error() -> None:
+    class Secret(msgspec.Struct, frozen=True, kw_only=True):
+        password: int = 0
+
+    with pytest.raises(SettingsError, match=r"DYNAMIX_NATS_PASSWORD=\*\*\*") as refused:
+        read(Secret, "nats", {"DYNAMIX_NATS_PASSWORD": "hush"})
+    assert "hush" not in str(refused.value)
+
+
+def test_a_service_takes_its_own_shared_and_broker_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings.os, "environ", {"DYNAMIX_NATS_PASSWORD": "hush", "DYNAMIX_REWARD_ALPHA": "3"})
+    arguments = ["--node", "node-7", "--nats-url", "nats://10.0.0.1:4222", "--nats-user=reward", "--window-steps", "5"]
+    found = load("reward", RewardSettings, arguments)
+    assert found.shared.node == "node-7"
+    assert found.bus == BusSettings(url="nats://10.0.0.1:4222", user="reward", password="hush")
+    assert (found.own.alpha, found.own.window_steps) == (3.0, 5)
+
+
+def test_a_password_is_not_taken_from_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings.os, "environ", {})
+    with pytest.raises(SettingsError, match="unknown argument '--nats-password'"):
+        load("reward", RewardSettings, ["--nats-password", "hush"])
+
+
+@pytest.mark.parametrize(("key", "value"), [("NODE", "Node 1"), ("INSTANCE", "a.b"), ("JOB", "x" * 64)])
+def test_a_shared_name_that_cannot_be_a_token_is_refused(key: str, value: str) -> None:
+    with pytest.raises(SettingsError, match="cannot be part of a subject"):
+        read(SharedSettings, "", {f"DYNAMIX_{key}": value})
+
+
+def test_an_unknown_log_level_is_refused() -> None:
+    with pytest.raises(SettingsError, match="log_level must be one of debug, info, warning, error, not 'loud'"):
+        read(SharedSettings, "", {"DYNAMIX_LOG_LEVEL": "loud"})
+
+
+@pytest.mark.parametrize("host", ["Worker_1.example.ORG", "a" * 100, "10.0.0.1", "---", "gpu01"])
+def test_any_host_name_gives_a_valid_and_stable_node_name(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+    monkeypatch.setattr(settings.socket, "gethostname", lambda: host)
+    name = node_name(SharedSettings())
+    assert check_token(name) == name == node_name(SharedSettings())
+
+
+def test_hosts_that_look_alike_get_different_node_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = set()
+    for host in ("gpu_1", "gpu-1", "gpu-1.site-a", "gpu-1.site-b"):
+        monkeypatch.setattr(settings.socket, "gethostname", lambda host=host: host)
+        names.add(node_name(SharedSettings()))
+    assert len(names) == 4
+
+
+def test_the_given_node_name_is_used_as_it_is() -> None:
+    assert node_name(SharedSettings(node="rack-3")) == "rack-3"
+
+
+def test_a_password_file_overrules_the_password(tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    file.write_text("from-file\n")
+    assert password_of(BusSettings(password="plain", password_file=str(file))) == "from-file"
+    assert password_of(BusSettings(password="plain")) == "plain"
+
+
+def test_every_setting_is_described_with_key_flag_default_and_meaning() -> None:
+    rows = {row.flag: row for row in describe(RewardSettings, "reward")}
+    assert rows["--alpha"] == ("DYNAMIX_REWARD_ALPHA", "--alpha", "1.0", "Weight of a rise in accuracy.")
+    assert rows["--sizes"].default == "32,1024"
+    assert set(rows) == {"--" + name.replace("_", "-") for name in RewardSettings.__struct_fields__}
+
+
+def test_help_names_every_key_and_offers_no_flag_for_the_password() -> None:
+    text = help_text("reward", RewardSettings)
+    for key in ("DYNAMIX_REWARD_WINDOW_STEPS", "DYNAMIX_NODE", "DYNAMIX_NATS_PASSWORD", "--nats-password-file"):
+        assert key in text
+    assert "--nats-password " not in text
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("nats://me:secret@host:4222", "nats://me:***@host:4222"),
+        ("nats://token@host", "nats://***:***@host"),
+        ("lost nats://a:b@x and nats://c:d@y", "lost nats://a:***@x and nats://c:***@y"),
+        ("nats://host:4222", "nats://host:4222"),
+        ("mail me@example.org", "mail me@example.org"),
+    ],
+)
+def test_a_url_is_shown_without_its_secrets(text: str, shown: str) -> None:
+    assert redact_url(text) == shown
