@@ -20,7 +20,9 @@ import torch.distributed as dist
 
 TIMEOUT_S = 90.0
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "torch.utils.data", "torch._dynamo", "dynamix.trainer"])
+_context.set_forkserver_preload(
+    ["torch", "torch.distributed", "torch.utils.data", "torch._dynamo", "torch.distributed.fsdp", "dynamix.trainer"]
+)
 
 
 class _Place(NamedTuple):

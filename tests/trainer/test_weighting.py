@@ -10,6 +10,7 @@ from tests.support.ranks import run_ranks
 from tests.support.training import Numbered, distribute, make_model, offer
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.fsdp import fully_shard
 
 from dynamix import trainer as dynamix
 from dynamix.trainer.sampler import StepPlan, epoch_order
@@ -94,6 +95,37 @@ def _compare(rank: int, reduction: str, options: dict[str, Any]) -> dict[str, An
         counts.append(plan.counts.values)
     session.close()
     return {"error": max(errors), "norm_error": max(norm_errors, default=0.0), "counts": counts}
+
+
+def _compare_fsdp(_rank: int) -> float:
+    """The largest relative error of FSDP2's gradients, which it averages over ranks, with the loss scaled by us."""
+    data = Numbered(601)
+    alone, sharded = make_model(), make_model()
+    fully_shard(sharded)
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.0)
+    session = dynamix.attach(
+        sharded, optimizer, data, local_batch_size=(9, 40), min_local_batch_size=0, window_steps=1, connect=False
+    )
+    order = epoch_order(len(data), 0, 0, shuffle=True).tolist()
+    errors = []
+    for inputs, targets, _ in session.loader:
+        plan = session.loader.plan
+        assert plan is not None
+        loss = nn.functional.cross_entropy(sharded(inputs), targets)
+        optimizer.zero_grad()
+        session.scale_loss(loss).backward()
+        whole = _gradient(alone, data, order[plan.offset : plan.offset + plan.counts.total])
+        parts = [parameter.grad.full_tensor().flatten() for parameter in sharded.parameters()]  # type: ignore[union-attr]
+        errors.append(float((torch.cat(parts) - whole).abs().max() / whole.abs().max()))
+        optimizer.step()
+        offer(session, [(9, 40), (50, 3), (0, 20)][plan.step % 3])
+        session.step(loss)
+    session.close()
+    return max(errors)
+
+
+def test_under_fsdp_the_scaled_loss_gives_the_gradient_of_one_big_batch() -> None:
+    assert max(run_ranks(_compare_fsdp, 2)) < 1e-12
 
 
 def _compare_all(rank: int) -> list[dict[str, Any]]:

@@ -55,7 +55,8 @@ class BusClient:
         self._closing = asyncio.Event()
         self._emptied = asyncio.Event()
         self._last_error = ""
-        self._close_timeout_s = 0.0
+        self._close_timeout_s: float | None = None
+        """Set once the end is asked for."""
         self._thread = threading.Thread(target=self._run, name="dynamix bus client", daemon=True)
 
     def start(self) -> None:
@@ -92,7 +93,7 @@ class BusClient:
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
-        if self._close_timeout_s:  # asked to close before there was a loop
+        if self._close_timeout_s is not None:  # asked to close before there was a loop
             self._closing.set()
         work = asyncio.create_task(self._work())
         closing = asyncio.create_task(self._closing.wait())

@@ -34,4 +34,5 @@ def agent_fingerprint() -> str:
     """Names the process that started this one, apart from every other in time and place; stable over its children."""
     parent = os.getppid()
     boot_id = (PROC / "sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot_id}/{parent}/{start_ticks(parent)}"
+    seen = (PROC / str(parent)).exists()  # not when it is outside of our pid namespace
+    return f"{boot_id}/{parent}/{start_ticks(parent) if seen else 0}"

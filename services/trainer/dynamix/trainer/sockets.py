@@ -10,6 +10,7 @@ import os
 import socket
 import struct
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,8 +20,6 @@ FDS = Path("/proc/self/fd")
 TCP_ESTABLISHED = 1
 INFO_BYTES = 136
 """struct tcp_info up to tcpi_bytes_received (linux/tcp.h, since 4.1)."""
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Endpoint(NamedTuple):
@@ -129,11 +128,16 @@ def tcp_info(connection: Connection) -> TcpInfo | None:
     return _tcp_info(connection.fd)
 
 
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
+
+
 def _connection(fd: int) -> Connection | None:
     """The connection behind a descriptor; `None` for anything but an established TCP connection."""
     if _tcp_info(fd) is None:
         return None
-    local, remote = _endpoint(_libc.getsockname, fd), _endpoint(_libc.getpeername, fd)
+    local, remote = _endpoint(_libc().getsockname, fd), _endpoint(_libc().getpeername, fd)
     return None if local is None or remote is None else Connection(fd, local, remote)
 
 
@@ -141,7 +145,7 @@ def _tcp_info(fd: int) -> TcpInfo | None:
     """TCP_INFO by libc on the bare descriptor: a Python socket object could change its blocking mode, or close it."""
     info = ctypes.create_string_buffer(256)
     length = ctypes.c_uint32(len(info))
-    failed = _libc.getsockopt(fd, socket.IPPROTO_TCP, socket.TCP_INFO, info, ctypes.byref(length))
+    failed = _libc().getsockopt(fd, socket.IPPROTO_TCP, socket.TCP_INFO, info, ctypes.byref(length))
     if failed or length.value < INFO_BYTES or info.raw[0] != TCP_ESTABLISHED:
         return None
     (srtt_us,) = struct.unpack_from("=I", info, 68)
