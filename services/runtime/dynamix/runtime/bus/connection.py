@@ -164,7 +164,7 @@ class Connection:
         self._client.handlers.pop(subscription._id, None)  # noqa: SLF001 - see subscribe
         try:
             await subscription.unsubscribe()
-        except nats.errors.Error as error:
+        except (nats.errors.Error, OSError, RuntimeError) as error:
             logger.debug("unsubscribe: %s", error)
 
     async def round_trip(self, timeout_s: float) -> None:
