@@ -1,5 +1,6 @@
 """The parts of the bus that need no broker: acknowledgement subjects, statuses, positions, rates, logs."""
 
+import contextlib
 import io
 import json
 import logging
@@ -7,6 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 import structlog
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dynamix.runtime import log, rate_limit
 from dynamix.runtime.bus.message import Message, parse_delivery
@@ -33,6 +36,14 @@ def test_both_forms_of_acknowledgement_subjects_say_the_same(reply: bytes) -> No
 def test_another_reply_subject_is_refused(reply: bytes) -> None:
     with pytest.raises(ValueError, match="no acknowledgement subject"):
         parse_delivery(b"s", b"p", reply)
+
+
+@given(st.binary())
+def test_arbitrary_bytes_from_the_line_are_refused_or_understood_never_worse(data: bytes) -> None:
+    with contextlib.suppress(ValueError):
+        parse_delivery(b"s", b"p", b"$JS.ACK." + data)
+    assert parse_status(data).num_pending >= 0
+    assert parse_status(b"NATS/1.0 " + data).code >= 0
 
 
 @pytest.mark.parametrize(
