@@ -27,6 +27,11 @@ def _attach(data: Numbered, model: nn.Module, *, rate: float = 0.05, **options: 
     return dynamix.attach(model, optimizer, data, **chosen), optimizer
 
 
+def _workers(num_workers: int) -> dict[str, Any]:
+    """Loader options: one worker starts anew with each epoch, several stay."""
+    return {"num_workers": num_workers, "persistent_workers": num_workers > 1}
+
+
 def _train_step(session: Session, model: nn.Module, optimizer: Any, batch: Any) -> list[int]:
     """One step; the indices of the samples that counted."""
     inputs, targets, indices = batch
@@ -45,7 +50,7 @@ def _train_step(session: Session, model: nn.Module, optimizer: Any, batch: Any) 
 def _count_samples(_rank: int, num_workers: int) -> dict[str, Any]:
     data = Numbered(701, torch.float32)
     model = distribute(make_model(torch.float32))
-    session, optimizer = _attach(data, model, window_steps=2, max_lag_windows=9, num_workers=num_workers)
+    session, optimizer = _attach(data, model, window_steps=2, max_lag_windows=9, **_workers(num_workers))
     sizes = torch.Generator().manual_seed(num_workers)
     epochs, steps, changes = [], 0, set()
     for _ in session.epochs(2):
@@ -75,7 +80,7 @@ def test_each_sample_is_used_exactly_once_per_epoch_over_many_changes(num_worker
 def _leave_early(_rank: int) -> dict[str, Any]:
     data = Numbered(400, torch.float32)
     model = distribute(make_model(torch.float32))
-    session, optimizer = _attach(data, model, num_workers=1, shuffle=False)
+    session, optimizer = _attach(data, model, shuffle=False, **_workers(2))
     used, lengths = [], []
     for _ in range(2):
         lengths.append(len(session.loader))
@@ -112,7 +117,7 @@ def _resume(rank: int, num_workers: int) -> dict[str, Any]:
     def begin() -> tuple[Session, nn.Module, Any]:
         model = distribute(make_model(torch.float32))
         session, optimizer = _attach(
-            Numbered(601, torch.float32), model, window_steps=8, num_workers=num_workers, seed=4
+            Numbered(601, torch.float32), model, window_steps=8, seed=4, **_workers(num_workers)
         )
         return session, model, optimizer
 

@@ -30,6 +30,8 @@ HEARTBEAT_S = 1.0
 RETRY_S = 1.0
 """Pause after the bus refused something that an operator may mend."""
 
+CANCEL_AGAIN_S = 0.5
+
 INBOX_MESSAGES = 64
 """Only the newest action counts; the rest is slack for one window."""
 
@@ -103,9 +105,7 @@ class BusClient:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._close_timeout_s):
                     await self._emptied.wait()
-        for task in (work, closing):
-            task.cancel()
-        await asyncio.gather(work, closing, return_exceptions=True)
+        await _cancel(work, closing)
 
     async def _work(self) -> None:
         """Connect, serve, and connect again when the connection is closed for good."""
@@ -138,9 +138,7 @@ class BusClient:
                     self._complain("lost the bus", error)
                     await asyncio.sleep(RETRY_S)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await _cancel(*tasks)
 
     async def _publish_all(self, bus: Bus) -> None:
         while True:
@@ -204,6 +202,16 @@ class BusClient:
         if text != self._last_error:
             self._last_error = text
             _log.warning("%s", text)
+
+
+async def _cancel(*tasks: asyncio.Task[Any]) -> None:
+    """Cancel until it takes: connecting can swallow a cancellation (`asyncio.wait_for` of Python 3.11)."""
+    pending = set(tasks)
+    while pending:
+        for task in pending:
+            task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _decode(message: Delivered) -> Action:

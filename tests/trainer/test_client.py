@@ -1,0 +1,82 @@
+"""The bus client's thread, on its own: what it does when the broker will not have it."""
+
+import asyncio
+import logging
+from pathlib import Path
+
+import pytest
+from tests.support import made
+from tests.support.brokers import ConfiguredServer, connected, until
+
+from dynamix.runtime.provision import provision
+from dynamix.runtime.settings import BusSettings
+from dynamix.schemas import subjects
+from dynamix.trainer.client import BusClient
+
+NODE = "node-a"
+
+
+def _client(settings: BusSettings) -> BusClient:
+    client = BusClient(settings, node=NODE, outbox_messages=16, actions_of=made.JOB)
+    client.start()
+    return client
+
+
+def _users(password: str) -> str:
+    return f'users: [{{user: trainer, password: "{password}"}}, {{user: operator, password: "open"}}]'
+
+
+async def test_a_connection_that_the_broker_closed_for_good_is_made_anew(tmp_path: Path) -> None:
+    secret = tmp_path / "password"
+    secret.write_text("old")
+    async with (
+        ConfiguredServer(authorization=_users("old")) as server,
+        connected(server.user("operator", "open")) as operator,
+    ):
+        await provision(operator)
+        client = _client(BusSettings(url=server.settings.url, user="trainer", password_file=str(secret)))
+        client.publish(made.job())
+        await until(lambda: not len(client.outbox))
+
+        server.authorization = _users("new")
+        secret.write_text("new")
+        server.reload()  # it closes the connections of users whose password changed
+        client.publish(made.report(window=0))
+        await until(lambda: not len(client.outbox))
+        assert await operator.last("JOBS", subjects.job(made.JOB)) is not None
+        assert await operator.last("FEED", subjects.report(made.JOB, NODE)) is not None
+        await asyncio.to_thread(client.close, 1.0)
+
+
+async def test_a_refused_password_is_logged_and_stops_nothing(
+    server: ConfiguredServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "dynamix.trainer"):
+        client = _client(server.user("dynamix", "wrong"))
+        client.publish(made.job())
+        await until(lambda: "cannot connect to the bus" in caplog.text)
+        await asyncio.to_thread(client.close, 0.0)
+    assert len(client.outbox) == 1
+    assert "wrong" not in caplog.text
+
+
+async def test_streams_that_are_made_later_get_what_was_waiting(server: ConfiguredServer) -> None:
+    client = _client(server.settings)
+    client.publish(made.job())
+    client.publish(made.report(window=0))
+    await until(lambda: "run `dynamix provision`" in client._last_error)
+    async with connected(server.settings) as operator:
+        await provision(operator)
+        await until(lambda: not len(client.outbox))
+        assert await operator.last("JOBS", subjects.job(made.JOB)) is not None
+        assert await operator.last("FEED", subjects.report(made.JOB, NODE)) is not None
+    await asyncio.to_thread(client.close, 1.0)
+
+
+def test_a_client_that_never_met_a_broker_ends_when_asked() -> None:
+    client = _client(BusSettings(url="nats://127.0.0.1:1"))
+    client.publish(made.job())
+    client.close(0.0)
+    assert not client._thread.is_alive()
+    client.publish(made.report(window=0))  # harmless
+    client.close(0.0)
