@@ -11,8 +11,8 @@ from tests.support import made
 from tests.support.brokers import STATE, ConfiguredServer, connected, publish_unstored, until
 
 import dynamix.runtime.bus.client as client_module
-from dynamix.runtime.bus import ALL, Bus, BusError, PermissionDeniedError, connection
-from dynamix.runtime.bus.connection import Connection, check_url
+from dynamix.runtime.bus import ALL, Bus, BusError, PermissionDeniedError, check_url, connection
+from dynamix.runtime.bus.connection import Connection
 from dynamix.runtime.provision import provision
 from dynamix.runtime.settings import BusSettings
 

@@ -1,7 +1,7 @@
 """The bus: NATS behind one package. Nothing else imports nats; the README says what we do about each of its traps."""
 
+from .address import check_url
 from .bus import Bus
-from .connection import check_url
 from .consumer import Consumer
 from .errors import (
     BusError,

@@ -1,7 +1,6 @@
 """The connection: how nats-py is set up, what its callbacks do, and what happens when it closes."""
 
 import asyncio
-import ipaddress
 import logging
 import random
 import re
@@ -19,6 +18,7 @@ from nats.aio.subscription import Subscription as NatsSubscription
 from dynamix.runtime.rate_limit import RateLimit
 from dynamix.runtime.settings import BusSettings, password_of, redact_url
 
+from .address import check_url
 from .client import Client, Handler
 from .errors import BusError, ConnectionClosedError, PermissionDeniedError
 
@@ -326,34 +326,9 @@ class Connection:
             logger.warning("the event loop was blocked for %.1f s: move the work to a thread or process", lag_s)
 
 
-def check_url(settings: BusSettings) -> None:
-    """Refuse a broker beyond loopback without credentials.
-
-    Raises:
-        ValueError: naming the host.
-    """
-    for url in settings.url.split(","):
-        parts = urlsplit(url.strip() if "://" in url else f"nats://{url.strip()}")
-        if parts.scheme not in {"nats", "tls"}:
-            raise ValueError(f"{redact_url(url)}: the bus speaks nats:// and tls:// only")
-        has_credentials = bool(settings.user or parts.username)
-        if not has_credentials and not _is_loopback(parts.hostname or ""):
-            raise ValueError(
-                f"{redact_url(url)} is not this machine: set DYNAMIX_NATS_USER and DYNAMIX_NATS_PASSWORD_FILE "
-                "(beyond loopback the bus is never used without credentials)"
-            )
-
-
 def describe(error: Exception) -> str:
     """The error in words, without secrets; some of nats-py's have no text."""
     return redact_url(str(error)) or type(error).__name__
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _is_refused_login(error: Exception) -> bool:
