@@ -103,6 +103,12 @@ def test_a_busy_child_counts_for_its_parent() -> None:
         child.kill()
 
 
+def test_a_process_in_a_container_is_in_another_namespace(tmp_path: Path) -> None:
+    nested = _copy_with(tmp_path, {"4242/status": ("NSpid:\t4242", "NSpid:\t4242\t17")})
+    assert Proc(nested).pid_namespace(4242) is None
+    assert "another pid namespace" in str(reason_to_refuse(captured_row(), Proc(nested), ()))
+
+
 def test_a_process_is_believed_when_it_is_what_its_row_says() -> None:
     assert reason_to_refuse(own_row(), Proc(), ()) is None
     assert reason_to_refuse(own_row(), Proc(), (os.getuid(),)) is None

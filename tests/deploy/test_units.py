@@ -116,11 +116,9 @@ def test_a_service_runs_its_own_module_with_its_own_credential(service: str) -> 
     assert f"LoadCredential=password:/etc/dynamix/credentials/{service}.password" in lines
 
 
-def test_only_the_collector_keeps_a_capability() -> None:
+def test_no_unit_keeps_a_capability() -> None:
     bounding = {name: re.findall(r"^CapabilityBoundingSet=(.*)$", text(name), re.MULTILINE) for name in MAX_EXPOSURE}
-    assert {name: sets for name, sets in bounding.items() if sets != [""]} == {
-        "dynamix-collector.service": ["CAP_SYS_PTRACE"]
-    }
+    assert {name: sets for name, sets in bounding.items() if sets != [""]} == {}
 
 
 def test_no_password_stands_in_a_unit() -> None:

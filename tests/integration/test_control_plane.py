@@ -22,7 +22,7 @@ async def test_one_report_becomes_a_window_a_state_a_reward_and_an_action() -> N
         await plane.bus.publish(job)
         for window in range(2):
             await plane.bus.publish(report_of(job, window, (128,) * 4, SPEEDS))
-        actions = await plane.wait_for_actions(2)
+            actions = await plane.wait_for_actions(window + 1)
         assert actions[0].local_batch_sizes == (154, 154, 153, 51)
         assert actions[0].deltas == (26, 26, 25, -77)
         assert [action.window for action in actions] == [0, 1]

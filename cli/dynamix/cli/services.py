@@ -51,6 +51,7 @@ class ServiceProcess:
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=self._output,
+            process_group=0,  # Ctrl-C is for the command; it ends its services itself
         )
 
     def exit_code(self) -> int | None:

@@ -23,7 +23,6 @@ class Capability(NamedTuple):
 
 NEEDED_FOR_BPF = (Capability("CAP_BPF", 39), Capability("CAP_PERFMON", 38), Capability("CAP_NET_ADMIN", 12))
 SYS_ADMIN = Capability("CAP_SYS_ADMIN", 21)
-SYS_PTRACE = Capability("CAP_SYS_PTRACE", 19)
 
 
 def kernel(root: Path = Path("/")) -> list[Finding]:
@@ -31,7 +30,6 @@ def kernel(root: Path = Path("/")) -> list[Finding]:
     effective = effective_capabilities((root / "proc/self/status").read_text())
     return [
         proc(root),
-        other_users(effective, os.getuid()),
         tcp_info(),
         bcc(DEBIAN_BCC),
         capabilities(effective),
@@ -54,14 +52,6 @@ def proc(root: Path) -> Finding:
             "run collector and ranks as one user, or mount /proc without hidepid",
         )
     return there("/proc", "always", "readable")
-
-
-def other_users(effective: int, uid: int) -> Finding:
-    """Whether the collector can check processes of users other than its own."""
-    if _has(effective, SYS_PTRACE):
-        return there("other users", "training", "CAP_SYS_PTRACE: the collector can check anybody's processes")
-    mend = "run the collector as the user of the ranks, or by deploy/systemd/dynamix-collector.service"
-    return lacking("other users", "training", f"only processes of uid {uid} can be checked", mend)
 
 
 def tcp_info() -> Finding:

@@ -66,9 +66,14 @@ class Proc:
         """Real user id of a process."""
         return int(parse_status(self._text(f"{pid}/status"))["Uid"].split()[0])
 
-    def pid_namespace(self, pid: int) -> int:
-        """Inode of a process's pid namespace."""
-        return (self._root / str(pid) / "ns/pid").stat().st_ino
+    def pid_namespace(self, pid: int) -> int | None:
+        """Inode of a process's pid namespace if it is our own, else `None`.
+
+        Another user's /proc/<pid>/ns/pid takes CAP_SYS_PTRACE; its status takes nothing, and names one pid per
+        namespace from here down: a single one says that it lives in the namespace of this /proc, which is ours.
+        """
+        nested = len(parse_status(self._text(f"{pid}/status"))["NSpid"].split()) > 1
+        return None if nested else (self._root / "self/ns/pid").stat().st_ino
 
     def resident_bytes(self, pid: int) -> int:
         """Resident memory of a process."""

@@ -7,7 +7,7 @@ from dynamix.schemas.messages import RankRow
 from .proc import Proc
 
 
-def reason_to_refuse(row: RankRow, proc: Proc, uids: Collection[int]) -> str | None:  # noqa: PLR0911 - one per reason
+def reason_to_refuse(row: RankRow, proc: Proc, uids: Collection[int]) -> str | None:
     """Why the process that a row names is not read, or `None` when it is what the row says.
 
     The pid must exist here, with the start time, pid namespace and user that the rank reported of itself; where `uids`
@@ -19,10 +19,8 @@ def reason_to_refuse(row: RankRow, proc: Proc, uids: Collection[int]) -> str | N
         if proc.pid_namespace(row.pid) != row.pid_namespace:
             return f"pid {row.pid} counts in another pid namespace: run the collector in the ranks' namespace"
         uid = proc.uid(row.pid)
-    except PermissionError:
-        return f"pid {row.pid} is closed to this collector: run it as the ranks' user or with CAP_SYS_PTRACE"
     except OSError:
-        return f"pid {row.pid} is not running here"
+        return f"pid {row.pid} is not running here, or hidden from this collector (hidepid)"
     if uid != row.uid:
         return f"pid {row.pid} belongs to uid {uid}, not to {row.uid}"
     if uids and uid not in uids:
