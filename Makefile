@@ -32,8 +32,8 @@ $(DATA)/.complete: deploy/fetch-fashion-mnist.sh
 demo: venv data ## a real 4-process training job, static and then steered (ARGS="--json FILE")
 	$(BIN)/dynamix demo --data $(DATA) $(ARGS)
 
-test: venv data ## every test (ARGS="-k name")
-	$(BIN)/python -m pytest $(ARGS)
+test: venv data ## every test, three at a time (ARGS="-k name")
+	$(BIN)/python -m pytest -n 3 --dist worksteal $(ARGS)
 
 lint: venv ## ruff: rules and format
 	$(BIN)/ruff check .

@@ -170,7 +170,7 @@ def _check_report(report: Report, sizes: list[tuple[int, ...]]) -> None:
     assert tuple(row.local_batch_size for row in report.rows) == sizes[first]
     assert [row.rank for row in report.rows] == [0, 1]
     assert report.totals.num_samples == sum(row.num_samples for row in report.rows)
-    assert report.totals.loss_sum == sum(row.loss_sum for row in report.rows)
+    assert report.totals.loss_sum == sum(row.loss_sum or 0.0 for row in report.rows)
     assert report.totals.num_correct is not None
     assert report.totals.global_batch_size == sum(sizes[first])
     assert report.totals.noise is not None

@@ -14,7 +14,7 @@ from dynamix.trainer.identity import Place
 from dynamix.trainer.memory import DeviceMemory
 from dynamix.trainer.noise import NoiseSums
 from dynamix.trainer.process import ProcessIdentity
-from dynamix.trainer.rows import DIVERGED_LOSS, Row, held_out_accuracy, job_totals, make_row, rank_row
+from dynamix.trainer.rows import Row, held_out_accuracy, job_totals, make_row, rank_row
 
 COUNT = st.integers(0, 2**53 - 1)
 SECONDS = st.floats(0, 1e6)
@@ -26,7 +26,7 @@ def _row(
     *,
     sockets: SocketCounters | None = None,
     num_samples: int = 100,
-    loss_sum: float = 50.0,
+    loss_sum: float | None = 50.0,
     num_correct: float | None = 75.0,
     accuracy: float | None = None,
     device: DeviceMemory | None = None,
@@ -79,10 +79,11 @@ def test_times_are_sums_over_the_steps() -> None:
     assert row.time_s == pytest.approx(1.9)
 
 
-@pytest.mark.parametrize("loss_sum", [math.nan, math.inf, -math.inf])
-def test_a_diverged_loss_still_makes_a_message(loss_sum: float) -> None:
+@pytest.mark.parametrize("loss_sum", [None, math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_missing_or_diverged_is_unknown_and_still_makes_a_message(loss_sum: float | None) -> None:
     row = _row(loss_sum=loss_sum)
-    assert row.loss_sum == DIVERGED_LOSS * 100
+    assert math.isnan(row.loss_sum)
+    assert job_totals([row, _row()], window=0, num_steps=2, global_batch_size=128).loss_sum is None
     message = made.report(
         rows=(rank_row(1, row, None, local_batch_size=64, pending_local_batch_size=64),),
         totals=job_totals([row, row], window=0, num_steps=2, global_batch_size=128),

@@ -1,4 +1,5 @@
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 
@@ -54,7 +55,10 @@ def test_acknowledged_bytes_are_the_bytes_sent(connection: tuple[socket.socket, 
     _transfer(client, server, 3_000_001)
     counted = sockets.read()
     assert counted is not None
-    assert (counted.tx_bytes, counted.rx_bytes, counted.retransmits) == (3_000_001, 1, 0)
+    assert (counted.tx_bytes, counted.rx_bytes) == (3_000_001, 1)
+    # a stalled processor makes the kernel probe the tail of a transfer, even on loopback: what it counted is right
+    info = client.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+    assert counted.retransmits == struct.unpack_from("=I", info, 100)[0]
     assert counted.srtt_us is not None
     assert 0 < counted.srtt_us < 1e6
 

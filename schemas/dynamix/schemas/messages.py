@@ -102,8 +102,8 @@ class RankRow(Message, frozen=True, kw_only=True, array_like=True):
     pending_local_batch_size: Count
     """The newest size already scheduled; equal to `local_batch_size` when none is."""
     num_samples: Count
-    loss_sum: float
-    """Sum over samples, not a mean of means."""
+    loss_sum: float | None
+    """Sum over samples, not a mean of means; `None` when the script gives no loss, or it is no longer finite."""
     num_correct: float | None
     data_time_s: Seconds
     """Waiting for the loader."""
@@ -139,7 +139,7 @@ class JobTotals(Message, frozen=True, kw_only=True, array_like=True):
     num_samples: Count
     global_batch_size: Count
     """Sum of the local batch sizes that ruled the window."""
-    loss_sum: float
+    loss_sum: float | None
     num_correct: float | None
     time_s: Seconds
     """Longest sum of step times of any rank; evaluation and checkpoints are not in it."""

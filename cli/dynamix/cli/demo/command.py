@@ -24,6 +24,7 @@ from .results import Run, Summary
 
 DEFAULTS = DemoPlan()
 POLICIES = ("static", "proportional")
+PLAIN_WIDTH = 200
 PLAIN_LINE_EVERY_S = 5.0
 """Without a terminal, progress is a line at this interval."""
 
@@ -52,7 +53,7 @@ def run(namespace: argparse.Namespace) -> int:
     from .figure import draw  # noqa: PLC0415 - matplotlib: the same
     from .runner import TrainingFailedError, run_demo  # noqa: PLC0415 - the same
 
-    console = Console(stderr=True)
+    console = _console(stderr=True)
     try:
         for split in ("train", "test"):  # now, not after a minute
             fashion_mnist(split, namespace.data)
@@ -63,11 +64,17 @@ def run(namespace: argparse.Namespace) -> int:
     except (OSError, ValueError, TimeoutError, TrainingFailedError) as error:
         raise CommandError(str(error)) from error
     draw(runs, plan, Path(namespace.png))
-    _table(Console(stderr=namespace.json == "-"), runs)
-    console.print(f"Picture: {namespace.png}", highlight=False, soft_wrap=not console.is_terminal)
+    _table(_console(stderr=namespace.json == "-"), runs)
+    console.print(f"Picture: {namespace.png}", highlight=False)
     if namespace.json is not None:
         write_json(Summary(runs=[run.summary for run in runs]), namespace.json)
     return 0 if all(run.summary.time_to_target_s is not None for run in runs) else 1
+
+
+def _console(*, stderr: bool) -> Console:
+    """As wide as the terminal; a file or a pipe has no width to respect."""
+    console = Console(stderr=stderr)
+    return console if console.is_terminal else Console(stderr=stderr, width=PLAIN_WIDTH)
 
 
 def _plan(namespace: argparse.Namespace) -> DemoPlan:
@@ -90,7 +97,6 @@ def _introduce(console: Console, plan: DemoPlan) -> None:
         f"{plan.slow_rank} to {plan.slowdown:g} times that. Data, gradients, processes and messages are real.\n"
         "Shown per window: local batch sizes, step time, held-out accuracy, actions applied.",
         highlight=False,
-        soft_wrap=not console.is_terminal,
     )
 
 
@@ -121,7 +127,7 @@ class _View:
 
     def say(self, text: str) -> None:
         """One line for the reader."""
-        self._console.print(text, highlight=False, soft_wrap=not self._console.is_terminal)
+        self._console.print(text, highlight=False)
 
     def watch(self, policy: str, num_applied: int, report: Report) -> None:
         """Show one window."""
@@ -142,7 +148,7 @@ class _View:
 def _table(console: Console, runs: list[Run]) -> None:
     table = Table(title="Same seed, same global batch, same target", box=SIMPLE, padding=(0, 1, 0, 0))
     table.add_column("policy", no_wrap=True)
-    for heading in ("to target", "final", "median step", "windows", "applied", "last sizes"):
+    for heading in ("to target", "final", "median step", "applied", "last sizes"):
         table.add_column(heading, justify="right", no_wrap=True)
     first = runs[0].summary
     for summary in (run.summary for run in runs):
@@ -151,8 +157,7 @@ def _table(console: Console, runs: list[Run]) -> None:
             _with_ratio(summary.time_to_target_s, first.time_to_target_s, "{:.1f} s"),
             "-" if summary.final_accuracy is None else f"{summary.final_accuracy:.1%}",
             _with_ratio(summary.median_step_time_s * 1000, first.median_step_time_s * 1000, "{:.0f} ms"),
-            str(summary.num_windows),
-            str(summary.num_actions_applied),
+            f"{summary.num_actions_applied} of {summary.num_windows}",
             "/".join(map(str, summary.local_batch_sizes[-1])) if summary.local_batch_sizes else "-",
         )
     console.print(table)

@@ -20,7 +20,7 @@ class DemoPlan(msgspec.Struct, frozen=True, kw_only=True):
     max_windows: int = 120
     """Give up after this many: the target was not reached."""
     num_ranks: int = 4
-    pace_s_per_sample: float = 0.0004
+    pace_s_per_sample: float = 0.0005
     """Stated compute time of one sample on an ordinary rank: the ranks sleep to it."""
     slow_rank: int = 3
     slowdown: float = 3.0

@@ -16,8 +16,6 @@ from .noise import NoiseSums
 from .process import ProcessIdentity
 
 UNKNOWN = math.nan
-DIVERGED_LOSS = 1e30
-"""Stands for a loss that is not finite: messages carry finite numbers only, and float32 holds this one."""
 
 
 class Row(NamedTuple):
@@ -90,7 +88,7 @@ def make_row(
     process: ProcessIdentity,
     *,
     num_samples: int,
-    loss_sum: float,
+    loss_sum: float | None,
     num_correct: float | None,
     times: Iterable[StepTimes],
     noise: NoiseSums,
@@ -98,7 +96,7 @@ def make_row(
     device: DeviceMemory | None,
     held_out_accuracy: float | None,
 ) -> Row:
-    """One rank's row. A loss that is not finite becomes `DIVERGED_LOSS` per sample."""
+    """One rank's row. A loss that is not finite is as good as none: messages carry finite numbers only."""
     steps = list(times)
     return Row(
         local_rank=place.local_rank,
@@ -107,7 +105,7 @@ def make_row(
         pid_namespace=process.namespace,
         uid=process.uid,
         num_samples=num_samples,
-        loss_sum=loss_sum if math.isfinite(loss_sum) else DIVERGED_LOSS * num_samples,
+        loss_sum=_number(loss_sum),
         num_correct=_number(num_correct),
         data_time_s=sum(step.data_s for step in steps),
         compute_time_s=sum(step.compute_s for step in steps),
@@ -142,7 +140,7 @@ def rank_row(
         local_batch_size=local_batch_size,
         pending_local_batch_size=pending_local_batch_size,
         num_samples=int(row.num_samples),
-        loss_sum=row.loss_sum,
+        loss_sum=_known(row.loss_sum),
         num_correct=_known(row.num_correct),
         data_time_s=row.data_time_s,
         compute_time_s=row.compute_time_s,
@@ -160,14 +158,13 @@ def job_totals(
     rows: Sequence[Row], *, window: int, num_steps: int, global_batch_size: int, noise: GradientNoise | None = None
 ) -> JobTotals:
     """Sums over all ranks, in rank order: the same numbers wherever they are computed."""
-    counted = not any(math.isnan(row.num_correct) for row in rows)
     return JobTotals(
         window=window,
         num_steps=num_steps,
         num_samples=int(sum(row.num_samples for row in rows)),
         global_batch_size=global_batch_size,
-        loss_sum=sum(row.loss_sum for row in rows),
-        num_correct=sum(row.num_correct for row in rows) if counted else None,
+        loss_sum=_known(sum(row.loss_sum for row in rows)),
+        num_correct=_known(sum(row.num_correct for row in rows)),
         time_s=max(row.time_s for row in rows),
         noise=noise,
     )

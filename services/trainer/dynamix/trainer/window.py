@@ -18,7 +18,7 @@ Scalar = float | torch.Tensor
 
 class _Step(NamedTuple):
     plan: StepPlan
-    loss_sum: Scalar
+    loss_sum: Scalar | None
     num_correct: Scalar | None
     norms: SquaredNorms
 
@@ -27,7 +27,8 @@ class WindowSums(NamedTuple):
     """A window's sums over this rank's samples."""
 
     num_samples: int
-    loss_sum: float
+    loss_sum: float | None
+    """`None` when a step came without a loss."""
     num_correct: float | None
     """`None` when a step came without a count."""
     noise: NoiseSums
@@ -44,23 +45,20 @@ class WindowRecorder:
     def add(self, plan: StepPlan, loss: Scalar | None, num_correct: Scalar | None, norms: SquaredNorms) -> None:
         """Add a step: its loss as the user's criterion reduced it. A dummy batch counts for nothing."""
         count = plan.counts.values[self._rank]
-        if count == 0 or loss is None:
-            loss_sum: Scalar = 0.0
-        else:
-            loss_sum = detached(loss) * (count if self._reduction == "mean" else 1)
-        correct = 0.0 if count == 0 else None if num_correct is None else detached(num_correct)
+        if count == 0:
+            self._steps.append(_Step(plan, 0.0, 0.0, norms))
+            return
+        loss_sum = None if loss is None else detached(loss) * (count if self._reduction == "mean" else 1)
+        correct = None if num_correct is None else detached(num_correct)
         self._steps.append(_Step(plan, loss_sum, correct, norms))
 
     def take(self) -> WindowSums:
         """The sums since the last call; reads what is still on the device in one transfer."""
         steps, self._steps = self._steps, []
-        losses = to_floats([step.loss_sum for step in steps])
-        correct = [step.num_correct for step in steps]
-        known = [value for value in correct if value is not None]
         return WindowSums(
             num_samples=sum(step.plan.counts.values[self._rank] for step in steps),
-            loss_sum=sum(losses),
-            num_correct=sum(to_floats(known)) if len(known) == len(correct) else None,
+            loss_sum=_sum_if_known([step.loss_sum for step in steps]),
+            num_correct=_sum_if_known([step.num_correct for step in steps]),
             noise=self._noise(steps),
         )
 
@@ -74,6 +72,11 @@ class WindowRecorder:
             if step.norms.reduced:
                 sums.add(step.plan.counts, self._rank, local, reduced)
         return sums
+
+
+def _sum_if_known(values: Sequence[Scalar | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(to_floats(known)) if len(known) == len(values) else None
 
 
 def detached(value: Scalar) -> Scalar:
