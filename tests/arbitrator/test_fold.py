@@ -142,7 +142,7 @@ def test_a_jump_that_the_next_state_confirms_is_followed_with_a_gap() -> None:
 def test_after_a_gap_the_first_full_window_is_decided_and_says_so() -> None:
     last = run(Fold(JOB, policy_named("static"), None), numbered(a(0), b(0)))[-1]
     fold = Fold(JOB, policy_named("static"), last)
-    fold.start_after_gap()
+    fold.start_after_gap(40)
     actions = run(fold, [(50, b(7)), (51, a(8)), (52, b(8)), (53, a(9)), (54, b(9))])
     assert [(action.window, action.gap) for action in actions] == [(8, True), (9, False)]
 
@@ -150,7 +150,7 @@ def test_after_a_gap_the_first_full_window_is_decided_and_says_so() -> None:
 def test_after_a_gap_a_dead_collector_does_not_stop_decisions() -> None:
     last = run(Fold(JOB, policy_named("static"), None), numbered(a(0), b(0)))[-1]
     fold = Fold(JOB, policy_named("static"), last)
-    fold.start_after_gap()
+    fold.start_after_gap(40)
     assert [action.window for action in run(fold, [(50, b(7)), (51, b(8)), (52, b(9))])] == [7]
 
 

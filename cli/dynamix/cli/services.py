@@ -1,6 +1,7 @@
 """The services as child processes of a command: started with the broker's address, ended with us however we end."""
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from dynamix.runtime.bus import Bus
 from dynamix.runtime.embedded import DIE_WITH_PARENT
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import subjects
-from dynamix.schemas.codec import decode
+from dynamix.schemas.codec import MalformedMessageError, decode
 from dynamix.schemas.messages import Live
 
 SERVICES = ("collector", "reward", "arbitrator")
@@ -90,9 +91,10 @@ async def wait_until_ready(bus: Bus, names: Collection[str], timeout_s: float = 
             bus.subscribe(subjects.live(subjects.ANY, subjects.ANY)) as beats,
         ):
             async for message in beats:
-                beat = decode(Live, message.subject, message.payload)
-                if beat.counters.get("ready"):
-                    missing.discard(beat.service)
+                with contextlib.suppress(MalformedMessageError):  # anybody may say anything here
+                    beat = decode(Live, message.subject, message.payload)
+                    if beat.counters.get("ready"):
+                        missing.discard(beat.service)
                 if not missing:
                     return
     except TimeoutError:

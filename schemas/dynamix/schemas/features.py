@@ -121,6 +121,8 @@ def markdown() -> str:
 def _rank_values(rank: RankMetrics, window: MetricWindow) -> Values:
     """Every value known of a rank, by name of the feature."""
     time_s = rank.training.step_time_s * window.num_steps
+    if window.probe == "proc":  # counted over the collector's own interval, not over the window
+        time_s = window.node_metrics.interval_s or 0.0
     sigma_norm_sq = window.job_metrics.sigma_norm_sq
     values: dict[str, float | None] = {
         **msgspec.structs.asdict(rank.training),
@@ -128,7 +130,7 @@ def _rank_values(rank: RankMetrics, window: MetricWindow) -> Values:
         "memory_ratio": rank.system.memory_ratio,
         "load_per_cpu": window.node_metrics.load_per_cpu,
         "sigma_norm_sq": sigma_norm_sq,
-        "sigma_norm": None if sigma_norm_sq is None else math.sqrt(sigma_norm_sq),
+        "sigma_norm": None if sigma_norm_sq is None or sigma_norm_sq < 0 else math.sqrt(sigma_norm_sq),
     }
     if rank.network is not None:
         values["retransmits"] = rank.network.retransmits
@@ -141,9 +143,13 @@ def _rank_values(rank: RankMetrics, window: MetricWindow) -> Values:
 
 def _pack(rows: Sequence[Values], features: tuple[Feature, ...]) -> tuple[bytes, bytes]:
     table = [[row.get(feature.name) for feature in features] for row in rows]
-    known = np.array([[value is not None for value in row] for row in table], dtype=np.bool_)
-    values = np.array([[0.0 if value is None else value for value in row] for row in table], dtype=np.float64)
-    return values.astype("<f4").tobytes(), np.packbits(known.reshape(-1)).tobytes()
+    """Values and mask; what float32 cannot hold is as little known as what was not measured."""
+    values = np.array([[np.nan if value is None else value for value in row] for row in table], dtype=np.float64)
+    with np.errstate(over="ignore"):
+        rounded = values.astype("<f4")
+    known = np.isfinite(rounded)
+    rounded[~known] = 0.0
+    return rounded.tobytes(), np.packbits(known.reshape(-1)).tobytes()
 
 
 def _unpack(features: bytes, known: bytes, shape: tuple[int, int]) -> Array32:

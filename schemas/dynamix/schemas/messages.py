@@ -234,7 +234,7 @@ class GlobalMetrics(Message, frozen=True, kw_only=True, array_like=True):
     global_batch_size: Count
     num_samples: Count
     step_time_s: Seconds
-    throughput: float
+    throughput: float | None
     """Samples per second of training time."""
     loss: float | None
     loss_change: float | None

@@ -84,9 +84,10 @@ class Fold:
         self._insert(state.node, state.window, row)
         return not late
 
-    def start_after_gap(self) -> None:
-        """Inputs after the checkpoint are gone: go on with the next window that all nodes report."""
+    def start_after_gap(self, watermark: int) -> None:
+        """Inputs after the checkpoint are gone: go on after `watermark`, with the next window that all nodes report."""
         self._gap = True
+        self.watermark = watermark
 
     def close(self) -> Action | None:
         """The decision for the next window if it is closed, sealed into the chain; `None` while it is open.

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from structlog.stdlib import BoundLogger
 
-from dynamix.runtime.bus import Message, StaleWriterError
+from dynamix.runtime.bus import Message, StaleWriterError, StreamState
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode
 from dynamix.schemas.messages import Action, Job, State
@@ -47,14 +47,18 @@ class JobLog:
         """FEED sequence that a restart reads on after."""
         return self._fold.watermark
 
-    async def resume(self, first_feed_sequence: int) -> None:
-        """Start from the job's newest action; after a gap if FEED no longer holds what follows its watermark."""
+    async def resume(self, feed: StreamState) -> None:
+        """Start from the job's newest action; after a gap if FEED no longer holds what follows its watermark.
+
+        A watermark behind FEED's end is one of another FEED: the stream was made anew.
+
+        Raises:
+            ActionLogError: when the newest action cannot be one of this job.
+        """
         await self._adopt_newest()
-        if self._fold.next_window > 0 and self.watermark < first_feed_sequence - 1:
-            self._fold.start_after_gap()
-            self._log.warning(
-                "inputs after the checkpoint are gone", watermark=self.watermark, first=first_feed_sequence
-            )
+        if self._fold.next_window > 0 and not feed.first_sequence - 1 <= self.watermark <= feed.last_sequence:
+            self._log.warning("inputs after the checkpoint are gone", watermark=self.watermark, **feed._asdict())
+            self._fold.start_after_gap(max(0, feed.first_sequence - 1))
 
     async def add(self, sequence: int, state: State) -> None:
         """Fold one state and publish every decision that it makes possible."""
@@ -88,6 +92,11 @@ class JobLog:
             action = decode(Action, message.subject, message.payload)
         except MalformedMessageError as error:
             raise ActionLogError(f"{self._subject} at {sequence} cannot be read: {error}") from error
+        if action.generation == self.job.generation and len(action.local_batch_sizes) != self.job.world_size:
+            raise ActionLogError(
+                f"{self._subject} at {sequence} sizes {len(action.local_batch_sizes)} ranks, the job has "
+                f"{self.job.world_size}: an id serves one run, start this one under another"
+            )
         self._superseded = action.generation > self.job.generation
         self._fold.adopt(action)
         self._last_sequence = sequence

@@ -27,22 +27,16 @@ class _Arbitrator:
         self._halted: set[str] = set()
 
     async def run(self) -> None:
-        start = await self._load_running_jobs()
-        states = subjects.state(subjects.ANY, subjects.ANY)
-        async with self._bus.consume(FEED.name, [states], start=start) as consumer:
-            self._context.counters["ready"] = 1
-            async for batch in consumer:
-                await self._fold(batch)
-
-    async def _load_running_jobs(self) -> int:
-        """Resume every job that has not ended; returns the FEED sequence from which all of them can go on."""
-        feed = await self._bus.stream_state(FEED.name)  # first: what comes later is a later sequence
+        last = (await self._bus.stream_state(FEED.name)).last_sequence  # first: what comes later is read below
         for message in await self._newest_specifications():
             job = await self._specification(message)
             if job is not None and job.phase == "running":
-                await self._open(job, feed.first_sequence)
-        needed = min((log.watermark for log in self._logs.values()), default=feed.last_sequence) + 1
-        return max(1, feed.first_sequence, needed)
+                await self._open(job, until=last)
+        states = subjects.state(subjects.ANY, subjects.ANY)
+        async with self._bus.consume(FEED.name, [states], start=last + 1) as consumer:
+            self._context.counters["ready"] = 1
+            async for batch in consumer:
+                await self._fold(batch)
 
     async def _newest_specifications(self) -> list[Message]:
         if (await self._bus.stream_state(JOBS.name)).num_messages == 0:
@@ -65,38 +59,38 @@ class _Arbitrator:
             except MalformedMessageError as error:
                 await self._context.dead_letter(message, str(error))
         await asyncio.gather(*[self._fold_job(job, items) for job, items in by_job.items()])
-        self._context.counters["jobs"] = len(self._logs)
 
     async def _fold_job(self, job: str, items: list[tuple[Message, State]]) -> None:
         for message, state in items:
             try:
-                log = await self._log_of(job, state.generation)
+                log = await self._log_of(job, state.generation, before=message.sequence)
                 if log is not None:
                     await log.add(message.sequence, state)
             except MalformedMessageError as error:
                 await self._context.dead_letter(message, str(error))
             except ActionLogError as error:
-                self._halted.add(job)
-                self._context.log.error("decisions stopped", job=job, reason=str(error))
+                self._halt(job, str(error))
 
-    async def _log_of(self, job: str, generation: int) -> JobLog | None:
+    async def _log_of(self, job: str, generation: int, *, before: int) -> JobLog | None:
         """The log for a generation of a job; `None` when it is over, or nothing may be decided for it."""
         if job in self._halted:
             return None
-        log = self._logs.get(job)
+        log = self._logs.pop(job, None)
+        if log is not None:
+            self._logs[job] = log  # the last to be forgotten
         if log is None or log.job.generation < generation:
-            log = await self._look_up(job)
+            log = await self._look_up(job, before)
+        if job in self._halted:
+            return None
         if log is None or log.job.generation < generation:
             raise MalformedMessageError(f"generation {generation} of job {job!r} has no specification")
         return log if log.job.generation == generation else None
 
-    async def _look_up(self, job: str) -> JobLog | None:
+    async def _look_up(self, job: str, before: int) -> JobLog | None:
         """Read a job's newest specification; rank 0 publishes it before its ranks' first report."""
         message = await self._bus.last(JOBS.name, subjects.job(job))
         specification = None if message is None else await self._specification(message)
-        if specification is None:
-            return None
-        return await self._open(specification, (await self._bus.stream_state(FEED.name)).first_sequence)
+        return None if specification is None else await self._open(specification, until=before - 1)
 
     async def _specification(self, message: Message) -> Job | None:
         try:
@@ -105,16 +99,45 @@ class _Arbitrator:
             await self._context.dead_letter(message, str(error))
             return None
 
-    async def _open(self, job: Job, first_feed_sequence: int) -> JobLog | None:
+    async def _open(self, job: Job, *, until: int) -> JobLog | None:
+        """Resume a job and fold what FEED holds of it up to a sequence; `None` when nothing may be decided for it."""
         try:
             log = JobLog(self._bus, job, self._context.log, self._context.count)
-        except ValueError as error:  # an unknown policy
-            self._halted.add(job.job)
-            self._context.log.error("no decisions for this job", job=job.job, reason=str(error))
+            await log.resume(await self._bus.stream_state(FEED.name))
+            await self._catch_up(log, until)
+        except (ValueError, ActionLogError) as error:  # an unknown policy; a log of decisions that is not this job's
+            self._halt(job.job, str(error))
             return None
-        await log.resume(first_feed_sequence)
         self._logs.pop(job.job, None)
         self._logs[job.job] = log
         while len(self._logs) > self._context.settings.max_jobs:
             self._logs.pop(next(iter(self._logs)))
+        self._context.counters["jobs"] = len(self._logs)
         return log
+
+    async def _catch_up(self, log: JobLog, until: int) -> None:
+        """Fold a job's own states from its checkpoint to `until`: one that died long ago costs the others nothing."""
+        states = subjects.state(log.job.job, subjects.ANY)
+        newest = await self._bus.last(FEED.name, states)
+        if newest is None or newest.sequence <= log.watermark:
+            return
+        async with self._bus.consume(FEED.name, [states], start=log.watermark + 1) as consumer:
+            async for batch in consumer:
+                for message in batch:
+                    if message.sequence > until:
+                        return
+                    await self._fold_one(log, message)
+                if batch[-1].sequence >= newest.sequence:
+                    return
+
+    async def _fold_one(self, log: JobLog, message: Message) -> None:
+        try:
+            state = decode(State, message.subject, message.payload)
+            if state.generation == log.job.generation:
+                await log.add(message.sequence, state)
+        except MalformedMessageError as error:
+            await self._context.dead_letter(message, str(error))
+
+    def _halt(self, job: str, reason: str) -> None:
+        self._halted.add(job)
+        self._context.log.error("no decisions for this job", job=job, reason=reason)

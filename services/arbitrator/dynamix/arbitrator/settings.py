@@ -10,4 +10,4 @@ class ArbitratorSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds; what to decide, and by which policy, is in each job's own specification."""
 
     max_jobs: Annotated[int, Meta(ge=1)] = 10_000
-    """Jobs held in memory at once; the ones that ended longest ago are forgotten first."""
+    """Jobs held in memory at once; those not heard of for longest are forgotten first, and read again when needed."""

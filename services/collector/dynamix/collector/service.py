@@ -1,12 +1,14 @@
 """The shell of the collector: consume this node's reports, publish metric windows and states."""
 
 import asyncio
+import itertools
 
 from dynamix.runtime.bus import Message
 from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
-from dynamix.schemas.codec import MalformedMessageError, decode
+from dynamix.schemas.codec import MalformedMessageError, decode, encode
 from dynamix.schemas.features import state_of
+from dynamix.schemas.messages import Message as SchemaMessage
 from dynamix.schemas.messages import MetricWindow, NodeMetrics, RankRow, Report
 from dynamix.schemas.streams import FEED
 
@@ -40,10 +42,11 @@ class _Collector:
 
     async def collect(self, batch: list[Message]) -> None:
         """Publish what a batch of reports gives; only each job's newest report is recent enough to be read against."""
-        reports = [report for message in batch if (report := await self._report(message)) is not None]
-        newest = {report.job: report for report in reports}
-        windows = [self._window(report, fresh=newest[report.job] is report) for report in reports]
-        await asyncio.gather(*[self._publish(window) for window in windows])
+        reports = [(message, report) for message in batch if (report := await self._report(message)) is not None]
+        newest = {report.job: report for _, report in reports}
+        current = batch[-1].num_pending == 0
+        stored = [await self._publish(m, r, fresh=current and newest[r.job] is r) for m, r in reports]
+        await asyncio.gather(*itertools.chain.from_iterable(stored))
 
     async def _report(self, message: Message) -> Report | None:
         try:
@@ -52,9 +55,18 @@ class _Collector:
             await self._context.dead_letter(message, str(error))
             return None
 
-    async def _publish(self, window: MetricWindow) -> None:
-        await asyncio.gather(self._context.bus.publish(window), self._context.bus.publish(state_of(window)))
+    async def _publish(self, message: Message, report: Report, *, fresh: bool) -> list[asyncio.Future[int]]:
+        """Put window and state in flight. A well-formed report may still give numbers that no message can hold."""
+        try:
+            window = self._window(report, fresh=fresh)
+            outputs: tuple[SchemaMessage, ...] = (window, state_of(window))
+            for output in outputs:
+                encode(output)
+        except (MalformedMessageError, OverflowError) as error:
+            await self._context.dead_letter(message, str(error))
+            return []
         self._context.count("windows")
+        return [await self._context.bus.publish_soon(output) for output in outputs]
 
     def _window(self, report: Report, *, fresh: bool) -> MetricWindow:
         """A report that waited is not read against: what /proc says now is not of its window."""

@@ -1,5 +1,6 @@
 """From a report and the kernel's readings to the metric window. Pure: sums become means here, once."""
 
+import math
 from collections.abc import Mapping
 
 from dynamix.schemas.messages import (
@@ -77,7 +78,7 @@ def _job_metrics(report: Report) -> GlobalMetrics:
         global_batch_size=totals.global_batch_size,
         num_samples=totals.num_samples,
         step_time_s=totals.time_s / max(1, totals.num_steps),
-        throughput=totals.num_samples / totals.time_s if totals.time_s > 0 else 0.0,
+        throughput=_ratio(totals.num_samples, totals.time_s),
         loss=loss,
         loss_change=_difference(loss, None if before is None else _loss(before)),
         accuracy=accuracy,
@@ -94,7 +95,7 @@ def _noise_scale(totals: JobTotals) -> float | None:
     noise = totals.noise
     if noise is None or noise.squared_norm <= 0 or noise.trace < 0:
         return None
-    return noise.trace / noise.squared_norm
+    return _ratio(noise.trace, noise.squared_norm)
 
 
 def _progress(report: Report) -> float | None:
@@ -111,7 +112,11 @@ def _accuracy(totals: JobTotals) -> float | None:
 
 
 def _ratio(numerator: float | None, denominator: float | None) -> float | None:
-    return None if numerator is None or not denominator else numerator / denominator
+    """The quotient; unknown without both, and where it is no longer finite."""
+    if numerator is None or not denominator:
+        return None
+    quotient = numerator / denominator
+    return quotient if math.isfinite(quotient) else None
 
 
 def _difference(now: float | None, before: float | None) -> float | None:

@@ -8,7 +8,7 @@ import asyncio
 from dynamix.runtime.bus import Message
 from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
-from dynamix.schemas.codec import MalformedMessageError, decode
+from dynamix.schemas.codec import MalformedMessageError, decode, encode
 from dynamix.schemas.messages import MetricWindow, Reward
 from dynamix.schemas.streams import FEED
 
@@ -32,7 +32,9 @@ async def serve(context: Context[RewardSettings]) -> None:
 async def _reward(context: Context[RewardSettings], message: Message) -> Reward | None:
     try:
         window = decode(MetricWindow, message.subject, message.payload)
-        return reward_of(window, context.settings.weights(), context.settings.chosen_formula())
-    except MalformedMessageError as error:
+        reward = reward_of(window, context.settings.weights(), context.settings.chosen_formula())
+        encode(reward)  # a sum of finite terms may still be more than a float holds
+    except (MalformedMessageError, OverflowError) as error:
         await context.dead_letter(message, str(error))
         return None
+    return reward

@@ -1,5 +1,6 @@
 """Settings of the reward service: `DYNAMIX_REWARD_<FIELD>` or `--field`."""
 
+import math
 from typing import Literal
 
 import msgspec
@@ -22,6 +23,12 @@ class RewardSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Weight per doubling of the local batch size above 32."""
     eta: float = 0.01
     """Weight of the gradient noise (adaptive optimizers)."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a weight that is not a finite number."""
+        for name in ("accuracy", "alpha", "beta", "delta", "eta"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name} must be a finite number, not {getattr(self, name)}")
 
     def chosen_formula(self) -> Formula | None:
         """The formula for every job, or `None` to choose by each job's optimizer."""

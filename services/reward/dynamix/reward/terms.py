@@ -37,7 +37,7 @@ def size_log2(rank: RankMetrics) -> float | None:
 def gradient_noise(window: MetricWindow) -> float | None:
     """sigma_norm^2 + sigma_norm, without unit (method section 5.2); `None` while it is masked."""
     square = window.job_metrics.sigma_norm_sq
-    return None if square is None else square + math.sqrt(square)
+    return None if square is None or square < 0 else square + math.sqrt(square)
 
 
 def job_accuracy_change(window: MetricWindow) -> float | None:

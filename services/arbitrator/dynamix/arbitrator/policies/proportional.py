@@ -25,18 +25,30 @@ class Proportional:
     version = 1
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
-        """A split in proportion to smoothed throughput; the last decision while it is nearly as good."""
+        """A split in proportion to smoothed throughput; the last decision while it is nearly as good.
+
+        A rank that was never measured keeps its size, and the others share what is left of the global batch.
+        """
         current = decided_sizes(obs_WF)
         smoothed = _smooth(_unpack(carry, job.world_size), _measured(job, obs_WF), _option(job, "smoothing", SMOOTHING))
-        throughput = np.where(
-            np.isnan(smoothed), np.nanmedian(smoothed) if not np.isnan(smoothed).all() else 1.0, smoothed
-        )
-        total = sum(job.initial_local_batch_sizes)
-        lower = [job.min_local_batch_size] * job.world_size
-        proposed = apportion(total, throughput, lower, job.max_local_batch_sizes)
-        gain = 1 - _step_time_s(proposed, throughput) / max(_step_time_s(current, throughput), 1e-12)
+        proposed = _split(job, current, smoothed)
+        gain = 1 - _step_time_s(proposed, smoothed) / max(_step_time_s(current, smoothed), 1e-12)
         settled = sum(current) == sum(proposed) and gain <= _option(job, "dead_band", DEAD_BAND)
         return Decision(current if settled else proposed, carry=smoothed.astype("<f4").tobytes())
+
+
+def _split(job: Job, current: tuple[int, ...], throughput: Array64) -> tuple[int, ...]:
+    """The job's global batch in proportion to throughput, over the ranks whose throughput is known."""
+    known = [rank for rank in range(job.world_size) if not np.isnan(throughput[rank])]
+    if not known:
+        return current
+    left = sum(job.initial_local_batch_sizes) - sum(current) + sum(current[rank] for rank in known)
+    lower = [job.min_local_batch_size] * len(known)
+    upper = [job.max_local_batch_sizes[rank] for rank in known]
+    sizes = list(current)
+    for rank, size in zip(known, apportion(left, throughput[known], lower, upper), strict=True):
+        sizes[rank] = size
+    return tuple(sizes)
 
 
 def _measured(job: Job, obs_WF: Array32) -> Array64:
@@ -57,8 +69,9 @@ def _smooth(previous: Array64, measured: Array64, weight: float) -> Array64:
 
 
 def _step_time_s(sizes: tuple[int, ...], throughput: Array64) -> float:
-    """Compute time of the slowest rank: what a step cannot be shorter than."""
-    return float(np.max(np.asarray(sizes, dtype=np.float64) / throughput))
+    """Compute time of the slowest rank known: what a step cannot be shorter than; 0 when none is."""
+    known = ~np.isnan(throughput)
+    return float(np.max(np.asarray(sizes, dtype=np.float64)[known] / throughput[known], initial=0.0))
 
 
 def _unpack(carry: bytes, world_size: int) -> npt.NDArray[np.float64]:

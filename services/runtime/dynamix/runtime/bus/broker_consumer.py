@@ -98,6 +98,7 @@ class BrokerConsumer:
             config = {"durable_name": self._durable, "name": self._durable, "ack_policy": "all"}
             await self._write(config | self._limits() | self._filter() | self.position.policy(), "create")
             return 0
+        await self._check_position()
         wanted = self._limits() | self._filter()
         if any(info.config.get(key) != value for key, value in wanted.items()):
             kept = {key: value for key, value in info.config.items() if not key.startswith("filter_subject")}

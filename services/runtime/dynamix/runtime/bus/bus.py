@@ -31,6 +31,7 @@ class Bus:
         self._consumers: weakref.WeakSet[Consumer] = weakref.WeakSet()
         self._subscriptions: weakref.WeakSet[Subscription] = weakref.WeakSet()
         self._consumed = {"received": 0, "received_twice": 0, "consumer_resets": 0}
+        self._intake_stopped = False
         self._live = {"dropped_live": 0, "dropped_received": 0}
 
     @classmethod
@@ -177,16 +178,21 @@ class Bus:
             counters=self._consumed,
         )
         self._consumers.add(consumer)
+        if self._intake_stopped:
+            consumer.end()
         return consumer
 
     def subscribe(self, subject: str) -> Subscription:
         """Listen on core NATS, where nothing is stored: for `live`. A slow reader loses the oldest, counted."""
         subscription = Subscription(self._connection, self._live, subject)
         self._subscriptions.add(subscription)
+        if self._intake_stopped:
+            subscription.end()
         return subscription
 
     def stop_intake(self) -> None:
-        """Let every loop over a consumer or a subscription end; publishing still works."""
+        """Let every loop over a consumer or a subscription end, also one that begins later; publishing still works."""
+        self._intake_stopped = True
         for consumer in self._consumers:
             consumer.end()
         for subscription in self._subscriptions:

@@ -33,6 +33,8 @@ def parse_delivery(subject: bytes, payload: bytes, reply: bytes) -> tuple[int, M
     The reply subject is `$JS.ACK.<stream>.<consumer>.<deliveries>.<sequence>.<consumer sequence>.<time>.<pending>`.
     The second form puts domain and account in front of the stream and may add a token at the end.
 
+    A subject may hold any bytes but white space: what is not UTF-8 is replaced, and later refused as none of ours.
+
     Raises:
         ValueError: when it is neither.
     """
@@ -41,4 +43,6 @@ def parse_delivery(subject: bytes, payload: bytes, reply: bytes) -> tuple[int, M
         del tokens[2:4]
     elif len(tokens) != _V1_TOKENS:
         raise ValueError(f"{reply!r} is no acknowledgement subject of JetStream")
-    return int(tokens[6]), Message(subject.decode(), payload, int(tokens[5]), int(tokens[7]), int(tokens[8]))
+    return int(tokens[6]), Message(
+        subject.decode(errors="replace"), payload, int(tokens[5]), int(tokens[7]), int(tokens[8])
+    )
