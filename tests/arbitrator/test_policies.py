@@ -65,6 +65,14 @@ def test_proportional_without_any_measurement_splits_equally() -> None:
     assert Proportional().decide(JOB, 0, obs_WF, GLOBAL_F, b"").local_batch_sizes == (128,) * 4
 
 
+def test_proportional_leaves_a_rank_it_never_measured_as_it_is_and_shares_the_rest() -> None:
+    job = made.job(initial_local_batch_sizes=(150, 150, 161, 51))
+    obs_WF = observe((150, 150, 161, 51), (2000.0, 1000.0, 1.0, 1.0))
+    obs_WF[2:, RANK_INDEX["num_samples"]] = np.nan
+    decision = Proportional().decide(job, 0, obs_WF, GLOBAL_F, b"")
+    assert decision.local_batch_sizes == (200, 100, 161, 51)
+
+
 def test_random_draws_published_deltas_and_the_same_ones_in_a_replay() -> None:
     obs_WF = observe((500,) * 4, (1.0,) * 4)
     first = [Random().decide(JOB, window, obs_WF, GLOBAL_F, b"") for window in range(200)]

@@ -59,6 +59,11 @@ def test_the_noise_is_masked_while_it_drowns_the_signal(noise: GradientNoise | N
     assert (metrics.noise_scale, metrics.sigma_norm_sq) == (None, None)
 
 
+def test_a_quotient_that_overflows_is_unknown() -> None:
+    metrics = window_of(made.report(totals=made.totals(time_s=1e-308))).job_metrics
+    assert metrics.throughput is None
+
+
 def test_progress_is_a_share_of_the_planned_samples() -> None:
     assert window_of(made.report(total_samples=10240)).job_metrics.progress == 0.5
     assert window_of(made.report()).job_metrics.progress is None

@@ -295,6 +295,19 @@ async def test_a_stream_that_went_back_is_an_error_not_a_silent_gap(server: Conf
             await read(reader, 1)
 
 
+async def test_a_durable_consumer_sees_that_its_stream_went_back(server: ConfiguredServer, bus: Bus) -> None:
+    await publish_states(bus, range(10))
+    async with bus.consume("FEED", STATES, start=ALL, durable="d") as reader:
+        batch = await read(reader, 10)
+        await reader.ack(batch[-1])
+        async with connected(server.settings, "operator") as operator:
+            await operate(operator, "STREAM.DELETE.FEED")
+            await provision(operator)
+        await publish_states(bus, range(3))
+        with pytest.raises((SequenceRegressError, StreamMissingError)):
+            await read(reader, 1)
+
+
 async def test_a_missing_stream_is_named_at_once(server: ConfiguredServer) -> None:
     async with connected(server.settings) as bus:
         with pytest.raises(StreamMissingError, match=r"STREAM.INFO.FEED: stream not found.*dynamix provision"):

@@ -48,6 +48,17 @@ def test_what_is_not_known_is_nan_and_never_a_silent_zero() -> None:
     assert np.isfinite(np.frombuffer(state.features, "<f4")).all()
 
 
+def test_what_float32_cannot_hold_is_unknown() -> None:
+    state = state_of(made.window(ranks=(0,), job_metrics=made.job_metrics(loss=1e300)))
+    assert np.isnan(unpack_global(state)[GLOBAL_INDEX["loss"]])
+
+
+def test_traffic_of_the_namespace_is_a_rate_over_the_collectors_interval() -> None:
+    node = made.NodeMetrics(interval_s=4.0)
+    rows = unpack_ranks(state_of(made.window(ranks=(0,), probe="proc", node_metrics=node)))
+    assert rows[0, RANK_INDEX["tx_bytes_per_s"]] == 1_000_000.0
+
+
 def test_values_are_rounded_once_from_float64() -> None:
     window = made.window(ranks=(0,), job_metrics=made.job_metrics(loss=1 / 3))
     assert unpack_global(state_of(window))[GLOBAL_INDEX["loss"]] == np.float32(1 / 3)

@@ -1,0 +1,117 @@
+"""Messages and stores that once stopped a service: each costs one dead letter, one job, or a gap that says so."""
+
+import asyncio
+import json
+from urllib.parse import urlsplit
+
+from tests.support import made
+from tests.support.brokers import operate
+from tests.support.control_plane import (
+    ControlPlane,
+    control_plane,
+    feed_windows,
+    one_node_job,
+    report_of,
+)
+
+from dynamix.runtime.provision import provision
+from dynamix.schemas import subjects
+from dynamix.schemas.chain import seal
+from dynamix.schemas.messages import Dead, MetricWindow
+from dynamix.schemas.streams import ACTIONS, DEAD, FEED
+
+SPEEDS = (3000.0, 3000.0, 3000.0, 1000.0)
+SIZES = (128, 128, 128, 128)
+
+
+async def publish_raw(plane: ControlPlane, subject: bytes, payload: bytes) -> None:
+    """As any client of the broker may: no check of ours in between."""
+    settings = plane.server.settings
+    url = urlsplit(settings.url)
+    reader, writer = await asyncio.open_connection(url.hostname, url.port)
+    await reader.readline()  # INFO
+    options = {"user": settings.user, "pass": settings.password, "verbose": False, "pedantic": False}
+    writer.write(b"CONNECT " + json.dumps(options).encode() + b"\r\n")
+    writer.write(b"PUB " + subject + b" %d\r\n" % len(payload) + payload + b"\r\nPING\r\n")
+    await writer.drain()
+    assert await reader.readline() == b"PONG\r\n"
+    writer.close()
+    await writer.wait_closed()
+
+
+async def test_a_subject_that_is_not_utf8_is_a_dead_letter_and_not_the_end_of_reading() -> None:
+    async with control_plane("collector", "arbitrator") as plane:
+        job = one_node_job(policy="static")
+        await publish_raw(plane, b"dynamix.v1.job.\xff\xfe", b"?")
+        await publish_raw(plane, b"dynamix.v1.report.\xff\xfe.node-a", b"?")
+        plane.services["arbitrator"].kill()
+        await plane.start("arbitrator")
+        await plane.bus.publish(job)
+        await plane.bus.publish(report_of(job, 0, SIZES, SPEEDS))
+        assert len(await plane.wait_for_actions(1)) == 1
+        letters = await plane.wait_for(DEAD.name, f"{subjects.ROOT}.dead.>", 2)
+        assert {letter.service for letter in letters if isinstance(letter, Dead)} == {"collector", "arbitrator"}
+
+
+async def test_a_report_whose_quotients_overflow_gives_a_window_with_unknown_values() -> None:
+    async with control_plane("collector", "reward", "arbitrator") as plane:
+        job = one_node_job(policy="static")
+        await plane.bus.publish(job)
+        report = report_of(job, 0, SIZES, SPEEDS)
+        tiny = made.totals(0, time_s=1e-308, loss_sum=1e300)
+        poison = made.report("node-a", window=0, rows=report.rows, totals=tiny, held_out_accuracy=1e300, job=job.job)
+        await plane.bus.publish(poison)
+        assert len(await plane.wait_for_actions(1)) == 1
+        (window,) = await plane.wait_for(FEED.name, subjects.window(job.job, "*"), 1)
+        assert isinstance(window, MetricWindow)
+        assert window.job_metrics.throughput is None
+        assert all(service.exit_code() is None for service in plane.services.values())
+
+
+async def test_a_feed_made_anew_is_a_gap_that_is_seen() -> None:
+    """The checkpoint's watermark is of the old FEED, far behind the end of the new one."""
+    async with control_plane("collector", "arbitrator") as plane:
+        job = one_node_job(policy="static")
+        await plane.bus.publish(job)
+        await feed_windows(plane, job, range(8), every_s=0.0)
+        await plane.wait_for_actions(8)
+        for name in ("collector", "arbitrator"):
+            plane.services[name].kill()
+        await operate(plane.bus, f"STREAM.DELETE.{FEED.name}")
+        await provision(plane.bus)
+        await plane.start("collector", "arbitrator")
+        await feed_windows(plane, job, range(8, 12), every_s=0.0)
+        actions = await plane.wait_for_actions(10)
+        assert actions[8].gap
+        assert actions[8].window == 8
+        assert [action.window for action in actions] == list(range(len(actions)))
+
+
+async def test_an_action_log_of_another_run_halts_that_job_alone() -> None:
+    async with control_plane("collector") as plane:
+        other = one_node_job(job="other-00000000")
+        await plane.bus.publish_action(
+            seal(made.action(5, local_batch_sizes=(64, 64), deltas=(0, 0)), b""), expected_last=0
+        )
+        await publish_raw(plane, b"dynamix.v1.action.third-00000000", b"no action at all")
+        for job in (one_node_job(), one_node_job(job="third-00000000"), other):
+            await plane.bus.publish(job)
+            await plane.bus.publish(report_of(job, 0, SIZES, SPEEDS))
+        await plane.start("arbitrator")
+        assert len(await plane.wait_for_actions(1, other.job)) == 1
+        assert [action.window for action in await plane.actions()] == [5]
+        assert (await plane.bus.stream_state(ACTIONS.name)).num_messages == 3
+        assert plane.services["arbitrator"].exit_code() is None
+
+
+async def test_an_arbitrator_that_starts_late_catches_up_with_every_job_and_with_no_dead_one() -> None:
+    async with control_plane("collector") as plane:
+        jobs = [one_node_job(job=f"job-{index}", policy="random") for index in range(3)]
+        for job in jobs:
+            await plane.bus.publish(job)
+            await feed_windows(plane, job, range(20), every_s=0.0)
+        await plane.wait_for(FEED.name, subjects.state("*", "*"), 60)
+        await plane.start("arbitrator")
+        for job in jobs:
+            actions = await plane.wait_for_actions(20, job.job)
+            assert [action.window for action in actions] == list(range(20))
