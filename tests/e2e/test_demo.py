@@ -1,6 +1,7 @@
 """The demo as a user runs it, with fewer windows: broker, services, two torchrun jobs, JSON and picture."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,21 @@ def test_the_demo_steers_a_real_job_and_writes_what_it_saw(tmp_path: Path) -> No
     assert steered["local_batch_sizes"][0] == [128, 128, 128, 128]
     assert steered["local_batch_sizes"][-1][3] < 80
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_job_that_fails_is_told_in_its_own_words(tmp_path: Path) -> None:
+    """A misspelt setting: the ranks refuse it, and the demo says what they said."""
+    result = subprocess.run(
+        [sys.executable, "-m", "dynamix.cli.main", "demo", "--data", str(Path(".data/fashion-mnist").resolve())],
+        cwd=tmp_path,
+        env={**os.environ, "DYNAMIX_TRAINER_POLICE": "static"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 1
+    assert "did you mean DYNAMIX_TRAINER_POLICY" in result.stderr
+    assert "ExceptionGroup" not in result.stderr
 
 
 def test_without_the_data_the_demo_says_how_to_get_it(tmp_path: Path) -> None:

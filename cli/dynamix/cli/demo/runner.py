@@ -36,7 +36,7 @@ Watcher = Callable[[str, int, Report], None]
 
 
 class TrainingFailedError(RuntimeError):
-    """The training job ended with an error; the text says how, and where its log is."""
+    """The training job ended with an error; the text holds what its first failing rank said."""
 
 
 async def run_demo(plan: DemoPlan, policies: Sequence[str], say: Callable[[str], None], watch: Watcher) -> list[Run]:
@@ -92,13 +92,15 @@ class _Demo:
         """One training job under a policy, watched on the bus."""
         job = f"demo-{policy}-{secrets.token_hex(4)}"
         seen = _Seen(policy, self._watch)
-        async with asyncio.TaskGroup() as tasks:
-            follower = tasks.create_task(self._follow(job, seen))
+        follower = asyncio.create_task(self._follow(job, seen))
+        try:
             progress = await self._train(job, policy)
             with contextlib.suppress(TimeoutError):  # the job has drained: what is missing is on its way
                 async with asyncio.timeout(LAST_MESSAGES_TIMEOUT_S):
                     await seen.wait_for_windows(len(progress) // self._plan.window_steps)
+        finally:
             follower.cancel()
+            await asyncio.gather(follower, return_exceptions=True)
         return summarise(self._plan, policy, progress, seen.reports, seen.applied)
 
     async def _follow(self, job: str, seen: "_Seen") -> None:
@@ -119,7 +121,8 @@ class _Demo:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += [f"--nproc-per-node={self._plan.num_ranks}", "-m", "dynamix.cli.demo.job", argument]
         with output.open("wb") as log:
-            environ = {**os.environ, **TORCH_ENVIRONMENT, **self._environ, "DYNAMIX_JOB": job}
+            own = {"DYNAMIX_JOB": job, "DYNAMIX_TRAINER_POLICY": policy}
+            environ = {**os.environ, **TORCH_ENVIRONMENT, **self._environ, **own}
             process = await asyncio.create_subprocess_exec(*command, env=environ, stdout=log, stderr=log)
             try:
                 code = await process.wait()
