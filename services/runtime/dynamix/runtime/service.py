@@ -137,37 +137,51 @@ class _Life(Generic[S]):
             stop=self._stop,
             log=self._log,
         )
-        assert self._closed is not None
         self._log.info("started", pid=os.getpid())
-        heartbeat = asyncio.create_task(_beat(context), name="heartbeat")
-        main = asyncio.ensure_future(self._main(context))
-        ends: list[asyncio.Future[Any]] = [main, heartbeat, self._closed]
+        code = EXIT_FAILED
         try:
-            await asyncio.wait([*ends, stopped], return_when=asyncio.FIRST_COMPLETED)
-            if not any(end.done() for end in ends):
-                bus.stop_intake()
-                await asyncio.wait(ends, timeout=STOP_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
-            return self._judge(main, heartbeat)
+            async with asyncio.TaskGroup() as tasks:
+                heartbeat = tasks.create_task(_beat(context), name="heartbeat")
+                main = tasks.create_task(self._call_main(context), name="main")
+                code = await self._wait(main, bus, stopped)
+                for task in (heartbeat, main):
+                    task.cancel()
+        except* Exception as errors:  # noqa: BLE001 - whatever it is ends this service, with its traceback in the log
+            self._complain(errors.exceptions)
+            code = EXIT_FAILED
         finally:
-            await _cancel(main, heartbeat)
+            assert self._closed is not None
             await bus.drain(0.0 if self._closed.done() else STOP_TIMEOUT_S)
             self._log.info("stopped")
+        return code
 
-    def _judge(self, main: asyncio.Future[None], heartbeat: asyncio.Future[None]) -> int:
+    async def _call_main(self, context: Context[S]) -> None:
+        await self._main(context)
+
+    async def _wait(self, main: asyncio.Task[None], bus: Bus, stopped: asyncio.Task[bool]) -> int:
+        """Until `main` is done, a signal came, or the connection closed for good; a failure ends the wait by itself."""
         assert self._closed is not None
+        ends: list[asyncio.Future[Any]] = [main, self._closed]
+        await asyncio.wait([*ends, stopped], return_when=asyncio.FIRST_COMPLETED)
+        if not main.done() and not self._closed.done():
+            bus.stop_intake()
+            await asyncio.wait(ends, timeout=STOP_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
         if self._closed.done():
-            self._log.error("ends because the connection is closed", reason=self._closed.result())
-            return EXIT_FAILED
-        if heartbeat.done():
-            self._log.error("the heartbeat failed", exc_info=heartbeat.exception())
+            self._complain(())
             return EXIT_FAILED
         if not main.done():
             self._log.error("did not stop in time", timeout_s=STOP_TIMEOUT_S)
             return EXIT_FAILED
-        if (error := main.exception()) is not None:
-            self._log.error("failed", exc_info=error)
-            return EXIT_FAILED
         return EXIT_OK
+
+    def _complain(self, errors: Sequence[BaseException]) -> None:
+        """Log why the service fails; where the connection is closed, that is the reason of all else."""
+        assert self._closed is not None
+        if self._closed.done():
+            self._log.error("ends because the connection is closed", reason=self._closed.result())
+            return
+        for error in errors:
+            self._log.error("failed", exc_info=error)
 
     def _on_closed(self, reason: str) -> None:
         assert self._closed is not None
@@ -202,9 +216,3 @@ async def _beat(context: Context[S]) -> None:
         except BusError as error:
             context.log.debug("no heartbeat", reason=str(error))
         await asyncio.sleep(HEARTBEAT_S)
-
-
-async def _cancel(*tasks: asyncio.Future[None]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
