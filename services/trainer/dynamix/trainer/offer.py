@@ -1,7 +1,7 @@
 """Which action, if any, the job adopts at its next boundary: pure, and in global rank 0 only.
 
-Nothing is repaired: an action that does not fit this job, this generation and its bounds, that is too old or not newer
-than what was adopted, is refused and counted by reason. No action, no change.
+Nothing is repaired: an action that does not fit this job, this generation and its bounds, that is too old, not newer
+than what was adopted, or of a window yet to come, is refused and counted by reason. No action, no change.
 """
 
 from collections import Counter
@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from dynamix.schemas.messages import Action
 
-Refusal = Literal["job", "generation", "length", "bounds", "split", "stale", "not_newer", "malformed"]
+Refusal = Literal["job", "generation", "length", "bounds", "split", "stale", "not_newer", "future", "malformed"]
 
 
 class Terms(NamedTuple):
@@ -33,9 +33,9 @@ class Offers:
         self.num_refused: Counter[str] = Counter()
         """Refused so far, by reason."""
 
-    def add(self, action: Action) -> Refusal | None:
-        """Consider an action; returns why it was refused, or `None`."""
-        reason = self._refusal(action)
+    def add(self, action: Action, effective_window: int) -> Refusal | None:
+        """Consider an action to start at `effective_window`; returns why it was refused, or `None`."""
+        reason = self._refusal(action, effective_window)
         if reason is None:
             self._newest = action
         else:
@@ -56,12 +56,14 @@ class Offers:
         self._adopted_window = action.window
         return action
 
-    def _refusal(self, action: Action) -> Refusal | None:
+    def _refusal(self, action: Action, effective_window: int) -> Refusal | None:
         terms = self._terms
         if action.job != terms.job:
             return "job"
         if action.generation != terms.generation:
             return "generation"
+        if action.window >= effective_window:  # nobody has seen that window; kept, it would keep out all before it
+            return "future"
         if action.window <= max(self._adopted_window, -1 if self._newest is None else self._newest.window):
             return "not_newer"
         if len(action.local_batch_sizes) != len(terms.max_local_batch_sizes):

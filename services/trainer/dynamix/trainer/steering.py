@@ -239,7 +239,7 @@ class Steering:
             return None
         while self._wire.actions:
             action = self._wire.actions.popleft()
-            if (reason := self._offers.add(action)) is not None:
+            if (reason := self._offers.add(action, effective_window)) is not None:
                 _log.info("refused the action of window %d: %s", action.window, reason)
         return self._offers.take(effective_window)
 
