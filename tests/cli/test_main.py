@@ -125,3 +125,19 @@ def test_a_reader_that_left_is_no_error() -> None:
     pipeline = f"{sys.executable} -m dynamix.cli.main doctor --json - | head -c 1 >/dev/null"
     done = subprocess.run(["bash", "-c", pipeline], capture_output=True, text=True, check=True)
     assert "Traceback" not in done.stderr
+
+
+def test_a_package_that_only_some_commands_need_is_named_with_its_extra(capsys: pytest.CaptureFixture[str]) -> None:
+    def without_rich() -> int:
+        raise ModuleNotFoundError("No module named 'rich'", name="rich")
+
+    assert cli.guarded("demo", without_rich) == 1
+    assert "pip install 'dynamix-batch[cli]'" in capsys.readouterr().err
+
+
+def test_a_missing_module_of_our_own_is_not_hidden() -> None:
+    def broken() -> int:
+        raise ModuleNotFoundError("No module named 'dynamix.nothing'", name="dynamix.nothing")
+
+    with pytest.raises(ModuleNotFoundError):
+        cli.guarded("demo", broken)

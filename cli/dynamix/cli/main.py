@@ -16,6 +16,8 @@ from typing import NamedTuple, NoReturn, Protocol, cast
 from .errors import CommandError
 
 DISTRIBUTION = "dynamix-batch"
+EXTRAS = {"rich": "cli", "matplotlib": "cli", "torch": "train"}
+"""Packages that only some commands need, and the extra that brings them."""
 
 
 class Command(NamedTuple):
@@ -104,6 +106,11 @@ def guarded(name: str, work: Callable[[], int]) -> int:
     """What `work` returns; the errors that a person can cause become a line and an exit code."""
     try:
         return work()
+    except ModuleNotFoundError as error:
+        if (extra := EXTRAS.get(str(error.name))) is None:
+            raise
+        print(f"dynamix {name}: needs the package {error.name}: pip install 'dynamix-batch[{extra}]'", file=sys.stderr)
+        return 1
     except CommandError as error:
         print(f"dynamix {name}: {error}", file=sys.stderr)
         return error.exit_code
