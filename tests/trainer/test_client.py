@@ -1,13 +1,16 @@
 """The bus client's thread, on its own: what it does when the broker will not have it."""
 
 import asyncio
+import contextlib
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.support import made
 from tests.support.brokers import ConfiguredServer, connected, until
 
+from dynamix.runtime.bus import Bus
 from dynamix.runtime.provision import provision
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import subjects
@@ -70,6 +73,48 @@ async def test_streams_that_are_made_later_get_what_was_waiting(server: Configur
         await until(lambda: not len(client.outbox))
         assert await operator.last("JOBS", subjects.job(made.JOB)) is not None
         assert await operator.last("FEED", subjects.report(made.JOB, NODE)) is not None
+    await asyncio.to_thread(client.close, 1.0)
+
+
+async def _greet_wrongly(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Like no broker: nats-py meets this with an AttributeError."""
+    with contextlib.suppress(ConnectionError):
+        writer.write(b"INFO []\r\n")
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+
+
+async def test_a_trouble_that_nobody_foresaw_is_said_and_tried_again_and_the_end_is_bounded(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with await asyncio.start_server(_greet_wrongly, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with caplog.at_level(logging.WARNING, "dynamix.trainer"):
+            client = _client(BusSettings(url=f"nats://127.0.0.1:{port}"))
+            client.publish(made.job())
+            await until(lambda: "the bus client failed with AttributeError" in caplog.text)
+            await asyncio.to_thread(client.close, 0.1)
+    assert not client._thread.is_alive()
+    assert len(client.outbox) == 1
+
+
+async def test_after_a_trouble_that_nobody_foresaw_a_broker_is_found_on_the_same_port(
+    server: ConfiguredServer, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect, failures = Bus.connect, ["once"]
+
+    async def fail_once(*args: Any, **options: Any) -> Bus:
+        if failures:
+            raise AttributeError(failures.pop())
+        return await connect(*args, **options)
+
+    monkeypatch.setattr(Bus, "connect", fail_once)
+    client = _client(server.settings)
+    client.publish(made.job())
+    await until(lambda: not len(client.outbox))
+    assert not failures
+    assert await bus.last("JOBS", subjects.job(made.JOB)) is not None
     await asyncio.to_thread(client.close, 1.0)
 
 

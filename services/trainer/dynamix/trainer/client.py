@@ -98,33 +98,37 @@ class BusClient:
         if self._close_timeout_s is not None:  # asked to close before there was a loop
             self._closing.set()
         work = asyncio.create_task(self._work())
-        closing = asyncio.create_task(self._closing.wait())
-        await asyncio.wait([work, closing], return_when=asyncio.FIRST_COMPLETED)
+        await self._closing.wait()
         if len(self.outbox):
             self._emptied.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._close_timeout_s):
                     await self._emptied.wait()
-        await _cancel(work, closing)
+        await _cancel(work)
 
     async def _work(self) -> None:
-        """Connect, serve, and connect again when the connection is closed for good."""
+        """Connect, serve, and connect again when the connection is closed for good; whatever goes wrong is said."""
         while True:
-            closed = asyncio.Event()
-
-            def on_closed(_reason: str, event: asyncio.Event = closed) -> None:
-                event.set()
-
             try:
-                bus = await Bus.connect(self._settings, name=f"{SERVICE}-{self._node}", on_closed=on_closed)
+                await self._connect_and_serve()
             except (BusError, ValueError, OSError) as error:
                 self._complain("cannot connect to the bus", error)
                 await asyncio.sleep(RETRY_S)
-                continue
-            try:
-                await self._serve(bus, closed)
-            finally:
-                await bus.close()
+            except Exception as error:  # noqa: BLE001 - what a broken broker provokes must not end the thread unheard
+                self._complain(f"the bus client failed with {type(error).__name__}", error)
+                await asyncio.sleep(RETRY_S)
+
+    async def _connect_and_serve(self) -> None:
+        closed = asyncio.Event()
+
+        def on_closed(_reason: str) -> None:
+            closed.set()
+
+        bus = await Bus.connect(self._settings, name=f"{SERVICE}-{self._node}", on_closed=on_closed)
+        try:
+            await self._serve(bus, closed)
+        finally:
+            await bus.close()
 
     async def _serve(self, bus: Bus, closed: asyncio.Event) -> None:
         duties: list[Coroutine[Any, Any, object]] = [closed.wait(), self._publish_all(bus), self._beat(bus)]

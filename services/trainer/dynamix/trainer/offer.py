@@ -66,7 +66,11 @@ class Offers:
             return "future"
         if action.window <= max(self._adopted_window, -1 if self._newest is None else self._newest.window):
             return "not_newer"
-        if len(action.local_batch_sizes) != len(terms.max_local_batch_sizes):
+        return self._misfit(action)
+
+    def _misfit(self, action: Action) -> Refusal | None:
+        """What of the content does not fit this job."""
+        if len(action.local_batch_sizes) != len(self._terms.max_local_batch_sizes):
             return "length"
         if action.split != "fixed":
             return "split"
