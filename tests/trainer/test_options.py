@@ -22,6 +22,7 @@ def _options(**changes: Any) -> JobOptions:
         "reduction": "mean",
         "seed": 0,
         "shuffle": True,
+        "drop_last": False,
         "noise_every": 2,
         "noise_decay": 0.9,
     }

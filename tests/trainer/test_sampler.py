@@ -1,4 +1,5 @@
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,7 +36,8 @@ def test_each_sample_is_drawn_exactly_once_whatever_changes(
         assert plan.offset == len(used)
         for rank, mine in enumerate(indices):
             count = plan.counts.values[rank]
-            assert len(mine) == max(count, 1)  # a rank without samples draws one that counts for nothing
+            assert len(mine) == (count or 2)  # a rank without samples draws one twice, which counts for nothing
+            assert count or len(set(mine)) == 1
             used += mine[:count]
     assert used == epoch_order(num_samples, 3, 0, shuffle=True).tolist()
 
@@ -52,16 +54,27 @@ def test_a_rewound_sampler_draws_what_it_would_have_drawn(num_samples: int, cons
     assert _draw_epoch(num_samples, schedule, position) == whole[consumed:]
 
 
-@given(st.integers(1, 300), CHANGES)
+@given(st.integers(1, 300), CHANGES, st.booleans())
 def test_the_number_of_steps_left_is_what_is_drawn(
-    num_samples: int, changes: list[tuple[int, tuple[int, int, int]]]
+    num_samples: int, changes: list[tuple[int, tuple[int, int, int]]], drop_last: bool
 ) -> None:
     schedule, step = Schedule([8, 16, 4]), 0
     for gap, sizes in changes:
         step += gap
         schedule.add(step, sizes)
-    sampler = PlanSampler(num_samples, schedule, rank=0, seed=0, shuffle=False)
+    sampler = PlanSampler(num_samples, schedule, rank=0, seed=0, shuffle=False, drop_last=drop_last)
     assert sampler.num_steps_left(Position()) == len(list(sampler))
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "totals"), [(100, [28, 28, 28]), (84, [28, 28, 28]), (85, [28, 28, 28]), (28, [28]), (10, [10])]
+)
+def test_a_tail_can_be_left_out_but_never_the_whole_epoch(num_samples: int, totals: list[int]) -> None:
+    sampler = PlanSampler(num_samples, Schedule([8, 16, 4]), rank=0, seed=0, shuffle=True, drop_last=True)
+    assert sampler.num_steps_left(Position()) == len(totals)
+    assert len(list(sampler)) == len(totals)
+    assert [plan.counts.total for plan in sampler.plans] == totals
+    assert sampler.is_over(Position().after(sampler.plans[0])) == (len(totals) == 1)
 
 
 def test_the_order_depends_on_seed_and_epoch_only() -> None:

@@ -106,6 +106,40 @@ def test_a_loop_that_was_left_goes_on_where_it_was_and_a_new_epoch_begins_at_its
     assert results[0]["epochs"] == [(1, 416), (2, 432)]
 
 
+def _normalise(_rank: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Two epochs of 193 samples at 2 x 32: the last step has one sample, and one rank none."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    model = nn.parallel.DistributedDataParallel(layers)
+    session, optimizer = _attach(Numbered(193, torch.float32), model, local_batch_size=32, **options)
+    steps = []
+    for epoch in session.epochs(2):
+        for batch in session.loader:
+            steps.append((epoch, session.num_samples, len(batch[1])))
+            if session.num_samples == 1:
+                model.eval()  # what the README says of a tail of one sample
+            _train_step(session, model, optimizer, batch)
+            model.train()
+    session.close()
+    return {"steps": steps, "position": session.position}
+
+
+def test_a_rank_without_samples_can_normalise_its_dummy_batch() -> None:
+    results = run_ranks(_normalise, 2, {})
+    assert results[0]["steps"] == [(epoch, count, count) for epoch in (0, 1) for count in (32, 32, 32, 1)]
+    assert results[1]["steps"] == [(epoch, *sizes) for epoch in (0, 1) for sizes in ((32, 32),) * 3 + ((0, 2),)]
+    assert results[0]["position"] == 386
+
+
+@pytest.mark.parametrize(
+    "loader", [{"num_workers": 0, "prefetch_factor": None}, {"num_workers": 2, "prefetch_factor": None}]
+)
+def test_a_tail_that_is_left_out_is_left_out_on_all_ranks(loader: dict[str, Any]) -> None:
+    results = run_ranks(_normalise, 2, {"drop_last": True, **loader})
+    assert results[0]["steps"] == results[1]["steps"] == [(epoch, 32, 32) for epoch in (0, 1) for _ in range(3)]
+    assert results[0]["position"] == 384
+
+
 # --- resume ----------------------------------------------------------------------------------------------------
 
 CUT = 23
@@ -322,8 +356,10 @@ def _misuse(_rank: int) -> None:
     next(batches)
     with pytest.raises(RuntimeError, match="hook weighs the gradients already"):
         session.scale_loss(torch.zeros(()))
+    with pytest.raises(RuntimeError, match=r"step 0 is not finished.*save after session.step\(\)"):
+        session.state_dict()
     with pytest.raises(RuntimeError, match="after the first step"):
-        session.load_state_dict(session.state_dict())
+        session.load_state_dict({})
     with pytest.raises(RuntimeError, match="step 0 is not finished"):
         next(batches)
     session.close()

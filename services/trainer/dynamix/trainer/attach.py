@@ -56,6 +56,7 @@ def attach(
     policy_options: Mapping[str, float] | None = None,
     seed: int = 0,
     shuffle: bool = True,
+    drop_last: bool = False,
     noise_every: int = 4,
     noise_decay: float = 0.9,
     memory_caps_path: str | Path | None = None,
@@ -88,6 +89,7 @@ def attach(
         policy_options: numbers for the policy.
         seed: of the order of the samples.
         shuffle: False uses the samples in the data set's order.
+        drop_last: leave out the end of an epoch that does not fill a step; then not every sample is used.
         noise_every: steps between two measurements of the gradient noise; each costs two passes over the gradient.
         noise_decay: of the averages of the gradient noise over windows.
         memory_caps_path: beside your checkpoint; where a rank that ran out of memory notes its bound.
@@ -117,6 +119,7 @@ def attach(
         reduction=reduction,
         seed=seed,
         shuffle=shuffle,
+        drop_last=drop_last,
         noise_every=noise_every,
         noise_decay=noise_decay,
     )
@@ -129,8 +132,8 @@ def attach(
     device = next(model.parameters()).device
     clock: AnyClock = DeviceClock() if device.type == "cuda" else HostClock()
     schedule = Schedule([min(pair) for pair in zip(sizes, identity.max_local_batch_sizes, strict=True)])
-    sampler = PlanSampler(data.num_samples, schedule, rank=rank, seed=seed, shuffle=shuffle)
-    loader = Loader(dataset, sampler, clock, num_samples=data.num_samples, options=loader_options)
+    sampler = PlanSampler(data.num_samples, schedule, rank=rank, seed=seed, shuffle=shuffle, drop_last=drop_last)
+    loader = Loader(dataset, sampler, clock, options=loader_options)
     hook = _hook(model, weighting, clock, options, base_hook=base_hook, base_state=base_hook_state)
     recorder = WindowRecorder(rank, reduction)
     client = _client(bus, meeting, environment)

@@ -17,7 +17,7 @@ class LoaderOptions(TypedDict, total=False):
     """Options that are handed to `torch.utils.data.DataLoader` as they are."""
 
     num_workers: int
-    prefetch_factor: int
+    prefetch_factor: int | None
     persistent_workers: bool
     pin_memory: bool
     collate_fn: Callable[[list[Any]], Any]
@@ -27,9 +27,14 @@ class LoaderOptions(TypedDict, total=False):
     timeout: float
 
 
+PREFETCH_FACTOR = 2
+"""`DataLoader`'s own, when none is given."""
+
+
 def drawn_ahead(options: LoaderOptions) -> int:
     """Batches that a loader draws before they are asked for: workers times prefetch factor."""
-    return options.get("num_workers", 0) * options.get("prefetch_factor", 2)
+    prefetch_factor = options.get("prefetch_factor")
+    return options.get("num_workers", 0) * (PREFETCH_FACTOR if prefetch_factor is None else prefetch_factor)
 
 
 class Loader:
@@ -41,7 +46,6 @@ class Loader:
         sampler: PlanSampler,
         clock: AnyClock,
         *,
-        num_samples: int,
         options: LoaderOptions,
     ) -> None:
         self.position = Position()
@@ -50,7 +54,6 @@ class Loader:
         """The plan of the batch in the user's hands; `None` between two steps."""
         self._sampler = sampler
         self._clock = clock
-        self._num_samples = num_samples
         self._on_start: Callable[[], None] = _nothing
         self._on_batch: Callable[[StepPlan], None] = _nothing
         self._batches: DataLoader[Any] = DataLoader(dataset, batch_sampler=sampler, **options)
@@ -88,8 +91,8 @@ class Loader:
 
     @property
     def epoch_is_over(self) -> bool:
-        """Whether all samples of the position's epoch are used."""
-        return self.position.offset >= self._num_samples
+        """Whether the position's epoch has no step left."""
+        return self._sampler.is_over(self.position)
 
     def begin_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch; inside of it, stay."""

@@ -37,6 +37,8 @@ class JobOptions:
     reduction: Reduction
     seed: int
     shuffle: bool
+    drop_last: bool
+    """Whether an epoch ends before a step that it cannot fill."""
     noise_every: int
     """Steps between two measurements of the gradient noise."""
     noise_decay: float
@@ -76,7 +78,7 @@ class JobOptions:
             self.window_steps,
             (self.min_local_batch_size, self.max_local_batch_size, self.max_lag_windows, self.margin_steps),
             (self.learning_rate_rule, self.reduction, self.noise_every, self.noise_decay),
-            (self.seed, self.shuffle),
+            (self.seed, self.shuffle, self.drop_last),
         )
 
     def _check_size(self, rank: int, size: int) -> None:

@@ -1,7 +1,7 @@
 """The sampler: this rank's slice of every step, from one permutation that all ranks share.
 
 Each sample is used exactly once per epoch whatever the schedule does: a step takes the next B samples of the epoch's
-permutation, and every rank takes its part of them. The tail of an epoch is divided by largest remainder.
+permutation, and every rank takes its part of them. The tail of an epoch is divided by largest remainder, or left out.
 """
 
 from collections import deque
@@ -53,11 +53,17 @@ class Position(NamedTuple):
 class PlanSampler(Sampler[list[int]]):
     """A batch sampler for `torch.utils.data.DataLoader`; it runs in the training process, ahead of the training.
 
-    `plans` holds the plan of every batch drawn and not yet handed out, in order. A rank without samples draws ONE
-    sample that counts for nothing: models fail on empty tensors (`view(x.size(0), -1)`, normalisation).
+    `plans` holds the plan of every batch drawn and not yet handed out, in order. A rank without samples draws one
+    sample twice, which counts for nothing: models fail on empty tensors (`view(x.size(0), -1)`), and BatchNorm on a
+    single sample.
+
+    With `drop_last` an epoch ends before a step that it cannot fill. Its first step is always taken: sizes above the
+    data set's would else leave no step at all.
     """
 
-    def __init__(self, num_samples: int, schedule: Schedule, *, rank: int, seed: int, shuffle: bool) -> None:
+    def __init__(
+        self, num_samples: int, schedule: Schedule, *, rank: int, seed: int, shuffle: bool, drop_last: bool = False
+    ) -> None:
         self.plans: deque[StepPlan] = deque()
         self.last_drawn_step = -1
         self._num_samples = num_samples
@@ -65,6 +71,7 @@ class PlanSampler(Sampler[list[int]]):
         self._rank = rank
         self._seed = seed
         self._shuffle = shuffle
+        self._drop_last = drop_last
         self._position = Position()
         self._order: tuple[int, Order] | None = None
 
@@ -74,12 +81,19 @@ class PlanSampler(Sampler[list[int]]):
         self.plans.clear()
 
     def __iter__(self) -> Iterator[list[int]]:
-        while self._position.offset < self._num_samples:
+        while not self.is_over(self._position):
             plan = self.plan_at(self._position)
             self._position = self._position.after(plan)  # before the yield: a saved state must not repeat the batch
             self.last_drawn_step = max(self.last_drawn_step, plan.step)
             self.plans.append(plan)
             yield self._indices(plan)
+
+    def is_over(self, position: Position) -> bool:
+        """Whether the position's epoch has no step left."""
+        left = self._num_samples - position.offset
+        if self._drop_last and position.offset > 0:
+            return self._schedule.at(position.step).total > left
+        return left <= 0
 
     def plan_at(self, position: Position) -> StepPlan:
         """The plan of the step that begins at a position."""
@@ -94,6 +108,10 @@ class PlanSampler(Sampler[list[int]]):
         while left > 0:
             size = self._schedule.at(step).total
             steps = -(-left // size)
+            if self._drop_last:
+                steps = max(left // size, 1 if left == self._num_samples else 0)
+            if steps == 0:
+                break
             change = self._schedule.next_change(step)
             if change is not None:
                 steps = min(steps, change - step)
@@ -105,7 +123,7 @@ class PlanSampler(Sampler[list[int]]):
         stop = plan.offset + plan.counts.starts[self._rank + 1]
         order = self._epoch_order(plan.epoch)
         if start == stop:
-            return [int(order[plan.offset])]
+            return [int(order[plan.offset])] * 2
         indices: list[int] = order[start:stop].tolist()
         return indices
 

@@ -165,7 +165,7 @@ class Session:
 
     @property
     def num_samples(self) -> int:
-        """This rank's samples in the current step: 0 when its batch is one dummy sample that counts for nothing."""
+        """This rank's samples in the current step: 0 when its batch is a dummy that counts for nothing."""
         return self._plan().counts.values[self._parts.rank]
 
     @property
@@ -179,8 +179,16 @@ class Session:
         """Everything a resumed run needs of us: save it with model, optimizer and scheduler, load it in all ranks.
 
         No collective: rank 0 may call it alone, between two steps.
+
+        Raises:
+            RuntimeError: between a batch and `session.step()`: the resumed run would use that batch twice.
         """
         parts = self._parts
+        if parts.loader.plan is not None:
+            raise RuntimeError(
+                f"step {parts.loader.plan.step} is not finished, a run resumed from here would repeat its batch: save "
+                "after session.step()"
+            )
         parts.steering.finish()
         noise = parts.steering.noise
         return dump(
