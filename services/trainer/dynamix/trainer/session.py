@@ -3,7 +3,7 @@
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -14,6 +14,7 @@ from dynamix.schemas.messages import Action
 from .checkpoint import Checkpoint, DataIdentity, dump, parse, restore_noise, restore_schedule
 from .client import BusClient
 from .clock import AnyClock, StepTimes
+from .ending import error_of_script, reason_after
 from .learning_rate import Handle
 from .loader import Loader
 from .memory import OUT_OF_MEMORY, MemoryCaps, merge_caps
@@ -61,11 +62,12 @@ class Session:
         self._parts = parts
         parts.loader.bind(on_start=self._on_start, on_batch=self._on_batch)
         self._loss_scaled = False
-        self._ended = False
         self._closed = False
-        self._finalizer: Callable[[], object] | None = None
-        if parts.client is not None:  # the last messages leave also when the script just ends
-            self._finalizer = weakref.finalize(self, parts.client.close, parts.close_timeout_s)
+        self._leave: weakref.finalize[..., Session] | None = None
+        if parts.client is not None:  # the end is told, and the last messages leave, also when the script just ends
+            self._leave = weakref.finalize(
+                self, _leave, parts.steering, parts.client, parts.close_timeout_s, may_restart=parts.may_restart
+            )
 
     # --- the training loop -------------------------------------------------------------------------------------
 
@@ -238,13 +240,13 @@ class Session:
             self._remember_failure()
         if error is None:
             self._end("closed")
-        elif not self._parts.may_restart:
-            self._end(f"{type(error).__name__}: {error}", failed=True)
+        else:  # nothing is waited for: the others may never come to the collective
+            self._parts.steering.end(reason_after(error, may_restart=self._parts.may_restart))
         self._release()
 
     def _on_start(self) -> None:
         """Begin with the first batch: only now is it known whether a state was loaded."""
-        if self._ended:
+        if self._parts.steering.ended:
             raise RuntimeError("this session has ended: attach again to train on")
         if not self._parts.steering.started:
             self._parts.steering.start(self._parts.loader.position)
@@ -281,11 +283,9 @@ class Session:
         else:
             _log.error("out of memory at a local batch of %d: a restarted job gives this rank at most %d", size, cap)
 
-    def _end(self, reason: str, *, failed: bool = False) -> None:
-        if not self._ended:
-            self._ended = True
-            if not failed:  # the others would come to the same collective
-                self._parts.steering.finish()
+    def _end(self, reason: str) -> None:
+        if not self._parts.steering.ended:
+            self._parts.steering.finish()
             self._parts.steering.end(reason)
             if self._parts.client is not None:
                 self._parts.client.begin_close(self._parts.close_timeout_s)
@@ -296,5 +296,13 @@ class Session:
         self._closed = True
         for handle in self._parts.removables:
             handle.remove()
-        if self._finalizer is not None:
-            self._finalizer()
+        if self._leave is not None:
+            self._leave.detach()
+        if self._parts.client is not None:
+            self._parts.client.close(self._parts.close_timeout_s)
+
+
+def _leave(steering: Steering, client: BusClient, timeout_s: float, *, may_restart: bool) -> None:
+    """End what nobody closed: when the session is forgotten, or at the end of the process."""
+    steering.end(reason_after(error_of_script(), may_restart=may_restart))
+    client.close(timeout_s)

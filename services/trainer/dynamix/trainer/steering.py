@@ -9,7 +9,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -30,6 +30,10 @@ from .schedule import Schedule
 from .sockets import PeerSockets
 from .split import Counts
 from .window import WindowRecorder
+
+SPECIFIED_EVERY = 64
+"""Windows after which the job's specification is published again. While the broker remembers it, it drops this one as a
+duplicate; one that lost or evicted the entry has it back."""
 
 _log = logging.getLogger("dynamix.trainer")
 
@@ -91,6 +95,7 @@ class Steering:
         self.first_step = 0
         """The generation's first step, from which windows are counted."""
         self.started = False
+        self.ended = False
         self._options = options
         self._place = place
         self._process = process
@@ -113,21 +118,13 @@ class Steering:
         self._initial_sizes = self._parts.schedule.at(position.step).values
         if self._place.rank == 0:
             self._offers = Offers(self._terms())
-            self._wire.publish(
-                self._reporter.job("running", initial_sizes=self._initial_sizes, total_samples=self.total_samples)
-            )
+            self._publish_job("running")
 
-    def end(self, reason: str) -> None:
-        """Publish the end of the job, from rank 0. After a failure nothing is waited for: call `finish` before."""
-        if self.started and self._place.rank == 0:
-            self._wire.publish(
-                self._reporter.job(
-                    "ended",
-                    initial_sizes=self._initial_sizes,
-                    total_samples=self.total_samples,
-                    end_reason=reason,
-                )
-            )
+    def end(self, reason: str | None) -> None:
+        """End the job, once; rank 0 publishes the reason, `None` tells nobody. Waits for nothing: `finish` does."""
+        if self.started and not self.ended and self._place.rank == 0 and reason is not None:
+            self._publish_job("ended", reason)
+        self.ended = True
 
     def window_of(self, step: int) -> int:
         """The window that a step belongs to."""
@@ -181,8 +178,16 @@ class Steering:
                 num_reports_dropped=self._wire.num_reports_dropped(),
             )
             self._wire.publish(report)
+        if self._place.rank == 0 and (window + 1) % SPECIFIED_EVERY == 0:
+            self._publish_job("running")
         self._reporter.remember(rows, totals)
         self._sockets_due = window == 0
+
+    def _publish_job(self, phase: Literal["running", "ended"], reason: str = "") -> None:
+        job = self._reporter.job(
+            phase, initial_sizes=self._initial_sizes, total_samples=self.total_samples, end_reason=reason
+        )
+        self._wire.publish(job)
 
     def _row(self, times: list[StepTimes]) -> Row:
         sums = self._parts.recorder.take()

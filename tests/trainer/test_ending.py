@@ -1,0 +1,152 @@
+"""What the bus hears of a job that nobody closed."""
+
+import asyncio
+import gc
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.brokers import ConfiguredServer
+from tests.support.ranks import run_ranks
+from tests.support.training import Numbered, distribute, make_model
+from torch.distributed.elastic.multiprocessing import SignalException
+
+from dynamix import trainer as dynamix
+from dynamix.runtime.bus import Bus
+from dynamix.schemas import subjects
+from dynamix.schemas.codec import decode, message_id
+from dynamix.schemas.messages import Job, Message
+from dynamix.trainer import Session
+from dynamix.trainer.ending import reason_after
+from dynamix.trainer.steering import SPECIFIED_EVERY
+
+
+@pytest.mark.parametrize(
+    ("error", "may_restart", "reason"),
+    [
+        (None, True, "left"),
+        (SystemExit(0), True, "left"),
+        (SystemExit(3), True, None),
+        (ValueError("no such file"), True, None),
+        (ValueError("no such file"), False, "ValueError: no such file"),
+        (KeyboardInterrupt(), True, "KeyboardInterrupt"),
+        (SignalException("process 7 got signal: 15", sigval=15), True, "SignalException: process 7 got signal: 15"),  # type: ignore[arg-type]  # torch passes a number, too
+    ],
+)
+def test_only_an_error_that_a_launcher_answers_is_no_end(
+    error: BaseException | None, may_restart: bool, reason: str | None
+) -> None:
+    assert reason_after(error, may_restart=may_restart) == reason
+
+
+def _train(num_samples: int = 1000, **options: Any) -> tuple[Session, Any]:
+    """A session, and what takes a step of it."""
+    model = distribute(make_model(torch.float32))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    session = dynamix.attach(
+        model, optimizer, Numbered(num_samples, torch.float32), local_batch_size=4, min_local_batch_size=1, **options
+    )
+
+    def step(batch: Any) -> None:
+        loss = torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        session.step(loss)
+
+    return session, step
+
+
+def _leave(_rank: int) -> None:
+    session, step = _train()
+    for _ in session.epochs(3):
+        for batch in session.loader:
+            step(batch)
+            break
+        break
+    del session, step, batch
+    gc.collect()
+
+
+async def _stored(bus: Bus, job: str) -> Job:
+    message = await bus.last("JOBS", subjects.job(job))
+    assert message is not None
+    return decode(Job, message.subject, message.payload)
+
+
+def _environ(server: ConfiguredServer, job: str) -> dict[str, str]:
+    settings = server.settings
+    return {
+        "DYNAMIX_NATS_URL": settings.url,
+        "DYNAMIX_NATS_USER": settings.user,
+        "DYNAMIX_NATS_PASSWORD": settings.password,
+        "DYNAMIX_JOB": job,
+    }
+
+
+async def test_a_session_that_is_let_go_of_ends_its_job(server: ConfiguredServer, bus: Bus) -> None:
+    await asyncio.to_thread(run_ranks, _leave, 1, environ=_environ(server, "let-go"))
+    job = await _stored(bus, "let-go")
+    assert (job.phase, job.end_reason) == ("ended", "left")
+
+
+async def test_a_script_that_somebody_interrupts_ends_its_job_although_restarts_are_left(
+    server: ConfiguredServer, bus: Bus, tmp_path: Path
+) -> None:
+    environ = {
+        **os.environ,
+        **_environ(server, "stopped"),
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "TORCHELASTIC_RUN_ID": "run-1",
+        "TORCHELASTIC_MAX_RESTARTS": "3",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, __file__, str(tmp_path / "store"), env=environ, stderr=asyncio.subprocess.PIPE
+    )
+    _, shown = await process.communicate()
+    assert b"KeyboardInterrupt" in shown
+    job = await _stored(bus, "stopped")
+    assert (job.phase, job.end_reason) == ("ended", "KeyboardInterrupt")
+
+
+def _train_many_windows(_rank: int) -> tuple[int, list[Message]]:
+    session, step = _train(window_steps=1, connect=False)
+    said: list[Message] = []
+    session._parts.steering._wire = session._parts.steering._wire._replace(publish=said.append)
+    for _ in session.epochs(1):
+        for batch in session.loader:
+            step(batch)
+    return session.window, said
+
+
+def test_the_specification_is_said_again_so_that_a_broker_that_lost_it_has_it_back() -> None:
+    windows, said = run_ranks(_train_many_windows, 1)[0]
+    jobs = [message for message in said if isinstance(message, Job)]
+    assert windows == 250
+    assert [job.phase for job in jobs] == ["running"] * (1 + windows // SPECIFIED_EVERY) + ["ended"]
+    assert len({message_id(job) for job in jobs[:-1]}) == 1
+    assert jobs[0] == jobs[1]
+    between = said[said.index(jobs[0]) + 1 :]
+    assert [type(message).__name__ for message in between[: SPECIFIED_EVERY + 1]] == ["Report"] * SPECIFIED_EVERY + [
+        "Job"
+    ]
+
+
+def main(store: str) -> None:
+    """A script without a `with`, stopped by Ctrl-C in its third step."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    session, step = _train()
+    for _ in session.epochs(3):
+        for batch in session.loader:
+            if session.step_index == 2:
+                os.kill(os.getpid(), 2)
+            step(batch)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
