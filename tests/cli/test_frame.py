@@ -108,6 +108,21 @@ def test_with_more_ranks_than_lines_the_slowest_are_shown_and_what_all_are_like(
     assert "127 ranks more, 1 less, 0 the same" in "\n".join(lines)
 
 
+@pytest.mark.parametrize("num_ranks", [2, 64])
+def test_times_that_nobody_could_tell_apart_are_shown_as_not_known(num_ranks: int) -> None:
+    board = Board(made.JOB)
+    whole: dict[str, Any] = {"compute_time_s": None, "sync_time_s": None, "step_time_s": 0.1}
+    board.add(window_of(dict.fromkeys(range(num_ranks), whole)))
+    lines = shown(board, width=160).splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith("rank"))
+    _, _, bar, *cells = lines[at + 1].split()
+    assert set(bar) == {"▓", "-", "░"}
+    assert bar.count("-") / len(bar) == pytest.approx(0.8, abs=0.05)
+    assert cells[:2] == ["-", "-"]
+    if num_ranks == 64:
+        assert "compute - ms (min/med/max)" in shown(board, width=160)
+
+
 def test_a_wide_terminal_shows_more_of_each_rank() -> None:
     narrow, wide = shown(board_with()), shown(board_with(), width=160, height=50)
     assert "resent" not in narrow

@@ -1,9 +1,11 @@
 import msgspec
+import numpy as np
 import pytest
 from tests.support import made
 
 from dynamix.collector.probes import read_network
 from dynamix.collector.window import metric_window
+from dynamix.schemas.features import RANK_INDEX, state_of, unpack_ranks
 from dynamix.schemas.messages import GradientNoise, MetricWindow, NodeMetrics, Report, SystemMetrics
 
 NODE = NodeMetrics(load_per_cpu=0.5, tx_bytes=100, rx_bytes=200, retransmits=4, interval_s=1.0)
@@ -20,10 +22,25 @@ def test_sums_become_means_once() -> None:
     assert training.accuracy == 0.75
     assert training.step_time_s == pytest.approx(0.1)
     assert training.compute_time_s == pytest.approx(0.05)
+    assert training.compute_time_s is not None
+    assert training.sync_time_s is not None
     parts = training.compute_time_s + training.sync_time_s + training.data_time_s + training.update_time_s
     assert parts == pytest.approx(training.step_time_s)
     assert metrics.job_metrics.throughput == 5120.0
     assert metrics.job_metrics.step_time_s == pytest.approx(0.1)
+
+
+def test_times_that_were_not_told_apart_are_unknown_and_their_sum_is_kept() -> None:
+    whole = made.row(0, compute_time_s=0.8, sync_time_s=0.0, times_split=False)
+    window = window_of(made.report(rows=(whole, made.row(1))))
+    training = window.ranks[0].training
+    assert (training.compute_time_s, training.sync_time_s) == (None, None)
+    assert training.step_time_s == pytest.approx(0.1)
+    assert (training.data_time_s, training.update_time_s) == pytest.approx((0.01, 0.01))
+    features = unpack_ranks(state_of(window))
+    columns = [RANK_INDEX[name] for name in ("compute_time_s", "sync_time_s")]
+    assert np.isnan(features[0, columns]).all()
+    assert features[1, columns] == pytest.approx([0.05, 0.03])
 
 
 def test_a_rank_without_samples_has_no_loss_and_no_accuracy() -> None:

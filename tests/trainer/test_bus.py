@@ -176,6 +176,7 @@ def _check_report(report: Report, sizes: list[tuple[int, ...]]) -> None:
     assert report.totals.noise is not None
     assert (report.totals_before is None) == (report.window == 0)
     for row in report.rows:
+        assert row.times_split
         assert row.compute_time_s > 0
         assert row.update_time_s > 0
         assert row.sockets is not None

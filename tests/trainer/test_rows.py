@@ -30,6 +30,7 @@ def _row(
     num_correct: float | None = 75.0,
     accuracy: float | None = None,
     device: DeviceMemory | None = None,
+    times_split: bool = True,
 ) -> Row:
     return make_row(
         Place(rank=1, local_rank=1, node="node-a", node_ranks=(0, 1)),
@@ -38,6 +39,7 @@ def _row(
         loss_sum=loss_sum,
         num_correct=num_correct,
         times=[StepTimes(0.1, 0.5, 0.25, 0.05), StepTimes(0.2, 0.25, 0.5, 0.05)],
+        times_split=times_split,
         noise=NoiseSums(2, 1.0, 2.0, 3.0, 4.0),
         sockets=sockets,
         device=device,
@@ -77,6 +79,13 @@ def test_times_are_sums_over_the_steps() -> None:
         (0.3, 0.75, 0.75, 0.1)
     )
     assert row.time_s == pytest.approx(1.9)
+
+
+@pytest.mark.parametrize("times_split", [True, False])
+def test_whether_the_times_are_told_apart_travels_with_them(times_split: bool) -> None:
+    gathered = Row(*torch.tensor(_row(times_split=times_split), dtype=torch.float64).tolist())
+    message = rank_row(0, gathered, None, local_batch_size=64, pending_local_batch_size=64)
+    assert message.times_split is times_split
 
 
 @pytest.mark.parametrize("loss_sum", [None, math.nan, math.inf, -math.inf])

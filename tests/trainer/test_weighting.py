@@ -13,6 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.fsdp import fully_shard
 
 from dynamix import trainer as dynamix
+from dynamix.schemas.messages import Message, Report
 from dynamix.trainer.sampler import StepPlan, epoch_order
 from dynamix.trainer.split import Counts
 from dynamix.trainer.weighting import loss_factor
@@ -97,7 +98,7 @@ def _compare(rank: int, reduction: str, options: dict[str, Any]) -> dict[str, An
     return {"error": max(errors), "norm_error": max(norm_errors, default=0.0), "counts": counts}
 
 
-def _compare_fsdp(_rank: int) -> float:
+def _compare_fsdp(_rank: int) -> dict[str, Any]:
     """The largest relative error of FSDP2's gradients, which it averages over ranks, with the loss scaled by us."""
     data = Numbered(601)
     alone, sharded = make_model(), make_model()
@@ -106,6 +107,8 @@ def _compare_fsdp(_rank: int) -> float:
     session = dynamix.attach(
         sharded, optimizer, data, local_batch_size=(9, 40), min_local_batch_size=0, window_steps=1, connect=False
     )
+    reports: list[Message] = []
+    session._parts.steering._wire = session._parts.steering._wire._replace(publish=reports.append)
     order = epoch_order(len(data), 0, 0, shuffle=True).tolist()
     errors = []
     for inputs, targets, _ in session.loader:
@@ -121,11 +124,14 @@ def _compare_fsdp(_rank: int) -> float:
         offer(session, [(9, 40), (50, 3), (0, 20)][plan.step % 3])
         session.step(loss)
     session.close()
-    return max(errors)
+    rows = [row for report in reports if isinstance(report, Report) for row in report.rows]
+    return {"error": max(errors), "times_split": [row.times_split for row in rows]}
 
 
 def test_under_fsdp_the_scaled_loss_gives_the_gradient_of_one_big_batch() -> None:
-    assert max(run_ranks(_compare_fsdp, 2)) < 1e-12
+    results = run_ranks(_compare_fsdp, 2)
+    assert max(result["error"] for result in results) < 1e-12
+    assert set(results[0]["times_split"]) == {False}  # no hook sees where waiting for others begins
 
 
 def _compare_all(rank: int) -> list[dict[str, Any]]:

@@ -120,6 +120,8 @@ class RankRow(Message, frozen=True, kw_only=True, array_like=True):
     """This rank's mean training accuracy one window earlier."""
     device_memory_bytes: Count | None = None
     device_memory_total_bytes: Count | None = None
+    times_split: bool = True
+    """Whether compute and sync could be told apart; if not, their sum stands in `compute_time_s`."""
 
 
 class GradientNoise(Message, frozen=True, kw_only=True, array_like=True):
@@ -201,8 +203,9 @@ class TrainingMetrics(Message, frozen=True, kw_only=True, array_like=True):
     accuracy: float | None
     accuracy_change: float | None
     step_time_s: Seconds
-    compute_time_s: Seconds
-    sync_time_s: Seconds
+    compute_time_s: Seconds | None
+    """`None`, as `sync_time_s`, where the two could not be told apart; the step is known all the same."""
+    sync_time_s: Seconds | None
     data_time_s: Seconds
     update_time_s: Seconds
 

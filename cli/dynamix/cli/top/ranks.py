@@ -11,6 +11,8 @@ from .glyphs import UNKNOWN, Segment, duration, number, percent, signed_count, s
 
 MIN_BAR = 12
 WAIT_STYLE, COMPUTE_STYLE, DATA_STYLE, UPDATE_STYLE = "yellow", "cyan", "magenta", "blue"
+UNKNOWN_STYLE = "dim"
+"""Of the part of a step that is computing or waiting, where nobody could tell."""
 LEGEND = (("█ compute", COMPUTE_STYLE), ("▒ wait", WAIT_STYLE), ("▓ data", DATA_STYLE), ("░ update", UPDATE_STYLE))
 
 
@@ -35,7 +37,7 @@ def _reward(row: RankRow) -> Text:
 
 def _speed(row: RankRow) -> Text:
     training = row.metrics.training
-    return Text(number(training.local_batch_size / training.compute_time_s) if training.compute_time_s > 0 else UNKNOWN)
+    return Text(number(training.local_batch_size / training.compute_time_s) if training.compute_time_s else UNKNOWN)
 
 
 RANK = Column("rank", 4, lambda row: Text(str(row.rank), "bold"))
@@ -86,8 +88,14 @@ def _chosen(rows: Sequence[RankRow], height: int) -> tuple[list[RankRow], int]:
     """All rows if they fit, else the slowest, in rank order, and how many are left out."""
     if len(rows) <= height:
         return list(rows), 0
-    slowest = sorted(rows, key=lambda row: -row.metrics.training.compute_time_s)[: max(0, height - 1)]
+    slowest = sorted(rows, key=_slowness, reverse=True)[: max(0, height - 1)]
     return sorted(slowest, key=lambda row: row.rank), len(rows) - len(slowest)
+
+
+def _slowness(row: RankRow) -> float:
+    """What tells slow ranks: their own computing, or the whole step where it is not known apart."""
+    training = row.metrics.training
+    return training.step_time_s if training.compute_time_s is None else training.compute_time_s
 
 
 def _left(board: Board) -> tuple[Column, ...]:
@@ -154,25 +162,27 @@ def _bar_width(board: Board, right: Sequence[Column], width: int) -> int:
 
 def _bar(row: RankRow, full: float, width: int) -> Text:
     training = row.metrics.training
-    segments = (
-        Segment(training.data_time_s, "▓", DATA_STYLE),
-        Segment(training.compute_time_s, "█", COMPUTE_STYLE),
-        Segment(training.sync_time_s, "▒", WAIT_STYLE),
-        Segment(training.update_time_s, "░", UPDATE_STYLE),
-    )
+    data, update = training.data_time_s, training.update_time_s
+    if training.compute_time_s is None or training.sync_time_s is None:
+        middle = [Segment(training.step_time_s - data - update, UNKNOWN, UNKNOWN_STYLE)]
+    else:
+        compute, wait = training.compute_time_s, training.sync_time_s
+        middle = [Segment(compute, "█", COMPUTE_STYLE), Segment(wait, "▒", WAIT_STYLE)]
+    segments = (Segment(data, "▓", DATA_STYLE), *middle, Segment(update, "░", UPDATE_STYLE))
     return stacked_bar(segments, full, width)
 
 
 def _total(row: RankRow) -> float:
     training = row.metrics.training
-    parts = training.data_time_s + training.compute_time_s + training.sync_time_s + training.update_time_s
-    return max(training.step_time_s, parts)
+    parts = (training.data_time_s, training.compute_time_s, training.sync_time_s, training.update_time_s)
+    return max(training.step_time_s, sum(part for part in parts if part is not None))
 
 
 def _summary(rows: Sequence[RankRow], num_shown: int) -> Text:
     sizes = [row.metrics.training.local_batch_size for row in rows]
-    times = [row.metrics.training.compute_time_s for row in rows]
-    milliseconds = "/".join(f"{time * 1e3:.1f}" for time in (min(times), median(times), max(times)))
+    times = [time for row in rows if (time := row.metrics.training.compute_time_s) is not None]
+    three = (min(times), median(times), max(times)) if times else ()
+    milliseconds = "/".join(f"{time * 1e3:.1f}" for time in three) or UNKNOWN
     return Text.assemble(
         (f"slowest {num_shown} of {len(rows)}", "dim"),
         f" · batch {min(sizes)}/{median(sizes):.0f}/{max(sizes)} · ",

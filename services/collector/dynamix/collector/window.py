@@ -63,8 +63,8 @@ def _training(row: RankRow, num_steps: int) -> TrainingMetrics:
         accuracy=accuracy,
         accuracy_change=_difference(accuracy, row.accuracy_before),
         step_time_s=(row.data_time_s + row.compute_time_s + row.sync_time_s + row.update_time_s) / steps,
-        compute_time_s=row.compute_time_s / steps,
-        sync_time_s=row.sync_time_s / steps,
+        compute_time_s=row.compute_time_s / steps if row.times_split else None,
+        sync_time_s=row.sync_time_s / steps if row.times_split else None,
         data_time_s=row.data_time_s / steps,
         update_time_s=row.update_time_s / steps,
     )

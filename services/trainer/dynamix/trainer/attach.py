@@ -138,7 +138,7 @@ def attach(
     recorder = WindowRecorder(rank, reduction)
     client = _client(bus, meeting, environment)
     wire = _wire(client)
-    parts = Parts(exchange, schedule, sampler, clock, recorder, meeting.sockets, device)
+    parts = Parts(exchange, schedule, sampler, clock, recorder, meeting.sockets, device, times_split=hook is not None)
     steering = Steering(
         options=options, identity=identity, place=meeting.place, process=this_process(), parts=parts, wire=wire
     )

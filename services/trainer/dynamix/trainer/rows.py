@@ -45,6 +45,8 @@ class Row(NamedTuple):
     noise_local_signal: float
     noise_global_trace: float
     noise_global_signal: float
+    times_split: float
+    """1 where compute and sync were told apart, else 0."""
 
     @property
     def time_s(self) -> float:
@@ -91,6 +93,7 @@ def make_row(
     loss_sum: float | None,
     num_correct: float | None,
     times: Iterable[StepTimes],
+    times_split: bool,
     noise: NoiseSums,
     sockets: SocketCounters | None,
     device: DeviceMemory | None,
@@ -123,6 +126,7 @@ def make_row(
         noise_local_signal=noise.local_signal,
         noise_global_trace=noise.global_trace,
         noise_global_signal=noise.global_signal,
+        times_split=times_split,
     )
 
 
@@ -151,6 +155,7 @@ def rank_row(
         accuracy_before=None if before is None else before.accuracy,
         device_memory_bytes=_whole(row.device_memory_bytes),
         device_memory_total_bytes=_whole(row.device_memory_total_bytes),
+        times_split=bool(row.times_split),
     )
 
 

@@ -48,6 +48,8 @@ class Parts(NamedTuple):
     recorder: WindowRecorder
     sockets: PeerSockets
     device: torch.device
+    times_split: bool
+    """Whether a hook sees the gradient's buckets, and so where waiting for others begins."""
 
 
 class Wire(NamedTuple):
@@ -198,6 +200,7 @@ class Steering:
             loss_sum=sums.loss_sum,
             num_correct=sums.num_correct,
             times=times,
+            times_split=self._parts.times_split,
             noise=sums.noise,
             sockets=self._parts.sockets.read(),
             device=device_memory(self._parts.device),
