@@ -24,7 +24,7 @@ from dynamix.schemas.messages import (
     RankReward,
     Reward,
 )
-from dynamix.schemas.streams import ACTIONS, FEED, STREAMS
+from dynamix.schemas.streams import ACTIONS, FEED, JOBS, STREAMS
 
 USERS = ("collector", "reward", "arbitrator", "trainer", "provision", "watcher")
 SERVICES = ("collector", "reward", "arbitrator", "trainer")
@@ -242,6 +242,19 @@ async def test_the_arbitrators_compare_and_set_works_with_its_rights(connect: An
     assert stored is not None
     assert stored.sequence == first
     assert await arbitrator.publish_action(made.action(1, job="cas", hash=bytes(31)), expected_last=first) > first
+
+
+@pytest.mark.parametrize("user", USERS)
+async def test_a_jobs_last_start_is_looked_up_by_those_who_need_it_only(connect: Any, user: str) -> None:
+    trainer, bus = await connect("trainer"), await connect(user)
+    sequence = await publish(trainer, "job", "looked-up")
+    if user in {"trainer", "arbitrator", "watcher", "provision"}:
+        stored = await bus.last(JOBS.name, subjects.job("looked-up"))
+        assert stored is not None
+        assert stored.sequence == sequence
+    else:
+        with pytest.raises(PermissionDeniedError):
+            await bus.last(JOBS.name, subjects.job("looked-up"))
 
 
 @pytest.mark.parametrize(("user", "password"), [("collector", "wrong"), ("nobody", "wrong"), ("", "")])

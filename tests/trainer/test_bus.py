@@ -118,9 +118,10 @@ async def _arbitrate(bus: Bus) -> None:
                     bad = [
                         b"no action",
                         encode(msgspec.structs.replace(_action(report.job, 0), watermark=7)),  # not what was sealed
-                        encode(_action(report.job, 1, generation=9)),
-                        encode(_action(report.job, 2, local_batch_sizes=(3, 65))),
-                        encode(_action(report.job, 3, local_batch_sizes=(3,))),
+                        encode(_action(report.job, 0, generation=9)),
+                        encode(_action(report.job, 0, local_batch_sizes=(3, 65))),
+                        encode(_action(report.job, 0, local_batch_sizes=(3,))),
+                        encode(_action(report.job, 10**6)),
                     ]
                     for number, payload in enumerate(bad):
                         await bus.publish_bytes(subject, payload, f"bad:{number}")
@@ -149,7 +150,7 @@ async def test_a_report_goes_out_and_its_action_is_adopted_by_all_ranks_at_one_b
     assert (applied.effective_step, applied.effective_window) == (changed, changed // WINDOW_STEPS)
     assert applied.decided_window < applied.effective_window
     assert applied.action_hash == _action(job, applied.decided_window).hash
-    assert applied.num_refused == {"malformed": 2, "generation": 1, "bounds": 1, "length": 1}
+    assert applied.num_refused == {"malformed": 2, "generation": 1, "bounds": 1, "length": 1, "future": 1}
     dead = await _collect(bus, Dead, "DEAD", subjects.dead("action", job))
     assert [letter.service for letter in dead] == ["trainer", "trainer"]
     assert dead[0].payload == b"no action"

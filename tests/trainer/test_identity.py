@@ -5,13 +5,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dynamix.schemas.messages import NodeRanks
 from dynamix.trainer.identity import (
+    Attempt,
     Launch,
     Peer,
+    attempt_of,
     check_alike,
+    generation_after,
     generation_of,
+    is_fresh,
     nodes_of,
     place_of,
     propose_job,
@@ -20,12 +26,15 @@ from dynamix.trainer.process import ProcessIdentity, start_ticks, this_process
 from dynamix.trainer.settings import read_environment
 
 
-def _peer(node: str = "node-a", restart_count: int = 0, **changes: Any) -> Peer:
+def _peer(node: str = "node-a", restart_count: int = 0, max_restarts: int = 3, **changes: Any) -> Peer:
     peer = Peer(
         node=node,
         process=ProcessIdentity(1, 2, 3, 4),
         job="mnist-0a1b2c3d",
+        launch="launch-a",
         restart_count=restart_count,
+        max_restarts=max_restarts,
+        last_generation=None,
         endpoints=(),
         memory_caps={},
         options=((32, 32), 20),
@@ -43,35 +52,53 @@ def test_without_a_launcher_every_run_has_its_own_id() -> None:
     ids = {propose_job("mnist", "", Launch()) for _ in range(20)}
     assert len(ids) == 20
     assert all(job.startswith("mnist-") and len(job) == len("mnist-") + 8 for job in ids)
+    assert is_fresh("", Launch())
+    assert not is_fresh("run-17", Launch())
+    assert not is_fresh("", Launch(elastic=True))
 
 
-def _workers_of_an_agent(answers: Connection) -> None:
+def _workers_of_an_agent(answers: Connection, run_id: str) -> None:
     """Like torchrun: one process that starts its workers, and starts them again."""
     context = multiprocessing.get_context("fork")
     for restart_count in (0, 1):
-        worker = context.Process(target=_worker, args=(answers, restart_count))
+        worker = context.Process(target=_worker, args=(answers, run_id, restart_count))
         worker.start()
         worker.join()
 
 
-def _worker(answers: Connection, restart_count: int) -> None:
-    answers.send(propose_job("mnist", "", Launch("my-run", restart_count, 3, elastic=True)))
+def _worker(answers: Connection, run_id: str, restart_count: int) -> None:
+    launch = Launch(run_id, restart_count, 3, elastic=True)
+    answers.send((propose_job("mnist", "", launch), launch.id))
 
 
-def test_the_id_survives_restarts_by_one_agent_and_never_returns_under_another() -> None:
+def _ids_under_two_agents(run_id: str) -> list[list[tuple[str, str]]]:
+    """Job and launch of two starts under each of two agents."""
     context = multiprocessing.get_context("forkserver")
     ids = []
     for _ in range(2):
         ours, theirs = context.Pipe(duplex=False)
-        agent = context.Process(target=_workers_of_an_agent, args=(theirs,))
+        agent = context.Process(target=_workers_of_an_agent, args=(theirs, run_id))
         agent.start()
         theirs.close()
-        ids.append((ours.recv(), ours.recv()))
+        ids.append([ours.recv(), ours.recv()])
         agent.join()
         ours.close()
-    assert ids[0][0] == ids[0][1]
-    assert ids[1][0] == ids[1][1]
-    assert ids[0][0] != ids[1][0]
+    return ids
+
+
+def test_the_id_survives_restarts_by_one_agent_and_never_returns_under_another() -> None:
+    first, second = _ids_under_two_agents("")
+    assert first[0] == first[1]
+    assert second[0] == second[1]
+    assert first[0][0] != second[0][0]
+
+
+def test_a_run_id_names_the_job_whichever_agent_or_wrapper_starts_it_but_not_the_launch() -> None:
+    first, second = _ids_under_two_agents("my-run")
+    assert {job for job, _ in first + second} == {propose_job("mnist", "", Launch("my-run", elastic=True))}
+    assert first[0] == first[1]
+    assert first[0][1] != second[0][1]
+    assert propose_job("mnist", "", Launch("another-run", elastic=True)) != first[0][0]
 
 
 def test_a_name_leaves_room_for_the_run_id() -> None:
@@ -84,6 +111,44 @@ def test_the_generation_counts_the_failures_of_every_node() -> None:
     peers = [_peer("node-a", 1), _peer("node-a", 1), _peer("node-b", 2), _peer("node-b", 2)]
     assert generation_of(peers) == 3
     assert generation_of(peers[:2]) == 1
+    assert attempt_of(peers) == Attempt("launch-a", restarts=3, max_restarts=6)
+
+
+@pytest.mark.parametrize(("last", "restarts", "generation"), [(0, 0, 1), (0, 1, 1), (0, 2, 2), (7, 2, 8), (None, 2, 2)])
+def test_the_generation_is_above_the_last_that_the_bus_knows(last: int | None, restarts: int, generation: int) -> None:
+    peers = [_peer(restart_count=restarts, last_generation=last), _peer(restart_count=restarts)]
+    assert generation_of(peers) == generation
+
+
+def test_a_restart_goes_on_with_the_next_generation_also_when_the_one_before_it_saved_nothing() -> None:
+    saved = Attempt("first", restarts=0, max_restarts=3)
+    assert generation_after(0, saved, Attempt("first", 1, 3)) == 1
+    assert generation_after(0, saved, Attempt("first", 2, 3)) == 2
+    assert generation_after(0, saved, saved) == 1  # attached again by one process
+
+
+def test_another_launch_begins_above_all_that_the_saving_one_may_have_used() -> None:
+    saved = Attempt("first", restarts=1, max_restarts=3)
+    assert [generation_after(1, saved, Attempt("second", restarts, 2)) for restarts in (0, 1, 2)] == [4, 5, 6]
+    assert generation_after(4, Attempt("second", 0, 2), Attempt("second", 1, 2)) == 5
+
+
+@given(st.data())
+def test_no_generation_is_used_twice_over_launches_that_resume_each_other(data: st.DataObject) -> None:
+    """Each start may save or not; each launch saves at least once, and resumes what the one before it saved last."""
+    used = [-1]
+    saved: tuple[int, Attempt] | None = None
+    for launch in range(data.draw(st.integers(1, 4))):
+        most = data.draw(st.integers(0, 4))
+        starts = data.draw(st.integers(0, most))
+        saves = data.draw(st.integers(0, starts))
+        for restarts in range(starts + 1):
+            now = Attempt(str(launch), restarts, most)
+            generation = restarts if saved is None else generation_after(*saved, now)
+            assert generation > used[-1]
+            used.append(generation)
+            if restarts == saves or data.draw(st.booleans()):
+                saved = (generation, now)
 
 
 def test_ranks_find_their_node_whatever_the_order() -> None:

@@ -2,11 +2,12 @@
 
 from typing import Any, NamedTuple
 
+from .identity import Attempt
 from .noise import NoiseAverage
 from .sampler import Position
 from .schedule import Schedule
 
-VERSION = 1
+VERSION = 2
 
 
 class DataIdentity(NamedTuple):
@@ -22,6 +23,7 @@ class Checkpoint(NamedTuple):
 
     job: str
     generation: int
+    attempt: Attempt
     data: DataIdentity
     position: Position
     world_size: int
@@ -37,6 +39,7 @@ def dump(checkpoint: Checkpoint) -> dict[str, Any]:
         "version": VERSION,
         "job": checkpoint.job,
         "generation": checkpoint.generation,
+        "attempt": checkpoint.attempt._asdict(),
         "data": checkpoint.data._asdict(),
         "position": checkpoint.position._asdict(),
         "world_size": checkpoint.world_size,
@@ -60,6 +63,7 @@ def parse(state: dict[str, Any], data: DataIdentity) -> Checkpoint:
     return Checkpoint(
         job=state["job"],
         generation=state["generation"],
+        attempt=Attempt(**state["attempt"]),
         data=saved,
         position=Position(**state["position"]),
         world_size=state["world_size"],

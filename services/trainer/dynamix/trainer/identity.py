@@ -1,10 +1,15 @@
 """Who we are: the job's name on the bus, its generation, and which ranks share a node.
 
-The job id is made once per run, survives the restarts of `torchrun`, and is never used for a second run: the agent of
-`torchrun` outlives its workers, and no other process ever has its boot id, pid and start time.
+The job id is made once per run and survives the restarts of `torchrun`. It comes from the run id, which `--standalone`
+makes anew and `--rdzv-id` sets for all nodes alike; without one from the agent of `torchrun`, which outlives its
+workers: no other process ever has its boot id, pid and start time.
+
+A run id or a `DYNAMIX_JOB` that is used again goes on with the same job. Its generations never repeat: each start asks
+the bus for the last one (`history`), and a checkpoint says which ones its launch may have used (`generation_after`).
 """
 
 import hashlib
+import os
 import secrets
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,7 +17,7 @@ from typing import NamedTuple
 from dynamix.schemas.messages import NodeRanks
 from dynamix.schemas.subjects import check_token
 
-from .process import ProcessIdentity, agent_fingerprint
+from .process import ProcessIdentity, fingerprint
 from .sockets import Endpoint
 
 MAX_NAME = 54
@@ -28,6 +33,19 @@ class Launch(NamedTuple):
     elastic: bool = False
     """Whether an elastic agent started this process."""
 
+    @property
+    def id(self) -> str:
+        """Names this launch: equal in all starts by one agent, never in another launch."""
+        return fingerprint(os.getppid() if self.elastic else os.getpid())
+
+
+class Attempt(NamedTuple):
+    """Which start of which launch this is; restarts are counted over all nodes."""
+
+    launch: str
+    restarts: int
+    max_restarts: int
+
 
 class Peer(NamedTuple):
     """What one rank tells the others when it attaches."""
@@ -36,7 +54,12 @@ class Peer(NamedTuple):
     process: ProcessIdentity
     job: str
     """This rank's proposal; rank 0's is taken."""
+    launch: str
+    """Likewise."""
     restart_count: int
+    max_restarts: int
+    last_generation: int | None
+    """Of the job's last start, if rank 0 could learn of one."""
     endpoints: tuple[tuple[Endpoint, Endpoint], ...]
     """Local and remote end of each of its TCP connections."""
     memory_caps: dict[int, int]
@@ -67,19 +90,46 @@ def propose_job(name: str, configured: str, launch: Launch) -> str:
         raise ValueError(f"name {name!r} has {len(name)} characters: use at most {MAX_NAME}")
     if not launch.elastic:
         return f"{name}-{secrets.token_hex(4)}"
-    digest = hashlib.sha256(f"{launch.run_id}/{agent_fingerprint()}".encode()).hexdigest()
+    digest = hashlib.sha256((launch.run_id or launch.id).encode()).hexdigest()
     return f"{name}-{digest[:8]}"
 
 
-def generation_of(peers: Sequence[Peer]) -> int:
-    """Restarts of the job so far: those that each node's agent counted, together.
+def is_fresh(configured: str, launch: Launch) -> bool:
+    """Whether `propose_job` makes an id that nobody can have used."""
+    return not configured and not launch.elastic
 
-    An agent counts only the failures of its own workers; with one node this is its restart count.
+
+def attempt_of(peers: Sequence[Peer]) -> Attempt:
+    """The start that all ranks make together.
+
+    An agent counts only the failures of its own workers: those of all nodes are added. With one node the sum is its
+    restart count.
     """
-    by_node: dict[str, int] = {}
+    by_node: dict[str, tuple[int, int]] = {}
     for peer in peers:
-        by_node[peer.node] = max(by_node.get(peer.node, 0), peer.restart_count)
-    return sum(by_node.values())
+        restarts, most = by_node.get(peer.node, (0, 0))
+        by_node[peer.node] = (max(restarts, peer.restart_count), max(most, peer.max_restarts))
+    restarts, most = (sum(counts) for counts in zip(*by_node.values(), strict=True))
+    return Attempt(peers[0].launch, restarts, most)
+
+
+def generation_of(peers: Sequence[Peer]) -> int:
+    """The restarts so far, and more than the last generation of the job that the bus knows."""
+    last = peers[0].last_generation
+    return max(attempt_of(peers).restarts, 0 if last is None else last + 1)
+
+
+def generation_after(saved_generation: int, saved: Attempt, now: Attempt) -> int:
+    """The generation of a start that goes on from a checkpoint, above every one used before, without asking the bus.
+
+    A launch has as many generations in a row as it may make starts; the first is that of any of its checkpoints less
+    the restarts until then. So a restart counts on by one, whether or not the start before it came to save, and another
+    launch begins where the generations of the saving one end.
+    """
+    first = saved_generation - saved.restarts
+    if now.launch != saved.launch or now.restarts < saved.restarts:
+        first += saved.max_restarts + 1
+    return max(saved_generation + 1, first + now.restarts)
 
 
 def place_of(peers: Sequence[Peer], rank: int) -> Place:

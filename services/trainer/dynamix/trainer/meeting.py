@@ -1,5 +1,6 @@
 """The one round of introductions when ranks attach: who we are, where, and with which options."""
 
+import logging
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -9,8 +10,20 @@ from torch.distributed import distributed_c10d
 from dynamix.runtime.settings import BusSettings, node_name
 
 from .checkpoint import DataIdentity
+from .client import SERVICE
 from .exchange import Exchange
-from .identity import Peer, Place, check_alike, generation_of, nodes_of, place_of, propose_job
+from .history import last_generation
+from .identity import (
+    Peer,
+    Place,
+    attempt_of,
+    check_alike,
+    generation_of,
+    is_fresh,
+    nodes_of,
+    place_of,
+    propose_job,
+)
 from .memory import MemoryCaps, merge_caps
 from .options import JobOptions
 from .process import this_process
@@ -20,6 +33,9 @@ from .sockets import PeerSockets
 
 NATS_PORT = 4222
 """Of a broker whose URL names none."""
+
+
+_log = logging.getLogger("dynamix.trainer")
 
 
 class Meeting(NamedTuple):
@@ -45,7 +61,8 @@ def meet(
     Raises:
         ValueError: on all ranks alike, when they attached with different options.
     """
-    job = propose_job(name, environment.shared.job, environment.launch)
+    launch = environment.launch
+    job = propose_job(name, environment.shared.job, launch)
     exchange = Exchange()
     sockets = PeerSockets(_foreign_ports(bus))
     peers = exchange.gather_objects(
@@ -53,7 +70,10 @@ def meet(
             node=node_name(environment.shared),
             process=this_process(),
             job=job,
-            restart_count=environment.launch.restart_count,
+            launch=launch.id,
+            restart_count=launch.restart_count,
+            max_restarts=launch.max_restarts,
+            last_generation=_last_generation(job, environment, bus) if exchange.rank == 0 else None,
             endpoints=sockets.candidates(),
             memory_caps=caps.read(),
             options=(*options.fingerprint, data),
@@ -64,6 +84,7 @@ def meet(
     identity = JobIdentity(
         job=peers[0].job,
         generation=generation_of(peers),
+        attempt=attempt_of(peers),
         nodes=nodes_of(peers),
         max_local_batch_sizes=merge_caps(
             (peer.memory_caps for peer in peers),
@@ -72,7 +93,26 @@ def meet(
             options.min_local_batch_size,
         ),
     )
+    if exchange.rank == 0 and not environment.shared.job:
+        _warn_of_several_nodes(identity)
     return Meeting(exchange, sockets, identity, place_of(peers, exchange.rank))
+
+
+def _last_generation(job: str, environment: Environment, bus: BusSettings | None) -> int | None:
+    """Rank 0's question to the bus; an id that nobody can have used needs none."""
+    if bus is None or is_fresh(environment.shared.job, environment.launch):
+        return None
+    return last_generation(bus, job, name=f"{SERVICE}-{node_name(environment.shared)}")
+
+
+def _warn_of_several_nodes(identity: JobIdentity) -> None:
+    if len(identity.nodes) > 1:
+        _log.warning(
+            "%d nodes attach without DYNAMIX_JOB: set it alike on all of them, or the job may come back under another "
+            "id than %s when a restart makes a process of another node rank 0",
+            len(identity.nodes),
+            identity.job,
+        )
 
 
 def _foreign_ports(bus: BusSettings | None) -> set[int]:

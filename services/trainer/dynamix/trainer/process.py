@@ -30,9 +30,8 @@ def start_ticks(pid: int) -> int:
     return int(stat[stat.rindex(")") + 2 :].split()[19])  # the command name may hold spaces and brackets
 
 
-def agent_fingerprint() -> str:
-    """Names the process that started this one, apart from every other in time and place; stable over its children."""
-    parent = os.getppid()
+def fingerprint(pid: int) -> str:
+    """Names a process of this machine apart from every other in time and place."""
     boot_id = (PROC / "sys/kernel/random/boot_id").read_text().strip()
-    seen = (PROC / str(parent)).exists()  # not when it is outside of our pid namespace
-    return f"{boot_id}/{parent}/{start_ticks(parent) if seen else 0}"
+    seen = (PROC / str(pid)).exists()  # a parent is not when it is outside of our pid namespace
+    return f"{boot_id}/{pid}/{start_ticks(pid) if seen else 0}"

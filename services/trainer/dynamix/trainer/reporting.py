@@ -7,7 +7,7 @@ import msgspec
 
 from dynamix.schemas.messages import Action, Applied, Job, JobTotals, NodeRanks, RankRow, Report, SocketCounters
 
-from .identity import Place
+from .identity import Attempt, Place
 from .options import JobOptions
 from .rows import Row, held_out_accuracy, rank_row
 from .sampler import Position
@@ -22,6 +22,7 @@ class JobIdentity(NamedTuple):
 
     job: str
     generation: int
+    attempt: Attempt
     nodes: tuple[NodeRanks, ...]
     max_local_batch_sizes: tuple[int, ...]
 

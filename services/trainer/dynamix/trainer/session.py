@@ -15,6 +15,7 @@ from .checkpoint import Checkpoint, DataIdentity, dump, parse, restore_noise, re
 from .client import BusClient
 from .clock import AnyClock, StepTimes
 from .ending import error_of_script, reason_after
+from .identity import generation_after
 from .learning_rate import Handle
 from .loader import Loader
 from .memory import OUT_OF_MEMORY, MemoryCaps, merge_caps
@@ -136,7 +137,7 @@ class Session:
 
     @property
     def generation(self) -> int:
-        """How often the job was restarted."""
+        """Which start of the job this is, from 0; never the same twice, but numbers may be left out."""
         return self._parts.steering.identity.generation
 
     @property
@@ -197,6 +198,7 @@ class Session:
             Checkpoint(
                 job=self.job,
                 generation=self.generation,
+                attempt=parts.steering.identity.attempt,
                 data=parts.data,
                 position=parts.loader.position,
                 world_size=len(parts.options.local_batch_sizes),
@@ -217,8 +219,9 @@ class Session:
         if steering.started:
             raise RuntimeError("load_state_dict after the first step: attach again to go back in a run")
         saved = parse(state, parts.data)
+        after = generation_after(saved.generation, saved.attempt, steering.identity.attempt)
         steering.identity = steering.identity._replace(
-            generation=max(self.generation, saved.generation + 1) if saved.job == self.job else self.generation,
+            generation=max(self.generation, after) if saved.job == self.job else self.generation,
             max_local_batch_sizes=self._merged_caps(saved),
         )
         restore_schedule(parts.schedule, saved, steering.identity.max_local_batch_sizes)

@@ -1,0 +1,129 @@
+"""What attaching learns from the bus about a job that was there before."""
+
+import asyncio
+import contextlib
+import logging
+from typing import Any
+
+import pytest
+import torch
+from tests.support import made
+from tests.support.brokers import ConfiguredServer
+from tests.support.ranks import run_ranks
+from tests.support.training import Numbered, distribute, make_model
+
+from dynamix import trainer as dynamix
+from dynamix.runtime.bus import Bus
+from dynamix.runtime.settings import BusSettings
+from dynamix.schemas import subjects
+from dynamix.schemas.codec import decode
+from dynamix.schemas.messages import Job
+from dynamix.trainer import history
+from dynamix.trainer.history import last_generation
+
+
+async def _asked(settings: BusSettings, job: str = made.JOB) -> int | None:
+    return await asyncio.to_thread(last_generation, settings, job, name="trainer-node-a")
+
+
+async def test_the_last_start_of_a_job_is_found(server: ConfiguredServer, bus: Bus) -> None:
+    assert await _asked(server.settings) is None
+    await bus.publish(made.job(generation=3))
+    await bus.publish(made.job(generation=3, phase="ended"))
+    assert await _asked(server.settings) == 3
+    assert await _asked(server.settings, "another") is None
+
+
+async def test_a_job_entry_that_cannot_be_read_is_none(
+    server: ConfiguredServer, bus: Bus, caplog: pytest.LogCaptureFixture
+) -> None:
+    await bus.publish_bytes(subjects.job(made.JOB), b"no job", "bad")
+    with caplog.at_level(logging.INFO, "dynamix.trainer"):
+        assert await _asked(server.settings) is None
+    assert "MalformedMessageError" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (BusSettings(url="nats://127.0.0.1:1"), "cannot connect"),
+        (BusSettings(url="nats://192.0.2.1:4222"), "is not this machine"),
+    ],
+)
+def test_without_a_broker_there_is_no_answer_and_no_error(
+    settings: BusSettings, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "dynamix.trainer"):
+        assert last_generation(settings, made.JOB, name="trainer-node-a") is None
+    assert f"cannot ask the bus for earlier starts of {made.JOB}" in caplog.text
+    assert reason in caplog.text
+
+
+async def test_a_broker_without_streams_has_no_answer(server: ConfiguredServer) -> None:
+    assert await _asked(server.settings) is None
+
+
+async def test_a_broker_that_never_answers_is_waited_for_a_short_time_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "LOOKUP_S", 0.2)
+    hung_up = asyncio.Event()
+
+    async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        hung_up.set()
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+    async with await asyncio.start_server(say_nothing, "127.0.0.1", 0) as silent:
+        port = silent.sockets[0].getsockname()[1]
+        assert await _asked(BusSettings(url=f"nats://127.0.0.1:{port}")) is None
+        await hung_up.wait()
+
+
+def _start(_rank: int, saved: dict[str, Any] | None) -> dict[str, Any]:
+    """One start: attach, load what was saved, take a step, save."""
+    model = distribute(make_model(torch.float32))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    session = dynamix.attach(model, optimizer, Numbered(400, torch.float32), local_batch_size=32)
+    if saved is not None:
+        session.load_state_dict(saved)
+    for inputs, targets, _ in session.loader:
+        loss = torch.nn.functional.cross_entropy(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        session.step(loss)
+        break
+    state = session.state_dict()
+    session.close()
+    return {"generation": session.generation, "state": state}
+
+
+async def test_no_generation_of_a_job_is_used_twice_however_it_is_started_again(
+    server: ConfiguredServer, bus: Bus
+) -> None:
+    environ = {
+        "DYNAMIX_NATS_URL": server.settings.url,
+        "DYNAMIX_NATS_USER": server.settings.user,
+        "DYNAMIX_NATS_PASSWORD": server.settings.password,
+        "DYNAMIX_JOB": "again",
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_MAX_RESTARTS": "3",
+    }
+
+    async def start(restarts: int, saved: dict[str, Any] | None = None, **more: str) -> dict[str, Any]:
+        ranks = {**environ, "TORCHELASTIC_RESTART_COUNT": str(restarts), **more}
+        results = await asyncio.to_thread(run_ranks, _start, 2, saved, environ=ranks)
+        assert results[0]["generation"] == results[1]["generation"]
+        return results[0]
+
+    first = await start(0)
+    again = await start(0)  # a second launch under the same id
+    restarted = await start(1, again["state"])
+    alone = await start(
+        0, restarted["state"], DYNAMIX_NATS_URL="nats://127.0.0.1:1", DYNAMIX_TRAINER_CLOSE_TIMEOUT_S="0"
+    )
+    assert [start["generation"] for start in (first, again, restarted)] == [0, 1, 2]
+    assert alone["generation"] > 2
+    stored = await bus.last("JOBS", subjects.job("again"))
+    assert stored is not None
+    assert decode(Job, stored.subject, stored.payload).generation == 2
