@@ -110,20 +110,25 @@ async def test_no_generation_of_a_job_is_used_twice_however_it_is_started_again(
         "TORCHELASTIC_MAX_RESTARTS": "3",
     }
 
-    async def start(restarts: int, saved: dict[str, Any] | None = None, **more: str) -> dict[str, Any]:
-        ranks = {**environ, "TORCHELASTIC_RESTART_COUNT": str(restarts), **more}
+    async def start(launch: str, restarts: int, saved: dict[str, Any] | None = None, **more: str) -> dict[str, Any]:
+        log = f"/tmp/{launch}/attempt_{restarts}/0/error.json"
+        ranks = {
+            **environ,
+            "TORCHELASTIC_ERROR_FILE": log,
+            "TORCHELASTIC_RESTART_COUNT": str(restarts),
+            **more,
+        }
         results = await asyncio.to_thread(run_ranks, _start, 2, saved, environ=ranks)
         assert results[0]["generation"] == results[1]["generation"]
         return results[0]
 
-    first = await start(0)
-    again = await start(0)  # a second launch under the same id
-    restarted = await start(1, again["state"])
-    alone = await start(
-        0, restarted["state"], DYNAMIX_NATS_URL="nats://127.0.0.1:1", DYNAMIX_TRAINER_CLOSE_TIMEOUT_S="0"
-    )
-    assert [start["generation"] for start in (first, again, restarted)] == [0, 1, 2]
-    assert alone["generation"] > 2
+    first = await start("one", 0)
+    again = await start("two", 0)  # a second launch under the same id
+    restarted = await start("two", 1, again["state"])
+    away = {"DYNAMIX_NATS_URL": "nats://127.0.0.1:1", "DYNAMIX_TRAINER_CLOSE_TIMEOUT_S": "0"}
+    alone = [await start("three", restarts, restarted["state"], **away) for restarts in (0, 1)]
+    generations = [start["generation"] for start in (first, again, restarted, *alone)]
+    assert generations == [0, 1, 2, 5, 6]  # launch two has generations 1 ... 4 at most
     stored = await bus.last("JOBS", subjects.job("again"))
     assert stored is not None
     assert decode(Job, stored.subject, stored.payload).generation == 2

@@ -1,5 +1,6 @@
 import multiprocessing
 import os
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -68,11 +69,11 @@ def _workers_of_an_agent(answers: Connection, run_id: str) -> None:
 
 def _worker(answers: Connection, run_id: str, restart_count: int) -> None:
     launch = Launch(run_id, restart_count, 3, elastic=True)
-    answers.send((propose_job("mnist", "", launch), launch.id))
+    answers.send(propose_job("mnist", "", launch))
 
 
-def _ids_under_two_agents(run_id: str) -> list[list[tuple[str, str]]]:
-    """Job and launch of two starts under each of two agents."""
+def _ids_under_two_agents(run_id: str) -> list[list[str]]:
+    """The job's id in two starts under each of two agents."""
     context = multiprocessing.get_context("forkserver")
     ids = []
     for _ in range(2):
@@ -90,15 +91,32 @@ def test_the_id_survives_restarts_by_one_agent_and_never_returns_under_another()
     first, second = _ids_under_two_agents("")
     assert first[0] == first[1]
     assert second[0] == second[1]
-    assert first[0][0] != second[0][0]
+    assert first[0] != second[0]
 
 
-def test_a_run_id_names_the_job_whichever_agent_or_wrapper_starts_it_but_not_the_launch() -> None:
+def test_a_run_id_names_the_job_whichever_agent_or_wrapper_starts_it() -> None:
     first, second = _ids_under_two_agents("my-run")
-    assert {job for job, _ in first + second} == {propose_job("mnist", "", Launch("my-run", elastic=True))}
-    assert first[0] == first[1]
-    assert first[0][1] != second[0][1]
-    assert propose_job("mnist", "", Launch("another-run", elastic=True)) != first[0][0]
+    assert {*first, *second} == {propose_job("mnist", "", Launch("my-run", elastic=True))}
+    assert propose_job("mnist", "", Launch("another-run", elastic=True)) != first[0]
+
+
+def test_a_launch_is_known_by_the_directory_of_its_logs_also_behind_a_wrapper() -> None:
+    launches = [Launch("", count, 3, elastic=True, log_directory="/tmp/torchelastic_a/none_b") for count in (0, 1)]
+    other = launches[0]._replace(log_directory="/tmp/torchelastic_a/none_c")
+    assert launches[0].id == launches[1].id != other.id
+    jobs = {propose_job("mnist", "", launch) for launch in launches}
+    assert len(jobs) == 1
+    assert propose_job("mnist", "", other) not in jobs
+
+
+def test_a_start_that_nobody_knows_to_be_a_restart_is_a_launch_of_its_own() -> None:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as pool:
+        assert pool.submit(_launch_id, 1).result() != Launch("my-run", 0, 3, elastic=True).id
+    assert _launch_id(1) == _launch_id(0)
+
+
+def _launch_id(restart_count: int) -> str:
+    return Launch("my-run", restart_count, 3, elastic=True).id
 
 
 def test_a_name_leaves_room_for_the_run_id() -> None:
@@ -176,12 +194,14 @@ def test_the_launcher_is_read_from_the_environment() -> None:
         "TORCHELASTIC_RUN_ID": "none",
         "TORCHELASTIC_RESTART_COUNT": "2",
         "TORCHELASTIC_MAX_RESTARTS": "3",
+        "TORCHELASTIC_ERROR_FILE": "/tmp/torchelastic_a/none_b/attempt_2/0/error.json",
         "DYNAMIX_JOB": "run-17",
         "DYNAMIX_TRAINER_POLICY": "random",
     }
     found = read_environment(environ)
-    assert found.launch == Launch(run_id="", restart_count=2, max_restarts=3, elastic=True)
+    assert found.launch == Launch("", 2, 3, elastic=True, log_directory="/tmp/torchelastic_a/none_b")
     assert (found.shared.job, found.trainer.policy) == ("run-17", "random")
     assert read_environment({}).launch == Launch()
+    assert read_environment({"TORCHELASTIC_ERROR_FILE": "/tmp/errors/0.json"}).launch == Launch()
     with pytest.raises(ValueError, match="DYNAMIX_TRAINER_POLICE"):
         read_environment({"DYNAMIX_TRAINER_POLICE": "random"})

@@ -1,8 +1,8 @@
 """Who we are: the job's name on the bus, its generation, and which ranks share a node.
 
 The job id is made once per run and survives the restarts of `torchrun`. It comes from the run id, which `--standalone`
-makes anew and `--rdzv-id` sets for all nodes alike; without one from the agent of `torchrun`, which outlives its
-workers: no other process ever has its boot id, pid and start time.
+makes anew and `--rdzv-id` sets for all nodes alike; without one from the launch: the directory that `torchrun` makes
+for its logs, or the agent itself, whose boot id, pid and start time no other process ever has.
 
 A run id or a `DYNAMIX_JOB` that is used again goes on with the same job. Its generations never repeat: each start asks
 the bus for the last one (`history`), and a checkpoint says which ones its launch may have used (`generation_after`).
@@ -17,7 +17,7 @@ from typing import NamedTuple
 from dynamix.schemas.messages import NodeRanks
 from dynamix.schemas.subjects import check_token
 
-from .process import ProcessIdentity, fingerprint
+from .process import ProcessIdentity, boot_id, fingerprint
 from .sockets import Endpoint
 
 MAX_NAME = 54
@@ -33,10 +33,13 @@ class Launch(NamedTuple):
     elastic: bool = False
     """Whether an elastic agent started this process."""
 
+    log_directory: str = ""
+    """Made anew by the agent for its launch; known to its workers also when a wrapper stands between."""
+
     @property
     def id(self) -> str:
-        """Names this launch: equal in all starts by one agent, never in another launch."""
-        return fingerprint(os.getppid() if self.elastic else os.getpid())
+        """Names this launch. A start of which nobody can tell that it is a restart is a launch of its own."""
+        return _digest(f"{boot_id()}/{self.log_directory}" if self.log_directory else fingerprint(os.getpid()))
 
 
 class Attempt(NamedTuple):
@@ -90,8 +93,8 @@ def propose_job(name: str, configured: str, launch: Launch) -> str:
         raise ValueError(f"name {name!r} has {len(name)} characters: use at most {MAX_NAME}")
     if not launch.elastic:
         return f"{name}-{secrets.token_hex(4)}"
-    digest = hashlib.sha256((launch.run_id or launch.id).encode()).hexdigest()
-    return f"{name}-{digest[:8]}"
+    named = launch.id if launch.log_directory else fingerprint(os.getppid())
+    return f"{name}-{_digest(launch.run_id or named)[:8]}"
 
 
 def is_fresh(configured: str, launch: Launch) -> bool:
@@ -163,3 +166,7 @@ def check_alike(peers: Sequence[Peer]) -> None:
                 f"rank {rank} attached with other options than rank 0 ({', '.join(differing[:3])}): "
                 "all ranks must call attach alike, on data of the same length"
             )
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -32,6 +32,10 @@ def start_ticks(pid: int) -> int:
 
 def fingerprint(pid: int) -> str:
     """Names a process of this machine apart from every other in time and place."""
-    boot_id = (PROC / "sys/kernel/random/boot_id").read_text().strip()
     seen = (PROC / str(pid)).exists()  # a parent is not when it is outside of our pid namespace
-    return f"{boot_id}/{pid}/{start_ticks(pid) if seen else 0}"
+    return f"{boot_id()}/{pid}/{start_ticks(pid) if seen else 0}"
+
+
+def boot_id() -> str:
+    """Names this machine since it was started; random (random(4))."""
+    return (PROC / "sys/kernel/random/boot_id").read_text().strip()

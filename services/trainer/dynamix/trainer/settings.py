@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -62,4 +63,11 @@ def _launch(environ: Mapping[str, str]) -> Launch:
         restart_count=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         max_restarts=int(environ.get("TORCHELASTIC_MAX_RESTARTS", "0")),
         elastic="TORCHELASTIC_RUN_ID" in environ,
+        log_directory=_log_directory(environ.get("TORCHELASTIC_ERROR_FILE", "")),
     )
+
+
+def _log_directory(error_file: str) -> str:
+    """The launch's part of `<directory of the launch>/attempt_<n>/<local rank>/error.json`; empty for anything else."""
+    attempt = Path(error_file).parent.parent
+    return str(attempt.parent) if attempt.name.startswith("attempt_") else ""
