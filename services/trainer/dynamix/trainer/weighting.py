@@ -116,7 +116,7 @@ class GradientHook:
             buffer.zero_()
 
     def _start(self, bucket: GradBucket) -> torch.futures.Future[Any]:
-        """Start the all-reduce as DDP itself does: `dist.all_reduce` checks its arguments first, some 20 us a bucket."""
+        """Start the all-reduce as DDP itself does; `dist.all_reduce` checks its arguments first, 20 us a bucket."""
         if self._base_hook is not None:
             return self._base_hook(self._base_state, bucket)
         future: torch.futures.Future[Any] = self._group.allreduce([bucket.buffer()]).get_future()
