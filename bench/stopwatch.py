@@ -1,0 +1,75 @@
+"""Times named parts of a running program: each less the parts inside it, and apart for the thread that is watched."""
+
+import functools
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+class _Inside(threading.local):
+    """What the parts inside of the running one took so far, in one thread."""
+
+    seconds = 0.0
+
+
+class Stopwatch:
+    """Sums seconds by part. The timers' own cost, about a microsecond a call, is in the part and the one around it."""
+
+    def __init__(self) -> None:
+        self.running = False
+        """While it is not, a timed call costs some 0.1 us more than an untimed one."""
+        self.here: defaultdict[str, float] = defaultdict(float)
+        """By part, in the thread that made the stopwatch."""
+        self.elsewhere: defaultdict[str, float] = defaultdict(float)
+        """By part, in all other threads."""
+        self._thread = threading.get_ident()
+        self._inside = _Inside()
+        self._lock = threading.Lock()
+
+    def wrap(self, owner: Any, name: str, part: str) -> None:
+        """Time every call of a class's method, or of a module's function."""
+        setattr(owner, name, self.timed(getattr(owner, name), part))
+
+    def wrap_iteration(self, owner: Any, part: str) -> None:
+        """Time what iterating over the objects of a class takes; not what is done with the items."""
+        begin = owner.__iter__
+
+        @functools.wraps(begin)
+        def iterate(iterable: Any) -> Iterator[Any]:
+            advance = self.timed(self.timed(begin, part)(iterable).__next__, part)
+            while True:
+                try:
+                    item = advance()
+                except StopIteration:
+                    return
+                yield item
+
+        owner.__iter__ = iterate
+
+    def timed(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
+        """The function with its calls timed; it keeps its signature, which DDP looks at."""
+        inside = self._inside
+
+        @functools.wraps(function, updated=())
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not self.running:
+                return function(*args, **kwargs)
+            outer, inside.seconds = inside.seconds, 0.0
+            began = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                took = time.perf_counter() - began
+                self._add(part, took - inside.seconds)
+                inside.seconds = outer + took
+
+        return call
+
+    def _add(self, part: str, seconds: float) -> None:
+        if threading.get_ident() == self._thread:
+            self.here[part] += seconds
+        else:
+            with self._lock:
+                self.elsewhere[part] += seconds
