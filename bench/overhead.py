@@ -5,9 +5,10 @@ sleep to a deadline would hide what we cost). Each window is answered by an acti
 the learning rate is scaled on every step. Two figures from the same run, of rank 0, which does the most:
 
 direct  time between entering and leaving our code on the training thread, by part, the timers' own cost included, in
-        blocks of their own between the pairs. The launch of the all-reduce stands apart: plain DDP launches the same
-        one, from C++. Judged is the sum without it. What we do in gloo's threads and the bus client's thread is not on
-        the training thread; the former is listed.
+        blocks of their own between the pairs: in turn by the wall clock, which includes waiting for a core, and in CPU
+        time of the thread. The launch of the all-reduce stands apart: plain DDP launches the same one, from C++. Judged
+        is the wall-clock sum without it. What we do in gloo's threads and the bus client's thread is not on the
+        training thread; the former is listed.
 paired  blocks of steps with the session against blocks of the same model in plain DDP, without any communication hook,
         with torch's loader and sampler, in the same processes, in the order on off off on. It has everything in it:
         DDP calling into Python, all threads, caches, the machine's noise; no timers run. Beside the wall clock it
@@ -34,7 +35,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from bench.stopwatch import Stopwatch
+from bench.stopwatch import Clock, Stopwatch
 from torch import nn
 from torch._C import Future
 from torch.nn.parallel import DistributedDataParallel
@@ -92,9 +93,9 @@ class Measured(NamedTuple):
 
     pairs: list[tuple[Block, Block]]
     """With the session, and without."""
-    here_s: dict[str, float]
-    """Per step, by part, on the training thread."""
-    elsewhere_s: dict[str, float]
+    here_s: dict[str, dict[str, float]]
+    """By clock: per step, by part, on the training thread."""
+    elsewhere_s: dict[str, dict[str, float]]
     """The same in other threads."""
 
 
@@ -102,17 +103,17 @@ def watch_our_code() -> Stopwatch:
     """Time everything of ours that a step runs through; before anything is attached."""
     watch = Stopwatch()
     watch.wrap(GradientHook, "reduce", "hook: the rest")
-    watch.wrap(GradientHook, "_weigh", "hook: weighing")
-    watch.wrap(weighting, "squared_norm", "hook: norms")
     watch.wrap(GradientHook, "_start", LAUNCH)
-    watch.wrap(Future, "then", "hook: callback")  # DDP takes a future from Python only with one
-    watch.wrap(GradientHook, "_finish", "hook: reduced")
-    watch.wrap(GradientHook, "_finish_measured", "hook: reduced")
     watch.wrap(LearningRateScaler, "_before_step", "optimizer hooks")
     watch.wrap(LearningRateScaler, "_after_step", "optimizer hooks")
     watch.wrap(HostClock, "before_update", "optimizer hooks")
     watch.wrap(Session, "step", "session.step")
-    watch.wrap(Steering, "after_step", "window: gather, report, adopt")
+    watch.wrap(GradientHook, "_weigh", "hook: weighing")
+    watch.wrap(weighting, "squared_norm", "hook: norms")
+    watch.wrap(Future, "then", "hook: callback")  # DDP takes a future from Python only with one
+    watch.wrap(GradientHook, "_finish", "hook: reduced")
+    watch.wrap(GradientHook, "_finish_measured", "hook: reduced")
+    watch.wrap(Steering, "after_step", "session.step: end of a window")
     watch.wrap_iteration(Loader, "loader")
     watch.wrap_iteration(PlanSampler, "sampler")
     watch.wrap_iteration(DataLoader, TORCHS_LOADER)  # runs inside of our loader: taken off it
@@ -219,14 +220,17 @@ def measure_rank(options: Options, bus: BusSettings, *, speaks: bool) -> Measure
     pairs: list[tuple[Block, Block]] = []
     for number in range(options.num_pairs):
         pairs.append(_pair(on, off, on_first=number % 2 == 0))
-        watch.running = True
+        watch.clock = list(Clock)[number % len(Clock)]
         timed_block(on)
-        watch.running = False
+        watch.clock = None
         if speaks and (number + 1) % 20 == 0:
             sys.stderr.write(f"  {number + 1} of {options.num_pairs} pairs\n")
     session.close()
-    watch.here.pop(TORCHS_LOADER)
-    return Measured(pairs, _per_step(watch.here, options), _per_step(watch.elsewhere, options))
+    here, elsewhere = (
+        {clock.value: _per_step(seconds, options) for clock, seconds in by_clock.items()}
+        for by_clock in (watch.here, watch.elsewhere)
+    )
+    return Measured(pairs, here, elsewhere)
 
 
 def _agree_on_pace(data: TensorDataset, step_s: float) -> float:
@@ -246,7 +250,9 @@ def _pair(on: Step, off: Step, *, on_first: bool) -> tuple[Block, Block]:
 
 
 def _per_step(seconds: dict[str, float], options: Options) -> dict[str, float]:
-    return {part: total / (options.num_pairs * BLOCK_STEPS) for part, total in sorted(seconds.items())}
+    """Of what is ours; each clock ran after every other pair."""
+    num_steps = options.num_pairs // len(Clock) * BLOCK_STEPS
+    return {part: total / num_steps for part, total in sorted(seconds.items()) if part != TORCHS_LOADER}
 
 
 class Answerer:
@@ -319,8 +325,8 @@ def run_job(options: Options, bus: BusSettings) -> Measured:
             process.join()
         if any(process.exitcode for process in ranks):
             raise RuntimeError("a rank of the benchmark failed; see its traceback above")
-        pairs, here_s, elsewhere_s = json.loads(Path(directory, "measured.json").read_text())
-    return Measured([(Block(*on), Block(*off)) for on, off in pairs], here_s, elsewhere_s)
+        pairs, *sums = json.loads(Path(directory, "measured.json").read_text())
+    return Measured([(Block(*on), Block(*off)) for on, off in pairs], *sums)
 
 
 def bootstrap_interval(values: npt.NDArray[np.float64], num: int = 10_000) -> list[float]:
@@ -347,9 +353,9 @@ def summarise(measured: Measured, options: Options) -> dict[str, Any]:
     """Both figures, the direct one in percent of the step that was asked for."""
     table = np.array(measured.pairs)  # pair, arm, clock
     wall, cpu = (compare(table[:, 0, clock], table[:, 1, clock]) for clock in range(2))
-    gross_s = sum(measured.here_s.values())
-    ours_s = gross_s - measured.here_s[LAUNCH]
-    ours_percent = 100 * ours_s / options.step_s
+    direct = {
+        clock: _direct(parts, measured.elsewhere_s[clock], options.step_s) for clock, parts in measured.here_s.items()
+    }
     return {
         "step_ms": 1000 * options.step_s,
         "window_steps": WINDOW_STEPS,
@@ -357,21 +363,33 @@ def summarise(measured: Measured, options: Options) -> dict[str, Any]:
         "num_parameters": sum(parameter.numel() for parameter in make_model().parameters()),
         "num_pairs": len(measured.pairs),
         "block_steps": BLOCK_STEPS,
-        "direct": {
-            "training_thread_us": _microseconds(measured.here_s),
-            "other_threads_us": _microseconds(measured.elsewhere_s),
-            "launch_part": LAUNCH,
-            "gross_us": 1e6 * gross_s,
-            "gross_percent": 100 * gross_s / options.step_s,
-            "ours_us": 1e6 * ours_s,
-            "ours_percent": ours_percent,
-        },
+        "launch_part": LAUNCH,
+        "direct_wall": direct[Clock.WALL.value],
+        "direct_cpu": direct[Clock.CPU.value],
         "paired_wall": wall,
         "paired_cpu": cpu,
         "targets": [
-            _target("direct: our code on the training thread", ours_percent, TARGET_DIRECT_PERCENT),
+            _target(
+                "direct: our code on the training thread",
+                direct[Clock.WALL.value]["ours_percent"],
+                TARGET_DIRECT_PERCENT,
+            ),
             _target("paired: upper bound of the interval", wall["interval_percent"][1], TARGET_PAIRED_PERCENT),
         ],
+    }
+
+
+def _direct(here_s: dict[str, float], elsewhere_s: dict[str, float], step_s: float) -> dict[str, Any]:
+    """One clock's sums, with the launch of the all-reduce (gross) and without (ours)."""
+    gross_s = sum(here_s.values())
+    ours_s = gross_s - here_s[LAUNCH]
+    return {
+        "training_thread_us": _microseconds(here_s),
+        "other_threads_us": _microseconds(elsewhere_s),
+        "gross_us": 1e6 * gross_s,
+        "gross_percent": 100 * gross_s / step_s,
+        "ours_us": 1e6 * ours_s,
+        "ours_percent": 100 * ours_s / step_s,
     }
 
 
@@ -391,7 +409,7 @@ def print_table(summary: dict[str, Any]) -> None:
         f"{summary['num_ranks']} gloo ranks, {summary['num_parameters']} parameters;"
     )
     print(f"{summary['num_actions_applied']} actions applied in {summary['num_windows']} windows; load average {loads}")
-    _print_direct(summary["direct"], 10 / summary["step_ms"] / 100)
+    _print_direct(summary)
     print(
         f"\non against off, {summary['num_pairs']} pairs of {summary['block_steps']} steps (on off off on), "
         "95 % bootstrap interval of the mean:"
@@ -404,20 +422,24 @@ def print_table(summary: dict[str, Any]) -> None:
         print(f"{target['name']}: {target['percent']:.2f} %, target <= {target['limit_percent']:.0f} %: {verdict}")
 
 
-def _print_direct(direct: dict[str, Any], percent_per_us: float) -> None:
-    def line(name: str, us: float) -> None:
-        print(f"  {name:36}{us:12.1f}{us * percent_per_us:10.3f}")
+def _print_direct(summary: dict[str, Any]) -> None:
+    wall, cpu, launch = summary["direct_wall"], summary["direct_cpu"], summary["launch_part"]
 
-    parts, launch = direct["training_thread_us"], direct["launch_part"]
-    print(f"\n{'on the training thread':38}{'us per step':>12}{'% of step':>10}")
-    for part in sorted(set(parts) - {launch}):
-        line(part, parts[part])
-    line("sum: our code", direct["ours_us"])
-    line(f"{launch}, plain DDP's too", parts[launch])
-    line("sum with the launch", direct["gross_us"])
-    print("in other threads")
-    for part, us in direct["other_threads_us"].items():
-        line(part, us)
+    def line(name: str, wall_us: float, cpu_us: float) -> None:
+        percents = (us / summary["step_ms"] / 10 for us in (wall_us, cpu_us))
+        print(f"  {name:36}{wall_us:9.1f}{cpu_us:9.1f}" + "".join(f"{percent:9.3f}" for percent in percents))
+
+    def parts(thread: str, besides: str = "") -> None:
+        for part in sorted({*wall[thread], *cpu[thread]} - {besides}):
+            line(part, wall[thread].get(part, 0.0), cpu[thread].get(part, 0.0))
+
+    print(f"\n{'per step':38}{'us wall':>9}{'us CPU':>9}{'% wall':>9}{'% CPU':>9}\non the training thread")
+    parts("training_thread_us", besides=launch)
+    line("sum: our code", wall["ours_us"], cpu["ours_us"])
+    line(f"{launch}, in DDP too", wall["training_thread_us"][launch], cpu["training_thread_us"][launch])
+    line("sum with the launch", wall["gross_us"], cpu["gross_us"])
+    print("in gloo's threads")
+    parts("other_threads_us")
 
 
 def _print_paired(clock: str, paired: dict[str, Any]) -> None:
@@ -447,8 +469,8 @@ def main() -> int:
         "--no-targets", action="store_true", help="only report: exit code 0 also when a target is missed"
     )
     arguments = parser.parse_args()
-    if arguments.pairs < 1 or arguments.step_ms <= 0:
-        parser.error("--pairs must be at least 1 and --step-ms above 0")
+    if arguments.pairs < 2 or arguments.pairs % 2 or arguments.step_ms <= 0:
+        parser.error("--pairs must be even and at least 2, and --step-ms above 0")
     options = Options(arguments.pairs, arguments.step_ms / 1000)
     seconds = 3 * options.num_pairs * BLOCK_STEPS * options.step_s
     sys.stderr.write(f"overhead: {options.num_pairs} pairs of blocks, about {seconds:.0f} s\n")

@@ -1,39 +1,39 @@
 import math
-import time
+import threading
 from pathlib import Path
 
 import pytest
-from bench.stopwatch import Stopwatch
+from bench.stopwatch import NOW, Clock, Stopwatch
 from tests.support.benches import run_bench
+
+PAIRED = ("paired_wall", "paired_cpu")
+PARTS = ("hook: weighing", "hook: norms", "hook: callback", "loader", "sampler", "optimizer hooks", "session.step")
 
 
 def test_it_measures_a_real_job_and_writes_what_it_found(tmp_path: Path) -> None:
     result = run_bench("overhead", tmp_path / "result.json", "--pairs", "10", "--step-ms", "5")
-    direct, targets = result["direct"], result["targets"]
     assert (result["num_ranks"], result["window_steps"], result["num_pairs"]) == (2, 20, 10)
     assert result["num_windows"] >= result["num_actions_applied"] >= 1
-    parts = direct["training_thread_us"]
-    assert direct["launch_part"] in parts
-    assert {"hook: weighing", "hook: norms", "loader", "sampler", "optimizer hooks", "session.step"} <= set(parts)
-    assert sum(parts.values()) == pytest.approx(direct["gross_us"])
-    assert direct["ours_us"] == pytest.approx(direct["gross_us"] - parts[direct["launch_part"]])
-    ratios = [direct["ours_percent"], direct["gross_percent"], *(result[pair]["ratio"] for pair in PAIRED)]
-    assert all(math.isfinite(ratio) and ratio > 0 for ratio in ratios)
+    launch = result["launch_part"]
+    for clock in ("direct_wall", "direct_cpu"):
+        direct, parts = result[clock], result[clock]["training_thread_us"]
+        assert {*PARTS, launch} <= set(parts)
+        assert sum(parts.values()) == pytest.approx(direct["gross_us"])
+        assert direct["ours_us"] == pytest.approx(direct["gross_us"] - parts[launch])
+        assert all(math.isfinite(direct[key]) and direct[key] > 0 for key in ("ours_percent", "gross_percent"))
+    assert all(math.isfinite(result[pair]["ratio"]) and result[pair]["ratio"] > 0 for pair in PAIRED)
     for pair in PAIRED:
         low, high = result[pair]["interval_percent"]
         assert low <= result[pair]["mean_percent"] <= high
-    assert [target["percent"] for target in targets] == [
-        direct["ours_percent"],
+    assert [target["percent"] for target in result["targets"]] == [
+        result["direct_wall"]["ours_percent"],
         result["paired_wall"]["interval_percent"][1],
     ]
 
 
-PAIRED = ("paired_wall", "paired_cpu")
-
-
 def test_a_part_is_charged_less_the_parts_inside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setitem(NOW, Clock.CPU, lambda: now[0])
     watch = Stopwatch()
 
     def spend(seconds: float) -> None:
@@ -49,8 +49,11 @@ def test_a_part_is_charged_less_the_parts_inside_it(monkeypatch: pytest.MonkeyPa
 
     outer = watch.timed(work, "outer")
     outer()
-    assert watch.here == {}  # not running yet
-    watch.running = True
+    assert not any(watch.here.values())  # no clock yet
+    watch.clock = Clock.CPU
     outer()
-    assert watch.here == {"outer": 5, "inner": 10}
-    assert watch.elsewhere == {}
+    assert watch.here == {Clock.CPU: {"outer": 5, "inner": 10}, Clock.WALL: {}}
+    thread = threading.Thread(target=outer)
+    thread.start()
+    thread.join()
+    assert watch.elsewhere == watch.here
