@@ -65,6 +65,8 @@ class Session:
         self._loss_scaled = False
         self._closed = False
         self._leave: weakref.finalize[..., Session] | None = None
+        if parts.hook is not None:
+            weakref.finalize(self, parts.hook.settle)
         if parts.client is not None:  # the end is told, and the last messages leave, also when the script just ends
             self._leave = weakref.finalize(
                 self, _leave, parts.steering, parts.client, parts.close_timeout_s, may_restart=parts.may_restart
@@ -299,6 +301,8 @@ class Session:
         self._closed = True
         for handle in self._parts.removables:
             handle.remove()
+        if self._parts.hook is not None:
+            self._parts.hook.settle()
         if self._leave is not None:
             self._leave.detach()
         if self._parts.client is not None:

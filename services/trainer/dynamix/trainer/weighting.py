@@ -5,9 +5,11 @@ dot products over the gradient, the larger part of what we cost (docs/overhead.m
 the loss itself is scaled (`loss_factor`).
 """
 
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -22,7 +24,12 @@ Reduction = Literal["mean", "sum"]
 BaseHook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 """A DDP communication hook that averages over ranks, as torch's own do."""
 
+Callback = partial[torch.Tensor]
+
 HALF = (torch.float16, torch.bfloat16)
+
+SETTLE_S = 1.0
+"""The longest that closing waits for threads of the process group; they need microseconds."""
 
 
 class SquaredNorms(NamedTuple):
@@ -75,6 +82,8 @@ class GradientHook:
         self._to_mean = 0.0
         self._local: dict[int, float | torch.Tensor] = {}
         self._reduced: dict[int, float | torch.Tensor] = {}
+        self._lent: WeakSet[Callback] = WeakSet()
+        """Callbacks that a thread of the process group still holds."""
 
     def begin(self, plan: StepPlan) -> None:
         """Set the weights of the step that begins."""
@@ -103,11 +112,25 @@ class GradientHook:
             self._clock.gradient_ready()
         if not self._measures:
             self._weigh(bucket.buffer())
-            return self._start(bucket).then(self._finish)
+            return self._start(bucket).then(self._lend(partial(self._finish)))
         index, buffer = bucket.index(), bucket.buffer()
         self._local[index] = squared_norm(buffer) if self._scale else 0.0
         self._weigh(buffer)
-        return self._start(bucket).then(partial(self._finish_measured, index))
+        return self._start(bucket).then(self._lend(partial(self._finish_measured, index)))
+
+    def settle(self, timeout_s: float = SETTLE_S) -> None:
+        """Wait until the threads of the process group have let go of what they called.
+
+        They take the interpreter once more to drop a callback that is done. A thread that asks for it while it is being
+        taken down ends the whole process (`terminate called without an active exception`), after the last step.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while self._lent and time.monotonic() < deadline_s:
+            time.sleep(0.001)
+
+    def _lend(self, callback: Callback) -> Callback:
+        self._lent.add(callback)
+        return callback
 
     def _weigh(self, buffer: torch.Tensor) -> None:
         if self._scale:
