@@ -1,8 +1,8 @@
 """Exact weighting: g = sum_i (b_i / B) g_i, whatever the local batch sizes (method section 5.1).
 
-Under DDP a communication hook does it, so that the user's loss stays what it was; it also yields |g_i|^2 and |G|^2: two
-dot products over the gradient, the larger part of what we cost (docs/overhead.md), hence not on every step. Elsewhere
-the loss itself is scaled (`loss_factor`).
+Under DDP a communication hook does it, so that the user's loss stays what it was; it also yields |g_i|^2 and |G|^2:
+each is one more pass over the gradient, as the weighing itself is (docs/overhead.md), hence not on every step.
+Elsewhere the loss itself is scaled (`loss_factor`).
 """
 
 import time
