@@ -58,6 +58,8 @@ from dynamix.trainer.steering import Steering
 from dynamix.trainer.weighting import GradientHook
 
 WINDOW_STEPS = 20
+HIDDEN = {"small": 32, "large": 512}
+"""Sizes of the hidden layer: what weighing and norms cost grows with the model, the rest does not."""
 NUM_RANKS = 2
 LOCAL_BATCH_SIZE = 32
 BASE_GLOBAL_BATCH_SIZE = 48
@@ -78,6 +80,7 @@ class Options(NamedTuple):
 
     num_pairs: int
     step_s: float
+    hidden: int
 
 
 class Block(NamedTuple):
@@ -120,8 +123,8 @@ def watch_our_code() -> Stopwatch:
     return watch
 
 
-def make_model() -> nn.Module:
-    """A small CNN for 28 x 28 images, 0.4 M parameters."""
+def make_model(hidden: int) -> nn.Module:
+    """A small CNN for 28 x 28 images; nearly all of its parameters are in the hidden layer."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(1, 8, 3, stride=2, padding=1),
@@ -129,9 +132,9 @@ def make_model() -> nn.Module:
         nn.Conv2d(8, 16, 3, stride=2, padding=1),
         nn.ReLU(),
         nn.Flatten(),
-        nn.Linear(16 * 7 * 7, 512),
+        nn.Linear(16 * 7 * 7, hidden),
         nn.ReLU(),
-        nn.Linear(512, 10),
+        nn.Linear(hidden, 10),
     )
 
 
@@ -146,9 +149,9 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, p
     return loss
 
 
-def plain_arm(data: TensorDataset, pace_s: float) -> Step:
+def plain_arm(data: TensorDataset, hidden: int, pace_s: float) -> Step:
     """A step without us: DDP as it is, torch's sampler and loader."""
-    model = DistributedDataParallel(make_model())
+    model = DistributedDataParallel(make_model(hidden))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     loader = DataLoader(data, batch_size=LOCAL_BATCH_SIZE, sampler=DistributedSampler(data), drop_last=True)
     batches = _for_ever(loader)
@@ -159,9 +162,9 @@ def plain_arm(data: TensorDataset, pace_s: float) -> Step:
     return step
 
 
-def steered_arm(data: TensorDataset, pace_s: float, bus: BusSettings) -> tuple[Step, Session]:
+def steered_arm(data: TensorDataset, hidden: int, pace_s: float, bus: BusSettings) -> tuple[Step, Session]:
     """A step of the same model with a session."""
-    model = DistributedDataParallel(make_model())
+    model = DistributedDataParallel(make_model(hidden))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     session = dynamix.attach(
         model,
@@ -211,9 +214,9 @@ def measure_rank(options: Options, bus: BusSettings, *, speaks: bool) -> Measure
     """Both arms in turn."""
     watch = watch_our_code()
     data = TensorDataset(torch.randn(20_000, 1, 28, 28), torch.randint(0, 10, (20_000,)))
-    pace_s = _agree_on_pace(data, options.step_s)
-    off = plain_arm(data, pace_s)
-    on, session = steered_arm(data, pace_s, bus)
+    pace_s = _agree_on_pace(data, options)
+    off = plain_arm(data, options.hidden, pace_s)
+    on, session = steered_arm(data, options.hidden, pace_s, bus)
     for _ in range(WARM_UP_BLOCKS):
         timed_block(off)
         timed_block(on)
@@ -233,11 +236,11 @@ def measure_rank(options: Options, bus: BusSettings, *, speaks: bool) -> Measure
     return Measured(pairs, here, elsewhere)
 
 
-def _agree_on_pace(data: TensorDataset, step_s: float) -> float:
-    """Seconds to sleep in each step so that a plain one takes `step_s`: rank 0's."""
-    unpaced = plain_arm(data, 0.0)
+def _agree_on_pace(data: TensorDataset, options: Options) -> float:
+    """Seconds to sleep in each step so that a plain one takes `options.step_s`: rank 0's."""
+    unpaced = plain_arm(data, options.hidden, 0.0)
     taken_s = statistics.median(timed_block(unpaced).wall_s for _ in range(WARM_UP_BLOCKS))
-    pace = torch.tensor([max(step_s - taken_s, 0.0)], dtype=torch.float64)
+    pace = torch.tensor([max(options.step_s - taken_s, 0.0)], dtype=torch.float64)
     dist.broadcast(pace, src=0)
     return pace.item()
 
@@ -360,7 +363,7 @@ def summarise(measured: Measured, options: Options) -> dict[str, Any]:
         "step_ms": 1000 * options.step_s,
         "window_steps": WINDOW_STEPS,
         "num_ranks": NUM_RANKS,
-        "num_parameters": sum(parameter.numel() for parameter in make_model().parameters()),
+        "num_parameters": sum(parameter.numel() for parameter in make_model(options.hidden).parameters()),
         "num_pairs": len(measured.pairs),
         "block_steps": BLOCK_STEPS,
         "launch_part": LAUNCH,
@@ -466,12 +469,15 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=240, help="pairs of blocks (default: 240)")
     parser.add_argument("--step-ms", type=float, default=50.0, help="length of a step (default: 50)")
     parser.add_argument(
+        "--model", choices=HIDDEN, default="small", help="27 k parameters as in the demo, or 0.4 M (default: small)"
+    )
+    parser.add_argument(
         "--no-targets", action="store_true", help="only report: exit code 0 also when a target is missed"
     )
     arguments = parser.parse_args()
     if arguments.pairs < 2 or arguments.pairs % 2 or arguments.step_ms <= 0:
         parser.error("--pairs must be even and at least 2, and --step-ms above 0")
-    options = Options(arguments.pairs, arguments.step_ms / 1000)
+    options = Options(arguments.pairs, arguments.step_ms / 1000, HIDDEN[arguments.model])
     seconds = 3 * options.num_pairs * BLOCK_STEPS * options.step_s
     sys.stderr.write(f"overhead: {options.num_pairs} pairs of blocks, about {seconds:.0f} s\n")
     summary = asyncio.run(measure(options))
