@@ -45,6 +45,7 @@ types: venv ## mypy --strict
 bench: venv ## overhead and bus benchmarks: a table and JSON each, into out/
 	$(BIN)/python -m bench.bus --json out/bus.json
 	$(BIN)/python -m bench.overhead --json out/overhead.json
+	$(BIN)/python -m bench.overhead --model large --json out/overhead-large.json
 
 format: venv ## let ruff rewrite
 	$(BIN)/ruff check --fix .
