@@ -5,6 +5,11 @@ set -eu
 target=${1:?usage: fetch-fashion-mnist.sh DIRECTORY}
 installed=/usr/share/datasets/fashion-mnist
 mkdir -p "$target"
+missing=0
+for name in train-images-idx3 train-labels-idx1 t10k-images-idx3 t10k-labels-idx1; do
+    [ -s "$target/$name-ubyte.gz" ] || missing=1
+done
+[ "$missing" = 0 ] && exit 0 # put there by hand
 if [ -d "$installed" ]; then
     cp "$installed"/*.gz "$target"/
     exit 0
