@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt hatchling editables torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-	    --no-build-isolation --editable '.[train,cli,test,dev]'
+	    --no-build-isolation --editable '.[train,cli,learn,test,dev]'
 	@touch $@
 
 data: $(DATA)/.complete ## fetch Fashion-MNIST into .data (31 MB, hash-checked when read)

@@ -10,6 +10,7 @@ ROOT = Path(__file__).parents[1]
 ROOTS = {
     "schemas": ROOT / "schemas",
     **{name: ROOT / "services" / name for name in ("runtime", "collector", "reward", "arbitrator", "trainer")},
+    "lab": ROOT / "lab",
     "cli": ROOT / "cli",
 }
 MAY_IMPORT = {
@@ -19,7 +20,8 @@ MAY_IMPORT = {
     "reward": {"schemas", "runtime"},
     "arbitrator": {"schemas", "runtime"},
     "trainer": {"schemas", "runtime"},
-    "cli": {"schemas", "runtime", "collector", "reward", "arbitrator", "trainer"},
+    "lab": {"schemas", "runtime", "collector", "reward", "arbitrator", "trainer"},
+    "cli": {"schemas", "runtime", "collector", "reward", "arbitrator", "trainer", "lab"},
 }
 PURE_CORES = {
     "collector": {"window", "probes", "proc", "trust"},

@@ -9,7 +9,7 @@ from tests.support import made
 from dynamix.schemas import table
 from dynamix.schemas.chain import is_sealed, seal
 from dynamix.schemas.codec import decode_any, encode
-from dynamix.schemas.messages import Applied, Dead, Live, Message, PolicyVersion, RankReward, Reward
+from dynamix.schemas.messages import Applied, Dead, Event, Live, Message, PolicyVersion, RankReward, Reward
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "golden_messages.json").read_text())
 
@@ -45,6 +45,16 @@ MESSAGES: dict[str, Message] = {
     "policy": PolicyVersion(policy="ppo", version=3, feature_version=1, digest=b"d" * 32),
     "dead": Dead(service="reward", subject="dynamix.v1.window.a.b", sequence=9, reason="why", payload=b"x"),
     "live": Live(service="reward", instance="node-a", uptime_s=1.5, counters={"rewards": 4}),
+    "event": Event(
+        job=made.JOB,
+        generation=0,
+        window=9,
+        signature="size-stuck",
+        service="arbitrator",
+        value=1.0,
+        limit=0.9,
+        explanation="why",
+    ),
 }
 
 

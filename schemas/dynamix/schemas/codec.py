@@ -27,7 +27,7 @@ _identity_fields = {
     kind.struct: kind.tokens
     + tuple(
         name
-        for name in ("generation", "window", "decided_window", "phase", "version")
+        for name in ("generation", "window", "decided_window", "phase", "version", "signature")
         if name in kind.struct.__struct_fields__
     )
     for kind in KINDS

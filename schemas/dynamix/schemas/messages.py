@@ -57,6 +57,8 @@ class Job(Message, frozen=True, kw_only=True, array_like=True):
     """The trainer refuses an action decided more than this many windows ago."""
     policy_options: dict[str, float] = {}
     end_reason: Text = ""
+    supports_tracking: bool = False
+    """Whether the training processes can divide a global batch among themselves (`Action.split`)."""
 
     def __post_init__(self) -> None:
         """Raise ValueError when the parts of the specification contradict each other."""
@@ -148,6 +150,17 @@ class JobTotals(Message, frozen=True, kw_only=True, array_like=True):
     noise: GradientNoise | None = None
 
 
+class SystemMetrics(Message, frozen=True, kw_only=True, array_like=True):
+    """One rank's process and its children, as the collector saw them; `None` where it could not."""
+
+    cpu_time_ratio: float | None = None
+    """CPU seconds per second of the collector's own interval: 2.0 is two busy cores."""
+    memory_bytes: Count | None = None
+    """Resident memory of the process."""
+    memory_ratio: float | None = None
+    """Share of the device's memory in use on a GPU, otherwise resident memory over the node's."""
+
+
 class Report(Message, frozen=True, kw_only=True, array_like=True):
     """One window as the ranks of one node measured it."""
 
@@ -168,6 +181,8 @@ class Report(Message, frozen=True, kw_only=True, array_like=True):
     """The newest evaluation that the user's script reported."""
     num_reports_dropped: Count = 0
     """Reports of this node that were given up because the bus was away for too long."""
+    simulated: tuple[SystemMetrics, ...] = ()
+    """From a virtual cluster only: what a kernel would have shown of each row's process, which does not exist."""
 
 
 class NetworkMetrics(Message, frozen=True, kw_only=True, array_like=True):
@@ -179,17 +194,6 @@ class NetworkMetrics(Message, frozen=True, kw_only=True, array_like=True):
     retransmits: Count
     srtt_us: float | None = None
     """`None` when no acknowledgement was seen in the window."""
-
-
-class SystemMetrics(Message, frozen=True, kw_only=True, array_like=True):
-    """One rank's process and its children, as the collector saw them; `None` where it could not."""
-
-    cpu_time_ratio: float | None = None
-    """CPU seconds per second of the collector's own interval: 2.0 is two busy cores."""
-    memory_bytes: Count | None = None
-    """Resident memory of the process."""
-    memory_ratio: float | None = None
-    """Share of the device's memory in use on a GPU, otherwise resident memory over the node's."""
 
 
 class TrainingMetrics(Message, frozen=True, kw_only=True, array_like=True):
@@ -332,6 +336,8 @@ class Action(Message, frozen=True, kw_only=True, array_like=True):
     previous_hash: Digest = b""
     hash: Digest = b""
     """SHA-256 over this action without its hash; chains to `previous_hash` (dynamix.schemas.chain)."""
+    levers: dict[str, float] = {}
+    """Decisions beyond the sizes, by name; a trainer refuses an action with a lever that it does not know."""
 
 
 class Applied(Message, frozen=True, kw_only=True, array_like=True):
@@ -356,6 +362,27 @@ class PolicyVersion(Message, frozen=True, kw_only=True, array_like=True):
     feature_version: Count
     digest: Digest
     location: Text = ""
+
+
+Signature = Literal["size-stuck", "reward-collapse", "reward-plateau", "spread-between-runs", "value-unexplained"]
+"""Ways in which batch-size control is known to fail (method section 3)."""
+
+
+class Event(Message, frozen=True, kw_only=True, array_like=True):
+    """A failure signature, seen in a job's decisions or in the learning of a policy."""
+
+    job: Token
+    """The job, or the policy that learns."""
+    generation: Count
+    window: Count
+    """The window, or the episode of learning, in which it was seen."""
+    signature: Signature
+    service: Token
+    """Who saw it."""
+    value: float
+    """The number that crossed the limit."""
+    limit: float
+    explanation: Text
 
 
 class Dead(Message, frozen=True, kw_only=True, array_like=True):

@@ -31,7 +31,7 @@ JOBS = Stream(
 )
 FEED = Stream(
     name="FEED",
-    kinds=("report", "window", "state", "reward", "applied", "policy"),
+    kinds=("report", "window", "state", "reward", "applied", "policy", "event"),
     max_age_s=DAY_S,
     max_bytes=1024 * MIB,
     max_messages_per_subject=-1,

@@ -22,6 +22,7 @@ _DEPTH = {
     "policy": 1,
     "dead": 2,
     "live": 2,
+    "event": 1,
 }
 
 
@@ -92,6 +93,11 @@ def dead(kind: str, job: str) -> str:
 def live(service: str, instance: str) -> str:
     """Subject of a service's loss-tolerant heartbeat."""
     return _subject("live", service, instance)
+
+
+def event(job: str) -> str:
+    """Subject of the failure signatures seen in a job, or in the learning of a policy."""
+    return _subject("event", job)
 
 
 @lru_cache(maxsize=4096)

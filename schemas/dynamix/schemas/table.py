@@ -59,6 +59,9 @@ KINDS = (
     Kind("policy", 8, messages.PolicyVersion, ("policy",), "learner", "arbitrators", "a version of a policy exists"),
     Kind("dead", 9, messages.Dead, ("kind", "job"), "any service", "operators", "a message nobody could use, and why"),
     Kind("live", 10, messages.Live, ("service", "instance"), "any service", "operators", "heartbeat and counters"),
+    Kind(
+        "event", 11, messages.Event, ("job",), "arbitrator, learner", "watchers, operators", "a failure signature seen"
+    ),
 )
 
 BY_NAME = {kind.name: kind for kind in KINDS}
