@@ -1,1 +1,1 @@
-"""The laboratory: virtual jobs under the services' own pure functions, in one process; learning and honest comparison."""
+"""The laboratory: virtual jobs under the services' own pure functions; learning and honest comparison."""
