@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dynamix.trainer import datasets
-from dynamix.trainer.datasets import CorruptDataError, IdxFile, MissingDataError, fashion_mnist, read_idx
+from dynamix.trainer.datasets import CorruptDataError, PublishedFile, MissingDataError, fashion_mnist, read_idx
 
 DATA = Path(__file__).parents[2] / ".data" / "fashion-mnist"
 
@@ -36,8 +36,8 @@ def test_what_is_missing_and_how_to_get_it_is_said(tmp_path: Path) -> None:
 def test_packed_and_unpacked_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     images, labels = _idx((2, 1, 2), bytes((0, 255, 51, 102))), _idx((2,), bytes((3, 1)))
     files = (
-        IdxFile("images", hashlib.md5(images).hexdigest()),
-        IdxFile("labels", hashlib.md5(labels).hexdigest()),
+        PublishedFile("images", hashlib.md5(images).hexdigest()),
+        PublishedFile("labels", hashlib.md5(labels).hexdigest()),
     )
     monkeypatch.setitem(datasets.FASHION_MNIST_FILES, "test", files)
     (tmp_path / "images.gz").write_bytes(gzip.compress(images))
