@@ -1,0 +1,16 @@
+"""Models with their data and loss, written once for real training, the virtual cluster and the benchmarks."""
+
+from .optimizers import OPTIMIZERS, family_of_name, make_optimizer
+from .table import WORKLOADS, workload_named
+from .workload import Data, Part, Workload
+
+__all__ = [
+    "OPTIMIZERS",
+    "WORKLOADS",
+    "Data",
+    "Part",
+    "Workload",
+    "family_of_name",
+    "make_optimizer",
+    "workload_named",
+]

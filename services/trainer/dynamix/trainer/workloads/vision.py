@@ -1,0 +1,98 @@
+"""Models for images. None has BatchNorm.
+
+Batch statistics of a rank's own samples make the gradient depend on how a batch is divided (measured: 18 % relative
+error with 2 / 40 / 64 / 16 samples), and statistics over all ranks cost a collective per layer. Deep models have
+GroupNorm instead, which sees one sample only, with 16 channels in a group (Wu and He, 2018, table 3).
+"""
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - PyTorch's own habit
+from torch import Tensor, nn
+
+CHANNELS_PER_GROUP = 16
+NUM_CLASSES = 10
+VGG11 = (64, "M", 128, "M", 256, 256, "M", 512, 512, "M", 512, 512, "M")
+"""Channels of the convolutions of configuration A, and where a maximum halves the image (Simonyan, Zisserman, 2015)."""
+
+
+def mlp(num_pixels: int, num_hidden: int) -> nn.Sequential:
+    """One hidden layer: flatten, linear, ReLU, linear."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(num_pixels, num_hidden), nn.ReLU(), nn.Linear(num_hidden, NUM_CLASSES))
+
+
+def small_cnn() -> nn.Sequential:
+    """Two convolutions and two linear layers for grey images of 14 x 14: 11,178 parameters."""
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(16 * 3 * 3, 64),
+        nn.ReLU(),
+        nn.Linear(64, NUM_CLASSES),
+    )
+
+
+def vgg11() -> nn.Sequential:
+    """VGG11 for 32 x 32: eight convolutions with GroupNorm, one linear layer; 9.2 million parameters.
+
+    Without any norm it does not begin to learn from PyTorch's initial weights under SGD.
+    """
+    layers: list[nn.Module] = []
+    channels = 3
+    for width in VGG11:
+        if isinstance(width, str):
+            layers.append(nn.MaxPool2d(2))
+        else:
+            layers += [nn.Conv2d(channels, width, 3, padding=1, bias=False), _norm(width), nn.ReLU()]
+            channels = width
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels, NUM_CLASSES))
+
+
+class Block(nn.Module):
+    """Two convolutions beside a shortcut without parameters (He et al., 2016, option A)."""
+
+    def __init__(self, channels: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.convolution1 = nn.Conv2d(channels, width, 3, stride=stride, padding=1, bias=False)
+        self.norm1 = _norm(width)
+        self.convolution2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.norm2 = _norm(width)
+        self._stride = stride
+        self._new_channels = width - channels
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Images N x channels x side x side; the side shrinks by the stride, the channels grow to `width`."""
+        hidden = torch.relu(self.norm1(self.convolution1(inputs)))
+        return torch.relu(self.norm2(self.convolution2(hidden)) + self._shortcut(inputs))
+
+    def _shortcut(self, inputs: Tensor) -> Tensor:
+        if self._stride == 1 and self._new_channels == 0:
+            return inputs
+        half = self._new_channels // 2
+        return F.pad(inputs[:, :, :: self._stride, :: self._stride], (0, 0, 0, 0, half, self._new_channels - half))
+
+
+def resnet(depth: int) -> nn.Sequential:
+    """ResNet for 32 x 32 of He et al., 2016, section 4.2; depth 20 has 0.27 million parameters.
+
+    Raises:
+        ValueError: when the depth is not 6 n + 2.
+    """
+    num_blocks, rest = divmod(depth - 2, 6)
+    if rest or num_blocks < 1:
+        raise ValueError(f"depth={depth}: a ResNet for CIFAR has 6 n + 2 layers, 8, 14, 20, 26, 32 ...")
+    layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, padding=1, bias=False), _norm(16), nn.ReLU()]
+    channels = 16
+    for width in (16, 32, 64):
+        for block in range(num_blocks):
+            layers.append(Block(channels, width, stride=2 if block == 0 and width > channels else 1))
+            channels = width
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, NUM_CLASSES))
+
+
+def _norm(channels: int) -> nn.GroupNorm:
+    return nn.GroupNorm(channels // CHANNELS_PER_GROUP, channels)
