@@ -24,6 +24,8 @@ class Stream(msgspec.Struct, frozen=True, kw_only=True):
     deny_delete: bool = False
     """Refuse to delete or purge single messages: the log of decisions is append-only."""
     discard: Literal["old", "new"] = "old"
+    bucket: str = ""
+    """The object store that this stream is, in JetStream's standard layout; it then keeps no messages of ours."""
 
 
 JOBS = Stream(
@@ -45,5 +47,15 @@ ACTIONS = Stream(
     deny_delete=True,
 )
 DEAD = Stream(name="DEAD", kinds=("dead",), max_age_s=7 * DAY_S, max_bytes=16 * MIB, max_messages_per_subject=10_000)
+POLICIES = Stream(
+    name="OBJ_policies",
+    kinds=(),
+    max_age_s=0,
+    max_bytes=256 * MIB,
+    max_messages_per_subject=-1,
+    discard="new",
+    bucket="policies",
+)
+"""Learned policies as files: object `<policy>/<version>`."""
 
-STREAMS = (JOBS, FEED, ACTIONS, DEAD)
+STREAMS = (JOBS, FEED, ACTIONS, DEAD, POLICIES)

@@ -92,8 +92,9 @@ def markdown() -> str:
     for stream in STREAMS:
         age = f"{stream.max_age_s / 86400:g} days" if stream.max_age_s else "ever"
         count = str(stream.max_messages_per_subject) if stream.max_messages_per_subject > 0 else "no limit"
+        kept = ", ".join(stream.kinds) or f"objects: {stream.bucket}"
         lines.append(
-            f"| {stream.name} | {', '.join(stream.kinds)} | {age} | {stream.max_bytes >> 20} MiB | {count} "
+            f"| {stream.name} | {kept} | {age} | {stream.max_bytes >> 20} MiB | {count} "
             f"| {stream.duplicate_window_s:g} s |"
         )
     return "\n".join(lines) + "\n"

@@ -9,6 +9,7 @@ from dynamix.schemas.subjects import ROOT
 
 from .bus import Bus
 from .bus.errors import ApiError, BusError, StreamMissingError
+from .bus.object_layout import all_chunks, all_descriptions
 
 
 class ProvisionError(BusError):
@@ -50,7 +51,7 @@ def config_of(stream: Stream) -> dict[str, Any]:
     """JetStream's configuration of a stream."""
     return {
         "name": stream.name,
-        "subjects": [f"{ROOT}.{kind}.>" for kind in stream.kinds],
+        "subjects": _subjects_of(stream),
         "retention": "limits",
         "storage": "file",
         "discard": stream.discard,
@@ -61,7 +62,14 @@ def config_of(stream: Stream) -> dict[str, Any]:
         "deny_delete": stream.deny_delete,
         "deny_purge": stream.deny_delete,
         "allow_direct": True,
+        "allow_rollup_hdrs": bool(stream.bucket),  # an object's new description replaces the old one
     }
+
+
+def _subjects_of(stream: Stream) -> list[str]:
+    if stream.bucket:
+        return [all_chunks(stream.bucket), all_descriptions(stream.bucket)]
+    return [f"{ROOT}.{kind}.>" for kind in stream.kinds]
 
 
 def _same(present: Any, wanted: Any) -> bool:

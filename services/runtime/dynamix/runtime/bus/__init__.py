@@ -6,6 +6,8 @@ from .consumer import Consumer
 from .errors import (
     BusError,
     ConnectionClosedError,
+    ObjectBrokenError,
+    ObjectMissingError,
     PermissionDeniedError,
     PublishError,
     SequenceRegressError,
@@ -13,6 +15,8 @@ from .errors import (
     StreamMissingError,
 )
 from .message import Message, StreamState
+from .object_layout import ObjectInfo
+from .objects import StoredObject
 from .position import ALL, LAST_PER_SUBJECT, NEW, Start
 from .subscription import Subscription
 
@@ -25,11 +29,15 @@ __all__ = [
     "ConnectionClosedError",
     "Consumer",
     "Message",
+    "ObjectBrokenError",
+    "ObjectInfo",
+    "ObjectMissingError",
     "PermissionDeniedError",
     "PublishError",
     "SequenceRegressError",
     "StaleWriterError",
     "Start",
+    "StoredObject",
     "StreamMissingError",
     "StreamState",
     "Subscription",

@@ -2,7 +2,7 @@
 
 import asyncio
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Self
 
 from dynamix.runtime.settings import BusSettings
@@ -15,6 +15,8 @@ from .connection import Connection
 from .consumer import Consumer
 from .errors import StaleWriterError
 from .message import Message, StreamState
+from .object_layout import ObjectInfo
+from .objects import MAX_OBJECT_BYTES, Objects, StoredObject
 from .position import Start
 from .publisher import Publisher
 from .requests import Requests
@@ -28,6 +30,7 @@ class Bus:
         self._connection = connection
         self._requests = Requests(connection)
         self._publisher = Publisher(connection)
+        self._objects = Objects(self._requests, self._publisher, self.consume)
         self._consumers: weakref.WeakSet[Consumer] = weakref.WeakSet()
         self._subscriptions: weakref.WeakSet[Subscription] = weakref.WeakSet()
         self._consumed = {"received": 0, "received_twice": 0, "consumer_resets": 0}
@@ -151,6 +154,47 @@ class Bus:
     async def write_stream(self, action: Literal["CREATE", "UPDATE"], config: dict[str, Any]) -> None:
         """Create or update a stream: for `provision` only. Raises ApiError when JetStream refuses."""
         await stored.write_stream(self._requests, action, config)
+
+    async def put_object(
+        self,
+        bucket: str,
+        name: str,
+        data: bytes,
+        *,
+        metadata: Mapping[str, str] | None = None,
+        create_only: bool = False,
+    ) -> ObjectInfo:
+        """Store an object in a bucket. It is seen whole or not at all; the chunks of what it replaces are removed.
+
+        With `create_only` a name that was ever used, also by a deleted object, is never used again: of several
+        writers one succeeds.
+
+        Raises:
+            StaleWriterError: when somebody else has written this name since, or before with `create_only`.
+            ValueError: when `data` is over 64 MiB, or bucket or name are none.
+            StreamMissingError: when there is no such bucket.
+            BusError: as `publish`.
+        """
+        return await self._objects.put(bucket, name, data, metadata=metadata or {}, create_only=create_only)
+
+    async def get_object(self, bucket: str, name: str, *, max_bytes: int = MAX_OBJECT_BYTES) -> StoredObject:
+        """Read an object whole, with its digest checked. Broker restarts are bridged.
+
+        Raises:
+            ObjectMissingError: when there is none of this name.
+            ObjectBrokenError: when it is truncated, over `max_bytes`, a link, or not of its digest.
+            StreamMissingError: when there is no such bucket.
+            BusError: when nothing more comes for 60 s.
+        """
+        return await self._objects.get(bucket, name, max_bytes=max_bytes)
+
+    async def object_info(self, bucket: str, name: str) -> ObjectInfo | None:
+        """What is written about an object, also about a deleted one; `None` when there is nothing."""
+        return await self._objects.info(bucket, name)
+
+    async def list_objects(self, bucket: str) -> list[ObjectInfo]:
+        """What is written about all objects of a bucket, also about deleted ones, sorted by name."""
+        return await self._objects.list_all(bucket)
 
     def consume(
         self,

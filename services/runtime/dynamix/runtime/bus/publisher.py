@@ -11,6 +11,8 @@ import functools
 import itertools
 import logging
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import msgspec
 
@@ -44,6 +46,7 @@ TICK_S = 0.1
 HEADER_ROOM_BYTES = 1024
 MESSAGE_ID = "Nats-Msg-Id"
 EXPECTED_LAST = "Nats-Expected-Last-Subject-Sequence"
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
 _SUBJECT = re.compile(r"[^\s.*>\x00-\x1f]+(\.[^\s.*>\x00-\x1f]+)*")
@@ -138,7 +141,12 @@ class Publisher:
         return not self._table
 
     async def publish(
-        self, subject: str, payload: bytes, message_id: str, expected_last: int | None = None
+        self,
+        subject: str,
+        payload: bytes,
+        message_id: str,
+        expected_last: int | None = None,
+        more_headers: Mapping[str, str] = NO_HEADERS,
     ) -> asyncio.Future[int]:
         """Put a message in flight, waiting while the table is full; the future is its sequence in the stream.
 
@@ -159,7 +167,7 @@ class Publisher:
             await self._room.wait()
         if self._failure is not None:
             raise self._failure
-        headers = {MESSAGE_ID: message_id}
+        headers = {MESSAGE_ID: message_id, **more_headers}
         if expected_last is not None:
             headers[EXPECTED_LAST] = str(expected_last)
         loop = self._loop

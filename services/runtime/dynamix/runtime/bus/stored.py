@@ -14,6 +14,7 @@ class _State(msgspec.Struct):
     messages: int
     first_seq: int
     last_seq: int
+    subjects: dict[str, int] | None = None
 
 
 class _StreamInfo(Answer):
@@ -37,6 +38,13 @@ async def stream_state(requests: Requests, stream: str) -> StreamState:
     state = (await requests.ask(f"STREAM.INFO.{stream}", None, _StreamInfo)).state
     assert state is not None, "the API answers with an error or a state"
     return StreamState(state.first_seq, state.last_seq, state.messages)
+
+
+async def count_messages(requests: Requests, stream: str, subject: str) -> int:
+    """How many messages a stream holds on one subject. Raises StreamMissingError when there is none of this name."""
+    state = (await requests.ask(f"STREAM.INFO.{stream}", {"subjects_filter": subject}, _StreamInfo)).state
+    assert state is not None, "the API answers with an error or a state"
+    return (state.subjects or {}).get(subject, 0)
 
 
 async def stream_config(requests: Requests, stream: str) -> dict[str, Any]:

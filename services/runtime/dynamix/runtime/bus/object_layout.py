@@ -1,0 +1,180 @@
+"""The standard layout of a JetStream object store: names of streams and subjects, and what is written about an object.
+
+As the official tools have it (NATS ADR-20): the bucket is the stream `OBJ_<bucket>`; an object's bytes are chunks on
+`$O.<bucket>.C.<nuid>`, a subject of this one upload; the last message on `$O.<bucket>.M.<name in base64>` describes it.
+No I/O.
+"""
+
+import base64
+import binascii
+import datetime as dt
+import hashlib
+import re
+import secrets
+
+import msgspec
+
+from .errors import ObjectBrokenError
+
+CHUNK_BYTES = 128 * 1024
+"""The layout's own default; with headers it is far below a broker's limit of 1 MB."""
+
+MAX_NAME_BYTES = 512
+DIGEST_PREFIX = "SHA-256="
+
+_BUCKET = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+class ObjectLink(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Where an object points to: another object, or a whole bucket."""
+
+    bucket: str
+    name: str = ""
+
+
+class ObjectOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How an object is stored."""
+
+    max_chunk_size: int | None = None
+    link: ObjectLink | None = None
+    """Ours never have one."""
+
+
+class ObjectInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a bucket says about an object; the field names are the layout's."""
+
+    name: str
+    bucket: str
+    nuid: str
+    """Names this upload: the last token of its chunks' subject."""
+    size: int
+    """Bytes."""
+    chunks: int
+    digest: str
+    """`SHA-256=` and the digest in URL-safe base64."""
+    mtime: str = ""
+    """When it was put, as RFC 3339."""
+    deleted: bool = False
+    options: ObjectOptions | None = None
+    metadata: dict[str, str] = {}
+
+    @property
+    def sha256(self) -> bytes:
+        """The digest's 32 bytes.
+
+        Raises:
+            ObjectBrokenError: when `digest` is none.
+        """
+        try:
+            value = base64.urlsafe_b64decode(self.digest[len(DIGEST_PREFIX) :] + "==")
+        except (binascii.Error, ValueError):
+            value = b""
+        if not self.digest.upper().startswith(DIGEST_PREFIX) or len(value) != hashlib.sha256().digest_size:
+            raise ObjectBrokenError(f"object {self.name!r}: {self.digest!r} is no SHA-256 digest")
+        return value
+
+    @property
+    def is_link(self) -> bool:
+        """Whether it only points to another object."""
+        return self.options is not None and self.options.link is not None
+
+
+class _Loose(msgspec.Struct, frozen=True, kw_only=True):
+    """An object's description as anybody may write it: a deleted object has no size, an old client no metadata."""
+
+    name: str
+    bucket: str
+    nuid: str = ""
+    size: int | None = None
+    chunks: int | None = None
+    digest: str | None = None
+    mtime: str | None = None
+    deleted: bool | None = None
+    options: ObjectOptions | None = None
+    metadata: dict[str, str] | None = None
+
+
+def stream_of(bucket: str) -> str:
+    """The stream that a bucket is.
+
+    Raises:
+        ValueError: when no bucket can have this name.
+    """
+    if _BUCKET.fullmatch(bucket) is None:
+        raise ValueError(f"{bucket!r} is no name of a bucket: use 1 to 64 of the characters A-Z, a-z, 0-9, '_' and '-'")
+    return f"OBJ_{bucket}"
+
+
+def all_chunks(bucket: str) -> str:
+    """The subjects of all chunks of a bucket."""
+    return f"$O.{bucket}.C.>"
+
+
+def all_descriptions(bucket: str) -> str:
+    """The subjects of all descriptions of a bucket."""
+    return f"$O.{bucket}.M.>"
+
+
+def chunk_subject(bucket: str, nuid: str) -> str:
+    """Subject of the chunks of one upload.
+
+    Raises:
+        ObjectBrokenError: when `nuid`, which may come from a foreign description, is not one token.
+    """
+    if not nuid.isalnum() or not nuid.isascii():
+        raise ObjectBrokenError(f"{nuid!r} names no upload in bucket {bucket}")
+    return f"$O.{bucket}.C.{nuid}"
+
+
+def description_subject(bucket: str, name: str) -> str:
+    """Subject of the description of an object.
+
+    Raises:
+        ValueError: when the name is empty or over `MAX_NAME_BYTES`.
+    """
+    encoded = name.encode()
+    if not 0 < len(encoded) <= MAX_NAME_BYTES:
+        raise ValueError(f"an object's name has 1 to {MAX_NAME_BYTES} bytes, not {len(encoded)}")
+    return f"$O.{bucket}.M.{base64.urlsafe_b64encode(encoded).decode()}"
+
+
+def describe_object(bucket: str, name: str, data: bytes, metadata: dict[str, str]) -> ObjectInfo:
+    """The description of an object that is about to be put."""
+    return ObjectInfo(
+        name=name,
+        bucket=bucket,
+        nuid=secrets.token_hex(11),
+        size=len(data),
+        chunks=-(-len(data) // CHUNK_BYTES),
+        digest=DIGEST_PREFIX + base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode(),
+        mtime=dt.datetime.now(dt.UTC).isoformat().replace("+00:00", "Z"),
+        options=ObjectOptions(max_chunk_size=CHUNK_BYTES),
+        metadata=metadata,
+    )
+
+
+def read_description(payload: bytes) -> ObjectInfo:
+    """The description in a message.
+
+    Raises:
+        ObjectBrokenError: when it is none.
+    """
+    try:
+        loose = msgspec.json.decode(payload, type=_Loose)
+    except msgspec.DecodeError as error:
+        raise ObjectBrokenError(f"the description of an object cannot be read: {error}") from error
+    size, chunks = loose.size or 0, loose.chunks or 0
+    if size < 0 or chunks < 0:
+        raise ObjectBrokenError(f"object {loose.name!r} of {size} bytes in {chunks} chunks cannot be")
+    return ObjectInfo(
+        name=loose.name,
+        bucket=loose.bucket,
+        nuid=loose.nuid,
+        size=size,
+        chunks=chunks,
+        digest=loose.digest or "",
+        mtime=loose.mtime or "",
+        deleted=bool(loose.deleted),
+        options=loose.options,
+        metadata=loose.metadata or {},
+    )

@@ -1,0 +1,207 @@
+"""Whole files on the bus: object stores in the standard layout, written in one piece and read by our own pull reader.
+
+nats-py's reader takes an ordered consumer, which can stall in silence, and adds chunk to chunk in quadratic time; this
+one is a plain pull consumer that bridges lost connections, with a limit for the size and a check of the digest.
+"""
+
+import asyncio
+import collections
+import contextlib
+import hashlib
+import logging
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from . import object_layout as layout
+from .consumer import Consumer
+from .errors import BusError, ConnectionClosedError, ObjectBrokenError, ObjectMissingError, StaleWriterError
+from .message import Message
+from .object_layout import ObjectInfo
+from .position import ALL, LAST_PER_SUBJECT, Start
+from .publisher import Publisher
+from .requests import Answer, Requests
+from .stored import count_messages, last_message
+
+logger = logging.getLogger(__name__)
+
+MAX_OBJECT_BYTES = 64 << 20
+"""What is larger belongs into a file system."""
+MAX_CHUNKS_IN_FLIGHT = 16
+"""2 MB on their way: enough to keep the line busy, too little to delay other messages of this connection."""
+STALL_TIMEOUT_S = 60.0
+"""As long as a request waits for a broker that restarts."""
+CLEAN_UP_TIMEOUT_S = 5.0
+ROLLUP = {"Nats-Rollup": "sub"}
+"""A description replaces its predecessor."""
+
+
+class StoredObject(NamedTuple):
+    """An object as read: its digest is that of its description."""
+
+    info: ObjectInfo
+    data: bytes
+
+
+class Consume(Protocol):
+    """How a consumer is made: `Bus.consume`."""
+
+    def __call__(self, stream: str, subjects: list[str], *, start: Start) -> Consumer:
+        """A consumer of some subjects."""
+
+
+class _PurgeAnswer(Answer):
+    purged: int = 0
+
+
+class Objects:
+    """The object stores of one connection; `Bus` shows it as `put_object`, `get_object` and so on."""
+
+    def __init__(self, requests: Requests, publisher: Publisher, consume: Consume) -> None:
+        self._requests = requests
+        self._publisher = publisher
+        self._consume = consume
+
+    async def put(
+        self, bucket: str, name: str, data: bytes, *, metadata: Mapping[str, str], create_only: bool
+    ) -> ObjectInfo:
+        """Store an object: all of its chunks, then the description that makes it visible; see `Bus.put_object`."""
+        if len(data) > MAX_OBJECT_BYTES:
+            raise ValueError(f"object {name!r} of {len(data)} bytes is over the limit of {MAX_OBJECT_BYTES}")
+        stream, subject = layout.stream_of(bucket), layout.description_subject(bucket, name)
+        before = await last_message(self._requests, stream, subject)
+        if before is not None and create_only:
+            raise StaleWriterError(f"bucket {bucket} has an object {name!r} already", before.sequence)
+        info = layout.describe_object(bucket, name, data, dict(metadata))
+        chunks = layout.chunk_subject(bucket, info.nuid)
+        try:
+            await self._upload(chunks, info.nuid, data)
+        except BaseException:
+            await self._clean_up(stream, chunks)
+            raise
+        try:
+            await self._describe(stream, subject, info, expected_last=0 if before is None else before.sequence)
+        except StaleWriterError:  # any other error leaves open whether the description was stored: leave its chunks
+            await self._clean_up(stream, chunks)
+            raise
+        if before is not None:
+            with contextlib.suppress(ObjectBrokenError):  # a description that nobody can read names no chunks
+                await self._clean_up(stream, layout.chunk_subject(bucket, layout.read_description(before.payload).nuid))
+        return info
+
+    async def get(self, bucket: str, name: str, *, max_bytes: int) -> StoredObject:
+        """Read an object; see `Bus.get_object`."""
+        info = await self.info(bucket, name)
+        while True:
+            if info is None or info.deleted:
+                raise ObjectMissingError(f"bucket {bucket} has no object {name!r}")
+            try:
+                return StoredObject(info, await self._read(bucket, info, max_bytes))
+            except ObjectBrokenError:
+                newer = await self.info(bucket, name)
+                if newer is None or newer.nuid == info.nuid:
+                    raise
+                info = newer  # replaced while we were reading it
+
+    async def info(self, bucket: str, name: str) -> ObjectInfo | None:
+        """What is written about an object, also about a deleted one; see `Bus.object_info`."""
+        stream, subject = layout.stream_of(bucket), layout.description_subject(bucket, name)
+        message = await last_message(self._requests, stream, subject)
+        return None if message is None else layout.read_description(message.payload)
+
+    async def list_all(self, bucket: str) -> list[ObjectInfo]:
+        """Everything that is described, also deleted objects, by name; see `Bus.list_objects`."""
+        stream, subjects = layout.stream_of(bucket), layout.all_descriptions(bucket)
+        newest = await last_message(self._requests, stream, subjects)
+        found: dict[str, ObjectInfo] = {}
+        if newest is None:
+            return []
+        async with self._consume(stream, [subjects], start=LAST_PER_SUBJECT) as consumer:
+            while True:
+                batch = await _next(consumer)
+                for message in batch:
+                    try:
+                        info = layout.read_description(message.payload)
+                        found[info.name] = info
+                    except ObjectBrokenError as error:
+                        logger.warning("skipped in bucket %s: %s", bucket, error)
+                if batch[-1].num_pending == 0 or batch[-1].sequence >= newest.sequence:
+                    return sorted(found.values(), key=lambda info: info.name)
+
+    async def _upload(self, subject: str, nuid: str, data: bytes) -> None:
+        """Publish the chunks in order, a few ahead of their acknowledgements."""
+        on_the_way: collections.deque[asyncio.Future[int]] = collections.deque()
+        try:
+            for index, start in enumerate(range(0, len(data), layout.CHUNK_BYTES)):
+                if len(on_the_way) >= MAX_CHUNKS_IN_FLIGHT:
+                    await on_the_way.popleft()
+                chunk = data[start : start + layout.CHUNK_BYTES]
+                on_the_way.append(await self._publisher.publish(subject, chunk, f"{nuid}:{index}"))
+            await asyncio.gather(*on_the_way)
+        except BaseException:
+            for future in on_the_way:
+                future.cancel()
+            raise
+
+    async def _describe(self, stream: str, subject: str, info: ObjectInfo, *, expected_last: int) -> None:
+        payload = msgspec.json.encode(info)
+        try:
+            await (await self._publisher.publish(subject, payload, f"{info.nuid}:described", expected_last, ROLLUP))
+        except StaleWriterError:
+            # a retry that comes when the broker has forgotten the first try's identity
+            last = await last_message(self._requests, stream, subject)
+            if last is None or last.payload != payload:
+                raise
+
+    async def _clean_up(self, stream: str, subject: str) -> None:
+        """Free the room of chunks that nothing describes; they harm nobody if that fails."""
+        try:
+            async with asyncio.timeout(CLEAN_UP_TIMEOUT_S):
+                await self._requests.ask(f"STREAM.PURGE.{stream}", {"filter": subject}, _PurgeAnswer)
+        except (BusError, TimeoutError) as error:
+            logger.warning("chunks on %s are left behind: %s", subject, error)
+
+    async def _read(self, bucket: str, info: ObjectInfo, max_bytes: int) -> bytes:
+        """The bytes behind a description: exactly so many, with its digest."""
+        name = f"object {info.name!r} in bucket {bucket}"
+        if info.is_link:
+            raise ObjectBrokenError(f"{name} only points to another one: get that one")
+        if info.size > max_bytes:
+            raise ObjectBrokenError(f"{name} has {info.size} bytes, over the limit of {max_bytes}")
+        expected = info.sha256
+        data = await self._read_chunks(bucket, info, name) if info.size or info.chunks else b""
+        if hashlib.sha256(data).digest() != expected:
+            raise ObjectBrokenError(f"{name} does not have the digest that its description says: put it again")
+        return data
+
+    async def _read_chunks(self, bucket: str, info: ObjectInfo, name: str) -> bytes:
+        stream, subject = layout.stream_of(bucket), layout.chunk_subject(bucket, info.nuid)
+        num_stored = await count_messages(self._requests, stream, subject)
+        if num_stored != info.chunks:
+            raise ObjectBrokenError(f"{name} has {num_stored} of its {info.chunks} chunks: put it again")
+        parts: list[bytes] = []
+        size = 0
+        async with self._consume(stream, [subject], start=ALL) as consumer:
+            while len(parts) < info.chunks and size <= info.size:
+                for message in await _next(consumer):
+                    parts.append(message.payload)
+                    size += len(message.payload)
+        if size != info.size or len(parts) != info.chunks:
+            raise ObjectBrokenError(f"{name} has {size} bytes where its description says {info.size}: put it again")
+        return b"".join(parts)
+
+
+async def _next(consumer: Consumer) -> list[Message]:
+    """The consumer's next batch.
+
+    Raises:
+        BusError: when nothing comes for `STALL_TIMEOUT_S`, or the bus ends its intake.
+    """
+    try:
+        async with asyncio.timeout(STALL_TIMEOUT_S):
+            return await anext(consumer)
+    except TimeoutError:
+        raise BusError(f"nothing more of the object came within {STALL_TIMEOUT_S:g} s") from None
+    except StopAsyncIteration:
+        raise ConnectionClosedError("the bus ended its intake before the object was read") from None
