@@ -338,6 +338,8 @@ class Action(Message, frozen=True, kw_only=True, array_like=True):
     """SHA-256 over this action without its hash; chains to `previous_hash` (dynamix.schemas.chain)."""
     levers: dict[str, float] = {}
     """Decisions beyond the sizes, by name; a trainer refuses an action with a lever that it does not know."""
+    policy_digest: Digest = b""
+    """SHA-256 of the policy's file; empty for policies that do not learn. Fixed within a generation."""
 
 
 class Applied(Message, frozen=True, kw_only=True, array_like=True):

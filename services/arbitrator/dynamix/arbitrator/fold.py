@@ -20,7 +20,7 @@ from dynamix.schemas.features import (
 )
 from dynamix.schemas.messages import Action, Job, State
 
-from .policy import Decision, Policy
+from .policy import Decision, Policy, digest_of
 
 MAX_AGE_WINDOWS = 16
 """A row older than this is forgotten: it says little, and a restart would have to read back to it."""
@@ -59,6 +59,10 @@ class Fold:
         self.previous_hash = b""
         if last is not None:
             self.adopt(last)
+
+    def use(self, policy: Policy) -> None:
+        """Decide with another policy from here on: the one that the stored actions of this generation name."""
+        self._policy = policy
 
     def add(self, sequence: int, state: State) -> bool:
         """Take in one recorded state of this generation; false when its window was closed without it.
@@ -108,6 +112,7 @@ class Fold:
             deltas=tuple(new - old for new, old in zip(sizes, self._decided, strict=True)),
             policy=self._policy.name,
             policy_version=self._policy.version,
+            policy_digest=digest_of(self._policy),
             watermark=self._watermark_after(window),
             split=decision.split,
             gap=self._gap,

@@ -1,6 +1,6 @@
 """What a policy is: a pure function of what is known about one job at one closed window."""
 
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +45,20 @@ class Policy(Protocol):
             global_F: `schemas.features.GLOBAL_FEATURES`; NaN where unknown.
             carry: the carry of the previous decision, empty at the start of a generation.
         """
+
+
+@runtime_checkable
+class FromFile(Protocol):
+    """A policy that was read from a file, as learned ones are."""
+
+    @property
+    def digest(self) -> bytes:
+        """SHA-256 of the file: with name and version it tells exactly which policy decided."""
+
+
+def digest_of(policy: Policy) -> bytes:
+    """SHA-256 of the file that a policy was read from; empty for a policy that is only code."""
+    return policy.digest if isinstance(policy, FromFile) else b""
 
 
 def column(obs_WF: Array32, name: str) -> Array64:
