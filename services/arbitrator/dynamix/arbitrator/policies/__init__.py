@@ -5,13 +5,27 @@ from types import MappingProxyType
 
 from dynamix.arbitrator.policy import Policy
 
+from .doubling import Doubling
+from .goodput import Goodput
+from .noise_scale import NoiseScale
 from .proportional import Proportional
 from .random import Random
+from .rule import Rule
 from .static import Static
 
 POLICIES: Mapping[str, Policy] = MappingProxyType(
-    {policy.name: policy for policy in (Static(), Random(), Proportional())}
+    {
+        policy.name: policy
+        for policy in (Static(), Random(), Proportional(), NoiseScale(), Goodput(), Doubling(), Rule())
+    }
 )
+"""Those that are code alone; learned ones are files."""
+
+DEFAULT_POLICY = "rule"
+"""What a job is steered by that names no policy."""
+
+DEFAULT_POLICY = "rule"
+"""The product's default: what wins on the held-out suite (`dynamix evaluate`, docs/results.md)."""
 
 
 def policy_named(name: str) -> Policy:
