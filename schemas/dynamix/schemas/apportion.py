@@ -1,0 +1,176 @@
+"""Divides a global batch among ranks in proportion to weights, within bounds, in whole samples.
+
+Arbitrator, training processes and virtual cluster share it. Every rank of a job calls it for itself and all must come
+to the same sizes, so comparisons of whole numbers alone define the result, never the order of a sum of floats.
+
+Definition: every rank begins at its lower bound; each further sample goes to the rank whose `size / weight` it leaves
+smallest, equal ones to the lowest rank. That makes the largest `size / weight`, the compute time of the slowest rank,
+as small as whole samples allow (the divisor method of D'Hondt and Jefferson; shares rounded to the nearest would not).
+It is computed from the other end: all samples up to a level near the final one, then the few that are missing or over.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from heapq import heapify, heapreplace
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+WEIGHT_BITS = 30
+"""Precision of a weight, relative to the largest. With it the float64 nearest to `size / weight` orders all of them as
+the fractions themselves are ordered, for sizes below 2^21: two that differ do so by more than 1 part in 2^52."""
+
+WIDE = 64
+"""From so many ranks on arrays are faster than lists."""
+
+MAX_WIDE_TOTAL = 1 << 31
+"""With larger totals the products of the wide path could leave 64 bits."""
+
+Floats = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
+Number = TypeVar("Number", int, float)
+
+
+def apportion(
+    total: int,
+    weights: Sequence[float] | Floats,
+    lower: Sequence[int] | Integers,
+    upper: Sequence[int] | Integers,
+) -> tuple[int, ...]:
+    """Sizes with `lower <= size <= upper` and the sum `total`, in proportion to `weights` where the bounds allow it.
+
+    Where the bounds cannot hold `total`, the nearest sum they can hold is divided. 15 to 25 us for 8 ranks, 3 to 5 ms
+    for 10,000.
+
+    Args:
+        total: samples per step over all ranks.
+        weights: one number per rank, for example its throughput; not negative. Only ratios count: each is rounded down
+            to a whole number of units, of which the largest has 2^29 to 2^30, and is at least 1. So equal weights share
+            alike, and a weight of 0 gets its lower bound until all the others are full.
+        lower: smallest size per rank.
+        upper: largest size per rank, not below `lower`.
+
+    Raises:
+        ValueError: when a weight is negative or not finite, a lower bound is above its upper one, or lengths differ.
+    """
+    if not len(weights) == len(lower) == len(upper):
+        raise ValueError(f"{len(weights)} weights for {len(lower)} lower and {len(upper)} upper bounds")
+    if len(weights) < WIDE or max(total, sum(lower)) >= MAX_WIDE_TOTAL:
+        return _narrow(int(total), _listed(weights), _listed(lower), _listed(upper))
+    return _wide(int(total), np.asarray(weights, np.float64), np.asarray(lower, np.int64), np.asarray(upper, np.int64))
+
+
+def _narrow(total: int, weights: list[float], lower: list[int], upper: list[int]) -> tuple[int, ...]:
+    """For few ranks, or very many samples."""
+    if any(map(int.__gt__, lower, upper)):
+        raise ValueError(_crossed(lower, upper))
+    total = min(max(total, sum(lower)), sum(upper))
+    shift = _shift(min(weights, default=0.0), max(weights, default=0.0), finite=all(map(math.isfinite, weights)))
+    whole = [int(math.ldexp(weight, shift)) or 1 for weight in weights]
+    above, below = _level(total, list(zip(whole, lower, upper, strict=True)))
+    sizes = [
+        min(max(above * weight // below, low), high) for weight, low, high in zip(whole, lower, upper, strict=True)
+    ]
+    excess = sum(sizes) - total
+    if excess < 0:
+        _add(-excess, sizes, whole, upper, range(len(sizes)))
+    elif excess > 0:
+        _take(excess, sizes, whole, lower, range(len(sizes)))
+    return tuple(sizes)
+
+
+def _wide(total: int, weights: Floats, lower: Integers, upper: Integers) -> tuple[int, ...]:
+    """The same for many ranks; only those that come first can be among the first `excess` samples."""
+    if (lower > upper).any():
+        raise ValueError(_crossed(lower.tolist(), upper.tolist()))
+    total = min(max(total, int(lower.sum())), int(upper.sum()))
+    shift = _shift(float(weights.min()), float(weights.max()), finite=bool(np.isfinite(weights).all()))
+    whole = np.maximum(np.ldexp(weights, shift).astype(np.int64), 1)
+    above, below = _wide_level(total, whole, lower, upper)
+    counts = np.clip(above * whole // below, lower, upper)
+    excess, sizes = int(counts.sum()) - total, counts.tolist()
+    if excess < 0:
+        order = np.argsort(np.where(counts < upper, (counts + 1) / whole, np.inf), kind="stable")
+        _add(-excess, sizes, whole.tolist(), upper.tolist(), order[:-excess].tolist())
+    elif excess > 0:
+        order = len(sizes) - 1 - np.argsort(np.where(counts > lower, -counts / whole, np.inf)[::-1], kind="stable")
+        _take(excess, sizes, whole.tolist(), lower.tolist(), order[:excess].tolist())
+    return tuple(sizes)
+
+
+def _shift(smallest: float, largest: float, *, finite: bool) -> int:
+    """The power of two that makes `WEIGHT_BITS` digits of the largest weight whole; scaling by it is exact."""
+    if smallest < 0 or not finite:
+        raise ValueError(f"weights must be finite and not negative: they range from {smallest:g} to {largest:g}")
+    return WEIGHT_BITS - math.frexp(largest)[1]
+
+
+def _level(total: int, free: list[tuple[int, int, int]]) -> tuple[int, int]:
+    """A fraction near the largest `size / weight` of the result; only speed depends on how near.
+
+    Shares that need not be whole have one: while some are out of bounds, those on the side that is further out stay at
+    their bounds and the others share what is left. Each round settles at least one rank; two or three rounds do. Half a
+    sample per free rank is added for what rounding down takes off.
+    """
+    left = total
+    while True:
+        share = sum([weight for weight, _, _ in free])
+        under = [rank for rank in free if left * rank[0] < rank[1] * share]
+        over = [rank for rank in free if left * rank[0] > rank[2] * share]
+        if not (under or over):
+            return 2 * left + len(free), 2 * max(share, 1)
+        lack = sum([low * share - left * weight for weight, low, _ in under])
+        spare = sum([left * weight - high * share for weight, _, high in over])
+        if lack >= spare:
+            free = [rank for rank in free if left * rank[0] >= rank[1] * share]
+            left -= sum([low for _, low, _ in under])
+        else:
+            free = [rank for rank in free if left * rank[0] <= rank[2] * share]
+            left -= sum([high for _, _, high in over])
+
+
+def _wide_level(total: int, whole: Integers, lower: Integers, upper: Integers) -> tuple[int, int]:
+    """The same on arrays, in float64: near enough."""
+    left, share, free = total, int(whole.sum()), np.ones(len(whole), dtype=bool)
+    while True:
+        shares = (left / share) * whole
+        under, over = free & (shares < lower), free & (shares > upper)
+        lack, spare = (lower - shares)[under].sum(), (shares - upper)[over].sum()
+        settled, bounds = (under, lower) if lack >= spare else (over, upper)
+        if not settled.any() or settled.sum() == free.sum():
+            return 2 * left + int(free.sum()), 2 * share
+        left -= int(bounds[settled].sum())
+        share -= int(whole[settled].sum())
+        free &= ~settled
+
+
+def _add(count: int, sizes: list[int], whole: list[int], upper: list[int], ranks: Iterable[int]) -> None:
+    """Add samples, each to the one of `ranks` that it leaves lowest."""
+    heap = [((sizes[rank] + 1) / whole[rank], rank) for rank in ranks if sizes[rank] < upper[rank]]
+    heapify(heap)
+    for _ in range(count):
+        rank = heap[0][1]
+        sizes[rank] += 1
+        heapreplace(heap, ((sizes[rank] + 1) / whole[rank] if sizes[rank] < upper[rank] else math.inf, rank))
+
+
+def _take(count: int, sizes: list[int], whole: list[int], lower: list[int], ranks: Iterable[int]) -> None:
+    """Take samples away, those first that would have been added last."""
+    heap = [(-sizes[rank] / whole[rank], -rank) for rank in ranks if sizes[rank] > lower[rank]]
+    heapify(heap)
+    for _ in range(count):
+        rank = -heap[0][1]
+        sizes[rank] -= 1
+        heapreplace(heap, (-sizes[rank] / whole[rank] if sizes[rank] > lower[rank] else math.inf, -rank))
+
+
+def _listed(values: Sequence[Number] | npt.NDArray[Any]) -> list[Number]:
+    """Plain numbers: those of an array are slow one by one."""
+    listed: list[Number] = values.tolist() if isinstance(values, np.ndarray) else list(values)
+    return listed
+
+
+def _crossed(lower: Sequence[int], upper: Sequence[int]) -> str:
+    rank = next(rank for rank, (low, high) in enumerate(zip(lower, upper, strict=True)) if low > high)
+    return f"the bounds [{lower[rank]}, {upper[rank]}] of rank {rank} hold no size"
