@@ -22,10 +22,7 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
 """Those that are code alone; learned ones are files."""
 
 DEFAULT_POLICY = "rule"
-"""What a job is steered by that names no policy."""
-
-DEFAULT_POLICY = "rule"
-"""The product's default: what wins on the held-out suite (`dynamix evaluate`, docs/results.md)."""
+"""What a job is steered by that names no policy: the one that wins on held-out scenarios (`dynamix evaluate`)."""
 
 
 def policy_named(name: str) -> Policy:
