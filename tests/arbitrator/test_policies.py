@@ -94,6 +94,6 @@ def test_random_differs_between_generations() -> None:
 
 
 def test_an_unknown_policy_is_refused_with_the_list_of_known_ones() -> None:
-    with pytest.raises(ValueError, match="proportional, random, static"):
+    with pytest.raises(ValueError, match="proportional, random, rule, static"):
         policy_named("ppo-9000")
-    assert set(POLICIES) == {"static", "random", "proportional"}
+    assert set(POLICIES) == {"static", "random", "proportional", "noise-scale", "goodput", "doubling", "rule"}

@@ -1,21 +1,19 @@
 """`proportional`: the job's global batch, divided in proportion to each rank's measured throughput.
 
 It mends slow processors only: a slow link carries the same gradient whatever the sizes are, and only a larger global
-batch makes it matter less.
+batch makes it matter less. With the fast loop (option `track`) the training processes divide the same global batch.
 """
+
+from types import MappingProxyType
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from dynamix.arbitrator.apportion import apportion
+from dynamix.arbitrator.options import Option, Options, option, split_of, track
 from dynamix.arbitrator.policy import Array32, Array64, Decision, column, decided_sizes
+from dynamix.schemas.apportion import apportion
 from dynamix.schemas.messages import Job
-
-SMOOTHING = 0.5
-"""Weight of the newest throughput in the moving average (option `smoothing`)."""
-
-DEAD_BAND = 0.03
-"""A new split is adopted when it shortens the predicted step by more than this share (option `dead_band`)."""
 
 
 class Proportional:
@@ -23,6 +21,13 @@ class Proportional:
 
     name = "proportional"
     version = 1
+    options: ClassVar[Options] = MappingProxyType(
+        {
+            "smoothing": Option(0.5, 0.01, 1, "weight of the newest throughput in the moving average"),
+            "dead_band": Option(0.03, 0, 1, "share by which a new split must shorten the predicted step"),
+            "track": track(0),
+        }
+    )
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
         """A split in proportion to smoothed throughput; the last decision while it is nearly as good.
@@ -30,11 +35,13 @@ class Proportional:
         A rank that was never measured keeps its size, and the others share what is left of the global batch.
         """
         current = decided_sizes(obs_WF)
-        smoothed = _smooth(_unpack(carry, job.world_size), _measured(job, obs_WF), _option(job, "smoothing", SMOOTHING))
+        smoothing = option(self.options, job, "smoothing")
+        smoothed = _smooth(_unpack(carry, job.world_size), _measured(job, obs_WF), smoothing)
         proposed = _split(job, current, smoothed)
         gain = 1 - _step_time_s(proposed, smoothed) / max(_step_time_s(current, smoothed), 1e-12)
-        settled = sum(current) == sum(proposed) and gain <= _option(job, "dead_band", DEAD_BAND)
-        return Decision(current if settled else proposed, carry=smoothed.astype("<f4").tobytes())
+        settled = sum(current) == sum(proposed) and gain <= option(self.options, job, "dead_band")
+        sizes = current if settled else proposed
+        return Decision(sizes, carry=smoothed.astype("<f4").tobytes(), split=split_of(self.options, job))
 
 
 def _split(job: Job, current: tuple[int, ...], throughput: Array64) -> tuple[int, ...]:
@@ -78,7 +85,3 @@ def _unpack(carry: bytes, world_size: int) -> npt.NDArray[np.float64]:
     if len(carry) != 4 * world_size:
         return np.full(world_size, np.nan)
     return np.frombuffer(carry, dtype="<f4").astype(np.float64)
-
-
-def _option(job: Job, name: str, default: float) -> float:
-    return job.policy_options.get(name, default)

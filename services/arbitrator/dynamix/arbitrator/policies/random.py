@@ -1,9 +1,12 @@
 """`random`: a published delta action per rank, drawn uniformly. The null that a learned policy must beat."""
 
 import hashlib
+from types import MappingProxyType
+from typing import ClassVar
 
 import numpy as np
 
+from dynamix.arbitrator.options import Options, split_of, track
 from dynamix.arbitrator.policy import Array32, Decision, decided_sizes
 from dynamix.schemas.messages import Job
 
@@ -16,12 +19,14 @@ class Random:
 
     name = "random"
     version = 1
+    options: ClassVar[Options] = MappingProxyType({"track": track(0)})
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
         """The last decision plus one delta per rank."""
         draws = _generator(job, window).integers(len(DELTAS), size=job.world_size)
         sizes = tuple(max(0, size + DELTAS[draw]) for size, draw in zip(decided_sizes(obs_WF), draws, strict=True))
-        return Decision(sizes, logprobs=(-float(np.log(len(DELTAS))),) * job.world_size)
+        logprobs = (-float(np.log(len(DELTAS))),) * job.world_size
+        return Decision(sizes, split=split_of(self.options, job), logprobs=logprobs)
 
 
 def _generator(job: Job, window: int) -> np.random.Generator:

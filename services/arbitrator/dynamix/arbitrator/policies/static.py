@@ -1,5 +1,12 @@
-"""`static`: the sizes the job started with, for ever. The baseline everything is compared with."""
+"""`static`: the sizes the job started with, for ever. The baseline everything is compared with.
 
+With the fast loop (option `track`) their sum stays and the training processes divide it.
+"""
+
+from types import MappingProxyType
+from typing import ClassVar
+
+from dynamix.arbitrator.options import Options, split_of, track
 from dynamix.arbitrator.policy import Array32, Decision
 from dynamix.schemas.messages import Job
 
@@ -9,7 +16,8 @@ class Static:
 
     name = "static"
     version = 1
+    options: ClassVar[Options] = MappingProxyType({"track": track(0)})
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
         """The job's initial sizes."""
-        return Decision(job.initial_local_batch_sizes)
+        return Decision(job.initial_local_batch_sizes, split=split_of(self.options, job))

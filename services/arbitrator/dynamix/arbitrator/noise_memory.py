@@ -1,0 +1,42 @@
+"""The gradient noise scale as a policy sees it: known, or masked while the noise drowns the signal."""
+
+import math
+import struct
+from typing import NamedTuple
+
+_GROWTH = 1.1
+_MOST = 4.0
+_PACKED = struct.Struct("<dI")
+PACKED_BYTES = _PACKED.size
+
+
+class NoiseMemory(NamedTuple):
+    """The last known B_noise, and for how many windows it has been masked since."""
+
+    last_known: float = math.nan
+    """NaN before the first: never measured is no reason to change anything."""
+    num_masked: int = 0
+
+    def observe(self, noise_scale: float) -> "NoiseMemory":
+        """The memory after a window whose B_noise is NaN when masked."""
+        if noise_scale > 0:
+            return NoiseMemory(noise_scale)
+        return self._replace(num_masked=self.num_masked + 1)
+
+    @property
+    def noise_scale(self) -> float:
+        """B_noise in samples, NaN when never known.
+
+        It is masked when the smoothed |G_true|^2 is not positive: the noise scale is then beyond what batches of this
+        size can measure, so the last known one is taken as too small, by 10 % more per window, at most by a factor 4.
+        """
+        return self.last_known * min(_MOST, _GROWTH ** min(self.num_masked, 100))
+
+    def pack(self) -> bytes:
+        """`PACKED_BYTES` bytes for a carry."""
+        return _PACKED.pack(self.last_known, min(self.num_masked, 100))
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> "NoiseMemory":
+        """What `pack` gave; empty from anything else."""
+        return cls(*_PACKED.unpack(packed)) if len(packed) == PACKED_BYTES else cls()

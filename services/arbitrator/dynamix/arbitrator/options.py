@@ -1,0 +1,68 @@
+"""Options of policies: numbers in a job's specification, each with one default, bounds and a meaning."""
+
+import math
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+from dynamix.schemas.messages import Job
+
+
+class Option(NamedTuple):
+    """What one number of `Job.policy_options` means to a policy."""
+
+    default: float
+    low: float
+    high: float
+    meaning: str
+    whole: bool = False
+    """Only whole numbers; with bounds 0 and 1 a switch."""
+
+    def fault(self, value: float) -> str | None:
+        """What is wrong with a value, `None` when nothing is."""
+        if not math.isfinite(value) or not self.low <= value <= self.high:
+            return f"must be from {self.low:g} to {self.high:g}"
+        return "must be a whole number" if self.whole and value != int(value) else None
+
+
+Options = Mapping[str, Option]
+
+
+def switch(default: float, meaning: str) -> Option:
+    """An option that is on (1) or off (0)."""
+    return Option(default, 0, 1, meaning, whole=True)
+
+
+def track(default: float) -> Option:
+    """The option that every policy has: who divides the global batch among the ranks."""
+    return switch(
+        default, "1: the training processes divide it, every step, where the job supports that; 0: the policy"
+    )
+
+
+def check_options(policy: str, known: Options, given: Mapping[str, float]) -> None:
+    """Refuse what a policy would not understand.
+
+    Raises:
+        ValueError: when an option is unknown or out of its bounds; the text names it and what there is.
+    """
+    for name, value in given.items():
+        if name not in known:
+            there_are = ", ".join(sorted(known)) or "none"
+            raise ValueError(f"policy {policy!r} has no option {name!r}: it has {there_are}")
+        if fault := known[name].fault(value):
+            raise ValueError(f"option {name}={value:g} of policy {policy!r} {fault}: {known[name].meaning}")
+
+
+def option(known: Options, job: Job, name: str) -> float:
+    """The job's value of an option, or its default."""
+    return job.policy_options.get(name, known[name].default)
+
+
+def split_of(known: Options, job: Job) -> Literal["fixed", "tracking"]:
+    """What a decision says about the division of its global batch."""
+    return "tracking" if tracks(known, job) else "fixed"
+
+
+def tracks(known: Options, job: Job) -> bool:
+    """Whether the training processes of this job divide the global batch themselves."""
+    return job.supports_tracking and option(known, job, "track") == 1

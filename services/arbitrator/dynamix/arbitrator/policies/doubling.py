@@ -1,0 +1,97 @@
+"""`doubling`: the initial batch, doubled again and again (Smith et al., arXiv 1711.00489).
+
+Either after every so many samples, as schedules in the field are written, or when the training loss stalls.
+"""
+
+import math
+import struct
+from types import MappingProxyType
+from typing import ClassVar, NamedTuple
+
+from dynamix.arbitrator.options import Option, Options, option, split_of, switch, track
+from dynamix.arbitrator.policy import Array32, Decision, decided_sizes, job_value
+from dynamix.arbitrator.step_time_fit import StepTimeFit, window_of
+from dynamix.schemas.messages import Job
+
+from .sizing import by_speed, clamp_total, scaled
+
+LOSS_SMOOTHING = 0.2
+"""Weight of the newest window in the average of the loss that is watched for stalls."""
+
+_HEAD = struct.Struct("<dIddI")
+
+
+class _Schedule(NamedTuple):
+    """Where the schedule stands."""
+
+    samples: float = 0.0
+    """Seen since the last doubling."""
+    num_doublings: int = 0
+    loss: float = math.nan
+    best_loss: float = math.inf
+    num_stalled: int = 0
+    """Windows since the averaged loss was last better than the best by `min_improvement`."""
+
+    def observe(self, samples: float, loss: float, min_improvement: float) -> "_Schedule":
+        seen = self._replace(samples=self.samples + (samples if samples > 0 else 0.0))
+        if math.isnan(loss):
+            return seen
+        average = loss if math.isnan(self.loss) else (1 - LOSS_SMOOTHING) * self.loss + LOSS_SMOOTHING * loss
+        if average < (1 - min_improvement) * self.best_loss:
+            return seen._replace(loss=average, best_loss=average, num_stalled=0)
+        return seen._replace(loss=average, num_stalled=self.num_stalled + 1)
+
+    def doubled(self) -> "_Schedule":
+        return self._replace(samples=0.0, num_doublings=self.num_doublings + 1, num_stalled=0)
+
+
+class Doubling:
+    """Doubles the global batch until the job's bounds; never shrinks it."""
+
+    name = "doubling"
+    version = 1
+    options: ClassVar[Options] = MappingProxyType(
+        {
+            "every_samples": Option(0, 0, 1e12, "double after so many samples; 0: when the loss stalls"),
+            "patience_windows": Option(20, 1, 1e6, "windows without improvement that make a stall", whole=True),
+            "min_improvement": Option(0.01, 0, 1, "relative fall of the averaged loss that counts as one"),
+            "max_doublings": Option(6, 0, 30, "doublings at most", whole=True),
+            "proportional": switch(0, "1: divide B by measured speed; 0: as the initial sizes are"),
+            "track": track(0),
+        }
+    )
+
+    def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
+        """The initial batch times a power of two. Samples are counted from the job's own totals."""
+        schedule, fit = _unpack(carry, job.world_size)
+        samples = job_value(global_F, "throughput") * job_value(global_F, "step_time_s") * job.window_steps
+        improvement = option(self.options, job, "min_improvement")
+        schedule = schedule.observe(samples, job_value(global_F, "loss"), improvement)
+        if self._is_due(job, schedule):
+            schedule = schedule.doubled()
+        fit = fit.observe(window_of(job, obs_WF))
+        carry = _HEAD.pack(*schedule) + fit.pack()
+        return Decision(
+            self._sizes(job, schedule, fit, decided_sizes(obs_WF)), carry=carry, split=split_of(self.options, job)
+        )
+
+    def _is_due(self, job: Job, schedule: _Schedule) -> bool:
+        if schedule.num_doublings >= option(self.options, job, "max_doublings"):
+            return False
+        every = option(self.options, job, "every_samples")
+        if every > 0:
+            return schedule.samples >= every
+        return schedule.num_stalled >= option(self.options, job, "patience_windows")
+
+    def _sizes(self, job: Job, schedule: _Schedule, fit: StepTimeFit, current: tuple[int, ...]) -> tuple[int, ...]:
+        initial = job.initial_local_batch_sizes
+        total = clamp_total(job, sum(initial) * 2.0**schedule.num_doublings)
+        if option(self.options, job, "proportional") == 1:
+            return by_speed(job, total, fit.model(job), current)
+        return scaled(job, total, initial)
+
+
+def _unpack(carry: bytes, world_size: int) -> tuple[_Schedule, StepTimeFit]:
+    if len(carry) < _HEAD.size:
+        return _Schedule(), StepTimeFit.empty(world_size)
+    return _Schedule(*_HEAD.unpack_from(carry)), StepTimeFit.unpack(carry[_HEAD.size :], world_size)

@@ -1,0 +1,77 @@
+"""`goodput`: Pollux's rule (Qiao et al., OSDI 2021; AdaptDL), applied to a running job once per window.
+
+    goodput(B) = throughput(B) * efficiency(B)
+    throughput(B) = B / T(B)
+    efficiency(B) = gain / scale,  scale = B / B_0,  gain = (S/B_0 + |G|^2) / (S/B_0/scale + |G|^2)
+                  = (B_0 + B_noise) / (B + B_noise)
+
+with B_0 the base global batch of the learning rate. As in AdaptDL 50 batches in geometric distance are compared and a
+change must promise 5 % more goodput. Other than there: times are smoothed by a moving average, batches may be smaller
+than the initial one (down to the job's lower bound), and they are decided per window instead of per restart.
+"""
+
+import math
+from types import MappingProxyType
+from typing import ClassVar
+
+import numpy as np
+
+from dynamix.arbitrator.noise_memory import PACKED_BYTES, NoiseMemory
+from dynamix.arbitrator.options import Option, Options, option, split_of, switch, track, tracks
+from dynamix.arbitrator.policy import Array32, Array64, Decision, decided_sizes, job_value
+from dynamix.arbitrator.step_time import StepTime
+from dynamix.arbitrator.step_time_fit import StepTimeFit, window_of
+from dynamix.schemas.messages import Job
+
+from .sizing import by_speed, divided, equally
+
+NUM_CANDIDATES = 50
+
+
+class Goodput:
+    """Chooses the batch of the greatest predicted goodput."""
+
+    name = "goodput"
+    version = 1
+    options: ClassVar[Options] = MappingProxyType(
+        {
+            "smoothing": Option(0.5, 0.01, 1, "weight of the newest window in the moving averages of times"),
+            "hysteresis": Option(0.05, 0, 1, "relative gain in predicted goodput that a change must promise"),
+            "noise_multiplier": Option(1.0, 0.01, 100, "factor on B_noise; 1 as published"),
+            "proportional": switch(1, "1: divide B by measured speed; 0: equally, as AdaptDL does"),
+            "track": track(0),
+        }
+    )
+
+    def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
+        """The best candidate, if it is enough better than the current sizes. Without B_noise the batch stays."""
+        noise = NoiseMemory.unpack(carry[:PACKED_BYTES]).observe(job_value(global_F, "noise_scale"))
+        fit = StepTimeFit.unpack(carry[PACKED_BYTES:], job.world_size)
+        fit = fit.observe(window_of(job, obs_WF), jump=math.inf, smoothing=option(self.options, job, "smoothing"))
+        sizes, model = decided_sizes(obs_WF), fit.model(job)
+        if model is not None:
+            sizes = self._chosen(job, sizes, model, option(self.options, job, "noise_multiplier") * noise.noise_scale)
+        return Decision(sizes, carry=noise.pack() + fit.pack(), split=split_of(self.options, job))
+
+    def _chosen(self, job: Job, current: tuple[int, ...], model: StepTime, noise_scale: float) -> tuple[int, ...]:
+        proportional = option(self.options, job, "proportional") == 1
+        if math.isnan(noise_scale):
+            return by_speed(job, sum(current), model, current) if proportional else current
+        candidates = np.geomspace(max(model.smallest, 1.0), max(model.largest, 1.0), NUM_CANDIDATES)
+        times_s = (model.balanced if proportional or tracks(self.options, job) else model.equal)(candidates)
+        values = goodput(candidates, times_s, noise_scale, job.base_global_batch_size)
+        best = round(float(candidates[int(np.argmax(values))]))
+        now_s = np.array([model.of(current)])
+        if tracks(self.options, job):
+            now_s = model.balanced(np.array([float(sum(current))]))
+        now = float(goodput(np.array([float(sum(current))]), now_s, noise_scale, job.base_global_batch_size)[0])
+        if float(values.max()) <= (1 + option(self.options, job, "hysteresis")) * now:
+            return current
+        return divided(job, best, 1 / model.seconds_per_sample_W) if proportional else equally(job, best)
+
+
+def goodput(global_batch_sizes: Array64, step_times_s: Array64, noise_scale: float, base: int) -> Array64:
+    """Samples per second, each counted by what it is worth beside one in a batch of `base` (AdaptDL, goodput.py)."""
+    efficiency = (base + noise_scale) / (global_batch_sizes + noise_scale)
+    worth: Array64 = global_batch_sizes / np.maximum(step_times_s, 1e-12) * efficiency
+    return worth

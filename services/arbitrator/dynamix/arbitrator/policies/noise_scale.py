@@ -1,0 +1,52 @@
+"""`noise-scale`: the global batch follows the gradient noise scale (McCandlish et al., arXiv 1812.06162).
+
+B = multiplier * B_noise, whatever a step costs: what the field does when it has no model of the step time.
+"""
+
+import math
+from types import MappingProxyType
+from typing import ClassVar
+
+from dynamix.arbitrator.noise_memory import PACKED_BYTES, NoiseMemory
+from dynamix.arbitrator.options import Option, Options, option, split_of, switch, track
+from dynamix.arbitrator.policy import Array32, Decision, decided_sizes, job_value
+from dynamix.arbitrator.step_time_fit import StepTimeFit, window_of
+from dynamix.schemas.messages import Job
+
+from .sizing import Pace, by_speed, clamp_total, equally
+
+_PACE = Pace()
+
+
+class NoiseScale:
+    """Keeps the global batch at a multiple of the noise scale; it may go below the initial batch."""
+
+    name = "noise-scale"
+    version = 1
+    options: ClassVar[Options] = MappingProxyType(
+        {
+            "multiplier": Option(1.0, 0.01, 100, "global batch over B_noise"),
+            "max_change": Option(_PACE.max_change, 1.01, 100, "greatest factor between two decisions"),
+            "proportional": switch(1, "1: divide B by measured speed; 0: equally"),
+            "track": track(0),
+        }
+    )
+
+    def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
+        """A limited step towards the multiple. While B_noise was never known the batch stays."""
+        noise = NoiseMemory.unpack(carry[:PACKED_BYTES]).observe(job_value(global_F, "noise_scale"))
+        fit = StepTimeFit.unpack(carry[PACKED_BYTES:], job.world_size).observe(window_of(job, obs_WF))
+        current = decided_sizes(obs_WF)
+        total = self._total(job, sum(current), noise.noise_scale)
+        if option(self.options, job, "proportional") == 1:
+            sizes = by_speed(job, total, fit.model(job), current)
+        else:
+            sizes = current if total == sum(current) else equally(job, total)
+        return Decision(sizes, carry=noise.pack() + fit.pack(), split=split_of(self.options, job))
+
+    def _total(self, job: Job, current: int, noise_scale: float) -> int:
+        if math.isnan(noise_scale):
+            return clamp_total(job, current)
+        pace = _PACE._replace(max_change=option(self.options, job, "max_change"))
+        target = max(option(self.options, job, "multiplier") * noise_scale, 1.0)
+        return clamp_total(job, pace.step(max(current, 1), clamp_total(job, target)))

@@ -1,0 +1,77 @@
+"""`rule`: the global batch that buys the most progress per second, divided among the ranks by the training processes.
+
+    B = argmax B / (B + noise_multiplier * B_noise) / T(B)
+
+B_noise is the gradient noise scale, T(B) the step-time model fitted to the ranks' own times. B moves once per window;
+the division follows every step where the job supports tracking, otherwise this policy divides by the fitted speeds.
+"""
+
+import math
+import struct
+from types import MappingProxyType
+from typing import ClassVar, NamedTuple
+
+from dynamix.arbitrator.noise_memory import PACKED_BYTES, NoiseMemory
+from dynamix.arbitrator.options import Option, Options, option, split_of, track
+from dynamix.arbitrator.policy import Array32, Decision, decided_sizes, job_value
+from dynamix.arbitrator.step_time import StepTime, best_global_batch
+from dynamix.arbitrator.step_time_fit import StepTimeFit, window_of
+from dynamix.schemas.messages import Job
+
+from .sizing import Pace, by_speed, clamp_total
+
+_PACE = Pace()
+_GLOBAL_BATCH = struct.Struct("<d")
+
+
+class _Memory(NamedTuple):
+    """What a decision hands to the next one."""
+
+    global_batch_size: float
+    """The rule's own, not rounded: a policy that scales its decisions does not feed back into it."""
+    noise: NoiseMemory
+    fit: StepTimeFit
+
+    def pack(self) -> bytes:
+        return _GLOBAL_BATCH.pack(self.global_batch_size) + self.noise.pack() + self.fit.pack()
+
+    @classmethod
+    def unpack(cls, job: Job, carry: bytes) -> "_Memory":
+        head = _GLOBAL_BATCH.size
+        if len(carry) < head + PACKED_BYTES:
+            return cls(sum(job.initial_local_batch_sizes), NoiseMemory(), StepTimeFit.empty(job.world_size))
+        noise, fit = carry[head : head + PACKED_BYTES], carry[head + PACKED_BYTES :]
+        (global_batch_size,) = _GLOBAL_BATCH.unpack_from(carry)
+        return cls(global_batch_size, NoiseMemory.unpack(noise), StepTimeFit.unpack(fit, job.world_size))
+
+
+class Rule:
+    """Sets the global batch; B may go below the initial one as well as above it."""
+
+    name = "rule"
+    version = 1
+    options: ClassVar[Options] = MappingProxyType(
+        {
+            "noise_multiplier": Option(2.0, 0.01, 100, "factor on B_noise: above 1, larger batches count for more"),
+            "max_change": Option(_PACE.max_change, 1.01, 100, "greatest factor between two decisions"),
+            "dead_band": Option(_PACE.dead_band, 0, 1, "relative distance from the best batch at which B stays"),
+            "track": track(1),
+        }
+    )
+
+    def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
+        """The next sizes. While B_noise was never known B stays, and without any measured time nothing changes."""
+        memory = _Memory.unpack(job, carry)
+        noise = memory.noise.observe(job_value(global_F, "noise_scale"))
+        fit = memory.fit.observe(window_of(job, obs_WF))
+        model = fit.model(job)
+        wanted = self._next(job, memory.global_batch_size, model, noise.noise_scale)
+        sizes = by_speed(job, clamp_total(job, wanted), model, decided_sizes(obs_WF))
+        return Decision(sizes, carry=_Memory(wanted, noise, fit).pack(), split=split_of(self.options, job))
+
+    def _next(self, job: Job, current: float, model: StepTime | None, noise_scale: float) -> float:
+        if model is None or math.isnan(noise_scale):
+            return current
+        target = best_global_batch(model, option(self.options, job, "noise_multiplier") * noise_scale, model.balanced)
+        pace = _PACE._replace(**{name: option(self.options, job, name) for name in ("max_change", "dead_band")})
+        return pace.step(max(current, 1.0), target)
