@@ -26,8 +26,9 @@ MAY_IMPORT = {
 PURE_CORES = {
     "collector": {"window", "probes", "proc", "trust"},
     "reward": {"terms", "formula"},
-    "arbitrator": {"fold", "policy", "apportion", "policies"},
-    "trainer": {"schedule", "split", "sampler", "noise", "offer", "rows"},
+    "schemas": {"apportion", "features"},
+    "arbitrator": {"fold", "policy", "policies"},
+    "trainer": {"schedule", "split", "sampler", "noise", "offer", "rows", "tracking"},
 }
 
 

@@ -1,0 +1,134 @@
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamix.trainer.tracking import FASTER, SLOWER, FilterState, RateFilter, Tracker
+
+TIMES = st.lists(st.tuples(*[st.one_of(st.just(0.0), st.floats(1e-6, 1.0))] * 4), max_size=60)
+
+
+def _settle(tracker: Tracker, sizes: tuple[int, ...], time_s: Callable[[int, int], float], steps: int) -> list[float]:
+    """Run a virtual job of `steps` steps; the slowest rank's time on each."""
+    slowest = []
+    for _ in range(steps):
+        times = [time_s(rank, size) for rank, size in enumerate(sizes)]
+        slowest.append(max(times))
+        rates = [time / size if size else 0.0 for time, size in zip(times, sizes, strict=True)]
+        sizes = tracker.observe(rates, sizes) or sizes
+    return slowest
+
+
+def _rates(measured: Sequence[Sequence[float]]) -> list[float] | None:
+    rates = RateFilter(len(measured[0]))
+    for step in measured:
+        rates.add(step)
+    return rates.rates
+
+
+def test_the_limits_of_a_change_are_e_to_the_fifth() -> None:
+    assert math.exp(0.2) == pytest.approx(SLOWER, rel=1e-15)
+    assert math.exp(-0.2) == pytest.approx(FASTER, rel=1e-15)
+
+
+def test_within_the_limits_the_average_moves_by_three_tenths() -> None:
+    assert _rates([[1.0], [1.1]]) == [1.0 + 0.3 * (1.1 - 1.0)]
+    assert _rates([[1.0], [1.1], [0.9]]) == [pytest.approx(0.991)]
+
+
+@pytest.mark.parametrize("outlier", [9.0, 0.01])
+def test_one_outlier_moves_nothing_and_a_second_one_is_a_change(outlier: float) -> None:
+    assert _rates([[1.0], [outlier]]) == [1.0]
+    assert _rates([[1.0], [outlier], [1.0]]) == [1.0]
+    assert _rates([[1.0], [outlier], [1.0], [outlier], [1.0]]) == [1.0]
+    assert _rates([[1.0], [9.0], [0.01]]) == [1.0]  # not to the same side
+    assert _rates([[1.0], [outlier], [outlier / 2]]) == [outlier / 2]
+
+
+def test_what_is_not_measured_is_kept_and_what_never_was_counts_as_the_slowest() -> None:
+    assert _rates([[0.0, math.nan, math.inf, -1.0]]) is None
+    assert _rates([[2.0, 0.0, 3.0], [0.0, 0.0, 0.0]]) == [2.0, 3.0, 3.0]
+
+
+@given(TIMES, st.integers(0, 60))
+def test_a_restored_filter_goes_on_as_the_first_would_have(times: list[tuple[float, ...]], cut: int) -> None:
+    straight, first, second = RateFilter(4), RateFilter(4), RateFilter(4)
+    for step in times:
+        straight.add(step)
+    for step in times[:cut]:
+        first.add(step)
+    second.restore(first.state)
+    for step in times[cut:]:
+        second.add(step)
+    assert second.state == straight.state
+
+
+def test_the_rates_of_another_world_are_refused() -> None:
+    with pytest.raises(ValueError, match="rates of 2 ranks for a world of 3"):
+        RateFilter(3).restore(FilterState((1.0, 2.0), (0, 0)))
+
+
+@given(TIMES, st.integers(1, 200), st.integers(0, 8), st.tuples(*[st.integers(8, 64)] * 4))
+def test_every_split_keeps_the_global_batch_and_the_bounds(
+    times: list[tuple[float, ...]], total: int, low: int, upper: tuple[int, ...]
+) -> None:
+    tracker = Tracker(low, upper)
+    total = min(max(total, 4 * low), sum(upper))
+    sizes = tracker.split((total, 0, 0, 0))
+    assert sizes == (total, 0, 0, 0)  # as decided, while nothing is known
+    sizes = (total // 4 + total % 4, *[total // 4] * 3)
+    for step in times:
+        sizes = tracker.observe(step, sizes) or sizes
+        assert sum(sizes) == total
+    if tracker.filter.rates is not None:
+        for split in (sizes, tracker.split(sizes)):
+            assert sum(split) == total
+        assert all(low <= size <= high for size, high in zip(tracker.split(sizes), upper, strict=True))
+
+
+def test_a_rank_that_slows_down_by_three_is_followed_after_two_steps() -> None:
+    tracker, sizes = Tracker(8, [1024] * 4), (64,) * 4
+    assert tracker.observe([1e-3] * 4, sizes) is None
+    assert tracker.observe([1e-3, 1e-3, 3e-3, 1e-3], sizes) is None
+    assert tracker.observe([1e-3, 1e-3, 3e-3, 1e-3], sizes) == (77, 77, 25, 77)
+    assert tracker.split((32,) * 4) == (39, 39, 12, 38)
+
+
+def test_gains_within_the_dead_band_change_no_shape() -> None:
+    sizes = (64,) * 4
+    assert Tracker(8, [1024] * 4).observe([1.0, 1.0, 1.0, 1.03], sizes) is None
+    assert Tracker(8, [1024] * 4).observe([1.0, 1.0, 1.0, 1.06], sizes) == (65, 65, 65, 61)
+    assert Tracker(8, [1024] * 4, dead_band=0.1).observe([1.0, 1.0, 1.0, 1.06], sizes) is None
+
+
+def test_a_rank_never_loses_its_last_sample_while_there_are_enough() -> None:
+    assert Tracker(0, [64] * 3).observe([1.0, 1.0, 1000.0], (4, 4, 4)) == (6, 5, 1)
+    assert Tracker(0, [64] * 3).observe([1.0, 1.0, 1000.0], (0, 0, 2)) == (1, 1, 0)
+
+
+@pytest.mark.parametrize("overhead_s", [0.0, 0.02, 0.2])
+def test_equal_times_are_approached_without_overshooting_whatever_the_overhead(overhead_s: float) -> None:
+    """Times o + b c: the best split has all at once; the slowest rank's time only falls, to within the dead band."""
+    costs_s = (1e-3, 1e-3, 2e-3, 8e-3)
+    slowest = _settle(
+        Tracker(1, [1024] * 4), (100,) * 4, lambda rank, size: overhead_s + size * costs_s[rank], steps=80
+    )
+    best = overhead_s + 400 / sum(1 / cost for cost in costs_s)
+    assert all(after <= before for before, after in pairwise(slowest))
+    assert best * 0.999 <= slowest[-1] <= best * 1.05
+    assert slowest[0] == overhead_s + 0.8
+
+
+@pytest.mark.parametrize(("noise", "most_changes", "widest"), [(0.02, 1, 2), (0.05, 90, 8)])
+def test_noise_hardly_moves_the_split(noise: float, most_changes: int, widest: int) -> None:
+    generator, tracker, sizes, changes = Random(3), Tracker(8, [1024] * 8), (64,) * 8, 0
+    for _ in range(300):
+        proposed = tracker.observe([generator.lognormvariate(-7, noise) for _ in range(8)], sizes)
+        changes += proposed is not None
+        sizes = proposed or sizes
+    assert changes <= most_changes
+    assert max(sizes) - min(sizes) <= widest
