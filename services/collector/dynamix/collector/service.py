@@ -16,6 +16,7 @@ from .probes import read_network
 from .proc import Proc
 from .readings import Readings
 from .settings import CollectorSettings
+from .simulated import simulated_window
 from .trust import reason_to_refuse
 from .window import metric_window
 
@@ -70,6 +71,8 @@ class _Collector:
 
     def _window(self, report: Report, *, fresh: bool) -> MetricWindow:
         """A report that waited is not read against: what /proc says now is not of its window."""
+        if report.simulated:
+            return simulated_window(report, self._context.settings.probe)
         believed = [row for row in report.rows if self._believes(row)] if fresh else []
         systems = {row.rank: self._readings.process(row) for row in believed}
         node = self._readings.node(believed[0] if believed else None) if fresh else NodeMetrics()

@@ -80,7 +80,11 @@ class VirtualClock:
             return ring_time_s(num_workers, self._gradient_bytes, slowest, network.latency_s)
         server = BYTES_PER_MBIT * network.bandwidth_mbit_s / float(conditions.congestion.min())
         return parameter_server_time_s(
-            num_workers, self._gradient_bytes, slowest, network.latency_s, network.num_servers, server
+            num_workers,
+            self._gradient_bytes,
+            slowest,
+            network.latency_s,
+            servers_bandwidth=network.num_servers * server,
         )
 
 
@@ -91,10 +95,10 @@ def ring_time_s(num_workers: int, gradient_bytes: int, bandwidth: float, latency
 
 
 def parameter_server_time_s(
-    num_workers: int, gradient_bytes: int, bandwidth: float, latency_s: float, num_servers: int, server_bandwidth: float
+    num_workers: int, gradient_bytes: int, bandwidth: float, latency_s: float, *, servers_bandwidth: float
 ) -> float:
-    """Time to push a gradient to the servers and to pull the sum; bandwidths in bytes/s."""
-    incast_s = num_workers * gradient_bytes / (num_servers * server_bandwidth)
+    """Time to push a gradient to all servers and to pull the sum; bandwidths in bytes/s, the servers' together."""
+    incast_s = num_workers * gradient_bytes / servers_bandwidth
     return 2 * max(incast_s, gradient_bytes / bandwidth) + 2 * latency_s
 
 

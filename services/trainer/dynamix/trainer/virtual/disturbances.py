@@ -81,7 +81,7 @@ class Switching:
     def at(self, time_s: float) -> Flags:
         """Which are on at a time, not earlier than the last call's. Costs a comparison while nothing switches."""
         while self._soonest_s <= time_s:
-            for index in np.flatnonzero(self._next_s <= time_s):
+            for index in np.flatnonzero(self._next_s <= time_s).tolist():
                 self._on[index] = not self._on[index]
                 self._next_s[index] += self._stay_s(index)
             self._soonest_s = float(self._next_s.min())

@@ -7,6 +7,7 @@ import difflib
 import re
 import tomllib
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -272,7 +273,7 @@ def scenarios_in(directory: str | Path) -> list[Scenario]:
     if not files:
         raise ValueError(f"{directory} holds no scenario: a directory with .toml files is needed (scenarios/README.md)")
     found = sorted((Scenario.read(file) for file in files), key=lambda scenario: scenario.name)
-    for first, second in zip(found, found[1:], strict=False):
+    for first, second in pairwise(found):
         if first.name == second.name:
             raise ValueError(f"{directory} holds two scenarios of the name {first.name!r}: names tell runs apart")
     return found

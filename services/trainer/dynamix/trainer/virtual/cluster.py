@@ -1,0 +1,316 @@
+"""The virtual cluster: N workers train one model in this process, and report, adopt and count as real ranks do.
+
+What real ranks compute is computed by their code: the schedule and the plan of each step, the noise estimate, rows,
+totals and reports, which action is adopted. Virtual are the clock and what the kernel would have seen.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+
+from dynamix.schemas.messages import Action, Applied, Job, Report
+from dynamix.trainer.identity import Attempt
+from dynamix.trainer.learning_rate import FACTORS, LearningRateScaler
+from dynamix.trainer.noise import NoiseAverage, window_moments
+from dynamix.trainer.offer import Offers, Terms
+from dynamix.trainer.options import JobOptions
+from dynamix.trainer.reporting import JobIdentity
+from dynamix.trainer.rows import job_totals
+from dynamix.trainer.sampler import Order, PlanSampler, Position, StepPlan, epoch_order
+from dynamix.trainer.schedule import Schedule
+from dynamix.trainer.workloads import Data, Part, family_of_name, make_optimizer, workload_named
+
+from .clock import StepTiming, VirtualClock
+from .disturbances import LABELS, Conditions, Disturbances, generator
+from .perceptron import gradients_of
+from .recorder import Recorder, reporters_of
+from .scenario import Scenario
+
+MARGIN_STEPS = 2
+"""As a real loader without workers has it: steps from knowing of a change to the first step that can follow it."""
+
+NOISE_DECAY = 0.9
+"""As `attach` has it."""
+
+MAX_LAG_WINDOWS = 4
+
+
+class Evaluation(NamedTuple):
+    """One point of the grid of virtual time."""
+
+    time_s: float
+    accuracy: float
+    """On the validation part, by the parameters in force at that time."""
+    samples_seen: int
+
+
+class VirtualCluster:
+    """One job on one scenario's cluster under one seed, which decides weights, order of the data and disturbances."""
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        data: Data,
+        *,
+        seed: int,
+        policy: str,
+        policy_options: Mapping[str, float] | None = None,
+        initial_local_batch_size: int | None = None,
+        job: str | None = None,
+    ) -> None:
+        """Make the job; `initial_local_batch_size` overrules the scenario's, at most what each worker's memory holds.
+
+        Raises:
+            ValueError: when the scenario names what is not known, or the size is outside its bounds.
+        """
+        self.scenario = scenario
+        self.seed = seed
+        self.time_s = 0.0
+        self.window = 0
+        """Windows run so far, and the index of the next one."""
+        self.position = Position()
+        """Steps and samples so far."""
+        self.applied: list[Applied] = []
+        """Actions adopted so far."""
+        self.evaluations: list[Evaluation] = []
+        self.time_to_target_s: float | None = None
+        """Of the first evaluation that reached the target."""
+        sizes = scenario.local_batch_sizes(initial_local_batch_size)
+        self._options = _job_options(scenario, seed, policy, policy_options or {}, sizes)
+        self._identity = _identity(scenario, job or f"{scenario.name or scenario.family}-{seed}")
+        self._data = _training_data(scenario, data, seed)
+        self._evaluated = Part(*(tensor[: scenario.evaluation_samples or None] for tensor in data.validation))
+        self._test = data.test
+        self._make_training(sizes)
+        self._reporters = reporters_of(self._options, self._identity)
+        self.job = msgspec.structs.replace(
+            self._reporters[0].job("running", initial_sizes=sizes, total_samples=None), supports_tracking=True
+        )
+
+    def _make_training(self, sizes: tuple[int, ...]) -> None:
+        scenario, seed = self.scenario, self.seed
+        workload = workload_named(scenario.workload)
+        inputs = self._data.inputs
+        dtype = inputs.dtype if inputs.is_floating_point() else torch.get_default_dtype()
+        self._gradients = gradients_of(workload, seed=seed, dtype=dtype)
+        self._schedule = Schedule(sizes)
+        self._sampler = PlanSampler(len(inputs), self._schedule, rank=0, seed=seed, shuffle=True)
+        self._order: tuple[int, Order] = (-1, np.empty(0, dtype=np.int64))
+        self._disturbances = Disturbances(scenario, seed)
+        self._clock = VirtualClock(scenario, workload.gradient_bytes)
+        self._recorder = Recorder(scenario, self._clock.tx_bytes_per_step)
+        self._noise = NoiseAverage(NOISE_DECAY)
+        self._optimizer = make_optimizer(
+            scenario.optimizer,
+            [self._gradients.parameters],
+            scenario.learning_rate,
+            weight_decay=scenario.weight_decay,
+        )
+        rule = FACTORS[scenario.learning_rate_rule]
+        self._scaler = LearningRateScaler(
+            self._optimizer,
+            lambda: rule(self._schedule.at(self.position.step).total / scenario.base_global_batch_size),
+        )
+        identity, options = self._identity, self._options
+        self._offers = Offers(
+            Terms(
+                identity.job,
+                identity.generation,
+                options.min_local_batch_size,
+                identity.max_local_batch_sizes,
+                options.max_lag_windows,
+            )
+        )
+        self._waiting: deque[Action] = deque()
+        self._decided = False
+        self._test_accuracy: float | None = None
+
+    @property
+    def over(self) -> bool:
+        """Whether the target is reached and the fixed time past, or the time limit is."""
+        limit = self.scenario.time_limit_s if self.time_to_target_s is None else self.scenario.fixed_time_s
+        return self.time_s >= limit
+
+    @property
+    def num_refused(self) -> Mapping[str, int]:
+        """Actions refused so far, by reason."""
+        return self._offers.num_refused
+
+    def offer(self, action: Action) -> None:
+        """Hand over an action; it is adopted, or refused, at the boundary where the scenario's lag is over."""
+        if action.window < self.window:
+            self._waiting.append(action)
+        else:
+            self._offers.add(action, self.window)  # of a window yet to come: counted as refused
+
+    def run_window(self) -> list[Report]:
+        """Train k steps and return the reports of all nodes; nothing when the run is over."""
+        if self.over:
+            return []
+        if self.scenario.lag_windows == 0:
+            self._adopt()
+        for _ in range(self.scenario.window_steps):
+            self._step()
+        self.window += 1
+        if self.scenario.lag_windows > 0:  # a real rank knows of it before it reports the window before
+            self._adopt()
+        return self._report()
+
+    def test_accuracy(self) -> float:
+        """Accuracy on the test part, which is looked at once, when the run is over.
+
+        Raises:
+            RuntimeError: while it is not.
+        """
+        if not self.over:
+            raise RuntimeError(f"the test part is scored when the run is over, not at {self.time_s:g} s")
+        if self._test_accuracy is None:
+            self._test_accuracy = self._gradients.accuracy(self._test)
+        return self._test_accuracy
+
+    def ended(self, reason: str = "completed") -> Job:
+        """The specification as it is published at the end."""
+        return msgspec.structs.replace(self.job, phase="ended", end_reason=reason)
+
+    def _step(self) -> None:
+        if self._sampler.is_over(self.position):
+            self.position = self.position.at_epoch(self.position.epoch + 1)
+        plan = self._sampler.plan_at(self.position)
+        conditions = self._disturbances.at(plan.step, self.time_s)
+        timing = self._clock.step(
+            np.asarray(plan.counts.values, dtype=np.float64), conditions, decided=self._take_decided()
+        )
+        self._train(plan, timing, conditions)
+        self.time_s += timing.step_s
+        self.position = self.position.after(plan)
+
+    def _train(self, plan: StepPlan, timing: StepTiming, conditions: Conditions) -> None:
+        """The step itself; what was due to be evaluated before its end saw the parameters before it."""
+        chosen = torch.from_numpy(self._epoch_order(plan.epoch)[plan.offset : plan.offset + plan.counts.total])
+        inputs, labels = (tensor.index_select(0, chosen) for tensor in self._data)
+        measured = plan.step % self.scenario.noise_every == 0
+        sums = self._gradients.step(inputs, labels, plan, measured=measured)
+        self._recorder.add(plan, sums, timing, conditions)
+        self._evaluate(self.time_s + timing.step_s)
+        self._optimizer.step()
+
+    def _take_decided(self) -> bool:
+        decided, self._decided = self._decided, False
+        return decided
+
+    def _epoch_order(self, epoch: int) -> Order:
+        if self._order[0] != epoch:
+            self._order = (epoch, epoch_order(len(self._data.labels), self.seed, epoch, shuffle=True))
+        return self._order[1]
+
+    def _evaluate(self, before_s: float) -> None:
+        """Fill the grid up to a time, exclusively: it costs no virtual time, and the parameters stay the same."""
+        scenario, accuracy = self.scenario, None
+        while (due_s := (len(self.evaluations) + 1) * scenario.evaluate_every_s) < before_s:
+            if due_s > scenario.time_limit_s:
+                return
+            if accuracy is None:
+                accuracy = self._gradients.accuracy(self._evaluated)
+            self.evaluations.append(Evaluation(due_s, accuracy, self.position.samples_seen))
+            if self.time_to_target_s is None and accuracy >= scenario.target_accuracy:
+                self.time_to_target_s = due_s
+
+    def _adopt(self) -> None:
+        """Let the newest action that is old enough rule from the next window on."""
+        due = self.window - 1 - self.scenario.lag_windows
+        while self._waiting and self._waiting[0].window <= due:
+            self._offers.add(self._waiting.popleft(), self.window)
+        action = self._offers.take(self.window)
+        if action is None:
+            return
+        self._schedule.forget_before(self.position.step)
+        if action.local_batch_sizes != self._schedule.newest.values:
+            self._schedule.add(self.position.step, action.local_batch_sizes)
+        self._decided = True
+        self.applied.append(
+            self._reporters[0].applied(
+                action,
+                effective_window=self.window,
+                effective_step=self.position.step,
+                num_refused=self._offers.num_refused,
+            )
+        )
+
+    def _report(self) -> list[Report]:
+        accuracy = self.evaluations[-1].accuracy if self.evaluations else None
+        steps, sizes = self.scenario.window_steps, self._schedule.at(self.position.step - 1)
+        rows, simulated = self._recorder.take(accuracy)
+        self._noise.add(window_moments(row.noise for row in rows))
+        totals = job_totals(
+            rows,
+            window=self.window - 1,
+            num_steps=steps,
+            global_batch_size=sizes.total,
+            noise=self._noise.value,
+        )
+        reports = []
+        for reporter, node in zip(self._reporters, self._identity.nodes, strict=True):
+            report = reporter.report(
+                self.position,
+                rows,
+                totals,
+                sizes=sizes,
+                pending=self._schedule.newest,
+                total_samples=None,
+                num_reports_dropped=0,
+            )
+            own = tuple(simulated[rank] for rank in node.ranks)
+            reports.append(msgspec.structs.replace(report, simulated=own))
+            reporter.remember(rows, totals)
+        return reports
+
+
+def _job_options(
+    scenario: Scenario, seed: int, policy: str, policy_options: Mapping[str, float], sizes: tuple[int, ...]
+) -> JobOptions:
+    return JobOptions(
+        local_batch_sizes=sizes,
+        base_global_batch_size=scenario.base_global_batch_size,
+        window_steps=scenario.window_steps,
+        min_local_batch_size=scenario.min_local_batch_size,
+        max_local_batch_size=scenario.max_local_batch_size,
+        max_lag_windows=max(MAX_LAG_WINDOWS, scenario.lag_windows + 1),
+        margin_steps=MARGIN_STEPS,
+        policy=policy,
+        policy_options=policy_options,
+        optimizer_family=family_of_name(scenario.optimizer),
+        learning_rate_rule=scenario.learning_rate_rule,
+        reduction="mean",
+        seed=seed,
+        shuffle=True,
+        drop_last=False,
+        noise_every=scenario.noise_every,
+        noise_decay=NOISE_DECAY,
+    )
+
+
+def _identity(scenario: Scenario, job: str) -> JobIdentity:
+    return JobIdentity(
+        job=job,
+        generation=0,
+        attempt=Attempt(launch="virtual", restarts=0, max_restarts=0),
+        nodes=scenario.nodes,
+        max_local_batch_sizes=scenario.max_local_batch_sizes,
+    )
+
+
+def _training_data(scenario: Scenario, data: Data, seed: int) -> Part:
+    """The training part as the scenario has it: its first samples, some of their labels replaced by another class."""
+    inputs, labels = (tensor[: scenario.num_train_samples or None] for tensor in data.train)
+    if scenario.label_noise > 0:
+        drawn = generator(seed, LABELS, 0)
+        flat = labels.flatten().numpy().copy()
+        wrong = drawn.random(len(flat)) < scenario.label_noise
+        num_classes = int(flat.max()) + 1
+        flat[wrong] = (flat[wrong] + drawn.integers(1, num_classes, size=len(flat))[wrong]) % num_classes
+        labels = torch.from_numpy(flat).view(labels.shape)
+    return Part(inputs, labels)
