@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-PLAIN, ATTACHED = EXAMPLES / "ddp_plain.py", EXAMPLES / "ddp_dynamix.py"
+PLAIN, ATTACHED, WORKLOAD = (EXAMPLES / f"ddp_{name}.py" for name in ("plain", "dynamix", "workload"))
 
 
 def code_lines(path: Path) -> list[str]:
@@ -39,21 +40,40 @@ def test_the_readme_shows_these_five_lines() -> None:
         assert part in readme
 
 
-@pytest.mark.slow
-def test_the_attached_script_trains_without_a_broker(tmp_path: Path) -> None:
-    """Nobody listens at this address: the script trains as plain DDP does."""
+def torchrun(directory: Path, script: Path, *arguments: str) -> str:
+    """What two ranks of the script print; nobody listens at the broker's address."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("DYNAMIX_")}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(ATTACHED)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
     result = subprocess.run(
-        command,
+        [*command, *arguments],
         env={**environ, "DYNAMIX_NATS_URL": "nats://127.0.0.1:9", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        cwd=tmp_path,
+        cwd=directory,
         capture_output=True,
         text=True,
         timeout=100,
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    losses = [float(line.rpartition(" ")[2]) for line in result.stdout.splitlines() if line.startswith("epoch")]
+    return result.stdout
+
+
+@pytest.mark.slow
+def test_the_attached_script_trains_without_a_broker(tmp_path: Path) -> None:
+    """The script trains as plain DDP does."""
+    printed = torchrun(tmp_path, ATTACHED).splitlines()
+    losses = [float(line.rpartition(" ")[2]) for line in printed if line.startswith("epoch")]
     assert len(losses) == 3
     assert losses[-1] < 0.2
+
+
+@pytest.mark.slow
+def test_a_workload_trains_by_name(tmp_path: Path) -> None:
+    """1,000 images, 32 to each of 2 ranks: 16 steps, and what they have learned is better than guessing."""
+    data = EXAMPLES.parent / ".data"
+    arguments = ("--workload", "fashion-14-cnn", "--data", str(data), "--num-samples", "1000", "--epochs", "2")
+    printed = torchrun(
+        tmp_path, WORKLOAD, *arguments, "--local-batch-size", "32", "--optimizer", "adam", "--learning-rate", "0.003"
+    )
+    last = re.search(r"2000 samples, sizes \(32, 32\): accuracy ([0-9.]+)", printed)
+    assert last is not None, printed
+    assert float(last[1]) > 0.3

@@ -44,7 +44,8 @@ class Layer(nn.Module):
 
     def _attention(self, hidden: Tensor) -> Tensor:
         num_samples, num_tokens, width = hidden.shape
-        heads = self.query_key_value(hidden).view(num_samples, num_tokens, 3, self._num_heads, -1)
+        shape = (num_samples, num_tokens, 3, self._num_heads, width // self._num_heads)  # no -1: there may be no sample
+        heads = self.query_key_value(hidden).view(shape)
         query, key, value = heads.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         out: Tensor = self.attention_out(mixed.transpose(1, 2).reshape(num_samples, num_tokens, width))
