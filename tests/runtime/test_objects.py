@@ -10,6 +10,7 @@ import nats
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from nats.js.errors import ObjectNotFoundError
 from nats.js.object_store import ObjectStore
 from tests.support.brokers import ConfiguredServer, connected, operate, until
 from tests.support.proxy import Proxy
@@ -108,6 +109,20 @@ async def test_a_deleted_name_is_not_created_again(bus: Bus, official: ObjectSto
     await official.delete("ppo/1")
     with pytest.raises(StaleWriterError, match="has an object 'ppo/1' already"):
         await bus.put_object(BUCKET, "ppo/1", b"y", create_only=True)
+
+
+async def test_a_deleted_object_is_gone_for_us_and_for_nats_py(bus: Bus, official: ObjectStore) -> None:
+    await bus.put_object(BUCKET, "a", LARGE)
+    for _ in range(2):
+        await bus.delete_object(BUCKET, "a")
+    await bus.delete_object(BUCKET, "never there")
+    with pytest.raises(ObjectMissingError):
+        await bus.get_object(BUCKET, "a")
+    with pytest.raises(ObjectNotFoundError):
+        await official.get("a")
+    assert await num_chunks(bus) == 1
+    await bus.put_object(BUCKET, "a", b"again")
+    assert (await official.get("a")).data == b"again"
 
 
 async def test_an_object_that_lacks_a_chunk_is_refused_at_once(bus: Bus) -> None:
@@ -240,11 +255,26 @@ async def test_lost_connections_are_bridged_in_both_directions(server: Configure
     assert (await bus.get_object(BUCKET, "a")).data == data
 
 
-async def test_a_reader_ends_when_the_bus_ends_its_intake(bus: Bus) -> None:
+async def test_a_reader_finishes_when_the_intake_ends_but_not_when_the_bus_is_closed(
+    server: ConfiguredServer, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await bus.put_object(BUCKET, "a", LARGE)
     bus.stop_intake()
-    with pytest.raises(BusError, match="ended its intake"):
-        await bus.get_object(BUCKET, "a")
+    assert (await bus.get_object(BUCKET, "a")).data == LARGE
+    begun = asyncio.Event()
+
+    async def claim_more(*_: object) -> int:
+        begun.set()
+        return 7
+
+    monkeypatch.setattr(objects, "count_messages", claim_more)
+    async with connected(server.settings) as other:
+        info = await other.put_object(BUCKET, "b", LARGE)
+        await describe(bus, msgspec.structs.replace(info, chunks=7))
+        reading = asyncio.create_task(other.get_object(BUCKET, "b"))
+        await begun.wait()
+    with pytest.raises(BusError, match="closed"):
+        await reading
 
 
 @given(st.binary(max_size=200))

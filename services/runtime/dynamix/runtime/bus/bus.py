@@ -30,7 +30,8 @@ class Bus:
         self._connection = connection
         self._requests = Requests(connection)
         self._publisher = Publisher(connection)
-        self._objects = Objects(self._requests, self._publisher, self.consume)
+        self._objects = Objects(self._requests, self._publisher, self._read)
+        self._readers: weakref.WeakSet[Consumer] = weakref.WeakSet()
         self._consumers: weakref.WeakSet[Consumer] = weakref.WeakSet()
         self._subscriptions: weakref.WeakSet[Subscription] = weakref.WeakSet()
         self._consumed = {"received": 0, "received_twice": 0, "consumer_resets": 0}
@@ -188,6 +189,15 @@ class Bus:
         """
         return await self._objects.get(bucket, name, max_bytes=max_bytes)
 
+    async def delete_object(self, bucket: str, name: str) -> None:
+        """Remove an object; its description stays and says so. Harmless when there is none.
+
+        Raises:
+            StaleWriterError: when somebody else has written this name meanwhile.
+            BusError: as `publish`.
+        """
+        await self._objects.delete(bucket, name)
+
     async def object_info(self, bucket: str, name: str) -> ObjectInfo | None:
         """What is written about an object, also about a deleted one; `None` when there is nothing."""
         return await self._objects.info(bucket, name)
@@ -211,16 +221,7 @@ class Bus:
         sequence once. Broker restarts and lost connections are bridged without loss. `start` counts for a durable
         consumer only when the broker does not know it yet.
         """
-        consumer = Consumer(
-            self._connection,
-            self._requests,
-            stream,
-            subjects,
-            start=start,
-            durable=durable,
-            max_batch=max_batch,
-            counters=self._consumed,
-        )
+        consumer = self._consumer(stream, subjects, start, durable, max_batch)
         self._consumers.add(consumer)
         if self._intake_stopped:
             consumer.end()
@@ -255,6 +256,8 @@ class Bus:
     async def close(self) -> None:
         """Close at once; publishes still in flight fail with ConnectionClosedError."""
         self.stop_intake()
+        for reader in self._readers:
+            reader.end()
         self._requests.close()
         await self._publisher.close()
         await self._connection.close()
@@ -263,3 +266,23 @@ class Bus:
         await self._requests.open()
         await self._publisher.open()
         await self._requests.check_inbox()
+
+    def _read(self, stream: str, subjects: Sequence[str], *, start: Start) -> Consumer:
+        """A consumer for what has an end: the end of intake lets it finish, only `close` ends it."""
+        reader = self._consumer(stream, subjects, start, None, max_batch=512)
+        self._readers.add(reader)
+        return reader
+
+    def _consumer(
+        self, stream: str, subjects: Sequence[str], start: Start, durable: str | None, max_batch: int
+    ) -> Consumer:
+        return Consumer(
+            self._connection,
+            self._requests,
+            stream,
+            subjects,
+            start=start,
+            durable=durable,
+            max_batch=max_batch,
+            counters=self._consumed,
+        )

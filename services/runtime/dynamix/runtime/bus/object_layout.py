@@ -147,10 +147,15 @@ def describe_object(bucket: str, name: str, data: bytes, metadata: dict[str, str
         size=len(data),
         chunks=-(-len(data) // CHUNK_BYTES),
         digest=DIGEST_PREFIX + base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode(),
-        mtime=dt.datetime.now(dt.UTC).isoformat().replace("+00:00", "Z"),
+        mtime=_now(),
         options=ObjectOptions(max_chunk_size=CHUNK_BYTES),
         metadata=metadata,
     )
+
+
+def describe_deleted(info: ObjectInfo) -> ObjectInfo:
+    """What is left of an object that is deleted: its name, so that others learn of it."""
+    return msgspec.structs.replace(info, deleted=True, size=0, chunks=0, digest="", mtime=_now())
 
 
 def read_description(payload: bytes) -> ObjectInfo:
@@ -178,3 +183,7 @@ def read_description(payload: bytes) -> ObjectInfo:
         options=loose.options,
         metadata=loose.metadata or {},
     )
+
+
+def _now() -> str:
+    return dt.datetime.now(dt.UTC).isoformat().replace("+00:00", "Z")

@@ -9,7 +9,7 @@ import collections
 import contextlib
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -45,9 +45,9 @@ class StoredObject(NamedTuple):
 
 
 class Consume(Protocol):
-    """How a consumer is made: `Bus.consume`."""
+    """How a consumer is made."""
 
-    def __call__(self, stream: str, subjects: list[str], *, start: Start) -> Consumer:
+    def __call__(self, stream: str, subjects: Sequence[str], *, start: Start) -> Consumer:
         """A consumer of some subjects."""
 
 
@@ -129,6 +129,16 @@ class Objects:
                 if batch[-1].num_pending == 0 or batch[-1].sequence >= newest.sequence:
                     return sorted(found.values(), key=lambda info: info.name)
 
+    async def delete(self, bucket: str, name: str) -> None:
+        """Remove an object; see `Bus.delete_object`."""
+        stream, subject = layout.stream_of(bucket), layout.description_subject(bucket, name)
+        last = await last_message(self._requests, stream, subject)
+        info = None if last is None else layout.read_description(last.payload)
+        if last is None or info is None or info.deleted:
+            return
+        await self._describe(stream, subject, layout.describe_deleted(info), expected_last=last.sequence)
+        await self._clean_up(stream, layout.chunk_subject(bucket, info.nuid))
+
     async def _upload(self, subject: str, nuid: str, data: bytes) -> None:
         """Publish the chunks in order, a few ahead of their acknowledgements."""
         on_the_way: collections.deque[asyncio.Future[int]] = collections.deque()
@@ -147,7 +157,9 @@ class Objects:
     async def _describe(self, stream: str, subject: str, info: ObjectInfo, *, expected_last: int) -> None:
         payload = msgspec.json.encode(info)
         try:
-            await (await self._publisher.publish(subject, payload, f"{info.nuid}:described", expected_last, ROLLUP))
+            await (
+                await self._publisher.publish(subject, payload, f"{info.nuid}:{info.deleted}", expected_last, ROLLUP)
+            )
         except StaleWriterError:
             # a retry that comes when the broker has forgotten the first try's identity
             last = await last_message(self._requests, stream, subject)
@@ -196,7 +208,7 @@ async def _next(consumer: Consumer) -> list[Message]:
     """The consumer's next batch.
 
     Raises:
-        BusError: when nothing comes for `STALL_TIMEOUT_S`, or the bus ends its intake.
+        BusError: when nothing comes for `STALL_TIMEOUT_S`, or the bus is closed.
     """
     try:
         async with asyncio.timeout(STALL_TIMEOUT_S):
@@ -204,4 +216,4 @@ async def _next(consumer: Consumer) -> list[Message]:
     except TimeoutError:
         raise BusError(f"nothing more of the object came within {STALL_TIMEOUT_S:g} s") from None
     except StopAsyncIteration:
-        raise ConnectionClosedError("the bus ended its intake before the object was read") from None
+        raise ConnectionClosedError("the bus was closed before the object was read") from None
