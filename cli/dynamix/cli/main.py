@@ -33,6 +33,8 @@ COMMANDS = (
     Command("up", "dynamix.cli.up.command", "run broker and services on this machine until interrupted"),
     Command("train", "dynamix.cli.train", "start a training script with torchrun, connected to the bus"),
     Command("top", "dynamix.cli.top.command", "watch a job: batch sizes, times, throughput, accuracy, actions"),
+    Command("evaluate", "dynamix.cli.evaluate", "compare policies on virtual clusters, with intervals"),
+    Command("tune", "dynamix.cli.tune", "choose the rivals' settings on train scenarios"),
     Command("provision", "dynamix.cli.provision", "make the broker's streams, or bring them up to date"),
     Command("doctor", "dynamix.cli.doctor.command", "say what this machine has, what it lacks, and how to mend it"),
 )

@@ -1,0 +1,170 @@
+"""Scores of an evaluation: times to a target, paired ratios, their geometric mean and its interval.
+
+Axes: `P` policy seeds x `C` scenarios x `S` scenario seeds; NaN where a run is missing. A miss counts as the limit.
+
+The interval is a percentile bootstrap over BOTH sources of chance: policy seeds and scenario seeds are each drawn with
+replacement, independently (the pigeonhole bootstrap: Owen, Annals of Applied Statistics 1, 2007); scenarios are fixed.
+One draw of seeds serves all scenarios, since a seed is the same model and order of data in all of them. With a dozen
+seeds plain percentiles are too narrow, so they are expanded as Hesterberg proposes (American Statistician 69, 2015),
+with the number of draws that Satterthwaite's formula gives for the two sources together.
+"""
+
+import math
+from statistics import NormalDist
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Array64 = npt.NDArray[np.float64]
+
+CONFIDENCE = 0.95
+NUM_RESAMPLES = 4000
+_RESAMPLE_SEED = 20_240_601
+"""Fixed: the same results give the same interval, always."""
+
+
+class Ratio(NamedTuple):
+    """Geometric mean of paired ratios of times, with its interval; below 1 is faster."""
+
+    ratio: float
+    low: float | None
+    """`None` where there is but one seed: then nothing is known of the spread."""
+    high: float | None
+
+
+def counted_time_s(time_to_target_s: float | None, time_limit_s: float) -> float:
+    """Time to the target; the limit for a run that missed it."""
+    return time_limit_s if time_to_target_s is None else min(time_to_target_s, time_limit_s)
+
+
+def geometric_mean(values: npt.ArrayLike) -> float:
+    """The geometric mean of positive values, NaN left out; NaN when there are none."""
+    logs = np.log(np.asarray(values, dtype=np.float64).reshape(-1))
+    known = logs[~np.isnan(logs)]
+    return float(np.exp(known.mean())) if known.size else math.nan
+
+
+def median(values: npt.ArrayLike) -> float:
+    """The median, NaN left out; NaN when there are none."""
+    array = np.asarray(values, dtype=np.float64).reshape(-1)
+    known = array[~np.isnan(array)]
+    return float(np.median(known)) if known.size else math.nan
+
+
+def relative_spread(times_PCS: Array64) -> float | None:
+    """Standard deviation of a scenario's times over their mean, averaged over scenarios; `None` below two runs each."""
+    spreads = []
+    for scenario in np.moveaxis(times_PCS, 1, 0):
+        known = scenario[~np.isnan(scenario)]
+        if known.size > 1:
+            spreads.append(float(np.std(known, ddof=1) / known.mean()))
+    return float(np.mean(spreads)) if spreads else None
+
+
+def paired_ratio(times_PCS: Array64, base_CS: Array64, weights_C: Array64 | None = None) -> Ratio | None:
+    """How a row's times compare with those of a baseline in the same scenarios under the same seeds.
+
+    Args:
+        times_PCS: the row's counted times, NaN where a run is missing.
+        base_CS: the baseline's counted times.
+        weights_C: weight of each scenario, for example so that families count alike; all alike when not given.
+
+    Returns:
+        `None` when no pair is complete.
+    """
+    logs_PCS = np.log(times_PCS) - np.log(base_CS)[None]
+    known_P, known_C, known_S = (~np.isnan(logs_PCS).all(axis=axes) for axes in ((1, 2), (0, 2), (0, 1)))
+    if not known_S.any():
+        return None
+    logs_PCS = logs_PCS[np.ix_(known_P, known_C, known_S)]
+    weights = (np.ones(len(known_C)) if weights_C is None else weights_C)[known_C]
+    num_P, _, num_S = logs_PCS.shape
+    (center,) = _means(logs_PCS, weights, np.ones((1, num_P)), np.ones((1, num_S)))
+    low, high = _interval(logs_PCS, weights)
+    return Ratio(float(np.exp(center)), low, high)
+
+
+def family_weights(families: list[str]) -> Array64:
+    """Weight of each scenario, given its family, with which all families count alike; they sum to 1."""
+    counts = {family: families.count(family) for family in families}
+    return np.array([1 / (len(counts) * counts[family]) for family in families])
+
+
+def expanded_tail(num_draws: float, confidence: float = CONFIDENCE) -> float:
+    """Share of resamples to leave out at each end: less than (1 - confidence) / 2, as few draws demand.
+
+    Phi(-sqrt(n / (n - 1)) t(n - 1)), Hesterberg's equation for the expanded percentile interval.
+    """
+    quantile = math.sqrt(num_draws / (num_draws - 1)) * _student_quantile((1 + confidence) / 2, num_draws - 1)
+    return NormalDist().cdf(-quantile)
+
+
+def _interval(logs_PCS: Array64, weights_C: Array64) -> tuple[float, float] | tuple[None, None]:
+    num_P, _, num_S = logs_PCS.shape
+    if num_S == 1:
+        return None, None
+    generator = np.random.default_rng(_RESAMPLE_SEED)
+    counts_BP = _multiplicities(generator, num_P)
+    counts_BS = _multiplicities(generator, num_S)
+    means = _means(logs_PCS, weights_C, counts_BP, counts_BS)
+    tail = expanded_tail(_effective_draws(logs_PCS))
+    low, high = np.nanquantile(means, (tail, 1 - tail))
+    return float(np.exp(low)), float(np.exp(high))
+
+
+def _effective_draws(logs_PCS: Array64) -> float:
+    """Number of draws behind the mean's variance: Satterthwaite's over policy seeds and scenario seeds."""
+    pairs = [
+        (float(np.var(means, ddof=1)) / means.size, means.size)
+        for means in (_marginal_means(logs_PCS, keep=0), _marginal_means(logs_PCS, keep=2))
+        if means.size > 1
+    ]
+    total = sum(variance for variance, _ in pairs)
+    if total == 0:  # no spread at all: any tail gives the same interval
+        return float(max(size for _, size in pairs))
+    degrees = total**2 / sum(variance**2 / (size - 1) for variance, size in pairs)
+    return 1 + degrees
+
+
+def _marginal_means(logs_PCS: Array64, *, keep: int) -> Array64:
+    """Means over all axes but one, of what is left after taking each scenario's own mean off."""
+    centred = logs_PCS - np.nanmean(logs_PCS, axis=(0, 2), keepdims=True)
+    others = tuple(axis for axis in range(3) if axis != keep)
+    means: Array64 = np.nanmean(centred, axis=others)
+    return means
+
+
+def _multiplicities(generator: np.random.Generator, number: int) -> Array64:
+    """How often each of `number` things was drawn, per resample."""
+    return generator.multinomial(number, np.full(number, 1 / number), size=NUM_RESAMPLES).astype(np.float64)
+
+
+def _means(logs_PCS: Array64, weights_C: Array64, counts_BP: Array64, counts_BS: Array64) -> Array64:
+    """Weighted mean over scenarios of the mean log ratio in each, per resample; NaN where a resample has no run."""
+    known = ~np.isnan(logs_PCS)
+    sums_BC = np.einsum("bp,pcs,bs->bc", counts_BP, np.where(known, logs_PCS, 0.0), counts_BS, optimize=True)
+    runs_BC = np.einsum("bp,pcs,bs->bc", counts_BP, known.astype(np.float64), counts_BS, optimize=True)
+    weights_BC = np.where(runs_BC > 0, weights_C, 0.0)
+    means_BC = np.divide(sums_BC, runs_BC, out=np.zeros_like(sums_BC), where=runs_BC > 0)
+    total_B = weights_BC.sum(axis=1)
+    weighted_B = (weights_BC * means_BC).sum(axis=1)
+    means_B: Array64 = np.divide(weighted_B, total_B, out=np.full_like(total_B, np.nan), where=total_B > 0)
+    return means_B
+
+
+def _student_quantile(probability: float, degrees: float) -> float:
+    """Quantile of Student's t: Abramowitz and Stegun 26.7.5 (0.3 % from 3 degrees on); exact below 3, rounded down."""
+    if degrees < 2:
+        return math.tan(math.pi * (probability - 0.5))
+    if degrees < 3:
+        return (2 * probability - 1) * math.sqrt(2 / (4 * probability * (1 - probability)))
+    z = NormalDist().inv_cdf(probability)
+    terms = (
+        z,
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92_160,
+    )
+    return sum(term / degrees**power for power, term in enumerate(terms))

@@ -1,0 +1,85 @@
+"""What was chosen for the rivals on train scenarios: `scenarios/tuned.toml`, written by `dynamix tune`."""
+
+from pathlib import Path
+
+import msgspec
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The best of a rival's settings in one family, and what every setting scored."""
+
+    setting: str = ""
+    """The winner, as a contender is spelled."""
+    options: dict[str, float] = {}
+    initial_local_batch_size: int | None = None
+    score_s: float = 0.0
+    """Geometric mean of the times to the target, a miss counted as the time limit."""
+    scores_s: dict[str, float] = {}
+    misses: dict[str, int] = {}
+
+
+class Tuned(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The choices, by family and policy, with everything that led to them."""
+
+    command: str = ""
+    scenarios: str = ""
+    """SHA-256 of the train scenarios they were made on."""
+    code: str = ""
+    """SHA-256 of the code that ran the episodes."""
+    seeds: list[int] = []
+    num_settings: int = 0
+    """Per rival: the same budget for all."""
+    families: dict[str, dict[str, Choice]] = {}
+    overall: dict[str, Choice] = {}
+    """Over all train scenarios, families alike: for a family that has no train part."""
+
+    def choice(self, policy: str, family: str) -> Choice | None:
+        """What was chosen for a policy; `None` for one that was not tuned."""
+        return self.families.get(family, {}).get(policy) or self.overall.get(policy)
+
+    def is_fallback(self, family: str) -> bool:
+        """Whether the family has no train part, so that the choice over all train scenarios stands in."""
+        return bool(self.overall) and family not in self.families
+
+
+def read_tuned(path: Path) -> Tuned:
+    """Read the file.
+
+    Raises:
+        ValueError: when it is missing or not such a file; the text says how to make it.
+    """
+    try:
+        return msgspec.toml.decode(path.read_bytes(), type=Tuned)
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing: choose the rivals' settings with `dynamix tune -o {path}`") from None
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ValueError(f"{path}: {error}; make it again with `dynamix tune -o {path}`") from error
+
+
+def to_toml(tuned: Tuned) -> str:
+    """The text of the file."""
+    lines = ["# Written by `dynamix tune`; do not edit. Times in virtual seconds.", ""]
+    about = ("command", "scenarios", "code", "seeds", "num_settings")
+    lines += [f"{name} = {_value(getattr(tuned, name))}" for name in about]
+    for family, choices in tuned.families.items():
+        lines += _tables(f"families.{_value(family)}", choices)
+    lines += _tables("overall", tuned.overall)
+    return "\n".join(lines) + "\n"
+
+
+def _tables(prefix: str, choices: dict[str, Choice]) -> list[str]:
+    lines = []
+    for policy, choice in choices.items():
+        lines += ["", f"[{prefix}.{_value(policy)}]"]
+        known = {name: value for name, value in msgspec.to_builtins(choice).items() if value is not None}
+        lines += [f"{name} = {_value(value)}" for name, value in known.items()]
+    return lines
+
+
+def _value(value: object) -> str:
+    """A TOML value: text, number, list or inline table; JSON's spelling of text and numbers is TOML's too."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_value(key)} = {_value(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_value, value)) + "]"
+    return msgspec.json.encode(value).decode()
