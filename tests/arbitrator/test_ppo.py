@@ -1,0 +1,134 @@
+"""PPO: losses and one whole update equal an independent reference, and both variants solve a toy."""
+
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from tests.support.plain_ppo import PlainPPO
+from tests.support.two_state import solved_share
+
+from dynamix.arbitrator.network import ActorCritic
+from dynamix.arbitrator.ppo import PAPER, Batch, PPOSettings, losses, update
+
+NUM_INPUTS, NUM_ACTIONS, NUM_ROWS = 6, 5, 48
+SMALL = PPOSettings(hidden_sizes=(8, 7), num_minibatches=3, update_epochs=2, target_kl=None, learning_rate=0.01)
+VARIANTS = {
+    "clipped": SMALL,
+    "clipped, value loss free": msgspec.structs.replace(SMALL, clip_vloss=False),
+    "clipped, advantages as they are": msgspec.structs.replace(SMALL, norm_adv=False),
+    "simplified": msgspec.structs.replace(SMALL, objective="simplified"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def network(seed: int = 0, hidden_sizes: tuple[int, ...] = (8, 7)) -> ActorCritic:
+    made = ActorCritic(NUM_INPUTS, NUM_ACTIONS, hidden_sizes, generator=torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        for parameter in made.actor.parameters():
+            parameter.mul_(3)  # far from uniform, so that every branch of the loss is met
+    return made
+
+
+def batch(seed: int = 1) -> Batch:
+    """Ratios from about a half to two: inside and outside of the clip, with advantages of both signs."""
+    rng = np.random.default_rng(seed)
+    columns = (
+        rng.normal(size=(NUM_ROWS, NUM_INPUTS)),
+        np.log(rng.uniform(0.1, 0.4, NUM_ROWS)),
+        rng.normal(size=NUM_ROWS),
+        rng.normal(size=NUM_ROWS),
+        rng.normal(size=NUM_ROWS),
+    )
+    inputs, logprobs, advantages, returns, values = (torch.tensor(c, dtype=torch.float32) for c in columns)
+    return Batch(inputs, torch.tensor(rng.integers(NUM_ACTIONS, size=NUM_ROWS)), logprobs, advantages, returns, values)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_loss_and_gradient_equal_the_reference(variant: str) -> None:
+    settings, made, rows = VARIANTS[variant], network().double(), batch()
+    rows = Batch(*(column.double() if column.is_floating_point() else column for column in rows))
+    found = losses(made, rows, settings)
+    found.loss.backward()
+    plain = PlainPPO(made.tensors(), 2, settings)
+    loss, gradient = plain.loss_and_gradient([column.numpy() for column in rows])
+    assert found.loss.item() == pytest.approx(loss, abs=1e-12)
+    for name, parameter in made.named_parameters():
+        if parameter.grad is not None:
+            assert np.abs(parameter.grad.numpy() - gradient[name]).max() < 1e-12, name
+    assert 0.1 < found.clipfrac.item() < 0.95
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_one_whole_update_equals_the_reference(variant: str) -> None:
+    settings, made, rows = VARIANTS[variant], network(), batch()
+    plain = PlainPPO(made.tensors(), 2, settings)
+    optimizer = torch.optim.Adam(made.parameters(), lr=1.0, eps=settings.adam_eps)
+    stats = update(made, optimizer, rows, settings, generator=torch.Generator().manual_seed(5), progress=0.25)
+    shuffle = torch.Generator().manual_seed(5)
+    for _ in range(settings.update_epochs):
+        for part in torch.randperm(NUM_ROWS, generator=shuffle).tensor_split(settings.num_minibatches):
+            plain.step([column[part].numpy() for column in rows], settings.learning_rate * 0.75)
+    assert stats.num_steps == 6
+    for name, array in made.tensors().items():
+        if settings.objective == "clipped" or name.startswith("actor"):
+            assert np.abs(array - plain.parameters[name]).max() < 1e-6, name
+
+
+def test_the_simplified_variant_leaves_the_critic_alone() -> None:
+    made, settings = network(), VARIANTS["simplified"]
+    before = made.tensors()
+    optimizer = torch.optim.Adam(made.parameters(), lr=1.0, eps=settings.adam_eps)
+    update(made, optimizer, batch(), settings, generator=torch.Generator().manual_seed(5))
+    after = made.tensors()
+    assert all((before[name] == after[name]).all() == name.startswith("critic") for name in before)
+
+
+def test_equal_seeds_give_equal_bits() -> None:
+    results = []
+    for _ in range(2):
+        made = network()
+        optimizer = torch.optim.Adam(made.parameters(), lr=1.0, eps=1e-5)
+        stats = update(made, optimizer, batch(), SMALL, generator=torch.Generator().manual_seed(3))
+        results.append((stats, {name: array.tobytes() for name, array in made.tensors().items()}))
+    assert results[0] == results[1]
+
+
+def test_making_a_network_draws_nothing_from_the_global_generator() -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    network()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_hidden_layers_begin_orthogonal_and_the_neutral_action_ahead() -> None:
+    made = ActorCritic(6, 5, (4,), generator=torch.Generator().manual_seed(0), neutral_logit=1.5)
+    weight = made.tensors()["actor.0.weight"].astype(np.float64)
+    assert weight @ weight.T == pytest.approx(2 * np.eye(4), abs=1e-5)
+    assert made.tensors()["actor.2.bias"].tolist() == [1.5, 0, 0, 0, 0]
+
+
+def test_target_kl_ends_an_update_early() -> None:
+    made, settings = network(), msgspec.structs.replace(SMALL, target_kl=1e-6, update_epochs=50)
+    optimizer = torch.optim.Adam(made.parameters(), lr=1.0, eps=1e-5)
+    stats = update(made, optimizer, batch(), settings, generator=torch.Generator().manual_seed(0))
+    assert stats.num_steps == settings.num_minibatches
+
+
+@pytest.mark.parametrize(
+    "settings", [PPOSettings(learning_rate=0.01, hidden_sizes=(16,)), PAPER], ids=["clipped", "simplified"]
+)
+def test_both_variants_solve_a_toy_of_two_states(settings: PPOSettings) -> None:
+    if settings.objective == "simplified":
+        settings = msgspec.structs.replace(settings, learning_rate=0.03, hidden_sizes=(16,))
+    before, after = solved_share(settings, num_updates=0), solved_share(settings, num_updates=60)
+    assert before < 0.7
+    assert after > 0.95
