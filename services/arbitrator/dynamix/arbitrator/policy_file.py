@@ -1,0 +1,216 @@
+"""A learned policy as a file: safetensors, its metadata one JSON text. Reading checks everything and runs nothing."""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, Self
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import safetensors
+from msgspec import Meta
+from safetensors.numpy import save
+
+from dynamix.schemas.features import FEATURE_VERSION, GLOBAL_FEATURES, RANK_FEATURES
+from dynamix.schemas.fields import Count, Text, Token
+
+from . import forward, inputs
+from .actions import DELTAS, MULTIPLIERS, ActionSetName
+
+FORMAT = 1
+SUFFIX = ".safetensors"
+MAX_BYTES = 32 << 20
+"""Our networks take a few hundred KB; what is larger is something else."""
+METADATA_KEY = "dynamix"
+
+Array = npt.NDArray[Any]
+_ACTIONS = {"deltas": tuple(float(delta) for delta in DELTAS), "global": MULTIPLIERS}
+_KINDS: dict[str, str] = {"F32": "<f4", "F64": "<f8", "I64": "<i8"}
+
+
+class PolicyFileError(ValueError):
+    """A policy file that cannot be used; the text says what is wrong with it and what would mend it."""
+
+
+class PolicyMetadata(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a policy is, where it comes from and what it is worth."""
+
+    policy: Token
+    """The name that a job's specification chooses it by."""
+    action_set: ActionSetName
+    algorithm: Literal["clipped", "simplified"]
+    hidden_sizes: Annotated[tuple[Annotated[int, Meta(ge=1, le=4096)], ...], Meta(max_length=8)]
+    reward_formula: Text
+    """`auto`: the published one for each job's optimizer."""
+    reward_weights: dict[str, float] = {}
+    settings: dict[str, Any] = {}
+    """Of the learning (`ppo.PPOSettings`)."""
+    num_updates: Count = 0
+    num_episodes: Count = 0
+    scenarios: tuple[Text, ...] = ()
+    """What it learned on."""
+    seeds: tuple[Count, ...] = ()
+    """Of the learning."""
+    scores: dict[str, float] = {}
+    """By name, as measured at the end of learning; lower is better for times and ratios."""
+    learned_from: tuple[Text, ...] = ()
+    """The newest live runs, `<job>:<generation>`, that this version learned from."""
+    parent: Text = ""
+    """SHA-256 of the file that it went on from; empty when it began anew."""
+    created_by: Text = ""
+    """The program that wrote it."""
+    format: int = FORMAT
+    feature_version: int = FEATURE_VERSION
+    rank_features: tuple[str, ...] = tuple(feature.name for feature in RANK_FEATURES)
+    global_features: tuple[str, ...] = tuple(feature.name for feature in GLOBAL_FEATURES)
+    inputs: tuple[str, ...] = ()
+    actions: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, *, action_set: ActionSetName, **fields: Any) -> Self:
+        """Metadata of a policy of this program: its inputs and actions are filled in."""
+        return cls(action_set=action_set, inputs=inputs.names(action_set), actions=_ACTIONS[action_set], **fields)
+
+
+class PolicyFile(NamedTuple):
+    """Metadata and tensors; what the learner needs to go on is kept under `optimizer.`."""
+
+    metadata: PolicyMetadata
+    tensors: Mapping[str, Array]
+    content: bytes = b""
+    """As it was read; empty for one that was never a file."""
+
+    def to_bytes(self) -> bytes:
+        """The file's content, byte for byte as it was read; equal new policies give equal bytes."""
+        if self.content:
+            return self.content
+        text = json.dumps(msgspec.to_builtins(self.metadata), sort_keys=True, separators=(",", ":"))
+        little = {name: np.ascontiguousarray(array) for name, array in self.tensors.items()}
+        return save(little, {METADATA_KEY: text})
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the content, in hexadecimal."""
+        return hashlib.sha256(self.to_bytes()).hexdigest()
+
+    def write(self, path: Path) -> None:
+        """Write it whole or not at all."""
+        partial = path.with_name(f".{path.name}.partial")
+        partial.write_bytes(self.to_bytes())
+        partial.replace(path)
+
+    @classmethod
+    def from_bytes(cls, data: bytes, source: str = "policy file") -> Self:
+        """Read and check a file's content.
+
+        Raises:
+            PolicyFileError: naming `source` and what does not fit.
+        """
+        try:
+            return cls._checked(data)
+        except PolicyFileError as error:
+            raise PolicyFileError(f"{source}: {error}") from error
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read and check a file.
+
+        Raises:
+            PolicyFileError: as `from_bytes`, and when it cannot be read.
+        """
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise PolicyFileError(f"{path}: cannot be read: {error.strerror}") from error
+        return cls.from_bytes(data, str(path))
+
+    @classmethod
+    def _checked(cls, data: bytes) -> Self:
+        metadata = _metadata(data)
+        _check_identity(metadata)
+        found = cls(metadata, _tensors(data), bytes(data))
+        _check_tensors(found)
+        return found
+
+
+def _metadata(data: bytes) -> PolicyMetadata:
+    if len(data) > MAX_BYTES:
+        raise PolicyFileError(f"{len(data)} bytes are over the limit of {MAX_BYTES}")
+    length = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or length > len(data) - 8:
+        raise PolicyFileError("not a safetensors file, or cut off: its header is not there")
+    try:
+        header: Any = json.loads(data[8 : 8 + length])
+        text = header["__metadata__"][METADATA_KEY]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise PolicyFileError(f"not a policy of ours: its header has no {METADATA_KEY!r} metadata") from error
+    try:
+        return msgspec.json.decode(text, type=PolicyMetadata)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise PolicyFileError(f"its metadata cannot be read: {error}") from error
+
+
+def _check_identity(metadata: PolicyMetadata) -> None:
+    """The program that learned it and this one must mean the same by every number."""
+    if metadata.format != FORMAT:
+        raise PolicyFileError(f"format {metadata.format}, this program reads {FORMAT}")
+    if metadata.feature_version != FEATURE_VERSION:
+        raise PolicyFileError(
+            f"learned on features of version {metadata.feature_version}, this program has version {FEATURE_VERSION}: "
+            "use the dynamix-batch that wrote it, or learn it anew"
+        )
+    _check_list("rank features", metadata.rank_features, tuple(f.name for f in RANK_FEATURES))
+    _check_list("job features", metadata.global_features, tuple(f.name for f in GLOBAL_FEATURES))
+    _check_list("inputs", metadata.inputs, inputs.names(metadata.action_set))
+    _check_list("actions", metadata.actions, _ACTIONS[metadata.action_set])
+
+
+def _check_list(what: str, theirs: tuple[object, ...], ours: tuple[object, ...]) -> None:
+    if theirs == ours:
+        return
+    missing = [str(name) for name in ours if name not in theirs]
+    unknown = [str(name) for name in theirs if name not in ours]
+    parts = [f"lacks {', '.join(missing)}"] * bool(missing) + [f"has {', '.join(unknown)}"] * bool(unknown)
+    raise PolicyFileError(
+        f"its list of {what} is not this program's: it {' and '.join(parts) or 'has another order'}; "
+        "use the dynamix-batch that wrote it, or learn it anew"
+    )
+
+
+def _tensors(data: bytes) -> dict[str, Array]:
+    try:
+        return {name: _array(name, entry) for name, entry in safetensors.deserialize(data)}  # type: ignore[no-untyped-call]
+    except safetensors.SafetensorError as error:
+        raise PolicyFileError(f"its tensors cannot be read: {error}") from error
+
+
+def _array(name: str, entry: dict[str, Any]) -> Array:
+    kind = _KINDS.get(entry["dtype"])
+    if kind is None:
+        raise PolicyFileError(f"tensor {name!r} is of type {entry['dtype']}: use one of {', '.join(_KINDS)}")
+    array = np.frombuffer(entry["data"], dtype=kind).reshape(entry["shape"])
+    if not np.isfinite(array).all():
+        raise PolicyFileError(f"tensor {name!r} holds numbers that are not finite")
+    return array
+
+
+def _check_tensors(file: PolicyFile) -> None:
+    num_inputs, num_actions = len(file.metadata.inputs), len(file.metadata.actions)
+    expected: dict[str, tuple[int, ...]] = {f"normalisation.{name}": (num_inputs,) for name in ("count", "mean", "m2")}
+    for head, num_outputs in (("actor", num_actions), ("critic", 1)):
+        expected |= forward.shapes(head, 2 * num_inputs, file.metadata.hidden_sizes, num_outputs)
+    for name, shape in expected.items():
+        found = file.tensors.get(name)
+        if found is None or found.shape != shape:
+            raise PolicyFileError(f"tensor {name!r} must be of shape {shape}, not {getattr(found, 'shape', 'missing')}")
+    foreign = sorted(name for name in file.tensors if name not in expected and not name.startswith("optimizer."))
+    if foreign:
+        raise PolicyFileError(f"tensors that no network of ours has: {', '.join(foreign[:4])}")
+    if (file.tensors["normalisation.m2"] < 0).any() or (file.tensors["normalisation.count"] < 0).any():
+        raise PolicyFileError("its normalisation has a negative count or variance")
+    for name, value in {**file.metadata.reward_weights, **file.metadata.scores}.items():
+        if not math.isfinite(value):
+            raise PolicyFileError(f"{name} = {value} in its metadata is not finite")

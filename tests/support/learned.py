@@ -1,0 +1,39 @@
+"""Learned policies made up for tests: real networks, untrained or with weights that favour something."""
+
+from typing import Any
+
+import numpy as np
+
+from dynamix.arbitrator.actions import ActionSetName
+from dynamix.arbitrator.agent import Agent
+from dynamix.arbitrator.policy_file import PolicyFile, PolicyMetadata
+from dynamix.arbitrator.ppo import PPOSettings
+
+SMALL = PPOSettings(hidden_sizes=(16, 16))
+
+
+def metadata(action_set: ActionSetName = "global", **fields: Any) -> PolicyMetadata:
+    """Of a policy that nobody trained."""
+    defaults: dict[str, Any] = {
+        "policy": "ppo",
+        "algorithm": "clipped",
+        "hidden_sizes": (16, 16),
+        "reward_formula": "time-aware",
+        "seeds": (11,),
+    }
+    return PolicyMetadata.of(action_set=action_set, **(defaults | fields))
+
+
+def agent(action_set: ActionSetName = "global", settings: PPOSettings = SMALL, **fields: Any) -> Agent:
+    """Untrained."""
+    return Agent.new(metadata(action_set, **fields), settings)
+
+
+def policy_file(action_set: ActionSetName = "global", *, favour: int | None = None, **fields: Any) -> PolicyFile:
+    """An untrained policy; `favour` makes one action the likeliest by far, whatever there is to see."""
+    file = agent(action_set, **fields).file()
+    if favour is not None:
+        bias = np.zeros(len(file.metadata.actions), dtype=np.float32)
+        bias[favour] = 50
+        file = file._replace(tensors={**file.tensors, "actor.4.bias": bias})
+    return file
