@@ -1,0 +1,222 @@
+"""Rollouts: which decision is credited with which reward, under lag, gaps, duplicates and disorder."""
+
+import random
+from collections.abc import Callable, Sequence
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support import learned, made
+
+from dynamix.arbitrator.actions import ActionSetName, action_set_named
+from dynamix.arbitrator.agent import Agent
+from dynamix.arbitrator.fold import Fold
+from dynamix.arbitrator.forward import Forward, log_softmax
+from dynamix.arbitrator.policies.learned import LearnedPolicy
+from dynamix.arbitrator.policy_file import PolicyFile
+from dynamix.arbitrator.rollout import End, Recording, RolloutError, Trajectory, trajectory_of
+from dynamix.schemas.messages import Action, Applied, Job, RankReward, Reward, State
+
+NODES = {"node-a": (0, 1), "node-b": (2, 3)}
+JOB = made.job(NODES, policy="ppo", policy_options={"explore": 1.0})
+ACTION_SETS: tuple[ActionSetName, ...] = ("deltas", "global")
+
+
+def states_of(num_windows: int, generation: int = 0) -> list[State]:
+    """Of two nodes, in order."""
+    return [
+        made.state(
+            node, ranks, window, generation=generation, throughput=tuple(900.0 + 100 * r + 7 * window for r in ranks)
+        )
+        for window in range(num_windows)
+        for node, ranks in NODES.items()
+    ]
+
+
+def rewards_of(windows: Sequence[int], generation: int = 0) -> list[Reward]:
+    """Rank r earns 100 t + r in window t."""
+    return [
+        Reward(
+            job=made.JOB,
+            generation=generation,
+            window=window,
+            node=node,
+            formula="time-aware",
+            ranks=tuple(RankReward(rank=rank, reward=100.0 * window + rank, terms={}) for rank in ranks),
+        )
+        for window in windows
+        for node, ranks in NODES.items()
+    ]
+
+
+def applied_of(pairs: Sequence[tuple[int, int]]) -> list[Applied]:
+    """(decided window, effective window)."""
+    return [
+        Applied(
+            job=made.JOB,
+            generation=0,
+            decided_window=decided,
+            effective_window=effective,
+            effective_step=effective * 10,
+            local_batch_sizes=(128,) * 4,
+        )
+        for decided, effective in pairs
+    ]
+
+
+def decide(states: Sequence[tuple[int, State]], file: PolicyFile, job: Job = JOB) -> list[Action]:
+    fold, actions = Fold(job, LearnedPolicy(file), None), []
+    for sequence, state in states:
+        fold.add(sequence, state)
+        while (action := fold.close()) is not None:
+            fold.adopt(action)
+            actions.append(action)
+    return actions
+
+
+def recording(
+    applied: Sequence[tuple[int, int]], *, action_set: ActionSetName = "global", num_windows: int = 8
+) -> Recording:
+    """A whole generation of `num_windows` windows."""
+    states = list(enumerate(states_of(num_windows), start=1))
+    actions = decide(states, learned.policy_file(action_set))
+    return Recording(JOB, states, actions, applied_of(applied), rewards_of(range(num_windows)))
+
+
+def windows_under(trajectory: Trajectory) -> list[float]:
+    """The job's reward of each transition: the mean over ranks of window t is 100 t + 1.5."""
+    return trajectory.rewards_TD.mean(axis=1).tolist()
+
+
+def test_a_decision_is_credited_with_the_first_window_that_ran_under_it() -> None:
+    record = recording([(0, 2), (1, 3), (2, 4), (3, 5), (4, 6), (5, 7)])
+    found = trajectory_of(record, action_set_named("global"))
+    assert windows_under(found) == [100 * t + 1.5 for t in range(2, 8)]
+    assert found.num_windows_T.tolist() == [1] * 6
+    assert found.logprobs_TD[:, 0].tolist() == [a.logprobs[0] for a in record.actions[:6] if a.logprobs]
+
+
+def test_per_rank_decisions_are_credited_with_their_own_ranks_reward() -> None:
+    record = recording([(0, 2), (1, 3)], action_set="deltas", num_windows=4)
+    found = trajectory_of(record, action_set_named("deltas"))
+    assert found.rewards_TD.tolist() == [[200, 201, 202, 203], [300, 301, 302, 303]]
+    assert found.inputs_TDI.shape[:2] == (2, 4)
+
+
+def test_windows_without_a_new_decision_extend_the_transition() -> None:
+    found = trajectory_of(recording([(0, 2), (3, 5)]), action_set_named("global"))
+    assert windows_under(found) == [201.5 + 301.5 + 401.5, 501.5 + 601.5 + 701.5]
+    assert found.num_windows_T.tolist() == [3, 3]
+
+
+def test_of_two_decisions_for_one_window_the_later_rules() -> None:
+    record = recording([(0, 4), (2, 4), (3, 5)])
+    found = trajectory_of(record, action_set_named("global"))
+    chosen = [record.actions[2].logprobs, record.actions[3].logprobs]
+    assert [tuple(row) for row in found.logprobs_TD.tolist()] == chosen
+
+
+def test_a_lost_action_takes_its_windows_with_it() -> None:
+    record = recording([(0, 2), (1, 3), (2, 4)])
+    record = record._replace(actions=[action for action in record.actions if action.window != 1])
+    found = trajectory_of(record, action_set_named("global"))
+    assert found.num_windows_T.tolist() == [1, 4]
+    assert windows_under(found) == [201.5, 401.5 + 501.5 + 601.5 + 701.5]
+
+
+def test_a_window_without_reward_gets_the_mean_and_a_missing_node_that_of_the_others() -> None:
+    record = recording([(0, 2), (1, 3), (2, 4)], num_windows=6)
+    rewards = [r for r in record.rewards if r.window != 3 and (r.window, r.node) != (2, "node-b")]
+    found = trajectory_of(record._replace(rewards=rewards), action_set_named("global"))
+    known = [1.5, 101.5, 200.5, 401.5, 501.5]
+    assert windows_under(found) == pytest.approx([200.5, np.mean(known), 401.5 + 501.5])
+    assert found.num_unrewarded_windows == 1
+
+
+def test_what_comes_after_the_end_does_not_count_and_a_terminated_end_is_worth_nothing() -> None:
+    record = recording([(0, 2), (1, 3), (2, 4), (3, 5)])
+    over = trajectory_of(record, action_set_named("global"), End(last_window=3, terminated=True))
+    assert windows_under(over) == [201.5, 301.5]
+    assert over.next_values_D.tolist() == [0]
+    cut_off = trajectory_of(record, action_set_named("global"))
+    assert cut_off.next_values_D.tolist() == list(record.actions[-1].values or ())
+    assert cut_off.next_values_D[0] != 0
+
+
+def test_other_generations_and_jobs_are_left_out() -> None:
+    record = recording([(0, 2), (1, 3)])
+    foreign = [msgspec.structs.replace(message, generation=1) for message in record.applied]
+    mixed = record._replace(
+        applied=[*record.applied, *(msgspec.structs.replace(m, effective_window=2, decided_window=1) for m in foreign)],
+        rewards=[*record.rewards, *rewards_of(range(20), generation=1)],
+        states=[*record.states, *enumerate(states_of(3, generation=1), start=100)],
+    )
+    same(trajectory_of(mixed, action_set_named("global")), trajectory_of(record, action_set_named("global")))
+
+
+def test_without_an_adopted_decision_there_is_nothing_to_learn() -> None:
+    with pytest.raises(RolloutError, match="no sampled decision that was adopted has a rewarded window"):
+        trajectory_of(recording([]), action_set_named("global"))
+    with pytest.raises(RolloutError, match="rewarded"):
+        trajectory_of(recording([(0, 2)])._replace(rewards=[]), action_set_named("global"))
+
+
+@pytest.mark.parametrize("action_set", ACTION_SETS)
+def test_logprobs_and_values_computed_again_equal_the_recorded_ones(action_set: ActionSetName) -> None:
+    """What a decision saw is recovered exactly: otherwise PPO's ratios would compare two different situations."""
+    record = recording([(t, t + 2) for t in range(10)], action_set=action_set, num_windows=12)
+    file = learned.policy_file(action_set)
+    found = trajectory_of(record, action_set_named(action_set))
+    forward, agent = Forward(file.tensors, 2), Agent.of(file)
+    inputs = agent.normalisation.applied(found.inputs_TDI.reshape(-1, found.inputs_TDI.shape[-1]))
+    logprobs = log_softmax(forward.logits(inputs))
+    again = logprobs[np.arange(len(logprobs)), found.actions_TD.reshape(-1)]
+    assert again.tolist() == found.logprobs_TD.reshape(-1).tolist()
+    assert forward.values(inputs).tolist() == found.values_TD.reshape(-1).tolist()
+    assert len(set(found.actions_TD.reshape(-1).tolist())) > 2
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data(), st.sampled_from(ACTION_SETS))
+def test_disorder_inside_a_window_and_duplicates_change_nothing(data: st.DataObject, action_set: ActionSetName) -> None:
+    shuffle: Callable[[list[object]], None] = random.Random(data.draw(st.integers(0, 2**32))).shuffle
+    order = states_of(8)
+    for window in range(0, 16, 2):
+        if data.draw(st.booleans()):
+            order[window], order[window + 1] = order[window + 1], order[window]
+    states = [
+        (number, state) for number, state in enumerate(order, start=1) for _ in range(data.draw(st.integers(1, 2)))
+    ]
+    actions = decide(states, learned.policy_file(action_set))
+    record = Recording(JOB, states, actions, applied_of([(t, t + 2) for t in range(5)]), rewards_of(range(8)))
+    clean = trajectory_of(record, action_set_named(action_set))
+    messy = {name: list(getattr(record, name)) * 2 for name in ("actions", "applied", "rewards")}
+    for messages in messy.values():
+        shuffle(messages)
+    same(trajectory_of(record._replace(**messy), action_set_named(action_set)), clean)
+
+
+@pytest.mark.parametrize("action_set", ACTION_SETS)
+def test_an_agent_learns_from_trajectories_and_goes_on_from_its_file_exactly(action_set: ActionSetName) -> None:
+    found = trajectory_of(
+        recording([(t, t + 2) for t in range(6)], action_set=action_set), action_set_named(action_set)
+    )
+    agent = learned.agent(action_set)
+    first = agent.learn([found, found])
+    assert first.num_decisions == 2 * found.actions_TD.size
+    assert first.stats.approx_kl == pytest.approx(0, abs=0.05)
+    again = Agent.of(PolicyFile.from_bytes(agent.file().to_bytes()))
+    for one in (agent, again):
+        one.learn([found])
+    assert agent.file().to_bytes() == again.file().to_bytes()
+    assert agent.metadata.num_updates == 2
+    assert agent.metadata.num_episodes == 3
+    assert agent.file().digest != learned.policy_file(action_set).digest
+
+
+def same(first: Trajectory, second: Trajectory) -> None:
+    """Equal to the last bit."""
+    for name, one, other in zip(Trajectory._fields, first, second, strict=True):
+        assert np.array_equal(one, other, equal_nan=name == "inputs_TDI"), name
