@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dynamix.arbitrator.apportion import apportion
 from dynamix.arbitrator.policy import Array64
 from dynamix.arbitrator.step_time import StepTime
+from dynamix.schemas.apportion import apportion
 from dynamix.schemas.messages import Job
 
 SPLIT_DEAD_BAND = 0.03

@@ -1,0 +1,158 @@
+"""Failure signatures of batch-size control (method section 3), found in decisions and in the course of learning. Pure.
+
+They say that something looks like a known failure, never why: sizes at a bound may be right. Limits are constants here,
+each finding carries the number and the limit that it crossed.
+"""
+
+import math
+from collections.abc import Sequence
+from statistics import fmean, pstdev
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dynamix.schemas.messages import Event, Job, Signature
+
+STUCK_WINDOWS = 20
+"""A size is stuck when it was at the same bound in this many decisions running."""
+STUCK_SHARE = 0.5
+"""Share of the ranks that have a choice, from which stuck sizes are a signature."""
+MIN_EPISODES = 12
+"""Fewer say nothing about a course of learning."""
+PLATEAU_GAIN = 0.5
+"""The last third of the returns must be this many standard deviations above the first third."""
+COLLAPSE_EPISODES = 5
+COLLAPSE_DROP = 3.0
+"""The mean of the last episodes may be this many standard deviations below the best such mean before."""
+MIN_RUNS = 3
+SPREAD = 0.3
+"""Coefficient of variation between runs of one policy."""
+MIN_UPDATES = 10
+MIN_EXPLAINED_VARIANCE = 0.1
+"""Mean over the last `MIN_UPDATES` updates; 1 is a perfect value function, 0 one that knows nothing."""
+
+_MOST = 1e6
+"""What is infinitely many standard deviations is reported as this."""
+
+
+class Finding(NamedTuple):
+    """A signature, the number that crossed its limit, and a sentence."""
+
+    signature: Signature
+    value: float
+    limit: float
+    explanation: str
+
+
+class SizeWatch:
+    """Watches the decisions of one generation of a job for sizes that stay at a bound."""
+
+    def __init__(self, job: Job) -> None:
+        self._low = job.min_local_batch_size
+        self._high_W = np.asarray(job.max_local_batch_sizes, dtype=np.int64)
+        self._movable_W = self._high_W > self._low
+        self._at_low_W: npt.NDArray[np.int64] = np.zeros(job.world_size, dtype=np.int64)
+        """Decisions running at the lower bound; the next at the upper one."""
+        self._at_high_W: npt.NDArray[np.int64] = np.zeros(job.world_size, dtype=np.int64)
+        self._reported = False
+
+    def add(self, local_batch_sizes: Sequence[int]) -> Finding | None:
+        """Take in a decision; the finding when it makes enough sizes stuck, once until they come off again."""
+        sizes_W = np.asarray(local_batch_sizes)
+        self._at_low_W = np.where(sizes_W <= self._low, self._at_low_W + 1, 0)
+        self._at_high_W = np.where(sizes_W >= self._high_W, self._at_high_W + 1, 0)
+        low, high = self._share(self._at_low_W), self._share(self._at_high_W)
+        share = max(low, high)
+        onset = share > STUCK_SHARE and not self._reported
+        self._reported = share > STUCK_SHARE
+        if not onset:
+            return None
+        bound = f"minimum of {self._low}" if low >= high else f"maximum of {int(self._high_W.max())}"
+        text = f"{share:.0%} of the ranks were at their {bound} in each of the last {STUCK_WINDOWS} decisions"
+        return Finding("size-stuck", share, STUCK_SHARE, text)
+
+    def _share(self, running_W: npt.NDArray[np.int64]) -> float:
+        """Of the ranks whose bounds leave a choice, those stuck."""
+        num_movable = int(self._movable_W.sum())
+        return int((running_W[self._movable_W] >= STUCK_WINDOWS).sum()) / num_movable if num_movable else 0.0
+
+
+def reward_signatures(returns: Sequence[float]) -> list[Finding]:
+    """Plateau and collapse in the returns of a policy's episodes, oldest first; none before `MIN_EPISODES`."""
+    if len(returns) < MIN_EPISODES:
+        return []
+    return [finding for finding in (_plateau(returns), _collapse(returns)) if finding is not None]
+
+
+def spread_signature(times: Sequence[float]) -> Finding | None:
+    """Spread of one number, times to target or returns, between runs of one policy on one scenario."""
+    if len(times) < MIN_RUNS:
+        return None
+    variation = _in_deviations(pstdev(times), abs(fmean(times)))
+    if variation <= SPREAD:
+        return None
+    text = f"the coefficient of variation between {len(times)} runs is {variation:.2f}"
+    return Finding("spread-between-runs", variation, SPREAD, text)
+
+
+def value_signature(explained_variances: Sequence[float]) -> Finding | None:
+    """A value function that explains next to nothing of the returns, update after update; oldest first."""
+    if len(explained_variances) < MIN_UPDATES:
+        return None
+    explained = fmean(explained_variances[-MIN_UPDATES:])
+    if explained >= MIN_EXPLAINED_VARIANCE:
+        return None
+    text = f"the value function explained {explained:.0%} of the returns' variance over {MIN_UPDATES} updates"
+    return Finding("value-unexplained", explained, MIN_EXPLAINED_VARIANCE, text)
+
+
+def event_of(finding: Finding, *, job: str, generation: int, window: int, service: str) -> Event:
+    """The message about a finding.
+
+    Args:
+        finding: what was found.
+        job: the job, or the policy that learns.
+        generation: of the job; 0 for a policy.
+        window: the window, or the episode of learning.
+        service: who found it.
+    """
+    return Event(
+        job=job,
+        generation=generation,
+        window=window,
+        signature=finding.signature,
+        service=service,
+        value=finding.value,
+        limit=finding.limit,
+        explanation=finding.explanation,
+    )
+
+
+def _plateau(returns: Sequence[float]) -> Finding | None:
+    third = len(returns) // 3
+    first, last = returns[:third], returns[-third:]
+    gain = _in_deviations(fmean(last) - fmean(first), math.sqrt((pstdev(first) ** 2 + pstdev(last) ** 2) / 2))
+    if gain >= PLATEAU_GAIN:
+        return None
+    text = f"over {len(returns)} episodes the return rose by {gain:.2f} standard deviations"
+    return Finding("reward-plateau", gain, PLATEAU_GAIN, text)
+
+
+def _collapse(returns: Sequence[float]) -> Finding | None:
+    windows = [returns[start : start + COLLAPSE_EPISODES] for start in range(len(returns) - COLLAPSE_EPISODES + 1)]
+    best = max(windows[:-COLLAPSE_EPISODES] or windows[:1], key=fmean)
+    now = windows[-1]
+    deviation = math.sqrt(fmean(pstdev(window) ** 2 for window in (best, now)))
+    drop = _in_deviations(fmean(best) - fmean(now), deviation)
+    if drop <= COLLAPSE_DROP:
+        return None
+    text = f"the last {COLLAPSE_EPISODES} returns are {drop:.1f} standard deviations below the best before them"
+    return Finding("reward-collapse", drop, COLLAPSE_DROP, text)
+
+
+def _in_deviations(difference: float, deviation: float) -> float:
+    """The quotient, finite also where there is no deviation at all."""
+    if deviation > 0:
+        return min(max(difference / deviation, -_MOST), _MOST)
+    return math.copysign(_MOST, difference) if difference else 0.0

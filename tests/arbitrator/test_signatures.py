@@ -1,0 +1,109 @@
+import numpy as np
+import pytest
+from tests.support import made
+
+from dynamix.arbitrator.signatures import (
+    MIN_EPISODES,
+    STUCK_WINDOWS,
+    Finding,
+    SizeWatch,
+    event_of,
+    reward_signatures,
+    spread_signature,
+    value_signature,
+)
+from dynamix.schemas.codec import decode, encode
+from dynamix.schemas.messages import Event
+from dynamix.schemas.table import subject_of
+
+JOB = made.job()  # four ranks from 32 to 1024
+
+
+def findings_of(watch: SizeWatch, decisions: list[tuple[int, ...]]) -> list[tuple[int, Finding]]:
+    found = [(index, watch.add(sizes)) for index, sizes in enumerate(decisions)]
+    return [(index, finding) for index, finding in found if finding is not None]
+
+
+def test_three_of_four_ranks_at_their_minimum_for_20_decisions_are_reported_once() -> None:
+    found = findings_of(SizeWatch(JOB), [(32, 32, 32, 500)] * (3 * STUCK_WINDOWS))
+    assert [(index, finding.signature, finding.value) for index, finding in found] == [(19, "size-stuck", 0.75)]
+    assert "75% of the ranks were at their minimum of 32" in found[0][1].explanation
+
+
+def test_sizes_that_came_off_the_bound_and_stick_again_are_reported_again() -> None:
+    stuck, free = [(1024,) * 4] * STUCK_WINDOWS, [(1000,) * 4]
+    assert [index for index, _ in findings_of(SizeWatch(JOB), stuck + free + stuck)] == [19, 40]
+
+
+def test_half_of_the_ranks_at_a_bound_are_not_a_signature() -> None:
+    assert findings_of(SizeWatch(JOB), [(32, 32, 500, 500)] * 50) == []
+
+
+def test_ranks_at_different_bounds_do_not_add_up() -> None:
+    assert findings_of(SizeWatch(JOB), [(32, 32, 1024, 1024)] * 50) == []
+
+
+def test_sizes_that_jump_between_the_bounds_are_not_stuck() -> None:
+    assert findings_of(SizeWatch(JOB), [(32,) * 4, (1024,) * 4] * 25) == []
+
+
+def test_ranks_whose_bounds_leave_no_choice_do_not_count() -> None:
+    job = made.job(max_local_batch_sizes=(32, 32, 32, 1024))
+    assert findings_of(SizeWatch(job), [(32, 32, 32, 500)] * 50) == []
+    assert [finding.value for _, finding in findings_of(SizeWatch(job), [(32,) * 4] * 50)] == [1.0]
+    assert findings_of(SizeWatch(made.job(max_local_batch_sizes=(32,) * 4)), [(32,) * 4] * 50) == []
+
+
+def noisy(means: list[float]) -> list[float]:
+    return list(np.array(means) + np.random.default_rng(3).normal(0, 1, len(means)))
+
+
+def test_returns_that_do_not_rise_are_a_plateau() -> None:
+    assert [finding.signature for finding in reward_signatures(noisy([0.0] * 30))] == ["reward-plateau"]
+    assert [finding.value for finding in reward_signatures([5.0] * 30)] == [0.0]
+
+
+def test_returns_that_rise_by_four_deviations_are_no_signature() -> None:
+    assert reward_signatures(noisy(list(np.linspace(0, 4, 30)))) == []
+    assert reward_signatures(list(np.linspace(0, 1, 30))) == []
+
+
+def test_returns_that_rise_and_fall_back_are_a_collapse() -> None:
+    found = reward_signatures(noisy([0.0] * 10 + [20.0] * 10 + [0.0] * 10))
+    assert {finding.signature for finding in found} == {"reward-collapse", "reward-plateau"}
+    assert max(finding.value for finding in found) > 10
+
+
+def test_a_collapse_by_hand() -> None:
+    """Best five: mean 10, variance 2; last five: mean 0, variance 2."""
+    returns = [8.0, 9.0, 10.0, 11.0, 12.0] + [5.0] * 5 + [-2.0, -1.0, 0.0, 1.0, 2.0]
+    collapse = next(finding for finding in reward_signatures(returns) if finding.signature == "reward-collapse")
+    assert collapse.value == pytest.approx(10 / np.sqrt(2))
+
+
+def test_too_few_episodes_say_nothing() -> None:
+    assert reward_signatures([0.0] * (MIN_EPISODES - 1)) == []
+
+
+def test_the_coefficient_of_variation_of_10_20_30_is_041() -> None:
+    finding = spread_signature([10.0, 20.0, 30.0])
+    assert finding is not None
+    assert finding.value == pytest.approx(np.sqrt(200 / 3) / 20)
+    assert spread_signature([10.0, 11.0, 12.0]) is None
+    assert spread_signature([1.0, 100.0]) is None
+
+
+def test_a_value_function_that_explains_five_percent_is_reported() -> None:
+    finding = value_signature([0.9] * 5 + [0.05] * 10)
+    assert finding is not None
+    assert finding.value == pytest.approx(0.05)
+    assert value_signature([0.05] * 5 + [0.9] * 10) is None
+    assert value_signature([0.0] * 9) is None
+
+
+@pytest.mark.parametrize(
+    "finding", [*reward_signatures([5.0] * 30), *reward_signatures([9.0] * 10 + [0.0] * 10)], ids=lambda f: f.signature
+)
+def test_a_finding_becomes_an_event_that_can_be_sent(finding: Finding) -> None:
+    event = event_of(finding, job="ppo", generation=0, window=30, service="learner")
+    assert decode(Event, subject_of(event), encode(event)) == event
