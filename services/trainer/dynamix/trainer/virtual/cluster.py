@@ -13,30 +13,22 @@ import numpy as np
 import torch
 
 from dynamix.schemas.messages import Action, Applied, Job, Report
-from dynamix.trainer.identity import Attempt
 from dynamix.trainer.learning_rate import FACTORS, LearningRateScaler
 from dynamix.trainer.noise import NoiseAverage, window_moments
 from dynamix.trainer.offer import Offers, Terms
-from dynamix.trainer.options import JobOptions
-from dynamix.trainer.reporting import JobIdentity
 from dynamix.trainer.rows import job_totals
 from dynamix.trainer.sampler import Order, PlanSampler, Position, StepPlan, epoch_order
 from dynamix.trainer.schedule import Schedule
-from dynamix.trainer.workloads import Data, Part, family_of_name, make_optimizer, workload_named
+from dynamix.trainer.split import Counts
+from dynamix.trainer.workloads import Data, Part, make_optimizer, workload_named
 
 from .clock import StepTiming, VirtualClock
-from .disturbances import LABELS, Conditions, Disturbances, generator
+from .disturbances import Conditions, Disturbances
+from .job import NOISE_DECAY, identity_of, job_options, training_part
 from .perceptron import gradients_of
 from .recorder import Recorder, reporters_of
 from .scenario import Scenario
-
-MARGIN_STEPS = 2
-"""As a real loader without workers has it: steps from knowing of a change to the first step that can follow it."""
-
-NOISE_DECAY = 0.9
-"""As `attach` has it."""
-
-MAX_LAG_WINDOWS = 4
+from .splitting import FastLoop
 
 
 class Evaluation(NamedTuple):
@@ -80,9 +72,9 @@ class VirtualCluster:
         self.time_to_target_s: float | None = None
         """Of the first evaluation that reached the target."""
         sizes = scenario.local_batch_sizes(initial_local_batch_size)
-        self._options = _job_options(scenario, seed, policy, policy_options or {}, sizes)
-        self._identity = _identity(scenario, job or f"{scenario.name or scenario.family}-{seed}")
-        self._data = _training_data(scenario, data, seed)
+        self._options = job_options(scenario, seed, policy, policy_options or {}, sizes)
+        self._identity = identity_of(scenario, job or f"{scenario.name or scenario.family}-{seed}")
+        self._data = training_part(scenario, data, seed)
         self._evaluated = Part(*(tensor[: scenario.evaluation_samples or None] for tensor in data.validation))
         self._test = data.test
         self._make_training(sizes)
@@ -126,6 +118,7 @@ class VirtualCluster:
             )
         )
         self._waiting: deque[Action] = deque()
+        self._fast_loop = FastLoop(options.min_local_batch_size, identity.max_local_batch_sizes)
         self._decided = False
         self._test_accuracy: float | None = None
 
@@ -154,11 +147,12 @@ class VirtualCluster:
         if self.scenario.lag_windows == 0:
             self._adopt()
         for _ in range(self.scenario.window_steps):
+            ruled = self._schedule.newest
             self._step()
         self.window += 1
         if self.scenario.lag_windows > 0:  # a real rank knows of it before it reports the window before
             self._adopt()
-        return self._report()
+        return self._report(ruled)
 
     def test_accuracy(self) -> float:
         """Accuracy on the test part, which is looked at once, when the run is over.
@@ -187,6 +181,12 @@ class VirtualCluster:
         self._train(plan, timing, conditions)
         self.time_s += timing.step_s
         self.position = self.position.after(plan)
+        self._rule(self._fast_loop.after_step(timing, plan.counts, self._schedule.newest.values))
+
+    def _rule(self, sizes: tuple[int, ...]) -> None:
+        """Let sizes rule from the next step on: nothing is drawn ahead of it here."""
+        if sizes != self._schedule.newest.values:
+            self._schedule.reset(self.position.step, sizes)
 
     def _train(self, plan: StepPlan, timing: StepTiming, conditions: Conditions) -> None:
         """The step itself; what was due to be evaluated before its end saw the parameters before it."""
@@ -227,9 +227,7 @@ class VirtualCluster:
         action = self._offers.take(self.window)
         if action is None:
             return
-        self._schedule.forget_before(self.position.step)
-        if action.local_batch_sizes != self._schedule.newest.values:
-            self._schedule.add(self.position.step, action.local_batch_sizes)
+        self._rule(self._fast_loop.adopt(action))
         self._decided = True
         self.applied.append(
             self._reporters[0].applied(
@@ -240,15 +238,15 @@ class VirtualCluster:
             )
         )
 
-    def _report(self) -> list[Report]:
+    def _report(self, sizes: Counts) -> list[Report]:
+        """The reports on the window that ended; `sizes` ruled its last step."""
         accuracy = self.evaluations[-1].accuracy if self.evaluations else None
-        steps, sizes = self.scenario.window_steps, self._schedule.at(self.position.step - 1)
         rows, simulated = self._recorder.take(accuracy)
         self._noise.add(window_moments(row.noise for row in rows))
         totals = job_totals(
             rows,
             window=self.window - 1,
-            num_steps=steps,
+            num_steps=self.scenario.window_steps,
             global_batch_size=sizes.total,
             noise=self._noise.value,
         )
@@ -267,50 +265,3 @@ class VirtualCluster:
             reports.append(msgspec.structs.replace(report, simulated=own))
             reporter.remember(rows, totals)
         return reports
-
-
-def _job_options(
-    scenario: Scenario, seed: int, policy: str, policy_options: Mapping[str, float], sizes: tuple[int, ...]
-) -> JobOptions:
-    return JobOptions(
-        local_batch_sizes=sizes,
-        base_global_batch_size=scenario.base_global_batch_size,
-        window_steps=scenario.window_steps,
-        min_local_batch_size=scenario.min_local_batch_size,
-        max_local_batch_size=scenario.max_local_batch_size,
-        max_lag_windows=max(MAX_LAG_WINDOWS, scenario.lag_windows + 1),
-        margin_steps=MARGIN_STEPS,
-        policy=policy,
-        policy_options=policy_options,
-        optimizer_family=family_of_name(scenario.optimizer),
-        learning_rate_rule=scenario.learning_rate_rule,
-        reduction="mean",
-        seed=seed,
-        shuffle=True,
-        drop_last=False,
-        noise_every=scenario.noise_every,
-        noise_decay=NOISE_DECAY,
-    )
-
-
-def _identity(scenario: Scenario, job: str) -> JobIdentity:
-    return JobIdentity(
-        job=job,
-        generation=0,
-        attempt=Attempt(launch="virtual", restarts=0, max_restarts=0),
-        nodes=scenario.nodes,
-        max_local_batch_sizes=scenario.max_local_batch_sizes,
-    )
-
-
-def _training_data(scenario: Scenario, data: Data, seed: int) -> Part:
-    """The training part as the scenario has it: its first samples, some of their labels replaced by another class."""
-    inputs, labels = (tensor[: scenario.num_train_samples or None] for tensor in data.train)
-    if scenario.label_noise > 0:
-        drawn = generator(seed, LABELS, 0)
-        flat = labels.flatten().numpy().copy()
-        wrong = drawn.random(len(flat)) < scenario.label_noise
-        num_classes = int(flat.max()) + 1
-        flat[wrong] = (flat[wrong] + drawn.integers(1, num_classes, size=len(flat))[wrong]) % num_classes
-        labels = torch.from_numpy(flat).view(labels.shape)
-    return Part(inputs, labels)
