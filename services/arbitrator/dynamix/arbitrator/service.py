@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import defaultdict
+from pathlib import Path
 
 from dynamix.runtime.bus import Message
 from dynamix.runtime.service import Context
@@ -10,7 +11,9 @@ from dynamix.schemas.codec import MalformedMessageError, decode
 from dynamix.schemas.messages import Job, State
 from dynamix.schemas.streams import FEED, JOBS
 
-from .job_log import ActionLogError, JobLog
+from .job_log import ActionLogError, JobLog, Surroundings
+from .policy_source import PolicySource
+from .policy_store import PolicyStore
 from .settings import ArbitratorSettings
 
 
@@ -23,8 +26,12 @@ class _Arbitrator:
     def __init__(self, context: Context[ArbitratorSettings]) -> None:
         self._context = context
         self._bus = context.bus
+        cache = context.settings.policy_cache
+        policies = PolicySource(PolicyStore(context.bus, Path(cache) if cache else None))
+        self._around = Surroundings(context.bus, policies, context.log, context.count)
         self._logs: dict[str, JobLog] = {}
-        self._halted: set[str] = set()
+        self._halted: dict[str, int] = {}
+        """The generation for which nothing may be decided, by job."""
 
     async def run(self) -> None:
         last = (await self._bus.stream_state(FEED.name)).last_sequence  # first: what comes later is read below
@@ -68,19 +75,19 @@ class _Arbitrator:
                     await log.add(message.sequence, state)
             except MalformedMessageError as error:
                 await self._context.dead_letter(message, str(error))
-            except ActionLogError as error:
-                self._halt(job, str(error))
+            except (ActionLogError, ValueError) as error:
+                self._halt(job, state.generation, str(error))
 
     async def _log_of(self, job: str, generation: int, *, before: int) -> JobLog | None:
         """The log for a generation of a job; `None` when it is over, or nothing may be decided for it."""
-        if job in self._halted:
+        if generation <= self._halted.get(job, -1):
             return None
         log = self._logs.pop(job, None)
         if log is not None:
             self._logs[job] = log  # the last to be forgotten
         if log is None or log.job.generation < generation:
             log = await self._look_up(job, before)
-        if job in self._halted:
+        if generation <= self._halted.get(job, -1):
             return None
         if log is None or log.job.generation < generation:
             raise MalformedMessageError(f"generation {generation} of job {job!r} has no specification")
@@ -102,11 +109,11 @@ class _Arbitrator:
     async def _open(self, job: Job, *, until: int) -> JobLog | None:
         """Resume a job and fold what FEED holds of it up to a sequence; `None` when nothing may be decided for it."""
         try:
-            log = JobLog(self._bus, job, self._context.log, self._context.count)
-            await log.resume(await self._bus.stream_state(FEED.name))
+            log = await JobLog.open(job, self._around)
+            log.check_inputs(await self._bus.stream_state(FEED.name))
             await self._catch_up(log, until)
-        except (ValueError, ActionLogError) as error:  # an unknown policy; a log of decisions that is not this job's
-            self._halt(job.job, str(error))
+        except (ValueError, ActionLogError) as error:  # no such policy; a log of decisions that is not this job's
+            self._halt(job.job, job.generation, str(error))
             return None
         self._logs.pop(job.job, None)
         self._logs[job.job] = log
@@ -138,6 +145,12 @@ class _Arbitrator:
         except MalformedMessageError as error:
             await self._context.dead_letter(message, str(error))
 
-    def _halt(self, job: str, reason: str) -> None:
-        self._halted.add(job)
-        self._context.log.error("no decisions for this job", job=job, reason=reason)
+    def _halt(self, job: str, generation: int, reason: str) -> None:
+        """Decide nothing for this generation of a job: its training goes on with the sizes that it has."""
+        self._logs.pop(job, None)
+        self._halted.pop(job, None)
+        self._halted[job] = generation
+        while len(self._halted) > self._context.settings.max_jobs:
+            self._halted.pop(next(iter(self._halted)))
+        self._context.count("halted")
+        self._context.log.error("no decisions for this job", job=job, generation=generation, reason=reason)

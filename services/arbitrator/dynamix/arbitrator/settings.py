@@ -11,3 +11,6 @@ class ArbitratorSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     max_jobs: Annotated[int, Meta(ge=1)] = 10_000
     """Jobs held in memory at once; those not heard of for longest are forgotten first, and read again when needed."""
+    policy_cache: str = ""
+    """Directory that keeps the learned policies that were read, by digest; none when empty. With it a restart can go on
+    with a version that the bus has lost."""

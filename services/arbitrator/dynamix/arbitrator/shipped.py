@@ -1,0 +1,27 @@
+"""The learned policies that come with the package: files in `shipped/`, version 1 of their names."""
+
+from importlib import resources
+from pathlib import Path
+
+from dynamix.schemas.subjects import check_token
+
+from .policy_file import SUFFIX
+
+SHIPPED_VERSION = 1
+"""Versions on the bus begin behind it, so that a name and a number never mean two policies."""
+
+
+def shipped_directory() -> Path:
+    """Where the files lie."""
+    return Path(str(resources.files("dynamix.arbitrator"))) / "shipped"
+
+
+def shipped_names() -> list[str]:
+    """The names of the shipped policies, sorted."""
+    return sorted(path.stem for path in shipped_directory().glob(f"*{SUFFIX}"))
+
+
+def shipped_policy(name: str) -> bytes | None:
+    """The content of a shipped file, `None` when none has this name."""
+    path = shipped_directory() / (check_token(name) + SUFFIX)
+    return path.read_bytes() if path.is_file() else None

@@ -1,0 +1,70 @@
+"""A job's decisions on a real bus: who was first decides, also by which policy."""
+
+from collections import Counter
+
+import pytest
+import structlog
+from tests.support import learned, made
+
+from dynamix.arbitrator.job_log import ActionLogError, JobLog, Surroundings
+from dynamix.arbitrator.policy_source import PolicySource
+from dynamix.arbitrator.policy_store import BUCKET, PolicyStore
+from dynamix.runtime.bus import Bus
+from dynamix.schemas import subjects
+from dynamix.schemas.codec import decode
+from dynamix.schemas.messages import Action, Job
+from dynamix.schemas.streams import ACTIONS
+
+JOB = made.job({"node-a": (0, 1)}, policy="mine")
+SHRINKS, GROWS = (learned.policy_file("deltas", favour=choice).to_bytes() for choice in (1, 2))
+
+
+async def opened(bus: Bus, counts: Counter[str], job: Job = JOB) -> JobLog:
+    """A job's log as an arbitrator of its own would open it."""
+
+    def count(name: str) -> None:
+        counts[name] += 1
+
+    around = Surroundings(bus, PolicySource(PolicyStore(bus)), structlog.stdlib.get_logger(), count)
+    return await JobLog.open(job, around)
+
+
+async def newest_action(bus: Bus) -> Action:
+    message = await bus.last(ACTIONS.name, subjects.action(JOB.job))
+    assert message is not None
+    return decode(Action, message.subject, message.payload)
+
+
+async def test_of_two_that_began_with_different_versions_the_second_takes_over_the_firsts(bus: Bus) -> None:
+    counts = Counter[str]()
+    store = PolicyStore(bus)
+    stored = await store.put("mine", SHRINKS, feature_version=1)
+    first = await opened(bus, counts)
+    await store.put("mine", GROWS, feature_version=1)
+    second = await opened(bus, counts)
+    await first.add(1, made.state())
+    await second.add(1, made.state())  # refused by the broker: window 0 is decided
+    assert counts == {"decided": 1, "adopted": 1}
+    await second.add(2, made.state(window_index=1))
+    action = await newest_action(bus)
+    assert (action.window, action.policy_version, action.policy_digest) == (1, 1, stored.digest)
+    assert action.deltas == (-25, -25)
+
+
+async def test_the_second_decides_nothing_when_the_version_of_the_first_is_gone(bus: Bus) -> None:
+    store = PolicyStore(bus)
+    await store.put("mine", SHRINKS, feature_version=1)
+    first = await opened(bus, Counter())
+    await store.put("mine", GROWS, feature_version=1)
+    second = await opened(bus, Counter())
+    await first.add(1, made.state())
+    await bus.delete_object(BUCKET, "mine/1")
+    with pytest.raises(ValueError, match="version 1 of policy 'mine' which decided this generation so far, is gone"):
+        await second.add(1, made.state())
+    assert (await newest_action(bus)).window == 0
+
+
+async def test_an_action_for_another_number_of_ranks_is_not_this_jobs(bus: Bus) -> None:
+    await bus.publish_action(made.action(policy="mine"), expected_last=0)
+    with pytest.raises(ActionLogError, match="sizes 4 ranks, the job has 2"):
+        await opened(bus, Counter())
