@@ -3,9 +3,11 @@
 - Seconds per sample of a rank: (compute time - overhead) / samples, filtered: a change of more than `JUMP` is believed
   at once, a smaller one averaged. A rank that was never measured counts as the mean of the others.
 - Exposed communication: the smallest sync time of any rank, for the slowest waits for nobody; filtered alike.
-- Overhead, and the slope of exposed communication over compute: least squares over pairs of neighbouring windows
-  between which the global batch changed, forgetting old pairs. A rank whose SHARE of the batch changed as well is left
-  out of the overhead: under a fast split its size follows its speed, and would be taken for a fixed cost.
+- Overhead: least squares over pairs of neighbouring windows between which the global batch changed, forgetting old
+  pairs. A rank whose SHARE of the batch changed as well is left out: under a fast split its size follows its speed,
+  and would be taken for a fixed cost.
+- Slope of exposed communication over compute: the same over pairs between which the slowest compute time changed. It is
+  a local slope of a bent line, so that far jumps count no more than near ones, and old pairs are soon forgotten.
 """
 
 import math
@@ -26,13 +28,16 @@ JUMP = math.exp(0.2)
 SMOOTHING = 0.3
 """Weight of the newest value while nothing jumps."""
 
-_PAIR_DECAY = 0.95
+_OVERHEAD_DECAY = 0.95
+_SLOPE_DECAY = 0.8
 _MIN_CHANGE = 0.05
 """Relative change of the global batch from which a pair of windows says anything about what depends on it."""
+_MIN_SLOPE_CHANGE, _MAX_SLOPE_CHANGE = 0.1, 0.2
+"""Relative change of the slowest compute time: a pair with less is left out, one with more has the weight of this."""
 _SAME_SHARE = 0.25
 """A rank took part in a change of the global batch if its own change was this near to it, relatively."""
-_PRIOR = 0.02
-"""Weight of "no overhead, no overlap", as squared relative changes: one rank whose batch changes by 14 % equals it."""
+_PRIOR = 0.01
+"""Weight of "no overhead, no overlap", as squared relative changes: one change by 10 % equals it."""
 _MAX_OVERHEAD = 0.8
 """Greatest share of the shortest compute time that is believed to be overhead."""
 _SLOPE_LOW, _SLOPE_HIGH = -0.9, 0.4
@@ -85,7 +90,7 @@ class StepTimeFit:
     overhead_sums: tuple[float, float] = (0.0, 0.0)
     """Sums of Q P and Q^2 with P = overhead Q, per rank and pair."""
     slope_sums: tuple[float, float] = (0.0, 0.0)
-    """Sums of dc de and dc^2, relative to c^2."""
+    """Weighted sum of slopes, and of the weights."""
     sync_s: float = math.nan
 
     @classmethod
@@ -169,15 +174,13 @@ class StepTimeFit:
         return cls(per_sample, samples, compute, overhead, intercept, slope, rest, (qp, qq), (ce, cc), sync)
 
     def _pairs(self, window: Window) -> tuple[tuple[float, float], tuple[float, float]]:
-        """Both sums of products with the pair of the last window and this one added, if the global batch changed."""
+        """Both sums of products with the pair of the last window and this one added."""
         both = np.isfinite(self.samples_W) & np.isfinite(window.samples_W)
-        b0, b1, c0, c1 = (array[both] for array in (self.samples_W, window.samples_W, self.compute_W, window.compute_W))
-        if not both.any() or abs(change := _relative(float(b0.sum()), float(b1.sum()))) < _MIN_CHANGE:
+        if not both.any():
             return self.overhead_sums, self.slope_sums
-        shared = np.abs(2 * (b1 - b0) / (b1 + b0) - change) <= _SAME_SHARE * abs(change)
-        overhead = _overhead_pair(b0[shared], b1[shared], c0[shared], c1[shared])
-        slope = _slope_pair(float(c0.max()), float(c1.max()), self.sync_s, window.sync_s)
-        return _added(self.overhead_sums, overhead), _added(self.slope_sums, slope)
+        b0, b1, c0, c1 = (array[both] for array in (self.samples_W, window.samples_W, self.compute_W, window.compute_W))
+        overhead, slope = _overhead_pair(b0, b1, c0, c1), _slope_pair(c0.max(), c1.max(), self.sync_s, window.sync_s)
+        return _added(self.overhead_sums, overhead, _OVERHEAD_DECAY), _added(self.slope_sums, slope, _SLOPE_DECAY)
 
 
 def filtered(old: Array64, new: Array64, jump: float, smoothing: float) -> Array64:
@@ -196,6 +199,11 @@ def _overhead_pair(b0: Array64, b1: Array64, c0: Array64, c1: Array64) -> tuple[
     Both sides are divided by the mean samples and the mean compute time, which makes their error the relative error of
     the times. An overhead outside -0.5 ... 1.1 of the compute time is a change of speed and left out.
     """
+    change = _relative(float(b0.sum()), float(b1.sum()))
+    if abs(change) < _MIN_CHANGE:
+        return 0.0, 0.0
+    shared = np.abs(2 * (b1 - b0) / (b1 + b0) - change) <= _SAME_SHARE * abs(change)
+    b0, b1, c0, c1 = (array[shared] for array in (b0, b1, c0, c1))
     scale = (b0 + b1) * (c0 + c1) / 4
     p, q = (b1 * c0 - b0 * c1) / scale, (b1 - b0) / scale
     share = p / q * 2 / (c0 + c1)
@@ -204,15 +212,19 @@ def _overhead_pair(b0: Array64, b1: Array64, c0: Array64, c1: Array64) -> tuple[
 
 
 def _slope_pair(c0: float, c1: float, e0: float, e1: float) -> tuple[float, float]:
-    """The products dc de and dc^2, over c^2; zeros where the slope is too steep for overlap or jitter: the network changed."""
-    dc, de, scale = c1 - c0, e1 - e0, (c0 + c1) / 2
-    if not math.isfinite(de) or abs(dc) < _MIN_CHANGE * scale or not -1.1 < de / dc < 0.6:
+    """Weighted slope and weight; zeros where it is too steep for overlap or jitter: the network itself changed."""
+    dc, de = c1 - c0, e1 - e0
+    change = abs(_relative(c0, c1))
+    if not math.isfinite(de) or change < _MIN_SLOPE_CHANGE or not -1.1 < de / dc < 0.6:
         return 0.0, 0.0
-    return dc * de / scale**2, dc**2 / scale**2
+    weight = min(change, _MAX_SLOPE_CHANGE) ** 2
+    return float(weight * de / dc), float(weight)
 
 
-def _added(sums: tuple[float, float], pair: tuple[float, float]) -> tuple[float, float]:
-    return _PAIR_DECAY * sums[0] + pair[0], _PAIR_DECAY * sums[1] + pair[1]
+def _added(sums: tuple[float, float], pair: tuple[float, float], decay: float) -> tuple[float, float]:
+    if pair[1] == 0.0:
+        return sums
+    return decay * sums[0] + pair[0], decay * sums[1] + pair[1]
 
 
 def _slope(sums: tuple[float, float], prior: float, low: float, high: float) -> float:
