@@ -35,6 +35,7 @@ COMMANDS = (
     Command("top", "dynamix.cli.top.command", "watch a job: batch sizes, times, throughput, accuracy, actions"),
     Command("evaluate", "dynamix.cli.evaluate", "compare policies on virtual clusters, with intervals"),
     Command("tune", "dynamix.cli.tune", "choose the rivals' settings on train scenarios"),
+    Command("policy", "dynamix.cli.policy.command", "list, show, export and import learned policies"),
     Command("provision", "dynamix.cli.provision", "make the broker's streams, or bring them up to date"),
     Command("doctor", "dynamix.cli.doctor.command", "say what this machine has, what it lacks, and how to mend it"),
 )

@@ -23,6 +23,7 @@ from dynamix.schemas.messages import Message, PolicyVersion
 from dynamix.schemas.streams import POLICIES
 from dynamix.schemas.subjects import check_token
 
+from . import policies
 from .policy_file import MAX_BYTES, SUFFIX
 from .shipped import SHIPPED_VERSION, shipped_names
 
@@ -92,10 +93,11 @@ class PolicyStore:
         caller who does not know whether it came through may simply try again.
 
         Raises:
-            ValueError: when `name` cannot be a policy's, or the file is too large.
+            ValueError: when `name` cannot be a learned policy's, or the file is too large.
             BusError: when the bus cannot store it.
         """
-        check_token(name)
+        if check_token(name) in policies.POLICIES:
+            raise ValueError(f"{name!r} is a policy of the program itself: give the learned one another name")
         if len(data) > MAX_BYTES:
             raise ValueError(f"a policy of {len(data)} bytes is over the limit of {MAX_BYTES}")
         while True:
