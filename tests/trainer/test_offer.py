@@ -39,7 +39,7 @@ def _with(**changes: Any) -> Action:
         (_with(local_batch_sizes=(64, 64, 64)), "length"),
         (_with(local_batch_sizes=(31, 64)), "bounds"),
         (_with(local_batch_sizes=(1024, 513)), "bounds"),
-        (_with(split="tracking"), "split"),
+        (_with(levers={"local_steps": 4.0}), "lever"),
     ],
 )
 def test_an_action_that_does_not_fit_is_refused_and_counted(action: Action, reason: str) -> None:
@@ -93,3 +93,17 @@ def test_an_action_of_a_window_yet_to_come_is_refused_and_keeps_no_other_out(win
     assert offers.add(_with(window=6), 7) is None
     assert offers.take(7) == _with(window=6)
     assert offers.num_refused == {"future": 1}
+
+
+def test_a_split_by_tracking_is_adopted_where_the_ranks_can() -> None:
+    offers, action = Offers(TERMS), _with(split="tracking")
+    assert offers.add(action, 7) is None
+    assert offers.take(7) == action
+    assert offers.num_refused == {}
+
+
+def test_where_they_cannot_it_is_adopted_for_its_sizes_and_counted() -> None:
+    offers = Offers(TERMS._replace(supports_tracking=False))
+    assert offers.add(_with(split="tracking"), 7) is None
+    assert offers.take(7) == ACTION
+    assert offers.num_refused == {"tracking": 1}

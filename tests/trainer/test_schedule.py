@@ -44,4 +44,4 @@ def test_what_comes_too_late_or_does_not_fit_is_refused() -> None:
         schedule.add(11, [0, 0])
     with pytest.raises(ValueError, match="before the schedule's first step"):
         Schedule([1], first_step=5).at(4)
-    assert schedule.since(0) == [(0, (4, 4)), (10, (1, 2))]
+    assert schedule.since(0) == [(0, (4, 4), "fixed"), (10, (1, 2), "fixed")]

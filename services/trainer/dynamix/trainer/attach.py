@@ -122,6 +122,7 @@ def attach(
         drop_last=drop_last,
         noise_every=noise_every,
         noise_decay=noise_decay,
+        supports_tracking=base_hook is None and _registers_hook(model, weighting),
     )
     data = DataIdentity(_length(dataset), seed, shuffle)
     caps = MemoryCaps(None if memory_caps_path is None else Path(memory_caps_path))
@@ -206,10 +207,9 @@ def _hook(
     base_state: object,
 ) -> GradientHook | None:
     """The registered communication hook; `None` where the loss is scaled instead."""
-    is_ddp = isinstance(model, DistributedDataParallel)
-    if weighting == "hook" and not is_ddp:
+    if weighting == "hook" and not isinstance(model, DistributedDataParallel):
         raise ValueError('weighting="hook" needs a DistributedDataParallel model: use weighting="loss"')
-    if weighting == "loss" or not is_ddp:
+    if not _registers_hook(model, weighting):
         if base_hook is not None:
             raise ValueError('base_hook is for weighting="hook": register it on the model yourself')
         return None
@@ -229,6 +229,10 @@ def _hook(
             "the model has a communication hook already: do not register it, pass it to attach as base_hook"
         ) from error
     return hook
+
+
+def _registers_hook(model: torch.nn.Module, weighting: Weighting) -> bool:
+    return isinstance(model, DistributedDataParallel) and weighting != "loss"
 
 
 def _client(bus: BusSettings | None, meeting: Meeting, environment: Environment) -> BusClient | None:

@@ -2,12 +2,15 @@
 
 from typing import Any, NamedTuple
 
+from dynamix.schemas.apportion import apportion
+
 from .identity import Attempt
 from .noise import NoiseAverage
 from .sampler import Position
-from .schedule import Schedule
+from .schedule import Entry, Schedule
+from .tracking import FilterState, RateFilter
 
-VERSION = 2
+VERSION = 3
 
 
 class DataIdentity(NamedTuple):
@@ -27,8 +30,10 @@ class Checkpoint(NamedTuple):
     data: DataIdentity
     position: Position
     world_size: int
-    schedule: list[tuple[int, tuple[int, ...]]]
+    schedule: list[Entry]
     """The sizes in force at the position, and those already adopted for later."""
+    speeds: FilterState
+    """What tracking knows of each rank's speed."""
     noise: tuple[float, float, float]
     memory_caps: tuple[int, ...]
 
@@ -43,7 +48,10 @@ def dump(checkpoint: Checkpoint) -> dict[str, Any]:
         "data": checkpoint.data._asdict(),
         "position": checkpoint.position._asdict(),
         "world_size": checkpoint.world_size,
-        "schedule": [[step, list(sizes)] for step, sizes in checkpoint.schedule],
+        "schedule": [
+            [entry.effective_step, list(entry.local_batch_sizes), entry.split] for entry in checkpoint.schedule
+        ],
+        "speeds": [list(part) for part in checkpoint.speeds],
         "noise": list(checkpoint.noise),
         "memory_caps": list(checkpoint.memory_caps),
     }
@@ -67,20 +75,36 @@ def parse(state: dict[str, Any], data: DataIdentity) -> Checkpoint:
         data=saved,
         position=Position(**state["position"]),
         world_size=state["world_size"],
-        schedule=[(step, tuple(sizes)) for step, sizes in state["schedule"]],
+        schedule=[Entry(step, tuple(sizes), split) for step, sizes, split in state["schedule"]],
+        speeds=FilterState(*map(tuple, state["speeds"])),
         noise=tuple(state["noise"]),
         memory_caps=tuple(state["memory_caps"]),
     )
 
 
-def restore_schedule(schedule: Schedule, checkpoint: Checkpoint, caps: tuple[int, ...]) -> None:
+def restore_schedule(schedule: Schedule, checkpoint: Checkpoint, lower: int, caps: tuple[int, ...]) -> None:
     """Put the saved sizes in force, none above its rank's bound. A world of another size starts with its own sizes."""
-    step = checkpoint.position.step
-    entries = checkpoint.schedule if checkpoint.world_size == len(caps) else [(step, schedule.at(0).values)]
-    capped = [(at, tuple(min(pair) for pair in zip(sizes, caps, strict=True))) for at, sizes in entries]
-    schedule.reset(max(capped[0][0], 0), capped[0][1])
-    for at, sizes in capped[1:]:
-        schedule.add(at, sizes)
+    if checkpoint.world_size != len(caps):
+        schedule.reset(checkpoint.position.step, schedule.at(0).values)
+        return
+    first, *later = [entry._replace(local_batch_sizes=_capped(entry, lower, caps)) for entry in checkpoint.schedule]
+    schedule.reset(max(first.effective_step, 0), first.local_batch_sizes, first.split)
+    for entry in later:
+        schedule.add(*entry)
+
+
+def restore_speeds(speeds: RateFilter, checkpoint: Checkpoint, world_size: int) -> None:
+    """Go on with the saved speeds; of a world of another size they say nothing."""
+    if checkpoint.world_size == world_size:
+        speeds.restore(checkpoint.speeds)
+
+
+def _capped(entry: Entry, lower: int, caps: tuple[int, ...]) -> tuple[int, ...]:
+    """Under tracking the global batch was decided: what is above one rank's bound goes to the others."""
+    sizes = entry.local_batch_sizes
+    if entry.split == "tracking":
+        return apportion(sum(sizes), sizes, [min(lower, cap) for cap in caps], caps)
+    return tuple(min(pair) for pair in zip(sizes, caps, strict=True))
 
 
 def restore_noise(average: NoiseAverage, checkpoint: Checkpoint) -> None:

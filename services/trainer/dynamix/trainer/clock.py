@@ -29,11 +29,20 @@ class StepTimes(NamedTuple):
         return self.data_s + self.compute_s + self.sync_s + self.update_s
 
 
+class Ended(NamedTuple, Generic[Moment]):
+    """A step that is done."""
+
+    moments: tuple[Moment, ...]
+    charged_s: float
+    num_samples: int
+
+
 class Clock(ABC, Generic[Moment]):
     """Takes the moments of each step as they come, all but `reduced` in the training thread."""
 
     def __init__(self) -> None:
-        self._ended: list[tuple[tuple[Moment, ...], float]] = []
+        self._ended: list[Ended[Moment]] = []
+        self._num_samples = 0
         self._charged_s = 0.0
         self._last: StepTimes | None = None
         self._asked: Moment | None = None
@@ -46,8 +55,9 @@ class Clock(ABC, Generic[Moment]):
         self._handed_out = self._ready = self._reduced = None
         self._asked = self._now(None)
 
-    def handed_out(self) -> None:
-        """The batch goes to the user's code."""
+    def handed_out(self, num_samples: int = 0) -> None:
+        """The batch goes to the user's code; `num_samples` of it count."""
+        self._num_samples = num_samples
         self._handed_out = self._now(None)
 
     def gradient_ready(self) -> None:
@@ -70,7 +80,8 @@ class Clock(ABC, Generic[Moment]):
         assert self._handed_out is not None, "a step ends that had no batch"
         ready = end if self._ready is None else self._ready
         reduced = ready if self._reduced is None else self._reduced
-        self._ended.append(((self._asked, self._handed_out, ready, reduced, end), self._charged_s))
+        moments = (self._asked, self._handed_out, ready, reduced, end)
+        self._ended.append(Ended(moments, self._charged_s, self._num_samples))
         self._charged_s = 0.0
 
     def charge(self, seconds: float) -> None:
@@ -79,23 +90,31 @@ class Clock(ABC, Generic[Moment]):
 
     def take(self) -> list[StepTimes]:
         """The steps ended since the last call; waits for the device where there is one."""
+        if self._ended:
+            self._wait_for(self._ended[-1].moments[-1])
+        self._before_take()
         ended, self._ended = self._ended, []
-        if ended:
-            self._wait_for(ended[-1][0][-1])
-        times = [self._times(moments, charged) for moments, charged in ended]
+        times = [self._times(step) for step in ended]
         self._last = times[-1] if times else self._last
-        self._recycle([moment for moments, _ in ended for moment in moments])
+        self._recycle([moment for step in ended for moment in step.moments])
         return times
 
-    def _times(self, moments: tuple[Moment, ...], charged_s: float) -> StepTimes:
+    def _times(self, step: Ended[Moment]) -> StepTimes:
         """A reduction runs beside the computing and may come back before the last bucket is noted: never below zero."""
-        data, compute, sync, update = (max(self._between(*pair), 0.0) for pair in itertools.pairwise(moments))
-        return StepTimes(data, compute, sync, update + charged_s)
+        data, compute, sync, update = (max(self._between(*pair), 0.0) for pair in itertools.pairwise(step.moments))
+        return StepTimes(data, compute, sync, update + step.charged_s)
 
     @property
     def last(self) -> StepTimes | None:
         """The newest step whose times are known: on a GPU the last of the newest window."""
         return self._last
+
+    @abstractmethod
+    def seconds_per_sample(self) -> float:
+        """Compute time over samples of the newest step of which it is known and not yet told; 0 without one.
+
+        To be called in the step, once its gradient is ready; waits for nothing.
+        """
 
     @abstractmethod
     def _now(self, replaced: Moment | None) -> Moment:
@@ -104,6 +123,9 @@ class Clock(ABC, Generic[Moment]):
     @abstractmethod
     def _between(self, earlier: Moment, later: Moment) -> float:
         """Seconds between two moments."""
+
+    def _before_take(self) -> None:
+        """The steps ended are about to be taken."""
 
     def _wait_for(self, moment: Moment) -> None:
         """Wait until a moment has come."""
@@ -118,7 +140,13 @@ class HostClock(Clock[float]):
     @property
     def last(self) -> StepTimes | None:
         """The newest step."""
-        return self._times(*self._ended[-1]) if self._ended else self._last
+        return self._times(self._ended[-1]) if self._ended else self._last
+
+    def seconds_per_sample(self) -> float:
+        """Of the step under way."""
+        if self._num_samples == 0 or self._handed_out is None or self._ready is None:
+            return 0.0
+        return max(self._ready - self._handed_out, 0.0) / self._num_samples
 
     def _now(self, replaced: float | None) -> float:  # noqa: ARG002 - a number needs no replacing
         return time.perf_counter()
@@ -137,6 +165,29 @@ class DeviceClock(Clock[torch.cuda.Event]):
     def __init__(self) -> None:
         super().__init__()
         self._free: list[torch.cuda.Event] = []
+        self._num_told = 0
+        """Of the steps ended, those that are told or that a newer one was told instead of."""
+        self._untold = 0.0
+
+    def seconds_per_sample(self) -> float:
+        """Of the newest step that the device has done: usually the one before the step under way."""
+        for index in range(len(self._ended) - 1, self._num_told - 1, -1):
+            if self._ended[index].moments[-1].query():  # type: ignore[no-untyped-call]
+                self._untold = self._rate(self._ended[index])
+                self._num_told = index + 1
+                break
+        told, self._untold = self._untold, 0.0
+        return told
+
+    def _rate(self, step: Ended[torch.cuda.Event]) -> float:
+        _, handed_out, ready, _, _ = step.moments
+        return self._between(handed_out, ready) / step.num_samples if step.num_samples else 0.0
+
+    def _before_take(self) -> None:
+        """Their events will be used again: what is not told yet has to be read now."""
+        if len(self._ended) > self._num_told:
+            self._untold = self._rate(self._ended[-1])
+        self._num_told = 0
 
     def _now(self, replaced: torch.cuda.Event | None) -> torch.cuda.Event:
         event = replaced or (self._free.pop() if self._free else torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from .rows import NUM_COLUMNS, Row
+from .schedule import Split
 
 T = TypeVar("T")
 
@@ -21,6 +22,7 @@ class Decision(NamedTuple):
 
     decided_window: int
     local_batch_sizes: tuple[int, ...]
+    split: Split = "fixed"
 
 
 class Exchange:
@@ -31,7 +33,7 @@ class Exchange:
         self.world_size = dist.get_world_size()
         self._group = dist.new_group(backend="gloo")
         self._rows = torch.empty(self.world_size, NUM_COLUMNS, dtype=torch.float64)
-        self._decision = torch.zeros(1 + self.world_size, dtype=torch.int64)
+        self._decision = torch.zeros(2 + self.world_size, dtype=torch.int64)
         self._gathering: dist.Work | None = None
         self._broadcasting: dist.Work | None = None
 
@@ -52,9 +54,8 @@ class Exchange:
         """Send rank 0's decision, or none, to all ranks."""
         assert self._broadcasting is None, "a broadcast is under way"
         if self.rank == 0:
-            sizes = (0,) * self.world_size if decision is None else decision.local_batch_sizes
-            window = -1 if decision is None else decision.decided_window
-            self._decision.copy_(torch.tensor((window, *sizes)))
+            window, sizes, split = decision or (-1, (0,) * self.world_size, "fixed")
+            self._decision.copy_(torch.tensor((window, split == "tracking", *sizes)))
         self._broadcasting = dist.broadcast(self._decision, src=0, group=self._group, async_op=True)
 
     def take_decision(self) -> Decision | None:
@@ -62,8 +63,8 @@ class Exchange:
         assert self._broadcasting is not None, "no broadcast is under way"
         self._broadcasting.wait()
         self._broadcasting = None
-        window, *received = self._decision.tolist()
-        return None if window < 0 else Decision(window, tuple(received))
+        window, tracks, *sizes = self._decision.tolist()
+        return None if window < 0 else Decision(window, tuple(sizes), "tracking" if tracks else "fixed")
 
     def gather_objects(self, mine: T) -> list[T]:
         """One object of each rank, in rank order: for attaching, not for steps."""
@@ -71,8 +72,8 @@ class Exchange:
         dist.all_gather_object(objects, mine, group=self._group)
         return [found for found in objects if found is not None]
 
-    def agree(self, what: str, mine: Sequence[int]) -> None:
-        """Make sure that all ranks hold the same numbers.
+    def agree(self, what: str, mine: Sequence[object]) -> None:
+        """Make sure that all ranks hold the same, as plain numbers and tuples of them.
 
         Raises:
             RuntimeError: on all ranks, naming the first that differs from rank 0.

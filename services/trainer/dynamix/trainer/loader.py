@@ -86,7 +86,7 @@ class Loader:
                 return
             self.plan = self._sampler.plans.popleft()
             self._on_batch(self.plan)
-            self._clock.handed_out()
+            self._clock.handed_out(self.plan.counts.values[self._sampler.rank])
             yield batch
 
     @property

@@ -1,16 +1,23 @@
 """Which action, if any, the job adopts at its next boundary: pure, and in global rank 0 only.
 
-Nothing is repaired: an action that does not fit this job, this generation and its bounds, that is too old, not newer
-than what was adopted, or of a window yet to come, is refused and counted by reason. No action, no change.
+Nothing is repaired: an action that does not fit this job, this generation and its bounds, that pulls a lever we do not
+have, is too old, not newer than what was adopted, or of a window yet to come, is refused and counted by reason. No
+action, no change. One thing is less than a refusal: where the ranks cannot divide a global batch among themselves, an
+action that asks for it is adopted for its sizes, and counted as `tracking`.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+import msgspec
+
 from dynamix.schemas.messages import Action
 
-Refusal = Literal["job", "generation", "length", "bounds", "split", "stale", "not_newer", "future", "malformed"]
+Refusal = Literal["job", "generation", "length", "bounds", "lever", "stale", "not_newer", "future", "malformed"]
+
+KNOWN_LEVERS: frozenset[str] = frozenset()
+"""Decisions beyond sizes and split that training processes can carry out: none yet."""
 
 
 class Terms(NamedTuple):
@@ -21,6 +28,8 @@ class Terms(NamedTuple):
     min_local_batch_size: int
     max_local_batch_sizes: tuple[int, ...]
     max_lag_windows: int
+    supports_tracking: bool = True
+    """Whether the ranks can divide a global batch among themselves."""
 
 
 class Offers:
@@ -31,13 +40,13 @@ class Offers:
         self._newest: Action | None = None
         self._adopted_window = -1
         self.num_refused: Counter[str] = Counter()
-        """Refused so far, by reason."""
+        """Refused so far, by reason; under `tracking` actions of which only the split was."""
 
     def add(self, action: Action, effective_window: int) -> Refusal | None:
         """Consider an action to start at `effective_window`; returns why it was refused, or `None`."""
         reason = self._refusal(action, effective_window)
         if reason is None:
-            self._newest = action
+            self._newest = self._feasible(action)
         else:
             self.num_refused[reason] += 1
         return reason
@@ -72,9 +81,16 @@ class Offers:
         """What of the content does not fit this job."""
         if len(action.local_batch_sizes) != len(self._terms.max_local_batch_sizes):
             return "length"
-        if action.split != "fixed":
-            return "split"
+        if not KNOWN_LEVERS.issuperset(action.levers):
+            return "lever"
         return None if self._within_bounds(action.local_batch_sizes) else "bounds"
+
+    def _feasible(self, action: Action) -> Action:
+        """The action as this job can carry it out."""
+        if action.split == "fixed" or self._terms.supports_tracking:
+            return action
+        self.num_refused["tracking"] += 1
+        return msgspec.structs.replace(action, split="fixed")
 
     def _within_bounds(self, sizes: Sequence[int]) -> bool:
         low, highs = self._terms.min_local_batch_size, self._terms.max_local_batch_sizes

@@ -42,6 +42,8 @@ class JobOptions:
     noise_every: int
     """Steps between two measurements of the gradient noise."""
     noise_decay: float
+    supports_tracking: bool = False
+    """Whether the ranks can divide a global batch among themselves."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for what cannot work, naming the value, the limit and the mend."""
@@ -78,7 +80,7 @@ class JobOptions:
             self.window_steps,
             (self.min_local_batch_size, self.max_local_batch_size, self.max_lag_windows, self.margin_steps),
             (self.learning_rate_rule, self.reduction, self.noise_every, self.noise_decay),
-            (self.seed, self.shuffle, self.drop_last),
+            (self.seed, self.shuffle, self.drop_last, self.supports_tracking),
         )
 
     def _check_size(self, rank: int, size: int) -> None:

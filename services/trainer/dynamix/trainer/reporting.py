@@ -65,6 +65,7 @@ class Reporter:
             max_lag_windows=options.max_lag_windows,
             policy_options=dict(options.policy_options),
             end_reason=end_reason[:MAX_REASON],
+            supports_tracking=options.supports_tracking,
         )
 
     def report(
@@ -103,7 +104,7 @@ class Reporter:
     def applied(
         self, action: Action, *, effective_window: int, effective_step: int, num_refused: Mapping[str, int]
     ) -> Applied:
-        """The receipt of an adopted action."""
+        """The receipt of an adopted action, with its own sizes: under tracking the windows say which were used."""
         return Applied(
             job=self._identity.job,
             generation=self._identity.generation,

@@ -68,7 +68,7 @@ class PlanSampler(Sampler[list[int]]):
         self.last_drawn_step = -1
         self._num_samples = num_samples
         self._schedule = schedule
-        self._rank = rank
+        self.rank = rank
         self._seed = seed
         self._shuffle = shuffle
         self._drop_last = drop_last
@@ -119,8 +119,8 @@ class PlanSampler(Sampler[list[int]]):
         return step - position.step
 
     def _indices(self, plan: StepPlan) -> list[int]:
-        start = plan.offset + plan.counts.starts[self._rank]
-        stop = plan.offset + plan.counts.starts[self._rank + 1]
+        start = plan.offset + plan.counts.starts[self.rank]
+        stop = plan.offset + plan.counts.starts[self.rank + 1]
         order = self._epoch_order(plan.epoch)
         if start == stop:
             return [int(order[plan.offset])] * 2

@@ -11,7 +11,7 @@ import torch
 
 from dynamix.schemas.messages import Action
 
-from .checkpoint import Checkpoint, DataIdentity, dump, parse, restore_noise, restore_schedule
+from .checkpoint import Checkpoint, DataIdentity, dump, parse, restore_noise, restore_schedule, restore_speeds
 from .client import BusClient
 from .clock import AnyClock, StepTimes
 from .ending import error_of_script, reason_after
@@ -107,7 +107,7 @@ class Session:
         norms = NOT_MEASURED if parts.hook is None else parts.hook.take()
         parts.recorder.add(plan, loss, num_correct, norms)
         parts.clock.end()
-        parts.steering.after_step(parts.loader.position)
+        parts.steering.after_step(parts.loader.position, None if parts.hook is None else parts.hook.take_times())
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss to call `backward` on where a framework averages gradients over ranks: FSDP2, Accelerate, Lightning.
@@ -205,6 +205,7 @@ class Session:
                 position=parts.loader.position,
                 world_size=len(parts.options.local_batch_sizes),
                 schedule=parts.schedule.since(self.step_index),
+                speeds=parts.steering.fast_loop.tracker.filter.state,
                 noise=(noise.trace, noise.squared_norm, noise.weight),
                 memory_caps=parts.steering.identity.max_local_batch_sizes,
             )
@@ -226,7 +227,10 @@ class Session:
             generation=max(self.generation, after) if saved.job == self.job else self.generation,
             max_local_batch_sizes=self._merged_caps(saved),
         )
-        restore_schedule(parts.schedule, saved, steering.identity.max_local_batch_sizes)
+        bounds = parts.options.min_local_batch_size, steering.identity.max_local_batch_sizes
+        steering.reset_bounds()
+        restore_schedule(parts.schedule, saved, *bounds)
+        restore_speeds(steering.fast_loop.tracker.filter, saved, len(bounds[1]))
         restore_noise(steering.noise, saved)
         parts.loader.position = saved.position
 
@@ -259,7 +263,8 @@ class Session:
     def _on_batch(self, plan: StepPlan) -> None:
         self._loss_scaled = False
         if self._parts.hook is not None:
-            self._parts.hook.begin(plan)
+            shares_times = self._parts.schedule.split_at(plan.step) == "tracking"
+            self._parts.hook.begin(plan, shares_times=shares_times)
 
     def _plan(self) -> StepPlan:
         if self._parts.loader.plan is None:

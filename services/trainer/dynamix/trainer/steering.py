@@ -1,5 +1,8 @@
 """Steering of one rank: ends windows, reports them, and adopts actions on the same step as all other ranks.
 
+Two loops meet here: the slow one, decisions off the bus, and the fast one, which needs no bus: under tracking every
+rank derives a new split from the compute times that the gradients brought along.
+
 Steps are counted over the whole run, windows from the generation's first step. All ranks call `after_step` after the
 same steps, and whether a collective is due depends on the step's number only: no rank ever waits for one that another
 does not enter.
@@ -17,6 +20,7 @@ from dynamix.schemas.messages import Action, Message
 
 from .clock import AnyClock, StepTimes
 from .exchange import Decision, Exchange
+from .fast_loop import FastLoop
 from .identity import Place
 from .memory import device_memory
 from .noise import NoiseAverage, window_moments
@@ -29,6 +33,7 @@ from .sampler import PlanSampler, Position
 from .schedule import Schedule
 from .sockets import PeerSockets
 from .split import Counts
+from .tracking import Tracker
 from .window import WindowRecorder
 
 SPECIFIED_EVERY = 64
@@ -98,6 +103,7 @@ class Steering:
         """The generation's first step, from which windows are counted."""
         self.started = False
         self.ended = False
+        self.fast_loop: FastLoop
         self._options = options
         self._place = place
         self._process = process
@@ -109,11 +115,17 @@ class Steering:
         self._ended: _EndedWindow | None = None
         self._adopting: _Adoption | None = None
         self._sockets_due = False
+        self.reset_bounds()
+
+    def reset_bounds(self) -> None:
+        """Track anew within the bounds of `identity`."""
+        tracker = Tracker(self._options.min_local_batch_size, self.identity.max_local_batch_sizes)
+        self.fast_loop = FastLoop(self._parts.schedule, tracker)
 
     def start(self, position: Position) -> None:
         """Begin the generation: all ranks make sure that they stand at the same place, rank 0 publishes the job."""
-        digest = [number for entry in self._parts.schedule.since(position.step) for number in (entry[0], *entry[1])]
-        self._parts.exchange.agree("where the run stands", (self.identity.generation, *position, *digest))
+        stands = (*position, *self._parts.schedule.since(position.step), self.fast_loop.tracker.filter.state)
+        self._parts.exchange.agree("where the run stands", (self.identity.generation, *stands))
         self.first_step = position.step
         self.started = True
         self._reporter = Reporter(self._options, self.identity, self._place)
@@ -132,16 +144,22 @@ class Steering:
         """The window that a step belongs to."""
         return (step - self.first_step) // self._options.window_steps
 
-    def after_step(self, position: Position) -> None:
-        """Do what is due after the step that led to `position`; its time counts as the next step's update."""
+    def after_step(self, position: Position, seconds_per_sample: list[float] | None = None) -> None:
+        """Do what is due after the step that led to `position`; its time counts as the next step's update.
+
+        `seconds_per_sample` is what the ranks told each other in that step; all have the same, or none has.
+        """
         done = position.step - self.first_step
         ends = done % self._options.window_steps == 0
         adopts = (done - 1 + self._options.margin_steps) % self._options.window_steps == 0
-        if not (ends or adopts or self._ended or self._adopting or self._sockets_due):
+        tracks = seconds_per_sample is not None
+        if not (ends or adopts or tracks or self._ended or self._adopting or self._sockets_due):
             return
         times = self._parts.clock.take() if ends else []  # waits for a GPU: before the time that is charged
         began = time.perf_counter()
         self.finish()
+        if seconds_per_sample is not None:  # after `finish`, which may have run before this step: all ranks alike
+            self._track(position, seconds_per_sample)
         if self._sockets_due:
             self._match_sockets()
         if ends:
@@ -217,7 +235,7 @@ class Steering:
     def _begin_adoption(self, effective_step: int) -> None:
         """Send the newest action to all ranks, to rule from `effective_step` on."""
         action = self._newest_action(self.window_of(effective_step))
-        offered = None if action is None else Decision(action.window, action.local_batch_sizes)
+        offered = None if action is None else Decision(action.window, action.local_batch_sizes, action.split)
         self._parts.exchange.post_decision(offered)
         self._adopting = _Adoption(effective_step, action)
 
@@ -227,11 +245,9 @@ class Steering:
         if decision is None:
             return
         effective_step = adopting.effective_step
-        drawn = self._parts.sampler.last_drawn_step
-        assert effective_step > drawn, f"step {effective_step} must change, but step {drawn} is drawn already"
+        self._assert_not_drawn(effective_step)
         self._parts.schedule.forget_before(effective_step - self._options.margin_steps)
-        if decision.local_batch_sizes != self._parts.schedule.newest.values:
-            self._parts.schedule.add(effective_step, decision.local_batch_sizes)
+        self.fast_loop.adopt(effective_step, decision.local_batch_sizes, decision.split)
         if adopting.action is not None:
             applied = self._reporter.applied(
                 adopting.action,
@@ -240,6 +256,17 @@ class Steering:
                 num_refused=self._num_refused(),
             )
             self._wire.publish(applied)
+
+    def _track(self, position: Position, seconds_per_sample: list[float]) -> None:
+        """One step less than `margin_steps` ahead, since nothing has to be sent round first."""
+        effective_step = position.step - 1 + self._options.margin_steps - 1
+        self._assert_not_drawn(effective_step)
+        self._parts.schedule.forget_before(position.step - 1)
+        self.fast_loop.observe(seconds_per_sample, effective_step)
+
+    def _assert_not_drawn(self, effective_step: int) -> None:
+        drawn = self._parts.sampler.last_drawn_step
+        assert effective_step > drawn, f"step {effective_step} may change, but step {drawn} is drawn already"
 
     def _newest_action(self, effective_window: int) -> Action | None:
         """In rank 0, the action to offer to all."""
@@ -263,4 +290,5 @@ class Steering:
             self._options.min_local_batch_size,
             self.identity.max_local_batch_sizes,
             self._options.max_lag_windows,
+            self._options.supports_tracking,
         )

@@ -2,7 +2,8 @@
 
 Under DDP a communication hook does it, so that the user's loss stays what it was; it also yields |g_i|^2 and |G|^2:
 each is one more pass over the gradient, as the weighing itself is (docs/overhead.md), hence not on every step.
-Elsewhere the loss itself is scaled (`loss_factor`).
+Under tracking it also carries every rank's compute time (`time_slots`). Elsewhere the loss itself is scaled
+(`loss_factor`).
 """
 
 import time
@@ -17,6 +18,7 @@ from torch._C._distributed_c10d import GradBucket  # = dist.GradBucket, which to
 
 from .clock import AnyClock
 from .sampler import StepPlan
+from .time_slots import TimeSlots
 
 Reduction = Literal["mean", "sum"]
 """What the user's loss does over the samples of its batch."""
@@ -78,6 +80,8 @@ class GradientHook:
         self._base_state = base_state
         self._noise_every = noise_every
         self._measures = False
+        self._shares = False
+        self._slots = TimeSlots(self._rank, dist.get_world_size(group))
         self._scale = 0.0
         self._to_mean = 0.0
         self._local: dict[int, float | torch.Tensor] = {}
@@ -85,8 +89,13 @@ class GradientHook:
         self._lent: WeakSet[Callback] = WeakSet()
         """Callbacks that a thread of the process group still holds."""
 
-    def begin(self, plan: StepPlan) -> None:
-        """Set the weights of the step that begins."""
+    def begin(self, plan: StepPlan, *, shares_times: bool = False) -> None:
+        """Set the weights of the step that begins; with `shares_times` all ranks learn each other's compute times.
+
+        That must be so on all ranks or on none, and not over a base hook: what it does with slots is not known.
+        """
+        assert not (shares_times and self._base_hook), "a base hook cannot carry times"
+        self._shares = shares_times
         count, total = plan.counts.values[self._rank], plan.counts.total
         ranks = 1 if self._base_hook is None else len(plan.counts.values)
         self._scale = ranks * (count if self._reduction == "mean" else min(count, 1)) / total
@@ -102,21 +111,29 @@ class GradientHook:
         local, reduced = list(self._local.values()), list(self._reduced.values())
         return SquaredNorms([value * self._to_mean for value in local], reduced)
 
+    def take_times(self) -> list[float] | None:
+        """Seconds per sample by rank as the all-reduce brought them, 0 where unknown (`TimeSlots.take`)."""
+        return self._slots.take()
+
     def reduce(
         self,
         _state: object,
         bucket: GradBucket,  # DDP passes it by this name
     ) -> torch.futures.Future[torch.Tensor]:
         """The hook itself: called by DDP for each bucket, in order, in the thread of the backward pass."""
+        carries = False
         if bucket.is_last():
             self._clock.gradient_ready()
-        if not self._measures:
-            self._weigh(bucket.buffer())
-            return self._start(bucket).then(self._lend(partial(self._finish)))
-        index, buffer = bucket.index(), bucket.buffer()
-        self._local[index] = squared_norm(buffer) if self._scale else 0.0
-        self._weigh(buffer)
-        return self._start(bucket).then(self._lend(partial(self._finish_measured, index)))
+            carries = self._shares
+        finish: Callback
+        if self._measures:
+            index, buffer = bucket.index(), bucket.buffer()
+            self._local[index] = squared_norm(buffer) if self._scale else 0.0
+            finish = partial(self._finish_measured, index, carries=carries)
+        else:
+            finish = partial(self._finish, carries=carries)
+        sent = self._weigh(bucket.buffer(), carries=carries)
+        return self._start(bucket, sent).then(self._lend(finish))
 
     def settle(self, timeout_s: float = SETTLE_S) -> None:
         """Wait until the threads of the process group have let go of what they called.
@@ -132,29 +149,28 @@ class GradientHook:
         self._lent.add(callback)
         return callback
 
-    def _weigh(self, buffer: torch.Tensor) -> None:
-        if self._scale:
-            buffer.mul_(self._scale)
-        else:
-            buffer.zero_()
+    def _weigh(self, buffer: torch.Tensor, *, carries: bool) -> torch.Tensor:
+        if carries:
+            return self._slots.extend(buffer, self._scale, self._clock.seconds_per_sample())
+        return buffer.mul_(self._scale) if self._scale else buffer.zero_()
 
-    def _start(self, bucket: GradBucket) -> torch.futures.Future[Any]:
+    def _start(self, bucket: GradBucket, sent: torch.Tensor) -> torch.futures.Future[Any]:
         """Start the all-reduce as DDP itself does; `dist.all_reduce` checks its arguments first, 20 us a bucket."""
         if self._base_hook is not None:
             return self._base_hook(self._base_state, bucket)
-        future: torch.futures.Future[Any] = self._group.allreduce([bucket.buffer()]).get_future()
+        future: torch.futures.Future[Any] = self._group.allreduce([sent]).get_future()
         return future
 
-    def _finish(self, future: torch.futures.Future[Any]) -> torch.Tensor:
+    def _finish(self, future: torch.futures.Future[Any], *, carries: bool) -> torch.Tensor:
         """Runs in a thread of the process group, while the training waits for the last bucket."""
         self._clock.reduced()
         value = future.value()
         reduced: torch.Tensor = value if isinstance(value, torch.Tensor) else value[0]
-        return reduced
+        return self._slots.receive(reduced) if carries else reduced
 
-    def _finish_measured(self, index: int, future: torch.futures.Future[Any]) -> torch.Tensor:
-        """The same; each bucket has its own slot, so no two threads touch the same."""
-        reduced = self._finish(future)
+    def _finish_measured(self, index: int, future: torch.futures.Future[Any], *, carries: bool) -> torch.Tensor:
+        """The same; each bucket has its own place, so no two threads touch the same."""
+        reduced = self._finish(future, carries=carries)
         self._reduced[index] = squared_norm(reduced)
         return reduced
 
