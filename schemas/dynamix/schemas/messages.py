@@ -100,7 +100,7 @@ class RankRow(Message, frozen=True, kw_only=True, array_like=True):
     """Inode of the pid namespace in which `pid` counts."""
     uid: Count
     local_batch_size: Count
-    """The size that ruled this window."""
+    """The size that ruled this window; under tracking, its last step."""
     pending_local_batch_size: Count
     """The newest size already scheduled; equal to `local_batch_size` when none is."""
     num_samples: Count
