@@ -9,7 +9,7 @@
 # just the one it needs and reads it as a user of its own.
 set -eu
 directory=${1:?usage: make-secrets.sh DIRECTORY}
-users="collector reward arbitrator trainer provision watcher"
+users="collector reward arbitrator learner trainer provision watcher"
 umask 077
 mkdir -p "$directory"
 chmod 700 "$directory"

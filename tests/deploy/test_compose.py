@@ -13,7 +13,7 @@ import yaml
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 SCHEMA = json.loads((Path(__file__).parent / "compose.schema.json").read_text())
-SERVICES = ("collector", "reward", "arbitrator")
+SERVICES = ("collector", "reward", "arbitrator", "learner")
 
 
 def compose() -> dict[str, Any]:
@@ -80,6 +80,10 @@ def test_a_service_starts_after_the_streams_exist_restarts_for_ever_and_is_watch
     assert spec["restart"] == "always"
     assert spec["depends_on"] == {"provision": {"condition": "service_completed_successfully"}}
     assert spec["healthcheck"]["test"] == ["CMD", "dynamix", "doctor", "--alive", name]
+
+
+def test_the_learner_runs_only_when_it_is_asked_for() -> None:
+    assert service("learner")["profiles"] == ["learning"]
 
 
 def test_the_streams_are_made_once_the_broker_is_healthy() -> None:

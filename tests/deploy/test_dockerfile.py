@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TARGETS = ("collector", "reward", "arbitrator", "cli", "train")
+TARGETS = ("collector", "reward", "arbitrator", "learner", "cli", "train")
 
 
 class Stage(NamedTuple):
@@ -67,10 +67,14 @@ def test_a_service_image_runs_the_module_of_its_name(service: str) -> None:
     assert (ROOT / "services" / service / "dynamix" / service / "__main__.py").is_file()
 
 
+def test_the_learners_image_runs_the_learner() -> None:
+    assert effective("learner", "ENTRYPOINT") == 'ENTRYPOINT ["python", "-m", "dynamix.arbitrator.learner"]'
+
+
 @pytest.mark.parametrize("target", TARGETS)
-def test_only_the_training_image_brings_torch(target: str) -> None:
+def test_only_the_images_that_train_and_learn_bring_torch(target: str) -> None:
     steps = [line for source in sources(target) for stage in lineage(source) for line in stage.instructions]
-    assert any("torch" in step for step in steps if step.startswith("RUN")) == (target == "train")
+    assert any("torch" in step for step in steps if step.startswith("RUN")) == (target in {"train", "learner"})
 
 
 @pytest.mark.parametrize("target", TARGETS)

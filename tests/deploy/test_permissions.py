@@ -12,22 +12,24 @@ from tests.support import made
 from tests.support.deployed_broker import DeployedBroker
 
 from dynamix.runtime.bus import Bus, BusError, PermissionDeniedError
+from dynamix.runtime.bus.object_layout import description_subject
 from dynamix.runtime.bus.requests import Answer
 from dynamix.runtime.provision import provision
 from dynamix.schemas import subjects, table
 from dynamix.schemas.messages import (
     Applied,
     Dead,
+    Event,
     Live,
     Message,
     PolicyVersion,
     RankReward,
     Reward,
 )
-from dynamix.schemas.streams import ACTIONS, FEED, JOBS, STREAMS
+from dynamix.schemas.streams import ACTIONS, FEED, JOBS, POLICIES, STREAMS
 
-USERS = ("collector", "reward", "arbitrator", "trainer", "provision", "watcher")
-SERVICES = ("collector", "reward", "arbitrator", "trainer")
+USERS = ("collector", "reward", "arbitrator", "learner", "trainer", "provision", "watcher")
+SERVICES = ("collector", "reward", "arbitrator", "learner", "trainer")
 MAY_PUBLISH = {
     "job": {"trainer"},
     "report": {"trainer"},
@@ -36,17 +38,20 @@ MAY_PUBLISH = {
     "reward": {"reward"},
     "action": {"arbitrator"},
     "applied": {"trainer"},
-    "policy": set[str](),  # the learner has no user yet
+    "policy": {"learner"},
+    "event": {"arbitrator", "learner"},
     "dead": set(SERVICES),
 }
 MAY_READ = {
-    "report": {"collector", "watcher"},
-    "window": {"reward", "watcher"},
-    "state": {"arbitrator", "watcher"},
-    "reward": {"watcher"},
-    "applied": {"watcher"},
-    "job": {"arbitrator", "watcher"},
-    "action": {"trainer", "watcher"},
+    "report": {"collector", "learner", "watcher"},
+    "window": {"reward", "learner", "watcher"},
+    "state": {"arbitrator", "learner", "watcher"},
+    "reward": {"learner", "watcher"},
+    "applied": {"learner", "watcher"},
+    "policy": {"learner", "watcher"},
+    "event": {"learner", "watcher"},
+    "job": {"arbitrator", "learner", "watcher"},
+    "action": {"trainer", "learner", "watcher"},
     "dead": {"watcher"},
 }
 
@@ -69,7 +74,17 @@ def message(kind: str, job: str = made.JOB) -> Message:
             effective_step=40,
             local_batch_sizes=(128,) * 4,
         ),
-        "policy": PolicyVersion(policy="ppo", version=1, feature_version=1, digest=b""),
+        "policy": PolicyVersion(policy=job, version=1, feature_version=1, digest=b""),
+        "event": Event(
+            job=job,
+            generation=0,
+            window=0,
+            signature="size-stuck",
+            service="test",
+            value=1.0,
+            limit=0.9,
+            explanation="made up",
+        ),
     }
     return made_up[kind]
 
@@ -175,7 +190,8 @@ async def test_a_consumer_cannot_be_made_to_publish_for_its_maker(connect: Any) 
     collector, trainer, provisioner = await connect("collector"), await connect("trainer"), await connect("provision")
     kept = [await provisioner.stream_state(stream.name) for stream in STREAMS if stream is not FEED]
     own = f"{collector._connection.inbox}.deliveries"
-    targets = (subjects.action("forged"), "$JS.API.STREAM.DELETE.DEAD", "$JS.API.STREAM.PURGE.ACTIONS", own)
+    policy = description_subject(POLICIES.bucket, "forged/1")
+    targets = (subjects.action("forged"), policy, "$JS.API.STREAM.DELETE.DEAD", "$JS.API.STREAM.PURGE.ACTIONS", own)
     async with collector.subscribe(own) as deliveries:
         for index, target in enumerate(targets):
             await push_consumer(collector, f"pushed-{index}", target, subjects.report("pushed", "node-a"))
@@ -219,6 +235,29 @@ async def test_a_service_hears_its_own_heartbeat_for_the_health_check(connect: A
         assert (await anext(beats)).subject == subjects.live(user, "1")
 
 
+@pytest.mark.parametrize("user", USERS)
+async def test_a_policy_is_stored_by_the_learner_and_read_by_those_who_decide_or_look(connect: Any, user: str) -> None:
+    learner, bus = await connect("learner"), await connect(user)
+    await learner.put_object(POLICIES.bucket, "kept/1", b"1" * 200_000)
+    if user == "learner":
+        assert (await bus.put_object(POLICIES.bucket, "own/1", b"2")).size == 1
+        await bus.delete_object(POLICIES.bucket, "own/1")
+    elif user == "provision":  # it has the rights to see what is there, but not to write
+        with pytest.raises(PermissionDeniedError):
+            await bus.put_object(POLICIES.bucket, f"by-{user}/1", b"2")
+    else:
+        with pytest.raises(PermissionDeniedError):
+            await bus.put_object(POLICIES.bucket, f"by-{user}/1", b"2")
+        with pytest.raises(PermissionDeniedError):
+            await bus.delete_object(POLICIES.bucket, "kept/1")
+    if user in {"arbitrator", "learner", "watcher"}:
+        assert (await bus.get_object(POLICIES.bucket, "kept/1")).data == b"1" * 200_000
+        assert "kept/1" in {info.name for info in await bus.list_objects(POLICIES.bucket)}
+    elif user != "provision":
+        with pytest.raises(PermissionDeniedError):
+            await bus.get_object(POLICIES.bucket, "kept/1")
+
+
 async def test_a_durable_consumer_works_with_the_collectors_rights(connect: Any) -> None:
     trainer, collector = await connect("trainer"), await connect("collector")
     wanted = subjects.report("durable", "node-a")
@@ -248,7 +287,7 @@ async def test_the_arbitrators_compare_and_set_works_with_its_rights(connect: An
 async def test_a_jobs_last_start_is_looked_up_by_those_who_need_it_only(connect: Any, user: str) -> None:
     trainer, bus = await connect("trainer"), await connect(user)
     sequence = await publish(trainer, "job", "looked-up")
-    if user in {"trainer", "arbitrator", "watcher", "provision"}:
+    if user in {"trainer", "arbitrator", "learner", "watcher", "provision"}:
         stored = await bus.last(JOBS.name, subjects.job("looked-up"))
         assert stored is not None
         assert stored.sequence == sequence

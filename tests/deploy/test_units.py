@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 UNITS = Path(__file__).parents[2] / "deploy" / "systemd"
-SERVICES = ("collector", "reward", "arbitrator")
+SERVICES = ("collector", "reward", "arbitrator", "learner")
+MODULES = {service: f"dynamix.{service}" for service in SERVICES} | {"learner": "dynamix.arbitrator.learner"}
 ALWAYS_CLOSED = (
     "DynamicUser=yes",
     "NoNewPrivileges=yes",
@@ -24,6 +25,7 @@ MAX_EXPOSURE = {
     "dynamix-provision.service": 1.5,
     "dynamix-reward.service": 1.5,
     "dynamix-arbitrator.service": 1.5,
+    "dynamix-learner.service": 1.5,
     "dynamix-collector.service": 2.2,
     "dynamix-train@.service": 5.0,
 }
@@ -61,7 +63,7 @@ def verify(directory: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_there_are_four_units_beside_the_broker_and_its_streams() -> None:
+def test_there_are_five_units_beside_the_broker_and_its_streams() -> None:
     assert {unit.name for unit in UNITS.glob("*.service")} == set(MAX_EXPOSURE)
 
 
@@ -111,7 +113,7 @@ def test_systemd_never_gives_up_on_a_service(name: str) -> None:
 @pytest.mark.parametrize("service", SERVICES)
 def test_a_service_runs_its_own_module_with_its_own_credential(service: str) -> None:
     lines = text(f"dynamix-{service}.service").splitlines()
-    assert f"ExecStart=/opt/dynamix/bin/python -m dynamix.{service}" in lines
+    assert f"ExecStart=/opt/dynamix/bin/python -m {MODULES[service]}" in lines
     assert f"Environment=DYNAMIX_NATS_USER={service}" in lines
     assert f"LoadCredential=password:/etc/dynamix/credentials/{service}.password" in lines
 

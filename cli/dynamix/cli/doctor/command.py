@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--alive",
         metavar="SERVICE",
-        choices=SERVICES,
+        choices=(*SERVICES, "learner"),
         help="check nothing but the heartbeat of this machine's SERVICE, for health checks: exit 0 or 1",
     )
 
