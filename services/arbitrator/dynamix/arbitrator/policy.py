@@ -73,4 +73,4 @@ def job_value(global_F: Array32, name: str) -> float:
 
 def decided_sizes(obs_WF: Array32) -> tuple[int, ...]:
     """The arbitrator's own last decision, which every delta is relative to."""
-    return tuple(int(size) for size in obs_WF[:, RANK_INDEX["decided_local_batch_size"]])
+    return tuple(obs_WF[:, RANK_INDEX["decided_local_batch_size"]].astype(np.int64).tolist())

@@ -46,16 +46,14 @@ class Proportional:
 
 def _split(job: Job, current: tuple[int, ...], throughput: Array64) -> tuple[int, ...]:
     """The job's global batch in proportion to throughput, over the ranks whose throughput is known."""
-    known = [rank for rank in range(job.world_size) if not np.isnan(throughput[rank])]
-    if not known:
+    known = ~np.isnan(throughput)
+    if not known.any():
         return current
-    left = sum(job.initial_local_batch_sizes) - sum(current) + sum(current[rank] for rank in known)
-    lower = [job.min_local_batch_size] * len(known)
-    upper = [job.max_local_batch_sizes[rank] for rank in known]
-    sizes = list(current)
-    for rank, size in zip(known, apportion(left, throughput[known], lower, upper), strict=True):
-        sizes[rank] = size
-    return tuple(sizes)
+    sizes = np.array(current, dtype=np.int64)
+    left = sum(job.initial_local_batch_sizes) - int(sizes[~known].sum())
+    upper = np.array(job.max_local_batch_sizes, dtype=np.int64)[known]
+    sizes[known] = apportion(left, throughput[known], np.full_like(upper, job.min_local_batch_size), upper)
+    return tuple(sizes.tolist())
 
 
 def _measured(job: Job, obs_WF: Array32) -> Array64:

@@ -45,7 +45,8 @@ def clamp_total(job: Job, global_batch_size: float) -> int:
 
 def divided(job: Job, total: int, weights: Array64) -> tuple[int, ...]:
     """`total` samples in proportion to `weights`, within the job's bounds."""
-    return apportion(total, weights, [job.min_local_batch_size] * job.world_size, job.max_local_batch_sizes)
+    upper = np.array(job.max_local_batch_sizes, dtype=np.int64)
+    return apportion(total, weights, np.full_like(upper, job.min_local_batch_size), upper)
 
 
 def equally(job: Job, total: int) -> tuple[int, ...]:

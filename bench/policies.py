@@ -1,0 +1,118 @@
+"""What a decision costs: `python -m bench.policies [--json FILE] [--repeats N]`, some seconds.
+
+Each policy decides for jobs of 8 to 10,000 ranks of mixed speed, each time with the carry of its previous decision. The
+arbitrator decides the jobs of all its users in one event loop: a decision must take milliseconds, also for the largest.
+CPU time of the deciding thread, so that other work on the machine does not count; judged by the median at 10,000 ranks.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dynamix.arbitrator.policies import POLICIES
+from dynamix.arbitrator.policy import Array32, Policy
+from dynamix.schemas.features import GLOBAL_FEATURES, GLOBAL_INDEX, RANK_FEATURES, RANK_INDEX
+from dynamix.schemas.messages import Job, NodeRanks
+
+WORLD_SIZES = (8, 128, 1024, 10_000)
+TARGET_MS = 20.0
+LOCAL_BATCH_SIZE = 64
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, print a table, write JSON; 1 when a policy misses the target."""
+    parser = argparse.ArgumentParser(prog="bench.policies", description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="file for the result")
+    parser.add_argument("--repeats", type=int, default=20, help="decisions timed per policy and size")
+    parser.add_argument("--no-targets", action="store_true", help="do not judge")
+    given = parser.parse_args(arguments)
+    rows = [measure(policy, size, given.repeats) for policy in POLICIES.values() for size in WORLD_SIZES]
+    print_table(rows)
+    if given.json:
+        given.json.parent.mkdir(parents=True, exist_ok=True)
+        given.json.write_text(json.dumps({"target_ms": TARGET_MS, "decisions": rows}, indent=1) + "\n")
+    slow = [row for row in rows if row["world_size"] == WORLD_SIZES[-1] and row["median_ms"] > TARGET_MS]
+    for row in slow:
+        print(f"{row['policy']}: {row['median_ms']:.1f} ms are over the target of {TARGET_MS:g} ms", file=sys.stderr)
+    return 1 if slow and not given.no_targets else 0
+
+
+def measure(policy: Policy, world_size: int, repeats: int) -> dict[str, Any]:
+    """Time decisions of one policy for one size of job, after two that are not counted."""
+    job = _job(policy.name, world_size)
+    rates = np.resize(np.array([4000.0, 2000.0, 1000.0, 500.0]), world_size)
+    rng = np.random.default_rng(0)
+    sizes, carry, times_s = job.initial_local_batch_sizes, b"", []
+    for window in range(repeats + 2):
+        obs_WF, global_F = _observe(sizes, rates, job.window_steps, rng)
+        begun = time.thread_time()
+        decision = policy.decide(job, window, obs_WF, global_F, carry)
+        times_s.append(time.thread_time() - begun)
+        sizes, carry = decision.local_batch_sizes, decision.carry
+    timed_ms = sorted(1e3 * time_s for time_s in times_s[2:])
+    return {
+        "policy": policy.name,
+        "world_size": world_size,
+        "num_decisions": repeats,
+        "median_ms": statistics.median(timed_ms),
+        "least_ms": timed_ms[0],
+        "most_ms": timed_ms[-1],
+        "carry_bytes": len(carry),
+    }
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    """One line per policy, one column per size."""
+    print(f"{'median CPU ms':24}" + "".join(f"{size:>10,}" for size in WORLD_SIZES) + f"{'carry':>12}")
+    for start in range(0, len(rows), len(WORLD_SIZES)):
+        of_policy = rows[start : start + len(WORLD_SIZES)]
+        times = "".join(f"{row['median_ms']:>10.2f}" for row in of_policy)
+        print(f"{of_policy[0]['policy']:24}{times}{of_policy[-1]['carry_bytes']:>12,}")
+
+
+def _job(policy: str, world_size: int) -> Job:
+    return Job(
+        job="bench-0a1b2c3d",
+        generation=0,
+        phase="running",
+        world_size=world_size,
+        nodes=(NodeRanks(node="node", ranks=tuple(range(world_size))),),
+        window_steps=10,
+        initial_local_batch_sizes=(LOCAL_BATCH_SIZE,) * world_size,
+        base_global_batch_size=LOCAL_BATCH_SIZE * world_size,
+        min_local_batch_size=8,
+        max_local_batch_sizes=(1024,) * world_size,
+        optimizer_family="sgd",
+        policy=policy,
+        seed=0,
+    )
+
+
+def _observe(
+    sizes: tuple[int, ...], rates: np.ndarray[Any, Any], steps: int, rng: np.random.Generator
+) -> tuple[Array32, Array32]:
+    """A window with 5 % noise on every time, and a noise scale that grows and shrinks."""
+    compute_s = (0.002 + np.array(sizes) / rates) * (1 + 0.05 * rng.standard_normal(len(sizes)))
+    step_s = compute_s.max() + 0.010
+    obs_WF = np.zeros((len(sizes), len(RANK_FEATURES)), dtype=np.float32)
+    obs_WF[:, RANK_INDEX["num_samples"]] = np.array(sizes) * steps
+    obs_WF[:, RANK_INDEX["compute_time_s"]] = compute_s
+    obs_WF[:, RANK_INDEX["sync_time_s"]] = step_s - compute_s
+    obs_WF[:, RANK_INDEX["step_time_s"]] = step_s
+    obs_WF[:, RANK_INDEX["decided_local_batch_size"]] = sizes
+    global_F = np.zeros(len(GLOBAL_FEATURES), dtype=np.float32)
+    global_F[GLOBAL_INDEX["noise_scale"]] = sum(sizes) * rng.uniform(0.5, 2.0)
+    global_F[GLOBAL_INDEX["loss"]] = rng.uniform(0.4, 0.6)
+    global_F[GLOBAL_INDEX["step_time_s"]] = step_s
+    global_F[GLOBAL_INDEX["throughput"]] = sum(sizes) / step_s
+    return obs_WF, global_F
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,44 @@
+import pytest
+from tests.support import made
+
+from dynamix.arbitrator.options import Option, check_options, option, switch, tracks
+from dynamix.arbitrator.policies import POLICIES
+
+OPTIONS = {"smoothing": Option(0.3, 0, 1, "weight of the newest"), "track": switch(1, "divides"), "step": switch(0, "")}
+
+
+def test_an_unknown_option_is_refused_with_the_list_of_known_ones() -> None:
+    with pytest.raises(ValueError, match="policy 'rule' has no option 'smooting': it has smoothing, step, track"):
+        check_options("rule", OPTIONS, {"smooting": 0.5})
+    with pytest.raises(ValueError, match="it has none"):
+        check_options("rule", {}, {"x": 0.5})
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.5, float("nan"), float("inf")])
+def test_a_value_out_of_bounds_is_refused_with_the_bounds(value: float) -> None:
+    with pytest.raises(ValueError, match="must be from 0 to 1: weight of the newest"):
+        check_options("rule", OPTIONS, {"smoothing": value})
+
+
+def test_a_switch_is_on_or_off() -> None:
+    check_options("rule", OPTIONS, {"track": 1.0, "step": 0.0})
+    with pytest.raises(ValueError, match=r"track=0.5 .* must be a whole number"):
+        check_options("rule", OPTIONS, {"track": 0.5})
+
+
+def test_what_the_job_does_not_say_has_its_default() -> None:
+    assert option(OPTIONS, made.job(), "smoothing") == 0.3
+    assert option(OPTIONS, made.job(policy_options={"smoothing": 0.7}), "smoothing") == 0.7
+
+
+def test_only_a_job_that_can_is_left_to_divide_its_batch() -> None:
+    able, unable = made.job(supports_tracking=True), made.job()
+    assert (tracks(OPTIONS, able), tracks(OPTIONS, unable)) == (True, False)
+    assert not tracks(OPTIONS, made.job(supports_tracking=True, policy_options={"track": 0.0}))
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_every_policys_defaults_are_within_its_own_bounds(policy: object) -> None:
+    options = policy.options  # type: ignore[attr-defined]
+    assert "track" in options
+    check_options("itself", options, {name: one.default for name, one in options.items()})

@@ -1,0 +1,91 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynamix.arbitrator.step_time import SYNC_FLOOR, StepTime, best_global_batch, progress
+
+
+def model(rates: list[float], lower: float = 8.0, upper: float = 1024.0, **changes: float) -> StepTime:
+    return StepTime(
+        seconds_per_sample_W=1 / np.array(rates),
+        lower_W=np.full(len(rates), lower),
+        upper_W=np.full(len(rates), upper),
+        **changes,
+    )
+
+
+def test_a_balanced_step_by_hand() -> None:
+    """1000 and 3000 samples/s share 400 as 100 and 300: 0.1 s of compute, 2 ms overhead, 10 ms exposed, 1 ms rest."""
+    fitted = model([1000.0, 3000.0], overhead_s=0.002, sync_intercept_s=0.010, rest_s=0.001)
+    assert fitted.balanced(np.array([400.0]))[0] == pytest.approx(0.113)
+    assert fitted.of((100, 300)) == pytest.approx(0.113)
+    assert fitted.equal(np.array([400.0]))[0] == pytest.approx(0.213)
+
+
+def test_below_what_the_slowest_takes_at_its_minimum_more_samples_are_free() -> None:
+    fitted = model([100.0, 3000.0], lower=10.0)
+    assert fitted.balanced(np.array([20.0, 100.0, 310.0, 620.0])) == pytest.approx([0.1, 0.1, 0.1, 0.2])
+
+
+def test_a_rank_at_its_maximum_leaves_the_rest_to_the_others() -> None:
+    """With at most 100 on the fast rank, 300 are 100 and 200."""
+    fitted = StepTime(
+        seconds_per_sample_W=1 / np.array([3000.0, 1000.0]),
+        lower_W=np.array([8.0, 8.0]),
+        upper_W=np.array([100.0, 1000.0]),
+    )
+    assert fitted.balanced(np.array([300.0]))[0] == pytest.approx(0.2)
+
+
+def test_communication_hides_behind_compute_down_to_its_floor() -> None:
+    fitted = model([1000.0], sync_intercept_s=0.1, sync_slope=-0.5)
+    assert fitted.step_time_s(np.array([0.1, 0.15, 1.0])) == pytest.approx([0.15, 0.175, 1.0 + SYNC_FLOOR * 0.1])
+
+
+def test_the_best_batch_is_the_square_root_of_noise_rate_and_fixed_cost() -> None:
+    """B / (B + K) / (A + B/R) is greatest at sqrt(K A R) = sqrt(1000 * 0.012 * 12000)."""
+    fitted = model([8000.0, 4000.0], overhead_s=0.002, sync_intercept_s=0.010)
+    assert best_global_batch(fitted, 1000.0, fitted.balanced) == pytest.approx(np.sqrt(144_000), rel=2e-3)
+
+
+def test_without_fixed_cost_the_smallest_batch_is_best_and_without_end_to_the_noise_the_largest() -> None:
+    free = model([1000.0, 1000.0])
+    assert best_global_batch(free, 1000.0, free.balanced) == pytest.approx(16.0)
+    costly = model([1000.0, 1000.0], sync_intercept_s=10.0)
+    assert best_global_batch(costly, 1e12, costly.balanced) == pytest.approx(2048.0)
+
+
+def test_a_small_step_is_worth_its_samples_and_a_large_one_no_more_than_one() -> None:
+    assert progress(np.array([1.0, 1000.0, 1e9]), 1000.0) == pytest.approx([1 / 1001, 0.5, 1.0], rel=1e-5)
+
+
+rates = st.lists(st.floats(10, 1e5), min_size=1, max_size=12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rates=rates, overhead_s=st.floats(0, 0.1), share=st.floats(0, 1))
+def test_the_line_equals_bisection_on_the_compute_time(rates: list[float], overhead_s: float, share: float) -> None:
+    fitted = model(rates, overhead_s=overhead_s)
+    total = fitted.smallest + share * (fitted.largest - fitted.smallest)
+    low, high = 0.0, 1e3
+    for _ in range(200):
+        middle = (low + high) / 2
+        held = np.clip((middle - overhead_s) / fitted.seconds_per_sample_W, 8, 1024).sum()
+        low, high = (middle, high) if held < total else (low, middle)
+    expected = max(high, float((overhead_s + 8 * fitted.seconds_per_sample_W).max()))
+    assert fitted.balanced(np.array([total]))[0] == pytest.approx(expected, rel=1e-6, abs=1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rates=rates, noise=st.floats(0.1, 1e7), sync_s=st.floats(0, 1))
+def test_the_best_batch_is_within_the_bounds_and_no_grid_point_beats_it(
+    rates: list[float], noise: float, sync_s: float
+) -> None:
+    fitted = model(rates, overhead_s=0.001, sync_intercept_s=sync_s)
+    best = best_global_batch(fitted, noise, fitted.balanced)
+    assert fitted.smallest * (1 - 1e-9) <= best <= fitted.largest * (1 + 1e-9)
+    grid = np.geomspace(fitted.smallest, fitted.largest, 500)
+    worth = progress(grid, noise) / fitted.balanced(grid)
+    chosen = progress(np.array([best]), noise) / fitted.balanced(np.array([best]))
+    assert worth.max() <= chosen[0] * 1.002

@@ -1,0 +1,110 @@
+import numpy as np
+import pytest
+from tests.support import made
+
+from dynamix.arbitrator.policy import Array64
+from dynamix.arbitrator.step_time_fit import StepTimeFit, Window, filtered, window_of
+from dynamix.schemas.features import RANK_FEATURES, RANK_INDEX
+from dynamix.schemas.fields import MAX_CARRY_BYTES
+
+JOB = made.job(min_local_batch_size=8)
+RATES = np.array([4000.0, 2000.0, 1000.0, 500.0])
+
+
+def window(sizes: Array64, *, overhead_s: float = 0.0, sync_s: float = 0.01, rates: Array64 = RATES) -> Window:
+    return Window(np.asarray(sizes, dtype=np.float64), overhead_s + sizes / rates, sync_s, 0.001)
+
+
+def fit_of(*windows: Window) -> StepTimeFit:
+    fit = StepTimeFit.empty(4)
+    for one in windows:
+        fit = fit.observe(one)
+    return fit
+
+
+def test_a_first_window_is_believed_as_it_is() -> None:
+    fit = fit_of(window(np.full(4, 100.0)))
+    assert fit.seconds_per_sample_W == pytest.approx(1 / RATES)
+    assert (fit.sync_intercept_s, fit.rest_s, fit.overhead_s) == (0.01, 0.001, 0.0)
+
+
+def test_a_small_change_is_averaged_and_a_large_one_believed_at_once() -> None:
+    old, new = np.array([1.0, 1.0, 1.0, np.nan, 1.0]), np.array([1.1, 3.0, 0.3, 2.0, np.nan])
+    assert filtered(old, new, 1.2, 0.3) == pytest.approx([1.03, 3.0, 0.3, 2.0, 1.0])
+    assert filtered(old, new, np.inf, 0.3)[:3] == pytest.approx([1.03, 1.6, 0.79])
+
+
+def test_the_overhead_is_found_when_the_global_batch_changes() -> None:
+    """Two sizes at 5 ms + b / rate: exact but for the prior's pull of a few percent."""
+    sizes = 0.2 * RATES
+    fit = fit_of(window(sizes, overhead_s=0.005), window(sizes / 2, overhead_s=0.005))
+    assert fit.overhead_s == pytest.approx(0.005, rel=0.03)
+    fit = fit.observe(window(sizes / 2, overhead_s=0.005))
+    assert 1 / fit.seconds_per_sample_W == pytest.approx(RATES, rel=0.05)
+
+
+def test_a_split_that_follows_the_speed_is_not_taken_for_overhead() -> None:
+    """The fast loop halves the size of a rank at half speed: its time stays, as if it were all fixed cost."""
+    slower = RATES * np.array([0.5, 1, 1, 1])
+    before = window(0.1 * RATES)
+    for changed in (0.1 * slower, 0.12 * slower):
+        assert fit_of(before, window(changed, rates=slower)).overhead_s < 1e-4
+
+
+def test_the_overlap_is_found_when_compute_times_change() -> None:
+    """Exposed communication is 40 ms less half of the slowest compute time."""
+    fit = fit_of(*[window(scale * RATES, sync_s=0.04 - 0.5 * scale) for scale in (0.04, 0.05, 0.06) * 5])
+    assert fit.sync_slope == pytest.approx(-0.5, abs=0.05)
+    assert fit.sync_intercept_s == pytest.approx(0.04, rel=0.05)
+
+
+def test_a_network_that_turns_eight_times_slower_is_not_taken_for_overlap() -> None:
+    fit = fit_of(window(0.05 * RATES, sync_s=0.01), window(0.06 * RATES, sync_s=0.08))
+    assert (fit.sync_slope, fit.sync_intercept_s) == (0.0, 0.08)
+
+
+def test_a_rank_that_was_never_measured_counts_as_the_mean_of_the_others() -> None:
+    sizes = np.array([100.0, 100.0, 100.0, np.nan])
+    fitted = fit_of(window(sizes)).model(JOB)
+    assert fitted is not None
+    assert fitted.seconds_per_sample_W[3] == pytest.approx((1 / RATES[:3]).mean())
+
+
+def test_nothing_measured_is_no_model_and_changes_nothing() -> None:
+    assert StepTimeFit.empty(4).model(JOB) is None
+    fit = fit_of(window(np.full(4, 100.0)))
+    assert fit.observe(Window(np.full(4, np.nan), np.full(4, np.nan), np.nan, np.nan)) is fit
+
+
+def test_stale_rows_and_rows_without_samples_or_times_do_not_count() -> None:
+    obs_WF = np.full((4, len(RANK_FEATURES)), np.nan, dtype=np.float32)
+    obs_WF[:, RANK_INDEX["num_samples"]] = (1000, 1000, 0, 1000)
+    obs_WF[:, RANK_INDEX["compute_time_s"]] = (0.1, 0.1, 0.1, np.nan)
+    obs_WF[:, RANK_INDEX["sync_time_s"]] = (0.03, 0.01, 0.02, 0.001)
+    obs_WF[:, RANK_INDEX["step_time_s"]] = (0.14, 0.12, 0.13, 0.11)
+    obs_WF[:, RANK_INDEX["age_windows"]] = (0, 1, 0, 0)
+    seen = window_of(JOB, obs_WF)
+    assert seen.samples_W == pytest.approx([100.0, np.nan, np.nan, np.nan], nan_ok=True)
+    assert (seen.sync_s, seen.rest_s) == pytest.approx((0.03, 0.01), rel=1e-5)
+
+
+def test_what_is_packed_comes_back() -> None:
+    fit = fit_of(window(0.1 * RATES, overhead_s=0.005), window(0.13 * RATES, overhead_s=0.005))
+    again = StepTimeFit.unpack(fit.pack(), 4)
+    for name in ("seconds_per_sample_W", "samples_W", "compute_W"):
+        assert getattr(again, name) == pytest.approx(getattr(fit, name), rel=1e-6)
+    for name in ("overhead_s", "sync_intercept_s", "sync_slope", "rest_s", "overhead_sums", "slope_sums", "sync_s"):
+        assert getattr(again, name) == getattr(fit, name)
+    assert again.pack() == fit.pack()
+
+
+@pytest.mark.parametrize("packed", [b"", b"x", bytes(400)])
+def test_foreign_bytes_are_an_empty_memory(packed: bytes) -> None:
+    assert StepTimeFit.unpack(packed, 4).model(JOB) is None
+
+
+@pytest.mark.parametrize("world_size", [1, 10_000, 20_000, 50_000, 131_072])
+def test_the_memory_fits_the_carry_whatever_the_number_of_ranks(world_size: int) -> None:
+    packed = StepTimeFit.empty(world_size).pack()
+    assert len(packed) <= MAX_CARRY_BYTES - 64
+    assert StepTimeFit.unpack(packed, world_size).pack() == packed
