@@ -63,6 +63,7 @@ def run_episode(
     initial_local_batch_size: int | None = None,
     reward: tuple[Formula | None, Weights] | None = None,
     keep_messages: bool = False,
+    job: str | None = None,
 ) -> Episode:
     """Run a job to its end.
 
@@ -75,6 +76,7 @@ def run_episode(
         initial_local_batch_size: overrules the scenario's.
         reward: formula (`None`: the published one for the optimizer) and weights; without it nothing is rewarded.
         keep_messages: whether windows, states and rewards are kept.
+        job: its name, which policies that sample draw by; by default of scenario and seed.
 
     Raises:
         ValueError: when the scenario names what is not known.
@@ -86,6 +88,7 @@ def run_episode(
         policy=policy.name,
         policy_options=policy_options,
         initial_local_batch_size=initial_local_batch_size,
+        job=job,
     )
     control = ControlPlane(cluster.job, policy, reward=reward)
     kept = Messages([], [], [])

@@ -16,6 +16,7 @@ exposed communication, update = the cost of a decision. The optimizer's own time
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -38,6 +39,10 @@ class StepTiming(NamedTuple):
     step_s: float
     communication_s: float
     """C, the exposed part and the hidden one."""
+
+    def seconds_per_sample(self, sizes: Sequence[int]) -> list[float]:
+        """What the workers would tell each other: compute time over samples; 0 where a worker had none."""
+        return [time_s / size if size else 0.0 for time_s, size in zip(self.compute_s.tolist(), sizes, strict=True)]
 
     def of_rank(self, rank: int) -> StepTimes:
         """One worker's step as the real clock would divide it."""

@@ -13,13 +13,14 @@ import numpy as np
 import torch
 
 from dynamix.schemas.messages import Action, Applied, Job, Report
+from dynamix.trainer.fast_loop import FastLoop
 from dynamix.trainer.learning_rate import FACTORS, LearningRateScaler
 from dynamix.trainer.noise import NoiseAverage, window_moments
 from dynamix.trainer.offer import Offers, Terms
 from dynamix.trainer.rows import job_totals
 from dynamix.trainer.sampler import Order, PlanSampler, Position, StepPlan, epoch_order
 from dynamix.trainer.schedule import Schedule
-from dynamix.trainer.split import Counts
+from dynamix.trainer.tracking import Tracker
 from dynamix.trainer.workloads import Data, Part, make_optimizer, workload_named
 
 from .clock import StepTiming, VirtualClock
@@ -28,7 +29,6 @@ from .job import NOISE_DECAY, identity_of, job_options, training_part
 from .perceptron import gradients_of
 from .recorder import Recorder, reporters_of
 from .scenario import Scenario
-from .splitting import FastLoop
 
 
 class Evaluation(NamedTuple):
@@ -62,8 +62,6 @@ class VirtualCluster:
         self.scenario = scenario
         self.seed = seed
         self.time_s = 0.0
-        self.window = 0
-        """Windows run so far, and the index of the next one."""
         self.position = Position()
         """Steps and samples so far."""
         self.applied: list[Applied] = []
@@ -79,9 +77,7 @@ class VirtualCluster:
         self._test = data.test
         self._make_training(sizes)
         self._reporters = reporters_of(self._options, self._identity)
-        self.job = msgspec.structs.replace(
-            self._reporters[0].job("running", initial_sizes=sizes, total_samples=None), supports_tracking=True
-        )
+        self.job = self._reporters[0].job("running", initial_sizes=sizes, total_samples=None)
 
     def _make_training(self, sizes: tuple[int, ...]) -> None:
         scenario, seed = self.scenario, self.seed
@@ -118,9 +114,15 @@ class VirtualCluster:
             )
         )
         self._waiting: deque[Action] = deque()
-        self._fast_loop = FastLoop(options.min_local_batch_size, identity.max_local_batch_sizes)
+        tracker = Tracker(options.min_local_batch_size, identity.max_local_batch_sizes)
+        self._fast_loop = FastLoop(self._schedule, tracker)
         self._decided = False
         self._test_accuracy: float | None = None
+
+    @property
+    def window(self) -> int:
+        """Windows run so far, and the index of the next one."""
+        return self.position.step // self.scenario.window_steps
 
     @property
     def over(self) -> bool:
@@ -147,12 +149,8 @@ class VirtualCluster:
         if self.scenario.lag_windows == 0:
             self._adopt()
         for _ in range(self.scenario.window_steps):
-            ruled = self._schedule.newest
             self._step()
-        self.window += 1
-        if self.scenario.lag_windows > 0:  # a real rank knows of it before it reports the window before
-            self._adopt()
-        return self._report(ruled)
+        return self._report()
 
     def test_accuracy(self) -> float:
         """Accuracy on the test part, which is looked at once, when the run is over.
@@ -181,12 +179,12 @@ class VirtualCluster:
         self._train(plan, timing, conditions)
         self.time_s += timing.step_s
         self.position = self.position.after(plan)
-        self._rule(self._fast_loop.after_step(timing, plan.counts, self._schedule.newest.values))
-
-    def _rule(self, sizes: tuple[int, ...]) -> None:
-        """Let sizes rule from the next step on: nothing is drawn ahead of it here."""
-        if sizes != self._schedule.newest.values:
-            self._schedule.reset(self.position.step, sizes)
+        self._schedule.forget_before(plan.step)
+        if self.position.step % self.scenario.window_steps == 0 and self.scenario.lag_windows > 0:
+            self._adopt()  # before the window is reported: a real rank knows by then what follows
+        if self._schedule.split_at(plan.step) == "tracking":
+            seconds = timing.seconds_per_sample(plan.counts.values)
+            self._fast_loop.observe(seconds, self.position.step)  # a loader without workers has drawn nothing yet
 
     def _train(self, plan: StepPlan, timing: StepTiming, conditions: Conditions) -> None:
         """The step itself; what was due to be evaluated before its end saw the parameters before it."""
@@ -227,7 +225,7 @@ class VirtualCluster:
         action = self._offers.take(self.window)
         if action is None:
             return
-        self._rule(self._fast_loop.adopt(action))
+        self._fast_loop.adopt(self.position.step, action.local_batch_sizes, action.split)
         self._decided = True
         self.applied.append(
             self._reporters[0].applied(
@@ -238,8 +236,9 @@ class VirtualCluster:
             )
         )
 
-    def _report(self, sizes: Counts) -> list[Report]:
-        """The reports on the window that ended; `sizes` ruled its last step."""
+    def _report(self) -> list[Report]:
+        """The reports on the window that ended; they name the sizes of its last step."""
+        sizes = self._schedule.at(self.position.step - 1)
         accuracy = self.evaluations[-1].accuracy if self.evaluations else None
         rows, simulated = self._recorder.take(accuracy)
         self._noise.add(window_moments(row.noise for row in rows))

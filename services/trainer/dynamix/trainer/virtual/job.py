@@ -43,6 +43,7 @@ def job_options(
         drop_last=False,
         noise_every=scenario.noise_every,
         noise_decay=NOISE_DECAY,
+        supports_tracking=True,
     )
 
 

@@ -1,0 +1,116 @@
+"""The communication that steps wait for: C, overlap and buckets of the virtual clock's formula, fitted robustly. Pure.
+
+    exposed = max(C / buckets, C - overlap * slowest compute)
+
+For given overlap and buckets every window says what C must have been, C = min(buckets * exposed, exposed + overlap *
+slowest), so that C is a middle of these; overlap and buckets come from a grid. Congested windows lie above.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from .lines import MAD_SIGMA, Flags
+from .observations import Array64
+
+BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+OVERLAPS = np.linspace(0.0, 1.0, 51)
+START_QUANTILE = 0.4
+TRUSTED_SHARE = 0.65
+"""The windows that agree best are fitted; a third may be congested or disturbed."""
+TIE = 1.02
+"""A simpler formula is preferred that is this much worse: fewer buckets, less overlap."""
+CLEARLY_BETTER = 0.8
+"""Loss over that without overlap, below which an overlap is visible at all."""
+NUM_DRAWS = 128
+"""Of jitter, for what waiting for the slowest of several uneven workers costs."""
+CONGESTED = 1.5
+"""C over its usual value, above which a window counts as congested."""
+CONGESTED_SIGMAS = 6.0
+LEAST_S = 1e-6
+"""C is taken to be at least this, so that a bandwidth exists."""
+
+
+class Exposure(NamedTuple):
+    """The fitted formula."""
+
+    communication_s: float
+    """C."""
+    overlap: float
+    num_buckets: int
+    is_distinct: bool
+    """Whether an overlap was visible: without one the communication may also be hidden in part at all sizes seen."""
+    scatter: float
+    """Of C over the windows, relative."""
+
+    def factor(self, exposed_s: Array64, slowest_s: Array64) -> Array64:
+        """Per window: C then, over C."""
+        return _implied(exposed_s, slowest_s, self.num_buckets, self.overlap) / self.communication_s
+
+    def congested(self, exposed_s: Array64, slowest_s: Array64) -> Flags:
+        """Per window: whether communication took much longer than usual."""
+        limit = max(CONGESTED, 1 + CONGESTED_SIGMAS * self.scatter)
+        return self.factor(exposed_s, slowest_s) > limit
+
+
+def exposed(busy_s: Array64, sized_s: Array64, sync_s: Array64, jitter: float) -> Array64:
+    """Communication that each window's steps waited for, per step.
+
+    The rank that is slowest in a step does not wait for others, but over a window each may have been slowest in turn:
+    the least mean of sync times holds that waiting too. What workers of this jitter cost is drawn and taken off.
+
+    Args:
+        busy_s: windows x ranks.
+        sized_s: the part of it that is subject to jitter.
+        sync_s: windows x ranks.
+        jitter: sigma of the lognormal factor of a step.
+    """
+    least: Array64 = sync_s.min(axis=1)
+    if jitter == 0 or busy_s.shape[1] == 1:
+        return least
+    draws = np.random.default_rng(0).standard_normal((NUM_DRAWS, 1, busy_s.shape[1]))
+    deviations = np.exp(jitter * draws - jitter**2 / 2) - 1
+    waiting = np.zeros(len(busy_s))
+    for deviation in deviations:
+        waiting += (busy_s + sized_s * deviation).max(axis=1)
+    corrected: Array64 = np.maximum(0.0, least - (waiting / NUM_DRAWS - busy_s.max(axis=1)))
+    return corrected
+
+
+def fit_exposure(exposed_s: Array64, slowest_s: Array64) -> Exposure:
+    """C, overlap and buckets through one exposed and one slowest compute time per window."""
+    losses, communications = {}, {}
+    for buckets in BUCKETS:
+        for overlap in OVERLAPS if buckets > 1 else OVERLAPS[:1]:
+            key = (buckets, float(overlap))
+            losses[key], communications[key] = _loss(exposed_s, slowest_s, *key)
+    best = min(losses.values())
+    scale = 1e-3 * float(np.median(exposed_s))
+    buckets, overlap = next(key for key, loss in losses.items() if loss <= TIE * best + scale)
+    communication_s = max(LEAST_S, communications[buckets, overlap])
+    factors = _implied(exposed_s, slowest_s, buckets, overlap) / communication_s
+    return Exposure(
+        communication_s=communication_s,
+        overlap=overlap,
+        num_buckets=buckets,
+        is_distinct=best < CLEARLY_BETTER * losses[1, 0.0],
+        scatter=MAD_SIGMA * float(np.median(np.abs(factors - np.median(factors)))),
+    )
+
+
+def _implied(exposed_s: Array64, slowest_s: Array64, buckets: int, overlap: float) -> Array64:
+    """C of each window, were overlap and buckets so."""
+    return np.minimum(buckets * exposed_s, exposed_s + overlap * slowest_s)
+
+
+def _loss(exposed_s: Array64, slowest_s: Array64, buckets: int, overlap: float) -> tuple[float, float]:
+    """Mean absolute error over the windows that agree best, and C."""
+    implied = _implied(exposed_s, slowest_s, buckets, overlap)
+    trusted = max(2, round(TRUSTED_SHARE * len(implied)))
+    communication_s = float(np.quantile(implied, START_QUANTILE))
+    for _ in range(3):
+        fitted = np.maximum(communication_s / buckets, communication_s - overlap * slowest_s)
+        errors = np.abs(exposed_s - fitted)
+        order = np.argsort(errors, kind="stable")[:trusted]
+        communication_s = float(np.median(implied[order]))
+    return float(errors[order].mean()), communication_s

@@ -1,0 +1,139 @@
+"""What a job's metric windows say about time: arrays over windows and ranks. Pure."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dynamix.schemas.messages import MetricWindow, OptimizerFamily, RankMetrics
+
+Array64 = npt.NDArray[np.float64]
+
+MIN_WINDOWS = 8
+"""Fewer do not tell a line from its scatter."""
+
+
+class NotEnoughWindowsError(ValueError):
+    """The windows cannot be fitted; the text says what is missing and how to get it."""
+
+
+class Observations(NamedTuple):
+    """Windows that are whole: every rank is there, and its compute and sync times are known.
+
+    Times are means per step, in seconds; arrays are windows x ranks unless said otherwise, NaN where unknown.
+    """
+
+    window: Array64
+    """Per window: its number."""
+    num_steps: Array64
+    """Per window."""
+    samples: Array64
+    """Of a rank, per step."""
+    busy_s: Array64
+    """Data, compute and update: what a rank does between two barriers, and the virtual clock's compute time."""
+    sync_s: Array64
+    step_s: Array64
+    """Per window: of the whole job."""
+    tx_bytes: Array64
+    """Per step."""
+    retransmits: Array64
+    """In the whole window."""
+    srtt_us: Array64
+    held_out_accuracy: Array64
+    """Per window: the newest evaluation."""
+
+    @property
+    def world_size(self) -> int:
+        """N."""
+        return int(self.samples.shape[1])
+
+    @property
+    def duration_s(self) -> Array64:
+        """Per window."""
+        return self.num_steps * self.step_s
+
+    def select(self, index: npt.NDArray[np.intp]) -> "Observations":
+        """Some of the windows."""
+        return Observations(*(array[index] for array in self))
+
+
+class Origin(NamedTuple):
+    """Where observations come from."""
+
+    optimizer_family: OptimizerFamily
+    num_left_out: int
+    """Windows that were not whole, and the first of each generation, in which everything is still cold."""
+
+
+def observe(windows: Iterable[MetricWindow]) -> tuple[Observations, Origin]:
+    """Join the nodes' windows of one job, in order of generation and window.
+
+    Raises:
+        NotEnoughWindowsError: when fewer than `MIN_WINDOWS` are whole.
+    """
+    joined: dict[tuple[int, int], list[MetricWindow]] = defaultdict(list)
+    for window in windows:
+        joined[window.generation, window.window].append(window)
+    world_size = max((_num_ranks(nodes) for nodes in joined.values()), default=0)
+    whole = [nodes for key, nodes in sorted(joined.items()) if key[1] > 0 and _is_whole(nodes, world_size)]
+    if len(whole) < MIN_WINDOWS:
+        raise NotEnoughWindowsError(
+            f"{len(whole)} of {len(joined)} windows can be used, {MIN_WINDOWS} are the least: it takes every rank's "
+            "compute and sync times, which DDP's communication hook measures; let the job run for longer"
+        )
+    columns = _of_ranks(whole)
+    seen = Observations(
+        window=_per_window(nodes[0].window for nodes in whole),
+        num_steps=_per_window(nodes[0].num_steps for nodes in whole),
+        samples=columns[:, :, 0],
+        busy_s=columns[:, :, 1],
+        sync_s=columns[:, :, 2],
+        step_s=_per_window(nodes[0].job_metrics.step_time_s for nodes in whole),
+        tx_bytes=columns[:, :, 3],
+        retransmits=columns[:, :, 4],
+        srtt_us=columns[:, :, 5],
+        held_out_accuracy=_per_window(nodes[0].job_metrics.held_out_accuracy for nodes in whole),
+    )
+    return seen, Origin(whole[0][0].optimizer_family, len(joined) - len(whole))
+
+
+def _per_window(values: Iterable[float | None]) -> Array64:
+    return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
+
+
+def _num_ranks(nodes: Sequence[MetricWindow]) -> int:
+    return sum(len(node.ranks) for node in nodes)
+
+
+def _is_whole(nodes: Sequence[MetricWindow], world_size: int) -> bool:
+    return (
+        _num_ranks(nodes) == world_size
+        and nodes[0].num_steps > 0
+        and all(rank.training.sync_time_s is not None for node in nodes for rank in node.ranks)
+    )
+
+
+def _of_ranks(whole: Sequence[Sequence[MetricWindow]]) -> Array64:
+    """Windows x ranks x what `_row` tells."""
+    rows = [
+        [_row(rank, nodes[0].num_steps) for rank in sorted(_ranks(nodes), key=lambda rank: rank.rank)]
+        for nodes in whole
+    ]
+    return np.array(rows, dtype=np.float64)
+
+
+def _ranks(nodes: Sequence[MetricWindow]) -> Iterable[RankMetrics]:
+    return (rank for node in nodes for rank in node.ranks)
+
+
+def _row(rank: RankMetrics, num_steps: int) -> tuple[float, ...]:
+    """Samples, busy and sync time, bytes sent per step; retransmissions, round trip time."""
+    training, network = rank.training, rank.network
+    busy_s = training.data_time_s + (training.compute_time_s or 0.0) + training.update_time_s
+    traffic = (np.nan, np.nan, np.nan)
+    if network is not None:
+        srtt_us = np.nan if network.srtt_us is None else network.srtt_us
+        traffic = (network.tx_bytes / num_steps, float(network.retransmits), srtt_us)
+    return (training.num_samples / num_steps, busy_s, training.sync_time_s or 0.0, *traffic)

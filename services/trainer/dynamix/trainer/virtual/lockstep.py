@@ -1,0 +1,87 @@
+"""A virtual cluster on the bus: the real services steer it, and it waits for them.
+
+A real job never waits, so what it does depends on how fast the services answer. A virtual one waits with window t + 1 +
+lag for the action of window t, and therefore goes the same way on every machine, and without a bus.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+from dynamix.runtime.bus import Bus, Message
+from dynamix.schemas import subjects
+from dynamix.schemas.codec import decode
+from dynamix.schemas.messages import Action, Report
+from dynamix.schemas.streams import ACTIONS
+
+from .cluster import VirtualCluster
+
+PATIENCE_S = 60.0
+"""The longest wait for an action. The services need milliseconds; a broker that restarts, seconds."""
+
+
+class NoActionError(RuntimeError):
+    """The services did not decide; the text says what may be missing."""
+
+
+async def run_lockstep(
+    cluster: VirtualCluster,
+    bus: Bus,
+    *,
+    on_window: Callable[[list[Report]], None] | None = None,
+    patience_s: float = PATIENCE_S,
+) -> list[Action]:
+    """Run a cluster to its end and return all actions on its job; the job's name must be new on this bus.
+
+    Args:
+        cluster: not yet run. Its windows are computed in a thread, so that the connection stays alive meanwhile.
+        bus: with an arbitrator, and a collector for each of the cluster's nodes.
+        on_window: called with the reports of each window.
+        patience_s: the longest wait for an action.
+
+    Raises:
+        NoActionError: when an action does not come.
+        BusError: when the broker refuses a message, or does not answer.
+    """
+    lag, num_applied = cluster.scenario.lag_windows, 0
+    await bus.publish(cluster.job)
+    async with bus.consume(ACTIONS.name, [subjects.action(cluster.job.job)], start="all") as consumer:
+        inbox = _Inbox(cluster, aiter(consumer), patience_s)
+        while not cluster.over:
+            await inbox.wait_for(cluster.window - 1 - lag)
+            reports = await asyncio.to_thread(cluster.run_window)
+            adopted, num_applied = cluster.applied[num_applied:], len(cluster.applied)
+            await asyncio.gather(*[bus.publish(message) for message in (*adopted, *reports)])
+            if on_window is not None:
+                on_window(reports)
+        await inbox.wait_for(cluster.window - 1)
+    await bus.publish(cluster.ended())
+    return inbox.actions
+
+
+class _Inbox:
+    """Hands the job's actions to the cluster as they come."""
+
+    def __init__(self, cluster: VirtualCluster, batches: AsyncIterator[list[Message]], patience_s: float) -> None:
+        self.actions: list[Action] = []
+        self._cluster = cluster
+        self._batches = batches
+        self._patience_s = patience_s
+
+    async def wait_for(self, window: int) -> None:
+        """Wait until the action of a window, or of a later one, was offered; of a negative window there is none."""
+        try:
+            async with asyncio.timeout(self._patience_s):
+                while window >= 0 and (not self.actions or self.actions[-1].window < window):
+                    self._take(await anext(self._batches))
+        except (TimeoutError, StopAsyncIteration):
+            nodes = ", ".join(node.node for node in self._cluster.job.nodes[:4])
+            raise NoActionError(
+                f"no action for window {window} of {self._cluster.job.job} in {self._patience_s:g} s: are the "
+                f"arbitrator and a collector for each node (DYNAMIX_NODE={nodes}...) running?"
+            ) from None
+
+    def _take(self, batch: list[Message]) -> None:
+        for message in batch:
+            action = decode(Action, message.subject, message.payload)
+            self.actions.append(action)
+            self._cluster.offer(action)

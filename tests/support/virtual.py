@@ -1,0 +1,67 @@
+"""Small virtual clusters on made-up data: ten blurred prototypes, learned in a hundred steps."""
+
+from typing import Any
+
+import torch
+
+from dynamix.schemas.chain import seal
+from dynamix.schemas.messages import Action, Job
+from dynamix.trainer.virtual.cluster import VirtualCluster
+from dynamix.trainer.virtual.scenario import DecisionCost, Network, Scenario, Workers
+from dynamix.trainer.workloads import Data, Part
+
+FREE = DecisionCost(cost_s=0.0, cost_per_doubling_s=0.0)
+MIXED = (Workers(count=2, samples_per_s=4000.0, overhead_s=0.002), Workers(count=2, samples_per_s=1000.0))
+
+
+def scenario(**changes: Any) -> Scenario:
+    """Four workers of two speeds."""
+    fields: dict[str, Any] = {
+        "family": "mixed",
+        "workload": "fashion-14-mlp",
+        "workers": MIXED,
+        "target_accuracy": 0.9,
+        "fixed_time_s": 1.0,
+        "time_limit_s": 4.0,
+        "evaluate_every_s": 0.25,
+        "initial_local_batch_size": 32,
+        "base_global_batch_size": 128,
+        "window_steps": 5,
+        "network": Network(gradient_bytes=1_000_000),
+    }
+    return Scenario(**(fields | changes))
+
+
+def data(num_samples: int = 1000, *, dtype: torch.dtype = torch.float32, noise: float = 1.5) -> Data:
+    """Images of 14 x 14 in ten classes; validation and test are a fifth as large."""
+    generator = torch.Generator().manual_seed(11)
+    prototypes = torch.randn(10, 1, 14, 14, generator=generator, dtype=torch.float64)
+
+    def part(count: int) -> Part:
+        labels = torch.randint(0, 10, (count,), generator=generator)
+        blur = torch.randn(count, 1, 14, 14, generator=generator, dtype=torch.float64)
+        return Part((prototypes[labels] + noise * blur).to(dtype), labels)
+
+    return Data(part(num_samples), part(num_samples // 5), part(num_samples // 5))
+
+
+def cluster(of: Scenario | None = None, **arguments: Any) -> VirtualCluster:
+    """A cluster under seed 3 and policy `static`, on the data above."""
+    given: dict[str, Any] = {"seed": 3, "policy": "static"}
+    chosen = given | arguments
+    return VirtualCluster(of or scenario(), chosen.pop("data", None) or data(), **chosen)
+
+
+def action(job: Job, window: int, sizes: tuple[int, ...], **changes: Any) -> Action:
+    """A decision about a job."""
+    fields: dict[str, Any] = {
+        "job": job.job,
+        "generation": job.generation,
+        "window": window,
+        "local_batch_sizes": sizes,
+        "deltas": (0,) * len(sizes),
+        "policy": job.policy,
+        "policy_version": 1,
+        "watermark": 0,
+    }
+    return seal(Action(**(fields | changes)), b"")
