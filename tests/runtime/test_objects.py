@@ -21,12 +21,14 @@ from dynamix.runtime.bus import (
     ObjectBrokenError,
     ObjectInfo,
     ObjectMissingError,
+    PublishError,
     StaleWriterError,
     StreamMissingError,
     object_layout,
     objects,
 )
 from dynamix.runtime.bus.requests import Answer
+from dynamix.runtime.provision import provision
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas.streams import POLICIES
 
@@ -198,6 +200,16 @@ async def test_too_large_an_object_is_refused_before_anything_is_sent(
     await bus.put_object(BUCKET, "a", bytes(10))
     with pytest.raises(ObjectBrokenError, match="has 10 bytes, over the limit of 9"):
         await bus.get_object(BUCKET, "a", max_bytes=9)
+
+
+async def test_a_full_bucket_refuses_an_object_whole(server: ConfiguredServer) -> None:
+    small = msgspec.structs.replace(POLICIES, max_bytes=3 * CHUNK)
+    async with connected(server.settings) as bus:
+        await provision(bus, [small])
+        with pytest.raises(PublishError, match="maximum bytes exceeded"):
+            await bus.put_object(BUCKET, "a", LARGE)
+        assert await num_chunks(bus) == 0
+        await bus.put_object(BUCKET, "a", bytes(CHUNK))
 
 
 async def test_an_object_replaced_while_it_is_read_is_read_as_the_new_one(

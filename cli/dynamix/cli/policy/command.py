@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(namespace: argparse.Namespace) -> int:
     """Do one action."""
-    configure("warning")
+    configure("critical")  # what goes wrong is said in a sentence
     outcome = asyncio.run(_act(namespace))
     if namespace.json is not None:
         write_json(outcome.result, namespace.json)

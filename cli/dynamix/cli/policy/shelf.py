@@ -13,8 +13,9 @@ from dynamix.arbitrator.policy_file import PolicyFile, PolicyFileError
 from dynamix.arbitrator.policy_store import PolicyStore, StoredPolicy
 from dynamix.arbitrator.shipped import SHIPPED_VERSION, shipped_names, shipped_policy
 from dynamix.cli.errors import CommandError
-from dynamix.runtime.bus import Bus, BusError, PermissionDeniedError
+from dynamix.runtime.bus import Bus, BusError, PermissionDeniedError, StreamMissingError
 from dynamix.runtime.settings import BusSettings, redact_url
+from dynamix.schemas.streams import POLICIES
 
 CONNECT_TIMEOUT_S = 5.0
 
@@ -90,26 +91,34 @@ class Shelf:
 
 @contextlib.asynccontextmanager
 async def opened(settings: BusSettings) -> AsyncIterator[Shelf]:
-    """The shelf; without a broker it holds what came with the package.
+    """The shelf; without a broker, or before it is provisioned, it holds what came with the package.
 
     Raises:
         CommandError: when the broker refuses us, or what is asked of it.
     """
+    where = redact_url(settings.url)
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             bus = await Bus.connect(settings, name=f"policy-{os.getpid()}", wait=False)
     except (PermissionDeniedError, ValueError) as error:
         raise CommandError(str(error)) from error
     except (BusError, OSError, TimeoutError):
-        where = redact_url(settings.url)
         yield Shelf(None, f"no broker at {where}: start one with `dynamix up`, or set DYNAMIX_NATS_URL")
         return
     try:
-        yield Shelf(PolicyStore(bus))
+        yield await _of_broker(bus, where)
     except (BusError, ValueError) as error:
         raise CommandError(str(error)) from error
     finally:
         await bus.close()
+
+
+async def _of_broker(bus: Bus, where: str) -> Shelf:
+    try:
+        await bus.stream_state(POLICIES.name)
+    except StreamMissingError:
+        return Shelf(None, f"the broker at {where} has no bucket for policies: run `dynamix provision`")
+    return Shelf(PolicyStore(bus))
 
 
 def _of_bus(stored: StoredPolicy) -> Entry:

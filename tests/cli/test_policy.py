@@ -1,0 +1,168 @@
+"""`dynamix policy` on a real broker, as the users of a deployment, and without any broker."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support import learned
+from tests.support.deployed_broker import DeployedBroker, deployed_broker
+from tests.support.foreign_policy import of_other_features
+
+from dynamix.arbitrator import shipped
+from dynamix.cli.main import main
+from dynamix.cli.policy.render import table
+from dynamix.cli.policy.shelf import Entry
+
+FIRST, SECOND, OTHER = (
+    learned.policy_file(seeds=(seed,), scores={"vs_rule": 0.93}, scenarios=("mixed-8",)).to_bytes()
+    for seed in (1, 2, 3)
+)
+
+
+@pytest.fixture
+def broker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DeployedBroker]:
+    """The deployed broker with its streams; the environment is the learner's."""
+    directory = tmp_path / "broker"
+    directory.mkdir()
+    with deployed_broker(directory) as running:
+        use(monkeypatch, running, "provision")
+        assert main(["provision", "--json", str(tmp_path / "provision.json")]) == 0
+        use(monkeypatch, running, "learner")
+        yield running
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory that stands for the shipped one, with one policy in it."""
+    directory = tmp_path / "shipped"
+    directory.mkdir()
+    (directory / "ppo.safetensors").write_bytes(OTHER)
+    monkeypatch.setattr(shipped, "shipped_directory", lambda: directory)
+    return directory
+
+
+def use(monkeypatch: pytest.MonkeyPatch, broker: DeployedBroker, user: str) -> None:
+    monkeypatch.setenv("DYNAMIX_NATS_URL", broker.url)
+    monkeypatch.setenv("DYNAMIX_NATS_USER", user)
+    monkeypatch.setenv("DYNAMIX_NATS_PASSWORD_FILE", str(broker.password_file(user)))
+
+
+def result_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    """What a command gives to programs."""
+    capsys.readouterr()
+    assert main(["policy", *arguments, "--json", "-"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_what_is_imported_is_listed_shown_and_exported(
+    broker: DeployedBroker,
+    package: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for number, data in enumerate((FIRST, SECOND)):
+        (tmp_path / f"{number}.safetensors").write_bytes(data)
+        assert main(["policy", "import", str(tmp_path / f"{number}.safetensors")]) == 0
+    assert "ppo version 3 (" in capsys.readouterr().out
+    assert main(["policy", "import", str(tmp_path / "0.safetensors"), "--name", "mine"]) == 0
+
+    use(monkeypatch, broker, "watcher")
+    listed = result_of(capsys, "list")
+    assert listed["broker"] is True
+    versions = [(policy["name"], policy["version"], policy["origin"]) for policy in listed["policies"]]
+    assert versions == [("mine", 1, "bus"), ("ppo", 3, "bus"), ("ppo", 2, "bus"), ("ppo", 1, "shipped")]
+
+    shown = result_of(capsys, "show", "ppo")
+    assert (shown["policy"]["version"], shown["usable"], shown["metadata"]["seeds"]) == (3, True, [2])
+    assert main(["policy", "show", "ppo:1"]) == 0
+    text = capsys.readouterr().out
+    assert "ppo version 1, comes with the package" in text
+    assert "scores              vs_rule=0.93" in text
+
+    for name, data in (("ppo:2", FIRST), ("ppo", SECOND), ("ppo:1", (package / "ppo.safetensors").read_bytes())):
+        assert main(["policy", "export", name, "-o", str(tmp_path / "out")]) == 0
+        assert (tmp_path / "out").read_bytes() == data
+
+
+@pytest.mark.usefixtures("package")
+def test_what_cannot_be_done_is_said_in_a_sentence(
+    broker: DeployedBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, older = tmp_path / "good.safetensors", tmp_path / "older.safetensors"
+    good.write_bytes(FIRST)
+    older.write_bytes(of_other_features())
+    for arguments, reason in (
+        (["import", str(older)], "its list of rank features is not this program's: it lacks srtt_us and has ping_ms"),
+        (["import", str(good), "--name", "static"], "'static' is a policy of the program itself"),
+        (["import", str(good), "--name", "My policy"], "cannot be part of a subject"),
+        (["import", str(tmp_path)], f"cannot read {tmp_path}: Is a directory"),
+        (["show", "ppo:9"], "policy 'ppo' has no version 9: there is 1"),
+        (["show", "astrology"], "no learned policy is called 'astrology': there is ppo"),
+        (["export", "ppo", "-o", str(tmp_path)], f"cannot write {tmp_path}: Is a directory"),
+    ):
+        assert main(["policy", *arguments]) == 1
+        assert reason in capsys.readouterr().err
+    use(monkeypatch, broker, "watcher")
+    assert main(["policy", "import", str(good)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("dynamix policy: the broker does not let user 'watcher' publish to $o.policies.c.")
+    broker.password_file("watcher").write_text("wrong")
+    assert main(["policy", "list"]) == 1
+    assert "refuses user 'watcher'" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("package")
+def test_a_broker_without_a_bucket_is_as_good_as_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with deployed_broker(tmp_path) as broker:
+        use(monkeypatch, broker, "watcher")
+        assert main(["policy", "list"]) == 0
+    shown = capsys.readouterr()
+    assert "has no bucket for policies: run `dynamix provision`; these come with the package" in shown.err
+    assert "ppo" in shown.out
+
+
+def test_without_a_broker_the_packages_policies_are_shown_and_that_is_said(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DYNAMIX_NATS_URL", "nats://127.0.0.1:1")
+    (package / "older.safetensors").write_bytes(of_other_features())
+    assert main(["policy", "list"]) == 0
+    shown = capsys.readouterr()
+    assert "no broker at nats://127.0.0.1:1" in shown.err
+    assert [line.split()[:2] for line in shown.out.splitlines()[1:]] == [["older", "1"], ["ppo", "1"]]
+    assert main(["policy", "show", "older"]) == 0
+    assert "no: the file: its list of rank features" in capsys.readouterr().out
+    assert main(["policy", "export", "ppo", "-o", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out").read_bytes() == OTHER
+    capsys.readouterr()
+    for arguments in (["show", "ppo:2"], ["import", str(tmp_path / "out")]):
+        assert main(["policy", *arguments]) == 1
+        assert "no broker at nats://127.0.0.1:1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("typed", ["ppo:", "ppo:0", "ppo:x", "ppo:1.5"])
+def test_a_version_is_a_whole_number_from_1(typed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["policy", "show", typed]) == 2
+    assert "a version is a whole number from 1, as in ppo:3" in capsys.readouterr().err
+
+
+def test_the_table_has_a_line_for_each_version() -> None:
+    entry = Entry(
+        name="ppo",
+        version=12,
+        origin="bus",
+        num_bytes=123_456,
+        feature_version=1,
+        sha256="ab" * 32,
+        stored_at="2026-11-20T17:22:03.097355Z",
+    )
+    assert table([entry]).splitlines() == [
+        "policy  version  from     size    features  stored               sha256",
+        "ppo     12       the bus  121 KB  1         2026-11-20 17:22:03  abababababab",
+    ]
+    assert "dynamix learn" in table([])
