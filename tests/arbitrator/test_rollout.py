@@ -145,6 +145,12 @@ def test_what_comes_after_the_end_does_not_count_and_a_terminated_end_is_worth_n
     assert cut_off.next_values_D[0] != 0
 
 
+def test_of_the_last_window_counts_what_came_before_the_target() -> None:
+    record = recording([(0, 2), (1, 3)])
+    found = trajectory_of(record, action_set_named("global"), End(last_window=3, terminated=True, last_share=0.25))
+    assert windows_under(found) == [201.5, 301.5 / 4]
+
+
 def test_other_generations_and_jobs_are_left_out() -> None:
     record = recording([(0, 2), (1, 3)])
     foreign = [msgspec.structs.replace(message, generation=1) for message in record.applied]

@@ -27,7 +27,7 @@ class PPOSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     objective: Objective = "clipped"
     """Which of the two variants."""
-    learning_rate: Positive = 3e-4
+    learning_rate: Positive = 1e-3
     """Adam's."""
     anneal_lr: bool = True
     """Let the learning rate fall linearly to 0 over the planned episodes."""
@@ -39,7 +39,7 @@ class PPOSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Between the critic alone (0) and the rewards alone (1)."""
     num_minibatches: AtLeastOne = 4
     """Parts of a batch, one optimizer step each."""
-    update_epochs: AtLeastOne = 4
+    update_epochs: AtLeastOne = 8
     """Passes over a batch."""
     norm_adv: bool = True
     """Normalise advantages in each minibatch."""

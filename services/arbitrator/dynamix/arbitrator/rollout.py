@@ -41,6 +41,8 @@ class End(NamedTuple):
     """Later windows do not count; `None`: all do."""
     terminated: bool = False
     """Nothing comes after: the target is reached. Otherwise it was cut off, and the critic's last value stands in."""
+    last_share: float = 1.0
+    """Of the last window's reward: the target is reached inside of it."""
 
 
 class Trajectory(NamedTuple):
@@ -86,6 +88,8 @@ def trajectory_of(recording: Recording, action_set: ActionSet, end: End | None =
     rewards = _rewards_by_window(recording, per_rank=action_set.name == "deltas")
     last = max(rewards, default=-1) if end.last_window is None else end.last_window
     spans = [(seen[decided], span) for decided, span in _spans(recording, last) if decided in seen]
+    if end.last_share < 1 and last in rewards:
+        rewards[last] = rewards[last] * end.last_share
     if not spans or not rewards:
         raise RolloutError(f"{_name(recording.job)}: no sampled decision that was adopted has a rewarded window")
     decisions, windows = [decision for decision, _ in spans], [span for _, span in spans]

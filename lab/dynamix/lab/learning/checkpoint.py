@@ -1,0 +1,59 @@
+"""Where a course of learning stands, in one file that is always whole: learning goes on from it to the same bits."""
+
+import os
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from .history import Update
+from .plan import LearningPlan
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be gone on from; the text says why and what to do."""
+
+
+class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything between two updates."""
+
+    plan_digest: str
+    references_s: dict[str, float]
+    """Mean time of `rule` to the target, by scenario."""
+    validation_s: dict[str, list[float]]
+    """Its times on the validation seeds, by scenario."""
+    current: bytes
+    """The policy file that learning goes on with; the optimizer's moments are in it."""
+    best: bytes
+    """The best by validation so far."""
+    best_vs_rule: float
+    history: list[Update]
+    elapsed_s: float
+
+    def write(self, path: Path) -> None:
+        """Replace the file at once, after its content is on the disk: killed at any moment, a whole one is there."""
+        partial = path.with_name(path.name + ".partial")
+        with partial.open("wb") as file:
+            file.write(msgspec.msgpack.encode(self))
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+
+    @classmethod
+    def read(cls, path: Path, plan: LearningPlan) -> Self | None:
+        """The checkpoint of a plan; `None` when there is none.
+
+        Raises:
+            CheckpointError: when it is another plan's, or cannot be read.
+        """
+        try:
+            found = msgspec.msgpack.decode(path.read_bytes(), type=cls)
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.DecodeError) as error:
+            raise CheckpointError(f"the checkpoint {path} cannot be read ({error}): remove it to begin anew") from error
+        if found.plan_digest != plan.digest:
+            raise CheckpointError(
+                f"the checkpoint {path} belongs to another plan: remove it to begin anew, or name another output"
+            )
+        return found
