@@ -12,8 +12,8 @@ from dynamix.arbitrator.policy_store import BUCKET, PolicyStore
 from dynamix.runtime.bus import Bus
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode
-from dynamix.schemas.messages import Action, Job
-from dynamix.schemas.streams import ACTIONS
+from dynamix.schemas.messages import Action, Event, Job
+from dynamix.schemas.streams import ACTIONS, FEED
 
 JOB = made.job({"node-a": (0, 1)}, policy="mine")
 SHRINKS, GROWS = (learned.policy_file("deltas", favour=choice).to_bytes() for choice in (1, 2))
@@ -68,3 +68,28 @@ async def test_an_action_for_another_number_of_ranks_is_not_this_jobs(bus: Bus) 
     await bus.publish_action(made.action(policy="mine"), expected_last=0)
     with pytest.raises(ActionLogError, match="sizes 4 ranks, the job has 2"):
         await opened(bus, Counter())
+
+
+async def test_sizes_that_stick_to_their_minimum_are_an_event_once(bus: Bus) -> None:
+    """From 128 in steps of 25: at 32 from the fourth decision, stuck with the 23rd."""
+    counts = Counter[str]()
+    await PolicyStore(bus).put("mine", SHRINKS, feature_version=1)
+    log = await opened(bus, counts)
+    for window in range(30):
+        await log.add(window + 1, made.state(window_index=window))
+    assert (counts["decided"], counts["size_stuck"]) == (30, 1)
+    subject = subjects.event(JOB.job)
+    async with bus.consume(FEED.name, [subject], start="all") as consumer:
+        batch = await anext(aiter(consumer))
+    events = [decode(Event, message.subject, message.payload) for message in batch]
+    assert [(event.signature, event.window, event.value, event.service) for event in events] == [
+        ("size-stuck", 22, 1.0, "arbitrator")
+    ]
+
+
+async def test_a_job_that_nobody_decides_for_is_never_stuck(bus: Bus) -> None:
+    counts = Counter[str]()
+    log = await opened(bus, counts, made.job({"node-a": (0, 1)}, policy="static", initial_local_batch_sizes=(32, 32)))
+    for window in range(30):
+        await log.add(window + 1, made.state(window_index=window))
+    assert counts == {"decided": 30}

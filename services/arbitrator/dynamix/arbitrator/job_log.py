@@ -1,5 +1,6 @@
 """One job's decisions on the bus: folds its states, publishes its actions under compare-and-set, adopts another's."""
 
+from asyncio import Future
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, Self
@@ -9,12 +10,14 @@ from structlog.stdlib import BoundLogger
 from dynamix.runtime.bus import Message, StaleWriterError, StreamState
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode
-from dynamix.schemas.messages import Action, Job, State
+from dynamix.schemas.messages import Action, Event, Job, State
 from dynamix.schemas.streams import ACTIONS
 
 from .fold import Fold
+from .policies.static import Static
 from .policy import Policy, digest_of
 from .policy_source import Policies
+from .signatures import SizeWatch, event_of
 
 
 class ActionLog(Protocol):
@@ -25,6 +28,9 @@ class ActionLog(Protocol):
 
     async def publish_action(self, action: Action, *, expected_last: int) -> int:
         """Store an action if the job's newest one has the sequence `expected_last`."""
+
+    async def publish_soon(self, message: Event) -> Future[int]:
+        """Send an event; errors are the bus's to log."""
 
 
 class ActionLogError(RuntimeError):
@@ -61,6 +67,7 @@ class JobLog:
         self._last_sequence = 0
         self._superseded = False
         self._fold = Fold(job, policy, None)
+        self._watch = None if job.policy == Static.name else SizeWatch(job)  # who never decides is not stuck
 
     @classmethod
     async def open(cls, job: Job, around: Surroundings) -> Self:
@@ -112,6 +119,24 @@ class JobLog:
         self._fold.adopt(action)
         self._count("decided")
         self._log.debug("decided", window=action.window, local_batch_sizes=action.local_batch_sizes[:16])
+        await self._watch_sizes(action)
+
+    async def _watch_sizes(self, action: Action) -> None:
+        """Say once on the bus when sizes stick to a bound; a restarted arbitrator counts its windows anew."""
+        finding = None if self._watch is None else self._watch.add(action.local_batch_sizes)
+        if finding is None:
+            return
+        self._count("size_stuck")
+        self._log.warning(finding.explanation, signature=finding.signature, window=action.window)
+        await self._bus.publish_soon(
+            event_of(
+                finding,
+                job=action.job,
+                generation=action.generation,
+                window=action.window,
+                service="arbitrator",
+            )
+        )
 
     async def _adopt_newest(self) -> None:
         """Take the newest stored action, another arbitrator's, as the point to go on from, and its policy with it."""

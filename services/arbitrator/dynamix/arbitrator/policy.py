@@ -8,6 +8,8 @@ import numpy.typing as npt
 from dynamix.schemas.features import GLOBAL_INDEX, RANK_INDEX
 from dynamix.schemas.messages import Job
 
+from .options import Options
+
 Array32 = npt.NDArray[np.float32]
 Array64 = npt.NDArray[np.float64]
 
@@ -45,6 +47,14 @@ class Policy(Protocol):
             global_F: `schemas.features.GLOBAL_FEATURES`; NaN where unknown.
             carry: the carry of the previous decision, empty at the start of a generation.
         """
+
+
+class NamedPolicy(Policy, Protocol):
+    """One that a job's specification can choose."""
+
+    @property
+    def options(self) -> Options:
+        """What of `Job.policy_options` it understands."""
 
 
 @runtime_checkable

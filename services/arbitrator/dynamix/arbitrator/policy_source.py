@@ -7,9 +7,10 @@ from typing import NamedTuple, Protocol
 from dynamix.runtime.bus import ObjectBrokenError, ObjectMissingError, PermissionDeniedError
 from dynamix.schemas.messages import Action, Job
 
+from .options import Option, check_options
 from .policies import POLICIES
 from .policies.learned import LearnedPolicy
-from .policy import Policy, digest_of
+from .policy import NamedPolicy, Policy, digest_of
 from .policy_file import PolicyFile
 from .policy_store import PolicyStore, StoredPolicy
 from .shipped import SHIPPED_VERSION, shipped_names, shipped_policy
@@ -18,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 VERSION_OPTION = "version"
 """The option of a job that asks for one version of its policy instead of the newest."""
+
+_VERSION = Option(1, 1, 2**31, "the version that shall decide; without it the newest", whole=True)
 
 NUM_HELD = 64
 """Networks kept ready in memory."""
@@ -65,16 +68,17 @@ class PolicySource:
         shipped one. With an action of this generation: exactly the policy that decided it.
 
         Raises:
-            ValueError: when there is none that may decide; the text says why and what to do.
+            ValueError: when there is none that may decide, or it has not the options of the job; the text says why.
         """
         wanted = _wanted(job, recorded)
-        policy = POLICIES.get(job.policy) or await self._learned(job.policy, wanted)
+        policy: NamedPolicy = POLICIES.get(job.policy) or await self._learned(job.policy, wanted)
         fault = _fault(policy, wanted)
         if fault is not None:
             raise ValueError(fault)
+        check_options(policy.name, {**policy.options, VERSION_OPTION: _VERSION}, job.policy_options)
         return policy
 
-    async def _learned(self, name: str, wanted: _Wanted) -> Policy:
+    async def _learned(self, name: str, wanted: _Wanted) -> NamedPolicy:
         held = self._held.get((name, wanted.version or 0, wanted.digest or b""))
         if held is not None:
             return held

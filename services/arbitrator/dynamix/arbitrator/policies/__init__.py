@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from dynamix.arbitrator.policy import Policy
+from dynamix.arbitrator.policy import NamedPolicy
 
 from .doubling import Doubling
 from .goodput import Goodput
@@ -13,7 +13,7 @@ from .random import Random
 from .rule import Rule
 from .static import Static
 
-POLICIES: Mapping[str, Policy] = MappingProxyType(
+POLICIES: Mapping[str, NamedPolicy] = MappingProxyType(
     {
         policy.name: policy
         for policy in (Static(), Random(), Proportional(), NoiseScale(), Goodput(), Doubling(), Rule())
@@ -25,7 +25,7 @@ DEFAULT_POLICY = "rule"
 """What a job is steered by that names no policy: the one that wins on held-out scenarios (`dynamix evaluate`)."""
 
 
-def policy_named(name: str) -> Policy:
+def policy_named(name: str) -> NamedPolicy:
     """The policy of that name.
 
     Raises:
