@@ -1,7 +1,7 @@
 """Small training jobs for tests, to be run by `tests.support.ranks.run_ranks`."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -43,7 +43,9 @@ def distribute(model: nn.Module) -> DistributedDataParallel:
     return DistributedDataParallel(model, bucket_cap_mb=0.001)
 
 
-def offer(session: Session, sizes: Sequence[int], window: int | None = None) -> None:
+def offer(
+    session: Session, sizes: Sequence[int], window: int | None = None, split: Literal["fixed", "tracking"] = "fixed"
+) -> None:
     """Offer sizes, as decided for the window before the current one; all ranks may call it, rank 0's counts."""
     session.offer(
         Action(
@@ -55,6 +57,7 @@ def offer(session: Session, sizes: Sequence[int], window: int | None = None) -> 
             policy="test",
             policy_version=0,
             watermark=0,
+            split=split,
         )
     )
 

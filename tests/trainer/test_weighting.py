@@ -33,6 +33,8 @@ MODES: list[tuple[str, dict[str, Any]]] = [
     ("sum", {"weighting": "hook"}),
     ("mean", {"weighting": "hook", "base_hook": allreduce_hook}),
     ("sum", {"weighting": "hook", "base_hook": allreduce_hook}),
+    ("mean", {"weighting": "hook", "split": "tracking"}),
+    ("sum", {"weighting": "hook", "split": "tracking"}),
     ("mean", {"weighting": "loss"}),
     ("sum", {"weighting": "loss"}),
 ]
@@ -48,6 +50,7 @@ def _gradient(model: nn.Module, data: Numbered, indices: list[int]) -> torch.Ten
 
 def _compare(rank: int, reduction: str, options: dict[str, Any]) -> dict[str, Any]:
     """Train one epoch under changing sizes; the largest relative errors over its steps, and the counts of each."""
+    split = options.pop("split", "fixed")
     data = Numbered(NUM_SAMPLES)
     model = distribute(make_model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -91,7 +94,7 @@ def _compare(rank: int, reduction: str, options: dict[str, Any]) -> dict[str, An
             norm_errors.append(abs(sum(norms.local) - local) / max(local, 1e-30) if mine else sum(norms.local))
             norm_errors.append(abs(sum(norms.reduced) / float(whole.square().sum()) - 1))
         optimizer.step()
-        offer(session, SIZES[(plan.step + 1) % len(SIZES)])
+        offer(session, SIZES[(plan.step + 1) % len(SIZES)], split=split)
         session.step(loss)
         counts.append(plan.counts.values)
     session.close()
@@ -144,7 +147,10 @@ def test_the_weighted_gradient_equals_one_big_batch() -> None:
         for (reduction, options), result in zip(MODES, results, strict=True):
             assert result["error"] < 1e-12, (rank, reduction, options)
             assert result["norm_error"] < 1e-10, (rank, reduction, options)
-            assert set(SIZES) <= set(result["counts"])  # unequal, changing and empty batches were all among them
+            if "split" in options:
+                assert {sum(sizes) for sizes in SIZES} <= {sum(counts) for counts in result["counts"]}
+            else:
+                assert set(SIZES) <= set(result["counts"])  # unequal, changing and empty batches were all among them
             assert sum(map(sum, result["counts"])) == NUM_SAMPLES
             assert result["counts"][-1] not in SIZES  # and an uneven tail
 
