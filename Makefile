@@ -6,13 +6,14 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 DATA   := .data/fashion-mnist
+CIFAR  := .data/cifar-10
 ARGS   ?=
 
-.PHONY: help venv demo data test lint types bench format clean
+.PHONY: help venv demo data data-cifar test lint types bench format clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: $(STAMP) ## make .venv with everything at the versions of constraints.txt
 
@@ -27,6 +28,12 @@ data: $(DATA)/.complete ## fetch Fashion-MNIST into .data (31 MB, hash-checked w
 
 $(DATA)/.complete: deploy/fetch-fashion-mnist.sh
 	sh deploy/fetch-fashion-mnist.sh $(DATA)
+	@touch $@
+
+data-cifar: $(CIFAR)/.complete ## fetch CIFAR-10 into .data (139 to 170 MB, hash-checked when read)
+
+$(CIFAR)/.complete: deploy/fetch-cifar-10.sh | venv
+	sh deploy/fetch-cifar-10.sh $(CIFAR) $(BIN)/python
 	@touch $@
 
 demo: venv data ## a real 4-process training job, static and then steered (ARGS="--json FILE")
