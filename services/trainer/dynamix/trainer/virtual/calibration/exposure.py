@@ -19,11 +19,13 @@ START_QUANTILE = 0.4
 TRUSTED_SHARE = 0.65
 """The windows that agree best are fitted; a third may be congested or disturbed."""
 TIE = 1.02
-"""A simpler formula is preferred that is this much worse: fewer buckets, less overlap."""
+LEAST_LOSS = 1e-4
+"""Fewer buckets are preferred when they are so much worse at most; a loss below the other is none."""
 CLEARLY_BETTER = 0.8
 """Loss over that without overlap, below which an overlap is visible at all."""
 NUM_DRAWS = 128
 """Of jitter, for what waiting for the slowest of several uneven workers costs."""
+NUM_ROUNDS = 3
 CONGESTED = 1.5
 """C over its usual value, above which a window counts as congested."""
 CONGESTED_SIGMAS = 6.0
@@ -78,22 +80,26 @@ def exposed(busy_s: Array64, sized_s: Array64, sync_s: Array64, jitter: float) -
 
 
 def fit_exposure(exposed_s: Array64, slowest_s: Array64) -> Exposure:
-    """C, overlap and buckets through one exposed and one slowest compute time per window."""
-    losses, communications = {}, {}
-    for buckets in BUCKETS:
-        for overlap in OVERLAPS if buckets > 1 else OVERLAPS[:1]:
-            key = (buckets, float(overlap))
-            losses[key], communications[key] = _loss(exposed_s, slowest_s, *key)
-    best = min(losses.values())
-    scale = 1e-3 * float(np.median(exposed_s))
-    buckets, overlap = next(key for key, loss in losses.items() if loss <= TIE * best + scale)
-    communication_s = max(LEAST_S, communications[buckets, overlap])
+    """C, overlap and buckets through one exposed and one slowest compute time per window.
+
+    First through the windows that agree best; then through all but those which that fit finds congested.
+    """
+    first = _fit(exposed_s, slowest_s, TRUSTED_SHARE)
+    calm = np.logical_not(first.congested(exposed_s, slowest_s))
+    return _fit(exposed_s[calm], slowest_s[calm], 1.0) if calm.sum() >= TRUSTED_SHARE * len(calm) else first
+
+
+def _fit(exposed_s: Array64, slowest_s: Array64, share: float) -> Exposure:
+    found = {buckets: _best_overlap(exposed_s, slowest_s, buckets, share) for buckets in BUCKETS}
+    least = min(trial.loss for trial in found.values())
+    buckets = next(buckets for buckets, trial in found.items() if trial.loss <= TIE * least + LEAST_LOSS)
+    overlap, communication_s = found[buckets].overlap, max(LEAST_S, found[buckets].communication_s)
     factors = _implied(exposed_s, slowest_s, buckets, overlap) / communication_s
     return Exposure(
         communication_s=communication_s,
         overlap=overlap,
         num_buckets=buckets,
-        is_distinct=best < CLEARLY_BETTER * losses[1, 0.0],
+        is_distinct=least < CLEARLY_BETTER * found[1].loss,
         scatter=MAD_SIGMA * float(np.median(np.abs(factors - np.median(factors)))),
     )
 
@@ -103,14 +109,26 @@ def _implied(exposed_s: Array64, slowest_s: Array64, buckets: int, overlap: floa
     return np.minimum(buckets * exposed_s, exposed_s + overlap * slowest_s)
 
 
-def _loss(exposed_s: Array64, slowest_s: Array64, buckets: int, overlap: float) -> tuple[float, float]:
-    """Mean absolute error over the windows that agree best, and C."""
+class _Trial(NamedTuple):
+    loss: float
+    """Mean absolute error of the step time, relative, over the windows that agree best."""
+    overlap: float
+    communication_s: float
+
+
+def _best_overlap(exposed_s: Array64, slowest_s: Array64, buckets: int, share: float) -> _Trial:
+    overlaps = OVERLAPS if buckets > 1 else OVERLAPS[:1]  # one bucket is never hidden
+    return min(_trial(exposed_s, slowest_s, buckets, float(overlap), share) for overlap in overlaps)
+
+
+def _trial(exposed_s: Array64, slowest_s: Array64, buckets: int, overlap: float, share: float) -> _Trial:
+    """C for given buckets and overlap, and what it leaves unexplained."""
     implied = _implied(exposed_s, slowest_s, buckets, overlap)
-    trusted = max(2, round(TRUSTED_SHARE * len(implied)))
+    trusted = max(2, round(share * len(implied)))
     communication_s = float(np.quantile(implied, START_QUANTILE))
-    for _ in range(3):
+    for _ in range(NUM_ROUNDS):
         fitted = np.maximum(communication_s / buckets, communication_s - overlap * slowest_s)
-        errors = np.abs(exposed_s - fitted)
+        errors = np.abs(exposed_s - fitted) / (slowest_s + exposed_s)
         order = np.argsort(errors, kind="stable")[:trusted]
         communication_s = float(np.median(implied[order]))
-    return float(errors[order].mean()), communication_s
+    return _Trial(float(errors[order].mean()), overlap, communication_s)

@@ -1,6 +1,6 @@
 """The calibration as a whole, and how far a virtual cluster made of it is from the real one, step time by step time."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 import numpy as np
@@ -56,8 +56,12 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     communication_s: float
     """C: of one step, hidden or not."""
     median_error: float
-    """Relative error of virtual step times over windows, each against a fit that has not seen it."""
+    """Relative error of virtual step times over all windows, each against a fit that has not seen it."""
     p90_error: float
+    steady_median_error: float | None
+    """The same over windows that no disturbance touched: where one begins or ends within a window, its time is
+    predicted as if it had filled it."""
+    steady_p90_error: float | None
     remarks: tuple[str, ...]
     comparisons: tuple[Comparison, ...]
 
@@ -86,6 +90,7 @@ def calibrate(windows: Iterable[MetricWindow], settings: Settings, job: Job | No
 
     comparisons = _crossed(seen, compared)
     errors = [comparison.error for comparison in comparisons]
+    steady = [error for error, is_steady in zip(errors, _steady(comparisons), strict=True) if is_steady]
     return Calibration(
         scenario=scenario,
         num_windows=len(seen.step_s),
@@ -94,6 +99,8 @@ def calibrate(windows: Iterable[MetricWindow], settings: Settings, job: Job | No
         communication_s=0.0 if fit.exposure is None else fit.exposure.communication_s,
         median_error=float(np.median(errors)),
         p90_error=float(np.quantile(errors, 0.9)),
+        steady_median_error=float(np.median(steady)) if steady else None,
+        steady_p90_error=float(np.quantile(steady, 0.9)) if steady else None,
         remarks=remarks_on(fit, scenario),
         comparisons=comparisons,
     )
@@ -133,6 +140,12 @@ def _crossed(
     even, odd = seen.select(indices[::2]), seen.select(indices[1::2])
     of_even, of_odd = compared(odd, even), compared(even, odd)
     return tuple((of_odd if index % 2 else of_even)[index // 2] for index in indices.tolist())
+
+
+def _steady(comparisons: Sequence[Comparison]) -> list[bool]:
+    """Which windows are undisturbed, as their neighbours are."""
+    quiet = [not comparison.slow_ranks and not comparison.is_congested for comparison in comparisons]
+    return [all(quiet[max(0, index - 1) : index + 2]) for index in range(len(quiet))]
 
 
 def _jitter_draws(scenario: Scenario) -> Array64:
