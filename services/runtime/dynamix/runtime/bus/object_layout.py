@@ -11,6 +11,7 @@ import datetime as dt
 import hashlib
 import re
 import secrets
+from collections.abc import Mapping
 
 import msgspec
 
@@ -138,18 +139,25 @@ def description_subject(bucket: str, name: str) -> str:
     return f"$O.{bucket}.M.{base64.urlsafe_b64encode(encoded).decode()}"
 
 
-def describe_object(bucket: str, name: str, data: bytes, metadata: dict[str, str]) -> ObjectInfo:
-    """The description of an object that is about to be put."""
+def new_nuid() -> str:
+    """A name for one upload: 22 characters, as the official clients make them."""
+    return secrets.token_hex(11)
+
+
+def describe_object(
+    bucket: str, name: str, *, nuid: str, size: int, sha256: bytes, metadata: Mapping[str, str]
+) -> ObjectInfo:
+    """The description of an object whose chunks are stored."""
     return ObjectInfo(
         name=name,
         bucket=bucket,
-        nuid=secrets.token_hex(11),
-        size=len(data),
-        chunks=-(-len(data) // CHUNK_BYTES),
-        digest=DIGEST_PREFIX + base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode(),
+        nuid=nuid,
+        size=size,
+        chunks=-(-size // CHUNK_BYTES),
+        digest=DIGEST_PREFIX + base64.urlsafe_b64encode(sha256).decode(),
         mtime=_now(),
         options=ObjectOptions(max_chunk_size=CHUNK_BYTES),
-        metadata=metadata,
+        metadata=dict(metadata),
     )
 
 

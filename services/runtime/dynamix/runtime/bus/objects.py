@@ -9,7 +9,7 @@ import collections
 import contextlib
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -73,13 +73,14 @@ class Objects:
         before = await last_message(self._requests, stream, subject)
         if before is not None and create_only:
             raise StaleWriterError(f"bucket {bucket} has an object {name!r} already", before.sequence)
-        info = layout.describe_object(bucket, name, data, dict(metadata))
-        chunks = layout.chunk_subject(bucket, info.nuid)
+        nuid = layout.new_nuid()
+        chunks = layout.chunk_subject(bucket, nuid)
         try:
-            await self._upload(chunks, info.nuid, data)
+            sha256 = await self._upload(chunks, nuid, data)
         except BaseException:
             await self._clean_up(stream, chunks)
             raise
+        info = layout.describe_object(bucket, name, nuid=nuid, size=len(data), sha256=sha256, metadata=metadata)
         try:
             await self._describe(stream, subject, info, expected_last=0 if before is None else before.sequence)
         except StaleWriterError:  # any other error leaves open whether the description was stored: leave its chunks
@@ -139,20 +140,23 @@ class Objects:
         await self._describe(stream, subject, layout.describe_deleted(info), expected_last=last.sequence)
         await self._clean_up(stream, layout.chunk_subject(bucket, info.nuid))
 
-    async def _upload(self, subject: str, nuid: str, data: bytes) -> None:
-        """Publish the chunks in order, a few ahead of their acknowledgements."""
+    async def _upload(self, subject: str, nuid: str, data: bytes) -> bytes:
+        """Publish the chunks in order, a few ahead of their acknowledgements; returns the digest of the whole."""
         on_the_way: collections.deque[asyncio.Future[int]] = collections.deque()
+        digest = hashlib.sha256()
         try:
             for index, start in enumerate(range(0, len(data), layout.CHUNK_BYTES)):
                 if len(on_the_way) >= MAX_CHUNKS_IN_FLIGHT:
                     await on_the_way.popleft()
                 chunk = data[start : start + layout.CHUNK_BYTES]
                 on_the_way.append(await self._publisher.publish(subject, chunk, f"{nuid}:{index}"))
+                digest.update(chunk)  # while the broker is busy with it
             await asyncio.gather(*on_the_way)
         except BaseException:
             for future in on_the_way:
                 future.cancel()
             raise
+        return digest.digest()
 
     async def _describe(self, stream: str, subject: str, info: ObjectInfo, *, expected_last: int) -> None:
         payload = msgspec.json.encode(info)
@@ -182,12 +186,13 @@ class Objects:
         if info.size > max_bytes:
             raise ObjectBrokenError(f"{name} has {info.size} bytes, over the limit of {max_bytes}")
         expected = info.sha256
-        data = await self._read_chunks(bucket, info, name) if info.size or info.chunks else b""
-        if hashlib.sha256(data).digest() != expected:
+        digest = hashlib.sha256()
+        data = await self._read_chunks(bucket, info, name, digest.update) if info.size or info.chunks else b""
+        if digest.digest() != expected:
             raise ObjectBrokenError(f"{name} does not have the digest that its description says: put it again")
         return data
 
-    async def _read_chunks(self, bucket: str, info: ObjectInfo, name: str) -> bytes:
+    async def _read_chunks(self, bucket: str, info: ObjectInfo, name: str, update: Callable[[bytes], object]) -> bytes:
         stream, subject = layout.stream_of(bucket), layout.chunk_subject(bucket, info.nuid)
         num_stored = await count_messages(self._requests, stream, subject)
         if num_stored != info.chunks:
@@ -198,6 +203,7 @@ class Objects:
             while len(parts) < info.chunks and size <= info.size:
                 for message in await _next(consumer):
                     parts.append(message.payload)
+                    update(message.payload)
                     size += len(message.payload)
         if size != info.size or len(parts) != info.chunks:
             raise ObjectBrokenError(f"{name} has {size} bytes where its description says {info.size}: put it again")
