@@ -36,6 +36,7 @@ COMMANDS = (
     Command("learn", "dynamix.cli.learn", "learn a policy by PPO on virtual clusters"),
     Command("evaluate", "dynamix.cli.evaluate", "compare policies on virtual clusters, with intervals"),
     Command("tune", "dynamix.cli.tune", "choose the rivals' settings on train scenarios"),
+    Command("calibrate", "dynamix.cli.calibrate.command", "fit a virtual cluster to a real job's metric windows"),
     Command("policy", "dynamix.cli.policy.command", "list, show, export and import learned policies"),
     Command("provision", "dynamix.cli.provision", "make the broker's streams, or bring them up to date"),
     Command("doctor", "dynamix.cli.doctor.command", "say what this machine has, what it lacks, and how to mend it"),

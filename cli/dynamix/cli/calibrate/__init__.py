@@ -1,0 +1,1 @@
+"""`dynamix calibrate`: a scenario from a real job's metric windows, and how true it is."""
