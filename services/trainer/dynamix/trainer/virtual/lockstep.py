@@ -1,7 +1,8 @@
 """A virtual cluster on the bus: the real services steer it, and it waits for them.
 
-A real job never waits, so what it does depends on how fast the services answer. A virtual one waits with window t + 1 +
-lag for the action of window t, and therefore goes the same way on every machine, and without a bus.
+A real job never waits, so what it does depends on how fast the services answer. A virtual one has the action of window
+t before it reports window t + lag, in which that action's sizes are pending, and therefore goes the same way on every
+machine, and without a bus.
 """
 
 import asyncio
@@ -42,12 +43,12 @@ async def run_lockstep(
         NoActionError: when an action does not come.
         BusError: when the broker refuses a message, or does not answer.
     """
-    lag, num_applied = cluster.scenario.lag_windows, 0
+    lag, num_applied = max(cluster.scenario.lag_windows, 1), 0
     await bus.publish(cluster.job)
     async with bus.consume(ACTIONS.name, [subjects.action(cluster.job.job)], start="all") as consumer:
         inbox = _Inbox(cluster, aiter(consumer), patience_s)
         while not cluster.over:
-            await inbox.wait_for(cluster.window - 1 - lag)
+            await inbox.wait_for(cluster.window - lag)
             reports = await asyncio.to_thread(cluster.run_window)
             adopted, num_applied = cluster.applied[num_applied:], len(cluster.applied)
             await asyncio.gather(*[bus.publish(message) for message in (*adopted, *reports)])
@@ -74,10 +75,10 @@ class _Inbox:
                 while window >= 0 and (not self.actions or self.actions[-1].window < window):
                     self._take(await anext(self._batches))
         except (TimeoutError, StopAsyncIteration):
-            nodes = ", ".join(node.node for node in self._cluster.job.nodes[:4])
+            first, last = self._cluster.job.nodes[0].node, self._cluster.job.nodes[-1].node
             raise NoActionError(
                 f"no action for window {window} of {self._cluster.job.job} in {self._patience_s:g} s: are the "
-                f"arbitrator and a collector for each node (DYNAMIX_NODE={nodes}...) running?"
+                f"arbitrator and a collector for each node (DYNAMIX_NODE={first} ... {last}) running?"
             ) from None
 
     def _take(self, batch: list[Message]) -> None:

@@ -1,0 +1,111 @@
+"""A virtual cluster on a real broker with the real services, and the same in one process."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+from tests.support import virtual
+from tests.support.control_plane import ControlPlane, control_plane
+
+from dynamix.arbitrator.policies import policy_named
+from dynamix.lab.episode import Episode, run_episode
+from dynamix.reward.formula import Weights
+from dynamix.runtime.bus import Bus
+from dynamix.schemas import subjects
+from dynamix.schemas.messages import Action, Applied, Job, MetricWindow, Reward, State
+from dynamix.schemas.streams import FEED, JOBS
+from dynamix.trainer.virtual.cluster import VirtualCluster
+from dynamix.trainer.virtual.lockstep import NoActionError, run_lockstep
+from dynamix.trainer.virtual.scenario import Scenario, Stragglers
+
+NODES = ("virtual-0", "virtual-1")
+SEED = 5
+
+
+def two_nodes() -> Scenario:
+    """Four workers that straggle, on two nodes."""
+    stragglers = Stragglers(factor=3.0, mean_normal_s=0.4, mean_slow_s=0.2, jitter=0.1)
+    return virtual.scenario(ranks_per_node=2, stragglers=stragglers, time_limit_s=2.0)
+
+
+def make_cluster(policy: str) -> VirtualCluster:
+    return VirtualCluster(two_nodes(), virtual.data(), seed=SEED, policy=policy, job=f"job-{policy}")
+
+
+@contextlib.asynccontextmanager
+async def collectors(plane: ControlPlane) -> AsyncIterator[None]:
+    """A collector for each virtual node, listening."""
+    services = [plane.another("collector", {"DYNAMIX_NODE": node, "DYNAMIX_INSTANCE": node}) for node in NODES]
+    try:
+        async with asyncio.TaskGroup() as group:
+            for node, service in zip(NODES, services, strict=True):
+                group.create_task(_listening(plane.bus, node))
+                service.start()
+        yield
+    finally:
+        for service in services:
+            service.stop()
+
+
+async def _listening(bus: Bus, instance: str) -> None:
+    async with asyncio.timeout(30), bus.subscribe(subjects.live("collector", instance)) as beats:
+        async for _ in beats:
+            return
+
+
+async def test_the_bus_and_one_process_go_the_same_way() -> None:
+    async with control_plane("reward", "arbitrator") as plane, collectors(plane):
+        for policy in ("rule", "random"):
+            await _check_policy(plane, policy)
+
+
+async def _check_policy(plane: ControlPlane, policy: str) -> None:
+    cluster = make_cluster(policy)
+    actions = await run_lockstep(cluster, plane.bus)
+    expected = run_episode(
+        two_nodes(),
+        policy_named(policy),
+        data=virtual.data(),
+        seed=SEED,
+        reward=(None, Weights()),
+        keep_messages=True,
+        job=cluster.job.job,
+    )
+    await _check_messages(plane, expected)
+    assert cluster.evaluations == expected.evaluations
+    assert cluster.time_s == expected.virtual_time_s
+    assert cluster.time_to_target_s == expected.time_to_target_s
+    assert cluster.test_accuracy() == expected.test_accuracy
+    assert [_decision(action) for action in actions] == [_decision(action) for action in expected.actions]
+    assert len({action.local_batch_sizes for action in actions}) > 1
+
+
+def _decision(action: Action) -> tuple[object, ...]:
+    """What was decided; hash and watermark name places in a stream."""
+    return action.window, action.local_batch_sizes, action.split, action.carry, action.logprobs
+
+
+async def _check_messages(plane: ControlPlane, expected: Episode) -> None:
+    """Windows, states and rewards are equal to the last bit, whatever the order of the two nodes."""
+    count, name = len(expected.windows), expected.job.job
+    for kind, wanted in ((MetricWindow, expected.windows), (State, expected.states), (Reward, expected.rewards)):
+        subject = getattr(subjects, {MetricWindow: "window", State: "state", Reward: "reward"}[kind])(name, "*")
+        stored = await plane.wait_for(FEED.name, subject, count)
+        by_place = {(message.window, message.node): message for message in stored}  # type: ignore[attr-defined]
+        assert by_place == {(message.window, message.node): message for message in wanted}  # type: ignore[attr-defined]
+    applied = await plane.wait_for(FEED.name, subjects.applied(name), len(expected.applied))
+    assert [_adoption(message) for message in applied] == [_adoption(message) for message in expected.applied]
+    job = await plane.wait_for(JOBS.name, subjects.job(name), 1)
+    assert isinstance(job[0], Job)
+    assert (job[0].phase, job[0].end_reason) == ("ended", "completed")
+
+
+def _adoption(message: object) -> tuple[object, ...]:
+    assert isinstance(message, Applied)
+    return message.decided_window, message.effective_step, message.local_batch_sizes
+
+
+async def test_without_services_it_says_what_may_be_missing(bus: Bus) -> None:
+    with pytest.raises(NoActionError, match=r"no action for window 0 of job-static .*=virtual-0 \.\.\. virtual-1\)"):
+        await run_lockstep(make_cluster("static"), bus, patience_s=0.2)

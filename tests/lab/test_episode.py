@@ -1,0 +1,85 @@
+import numpy as np
+import pytest
+from tests.support import virtual
+
+from dynamix.arbitrator.policies import policy_named
+from dynamix.lab.episode import Episode, run_episode
+from dynamix.reward.formula import Weights, reward_of
+from dynamix.schemas.chain import is_sealed
+from dynamix.schemas.features import GLOBAL_INDEX, RANK_INDEX, state_of, unpack_global, unpack_ranks
+from dynamix.trainer.virtual.scenario import Stragglers
+
+
+def episode(policy: str = "static", seed: int = 3, **arguments: object) -> Episode:
+    scenario = arguments.pop("scenario", None) or virtual.scenario()
+    return run_episode(scenario, policy_named(policy), data=virtual.data(), seed=seed, **arguments)  # type: ignore[arg-type]
+
+
+def test_an_episode_says_when_the_target_was_reached_and_how_good_it_was_at_the_fixed_time() -> None:
+    result = episode()
+    reached = [point.time_s for point in result.evaluations if point.accuracy >= 0.5]
+    assert result.time_to_target_s == reached[0]
+    assert [point.time_s for point in result.evaluations][:4] == [0.25, 0.5, 0.75, 1.0]
+    assert result.accuracy_at_fixed_time == result.evaluations[3].accuracy
+    assert result.virtual_time_s >= 1.0
+    assert result.num_steps == 5 * result.num_windows
+    assert result.samples_seen == 128 * result.num_steps - (result.num_steps // 8) * 24  # an epoch ends with 104
+    assert 0.5 < result.test_accuracy < 1.0
+
+
+def test_a_miss_has_no_time() -> None:
+    result = episode(scenario=virtual.scenario(target_accuracy=1.0, time_limit_s=1.5))
+    assert result.time_to_target_s is None
+    assert result.virtual_time_s >= 1.5
+
+
+def test_the_policy_decides_every_window_and_rules_with_the_lag() -> None:
+    result = episode("proportional")
+    assert [action.window for action in result.actions] == list(range(result.num_windows))
+    assert all(is_sealed(action) for action in result.actions)
+    assert [(a.decided_window, a.effective_window) for a in result.applied] == [
+        (window, window + 2) for window in range(result.num_windows - 1)
+    ]
+    # 2 ms + 32/4000 = 10 ms and 32 ms for 32 samples: 3200 and 1000 samples/s
+    assert result.actions[0].local_batch_sizes == (49, 49, 15, 15)
+
+
+def test_messages_are_kept_on_request_and_are_those_of_the_services() -> None:
+    weights = Weights(beta=0.5)
+    kept = episode(reward=("time-aware", weights), keep_messages=True, scenario=virtual.scenario(ranks_per_node=2))
+    assert len(kept.windows) == len(kept.states) == len(kept.rewards) == 2 * kept.num_windows
+    assert [state_of(window) for window in kept.windows] == kept.states
+    assert [reward_of(window, weights, "time-aware") for window in kept.windows] == kept.rewards
+    assert [window.node for window in kept.windows[:2]] == ["virtual-0", "virtual-1"]
+    without = episode(scenario=virtual.scenario(ranks_per_node=2))
+    assert without.windows == without.states == without.rewards == []
+    assert without.evaluations == kept.evaluations
+
+
+def test_what_a_policy_sees_is_measured() -> None:
+    kept = episode(keep_messages=True)
+    state = kept.states[0]
+    features, job = unpack_ranks(state), unpack_global(state)
+    assert features[:, RANK_INDEX["compute_time_s"]] == pytest.approx([0.010, 0.010, 0.032, 0.032], rel=1e-6)
+    assert features[:, RANK_INDEX["local_batch_size"]].tolist() == [32.0] * 4
+    assert job[GLOBAL_INDEX["global_batch_size"]] == 128.0
+    assert job[GLOBAL_INDEX["noise_scale"]] > 0.0
+    last = unpack_global(kept.states[-1])
+    assert last[GLOBAL_INDEX["held_out_accuracy"]] in {np.float32(point.accuracy) for point in kept.evaluations}
+    assert features[:, RANK_INDEX["tx_bytes_per_s"]].min() > 0.0
+
+
+def test_equal_seeds_give_equal_episodes_and_policies_meet_the_same_disturbances() -> None:
+    tables = Stragglers(factor=3.0, mean_normal_s=0.3, mean_slow_s=0.2, jitter=0.1)
+    stragglers = virtual.scenario(stragglers=tables)
+    first, again, other = (episode("proportional", seed, scenario=stragglers) for seed in (3, 3, 4))
+    assert first == again
+    assert first.evaluations != other.evaluations
+
+
+def test_options_sizes_and_name_reach_the_job() -> None:
+    result = episode(policy_options={"smoothing": 0.9}, initial_local_batch_size=64, job="named")
+    assert result.job.job == "named"
+    assert result.job.policy == "static"
+    assert result.job.policy_options == {"smoothing": 0.9}
+    assert result.job.initial_local_batch_sizes == (64,) * 4
