@@ -21,29 +21,26 @@ class TimeSlots:
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank = rank
         self._world_size = world_size
-        self._buffer = torch.empty(0)
+        self._make_room(torch.empty(0))
         self._received: _Received | None = None
         self._before: _Received | None = None
 
     def extend(self, bucket: torch.Tensor, scale: float, seconds_per_sample: float) -> torch.Tensor:
-        """The bucket times `scale`, all zero for 0, and the slots behind it; valid until the next call."""
-        size = bucket.numel()
-        if self._buffer.numel() != size + self._world_size or self._buffer.dtype != bucket.dtype:
-            self._buffer = bucket.new_empty(size + self._world_size)
+        """The bucket times `scale`, all zero for 0, and the slots behind it: to be summed over ranks in place."""
+        if self._gradient.numel() != bucket.numel() or self._gradient.dtype != bucket.dtype:
+            self._make_room(bucket)  # DDP makes its buckets anew after the first step
         if scale:
-            torch.mul(bucket, scale, out=self._buffer[:size])
-            self._buffer[size:].zero_()
+            torch.mul(bucket, scale, out=self._gradient)
         else:
-            self._buffer.zero_()  # also what a dummy batch made NaN
-        largest = torch.finfo(bucket.dtype).max
-        self._buffer[size + self._rank] = min(seconds_per_sample * SLOT_PER_S, largest)
+            self._gradient.zero_()  # not times zero: a dummy batch may have made it NaN
+        self._slots.zero_()
+        self._own.fill_(min(seconds_per_sample * SLOT_PER_S, self._largest))
         return self._buffer
 
-    def receive(self, reduced: torch.Tensor) -> torch.Tensor:
-        """Take the slots off a reduced bucket and return the gradient; runs in a thread of the process group."""
-        size = reduced.numel() - self._world_size
-        self._received = _Received(reduced[size:])
-        return reduced[:size]
+    def receive(self) -> torch.Tensor:
+        """Take the slots off what was summed and return the gradient; runs in a thread of the process group."""
+        self._received = _Received(self._slots)
+        return self._gradient
 
     def take(self) -> list[float] | None:
         """Seconds per sample by rank, 0 where unknown, at the end of a step; `None` when none came back.
@@ -55,6 +52,14 @@ class TimeSlots:
         if received is None or received.on_device:
             received, self._before = self._before, received
         return None if received is None else received.seconds()
+
+    def _make_room(self, bucket: torch.Tensor) -> None:
+        """A buffer for such a bucket, and the views of it that every step needs: each costs as much as an operation."""
+        size = bucket.numel()
+        self._buffer = bucket.new_empty(size + self._world_size)
+        self._gradient, self._slots = self._buffer[:size], self._buffer[size:]
+        self._own = self._slots[self._rank]
+        self._largest = torch.finfo(bucket.dtype).max
 
 
 class _Received:

@@ -108,9 +108,12 @@ class Tracker:
         rates = self.filter.rates
         if rates is None:
             return None
+        times = _times_s(sizes, rates)
+        enough = (1.0 - self._dead_band) * max(times)
+        if min(times) >= enough:  # whoever gives samples away, another gets them and takes longer than the fastest does
+            return None
         proposed = self._divide(sum(sizes), rates)
-        gain = 1.0 - _slowest_s(proposed, rates) / _slowest_s(sizes, rates)
-        return proposed if gain > self._dead_band else None
+        return proposed if max(_times_s(proposed, rates)) < enough else None
 
     def split(self, sizes: Sequence[int]) -> tuple[int, ...]:
         """The first split of a global batch that was decided as `sizes`: those themselves until a rate is known."""
@@ -126,6 +129,6 @@ class Tracker:
         return apportion(total, [1.0 / rate for rate in rates], lower, self._upper)
 
 
-def _slowest_s(sizes: Sequence[int], rates: Sequence[float]) -> float:
-    """Compute time of the slowest rank; a maximum has no rounding and no order."""
-    return max([size * rate for size, rate in zip(sizes, rates, strict=True)])
+def _times_s(sizes: Sequence[int], rates: Sequence[float]) -> list[float]:
+    """Predicted compute times; only their extremes are used, which have neither rounding nor order."""
+    return [size * rate for size, rate in zip(sizes, rates, strict=True)]

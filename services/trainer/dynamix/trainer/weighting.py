@@ -165,8 +165,10 @@ class GradientHook:
         """Runs in a thread of the process group, while the training waits for the last bucket."""
         self._clock.reduced()
         value = future.value()
+        if carries:
+            return self._slots.receive()
         reduced: torch.Tensor = value if isinstance(value, torch.Tensor) else value[0]
-        return self._slots.receive(reduced) if carries else reduced
+        return reduced
 
     def _finish_measured(self, index: int, future: torch.futures.Future[Any], *, carries: bool) -> torch.Tensor:
         """The same; each bucket has its own place, so no two threads touch the same."""
