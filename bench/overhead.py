@@ -55,6 +55,7 @@ from dynamix.trainer.learning_rate import LearningRateScaler
 from dynamix.trainer.loader import Loader
 from dynamix.trainer.sampler import PlanSampler
 from dynamix.trainer.steering import Steering
+from dynamix.trainer.time_slots import TimeSlots
 from dynamix.trainer.weighting import GradientHook
 
 WINDOW_STEPS = 20
@@ -81,6 +82,8 @@ class Options(NamedTuple):
     num_pairs: int
     step_s: float
     hidden: int
+    tracking: bool
+    """Whether the actions ask for the fast loop: compute times on every all-reduce, a filter after every step."""
 
 
 class Block(NamedTuple):
@@ -117,6 +120,9 @@ def watch_our_code() -> Stopwatch:
     watch.wrap(GradientHook, "_finish", "hook: reduced")
     watch.wrap(GradientHook, "_finish_measured", "hook: reduced")
     watch.wrap(Steering, "after_step", "session.step: end of a window")
+    watch.wrap(TimeSlots, "extend", "hook: weighing, with times")
+    watch.wrap(TimeSlots, "receive", "hook: times taken off")
+    watch.wrap(Steering, "_track", "session.step: filter and split")
     watch.wrap_iteration(Loader, "loader")
     watch.wrap_iteration(PlanSampler, "sampler")
     watch.wrap_iteration(DataLoader, TORCHS_LOADER)  # runs inside of our loader: taken off it
@@ -261,7 +267,7 @@ def _per_step(seconds: dict[str, float], options: Options) -> dict[str, float]:
 class Answerer:
     """Stands in for the services: answers each report with an action of the same sizes."""
 
-    def __init__(self, bus: Bus) -> None:
+    def __init__(self, bus: Bus, *, tracking: bool) -> None:
         self.num_reports = 0
         self.num_applied = 0
         self._bus = bus
@@ -274,6 +280,7 @@ class Answerer:
             policy="static",
             policy_version=0,
             watermark=0,
+            split="tracking" if tracking else "fixed",
         )
         self._last_sequence = 0
 
@@ -301,7 +308,7 @@ async def measure(options: Options) -> dict[str, Any]:
         bus = await Bus.connect(server.settings, name="bench")
         try:
             await provision(bus)
-            answerer = Answerer(bus)
+            answerer = Answerer(bus, tracking=options.tracking)
             answering = asyncio.create_task(answerer.run())
             measured = await asyncio.to_thread(run_job, options, server.settings)
             answering.cancel()
@@ -361,6 +368,7 @@ def summarise(measured: Measured, options: Options) -> dict[str, Any]:
     }
     return {
         "step_ms": 1000 * options.step_s,
+        "tracking": options.tracking,
         "window_steps": WINDOW_STEPS,
         "num_ranks": NUM_RANKS,
         "num_parameters": sum(parameter.numel() for parameter in make_model(options.hidden).parameters()),
@@ -472,12 +480,15 @@ def main() -> int:
         "--model", choices=HIDDEN, default="small", help="27 k parameters as in the demo, or 0.4 M (default: small)"
     )
     parser.add_argument(
+        "--tracking", action="store_true", help="let the ranks divide the global batch after every step"
+    )
+    parser.add_argument(
         "--no-targets", action="store_true", help="only report: exit code 0 also when a target is missed"
     )
     arguments = parser.parse_args()
     if arguments.pairs < 2 or arguments.pairs % 2 or arguments.step_ms <= 0:
         parser.error("--pairs must be even and at least 2, and --step-ms above 0")
-    options = Options(arguments.pairs, arguments.step_ms / 1000, HIDDEN[arguments.model])
+    options = Options(arguments.pairs, arguments.step_ms / 1000, HIDDEN[arguments.model], arguments.tracking)
     seconds = 3 * options.num_pairs * BLOCK_STEPS * options.step_s
     sys.stderr.write(f"overhead: {options.num_pairs} pairs of blocks, about {seconds:.0f} s\n")
     summary = asyncio.run(measure(options))
