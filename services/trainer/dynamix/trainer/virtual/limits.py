@@ -1,6 +1,12 @@
-"""Checks of numbers in a scenario: each error names key, value and limit."""
+"""Checks of a scenario's keys: each error names key and value, and the limit, or what is known instead."""
 
+import difflib
 import math
+import re
+from collections.abc import Mapping
+from typing import Any, get_args
+
+import msgspec
 
 
 def between(key: str, value: float, low: float, high: float = math.inf) -> None:
@@ -14,3 +20,45 @@ def positive(key: str, value: float) -> None:
     """Raise ValueError when a number is not finite or not above 0."""
     if not (math.isfinite(value) and value > 0):
         raise ValueError(f"{key} = {value:g}: it must be above 0")
+
+
+def explained(message: str, content: Mapping[str, Any], tables: Mapping[str, type[msgspec.Struct]]) -> str:
+    """A decoder's message with the value that it complains of, or with the nearest known key.
+
+    Args:
+        message: of a `msgspec.ValidationError`.
+        content: what was decoded.
+        tables: the structs by name of table; the outermost one's is empty.
+    """
+    text, _, place = message.partition(" - at ")
+    path = place.strip("`").removeprefix("$").removeprefix(".")
+    if unknown := re.search(r"unknown field `(.*)`", text):
+        table = tables[re.sub(r"\[.*", "", path)]
+        return f"unknown key {_joined(path, unknown[1])!r}{_nearest(unknown[1], table.__struct_fields__)}"
+    if missing := re.search(r"missing required field `(.*)`", text):
+        return f"the key {_joined(path, missing[1])!r} is missing"
+    if text.startswith("Invalid enum value"):
+        text = f"it must be one of {', '.join(map(repr, _choices(path, tables)))}"
+    if not path or not text.startswith(("Expected", "it must")):
+        return text
+    return f"{path} = {_value_at(content, path)!r}: {text[0].lower()}{text[1:]}"
+
+
+def _joined(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+def _nearest(key: str, known: tuple[str, ...]) -> str:
+    near = difflib.get_close_matches(key, known, n=1)
+    return f": did you mean {near[0]!r}?" if near else f": known are {', '.join(sorted(known))}"
+
+
+def _choices(path: str, tables: Mapping[str, type[msgspec.Struct]]) -> tuple[str, ...]:
+    table, _, key = re.sub(r"\[\d+\]", "", path).rpartition(".")
+    return next(get_args(field.type) for field in msgspec.structs.fields(tables[table]) if field.name == key)
+
+
+def _value_at(content: Any, path: str) -> Any:
+    for key, index in re.findall(r"(\w+)|\[(\d+)\]", path):
+        content = content[key] if key else content[int(index)]
+    return content

@@ -3,13 +3,12 @@
 Times are seconds of the virtual clock, rates and bandwidths are per second of it.
 """
 
-import difflib
-import re
 import tomllib
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, Self
+from types import MappingProxyType
+from typing import Literal, Self
 
 import msgspec
 
@@ -18,7 +17,7 @@ from dynamix.schemas.messages import NodeRanks
 from dynamix.schemas.subjects import check_token
 from dynamix.trainer.learning_rate import Rule
 
-from .limits import between, positive
+from .limits import between, explained, positive
 
 BYTES_PER_MBIT = 1e6 / 8
 NODE_NAME = "virtual-{}"
@@ -122,6 +121,18 @@ class DecisionCost(Table, frozen=True, kw_only=True, forbid_unknown_fields=True)
         between("decision.cost_per_doubling_s", self.cost_per_doubling_s, 0)
 
 
+TABLES: Mapping[str, type[Table]] = MappingProxyType(
+    {
+        "network": Network,
+        "workers": Workers,
+        "stragglers": Stragglers,
+        "congestion": Congestion,
+        "decision": DecisionCost,
+    }
+)
+"""The tables of a scenario by their names."""
+
+
 class Scenario(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One virtual cluster with its training job, and when that is over."""
 
@@ -223,7 +234,7 @@ class Scenario(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
         try:
             return msgspec.convert({"name": file.stem, **content}, cls)
         except msgspec.ValidationError as error:
-            raise ValueError(f"{file}: {_explained(str(error), content)}") from error
+            raise ValueError(f"{file}: {explained(str(error), content, {'': cls, **TABLES})}") from error
 
     @property
     def world_size(self) -> int:
@@ -277,37 +288,3 @@ def scenarios_in(directory: str | Path) -> list[Scenario]:
         if first.name == second.name:
             raise ValueError(f"{directory} holds two scenarios of the name {first.name!r}: names tell runs apart")
     return found
-
-
-def _explained(message: str, content: Mapping[str, Any]) -> str:
-    """A decoder's message with the value it complains of, or the nearest known key."""
-    text, _, place = message.partition(" - at ")
-    path = place.strip("`").removeprefix("$").removeprefix(".")
-    if unknown := re.search(r"unknown field `(.*)`", text):
-        return f"unknown key {_joined(path, unknown[1])!r}{_nearest(unknown[1], path)}"
-    if missing := re.search(r"missing required field `(.*)`", text):
-        return f"the key {_joined(path, missing[1])!r} is missing"
-    if not path or not re.match("Expected|Invalid", text):
-        return text
-    return f"{path} = {_value_at(content, path)!r}: {text[0].lower()}{text[1:]}"
-
-
-def _joined(path: str, key: str) -> str:
-    return f"{path}.{key}" if path else key
-
-
-def _nearest(key: str, path: str) -> str:
-    table = path.partition("[")[0].partition(".")[0]
-    structs = {"network": Network, "workers": Workers, "stragglers": Stragglers, "congestion": Congestion}
-    known = {**structs, "decision": DecisionCost}.get(table, Scenario).__struct_fields__
-    near = difflib.get_close_matches(key, known, n=1)
-    return f": did you mean {near[0]!r}?" if near else f": known are {', '.join(sorted(known))}"
-
-
-def _value_at(content: Any, path: str) -> Any:
-    for key, index in re.findall(r"(\w+)|\[(\d+)\]", path):
-        try:
-            content = content[key] if key else content[int(index)]
-        except (KeyError, IndexError, TypeError):
-            return None
-    return content
