@@ -103,12 +103,12 @@ def _write(namespace: argparse.Namespace, calibration: "Calibration") -> None:
 def _write_scenario(calibration: "Calibration", source: str, path: Path) -> None:
     from dynamix.trainer.virtual.calibration import scenario_text  # noqa: PLC0415 - torch: only once it is needed
 
-    comments = (
+    comment = (
         f"Fitted to {calibration.num_windows} windows of {Path(source).name}; step times are off by "
-        f"{calibration.median_error:.1%} in the median.",
+        f"{calibration.median_error:.1%} in the median."
     )
     try:
-        path.write_text(scenario_text(calibration.scenario, comments))
+        path.write_text(scenario_text(calibration.scenario, (comment,)))
     except OSError as error:
         raise CommandError(f"cannot write {path}: {error.strerror}") from error
 

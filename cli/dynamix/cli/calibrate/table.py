@@ -14,6 +14,7 @@ def show(calibration: Calibration, *, stderr: bool) -> None:
     console = Console(stderr=stderr)
     if not console.is_terminal:
         console = Console(stderr=stderr, width=PLAIN_WIDTH)
+    console.print("Time of a step = overhead + samples / rate", highlight=False)
     console.print(_ranks(calibration))
     for line in _lines(calibration):
         console.print(line, highlight=False)
@@ -22,7 +23,7 @@ def show(calibration: Calibration, *, stderr: bool) -> None:
 
 
 def _ranks(calibration: Calibration) -> Table:
-    table = Table(box=SIMPLE, title="Time of a step = overhead + samples / rate")
+    table = Table(box=SIMPLE)
     table.add_column("rank", justify="right")
     table.add_column("samples/s", justify="right")
     table.add_column("overhead, ms", justify="right")
@@ -48,10 +49,11 @@ def _lines(calibration: Calibration) -> list[str]:
         calibration.scenario.stragglers,
         calibration.scenario.congestion,
     )
-    lines = [
+    communication = (
         f"Communication: {calibration.communication_s * 1000:.2f} ms a step ({network.topology}, "
         f"{network.bandwidth_mbit_s:g} Mbit/s), overlap {network.overlap:g}, {network.num_buckets} buckets"
-    ]
+    )
+    lines = [communication]
     if stragglers is not None:
         lines.append(f"Jitter: {stragglers.jitter:.1%} of a step's time per sample")
         if stragglers.factor > 1:
