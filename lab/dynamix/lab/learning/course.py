@@ -18,7 +18,7 @@ from .checkpoint import Checkpoint
 from .episodes import Played, Task
 from .history import Curves, Update, findings, geometric_mean
 from .plan import SCORE_SEEDS, VALIDATION_SEEDS, LearningPlan
-from .workers import Play, players
+from .workers import EpisodeError, Play, players
 
 Observer = Callable[[Update, Sequence[Finding]], None]
 """Called after each update with its row and the failure signatures that began with it."""
@@ -56,7 +56,7 @@ def learn(
 
     Raises:
         CheckpointError: when the checkpoint belongs to another plan.
-        EpisodeError: when an episode cannot be played, for example for want of data.
+        EpisodeError: when an episode cannot be played, for example for want of data, or teaches nothing.
     """
     found = Checkpoint.read(checkpoint, plan) if checkpoint else None
     with players(num_workers) as play, Curves(log) as curves:
@@ -155,6 +155,11 @@ class _Course:
         tasks = [self._training_task(episode, file) for episode in plan.episodes_of(number)]
         played = self._play(tasks)
         trajectories = [found.trajectory for found in played if found.trajectory is not None]
+        if not trajectories:
+            raise EpisodeError(
+                f"{tasks[0].name}, and all other episodes of update {number + 1}: over before a decision ruled a "
+                "window; raise target_accuracy, or lower window_steps"
+            )
         learned = self._agent.learn(trajectories, progress=number / plan.num_updates)
         stats = learned.stats
         explained = learned.explained_variance

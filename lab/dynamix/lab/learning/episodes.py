@@ -10,7 +10,7 @@ from dynamix.arbitrator.actions import action_set_named
 from dynamix.arbitrator.policies import policy_named
 from dynamix.arbitrator.policies.learned import LearnedPolicy
 from dynamix.arbitrator.policy_file import PolicyFile
-from dynamix.arbitrator.rollout import End, Recording, Trajectory, trajectory_of
+from dynamix.arbitrator.rollout import End, NothingDecidedError, Recording, Trajectory, trajectory_of
 from dynamix.lab.episode import Episode, run_episode
 from dynamix.reward.formula import Formula, Weights
 from dynamix.trainer.virtual.scenario import Scenario
@@ -48,13 +48,13 @@ class Played(NamedTuple):
     """To the target; a miss counts as the time limit."""
     missed: bool
     trajectory: Trajectory | None
+    """`None` when nothing was sampled, or the target was reached before the first decision ruled."""
 
 
 def play(task: Task) -> Played:
     """Run one episode in this process.
 
     Raises:
-        RolloutError: when it was over before the first decision ruled a window: its target is too easy.
         ValueError: when the scenario's data is missing, or the policy cannot be used.
     """
     explores = task.mode == "explore"
@@ -81,7 +81,7 @@ def play(task: Task) -> Played:
     )
 
 
-def _trajectory(task: Task, episode: Episode) -> Trajectory:
+def _trajectory(task: Task, episode: Episode) -> Trajectory | None:
     action_set = action_set_named(PolicyFile.from_bytes(task.policy).metadata.action_set)
     recording = Recording(
         job=episode.job,
@@ -90,7 +90,10 @@ def _trajectory(task: Task, episode: Episode) -> Trajectory:
         applied=episode.applied,
         rewards=episode.rewards,
     )
-    return trajectory_of(recording, action_set, end_of(episode) if task.fixed_s is None else End())
+    try:
+        return trajectory_of(recording, action_set, end_of(episode) if task.fixed_s is None else End())
+    except NothingDecidedError:
+        return None
 
 
 def end_of(episode: Episode) -> End:

@@ -23,6 +23,10 @@ class RolloutError(ValueError):
     """Recorded messages that do not make a trajectory; the text says why."""
 
 
+class NothingDecidedError(RolloutError):
+    """The generation was over before a decision ruled a rewarded window, or nothing in it was sampled."""
+
+
 class Recording(NamedTuple):
     """What was recorded of one generation: in any order but for the states, with duplicates and gaps."""
 
@@ -81,7 +85,8 @@ def trajectory_of(recording: Recording, action_set: ActionSet, end: End | None =
     """The trajectory of one generation.
 
     Raises:
-        RolloutError: when no decision that was adopted has a rewarded window.
+        NothingDecidedError: when no sampled decision that was adopted has a rewarded window.
+        RolloutError: when a state does not fit the job.
     """
     end = end or End()
     seen = replay(recording, action_set)
@@ -91,7 +96,7 @@ def trajectory_of(recording: Recording, action_set: ActionSet, end: End | None =
     if end.last_share < 1 and last in rewards:
         rewards[last] = rewards[last] * end.last_share
     if not spans or not rewards:
-        raise RolloutError(f"{_name(recording.job)}: no sampled decision that was adopted has a rewarded window")
+        raise NothingDecidedError(f"{_name(recording.job)}: no sampled decision that was adopted has a rewarded window")
     decisions, windows = [decision for decision, _ in spans], [span for _, span in spans]
     mean: Array64 = np.mean(list(rewards.values()), axis=0)
     newest = seen[max(seen)]

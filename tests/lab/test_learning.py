@@ -1,0 +1,178 @@
+"""Learning on virtual clusters: what is learned from, credited, kept, and gone on with to the same bits."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+from tests.support import learned, learning, virtual
+
+from dynamix.arbitrator.policies.learned import LearnedPolicy
+from dynamix.arbitrator.signatures import Finding
+from dynamix.lab.episode import run_episode
+from dynamix.lab.learning import LearningPlan, Update, learn, plan_named
+from dynamix.lab.learning.checkpoint import Checkpoint, CheckpointError
+from dynamix.lab.learning.episodes import Played, Task, end_of, play
+from dynamix.lab.learning.plan import SCORE_SEEDS, TRAINING_SEEDS, VALIDATION_SEEDS
+from dynamix.lab.learning.workers import EpisodeError
+from dynamix.reward.formula import Weights
+
+TIME_ONLY = Weights(accuracy=0, alpha=0, beta=1, delta=0, eta=0)
+
+
+@pytest.fixture(autouse=True)
+def _made_up_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    learning.with_made_up_data(monkeypatch)
+
+
+def explored(**changes: object) -> Task:
+    scenario = learning.scenarios()[0]
+    fields = {"policy": learned.policy_file("global").to_bytes(), "mode": "explore", "formula": "time-aware"}
+    return Task(**{"scenario": scenario, "seed": 1, "weights": TIME_ONLY, **fields, **changes})  # type: ignore[arg-type]
+
+
+def test_the_time_aware_return_is_minus_the_time_from_the_first_decision_to_the_target() -> None:
+    task = explored()
+    played = play(task)
+    assert not played.missed
+    assert played.trajectory is not None
+    assert played.trajectory.terminated
+    scenario = msgspec.structs.replace(task.scenario, fixed_time_s=0.0)
+    again = run_episode(
+        scenario,
+        LearnedPolicy(learned.policy_file("global"), explore=True),
+        data=virtual.data(),
+        seed=1,
+        keep_messages=True,
+    )
+    assert again.time_to_target_s == played.time_s
+    first_ruled = min(applied.effective_window for applied in again.applied)
+    before_s = sum(w.job_metrics.step_time_s * w.num_steps for w in again.windows if w.window < first_ruled)
+    assert played.trajectory.total_reward == pytest.approx(before_s - played.time_s, rel=1e-6)
+
+
+def test_the_end_is_the_window_in_which_the_target_was_reached_and_a_miss_is_cut_off() -> None:
+    scenario = learning.scenarios()[0]
+    policy = LearnedPolicy(learned.policy_file("global"))
+    reached = run_episode(scenario, policy, data=virtual.data(), seed=1, keep_messages=True)
+    end = end_of(reached)
+    times = [window.job_metrics.step_time_s * window.num_steps for window in reached.windows]
+    assert end.terminated
+    assert end.last_window is not None
+    assert sum(times[: end.last_window]) < reached.time_to_target_s <= sum(times[: end.last_window + 1]) + 1e-9  # type: ignore[operator]
+    assert sum(times[: end.last_window]) + end.last_share * times[end.last_window] == pytest.approx(
+        reached.time_to_target_s
+    )
+    hopeless = msgspec.structs.replace(scenario, target_accuracy=1.0)
+    missed = run_episode(hopeless, policy, data=virtual.data(), seed=1, keep_messages=True)
+    assert end_of(missed) == (None, False, 1.0)
+
+
+def test_an_episode_of_fixed_length_is_cut_off_there_whatever_was_reached() -> None:
+    played = play(explored(fixed_s=1.0))
+    assert played.trajectory is not None
+    assert not played.trajectory.terminated
+    assert played.trajectory.next_values_D[0] != 0
+    assert play(
+        explored(fixed_s=1.0, scenario=msgspec.structs.replace(explored().scenario, target_accuracy=1.0))
+    ).missed
+
+
+def test_learning_is_the_same_to_the_last_bit_however_often_it_is_killed(tmp_path: Path) -> None:
+    plan = learning.plan()
+    whole = learn(plan, num_workers=1)
+
+    class KilledError(Exception):
+        pass
+
+    def kill(row: Update, begun: Sequence[Finding]) -> None:  # noqa: ARG001 - an observer's arguments
+        raise KilledError
+
+    checkpoint = tmp_path / "ppo.checkpoint"
+    for _ in range(2):
+        with pytest.raises(KilledError):
+            learn(plan, num_workers=1, checkpoint=checkpoint, observer=kill)
+        (tmp_path / "ppo.checkpoint.partial").write_bytes(b"cut o")
+    again = learn(plan, num_workers=1, checkpoint=checkpoint)
+    assert dict(again.file.tensors).keys() == dict(whole.file.tensors).keys()
+    assert all((again.file.tensors[name] == array).all() for name, array in whole.file.tensors.items())
+    assert [msgspec.structs.replace(row, elapsed_s=0.0) for row in again.history] == [
+        msgspec.structs.replace(row, elapsed_s=0.0) for row in whole.history
+    ]
+    assert len(whole.history) == 3
+    assert whole.finished
+
+
+def test_the_best_version_by_validation_is_handed_out_with_scores_on_other_seeds() -> None:
+    learned_ = learn(learning.plan(), num_workers=1)
+    validated = [row.validation_vs_rule for row in learned_.history]
+    assert [value is not None for value in validated] == [False, True, True]
+    best = min([1.0, *[value for value in validated if value is not None]])
+    metadata = learned_.file.metadata
+    assert (metadata.num_updates == 0) == (best == 1.0)
+    assert metadata.scores["num_runs"] == 2
+    assert {"vs_rule", "vs_rule/two-speeds", "vs_rule/slow-start"} <= set(metadata.scores)
+    assert metadata.scenarios == ("two-speeds", "slow-start")
+
+
+def test_the_papers_variant_learns_after_each_episode_and_hands_out_its_last_version() -> None:
+    plan = plan_named("ppo-paper", learning.scenarios(), num_episodes=2, num_validation_seeds=1, num_score_seeds=1)
+    result = learn(plan, num_workers=1)
+    assert [row.num_episodes for row in result.history] == [1, 2]
+    assert result.history[0].num_decisions % 4 == 0
+    assert result.history[0].explained_variance is None
+    metadata = result.file.metadata
+    assert (metadata.action_set, metadata.algorithm, metadata.reward_formula) == ("deltas", "simplified", "auto")
+    assert metadata.num_updates == 2
+
+
+def test_time_that_is_over_leaves_a_checkpoint_to_go_on_from(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "ppo.checkpoint"
+    result = learn(learning.plan(), num_workers=1, checkpoint=checkpoint, minutes=0.0)
+    assert not result.finished
+    assert len(result.history) <= 1
+
+
+def test_a_checkpoint_of_another_plan_or_a_broken_one_is_refused(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "ppo.checkpoint"
+    learn(learning.plan(num_episodes=4), num_workers=1, checkpoint=checkpoint)
+    with pytest.raises(CheckpointError, match="belongs to another plan: remove it"):
+        Checkpoint.read(checkpoint, learning.plan(seed=1))
+    checkpoint.write_bytes(checkpoint.read_bytes()[:100])
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        Checkpoint.read(checkpoint, learning.plan(num_episodes=4))
+
+
+def test_scenarios_that_may_not_be_learned_from_are_never_played(monkeypatch: pytest.MonkeyPatch) -> None:
+    played: list[Task] = []
+
+    def noted(task: Task) -> Played:
+        played.append(task)
+        return play(task)
+
+    monkeypatch.setattr("dynamix.lab.learning.workers.play", noted)
+    learn(learning.plan(num_episodes=4), num_workers=1)
+    assert {task.scenario.name for task in played} == {"two-speeds", "slow-start"}
+    with pytest.raises(ValueError, match="no scenario to learn from"):
+        plan_named("ppo", (learning.scenarios()[2],))
+
+
+def test_seeds_to_learn_from_to_choose_by_and_to_score_with_never_meet() -> None:
+    plan = learning.plan(seed=7)
+    training = {plan.training_seed(episode) for episode in range(1000)}
+    assert training.isdisjoint(learning.plan(seed=8).training_seed(episode) for episode in range(1000))
+    assert min(training) > SCORE_SEEDS + 1000 > VALIDATION_SEEDS + 1000 > 1000
+    assert min(training) >= TRAINING_SEEDS
+
+
+def test_episodes_too_short_to_teach_anything_are_named() -> None:
+    too_easy = msgspec.structs.replace(learning.scenarios()[0], name="too-easy", target_accuracy=0.0)
+    plan: LearningPlan = plan_named("ppo", (too_easy,), num_episodes=1, num_validation_seeds=1)
+    with pytest.raises(EpisodeError, match=r"scenario too-easy, seed \d+, and all other .* raise target_accuracy"):
+        learn(plan, num_workers=1)
+
+
+def test_curves_are_written(tmp_path: Path) -> None:
+    learn(learning.plan(num_episodes=4), num_workers=1, log=tmp_path / "curves")
+    (file,) = (tmp_path / "curves").iterdir()
+    assert b"losses/approx_kl" in file.read_bytes()
