@@ -33,6 +33,7 @@ COMMANDS = (
     Command("up", "dynamix.cli.up.command", "run broker and services on this machine until interrupted"),
     Command("train", "dynamix.cli.train", "start a training script with torchrun, connected to the bus"),
     Command("top", "dynamix.cli.top.command", "watch a job: batch sizes, times, throughput, accuracy, actions"),
+    Command("simulate", "dynamix.cli.simulate.command", "run one job on a virtual cluster"),
     Command("learn", "dynamix.cli.learn", "learn a policy by PPO on virtual clusters"),
     Command("evaluate", "dynamix.cli.evaluate", "compare policies on virtual clusters, with intervals"),
     Command("tune", "dynamix.cli.tune", "choose the rivals' settings on train scenarios"),

@@ -1,6 +1,6 @@
 """An episode: one virtual job under one policy, joined by the very functions that the services call, without a bus."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from dynamix.arbitrator.fold import Fold
@@ -64,6 +64,7 @@ def run_episode(
     reward: tuple[Formula | None, Weights] | None = None,
     keep_messages: bool = False,
     job: str | None = None,
+    on_window: Callable[[list[Report]], None] | None = None,
 ) -> Episode:
     """Run a job to its end.
 
@@ -77,6 +78,7 @@ def run_episode(
         reward: formula (`None`: the published one for the optimizer) and weights; without it nothing is rewarded.
         keep_messages: whether windows, states and rewards are kept.
         job: its name, which policies that sample draw by; by default of scenario and seed.
+        on_window: called with the reports of each window.
 
     Raises:
         ValueError: when the scenario names what is not known.
@@ -94,6 +96,8 @@ def run_episode(
     kept = Messages([], [], [])
     actions: list[Action] = []
     while reports := cluster.run_window():
+        if on_window is not None:
+            on_window(reports)
         made, decided = control.of_window(reports)
         if keep_messages:
             kept.extend(made)

@@ -1,0 +1,1 @@
+"""`dynamix simulate`: one job on a virtual cluster."""

@@ -1,0 +1,258 @@
+"""One virtual job and what is told of it: in this process, or under the services on the bus."""
+
+import asyncio
+import contextlib
+import os
+import secrets
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import torch
+
+from dynamix.cli.broker import connected
+from dynamix.cli.connection import find
+from dynamix.cli.errors import CommandError
+from dynamix.cli.services import ServiceProcess, bus_environment
+from dynamix.lab.contenders import Contender, Setting, parse_contender
+from dynamix.lab.episode import Episode, Messages, episode_of, run_episode
+from dynamix.lab.pool import policy_of
+from dynamix.lab.suite import SUITES, scenario_root
+from dynamix.lab.tuned import Tuned
+from dynamix.runtime.bus import Bus
+from dynamix.runtime.settings import BusSettings
+from dynamix.schemas import subjects
+from dynamix.schemas.messages import Report
+from dynamix.trainer.virtual.cluster import VirtualCluster
+from dynamix.trainer.virtual.lockstep import NoActionError, run_lockstep
+from dynamix.trainer.virtual.scenario import Scenario
+from dynamix.trainer.workloads import Data, workload_named
+
+COLLECTORS_READY_S = 60.0
+RUN_ID_BYTES = 4
+
+
+class Plan(NamedTuple):
+    """What is run."""
+
+    scenario: Scenario
+    setting: Setting
+    label: str
+    """The policy as it was spelled."""
+    seed: int
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True):
+    """One window."""
+
+    window: int
+    time_s: float
+    """Virtual time at its end."""
+    step_time_s: float
+    local_batch_sizes: list[int]
+    """At its last step."""
+    global_batch_size: int
+    loss: float | None
+    accuracy: float | None
+    """Of the training batches."""
+    held_out_accuracy: float | None
+
+
+class Point(msgspec.Struct, frozen=True, kw_only=True):
+    """One point of the grid of virtual time."""
+
+    time_s: float
+    accuracy: float
+    samples_seen: int
+
+
+class Simulation(msgspec.Struct, frozen=True, kw_only=True):
+    """How the job went; times are virtual."""
+
+    scenario: str
+    workload: str
+    policy: str
+    seed: int
+    job: str
+    world_size: int
+    target_accuracy: float
+    fixed_time_s: float
+    time_to_target_s: float | None
+    accuracy_at_fixed_time: float | None
+    test_accuracy: float
+    virtual_time_s: float
+    num_windows: int
+    num_steps: int
+    samples_seen: int
+    num_applied: int
+    evaluations: list[Point]
+    windows: list[Line]
+
+
+OnLine = Callable[[Line], None]
+
+
+def plan(scenario: str, policy: str, policy_file: str | None, *, seed: int) -> Plan:
+    """What was asked for.
+
+    Raises:
+        ValueError: when the scenario or the policy cannot be used.
+    """
+    found = scenario_named(scenario)
+    files = {policy.partition(":")[0].partition("@")[0]: [policy_file]} if policy_file else None
+    contender = parse_contender(policy, files)
+    settings = _settings(contender, found)
+    if contender.learning_rate_rule is not None:
+        found = msgspec.structs.replace(found, learning_rate_rule=contender.learning_rate_rule)
+    return Plan(found, settings, policy, seed)
+
+
+def _settings(contender: Contender, scenario: Scenario) -> Setting:
+    """As it was typed: nothing that was tuned is added. Of a learned policy's files the first one runs."""
+    settings = contender.settings(scenario.family, Tuned())
+    if not settings:
+        raise ValueError(f"no file of the policy {contender.policy!r} is shipped: name one with --policy-file")
+    return settings[0]
+
+
+def scenario_named(text: str) -> Scenario:
+    """A scenario from a file, or one that comes with the package: `train/mixed-8`, or `mixed-8` in either part.
+
+    Raises:
+        ValueError: when there is none; the text lists those there are.
+    """
+    if Path(text).is_file():
+        return Scenario.read(text)
+    root = scenario_root()
+    shipped = {f"{part}/{file.stem}": file for part in SUITES for file in sorted((root / part).glob("*.toml"))}
+    fitting = [name for name, file in shipped.items() if text in {name, file.stem}]
+    if len(fitting) > 1:
+        raise ValueError(f"scenario {text!r} could be {' or '.join(fitting)}: say which")
+    if not fitting:
+        raise ValueError(f"scenario {text!r} is neither a file nor among those that are shipped: {', '.join(shipped)}")
+    return Scenario.read(shipped[fitting[0]])
+
+
+def simulate(planned: Plan, data: str | None, *, on_line: OnLine, bus: bool) -> Simulation:
+    """Run the job to its end.
+
+    Raises:
+        CommandError: when the bus or its services do not do their part.
+        ValueError: when a file is not the data set's, or the initial size is outside the scenario's bounds.
+        OSError: when the data set is missing.
+    """
+    torch.set_num_threads(1)  # this process is the command's own; a virtual worker's batch is too small for two
+    loaded = workload_named(planned.scenario.workload).load(None if data is None else Path(data))
+    lines = _Lines(on_line)
+    episode = asyncio.run(_on_bus(planned, loaded, lines)) if bus else _here(planned, loaded, lines)
+    return _told(planned, episode, lines.all)
+
+
+class _Lines:
+    """Turns the reports of a window into a line."""
+
+    def __init__(self, on_line: OnLine) -> None:
+        self.all: list[Line] = []
+        self._on_line = on_line
+
+    def add(self, reports: Sequence[Report]) -> None:
+        totals = reports[0].totals
+        samples = max(totals.num_samples, 1)
+        sizes = {row.rank: row.local_batch_size for report in reports for row in report.rows}
+        line = Line(
+            window=totals.window,
+            time_s=totals.time_s + (self.all[-1].time_s if self.all else 0.0),
+            step_time_s=totals.time_s / totals.num_steps,
+            local_batch_sizes=[sizes[rank] for rank in sorted(sizes)],
+            global_batch_size=totals.global_batch_size,
+            loss=None if totals.loss_sum is None else totals.loss_sum / samples,
+            accuracy=None if totals.num_correct is None else totals.num_correct / samples,
+            held_out_accuracy=reports[0].held_out_accuracy,
+        )
+        self.all.append(line)
+        self._on_line(line)
+
+
+def _here(planned: Plan, data: Data, lines: _Lines) -> Episode:
+    setting = planned.setting
+    return run_episode(
+        planned.scenario,
+        policy_of(setting),
+        data=data,
+        seed=planned.seed,
+        policy_options=setting.options,
+        initial_local_batch_size=setting.initial_local_batch_size,
+        on_window=lines.add,
+    )
+
+
+async def _on_bus(planned: Plan, data: Data, lines: _Lines) -> Episode:
+    setting, settings = planned.setting, find(os.environ)
+    cluster = VirtualCluster(
+        planned.scenario,
+        data,
+        seed=planned.seed,
+        policy=setting.policy,
+        policy_options=setting.options,
+        initial_local_batch_size=setting.initial_local_batch_size,
+        job=f"{planned.scenario.name[:54]}-{secrets.token_hex(RUN_ID_BYTES)}",
+    )
+    async with connected(settings, "simulate") as bus, _collectors(bus, settings, cluster):
+        try:
+            actions = await run_lockstep(cluster, bus, on_window=lines.add)
+        except NoActionError as error:
+            raise CommandError(str(error)) from error
+    return episode_of(cluster, actions, Messages([], [], []))
+
+
+@contextlib.asynccontextmanager
+async def _collectors(bus: Bus, settings: BusSettings, cluster: VirtualCluster) -> AsyncIterator[None]:
+    """A collector for each virtual node: that of this machine serves its own only."""
+    names = [f"{cluster.job.job}-{number}"[-63:].lstrip("-") for number in range(len(cluster.job.nodes))]
+    services = []
+    for name, node in zip(names, cluster.job.nodes, strict=True):
+        place = {"DYNAMIX_NODE": node.node, "DYNAMIX_INSTANCE": name, "DYNAMIX_LOG_LEVEL": "warning"}
+        services.append(ServiceProcess("collector", bus_environment(settings) | place))
+    try:
+        async with asyncio.TaskGroup() as group:
+            for name in names:
+                group.create_task(_ready(bus, name))
+            for service in services:
+                service.start()
+        yield
+    finally:
+        for service in services:
+            service.stop()
+
+
+async def _ready(bus: Bus, instance: str) -> None:
+    """Wait until a service says that it listens."""
+    with contextlib.suppress(TimeoutError):  # without it there is no action, and that is said
+        async with asyncio.timeout(COLLECTORS_READY_S), bus.subscribe(subjects.live("collector", instance)) as beats:
+            async for _ in beats:
+                return
+
+
+def _told(planned: Plan, episode: Episode, lines: list[Line]) -> Simulation:
+    scenario = planned.scenario
+    return Simulation(
+        scenario=scenario.name,
+        workload=scenario.workload,
+        policy=planned.label,
+        seed=planned.seed,
+        job=episode.job.job,
+        world_size=scenario.world_size,
+        target_accuracy=scenario.target_accuracy,
+        fixed_time_s=scenario.fixed_time_s,
+        time_to_target_s=episode.time_to_target_s,
+        accuracy_at_fixed_time=episode.accuracy_at_fixed_time,
+        test_accuracy=episode.test_accuracy,
+        virtual_time_s=episode.virtual_time_s,
+        num_windows=episode.num_windows,
+        num_steps=episode.num_steps,
+        samples_seen=episode.samples_seen,
+        num_applied=len(episode.applied),
+        evaluations=[Point(**point._asdict()) for point in episode.evaluations],
+        windows=lines,
+    )
