@@ -118,7 +118,8 @@ def _data(namespace: argparse.Namespace) -> Path | None:
 
 def _curves_of(namespace: argparse.Namespace, suite: Suite) -> str:
     names = [scenario.name for scenario in suite.scenarios]
-    name: str = namespace.curves or names[0]
+    drawn = [*suite.heterogeneous_families, *suite.families][0]
+    name: str = namespace.curves or suite.families[drawn][0].name
     if name not in names:
         raise CommandError(f"--curves {name!r}: suite {suite.name} has {', '.join(names)}", exit_code=2)
     return name

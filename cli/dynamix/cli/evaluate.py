@@ -36,7 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser, RESULTS)
     add_json_argument(parser)
     parser.add_argument("--png", metavar="FILE", help="draw ratios with intervals, and accuracies of one scenario")
-    parser.add_argument("--curves", metavar="SCENARIO", help="whose accuracies --png draws (default: the first)")
+    parser.add_argument(
+        "--curves", metavar="SCENARIO", help="whose accuracies --png draws (default: the first heterogeneous one)"
+    )
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, results: str) -> None:

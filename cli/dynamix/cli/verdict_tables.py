@@ -6,7 +6,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from dynamix.lab.tuned import Tuned
+from dynamix.lab.tuned import Choice, Tuned
 from dynamix.lab.verdict import Family, Interval, Row, Verdict
 
 from .runs_view import console_for
@@ -32,8 +32,12 @@ def show_tuned(tuned: Tuned, *, stderr: bool) -> None:
     for rival in rivals:
         table.add_column(rival)
     for family, choices in [*tuned.families.items(), ("all", tuned.overall)]:
-        table.add_row(family, *(f"{choices[rival].setting}: {choices[rival].score_s:.1f} s" for rival in rivals))
+        table.add_row(family, *(_choice(rival, choices[rival]) for rival in rivals))
     console_for(stderr=stderr).print(table)
+
+
+def _choice(rival: str, choice: Choice) -> str:
+    return f"{choice.setting.removeprefix(rival).lstrip(':@')}: {choice.score_s:.1f} s"
 
 
 def _table(title: str, rows: Sequence[Row], default: str) -> Table:

@@ -17,7 +17,8 @@ from typing import cast
 
 import msgspec
 
-from dynamix.arbitrator.policies import policy_named
+from dynamix.arbitrator.options import check_options
+from dynamix.arbitrator.policies import POLICIES, policy_named
 from dynamix.trainer.learning_rate import FACTORS, Rule
 
 from .policy_files import LEARNED, file_digest, shipped_files
@@ -122,9 +123,12 @@ def parse_contender(text: str, files: Mapping[str, Sequence[str]] | None = None)
     options = _options(match["options"] or "", text)
     if match["track"]:
         options["track"] = 1.0
+    policy = _policy_name(match["name"], files or {})
+    if policy in POLICIES:
+        check_options(policy, getattr(POLICIES[policy], "options", {}), options)
     return Contender(
         label=text,
-        policy=_policy_name(match["name"], files or {}),
+        policy=policy,
         options=options,
         initial_local_batch_size=int(match["size"]) if match["size"] else None,
         learning_rate_rule=_rule(match["rule"], text),

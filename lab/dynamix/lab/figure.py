@@ -68,7 +68,7 @@ def _intervals(axes: Axes, rows: Sequence[Row], colours: dict[str, str]) -> None
         missed = f"\n{row.misses} missed" if row.misses else ""
         axes.annotate(
             f"{found.ratio:.2f}{missed}",
-            (1.02, place),
+            (1.005, place),
             xycoords=("axes fraction", "data"),
             va="center",
             fontsize="x-small",
@@ -106,7 +106,8 @@ def _colours(verdict: Verdict) -> dict[str, str]:
 
 
 def _overall_title(verdict: Verdict) -> str:
-    return f"ALL {len(verdict.heterogeneous_families)} heterogeneous" if verdict.heterogeneous_families else "ALL"
+    number = len(verdict.heterogeneous_families)
+    return f"{number} heterogeneous families together" if number else "all families together"
 
 
 def _title(name: str, is_control: bool) -> str:

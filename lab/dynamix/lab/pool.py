@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from functools import lru_cache, partial
 from itertools import islice
@@ -51,7 +51,7 @@ def outcomes(tasks: Iterable[Task], *, jobs: int, data: Path | None = None) -> I
         finally:
             torch.set_num_threads(threads)
         return
-    yield from _parallel(list(tasks), work, jobs)
+    yield from parallel_outcomes(list(tasks), work, jobs)
 
 
 def run_task(task: Task, *, data: Path | None = None) -> Outcome:
@@ -84,7 +84,7 @@ def policy_of(setting: Setting) -> Policy:
     return _learned(setting.policy_file) if setting.policy_file else policy_named(setting.policy)
 
 
-def _parallel(tasks: list[Task], work: Work, jobs: int) -> Iterator[tuple[Task, Outcome]]:
+def parallel_outcomes(tasks: Sequence[Task], work: Work, jobs: int) -> Iterator[tuple[Task, Outcome]]:
     """Run in processes; at most two tasks per worker are handed out, so that an end comes soon."""
     others = {child.pid for child in multiprocessing.active_children()}
     context = multiprocessing.get_context("spawn")  # torch has threads by now: a fork would inherit their locks

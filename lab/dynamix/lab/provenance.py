@@ -26,6 +26,7 @@ def code_digest() -> str:
     return total.hexdigest()
 
 
+@lru_cache(maxsize=1)
 def versions() -> dict[str, str]:
     """Versions that numbers may depend on."""
     return {

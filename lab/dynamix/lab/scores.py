@@ -96,7 +96,7 @@ def expanded_tail(num_draws: float, confidence: float = CONFIDENCE) -> float:
 
     Phi(-sqrt(n / (n - 1)) t(n - 1)), Hesterberg's equation for the expanded percentile interval.
     """
-    quantile = math.sqrt(num_draws / (num_draws - 1)) * _student_quantile((1 + confidence) / 2, num_draws - 1)
+    quantile = math.sqrt(num_draws / (num_draws - 1)) * student_quantile((1 + confidence) / 2, num_draws - 1)
     return NormalDist().cdf(-quantile)
 
 
@@ -153,7 +153,7 @@ def _means(logs_PCS: Array64, weights_C: Array64, counts_BP: Array64, counts_BS:
     return means_B
 
 
-def _student_quantile(probability: float, degrees: float) -> float:
+def student_quantile(probability: float, degrees: float) -> float:
     """Quantile of Student's t: Abramowitz and Stegun 26.7.5 (0.3 % from 3 degrees on); exact below 3, rounded down."""
     if degrees < 2:
         return math.tan(math.pi * (probability - 0.5))

@@ -21,27 +21,32 @@ from .tuned import Choice, Tuned
 
 SIZES = (32, 64, 128, 256, 512, 1024)
 NUM_SETTINGS = 6
+DECIMALS = 3
+"""Of scores in the file, in seconds."""
 FIRST_SEED = 10_000
 """Seeds of tuning lie far from those of evaluation, which count from 0."""
 
 GRID: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "static": tuple(f"static@{size}" for size in SIZES),
-        "proportional": tuple(f"proportional@{size}" for size in SIZES),
+        "proportional": tuple(f"proportional@{size // 2}" for size in SIZES),
         "noise-scale": tuple(f"noise-scale:multiplier={factor}" for factor in (0.125, 0.25, 0.5, 1, 2, 4)),
         "goodput": tuple(
-            f"goodput:noise_multiplier={noise},smoothing={smoothing}"
-            for noise in (0.5, 1, 2)
-            for smoothing in (0.2, 0.5)
+            f"goodput:noise_multiplier={noise},smoothing={smoothing}" for noise in (1, 2, 4) for smoothing in (0.2, 0.5)
         ),
         "doubling": tuple(
-            f"doubling:every_samples={samples},proportional={split}"
-            for samples in (0, 60_000, 200_000)
-            for split in (0, 1)
+            f"doubling:proportional=1,{when}"
+            for when in (
+                *(f"every_samples={samples}" for samples in (30_000, 60_000, 120_000)),
+                *(f"patience_windows={windows}" for windows in (3, 10, 20)),
+            )
         ),
     }
 )
-"""Six settings per rival: those whose global batch is constant choose it, the others their most important options."""
+"""Six settings per rival: those whose global batch is constant choose it, the others their most important options.
+
+A split by measured speed may be finer than equal sizes: proportional begins its sizes at half of static's.
+"""
 
 
 def tune(
@@ -100,7 +105,7 @@ def _choice(table: Table, settings: Sequence[Contender], families: Sequence[str]
         setting=best.label,
         options=best.options,
         initial_local_batch_size=best.initial_local_batch_size,
-        score_s=found[best.label],
-        scores_s=found,
+        score_s=round(found[best.label], DECIMALS),
+        scores_s={label: round(score, DECIMALS) for label, score in found.items()},
         misses={setting.label: table.num_misses(setting.label, families) for setting in settings},
     )

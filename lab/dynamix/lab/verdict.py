@@ -42,7 +42,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """Mean; the test part is scored once, at the end of each run."""
     relative_spread: float | None
     """Standard deviation of the time to target over its mean within a scenario, averaged over scenarios."""
-    settings: list[Setting] = []
+    settings: list[dict[str, object]] = []
     """One per policy seed; only in the rows of a family."""
     note: str = ""
 
@@ -144,7 +144,7 @@ class Judge:
             accuracy_at_fixed_time=_mean(outcome.accuracy_at_fixed_time for outcome in outcomes),
             test_accuracy=_mean(outcome.test_accuracy for outcome in outcomes),
             relative_spread=scores.relative_spread(times),
-            settings=list(settings),
+            settings=[setting.identity() for setting in settings],
             note=_note(contender),
         )
 

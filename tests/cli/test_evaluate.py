@@ -1,0 +1,154 @@
+"""`dynamix evaluate` and `dynamix tune`, as they are typed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.small_suites import made_up, tuned_for, write_suite
+
+from dynamix.cli.main import main
+from dynamix.lab import evaluation
+from dynamix.lab.runs import Outcome, Task
+from dynamix.lab.suite import Scenario
+from dynamix.lab.tuned import read_tuned, to_toml
+
+ROW = {"policy", "median_time_to_target_s", "misses", "vs_best_static", "vs_goodput"}
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with a suite and the rivals' settings, to run commands in."""
+    write_suite(tmp_path / "suite", mixed=1000, alike=4000)
+    (tmp_path / "tuned.toml").write_text(to_toml(tuned_for(mixed=64, alike=64)))
+    monkeypatch.setenv("FORCE_COLOR", "")
+    return tmp_path
+
+
+def arguments(place: Path, *more: str) -> list[str]:
+    return [
+        *("evaluate", "--scenarios", str(place / "suite"), "--tuned", str(place / "tuned.toml")),
+        *("--results", str(place / "runs.jsonl"), "--json", str(place / "verdict.json"), *more),
+    ]
+
+
+def verdict(place: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((place / "verdict.json").read_text())
+    return found
+
+
+def test_the_json_has_the_promised_shape(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation, "outcomes", made_up(lambda task: 0.5 if task.setting.policy == "rule" else 1.0))
+    assert main(arguments(place, "--seeds", "3", "--jobs", "1", "--png", str(place / "figure.png"))) == 0
+    found = verdict(place)
+    assert found["suite"] == "suite"
+    assert found["default_policy"] == "rule"
+    assert [row["policy"] for row in found["policies"]][:5] == ["best-static", "random", "goodput", "ppo", "ppo-paper"]
+    assert all(set(row) >= ROW for row in found["policies"])
+    rule = next(row for row in found["policies"] if row["policy"] == "rule")
+    assert set(rule["vs_best_static"]) == {"ratio", "low", "high"}
+    assert rule["vs_best_static"]["ratio"] == pytest.approx(0.5)
+    assert found["families"]["mixed"]["best_static_local_batch_size"] == 64
+    assert all(set(row) >= ROW for row in found["families"]["alike"]["policies"])
+    assert (place / "figure.png").stat().st_size > 10_000
+    assert str(place) not in json.dumps(found["families"])
+
+
+def test_an_interrupt_tells_what_there_is_and_resume_goes_on(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[str] = []
+
+    def interrupted(*args: Any, **kwargs: Any) -> Iterator[tuple[Task, Outcome]]:
+        for number, (task, outcome) in enumerate(made_up(lambda _: 1.0)(*args, **kwargs)):
+            if number == 4:
+                raise KeyboardInterrupt
+            ran.append(task.key)
+            yield task, outcome
+
+    monkeypatch.setattr(evaluation, "outcomes", interrupted)
+    typed = ("--policies", "rule", "--seeds", "2", "--jobs", "1")
+    assert main(arguments(place, *typed)) == 130
+    assert "best-static" in capsys.readouterr().out
+    assert verdict(place)["num_runs_missing"] > 0
+    while main(arguments(place, *typed, "--resume")) == 130:
+        pass
+    assert verdict(place)["num_runs_missing"] == 0
+    assert len(ran) == len(set(ran))  # nothing ran twice
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--policies", "goodputt"), "no policy is called 'goodputt'"),
+        (("--seeds", "0"), "--seeds 0: at least 1"),
+        (("--policy-file", "ppo"), "write NAME=PATH"),
+        (("--policy-file", "mine=/nowhere.safetensors"), "/nowhere.safetensors: No such file"),
+        (("--png", "x.png", "--curves", "elsewhere"), "--curves 'elsewhere': suite suite has alike-2, mixed-2"),
+        (("--tuned", "/nowhere.toml"), "/nowhere.toml is missing: choose the rivals' settings with `dynamix tune"),
+    ],
+)
+def test_what_was_typed_wrongly_is_said_in_a_sentence(
+    place: Path, more: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments(place, *more)) in (1, 2)
+    assert message in capsys.readouterr().err
+
+
+def test_tune_reads_train_scenarios_only_and_writes_what_evaluate_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opened: list[Path] = []
+    read = Scenario.read
+
+    def noted(path: Path) -> Scenario:
+        opened.append(Path(path))
+        return read(path)
+
+    monkeypatch.setattr(Scenario, "read", noted)
+    monkeypatch.setattr(evaluation, "outcomes", made_up(lambda _: 1.0))
+    output = tmp_path / "tuned.toml"
+    assert main(["tune", "--seeds", "1", "--rivals", "static,goodput", "-o", str(output), "--results", os.devnull]) == 0
+    assert {path.parent.name for path in opened} == {"train"}
+    tuned = read_tuned(output)
+    assert tuned.command == "dynamix tune --rivals static,goodput --seeds 1"
+    assert list(tuned.overall) == ["static", "goodput"]
+    assert "Best of 6 settings each" in capsys.readouterr().out
+
+
+def test_a_killed_evaluation_leaves_no_worker_and_keeps_its_runs(place: Path) -> None:
+    command = [sys.executable, "-m", "dynamix.cli.main", *arguments(place, "--policies", "static", "--seeds", "40")]
+    results = place / "runs.jsonl"
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        deadline_s = time.monotonic() + 90
+        while not (results.exists() and results.read_bytes().count(b"\n") >= 2):
+            assert process.poll() is None
+            assert time.monotonic() < deadline_s
+            time.sleep(0.02)
+        workers = children_of(process.pid)
+        process.send_signal(signal.SIGKILL)
+    assert len(workers) >= 2
+    while any(is_alive(pid) for pid in workers):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+    lines = results.read_bytes().splitlines()
+    assert len({json.loads(line)["key"] for line in lines[:2]}) == 2
+
+
+def children_of(pid: int) -> list[int]:
+    found = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for path in found for child in path.read_text().split()]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state not in "ZX"

@@ -1,0 +1,120 @@
+"""How rows are spelled, and what each runs with."""
+
+from pathlib import Path
+
+import pytest
+from tests.support.small_suites import tuned_for
+
+from dynamix.lab.contenders import Contender, Setting, parse_contender, parse_contenders, with_references
+from dynamix.lab.policy_files import shipped_files
+from dynamix.lab.tuned import Tuned
+
+
+def only_setting(text: str, tuned: Tuned | None = None) -> Setting:
+    (setting,) = parse_contender(text).settings("mixed", tuned or Tuned())
+    return setting
+
+
+@pytest.mark.parametrize(
+    ("text", "setting"),
+    [
+        ("goodput", Setting(policy="goodput")),
+        ("goodput+track", Setting(policy="goodput", options={"track": 1.0})),
+        ("rule:noise_multiplier=2,track=0", Setting(policy="rule", options={"noise_multiplier": 2.0, "track": 0.0})),
+        ("static@128", Setting(policy="static", initial_local_batch_size=128)),
+        ("goodput/lr=linear", Setting(policy="goodput", learning_rate_rule="linear")),
+        (
+            "doubling+track:every_samples=6e4@64/lr=none",
+            Setting(
+                policy="doubling",
+                options={"every_samples": 6e4, "track": 1.0},
+                initial_local_batch_size=64,
+                learning_rate_rule="none",
+            ),
+        ),
+    ],
+)
+def test_a_row_is_what_its_spelling_says(text: str, setting: Setting) -> None:
+    assert only_setting(text) == setting
+
+
+def test_a_comma_ends_a_row_but_not_its_options() -> None:
+    rows = parse_contenders("static@64, rule:noise_multiplier=2,track=0,goodput/lr=linear")
+    assert [row.label for row in rows] == ["static@64", "rule:noise_multiplier=2,track=0", "goodput/lr=linear"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("goodputt", "no policy is called 'goodputt'"),
+        ("Goodput!", r"write NAME\[\+track\]"),
+        ("rule:noise_multiplier", "must be NAME=NUMBER"),
+        ("rule:noise_multiplier=much", "must be NAME=NUMBER"),
+        ("rule:noise_multiplied=2", "no option 'noise_multiplied'"),
+        ("rule:noise_multiplier=-1", "noise_multiplier=-1.*must be from"),
+        ("goodput/lr=cubic", "'cubic' must be one of none, linear, sqrt"),
+    ],
+)
+def test_a_row_that_is_spelled_wrongly_is_refused_with_the_reason(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_contenders(text)
+
+
+def test_rivals_run_with_what_was_tuned_for_the_family_and_typed_options_come_on_top() -> None:
+    tuned = tuned_for(mixed=256)
+    assert only_setting("best-static", tuned) == Setting(policy="static", initial_local_batch_size=256)
+    assert only_setting("goodput", tuned).options == {"noise_multiplier": 2.0}
+    assert only_setting("goodput:noise_multiplier=1", tuned).options == {"noise_multiplier": 1.0}
+    assert only_setting("goodput+track", tuned).options == {"noise_multiplier": 2.0, "track": 1.0}
+    assert only_setting("static", tuned) == Setting(policy="static")
+    assert only_setting("rule", tuned) == Setting(policy="rule")
+
+
+def test_a_family_without_a_train_part_falls_back_to_what_is_best_over_all() -> None:
+    tuned = tuned_for(other=256)
+    assert only_setting("best-static", tuned).initial_local_batch_size == 128
+    assert tuned.is_fallback("mixed")
+    assert not tuned.is_fallback("other")
+
+
+def test_best_static_needs_a_choice() -> None:
+    with pytest.raises(ValueError, match="dynamix tune"):
+        only_setting("best-static")
+
+
+def test_every_file_of_a_learned_policy_is_a_policy_seed(tmp_path: Path) -> None:
+    files = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    for number, file in enumerate(files):
+        file.write_bytes(bytes([number]))
+    row = parse_contender("mine+track", {"mine": [str(file) for file in files]})
+    settings = row.settings("mixed", Tuned())
+    assert [setting.policy_file for setting in settings] == [str(file) for file in files]
+    assert settings[0].policy_digest == "6e340b9cffb37a989ca544e6bb780a2c78901d3fb33738768511a30617afa01d"  # of b"\0"
+    assert settings[0].identity() != settings[1].identity()
+
+
+def test_where_a_file_lies_does_not_matter(tmp_path: Path) -> None:
+    identities = []
+    for name in ("here", "there"):
+        (tmp_path / name).write_bytes(b"policy")
+        (setting,) = parse_contender("mine", {"mine": [str(tmp_path / name)]}).settings("mixed", Tuned())
+        identities.append(setting.identity())
+    assert identities[0] == identities[1]
+
+
+def test_a_missing_policy_file_is_named() -> None:
+    with pytest.raises(ValueError, match=r"/nowhere/x\.safetensors: No such file"):
+        parse_contender("mine", {"mine": ["/nowhere/x.safetensors"]}).settings("mixed", Tuned())
+
+
+def test_shipped_files_belong_to_the_longest_name_they_bear(tmp_path: Path) -> None:
+    for name in ("ppo-0", "ppo-1", "ppo-paper-0", "other"):
+        (tmp_path / f"{name}.safetensors").touch()
+    assert [file.stem for file in shipped_files("ppo", tmp_path)] == ["ppo-0", "ppo-1"]
+    assert [file.stem for file in shipped_files("ppo-paper", tmp_path)] == ["ppo-paper-0"]
+
+
+def test_baselines_the_null_and_the_learned_policies_are_always_shown() -> None:
+    rows = with_references([parse_contender("rule"), parse_contender("goodput")])
+    assert [row.label for row in rows] == ["best-static", "random", "goodput", "ppo", "ppo-paper", "rule"]
+    assert all(isinstance(row, Contender) for row in rows)

@@ -1,0 +1,136 @@
+"""Comparisons with made-up outcomes: numbers known in advance."""
+
+from pathlib import Path
+
+import pytest
+from tests.support.small_suites import made_up, outcome, tuned_for, write_suite
+
+from dynamix.lab import evaluation
+from dynamix.lab.contenders import Contender, parse_contenders, with_references
+from dynamix.lab.evaluation import Cell, Forecast, Progress, fill, plan
+from dynamix.lab.runs import Ledger, Task
+from dynamix.lab.suite import Suite
+from dynamix.lab.tuned import Tuned
+from dynamix.lab.verdict import Judge, Row, Verdict
+
+TIMES_S = {"static": 1.0, "random": 2.0, "goodput": 0.8, "rule": 0.4}
+TUNED = tuned_for(mixed=128, alike=64)
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> Suite:
+    return write_suite(tmp_path / "suite", mixed=1000, alike=4000)
+
+
+def known_time_s(task: Task) -> float | None:
+    """By policy; the rule gains in the mixed family only, random misses in the mixed one on seed 1."""
+    if task.setting.policy == "random" and task.scenario.family == "mixed" and task.seed == 1:
+        return None
+    if task.setting.policy == "rule" and task.scenario.family == "alike":
+        return TIMES_S["static"]
+    return TIMES_S[task.setting.policy]
+
+
+def compared(
+    suite: Suite, rows: str, seeds: int, monkeypatch: pytest.MonkeyPatch, tuned: Tuned = TUNED
+) -> tuple[Verdict, list[Cell]]:
+    monkeypatch.setattr(evaluation, "outcomes", made_up(known_time_s))
+    contenders = with_references(parse_contenders(rows))
+    cells = plan(suite, contenders, range(seeds), tuned)
+    with Ledger() as ledger:
+        fill(cells, ledger)
+        return Judge(suite, contenders, cells, ledger, tuned).verdict("dynamix evaluate"), cells
+
+
+def row(rows: list[Row], policy: str) -> Row:
+    return next(found for found in rows if found.policy == policy)
+
+
+def test_ratios_are_those_of_the_heterogeneous_families_and_the_control_stands_apart(
+    suite: Suite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verdict, _ = compared(suite, "rule", 3, monkeypatch)
+    rule = row(verdict.policies, "rule")
+    assert rule.vs_best_static is not None
+    assert rule.vs_best_static.ratio == pytest.approx(0.4)
+    assert rule.vs_best_static.high == pytest.approx(0.4)
+    assert rule.vs_goodput is not None
+    assert rule.vs_goodput.ratio == pytest.approx(0.5)
+    assert rule.num_runs == 3
+    control = row(verdict.families["alike"].policies, "rule").vs_best_static
+    assert control is not None
+    assert control.ratio == pytest.approx(1.0)
+    assert (verdict.families["alike"].control, verdict.families["mixed"].control) == (True, False)
+    assert verdict.heterogeneous_families == ["mixed"]
+
+
+def test_a_miss_counts_as_the_time_limit_and_is_told(suite: Suite, monkeypatch: pytest.MonkeyPatch) -> None:
+    verdict, _ = compared(suite, "rule", 2, monkeypatch)
+    random = row(verdict.families["mixed"].policies, "random")
+    assert random.misses == 1
+    assert random.median_time_to_target_s == 2.0  # 2.0 reached, and the limit of 2.0
+    assert row(verdict.families["alike"].policies, "random").misses == 0
+
+
+def test_best_static_and_its_origin_are_told_per_family(suite: Suite, monkeypatch: pytest.MonkeyPatch) -> None:
+    verdict, _ = compared(suite, "rule", 1, monkeypatch, tuned_for(mixed=256))
+    assert verdict.families["mixed"].best_static_local_batch_size == 256
+    assert verdict.families["mixed"].chosen_on == "train scenarios of the family"
+    assert verdict.families["alike"].best_static_local_batch_size == 128
+    assert verdict.families["alike"].chosen_on == "all train scenarios"
+    best = row(verdict.families["mixed"].policies, "best-static")
+    assert best.settings[0]["initial_local_batch_size"] == 256
+
+
+def test_learned_policies_without_a_file_have_a_row_that_says_so(suite: Suite, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dynamix.lab.contenders.shipped_files", lambda _: [])
+    verdict, _ = compared(suite, "rule", 1, monkeypatch)
+    ppo = row(verdict.policies, "ppo")
+    assert (ppo.num_runs, ppo.vs_best_static, ppo.note) == (0, None, "no policy file comes with the package")
+
+
+def test_runs_come_seed_by_seed_so_that_an_interrupt_leaves_whole_seeds(suite: Suite) -> None:
+    cells = plan(suite, parse_contenders("static,rule"), range(2), TUNED)
+    assert [cell.task.seed for cell in cells] == [0] * 4 + [1] * 4
+    assert [cell.label for cell in cells[:4]] == ["static", "rule"] * 2
+
+
+def test_what_is_known_is_not_run_again_and_equal_runs_run_once(suite: Suite, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    def time_s(task: Task) -> float:
+        ran.append(task.key)
+        return 1.0
+
+    monkeypatch.setattr(evaluation, "outcomes", made_up(time_s))
+    contenders = parse_contenders("static@128,best-static")  # the same in the mixed family, not in the control
+    cells = plan(suite, contenders, range(1), TUNED)
+    told: list[Progress] = []
+    with Ledger() as ledger:
+        fill(cells[:2], ledger, on_progress=told.append)
+        fill(cells, ledger, on_progress=told.append)
+    assert len(ran) == len(set(ran)) == 3
+    assert (told[-1].num_done, told[-1].num_total) == (3, 3)
+
+
+def test_a_verdict_on_what_an_interrupt_left_says_how_much_is_missing(
+    suite: Suite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluation, "outcomes", made_up(known_time_s))
+    contenders: list[Contender] = list(parse_contenders("best-static,goodput,rule"))
+    cells = plan(suite, contenders, range(2), TUNED)
+    with Ledger() as ledger:
+        fill(cells[:7], ledger)  # the first seed, and best-static of the second in the first scenario
+        verdict = Judge(suite, contenders, cells, ledger, TUNED).verdict("")
+    assert verdict.num_runs_missing == 5
+    rule = row(verdict.policies, "rule").vs_best_static
+    assert rule is not None
+    assert (rule.ratio, rule.low) == (pytest.approx(0.4), None)
+
+
+def test_the_forecast_goes_by_what_the_same_family_took(suite: Suite) -> None:
+    tasks = [cell.task for cell in plan(suite, parse_contenders("static"), range(4), TUNED)]
+    forecast = Forecast(tasks, jobs=2)
+    assert forecast.left_s() is None
+    forecast.saw(tasks[0], outcome(1.0))  # 0.5 s; the other family is taken to be as quick
+    assert forecast.left_s() == pytest.approx(7 * 0.5 / 2)

@@ -1,0 +1,112 @@
+"""Scores by hand, and the interval by simulation."""
+
+import math
+
+import numpy as np
+import pytest
+
+from dynamix.lab import scores
+
+
+def test_a_miss_counts_as_the_time_limit() -> None:
+    assert scores.counted_time_s(None, 120.0) == 120.0
+    assert scores.counted_time_s(30.0, 120.0) == 30.0
+
+
+def test_the_geometric_mean_of_1_and_4_is_2_and_leaves_out_what_is_not_known() -> None:
+    assert scores.geometric_mean([1.0, 4.0]) == pytest.approx(2.0, rel=1e-12)
+    assert scores.geometric_mean([1.0, np.nan, 4.0]) == pytest.approx(2.0, rel=1e-12)
+    assert math.isnan(scores.geometric_mean([np.nan]))
+
+
+def test_the_median_leaves_out_what_is_not_known() -> None:
+    assert scores.median([[3.0, np.nan], [1.0, 8.0]]) == 3.0
+
+
+def test_paired_ratios_are_averaged_over_pairs_not_over_sums() -> None:
+    times = np.array([[[2.0, 50.0]]])  # twice as slow on the fast seed, half as slow on the slow one
+    base = np.array([[1.0, 100.0]])
+    found = scores.paired_ratio(times, base)
+    assert found is not None
+    assert found.ratio == pytest.approx(1.0, rel=1e-12)
+
+
+def test_ratios_of_two_policy_seeds_are_averaged() -> None:
+    found = scores.paired_ratio(np.array([[[1.0, 1.0]], [[4.0, 4.0]]]), np.ones((1, 2)))
+    assert found is not None
+    assert found.ratio == pytest.approx(2.0, rel=1e-12)
+
+
+def test_families_count_alike_whatever_their_number_of_scenarios() -> None:
+    weights = scores.family_weights(["a", "a", "b"])
+    assert weights.tolist() == [0.25, 0.25, 0.5]
+    times = np.array([[[4.0, 4.0], [4.0, 4.0], [1.0, 1.0]]])
+    found = scores.paired_ratio(times, np.ones((3, 2)), weights)
+    assert found is not None
+    assert found.ratio == pytest.approx(2.0, rel=1e-12)
+
+
+def test_only_complete_pairs_count() -> None:
+    times = np.array([[[2.0, np.nan, 8.0], [np.nan, np.nan, np.nan]]])
+    base = np.array([[1.0, 1.0, np.nan], [1.0, 1.0, 1.0]])
+    found = scores.paired_ratio(times, base)
+    assert found is not None
+    assert found.ratio == pytest.approx(2.0, rel=1e-12)
+    assert found.low is None
+    assert scores.paired_ratio(times, np.full((2, 3), np.nan)) is None
+
+
+def test_equal_times_have_an_interval_without_width() -> None:
+    found = scores.paired_ratio(np.full((5, 2, 12), 3.0), np.full((2, 12), 6.0))
+    assert found is not None
+    assert (found.low, found.high) == (pytest.approx(0.5), pytest.approx(0.5))
+
+
+def test_the_same_results_give_the_same_interval() -> None:
+    times = np.exp(np.random.default_rng(1).normal(0, 0.3, (5, 2, 12)))
+    assert scores.paired_ratio(times, np.ones((2, 12))) == scores.paired_ratio(times, np.ones((2, 12)))
+
+
+def test_one_seed_says_nothing_of_the_spread() -> None:
+    found = scores.paired_ratio(np.full((1, 2, 1), 3.0), np.full((2, 1), 6.0))
+    assert found == scores.Ratio(pytest.approx(0.5), None, None)
+
+
+@pytest.mark.parametrize(("degrees", "quantile"), [(1, 12.7062), (2, 4.30265), (4, 2.77645), (11, 2.20099)])
+def test_students_quantiles_are_those_of_the_tables(degrees: int, quantile: float) -> None:
+    assert scores.student_quantile(0.975, degrees) == pytest.approx(quantile, rel=2e-3)
+
+
+def test_few_draws_leave_out_less_at_the_ends() -> None:
+    assert scores.expanded_tail(5) < scores.expanded_tail(12) < 0.025
+    assert scores.expanded_tail(10_000) == pytest.approx(0.025, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("num_policy_seeds", "policy_sd", "seed_sd"), [(1, 0.0, 0.3), (5, 0.1, 0.3), (5, 0.3, 0.1), (5, 0.0, 0.3)]
+)
+def test_the_interval_holds_the_truth_about_as_often_as_it_says(
+    num_policy_seeds: int, policy_sd: float, seed_sd: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scores, "NUM_RESAMPLES", 600)
+    generator = np.random.default_rng(7)
+    num_trials, num_held = 300, 0
+    for _ in range(num_trials):
+        logs = (
+            math.log(0.5)
+            + generator.normal(0, policy_sd, (num_policy_seeds, 1, 1))
+            + generator.normal(0, seed_sd, (1, 1, 12))
+            + generator.normal(0, 0.1, (num_policy_seeds, 2, 12))
+        )
+        found = scores.paired_ratio(np.exp(logs), np.ones((2, 12)))
+        assert found is not None
+        assert found.low is not None
+        assert found.high is not None
+        num_held += found.low <= 0.5 <= found.high
+    assert 0.90 <= num_held / num_trials <= 0.99
+
+
+def test_the_spread_is_that_within_scenarios() -> None:
+    times = np.array([[[9.0, 11.0], [90.0, 110.0]]])  # both: sd sqrt(2) / 10 of the mean
+    assert scores.relative_spread(times) == pytest.approx(math.sqrt(2) / 10)
+    assert scores.relative_spread(np.array([[[1.0]]])) is None

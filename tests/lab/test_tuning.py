@@ -1,0 +1,75 @@
+"""Choosing the rivals' settings: the same budget for all, on train scenarios only."""
+
+from pathlib import Path
+
+import pytest
+from tests.support.small_suites import made_up, write_suite
+
+from dynamix.lab import evaluation, tuning
+from dynamix.lab.contenders import parse_contender
+from dynamix.lab.runs import Ledger, Task
+from dynamix.lab.suite import Suite
+from dynamix.lab.tuned import Tuned, read_tuned, to_toml
+
+BEST = {"mixed": 128, "alike": 64}
+
+
+def time_s(task: Task) -> float | None:
+    """Best at a size per family; 32 is missed, other sizes take twice as long."""
+    size = task.setting.initial_local_batch_size
+    if size == 32:
+        return None
+    return 0.5 if size == BEST[task.scenario.family] else 1.0
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Suite:
+    return write_suite(tmp_path / "train", mixed=1000, alike=4000)
+
+
+@pytest.fixture
+def tuned(train: Suite, monkeypatch: pytest.MonkeyPatch) -> Tuned:
+    monkeypatch.setattr(evaluation, "outcomes", made_up(time_s))
+    with Ledger() as ledger:
+        return tuning.tune(train, ledger, seeds=[10_000, 10_001], command="dynamix tune")
+
+
+def test_every_rival_has_the_same_number_of_settings_that_its_policy_understands() -> None:
+    for settings in tuning.GRID.values():
+        assert len(set(settings)) == tuning.NUM_SETTINGS
+        for text in settings:
+            parse_contender(text)
+
+
+def test_the_best_setting_is_chosen_per_family(tuned: Tuned) -> None:
+    for family, size in BEST.items():
+        choice = tuned.families[family]["static"]
+        assert (choice.setting, choice.initial_local_batch_size, choice.score_s) == (f"static@{size}", size, 0.5)
+        assert choice.scores_s["static@32"] == 2.0  # the limit
+        assert choice.misses == {f"static@{other}": 2 * (other == 32) for other in tuning.SIZES}
+
+
+def test_over_all_families_the_geometric_mean_decides(tuned: Tuned) -> None:
+    overall = tuned.overall["static"]
+    assert overall.setting == "static@64"  # 64 and 128 are alike: the first
+    assert overall.scores_s["static@64"] == pytest.approx(0.707, abs=1e-3)  # sqrt(0.5 * 1.0)
+
+
+def test_the_file_holds_what_was_chosen(tuned: Tuned, train: Suite, tmp_path: Path) -> None:
+    path = tmp_path / "tuned.toml"
+    path.write_text(to_toml(tuned))
+    assert read_tuned(path) == tuned
+    assert (tuned.scenarios, tuned.seeds, tuned.num_settings) == (train.digest, [10_000, 10_001], 6)
+
+
+def test_a_file_that_is_missing_or_spoilt_says_how_to_make_it(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="dynamix tune -o"):
+        read_tuned(tmp_path / "tuned.toml")
+    (tmp_path / "tuned.toml").write_text("sizes = 3\n")
+    with pytest.raises(ValueError, match=r"sizes.*dynamix tune"):
+        read_tuned(tmp_path / "tuned.toml")
+
+
+def test_what_has_no_settings_is_not_tuned(train: Suite) -> None:
+    with Ledger() as ledger, pytest.raises(ValueError, match="nothing can be tuned of 'rule'"):
+        tuning.tune(train, ledger, seeds=[0], rivals=["rule"])

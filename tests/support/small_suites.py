@@ -1,0 +1,80 @@
+"""Suites small enough for tests: a scenario whose episode takes a fraction of a second, and made-up outcomes."""
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from dynamix.lab.runs import Outcome, Task
+from dynamix.lab.suite import Suite, read_suite
+from dynamix.lab.tuned import Choice, Tuned
+
+MIXED = """
+family = "{family}"
+workload = "fashion-14-mlp"
+learn = {learn}
+num_train_samples = 2000
+evaluation_samples = 500
+target_accuracy = 0.5
+fixed_time_s = 1.0
+time_limit_s = 2.0
+evaluate_every_s = 0.1
+base_global_batch_size = 64
+initial_local_batch_size = 32
+min_local_batch_size = 8
+max_local_batch_size = 256
+
+[network]
+bandwidth_mbit_s = 10000
+
+[[workers]]
+count = 1
+samples_per_s = 4000
+
+[[workers]]
+count = 1
+samples_per_s = {slow}
+"""
+
+
+def write_suite(directory: Path, **slow_by_family: int) -> Suite:
+    """Scenarios of two workers, one file per family; the second worker's samples per second are given."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for family, slow in slow_by_family.items():
+        name = family.replace("_", "-")
+        (directory / f"{name}-2.toml").write_text(MIXED.format(family=name, slow=slow, learn="true"))
+    return read_suite(directory)
+
+
+def tuned_for(**static_by_family: int) -> Tuned:
+    """As `dynamix tune` would have chosen: a static size per family, 128 over all, goodput with the noise doubled."""
+    goodput = Choice(setting="goodput", options={"noise_multiplier": 2.0})
+
+    def choices(size: int) -> dict[str, Choice]:
+        return {"static": Choice(setting=f"static@{size}", initial_local_batch_size=size), "goodput": goodput}
+
+    families = {family.replace("_", "-"): choices(size) for family, size in static_by_family.items()}
+    return Tuned(families=families, overall=choices(128))
+
+
+def made_up(time_to_target_s: Callable[[Task], float | None]) -> Callable[..., Iterator[tuple[Task, Outcome]]]:
+    """Stands in for the pool: outcomes by a formula instead of by training."""
+
+    def outcomes(tasks: Iterable[Task], *, jobs: int, data: Path | None = None) -> Iterator[tuple[Task, Outcome]]:  # noqa: ARG001 - the pool's arguments
+        for task in tasks:
+            yield task, outcome(time_to_target_s(task))
+
+    return outcomes
+
+
+def outcome(time_to_target_s: float | None) -> Outcome:
+    """An outcome of which only the time matters."""
+    return Outcome(
+        time_to_target_s=time_to_target_s,
+        accuracy_at_fixed_time=0.5,
+        test_accuracy=0.6,
+        num_steps=10,
+        num_windows=1,
+        samples_seen=640,
+        virtual_time_s=2.0,
+        evaluations=[(0.0, 0.1), (1.0, 0.5)],
+        wall_s=0.5,
+    )
