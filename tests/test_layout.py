@@ -27,8 +27,8 @@ PURE_CORES = {
     "collector": {"window", "probes", "proc", "trust"},
     "reward": {"terms", "formula"},
     "schemas": {"apportion", "features"},
-    "arbitrator": {"fold", "policy", "policies"},
-    "trainer": {"schedule", "split", "sampler", "noise", "offer", "rows", "tracking"},
+    "arbitrator": {"fold", "policy", "policies", "step_time", "step_time_fit", "noise_memory", "options", "signatures"},
+    "trainer": {"schedule", "split", "sampler", "noise", "offer", "rows", "tracking", "fast_loop"},
 }
 
 

@@ -3,7 +3,7 @@ import time
 import pytest
 
 from dynamix.trainer import clock as clock_module
-from dynamix.trainer.clock import HostClock, StepTimes
+from dynamix.trainer.clock import DeviceClock, HostClock, StepTimes
 
 
 @pytest.fixture
@@ -71,3 +71,58 @@ def test_the_monotonic_clock_is_read() -> None:
     clock.end()
     assert clock.last is not None
     assert 0 <= clock.last.step_s <= time.perf_counter() - before
+
+
+class _Event:
+    """Stands in for a CUDA event: recorded at the host's moment, done when the device has come so far."""
+
+    host_s = 0.0
+    device_s = 0.0
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+        self.at_s = -1.0
+
+    def record(self) -> None:
+        self.at_s = _Event.host_s
+
+    def query(self) -> bool:
+        return self.at_s <= _Event.device_s
+
+    def synchronize(self) -> None:
+        _Event.device_s = max(_Event.device_s, self.at_s)
+
+    def elapsed_time(self, later: "_Event") -> float:
+        assert later.query(), "not done yet: CUDA raises"
+        return 1000 * (later.at_s - self.at_s)
+
+
+def _device_step(clock: DeviceClock, num_samples: int, compute_s: float) -> float:
+    """A step as the host queues it; what the clock tells when the gradient is ready."""
+    clock.asked()
+    clock.handed_out(num_samples)
+    _Event.host_s += compute_s
+    clock.gradient_ready()
+    told = clock.seconds_per_sample()
+    clock.reduced()
+    _Event.host_s += 1
+    clock.end()
+    return told
+
+
+def test_a_device_tells_its_newest_finished_step_once_and_waits_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock_module.torch.cuda, "Event", _Event)
+    monkeypatch.setattr(_Event, "host_s", 0.0)
+    monkeypatch.setattr(_Event, "device_s", -1.0)
+    clock = DeviceClock()
+    assert _device_step(clock, 4, 2) == 0.0
+    assert _device_step(clock, 4, 8) == 0.0  # the device has done nothing yet
+    _Event.device_s = 4.0
+    assert _device_step(clock, 4, 4) == 2 / 4
+    assert _device_step(clock, 2, 6) == 0.0  # told already, and the next ones are not done
+    _Event.device_s = 1000.0
+    assert _device_step(clock, 4, 1) == 6 / 2  # the newest, not those in between
+    assert [step.compute_s for step in clock.take()] == [2, 8, 4, 6, 1]
+    assert _device_step(clock, 0, 3) == 1 / 4  # known when the window was taken, its events used again since
+    assert _device_step(clock, 4, 5) == 0.0  # a step without samples has no time per sample
+    assert _device_step(clock, 4, 5) == 5 / 4
