@@ -107,11 +107,12 @@ def test_a_loop_that_was_left_goes_on_where_it_was_and_a_new_epoch_begins_at_its
 
 
 def _normalise(_rank: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Two epochs of 193 samples at 2 x 32: the last step has one sample, and one rank none."""
+    """Two epochs at 2 x 32; of one sample, one rank has none."""
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
     model = nn.parallel.DistributedDataParallel(layers)
-    session, optimizer = _attach(Numbered(193, torch.float32), model, local_batch_size=32, **options)
+    data = Numbered(options.pop("num_samples"), torch.float32)
+    session, optimizer = _attach(data, model, local_batch_size=32, **options)
     steps = []
     for epoch in session.epochs(2):
         for batch in session.loader:
@@ -125,9 +126,16 @@ def _normalise(_rank: int, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_rank_without_samples_can_normalise_its_dummy_batch() -> None:
-    results = run_ranks(_normalise, 2, {})
-    assert results[0]["steps"] == [(epoch, count, count) for epoch in (0, 1) for count in (32, 32, 32, 1)]
-    assert results[1]["steps"] == [(epoch, *sizes) for epoch in (0, 1) for sizes in ((32, 32),) * 3 + ((0, 2),)]
+    results = run_ranks(_normalise, 2, {"num_samples": 1})
+    assert results[0]["steps"] == [(epoch, 1, 1) for epoch in (0, 1)]
+    assert results[1]["steps"] == [(epoch, 0, 2) for epoch in (0, 1)]
+    assert results[0]["position"] == 2
+
+
+def test_the_last_two_steps_of_an_epoch_share_what_is_left() -> None:
+    results = run_ranks(_normalise, 2, {"num_samples": 193})
+    assert results[0]["steps"] == [(epoch, count, count) for epoch in (0, 1) for count in (32, 32, 17, 16)]
+    assert results[1]["steps"] == [(epoch, count, count) for epoch in (0, 1) for count in (32, 32, 16, 16)]
     assert results[0]["position"] == 386
 
 
@@ -135,7 +143,7 @@ def test_a_rank_without_samples_can_normalise_its_dummy_batch() -> None:
     "loader", [{"num_workers": 0, "prefetch_factor": None}, {"num_workers": 2, "prefetch_factor": None}]
 )
 def test_a_tail_that_is_left_out_is_left_out_on_all_ranks(loader: dict[str, Any]) -> None:
-    results = run_ranks(_normalise, 2, {"drop_last": True, **loader})
+    results = run_ranks(_normalise, 2, {"num_samples": 193, "drop_last": True, **loader})
     assert results[0]["steps"] == results[1]["steps"] == [(epoch, 32, 32) for epoch in (0, 1) for _ in range(3)]
     assert results[0]["position"] == 384
 

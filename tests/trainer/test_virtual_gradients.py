@@ -65,7 +65,9 @@ def _one_big_batch(workload: Workload, optimizer: str, sizes: Sequence[int]) -> 
     for size in sizes:
         if offset == 500:
             epoch, offset = epoch + 1, 0
-        batch = torch.from_numpy(epoch_order(500, 3, epoch, shuffle=True)[offset : offset + size])
+        left = 500 - offset
+        taken = min(size, left) if left <= size or left >= 2 * size else (left + 1) // 2
+        batch = torch.from_numpy(epoch_order(500, 3, epoch, shuffle=True)[offset : offset + taken])
         offset += len(batch)
         plain.param_groups[0]["lr"] = rate * (size / 128) ** 0.5
         plain.zero_grad()

@@ -1,7 +1,9 @@
 """The sampler: this rank's slice of every step, from one permutation that all ranks share.
 
 Each sample is used exactly once per epoch whatever the schedule does: a step takes the next B samples of the epoch's
-permutation, and every rank takes its part of them. The tail of an epoch is divided by largest remainder, or left out.
+permutation, and every rank takes its part of them. The last two steps of an epoch share what is left, divided by largest
+remainder, or the tail is left out: sizes that change leave a tail of any size, and a step on two samples takes a stride
+as long as one on a thousand (seen: validation accuracy from 0.86 to 0.70 by one such step).
 """
 
 from collections import deque
@@ -99,7 +101,8 @@ class PlanSampler(Sampler[list[int]]):
         """The plan of the step that begins at a position."""
         sizes = self._schedule.at(position.step)
         left = self._num_samples - position.offset
-        counts = sizes if sizes.total <= left else Counts(largest_remainder(left, sizes.values))
+        total = self._num_taken(sizes.total, left)
+        counts = sizes if total == sizes.total else Counts(largest_remainder(total, sizes.values))
         return StepPlan(position.step, position.epoch, position.offset, counts)
 
     def num_steps_left(self, position: Position) -> int:
@@ -115,8 +118,15 @@ class PlanSampler(Sampler[list[int]]):
             change = self._schedule.next_change(step)
             if change is not None:
                 steps = min(steps, change - step)
-            step, left = step + steps, left - steps * size
+            before_last = left - (steps - 1) * size
+            step, left = step + steps, before_last - self._num_taken(size, before_last)
         return step - position.step
+
+    def _num_taken(self, scheduled: int, left: int) -> int:
+        """Samples of a step that is to have `scheduled` of the `left` ones of its epoch."""
+        if left <= scheduled:
+            return left
+        return -(-left // 2) if left < 2 * scheduled and not self._drop_last else scheduled
 
     def _indices(self, plan: StepPlan) -> list[int]:
         start = plan.offset + plan.counts.starts[self.rank]
