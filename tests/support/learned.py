@@ -7,7 +7,7 @@ import numpy as np
 from dynamix.arbitrator.actions import ActionSetName
 from dynamix.arbitrator.agent import Agent
 from dynamix.arbitrator.policy_file import PolicyFile, PolicyMetadata
-from dynamix.arbitrator.ppo import PPOSettings
+from dynamix.arbitrator.ppo_settings import PPOSettings
 
 SMALL = PPOSettings(hidden_sizes=(16, 16))
 

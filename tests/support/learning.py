@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from tests.support import virtual
 
-from dynamix.arbitrator.ppo import PPOSettings
+from dynamix.arbitrator.ppo_settings import PPOSettings
 from dynamix.lab.learning import LearningPlan, episodes, plan_named
 from dynamix.trainer.virtual.scenario import Scenario
 from dynamix.trainer.workloads import Data

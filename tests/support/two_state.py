@@ -6,7 +6,8 @@ import torch
 
 from dynamix.arbitrator import gae
 from dynamix.arbitrator.network import ActorCritic
-from dynamix.arbitrator.ppo import Batch, PPOSettings, update
+from dynamix.arbitrator.ppo import Batch, update
+from dynamix.arbitrator.ppo_settings import PPOSettings
 
 NUM_ROUNDS, NUM_WORKERS = 16, 8
 

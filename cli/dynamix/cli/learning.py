@@ -13,7 +13,7 @@ import msgspec
 
 from dynamix.arbitrator.policy_file import PolicyFile
 from dynamix.arbitrator.policy_store import PolicyStore
-from dynamix.arbitrator.ppo import PPOSettings
+from dynamix.arbitrator.ppo_settings import PPOSettings
 from dynamix.arbitrator.signatures import Finding, event_of
 from dynamix.lab.learning import PRESETS, Learning, LearningPlan, Update, learn, plan_named
 from dynamix.lab.learning.checkpoint import CheckpointError

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from dynamix.arbitrator.actions import ActionSetName
-from dynamix.arbitrator.ppo import PAPER, PPOSettings
+from dynamix.arbitrator.ppo_settings import PAPER, PPOSettings
 from dynamix.reward.formula import Formula, Weights
 from dynamix.schemas.fields import Token
 from dynamix.trainer.virtual.scenario import Scenario

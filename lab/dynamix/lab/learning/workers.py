@@ -1,20 +1,18 @@
 """Worker processes that play episodes: one torch thread each, gone when the parent is gone."""
 
-import ctypes
 import multiprocessing
 import os
-import signal
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 
 import torch
 
+from dynamix.runtime import worker_process
+
 from .episodes import Played, Task, play
 
 Play = Callable[[Sequence[Task]], list[Played]]
-_PR_SET_PDEATHSIG = 1
 
 
 class EpisodeError(RuntimeError):
@@ -57,10 +55,5 @@ def _played(task: Task, result: Callable[[], Played]) -> Played:
 
 
 def _start(parent: int) -> None:
-    """Leave interrupts to the parent, die with it, and compute on one thread."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before we asked
-        os._exit(1)
+    worker_process.begin(parent)
     torch.set_num_threads(1)

@@ -14,7 +14,8 @@ from .network import ActorCritic
 from .normalisation import Normalisation
 from .policy import Array64
 from .policy_file import PolicyFile, PolicyMetadata
-from .ppo import Batch, PPOSettings, UpdateStats, update
+from .ppo import Batch, UpdateStats, update
+from .ppo_settings import PPOSettings
 from .rollout import Trajectory
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
