@@ -18,7 +18,7 @@ import msgspec
 from dynamix.schemas.subjects import check_token
 
 PREFIX = "DYNAMIX_"
-COMPONENTS = ("nats", "collector", "reward", "arbitrator", "trainer", "up", "demo")
+COMPONENTS = ("nats", "collector", "reward", "arbitrator", "learner", "trainer", "up", "demo")
 """Owners of `DYNAMIX_<COMPONENT>_<FIELD>`; each reads its own and leaves the others' alone."""
 
 S = TypeVar("S", bound=msgspec.Struct)

@@ -1,0 +1,1 @@
+"""Learning from live jobs: a consumer of its own, beside the decisions that never wait for it."""

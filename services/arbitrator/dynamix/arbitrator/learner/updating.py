@@ -1,0 +1,87 @@
+"""One update in a process of its own: recordings and a policy file in, the next version out."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from dynamix.arbitrator.actions import ActionSetName, action_set_named
+from dynamix.arbitrator.policy_file import PolicyFile, PolicyMetadata
+from dynamix.arbitrator.ppo_settings import Objective, PPOSettings
+from dynamix.arbitrator.rollout import End, Recording, RolloutError, trajectory_of
+from dynamix.runtime import worker_process
+
+MAX_REMEMBERED = 1000
+"""Names of generations learned from that a policy file keeps, so that a restarted learner learns from none twice."""
+
+
+class Lesson(NamedTuple):
+    """A generation to learn from."""
+
+    name: str
+    recording: Recording
+    terminated: bool
+
+
+class Outcome(NamedTuple):
+    """What an update made of its lessons."""
+
+    content: bytes | None
+    """The next version's file; `None` when no lesson could be used."""
+    returns: list[float]
+    explained_variance: float
+    approx_kl: float
+    refused: list[str]
+    """Lessons that could not be used, each with the reason."""
+
+
+def first_version(policy: str, action_set: ActionSetName, objective: Objective, seed: int) -> bytes:
+    """The file of an untrained policy."""
+    from dynamix.arbitrator.agent import Agent  # noqa: PLC0415 - torch: only in this process
+
+    settings = PPOSettings(objective=objective)
+    metadata = PolicyMetadata.of(
+        action_set=action_set,
+        policy=policy,
+        algorithm=objective,
+        hidden_sizes=settings.hidden_sizes,
+        reward_formula="auto",
+        seeds=(seed,),
+    )
+    return Agent.new(metadata, settings).file().to_bytes()
+
+
+def update(content: bytes, lessons: Sequence[Lesson]) -> Outcome:
+    """The next version of a policy, after one update from all lessons that can be used."""
+    from dynamix.arbitrator.agent import Agent  # noqa: PLC0415 - torch: only in this process
+
+    file = PolicyFile.from_bytes(content)
+    action_set = action_set_named(file.metadata.action_set)
+    trajectories, used, refused = [], [], []
+    for lesson in lessons:
+        try:
+            trajectories.append(trajectory_of(lesson.recording, action_set, End(terminated=lesson.terminated)))
+            used.append(lesson)
+        except RolloutError as error:
+            refused.append(str(error))
+    if not trajectories:
+        return Outcome(None, [], float("nan"), 0.0, refused)
+    agent = Agent.of(file)
+    learned = agent.learn(trajectories)
+    names = (*file.metadata.learned_from, *(lesson.name for lesson in used))
+    version = agent.file(
+        parent=file.digest, learned_from=names[-MAX_REMEMBERED:], reward_formula=_formula(used), scores={}
+    )
+    returns = [trajectory.total_reward for trajectory in trajectories]
+    return Outcome(version.to_bytes(), returns, learned.explained_variance, learned.stats.approx_kl, refused)
+
+
+def begin(parent: int) -> None:
+    """Prepare the process: one thread, for equal bits, and an end with its parent."""
+    worker_process.begin(parent)
+    import torch  # noqa: PLC0415 - see above
+
+    torch.set_num_threads(1)
+
+
+def _formula(lessons: Sequence[Lesson]) -> str:
+    """What the rewards were computed by."""
+    return ", ".join(sorted({reward.formula for lesson in lessons for reward in lesson.recording.rewards}))

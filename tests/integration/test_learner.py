@@ -1,0 +1,99 @@
+"""Learning from live jobs: real services, a real broker, virtual clusters that explore."""
+
+import asyncio
+
+from tests.support import virtual
+from tests.support.control_plane import ControlPlane, control_plane
+
+from dynamix.arbitrator.actions import action_set_named
+from dynamix.arbitrator.agent import Agent
+from dynamix.arbitrator.policies.learned import LearnedPolicy
+from dynamix.arbitrator.policy_file import PolicyFile
+from dynamix.arbitrator.policy_store import PolicyStore
+from dynamix.arbitrator.rollout import End, Recording, Trajectory, trajectory_of
+from dynamix.cli.services import wait_until_ready
+from dynamix.lab.episode import run_episode
+from dynamix.reward.formula import Weights
+from dynamix.schemas import subjects
+from dynamix.schemas.messages import PolicyVersion
+from dynamix.schemas.streams import FEED
+from dynamix.trainer.virtual.cluster import VirtualCluster
+from dynamix.trainer.virtual.lockstep import run_lockstep
+
+POLICY = "mine"
+EXPLORE = {"explore": 1.0}
+SCENARIO = virtual.scenario(
+    target_accuracy=0.6, fixed_time_s=0.0, time_limit_s=2.0, evaluate_every_s=0.05, window_steps=2
+)
+
+
+def name(seed: int) -> str:
+    return f"job-{seed}"
+
+
+async def explore(plane: ControlPlane, seed: int) -> set[int]:
+    """Run a job that explores; the versions of the policy that decided it."""
+    cluster = VirtualCluster(SCENARIO, virtual.data(), seed=seed, policy=POLICY, policy_options=EXPLORE, job=name(seed))
+    return {action.policy_version for action in await run_lockstep(cluster, plane.bus)}
+
+
+async def start_learner(plane: ControlPlane) -> None:
+    """Start it (again), and wait until it listens."""
+    plane.services["learner"] = learner = plane.another("arbitrator.learner", {})
+    learner.start()
+    await wait_until_ready(plane.bus, ["learner"])
+
+
+async def versions(plane: ControlPlane, count: int) -> list[PolicyVersion]:
+    """The announced versions, once there are so many."""
+    return await plane.wait_for(FEED.name, subjects.policy(POLICY), count)  # type: ignore[return-value]
+
+
+def in_one_process(file: PolicyFile, seed: int) -> Trajectory:
+    """The same job without a bus."""
+    episode = run_episode(
+        SCENARIO,
+        LearnedPolicy(file),
+        data=virtual.data(),
+        seed=seed,
+        policy_options=EXPLORE,
+        reward=(None, Weights()),
+        keep_messages=True,
+        job=name(seed),
+    )
+    states = list(enumerate(episode.states, start=1))
+    recording = Recording(episode.job, states, episode.actions, episode.applied, episode.rewards)
+    return trajectory_of(recording, action_set_named("global"), End(terminated=True))
+
+
+async def test_a_learner_makes_of_live_jobs_what_learning_in_one_process_makes_of_them() -> None:
+    async with control_plane("reward", "arbitrator") as plane:
+        plane.environ |= {
+            "DYNAMIX_NODE": "virtual-0",
+            "DYNAMIX_LEARNER_POLICY": POLICY,
+            "DYNAMIX_LEARNER_GENERATIONS_PER_UPDATE": "2",
+            "OMP_NUM_THREADS": "1",
+        }
+        await plane.start("collector")
+        await start_learner(plane)
+        store = PolicyStore(plane.bus)
+        await versions(plane, 1)
+        first = PolicyFile.from_bytes((await store.get(POLICY, 1))[1])
+        assert await explore(plane, seed=1) == {1}
+
+        plane.services["learner"].kill()  # what it had in hand is on the bus
+        await start_learner(plane)
+        assert await explore(plane, seed=2) == {1}
+        await versions(plane, 2)
+        second = PolicyFile.from_bytes((await store.get(POLICY, 2))[1])
+        assert second.metadata.learned_from == ("job-1:0", "job-2:0")
+        assert (second.metadata.num_updates, second.metadata.num_episodes) == (1, 2)
+        assert second.metadata.parent == first.digest
+        assert second.metadata.reward_formula == "paper-sgd"
+
+        agent = Agent.of(first)
+        agent.learn(await asyncio.to_thread(lambda: [in_one_process(first, seed) for seed in (1, 2)]))
+        expected = agent.file().tensors
+        assert set(second.tensors) == set(expected)
+        assert all((second.tensors[key] == array).all() for key, array in expected.items())
+        assert await explore(plane, seed=3) == {2}
