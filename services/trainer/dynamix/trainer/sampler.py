@@ -1,9 +1,9 @@
 """The sampler: this rank's slice of every step, from one permutation that all ranks share.
 
 Each sample is used exactly once per epoch whatever the schedule does: a step takes the next B samples of the epoch's
-permutation, and every rank takes its part of them. The last two steps of an epoch share what is left, divided by largest
-remainder, or the tail is left out: sizes that change leave a tail of any size, and a step on two samples takes a stride
-as long as one on a thousand (seen: validation accuracy from 0.86 to 0.70 by one such step).
+permutation, and every rank takes its part of them. The last two steps of an epoch share what is left, divided by
+largest remainder, or the tail is left out: sizes that change leave a tail of any size, and a step on two samples takes
+a stride as long as one on a thousand (seen: validation accuracy from 0.86 to 0.70 by one such step).
 """
 
 from collections import deque
