@@ -140,6 +140,18 @@ def test_other_bytes_than_the_models_are_remarked_on_and_the_models_own_are_not(
     assert 190 <= blind.max_local_batch_size <= 200  # the largest that was seen
 
 
+def test_a_single_worker_waits_for_no_network() -> None:
+    alone = [
+        msgspec.structs.replace(window, ranks=window.ranks[:1])
+        for window in known_job(known_scenario()).windows
+        if window.node == "virtual-0"
+    ]
+    found = calibrate(alone, SETTINGS)
+    assert found.communication_s == 0.0
+    assert found.scenario.world_size == 1
+    assert found.scenario.workers[0].samples_per_s == pytest.approx(4000, rel=0.03)
+
+
 def test_windows_that_are_not_whole_are_left_out() -> None:
     windows = known_job(known_scenario()).windows[:60]  # 30 windows of two nodes
     seen, origin = observe([windows[1], *windows[4:10], windows[11], *map(without_sync, windows[12:14]), *windows[14:]])
@@ -202,7 +214,6 @@ def test_stays_are_time_over_departures() -> None:
     assert found.factor == 3.0
     assert found.mean_on_s == 10.0  # five windows, one departure: the last spell goes on
     assert found.mean_off_s == 5.0  # five windows, two departures
-    assert found.num_on == 5
     assert spells(on[:4], np.ones((4, 1)), np.ones(4)) is None
 
 

@@ -41,7 +41,7 @@ class Exposure(NamedTuple):
     overlap: float
     num_buckets: int
     is_distinct: bool
-    """Whether an overlap was visible: without one the communication may also be hidden in part at all sizes seen."""
+    """Whether an overlap was visible; if not, an equal part may have been hidden in every window."""
     scatter: float
     """Of C over the windows, relative."""
 

@@ -86,10 +86,14 @@ def _with_congestion(fit: Fit, seen: Observations) -> Fit:
     if congested.sum() < MIN_WINDOWS or congested.all():
         return fit
     rates = seen.retransmits / seen.duration_s[:, None]
-    known = bool(np.isfinite(rates).any())
-    then, else_ = (float(np.nanmean(rates[mask])) if known else 0.0 for mask in (congested, ~congested))
-    if known and then <= SENT_AGAIN * else_:
+    then, else_ = _mean_known(rates[congested]), _mean_known(rates[~congested])
+    if then is not None and else_ is not None and then <= SENT_AGAIN * else_:
         return fit
     factors = fit.exposure.factor(_exposed(fit.lines, fit.jitter, seen), seen.busy_s.max(axis=1))
     found = spells(congested[:, None], factors[:, None], seen.duration_s)
-    return fit._replace(congestion=found, retransmits_per_s=max(0.0, then - else_))
+    return fit._replace(congestion=found, retransmits_per_s=max(0.0, (then or 0.0) - (else_ or 0.0)))
+
+
+def _mean_known(values: Array64) -> float | None:
+    known = values[np.isfinite(values)]
+    return float(known.mean()) if len(known) else None

@@ -155,10 +155,11 @@ def _network(fit: Fit, seen: Observations, settings: Settings) -> Network:
 
 def _gradient_bytes(seen: Observations, settings: Settings, own_bytes: int) -> int:
     """The workload's, unless the sockets say that another model was trained."""
-    if not np.isfinite(seen.tx_bytes).any():
+    known = seen.tx_bytes[np.isfinite(seen.tx_bytes)]
+    if not len(known):
         return own_bytes
     per_byte = sent_bytes(settings.topology, seen.world_size, own_bytes) / own_bytes
-    measured = float(np.nanmedian(np.nanmean(seen.tx_bytes, axis=1))) / per_byte
+    measured = float(np.median(known)) / per_byte
     return round(measured) if abs(measured / own_bytes - 1) > OTHER_MODEL and measured >= 1 else own_bytes
 
 

@@ -22,8 +22,6 @@ class Spells(NamedTuple):
     factor: float
     mean_off_s: float
     mean_on_s: float
-    num_on: int
-    """Windows."""
 
 
 def spells(on: Flags, factors: Array64, duration_s: Array64) -> Spells | None:
@@ -51,7 +49,6 @@ def spells(on: Flags, factors: Array64, duration_s: Array64) -> Spells | None:
         factor=factor,
         mean_off_s=off_s / max(1, int(entered.sum())),
         mean_on_s=on_s / max(1, int(left.sum())),
-        num_on=int(on.sum()),
     )
 
 
