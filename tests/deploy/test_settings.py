@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from dynamix.arbitrator.learner.settings import LearnerSettings
 from dynamix.arbitrator.settings import ArbitratorSettings
 from dynamix.collector.settings import CollectorSettings
 from dynamix.reward.settings import RewardSettings
@@ -15,6 +16,7 @@ STRUCTS = {
     "collector": CollectorSettings,
     "reward": RewardSettings,
     "arbitrator": ArbitratorSettings,
+    "learner": LearnerSettings,
 }
 
 

@@ -56,7 +56,15 @@ KINDS = (
         "learner, audit",
         "an action that all ranks adopted",
     ),
-    Kind("policy", 8, messages.PolicyVersion, ("policy",), "learner", "watchers, learners", "a version of a policy exists"),
+    Kind(
+        "policy",
+        8,
+        messages.PolicyVersion,
+        ("policy",),
+        "learner",
+        "watchers, learners",
+        "a version of a policy exists",
+    ),
     Kind("dead", 9, messages.Dead, ("kind", "job"), "any service", "operators", "a message nobody could use, and why"),
     Kind("live", 10, messages.Live, ("service", "instance"), "any service", "operators", "heartbeat and counters"),
     Kind(
