@@ -27,7 +27,10 @@ PURE_CORES = {
     "collector": {"window", "probes", "proc", "trust"},
     "reward": {"terms", "formula"},
     "schemas": {"apportion", "features"},
-    "arbitrator": {"fold", "policy", "policies", "step_time", "step_time_fit", "noise_memory", "options", "signatures"},
+    "arbitrator": {
+        *("fold", "policy", "policies", "step_time", "step_time_fit", "noise_memory", "options", "signatures"),
+        *("actions", "agent", "forward", "gae", "inputs", "network", "normalisation", "policy_file", "ppo", "rollout"),
+    },
     "trainer": {"schedule", "split", "sampler", "noise", "offer", "rows", "tracking", "fast_loop"},
 }
 
