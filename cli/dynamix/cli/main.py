@@ -16,7 +16,7 @@ from typing import NamedTuple, NoReturn, Protocol, cast
 from .errors import CommandError
 
 DISTRIBUTION = "dynamix-batch"
-EXTRAS = {"rich": "cli", "matplotlib": "cli", "torch": "train"}
+EXTRAS = {"rich": "cli", "matplotlib": "cli", "torch": "train", "tensorboard": "learn"}
 """Packages that only some commands need, and the extra that brings them."""
 
 
