@@ -9,7 +9,7 @@ DATA   := .data/fashion-mnist
 CIFAR  := .data/cifar-10
 ARGS   ?=
 
-.PHONY: help venv demo data data-cifar test lint types bench format clean
+.PHONY: help venv demo data data-cifar test lint types bench results format clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -53,6 +53,9 @@ bench: venv ## overhead and bus benchmarks: a table and JSON each, into out/
 	$(BIN)/python -m bench.bus --json out/bus.json
 	$(BIN)/python -m bench.overhead --json out/overhead.json
 	$(BIN)/python -m bench.overhead --model large --json out/overhead-large.json
+
+results: venv data ## the experiments of docs/results.md, some minutes each (ARGS="--only static")
+	$(BIN)/python -m bench.results $(ARGS)
 
 format: venv ## let ruff rewrite
 	$(BIN)/ruff check --fix .

@@ -1,0 +1,77 @@
+"""Run the experiments: `python -m bench.results [--only NAME ...] [--scale reduced|full] [--jobs N]`.
+
+Each writes docs/results/NAME.json and NAME.png, and its table into docs/results.md. Runs and learned policies are kept
+in out/results: a second start goes on where the first one was killed. `reduced` takes a few minutes each on a core,
+`full` is for many cores and a long night; `smoke` only shows that everything runs, and belongs into another --output.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from .baselines import cluster_sizes, static_sizes, topologies
+from .figure import draw
+from .laboratory import SCALES, Laboratory
+from .learned import cost, other_models, other_optimizer, reward_curve
+from .result import Result, markdown, with_table
+from .rewards import published_reward, sensitivity
+
+ROOT = Path(__file__).parents[2]
+DOCUMENT = "results.md"
+
+EXPERIMENTS: dict[str, Callable[[Laboratory], Result]] = {
+    "static": static_sizes,
+    "learning": reward_curve,
+    "adam": other_optimizer,
+    "workers": cluster_sizes,
+    "transfer": other_models,
+    "sensitivity": sensitivity,
+    "topology": topologies,
+    "reward": published_reward,
+    "cost": cost,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what is asked for."""
+    options = _parser().parse_args(arguments)
+    laboratory = Laboratory(SCALES[options.scale], options.work / options.scale, jobs=options.jobs, data=options.data)
+    for name in options.only or EXPERIMENTS:
+        began_s = time.monotonic()
+        print(f"{name}: {EXPERIMENTS[name].__doc__}", flush=True)
+        write(EXPERIMENTS[name](laboratory), options.output)
+        print(f"{name}: {time.monotonic() - began_s:.0f} s", flush=True)
+    return 0
+
+
+def write(result: Result, docs: Path) -> None:
+    """Write JSON and picture, and the table into the document."""
+    directory = docs / "results"
+    directory.mkdir(parents=True, exist_ok=True)
+    text = msgspec.json.format(msgspec.json.encode(result), indent=1).decode()
+    (directory / f"{result.name}.json").write_text(text + "\n")
+    if result.panels:
+        draw(result, directory / f"{result.name}.png")
+    document = docs / DOCUMENT
+    document.write_text(with_table(document.read_text(), result.name, markdown(result)))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.results", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", action="append", choices=EXPERIMENTS, help="an experiment; may be given again")
+    parser.add_argument("--scale", choices=SCALES, default="reduced", help="(default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=2, help="processes (default: %(default)s)")
+    parser.add_argument("--data", type=Path, help="directory with the data sets (default: the usual places)")
+    parser.add_argument("--output", type=Path, default=ROOT / "docs", help="(default: docs)")
+    parser.add_argument("--work", type=Path, default=ROOT / "out" / "results", help="(default: out/results)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""Experiments without learning: static sizes, cluster sizes, topologies."""
+
+from dynamix.trainer.virtual.scenario import Network
+
+from .laboratory import Laboratory
+from .result import Cell, Curve, Panel, Result
+from .tables import COLUMNS, accuracy_panel, against, numbers
+
+STATICS = ("static@32", "static@64", "static@128")
+"""The published baselines."""
+BASE = "static@64"
+ROWS = (BASE, "random", "goodput", "rule")
+WORKER_COUNTS = (8, 16, 32, 64, 128)
+GRADIENT_BYTES = 8_000_000
+SLOW_MBIT_S = 1000.0
+"""A network on which the topology matters."""
+
+
+def static_sizes(laboratory: Laboratory) -> Result:
+    """Static 32, 64 and 128 per worker with SGD, and the default policy beside them."""
+    scenario = laboratory.image_job("image-sgd")
+    labels = [*STATICS, "rule"]
+    table = laboratory.compare([scenario], ",".join(labels))
+    rows: list[list[Cell]] = [
+        [label, *numbers(table, label, scenario), against(table, label, BASE, scenario)] for label in labels
+    ]
+    return laboratory.result(
+        "static",
+        ["policy", *COLUMNS, f"time vs {BASE}"],
+        rows,
+        panels=[accuracy_panel(table, labels, scenario)],
+        notes=laboratory.image_notes("static"),
+    )
+
+
+def cluster_sizes(laboratory: Laboratory) -> Result:
+    """8 to 128 workers of the same four speeds: what steering is worth as the cluster grows."""
+    counts = WORKER_COUNTS[:1] if laboratory.scale.name == "smoke" else WORKER_COUNTS
+    scenarios = {number: laboratory.cluster(f"n{number}", num_workers=number) for number in counts}
+    table = laboratory.compare(list(scenarios.values()), ",".join(ROWS))
+    rows: list[list[Cell]] = []
+    points: dict[str, list[tuple[float, float]]] = {label: [] for label in ROWS}
+    for number, scenario in scenarios.items():
+        for label in ROWS:
+            ratio = against(table, label, BASE, scenario)
+            rows.append([number, label, *numbers(table, label, scenario), ratio])
+            if ratio is not None:
+                points[label].append((number, ratio.value))
+    panel = Panel(
+        title=f"Time to target against {BASE}",
+        x="workers",
+        y="ratio",
+        curves=[Curve(label=label, points=found) for label, found in points.items()],
+        logarithmic=True,
+    )
+    return laboratory.result("workers", ["workers", "policy", *COLUMNS, f"time vs {BASE}"], rows, panels=[panel])
+
+
+def topologies(laboratory: Laboratory) -> Result:
+    """Ring all-reduce against parameter servers, on a network of 1 Gbit/s with gradients of 8 MB."""
+    ring = Network(bandwidth_mbit_s=SLOW_MBIT_S, gradient_bytes=GRADIENT_BYTES)
+    networks = {"ring all-reduce": ring} | {
+        f"{number} parameter server{'s' * (number > 1)}": Network(
+            topology="parameter-server",
+            num_servers=number,
+            bandwidth_mbit_s=SLOW_MBIT_S,
+            gradient_bytes=GRADIENT_BYTES,
+        )
+        for number in (1, 8)
+    }
+    scenarios = {
+        name: laboratory.cluster(
+            name.replace(" ", "-"), network=network, fixed_time_s=60.0, time_limit_s=600.0, evaluate_every_s=1.0
+        )
+        for name, network in networks.items()
+    }
+    table = laboratory.compare(list(scenarios.values()), ",".join(ROWS))
+    rows: list[list[Cell]] = [
+        [name, label, *numbers(table, label, scenario), against(table, label, BASE, scenario)]
+        for name, scenario in scenarios.items()
+        for label in ROWS
+    ]
+    panels = [accuracy_panel(table, list(ROWS), scenario) for scenario in scenarios.values()]
+    return laboratory.result("topology", ["network", "policy", *COLUMNS, f"time vs {BASE}"], rows, panels=panels)

@@ -1,0 +1,160 @@
+"""What all experiments share: runs that are kept, policies that are learned once, and how much of each."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from dynamix.lab.contenders import Contender, parse_contenders
+from dynamix.lab.evaluation import Progress, fill, plan
+from dynamix.lab.learning import LearningPlan, Update, learn, plan_named
+from dynamix.lab.provenance import code_digest, versions
+from dynamix.lab.runs import Ledger
+from dynamix.lab.suite import Suite
+from dynamix.lab.table import Table
+from dynamix.lab.tuned import Tuned
+from dynamix.trainer.virtual.scenario import Scenario
+
+from .clusters import mixed
+from .result import Cell, Result
+
+ScaleName = Literal["smoke", "reduced", "full"]
+
+
+class Scale(msgspec.Struct, frozen=True, kw_only=True):
+    """How much is run."""
+
+    name: ScaleName
+    num_seeds: int
+    num_policy_seeds: int
+    num_episodes: int
+    """Of each learning."""
+
+
+SCALES: Mapping[str, Scale] = {
+    scale.name: scale
+    for scale in (
+        Scale(name="smoke", num_seeds=2, num_policy_seeds=1, num_episodes=2),
+        Scale(name="reduced", num_seeds=6, num_policy_seeds=3, num_episodes=20),
+        Scale(name="full", num_seeds=12, num_policy_seeds=5, num_episodes=120),
+    )
+}
+"""`smoke` only shows that an experiment runs; `reduced` takes minutes on a core each; `full` hours, or a GPU."""
+
+
+IMAGE_JOB = {
+    "workload": "cifar10-vgg11",
+    "target_accuracy": 0.75,
+    "fixed_time_s": 300.0,
+    "time_limit_s": 3000.0,
+    "evaluate_every_s": 10.0,
+}
+STAND_IN = {"workload": "fashion-14-cnn", "target_accuracy": 0.8, "time_limit_s": 60.0}
+STAND_IN_NOTE = (
+    "Reduced: the small CNN on 14 x 14 Fashion-MNIST stands in for VGG11 on CIFAR-10, whose step takes seconds on a "
+    "core. The full one: `python -m bench.results --only {name} --scale full`; as a real job on GPUs: `dynamix train "
+    "--nproc-per-node 8 examples/ddp_workload.py --workload cifar10-vgg11`."
+)
+SMOKE = {
+    "workload": "fashion-14-mlp",
+    "num_train_samples": 2000,
+    "evaluation_samples": 500,
+    "target_accuracy": 0.8,
+    "fixed_time_s": 1.0,
+    "time_limit_s": 6.0,
+    "evaluate_every_s": 0.25,
+}
+
+
+class Learned(msgspec.Struct, frozen=True, kw_only=True):
+    """A policy that was learned, with the course of its learning."""
+
+    path: str
+    history: list[Update]
+
+    @property
+    def elapsed_s(self) -> float:
+        """Wall-clock time of the learning."""
+        return self.history[-1].elapsed_s
+
+    @property
+    def virtual_s(self) -> float:
+        """Time that the virtual clusters spent in its episodes."""
+        return sum(sum(update.times_s) for update in self.history)
+
+
+class Laboratory:
+    """Runs episodes and learns policies; what was done before is not done again."""
+
+    def __init__(self, scale: Scale, directory: Path, *, jobs: int = 1, data: Path | None = None) -> None:
+        self.scale = scale
+        self.seeds = list(range(scale.num_seeds))
+        self.policy_seeds = list(range(scale.num_policy_seeds))
+        self._directory = directory
+        self._jobs = jobs
+        self._data = data
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def cluster(self, name: str, **changes: Any) -> Scenario:
+        """A mixed cluster; a tiny job on it where only to show that an experiment runs."""
+        return mixed(name, **(changes | (SMOKE if self.scale.name == "smoke" else {})))
+
+    def image_job(self, name: str, **changes: Any) -> Scenario:
+        """The paper's first workload, VGG11 on CIFAR-10, or what stands in for it."""
+        return self.cluster(name, **(IMAGE_JOB if self.scale.name == "full" else STAND_IN), **changes)
+
+    def image_notes(self, name: str) -> list[str]:
+        """What stands in for what in an experiment with the image job."""
+        return [] if self.scale.name == "full" else [STAND_IN_NOTE.format(name=name)]
+
+    def compare(
+        self, scenarios: Sequence[Scenario], rows: str, files: Mapping[str, Sequence[str]] | None = None
+    ) -> Table:
+        """Run rows in scenarios under all seeds; `files` names those of learned policies."""
+        contenders: Sequence[Contender] = parse_contenders(rows, files)
+        cells = plan(Suite(name="results", scenarios=tuple(scenarios)), contenders, self.seeds, Tuned())
+        with Ledger(self._directory / "runs.jsonl") as ledger:
+            fill(cells, ledger, jobs=self._jobs, data=self._data, on_progress=_say)
+            return Table(scenarios, cells, ledger)
+
+    def learned(self, policy: str, scenarios: Sequence[Scenario], **changes: Any) -> list[Learned]:
+        """A policy learned on scenarios, once per policy seed; a killed learning goes on where it was."""
+        sized = {"num_episodes": self.scale.num_episodes} | changes
+        sized["validate_every"] = sized["num_episodes"]  # validation steers nothing here: the last version counts
+        return [
+            self._learned(plan_named(policy, tuple(scenarios), seed=seed, num_score_seeds=1, select="last", **sized))
+            for seed in self.policy_seeds
+        ]
+
+    def result(
+        self, name: str, columns: list[str], rows: list[list[Cell]], *, learned: bool = False, **more: Any
+    ) -> Result:
+        """A result with its origin."""
+        return Result(
+            name=name,
+            command=f"python -m bench.results --only {name} --scale {self.scale.name}",
+            scale=self.scale.name,
+            seeds=self.seeds,
+            policy_seeds=self.policy_seeds if learned else [],
+            columns=columns,
+            rows=rows,
+            code=code_digest(),
+            versions=versions(),
+            **more,
+        )
+
+    def _learned(self, plan_: LearningPlan) -> Learned:
+        stem = self._directory / f"{plan_.policy}-{plan_.digest[:12]}-{code_digest()[:12]}"
+        path, history = stem.with_suffix(".safetensors"), stem.with_suffix(".history.json")
+        if not (path.exists() and history.exists()):
+            print(f"learning {stem.name}: {plan_.num_episodes} episodes", flush=True)
+            done = learn(plan_, num_workers=self._jobs, checkpoint=stem.with_suffix(".checkpoint"), data=self._data)
+            done.file.write(path)
+            history.write_bytes(msgspec.json.encode(done.history))
+        return Learned(path=str(path), history=msgspec.json.decode(history.read_bytes(), type=list[Update]))
+
+
+def _say(progress: Progress) -> None:
+    if progress.num_done % 20 == 0 or progress.num_done == progress.num_total:
+        print(f"  {progress.num_done}/{progress.num_total} runs, newest: {progress.newest}", flush=True)

@@ -1,0 +1,183 @@
+"""Experiments with learned policies: the curve of the reward, another optimizer, another model, the cost."""
+
+import statistics
+from collections.abc import Sequence
+
+from dynamix.lab.learning import Update
+from dynamix.trainer.virtual.scenario import Scenario
+
+from .laboratory import Laboratory, Learned
+from .result import Cell, Curve, Panel, Result, mean_of
+from .tables import COLUMNS, against, numbers
+
+PAPER = "ppo-paper"
+OURS = "ppo"
+BASE = "static@64"
+FIRST_EPISODES = 5
+"""The paper shows five; it says that the cumulative reward settles by about episode 15."""
+RIVALS = (BASE, "static@32", "static@128", "random", "rule")
+OUR_EPISODES_RATIO = 8
+"""Episodes of ours per episode of the paper's, and per update: as many updates."""
+TRANSFER_COLUMNS = ["job", "policy", *COLUMNS, f"time vs {BASE}"]
+REDUCED_TRANSFER = (
+    "Reduced: learned on the 14 x 14 MLP, and the 28 x 28 MLP stands for the other depth; `--scale full` learns on "
+    "ResNet-20 and moves to ResNet-32."
+)
+ADAM = {"optimizer": "adam", "learning_rate": 0.002}
+
+
+def reward_curve(laboratory: Laboratory) -> Result:
+    """Episodes of learning by the published method with the published reward, one curve per learning seed."""
+    learned = _on_images(laboratory)
+    rows: list[list[Cell]] = [
+        [
+            seed,
+            len(run.history),
+            statistics.fmean(update.mean_return for update in run.history[:FIRST_EPISODES]),
+            statistics.fmean(update.mean_return for update in run.history[-FIRST_EPISODES:]),
+            statistics.fmean(_time_s(update) for update in run.history[:FIRST_EPISODES]),
+            statistics.fmean(_time_s(update) for update in run.history[-FIRST_EPISODES:]),
+        ]
+        for seed, run in zip(laboratory.policy_seeds, learned, strict=True)
+    ]
+    columns = [
+        "learning seed",
+        "episodes",
+        "return, first 5",
+        "return, last 5",
+        "time to target, first 5, s",
+        "last 5, s",
+    ]
+    panels = [
+        _history_panel(laboratory, learned, "Cumulative reward of an episode", "return"),
+        _history_panel(laboratory, learned, "Time to target of an episode", "virtual time [s]"),
+    ]
+    return laboratory.result(
+        "learning", columns, rows, learned=True, panels=panels, notes=laboratory.image_notes("learning")
+    )
+
+
+def other_optimizer(laboratory: Laboratory) -> Result:
+    """The policy learned with SGD, unchanged, on the same job with Adam."""
+    learned = _on_images(laboratory)
+    scenarios = {
+        "SGD, as learned": laboratory.image_job("image-sgd"),
+        "Adam, unchanged": laboratory.image_job("image-adam", **ADAM),
+    }
+    rows = _transferred(laboratory, scenarios, {PAPER: learned})
+    notes = laboratory.image_notes("adam")
+    return laboratory.result("adam", TRANSFER_COLUMNS, rows, learned=True, notes=notes)
+
+
+def other_models(laboratory: Laboratory) -> Result:
+    """Policies learned on one model, unchanged, on a deeper or wider one and on a Transformer."""
+    full = laboratory.scale.name == "full"
+    home = {"workload": "cifar10-resnet20"} if full else {}
+    other = {"workload": "cifar10-resnet32"} if full else {"workload": "fashion-28-mlp"}
+    images = {"target_accuracy": 0.75, "time_limit_s": 3000.0, "fixed_time_s": 300.0} if full else {}
+    text = {
+        "workload": "text-transformer",
+        "optimizer": "adamw",
+        "learning_rate": 0.003,
+        "base_global_batch_size": 256,
+        "initial_local_batch_size": 32,
+        "target_accuracy": 0.2,
+        "time_limit_s": 20.0,
+        "evaluation_samples": 500,
+        "noise_every": 10,
+    }
+    scenarios = {
+        "as learned": laboratory.cluster("home", **home, **images),
+        "ResNet-32" if full else "28 x 28 MLP": laboratory.cluster("other-image", **other, **images),
+        "Transformer": laboratory.cluster("text", **text),
+    }
+    home_scenario = scenarios["as learned"]
+    learned = _both(laboratory, home_scenario)
+    notes = [] if full else [REDUCED_TRANSFER]
+    return laboratory.result(
+        "transfer", TRANSFER_COLUMNS, _transferred(laboratory, scenarios, learned), learned=True, notes=notes
+    )
+
+
+def cost(laboratory: Laboratory) -> Result:
+    """What learning costs, and how many runs must be steered until it has paid."""
+    scenario = laboratory.cluster("home")
+    learned = _both(laboratory, scenario)
+    files = {name: [run.path for run in runs] for name, runs in learned.items()}
+    table = laboratory.compare([scenario], ",".join(("rule", *learned)), files)
+    rule_s = statistics.fmean(table.times("rule", [scenario.family]).ravel())
+    rows: list[list[Cell]] = []
+    for name, runs in learned.items():
+        own_s = statistics.fmean(table.times(name, [scenario.family]).ravel())
+        virtual_s = statistics.fmean(run.virtual_s for run in runs)
+        rows.append(
+            [
+                name,
+                runs[0].history[-1].num_episodes,
+                mean_of([run.elapsed_s for run in runs]),
+                mean_of([run.elapsed_s / run.history[-1].num_episodes for run in runs]),
+                virtual_s,
+                virtual_s / rule_s,
+                own_s - rule_s,
+                "never" if own_s >= rule_s else virtual_s / (rule_s - own_s),
+            ]
+        )
+    columns = [
+        "policy",
+        "episodes",
+        "wall clock, s",
+        "per episode, s",
+        "cluster time, s",
+        "in runs of rule",
+        "saved per run vs rule, s (negative: saved)",
+        "runs until it has paid",
+    ]
+    note = (
+        "Wall clock: the one figure here that depends on the machine. Cluster time: what the episodes would have "
+        "taken on the virtual cluster itself. `rule` needs no learning."
+    )
+    return laboratory.result("cost", columns, rows, learned=True, notes=[note])
+
+
+def _both(laboratory: Laboratory, scenario: Scenario) -> dict[str, list[Learned]]:
+    """The paper's policy, and ours, which learns from more episodes, several at a time."""
+    num_episodes = OUR_EPISODES_RATIO * laboratory.scale.num_episodes
+    ours = laboratory.learned(OURS, [scenario], num_episodes=num_episodes, episodes_per_update=OUR_EPISODES_RATIO)
+    return {PAPER: laboratory.learned(PAPER, [scenario]), OURS: ours}
+
+
+def _on_images(laboratory: Laboratory) -> list[Learned]:
+    return laboratory.learned(PAPER, [laboratory.image_job("image-sgd")])
+
+
+def _transferred(
+    laboratory: Laboratory, scenarios: dict[str, Scenario], learned: dict[str, list[Learned]]
+) -> list[list[Cell]]:
+    """Rows of learned policies and rivals in several jobs, against static 64 in each."""
+    files = {policy: [run.path for run in runs] for policy, runs in learned.items()}
+    labels = [*learned, *RIVALS]
+    table = laboratory.compare(list(scenarios.values()), ",".join(labels), files)
+    return [
+        [title, label, *numbers(table, label, scenario), against(table, label, BASE, scenario)]
+        for title, scenario in scenarios.items()
+        for label in labels
+    ]
+
+
+def _time_s(update: Update) -> float:
+    """Mean time to target of the update's episodes."""
+    return statistics.fmean(update.times_s)
+
+
+def _history_panel(laboratory: Laboratory, learned: Sequence[Learned], title: str, y: str) -> Panel:
+    def number(update: Update) -> float:
+        return update.mean_return if y == "return" else _time_s(update)
+
+    curves = [
+        Curve(
+            label=f"learning seed {seed}",
+            points=[(float(update.num_episodes), number(update)) for update in run.history],
+        )
+        for seed, run in zip(laboratory.policy_seeds, learned, strict=True)
+    ]
+    return Panel(title=title, x="episode", y=y, curves=curves)

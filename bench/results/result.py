@@ -1,0 +1,142 @@
+"""What an experiment found: a table, curves, and how it was found; as JSON and as the table of docs/results.md."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from dynamix.lab.scores import Ratio, student_quantile
+
+NOT_RUN = "Not run yet."
+
+
+class Estimate(msgspec.Struct, frozen=True, kw_only=True):
+    """A number with its spread over seeds: a 95 % interval, `None` where there was one seed."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+
+Cell = Estimate | str | int | float | None
+
+
+class Curve(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the figure."""
+
+    label: str
+    points: list[tuple[float, float]]
+
+
+class Panel(msgspec.Struct, frozen=True, kw_only=True):
+    """One part of the figure."""
+
+    title: str
+    x: str
+    y: str
+    curves: list[Curve]
+    logarithmic: bool = False
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """One experiment, as docs/results/NAME.json holds it."""
+
+    name: str
+    command: str
+    scale: str
+    seeds: list[int]
+    policy_seeds: list[int] = []
+    """Of the learning, where something was learned."""
+    columns: list[str]
+    rows: list[list[Cell]]
+    panels: list[Panel] = []
+    notes: list[str] = []
+    """What a reader must know of this run: what stands in for what, what was left out."""
+    code: str
+    versions: dict[str, str]
+
+
+def mean_of(values: Sequence[float]) -> Estimate:
+    """Mean with Student's 95 % interval."""
+    mean = statistics.fmean(values)
+    if len(values) < 2:
+        return Estimate(value=mean)
+    half = student_quantile(0.975, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    return Estimate(value=mean, low=mean - half, high=mean + half)
+
+
+def estimate_of(ratio: Ratio | None) -> Estimate | None:
+    """A paired ratio as a cell."""
+    return None if ratio is None else Estimate(value=ratio.ratio, low=ratio.low, high=ratio.high)
+
+
+def read_result(path: Path) -> Result:
+    """The result in a JSON file.
+
+    Raises:
+        ValueError: when it is no result.
+    """
+    return msgspec.json.decode(path.read_bytes(), type=Result)
+
+
+def markdown(result: Result) -> str:
+    """The part of docs/results.md: the table, the seeds, the command, the notes."""
+    lines = [f"| {' | '.join(result.columns)} |", f"|{'---|' * len(result.columns)}"]
+    lines += [f"| {' | '.join(map(_text, row))} |" for row in result.rows]
+    learned = f", learning seeds {_list(result.policy_seeds)}" if result.policy_seeds else ""
+    lines += ["", f"Seeds {_list(result.seeds)}{learned}; brackets: 95 % interval. `{result.command}`"]
+    lines += [line for note in result.notes for line in ("", note)]
+    if result.panels:
+        lines += ["", f"![{result.name}](results/{result.name}.png)"]
+    return "\n".join(lines)
+
+
+def with_table(document: str, name: str, table: str) -> str:
+    """The document with the table of one experiment between its markers.
+
+    Raises:
+        ValueError: when the document has no markers of that name.
+    """
+    begin, end = markers(name)
+    before, found, rest = document.partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not found or not found_end:
+        raise ValueError(f"docs/results.md has no place for {name!r}: it needs the lines {begin} and {end}")
+    return f"{before}{begin}\n{table}\n{end}{after}"
+
+
+def table_in(document: str, name: str) -> str:
+    """What stands between the markers of one experiment."""
+    begin, end = markers(name)
+    return document.partition(begin)[2].partition(end)[0].strip("\n")
+
+
+def markers(name: str) -> tuple[str, str]:
+    """The lines around the table of an experiment."""
+    return f"<!-- {name}: made by `make results` -->", f"<!-- end of {name} -->"
+
+
+def _list(numbers: Sequence[int]) -> str:
+    first, last = min(numbers), max(numbers)
+    if list(numbers) == list(range(first, last + 1)) and len(numbers) > 2:
+        return f"{first} to {last}"
+    return ", ".join(map(str, numbers))
+
+
+def _text(cell: Cell) -> str:
+    if isinstance(cell, Estimate):
+        spread = "" if cell.low is None or cell.high is None else f" [{_number(cell.low)}, {_number(cell.high)}]"
+        return _number(cell.value) + spread
+    if cell is None:
+        return "-"
+    return _number(cell) if isinstance(cell, float) else str(cell)
+
+
+def _number(value: float) -> str:
+    """Three significant digits, without an exponent."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    digits = max(0, 2 - math.floor(math.log10(abs(value))))
+    return f"{value:.{digits}f}"

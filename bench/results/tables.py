@@ -1,0 +1,43 @@
+"""Rows and curves that several experiments share."""
+
+import numpy as np
+
+from dynamix.lab import scores
+from dynamix.lab.figure import CURVE_POINTS, mean_curve
+from dynamix.lab.table import Table
+from dynamix.trainer.virtual.scenario import Scenario
+
+from .result import Cell, Curve, Estimate, Panel, estimate_of, mean_of
+
+COLUMNS = ["median time to target, s", "missed", "accuracy at fixed time", "test accuracy", "mean local batch"]
+
+
+def numbers(table: Table, label: str, scenario: Scenario) -> list[Cell]:
+    """The cells of `COLUMNS` for a contender in a scenario."""
+    families = [scenario.family]
+    outcomes = table.outcomes(label, families)
+    at_fixed_time = [run.accuracy_at_fixed_time for run in outcomes if run.accuracy_at_fixed_time is not None]
+    sizes = [run.samples_seen / run.num_steps / scenario.world_size for run in outcomes]
+    return [
+        scores.median(table.times(label, families)),
+        f"{table.num_misses(label, families)} of {len(outcomes)}",
+        mean_of(at_fixed_time) if at_fixed_time else None,
+        mean_of([run.test_accuracy for run in outcomes]),
+        float(np.mean(sizes)),
+    ]
+
+
+def against(table: Table, label: str, base: str, scenario: Scenario) -> Estimate | None:
+    """Time to target of a contender over that of another, in pairs."""
+    return estimate_of(table.ratio(label, base, [scenario.family]))
+
+
+def accuracy_panel(table: Table, labels: list[str], scenario: Scenario) -> Panel:
+    """Mean validation accuracy over virtual time."""
+    curves = []
+    for label in labels:
+        runs = [curve for curve in table.curves(label, scenario.name) if curve]
+        times_s = np.linspace(0, max(curve[-1][0] for curve in runs), CURVE_POINTS)
+        points = zip(times_s.tolist(), mean_curve(runs, times_s).tolist(), strict=True)
+        curves.append(Curve(label=label, points=list(points)))
+    return Panel(title=f"{scenario.name}: validation accuracy", x="virtual time [s]", y="accuracy", curves=curves)

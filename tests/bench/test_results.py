@@ -1,0 +1,94 @@
+"""docs/results.md says what the experiments' JSON says, and every experiment runs."""
+
+import re
+from pathlib import Path
+
+import matplotlib.image
+import pytest
+from bench.results.__main__ import EXPERIMENTS, main
+from bench.results.result import (
+    NOT_RUN,
+    Estimate,
+    Result,
+    markdown,
+    mean_of,
+    read_result,
+    table_in,
+    with_table,
+)
+
+DOCS = Path(__file__).parents[2] / "docs"
+EMPTY = "\n".join(f"<!-- {name}: made by `make results` -->\n{NOT_RUN}\n<!-- end of {name} -->" for name in EXPERIMENTS)
+
+
+def made(rows: list[list[Estimate | str | int | float | None]], columns: list[str]) -> Result:
+    return Result(
+        name="static",
+        command="python -m bench.results --only static",
+        scale="reduced",
+        seeds=[0, 1, 2],
+        policy_seeds=[0, 5],
+        columns=columns,
+        rows=rows,
+        notes=["A note."],
+        code="",
+        versions={},
+    )
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_the_page_holds_the_table_that_the_json_makes(name: str) -> None:
+    path = DOCS / "results" / f"{name}.json"
+    expected = markdown(read_result(path)) if path.exists() else NOT_RUN
+    assert table_in((DOCS / "results.md").read_text(), name) == expected
+
+
+def test_a_result_is_a_table_with_its_seeds_command_and_notes() -> None:
+    rows: list[list[Estimate | str | int | float | None]] = [
+        ["static@64", 7, 12.345, Estimate(value=0.5, low=0.4567, high=0.61), None],
+        ["rule", 0, 1234.5, Estimate(value=2.0), "0 of 3"],
+    ]
+    assert markdown(made(rows, ["policy", "missed", "s", "ratio", "more"])).splitlines() == [
+        "| policy | missed | s | ratio | more |",
+        "|---|---|---|---|---|",
+        "| static@64 | 7 | 12.3 | 0.500 [0.457, 0.610] | - |",
+        "| rule | 0 | 1234 | 2.00 | 0 of 3 |",
+        "",
+        "Seeds 0 to 2, learning seeds 0, 5; brackets: 95 % interval. `python -m bench.results --only static`",
+        "",
+        "A note.",
+    ]
+
+
+def test_a_mean_has_students_interval() -> None:
+    found = mean_of([1.0, 2.0, 3.0])  # standard error 1 / sqrt(3), t(2) = 4.303
+    assert found.value == 2.0
+    assert found.low == pytest.approx(2.0 - 4.303 / 3**0.5, abs=1e-3)
+    assert mean_of([4.0]) == Estimate(value=4.0)
+
+
+def test_a_table_goes_between_its_own_markers_and_twice_is_once() -> None:
+    once = with_table(EMPTY, "adam", "| a |")
+    assert table_in(once, "adam") == "| a |"
+    assert table_in(once, "static") == NOT_RUN
+    assert with_table(once, "adam", "| a |") == once
+    with pytest.raises(ValueError, match="no place for 'weather'"):
+        with_table(EMPTY, "weather", "")
+
+
+def test_an_experiment_runs_and_writes_its_table_numbers_and_picture(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "results.md").write_text(EMPTY)
+    places = ["--output", str(tmp_path / "docs"), "--work", str(tmp_path / "work")]
+    assert main(["--only", "static", "--only", "learning", "--scale", "smoke", "--jobs", "1", *places]) == 0
+    page = (tmp_path / "docs" / "results.md").read_text()
+    static = read_result(tmp_path / "docs" / "results" / "static.json")
+    assert [row[0] for row in static.rows] == ["static@32", "static@64", "static@128", "rule"]
+    assert static.rows[1][-1] == Estimate(value=1.0, low=1.0, high=1.0)
+    learning = read_result(tmp_path / "docs" / "results" / "learning.json")
+    assert [len(curve.points) for curve in learning.panels[0].curves] == [2]
+    for name, result in (("static", static), ("learning", learning)):
+        assert table_in(page, name) == markdown(result)
+        pixels = matplotlib.image.imread(tmp_path / "docs" / "results" / f"{name}.png")
+        assert pixels.std() > 0.05
+    assert len(re.findall(NOT_RUN, page)) == len(EXPERIMENTS) - 2
