@@ -37,7 +37,7 @@ class ToyCluster:
     def balanced(self, total: float, job: Job) -> Array64:
         """Real sizes of equal compute times within the bounds, by bisection on the time."""
         low, high = 0.0, 1e6
-        for _ in range(100):
+        for _ in range(50):
             middle = (low + high) / 2
             sizes = self._clipped(middle, job)
             low, high = (middle, high) if sizes.sum() < total else (low, middle)
@@ -45,7 +45,7 @@ class ToyCluster:
 
     def best(self, job: Job, multiplier: float = 2.0) -> float:
         """The B of the greatest B / (B + multiplier * noise) / T(B), by brute force."""
-        totals = np.geomspace(job.min_local_batch_size * job.world_size, sum(job.max_local_batch_sizes), 2000)
+        totals = np.geomspace(job.min_local_batch_size * job.world_size, sum(job.max_local_batch_sizes), 300)
         noise = multiplier * self.noise_scale
         return float(max(totals, key=lambda b: b / (b + noise) / self.step_time_s(self.balanced(b, job))))
 

@@ -19,7 +19,7 @@ class NoiseMemory(NamedTuple):
 
     def observe(self, noise_scale: float) -> "NoiseMemory":
         """The memory after a window whose B_noise is NaN when masked."""
-        if noise_scale > 0:
+        if 0 < noise_scale < math.inf:
             return NoiseMemory(noise_scale)
         return self._replace(num_masked=self.num_masked + 1)
 
@@ -39,4 +39,7 @@ class NoiseMemory(NamedTuple):
     @classmethod
     def unpack(cls, packed: bytes) -> "NoiseMemory":
         """What `pack` gave; empty from anything else."""
-        return cls(*_PACKED.unpack(packed)) if len(packed) == PACKED_BYTES else cls()
+        if len(packed) != PACKED_BYTES:
+            return cls()
+        last_known, num_masked = _PACKED.unpack(packed)
+        return cls(last_known, num_masked) if 0 < last_known < math.inf else cls()

@@ -40,6 +40,8 @@ _PRIOR = 0.01
 """Weight of "no overhead, no overlap", as squared relative changes: one change by 10 % equals it."""
 _MAX_OVERHEAD = 0.8
 """Greatest share of the shortest compute time that is believed to be overhead."""
+_BELIEVED = (1e-9, 1e12)
+"""Seconds and samples outside are no measurements."""
 _SLOPE_LOW, _SLOPE_HIGH = -0.9, 0.4
 
 _SCALARS = struct.Struct("<9d")
@@ -64,9 +66,12 @@ class Window(NamedTuple):
 
 def window_of(job: Job, obs_WF: Array32) -> Window:
     """The measurements in a policy's observation."""
-    num_samples, compute_s, sync_s = (column(obs_WF, name) for name in ("num_samples", "compute_time_s", "sync_time_s"))
-    usable = (num_samples > 0) & (compute_s > 0) & (column(obs_WF, "age_windows") == 0)
-    rest_s = np.maximum(column(obs_WF, "step_time_s") - compute_s - sync_s, 0.0)
+    num_samples, compute_s, step_s = (
+        _believed(obs_WF, name) for name in ("num_samples", "compute_time_s", "step_time_s")
+    )
+    sync_s = np.where(column(obs_WF, "sync_time_s") == 0, 0.0, _believed(obs_WF, "sync_time_s"))
+    usable = np.isfinite(num_samples) & np.isfinite(compute_s) & (column(obs_WF, "age_windows") == 0)
+    rest_s = np.maximum(step_s - compute_s - sync_s, 0.0)
     return Window(
         samples_W=np.where(usable, num_samples / job.window_steps, np.nan),
         compute_W=np.where(usable, compute_s, np.nan),
@@ -234,6 +239,12 @@ def _slope(sums: tuple[float, float], prior: float, low: float, high: float) -> 
 
 def _filtered_number(old: float, new: float, jump: float, smoothing: float) -> float:
     return float(filtered(np.array([old]), np.array([new]), jump, smoothing)[0])
+
+
+def _believed(obs_WF: Array32, name: str) -> Array64:
+    """A column, with NaN for what no rank can have measured: squares of it must not leave the range of a float32."""
+    values = column(obs_WF, name)
+    return np.where((values > _BELIEVED[0]) & (values < _BELIEVED[1]), values, np.nan)
 
 
 def _relative(old: float, new: float) -> float:

@@ -18,6 +18,9 @@ from .sizing import by_speed, clamp_total, scaled
 LOSS_SMOOTHING = 0.2
 """Weight of the newest window in the average of the loss that is watched for stalls."""
 
+MAX_DOUBLINGS = 30
+"""More would leave every bound."""
+
 _HEAD = struct.Struct("<dIddI")
 
 
@@ -33,7 +36,7 @@ class _Schedule(NamedTuple):
     """Windows since the averaged loss was last better than the best by `min_improvement`."""
 
     def observe(self, samples: float, loss: float, min_improvement: float) -> "_Schedule":
-        seen = self._replace(samples=self.samples + (samples if samples > 0 else 0.0))
+        seen = self._replace(samples=self.samples + (round(samples) if 0 < samples < math.inf else 0))
         if math.isnan(loss):
             return seen
         average = loss if math.isnan(self.loss) else (1 - LOSS_SMOOTHING) * self.loss + LOSS_SMOOTHING * loss
@@ -55,7 +58,7 @@ class Doubling:
             "every_samples": Option(0, 0, 1e12, "double after so many samples; 0: when the loss stalls"),
             "patience_windows": Option(20, 1, 1e6, "windows without improvement that make a stall", whole=True),
             "min_improvement": Option(0.01, 0, 1, "relative fall of the averaged loss that counts as one"),
-            "max_doublings": Option(6, 0, 30, "doublings at most", whole=True),
+            "max_doublings": Option(6, 0, MAX_DOUBLINGS, "doublings at most", whole=True),
             "proportional": switch(0, "1: divide B by measured speed; 0: as the initial sizes are"),
             "track": track(0),
         }
@@ -85,7 +88,7 @@ class Doubling:
 
     def _sizes(self, job: Job, schedule: _Schedule, fit: StepTimeFit, current: tuple[int, ...]) -> tuple[int, ...]:
         initial = job.initial_local_batch_sizes
-        total = clamp_total(job, sum(initial) * 2.0**schedule.num_doublings)
+        total = clamp_total(job, sum(initial) * 2 ** min(schedule.num_doublings, MAX_DOUBLINGS))
         if option(self.options, job, "proportional") == 1:
             return by_speed(job, total, fit.model(job), current)
         return scaled(job, total, initial)
@@ -94,4 +97,5 @@ class Doubling:
 def _unpack(carry: bytes, world_size: int) -> tuple[_Schedule, StepTimeFit]:
     if len(carry) < _HEAD.size:
         return _Schedule(), StepTimeFit.empty(world_size)
-    return _Schedule(*_HEAD.unpack_from(carry)), StepTimeFit.unpack(carry[_HEAD.size :], world_size)
+    schedule = _Schedule(*_HEAD.unpack_from(carry))
+    return schedule, StepTimeFit.unpack(carry[_HEAD.size :], world_size)

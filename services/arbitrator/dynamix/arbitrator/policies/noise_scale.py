@@ -48,5 +48,5 @@ class NoiseScale:
         if math.isnan(noise_scale):
             return clamp_total(job, current)
         pace = _PACE._replace(max_change=option(self.options, job, "max_change"))
-        target = max(option(self.options, job, "multiplier") * noise_scale, 1.0)
-        return clamp_total(job, pace.step(max(current, 1), clamp_total(job, target)))
+        target = clamp_total(job, option(self.options, job, "multiplier") * noise_scale)
+        return clamp_total(job, pace.step(max(current, 1), max(target, 1)))

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dynamix.arbitrator.options import Option, Options, option, split_of, track
-from dynamix.arbitrator.policy import Array32, Array64, Decision, column, decided_sizes
+from dynamix.arbitrator.policy import Array32, Array64, Decision, decided_sizes
+from dynamix.arbitrator.step_time_fit import window_of
 from dynamix.schemas.apportion import apportion
 from dynamix.schemas.messages import Job
 
@@ -58,12 +59,8 @@ def _split(job: Job, current: tuple[int, ...], throughput: Array64) -> tuple[int
 
 def _measured(job: Job, obs_WF: Array32) -> Array64:
     """Samples per second of compute in the window; NaN for a stale row and for a rank that had no samples."""
-    compute_time_s = column(obs_WF, "compute_time_s") * job.window_steps
-    num_samples = column(obs_WF, "num_samples")
-    usable = (num_samples > 0) & (compute_time_s > 0) & (column(obs_WF, "age_windows") == 0)
-    throughput = np.full(job.world_size, np.nan)
-    np.divide(num_samples, compute_time_s, out=throughput, where=usable)
-    return throughput
+    window = window_of(job, obs_WF)
+    return window.samples_W / window.compute_W
 
 
 def _smooth(previous: Array64, measured: Array64, weight: float) -> Array64:
@@ -82,4 +79,5 @@ def _step_time_s(sizes: tuple[int, ...], throughput: Array64) -> float:
 def _unpack(carry: bytes, world_size: int) -> npt.NDArray[np.float64]:
     if len(carry) != 4 * world_size:
         return np.full(world_size, np.nan)
-    return np.frombuffer(carry, dtype="<f4").astype(np.float64)
+    throughput = np.frombuffer(carry, dtype="<f4").astype(np.float64)
+    return np.where((throughput > 0) & np.isfinite(throughput), throughput, np.nan)

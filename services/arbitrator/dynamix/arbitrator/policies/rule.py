@@ -38,10 +38,10 @@ class _Memory(NamedTuple):
     @classmethod
     def unpack(cls, job: Job, carry: bytes) -> "_Memory":
         head = _GLOBAL_BATCH.size
-        if len(carry) < head + PACKED_BYTES:
-            return cls(sum(job.initial_local_batch_sizes), NoiseMemory(), StepTimeFit.empty(job.world_size))
         noise, fit = carry[head : head + PACKED_BYTES], carry[head + PACKED_BYTES :]
-        (global_batch_size,) = _GLOBAL_BATCH.unpack_from(carry)
+        global_batch_size = _GLOBAL_BATCH.unpack_from(carry)[0] if len(carry) >= head else math.nan
+        if not 0 < global_batch_size < math.inf:
+            global_batch_size = float(sum(job.initial_local_batch_sizes))
         return cls(global_batch_size, NoiseMemory.unpack(noise), StepTimeFit.unpack(fit, job.world_size))
 
 

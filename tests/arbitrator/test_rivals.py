@@ -1,0 +1,142 @@
+"""The field's controllers, each held to its published formula on a cluster whose numbers are known."""
+
+import numpy as np
+import pytest
+from tests.support import made
+from tests.support.toy_cluster import ToyCluster
+
+from dynamix.arbitrator.policies import POLICIES
+from dynamix.arbitrator.policies.goodput import NUM_CANDIDATES, goodput
+from dynamix.arbitrator.policy import Array32, Decision
+from dynamix.schemas.features import GLOBAL_FEATURES, GLOBAL_INDEX
+from dynamix.schemas.messages import Job
+
+RATES = np.array([3000.0, 3000.0, 1000.0, 1000.0])
+
+
+def job_of(policy: str, **options: float) -> Job:
+    nodes = {"node-a": (0, 1, 2, 3)}
+    return made.job(nodes, policy=policy, policy_options=options, min_local_batch_size=8)
+
+
+def run(policy: str, cluster: ToyCluster, windows: int = 30, **options: float) -> list[Decision]:
+    return cluster.run(POLICIES[policy], job_of(policy, **options), windows)
+
+
+def test_goodput_is_throughput_times_adaptdls_efficiency() -> None:
+    """By hand: B = 300 in 0.1 s, B_noise = 100, B_0 = 100: scale 3, gain (1 + 1) / (1/3 + 1) = 1.5, efficiency 0.5."""
+    assert goodput(np.array([300.0]), np.array([0.1]), 100.0, 100)[0] == pytest.approx(3000 * 0.5)
+
+
+@pytest.mark.parametrize("noise_scale", [100.0, 1000.0, 20_000.0])
+def test_goodput_settles_within_its_hysteresis_of_the_best_candidate(noise_scale: float) -> None:
+    cluster = ToyCluster(RATES, communication_s=0.02, noise_scale=noise_scale)
+    job = job_of("goodput")
+    batches = np.geomspace(32, 4096, NUM_CANDIDATES)
+    times_s = np.array([cluster.step_time_s(cluster.balanced(batch, job)) for batch in batches])
+    best = goodput(batches, times_s, noise_scale, 512).max()
+    sizes = np.array(run("goodput", cluster)[-1].local_batch_sizes, dtype=float)
+    found = goodput(np.array([sizes.sum()]), np.array([cluster.step_time_s(sizes)]), noise_scale, 512)[0]
+    assert found > best / 1.06
+
+
+def test_goodput_changes_nothing_for_less_than_its_hysteresis() -> None:
+    decisions = run("goodput", ToyCluster(RATES, communication_s=0.02), hysteresis=1.0)
+    assert {decision.local_batch_sizes for decision in decisions} == {(128,) * 4}
+
+
+def test_goodput_with_an_equal_split_knows_that_the_slowest_decides() -> None:
+    decision = run("goodput", ToyCluster(RATES, communication_s=0.02), proportional=0.0)[-1]
+    assert max(decision.local_batch_sizes) - min(decision.local_batch_sizes) <= 1
+
+
+def test_goodput_may_go_below_the_initial_batch() -> None:
+    decision = run("goodput", ToyCluster(RATES, communication_s=0.001, noise_scale=20.0))[-1]
+    assert sum(decision.local_batch_sizes) < 100
+
+
+def test_the_batch_follows_the_noise_scale() -> None:
+    cluster = ToyCluster(RATES, noise_scale=800.0)
+
+    def grow(window: int) -> None:
+        cluster.noise_scale = 800.0 if window < 20 else 1600.0
+
+    decisions = cluster.run(POLICIES["noise-scale"], job_of("noise-scale"), 40, grow)
+    assert sum(decisions[19].local_batch_sizes) == pytest.approx(800, rel=0.03)
+    assert sum(decisions[39].local_batch_sizes) == pytest.approx(1600, rel=0.03)
+    assert decisions[39].local_batch_sizes[0] == pytest.approx(600, rel=0.05)
+
+
+def test_the_noise_scale_split_equally_and_multiplied() -> None:
+    decision = run("noise-scale", ToyCluster(RATES, noise_scale=400.0), proportional=0.0, multiplier=3.0)[-1]
+    assert decision.local_batch_sizes == pytest.approx((300,) * 4, rel=0.03)
+
+
+def test_the_noise_scale_is_followed_to_the_bounds_and_no_further() -> None:
+    largest = run("noise-scale", ToyCluster(RATES, noise_scale=1e9))[-1].local_batch_sizes
+    assert max(largest) == 1024
+    assert sum(largest) == pytest.approx(4096, rel=0.03)
+    assert run("noise-scale", ToyCluster(RATES, noise_scale=1e-3))[-1].local_batch_sizes == (8,) * 4
+
+
+def test_the_batch_doubles_after_every_so_many_samples() -> None:
+    """512 samples a step, ten steps a window: 10,240 samples are two windows, and the new size comes two later."""
+    totals = [sum(d.local_batch_sizes) for d in run("doubling", ToyCluster(RATES), windows=8, every_samples=10_240)]
+    assert totals == [512, 1024, 1024, 2048, 4096, 4096, 4096, 4096]
+
+
+def decide(policy: str, job: Job, losses: list[float]) -> list[int]:
+    """Global batches decided while the loss goes as given."""
+    cluster, carry, sizes, totals = ToyCluster(RATES), b"", job.initial_local_batch_sizes, []
+    for window, loss in enumerate(losses):
+        obs_WF, global_F = cluster.observe(np.array(sizes), job, sizes)
+        global_F[GLOBAL_INDEX["loss"]] = loss
+        decision = POLICIES[policy].decide(job, window, obs_WF, global_F, carry)
+        carry, sizes = decision.carry, decision.local_batch_sizes
+        totals.append(sum(sizes))
+    return totals
+
+
+def test_the_batch_doubles_when_the_loss_stalls() -> None:
+    job = job_of("doubling", patience_windows=3)
+    assert decide("doubling", job, [0.5**window for window in range(8)]) == [512] * 8
+    assert decide("doubling", job, [1.0] * 8) == [512, 512, 512, 1024, 1024, 1024, 2048, 2048]
+
+
+def test_the_batch_doubles_so_often_at_most() -> None:
+    job = job_of("doubling", patience_windows=1, max_doublings=2)
+    assert decide("doubling", job, [1.0] * 9)[-1] == 2048
+
+
+def test_doubling_keeps_the_shares_that_the_user_chose() -> None:
+    job = made.job(
+        policy="doubling", initial_local_batch_sizes=(200, 100, 50, 50), policy_options={"patience_windows": 1.0}
+    )
+    cluster = ToyCluster(RATES)
+    global_F = np.full(len(GLOBAL_FEATURES), np.nan, dtype=np.float32)
+    carry = b""
+    for loss in (1.0, 1.0):
+        global_F[GLOBAL_INDEX["loss"]] = loss
+        obs_WF, _ = cluster.observe(np.array([200.0, 100, 50, 50]), job, (200, 100, 50, 50))
+        decision = POLICIES["doubling"].decide(job, 0, obs_WF, global_F, carry)
+        carry = decision.carry
+    assert decision.local_batch_sizes == (400, 200, 100, 100)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_with_track_every_policy_leaves_the_division_to_the_job(policy: str) -> None:
+    obs_WF, global_F = _window()
+    for supported, track, split in ((True, 1, "tracking"), (True, 0, "fixed"), (False, 1, "fixed")):
+        job = made.job(policy=policy, policy_options={"track": float(track)}, supports_tracking=supported)
+        assert POLICIES[policy].decide(job, 0, obs_WF, global_F, b"").split == split
+
+
+def test_static_and_proportional_keep_their_global_batch_under_the_fast_loop() -> None:
+    obs_WF, global_F = _window()
+    for policy in ("static", "proportional"):
+        job = made.job(policy=policy, policy_options={"track": 1.0}, supports_tracking=True)
+        assert sum(POLICIES[policy].decide(job, 0, obs_WF, global_F, b"").local_batch_sizes) == 512
+
+
+def _window() -> tuple[Array32, Array32]:
+    return ToyCluster(RATES).observe(np.full(4, 128.0), made.job(), (128,) * 4)

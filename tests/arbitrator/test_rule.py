@@ -1,0 +1,115 @@
+"""`rule` in closed loop with a cluster made of formulas, whose best batch is known."""
+
+import numpy as np
+import pytest
+from tests.support import made
+from tests.support.toy_cluster import ToyCluster
+
+from dynamix.arbitrator.noise_memory import NoiseMemory
+from dynamix.arbitrator.policies.rule import Rule
+from dynamix.arbitrator.policies.sizing import Pace
+from dynamix.schemas.messages import Job
+
+RATES = np.array([4000.0, 4000.0, 2000.0, 2000.0, 1000.0, 1000.0, 500.0, 500.0])
+
+
+def job_of(num_ranks: int = 8, size: int = 64, **changes: object) -> Job:
+    fields = {
+        "initial_local_batch_sizes": (size,) * num_ranks,
+        "min_local_batch_size": 8,
+        "policy": "rule",
+        "supports_tracking": True,
+    }
+    return made.job({f"node-{rank}": (rank,) for rank in range(num_ranks)}, **(fields | changes))
+
+
+def totals(cluster: ToyCluster, job: Job, windows: int = 40) -> list[int]:
+    return [sum(decision.local_batch_sizes) for decision in cluster.run(Rule(), job, windows)]
+
+
+@pytest.mark.parametrize(("size", "tracking"), [(16, True), (512, True), (16, False), (512, False)])
+def test_it_comes_within_5_percent_of_the_best_batch_and_stays(size: int, tracking: bool) -> None:
+    cluster = ToyCluster(RATES, tracking=tracking, communication_s=0.02)
+    job = job_of(size=size, supports_tracking=tracking)
+    found = totals(cluster, job)
+    assert max(found[15:]) == min(found[15:])
+    assert found[-1] == pytest.approx(cluster.best(job), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "communication_s", "overlap"),
+    [(2, 0.005, 0.5), (2, 0.05, 0.5), (8, 0.05, 0.7), (32, 0.05, 0.3), (32, 0.005, 0.7), (128, 0.05, 0.5)],
+)
+def test_with_overlap_and_jitter_it_settles_where_little_is_lost(
+    num_ranks: int, communication_s: float, overlap: float
+) -> None:
+    """The best batch lies at a bend of T(B) that no local measurement shows: 10 % of the progress may be lost there."""
+    rates = np.resize(RATES, num_ranks)
+    cluster = ToyCluster(rates, tracking=True, communication_s=communication_s, overlap=overlap, jitter=0.05)
+    job = job_of(num_ranks)
+
+    def worth(total: float) -> float:
+        return total / (total + 2 * cluster.noise_scale) / cluster.step_time_s(cluster.balanced(total, job))
+
+    found = totals(cluster, job)
+    assert max(found[20:]) < 1.35 * min(found[20:])
+    assert min(worth(total) for total in found[20:]) > 0.9 * worth(cluster.best(job))
+
+
+def test_a_slower_network_makes_it_grow_and_a_faster_one_shrink() -> None:
+    cluster = ToyCluster(RATES, tracking=True, communication_s=0.005)
+
+    def congested(window: int) -> None:
+        cluster.communication_s = 0.08 if 20 <= window < 40 else 0.005
+
+    found = [sum(decision.local_batch_sizes) for decision in cluster.run(Rule(), job_of(), 60, congested)]
+    assert found[35] > 2 * found[19]
+    assert found[-1] == pytest.approx(found[19], rel=0.1)
+
+
+def test_it_leaves_the_division_to_the_fast_loop_where_there_is_one() -> None:
+    cluster = ToyCluster(RATES, tracking=True)
+    assert {decision.split for decision in cluster.run(Rule(), job_of(), 3)} == {"tracking"}
+    assert {decision.split for decision in cluster.run(Rule(), job_of(supports_tracking=False), 3)} == {"fixed"}
+    alone = job_of(policy_options={"track": 0.0})
+    assert {decision.split for decision in cluster.run(Rule(), alone, 3)} == {"fixed"}
+
+
+def test_its_own_split_equalises_compute_times() -> None:
+    cluster = ToyCluster(RATES, communication_s=0.05)
+    sizes = np.array(cluster.run(Rule(), job_of(supports_tracking=False), 40)[-1].local_batch_sizes)
+    times_s = cluster.overhead_s + sizes / RATES
+    assert times_s.max() / times_s.min() < 1.1
+
+
+def test_more_noise_multiplied_is_a_larger_batch() -> None:
+    cluster = ToyCluster(RATES, communication_s=0.02)
+    once, twice = (totals(cluster, job_of(policy_options={"noise_multiplier": m}))[-1] for m in (1.0, 4.0))
+    assert twice == pytest.approx(2 * once, rel=0.1)
+
+
+def test_without_a_noise_scale_it_balances_the_batch_it_has() -> None:
+    cluster = ToyCluster(RATES, noise_scale=float("nan"))
+    decision = cluster.run(Rule(), job_of(), 10)[-1]
+    assert sum(decision.local_batch_sizes) == 512
+    assert decision.local_batch_sizes[0] > 5 * decision.local_batch_sizes[7]
+
+
+def test_a_masked_noise_scale_counts_as_the_last_known_and_growing_up_to_four_times() -> None:
+    memory = NoiseMemory().observe(100.0)
+    seen = []
+    for _ in range(40):
+        memory = memory.observe(float("nan"))
+        seen.append(memory.noise_scale)
+    assert (seen[0], seen[1], seen[-1]) == pytest.approx((110.0, 121.0, 400.0))
+    assert NoiseMemory.unpack(memory.pack()) == memory
+    assert memory.observe(50.0) == NoiseMemory(50.0, 0)
+    assert np.isnan(NoiseMemory().observe(float("nan")).noise_scale)
+
+
+def test_a_step_towards_the_target_is_limited_and_ends_in_the_dead_band() -> None:
+    pace = Pace(max_change=2.0, gain=0.5, dead_band=0.05)
+    assert pace.step(100, 100_000) == pytest.approx(200)
+    assert pace.step(100, 1) == pytest.approx(50)
+    assert pace.step(100, 121) == pytest.approx(110)
+    assert pace.step(100, 104) == 100
