@@ -1,7 +1,5 @@
 """The picture of a simulation: accuracy, batch sizes and step time over virtual time."""
 
-from itertools import groupby
-
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -40,11 +38,13 @@ def _accuracy(axes: Axes, simulation: Simulation) -> None:
 def _sizes(axes: Axes, simulation: Simulation) -> None:
     """Sizes at the last step of each window; equal workers share a line."""
     starts = [0.0, *(line.time_s for line in simulation.windows)]
-    by_worker = [[*sizes, sizes[-1]] for sizes in zip(*(w.local_batch_sizes for w in simulation.windows), strict=True)]
+    by_worker = [(*sizes, sizes[-1]) for sizes in zip(*(w.local_batch_sizes for w in simulation.windows), strict=True)]
     if len(by_worker) <= SINGLE_WORKERS:
-        ranks = sorted(range(len(by_worker)), key=lambda rank: by_worker[rank])
-        for sizes, alike in groupby(ranks, key=lambda rank: by_worker[rank]):
-            axes.step(starts, sizes, where="post", label=f"rank {', '.join(map(str, alike))}")
+        alike: dict[tuple[int, ...], list[int]] = {}
+        for rank, sizes in enumerate(by_worker):
+            alike.setdefault(sizes, []).append(rank)
+        for sizes, ranks in alike.items():
+            axes.step(starts, sizes, where="post", label=f"rank {', '.join(map(str, ranks))}")
     else:
         lowest, highest = ([bound(column) for column in zip(*by_worker, strict=True)] for bound in (min, max))
         axes.fill_between(starts, lowest, highest, step="post", alpha=0.4, label="smallest to largest")
@@ -52,7 +52,7 @@ def _sizes(axes: Axes, simulation: Simulation) -> None:
     axes.step(starts, total, where="post", color="black", linewidth=1, linestyle="--", label="mean")
     axes.set(ylabel="local batch size")
     axes.set_ylim(bottom=0)
-    axes.legend(fontsize="small", ncols=2)
+    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
     axes.grid(alpha=0.3)
 
 
@@ -61,5 +61,5 @@ def _step_time(axes: Axes, simulation: Simulation) -> None:
     times = [line.step_time_s * 1000 for line in simulation.windows]
     axes.step(starts, [*times, times[-1]], where="post", color="#4c72b0")
     axes.set(ylabel="step time [ms]")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.1 * max(times))
     axes.grid(alpha=0.3)

@@ -1,0 +1,96 @@
+"""`dynamix simulate` on a scenario file, with the real data set."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dynamix.cli.main import main
+from dynamix.cli.simulate.simulation import scenario_named
+from dynamix.cli.simulate.view import sizes_text
+
+DATA = Path(__file__).parents[2] / ".data" / "fashion-mnist"
+SCENARIO = """
+family = "quick"
+workload = "fashion-14-mlp"
+target_accuracy = 0.5
+fixed_time_s = 0.5
+time_limit_s = 3
+evaluate_every_s = 0.25
+evaluation_samples = 1000
+num_train_samples = 2000
+window_steps = 4
+
+[[workers]]
+count = 2
+samples_per_s = 4000
+
+[[workers]]
+samples_per_s = 1000
+"""
+
+
+@pytest.fixture
+def scenario(tmp_path: Path) -> str:
+    file = tmp_path / "quick.toml"
+    file.write_text(SCENARIO)
+    return str(file)
+
+
+def test_a_run_is_told_as_a_table_as_json_and_as_a_picture(
+    scenario: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written, picture = tmp_path / "run.json", tmp_path / "run.png"
+    arguments = ["simulate", scenario, "--policy", "proportional:smoothing=1@32", "--data", str(DATA), "--windows"]
+    assert main([*arguments, "--json", str(written), "--png", str(picture)]) == 0
+    shown = capsys.readouterr()
+    result = json.loads(written.read_text())
+    assert result["time_to_target_s"] is not None
+    assert f"{result['time_to_target_s']:g} s" in shown.out
+    assert f"{result['test_accuracy']:.1%}" in shown.out
+    assert [line["window"] for line in result["windows"]] == list(range(result["num_windows"]))
+    assert result["windows"][0]["local_batch_sizes"] == [32, 32, 32]
+    assert result["windows"][2]["local_batch_sizes"] == [43, 43, 10]  # 96 by 4 : 4 : 1
+    assert result["windows"][-1]["time_s"] == pytest.approx(result["virtual_time_s"])
+    assert shown.err.count("window ") == result["num_windows"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_json_on_standard_output_is_nothing_else(scenario: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", scenario, "--policy", "static", "--data", str(DATA), "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["policy"] == "static"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["nowhere"], "scenario 'nowhere' is neither a file nor among those that are shipped: heldout/adam, "),
+        (["n32"], "scenario 'n32' could be heldout/n32 or train/n32: say which"),
+        (["train/mixed-8", "--policy", "statik"], "no policy is called 'statik'"),
+        (["train/mixed-8", "--policy", "static:speed=2"], "speed"),
+        (["train/mixed-8", "--seed", "-1"], "--seed -1: it must not be negative"),
+        (["train/mixed-8", "--bus", "--policy-file", "a.safetensors"], "on the bus, policies come from there"),
+    ],
+)
+def test_what_was_typed_wrongly_is_said(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", *arguments]) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_missing_data_is_said_with_the_way_to_get_it(
+    scenario: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", scenario, "--policy", "static", "--data", str(tmp_path)]) == 1
+    assert "make data" in capsys.readouterr().err
+
+
+def test_scenarios_that_are_shipped_have_names() -> None:
+    assert scenario_named("train/mixed-8").name == "mixed-8"
+    assert scenario_named("mixed-8") == scenario_named("train/mixed-8")
+
+
+def test_many_sizes_are_told_as_their_range() -> None:
+    assert sizes_text([8, 9]) == "8/9"
+    assert sizes_text(list(range(10, 42))) == "32 x 10 ... 41"
