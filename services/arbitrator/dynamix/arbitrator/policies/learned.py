@@ -20,7 +20,7 @@ from dynamix.schemas.messages import Job
 OPTIONS: Options = MappingProxyType(
     {
         "explore": switch(0, "1: sample actions, for learning; 0: take the likeliest"),
-        "version": Option(0, 0, 2**53 - 1, "of the policy; 0: the newest when the generation begins", whole=True),
+        "version": Option(1, 1, 2**53 - 1, "of the policy; without it the newest when a generation begins", whole=True),
     }
 )
 """Of every learned policy; one that scales the rule has the rule's as well."""
