@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 from tests.support import made
-from tests.support.watched import applied, reward
+from tests.support.watched import applied, event, reward
 
 from dynamix.cli.top.board import HISTORY_WINDOWS, Board
 from dynamix.schemas.messages import Message
@@ -120,3 +120,11 @@ def test_curves_leave_out_what_is_not_known_and_are_bounded() -> None:
 def test_a_collector_that_refused_processes_is_remembered() -> None:
     refused = msgspec.structs.replace(made.window(), refused_pids=(17,))
     assert board_of(refused).nodes["node-a"].num_refused_pids == 1
+
+
+def test_the_newest_failure_signature_is_kept_until_a_restart() -> None:
+    board = board_of(made.job(), event(20), event(60), event(40))
+    assert board.event is not None
+    assert board.event.window == 60
+    board.add(made.job(generation=1))
+    assert board.event is None

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support import made
-from tests.support.watched import applied, reward
+from tests.support.watched import applied, event, reward
 
 from dynamix.cli.top.board import Board
 from dynamix.cli.top.frame import frame
@@ -93,6 +93,14 @@ def test_a_decision_that_changes_nothing_says_so() -> None:
     board = board_with()
     board.add(made.action(3, deltas=(0, 0, 0, 0)))
     assert "decision  no change  of window 3" in shown(board)
+
+
+def test_a_failure_signature_has_a_line_of_its_own() -> None:
+    board = board_with()
+    assert "signature" not in shown(board)
+    board.add(event(2))
+    line = "signature size-stuck  75% of the ranks were at their minimum of 32  window 2"
+    assert line in shown(board, width=100).splitlines()
 
 
 def test_the_rewards_terms_are_shown_with_their_signs() -> None:

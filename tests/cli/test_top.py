@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from tests.support import made
 from tests.support.control_plane import NODE, ControlPlane, control_plane, one_node_job, report_of
-from tests.support.watched import applied
+from tests.support.watched import applied, event
 
 from dynamix.cli.main import main
 from dynamix.cli.services import SERVICES, bus_environment
@@ -54,6 +54,7 @@ async def test_what_real_services_say_of_a_job_is_on_the_board() -> None:
             await plane.bus.publish(report_of(job, window, job.initial_local_batch_sizes, SPEEDS))
         await plane.wait_for_actions(3)
         await plane.bus.publish(applied(0, 2))
+        await plane.bus.publish(event(2))
 
         following = Feed(plane.bus, None)
         task = asyncio.create_task(following.follow())
@@ -74,6 +75,7 @@ async def test_what_real_services_say_of_a_job_is_on_the_board() -> None:
         assert board.action.window == 2
         assert board.action.local_batch_sizes[3] < 128
         assert board.applied is not None
+        assert board.event is not None
         assert {row.node for row in board.ranks.values()} == {NODE}
         assert len(board.curve("throughput")) == 3
         assert next(iter(board.reward_terms())) == "accuracy"
@@ -85,6 +87,7 @@ async def test_what_real_services_say_of_a_job_is_on_the_board() -> None:
     assert [rank["training"]["local_batch_size"] for rank in data["job"]["ranks"]] == [128] * 4
     assert data["job"]["specification"]["policy"] == "proportional"
     assert "carry" not in data["job"]["action"]
+    assert data["job"]["event"]["signature"] == "size-stuck"
     assert data["services_missing"] == []
 
 
@@ -93,7 +96,7 @@ def _is_whole(feed: Feed) -> bool:
     assert board is not None
     rewards = [row.reward for row in board.ranks.values()]
     heard = {beat.live.service for beat in feed.services.beats(_now(feed))}
-    return None not in rewards and board.applied is not None and board.action is not None and heard == set(SERVICES)
+    return None not in rewards and None not in (board.applied, board.action, board.event) and heard == set(SERVICES)
 
 
 def _now(feed: Feed) -> float:

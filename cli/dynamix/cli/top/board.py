@@ -9,6 +9,7 @@ import msgspec
 from dynamix.schemas.messages import (
     Action,
     Applied,
+    Event,
     GlobalMetrics,
     Job,
     Message,
@@ -64,6 +65,7 @@ class Board:
         history: one point per window, oldest first.
         action: the newest decision.
         applied: the newest decision that all ranks adopted.
+        event: the newest failure signature seen.
         formula: of the rewards.
         updated_ns: when the broker stored the newest window.
     """
@@ -78,6 +80,7 @@ class Board:
         self.history: deque[Point] = deque(maxlen=HISTORY_WINDOWS)
         self.action: Action | None = None
         self.applied: Applied | None = None
+        self.event: Event | None = None
         self.formula = ""
         self.updated_ns = 0
         self._rewards: dict[int, tuple[int, RankReward]] = {}
@@ -102,6 +105,8 @@ class Board:
                 self.action = message
             case Applied() if self.applied is None or message.effective_window >= self.applied.effective_window:
                 self.applied = message
+            case Event() if self.event is None or message.window >= self.event.window:
+                self.event = message
 
     @property
     def metrics(self) -> GlobalMetrics | None:
@@ -138,7 +143,7 @@ class Board:
         self.ranks.clear()
         self.nodes.clear()
         self._rewards.clear()
-        self.action = self.applied = None
+        self.action = self.applied = self.event = None
 
     def _add_window(self, window: MetricWindow, timestamp_ns: int) -> None:
         if window.window > self.window:

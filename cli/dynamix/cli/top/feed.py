@@ -91,6 +91,7 @@ class Feed:
             self._following = group.create_task(self._follow_job(self.board))
 
     async def _follow_job(self, board: Board) -> None:
+        await self._read_event(board)
         async with asyncio.TaskGroup() as group:
             group.create_task(self._follow_actions(board))
             async with self._consume_feed(board, await self._history_start(board)) as consumer:
@@ -117,6 +118,7 @@ class Feed:
         """Fold what FEED and ACTIONS hold of the job now."""
         if (action := await self._bus.last(ACTIONS.name, subjects.action(board.name))) is not None:
             self._fold(board, [action])
+        await self._read_event(board)
         newest = [await self._bus.last(FEED.name, subject) for subject in _feed_subjects(board)]
         end = max((message.sequence for message in newest if message is not None), default=0)
         if end == 0:
@@ -126,6 +128,11 @@ class Feed:
                 self._fold(board, batch)
                 if batch[-1].sequence >= end:
                     return
+
+    async def _read_event(self, board: Board) -> None:
+        """The newest failure signature: seldom, so that it may lie far before the history that is read."""
+        if (event := await self._bus.last(FEED.name, subjects.event(board.name))) is not None:
+            self._fold(board, [event])
 
     async def _history_start(self, board: Board) -> int:
         """A sequence of FEED some way before the job's newest window; without a window the end of the stream."""
@@ -187,4 +194,5 @@ def _feed_subjects(board: Board) -> list[str]:
         subjects.window(board.name, subjects.ANY),
         subjects.reward(board.name, subjects.ANY),
         subjects.applied(board.name),
+        subjects.event(board.name),
     ]

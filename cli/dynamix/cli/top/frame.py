@@ -30,7 +30,7 @@ def frame(board: Board | None, services: Services, *, now_ns: int, now_s: float,
     below = [_services(services, now_s)]
     if board is None or (board.job is None and not board.history):
         return _cut([*_nothing(board), Text(), *below], width, height)
-    below = [_rule(width), *_decision(board), *_reward(board, width), *below]
+    below = [_rule(width), *_decision(board), *_reward(board, width), *_event(board), *below]
     tiles = _tiles(board, width)[: max(2, height - len(below) - MIN_TABLE)]
     above = [_title(board, now_ns, width), _rule(width), *tiles, _rule(width)]
     room = height - len(above) - len(below)
@@ -135,6 +135,14 @@ def _reward(board: Board, width: int) -> list[Text]:
     if line.cell_len + len(terms) + 3 <= width:
         return [line.append(f":  {terms}", "dim")]
     return [line, _labelled("", Text(terms.replace("  ", " "), "dim"))]
+
+
+def _event(board: Board) -> list[Text]:
+    event = board.event
+    if event is None:
+        return []
+    text = Text.assemble((event.signature, "yellow"), f"  {event.explanation}", (f"  window {event.window}", "dim"))
+    return [_labelled("signature", text)]
 
 
 def _services(services: Services, now_s: float) -> Text:

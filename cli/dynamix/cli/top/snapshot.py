@@ -34,6 +34,7 @@ def _job(board: Board) -> Plain:
         "ranks": [_rank(row) for _, row in sorted(board.ranks.items())],
         "action": None if board.action is None else _plain(board.action, leave_out=("carry",)),
         "applied": None if board.applied is None else _plain(board.applied),
+        "event": None if board.event is None else _plain(board.event),
         "reward": {"formula": board.formula, "mean": board.mean_reward(), "terms": board.reward_terms()},
         "history": [
             {"generation": point.generation, "window": point.window, **_plain(point.metrics)} for point in board.history
