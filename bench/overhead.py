@@ -180,6 +180,7 @@ def steered_arm(data: TensorDataset, hidden: int, pace_s: float, bus: BusSetting
         base_global_batch_size=BASE_GLOBAL_BATCH_SIZE,
         window_steps=WINDOW_STEPS,
         name="overhead",
+        policy="static",
         connect=bus,
     )
     batches = _for_ever(session.loader)

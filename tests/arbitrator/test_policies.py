@@ -2,11 +2,13 @@ import numpy as np
 import pytest
 from tests.support import made
 
+from dynamix.arbitrator.options import split_of
 from dynamix.arbitrator.policies import POLICIES, policy_named
 from dynamix.arbitrator.policies.proportional import Proportional
 from dynamix.arbitrator.policies.random import DELTAS, Random
 from dynamix.arbitrator.policy import Array32
 from dynamix.schemas.features import GLOBAL_FEATURES, RANK_FEATURES, RANK_INDEX
+from dynamix.schemas.policies import initial_split
 
 GLOBAL_F = np.full(len(GLOBAL_FEATURES), np.nan, dtype=np.float32)
 JOB = made.job()
@@ -97,3 +99,12 @@ def test_an_unknown_policy_is_refused_with_the_list_of_known_ones() -> None:
     with pytest.raises(ValueError, match="proportional, random, rule, static"):
         policy_named("ppo-9000")
     assert set(POLICIES) == {"static", "random", "proportional", "noise-scale", "goodput", "doubling", "rule"}
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+@pytest.mark.parametrize("track", [None, 0.0, 1.0])
+def test_a_job_begins_with_the_split_that_its_policy_decides(name: str, track: float | None) -> None:
+    options = {} if track is None else {"track": track}
+    job = made.job(policy=name, policy_options=options, supports_tracking=True)
+    expected = initial_split(name, options, supports_tracking=True)
+    assert split_of(POLICIES[name].options, job) == expected

@@ -48,7 +48,13 @@ def _train(num_samples: int = 1000, **options: Any) -> tuple[Session, Any]:
     model = distribute(make_model(torch.float32))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     session = dynamix.attach(
-        model, optimizer, Numbered(num_samples, torch.float32), local_batch_size=4, min_local_batch_size=1, **options
+        model,
+        optimizer,
+        Numbered(num_samples, torch.float32),
+        local_batch_size=4,
+        min_local_batch_size=1,
+        policy="static",
+        **options,
     )
 
     def step(batch: Any) -> None:

@@ -120,7 +120,13 @@ def test_the_clock_tells_seconds_per_sample_when_the_gradient_is_ready(monkeypat
 def _attach(data: Numbered, **options: Any) -> tuple[Session, nn.Module, Any, list[Message]]:
     model = distribute(make_model(torch.float32))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    chosen = {"local_batch_size": 12, "min_local_batch_size": 1, "window_steps": 10, "connect": False} | options
+    chosen = {
+        "local_batch_size": 12,
+        "min_local_batch_size": 1,
+        "window_steps": 10,
+        "policy": "static",
+        "connect": False,
+    } | options
     session = dynamix.attach(model, optimizer, data, **chosen)
     published: list[Message] = []
     session._parts.steering._wire = session._parts.steering._wire._replace(publish=published.append)
@@ -302,7 +308,14 @@ def _track_in_half_precision(rank: int, dtype: torch.dtype) -> tuple[list[tuple[
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     data = Numbered(400, dtype)
     session = dynamix.attach(
-        model, optimizer, data, local_batch_size=12, min_local_batch_size=1, window_steps=2, connect=False
+        model,
+        optimizer,
+        data,
+        local_batch_size=12,
+        min_local_batch_size=1,
+        window_steps=2,
+        policy="static",
+        connect=False,
     )
     _hold_times(session, rank)
     sizes = []
@@ -358,3 +371,28 @@ def test_where_no_slot_can_ride_along_the_sizes_are_adopted_as_they_are(options:
     assert result["splits"] == {"fixed"}
     assert result["sizes"] == (7,)
     assert result["refused"]["tracking"] > 0
+
+
+def _begin_under(rank: int, options: dict[str, Any]) -> dict[str, Any]:
+    session, model, optimizer, published = _attach(Numbered(240, torch.float32), window_steps=4, **options)
+    _hold_times(session, rank)
+    sizes = []
+    for batch in session.loader:
+        sizes.append(session.local_batch_sizes)
+        _train_step(session, model, optimizer, batch, lambda *_: None)
+    session.close()
+    return {"sizes": sizes, "jobs": [message for message in published if isinstance(message, Job)]}
+
+
+def test_a_job_whose_ranks_divide_the_batch_begins_so_without_a_bus_or_a_decision() -> None:
+    results = run_ranks(_begin_under, 2, {"policy": "rule"})
+    assert results[0]["sizes"] == results[1]["sizes"]
+    assert results[0]["sizes"][:2] == [(12, 12), (6, 18)]  # rank 0 takes three times as long
+    assert {job.initial_split for job in results[0]["jobs"]} == {"tracking"}
+
+
+def test_a_job_whose_sizes_are_decided_keeps_those_that_it_began_with() -> None:
+    for options in ({"policy": "goodput"}, {"policy": "rule", "policy_options": {"track": 0.0}}):
+        results = run_ranks(_begin_under, 2, options)
+        assert set(results[0]["sizes"]) == {(12, 12)}
+        assert {job.initial_split for job in results[0]["jobs"]} == {"fixed"}

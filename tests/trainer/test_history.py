@@ -84,7 +84,7 @@ def _start(_rank: int, saved: dict[str, Any] | None) -> dict[str, Any]:
     """One start: attach, load what was saved, take a step, save."""
     model = distribute(make_model(torch.float32))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    session = dynamix.attach(model, optimizer, Numbered(400, torch.float32), local_batch_size=32)
+    session = dynamix.attach(model, optimizer, Numbered(400, torch.float32), local_batch_size=32, policy="static")
     if saved is not None:
         session.load_state_dict(saved)
     for inputs, targets, _ in session.loader:

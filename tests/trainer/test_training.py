@@ -23,7 +23,7 @@ NOBODY = BusSettings(url="nats://127.0.0.1:1")
 
 def _attach(data: Numbered, model: nn.Module, *, rate: float = 0.05, **options: Any) -> tuple[Session, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
-    chosen = {"local_batch_size": 8, "min_local_batch_size": 0, "connect": False} | options
+    chosen = {"local_batch_size": 8, "min_local_batch_size": 0, "policy": "static", "connect": False} | options
     return dynamix.attach(model, optimizer, data, **chosen), optimizer
 
 

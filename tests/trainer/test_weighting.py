@@ -61,6 +61,7 @@ def _compare(rank: int, reduction: str, options: dict[str, Any]) -> dict[str, An
         local_batch_size=SIZES[0],
         min_local_batch_size=0,
         window_steps=1,
+        policy="static",
         reduction=reduction,  # type: ignore[arg-type]
         noise_every=3,
         connect=False,

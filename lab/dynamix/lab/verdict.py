@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from dynamix.arbitrator.policies import DEFAULT_POLICY
+from dynamix.schemas.policies import DEFAULT_POLICY
 
 from . import scores
 from .contenders import BEST_STATIC, GOODPUT, Contender, Setting

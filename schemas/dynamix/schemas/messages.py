@@ -59,6 +59,8 @@ class Job(Message, frozen=True, kw_only=True, array_like=True):
     end_reason: Text = ""
     supports_tracking: bool = False
     """Whether the training processes can divide a global batch among themselves (`Action.split`)."""
+    initial_split: Literal["fixed", "tracking"] = "fixed"
+    """Whether they do so from the generation's first step on."""
 
     def __post_init__(self) -> None:
         """Raise ValueError when the parts of the specification contradict each other."""

@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas.messages import OptimizerFamily
+from dynamix.schemas.policies import DEFAULT_POLICY
 
 from .checkpoint import DataIdentity
 from .client import BusClient
@@ -52,7 +53,7 @@ def attach(
     base_hook: BaseHook | None = None,
     base_hook_state: object = None,
     optimizer_family: OptimizerFamily | None = None,
-    policy: str = "static",
+    policy: str = DEFAULT_POLICY,
     policy_options: Mapping[str, float] | None = None,
     seed: int = 0,
     shuffle: bool = True,
@@ -85,7 +86,8 @@ def attach(
         base_hook: your own DDP communication hook; it must average over ranks, as torch's do.
         base_hook_state: its state.
         optimizer_family: `sgd` or `adam` for the reward; from the optimizer's class when not given.
-        policy: name of the policy that shall steer the job.
+        policy: name of the policy that shall steer the job. Under `rule` and `ppo` the ranks divide the global batch
+            by their measured speeds from the first step on, with or without a bus; under `static` nothing ever changes.
         policy_options: numbers for the policy.
         seed: of the order of the samples.
         shuffle: False uses the samples in the data set's order.
@@ -132,7 +134,8 @@ def attach(
 
     device = next(model.parameters()).device
     clock: AnyClock = DeviceClock() if device.type == "cuda" else HostClock()
-    schedule = Schedule([min(pair) for pair in zip(sizes, identity.max_local_batch_sizes, strict=True)])
+    bounded = [min(pair) for pair in zip(sizes, identity.max_local_batch_sizes, strict=True)]
+    schedule = Schedule(bounded, split=options.initial_split)
     sampler = PlanSampler(data.num_samples, schedule, rank=rank, seed=seed, shuffle=shuffle, drop_last=drop_last)
     loader = Loader(dataset, sampler, clock, options=loader_options)
     hook = _hook(model, weighting, clock, options, base_hook=base_hook, base_state=base_hook_state)

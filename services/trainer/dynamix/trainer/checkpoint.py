@@ -85,7 +85,7 @@ def parse(state: dict[str, Any], data: DataIdentity) -> Checkpoint:
 def restore_schedule(schedule: Schedule, checkpoint: Checkpoint, lower: int, caps: tuple[int, ...]) -> None:
     """Put the saved sizes in force, none above its rank's bound. A world of another size starts with its own sizes."""
     if checkpoint.world_size != len(caps):
-        schedule.reset(checkpoint.position.step, schedule.at(0).values)
+        schedule.reset(checkpoint.position.step, schedule.at(0).values, schedule.split_at(0))
         return
     first, *later = [entry._replace(local_batch_sizes=_capped(entry, lower, caps)) for entry in checkpoint.schedule]
     schedule.reset(max(first.effective_step, 0), first.local_batch_sizes, first.split)

@@ -11,8 +11,9 @@ from typing import NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
+from dynamix.schemas.policies import Split
+
 from .rows import NUM_COLUMNS, Row
-from .schedule import Split
 
 T = TypeVar("T")
 

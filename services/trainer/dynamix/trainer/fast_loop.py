@@ -6,7 +6,9 @@ say so, until the slow loop decides again. All ranks write the same; real traini
 
 from collections.abc import Sequence
 
-from .schedule import Schedule, Split
+from dynamix.schemas.policies import Split
+
+from .schedule import Schedule
 from .tracking import Tracker
 
 

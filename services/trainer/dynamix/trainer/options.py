@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 
 from dynamix.schemas.messages import OptimizerFamily
+from dynamix.schemas.policies import Split, initial_split
 from dynamix.schemas.subjects import check_token
 
 from .learning_rate import FACTORS, Rule
@@ -44,6 +45,11 @@ class JobOptions:
     noise_decay: float
     supports_tracking: bool = False
     """Whether the ranks can divide a global batch among themselves."""
+
+    @property
+    def initial_split(self) -> Split:
+        """Whether they do so from the first step on."""
+        return initial_split(self.policy, self.policy_options, supports_tracking=self.supports_tracking)
 
     def __post_init__(self) -> None:
         """Raise ValueError for what cannot work, naming the value, the limit and the mend."""

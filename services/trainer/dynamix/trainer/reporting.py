@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from dynamix.schemas.messages import Action, Applied, Job, JobTotals, NodeRanks, RankRow, Report, SocketCounters
+from dynamix.schemas.policies import Split
 
 from .identity import Attempt, Place
 from .options import JobOptions
@@ -43,6 +44,7 @@ class Reporter:
         *,
         initial_sizes: tuple[int, ...],
         total_samples: int | None,
+        initial_split: Split,
         end_reason: str = "",
     ) -> Job:
         """The job's specification."""
@@ -66,6 +68,7 @@ class Reporter:
             policy_options=dict(options.policy_options),
             end_reason=end_reason[:MAX_REASON],
             supports_tracking=options.supports_tracking,
+            initial_split=initial_split,
         )
 
     def report(

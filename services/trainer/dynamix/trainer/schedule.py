@@ -2,12 +2,11 @@
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
+
+from dynamix.schemas.policies import Split
 
 from .split import Counts
-
-Split = Literal["fixed", "tracking"]
-"""`fixed`: sizes as they were decided; `tracking`: their sum was, and the ranks divide it themselves."""
 
 
 class Entry(NamedTuple):
@@ -21,12 +20,12 @@ class Entry(NamedTuple):
 class Schedule:
     """Append-only list of entries; steps count optimizer steps of the whole run from 0."""
 
-    def __init__(self, sizes: Sequence[int], first_step: int = 0) -> None:
+    def __init__(self, sizes: Sequence[int], first_step: int = 0, *, split: Split = "fixed") -> None:
         self._steps: list[int] = []
         self._counts: list[Counts] = []
         self._splits: list[Split] = []
         self._world_size = len(sizes)
-        self.reset(first_step, sizes)
+        self.reset(first_step, sizes, split)
 
     def reset(self, first_step: int, sizes: Sequence[int], split: Split = "fixed") -> None:
         """Begin anew with `sizes` ruling from `first_step` on: a run goes on from a saved state."""

@@ -111,6 +111,7 @@ class Steering:
         self._wire = wire
         self._reporter = Reporter(options, identity, place)
         self._initial_sizes = options.local_batch_sizes
+        self._initial_split = options.initial_split
         self._offers: Offers | None = None
         self._ended: _EndedWindow | None = None
         self._adopting: _Adoption | None = None
@@ -130,6 +131,7 @@ class Steering:
         self.started = True
         self._reporter = Reporter(self._options, self.identity, self._place)
         self._initial_sizes = self._parts.schedule.at(position.step).values
+        self._initial_split = self._parts.schedule.split_at(position.step)
         if self._place.rank == 0:
             self._offers = Offers(self._terms())
             self._publish_job("running")
@@ -205,7 +207,11 @@ class Steering:
 
     def _publish_job(self, phase: Literal["running", "ended"], reason: str = "") -> None:
         job = self._reporter.job(
-            phase, initial_sizes=self._initial_sizes, total_samples=self.total_samples, end_reason=reason
+            phase,
+            initial_sizes=self._initial_sizes,
+            total_samples=self.total_samples,
+            initial_split=self._initial_split,
+            end_reason=reason,
         )
         self._wire.publish(job)
 

@@ -21,9 +21,6 @@ POLICIES: Mapping[str, NamedPolicy] = MappingProxyType(
 )
 """Those that are code alone; learned ones are files."""
 
-DEFAULT_POLICY = "rule"
-"""What a job is steered by that names no policy: the one that wins on held-out scenarios (`dynamix evaluate`)."""
-
 
 def policy_named(name: str) -> NamedPolicy:
     """The policy of that name.

@@ -77,7 +77,9 @@ class VirtualCluster:
         self._test = data.test
         self._make_training(sizes)
         self._reporters = reporters_of(self._options, self._identity)
-        self.job = self._reporters[0].job("running", initial_sizes=sizes, total_samples=None)
+        self.job = self._reporters[0].job(
+            "running", initial_sizes=sizes, total_samples=None, initial_split=self._options.initial_split
+        )
 
     def _make_training(self, sizes: tuple[int, ...]) -> None:
         scenario, seed = self.scenario, self.seed
@@ -85,7 +87,7 @@ class VirtualCluster:
         inputs = self._data.inputs
         dtype = inputs.dtype if inputs.is_floating_point() else torch.get_default_dtype()
         self._gradients = gradients_of(workload, seed=seed, dtype=dtype)
-        self._schedule = Schedule(sizes)
+        self._schedule = Schedule(sizes, split=self._options.initial_split)
         self._sampler = PlanSampler(len(inputs), self._schedule, rank=0, seed=seed, shuffle=True)
         self._order: tuple[int, Order] = (-1, np.empty(0, dtype=np.int64))
         self._disturbances = Disturbances(scenario, seed)

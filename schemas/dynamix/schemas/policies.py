@@ -1,0 +1,23 @@
+"""What trainers and arbitrators must agree on about policies, by name."""
+
+from collections.abc import Mapping
+from typing import Literal
+
+DEFAULT_POLICY = "rule"
+"""What a job is steered by that names no policy: the one that wins on held-out scenarios (`dynamix evaluate`)."""
+
+DIVIDED_BY_RANKS = frozenset({"rule", "ppo"})
+"""Policies that leave the division of the global batch to the training processes unless option `track` says 0."""
+
+Split = Literal["fixed", "tracking"]
+"""`fixed`: sizes as they were decided; `tracking`: their sum was, and the ranks divide it themselves."""
+
+
+def initial_split(policy: str, options: Mapping[str, float], *, supports_tracking: bool) -> Split:
+    """Who divides the global batch from the first step on, before any decision.
+
+    The ranks need no bus to divide it: where a policy leaves that to them, they begin at once. Waiting for the first
+    decision would cost some thirty steps at the pace of the slowest rank.
+    """
+    tracks = options.get("track", float(policy in DIVIDED_BY_RANKS)) == 1
+    return "tracking" if supports_tracking and tracks else "fixed"
