@@ -60,6 +60,12 @@ def test_a_small_step_is_worth_its_samples_and_a_large_one_no_more_than_one() ->
     assert progress(np.array([1.0, 1000.0, 1e9]), 1000.0) == pytest.approx([1 / 1001, 0.5, 1.0], rel=1e-5)
 
 
+def test_a_step_worth_its_length_is_best_where_compute_takes_as_long_as_the_fixed_cost() -> None:
+    """Without noise sqrt(B) / (A + B/R) is greatest at A R = 0.1 * 12000."""
+    fitted = model([8000.0, 4000.0], sync_intercept_s=0.1)
+    assert best_global_batch(fitted, 1e-6, fitted.balanced, rate_exponent=0.5) == pytest.approx(1200, rel=2e-3)
+
+
 rates = st.lists(st.floats(10, 1e5), min_size=1, max_size=12)
 
 

@@ -96,25 +96,33 @@ class StepTime:
         return np.maximum.accumulate(self.smallest + gained), times_s
 
 
-def progress(global_batch_sizes: Array64, noise_scale: float) -> Array64:
-    """What a step of B samples is worth, up to a constant: B / (B + B_noise) (McCandlish et al., arXiv 1812.06162)."""
-    worth: Array64 = global_batch_sizes / (global_batch_sizes + noise_scale)
+def progress(global_batch_sizes: Array64, noise_scale: float, rate_exponent: float = 0.0) -> Array64:
+    """What a step of B samples is worth, up to a constant: B^rate_exponent B / (B + B_noise).
+
+    With exponent 0 that is McCandlish et al. (arXiv 1812.06162): the learning rate is the best one for each B. A rule
+    that sets it in proportion to B^e instead makes a step of little noise worth as much more: the first factor.
+    """
+    worth: Array64 = global_batch_sizes**rate_exponent * global_batch_sizes / (global_batch_sizes + noise_scale)
     return worth
 
 
-def best_global_batch(model: StepTime, noise_scale: float, times_s: Callable[[Array64], Array64]) -> float:
+def best_global_batch(
+    model: StepTime, noise_scale: float, times_s: Callable[[Array64], Array64], rate_exponent: float = 0.0
+) -> float:
     """The B of the greatest progress(B) / T(B), within the model's bounds.
 
     Args:
         model: gives the bounds.
         noise_scale: of the gradient, in samples, times whatever a policy multiplies it by.
         times_s: T of many batches: `model.balanced` or `model.equal`.
+        rate_exponent: as `progress`.
     """
     low, high = max(model.smallest, 1.0), max(model.largest, 1.0)
     best = low
     for _ in range(2):
         candidates = np.geomspace(low, high, _CANDIDATES)
-        index = int(np.argmax(progress(candidates, noise_scale) / np.maximum(times_s(candidates), 1e-12)))
+        worth = progress(candidates, noise_scale, rate_exponent)
+        index = int(np.argmax(worth / np.maximum(times_s(candidates), 1e-12)))
         best = float(candidates[index])
         low, high = float(candidates[max(0, index - 1)]), float(candidates[min(_CANDIDATES - 1, index + 1)])
     return best

@@ -1,6 +1,10 @@
 """`rule`: the global batch that buys the most progress per second, divided among the ranks by the training processes.
 
-    B = argmax B / (B + noise_multiplier * B_noise) / T(B)
+    B = argmax B^rate_exponent * B / (B + noise_multiplier * B_noise) / T(B)
+
+With rate_exponent 0 the learning rate is taken to be the best one for each B. Under a square-root rule 0.5 is the other
+extreme, a step worth its length: on train scenarios it was 10 % faster with slow links and 128 ranks, and 10 % slower
+with Adam and with equal workers.
 
 B_noise is the gradient noise scale, T(B) the step-time model fitted to the ranks' own times. B moves once per window;
 the division follows every step where the job supports tracking, otherwise this policy divides by the fitted speeds.
@@ -53,6 +57,7 @@ class Rule:
     options: ClassVar[Options] = MappingProxyType(
         {
             "noise_multiplier": Option(2.0, 0.01, 100, "factor on B_noise: above 1, larger batches count for more"),
+            "rate_exponent": Option(0.0, 0, 0.5, "power of B in the worth of a step, beside the noise"),
             "max_change": Option(_PACE.max_change, 1.01, 100, "greatest factor between two decisions"),
             "dead_band": Option(_PACE.dead_band, 0, 1, "relative distance from the best batch at which B stays"),
             "track": track(1),
@@ -72,6 +77,7 @@ class Rule:
     def _next(self, job: Job, current: float, model: StepTime | None, noise_scale: float) -> float:
         if model is None or math.isnan(noise_scale):
             return current
-        target = best_global_batch(model, option(self.options, job, "noise_multiplier") * noise_scale, model.balanced)
+        noise_scale *= option(self.options, job, "noise_multiplier")
+        target = best_global_batch(model, noise_scale, model.balanced, option(self.options, job, "rate_exponent"))
         pace = _PACE._replace(**{name: option(self.options, job, name) for name in ("max_change", "dead_band")})
         return pace.step(max(current, 1.0), target)

@@ -1,0 +1,16 @@
+from pathlib import Path
+
+from dynamix.arbitrator.policies import POLICIES
+from dynamix.arbitrator.policies.__main__ import document
+
+PATH = Path(__file__).parents[2] / "docs" / "policies.md"
+
+
+def test_the_document_is_what_the_code_says() -> None:
+    assert PATH.read_text() == document(), "make it anew: python -m dynamix.arbitrator.policies > docs/policies.md"
+
+
+def test_every_option_of_every_policy_is_in_it() -> None:
+    sections = {section.split("\n")[0]: section for section in document().split("\n## ")}
+    for name, policy in POLICIES.items():
+        assert all(f"| `{option}` | {one.default:g} |" in sections[name] for option, one in policy.options.items())
