@@ -72,6 +72,19 @@ def test_a_miss_counts_as_the_time_limit_and_is_told(suite: Suite, monkeypatch: 
     assert row(verdict.families["alike"].policies, "random").misses == 0
 
 
+def test_runs_of_one_row_that_differ_too_much_are_a_failure_signature(
+    suite: Suite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluation, "outcomes", made_up(lambda task: 0.1 if task.seed % 2 else 1.9))
+    contenders = parse_contenders("best-static,goodput,rule")
+    cells = plan(suite, contenders, range(6), TUNED)
+    with Ledger() as ledger:
+        fill(cells, ledger)
+        verdict = Judge(suite, contenders, cells, ledger, TUNED).verdict("")
+    (found,) = row(verdict.families["mixed"].policies, "rule").signatures
+    assert found.startswith("spread-between-runs in mixed-2")
+
+
 def test_best_static_and_its_origin_are_told_per_family(suite: Suite, monkeypatch: pytest.MonkeyPatch) -> None:
     verdict, _ = compared(suite, "rule", 1, monkeypatch, tuned_for(mixed=256))
     assert verdict.families["mixed"].best_static_local_batch_size == 256

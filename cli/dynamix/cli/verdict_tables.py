@@ -22,6 +22,9 @@ def show(verdict: Verdict, *, stderr: bool) -> None:
     names = ", ".join(verdict.heterogeneous_families) or "all families: none is heterogeneous"
     console.print(_table(f"Over {names}, each counted alike", verdict.policies, verdict.default_policy))
     _explain(console, verdict)
+    for row in verdict.policies:
+        for signature in row.signatures:
+            console.print(f"{row.policy}: {signature}", highlight=False, markup=False)
 
 
 def show_tuned(tuned: Tuned, *, stderr: bool) -> None:

@@ -125,7 +125,7 @@ def parse_contender(text: str, files: Mapping[str, Sequence[str]] | None = None)
         options["track"] = 1.0
     policy = _policy_name(match["name"], files or {})
     if policy in POLICIES:
-        check_options(policy, getattr(POLICIES[policy], "options", {}), options)
+        check_options(policy, POLICIES[policy].options, options)
     return Contender(
         label=text,
         policy=policy,

@@ -4,7 +4,9 @@ import statistics
 from collections.abc import Iterable, Sequence
 
 import msgspec
+import numpy as np
 
+from dynamix.arbitrator.signatures import spread_signature
 from dynamix.schemas.policies import DEFAULT_POLICY
 
 from . import scores
@@ -42,6 +44,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """Mean; the test part is scored once, at the end of each run."""
     relative_spread: float | None
     """Standard deviation of the time to target over its mean within a scenario, averaged over scenarios."""
+    signatures: list[str] = []
+    """Failure signatures: scenarios in which the runs of this one row differ too much from each other."""
     settings: list[dict[str, object]] = []
     """One per policy seed; only in the rows of a family."""
     note: str = ""
@@ -144,9 +148,21 @@ class Judge:
             accuracy_at_fixed_time=_mean(outcome.accuracy_at_fixed_time for outcome in outcomes),
             test_accuracy=_mean(outcome.test_accuracy for outcome in outcomes),
             relative_spread=scores.relative_spread(times),
+            signatures=self._spreads(label, families),
             settings=[setting.identity() for setting in settings],
             note=_note(contender),
         )
+
+    def _spreads(self, label: str, families: Sequence[str]) -> list[str]:
+        """Where the times of one row spread more between runs than a policy's should."""
+        found = []
+        for name in families:
+            times_PCS = self.table.times(label, [name])
+            for place, scenario in enumerate(self.suite.families[name]):
+                times = times_PCS[:, place].ravel()
+                if (finding := spread_signature(times[~np.isnan(times)].tolist())) is not None:
+                    found.append(f"{finding.signature} in {scenario.name}: {finding.explanation}")
+        return found
 
     def _ratio(self, label: str, base: str, families: Sequence[str]) -> Interval | None:
         found = self.table.ratio(label, base, families)
