@@ -81,6 +81,11 @@ def test_missing_data_is_said_with_the_way_to_get_it(
     assert "make data" in capsys.readouterr().err
 
 
+def test_a_device_that_nobody_knows_is_said(scenario: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", scenario, "--device", "abacus", "--data", str(DATA)]) == 1
+    assert "--device 'abacus': PyTorch knows no such device; use cpu" in capsys.readouterr().err
+
+
 def test_scenarios_that_are_shipped_have_names() -> None:
     assert scenario_named("train/mixed-8").name == "mixed-8"
     assert scenario_named("mixed-8") == scenario_named("train/mixed-8")

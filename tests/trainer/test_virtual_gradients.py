@@ -14,11 +14,12 @@ from dynamix.trainer.split import Counts
 from dynamix.trainer.virtual.cluster import VirtualCluster
 from dynamix.trainer.virtual.gradients import AutogradGradients, Gradients
 from dynamix.trainer.virtual.perceptron import PerceptronGradients, gradients_of, is_perceptron
-from dynamix.trainer.workloads import Workload, make_optimizer, workload_named
+from dynamix.trainer.workloads import Data, Part, Workload, make_optimizer, workload_named
 
 MLP, CNN = workload_named("fashion-14-mlp"), workload_named("fashion-14-cnn")
 UNEVEN = ((20, 20, 20, 20), (61, 3, 0, 7), (1, 40, 2, 40), (33, 0, 0, 1))
 NUM_STEPS = 30
+SINGLE, DOUBLE = torch.zeros(1), torch.zeros(1, dtype=torch.float64)
 
 
 def close(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -81,7 +82,7 @@ def _one_big_batch(workload: Workload, optimizer: str, sizes: Sequence[int]) -> 
 def test_norms_losses_and_correct_answers_are_those_of_each_workers_own_batch(
     workload: Workload, sizes: tuple[int, ...]
 ) -> None:
-    gradients = gradients_of(workload, seed=5, dtype=torch.float64)
+    gradients = gradients_of(workload, seed=5, like=DOUBLE)
     inputs, labels = (tensor[: sum(sizes)] for tensor in virtual.data(200, dtype=torch.float64).train)
     plan = StepPlan(0, 0, 0, Counts(sizes))
     measured = gradients.step(inputs, labels, plan, measured=True)
@@ -112,7 +113,7 @@ def _alone(
 
 
 def test_the_noise_estimate_is_fed_as_the_hook_of_a_real_job_feeds_it() -> None:
-    gradients = gradients_of(MLP, seed=5, dtype=torch.float64)
+    gradients = gradients_of(MLP, seed=5, like=DOUBLE)
     counts = Counts((30, 0, 5, 65))
     inputs, labels = (tensor[:100] for tensor in virtual.data(200, dtype=torch.float64).train)
     found, expected = ([NoiseSums() for _ in counts.values] for _ in range(2))
@@ -132,9 +133,9 @@ def test_the_noise_estimate_is_fed_as_the_hook_of_a_real_job_feeds_it() -> None:
 def test_more_workers_than_a_block_holds_are_measured_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes, inputs = (1, 2, 0, 3, 4, 5, 6), virtual.data(200, dtype=torch.float64).train
     plan = StepPlan(0, 0, 0, Counts(sizes))
-    whole = gradients_of(MLP, seed=1, dtype=torch.float64)
+    whole = gradients_of(MLP, seed=1, like=DOUBLE)
     monkeypatch.setattr("dynamix.trainer.virtual.perceptron.MAX_BLOCK", 3 * whole.parameters.numel())
-    parts = gradients_of(MLP, seed=1, dtype=torch.float64)
+    parts = gradients_of(MLP, seed=1, like=DOUBLE)
     norms = [each.step(*(t[:21] for t in inputs), plan, measured=True).norms for each in (whole, parts)]
     assert norms[0] is not None
     assert norms[1] is not None
@@ -148,21 +149,40 @@ def test_a_perceptron_is_known_by_its_layers() -> None:
     assert is_perceptron(nn.Sequential(nn.Flatten(), linear, nn.ReLU(), nn.Linear(4, 2), nn.ReLU(), nn.Linear(2, 2)))
     for layers in ([linear, nn.ReLU()], [linear, nn.Tanh(), linear], [nn.Flatten(0)], [nn.Linear(4, 4, bias=False)]):
         assert not is_perceptron(nn.Sequential(*layers))
-    assert isinstance(gradients_of(MLP, seed=0, dtype=torch.float32), PerceptronGradients)
-    assert isinstance(gradients_of(CNN, seed=0, dtype=torch.float32), AutogradGradients)
+    assert isinstance(gradients_of(MLP, seed=0, like=SINGLE), PerceptronGradients)
+    assert isinstance(gradients_of(CNN, seed=0, like=SINGLE), AutogradGradients)
 
 
 def test_a_new_model_leaves_the_global_generator_alone_and_depends_on_its_seed_only() -> None:
     torch.manual_seed(123)
     state = torch.random.get_rng_state()
-    first, second, other = (gradients_of(MLP, seed=seed, dtype=torch.float32).parameters for seed in (1, 1, 2))
+    first, second, other = (gradients_of(MLP, seed=seed, like=SINGLE).parameters for seed in (1, 1, 2))
     assert torch.equal(torch.random.get_rng_state(), state)
     assert torch.equal(first, second)
     assert not torch.equal(first, other)
 
 
 def test_the_accuracy_of_a_part_is_the_share_of_right_answers() -> None:
-    gradients = gradients_of(MLP, seed=0, dtype=torch.float32)
+    gradients = gradients_of(MLP, seed=0, like=SINGLE)
     part = virtual.data(25_000).validation
     expected = float((gradients.model(part.inputs).argmax(1) == part.labels).float().mean())
     assert gradients.accuracy(part) == pytest.approx(expected, rel=1e-6)
+
+
+def test_tokens_make_a_model_of_floats() -> None:
+    text = workload_named("text-transformer")
+    assert gradients_of(text, seed=0, like=torch.zeros(1, dtype=torch.int64)).parameters.dtype == torch.float32
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_cluster_trains_where_its_data_lies() -> None:
+    made = virtual.data(500, dtype=torch.float64)
+    there = Data(*(Part(*(tensor.cuda() for tensor in part)) for part in made))
+    scenario = virtual.scenario(workload=CNN.name, time_limit_s=0.5, fixed_time_s=0.5, target_accuracy=1.0)
+    runs = [VirtualCluster(scenario, data, seed=3, policy="static") for data in (made, there)]
+    for run in runs:
+        while run.run_window():
+            pass
+    assert close(_parameters(runs[1]).cpu(), _parameters(runs[0])) < 1e-9
+    assert runs[1].time_s == runs[0].time_s

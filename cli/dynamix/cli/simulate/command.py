@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seed", type=int, default=0, help="of weights, order of the data and disturbances (default: %(default)s)"
     )
     parser.add_argument("--data", metavar="DIR", help="directory with the data sets (default: the usual places)")
+    parser.add_argument("--device", default="cpu", help="where the gradients are computed (default: %(default)s)")
     parser.add_argument("--windows", action="store_true", help="show a line for each window")
     parser.add_argument("--bus", action="store_true", help="let the services on the bus decide")
     add_json_argument(parser)
@@ -60,8 +61,8 @@ def _run(planned: "Plan", namespace: argparse.Namespace) -> "Simulation":
 
     try:
         with View(planned, windows=namespace.windows) as view:
-            return simulate(planned, namespace.data, on_line=view.show, bus=namespace.bus)
-    except (ValueError, OSError) as error:  # a data set that is missing; the text says which, and how to get it
+            return simulate(planned, namespace.data, device=namespace.device, on_line=view.show, bus=namespace.bus)
+    except (ValueError, OSError) as error:  # data that is missing, a device; the text says how to mend it
         raise CommandError(str(error)) from error
 
 

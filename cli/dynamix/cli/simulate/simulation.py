@@ -27,7 +27,7 @@ from dynamix.schemas.messages import Report
 from dynamix.trainer.virtual.cluster import VirtualCluster
 from dynamix.trainer.virtual.lockstep import NoActionError, run_lockstep
 from dynamix.trainer.virtual.scenario import Scenario
-from dynamix.trainer.workloads import Data, workload_named
+from dynamix.trainer.workloads import Data, Part, workload_named
 
 COLLECTORS_READY_S = 60.0
 RUN_ID_BYTES = 4
@@ -134,19 +134,32 @@ def scenario_named(text: str) -> Scenario:
     return Scenario.read(shipped[fitting[0]])
 
 
-def simulate(planned: Plan, data: str | None, *, on_line: OnLine, bus: bool) -> Simulation:
+def simulate(planned: Plan, data: str | None, *, device: str, on_line: OnLine, bus: bool) -> Simulation:
     """Run the job to its end.
 
     Raises:
         CommandError: when the bus or its services do not do their part.
-        ValueError: when a file is not the data set's, or the initial size is outside the scenario's bounds.
+        ValueError: when a file is not the data set's, the initial size is outside the scenario's bounds, or there is no
+            such device.
         OSError: when the data set is missing.
     """
     torch.set_num_threads(1)  # this process is the command's own; a virtual worker's batch is too small for two
+    place = _device(device)
     loaded = workload_named(planned.scenario.workload).load(None if data is None else Path(data))
+    loaded = Data(*(Part(*(tensor.to(place) for tensor in part)) for part in loaded))
     lines = _Lines(on_line)
     episode = asyncio.run(_on_bus(planned, loaded, lines)) if bus else _here(planned, loaded, lines)
     return _told(planned, episode, lines.all)
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"--device {name!r}: PyTorch knows no such device; use cpu, cuda or cuda:1") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device {name!r}: PyTorch finds no CUDA device here")
+    return device
 
 
 class _Lines:

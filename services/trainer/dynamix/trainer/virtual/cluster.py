@@ -85,8 +85,7 @@ class VirtualCluster:
         scenario, seed = self.scenario, self.seed
         workload = workload_named(scenario.workload)
         inputs = self._data.inputs
-        dtype = inputs.dtype if inputs.is_floating_point() else torch.get_default_dtype()
-        self._gradients = gradients_of(workload, seed=seed, dtype=dtype)
+        self._gradients = gradients_of(workload, seed=seed, like=inputs)
         self._schedule = Schedule(sizes, split=self._options.initial_split)
         self._sampler = PlanSampler(len(inputs), self._schedule, rank=0, seed=seed, shuffle=True)
         self._order: tuple[int, Order] = (-1, np.empty(0, dtype=np.int64))
@@ -191,7 +190,7 @@ class VirtualCluster:
     def _train(self, plan: StepPlan, timing: StepTiming, conditions: Conditions) -> None:
         """The step itself; what was due to be evaluated before its end saw the parameters before it."""
         chosen = torch.from_numpy(self._epoch_order(plan.epoch)[plan.offset : plan.offset + plan.counts.total])
-        inputs, labels = (tensor.index_select(0, chosen) for tensor in self._data)
+        inputs, labels = (tensor.index_select(0, chosen.to(tensor.device)) for tensor in self._data)
         measured = plan.step % self.scenario.noise_every == 0
         sums = self._gradients.step(inputs, labels, plan, measured=measured)
         self._recorder.add(plan, sums, timing, conditions)

@@ -63,9 +63,9 @@ def training_part(scenario: Scenario, data: Data, seed: int) -> Part:
     inputs, labels = (tensor[: scenario.num_train_samples or None] for tensor in data.train)
     if scenario.label_noise > 0:
         drawn = generator(seed, LABELS, 0)
-        flat = labels.flatten().numpy().copy()
+        flat = labels.flatten().cpu().numpy().copy()
         wrong = drawn.random(len(flat)) < scenario.label_noise
         num_classes = int(flat.max()) + 1
         flat[wrong] = (flat[wrong] + drawn.integers(1, num_classes, size=len(flat))[wrong]) % num_classes
-        labels = torch.from_numpy(flat).view(labels.shape)
+        labels = torch.from_numpy(flat).view(labels.shape).to(inputs.device)
     return Part(inputs, labels)

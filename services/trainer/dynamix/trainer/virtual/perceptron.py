@@ -116,12 +116,15 @@ class PerceptronGradients(Gradients):
         return _Pass(entered, derivatives[::-1], right[0].neg_(), correct)
 
 
-def gradients_of(workload: Workload, *, seed: int, dtype: torch.dtype) -> Gradients:
-    """A newly initialised model with the fastest way to its gradients. The global generator stays as it was."""
+def gradients_of(workload: Workload, *, seed: int, like: Tensor) -> Gradients:
+    """A newly initialised model with the fastest way to its gradients. The global generator stays as it was.
+
+    It lies where the inputs `like` do; its numbers are of their type, where that is one of floats.
+    """
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = workload.model().to(dtype)
-    if isinstance(model, nn.Sequential) and is_perceptron(model):
+        torch.manual_seed(seed)  # on the CPU, so that a seed gives the same weights wherever they end up
+        model = workload.model().to(like.device, like.dtype if like.is_floating_point() else None)
+    if isinstance(model, nn.Sequential) and is_perceptron(model) and like.device.type == "cpu":
         return PerceptronGradients(model, workload)
     return AutogradGradients(model, workload)
 
