@@ -16,6 +16,7 @@ from .tables import COLUMNS, against, numbers
 
 FACTORS = (0.0, 1.0, 10.0)
 """On each weight of the published reward, the others as they are by default."""
+ENDS = {"target": "target", "fixed": "fixed time"}
 WINDOWS = (5, 10, 20)
 DEFAULT_WINDOW = 10
 PUBLISHED = Weights()
@@ -56,15 +57,15 @@ def published_reward(laboratory: Laboratory) -> Result:
     }
     rows: list[list[Cell]] = []
     panels = []
-    for end in ("target", "fixed"):
+    for end in ENDS:
         curves = []
         for title, weights in variants.items():
             learned = laboratory.learned(PAPER, [scenario], weights=weights, episode_end=end)
             table = _compared(laboratory, scenario, learned)
             ratio = against(table, PAPER, BASE, scenario)
-            rows.append([end, title, _return(learned), *numbers(table, PAPER, scenario), ratio])
+            rows.append([ENDS[end], title, _return(learned), *numbers(table, PAPER, scenario), ratio])
             curves.append(_mean_return_curve(title, learned))
-        panels.append(Panel(title=f"Return, episodes to {end}", x="episode", y="return", curves=curves))
+        panels.append(Panel(title=f"Episodes that end at the {ENDS[end]}", x="episode", y="return", curves=curves))
     columns = ["episode ends at", "reward", "return, last episodes", *COLUMNS, f"time vs {BASE}"]
     return laboratory.result("reward", columns, rows, learned=True, panels=panels, notes=[_default_weights()])
 
