@@ -124,12 +124,15 @@ def test_target_kl_ends_an_update_early() -> None:
     assert stats.num_steps == settings.num_minibatches
 
 
+TOY = PPOSettings(hidden_sizes=(16,), learning_rate=0.02, num_minibatches=2, update_epochs=4)
+
+
 @pytest.mark.parametrize(
-    "settings", [PPOSettings(learning_rate=0.01, hidden_sizes=(16,)), PAPER], ids=["clipped", "simplified"]
+    "settings",
+    [TOY, msgspec.structs.replace(PAPER, hidden_sizes=(16,), learning_rate=0.03)],
+    ids=["clipped", "simplified"],
 )
 def test_both_variants_solve_a_toy_of_two_states(settings: PPOSettings) -> None:
-    if settings.objective == "simplified":
-        settings = msgspec.structs.replace(settings, learning_rate=0.03, hidden_sizes=(16,))
-    before, after = solved_share(settings, num_updates=0), solved_share(settings, num_updates=60)
+    before, after = solved_share(settings, num_updates=0), solved_share(settings, num_updates=40)
     assert before < 0.7
     assert after > 0.95

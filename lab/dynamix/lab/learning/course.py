@@ -143,7 +143,7 @@ class _Course:
         flat = [run for found in runs.values() for run in found]
         scores = {f"vs_rule/{name}": ratio for name, ratio in ratios.items()}
         scores |= {"vs_rule": geometric_mean(list(ratios.values())), "missed": float(sum(run.missed for run in flat))}
-        scores |= {"num_runs": float(len(flat)), "learning_s": round(self.elapsed_s, 1)}
+        scores["num_runs"] = float(len(flat))
         file = PolicyFile.from_bytes(content)
         metadata = msgspec.structs.replace(
             file.metadata, scores=scores, num_episodes=self.history[-1].num_episodes if self.history else 0
