@@ -57,15 +57,15 @@ def published_reward(laboratory: Laboratory) -> Result:
     }
     rows: list[list[Cell]] = []
     panels = []
-    for end in ENDS:
+    for end, end_words in ENDS.items():
         curves = []
         for title, weights in variants.items():
             learned = laboratory.learned(PAPER, [scenario], weights=weights, episode_end=end)
             table = _compared(laboratory, scenario, learned)
             ratio = against(table, PAPER, BASE, scenario)
-            rows.append([ENDS[end], title, _return(learned), *numbers(table, PAPER, scenario), ratio])
+            rows.append([end_words, title, _return(learned), *numbers(table, PAPER, scenario), ratio])
             curves.append(_mean_return_curve(title, learned))
-        panels.append(Panel(title=f"Episodes that end at the {ENDS[end]}", x="episode", y="return", curves=curves))
+        panels.append(Panel(title=f"Episodes that end at the {end_words}", x="episode", y="return", curves=curves))
     columns = ["episode ends at", "reward", "return, last episodes", *COLUMNS, f"time vs {BASE}"]
     return laboratory.result("reward", columns, rows, learned=True, panels=panels, notes=[_default_weights()])
 
