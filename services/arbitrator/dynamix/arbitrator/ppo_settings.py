@@ -53,11 +53,13 @@ class PPOSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 PAPER = PPOSettings(
     objective="simplified",
+    learning_rate=3e-3,
     num_minibatches=1,
-    update_epochs=1,
+    update_epochs=4,
     ent_coef=0.0,
     target_kl=None,
     anneal_lr=False,
     neutral_logit=0.0,
 )
-"""The paper's variant as its text describes it: one plain policy-gradient step at the end of each episode."""
+"""The paper's variant as its text describes it: plain policy-gradient steps at the end of each episode. Their number
+and size are ours: with fewer or smaller ones the policy hardly moves in the 15 episodes that the paper speaks of."""
