@@ -1,3 +1,4 @@
+import math
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ PARAMETERS = {
     "fashion-14-mlp": 196 * 64 + 64 + 64 * 10 + 10,
     "fashion-28-mlp": 784 * 128 + 128 + 128 * 10 + 10,
     "fashion-14-cnn": 80 + (8 * 16 * 9 + 16) + (144 * 64 + 64) + 650,
-    "cifar10-vgg11": 9 * (3 * 64 + 64 * 128 + 128 * 256 + 256**2 + 256 * 512 + 3 * 512**2) + 2 * 2752 + 5130,
+    "cifar10-vgg11": 9 * (3 * 64 + 64 * 128 + 128 * 256 + 256**2 + 256 * 512 + 3 * 512**2) + 2752 + 5130,
     "cifar10-resnet20": 269_722,  # He et al., table 6: 0.27 M
     "cifar10-resnet32": 464_154,  # 0.46 M
     "text-transformer": 137_216,
@@ -128,6 +129,20 @@ def test_the_small_mlp_learns_with_every_optimizer(optimizer: str, small_images:
         correct = workload.num_correct(model(data.validation.inputs), data.validation.labels)
     assert correct / len(data.validation.labels) > 0.78
     assert family_of(update) == family_of_name(optimizer)
+
+
+@pytest.mark.parametrize("name", ["cifar10-vgg11", "cifar10-resnet20"])
+def test_deep_models_begin_undecided_and_with_gradients_in_every_layer(name: str) -> None:
+    """Neither dead nor exploding: the loss is ln 10, and no layer's gradient is a hundred times another's."""
+    workload = workload_named(name)
+    torch.manual_seed(0)
+    model = workload.model().double()
+    inputs, labels = samples(name, 16)
+    loss = workload.loss(model(inputs), labels)
+    loss.backward()
+    assert loss.item() == pytest.approx(math.log(10), abs=0.15)
+    norms = [float(layer.weight.grad.norm()) for layer in model.modules() if isinstance(layer, nn.Conv2d)]
+    assert max(norms) < 100 * min(norms)
 
 
 def test_a_text_is_cut_into_sequences_and_split_by_position(tmp_path: Path) -> None:

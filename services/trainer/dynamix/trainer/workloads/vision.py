@@ -1,8 +1,10 @@
 """Models for images. None has BatchNorm.
 
 Batch statistics of a rank's own samples make the gradient depend on how a batch is divided (measured: 18 % relative
-error with 2 / 40 / 64 / 16 samples), and statistics over all ranks cost a collective per layer. Deep models have
-GroupNorm instead, which sees one sample only, with 16 channels in a group (Wu and He, 2018, table 3).
+error with 2 / 40 / 64 / 16 samples), and statistics over all ranks cost a collective per layer. VGG11 has no norm, as
+published; the ResNet has GroupNorm instead, which sees one sample only, with 16 channels in a group (Wu and He, 2018,
+table 3). Both begin with the weights of He et al., 2015. With PyTorch's own, VGG11 stays at a loss of ln 10
+for 160 steps of SGD at least (2.05 after 60 with these), and the ResNet is at 2.26 instead of 2.08 after 80.
 """
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 
 CHANNELS_PER_GROUP = 16
 NUM_CLASSES = 10
+LAST_LAYER_STD = 0.01
 VGG11 = (64, "M", 128, "M", 256, 256, "M", 512, 512, "M", 512, 512, "M")
 """Channels of the convolutions of configuration A, and where a maximum halves the image (Simonyan, Zisserman, 2015)."""
 
@@ -37,19 +40,16 @@ def small_cnn() -> nn.Sequential:
 
 
 def vgg11() -> nn.Sequential:
-    """VGG11 for 32 x 32: eight convolutions with GroupNorm, one linear layer; 9.2 million parameters.
-
-    Without any norm it does not begin to learn from PyTorch's initial weights under SGD.
-    """
+    """VGG11 for 32 x 32: eight convolutions, one linear layer; 9.2 million parameters."""
     layers: list[nn.Module] = []
     channels = 3
     for width in VGG11:
         if isinstance(width, str):
             layers.append(nn.MaxPool2d(2))
         else:
-            layers += [nn.Conv2d(channels, width, 3, padding=1, bias=False), _norm(width), nn.ReLU()]
+            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()]
             channels = width
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels, NUM_CLASSES))
+    return _initialised(nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels, NUM_CLASSES)))
 
 
 class Block(nn.Module):
@@ -91,8 +91,21 @@ def resnet(depth: int) -> nn.Sequential:
         for block in range(num_blocks):
             layers.append(Block(channels, width, stride=2 if block == 0 and width > channels else 1))
             channels = width
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, NUM_CLASSES))
+    return _initialised(nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, NUM_CLASSES)))
 
 
 def _norm(channels: int) -> nn.GroupNorm:
     return nn.GroupNorm(channels // CHANNELS_PER_GROUP, channels)
+
+
+def _initialised(model: nn.Sequential) -> nn.Sequential:
+    """Convolutions that keep the variance of gradients through ReLU; a last layer that begins undecided."""
+    for layer in model.modules():
+        if isinstance(layer, nn.Conv2d):
+            nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
+        elif isinstance(layer, nn.Linear):
+            nn.init.normal_(layer.weight, std=LAST_LAYER_STD)
+            nn.init.zeros_(layer.bias)
+    return model
