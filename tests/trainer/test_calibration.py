@@ -198,6 +198,15 @@ def test_overlap_and_buckets_are_found_where_both_show(overlap: float, buckets: 
     assert fitted.congested(exposures, slowest).tolist() == [index % 9 == 0 for index in range(80)]
 
 
+def test_an_overlap_that_the_scatter_hides_is_not_made_up() -> None:
+    generator = np.random.default_rng(7)
+    slowest = generator.uniform(0.05, 0.06, 60)
+    fitted = fit_exposure(0.08 - 0.3 * slowest + generator.normal(0, 0.02, 60), slowest)
+    assert not fitted.is_distinct
+    assert (fitted.overlap, fitted.num_buckets) == (0.0, 1)
+    assert fitted.communication_s == pytest.approx(0.08 - 0.3 * 0.055, rel=0.1)
+
+
 def test_waiting_for_the_slowest_of_uneven_workers_is_no_communication() -> None:
     """Four equal workers with 20 % jitter: the slowest of a step is 0.2 * 1.03 above the mean, over many steps."""
     steps = 0.1 * np.random.default_rng(7).lognormal(-0.02, 0.2, (30, 400, 4))

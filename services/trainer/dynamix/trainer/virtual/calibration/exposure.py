@@ -92,14 +92,16 @@ def fit_exposure(exposed_s: Array64, slowest_s: Array64) -> Exposure:
 def _fit(exposed_s: Array64, slowest_s: Array64, share: float) -> Exposure:
     found = {buckets: _best_overlap(exposed_s, slowest_s, buckets, share) for buckets in BUCKETS}
     least = min(trial.loss for trial in found.values())
-    buckets = next(buckets for buckets, trial in found.items() if trial.loss <= TIE * least + LEAST_LOSS)
+    is_distinct = least < CLEARLY_BETTER * found[1].loss
+    near = (buckets for buckets, trial in found.items() if trial.loss <= TIE * least + LEAST_LOSS)
+    buckets = next(near) if is_distinct else 1
     overlap, communication_s = found[buckets].overlap, max(LEAST_S, found[buckets].communication_s)
     factors = _implied(exposed_s, slowest_s, buckets, overlap) / communication_s
     return Exposure(
         communication_s=communication_s,
         overlap=overlap,
         num_buckets=buckets,
-        is_distinct=least < CLEARLY_BETTER * found[1].loss,
+        is_distinct=is_distinct,
         scatter=MAD_SIGMA * float(np.median(np.abs(factors - np.median(factors)))),
     )
 
