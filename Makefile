@@ -40,7 +40,7 @@ demo: venv data ## a real 4-process training job, static and then steered (ARGS=
 	$(BIN)/dynamix demo --data $(DATA) $(ARGS)
 
 test: venv data ## every test, three at a time (ARGS="-k name")
-	$(BIN)/python -m pytest -n 3 --dist worksteal $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal $(ARGS)
 
 lint: venv ## ruff: rules and format
 	$(BIN)/ruff check .

@@ -49,11 +49,18 @@ def test_with_overlap_and_jitter_it_settles_where_little_is_lost(
     job = job_of(num_ranks)
 
     def worth(total: float) -> float:
-        return total / (total + 2 * cluster.noise_scale) / cluster.step_time_s(cluster.balanced(total, job))
+        return total**1.25 / (total + cluster.noise_scale) / cluster.step_time_s(cluster.balanced(total, job))
 
     found = totals(cluster, job)
     assert max(found[20:]) < 1.35 * min(found[20:])
     assert min(worth(total) for total in found[20:]) > 0.9 * worth(cluster.best(job))
+
+
+@pytest.mark.parametrize(("rule", "exponent"), [("none", 0.0), ("sqrt", 0.25), ("linear", 0.5)])
+def test_a_longer_stride_counts_as_half_its_logarithm(rule: str, exponent: float) -> None:
+    cluster = ToyCluster(RATES, tracking=True, communication_s=0.02)
+    job = job_of(size=16, learning_rate_rule=rule)
+    assert totals(cluster, job)[-1] == pytest.approx(cluster.best(job, exponent=exponent), rel=0.05)
 
 
 def test_a_slower_network_makes_it_grow_and_a_faster_one_shrink() -> None:
@@ -84,7 +91,10 @@ def test_its_own_split_equalises_compute_times() -> None:
 
 def test_more_noise_multiplied_is_a_larger_batch() -> None:
     cluster = ToyCluster(RATES, communication_s=0.02)
-    once, twice = (totals(cluster, job_of(policy_options={"noise_multiplier": m}))[-1] for m in (1.0, 4.0))
+    once, twice = (
+        totals(cluster, job_of(policy_options={"noise_multiplier": m}, learning_rate_rule="none"))[-1]
+        for m in (1.0, 4.0)
+    )
     assert twice == pytest.approx(2 * once, rel=0.1)
 
 

@@ -43,11 +43,13 @@ class ToyCluster:
             low, high = (middle, high) if sizes.sum() < total else (low, middle)
         return self._clipped(high, job)
 
-    def best(self, job: Job, multiplier: float = 2.0) -> float:
-        """The B of the greatest B / (B + multiplier * noise) / T(B), by brute force."""
+    def best(self, job: Job, exponent: float = 0.25) -> float:
+        """The B of the greatest B^exponent B / (B + noise) / T(B), by brute force."""
         totals = np.geomspace(job.min_local_batch_size * job.world_size, sum(job.max_local_batch_sizes), 300)
-        noise = multiplier * self.noise_scale
-        return float(max(totals, key=lambda b: b / (b + noise) / self.step_time_s(self.balanced(b, job))))
+        noise = self.noise_scale
+        return float(
+            max(totals, key=lambda b: b ** (1 + exponent) / (b + noise) / self.step_time_s(self.balanced(b, job)))
+        )
 
     def observe(self, sizes: Array64, job: Job, decided: tuple[int, ...]) -> tuple[Array32, Array32]:
         """The features of a window of `job.window_steps` steps."""

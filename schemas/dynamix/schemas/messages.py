@@ -61,6 +61,8 @@ class Job(Message, frozen=True, kw_only=True, array_like=True):
     """Whether the training processes can divide a global batch among themselves (`Action.split`)."""
     initial_split: Literal["fixed", "tracking"] = "fixed"
     """Whether they do so from the generation's first step on."""
+    learning_rate_rule: Literal["none", "linear", "sqrt"] = "sqrt"
+    """What the learning rate follows of the global batch size over `base_global_batch_size`."""
 
     def __post_init__(self) -> None:
         """Raise ValueError when the parts of the specification contradict each other."""

@@ -69,6 +69,7 @@ class Reporter:
             end_reason=end_reason[:MAX_REASON],
             supports_tracking=options.supports_tracking,
             initial_split=initial_split,
+            learning_rate_rule=options.learning_rate_rule,
         )
 
     def report(
