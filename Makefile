@@ -51,6 +51,9 @@ types: venv ## mypy --strict
 
 bench: venv ## overhead and bus benchmarks: a table and JSON each, into out/
 	$(BIN)/python -m bench.bus --json out/bus.json
+	$(BIN)/python -m bench.objects --json out/objects.json
+	$(BIN)/python -m bench.policies --json out/policies.json
+	$(BIN)/python -m bench.virtual --json out/virtual.json
 	$(BIN)/python -m bench.overhead --json out/overhead.json
 	$(BIN)/python -m bench.overhead --model large --json out/overhead-large.json
 

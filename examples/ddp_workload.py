@@ -1,6 +1,6 @@
 """Train a workload by name, steered: a real DDP job of the kind that the virtual cluster simulates.
 
-dynamix train -- --standalone --nproc-per-node 2 examples/ddp_workload.py --workload cifar10-vgg11 --policy proportional
+dynamix train -- --standalone --nproc-per-node 2 examples/ddp_workload.py --workload cifar10-vgg11
 """
 
 import argparse
@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from dynamix import trainer as dynamix
+from dynamix.schemas.policies import DEFAULT_POLICY
 from dynamix.trainer.workloads import OPTIMIZERS, WORKLOADS, Part, Workload, make_optimizer, workload_named
 
 EVALUATION_BATCH = 500
@@ -26,7 +27,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, metavar="DIR", help="where the data set is (default: the usual places)")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
     parser.add_argument("--learning-rate", type=float, default=0.05)
-    parser.add_argument("--policy", default="static")
+    parser.add_argument("--policy", default=DEFAULT_POLICY)
     parser.add_argument("--local-batch-size", type=int, default=64)
     parser.add_argument("--min-local-batch-size", type=int, default=8)
     parser.add_argument("--max-local-batch-size", type=int, default=1024)
