@@ -9,7 +9,7 @@ DATA   := .data/fashion-mnist
 CIFAR  := .data/cifar-10
 ARGS   ?=
 
-.PHONY: help venv demo data data-cifar test lint types bench results format clean
+.PHONY: help venv demo data data-cifar test lint types bench results heldout format clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -57,8 +57,14 @@ bench: venv ## overhead and bus benchmarks: a table and JSON each, into out/
 	$(BIN)/python -m bench.overhead --json out/overhead.json
 	$(BIN)/python -m bench.overhead --model large --json out/overhead-large.json
 
-results: venv data ## the experiments of docs/results.md, some minutes each (ARGS="--only static")
+results: heldout ## docs/results.md: the held-out comparison, then the experiments (ARGS="--only static")
 	$(BIN)/python -m bench.results $(ARGS)
+
+heldout: venv data ## compare all policies on held-out scenarios, 20 minutes on two cores; killed, it goes on
+	mkdir -p out docs/results
+	$(BIN)/dynamix evaluate --resume --results out/heldout.jsonl --json docs/results/heldout.json \
+	    --png docs/results/heldout.png
+	$(BIN)/python -m bench.results.heldout
 
 format: venv ## let ruff rewrite
 	$(BIN)/ruff check --fix .

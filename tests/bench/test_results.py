@@ -5,6 +5,7 @@ from pathlib import Path
 
 import matplotlib.image
 import pytest
+from bench.results import heldout
 from bench.results.__main__ import EXPERIMENTS, main
 from bench.results.result import (
     NOT_RUN,
@@ -41,6 +42,10 @@ def test_the_page_holds_the_table_that_the_json_makes(name: str) -> None:
     path = DOCS / "results" / f"{name}.json"
     expected = markdown(read_result(path)) if path.exists() else NOT_RUN
     assert table_in((DOCS / "results.md").read_text(), name) == expected
+
+
+def test_the_page_holds_the_held_out_comparison_that_the_json_makes() -> None:
+    assert table_in((DOCS / "results.md").read_text(), heldout.NAME) == heldout.expected_table(DOCS)
 
 
 def test_a_result_is_a_table_with_its_seeds_command_and_notes() -> None:

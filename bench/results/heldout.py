@@ -1,0 +1,92 @@
+"""The held-out comparison as the tables of docs/results.md: `python -m bench.results.heldout`.
+
+Reads docs/results/heldout.json, which `dynamix evaluate` wrote, and puts its rows between their markers.
+"""
+
+import sys
+from pathlib import Path
+
+import msgspec
+
+from dynamix.lab.verdict import Interval, Row, Verdict
+
+from .result import NOT_RUN, with_table
+
+DOCS = Path(__file__).parents[2] / "docs"
+NAME = "heldout"
+OVERALL = ["policy", "median time to target, s", "missed", "vs best static", "vs goodput", "test accuracy", "runs"]
+FEATURED = ("best-static", "random", "proportional", "goodput", "rule", "ppo", "ppo-paper")
+
+
+def read_verdict(path: Path) -> Verdict:
+    """What `dynamix evaluate --json` wrote.
+
+    Raises:
+        ValueError: when it is something else.
+    """
+    return msgspec.json.decode(path.read_bytes(), type=Verdict)
+
+
+def tables(verdict: Verdict) -> str:
+    """All rows over the heterogeneous families, and the ratios to best static of some rows in each family."""
+    seeds = f"seeds {min(verdict.seeds)} to {max(verdict.seeds)}"
+    lines = [
+        (
+            f"Default policy: `{verdict.default_policy}`. Over the heterogeneous families "
+            f"({', '.join(verdict.heterogeneous_families)}), {seeds}; brackets: 95 % interval; below 1 is faster."
+        ),
+        "",
+        *_table(OVERALL, [_overall(row) for row in verdict.policies]),
+        "",
+        "Per family, time to target over that of the best static size:",
+        "",
+        *_table(["family", "best static", *FEATURED[1:]], [_family(verdict, name) for name in verdict.families]),
+        "",
+        f"`{verdict.command}`",
+        "",
+        f"![{NAME}](results/{NAME}.png)",
+    ]
+    return "\n".join(lines)
+
+
+def expected_table(docs: Path) -> str:
+    """What docs/results.md must hold between the markers."""
+    path = docs / "results" / f"{NAME}.json"
+    return tables(read_verdict(path)) if path.exists() else NOT_RUN
+
+
+def main() -> int:
+    """Write the tables into docs/results.md."""
+    document = DOCS / "results.md"
+    document.write_text(with_table(document.read_text(), NAME, expected_table(DOCS)))
+    return 0
+
+
+def _table(columns: list[str], rows: list[list[str]]) -> list[str]:
+    return [f"| {' | '.join(cells)} |" for cells in (columns, ["---"] * len(columns), *rows)]
+
+
+def _overall(row: Row) -> list[str]:
+    accuracy = "-" if row.test_accuracy is None else f"{row.test_accuracy:.3f}"
+    median = "-" if row.median_time_to_target_s is None else f"{row.median_time_to_target_s:.1f}"
+    ratios = [_interval(row.vs_best_static), _interval(row.vs_goodput)]
+    return [f"`{row.policy}`", median, str(row.misses), *ratios, accuracy, str(row.num_runs)]
+
+
+def _family(verdict: Verdict, name: str) -> list[str]:
+    family = verdict.families[name]
+    rows = {row.policy: row for row in family.policies}
+    control = " (control)" if family.control else ""
+    ratios = [_interval(rows[policy].vs_best_static) if policy in rows else "-" for policy in FEATURED[1:]]
+    return [name + control, f"{family.best_static_local_batch_size}", *ratios]
+
+
+def _interval(interval: Interval | None) -> str:
+    if interval is None:
+        return "-"
+    spread = "" if interval.low is None or interval.high is None else f" [{interval.low:.2f}, {interval.high:.2f}]"
+    return f"{interval.ratio:.2f}{spread}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
