@@ -49,7 +49,9 @@ def test_the_json_has_the_promised_shape(place: Path, monkeypatch: pytest.Monkey
     found = verdict(place)
     assert found["suite"] == "suite"
     assert found["default_policy"] == "rule"
-    assert [row["policy"] for row in found["policies"]][:5] == ["best-static", "random", "goodput", "ppo", "ppo-paper"]
+    assert [row["policy"] for row in found["policies"]][:6] == [
+        *("best-static", "random", "goodput", "rule", "ppo", "ppo-paper")
+    ]
     assert all(set(row) >= ROW for row in found["policies"])
     rule = next(row for row in found["policies"] if row["policy"] == "rule")
     assert set(rule["vs_best_static"]) == {"ratio", "low", "high"}

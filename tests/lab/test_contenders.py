@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 from tests.support.small_suites import tuned_for
 
+from dynamix.cli.evaluate import POLICIES
 from dynamix.lab.contenders import Contender, Setting, parse_contender, parse_contenders, with_references
 from dynamix.lab.policy_files import shipped_files
-from dynamix.lab.tuned import Tuned
+from dynamix.lab.tuned import Choice, Tuned
+from dynamix.schemas.policies import DEFAULT_POLICY
 
 
 def only_setting(text: str, tuned: Tuned | None = None) -> Setting:
@@ -70,6 +72,17 @@ def test_rivals_run_with_what_was_tuned_for_the_family_and_typed_options_come_on
     assert only_setting("rule", tuned) == Setting(policy="rule")
 
 
+def test_what_evaluate_compares_by_default_stands_on_the_tuned_settings_where_nothing_is_typed() -> None:
+    goodput = Choice(setting="goodput", options={"noise_multiplier": 2.0, "smoothing": 0.2})
+    tuned = Tuned(families={"mixed": {"goodput": goodput}})
+    rows = {row.label: row for row in parse_contenders(POLICIES)}
+    assert len(rows) == 7
+    (tracked,) = rows["goodput+track"].settings("mixed", tuned)
+    assert tracked.options == {"noise_multiplier": 2.0, "smoothing": 0.2, "track": 1.0}
+    (weighed,) = rows["goodput:noise_multiplier=4,track=1"].settings("mixed", tuned)
+    assert weighed.options == {"noise_multiplier": 4.0, "smoothing": 0.2, "track": 1.0}
+
+
 def test_a_family_without_a_train_part_falls_back_to_what_is_best_over_all() -> None:
     tuned = tuned_for(other=256)
     assert only_setting("best-static", tuned).initial_local_batch_size == 128
@@ -114,7 +127,8 @@ def test_shipped_files_belong_to_the_longest_name_they_bear(tmp_path: Path) -> N
     assert [file.stem for file in shipped_files("ppo-paper", tmp_path)] == ["ppo-paper-0"]
 
 
-def test_baselines_the_null_and_the_learned_policies_are_always_shown() -> None:
-    rows = with_references([parse_contender("rule"), parse_contender("goodput")])
-    assert [row.label for row in rows] == ["best-static", "random", "goodput", "ppo", "ppo-paper", "rule"]
+def test_baselines_the_null_the_default_and_the_learned_policies_are_always_shown() -> None:
+    rows = with_references([parse_contender("doubling"), parse_contender("goodput")])
+    assert [row.label for row in rows] == ["best-static", "random", "goodput", "rule", "ppo", "ppo-paper", "doubling"]
+    assert DEFAULT_POLICY in [row.label for row in with_references([])]
     assert all(isinstance(row, Contender) for row in rows)

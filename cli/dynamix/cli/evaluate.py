@@ -1,6 +1,7 @@
 """Compare policies on virtual clusters: time to a held-out target accuracy, paired by scenario and seed.
 
-Always shown: best static (its size chosen on train scenarios), random (the null), goodput and the learned policies.
+Always shown: best static (its size chosen on train scenarios), random (the null), goodput, the default policy and the
+learned ones.
 A policy is spelled NAME[+track][:option=number,...][@SIZE][/lr=RULE], for example goodput+track, static@128,
 rule:noise_multiplier=2,track=0 or goodput/lr=linear. Interrupted, the command prints what is there; --resume goes on.
 """
@@ -10,8 +11,8 @@ import argparse
 from .errors import CommandError
 from .output import add_json_argument
 
-POLICIES = "rule,static,proportional,noise-scale,doubling,goodput+track"
-"""Rows beside those that are always there."""
+POLICIES = "rule,static,proportional,noise-scale,doubling,goodput+track,goodput:noise_multiplier=4,track=1"
+"""Rows beside those that are always there; the last shows how much of the rule's gain its weighing of noise is."""
 
 NUM_SEEDS = 12
 NUM_JOBS = 2

@@ -19,6 +19,7 @@ import msgspec
 
 from dynamix.arbitrator.options import check_options
 from dynamix.arbitrator.policies import POLICIES, policy_named
+from dynamix.schemas.policies import DEFAULT_POLICY
 from dynamix.trainer.learning_rate import FACTORS, Rule
 
 from .policy_files import LEARNED, file_digest, shipped_files
@@ -27,8 +28,8 @@ from .tuned import Choice, Tuned
 BEST_STATIC = "best-static"
 GOODPUT = "goodput"
 RANDOM = "random"
-ALWAYS = (BEST_STATIC, RANDOM, GOODPUT, "ppo", "ppo-paper")
-"""Rows of every comparison, whatever they show: the baselines, the null and the learned policies."""
+ALWAYS = tuple(dict.fromkeys((BEST_STATIC, RANDOM, GOODPUT, DEFAULT_POLICY, "ppo", "ppo-paper")))
+"""Rows of every comparison, whatever they show: the baselines, the null, the default and the learned policies."""
 
 _SPELLING = re.compile(
     r"(?P<name>[a-z0-9-]+)(?P<track>\+track)?(?::(?P<options>[^@/]*))?(?:@(?P<size>[0-9]+))?(?:/lr=(?P<rule>.*))?"
@@ -94,8 +95,11 @@ class Contender(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def _setting(self, choice: Choice | None) -> Setting:
-        """What was chosen for the rival, and what was typed on top; plain `static` starts from the scenario's size."""
-        if choice is None or (self.policy == "static" and not self.is_best_static):
+        """What was chosen for the rival, and what was typed on top.
+
+        Plain `static` starts from the scenario's size, and the default policy runs as it ships.
+        """
+        if choice is None or self.policy == DEFAULT_POLICY or (self.policy == "static" and not self.is_best_static):
             choice = Choice()
         typed = self.initial_local_batch_size
         return Setting(
