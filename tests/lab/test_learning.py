@@ -107,9 +107,10 @@ def test_the_best_version_by_validation_is_handed_out_with_scores_on_other_seeds
     learned_ = learn(learning.plan(), num_workers=1)
     validated = [row.validation_vs_rule for row in learned_.history]
     assert [value is not None for value in validated] == [False, True, True]
-    best = min([1.0, *[value for value in validated if value is not None]])
+    best = min(range(1, 3), key=lambda number: validated[number] or float("inf"))
     metadata = learned_.file.metadata
-    assert (metadata.num_updates == 0) == (best == 1.0)
+    assert metadata.num_updates == best + 1  # never the untrained one, which is the rule itself
+    assert metadata.num_episodes == learned_.history[best].num_episodes
     assert metadata.scores["num_runs"] == 2
     assert {"vs_rule", "vs_rule/two-speeds", "vs_rule/slow-start"} <= set(metadata.scores)
     assert metadata.scenarios == ("two-speeds", "slow-start")

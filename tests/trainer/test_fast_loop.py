@@ -247,7 +247,7 @@ def _resume(rank: int, num_workers: int) -> dict[str, Any]:
 
     def begin() -> tuple[Session, nn.Module, Any]:
         loader = {"num_workers": num_workers, "persistent_workers": num_workers > 0}
-        session, model, optimizer, _ = _attach(Numbered(601, torch.float32), window_steps=8, **loader)
+        session, model, optimizer, _ = _attach(Numbered(601, torch.float32), window_steps=8, policy="rule", **loader)
         _hold_times(session, rank)
         return session, model, optimizer
 
@@ -396,3 +396,29 @@ def test_a_job_whose_sizes_are_decided_keeps_those_that_it_began_with() -> None:
         results = run_ranks(_begin_under, 2, options)
         assert set(results[0]["sizes"]) == {(12, 12)}
         assert {job.initial_split for job in results[0]["jobs"]} == {"fixed"}
+
+
+def _resume_under_another_policy(rank: int, options: dict[str, Any]) -> set[tuple[int, ...]]:
+    session, model, optimizer, _ = _attach(Numbered(240, torch.float32), window_steps=4, policy="rule")
+    _hold_times(session, rank)
+    for batch in session.loader:
+        _train_step(session, model, optimizer, batch, lambda *_: None)
+        if session.step_index == 6:
+            break
+    state = session.state_dict()
+    session.close()
+    session, model, optimizer, _ = _attach(Numbered(240, torch.float32), window_steps=4, **options)
+    session.load_state_dict(state)
+    _hold_times(session, rank)
+    sizes = set()
+    for batch in session.loader:
+        sizes.add(session.local_batch_sizes)
+        _train_step(session, model, optimizer, batch, lambda *_: None)
+    session.close()
+    return sizes
+
+
+@pytest.mark.parametrize("options", [{"policy": "static"}, {"policy": "rule", "base_hook": allreduce_hook}])
+def test_a_resumed_job_is_divided_as_it_says_now_not_as_it_was_when_it_was_saved(options: dict[str, Any]) -> None:
+    results = run_ranks(_resume_under_another_policy, 2, options)
+    assert results == [{(6, 18)}, {(6, 18)}]

@@ -2,18 +2,14 @@
 
 import hashlib
 from functools import lru_cache
-from importlib import resources
 from pathlib import Path
 
+from dynamix.arbitrator.policy_file import SUFFIX
+from dynamix.arbitrator.shipped import shipped_directory
+
 LEARNED = ("ppo", "ppo-paper")
-"""Names of the learned policies; their files are NAME-SEED.safetensors."""
-
-SUFFIX = ".safetensors"
-
-
-def shipped_directory() -> Path:
-    """Where the learned policies of the package lie."""
-    return Path(str(resources.files("dynamix.arbitrator"))) / "shipped"
+"""Names of the learned policies. NAME.safetensors is what a job of that name gets, NAME-SEED.safetensors the same
+learning begun with another seed: the policy seeds of a comparison."""
 
 
 def shipped_files(name: str, directory: Path | None = None) -> list[Path]:

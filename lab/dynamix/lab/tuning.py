@@ -2,13 +2,15 @@
 
 Every rival gets six settings, every setting the same scenarios and seeds. The score is the geometric mean of the times
 to the target, a miss counted as the time limit. The best setting is kept per family, and over all train scenarios for
-families that have no train part. The rule and the learned policies are compared as they are shipped: nothing is chosen
-for them here. Held-out scenarios are never read.
+families that have no train part. The default policy has its six as well, but is compared as it ships, with one setting
+for all families; the learned policies are built upon it. Held-out scenarios are never read.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+
+from dynamix.schemas.policies import DEFAULT_POLICY
 
 from . import scores
 from .contenders import Contender, parse_contender
@@ -32,18 +34,27 @@ GRID: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "proportional": tuple(f"proportional@{size // 2}" for size in SIZES),
         "noise-scale": tuple(f"noise-scale:multiplier={factor}" for factor in (0.125, 0.25, 0.5, 1, 2, 4)),
         "goodput": tuple(
-            f"goodput:noise_multiplier={noise},smoothing={smoothing}" for noise in (1, 2, 4) for smoothing in (0.2, 0.5)
+            f"goodput:smoothing={smoothing},hysteresis={hysteresis}"
+            for smoothing in (0.2, 0.5, 1)
+            for hysteresis in (0, 0.05)
         ),
         "doubling": tuple(
             f"doubling:proportional=1,{when}"
             for when in (
                 *(f"every_samples={samples}" for samples in (30_000, 60_000, 120_000)),
-                *(f"patience_windows={windows}" for windows in (3, 10, 20)),
+                *(f"patience_windows={windows}" for windows in (1, 3, 10)),
             )
+        ),
+        DEFAULT_POLICY: tuple(
+            f"{DEFAULT_POLICY}:noise_multiplier={noise},rate_weight={weight}"
+            for noise, weight in ((1, 0), (2, 0), (4, 0), (1, 0.5), (1, 1), (0.5, 1))
         ),
     }
 )
 """Six settings per rival: those whose global batch is constant choose it, the others their most important options.
+
+Pollux's rule has no free factor on the noise scale, so goodput's are its own knobs; `dynamix evaluate` shows it with a
+factor and with the fast loop in rows apart.
 
 A split by measured speed may be finer than equal sizes: proportional begins its sizes at half of static's.
 """

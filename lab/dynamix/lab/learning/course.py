@@ -1,5 +1,6 @@
 """The course of learning: episodes, update, validation, checkpoint, until the plan is done or the time is over."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -85,15 +86,13 @@ class _Course:
             means = {name: float(np.mean([run.time_s for run in runs])) for name, runs in rules.items()}
             times = {name: [run.time_s for run in runs] for name, runs in rules.items()}
             content = self._agent.file().to_bytes()
-            # untrained, the global lever is the rule itself; deltas have still to show what they are worth
-            best = 1.0 if plan.action_set == "global" else float("inf")
             found = Checkpoint(
                 plan_digest=plan.digest,
                 references_s=means,
                 validation_s=times,
                 current=content,
                 best=content,
-                best_vs_rule=best,
+                best_vs_rule=math.inf,  # what is handed out has learned something: untrained, `ppo` is the rule itself
                 history=[],
                 elapsed_s=0.0,
             )
@@ -145,8 +144,9 @@ class _Course:
         scores |= {"vs_rule": geometric_mean(list(ratios.values())), "missed": float(sum(run.missed for run in flat))}
         scores["num_runs"] = float(len(flat))
         file = PolicyFile.from_bytes(content)
+        done = self.history[: file.metadata.num_updates]
         metadata = msgspec.structs.replace(
-            file.metadata, scores=scores, num_episodes=self.history[-1].num_episodes if self.history else 0
+            file.metadata, scores=scores, num_episodes=done[-1].num_episodes if done else 0
         )
         return PolicyFile(metadata, file.tensors)
 

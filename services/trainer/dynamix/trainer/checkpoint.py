@@ -83,11 +83,17 @@ def parse(state: dict[str, Any], data: DataIdentity) -> Checkpoint:
 
 
 def restore_schedule(schedule: Schedule, checkpoint: Checkpoint, lower: int, caps: tuple[int, ...]) -> None:
-    """Put the saved sizes in force, none above its rank's bound. A world of another size starts with its own sizes."""
+    """Put the saved sizes in force, none above its rank's bound. A world of another size starts with its own sizes.
+
+    Who divides the global batch is what the job says now: it may go on under another policy, or with a hook that
+    cannot carry times.
+    """
+    split = schedule.newest_split
     if checkpoint.world_size != len(caps):
-        schedule.reset(checkpoint.position.step, schedule.at(0).values, schedule.split_at(0))
+        schedule.reset(checkpoint.position.step, schedule.at(0).values, split)
         return
-    first, *later = [entry._replace(local_batch_sizes=_capped(entry, lower, caps)) for entry in checkpoint.schedule]
+    saved = [entry._replace(split=split) for entry in checkpoint.schedule]
+    first, *later = [entry._replace(local_batch_sizes=_capped(entry, lower, caps)) for entry in saved]
     schedule.reset(max(first.effective_step, 0), first.local_batch_sizes, first.split)
     for entry in later:
         schedule.add(*entry)

@@ -87,6 +87,7 @@ class JobOptions:
             (self.min_local_batch_size, self.max_local_batch_size, self.max_lag_windows, self.margin_steps),
             (self.learning_rate_rule, self.reduction, self.noise_every, self.noise_decay),
             (self.seed, self.shuffle, self.drop_last, self.supports_tracking),
+            (self.policy, tuple(sorted(self.policy_options.items()))),
         )
 
     def _check_size(self, rank: int, size: int) -> None:

@@ -66,6 +66,7 @@ def scenario_of(fit: Fit, seen: Observations, origin: Origin, settings: Settings
         workload=settings.workload,
         optimizer=settings.optimizer or origin.optimizer_family,
         learning_rate=settings.learning_rate,
+        learning_rate_rule="sqrt" if job is None else job.learning_rate_rule,
         window_steps=bounds.window_steps,
         base_global_batch_size=bounds.base_global_batch_size,
         initial_local_batch_size=bounds.initial_local_batch_size,
