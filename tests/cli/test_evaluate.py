@@ -10,14 +10,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from tests.support.small_suites import made_up, tuned_for, write_suite
 
+from dynamix.cli import comparison
 from dynamix.cli.main import main
 from dynamix.lab import evaluation
+from dynamix.lab.provenance import code_digest
 from dynamix.lab.runs import Outcome, Task
-from dynamix.lab.suite import Scenario
-from dynamix.lab.tuned import read_tuned, to_toml
+from dynamix.lab.suite import Scenario, suite_named
+from dynamix.lab.tuned import Choice, Tuned, read_tuned, to_toml
+from dynamix.lab.tuning import GRID
 
 ROW = {"policy", "median_time_to_target_s", "misses", "vs_best_static", "vs_goodput"}
 
@@ -122,6 +126,37 @@ def test_tune_reads_train_scenarios_only_and_writes_what_evaluate_reads(
     assert tuned.command == "dynamix tune --rivals static,goodput --seeds 1"
     assert list(tuned.overall) == ["static", "goodput"]
     assert "Best of 6 settings each" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", [("--rivals", "static"), ("--scenarios", "suite")])
+def test_tuning_a_part_does_not_take_the_place_of_the_whole(
+    option: tuple[str, str], place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place)
+    monkeypatch.setattr(comparison, "scenario_root", lambda: place)
+    before = (place / "tuned.toml").read_text()
+    assert main(["tune", *option, "--results", os.devnull]) == 2
+    assert "name another file with -o" in capsys.readouterr().err
+    assert (place / "tuned.toml").read_text() == before
+
+
+def test_what_makes_rivals_worse_than_they_could_be_is_said(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(evaluation, "outcomes", made_up(lambda _: 1.0))
+    typed = ("--policies", "doubling,static,rule", "--seeds", "1", "--jobs", "1")
+    assert main(arguments(place, *typed)) == 0
+    told = " ".join(capsys.readouterr().err.split())
+    assert "The train scenarios have changed" in told
+    assert "The code has changed since the rivals were tuned" in told
+    assert "doubling runs with defaults in alike, mixed" in told
+    assert "static runs with defaults" not in told
+    assert "goodput runs with defaults" not in told
+    choices = {rival: Choice(setting=rival, initial_local_batch_size=64) for rival in GRID}
+    whole = Tuned(overall=choices, scenarios=suite_named("train").digest, code=code_digest())
+    (place / "tuned.toml").write_text(to_toml(whole))
+    assert main(arguments(place, "--policies", "rule", "--seeds", "1", "--jobs", "1")) == 0
+    assert "tuned" not in capsys.readouterr().err
 
 
 def test_a_killed_evaluation_leaves_no_worker_and_keeps_its_runs(place: Path) -> None:

@@ -71,5 +71,5 @@ def test_a_file_that_is_missing_or_spoilt_says_how_to_make_it(tmp_path: Path) ->
 
 
 def test_what_has_no_settings_is_not_tuned(train: Suite) -> None:
-    with Ledger() as ledger, pytest.raises(ValueError, match="nothing can be tuned of 'rule'"):
-        tuning.tune(train, ledger, seeds=[0], rivals=["rule"])
+    with Ledger() as ledger, pytest.raises(ValueError, match="nothing can be tuned of 'static-of-old'"):
+        tuning.tune(train, ledger, seeds=[0], rivals=["static-of-old"])

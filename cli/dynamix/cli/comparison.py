@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from dynamix.lab.contenders import Contender, parse_contenders, with_references
+from dynamix.lab.contenders import Contender, parse_contenders, untuned_families, with_references
 from dynamix.lab.evaluation import Cell, fill, plan
 from dynamix.lab.figure import draw
 from dynamix.lab.pool import RunFailedError
+from dynamix.lab.provenance import code_digest
 from dynamix.lab.runs import Ledger
 from dynamix.lab.suite import TRAIN, TUNED_FILE, Suite, read_suite, scenario_root, suite_named
 from dynamix.lab.tuned import Tuned, read_tuned, to_toml
@@ -55,7 +56,7 @@ def choose(namespace: argparse.Namespace) -> int:
     """Tune the rivals and write the file of their settings."""
     with _sentences():
         suite = read_suite(Path(namespace.scenarios)) if namespace.scenarios else suite_named(TRAIN)
-        output = Path(namespace.output) if namespace.output else scenario_root() / TUNED_FILE
+        output = _tuned_output(namespace)
         rivals = tuple(namespace.rivals.split(",")) if namespace.rivals else tuple(GRID)
         with _ledger(namespace) as ledger, RunsView() as view:
             tuned = tune(
@@ -73,6 +74,21 @@ def choose(namespace: argparse.Namespace) -> int:
         if namespace.json is not None:
             write_json(tuned, namespace.json)
     return 0
+
+
+def _tuned_output(namespace: argparse.Namespace) -> Path:
+    """Where the choices go; those of some rivals, or on other scenarios, never take the place of all."""
+    if namespace.output:
+        return Path(namespace.output)
+    path = scenario_root() / TUNED_FILE
+    for option in ("rivals", "scenarios"):
+        if getattr(namespace, option):
+            raise CommandError(
+                f"--{option} {getattr(namespace, option)}: {path} holds the choices for all rivals on the train "
+                "scenarios; name another file with -o",
+                exit_code=2,
+            )
+    return path
 
 
 @contextmanager
@@ -98,14 +114,28 @@ def _planned(namespace: argparse.Namespace) -> Comparison:
 def _fill(comparison: Comparison, ledger: Ledger, namespace: argparse.Namespace) -> int:
     """Run what is missing; the command's exit code."""
     with RunsView() as view:
-        if comparison.tuned.scenarios != suite_named(TRAIN).digest:
-            view.say("The train scenarios have changed since the rivals were tuned: `dynamix tune` mends that.")
+        for warning in _doubts(comparison):
+            view.say(warning)
         try:
             fill(comparison.cells, ledger, jobs=namespace.jobs, data=_data(namespace), on_progress=view.show)
         except KeyboardInterrupt:
             view.say("Interrupted: this is what there is; --resume goes on.")
             return INTERRUPTED
     return 0
+
+
+def _doubts(comparison: Comparison) -> Iterator[str]:
+    """Why the rivals may be worse than they could be."""
+    suite, contenders, tuned, _ = comparison
+    mend = "`dynamix tune` mends that."
+    if tuned.scenarios != suite_named(TRAIN).digest:
+        yield f"The train scenarios have changed since the rivals were tuned: {mend}"
+    if tuned.code != code_digest():
+        yield f"The code has changed since the rivals were tuned: {mend}"
+    for contender in contenders:
+        families = untuned_families(contender, suite.families, tuned) if contender.policy in GRID else []
+        if families:
+            yield f"{contender.label} runs with defaults in {', '.join(families)}, nothing was chosen for it: {mend}"
 
 
 def _ledger(namespace: argparse.Namespace) -> Ledger:

@@ -20,7 +20,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rivals", metavar="LIST", help="with commas (default: all that have settings)")
     parser.add_argument("--seeds", type=int, default=NUM_SEEDS, help="seeds per scenario (default: %(default)s)")
     parser.add_argument(
-        "-o", "--output", metavar="FILE", help="the file to write (default: tuned.toml beside the train scenarios)"
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="the file to write (default: tuned.toml beside the train scenarios, for all rivals only)",
     )
     add_run_arguments(parser, RESULTS)
     add_json_argument(parser)

@@ -147,6 +147,14 @@ def with_references(asked: Iterable[Contender], files: Mapping[str, Sequence[str
     return list((rows | {contender.label: contender for contender in asked}).values())
 
 
+def untuned_families(contender: Contender, families: Iterable[str], tuned: Tuned) -> list[str]:
+    """Families in which nothing was chosen for a rival; plain `static` and a size that is typed need no choice."""
+    is_plain_static = contender.policy == "static" and not contender.is_best_static
+    if is_plain_static or contender.is_learned:
+        return []
+    return [family for family in families if tuned.choice(contender.policy, family) is None]
+
+
 def _split(text: str) -> list[str]:
     pieces: list[str] = []
     for piece in (piece.strip() for piece in text.split(",")):
