@@ -32,9 +32,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
+from bench.overhead_table import print_table
+from bench.paired import compare
 from bench.stopwatch import Clock, Stopwatch
 from torch import nn
 from torch._C import Future
@@ -340,26 +341,6 @@ def run_job(options: Options, bus: BusSettings) -> Measured:
     return Measured([(Block(*on), Block(*off)) for on, off in pairs], *sums)
 
 
-def bootstrap_interval(values: npt.NDArray[np.float64], num: int = 10_000) -> list[float]:
-    """95 % interval of the mean, by resampling pairs."""
-    generator = np.random.default_rng(0)
-    means = [float(values[generator.integers(0, len(values), len(values))].mean()) for _ in range(num)]
-    return [float(bound) for bound in np.percentile(means, [2.5, 97.5])]
-
-
-def compare(on: npt.NDArray[np.float64], off: npt.NDArray[np.float64]) -> dict[str, Any]:
-    """What the session adds, in percent of what a step takes without it."""
-    percent = 100 * (on - off) / off.mean()
-    return {
-        "on_ms": 1000 * float(on.mean()),
-        "off_ms": 1000 * float(off.mean()),
-        "ratio": float(on.mean() / off.mean()),
-        "mean_percent": float(percent.mean()),
-        "median_percent": float(np.median(percent)),
-        "interval_percent": bootstrap_interval(percent),
-    }
-
-
 def summarise(measured: Measured, options: Options) -> dict[str, Any]:
     """Both figures, the direct one in percent of the step that was asked for."""
     table = np.array(measured.pairs)  # pair, arm, clock
@@ -411,55 +392,6 @@ def _microseconds(seconds: dict[str, float]) -> dict[str, float]:
 
 def _target(name: str, percent: float, limit: float) -> dict[str, Any]:
     return {"name": name, "percent": percent, "limit_percent": limit, "met": percent <= limit}
-
-
-def print_table(summary: dict[str, Any]) -> None:
-    """The summary for people."""
-    loads = " to ".join(f"{load:.1f}" for load in summary["load_average"])
-    print(
-        f"\nstep paced to {summary['step_ms']:.0f} ms, k = {summary['window_steps']}, "
-        f"{summary['num_ranks']} gloo ranks, {summary['num_parameters']} parameters;"
-    )
-    print(f"{summary['num_actions_applied']} actions applied in {summary['num_windows']} windows; load average {loads}")
-    _print_direct(summary)
-    print(
-        f"\non against off, {summary['num_pairs']} pairs of {summary['block_steps']} steps (on off off on), "
-        "95 % bootstrap interval of the mean:"
-    )
-    _print_paired("wall clock", summary["paired_wall"])
-    _print_paired("CPU, all threads", summary["paired_cpu"])
-    print()
-    for target in summary["targets"]:
-        verdict = "met" if target["met"] else "MISSED"
-        print(f"{target['name']}: {target['percent']:.2f} %, target <= {target['limit_percent']:.0f} %: {verdict}")
-
-
-def _print_direct(summary: dict[str, Any]) -> None:
-    wall, cpu, launch = summary["direct_wall"], summary["direct_cpu"], summary["launch_part"]
-
-    def line(name: str, wall_us: float, cpu_us: float) -> None:
-        percents = (us / summary["step_ms"] / 10 for us in (wall_us, cpu_us))
-        print(f"  {name:36}{wall_us:9.1f}{cpu_us:9.1f}" + "".join(f"{percent:9.3f}" for percent in percents))
-
-    def parts(thread: str, besides: str = "") -> None:
-        for part in sorted({*wall[thread], *cpu[thread]} - {besides}):
-            line(part, wall[thread].get(part, 0.0), cpu[thread].get(part, 0.0))
-
-    print(f"\n{'per step':38}{'us wall':>9}{'us CPU':>9}{'% wall':>9}{'% CPU':>9}\non the training thread")
-    parts("training_thread_us", besides=launch)
-    line("sum: our code", wall["ours_us"], cpu["ours_us"])
-    line(f"{launch}, in DDP too", wall["training_thread_us"][launch], cpu["training_thread_us"][launch])
-    line("sum with the launch", wall["gross_us"], cpu["gross_us"])
-    print("in gloo's threads")
-    parts("other_threads_us")
-
-
-def _print_paired(clock: str, paired: dict[str, Any]) -> None:
-    low, high = paired["interval_percent"]
-    print(
-        f"  {clock:15} {paired['off_ms']:.2f} -> {paired['on_ms']:.2f} ms: mean {paired['mean_percent']:+.2f} %, "
-        f"[{low:+.2f}, {high:+.2f}], median {paired['median_percent']:+.2f} %"
-    )
 
 
 def write_json(summary: dict[str, Any], target: str | None) -> None:
