@@ -2,19 +2,20 @@
 
 import contextlib
 import json
-import struct
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support import learned
+from tests.support import learned, odd_policies
 
+from dynamix.arbitrator.agent import Agent
 from dynamix.arbitrator.policies.learned import LearnedPolicy
 from dynamix.arbitrator.policy_file import PolicyFile, PolicyFileError
+from dynamix.arbitrator.ppo_settings import PPOSettings
 
 
 def changed(**fields: Any) -> bytes:
@@ -67,14 +68,71 @@ def test_what_does_not_fit_is_refused(fields: dict[str, Any], reason: str) -> No
 
 
 def test_an_unknown_word_in_the_metadata_is_refused() -> None:
-    data = learned.policy_file().to_bytes()
-    (length,) = struct.unpack_from("<Q", data)
-    header = json.loads(data[8 : 8 + length])
-    metadata = json.loads(header["__metadata__"]["dynamix"]) | {"colour": "red"}
-    header["__metadata__"]["dynamix"] = json.dumps(metadata)
-    text = json.dumps(header).encode()
+    metadata = msgspec.to_builtins(learned.metadata()) | {"colour": "red"}
     with pytest.raises(PolicyFileError, match="colour"):
-        PolicyFile.from_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+        PolicyFile.from_bytes(odd_policies.with_metadata(json.dumps(metadata)))
+
+
+@pytest.mark.parametrize("metadata", [5, None, [], {}, True, 1.5, "\ud800", "", "[" * 100_000])
+def test_metadata_that_are_no_text_of_ours_are_refused(metadata: object) -> None:
+    with pytest.raises(PolicyFileError, match="metadata"):
+        PolicyFile.from_bytes(odd_policies.with_metadata(metadata))
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"clip_coeff": 0.1}, "its settings are not PPO's: .*clip_coeff"),
+        ({"update_epochs": 0}, "its settings are not PPO's: .*update_epochs"),
+        ({"gamma": "much"}, "its settings are not PPO's: .*gamma"),
+        ({"hidden_sizes": [64, 64]}, r"speak of another network: clipped, hidden_sizes \(64, 64\), where .*\(16, 16\)"),
+        ({"objective": "simplified"}, "speak of another network: simplified"),
+    ],
+)
+def test_settings_that_nobody_could_learn_on_with_are_refused(settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(PolicyFileError, match=reason):
+        PolicyFile.from_bytes(changed(settings=settings))
+
+
+def test_a_file_without_settings_is_learned_on_with_the_defaults() -> None:
+    file = PolicyFile.from_bytes(changed(settings={}))
+    assert file.metadata.ppo_settings == msgspec.structs.replace(PPOSettings(), hidden_sizes=(16, 16))
+    assert Agent.of(file).file().digest == file.digest
+
+
+@pytest.mark.parametrize(
+    ("tensors", "reason"),
+    [
+        ({"optimizer.step": None}, r"'optimizer.step' must be of shape \(1,\), not missing"),
+        ({"optimizer.step": np.zeros(2, np.float32)}, r"'optimizer.step' must be of shape \(1,\)"),
+        ({"optimizer.step": -np.ones(1, np.float32)}, "'optimizer.step' holds a negative number"),
+        ({"optimizer.actor.0.bias.exp_avg": None}, r"'optimizer.actor.0.bias.exp_avg' must be of shape \(16,\)"),
+        ({"optimizer.critic.4.bias.exp_avg_sq": np.zeros(3, np.float32)}, r"exp_avg_sq' must be of shape \(1,\)"),
+        ({"optimizer.critic.4.bias.exp_avg_sq": -np.ones(1, np.float32)}, "exp_avg_sq' holds a negative number"),
+        ({"optimizer.critic.4.bias.exp_avg": np.ones(1, np.float64)}, "must be of type F32"),
+        ({"optimizer.actor.6.bias.exp_avg": np.zeros(1, np.float32)}, "no network of ours has: optimizer.actor.6"),
+    ],
+)
+def test_half_an_optimizer_is_refused(tensors: dict[str, Any], reason: str) -> None:
+    file = odd_policies.that_has_learned()
+    kept = {name: array for name, array in {**file.tensors, **tensors}.items() if array is not None}
+    with pytest.raises(PolicyFileError, match=reason):
+        PolicyFile.from_bytes(PolicyFile(file.metadata, kept).to_bytes())
+
+
+def test_steps_of_an_optimizer_without_moments_are_refused() -> None:
+    file = learned.policy_file()
+    tensors = {**file.tensors, "optimizer.step": np.ones(1, np.float32)}
+    with pytest.raises(PolicyFileError, match=r"no network of ours has: optimizer\.step"):
+        PolicyFile.from_bytes(PolicyFile(file.metadata, tensors).to_bytes())
+
+
+@pytest.mark.parametrize("objective", ["clipped", "simplified"])
+def test_who_has_learned_goes_on_from_its_file_where_it_stood(objective: Literal["clipped", "simplified"]) -> None:
+    file = odd_policies.that_has_learned(objective)
+    again = Agent.of(PolicyFile.from_bytes(file.to_bytes()))
+    assert again.file().digest == file.digest
+    assert odd_policies.learn_once(again).digest == odd_policies.that_has_learned(objective, updates=2).digest
 
 
 def test_a_number_that_is_not_finite_is_refused() -> None:

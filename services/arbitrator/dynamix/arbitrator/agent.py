@@ -13,12 +13,10 @@ from . import forward, gae
 from .network import ActorCritic
 from .normalisation import Normalisation
 from .policy import Array64
-from .policy_file import PolicyFile, PolicyMetadata
+from .policy_file import MOMENTS, OPTIMIZER, OPTIMIZER_STEP, PolicyFile, PolicyMetadata
 from .ppo import Batch, UpdateStats, update
 from .ppo_settings import PPOSettings
 from .rollout import Trajectory
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Learned(NamedTuple):
@@ -37,7 +35,7 @@ class Agent:
         self, metadata: PolicyMetadata, network: ActorCritic, normalisation: Normalisation, moments: Mapping[str, Any]
     ) -> None:
         self.metadata = metadata
-        self.settings = msgspec.convert(metadata.settings, PPOSettings)
+        self.settings = metadata.ppo_settings
         self.normalisation = normalisation
         self._network = network
         self._optimizer = torch.optim.Adam(network.parameters(), lr=1.0, eps=self.settings.adam_eps)
@@ -60,11 +58,10 @@ class Agent:
     @classmethod
     def of(cls, file: PolicyFile) -> Self:
         """The agent that wrote a file, to go on exactly where it stood."""
-        settings = msgspec.convert(file.metadata.settings, PPOSettings)
-        network = _network(file.metadata, settings, torch.Generator())
+        network = _network(file.metadata, file.metadata.ppo_settings, torch.Generator())
         names = list(network.state_dict())
         network.load_state_dict({name: torch.from_numpy(np.array(file.tensors[name])) for name in names})
-        moments = {name: array for name, array in file.tensors.items() if name.startswith("optimizer.")}
+        moments = {name: array for name, array in file.tensors.items() if name.startswith(OPTIMIZER)}
         return cls(file.metadata, network, Normalisation.of_tensors(file.tensors), moments)
 
     def file(self, **changes: Any) -> PolicyFile:
@@ -124,7 +121,7 @@ class Agent:
         """
         T, D, num_inputs = trajectory.inputs_TDI.shape
         inputs = self.normalisation.applied(trajectory.inputs_TDI.reshape(-1, num_inputs))
-        numpy_network = forward.Forward(self._network.tensors(), len(self.settings.hidden_sizes))
+        numpy_network = forward.Forward(self._network.tensors(), len(self.metadata.hidden_sizes))
         logprobs = forward.log_softmax(numpy_network.logits(inputs))
         values: Array64 = numpy_network.values(inputs).reshape(T, D)
         return trajectory._replace(
@@ -139,18 +136,18 @@ class Agent:
         for name, parameter in self._network.named_parameters():
             state = self._optimizer.state.get(parameter)
             if state:
-                found |= {f"optimizer.{name}.{moment}": state[moment].numpy().copy() for moment in _MOMENTS}
-                found["optimizer.step"] = np.array([state["step"].item()], dtype=np.float32)
+                found |= {f"{OPTIMIZER}{name}.{moment}": state[moment].numpy().copy() for moment in MOMENTS}
+                found[OPTIMIZER_STEP] = np.array([state["step"].item()], dtype=np.float32)
         return found
 
     def _restore(self, moments: Mapping[str, npt.NDArray[Any]]) -> None:
-        if "optimizer.step" not in moments:
-            return
+        """Of the heads that have learned: the simplified objective leaves the critic alone."""
         for name, parameter in self._network.named_parameters():
-            self._optimizer.state[parameter] = {
-                "step": torch.tensor(float(moments["optimizer.step"][0])),
-                **{moment: torch.from_numpy(np.array(moments[f"optimizer.{name}.{moment}"])) for moment in _MOMENTS},
-            }
+            own = {moment: moments.get(f"{OPTIMIZER}{name}.{moment}") for moment in MOMENTS}
+            known = {moment: torch.from_numpy(np.array(array)) for moment, array in own.items() if array is not None}
+            if known:
+                step = torch.tensor(float(moments[OPTIMIZER_STEP][0]))
+                self._optimizer.state[parameter] = {"step": step, **known}
 
 
 def _network(metadata: PolicyMetadata, settings: PPOSettings, generator: torch.Generator) -> ActorCritic:

@@ -19,12 +19,18 @@ from dynamix.schemas.fields import Count, Text, Token
 
 from . import forward, inputs
 from .actions import DELTAS, MULTIPLIERS, ActionSetName
+from .ppo_settings import PPOSettings
 
 FORMAT = 1
 SUFFIX = ".safetensors"
 MAX_BYTES = 32 << 20
 """Our networks take a few hundred KB; what is larger is something else."""
 METADATA_KEY = "dynamix"
+OPTIMIZER = "optimizer."
+"""What a learner needs to go on: Adam's moments of each parameter that has learned, and its steps so far."""
+OPTIMIZER_STEP = OPTIMIZER + "step"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+_NEVER_NEGATIVE = (".count", ".m2", ".step", ".exp_avg_sq")
 
 Array = npt.NDArray[Any]
 _ACTIONS = {"deltas": tuple(float(delta) for delta in DELTAS), "global": MULTIPLIERS}
@@ -47,7 +53,7 @@ class PolicyMetadata(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """`auto`: the published one for each job's optimizer."""
     reward_weights: dict[str, float] = {}
     settings: dict[str, Any] = {}
-    """Of the learning (`ppo.PPOSettings`)."""
+    """Of the learning (`PPOSettings`); what they do not say is its default."""
     num_updates: Count = 0
     num_episodes: Count = 0
     scenarios: tuple[Text, ...] = ()
@@ -73,6 +79,16 @@ class PolicyMetadata(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def of(cls, *, action_set: ActionSetName, **fields: Any) -> Self:
         """Metadata of a policy of this program: its inputs and actions are filled in."""
         return cls(action_set=action_set, inputs=inputs.names(action_set), actions=_ACTIONS[action_set], **fields)
+
+    @property
+    def ppo_settings(self) -> PPOSettings:
+        """The settings to learn on with.
+
+        Raises:
+            msgspec.ValidationError: when `settings` are not PPO's; never for a file that was read.
+        """
+        own = {"objective": self.algorithm, "hidden_sizes": self.hidden_sizes}
+        return msgspec.convert({**own, **self.settings}, PPOSettings)
 
 
 class PolicyFile(NamedTuple):
@@ -133,6 +149,7 @@ class PolicyFile(NamedTuple):
         _check_identity(metadata)
         found = cls(metadata, _tensors(data), bytes(data))
         _check_tensors(found)
+        _check_learning(found)
         return found
 
 
@@ -147,9 +164,11 @@ def _metadata(data: bytes) -> PolicyMetadata:
         text = header["__metadata__"][METADATA_KEY]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise PolicyFileError(f"not a policy of ours: its header has no {METADATA_KEY!r} metadata") from error
+    if not isinstance(text, str):
+        raise PolicyFileError(f"not a policy of ours: its {METADATA_KEY!r} metadata is no text")
     try:
         return msgspec.json.decode(text, type=PolicyMetadata)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # a text of half characters cannot even be encoded
         raise PolicyFileError(f"its metadata cannot be read: {error}") from error
 
 
@@ -201,16 +220,38 @@ def _check_tensors(file: PolicyFile) -> None:
     num_inputs, num_actions = len(file.metadata.inputs), len(file.metadata.actions)
     expected: dict[str, tuple[int, ...]] = {f"normalisation.{name}": (num_inputs,) for name in ("count", "mean", "m2")}
     for head, num_outputs in (("actor", num_actions), ("critic", 1)):
-        expected |= forward.shapes(head, 2 * num_inputs, file.metadata.hidden_sizes, num_outputs)
+        shapes = forward.shapes(head, 2 * num_inputs, file.metadata.hidden_sizes, num_outputs)
+        expected |= shapes
+        if any(name.startswith(f"{OPTIMIZER}{head}.") for name in file.tensors):  # a head that has learned
+            expected |= {f"{OPTIMIZER}{name}.{moment}": shape for name, shape in shapes.items() for moment in MOMENTS}
+            expected[OPTIMIZER_STEP] = (1,)
     for name, shape in expected.items():
         found = file.tensors.get(name)
         if found is None or found.shape != shape:
             raise PolicyFileError(f"tensor {name!r} must be of shape {shape}, not {getattr(found, 'shape', 'missing')}")
-    foreign = sorted(name for name in file.tensors if name not in expected and not name.startswith("optimizer."))
+    foreign = sorted(name for name in file.tensors if name not in expected)
     if foreign:
         raise PolicyFileError(f"tensors that no network of ours has: {', '.join(foreign[:4])}")
-    if (file.tensors["normalisation.m2"] < 0).any() or (file.tensors["normalisation.count"] < 0).any():
-        raise PolicyFileError("its normalisation has a negative count or variance")
+    for name, array in file.tensors.items():
+        if name.endswith(_NEVER_NEGATIVE) and (array < 0).any():
+            raise PolicyFileError(f"tensor {name!r} holds a negative number")
     for name, value in {**file.metadata.reward_weights, **file.metadata.scores}.items():
         if not math.isfinite(value):
             raise PolicyFileError(f"{name} = {value} in its metadata is not finite")
+
+
+def _check_learning(file: PolicyFile) -> None:
+    """What learning on would stumble over, long after the file was taken."""
+    metadata = file.metadata
+    try:
+        settings = metadata.ppo_settings
+    except msgspec.ValidationError as error:
+        raise PolicyFileError(f"its settings are not PPO's: {error}") from error
+    if (settings.objective, settings.hidden_sizes) != (metadata.algorithm, metadata.hidden_sizes):
+        raise PolicyFileError(
+            f"its settings speak of another network: {settings.objective}, hidden_sizes {settings.hidden_sizes}, "
+            f"where its metadata say {metadata.algorithm}, {metadata.hidden_sizes}"
+        )
+    for name, array in file.tensors.items():
+        if name.startswith(OPTIMIZER) and array.dtype != np.float32:
+            raise PolicyFileError(f"tensor {name!r} must be of type F32, as the parameters are")

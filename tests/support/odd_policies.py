@@ -1,0 +1,50 @@
+"""Policy files that somebody else made, or that have gone some way."""
+
+import json
+import struct
+
+import msgspec
+import numpy as np
+from tests.support import learned
+
+from dynamix.arbitrator.agent import Agent
+from dynamix.arbitrator.policy_file import PolicyFile
+from dynamix.arbitrator.ppo_settings import Objective
+from dynamix.arbitrator.rollout import Trajectory
+
+
+def with_metadata(metadata: object) -> bytes:
+    """A policy whose header has these metadata, whatever they are."""
+    data = learned.policy_file().to_bytes()
+    (length,) = struct.unpack_from("<Q", data)
+    header = json.loads(data[8 : 8 + length])
+    header["__metadata__"]["dynamix"] = metadata
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data[8 + length :]
+
+
+def that_has_learned(objective: Objective = "clipped", updates: int = 1) -> PolicyFile:
+    """After some updates from made-up decisions; the simplified objective leaves the critic alone."""
+    agent = learned.agent("global", msgspec.structs.replace(learned.SMALL, objective=objective))
+    for _ in range(updates):
+        learn_once(agent)
+    return agent.file()
+
+
+def learn_once(agent: Agent) -> PolicyFile:
+    """One more update, which depends on the number of updates before it only."""
+    rng = np.random.default_rng(agent.metadata.num_updates)
+    num, num_inputs = 8, len(agent.metadata.inputs)
+    trajectory = Trajectory(
+        inputs_TDI=rng.standard_normal((num, 1, num_inputs)).astype(np.float32),
+        actions_TD=rng.integers(len(agent.metadata.actions), size=(num, 1)),
+        logprobs_TD=np.full((num, 1), -2.0),
+        values_TD=np.zeros((num, 1)),
+        rewards_TD=rng.standard_normal((num, 1)),
+        num_windows_T=np.ones(num, dtype=np.int64),
+        next_values_D=np.zeros(1),
+        terminated=True,
+        num_unrewarded_windows=0,
+    )
+    agent.learn([trajectory])
+    return agent.file()
