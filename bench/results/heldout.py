@@ -8,14 +8,14 @@ from pathlib import Path
 
 import msgspec
 
-from dynamix.lab.verdict import Interval, Row, Verdict
+from dynamix.lab.contenders import BEST_STATIC
+from dynamix.lab.verdict import Family, Interval, Row, Verdict
 
 from .result import NOT_RUN, with_table
 
 DOCS = Path(__file__).parents[2] / "docs"
 NAME = "heldout"
 OVERALL = ["policy", "median time to target, s", "missed", "vs best static", "vs goodput", "test accuracy", "runs"]
-FEATURED = ("best-static", "random", "proportional", "goodput", "rule", "ppo", "ppo-paper")
 
 
 def read_verdict(path: Path) -> Verdict:
@@ -28,7 +28,7 @@ def read_verdict(path: Path) -> Verdict:
 
 
 def tables(verdict: Verdict) -> str:
-    """All rows over the heterogeneous families, and the ratios to best static of some rows in each family."""
+    """All rows over the heterogeneous families, and the ratio of each to best static in every family."""
     seeds = f"seeds {min(verdict.seeds)} to {max(verdict.seeds)}"
     lines = [
         (
@@ -40,7 +40,10 @@ def tables(verdict: Verdict) -> str:
         "",
         "Per family, time to target over that of the best static size:",
         "",
-        *_table(["family", "best static", *FEATURED[1:]], [_family(verdict, name) for name in verdict.families]),
+        *_table(
+            ["policy", *map(_heading, verdict.families.items())],
+            [_per_family(verdict, row.policy) for row in verdict.policies],
+        ),
         "",
         f"`{verdict.command}`",
         "",
@@ -73,12 +76,23 @@ def _overall(row: Row) -> list[str]:
     return [f"`{row.policy}`", median, str(row.misses), *ratios, accuracy, str(row.num_runs)]
 
 
-def _family(verdict: Verdict, name: str) -> list[str]:
-    family = verdict.families[name]
-    rows = {row.policy: row for row in family.policies}
-    control = " (control)" if family.control else ""
-    ratios = [_interval(rows[policy].vs_best_static) if policy in rows else "-" for policy in FEATURED[1:]]
-    return [name + control, f"{family.best_static_local_batch_size}", *ratios]
+def _heading(family: tuple[str, Family]) -> str:
+    name, found = family
+    return f"{name} (control)" if found.control else name
+
+
+def _per_family(verdict: Verdict, policy: str) -> list[str]:
+    """A row's ratio in each family; for best static, whose ratio is 1, the local batch size that was chosen."""
+    if policy == BEST_STATIC:
+        sizes = (family.best_static_local_batch_size for family in verdict.families.values())
+        return [f"`{policy}`", *("-" if size is None else f"1 (size {size})" for size in sizes)]
+    ratios = (
+        _interval(row.vs_best_static)
+        for family in verdict.families.values()
+        for row in family.policies
+        if row.policy == policy
+    )
+    return [f"`{policy}`", *ratios]
 
 
 def _interval(interval: Interval | None) -> str:

@@ -18,6 +18,8 @@ from bench.results.result import (
     with_table,
 )
 
+from dynamix.lab.verdict import Family, Interval, Row, Verdict
+
 DOCS = Path(__file__).parents[2] / "docs"
 EMPTY = "\n".join(f"<!-- {name}: made by `make results` -->\n{NOT_RUN}\n<!-- end of {name} -->" for name in EXPERIMENTS)
 
@@ -46,6 +48,58 @@ def test_the_page_holds_the_table_that_the_json_makes(name: str) -> None:
 
 def test_the_page_holds_the_held_out_comparison_that_the_json_makes() -> None:
     assert table_in((DOCS / "results.md").read_text(), heldout.NAME) == heldout.expected_table(DOCS)
+
+
+def test_every_row_of_the_verdict_stands_in_the_table_per_family() -> None:
+    labels = ["best-static", "goodput+track", "noise-scale", "doubling", "static", "rule"]
+    ratios = {label: 0.5 + number for number, label in enumerate(labels)}
+    rows = [row_of(label, ratio) for label, ratio in ratios.items()]
+    families = {
+        name: Family(
+            control=name == "alike",
+            scenarios={},
+            best_static_local_batch_size=128,
+            chosen_on="train scenarios of the family",
+            policies=rows,
+        )
+        for name in ("mixed", "alike")
+    }
+    verdict = Verdict(
+        suite="heldout",
+        default_policy="rule",
+        families=families,
+        policies=rows,
+        heterogeneous_families=["mixed"],
+        seeds=[0, 1],
+        num_runs_missing=0,
+        command="dynamix evaluate",
+        policy_files={},
+        tuned_on="",
+        code="",
+        versions={},
+    )
+    lines = heldout.tables(verdict).partition("Per family")[2].splitlines()
+    assert lines[2:10] == [
+        "| policy | mixed | alike (control) |",
+        "| --- | --- | --- |",
+        "| `best-static` | 1 (size 128) | 1 (size 128) |",
+        *(f"| `{label}` | {ratio:.2f} | {ratio:.2f} |" for label, ratio in list(ratios.items())[1:]),
+    ]
+
+
+def row_of(label: str, ratio: float) -> Row:
+    return Row(
+        policy=label,
+        median_time_to_target_s=1.0,
+        misses=0,
+        vs_best_static=Interval(ratio=ratio, low=None, high=None),
+        vs_goodput=None,
+        num_runs=2,
+        num_policy_seeds=1,
+        accuracy_at_fixed_time=None,
+        test_accuracy=None,
+        relative_spread=None,
+    )
 
 
 def test_a_result_is_a_table_with_its_seeds_command_and_notes() -> None:
