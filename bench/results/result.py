@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from dynamix.lab.scores import Ratio, student_quantile
+from dynamix.lab.scores import Mean, Ratio, student_quantile
 
 NOT_RUN = "Not run yet."
 
@@ -59,7 +59,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def mean_of(values: Sequence[float]) -> Estimate:
-    """Mean with Student's 95 % interval."""
+    """Mean of independent numbers with Student's 95 % interval; of runs of several policies see `Table.mean`."""
     mean = statistics.fmean(values)
     if len(values) < 2:
         return Estimate(value=mean)
@@ -70,6 +70,11 @@ def mean_of(values: Sequence[float]) -> Estimate:
 def estimate_of(ratio: Ratio | None) -> Estimate | None:
     """A paired ratio as a cell."""
     return None if ratio is None else Estimate(value=ratio.ratio, low=ratio.low, high=ratio.high)
+
+
+def estimate_of_mean(mean: Mean | None) -> Estimate | None:
+    """A mean over policy seeds and scenario seeds as a cell."""
+    return None if mean is None else Estimate(value=mean.value, low=mean.low, high=mean.high)
 
 
 def read_result(path: Path) -> Result:

@@ -7,7 +7,7 @@ from dynamix.lab.figure import CURVE_POINTS, mean_curve
 from dynamix.lab.table import Table
 from dynamix.trainer.virtual.scenario import Scenario
 
-from .result import Cell, Curve, Estimate, Panel, estimate_of, mean_of
+from .result import Cell, Curve, Estimate, Panel, estimate_of, estimate_of_mean
 
 COLUMNS = ["median time to target, s", "missed", "accuracy at fixed time", "test accuracy", "mean local batch"]
 
@@ -16,13 +16,12 @@ def numbers(table: Table, label: str, scenario: Scenario) -> list[Cell]:
     """The cells of `COLUMNS` for a contender in a scenario."""
     families = [scenario.family]
     outcomes = table.outcomes(label, families)
-    at_fixed_time = [run.accuracy_at_fixed_time for run in outcomes if run.accuracy_at_fixed_time is not None]
     sizes = [run.samples_seen / run.num_steps / scenario.world_size for run in outcomes]
     return [
         scores.median(table.times(label, families)),
         f"{table.num_misses(label, families)} of {len(outcomes)}",
-        mean_of(at_fixed_time) if at_fixed_time else None,
-        mean_of([run.test_accuracy for run in outcomes]),
+        estimate_of_mean(table.mean(label, families, lambda run: run.accuracy_at_fixed_time)),
+        estimate_of_mean(table.mean(label, families, lambda run: run.test_accuracy)),
         float(np.mean(sizes)),
     ]
 

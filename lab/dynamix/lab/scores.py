@@ -33,6 +33,15 @@ class Ratio(NamedTuple):
     high: float | None
 
 
+class Mean(NamedTuple):
+    """A mean with its interval."""
+
+    value: float
+    low: float | None
+    """`None` where there is but one seed."""
+    high: float | None
+
+
 def counted_time_s(time_to_target_s: float | None, time_limit_s: float) -> float:
     """Time to the target; the limit for a run that missed it."""
     return time_limit_s if time_to_target_s is None else min(time_to_target_s, time_limit_s)
@@ -85,6 +94,25 @@ def paired_ratio(times_PCS: Array64, base_CS: Array64, weights_C: Array64 | None
     return Ratio(float(np.exp(center)), low, high)
 
 
+def crossed_mean(values_PCS: Array64) -> Mean | None:
+    """The mean with Student's interval for policy seeds crossed with scenario seeds; `None` where nothing is known.
+
+    Runs that share a policy or a seed are not independent: the variance is that of the means per policy seed plus that
+    of the means per scenario seed, its degrees of freedom are Satterthwaite's. Scenarios are fixed.
+    """
+    known = ~np.isnan(values_PCS)
+    if not known.any():
+        return None
+    known_P, known_C, known_S = (known.any(axis=axes) for axes in ((1, 2), (0, 2), (0, 1)))
+    values_PCS = values_PCS[np.ix_(known_P, known_C, known_S)]
+    mean = float(np.nanmean(np.nanmean(values_PCS, axis=(0, 2))))
+    if values_PCS.shape[2] == 1:
+        return Mean(mean, None, None)
+    variance = sum(variance for variance, _ in _variances(values_PCS))
+    half = student_quantile((1 + CONFIDENCE) / 2, _effective_draws(values_PCS) - 1) * math.sqrt(variance)
+    return Mean(mean, mean - half, mean + half)
+
+
 def family_weights(families: list[str]) -> Array64:
     """Weight of each scenario, given its family, with which all families count alike; they sum to 1."""
     counts = {family: families.count(family) for family in families}
@@ -115,16 +143,21 @@ def _interval(logs_PCS: Array64, weights_C: Array64) -> tuple[float, float] | tu
 
 def _effective_draws(logs_PCS: Array64) -> float:
     """Number of draws behind the mean's variance: Satterthwaite's over policy seeds and scenario seeds."""
-    pairs = [
-        (float(np.var(means, ddof=1)) / means.size, means.size)
-        for means in (_marginal_means(logs_PCS, keep=0), _marginal_means(logs_PCS, keep=2))
-        if means.size > 1
-    ]
+    pairs = _variances(logs_PCS)
     total = sum(variance for variance, _ in pairs)
     if total == 0:  # no spread at all: any tail gives the same interval
         return float(max(size for _, size in pairs))
     degrees = total**2 / sum(variance**2 / (size - 1) for variance, size in pairs)
     return 1 + degrees
+
+
+def _variances(values_PCS: Array64) -> list[tuple[float, int]]:
+    """Variance of the mean that comes from policy seeds and from scenario seeds, with the number of each."""
+    return [
+        (float(np.var(means, ddof=1)) / means.size, means.size)
+        for means in (_marginal_means(values_PCS, keep=0), _marginal_means(values_PCS, keep=2))
+        if means.size > 1
+    ]
 
 
 def _marginal_means(logs_PCS: Array64, *, keep: int) -> Array64:

@@ -38,6 +38,17 @@ class Table:
             lambda cell, outcome: scores.counted_time_s(outcome.time_to_target_s, cell.task.scenario.time_limit_s),
         )
 
+    def mean(
+        self, label: str, families: Sequence[str], number: Callable[[Outcome], float | None]
+    ) -> scores.Mean | None:
+        """Mean of a number of a contender's outcomes, `None` left out, with its interval over all seeds."""
+
+        def known(_: Cell, outcome: Outcome) -> float:
+            found = number(outcome)
+            return np.nan if found is None else found
+
+        return scores.crossed_mean(self._array(label, families, known))
+
     def ratio(self, label: str, base: str, families: Sequence[str]) -> scores.Ratio | None:
         """Paired ratio of times against another contender, families counted alike; `None` without a pair."""
         weights = scores.family_weights([scenario.family for scenario in self._of(families)])
