@@ -65,8 +65,9 @@ async def test_a_job_may_ask_for_a_version(bus: Bus, source: PolicySource) -> No
     assert (await source.choose(made.job(policy="mine", policy_options={"version": 1.0}), None)).version == 1
     with pytest.raises(ValueError, match=r"version 7 of policy 'mine' does not exist: there is 2, 1"):
         await source.choose(made.job(policy="mine", policy_options={"version": 7.0}), None)
-    with pytest.raises(ValueError, match=r"version=1\.5 of policy 'mine' must be a whole number from 1"):
-        await source.choose(made.job(policy="mine", policy_options={"version": 1.5}), None)
+    for version in (1.5, 0.0, 1e300, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=r"option version=.* of policy 'mine' must be a whole number from 1"):
+            await source.choose(made.job(policy="mine", policy_options={"version": version}), None)
 
 
 async def test_a_job_with_an_option_that_its_policy_has_not_is_refused(source: PolicySource) -> None:

@@ -7,9 +7,9 @@ from typing import NamedTuple, Protocol
 from dynamix.runtime.bus import ObjectBrokenError, ObjectMissingError, PermissionDeniedError
 from dynamix.schemas.messages import Action, Job
 
-from .options import Option, check_options
+from .options import check_options
 from .policies import POLICIES
-from .policies.learned import LearnedPolicy
+from .policies.learned import VERSION, LearnedPolicy
 from .policy import NamedPolicy, Policy, digest_of
 from .policy_file import PolicyFile
 from .policy_store import PolicyStore, StoredPolicy
@@ -19,8 +19,6 @@ logger = logging.getLogger(__name__)
 
 VERSION_OPTION = "version"
 """The option of a job that asks for one version of its policy instead of the newest."""
-
-_VERSION = Option(1, 1, 2**31, "the version that shall decide; without it the newest", whole=True)
 
 NUM_HELD = 64
 """Networks kept ready in memory."""
@@ -75,7 +73,7 @@ class PolicySource:
         fault = _fault(policy, wanted)
         if fault is not None:
             raise ValueError(fault)
-        check_options(policy.name, {**policy.options, VERSION_OPTION: _VERSION}, job.policy_options)
+        check_options(policy.name, {**policy.options, VERSION_OPTION: VERSION}, job.policy_options)
         return policy
 
     async def _learned(self, name: str, wanted: _Wanted) -> NamedPolicy:
@@ -134,7 +132,7 @@ def _wanted(job: Job, recorded: Action | None) -> _Wanted:
     version = job.policy_options.get(VERSION_OPTION)
     if version is None:
         return _Wanted(None, None)
-    if version < 1 or version != int(version):
+    if VERSION.fault(version):
         raise ValueError(f"option {VERSION_OPTION}={version:g} of policy {job.policy!r} must be a whole number from 1")
     return _Wanted(int(version), None)
 

@@ -22,6 +22,20 @@ async def serve(context: Context[ArbitratorSettings]) -> None:
     await _Arbitrator(context).run()
 
 
+UNUSABLE = (
+    ActionLogError,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+"""What a policy that cannot decide may raise, or a log of decisions that is not this job's. It ends the decisions for
+its own generation, never those for other jobs; an error of the bus ends the process, which a restart mends."""
+
+
 class _Arbitrator:
     def __init__(self, context: Context[ArbitratorSettings]) -> None:
         self._context = context
@@ -75,8 +89,8 @@ class _Arbitrator:
                     await log.add(message.sequence, state)
             except MalformedMessageError as error:
                 await self._context.dead_letter(message, str(error))
-            except (ActionLogError, ValueError) as error:
-                self._halt(job, state.generation, str(error))
+            except UNUSABLE as error:
+                self._halt(job, state.generation, error)
 
     async def _log_of(self, job: str, generation: int, *, before: int) -> JobLog | None:
         """The log for a generation of a job; `None` when it is over, or nothing may be decided for it."""
@@ -112,8 +126,8 @@ class _Arbitrator:
             log = await JobLog.open(job, self._around)
             log.check_inputs(await self._bus.stream_state(FEED.name))
             await self._catch_up(log, until)
-        except (ValueError, ActionLogError) as error:  # no such policy; a log of decisions that is not this job's
-            self._halt(job.job, job.generation, str(error))
+        except UNUSABLE as error:
+            self._halt(job.job, job.generation, error)
             return None
         self._logs.pop(job.job, None)
         self._logs[job.job] = log
@@ -145,12 +159,19 @@ class _Arbitrator:
         except MalformedMessageError as error:
             await self._context.dead_letter(message, str(error))
 
-    def _halt(self, job: str, generation: int, reason: str) -> None:
+    def _halt(self, job: str, generation: int, error: Exception) -> None:
         """Decide nothing for this generation of a job: its training goes on with the sizes that it has."""
+        is_foreseen = isinstance(error, (ActionLogError, ValueError))
         self._logs.pop(job, None)
         self._halted.pop(job, None)
         self._halted[job] = generation
         while len(self._halted) > self._context.settings.max_jobs:
             self._halted.pop(next(iter(self._halted)))
         self._context.count("halted")
-        self._context.log.error("no decisions for this job", job=job, generation=generation, reason=reason)
+        self._context.log.error(
+            "no decisions for this job",
+            job=job,
+            generation=generation,
+            reason=str(error) if is_foreseen else repr(error),
+            exc_info=None if is_foreseen else error,
+        )

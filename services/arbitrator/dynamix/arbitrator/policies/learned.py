@@ -17,11 +17,10 @@ from dynamix.arbitrator.policy import Array32, Array64, Decision
 from dynamix.arbitrator.policy_file import PolicyFile
 from dynamix.schemas.messages import Job
 
+VERSION = Option(1, 1, 2**53 - 1, "of the policy; without it the newest when a generation begins", whole=True)
+
 OPTIONS: Options = MappingProxyType(
-    {
-        "explore": switch(0, "1: sample actions, for learning; 0: take the likeliest"),
-        "version": Option(1, 1, 2**53 - 1, "of the policy; without it the newest when a generation begins", whole=True),
-    }
+    {"explore": switch(0, "1: sample actions, for learning; 0: take the likeliest"), "version": VERSION}
 )
 """Of every learned policy; one that scales the rule has the rule's as well."""
 

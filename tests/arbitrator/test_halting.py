@@ -1,0 +1,111 @@
+"""What goes wrong with one job's policy ends the decisions for that generation, and no others."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+import structlog
+from tests.support import made, odd_policies
+
+from dynamix.arbitrator.policies.static import Static
+from dynamix.arbitrator.policy import Decision, Policy
+from dynamix.arbitrator.policy_source import PolicySource
+from dynamix.arbitrator.policy_store import PolicyStore
+from dynamix.arbitrator.service import serve
+from dynamix.arbitrator.settings import ArbitratorSettings
+from dynamix.runtime.bus import Bus
+from dynamix.runtime.service import Context
+from dynamix.schemas import subjects
+from dynamix.schemas.codec import decode
+from dynamix.schemas.messages import Action, Job
+from dynamix.schemas.streams import ACTIONS
+
+NODES = {"node-a": (0, 1), "node-b": (2, 3)}
+ODD, OTHER = made.job(NODES, job="odd-0", policy="odd"), made.job(NODES, job="other-0", policy="static")
+
+
+@contextlib.asynccontextmanager
+async def an_arbitrator(bus: Bus) -> AsyncIterator[Context[ArbitratorSettings]]:
+    """The service in this process."""
+    context = Context("arbitrator", "0", "here", bus, ArbitratorSettings(), asyncio.Event(), structlog.get_logger())
+    task = asyncio.create_task(serve(context))
+    try:
+        yield context
+        assert not task.done()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def report(bus: Bus, job: Job) -> None:
+    """One window of all nodes."""
+    for node, ranks in NODES.items():
+        await bus.publish(msgspec.structs.replace(made.state(node, ranks), job=job.job))
+
+
+async def decided(bus: Bus) -> list[str]:
+    """The job of the first action."""
+    async with asyncio.timeout(10), bus.consume(ACTIONS.name, [subjects.action("*")], start="all") as consumer:
+        return [decode(Action, message.subject, message.payload).job for message in await anext(consumer)]
+
+
+@pytest.mark.parametrize("is_there_first", [True, False])
+@pytest.mark.parametrize("metadata", [5, None, "\ud800"])
+async def test_a_file_with_odd_metadata_halts_its_own_generation_only(
+    bus: Bus, metadata: object, is_there_first: bool
+) -> None:
+    await PolicyStore(bus).put("odd", odd_policies.with_metadata(metadata), feature_version=1)
+    await bus.publish(ODD)
+    await bus.publish(OTHER)
+    if is_there_first:
+        await report(bus, ODD)
+    async with an_arbitrator(bus) as context:
+        if not is_there_first:
+            await report(bus, ODD)
+        await report(bus, OTHER)
+        assert await decided(bus) == [OTHER.job]
+        assert context.counters["halted"] == 1
+
+
+class Broken(Static):
+    """Falls over when it shall decide."""
+
+    def decide(self, *arguments: object) -> Decision:
+        raise TypeError(arguments)
+
+
+@pytest.mark.parametrize("error", [TypeError("no text"), KeyError("actor"), OverflowError("1e400"), RecursionError()])
+async def test_an_error_that_nobody_foresaw_does_the_same(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    choose = PolicySource.choose
+
+    async def fail(self: PolicySource, job: Job, recorded: Action | None) -> Policy:
+        if job.job == ODD.job:
+            raise error
+        return await choose(self, job, recorded)
+
+    monkeypatch.setattr(PolicySource, "choose", fail)
+    await bus.publish(ODD)
+    async with an_arbitrator(bus) as context:
+        await bus.publish(OTHER)
+        await report(bus, ODD)
+        await report(bus, OTHER)
+        assert await decided(bus) == [OTHER.job]
+        assert context.counters["halted"] == 1
+
+
+async def test_a_policy_that_falls_over_in_a_window_does_the_same(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(self: PolicySource, job: Job, recorded: Action | None) -> Policy:  # noqa: ARG001 - as it is called
+        return Broken() if job.job == ODD.job else Static()  # type: ignore[return-value]
+
+    monkeypatch.setattr(PolicySource, "choose", broken)
+    await bus.publish(ODD)
+    async with an_arbitrator(bus) as context:
+        await bus.publish(OTHER)
+        await report(bus, ODD)
+        await report(bus, OTHER)
+        assert await decided(bus) == [OTHER.job]
+        assert context.counters["halted"] == 1
