@@ -29,7 +29,7 @@ def static_sizes(laboratory: Laboratory) -> Result:
         ["policy", *COLUMNS, f"time vs {BASE}"],
         rows,
         panels=[accuracy_panel(table, labels, scenario)],
-        notes=laboratory.image_notes("static"),
+        notes=[*laboratory.image_notes("static"), laboratory.tuning_note(",".join(labels))],
     )
 
 
@@ -53,7 +53,13 @@ def cluster_sizes(laboratory: Laboratory) -> Result:
         curves=[Curve(label=label, points=found) for label, found in points.items()],
         logarithmic=True,
     )
-    return laboratory.result("workers", ["workers", "policy", *COLUMNS, f"time vs {BASE}"], rows, panels=[panel])
+    return laboratory.result(
+        "workers",
+        ["workers", "policy", *COLUMNS, f"time vs {BASE}"],
+        rows,
+        panels=[panel],
+        notes=[laboratory.tuning_note(",".join(ROWS))],
+    )
 
 
 def topologies(laboratory: Laboratory) -> Result:
@@ -81,4 +87,10 @@ def topologies(laboratory: Laboratory) -> Result:
         for label in ROWS
     ]
     panels = [accuracy_panel(table, list(ROWS), scenario) for scenario in scenarios.values()]
-    return laboratory.result("topology", ["network", "policy", *COLUMNS, f"time vs {BASE}"], rows, panels=panels)
+    return laboratory.result(
+        "topology",
+        ["network", "policy", *COLUMNS, f"time vs {BASE}"],
+        rows,
+        panels=panels,
+        notes=[laboratory.tuning_note(",".join(ROWS))],
+    )

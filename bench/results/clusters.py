@@ -9,6 +9,8 @@ from dynamix.trainer.virtual.scenario import Network, Scenario, Stragglers, Work
 SPEEDS = (4000.0, 2000.0, 1000.0, 500.0)
 """Samples per second of the four kinds of workers."""
 OVERHEAD_S = 0.002
+LEARNING_RATES = {"sgd": 0.1, "adam": 0.002, "adamw": 0.002}
+"""As in the scenarios: for a global batch of 512."""
 
 
 def mixed(name: str, *, num_workers: int = 8, **changes: Any) -> Scenario:
@@ -20,11 +22,12 @@ def mixed(name: str, *, num_workers: int = 8, **changes: Any) -> Scenario:
         workers=tuple(
             Workers(samples_per_s=speed, count=num_workers // len(SPEEDS), overhead_s=OVERHEAD_S) for speed in SPEEDS
         ),
+        learning_rate=LEARNING_RATES[changes.get("optimizer", "sgd")],
         base_global_batch_size=512,
         initial_local_batch_size=64,
-        target_accuracy=0.85,
+        target_accuracy=0.86,
         fixed_time_s=10.0,
-        time_limit_s=120.0,
+        time_limit_s=240.0,
         evaluate_every_s=0.25,
         evaluation_samples=5000,
         noise_every=4,

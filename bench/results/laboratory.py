@@ -11,10 +11,10 @@ from dynamix.lab.evaluation import Progress, fill, plan
 from dynamix.lab.learning import LearningPlan, Update, learn, plan_named
 from dynamix.lab.provenance import code_digest, versions
 from dynamix.lab.runs import Ledger
-from dynamix.lab.suite import Suite
+from dynamix.lab.suite import TUNED_FILE, Suite, scenario_root
 from dynamix.lab.table import Table
-from dynamix.lab.tuned import Tuned
-from dynamix.trainer.virtual.scenario import Scenario
+from dynamix.lab.tuned import Tuned, read_tuned
+from dynamix.trainer.virtual.scenario import Network, Scenario
 
 from .clusters import mixed
 from .result import Cell, Result
@@ -49,8 +49,9 @@ IMAGE_JOB = {
     "fixed_time_s": 300.0,
     "time_limit_s": 3000.0,
     "evaluate_every_s": 10.0,
+    "network": Network(),  # gradients as large as the model's own
 }
-STAND_IN = {"workload": "fashion-14-cnn", "target_accuracy": 0.8, "time_limit_s": 60.0}
+STAND_IN = {"workload": "fashion-14-cnn", "target_accuracy": 0.82, "time_limit_s": 90.0}
 STAND_IN_NOTE = (
     "Reduced: the small CNN on 14 x 14 Fashion-MNIST stands in for VGG11 on CIFAR-10, whose step takes seconds on a "
     "core. The full one: `python -m bench.results --only {name} --scale full`; as a real job on GPUs: `dynamix train "
@@ -94,6 +95,7 @@ class Laboratory:
         self._directory = directory
         self._jobs = jobs
         self._data = data
+        self.tuned = chosen_settings()
         directory.mkdir(parents=True, exist_ok=True)
 
     def cluster(self, name: str, **changes: Any) -> Scenario:
@@ -108,12 +110,20 @@ class Laboratory:
         """What stands in for what in an experiment with the image job."""
         return [] if self.scale.name == "full" else [STAND_IN_NOTE.format(name=name)]
 
+    def tuning_note(self, rows: str) -> str:
+        """With what settings rows run that `dynamix tune` chooses for."""
+        choices = {row.label: self.tuned.overall.get(row.policy) for row in parse_contenders(rows)}
+        chosen = [f"`{label}` as `{found.setting}`" for label, found in choices.items() if found and found.options]
+        if not chosen:
+            return "Nothing was tuned: every policy runs with its default options."
+        return f"Chosen over all train scenarios by `dynamix tune`: {', '.join(chosen)}."
+
     def compare(
         self, scenarios: Sequence[Scenario], rows: str, files: Mapping[str, Sequence[str]] | None = None
     ) -> Table:
         """Run rows in scenarios under all seeds; `files` names those of learned policies."""
         contenders: Sequence[Contender] = parse_contenders(rows, files)
-        cells = plan(Suite(name="results", scenarios=tuple(scenarios)), contenders, self.seeds, Tuned())
+        cells = plan(Suite(name="results", scenarios=tuple(scenarios)), contenders, self.seeds, self.tuned)
         with Ledger(self._directory / "runs.jsonl") as ledger:
             fill(cells, ledger, jobs=self._jobs, data=self._data, on_progress=_say)
             return Table(scenarios, cells, ledger)
@@ -153,6 +163,12 @@ class Laboratory:
             done.file.write(path)
             history.write_bytes(msgspec.json.encode(done.history))
         return Learned(path=str(path), history=msgspec.json.decode(history.read_bytes(), type=list[Update]))
+
+
+def chosen_settings() -> Tuned:
+    """What `dynamix tune` chose; these clusters are no family of its, so that its choices over all families count."""
+    path = scenario_root() / TUNED_FILE
+    return Tuned(overall=read_tuned(path).overall) if path.exists() else Tuned()
 
 
 def _say(progress: Progress) -> None:

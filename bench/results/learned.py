@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dynamix.lab.learning import Update
 from dynamix.trainer.virtual.scenario import Scenario
 
-from .laboratory import Laboratory, Learned
+from .laboratory import IMAGE_JOB, Laboratory, Learned
 from .result import Cell, Curve, Panel, Result, mean_of
 from .tables import COLUMNS, against, numbers
 
@@ -23,7 +23,8 @@ REDUCED_TRANSFER = (
     "Reduced: learned on the 14 x 14 MLP, and the 28 x 28 MLP stands for the other depth; `--scale full` learns on "
     "ResNet-20 and moves to ResNet-32."
 )
-ADAM = {"optimizer": "adam", "learning_rate": 0.002}
+IMAGES = {name: value for name, value in IMAGE_JOB.items() if name != "workload"}
+ADAM = {"optimizer": "adam"}
 
 
 def reward_curve(laboratory: Laboratory) -> Result:
@@ -65,7 +66,7 @@ def other_optimizer(laboratory: Laboratory) -> Result:
         "Adam, unchanged": laboratory.image_job("image-adam", **ADAM),
     }
     rows = _transferred(laboratory, scenarios, {PAPER: learned})
-    notes = laboratory.image_notes("adam")
+    notes = [*laboratory.image_notes("adam"), laboratory.tuning_note(",".join(RIVALS))]
     return laboratory.result("adam", TRANSFER_COLUMNS, rows, learned=True, notes=notes)
 
 
@@ -73,8 +74,8 @@ def other_models(laboratory: Laboratory) -> Result:
     """Policies learned on one model, unchanged, on a deeper or wider one and on a Transformer."""
     full = laboratory.scale.name == "full"
     home = {"workload": "cifar10-resnet20"} if full else {}
-    other = {"workload": "cifar10-resnet32"} if full else {"workload": "fashion-28-mlp"}
-    images = {"target_accuracy": 0.75, "time_limit_s": 3000.0, "fixed_time_s": 300.0} if full else {}
+    other = {"workload": "cifar10-resnet32"} if full else {"workload": "fashion-28-mlp", "target_accuracy": 0.875}
+    images = IMAGES if full else {}
     text = {
         "workload": "text-transformer",
         "optimizer": "adamw",
@@ -87,13 +88,13 @@ def other_models(laboratory: Laboratory) -> Result:
         "noise_every": 10,
     }
     scenarios = {
-        "as learned": laboratory.cluster("home", **home, **images),
-        "ResNet-32" if full else "28 x 28 MLP": laboratory.cluster("other-image", **other, **images),
+        "as learned": laboratory.cluster("home", **(images | home)),
+        "ResNet-32" if full else "28 x 28 MLP": laboratory.cluster("other-image", **(images | other)),
         "Transformer": laboratory.cluster("text", **text),
     }
     home_scenario = scenarios["as learned"]
     learned = _both(laboratory, home_scenario)
-    notes = [] if full else [REDUCED_TRANSFER]
+    notes = [*([] if full else [REDUCED_TRANSFER]), laboratory.tuning_note(",".join(RIVALS))]
     return laboratory.result(
         "transfer", TRANSFER_COLUMNS, _transferred(laboratory, scenarios, learned), learned=True, notes=notes
     )

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import matplotlib.image
 import pytest
-from bench.results import heldout
+from bench.results import heldout, laboratory
 from bench.results.__main__ import EXPERIMENTS, main
+from bench.results.laboratory import SCALES, Laboratory
+from bench.results.learned import ADAM
 from bench.results.result import (
     NOT_RUN,
     Estimate,
@@ -17,7 +19,11 @@ from bench.results.result import (
     table_in,
     with_table,
 )
+from tests.support.small_suites import made_up
 
+from dynamix.lab import evaluation
+from dynamix.lab.suite import suite_named
+from dynamix.lab.tuned import Choice, Tuned, to_toml
 from dynamix.lab.verdict import Family, Interval, Row, Verdict
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -133,6 +139,31 @@ def test_a_table_goes_between_its_own_markers_and_twice_is_once() -> None:
     assert with_table(once, "adam", "| a |") == once
     with pytest.raises(ValueError, match="no place for 'weather'"):
         with_table(EMPTY, "weather", "")
+
+
+def test_the_clusters_learn_at_the_rates_of_the_scenarios_with_gradients_of_the_images_model(tmp_path: Path) -> None:
+    full = Laboratory(SCALES["full"], tmp_path)
+    for name, job in {"mixed-8": full.cluster("sgd"), "adam-8": full.cluster("adam", **ADAM)}.items():
+        scenario = next(found for found in suite_named("train").scenarios if found.name == name)
+        assert (job.optimizer, job.learning_rate) == (scenario.optimizer, scenario.learning_rate)
+        assert job.base_global_batch_size == scenario.base_global_batch_size
+    assert full.image_job("images").network.gradient_bytes == 0
+
+
+def test_rivals_run_with_what_was_tuned_and_the_notes_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(laboratory, "scenario_root", lambda: tmp_path)
+    rows = "static@64,random,goodput"
+    assert "Nothing was tuned" in Laboratory(SCALES["smoke"], tmp_path).tuning_note(rows)
+    choice = Choice(setting="goodput:smoothing=0.5", options={"smoothing": 0.5})
+    tuned = Tuned(overall={"goodput": choice}, families={"home": {"goodput": Choice(options={"smoothing": 1.0})}})
+    (tmp_path / "tuned.toml").write_text(to_toml(tuned))
+    monkeypatch.setattr(evaluation, "outcomes", made_up(lambda task: task.setting.options.get("smoothing", 1.0)))
+    known = Laboratory(SCALES["smoke"], tmp_path)
+    table = known.compare([known.cluster("home")], rows)
+    assert table.times("goodput", ["home"]).tolist() == [[[0.5, 0.5]]]
+    assert known.tuning_note(rows) == (
+        "Chosen over all train scenarios by `dynamix tune`: `goodput` as `goodput:smoothing=0.5`."
+    )
 
 
 def test_an_experiment_runs_and_writes_its_table_numbers_and_picture(tmp_path: Path) -> None:
