@@ -1,5 +1,6 @@
 """Suites: families, the control, digests."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -7,7 +8,7 @@ import pytest
 from tests.support.small_suites import MIXED, write_suite
 
 from dynamix.lab.suite import digest_of, is_control, is_homogeneous, read_suite, suite_named
-from dynamix.trainer.virtual.scenario import Congestion, Stragglers, Workers
+from dynamix.trainer.virtual.scenario import Congestion, Scenario, Stragglers, Workers
 
 
 def test_scenarios_are_grouped_by_family(tmp_path: Path) -> None:
@@ -58,8 +59,42 @@ def test_what_is_no_suite_is_said(tmp_path: Path) -> None:
         suite_named("hold-out")
 
 
-def test_train_and_held_out_scenarios_never_meet() -> None:
+MEASURED = (
+    *("name", "family", "learn", "target_accuracy", "fixed_time_s", "time_limit_s"),
+    *("evaluate_every_s", "evaluation_samples", "noise_every"),
+)
+"""What a scenario says of how a run is called, judged and watched, not of what is run."""
+SAME_CLUSTER = {("mixed-8", "adam")}
+"""Train and held-out scenarios on the same cluster; this pair's optimizers differ, which is the family's point."""
+
+
+def essence(scenario: Scenario) -> bytes:
+    """Cluster and job alone."""
+    about = msgspec.to_builtins(scenario)
+    for name in MEASURED:
+        del about[name]
+    return msgspec.json.encode(about, order="sorted")
+
+
+def pairs(same: Callable[[Scenario, Scenario], bool]) -> set[tuple[str, str]]:
     train, held_out = suite_named("train"), suite_named("heldout")
-    bare = [{digest_of(msgspec.structs.replace(s, name="")) for s in suite.scenarios} for suite in (train, held_out)]
-    assert len(bare[0]) >= 1
-    assert not bare[0] & bare[1]
+    return {(a.name, b.name) for a in train.scenarios for b in held_out.scenarios if same(a, b)}
+
+
+def test_train_and_held_out_scenarios_never_meet() -> None:
+    assert pairs(lambda a, b: essence(a) == essence(b)) == set()
+
+
+def test_a_scenario_that_is_only_called_or_judged_otherwise_is_the_same() -> None:
+    (scenario, *_) = suite_named("train").scenarios
+    renamed = msgspec.structs.replace(scenario, name="x", family="y", target_accuracy=0.1, time_limit_s=1e3)
+    assert digest_of(renamed) != digest_of(scenario)
+    assert essence(renamed) == essence(scenario)
+    assert essence(msgspec.structs.replace(scenario, learning_rate=1.0)) != essence(scenario)
+
+
+def test_clusters_that_serve_for_train_and_held_out_are_known() -> None:
+    def same_cluster(a: Scenario, b: Scenario) -> bool:
+        return (a.workers, a.network, a.stragglers, a.congestion) == (b.workers, b.network, b.stragglers, b.congestion)
+
+    assert pairs(same_cluster) == SAME_CLUSTER
