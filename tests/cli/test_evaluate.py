@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.learned import policy_file
 from tests.support.small_suites import made_up, tuned_for, write_suite
 
 from dynamix.cli import comparison
@@ -18,7 +20,7 @@ from dynamix.cli.main import main
 from dynamix.lab import evaluation
 from dynamix.lab.provenance import code_digest
 from dynamix.lab.runs import Outcome, Task
-from dynamix.lab.suite import Scenario, suite_named
+from dynamix.lab.suite import Scenario, scenario_root, suite_named
 from dynamix.lab.tuned import Choice, Tuned, read_tuned, to_toml
 from dynamix.lab.tuning import GRID
 
@@ -156,6 +158,21 @@ def test_what_makes_rivals_worse_than_they_could_be_is_said(
     (place / "tuned.toml").write_text(to_toml(whole))
     assert main(arguments(place, "--policies", "rule", "--seeds", "1", "--jobs", "1")) == 0
     assert "tuned" not in capsys.readouterr().err
+
+
+def test_a_policy_that_meets_what_it_learned_on_is_marked(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(evaluation, "outcomes", made_up(lambda _: 1.0))
+    shutil.copy(scenario_root() / "train" / "mixed-8.toml", place / "suite")
+    (place / "mine.safetensors").write_bytes(policy_file(scenarios=("mixed-8",)).to_bytes())
+    typed = ("--policies", "rule", "--policy-file", f"mine={place / 'mine.safetensors'}", "--seeds", "1", "--jobs", "1")
+    assert main(arguments(place, *typed)) == 0
+    told = "mine: learned on scenarios of this suite: mixed-8"
+    shown = capsys.readouterr()
+    assert told in shown.err  # before hours of runs
+    assert told in shown.out
+    assert next(row for row in verdict(place)["policies"] if row["policy"] == "mine")["note"] in told
 
 
 def test_a_killed_evaluation_leaves_no_worker_and_keeps_its_runs(place: Path) -> None:

@@ -2,16 +2,18 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
+from tests.support.learned import policy_file
 from tests.support.small_suites import made_up, outcome, tuned_for, write_suite
 
 from dynamix.lab import evaluation
 from dynamix.lab.contenders import Contender, parse_contenders, with_references
 from dynamix.lab.evaluation import Cell, Forecast, Progress, fill, plan
 from dynamix.lab.runs import Ledger, Task
-from dynamix.lab.suite import Suite
+from dynamix.lab.suite import Suite, suite_named
 from dynamix.lab.tuned import Tuned
-from dynamix.lab.verdict import Judge, Row, Verdict
+from dynamix.lab.verdict import Judge, Row, Verdict, note_on
 
 TIMES_S = {"static": 1.0, "random": 2.0, "goodput": 0.8, "rule": 0.4}
 TUNED = tuned_for(mixed=128, alike=64)
@@ -100,6 +102,21 @@ def test_learned_policies_without_a_file_have_a_row_that_says_so(suite: Suite, m
     verdict, _ = compared(suite, "rule", 1, monkeypatch)
     ppo = row(verdict.policies, "ppo")
     assert (ppo.num_runs, ppo.vs_best_static, ppo.note) == (0, None, "no policy file comes with the package")
+
+
+def test_a_policy_that_learned_on_the_suites_scenarios_is_marked_and_on_others_of_their_name_is_not(
+    tmp_path: Path,
+) -> None:
+    train = suite_named("train")
+    known, other = train.scenarios[:2]
+    path = tmp_path / "mine.safetensors"
+    path.write_bytes(policy_file(scenarios=(known.name, other.name)).to_bytes())
+    (row,) = parse_contenders("mine", {"mine": [str(path)]})
+    changed = msgspec.structs.replace(other, learning_rate=0.5)
+    suite = Suite(name="mixture", scenarios=(known, changed))
+    assert note_on(row, suite) == f"learned on scenarios of this suite: {known.name}"
+    assert note_on(row, Suite(name="new", scenarios=(changed,))) == ""
+    assert note_on(row, suite_named("heldout")) == ""
 
 
 def test_runs_come_seed_by_seed_so_that_an_interrupt_leaves_whole_seeds(suite: Suite) -> None:

@@ -16,7 +16,7 @@ from dynamix.lab.runs import Ledger
 from dynamix.lab.suite import TRAIN, TUNED_FILE, Suite, read_suite, scenario_root, suite_named
 from dynamix.lab.tuned import Tuned, read_tuned, to_toml
 from dynamix.lab.tuning import FIRST_SEED, GRID, tune
-from dynamix.lab.verdict import Judge
+from dynamix.lab.verdict import Judge, note_on
 
 from .errors import CommandError
 from .output import STANDARD_OUTPUT, write_json
@@ -125,7 +125,7 @@ def _fill(comparison: Comparison, ledger: Ledger, namespace: argparse.Namespace)
 
 
 def _doubts(comparison: Comparison) -> Iterator[str]:
-    """Why the rivals may be worse than they could be."""
+    """Why the rivals may be worse than they could be, and a learned policy better than it is."""
     suite, contenders, tuned, _ = comparison
     mend = "`dynamix tune` mends that."
     if tuned.scenarios != suite_named(TRAIN).digest:
@@ -136,6 +136,8 @@ def _doubts(comparison: Comparison) -> Iterator[str]:
         families = untuned_families(contender, suite.families, tuned) if contender.policy in GRID else []
         if families:
             yield f"{contender.label} runs with defaults in {', '.join(families)}, nothing was chosen for it: {mend}"
+        if contender.files and (note := note_on(contender, suite)):
+            yield f"{contender.label}: {note}"
 
 
 def _ledger(namespace: argparse.Namespace) -> Ledger:

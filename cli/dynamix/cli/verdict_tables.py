@@ -23,6 +23,8 @@ def show(verdict: Verdict, *, stderr: bool) -> None:
     console.print(_table(f"Over {names}, each counted alike", verdict.policies, verdict.default_policy))
     _explain(console, verdict)
     for row in verdict.policies:
+        if row.note and row.num_runs:
+            console.print(f"{row.policy}: {row.note}", highlight=False, markup=False)
         for signature in row.signatures:
             console.print(f"{row.policy}: {signature}", highlight=False, markup=False)
 

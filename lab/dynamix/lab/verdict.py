@@ -12,6 +12,7 @@ from dynamix.schemas.policies import DEFAULT_POLICY
 from . import scores
 from .contenders import BEST_STATIC, GOODPUT, Contender, Setting
 from .evaluation import Cell
+from .familiar import familiar_scenarios
 from .provenance import code_digest, versions
 from .runs import Ledger
 from .suite import Suite, digest_of, is_control
@@ -98,6 +99,7 @@ class Judge:
         self._cells = cells
         self._num_missing = sum(cell.task not in ledger for cell in cells)
         self._tuned = tuned
+        self._notes = {contender.label: note_on(contender, suite) for contender in contenders}
 
     def verdict(self, command: str) -> Verdict:
         """Everything that is known by now."""
@@ -150,7 +152,7 @@ class Judge:
             relative_spread=scores.relative_spread(times),
             signatures=self._spreads(label, families),
             settings=[setting.identity() for setting in settings],
-            note=_note(contender),
+            note=self._notes[label],
         )
 
     def _spreads(self, label: str, families: Sequence[str]) -> list[str]:
@@ -169,8 +171,14 @@ class Judge:
         return None if found is None else Interval(ratio=found.ratio, low=found.low, high=found.high)
 
 
-def _note(contender: Contender) -> str:
-    return "no policy file comes with the package" if contender.is_learned and not contender.files else ""
+def note_on(contender: Contender, suite: Suite) -> str:
+    """What a reader must know of a learned policy before believing its row; empty for the others."""
+    if not contender.is_learned:
+        return ""
+    if not contender.files:
+        return "no policy file comes with the package"
+    known = familiar_scenarios(contender.files, suite)
+    return f"learned on scenarios of this suite: {', '.join(known)}" if known else ""
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
