@@ -4,13 +4,22 @@ import asyncio
 import hashlib
 from pathlib import Path
 
+import msgspec
 import pytest
 from tests.support import learned
 from tests.support.brokers import ConfiguredServer, connected, operate
 
 from dynamix.arbitrator import policy_store
 from dynamix.arbitrator.policy_store import BUCKET, PolicyStore
-from dynamix.runtime.bus import Bus, ObjectMissingError, StreamMissingError
+from dynamix.runtime.bus import (
+    Bus,
+    BusError,
+    ObjectBrokenError,
+    ObjectMissingError,
+    StaleWriterError,
+    StreamMissingError,
+    object_layout,
+)
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode
 from dynamix.schemas.messages import PolicyVersion
@@ -75,6 +84,27 @@ async def test_names_do_not_mix_and_foreign_objects_are_left_alone(bus: Bus) -> 
     assert [(stored.name, stored.version) for stored in await store.versions()] == [("mine", 1), ("mine-2", 1)]
 
 
+async def test_a_description_that_says_nonsense_spoils_no_listing_and_its_number_is_not_used_again(bus: Bus) -> None:
+    for version, said in enumerate(("9" * 5000, "\u00b2", "-1", "one"), start=1):
+        await bus.put_object(BUCKET, f"mine/{version}", FIRST, metadata={"feature_version": said})
+    store = PolicyStore(bus)
+    assert [(stored.version, stored.feature_version) for stored in await store.versions()] == [
+        (version, 0) for version in (4, 3, 2, 1)
+    ]
+    assert (await store.put("mine", SECOND, feature_version=1)).version == 5
+
+
+async def test_a_description_filed_under_another_name_is_left_out_and_stepped_over(bus: Bus) -> None:
+    info = await bus.put_object(BUCKET, "other/1", FIRST)
+    subject = object_layout.description_subject(BUCKET, "mine/1")
+    await bus.publish_bytes(subject, msgspec.json.encode(info), "by hand")
+    store = PolicyStore(bus)
+    assert [(stored.name, stored.version) for stored in await store.versions()] == [("other", 1)]
+    async with asyncio.timeout(10):
+        assert (await store.put("mine", SECOND, feature_version=1)).version == 2
+    assert (await store.get("other"))[1] == FIRST
+
+
 async def test_a_shipped_name_goes_on_behind_the_shipped_version(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy_store, "shipped_names", lambda: ["mine"])
     assert (await PolicyStore(bus).put("mine", FIRST, feature_version=1)).version == 2
@@ -93,6 +123,25 @@ async def test_old_versions_make_room_and_their_numbers_are_not_used_again(
     for version in (3, 4):
         await bus.delete_object(BUCKET, f"mine/{version}")
     assert (await store.put("mine", FIRST, feature_version=1)).version == 5
+
+
+@pytest.mark.parametrize("error", [StaleWriterError("somebody else was faster", 7), ObjectBrokenError("unreadable")])
+async def test_room_is_made_before_the_new_version_comes_and_may_be_made_by_others(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch, error: BusError
+) -> None:
+    monkeypatch.setattr(policy_store, "NUM_KEPT_VERSIONS", 1)
+    store = PolicyStore(bus)
+    await store.put("mine", FIRST, feature_version=1)
+    seen: list[tuple[str, list[str]]] = []
+
+    async def refused(bucket: str, name: str) -> None:
+        seen.append((name, [info.name for info in await bus.list_objects(bucket)]))
+        raise error
+
+    monkeypatch.setattr(bus, "delete_object", refused)
+    assert (await store.put("mine", SECOND, feature_version=1)).version == 2
+    assert seen == [("mine/1", ["mine/1"])]
+    assert [version.version for version in await announced(bus)] == [1, 2]
 
 
 async def test_what_was_read_is_kept_by_its_digest(bus: Bus, tmp_path: Path) -> None:

@@ -294,3 +294,21 @@ def test_arbitrary_bytes_are_no_description_or_a_sound_one(payload: bytes) -> No
     with contextlib.suppress(ObjectBrokenError):
         info = object_layout.read_description(payload)
         assert info.size >= 0
+
+
+async def test_a_description_under_another_objects_name_is_refused_and_left_out_of_the_listing(bus: Bus) -> None:
+    info = await bus.put_object(BUCKET, "true", b"content")
+    for subject in (object_layout.description_subject(BUCKET, "false"), f"$O.{BUCKET}.M.dHJ1ZQ"):
+        await bus.publish_bytes(subject, msgspec.json.encode(info), os.urandom(4).hex())
+    assert [found.name for found in await bus.list_objects(BUCKET)] == ["true"]
+    with pytest.raises(ObjectBrokenError, match="is of another object, 'true'"):
+        await bus.get_object(BUCKET, "false")
+    assert (await bus.get_object(BUCKET, "true")).data == b"content"
+
+
+async def test_a_description_with_a_name_that_cannot_be_spoils_no_listing(bus: Bus) -> None:
+    info = await bus.put_object(BUCKET, "true", b"content")
+    for name in ("", "x" * 600):
+        other = msgspec.structs.replace(info, name=name)
+        await bus.publish_bytes(f"$O.{BUCKET}.M.{len(name)}", msgspec.json.encode(other), os.urandom(4).hex())
+    assert [found.name for found in await bus.list_objects(BUCKET)] == ["true"]

@@ -35,6 +35,7 @@ NUM_KEPT_VERSIONS = 200
 decided after a restart without a cache."""
 
 _OBJECT = re.compile(r"([a-z0-9-]{1,63})/([1-9][0-9]{0,14})")
+_NUMBER = re.compile(r"[0-9]{1,9}")
 _FEATURE_VERSION = "feature_version"
 
 
@@ -100,10 +101,9 @@ class PolicyStore:
             raise ValueError(f"{name!r} is a policy of the program itself: give the learned one another name")
         if len(data) > MAX_BYTES:
             raise ValueError(f"a policy of {len(data)} bytes is over the limit of {MAX_BYTES}")
-        while True:
-            stored = await self._put_once(name, data, feature_version)
-            if stored is not None:
-                break
+        least, stored = 1, None
+        while stored is None:
+            least, stored = await self._put_once(name, data, feature_version, least)
         await self._bus.publish(
             PolicyVersion(
                 policy=name,
@@ -159,15 +159,18 @@ class PolicyStore:
             return None
         return data if hashlib.sha256(data).digest() == digest else None
 
-    async def _put_once(self, name: str, data: bytes, feature_version: int) -> StoredPolicy | None:
-        """`None` when somebody else took the version first."""
+    async def _put_once(
+        self, name: str, data: bytes, feature_version: int, least: int
+    ) -> tuple[int, StoredPolicy | None]:
+        """What was stored, as version `least` or later; `None` and the next number when one is taken already."""
         versions = await self._ever_stored(name)
         digest = hashlib.sha256(data).digest()
         newest = next((stored for stored, is_deleted in versions if not is_deleted), None)
         if newest is not None and newest.digest == digest:
-            return newest
+            return newest.version, newest
         shipped = SHIPPED_VERSION if name in shipped_names() else 0
-        version = 1 + max([shipped, *(stored.version for stored, _ in versions)])
+        version = max(least, 1 + max([shipped, *(stored.version for stored, _ in versions)]))
+        await self._make_room([stored for stored, is_deleted in versions if not is_deleted])
         try:
             info = await self._bus.put_object(
                 BUCKET,
@@ -176,15 +179,18 @@ class PolicyStore:
                 metadata={_FEATURE_VERSION: str(feature_version)},
                 create_only=True,
             )
-        except StaleWriterError:
-            return None
-        await self._make_room([stored for stored, is_deleted in versions if not is_deleted])
+        except StaleWriterError:  # by somebody faster, or by what the listing leaves out
+            return version + 1, None
         self._keep(digest, data)
-        return _stored(info)
+        return version, _stored(info)
 
     async def _make_room(self, before: list[StoredPolicy]) -> None:
+        """First, so that a full bucket takes the new version; others may make room at the same time."""
         for old in before[NUM_KEPT_VERSIONS - 1 :]:
-            await self._bus.delete_object(BUCKET, _object(old.name, old.version))
+            try:
+                await self._bus.delete_object(BUCKET, _object(old.name, old.version))
+            except (StaleWriterError, ObjectBrokenError) as error:
+                logger.info("left to others to remove: %s", error)
 
     async def _ever_stored(self, name: str | None) -> list[tuple[StoredPolicy, bool]]:
         """Every version ever stored, and whether it is deleted; foreign objects of the bucket are left alone."""
@@ -237,7 +243,7 @@ def _stored(info: ObjectInfo) -> StoredPolicy | None:
         version=int(match[2]),
         digest=_digest(info),
         num_bytes=info.size,
-        feature_version=int(said) if said.isdecimal() else 0,
+        feature_version=int(said) if _NUMBER.fullmatch(said) else 0,
         stored_at=info.mtime,
     )
 

@@ -109,7 +109,7 @@ class Objects:
         """What is written about an object, also about a deleted one; see `Bus.object_info`."""
         stream, subject = layout.stream_of(bucket), layout.description_subject(bucket, name)
         message = await last_message(self._requests, stream, subject)
-        return None if message is None else layout.read_description(message.payload)
+        return None if message is None else _described(bucket, message)
 
     async def list_all(self, bucket: str) -> list[ObjectInfo]:
         """Everything that is described, also deleted objects, by name; see `Bus.list_objects`."""
@@ -123,7 +123,7 @@ class Objects:
                 batch = await _next(consumer)
                 for message in batch:
                     try:
-                        info = layout.read_description(message.payload)
+                        info = _described(bucket, message)
                         found[info.name] = info
                     except ObjectBrokenError as error:
                         logger.warning("skipped in bucket %s: %s", bucket, error)
@@ -152,6 +152,9 @@ class Objects:
                 on_the_way.append(await self._publisher.publish(subject, chunk, f"{nuid}:{index}"))
                 digest.update(chunk)  # while the broker is busy with it
             await asyncio.gather(*on_the_way)
+        except BusError:
+            await asyncio.gather(*on_the_way, return_exceptions=True)  # or some are stored after the cleaning up
+            raise
         except BaseException:
             for future in on_the_way:
                 future.cancel()
@@ -208,6 +211,22 @@ class Objects:
         if size != info.size or len(parts) != info.chunks:
             raise ObjectBrokenError(f"{name} has {size} bytes where its description says {info.size}: put it again")
         return b"".join(parts)
+
+
+def _described(bucket: str, message: Message) -> ObjectInfo:
+    """The description in a message, which has to be filed under the name that it says.
+
+    Raises:
+        ObjectBrokenError: when it is none, or another object's.
+    """
+    info = layout.read_description(message.payload)
+    try:
+        is_its_own = layout.description_subject(bucket, info.name) == message.subject
+    except ValueError:  # no object can have this name
+        is_its_own = False
+    if not is_its_own:
+        raise ObjectBrokenError(f"the description on {message.subject} is of another object, {info.name[:64]!r}")
+    return info
 
 
 async def _next(consumer: Consumer) -> list[Message]:
