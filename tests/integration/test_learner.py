@@ -89,7 +89,7 @@ async def test_a_learner_makes_of_live_jobs_what_learning_in_one_process_makes_o
         assert second.metadata.learned_from == ("job-1:0", "job-2:0")
         assert (second.metadata.num_updates, second.metadata.num_episodes) == (1, 2)
         assert second.metadata.parent == first.digest
-        assert second.metadata.reward_formula == "paper-sgd"
+        assert (second.metadata.reward_formula, second.metadata.reward_weights) == ("auto", {})
 
         agent = Agent.of(first)
         agent.learn(await asyncio.to_thread(lambda: [in_one_process(first, seed) for seed in (1, 2)]))

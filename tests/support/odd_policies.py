@@ -8,7 +8,7 @@ import numpy as np
 from tests.support import learned
 
 from dynamix.arbitrator.agent import Agent
-from dynamix.arbitrator.policy_file import PolicyFile
+from dynamix.arbitrator.policy_file import PolicyFile, PolicyMetadata
 from dynamix.arbitrator.ppo_settings import Objective
 from dynamix.arbitrator.rollout import Trajectory
 
@@ -33,11 +33,16 @@ def that_has_learned(objective: Objective = "clipped", updates: int = 1) -> Poli
 
 def learn_once(agent: Agent) -> PolicyFile:
     """One more update, which depends on the number of updates before it only."""
-    rng = np.random.default_rng(agent.metadata.num_updates)
-    num, num_inputs = 8, len(agent.metadata.inputs)
-    trajectory = Trajectory(
-        inputs_TDI=rng.standard_normal((num, 1, num_inputs)).astype(np.float32),
-        actions_TD=rng.integers(len(agent.metadata.actions), size=(num, 1)),
+    agent.learn([trajectory(agent.metadata)])
+    return agent.file()
+
+
+def trajectory(metadata: PolicyMetadata, num: int = 8) -> Trajectory:
+    """Made-up decisions of a job."""
+    rng = np.random.default_rng(metadata.num_updates)
+    return Trajectory(
+        inputs_TDI=rng.standard_normal((num, 1, len(metadata.inputs))).astype(np.float32),
+        actions_TD=rng.integers(len(metadata.actions), size=(num, 1)),
         logprobs_TD=np.full((num, 1), -2.0),
         values_TD=np.zeros((num, 1)),
         rewards_TD=rng.standard_normal((num, 1)),
@@ -46,5 +51,3 @@ def learn_once(agent: Agent) -> PolicyFile:
         terminated=True,
         num_unrewarded_windows=0,
     )
-    agent.learn([trajectory])
-    return agent.file()

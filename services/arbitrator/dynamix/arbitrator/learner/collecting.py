@@ -1,11 +1,11 @@
 """Reads what FEED and ACTIONS hold of one generation."""
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable
+from typing import NamedTuple
 
 from dynamix.arbitrator.rollout import Recording
-from dynamix.runtime.bus import Bus, Message
+from dynamix.runtime.bus import Bus, BusError, Consumer, Message
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode_any
 from dynamix.schemas.messages import Action, Applied, Job, Reward, State
@@ -15,11 +15,23 @@ Refuse = Callable[[Message, str], Awaitable[None]]
 """What to do with a message that cannot be used."""
 
 
-async def collect(bus: Bus, job: Job, *, grace_s: float, refuse: Refuse) -> Recording:
-    """The recorded messages of a generation that is over.
+STALL_TIMEOUT_S = 60.0
+"""As long as a request waits for a broker that restarts."""
 
-    Rewards travel one service further than states: until the last ones are there, at most `grace_s` are waited. What
-    FEED no longer holds is missing, and counted as such in the trajectory.
+
+class Collected(NamedTuple):
+    """What the streams hold of a generation."""
+
+    recording: Recording
+    num_unrewarded: int
+    """States of nodes whose reward did not come in time."""
+
+
+async def collect(bus: Bus, job: Job, *, grace_s: float, refuse: Refuse) -> Collected | None:
+    """The recorded messages of a generation that is over; `None` when the intake was stopped meanwhile.
+
+    All that is stored is read, however long that takes. Rewards travel one service further than states: for the last
+    ones at most `grace_s` are waited then. What FEED no longer holds is missing, and counted as such in the trajectory.
 
     Raises:
         BusError: when the streams cannot be read.
@@ -30,22 +42,49 @@ async def collect(bus: Bus, job: Job, *, grace_s: float, refuse: Refuse) -> Reco
         subjects.reward(job.job, subjects.ANY),
         subjects.applied(job.job),
     ]
-    await _read(bus, FEED.name, wanted, feed, grace_s)
     actions = _Gathering(job, refuse)
-    if await bus.last(ACTIONS.name, subjects.action(job.job)) is not None:
+    try:
+        await _read(bus, FEED.name, wanted, feed, grace_s)
         await _read(bus, ACTIONS.name, [subjects.action(job.job)], actions, grace_s)
-    return Recording(job, feed.states, actions.actions, feed.applied, feed.rewards)
+    except _IntakeStoppedError:
+        return None
+    recording = Recording(job, feed.states, actions.actions, feed.applied, feed.rewards)
+    return Collected(recording, feed.num_unrewarded)
 
 
 async def _read(bus: Bus, stream: str, wanted: list[str], into: "_Gathering", grace_s: float) -> None:
-    """All stored messages of some subjects; of states, until each has its reward or the time is over."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(grace_s), bus.consume(stream, wanted, start="all") as consumer:
-            async for batch in consumer:
-                for message in batch:
-                    await into.add(message)
-                if batch[-1].num_pending == 0 and into.is_whole:
-                    return
+    """All stored messages of some subjects; then more, until each state has its reward or the time is over."""
+    newest = [message.sequence for subject in wanted if (message := await bus.last(stream, subject)) is not None]
+    if not newest:
+        return
+    async with bus.consume(stream, wanted, start="all") as consumer:
+        position = 0
+        while position < max(newest):
+            try:
+                position = await _take(consumer, into, STALL_TIMEOUT_S)
+            except TimeoutError:
+                raise BusError(f"nothing more of {stream} came within {STALL_TIMEOUT_S:g} s") from None
+        deadline_s = asyncio.get_running_loop().time() + grace_s
+        while into.num_unrewarded and (left_s := deadline_s - asyncio.get_running_loop().time()) > 0:
+            try:
+                await _take(consumer, into, left_s)
+            except TimeoutError:
+                return
+
+
+class _IntakeStoppedError(Exception):
+    """The process is about to end."""
+
+
+async def _take(consumer: Consumer, into: "_Gathering", timeout_s: float) -> int:
+    """Take in the next batch, which has to be there within some time; the sequence that it ends with."""
+    async with asyncio.timeout(timeout_s):
+        batch = await anext(consumer, None)
+    if batch is None:
+        raise _IntakeStoppedError
+    for message in batch:
+        await into.add(message)
+    return batch[-1].sequence
 
 
 class _Gathering:
@@ -63,9 +102,9 @@ class _Gathering:
         self.actions: list[Action] = []
 
     @property
-    def is_whole(self) -> bool:
-        """Whether every state has its reward."""
-        return self._measured <= self._rewarded
+    def num_unrewarded(self) -> int:
+        """States without their reward."""
+        return len(self._measured - self._rewarded)
 
     async def add(self, message: Message) -> None:
         """Take in a stored message; another generation's is not ours."""

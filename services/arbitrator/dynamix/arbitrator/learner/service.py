@@ -9,22 +9,32 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import ParamSpec, TypeVar
 
-from dynamix.arbitrator.policy_file import PolicyFile
+from dynamix.arbitrator.policy_file import PolicyFile, PolicyMetadata
 from dynamix.arbitrator.policy_store import PolicyStore
+from dynamix.arbitrator.rollout import Recording
 from dynamix.arbitrator.shipped import SHIPPED_VERSION, shipped_policy
 from dynamix.arbitrator.signatures import event_of, reward_signatures, value_signature
-from dynamix.runtime.bus import Message
+from dynamix.runtime.bus import (
+    BusError,
+    ConnectionClosedError,
+    Message,
+    PermissionDeniedError,
+    StreamMissingError,
+)
 from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode
 from dynamix.schemas.messages import Job
 from dynamix.schemas.streams import JOBS
 
-from . import updating
-from .collecting import collect
+from . import rewards, updating
+from .collecting import Collected, collect
 from .generations import Finished, Generations
 from .settings import LearnerSettings
 from .updating import Lesson, Outcome
+
+NUM_KEPT_UPDATES = 4
+"""Lessons for so many updates are kept while the bus takes none."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -48,7 +58,10 @@ class _Learner:
         self._store = PolicyStore(context.bus)
         self._generations = Generations(context.settings.policy, context.settings.jobs)
         self._lessons: list[Lesson] = []
+        self._unstored: Outcome | None = None
+        """An update that the bus has not taken yet."""
         self._content = b""
+        self._metadata: PolicyMetadata
         self._version = 0
         self._learned_from: set[str] = set()
         self._returns: list[float] = []
@@ -75,7 +88,12 @@ class _Learner:
         else:
             settings = self._settings
             content = await self._in_process(
-                updating.first_version, name, settings.action_set, settings.objective, settings.seed
+                updating.first_version,
+                name,
+                settings.action_set,
+                settings.objective,
+                settings.seed,
+                settings.reward_formula,
             )
             await self._put(content)
 
@@ -90,29 +108,79 @@ class _Learner:
                 await self._on_finished(finished)
 
     async def _on_finished(self, finished: Finished) -> None:
-        recording = await collect(
+        collected = await collect(
             self._context.bus, finished.job, grace_s=self._settings.grace_s, refuse=self._context.dead_letter
         )
+        if collected is None:  # about to end: after a restart the generation is found again
+            return
         self._learned_from.add(finished.name)
+        await self._store_update()
+        if self._is_wanted(finished, collected.recording):
+            self._context.count("generations")
+            self._lessons.append(self._lesson(finished, collected))
+        limit = self._settings.generations_per_update
+        if self._unstored is not None:
+            self._lessons = self._lessons[-NUM_KEPT_UPDATES * limit :]
+        elif len(self._lessons) >= limit:
+            lessons, self._lessons = self._lessons, []
+            await self._learn(lessons)
+
+    def _is_wanted(self, finished: Finished, recording: Recording) -> bool:
         behind = self._version - max((action.policy_version for action in recording.actions), default=0)
         if not recording.actions or not 0 <= behind <= self._settings.max_staleness:
             self._context.count("generations_left_out")
             self._context.log.info("left out", generation=finished.name, versions_behind=behind)
-            return
-        self._context.count("generations")
-        self._lessons.append(Lesson(finished.name, recording, finished.terminated))
-        if len(self._lessons) >= self._settings.generations_per_update:
-            lessons, self._lessons = self._lessons, []
-            await self._learn(lessons)
+            return False
+        foreign = rewards.foreign_formulas(self._metadata, recording)
+        if foreign and self._settings.rewards == "own":
+            self._context.count("generations_left_out")
+            self._context.count("generations_of_other_rewards")
+            self._context.log.warning(
+                "left out: rewards of another formula than the policy's; set DYNAMIX_REWARD_FORMULA of the reward "
+                "service, or DYNAMIX_LEARNER_REWARDS=any",
+                generation=finished.name,
+                formulas=foreign,
+                wanted=self._metadata.reward_formula,
+            )
+            return False
+        return True
+
+    def _lesson(self, finished: Finished, collected: Collected) -> Lesson:
+        """A generation whose last rewards are missing counts as cut off: nobody knows what came of it."""
+        if collected.num_unrewarded:
+            self._context.count("generations_without_last_rewards")
+            self._context.log.warning(
+                "rewards did not come in time: taken as cut off",
+                generation=finished.name,
+                num_unrewarded=collected.num_unrewarded,
+                grace_s=self._settings.grace_s,
+            )
+        terminated = finished.terminated and not collected.num_unrewarded
+        return Lesson(finished.name, collected.recording, terminated)
 
     async def _learn(self, lessons: list[Lesson]) -> None:
         outcome: Outcome = await self._in_process(updating.update, self._content, lessons)
         for reason in outcome.refused:
             self._context.count("generations_left_out")
             self._context.log.warning("left out", reason=reason)
-        if outcome.content is None:
+        if outcome.content is not None:
+            self._unstored = outcome
+            await self._store_update()
+
+    async def _store_update(self) -> None:
+        """Store the update at hand; what the bus refuses is kept, and offered again after the next generation."""
+        outcome = self._unstored
+        if outcome is None or outcome.content is None:
             return
-        await self._put(outcome.content)
+        try:
+            await self._put(outcome.content)
+        except (ConnectionClosedError, PermissionDeniedError, StreamMissingError):
+            raise
+        except BusError as error:
+            self._context.count("updates_refused")
+            self._context.log.error("the bus did not take a new version: it is kept", reason=str(error))
+            return
+        self._unstored = None
         self._context.count("updates")
         self._context.log.info(
             "learned",
@@ -130,7 +198,8 @@ class _Learner:
 
     def _take(self, version: int, content: bytes) -> None:
         self._version, self._content = version, content
-        self._learned_from |= set(PolicyFile.from_bytes(content, f"version {version}").metadata.learned_from)
+        self._metadata = PolicyFile.from_bytes(content, f"version {version}").metadata
+        self._learned_from |= set(self._metadata.learned_from)
         self._context.counters["version"] = version
 
     async def _watch(self, outcome: Outcome) -> None:

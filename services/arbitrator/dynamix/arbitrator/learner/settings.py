@@ -23,6 +23,10 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Generations decided by a version further behind the newest than this are left out."""
     grace_s: Positive = 10.0
     """How long to wait for the last rewards of a generation that is over."""
+    rewards: Literal["own", "any"] = "own"
+    """`own`: generations whose rewards are of another formula than the policy's are left out; `any`: they are not."""
+    reward_formula: Literal["auto", "paper-sgd", "paper-adam", "time-aware"] = "auto"
+    """Of a policy that begins anew: as DYNAMIX_REWARD_FORMULA of the jobs that it shall learn from."""
     action_set: Literal["deltas", "global"] = "global"
     """Of a policy that begins anew: one choice per rank, or one for the job."""
     objective: Literal["clipped", "simplified"] = "clipped"

@@ -4,10 +4,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from dynamix.arbitrator.actions import ActionSetName, action_set_named
-from dynamix.arbitrator.policy_file import PolicyFile, PolicyMetadata
+from dynamix.arbitrator.policy_file import PolicyFile, PolicyFileError, PolicyMetadata
 from dynamix.arbitrator.ppo_settings import Objective, PPOSettings
 from dynamix.arbitrator.rollout import End, Recording, RolloutError, trajectory_of
 from dynamix.runtime import worker_process
+
+from . import rewards
 
 MAX_REMEMBERED = 1000
 """Names of generations learned from that a policy file keeps, so that a restarted learner learns from none twice."""
@@ -33,7 +35,9 @@ class Outcome(NamedTuple):
     """Lessons that could not be used, each with the reason."""
 
 
-def first_version(policy: str, action_set: ActionSetName, objective: Objective, seed: int) -> bytes:
+def first_version(
+    policy: str, action_set: ActionSetName, objective: Objective, seed: int, reward_formula: str = rewards.AUTO
+) -> bytes:
     """The file of an untrained policy."""
     from dynamix.arbitrator.agent import Agent  # noqa: PLC0415 - torch: only in this process
 
@@ -43,7 +47,7 @@ def first_version(policy: str, action_set: ActionSetName, objective: Objective, 
         policy=policy,
         algorithm=objective,
         hidden_sizes=settings.hidden_sizes,
-        reward_formula="auto",
+        reward_formula=reward_formula,
         seeds=(seed,),
     )
     return Agent.new(metadata, settings).file().to_bytes()
@@ -68,10 +72,18 @@ def update(content: bytes, lessons: Sequence[Lesson]) -> Outcome:
     learned = agent.learn(trajectories)
     names = (*file.metadata.learned_from, *(lesson.name for lesson in used))
     version = agent.file(
-        parent=file.digest, learned_from=names[-MAX_REMEMBERED:], reward_formula=_formula(used), scores={}
-    )
+        parent=file.digest,
+        learned_from=names[-MAX_REMEMBERED:],
+        reward_formula=rewards.formula_after(file.metadata, [lesson.recording for lesson in used]),
+        reward_weights={},  # rewards on the bus name their formula, not its weights
+        scores={},
+    ).to_bytes()
+    try:
+        PolicyFile.from_bytes(version, "what an update made")
+    except PolicyFileError as error:
+        return Outcome(None, [], float("nan"), 0.0, [*refused, f"{', '.join(lesson.name for lesson in used)}: {error}"])
     returns = [trajectory.total_reward for trajectory in trajectories]
-    return Outcome(version.to_bytes(), returns, learned.explained_variance, learned.stats.approx_kl, refused)
+    return Outcome(version, returns, learned.explained_variance, learned.stats.approx_kl, refused)
 
 
 def begin(parent: int) -> None:
@@ -80,8 +92,3 @@ def begin(parent: int) -> None:
     import torch  # noqa: PLC0415 - see above
 
     torch.set_num_threads(1)
-
-
-def _formula(lessons: Sequence[Lesson]) -> str:
-    """What the rewards were computed by."""
-    return ", ".join(sorted({reward.formula for lesson in lessons for reward in lesson.recording.rewards}))

@@ -1,0 +1,72 @@
+"""All that the bus holds of a generation is read, however long it is, and what is missing is said."""
+
+import asyncio
+
+import msgspec
+from tests.support import made
+
+from dynamix.arbitrator.learner.collecting import collect
+from dynamix.runtime.bus import Bus, Message
+from dynamix.schemas.messages import RankReward, Reward
+
+NUM_WINDOWS = 1500
+NO_TIME_S = 1e-9
+JOB = made.job({"node-a": (0, 1)})
+
+
+async def refuse(message: Message, reason: str) -> None:
+    raise AssertionError((message, reason))
+
+
+def reward(window: int) -> Reward:
+    ranks = tuple(RankReward(rank=rank, reward=1.0, terms={}) for rank in (0, 1))
+    return Reward(job=JOB.job, generation=0, window=window, node="node-a", formula="time-aware", ranks=ranks)
+
+
+async def record(bus: Bus, windows: range, rewarded: range) -> None:
+    for window in windows:
+        await bus.publish_soon(made.state(window_index=window))
+    for window in rewarded:
+        await bus.publish_soon(reward(window))
+    await bus.flush()
+
+
+async def test_a_long_generation_is_read_whole_whatever_the_grace(bus: Bus) -> None:
+    await record(bus, range(NUM_WINDOWS), range(NUM_WINDOWS))
+    await bus.publish(made.action())
+    found = await collect(bus, JOB, grace_s=NO_TIME_S, refuse=refuse)
+    assert found is not None
+    assert (len(found.recording.states), len(found.recording.rewards)) == (NUM_WINDOWS, NUM_WINDOWS)
+    assert (len(found.recording.actions), found.num_unrewarded) == (1, 0)
+
+
+async def test_rewards_that_do_not_come_are_counted(bus: Bus) -> None:
+    await record(bus, range(5), range(3))
+    found = await collect(bus, JOB, grace_s=NO_TIME_S, refuse=refuse)
+    assert found is not None
+    assert (len(found.recording.states), found.num_unrewarded) == (5, 2)
+
+
+async def test_the_last_rewards_are_waited_for(bus: Bus) -> None:
+    await record(bus, range(5), range(3))
+    reading = asyncio.create_task(collect(bus, JOB, grace_s=60, refuse=refuse))
+    for window in (3, 4):
+        await bus.publish(reward(window))
+    found = await reading
+    assert found is not None
+    assert (len(found.recording.rewards), found.num_unrewarded) == (5, 0)
+
+
+async def test_another_generation_is_not_waited_for_and_nothing_is_no_matter(bus: Bus) -> None:
+    await record(bus, range(5), range(0))
+    other = msgspec.structs.replace(JOB, generation=1)
+    for job in (other, msgspec.structs.replace(JOB, job="unheard-of-0")):
+        found = await collect(bus, job, grace_s=60, refuse=refuse)
+        assert found is not None
+        assert (found.recording.states, found.num_unrewarded) == ([], 0)
+
+
+async def test_a_stopped_intake_gives_no_half_generation(bus: Bus) -> None:
+    await record(bus, range(5), range(3))
+    bus.stop_intake()
+    assert await collect(bus, JOB, grace_s=60, refuse=refuse) is None

@@ -1,0 +1,203 @@
+"""The learner's shell in this process: what it learns from, and what it does when the bus refuses."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import structlog
+from tests.support import learned, made, odd_policies
+
+from dynamix.arbitrator.learner import rewards, service, updating
+from dynamix.arbitrator.learner.collecting import Collected
+from dynamix.arbitrator.learner.generations import Finished
+from dynamix.arbitrator.learner.service import _Learner
+from dynamix.arbitrator.learner.settings import LearnerSettings
+from dynamix.arbitrator.learner.updating import Lesson, Outcome
+from dynamix.arbitrator.policy_file import PolicyFile
+from dynamix.arbitrator.policy_store import PolicyStore
+from dynamix.arbitrator.rollout import Recording
+from dynamix.reward.formula import formula_for
+from dynamix.runtime.bus import Bus, PermissionDeniedError, PublishError
+from dynamix.runtime.service import Context
+from dynamix.schemas.messages import RankReward, Reward
+
+FIRST = learned.policy_file(seeds=(1,))
+NEXT = [learned.policy_file(seeds=(seed,)).to_bytes() for seed in range(2, 9)]
+
+
+def recording(*formulas: str, **changes: Any) -> Recording:
+    job = made.job(policy="mine", **changes)
+    ranks = (RankReward(rank=0, reward=1.0, terms={}),)
+    found = [
+        Reward(job=job.job, generation=job.generation, window=window, node="node-a", formula=formula, ranks=ranks)
+        for window, formula in enumerate(formulas)
+    ]
+    return Recording(job, [], [made.action(generation=job.generation)], [], found)
+
+
+class Updates:
+    """Stands in for learning: notes the lessons, hands out the next made-up version."""
+
+    def __init__(self) -> None:
+        self.lessons: list[list[Lesson]] = []
+
+    def __call__(self, content: bytes, lessons: Sequence[Lesson]) -> Outcome:
+        assert PolicyFile.from_bytes(content)
+        self.lessons.append(list(lessons))
+        return Outcome(NEXT[len(self.lessons)], [1.0], 0.5, 0.0, [])
+
+
+@pytest.fixture
+def updates(monkeypatch: pytest.MonkeyPatch) -> Updates:
+    noted = Updates()
+    monkeypatch.setattr(updating, "update", noted)
+    return noted
+
+
+@pytest.fixture
+def executor() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as threads:
+        yield threads
+
+
+async def a_learner(bus: Bus, executor: Any, **settings: Any) -> tuple[_Learner, Context[LearnerSettings]]:
+    await PolicyStore(bus).put("mine", FIRST.to_bytes(), feature_version=1)
+    chosen = LearnerSettings(policy="mine", generations_per_update=1, **settings)
+    context = Context("learner", "0", "here", bus, chosen, asyncio.Event(), structlog.get_logger())
+    learner = _Learner(context, executor)
+    await learner._start()
+    return learner, context
+
+
+async def over(learner: _Learner, found: Recording, monkeypatch: pytest.MonkeyPatch, num_unrewarded: int = 0) -> None:
+    """A generation is over, of which the bus holds this."""
+
+    async def collect(*_: object, **__: object) -> Collected:
+        return Collected(found, num_unrewarded)
+
+    monkeypatch.setattr(service, "collect", collect)
+    await learner._on_finished(Finished(found.job, terminated=True))
+
+
+@pytest.mark.parametrize("formulas", [("paper-sgd",), ("time-aware", "paper-sgd")])
+async def test_rewards_of_another_formula_are_left_out_unless_they_are_asked_for(
+    bus: Bus,
+    updates: Updates,
+    executor: ThreadPoolExecutor,
+    monkeypatch: pytest.MonkeyPatch,
+    formulas: tuple[str, ...],
+) -> None:
+    learner, context = await a_learner(bus, executor)
+    await over(learner, recording(*formulas), monkeypatch)
+    assert updates.lessons == []
+    assert context.counters["generations_of_other_rewards"] == context.counters["generations_left_out"] == 1
+    await over(learner, recording("time-aware", generation=1), monkeypatch)
+    assert len(updates.lessons) == 1
+
+    learner, _ = await a_learner(bus, executor, rewards="any", max_staleness=9)
+    await over(learner, recording(*formulas), monkeypatch)
+    assert len(updates.lessons) == 2
+
+
+async def test_a_generation_without_its_last_rewards_is_taken_as_cut_off(
+    bus: Bus, updates: Updates, executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner, context = await a_learner(bus, executor)
+    await over(learner, recording("time-aware"), monkeypatch, num_unrewarded=3)
+    await over(learner, recording("time-aware", generation=1), monkeypatch)
+    assert [lesson.terminated for lessons in updates.lessons for lesson in lessons] == [False, True]
+    assert context.counters["generations_without_last_rewards"] == 1
+
+
+async def test_a_version_that_the_bus_refuses_is_kept_and_so_are_later_lessons(
+    bus: Bus, updates: Updates, executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner, context = await a_learner(bus, executor)
+    put = bus.put_object
+
+    async def refuse(*_: object, **__: object) -> None:
+        raise PublishError("maximum bytes exceeded")
+
+    monkeypatch.setattr(bus, "put_object", refuse)
+    for generation in range(6):
+        await over(learner, recording("time-aware", generation=generation), monkeypatch)
+    assert (len(updates.lessons), context.counters["updates_refused"]) == (1, 6)
+    assert [lesson.name.rpartition(":")[2] for lesson in learner._lessons] == ["2", "3", "4", "5"]
+
+    monkeypatch.setattr(bus, "put_object", put)
+    await over(learner, recording("time-aware", generation=6), monkeypatch)
+    assert [len(lessons) for lessons in updates.lessons] == [1, 5]
+    assert [stored.version for stored in await PolicyStore(bus).versions("mine")] == [3, 2, 1]
+    assert (await PolicyStore(bus).get("mine", 2))[1] == NEXT[1]
+    assert context.counters["updates"] == 2
+
+
+async def test_an_announcement_that_was_refused_is_made_good_under_the_same_version(
+    bus: Bus, updates: Updates, executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner, _ = await a_learner(bus, executor)
+    publish = bus.publish
+
+    async def refuse(*_: object) -> None:
+        raise PublishError("no room")
+
+    monkeypatch.setattr(bus, "publish", refuse)
+    await over(learner, recording("time-aware"), monkeypatch)
+    monkeypatch.setattr(bus, "publish", publish)
+    await over(learner, recording("time-aware", generation=1), monkeypatch)
+    assert len(updates.lessons) == 2
+    assert [stored.version for stored in await PolicyStore(bus).versions("mine")] == [3, 2, 1]
+
+
+async def test_what_no_patience_mends_ends_the_learner(
+    bus: Bus, updates: Updates, executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner, _ = await a_learner(bus, executor)
+
+    async def deny(*_: object, **__: object) -> None:
+        raise PermissionDeniedError("not yours")
+
+    monkeypatch.setattr(bus, "put_object", deny)
+    with pytest.raises(PermissionDeniedError):
+        await over(learner, recording("time-aware"), monkeypatch)
+    assert len(updates.lessons) == 1
+
+
+@pytest.mark.parametrize("family", ["sgd", "adam"])
+def test_auto_means_the_published_formula_of_the_jobs_optimizer(family: Any) -> None:
+    metadata = learned.metadata(reward_formula=rewards.AUTO)
+    assert rewards.foreign_formulas(metadata, recording(formula_for(family), optimizer_family=family)) == []
+    other = "adam" if family == "sgd" else "sgd"
+    foreign = recording(formula_for(other), "time-aware", optimizer_family=family)  # type: ignore[arg-type]
+    assert rewards.foreign_formulas(metadata, foreign) == sorted({formula_for(other), "time-aware"})  # type: ignore[arg-type]
+
+
+def test_a_policy_says_of_which_formulas_it_has_learned() -> None:
+    auto = learned.metadata(reward_formula=rewards.AUTO)
+    assert rewards.formula_after(auto, [recording("paper-sgd"), recording()]) == "auto"
+    assert rewards.formula_after(auto, [recording("paper-sgd"), recording("time-aware")]) == "auto, time-aware"
+    mixed = learned.metadata(reward_formula="auto, time-aware")
+    assert rewards.foreign_formulas(mixed, recording("paper-sgd", "time-aware")) == []
+    assert rewards.formula_after(learned.metadata(), [recording("time-aware")]) == "time-aware"
+
+
+def test_a_version_says_truly_what_its_rewards_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = learned.policy_file(reward_weights={"beta": 1.0})
+    monkeypatch.setattr(updating, "trajectory_of", lambda *_: odd_policies.trajectory(file.metadata))
+    lessons = [Lesson("job:0", recording("time-aware"), terminated=True)]
+    outcome = updating.update(file.to_bytes(), lessons)
+    assert outcome.content is not None
+    metadata = PolicyFile.from_bytes(outcome.content).metadata
+    assert (metadata.reward_formula, metadata.reward_weights, metadata.learned_from) == ("time-aware", {}, ("job:0",))
+
+
+def test_an_update_that_ends_in_numbers_that_are_not_finite_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = learned.policy_file()
+    endless = odd_policies.trajectory(file.metadata)._replace(rewards_TD=np.full((8, 1), 1e30))
+    monkeypatch.setattr(updating, "trajectory_of", lambda *_: endless)
+    outcome = updating.update(file.to_bytes(), [Lesson("job:0", recording("time-aware"), terminated=True)])
+    assert outcome.content is None
+    assert "job:0: what an update made: tensor" in outcome.refused[0]
