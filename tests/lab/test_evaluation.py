@@ -1,5 +1,6 @@
 """Comparisons with made-up outcomes: numbers known in advance."""
 
+from collections import Counter
 from pathlib import Path
 
 import msgspec
@@ -164,3 +165,17 @@ def test_the_forecast_goes_by_what_the_same_family_took(suite: Suite) -> None:
     assert forecast.left_s() is None
     forecast.saw(tasks[0], outcome(1.0))  # 0.5 s; the other family is taken to be as quick
     assert forecast.left_s() == pytest.approx(7 * 0.5 / 2)
+
+
+def test_each_scenario_seed_meets_one_policy_seed_in_turn_unless_they_are_crossed(suite: Suite, tmp_path: Path) -> None:
+    files = [tmp_path / f"mine-{number}.safetensors" for number in range(3)]
+    for number, file in enumerate(files):
+        file.write_bytes(bytes([number]))
+    contenders = parse_contenders("mine,static", {"mine": [str(file) for file in files]})
+    crossed = plan(suite, contenders, range(4), TUNED)
+    assert Counter(cell.policy_seed for cell in crossed if cell.label == "mine") == {0: 8, 1: 8, 2: 8}
+    in_turn = plan(suite, contenders, range(4), TUNED, crossed=False)
+    assert [(cell.task.seed, cell.policy_seed) for cell in in_turn if cell.label == "mine"] == [
+        (seed, seed % 3) for seed in range(4) for _ in suite.scenarios
+    ]
+    assert sum(cell.label == "static" for cell in in_turn) == sum(cell.label == "static" for cell in crossed)

@@ -108,7 +108,8 @@ def _planned(namespace: argparse.Namespace) -> Comparison:
     tuned = read_tuned(Path(namespace.tuned) if namespace.tuned else scenario_root() / TUNED_FILE)
     if namespace.png is not None:
         _curves_of(namespace, suite)
-    return Comparison(suite, contenders, tuned, plan(suite, contenders, range(namespace.seeds), tuned))
+    cells = plan(suite, contenders, range(namespace.seeds), tuned, crossed=namespace.crossed)
+    return Comparison(suite, contenders, tuned, cells)
 
 
 def _fill(comparison: Comparison, ledger: Ledger, namespace: argparse.Namespace) -> int:

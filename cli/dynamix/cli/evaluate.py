@@ -33,6 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="files of a learned policy, one per policy seed; may be given again",
     )
     parser.add_argument("--seeds", type=int, default=NUM_SEEDS, help="scenario seeds, from 0 (default: %(default)s)")
+    parser.add_argument(
+        "--crossed",
+        action="store_true",
+        help="run every policy seed under every scenario seed; by default each scenario seed meets one, in turn",
+    )
     parser.add_argument("--tuned", metavar="FILE", help="the rivals' settings (default: scenarios/tuned.toml)")
     add_run_arguments(parser, RESULTS)
     add_json_argument(parser)

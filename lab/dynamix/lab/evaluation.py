@@ -41,10 +41,14 @@ class Progress(NamedTuple):
     newest: str
 
 
-def plan(suite: Suite, contenders: Sequence[Contender], seeds: Sequence[int], tuned: Tuned) -> list[Cell]:
+def plan(
+    suite: Suite, contenders: Sequence[Contender], seeds: Sequence[int], tuned: Tuned, *, crossed: bool = True
+) -> list[Cell]:
     """Every cell of a comparison: all contenders, policy seeds, scenarios and seeds, in the order in which to run them.
 
-    Seeds come first: what an interrupt leaves behind is whole for the seeds that were done.
+    Seeds come first: what an interrupt leaves behind is whole for the seeds that were done. Without `crossed` each
+    scenario seed is run under one policy seed, in turn: as many runs per row as for a policy that never learned. The
+    interval over both kinds of seeds then covers 99 % (simulated, 5 x 12 seeds) instead of 95 %.
 
     Raises:
         ValueError: when a contender lacks what it needs.
@@ -56,10 +60,11 @@ def plan(suite: Suite, contenders: Sequence[Contender], seeds: Sequence[int], tu
     }
     return [
         Cell(contender.label, index, Task(scenario=scenario, setting=setting, seed=seed))
-        for seed in seeds
+        for turn, seed in enumerate(seeds)
         for scenario in suite.scenarios
         for contender in contenders
-        for index, setting in enumerate(settings[contender.label, scenario.family])
+        for index, setting in enumerate(own := settings[contender.label, scenario.family])
+        if crossed or index == turn % len(own)
     ]
 
 
