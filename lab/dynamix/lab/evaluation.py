@@ -1,13 +1,13 @@
 """An evaluation: which episodes a comparison needs, and running those whose outcome is not known yet."""
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from .contenders import Contender
 from .pool import outcomes
-from .runs import Ledger, Outcome, Task
+from .runs import Ledger, Outcome, Setting, Task
 from .suite import Suite
 from .tuned import Tuned
 
@@ -63,9 +63,15 @@ def plan(
         for turn, seed in enumerate(seeds)
         for scenario in suite.scenarios
         for contender in contenders
-        for index, setting in enumerate(own := settings[contender.label, scenario.family])
-        if crossed or index == turn % len(own)
+        for index, setting in _in_turn(settings[contender.label, scenario.family], None if crossed else turn)
     ]
+
+
+def _in_turn(settings: Sequence[Setting], turn: int | None) -> Iterator[tuple[int, Setting]]:
+    """The settings of a row with their policy seeds: all of them, or the one whose turn it is."""
+    for index, setting in enumerate(settings):
+        if turn is None or index == turn % len(settings):
+            yield index, setting
 
 
 def fill(
