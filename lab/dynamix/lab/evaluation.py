@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from .contenders import Contender
+from .contenders import Contender, Setting
 from .pool import outcomes
-from .runs import Ledger, Outcome, Setting, Task
+from .runs import Ledger, Outcome, Task
 from .suite import Suite
 from .tuned import Tuned
 
