@@ -69,7 +69,10 @@ def update(content: bytes, lessons: Sequence[Lesson]) -> Outcome:
     if not trajectories:
         return Outcome(None, [], float("nan"), 0.0, refused)
     agent = Agent.of(file)
-    learned = agent.learn(trajectories)
+    try:
+        learned = agent.learn(trajectories)
+    except (ArithmeticError, RuntimeError, ValueError) as error:  # torch's for numbers that are too large
+        return _refused(used, refused, error)
     names = (*file.metadata.learned_from, *(lesson.name for lesson in used))
     version = agent.file(
         parent=file.digest,
@@ -81,9 +84,15 @@ def update(content: bytes, lessons: Sequence[Lesson]) -> Outcome:
     try:
         PolicyFile.from_bytes(version, "what an update made")
     except PolicyFileError as error:
-        return Outcome(None, [], float("nan"), 0.0, [*refused, f"{', '.join(lesson.name for lesson in used)}: {error}"])
+        return _refused(used, refused, error)
     returns = [trajectory.total_reward for trajectory in trajectories]
     return Outcome(version, returns, learned.explained_variance, learned.stats.approx_kl, refused)
+
+
+def _refused(lessons: Sequence[Lesson], others: Sequence[str], error: Exception) -> Outcome:
+    """No version: learning from these cannot be done, and must not end the learner, again after each restart."""
+    names = ", ".join(lesson.name for lesson in lessons)
+    return Outcome(None, [], float("nan"), 0.0, [*others, f"{names}: {error}"])
 
 
 def begin(parent: int) -> None:
