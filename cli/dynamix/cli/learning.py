@@ -77,7 +77,10 @@ def _sentences() -> Iterator[None]:
 
 def _plan(namespace: argparse.Namespace, changes: dict[str, Any]) -> LearningPlan:
     suite = suite_named(TRAIN) if namespace.scenarios == TRAIN else read_suite(Path(namespace.scenarios))
-    plan = plan_named(namespace.policy, suite.scenarios, **changes, **_reward(namespace))
+    try:
+        plan = plan_named(namespace.policy, suite.scenarios, **changes, **_reward(namespace))
+    except ValueError as error:
+        raise CommandError(str(error), exit_code=2) from error
     settings = {**msgspec.to_builtins(plan.settings), **settings_given(namespace)}
     try:
         return msgspec.structs.replace(plan, settings=msgspec.convert(settings, PPOSettings))

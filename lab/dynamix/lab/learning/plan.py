@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from dynamix.arbitrator.actions import ActionSetName
+from dynamix.arbitrator.policies import POLICIES
 from dynamix.arbitrator.ppo_settings import PAPER, PPOSettings
 from dynamix.reward.formula import Formula, Weights
 from dynamix.schemas.fields import Token
@@ -49,7 +50,14 @@ class LearningPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Which version is handed out: the best by validation, time to target against `rule`, or the last."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError when there is nothing to learn from."""
+        """Raise ValueError for a plan that cannot be: nothing to learn from, a name or seeds that are taken."""
+        if self.policy in POLICIES:
+            raise ValueError(f"policy {self.policy!r} is one of the program itself: give the learned one another name")
+        if self.num_episodes > SEEDS_PER_LEARNING:
+            raise ValueError(
+                f"num_episodes={self.num_episodes}: at most {SEEDS_PER_LEARNING}, or their seeds are those of seed "
+                f"{self.seed + 1}"
+            )
         if not self.learned_from:
             names = ", ".join(scenario.name for scenario in self.scenarios) or "none"
             raise ValueError(f"no scenario to learn from: one with learn = true is needed, there are {names}")
@@ -102,8 +110,13 @@ def plan_named(policy: str, scenarios: tuple[Scenario, ...], **changes: object) 
     """The preset of a policy's name with changes; another name has the preset of `ppo`.
 
     Raises:
-        ValueError: when a value cannot be used.
+        ValueError: when a value cannot be used; the text names it.
     """
     fields: dict[str, object] = {"policy": policy, "scenarios": scenarios}
     fields |= {**PRESETS.get(policy, PRESETS["ppo"]), **changes}
-    return LearningPlan(**fields)  # type: ignore[arg-type]  # the names are checked by the struct, the types by callers
+    try:
+        return msgspec.convert(fields, LearningPlan)
+    except msgspec.ValidationError as error:
+        reason, _, place = str(error).partition(" - at `$.")
+        name = place.rstrip("`")
+        raise ValueError(f"{name}={fields[name]!r}: {reason}" if name in fields else str(error)) from error
