@@ -135,6 +135,17 @@ def test_a_package_that_only_some_commands_need_is_named_with_its_extra(capsys: 
     assert "pip install 'dynamix-batch[cli]'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("command", "extra"), [("learn", "learn"), ("train", "train"), ("simulate", "train")])
+def test_what_lacks_torch_is_told_the_extra_of_its_own(
+    capsys: pytest.CaptureFixture[str], command: str, extra: str
+) -> None:
+    def without_torch() -> int:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+    assert cli.guarded(command, without_torch) == 1
+    assert f"pip install 'dynamix-batch[{extra}]'" in capsys.readouterr().err
+
+
 def test_a_missing_module_of_our_own_is_not_hidden() -> None:
     def broken() -> int:
         raise ModuleNotFoundError("No module named 'dynamix.nothing'", name="dynamix.nothing")

@@ -18,6 +18,8 @@ from .errors import CommandError
 DISTRIBUTION = "dynamix-batch"
 EXTRAS = {"rich": "cli", "matplotlib": "cli", "torch": "train", "tensorboard": "learn"}
 """Packages that only some commands need, and the extra that brings them."""
+LEARNING = "learn"
+"""A command and its extra, which brings all that it needs."""
 
 
 class Command(NamedTuple):
@@ -34,7 +36,7 @@ COMMANDS = (
     Command("train", "dynamix.cli.train", "start a training script with torchrun, connected to the bus"),
     Command("top", "dynamix.cli.top.command", "watch a job: batch sizes, times, throughput, accuracy, actions"),
     Command("simulate", "dynamix.cli.simulate.command", "run one job on a virtual cluster"),
-    Command("learn", "dynamix.cli.learn", "learn a policy by PPO on virtual clusters"),
+    Command(LEARNING, "dynamix.cli.learn", "learn a policy by PPO on virtual clusters"),
     Command("evaluate", "dynamix.cli.evaluate", "compare policies on virtual clusters, with intervals"),
     Command("tune", "dynamix.cli.tune", "choose the rivals' settings on train scenarios"),
     Command("calibrate", "dynamix.cli.calibrate.command", "fit a virtual cluster to a real job's metric windows"),
@@ -115,6 +117,7 @@ def guarded(name: str, work: Callable[[], int]) -> int:
     except ModuleNotFoundError as error:
         if (extra := EXTRAS.get(str(error.name))) is None:
             raise
+        extra = LEARNING if name == LEARNING else extra
         print(f"dynamix {name}: needs the package {error.name}: pip install 'dynamix-batch[{extra}]'", file=sys.stderr)
         return 1
     except CommandError as error:
