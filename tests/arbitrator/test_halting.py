@@ -22,7 +22,7 @@ from dynamix.schemas.codec import decode
 from dynamix.schemas.messages import Action, Job
 from dynamix.schemas.streams import ACTIONS
 
-NODES = {"node-a": (0, 1), "node-b": (2, 3)}
+NODES: dict[str, tuple[int, ...]] = {"node-a": (0, 1), "node-b": (2, 3)}
 ODD, OTHER = made.job(NODES, job="odd-0", policy="odd"), made.job(NODES, job="other-0", policy="static")
 
 
@@ -99,7 +99,7 @@ async def test_an_error_that_nobody_foresaw_does_the_same(
 
 async def test_a_policy_that_falls_over_in_a_window_does_the_same(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
     async def broken(self: PolicySource, job: Job, recorded: Action | None) -> Policy:  # noqa: ARG001 - as it is called
-        return Broken() if job.job == ODD.job else Static()  # type: ignore[return-value]
+        return Broken() if job.job == ODD.job else Static()
 
     monkeypatch.setattr(PolicySource, "choose", broken)
     await bus.publish(ODD)
