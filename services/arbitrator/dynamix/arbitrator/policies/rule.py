@@ -3,9 +3,8 @@
     B = argmax lr(B)^rate_weight * B / (B + noise_multiplier * B_noise) / T(B)
 
 lr(B) is what the job's learning-rate rule makes of B: 1, B^0.5 or B. With rate_weight 0 the learning rate is taken to
-be the best one for each B, with 1 a step to be worth its length. Settings were compared on train scenarios, six of them
-as for every rival (multiplier 1, 2, 4 at weight 0; 1 at 0.5; 1 and 0.5 at 1): weight 1 is faster with slow links and
-congestion and slower with Adam and with equal workers, 0.5 lies near the best everywhere.
+be the best one for each B, with 1 a step to be worth its length. The defaults were found by hand in several rounds on
+train scenarios; `dynamix tune` runs six settings beside the rivals' six, for the record (scenarios/tuned.toml).
 
 B_noise is the gradient noise scale, T(B) the step-time model fitted to the ranks' own times. B moves once per window;
 the division follows every step where the job supports tracking, otherwise this policy divides by the fitted speeds.
