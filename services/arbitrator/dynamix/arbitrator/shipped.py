@@ -1,4 +1,4 @@
-"""The learned policies that come with the package: files in `shipped/`, version 1 of their names."""
+"""The learned policies that come with the package: files in `shipped_policies/`, version 1 of their names."""
 
 from importlib import resources
 from pathlib import Path
@@ -13,7 +13,7 @@ SHIPPED_VERSION = 1
 
 def shipped_directory() -> Path:
     """Where the files lie."""
-    return Path(str(resources.files("dynamix.arbitrator"))) / "shipped"
+    return Path(str(resources.files("dynamix.arbitrator"))) / "shipped_policies"
 
 
 def shipped_names() -> list[str]:
