@@ -14,6 +14,7 @@ from dynamix.lab.runs import Ledger
 from dynamix.lab.suite import TUNED_FILE, Suite, scenario_root
 from dynamix.lab.table import Table
 from dynamix.lab.tuned import Tuned, read_tuned
+from dynamix.schemas.policies import DEFAULT_POLICY
 from dynamix.trainer.virtual.scenario import Network, Scenario
 
 from .clusters import mixed
@@ -111,8 +112,12 @@ class Laboratory:
         return [] if self.scale.name == "full" else [STAND_IN_NOTE.format(name=name)]
 
     def tuning_note(self, rows: str) -> str:
-        """With what settings rows run that `dynamix tune` chooses for."""
-        choices = {row.label: self.tuned.overall.get(row.policy) for row in parse_contenders(rows)}
+        """With what settings rows run that `dynamix tune` chooses for; the default policy runs as it ships."""
+        choices = {
+            row.label: self.tuned.overall.get(row.policy)
+            for row in parse_contenders(rows)
+            if row.policy != DEFAULT_POLICY
+        }
         chosen = [f"`{label}` as `{found.setting}`" for label, found in choices.items() if found and found.options]
         if not chosen:
             return "Nothing was tuned: every policy runs with its default options."
