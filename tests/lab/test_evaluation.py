@@ -38,6 +38,7 @@ def compared(
     suite: Suite, rows: str, seeds: int, monkeypatch: pytest.MonkeyPatch, tuned: Tuned = TUNED
 ) -> tuple[Verdict, list[Cell]]:
     monkeypatch.setattr(evaluation, "outcomes", made_up(known_time_s))
+    monkeypatch.setattr("dynamix.lab.contenders.shipped_files", lambda _: [])
     contenders = with_references(parse_contenders(rows))
     cells = plan(suite, contenders, range(seeds), tuned)
     with Ledger() as ledger:
