@@ -21,12 +21,12 @@ import statistics
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import nats
 import uvloop
+from bench.output import add_output_arguments, exit_code, write_json
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
@@ -330,25 +330,17 @@ def main() -> int:
         default=NUM_MESSAGES,
         help=f"published per run (default {NUM_MESSAGES}); consumed: twice",
     )
-    parser.add_argument("--no-targets", action="store_true", help="only report: exit code 0 also when one is missed")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures; - for standard output")
+    add_output_arguments(parser)
     options = parser.parse_args()
     if options.pairs < 1 or options.messages < 1:
         parser.error("--pairs and --messages must be at least 1")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         result = runner.run(run(options.pairs, options.messages))
-    if str(options.json) == "-":
-        print(json.dumps(result, indent=2))
-    else:
+    if options.json != "-":
         show(result)
-    if options.json is not None and str(options.json) != "-":
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
+    write_json(result, options.json)
     missed = [row["name"] for row in result["comparisons"] if not row["met"]]
-    if missed and not options.no_targets:
-        print(f"bus: target missed: {', '.join(missed)}", file=sys.stderr)
-        return 1
-    return 0
+    return exit_code("bus", missed, options)
 
 
 if __name__ == "__main__":

@@ -12,17 +12,16 @@ import argparse
 import asyncio
 import gc
 import itertools
-import json
 import os
 import statistics
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import nats
 import uvloop
+from bench.output import add_output_arguments, exit_code, write_json
 from nats.js.object_store import ObjectStore
 
 from dynamix.runtime.bus import Bus
@@ -176,25 +175,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=5, help="pairs per comparison (default %(default)s)")
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES_MB), metavar="MB", help="default: 1 8 32")
-    parser.add_argument("--no-targets", action="store_true", help="only report: exit code 0 also when one is missed")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures; - for standard output")
+    add_output_arguments(parser)
     options = parser.parse_args()
     if options.pairs < 1 or not all(1 <= size <= 64 for size in options.sizes):
         parser.error("--pairs must be at least 1, and each of --sizes from 1 to 64")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         result = runner.run(run(options.pairs, options.sizes))
-    if str(options.json) == "-":
-        print(json.dumps(result, indent=2))
-    else:
+    if options.json != "-":
         show(result)
-    if options.json is not None and str(options.json) != "-":
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
+    write_json(result, options.json)
     missed = [f"{row['name']} {row['size_mb']} MB" for row in result["comparisons"] if not row["met"]]
-    if missed and not options.no_targets:
-        print(f"objects: target missed: {', '.join(missed)}", file=sys.stderr)
-        return 1
-    return 0
+    return exit_code("objects", missed, options)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
+from bench.output import add_output_arguments, exit_code, write_json
 from bench.overhead_table import print_table
 from bench.paired import compare
 from bench.stopwatch import Clock, Stopwatch
@@ -394,19 +395,10 @@ def _target(name: str, percent: float, limit: float) -> dict[str, Any]:
     return {"name": name, "percent": percent, "limit_percent": limit, "met": percent <= limit}
 
 
-def write_json(summary: dict[str, Any], target: str | None) -> None:
-    """To a file, to standard output (`-`), or nowhere."""
-    if target == "-":
-        print(json.dumps(summary, indent=2))
-    elif target:
-        Path(target).parent.mkdir(parents=True, exist_ok=True)
-        Path(target).write_text(json.dumps(summary, indent=2) + "\n")
-
-
 def main() -> int:
     """Measure, print, write; exit code 1 when a target is missed."""
     parser = argparse.ArgumentParser(prog="python -m bench.overhead", description=__doc__.splitlines()[0])
-    parser.add_argument("--json", metavar="FILE", help="write the figures here; - is standard output")
+    add_output_arguments(parser)
     parser.add_argument("--pairs", type=int, default=240, help="pairs of blocks (default: 240)")
     parser.add_argument("--step-ms", type=float, default=50.0, help="length of a step (default: 50)")
     parser.add_argument(
@@ -414,9 +406,6 @@ def main() -> int:
     )
     parser.add_argument(
         "--tracking", action="store_true", help="let the ranks divide the global batch after every step"
-    )
-    parser.add_argument(
-        "--no-targets", action="store_true", help="only report: exit code 0 also when a target is missed"
     )
     arguments = parser.parse_args()
     if arguments.pairs < 2 or arguments.pairs % 2 or arguments.step_ms <= 0:
@@ -429,10 +418,7 @@ def main() -> int:
         print_table(summary)
     write_json(summary, arguments.json)
     missed = [target["name"] for target in summary["targets"] if not target["met"]]
-    if missed and not arguments.no_targets:
-        sys.stderr.write(f"overhead: missed: {'; '.join(missed)}\n")
-        return 1
-    return 0
+    return exit_code("overhead", missed, arguments)
 
 
 if __name__ == "__main__":

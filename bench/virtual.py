@@ -12,15 +12,14 @@ steered       as the first, with collector, reward and arbitrator as functions u
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from bench.output import add_output_arguments, exit_code, write_json
 from torch import nn
 
 from dynamix.arbitrator.policies import policy_named
@@ -207,24 +206,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=7, help="pairs per comparison (default 7)")
     parser.add_argument("--steps", type=int, default=500, help="steps per run (default 500)")
-    parser.add_argument("--no-targets", action="store_true", help="only report: exit code 0 also when one is missed")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures; - for standard output")
+    add_output_arguments(parser)
     options = parser.parse_args()
     if options.pairs < 1 or options.steps < 1:
         parser.error("--pairs and --steps must be at least 1")
     result = run(options.pairs, options.steps)
-    if str(options.json) == "-":
-        print(json.dumps(result, indent=2))
-    else:
+    if options.json != "-":
         show(result)
-    if options.json is not None and str(options.json) != "-":
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
+    write_json(result, options.json)
     missed = [row["name"] for row in result["comparisons"] if not row["met"]]
-    if missed and not options.no_targets:
-        print(f"virtual: target missed: {', '.join(missed)}", file=sys.stderr)
-        return 1
-    return 0
+    return exit_code("virtual", missed, options)
 
 
 if __name__ == "__main__":

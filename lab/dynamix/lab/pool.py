@@ -1,10 +1,7 @@
 """Runs tasks in worker processes: one torch thread each, data loaded once per process and workload."""
 
-import ctypes
 import multiprocessing
 import os
-import signal
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -18,13 +15,12 @@ from dynamix.arbitrator.policies import policy_named
 from dynamix.arbitrator.policies.learned import LearnedPolicy
 from dynamix.arbitrator.policy import Policy
 from dynamix.arbitrator.policy_file import PolicyFile
+from dynamix.runtime import worker_process
 from dynamix.trainer.workloads import Data, workload_named
 
 from .contenders import Setting
 from .episode import run_episode
 from .runs import Outcome, Task
-
-_PR_SET_PDEATHSIG = 1
 
 Work = Callable[[Task], Outcome]
 
@@ -116,11 +112,7 @@ def _end_workers(others: set[int | None]) -> None:
 
 def _start_worker(parent: int) -> None:
     """Leave interrupts to the parent, die with it, and compute on one thread."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before we asked
-        os._exit(1)
+    worker_process.begin(parent)
     torch.set_num_threads(1)
 
 
