@@ -60,7 +60,7 @@ bench: venv ## overhead and bus benchmarks: a table and JSON each, into out/
 results: heldout ## docs/results.md: the held-out comparison, then the experiments (ARGS="--only static")
 	$(BIN)/python -m bench.results $(ARGS)
 
-heldout: venv data ## compare all policies on held-out scenarios, 20 minutes on two cores; killed, it goes on
+heldout: venv data ## compare all policies on held-out scenarios, some 20 minutes on two cores; killed, it goes on
 	mkdir -p out docs/results
 	$(BIN)/dynamix evaluate --resume --results out/heldout.jsonl --json docs/results/heldout.json \
 	    --png docs/results/heldout.png

@@ -11,7 +11,7 @@ import argparse
 from .errors import CommandError
 from .output import add_json_argument
 
-POLICIES = "rule,static,proportional,noise-scale,doubling,goodput+track,goodput:noise_multiplier=4,track=1"
+POLICIES = "rule,proportional,noise-scale,doubling,goodput+track,goodput:noise_multiplier=4,track=1"
 """Rows beside those that are always there; the last shows how much of the rule's gain its weighing of noise is."""
 
 NUM_SEEDS = 12

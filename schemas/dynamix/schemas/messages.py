@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from .fields import MAX_RANKS, Carry, Count, Digest, Seconds, Text, Token
+from .policies import Split
 
 OptimizerFamily = Literal["sgd", "adam"]
 """`adam` stands for every optimizer that divides by a running gradient norm (method section IV-D)."""
@@ -59,7 +60,7 @@ class Job(Message, frozen=True, kw_only=True, array_like=True):
     end_reason: Text = ""
     supports_tracking: bool = False
     """Whether the training processes can divide a global batch among themselves (`Action.split`)."""
-    initial_split: Literal["fixed", "tracking"] = "fixed"
+    initial_split: Split = "fixed"
     """Whether they do so from the generation's first step on."""
     learning_rate_rule: Literal["none", "linear", "sqrt"] = "sqrt"
     """What the learning rate follows of the global batch size over `base_global_batch_size`."""
@@ -330,7 +331,7 @@ class Action(Message, frozen=True, kw_only=True, array_like=True):
     policy_version: Count
     watermark: Count
     """FEED sequence up to which the fold needs nothing again: a restart reads on after it."""
-    split: Literal["fixed", "tracking"] = "fixed"
+    split: Split = "fixed"
     """`fixed`: exactly these sizes; `tracking`: their sum, split by the training processes themselves."""
     gap: bool = False
     """Inputs between the previous action and this one were no longer in FEED."""

@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from dynamix.schemas.messages import Job
+from dynamix.schemas.policies import Split
 
 
 class Option(NamedTuple):
@@ -58,7 +59,7 @@ def option(known: Options, job: Job, name: str) -> float:
     return job.policy_options.get(name, known[name].default)
 
 
-def split_of(known: Options, job: Job) -> Literal["fixed", "tracking"]:
+def split_of(known: Options, job: Job) -> Split:
     """What a decision says about the division of its global batch."""
     return "tracking" if tracks(known, job) else "fixed"
 

@@ -1,12 +1,13 @@
 """What a policy is: a pure function of what is known about one job at one closed window."""
 
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from dynamix.schemas.features import GLOBAL_INDEX, RANK_INDEX
 from dynamix.schemas.messages import Job
+from dynamix.schemas.policies import Split
 
 from .options import Options
 
@@ -21,7 +22,7 @@ class Decision(NamedTuple):
     """Samples per rank, in rank order; the fold clamps them to the job's bounds."""
     carry: bytes = b""
     """The policy's whole memory, at most 256 KB: handed back at the next window, also after a restart."""
-    split: Literal["fixed", "tracking"] = "fixed"
+    split: Split = "fixed"
     logprobs: tuple[float, ...] | None = None
     values: tuple[float, ...] | None = None
 
