@@ -44,16 +44,22 @@ def test_equal_policies_are_equal_bytes_and_others_are_not() -> None:
 
 def test_another_list_of_features_is_refused_and_says_what_differs() -> None:
     fields = learned.metadata("deltas").rank_features
-    with pytest.raises(PolicyFileError, match="rank features is not this program's: it lacks srtt_us and has ping_ms;"):
+    with pytest.raises(PolicyFileError, match="rank features is not this program's: it has ping_ms;"):
         PolicyFile.from_bytes(changed(rank_features=tuple("ping_ms" if n == "srtt_us" else n for n in fields)))
-    with pytest.raises(PolicyFileError, match="has another order"):
-        PolicyFile.from_bytes(changed(rank_features=fields[::-1]))
+
+
+def test_a_policy_of_an_older_list_of_features_is_read_and_of_a_newer_one_is_not() -> None:
+    fields = learned.metadata("deltas").rank_features
+    older = tuple(name for name in fields if not name.startswith(("node_", "run_queue", "context_")))
+    assert PolicyFile.from_bytes(changed(rank_features=older, feature_version=1)).metadata.feature_version == 1
+    with pytest.raises(PolicyFileError, match="or a newer one"):
+        PolicyFile.from_bytes(changed(feature_version=3))
 
 
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"feature_version": 99}, "features of version 99, this program has version 1"),
+        ({"feature_version": 99}, "features of version 99, this program has version 2"),
         ({"format": 2}, "format 2, this program reads 1"),
         ({"inputs": ()}, "list of inputs"),
         ({"actions": (0.0, 1.0)}, "list of actions"),

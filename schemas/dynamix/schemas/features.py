@@ -15,7 +15,8 @@ import numpy.typing as npt
 from .codec import MalformedMessageError
 from .messages import MetricWindow, RankMetrics, State
 
-FEATURE_VERSION = 1
+FEATURE_VERSION = 2
+"""Raised whenever the list changes. A name keeps its meaning: policies of older versions find theirs by name."""
 
 Array32 = npt.NDArray[np.float32]
 Values = Mapping[str, float | None]
@@ -36,7 +37,13 @@ RANK_FEATURES = (
     Feature("srtt_us", "network", "smoothed round trip time"),
     Feature("cpu_time_ratio", "system", "CPU seconds per second"),
     Feature("memory_ratio", "system", "share of the device's memory in use"),
+    Feature("run_queue_wait_ratio", "system", "seconds its threads waited for a processor, per second"),
+    Feature("context_switches_per_s", "system", "of all its threads"),
     Feature("load_per_cpu", "system", "the node's load average per processor"),
+    Feature("node_cpu_time_ratio", "system", "busy share of the node's processors"),
+    Feature("node_run_queue_wait_ratio", "system", "seconds waited on the node, per second and processor"),
+    Feature("node_memory_used_ratio", "system", "share of the node's memory in use"),
+    Feature("node_context_switches_per_s", "system", "of all the node's threads"),
     Feature("accuracy", "training", "mean batch accuracy of the rank"),
     Feature("accuracy_change", "training", "its change since the last window"),
     Feature("loss", "training", "mean loss of the rank"),
@@ -120,15 +127,18 @@ def markdown() -> str:
 
 def _rank_values(rank: RankMetrics, window: MetricWindow) -> Values:
     """Every value known of a rank, by name of the feature."""
-    time_s = rank.training.step_time_s * window.num_steps
-    if window.probe == "proc":  # counted over the collector's own interval, not over the window
-        time_s = window.node_metrics.interval_s or 0.0
+    node, time_s = window.node_metrics, rank.training.step_time_s * window.num_steps
+    if window.probe in ("ebpf", "proc"):  # counted over the collector's own interval, not over the window
+        time_s = node.interval_s or 0.0
     sigma_norm_sq = window.job_metrics.sigma_norm_sq
     values: dict[str, float | None] = {
         **msgspec.structs.asdict(rank.training),
-        "cpu_time_ratio": rank.system.cpu_time_ratio,
-        "memory_ratio": rank.system.memory_ratio,
-        "load_per_cpu": window.node_metrics.load_per_cpu,
+        **msgspec.structs.asdict(rank.system),
+        "load_per_cpu": node.load_per_cpu,
+        "node_cpu_time_ratio": node.cpu_time_ratio,
+        "node_run_queue_wait_ratio": node.run_queue_wait_ratio,
+        "node_memory_used_ratio": node.memory_used_ratio,
+        "node_context_switches_per_s": node.context_switches_per_s,
         "sigma_norm_sq": sigma_norm_sq,
         "sigma_norm": None if sigma_norm_sq is None or sigma_norm_sq < 0 else math.sqrt(sigma_norm_sq),
     }

@@ -7,6 +7,9 @@ from msgspec import Meta
 MAX_RANKS = 1 << 17
 """Ranks in one job: bounds the memory that a foreign message can ask for."""
 
+MAX_SOCKETS = 4096
+"""Sockets that one rank names; a full mesh of as many ranks is far beyond what such back ends are used for."""
+
 MAX_CARRY_BYTES = 256 * 1024
 """A policy's whole memory between two windows (architecture: one action per window)."""
 
@@ -17,6 +20,9 @@ Token = Annotated[str, Meta(pattern=TOKEN_PATTERN)]
 
 Count = Annotated[int, Meta(ge=0, lt=2**53)]
 """A count that a float64 holds exactly."""
+
+Cookie = Annotated[int, Meta(ge=1)]
+"""A socket's number in the kernel, never given twice while it runs."""
 
 Seconds = Annotated[float, Meta(ge=0)]
 Digest = Annotated[bytes, Meta(max_length=32)]

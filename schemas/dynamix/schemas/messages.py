@@ -9,13 +9,14 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from .fields import MAX_RANKS, Carry, Count, Digest, Seconds, Text, Token
+from .fields import MAX_RANKS, MAX_SOCKETS, Carry, Cookie, Count, Digest, Seconds, Text, Token
 from .policies import Split
 
 OptimizerFamily = Literal["sgd", "adam"]
 """`adam` stands for every optimizer that divides by a running gradient norm (method section IV-D)."""
 
 Probe = Literal["ebpf", "tcp_info", "proc", "none"]
+Cookies = Annotated[tuple[Cookie, ...], Meta(max_length=MAX_SOCKETS)]
 Sizes = Annotated[tuple[Count, ...], Meta(max_length=MAX_RANKS)]
 """Local batch sizes in samples, one per rank, in rank order."""
 
@@ -129,6 +130,9 @@ class RankRow(Message, frozen=True, kw_only=True, array_like=True):
     device_memory_total_bytes: Count | None = None
     times_split: bool = True
     """Whether compute and sync could be told apart; if not, their sum stands in `compute_time_s`."""
+    cookies: Cookies = ()
+    """The kernel's cookies (SO_COOKIE) of the rank's sockets to other ranks, closed ones too: what a probe finds
+    their traffic by."""
 
 
 class GradientNoise(Message, frozen=True, kw_only=True, array_like=True):
@@ -164,6 +168,10 @@ class SystemMetrics(Message, frozen=True, kw_only=True, array_like=True):
     """Resident memory of the process."""
     memory_ratio: float | None = None
     """Share of the device's memory in use on a GPU, otherwise resident memory over the node's."""
+    run_queue_wait_ratio: float | None = None
+    """Seconds that its threads were ready and waited for a processor, per second: 2.0 is two threads waiting."""
+    context_switches_per_s: float | None = None
+    """Of all its threads, whether they gave the processor up or it was taken from them."""
 
 
 class Report(Message, frozen=True, kw_only=True, array_like=True):
@@ -238,6 +246,11 @@ class NodeMetrics(Message, frozen=True, kw_only=True, array_like=True):
     retransmits: Count | None = None
     interval_s: Seconds | None = None
     """The collector's own interval, over which bytes and retransmissions were counted."""
+    cpu_time_ratio: float | None = None
+    """Busy share of the processors, 0 ... 1."""
+    run_queue_wait_ratio: float | None = None
+    """Seconds that threads were ready and waited, per second and processor."""
+    context_switches_per_s: float | None = None
 
 
 class GlobalMetrics(Message, frozen=True, kw_only=True, array_like=True):
@@ -278,6 +291,10 @@ class MetricWindow(Message, frozen=True, kw_only=True, array_like=True):
     num_reports_dropped: Count = 0
     refused_pids: tuple[Count, ...] = ()
     """Reported processes that the collector did not believe: see its log for the reason."""
+    probe_note: Text = ""
+    """Why a better probe than `probe` was passed over for this window."""
+    num_readings_lost: Count = 0
+    """Windows of which the kernel's counters were not read in time, since the collector started; they are masked."""
 
 
 class State(Message, frozen=True, kw_only=True, array_like=True):

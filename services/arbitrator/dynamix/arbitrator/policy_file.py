@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
@@ -176,15 +176,25 @@ def _check_identity(metadata: PolicyMetadata) -> None:
     """The program that learned it and this one must mean the same by every number."""
     if metadata.format != FORMAT:
         raise PolicyFileError(f"format {metadata.format}, this program reads {FORMAT}")
-    if metadata.feature_version != FEATURE_VERSION:
+    if metadata.feature_version > FEATURE_VERSION:
         raise PolicyFileError(
             f"learned on features of version {metadata.feature_version}, this program has version {FEATURE_VERSION}: "
-            "use the dynamix-batch that wrote it, or learn it anew"
+            "use the dynamix-batch that wrote it, or a newer one"
         )
-    _check_list("rank features", metadata.rank_features, tuple(f.name for f in RANK_FEATURES))
-    _check_list("job features", metadata.global_features, tuple(f.name for f in GLOBAL_FEATURES))
+    _check_known("rank features", metadata.rank_features, (feature.name for feature in RANK_FEATURES))
+    _check_known("job features", metadata.global_features, (feature.name for feature in GLOBAL_FEATURES))
     _check_list("inputs", metadata.inputs, inputs.names(metadata.action_set))
     _check_list("actions", metadata.actions, _ACTIONS[metadata.action_set])
+
+
+def _check_known(what: str, theirs: tuple[str, ...], ours: Iterable[str]) -> None:
+    """What it learned on must still be there; features that came later are none of its inputs."""
+    known = frozenset(ours)
+    if gone := [name for name in theirs if name not in known]:
+        raise PolicyFileError(
+            f"its list of {what} is not this program's: it has {', '.join(gone)}; use the dynamix-batch that wrote it, "
+            "or learn it anew"
+        )
 
 
 def _check_list(what: str, theirs: tuple[object, ...], ours: tuple[object, ...]) -> None:
