@@ -1,0 +1,89 @@
+"""The previous reading of each cumulative counter, and whether it is the one of the window before.
+
+The only memory of the collector. Losing it costs one window's differences: they are unknown until there are two
+readings.
+"""
+
+import time
+from collections.abc import Callable, Hashable
+from typing import Generic, NamedTuple, TypeVar
+
+FORGET_AFTER_S = 3600.0
+"""A counter not read for so long belongs to a job that is gone; a window may last that long and no longer."""
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class WindowId(NamedTuple):
+    """Which window of which run; windows count from 0 in each generation."""
+
+    job: str
+    generation: int
+    window: int
+
+
+class _Reading(NamedTuple, Generic[V]):
+    at_s: float
+    window: WindowId
+    value: V
+
+
+class Intervals(Generic[V]):
+    """Remembers the newest reading of each key; 3 us an exchange, however many keys there are."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last: dict[Hashable, _Reading[V]] = {}
+        """In order of age: each new reading goes to the end."""
+        self._jobs: dict[str, _Reading[None]] = {}
+        """The newest window read of each job, in the same order."""
+        self.num_lost = 0
+        """Windows whose differences are unknown because they, or the ones before them, were not read in time.
+
+        Counted per job, not per key: a window is read when any of its counters is. When 6 is read after 3, the
+        differences of 4, 5 and 6 are lost. A generation's first reading loses nothing: there was nothing to lose.
+        """
+
+    def exchange(self, key: Hashable, value: V, window: WindowId) -> tuple[V, float] | None:
+        """Remember a reading; the one of the window before and the seconds since, or `None` where there is none.
+
+        A window that was read already, or an older one, is a message delivered again: it changes nothing, since the
+        first reading is the one made nearest to the window's end.
+        """
+        now_s = self._clock()
+        _forget(self._last, now_s)
+        self._follow(window, now_s)
+        last = self._last.get(key)
+        if last is not None and _is_repeated(window, last.window):
+            return None
+        self._last.pop(key, None)
+        self._last[key] = _Reading(now_s, window, value)
+        if last is None or last.window != window._replace(window=window.window - 1) or now_s <= last.at_s:
+            return None
+        return last.value, now_s - last.at_s
+
+    def _follow(self, window: WindowId, now_s: float) -> None:
+        """Count the windows between this one and the newest read of its job."""
+        _forget(self._jobs, now_s)
+        newest = self._jobs.get(window.job)
+        if newest is not None:
+            if _is_repeated(window, newest.window):
+                return
+            if newest.window.generation == window.generation and window.window > newest.window.window + 1:
+                self.num_lost += window.window - newest.window.window
+            del self._jobs[window.job]
+        self._jobs[window.job] = _Reading(now_s, window, None)
+
+
+def _is_repeated(window: WindowId, last: WindowId) -> bool:
+    return window.job == last.job and (window.generation, window.window) <= (last.generation, last.window)
+
+
+def _forget(readings: dict[K, _Reading[V]], now_s: float) -> None:
+    """Drop what is too old, from the oldest on: each reading is looked at once when it is due."""
+    while readings:
+        key = next(iter(readings))
+        if now_s - readings[key].at_s <= FORGET_AFTER_S:
+            return
+        del readings[key]
