@@ -45,6 +45,15 @@ async def test_it_listens_on_loopback_only(server: ConfiguredServer) -> None:
     assert addresses == {f"0100007F:{port}"}
 
 
+async def test_it_listens_on_the_one_address_it_is_given() -> None:
+    async with EmbeddedServer(host="127.0.0.2") as other, connected(other.settings) as bus:
+        assert other.settings.url == f"nats://127.0.0.2:{other.port}"
+        assert (await provision(bus))[0] == "JOBS: created"
+        listening = [line.split() for line in proc(other.pid, "net/tcp").splitlines()[1:]]
+        port = f"{other.port:04X}"
+        assert {f[1] for f in listening if f[3] == "0A" and f[1].endswith(port)} == {f"0200007F:{port}"}
+
+
 async def test_its_password_is_neither_in_arguments_nor_in_logs_nor_readable_for_others(
     server: ConfiguredServer, bus: Bus
 ) -> None:

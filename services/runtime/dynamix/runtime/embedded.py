@@ -24,7 +24,7 @@ START_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = 10.0
 
 _CONFIG = """\
-listen: "127.0.0.1:{port}"
+listen: {listen}
 server_name: "dynamix-embedded"
 max_payload: 1MB
 ports_file_dir: {state}
@@ -47,7 +47,7 @@ class EmbeddedServerError(RuntimeError):
 
 
 class EmbeddedServer:
-    """A nats-server of our own: JetStream, 127.0.0.1, a free port, one user with a generated password.
+    """A nats-server of our own: JetStream, one address, a free port, one user with a generated password.
 
     An async context manager. The password stands in a file of mode 0600 and in `settings`, never in arguments or logs.
     The server dies with this process, however that dies: start it from a thread that lives as long as it shall (the
@@ -58,15 +58,24 @@ class EmbeddedServer:
         port: 0 lets the server take a free one.
         max_file_store: upper bound of all streams together, in the broker's notation.
         ack_v2: the broker's second form of acknowledgement subjects.
+        host: the one address it listens on. Traffic beyond loopback is not encrypted: only for a network of our own,
+            such as that of several hosts made of namespaces.
     """
 
     def __init__(
-        self, *, store_dir: Path | None = None, port: int = 0, max_file_store: str = "4GB", ack_v2: bool = False
+        self,
+        *,
+        store_dir: Path | None = None,
+        port: int = 0,
+        max_file_store: str = "4GB",
+        ack_v2: bool = False,
+        host: str = "127.0.0.1",
     ) -> None:
         self._store_dir = store_dir
         self._port = port
         self._max_file_store = max_file_store
         self._ack_v2 = ack_v2
+        self._host = host
         self._password = secrets.token_urlsafe(24)
         self._cleanup = contextlib.ExitStack()
         self._process: subprocess.Popen[bytes] | None = None
@@ -75,7 +84,7 @@ class EmbeddedServer:
     @property
     def settings(self) -> BusSettings:
         """How to connect, once started."""
-        return BusSettings(url=f"nats://127.0.0.1:{self._port}", user=USER, password=self._password)
+        return BusSettings(url=f"nats://{self._host}:{self._port}", user=USER, password=self._password)
 
     @property
     def pid(self) -> int:
@@ -166,7 +175,7 @@ class EmbeddedServer:
 
     def _config(self, store: Path) -> str:
         return _CONFIG.format(
-            port=self._port or -1,
+            listen=json.dumps(f"{self._host}:{self._port or -1}"),
             state=json.dumps(str(self._directory)),
             log=json.dumps(str(self.log_file)),
             store=json.dumps(str(store)),
