@@ -1,0 +1,56 @@
+"""Kernel headers for BCC. Our programs touch UAPI structures only, which never change: any kernel's headers will do."""
+
+import os
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+ARCHITECTURES = {"x86_64": "x86", "aarch64": "arm64", "ppc64le": "powerpc", "s390x": "s390", "riscv64": "riscv"}
+"""The kernel's own names, by what uname says."""
+_GENERATED = Path("include/generated/autoconf.h")
+
+
+class Headers(NamedTuple):
+    """A tree of headers; some distributions keep what the build generated apart from the sources."""
+
+    source: Path
+    build: Path
+    own: bool
+    """Whether they are the running kernel's."""
+
+    def include_directories(self, machine: str) -> list[Path]:
+        """Where generated headers are; BCC finds those of the sources itself."""
+        architecture = self.build / "arch" / ARCHITECTURES.get(machine, machine) / "include"
+        return [
+            self.build / "include",
+            self.build / "include/generated/uapi",
+            architecture / "generated",
+            architecture / "generated/uapi",
+        ]
+
+
+def find_headers(root: Path = Path("/"), system: os.uname_result | None = None) -> Headers | None:
+    """The running kernel's headers, or else the newest of the same architecture, or `None`."""
+    system = system or os.uname()
+    own = _tree(root / "lib/modules" / system.release / "build", system.machine)
+    if own is not None:
+        return Headers(*own, own=True)
+    installed = [*(root / "usr/src").glob("linux-headers-*"), *(root / "usr/src/kernels").glob("*")]
+    trees = (_tree(path, system.machine) for path in sorted(installed, key=_version, reverse=True))
+    found = next((tree for tree in trees if tree is not None), None)
+    return None if found is None else Headers(*found, own=False)
+
+
+def _tree(build: Path, machine: str) -> tuple[Path, Path] | None:
+    """Sources and build directory, when there are both; Debian links nothing between the two but by name."""
+    build = build.resolve()
+    architecture = build / "arch" / ARCHITECTURES.get(machine, machine)
+    if not (build / _GENERATED).is_file() or not architecture.is_dir():
+        return None
+    common = build.with_name(build.name.rpartition("-")[0] + "-common")
+    source = next((path for path in (build, common) if (path / "include/linux").is_dir()), None)
+    return None if source is None else (source, build)
+
+
+def _version(path: Path) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", path.name)]

@@ -1,0 +1,133 @@
+"""The probe: load, attach, read. It blocks: half a second to open, 3 us to read a socket."""
+
+import os
+import socket
+import struct
+import subprocess
+import sys
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Self
+
+from dynamix.collector.errors import ProbeError
+from dynamix.collector.proc import Proc
+
+from . import syscall
+from .attachment import Attachment
+from .leftovers import remove_leftovers, this_owner
+from .program import COUNTERS, INDEX, KEY, MAPS, MARK, OWNER, PROGRAMS, Counters, Totals
+
+LOAD_TIMEOUT_S = 60.0
+_LOADER = f"{__package__}.loader"
+_POSSIBLE_PROCESSORS = Path("/sys/devices/system/cpu/possible")
+_ERROR_CHARACTERS = 600
+_UID_UNKNOWN = 2**32 - 1
+
+
+class SocketProbe:
+    """Counters of every TCP socket that was opened under a control group since the probe was attached there.
+
+    Args:
+        directory: the control group's, version 2: its processes and those of all groups below it.
+        links: see `Attachment`.
+
+    Raises:
+        ProbeError: when it cannot be loaded or attached; the text says why.
+    """
+
+    def __init__(self, directory: Path, *, links: bool = True) -> None:
+        with ExitStack() as stack:
+            self.leftovers_removed = self._clean(directory)
+            descriptors = _load()
+            for descriptor in descriptors:
+                stack.callback(os.close, descriptor)
+            self._programs = tuple(descriptors[: len(PROGRAMS)])
+            maps = dict(zip(MAPS, descriptors[len(PROGRAMS) :], strict=True))
+            self._sockets = syscall.Table(maps["sockets"], KEY, COUNTERS)
+            self._claimed = syscall.Table(maps["claimed"], KEY, MARK)
+            num_processors = _num_possible(_POSSIBLE_PROCESSORS.read_text())
+            self._totals = syscall.Table(maps["totals"], INDEX, struct.Struct("=" + "QQQ" * num_processors))
+            try:
+                syscall.Table(maps["owner"], INDEX, OWNER).update(0, *this_owner(Proc()))
+                attachment = Attachment(directory, self._programs, links=links)
+            except OSError as error:
+                raise ProbeError(f"cannot attach to {directory}: {error.strerror}; see `dynamix doctor`") from error
+            stack.callback(attachment.close)
+            self._close = stack.pop_all()
+
+    def claim(self, cookie: int) -> None:
+        """Keep a socket's counters after it has closed, until `release`; where there is no room they go at once."""
+        with suppress(OSError):
+            self._claimed.update(cookie, 1)
+
+    def release(self, cookie: int) -> None:
+        """Nobody will ask for this socket again."""
+        self._claimed.delete(cookie)
+        found = self._sockets.look_up(cookie)
+        if found is not None and found[-1]:
+            self._sockets.delete(cookie)
+
+    def read(self, cookie: int, uid: int) -> Counters | None:
+        """Counters of a socket; `None` when it was opened before the probe, elsewhere, or by another user."""
+        found = self._sockets.look_up(cookie)
+        if found is None:
+            return None
+        *counters, owner, _ = found
+        return Counters(*counters) if owner in (uid, _UID_UNKNOWN) else None
+
+    def totals(self) -> Totals:
+        """Sums over all sockets under the control group."""
+        values = self._totals.look_up(0)
+        assert values is not None, "the kernel makes every entry of an array"
+        return Totals(*(sum(values[field :: len(Totals._fields)]) for field in range(len(Totals._fields))))
+
+    def cost(self) -> dict[str, syscall.ProgramInfo]:
+        """What the kernel says of each program; its times count while kernel.bpf_stats_enabled is 1."""
+        infos = [syscall.program_info(program) for program in self._programs]
+        return {info.name: info for info in infos}
+
+    def close(self) -> None:
+        """Detach and forget everything."""
+        self._close.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @staticmethod
+    def _clean(directory: Path) -> int:
+        try:
+            return remove_leftovers(directory, Proc())
+        except PermissionError:  # without CAP_SYS_ADMIN; then links are used, which leave nothing
+            return 0
+        except OSError as error:
+            raise ProbeError(f"{directory}: {error.strerror}; it must be a control group of version 2") from error
+
+
+def _load() -> list[int]:
+    """Descriptors of programs and maps, from a process that compiles them and ends."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        command = [sys.executable, "-m", _LOADER, str(theirs.fileno())]
+        with subprocess.Popen(
+            command, pass_fds=(theirs.fileno(),), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        ) as child:
+            theirs.close()
+            try:
+                _, complaints = child.communicate(timeout=LOAD_TIMEOUT_S)
+            except subprocess.TimeoutExpired as error:
+                child.kill()
+                raise ProbeError(f"compiling took longer than {LOAD_TIMEOUT_S:g} s") from error
+        if child.returncode:
+            said = " ".join(complaints.decode(errors="replace").split())[-_ERROR_CHARACTERS:]
+            raise ProbeError(f"cannot load: {said or f'exit code {child.returncode}'}")
+        _, descriptors, _, _ = socket.recv_fds(ours, 1, len(PROGRAMS) + len(MAPS))
+    return descriptors
+
+
+def _num_possible(text: str) -> int:
+    """Processors that may ever be there, of a list such as `0-3,8`: a per-CPU map has a value for each."""
+    ranges = [part.partition("-") for part in text.strip().split(",")]
+    return 1 + max(int(last or first) for first, _, last in ranges)

@@ -1,0 +1,48 @@
+"""What the loader hands over: the C program's file, its programs and its maps, and how their values are laid out."""
+
+import struct
+from pathlib import Path
+from typing import NamedTuple
+
+SOURCE = Path(__file__).with_name("sockets.bpf.c")
+MAX_SOCKETS = 65_536
+"""TCP sockets under the control group at a time; 7 MB of kernel memory when all are open."""
+
+INGRESS, SOCKETS = "dynamix_ingress", "dynamix_sockets"
+PROGRAMS = (INGRESS, SOCKETS)
+MAPS = ("sockets", "claimed", "totals", "owner")
+
+KEY = struct.Struct("=Q")
+INDEX = struct.Struct("=I")
+COUNTERS = struct.Struct("=QQQQQII")
+MARK = struct.Struct("=B")
+OWNER = struct.Struct("=QQQ")
+
+
+class Counters(NamedTuple):
+    """Of one socket, since its connection began."""
+
+    received_bytes: int
+    acked_bytes: int
+    retransmits: int
+    """Segments sent again."""
+    srtt_sum_us: int
+    """Of the smoothed round trip times, one for each of `num_rtts`."""
+    num_rtts: int
+
+
+class Totals(NamedTuple):
+    """Of all sockets under the control group since the probe was attached."""
+
+    rx_bytes: int
+    """With network and transport headers."""
+    rx_packets: int
+    retransmits: int
+
+
+class Owner(NamedTuple):
+    """The process that attached the programs."""
+
+    pid: int
+    start_ticks: int
+    pid_namespace: int

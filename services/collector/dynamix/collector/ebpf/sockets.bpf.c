@@ -1,0 +1,186 @@
+/* What the kernel keeps for the collector, by socket cookie. Two programs on a control group of version 2:
+ *
+ *   dynamix_ingress  (cgroup_skb)  every packet that reaches a socket: two adds, one look-up, two stores (docs/overhead.md)
+ *   dynamix_sockets  (sock_ops)    a socket opens or closes, sends segments again, or has measured a round trip
+ *
+ * Only structures of the kernel's user interface are touched (__sk_buff, bpf_sock, bpf_tcp_sock, bpf_sock_ops): right
+ * under any kernel's headers. Bytes are payload, as TCP_INFO counts it. What was sent is known by what the other side
+ * acknowledged: a program on egress would also count what a local queue then drops.
+ */
+#include <uapi/linux/bpf.h>
+#include <uapi/linux/in.h>
+#include <uapi/linux/ip.h>
+#include <uapi/linux/ipv6.h>
+#include <uapi/linux/tcp.h>
+
+#define UID_UNKNOWN ((u32)-1)
+#define MOST_AHEAD (1 << 26) /* bytes; a packet further ahead of what was received is no part of the stream */
+
+struct counters {
+    u64 received_bytes; /* cumulative since the connection began, as all that follow */
+    u64 acked_bytes;
+    u64 retransmits; /* segments */
+    u64 srtt_sum_us; /* of the smoothed round trip times, one for each round trip */
+    u64 num_rtts;
+    u32 uid; /* of the socket's owner */
+    u32 closed;
+};
+
+struct totals {
+    u64 rx_bytes; /* with network and transport headers */
+    u64 rx_packets;
+    u64 retransmits; /* segments, of sockets opened since the programs were attached */
+};
+
+struct owner {
+    u64 pid;
+    u64 start_ticks;
+    u64 pid_namespace;
+};
+
+struct segment {
+    u32 end; /* sequence number after its payload */
+    u32 ack;
+};
+
+BPF_TABLE("hash", u64, struct counters, sockets, MAX_SOCKETS);
+/* Sockets that a rank has named: they stay after they closed, until the collector has read them for the last time. */
+BPF_TABLE("hash", u64, u8, claimed, MAX_SOCKETS);
+BPF_TABLE("percpu_array", u32, struct totals, totals, 1);
+BPF_TABLE("array", u32, struct owner, owner, 1);
+
+static inline int read_segment(struct __sk_buff *skb, struct segment *segment)
+{
+    void *data = (void *)(long)skb->data, *end = (void *)(long)skb->data_end;
+    u8 *first = data;
+    u32 offset;
+
+    if ((void *)(first + sizeof(struct ipv6hdr)) > end)
+        return 0; /* no TCP packet is shorter */
+    if (*first >> 4 == 4) {
+        if (((struct iphdr *)data)->protocol != IPPROTO_TCP)
+            return 0;
+        offset = (*first & 0xf) * 4;
+    } else {
+        if (((struct ipv6hdr *)data)->nexthdr != IPPROTO_TCP)
+            return 0;
+        offset = sizeof(struct ipv6hdr);
+    }
+    struct tcphdr *tcp = data + offset;
+    if ((void *)(tcp + 1) > end)
+        return 0;
+    segment->end = bpf_ntohl(tcp->seq) + skb->len - offset - tcp->doff * 4;
+    segment->ack = bpf_ntohl(tcp->ack_seq);
+    return 1;
+}
+
+static inline int is_connected(u32 state)
+{
+    return state == BPF_TCP_ESTABLISHED || (state >= BPF_TCP_FIN_WAIT1 && state <= BPF_TCP_FIN_WAIT2) ||
+           state == BPF_TCP_CLOSE_WAIT || state == BPF_TCP_LAST_ACK || state == BPF_TCP_CLOSING;
+}
+
+int dynamix_ingress(struct __sk_buff *skb)
+{
+    u32 zero = 0;
+    struct totals *all = totals.lookup(&zero);
+    if (all) {
+        all->rx_bytes += skb->len;
+        all->rx_packets += 1;
+    }
+    u64 cookie = bpf_get_socket_cookie(skb);
+    struct counters *counters = sockets.lookup(&cookie);
+    if (!counters)
+        return 1;
+    struct bpf_sock *sk = skb->sk;
+    if (!sk)
+        return 1;
+    sk = bpf_sk_fullsock(sk);
+    if (!sk || !is_connected(sk->state))
+        return 1;
+    struct bpf_tcp_sock *tcp = bpf_tcp_sock(sk);
+    if (!tcp)
+        return 1;
+    /* TCP has not seen this packet yet, nor those before it that wait for the socket's user: we look ahead. */
+    u64 received_bytes = tcp->bytes_received, acked_bytes = tcp->bytes_acked;
+    struct segment segment = {};
+    if (read_segment(skb, &segment)) {
+        s32 ahead = segment.end - tcp->rcv_nxt;
+        if (ahead > 0 && ahead < MOST_AHEAD)
+            received_bytes += ahead;
+        s32 acked = segment.ack - tcp->snd_una;
+        if (acked > 0 && (s32)(tcp->snd_nxt - segment.ack) >= 0)
+            acked_bytes += acked;
+    }
+    /* Plain stores: should two processors meet on one socket, the next packet mends it. */
+    counters->received_bytes = received_bytes;
+    counters->acked_bytes = acked_bytes;
+    if (counters->uid == UID_UNKNOWN)
+        counters->uid = bpf_get_socket_uid(skb);
+    return 1;
+}
+
+static inline void opened(struct bpf_sock_ops *event)
+{
+    u64 cookie = bpf_get_socket_cookie(event);
+    struct counters fresh = {.uid = UID_UNKNOWN};
+    /* A full table leaves this socket out, and never drops another: the collector then says so and asks TCP_INFO. */
+    if (sockets.insert(&cookie, &fresh) == 0)
+        bpf_sock_ops_cb_flags_set(event, BPF_SOCK_OPS_RETRANS_CB_FLAG | BPF_SOCK_OPS_RTT_CB_FLAG |
+                                             BPF_SOCK_OPS_STATE_CB_FLAG);
+}
+
+static inline void closed(struct bpf_sock_ops *event)
+{
+    u64 cookie = bpf_get_socket_cookie(event);
+    if (!claimed.lookup(&cookie)) {
+        sockets.delete(&cookie);
+        return;
+    }
+    struct counters *counters = sockets.lookup(&cookie);
+    if (counters)
+        counters->closed = 1;
+}
+
+static inline void sent_again(struct bpf_sock_ops *event)
+{
+    u32 zero = 0, segments = event->args[1];
+    struct totals *all = totals.lookup(&zero);
+    if (all)
+        all->retransmits += segments;
+    u64 cookie = bpf_get_socket_cookie(event);
+    struct counters *counters = sockets.lookup(&cookie);
+    if (counters)
+        counters->retransmits += segments;
+}
+
+static inline void measured(struct bpf_sock_ops *event)
+{
+    u64 cookie = bpf_get_socket_cookie(event);
+    struct counters *counters = sockets.lookup(&cookie);
+    if (!counters)
+        return;
+    counters->srtt_sum_us += event->srtt_us >> 3; /* the kernel keeps eighths */
+    counters->num_rtts += 1;
+}
+
+int dynamix_sockets(struct bpf_sock_ops *event)
+{
+    switch (event->op) {
+    case BPF_SOCK_OPS_TCP_CONNECT_CB:
+    case BPF_SOCK_OPS_PASSIVE_ESTABLISHED_CB:
+        opened(event);
+        break;
+    case BPF_SOCK_OPS_STATE_CB:
+        if (event->args[1] == BPF_TCP_CLOSE)
+            closed(event);
+        break;
+    case BPF_SOCK_OPS_RETRANS_CB:
+        sent_again(event);
+        break;
+    case BPF_SOCK_OPS_RTT_CB:
+        measured(event);
+        break;
+    }
+    return 1;
+}

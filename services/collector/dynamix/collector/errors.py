@@ -1,0 +1,5 @@
+"""The collector's own errors."""
+
+
+class ProbeError(RuntimeError):
+    """A probe cannot work here; the text says why and what would mend it."""
