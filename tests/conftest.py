@@ -10,6 +10,8 @@ from tests.support.brokers import ConfiguredServer, connected
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.provision import provision
 
+pytest_plugins = ["tests.support.bpf"]
+
 
 @pytest.fixture(autouse=True)
 def _logging_as_it_was() -> Iterator[None]:
