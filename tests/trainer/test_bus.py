@@ -181,6 +181,7 @@ def _check_report(report: Report, sizes: list[tuple[int, ...]]) -> None:
         assert row.compute_time_s > 0
         assert row.update_time_s > 0
         assert row.sockets is not None
+        assert len(row.cookies) >= 2  # to the other rank: torch's group and ours
 
 
 async def _check_job(bus: Bus, job: str) -> None:

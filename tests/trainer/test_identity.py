@@ -36,7 +36,7 @@ def _peer(node: str = "node-a", restart_count: int = 0, max_restarts: int = 3, *
         restart_count=restart_count,
         max_restarts=max_restarts,
         last_generation=None,
-        endpoints=(),
+        connections=(),
         memory_caps={},
         options=((32, 32), 20),
     )

@@ -17,8 +17,8 @@ from typing import NamedTuple
 from dynamix.schemas.messages import NodeRanks
 from dynamix.schemas.subjects import check_token
 
+from .connections import Connection
 from .process import ProcessIdentity, boot_id, fingerprint
-from .sockets import Endpoint
 
 MAX_NAME = 54
 """Characters: a token's 63 less a dash and the run id's 8."""
@@ -63,8 +63,8 @@ class Peer(NamedTuple):
     max_restarts: int
     last_generation: int | None
     """Of the job's last start, if rank 0 could learn of one."""
-    endpoints: tuple[tuple[Endpoint, Endpoint], ...]
-    """Local and remote end of each of its TCP connections."""
+    connections: tuple[Connection, ...]
+    """Its TCP connections that may lead to another rank."""
     memory_caps: dict[int, int]
     """Upper bounds of local batch sizes by rank, as far as this rank can read them."""
     options: tuple[object, ...]

@@ -74,13 +74,14 @@ def meet(
             restart_count=launch.restart_count,
             max_restarts=launch.max_restarts,
             last_generation=_last_generation(job, environment, bus) if exchange.rank == 0 else None,
-            endpoints=sockets.candidates(),
+            connections=sockets.candidates(),
             memory_caps=caps.read(),
             options=(*options.fingerprint, data),
         )
     )
     check_alike(peers)
-    sockets.match(ends for rank, peer in enumerate(peers) if rank != exchange.rank for ends in peer.endpoints)
+    place = place_of(peers, exchange.rank)
+    sockets.match([peer.connections for peer in peers], place.rank, place.node_ranks)
     identity = JobIdentity(
         job=peers[0].job,
         generation=generation_of(peers),
@@ -95,7 +96,7 @@ def meet(
     )
     if exchange.rank == 0 and not environment.shared.job:
         _warn_of_several_nodes(identity)
-    return Meeting(exchange, sockets, identity, place_of(peers, exchange.rank))
+    return Meeting(exchange, sockets, identity, place)
 
 
 def _last_generation(job: str, environment: Environment, bus: BusSettings | None) -> int | None:

@@ -1,6 +1,7 @@
 """Builds the messages of the training side from what the ranks agreed on and measured."""
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -82,8 +83,12 @@ class Reporter:
         pending: Counts,
         total_samples: int | None,
         num_reports_dropped: int,
+        cookies: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
     ) -> Report:
-        """The report of this node on the window that ended at `position`."""
+        """The report of this node on the window that ended at `position`.
+
+        `cookies` are those of the sockets of its ranks; they need no place in the rows, since they hardly ever change.
+        """
         return Report(
             job=self._identity.job,
             generation=self._identity.generation,
@@ -93,7 +98,10 @@ class Reporter:
             first_step=position.step - totals.num_steps,
             epoch=position.epoch,
             samples_seen=position.samples_seen,
-            rows=tuple(self._rank_row(rank, rows[rank], sizes, pending) for rank in self._place.node_ranks),
+            rows=tuple(
+                self._rank_row(rank, rows[rank], sizes, pending, cookies.get(rank, ()))
+                for rank in self._place.node_ranks
+            ),
             totals=totals,
             totals_before=self._totals_before,
             total_samples=total_samples,
@@ -120,7 +128,7 @@ class Reporter:
             num_refused=dict(num_refused),
         )
 
-    def _rank_row(self, rank: int, row: Row, sizes: Counts, pending: Counts) -> RankRow:
+    def _rank_row(self, rank: int, row: Row, sizes: Counts, pending: Counts, cookies: tuple[int, ...]) -> RankRow:
         before = None if self._rows_before is None else self._rows_before[rank]
         made = rank_row(
             rank,
@@ -128,6 +136,7 @@ class Reporter:
             before,
             local_batch_size=sizes.values[rank],
             pending_local_batch_size=pending.values[rank],
+            cookies=cookies,
         )
         if made.sockets is None or before is not None:
             return made

@@ -131,7 +131,13 @@ def make_row(
 
 
 def rank_row(
-    rank: int, row: Row, before: Row | None, *, local_batch_size: int, pending_local_batch_size: int
+    rank: int,
+    row: Row,
+    before: Row | None,
+    *,
+    local_batch_size: int,
+    pending_local_batch_size: int,
+    cookies: tuple[int, ...] = (),
 ) -> RankRow:
     """The message's row of a rank, with what is needed of its row one window earlier."""
     return RankRow(
@@ -156,6 +162,7 @@ def rank_row(
         device_memory_bytes=_whole(row.device_memory_bytes),
         device_memory_total_bytes=_whole(row.device_memory_total_bytes),
         times_split=bool(row.times_split),
+        cookies=cookies,
     )
 
 

@@ -1,84 +1,99 @@
-"""TCP_INFO of this process's own connections to other ranks: the network as the kernel counted it, without privileges.
+"""This process's own connections to other ranks: their TCP_INFO, without privileges, and their names in the kernel.
 
-Cost: 10 us per connection and window (findings B5: 45-126 us for 4-8 sockets). What is read are counters since
-the connection began; we report them since attach, and keep what a closed connection had counted.
+Cost: 6 us per connection and window. What is read are counters since the connection began; we report them since
+attach, and keep what a closed connection had counted. The names, socket cookies, are what a kernel probe finds the same
+connections by: both speak of the very same sockets.
 """
 
-import ctypes
-import ipaddress
-import os
-import socket
-import struct
-from collections.abc import Callable, Iterable
-from functools import cache
-from pathlib import Path
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from dynamix.schemas.fields import MAX_SOCKETS
 from dynamix.schemas.messages import SocketCounters
 
-FDS = Path("/proc/self/fd")
-TCP_ESTABLISHED = 1
-INFO_BYTES = 136
-"""struct tcp_info up to tcpi_bytes_received (linux/tcp.h, since 4.1)."""
+from .connections import Connection, Endpoint, TcpInfo, own_connections, tcp_info
+
+MAX_NODE_SOCKETS = 40_960
+"""Sockets that the ranks of one node name together: at most 360 KB of a report, which may have 512."""
+
+_log = logging.getLogger("dynamix.trainer")
 
 
-class Endpoint(NamedTuple):
-    """One end of a connection."""
-
-    address: str
-    port: int
-
-
-class Connection(NamedTuple):
-    """An established TCP connection of this process, with its descriptor."""
+class _Counted(NamedTuple):
+    """A connection that is counted."""
 
     fd: int
-    local: Endpoint
-    remote: Endpoint
+    first: TcpInfo
+    newest: TcpInfo
 
-
-class TcpInfo(NamedTuple):
-    """Counters of one connection since it began."""
-
-    acked_bytes: int
-    received_bytes: int
-    retransmits: int
-    srtt_us: int
+    @property
+    def difference(self) -> TcpInfo:
+        """Counters since `first`."""
+        return TcpInfo(
+            self.newest.acked_bytes - self.first.acked_bytes,
+            self.newest.received_bytes - self.first.received_bytes,
+            self.newest.retransmits - self.first.retransmits,
+            self.newest.srtt_us,
+        )
 
 
 class PeerSockets:
-    """Cumulative counters over the connections to other ranks.
+    """Cumulative counters over the connections to other ranks, and the cookies of the whole node's.
 
-    Which connections those are is known once all ranks told their ends: `match` takes them. Call it again when
-    connections may have been added; counters never go back.
+    Which connections those are is known once all ranks told theirs: `match` takes them. Call it again when
+    connections may have been added; counters never go back, and a cookie stays when its connection closes.
     """
 
     def __init__(self, excluded_ports: Iterable[int] = ()) -> None:
         self._excluded = frozenset(excluded_ports)
-        self._first: dict[Connection, TcpInfo] = {}
-        self._newest: dict[Connection, TcpInfo] = {}
+        self._counted: dict[Connection, _Counted] = {}
         self._closed = TcpInfo(0, 0, 0, 0)
+        self._cookies: dict[int, tuple[int, ...]] = {}
 
-    def candidates(self) -> tuple[tuple[Endpoint, Endpoint], ...]:
-        """Both ends of every connection that may lead to a rank: neither the store's nor the bus's."""
-        return tuple((found.local, found.remote) for found in self._candidates())
+    def candidates(self) -> tuple[Connection, ...]:
+        """Every connection that may lead to a rank: neither the store's nor the bus's."""
+        return tuple(
+            connection
+            for connection in own_connections()
+            if connection.local.port not in self._excluded and connection.remote.port not in self._excluded
+        )
 
-    def match(self, others: Iterable[tuple[Endpoint, Endpoint]]) -> None:
-        """Count every connection whose two ends some other rank named the other way round."""
-        reversed_ends = {(remote, local) for local, remote in others}
-        for connection in self._candidates():
-            if connection in self._first or (connection.local, connection.remote) not in reversed_ends:
-                continue
-            info = tcp_info(connection)
-            if info is not None:
-                self._first[connection] = self._newest[connection] = info
+    def match(self, listings: Sequence[Collection[Connection]], rank: int, node_ranks: Iterable[int]) -> None:
+        """Count and name what two ranks told of from both ends; linear in the number of connections.
+
+        `listings` holds the candidates of all ranks, in rank order. `rank` is this one, whose connections are counted
+        from now on; those of `node_ranks`, it among them, are named.
+        """
+        mutual = mutual_connections(listings, node_ranks)
+        self._count(mutual[rank])
+        for named, connections in mutual.items():
+            found = {connection.cookie for connection in connections if connection.cookie is not None}
+            self._cookies[named] = tuple(sorted(found.union(self._cookies.get(named, ()))))
+        if not self._can_name and rank == min(mutual):
+            _log.warning(
+                "the ranks of this node have %d sockets to others, more than a report can name (%d, and %d per rank): "
+                "their network metrics come from TCP_INFO, not from a kernel probe",
+                sum(map(len, self._cookies.values())),
+                MAX_NODE_SOCKETS,
+                MAX_SOCKETS,
+            )
+
+    @property
+    def cookies(self) -> Mapping[int, tuple[int, ...]]:
+        """The cookies of each of the node's ranks, ascending.
+
+        Empty when there are too many to name: a part of the sockets would be a part of the traffic and look like all
+        of it, while TCP_INFO, to which nameless ranks are left, counts them all.
+        """
+        return self._cookies if self._can_name else {}
 
     def read(self) -> SocketCounters | None:
         """The counters since `match` first saw each connection; `None` when there never was one."""
         self._refresh()
-        if not self._first and self._closed == TcpInfo(0, 0, 0, 0):
+        if not self._counted and self._closed == TcpInfo(0, 0, 0, 0):
             return None
-        parts = [_difference(self._newest[open_], self._first[open_]) for open_ in self._first]
+        parts = [counted.difference for counted in self._counted.values()]
         return SocketCounters(
             tx_bytes=self._closed.acked_bytes + sum(part.acked_bytes for part in parts),
             rx_bytes=self._closed.received_bytes + sum(part.received_bytes for part in parts),
@@ -86,13 +101,28 @@ class PeerSockets:
             srtt_us=sum(part.srtt_us for part in parts) / len(parts) if parts else None,
         )
 
-    def _refresh(self) -> None:
-        for connection in list(self._first):
-            info = tcp_info(connection)
-            if info is not None:
-                self._newest[connection] = info
+    @property
+    def _can_name(self) -> bool:
+        counts = [len(cookies) for cookies in self._cookies.values()]
+        return max(counts, default=0) <= MAX_SOCKETS and sum(counts) <= MAX_NODE_SOCKETS
+
+    def _count(self, connections: Iterable[Connection]) -> None:
+        descriptors = own_connections()
+        for connection in connections:
+            fd = descriptors.get(connection)
+            if fd is None or connection in self._counted:  # closed since it was told, or known
                 continue
-            part = _difference(self._newest.pop(connection), self._first.pop(connection))
+            info = tcp_info(fd, connection)
+            if info is not None:
+                self._counted[connection] = _Counted(fd, info, info)
+
+    def _refresh(self) -> None:
+        for connection, counted in list(self._counted.items()):
+            info = tcp_info(counted.fd, connection)
+            if info is not None:
+                self._counted[connection] = counted._replace(newest=info)
+                continue
+            part = self._counted.pop(connection).difference
             self._closed = TcpInfo(
                 self._closed.acked_bytes + part.acked_bytes,
                 self._closed.received_bytes + part.received_bytes,
@@ -100,80 +130,21 @@ class PeerSockets:
                 0,
             )
 
-    def _candidates(self) -> list[Connection]:
-        return [
-            connection
-            for connection in own_connections()
-            if connection.local.port not in self._excluded and connection.remote.port not in self._excluded
-        ]
 
+def mutual_connections(listings: Sequence[Collection[Connection]], ranks: Iterable[int]) -> dict[int, list[Connection]]:
+    """Of each of `ranks`, the connections whose two ends some other rank told the other way round.
 
-def own_connections() -> list[Connection]:
-    """Every connected TCP socket of this process."""
-    found = []
-    for entry in FDS.iterdir():
-        try:
-            is_socket = os.readlink(entry).startswith("socket:")  # noqa: PTH115 - one call; the target is no path
-        except OSError:  # closed since it was listed
-            continue
-        if is_socket and (connection := _connection(int(entry.name))) is not None:
-            found.append(connection)
-    return sorted(found)
-
-
-def tcp_info(connection: Connection) -> TcpInfo | None:
-    """Counters of a connection; `None` when it is closed, or its descriptor is another's by now."""
-    if _connection(connection.fd) != connection:
-        return None
-    return _tcp_info(connection.fd)
-
-
-@cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None)
-
-
-def _connection(fd: int) -> Connection | None:
-    """The connection behind a descriptor; `None` for anything but an established TCP connection."""
-    if _tcp_info(fd) is None:
-        return None
-    local, remote = _endpoint(_libc().getsockname, fd), _endpoint(_libc().getpeername, fd)
-    return None if local is None or remote is None else Connection(fd, local, remote)
-
-
-def _tcp_info(fd: int) -> TcpInfo | None:
-    """TCP_INFO by libc on the bare descriptor: a Python socket object could change its blocking mode, or close it."""
-    info = ctypes.create_string_buffer(256)
-    length = ctypes.c_uint32(len(info))
-    failed = _libc().getsockopt(fd, socket.IPPROTO_TCP, socket.TCP_INFO, info, ctypes.byref(length))
-    if failed or length.value < INFO_BYTES or info.raw[0] != TCP_ESTABLISHED:
-        return None
-    (srtt_us,) = struct.unpack_from("=I", info, 68)
-    (retransmits,) = struct.unpack_from("=I", info, 100)
-    acked_bytes, received_bytes = struct.unpack_from("=QQ", info, 120)
-    return TcpInfo(acked_bytes, received_bytes, retransmits, srtt_us)
-
-
-def _endpoint(call: Callable[..., int], fd: int) -> Endpoint | None:
-    """One end of a socket; an IPv4 address inside IPv6 is written as IPv4, since the other end sees it so."""
-    raw = ctypes.create_string_buffer(128)
-    length = ctypes.c_uint32(len(raw))
-    if call(fd, raw, ctypes.byref(length)):
-        return None
-    (family,) = struct.unpack_from("=H", raw)
-    (port,) = struct.unpack_from("!H", raw, 2)
-    if family == socket.AF_INET:
-        return Endpoint(str(ipaddress.IPv4Address(raw.raw[4:8])), port)
-    if family == socket.AF_INET6:
-        address = ipaddress.IPv6Address(raw.raw[8:24])
-        return Endpoint(str(address.ipv4_mapped or address), port)
-    return None
-
-
-def _difference(newest: TcpInfo, first: TcpInfo) -> TcpInfo:
-    return TcpInfo(
-        newest.acked_bytes - first.acked_bytes,
-        newest.received_bytes - first.received_bytes,
-        newest.retransmits - first.retransmits,
-        newest.srtt_us,
-    )
+    A connection between two sockets of one process is none; two ranks with the same addresses, in network namespaces
+    of their own, do not hide each other.
+    """
+    several = -1
+    tellers: dict[tuple[Endpoint, Endpoint], int] = {}
+    for rank, told in enumerate(listings):
+        for connection in told:
+            ends = (connection.remote, connection.local)
+            if tellers.setdefault(ends, rank) != rank:
+                tellers[ends] = several
+    return {
+        rank: [found for found in listings[rank] if tellers.get((found.local, found.remote), rank) != rank]
+        for rank in ranks
+    }

@@ -198,6 +198,7 @@ class Steering:
                 pending=self._parts.schedule.newest,
                 total_samples=self.total_samples,
                 num_reports_dropped=self._wire.num_reports_dropped(),
+                cookies=self._parts.sockets.cookies,
             )
             self._wire.publish(report)
         if self._place.rank == 0 and (window + 1) % SPECIFIED_EVERY == 0:
@@ -234,9 +235,8 @@ class Steering:
     def _match_sockets(self) -> None:
         """Once more after the first window: some back ends connect at their first collective."""
         self._sockets_due = False
-        ends = self._parts.exchange.gather_objects(self._parts.sockets.candidates())
-        del ends[self._place.rank]
-        self._parts.sockets.match(end for theirs in ends for end in theirs)
+        listings = self._parts.exchange.gather_objects(self._parts.sockets.candidates())
+        self._parts.sockets.match(listings, self._place.rank, self._place.node_ranks)
 
     def _begin_adoption(self, effective_step: int) -> None:
         """Send the newest action to all ranks, to rule from `effective_step` on."""
