@@ -3,16 +3,9 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.captured_proc import Clock
 
 from dynamix.collector.intervals import FORGET_AFTER_S, Intervals, WindowId
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def at(window: int, job: str = "job", generation: int = 0) -> WindowId:

@@ -7,27 +7,21 @@ from pathlib import Path
 
 import pytest
 from tests.support import made
+from tests.support.captured_proc import CAPTURED, captured_row, copy_with
 
-from dynamix.collector.proc import NamespaceTraffic, Proc, parse_stat
-from dynamix.collector.readings import Readings
+from dynamix.collector.proc import (
+    FamilyCounters,
+    HostCounters,
+    NamespaceTraffic,
+    Proc,
+    ThreadCounters,
+    parse_host_schedstat,
+    parse_stat,
+)
 from dynamix.collector.trust import reason_to_refuse
-from dynamix.schemas.messages import RankRow, SystemMetrics
+from dynamix.schemas.messages import RankRow
 
-CAPTURED = Path(__file__).parents[1] / "data" / "proc"
 GIB = 1 << 30
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-def captured_row(**changes: object) -> RankRow:
-    fields = {"pid": 4242, "pid_start_ticks": 8812345, "pid_namespace": Proc(CAPTURED).pid_namespace(4242), "uid": 1000}
-    return made.row(0, **(fields | changes))
 
 
 def own_row(**changes: object) -> RankRow:
@@ -48,7 +42,29 @@ def test_a_command_name_with_spaces_and_parentheses_does_not_shift_the_fields() 
 
 
 def test_the_cpu_time_of_a_rank_includes_its_loader_workers() -> None:
-    assert Proc(CAPTURED).family_cpu_ticks(4242) == 1800 + 150
+    assert Proc(CAPTURED).family(4242).cpu_ticks == 1800 + 150
+
+
+def test_every_thread_of_a_rank_and_its_loader_workers_is_counted_by_itself() -> None:
+    assert Proc(CAPTURED).family(4242).threads == {
+        4242: ThreadCounters(wait_ns=30_000_000, num_switches=500),
+        4250: ThreadCounters(wait_ns=20_000_000, num_switches=300),
+        4243: ThreadCounters(wait_ns=5_000_000, num_switches=40),
+    }
+
+
+def test_without_schedstats_what_threads_waited_is_unknown_and_the_rest_known(tmp_path: Path) -> None:
+    tasks = [f"{pid}/task/{tid}/schedstat" for pid, tid in ((4242, 4242), (4242, 4250), (4242, 4251), (4243, 4243))]
+    missing = Proc(copy_with(tmp_path / "missing", {}, without=tuple(tasks)))
+    assert missing.family(4242) == FamilyCounters(cpu_ticks=1950, threads=None)
+    off = {name: ((CAPTURED / name).read_text(), "0 0 0\n") for name in tasks}
+    assert Proc(copy_with(tmp_path / "off", off)).family(4242).threads is None
+
+
+def test_a_command_name_cut_within_a_character_is_read(tmp_path: Path) -> None:
+    stat = copy_with(tmp_path, {}) / "4242" / "stat"
+    stat.write_bytes(stat.read_bytes().replace(b"(python (rank 0))", b"(Trainings\xc3)"))
+    assert Proc(tmp_path).stat(4242).start_ticks == 8812345
 
 
 def test_23_retransmissions_are_counted_as_23_and_loopback_bytes_as_none() -> None:
@@ -59,52 +75,54 @@ def test_memory_and_load_have_the_machines_own_units() -> None:
     proc = Proc(CAPTURED)
     assert proc.resident_bytes(4242) == GIB // 2
     assert proc.memory() == (16 * GIB, 12 * GIB)
-    assert proc.load_per_cpu() == 0.75
+    assert proc.load_average() == 1.5
 
 
-def test_rates_are_unknown_until_there_are_two_readings_and_then_over_the_collectors_own_interval(
-    tmp_path: Path,
-) -> None:
-    clock, proc = Clock(), Proc(CAPTURED)
-    readings = Readings(proc, clock)
-    assert readings.process(captured_row()).cpu_time_ratio is None
-    assert readings.node(captured_row()).tx_bytes is None
-    later = _copy_with(tmp_path, {"4242/stat": (" 1500 ", " 1800 "), "4242/net/snmp": (" 23 ", " 46 ")})
-    clock.now_s += 2.0
-    readings._proc = Proc(later)
-    assert readings.process(captured_row()).cpu_time_ratio == pytest.approx(300 / proc.ticks_per_s / 2.0)
-    node = readings.node(captured_row())
-    assert (node.retransmits, node.tx_bytes, node.interval_s) == (23, 0, 2.0)
+def test_the_host_is_read_over_all_its_processors() -> None:
+    assert Proc(CAPTURED).host() == HostCounters(
+        num_processors=2, busy_ticks=450, idle_ticks=1500, num_switches=70_000, wait_ns=400_000_000
+    )
 
 
-def test_the_memory_of_a_gpu_counts_where_there_is_one() -> None:
-    readings = Readings(Proc(CAPTURED))
-    assert readings.process(captured_row()).memory_ratio == 0.5 / 16
-    gpu = captured_row(device_memory_bytes=GIB, device_memory_total_bytes=4 * GIB)
-    assert readings.process(gpu).memory_ratio == 0.25
+@pytest.mark.parametrize(("version", "wait_ns"), [("15", 400_000_000), ("16", 400_000_000), ("17", 400_000_000)])
+def test_the_versions_of_schedstat_agree_on_a_processors_line(version: str, wait_ns: int) -> None:
+    text = (CAPTURED / "schedstat").read_text().replace("version 15", f"version {version}")
+    assert parse_host_schedstat(text) == wait_ns
 
 
-def test_a_process_that_is_gone_is_unknown_not_an_error() -> None:
-    assert Readings(Proc(CAPTURED)).process(captured_row(pid=99999)) == SystemMetrics()
+@pytest.mark.parametrize("version", ["14", "18", "150"])
+def test_an_unknown_version_of_schedstat_is_not_guessed_at(version: str) -> None:
+    text = (CAPTURED / "schedstat").read_text().replace("version 15", f"version {version}")
+    assert parse_host_schedstat(text) is None
+
+
+def test_a_kernel_without_schedstat_says_nothing_of_waiting(tmp_path: Path) -> None:
+    host = Proc(copy_with(tmp_path, {}, without=("schedstat",))).host()
+    assert (host.wait_ns, host.num_switches) == (None, 70_000)
 
 
 def test_the_running_kernel_is_read_as_the_captured_one() -> None:
     proc, pid = Proc(), os.getpid()
-    assert proc.family_cpu_ticks(pid) >= 0
+    family = proc.family(pid)
+    assert family.cpu_ticks > 0
+    if Path("/proc/self/schedstat").exists():
+        assert family.threads is not None
+        assert family.threads[pid].num_switches > 0
     assert proc.resident_bytes(pid) > 1 << 20
-    assert proc.load_per_cpu() >= 0
+    assert proc.load_average() >= 0
+    assert proc.host().num_processors >= 1
+    assert proc.host().num_switches > 0
     assert proc.traffic(pid).retransmits >= 0
 
 
 def test_a_busy_child_counts_for_its_parent() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        proc = Proc()
-        assert child.pid in proc._children(os.getpid())
+        assert child.pid in Proc()._add_threads(os.getpid(), {})
         child.kill()
 
 
 def test_a_process_in_a_container_is_in_another_namespace(tmp_path: Path) -> None:
-    nested = _copy_with(tmp_path, {"4242/status": ("NSpid:\t4242", "NSpid:\t4242\t17")})
+    nested = copy_with(tmp_path, {"4242/status": ("NSpid:\t4242", "NSpid:\t4242\t17")})
     assert Proc(nested).pid_namespace(4242) is None
     assert "another pid namespace" in str(reason_to_refuse(captured_row(), Proc(nested), ()))
 
@@ -129,15 +147,3 @@ def test_a_row_that_names_another_process_is_not_believed(
     changes: dict[str, int], uids: tuple[int, ...], reason: str
 ) -> None:
     assert reason in str(reason_to_refuse(own_row(**changes), Proc(), uids))
-
-
-def _copy_with(target: Path, changes: dict[str, tuple[str, str]]) -> Path:
-    for source in CAPTURED.rglob("*"):
-        if source.is_file():
-            name = str(source.relative_to(CAPTURED))
-            old, new = changes.get(name, ("", ""))
-            text = source.read_text()
-            assert old in text
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            (target / name).write_text(text.replace(old, new, 1) if old else text)
-    return target

@@ -12,6 +12,7 @@ from dynamix.schemas.messages import Message as SchemaMessage
 from dynamix.schemas.messages import MetricWindow, NodeMetrics, RankRow, Report
 from dynamix.schemas.streams import FEED
 
+from .intervals import WindowId
 from .probes import read_network
 from .proc import Proc
 from .readings import Readings
@@ -74,8 +75,9 @@ class _Collector:
         if report.simulated:
             return simulated_window(report, self._context.settings.probe)
         believed = [row for row in report.rows if self._believes(row)] if fresh else []
-        systems = {row.rank: self._readings.process(row) for row in believed}
-        node = self._readings.node(believed[0] if believed else None) if fresh else NodeMetrics()
+        at = WindowId(report.job, report.generation, report.window)
+        systems = {row.rank: self._readings.process(row, at) for row in believed}
+        node = self._readings.node(believed[0] if believed else None, at) if fresh else NodeMetrics()
         probe, networks = read_network(report, node, self._context.settings.probe)
         refused = tuple(row.pid for row in report.rows if fresh and row not in believed)
         return metric_window(report, systems=systems, networks=networks, node=node, probe=probe, refused_pids=refused)
