@@ -92,6 +92,12 @@ def test_a_thread_that_is_new_or_has_anothers_id_counts_from_zero(machine: Machi
     assert metrics.context_switches_per_s == pytest.approx(27)
 
 
+def test_a_thread_never_waited_longer_than_the_interval(machine: Machine) -> None:
+    machine.readings.process(captured_row(), at(0))
+    machine.passes(2.0, {"4242/task/4250/schedstat": ("20000000 300", "40020000000 301")})
+    assert machine.readings.process(captured_row(), at(1)).run_queue_wait_ratio == pytest.approx(1.0)
+
+
 def test_the_node_is_read_as_a_whole(machine: Machine) -> None:
     first = machine.readings.node(captured_row(), at(0))
     assert first == NodeMetrics(load_per_cpu=0.75, memory_used_ratio=0.25)

@@ -86,7 +86,7 @@ def _with_threads(
 ) -> SystemMetrics:
     if now.threads is None or before.threads is None:
         return metrics
-    waited_ns, num_switches = _increase(now.threads, before.threads)
+    waited_ns, num_switches = _increase(now.threads, before.threads, int(interval_s * 1e9))
     return replace(
         metrics,
         run_queue_wait_ratio=waited_ns / 1e9 / interval_s,
@@ -94,18 +94,20 @@ def _with_threads(
     )
 
 
-def _increase(now: Mapping[int, ThreadCounters], before: Mapping[int, ThreadCounters]) -> tuple[int, int]:
+def _increase(
+    now: Mapping[int, ThreadCounters], before: Mapping[int, ThreadCounters], interval_ns: int
+) -> tuple[int, int]:
     """Nanoseconds waited and switches since the reading before, summed thread by thread.
 
     One that ended takes its last piece with it, rather than the whole sum back; one that is new, or whose id was used
-    before by another, counts from zero.
+    before by another, counts from zero. None can have waited longer than the interval: what is more was slept.
     """
     waited_ns = num_switches = 0
     for tid, counters in now.items():
         start = before.get(tid)
         if start is None or counters.num_switches < start.num_switches or counters.wait_ns < start.wait_ns:
             start = ThreadCounters(0, 0)
-        waited_ns += counters.wait_ns - start.wait_ns
+        waited_ns += min(interval_ns, counters.wait_ns - start.wait_ns)
         num_switches += counters.num_switches - start.num_switches
     return waited_ns, num_switches
 
