@@ -14,8 +14,8 @@ import pytest
 
 from dynamix.cli.doctor import kernel, software
 from dynamix.cli.doctor.bus import bus, is_alive
-from dynamix.cli.doctor.command import report
-from dynamix.cli.doctor.finding import Finding, lacking, there
+from dynamix.cli.doctor.command import BOLD, GREEN, PLAIN, RED, YELLOW, report
+from dynamix.cli.doctor.finding import Finding, Section, lacking, there
 from dynamix.cli.main import main
 from dynamix.cli.services import SERVICES
 from dynamix.runtime.bus import Bus
@@ -30,6 +30,10 @@ AWAY = BusSettings(url="nats://127.0.0.1:1")
 
 def by_name(findings: list[Finding]) -> dict[str, Finding]:
     return {finding.name: finding for finding in findings}
+
+
+def shown(findings: list[Finding], width: int = 80) -> str:
+    return report([Section("Software", findings)], width=width)
 
 
 def test_what_these_tests_run_with_is_found() -> None:
@@ -88,43 +92,39 @@ def test_a_machine_without_proc_is_fatal(tmp_path: Path) -> None:
     assert "net/snmp" in finding.found
 
 
-def test_capabilities_are_read_bit_by_bit() -> None:
-    status = "Name:\tx\nCapEff:\t000000c000001000\n"  # CAP_BPF, CAP_PERFMON, CAP_NET_ADMIN
-    effective = kernel.effective_capabilities(status)
-    assert kernel.capabilities(effective).present
-    assert kernel.capabilities(1 << 21).present  # CAP_SYS_ADMIN alone
-    assert kernel.capabilities(1 << 39).found == "without CAP_PERFMON, CAP_NET_ADMIN"
+def test_a_kernel_that_does_not_say_how_long_processes_wait_lacks_it(tmp_path: Path) -> None:
+    assert "masked" in kernel.run_queue(tmp_path).mend
+    assert kernel.run_queue(Path("/")).present == Path("/proc/self/schedstat").exists()
 
 
-def test_ebpf_needs_cgroup_2_and_types(tmp_path: Path) -> None:
-    assert not kernel.cgroup(tmp_path).present
-    assert not kernel.types(tmp_path, "6.1.0").present
-    (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
-    (tmp_path / "sys/fs/cgroup/cgroup.controllers").touch()
-    (tmp_path / "lib/modules/6.1.0/build").mkdir(parents=True)
-    assert kernel.cgroup(tmp_path).present
-    assert kernel.types(tmp_path, "6.1.0").found == "headers of 6.1.0"
+FOLDED = """\
+Software
+  ok       Python        3.11
+  lacking  PyTorch       not installed in this
+                         environment (for
+                         training)
+                         mend: pip install torch
+
+What must be there is there; something is
+lacking for training."""
 
 
-def test_a_bcc_that_the_environment_does_not_see_is_told_apart_from_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    assert "not visible" in kernel.bcc(tmp_path).found
-    assert kernel.bcc(tmp_path / "nowhere").found == "not installed"
+def test_what_is_lacking_comes_with_its_mend_and_what_for_folded_to_the_terminal() -> None:
+    torch = lacking("PyTorch", "training", "not installed in this environment", "pip install torch")
+    assert shown([there("Python", "always", "3.11"), torch], width=48) == FOLDED
 
 
-def test_what_is_lacking_comes_with_its_mend_and_what_for() -> None:
-    text = report(
-        [there("Python", "always", "3.11"), lacking("PyTorch", "training", "not installed", "pip install torch")]
-    )
-    assert text.splitlines() == [
-        "ok       Python         3.11",
-        "lacking  PyTorch        not installed (for training)",
-        "                        mend: pip install torch",
-        "",
-        "What must be there is there; something is lacking for training.",
-    ]
+def test_a_path_is_never_cut() -> None:
+    path = "/usr/src/linux-headers-6.1.0-56-amd64/include/generated/autoconf.h"
+    assert path in shown([there("headers", "ebpf", f"the file {path}")], width=40)
+
+
+def test_colours_tell_what_is_there_what_is_lacking_and_what_is_fatal() -> None:
+    findings = [there("a", "always", "1"), lacking("b", "demo", "2", ""), lacking("c", "always", "3", "")]
+    coloured = report([Section("Title", findings)], width=80, colours=True)
+    assert coloured.startswith(f"{BOLD}Title{PLAIN}\n  {GREEN}ok     {PLAIN}  a")
+    assert f"{YELLOW}lacking{PLAIN}  b" in coloured
+    assert f"{RED}lacking{PLAIN}  c" in coloured
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_what_is_lacking_comes_with_its_mend_and_what_for() -> None:
     ],
 )
 def test_the_verdict_ends_the_report(findings: list[Finding], verdict: str) -> None:
-    assert report(findings).splitlines()[-1] == verdict
+    assert shown(findings).splitlines()[-1] == verdict
 
 
 async def test_a_broker_that_was_asked_for_and_is_away_is_fatal_otherwise_it_is_not() -> None:
@@ -207,7 +207,8 @@ def test_the_command_writes_json_and_says_by_its_code_that_nothing_fatal_is_miss
     environ = {key: value for key, value in os.environ.items() if not key.startswith("DYNAMIX_")}
     command = [sys.executable, "-m", "dynamix.cli.main", "doctor", "--json", "-"]
     done = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True, check=True)
-    findings = {finding["name"]: finding for finding in json.loads(done.stdout)["findings"]}
+    written = json.loads(done.stdout)
+    findings = {finding["name"]: finding for finding in written["findings"]}
     assert findings["Python"] == {
         "name": "Python",
         "present": True,
@@ -216,6 +217,17 @@ def test_the_command_writes_json_and_says_by_its_code_that_nothing_fatal_is_miss
         "mend": "",
         "fatal": False,
     }
+    needs = [finding["present"] for finding in written["findings"] if finding["needed_for"] == "ebpf"]
+    assert len(needs) == 6
+    assert (written["probe"] == "ebpf") == all(needs)
+
+
+def test_a_misspelt_setting_of_the_collector_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DYNAMIX_COLLECTOR_PROBES", "ebpf")
+    assert main(["doctor"]) == 1
+    assert "did you mean DYNAMIX_COLLECTOR_PROBE?" in capsys.readouterr().err
 
 
 def test_a_configured_broker_that_is_away_makes_the_doctor_fail(

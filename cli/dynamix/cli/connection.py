@@ -60,6 +60,8 @@ def running(environ: Mapping[str, str]) -> ConnectionFile | None:
         return None
     except msgspec.DecodeError as error:
         raise CommandError(f"{file} cannot be read ({error}): remove it") from error
+    except PermissionError as error:
+        raise CommandError(f"{file} may not be read by this user: set HOME to yours, or DYNAMIX_NATS_URL") from error
     return found if _is_alive(found.pid) else None
 
 

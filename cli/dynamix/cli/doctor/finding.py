@@ -25,6 +25,13 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
         return not self.present and self.needed_for == "always"
 
 
+class Section(msgspec.Struct, frozen=True):
+    """What was found of one matter."""
+
+    title: str
+    findings: list[Finding]
+
+
 def there(name: str, needed_for: Need, found: str) -> Finding:
     """A thing that is there."""
     return Finding(name=name, present=True, needed_for=needed_for, found=found)

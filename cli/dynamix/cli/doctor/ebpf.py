@@ -1,0 +1,181 @@
+"""Checks of what the eBPF probe needs: rights, a kernel that takes programs, cgroup v2, BCC and kernel headers."""
+
+import errno
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from dynamix.collector.ebpf.bcc_location import DISTRIBUTION_DIRECTORIES, find_bcc
+from dynamix.collector.ebpf.cgroup import v2_mount
+from dynamix.collector.ebpf.headers import find_headers
+from dynamix.collector.probes import WantedProbe
+
+from .finding import Finding, lacking, there
+from .kernel import TCP_INFO
+from .smallest_program import load_smallest_program
+
+OLDEST_WITH_CAPABILITIES, OLDEST = (5, 8), (5, 3)
+"""CAP_BPF and CAP_PERFMON, and before that CAP_SYS_ADMIN only; round trip times and acknowledged bytes."""
+INITIAL_USER_NAMESPACE = ["0", "0", "4294967295"]
+INITIAL_CGROUP_NAMESPACE = "cgroup:[4026531835]"
+"""Its inode has one number on all machines (PROC_CGROUP_INIT_INO)."""
+HOW_TO_GRANT = (
+    "run as root, or grant the collector these capabilities: docs/operations.md, Kernel probes, has the lines for "
+    "systemd, containers and setpriv"
+)
+FILTERED = "2"
+"""Mode of `Seccomp:` in /proc/<pid>/status: a filter is active."""
+
+
+class Capability(NamedTuple):
+    """A bit of CapEff in /proc/self/status."""
+
+    name: str
+    bit: int
+
+
+NEEDED = (Capability("CAP_BPF", 39), Capability("CAP_PERFMON", 38), Capability("CAP_NET_ADMIN", 12))
+SYS_ADMIN = Capability("CAP_SYS_ADMIN", 21)
+
+
+def ebpf(root: Path = Path("/"), system: os.uname_result | None = None) -> list[Finding]:
+    """Everything that `auto` needs to choose eBPF; `root` is where /proc, /sys and headers are looked for."""
+    system = system or os.uname()
+    status = (root / "proc/self/status").read_text()
+    return [
+        release(system.release, status),
+        rights(status),
+        acceptance(root, status, load_smallest_program),
+        cgroup(root),
+        bcc(find_bcc()),
+        headers(root, system),
+    ]
+
+
+def choice(kernel: Sequence[Finding], programs: Sequence[Finding], wanted: WantedProbe) -> WantedProbe:
+    """Which probe a collector that is started by this user, with these settings, takes for its windows."""
+    if wanted != "auto":
+        return wanted
+    if all(finding.present for finding in programs):
+        return "ebpf"
+    return "tcp_info" if next(finding for finding in kernel if finding.name == TCP_INFO).present else "proc"
+
+
+def chosen(kernel: Sequence[Finding], programs: Sequence[Finding], wanted: WantedProbe) -> Finding:
+    """The same, with the reason."""
+    probe = choice(kernel, programs, wanted)
+    missing = ", ".join(finding.name for finding in programs if not finding.present)
+    if probe == "ebpf" and missing:
+        mend = "what stands above, or DYNAMIX_COLLECTOR_PROBE=auto"
+        return lacking("probe", "training", f"the collector refuses to start: eBPF is wanted and lacks {missing}", mend)
+    if wanted != "auto":
+        return there("probe", "training", f"{probe}, as DYNAMIX_COLLECTOR_PROBE says")
+    because = f"eBPF lacks {missing}" if missing else "`dynamix doctor --ebpf` tries it"
+    return there("probe", "training", f"`auto` takes {probe}: {because}")
+
+
+def release(text: str, status: str) -> Finding:
+    """The kernel's version."""
+    version = tuple(int(number) for number in re.findall(r"\d+", text)[:2])
+    if version >= OLDEST_WITH_CAPABILITIES:
+        return there("kernel", "ebpf", text)
+    if version >= OLDEST and _has(status, SYS_ADMIN):
+        return there("kernel", "ebpf", f"{text}: works as root only, capabilities of eBPF's own came with 5.8")
+    return lacking("kernel", "ebpf", f"{text} is too old", "Linux 5.8 or newer; from 5.3 on it works as root")
+
+
+def rights(status: str) -> Finding:
+    """The capabilities that loading and attaching programs takes, by /proc/self/status."""
+    if _has(status, SYS_ADMIN):
+        return there("rights", "ebpf", f"{SYS_ADMIN.name} ({', '.join(one.name for one in NEEDED)} would do)")
+    missing = [one.name for one in NEEDED if not _has(status, one)]
+    if not missing:
+        return there("rights", "ebpf", ", ".join(one.name for one in NEEDED))
+    return lacking("rights", "ebpf", f"without {', '.join(missing)}", HOW_TO_GRANT)
+
+
+def acceptance(root: Path, status: str, load: Callable[[], None]) -> Finding:
+    """Whether the kernel takes a program at all: filters, security modules and sandboxes have their say here."""
+    try:
+        load()
+    except OSError as error:
+        return _refusal(root, status, error)
+    return there("bpf()", "ebpf", "the kernel took a program of two instructions")
+
+
+def _refusal(root: Path, status: str, error: OSError) -> Finding:
+    refused = f"refused: {error.strerror}"
+    if error.errno == errno.ENOSYS:
+        return lacking("bpf()", "ebpf", "there is no such call here", "run the collector outside of this sandbox")
+    if error.errno == errno.EINVAL:
+        mend = "a kernel with CONFIG_BPF_SYSCALL and CONFIG_CGROUP_BPF"
+        return lacking("bpf()", "ebpf", f"{refused}: no programs on control groups", mend)
+    if not rights(status).present:
+        return lacking("bpf()", "ebpf", f"{refused}, for want of rights", "the capabilities above")
+    if _text(root / "proc/self/uid_map").split() not in ([], INITIAL_USER_NAMESPACE):
+        mend = "start the collector outside of it: rootless containers cannot load programs"
+        return lacking("bpf()", "ebpf", f"{refused}: the rights count in this user namespace only", mend)
+    if _field(status, "Seccomp") == FILTERED:
+        mend = "allow it: SystemCallFilter=bpf in a unit; Docker 23 and containerd 1.7 or newer do, with CAP_BPF"
+        return lacking("bpf()", "ebpf", f"{refused} by a system call filter", mend)
+    lockdown = _text(root / "sys/kernel/security/lockdown").strip()
+    because = f" (lockdown: {lockdown})" if lockdown else ""
+    return lacking("bpf()", "ebpf", f"{refused} by a security module{because}", "the kernel's log says by which")
+
+
+def cgroup(root: Path) -> Finding:
+    """Version 2, to which the programs are attached: alone, or beside version 1."""
+    mountinfo = _text(root / "proc/self/mountinfo")
+    mount = v2_mount(mountinfo)
+    if mount is None:
+        mend = "mount -t cgroup2 none /sys/fs/cgroup/unified, or boot with systemd.unified_cgroup_hierarchy=1"
+        return lacking("cgroup v2", "ebpf", "not mounted", mend)
+    if _hides_the_host(root, mountinfo, mount):
+        mend = "`cgroup: host` (compose), --cgroupns=host (docker), or mount the host's /sys/fs/cgroup"
+        return lacking("cgroup v2", "ebpf", f"{mount} shows this container only: ranks elsewhere are not counted", mend)
+    return there("cgroup v2", "ebpf", f"{mount}{', beside version 1' if ' - cgroup ' in mountinfo else ''}")
+
+
+def bcc(directory: Path | None) -> Finding:
+    """The module that compiles the program; it comes from the distribution, and is found by its path."""
+    if directory is not None:
+        return there("bcc", "ebpf", str(directory))
+    mend = "apt-get install python3-bpfcc, dnf install python3-bcc (PyPI's `bcc` is something else)"
+    return lacking("bcc", "ebpf", f"not in this environment, nor at {DISTRIBUTION_DIRECTORIES[0]}", mend)
+
+
+def headers(root: Path, system: os.uname_result) -> Finding:
+    """What BCC compiles with. It does not take the kernel's own type information (BTF) for them."""
+    found = find_headers(root, system)
+    if found is None:
+        mend = "apt-get install linux-headers-amd64 (-arm64, -generic; dnf: kernel-devel): any version will do"
+        return lacking("headers", "ebpf", f"none of {system.release}, nor of another kernel in /usr/src", mend)
+    of = "of this kernel" if found.own else "of another kernel, which will do"
+    return there("headers", "ebpf", f"{found.build}, {of}")
+
+
+def _hides_the_host(root: Path, mountinfo: str, mount: Path) -> bool:
+    """Whether we live in a control group namespace and the mount shows nothing above it."""
+    try:
+        namespace = str((root / "proc/self/ns/cgroup").readlink())
+    except OSError:
+        return False
+    seen = next(line.split()[3] for line in mountinfo.splitlines() if line.split()[4] == str(mount))
+    return namespace != INITIAL_CGROUP_NAMESPACE and seen == "/"
+
+
+def _has(status: str, capability: Capability) -> bool:
+    return bool(int(_field(status, "CapEff"), 16) >> capability.bit & 1)
+
+
+def _field(status: str, name: str) -> str:
+    return next((line.split()[1] for line in status.splitlines() if line.startswith(f"{name}:")), "0")
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,250 @@
+"""What `dynamix doctor` says of eBPF: what is lacking, why the kernel refuses, and a trial in earnest."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from dynamix.cli.doctor import ebpf as checks
+from dynamix.cli.doctor import ebpf_trial
+from dynamix.cli.doctor.finding import Finding, lacking, there
+from dynamix.cli.doctor.smallest_program import load_smallest_program
+from dynamix.collector.errors import ProbeError
+from dynamix.collector.probes import WantedProbe
+
+ROOT = Path(__file__).parents[2]
+THREE = "000000c000001000"  # CAP_BPF, CAP_PERFMON, CAP_NET_ADMIN
+SYS_ADMIN, NONE = "0000000000200000", "0000000000000000"
+UNIFIED = "31 23 0:28 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
+HYBRID = (
+    "32 31 0:29 / /sys/fs/cgroup/cpu rw,relatime - cgroup cgroup rw,cpu\n"
+    "41 31 0:38 / /sys/fs/cgroup/unified rw,relatime - cgroup2 cgroup2 rw\n"
+)
+SYSTEM = os.uname_result(("Linux", "node", "6.1.0-1-amd64", "#1", "x86_64"))
+
+
+def status(capabilities: str, seccomp: str = "0") -> str:
+    return f"Name:\tpython\nCapEff:\t{capabilities}\nSeccomp:\t{seccomp}\n"
+
+
+class Machine(NamedTuple):
+    """What stands in for the root directory."""
+
+    root: Path
+
+    def write(self, path: str, text: str) -> None:
+        (self.root / path).parent.mkdir(parents=True, exist_ok=True)
+        (self.root / path).write_text(text)
+
+    def cgroup_namespace(self, inode: int) -> None:
+        (self.root / "proc/self/ns").mkdir(parents=True, exist_ok=True)
+        (self.root / "proc/self/ns/cgroup").symlink_to(f"cgroup:[{inode}]")
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def test_capabilities_are_read_bit_by_bit() -> None:
+    assert checks.rights(status(THREE)).found == "CAP_BPF, CAP_PERFMON, CAP_NET_ADMIN"
+    assert checks.rights(status(SYS_ADMIN)).present
+    only_bpf = checks.rights(status("0000008000000000"))
+    assert (only_bpf.present, only_bpf.found) == (False, "without CAP_PERFMON, CAP_NET_ADMIN")
+    assert "docs/operations.md, Kernel probes" in only_bpf.mend
+
+
+@pytest.mark.parametrize(
+    ("release", "capabilities", "present"),
+    [
+        ("5.8.0", THREE, True),
+        ("6.18.44-fc-v657", THREE, True),
+        ("10.0-rc1", THREE, True),
+        ("5.7.19", THREE, False),
+        ("5.7.19", SYS_ADMIN, True),
+        ("5.3.0", SYS_ADMIN, True),
+        ("5.2.21", SYS_ADMIN, False),
+    ],
+)
+def test_before_its_own_capabilities_ebpf_takes_root(release: str, capabilities: str, *, present: bool) -> None:
+    assert checks.release(release, status(capabilities)).present is present
+
+
+def refused(code: int) -> Callable[[], None]:
+    def load() -> None:
+        raise OSError(code, os.strerror(code))
+
+    return load
+
+
+class Refusal(NamedTuple):
+    code: int
+    found: str
+    mend: str
+    capabilities: str = THREE
+    seccomp: str = "0"
+    files: tuple[tuple[str, str], ...] = ()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Refusal(errno.ENOSYS, "there is no such call here", "outside of this sandbox"),
+        Refusal(errno.EINVAL, "no programs on control groups", "CONFIG_CGROUP_BPF"),
+        Refusal(errno.EPERM, "for want of rights", "the capabilities above", capabilities=NONE),
+        Refusal(errno.EPERM, "by a system call filter", "SystemCallFilter=bpf", seccomp="2"),
+        Refusal(errno.EPERM, "in this user namespace", "rootless", files=(("proc/self/uid_map", "0 1000 1\n"),)),
+        Refusal(errno.EPERM, "by a security module", "log", files=(("proc/self/uid_map", "0 0 4294967295\n"),)),
+        Refusal(
+            errno.EPERM, "(lockdown: [integrity])", "log", files=(("sys/kernel/security/lockdown", "[integrity]"),)
+        ),
+    ],
+)
+def test_a_refusal_is_explained(machine: Machine, case: Refusal) -> None:
+    for path, text in case.files:
+        machine.write(path, text)
+    finding = checks.acceptance(machine.root, status(case.capabilities, case.seccomp), refused(case.code))
+    assert not finding.present
+    assert case.found in finding.found
+    assert case.mend in finding.mend
+
+
+def test_a_kernel_that_takes_a_program_is_believed() -> None:
+    assert checks.acceptance(Path("/"), status(NONE), lambda: None).present
+
+
+@pytest.mark.parametrize(
+    ("mountinfo", "inode", "found"),
+    [
+        (UNIFIED, 4026531835, "/sys/fs/cgroup"),
+        (HYBRID, 4026531835, "/sys/fs/cgroup/unified, beside version 1"),
+        (UNIFIED.replace("0:28 /", "0:28 /../.."), 4026532000, "/sys/fs/cgroup"),
+    ],
+    ids=["unified", "hybrid", "host's mount in a container"],
+)
+def test_cgroup_2_is_found_where_it_is_mounted(machine: Machine, mountinfo: str, inode: int, found: str) -> None:
+    machine.write("proc/self/mountinfo", mountinfo)
+    machine.cgroup_namespace(inode)
+    assert checks.cgroup(machine.root) == there("cgroup v2", "ebpf", found)
+
+
+def test_a_container_that_sees_its_own_groups_only_is_told_how_to_see_the_host(machine: Machine) -> None:
+    machine.write("proc/self/mountinfo", UNIFIED)
+    machine.cgroup_namespace(4026532000)
+    finding = checks.cgroup(machine.root)
+    assert "this container only" in finding.found
+    assert "cgroup: host" in finding.mend
+
+
+def test_version_1_alone_is_not_enough(machine: Machine) -> None:
+    machine.write("proc/self/mountinfo", HYBRID.splitlines()[0])
+    assert checks.cgroup(machine.root).found == "not mounted"
+
+
+def test_headers_of_another_kernel_will_do_and_none_will_not(machine: Machine) -> None:
+    lacks = checks.headers(machine.root, SYSTEM)
+    assert (lacks.present, "linux-headers-amd64" in lacks.mend) == (False, True)
+    build = "usr/src/linux-headers-5.10.0-9-amd64"
+    machine.write(f"{build}/include/generated/autoconf.h", "")
+    machine.write(f"{build}/arch/x86/Makefile", "")
+    machine.write("usr/src/linux-headers-5.10.0-9-common/include/linux/bpf.h", "")
+    assert checks.headers(machine.root, SYSTEM).found == f"{machine.root / build}, of another kernel, which will do"
+
+
+def test_bcc_is_found_by_its_path_and_pypis_namesake_is_warned_of() -> None:
+    assert checks.bcc(Path("/usr/lib/python3/dist-packages/bcc")).present
+    assert "something else" in checks.bcc(None).mend
+
+
+ALL, NO_HEADERS = [there("headers", "ebpf", "")], [lacking("headers", "ebpf", "", ""), lacking("bcc", "ebpf", "", "")]
+TCP, NO_TCP = [there("TCP_INFO", "training", "")], [lacking("TCP_INFO", "training", "", "")]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "kernel", "programs", "present", "found"),
+    [
+        ("auto", TCP, ALL, True, "`auto` takes ebpf: `dynamix doctor --ebpf` tries it"),
+        ("auto", TCP, NO_HEADERS, True, "`auto` takes tcp_info: eBPF lacks headers, bcc"),
+        ("auto", NO_TCP, NO_HEADERS, True, "`auto` takes proc: eBPF lacks headers, bcc"),
+        ("proc", TCP, ALL, True, "proc, as DYNAMIX_COLLECTOR_PROBE says"),
+        ("ebpf", TCP, ALL, True, "ebpf, as DYNAMIX_COLLECTOR_PROBE says"),
+        ("ebpf", TCP, NO_HEADERS, False, "the collector refuses to start: eBPF is wanted and lacks headers, bcc"),
+    ],
+)
+def test_it_says_which_probe_the_collector_takes_and_why(
+    wanted: WantedProbe, kernel: list[Finding], programs: list[Finding], *, present: bool, found: str
+) -> None:
+    finding = checks.chosen(kernel, programs, wanted)
+    assert (finding.present, finding.found) == (present, found)
+
+
+@pytest.mark.parametrize(
+    ("received", "present", "found"),
+    [
+        (1_000_000, True, "loaded in 0.50 s, counted 1,000,000 bytes exactly, detached"),
+        (999_999, False, "attached, but counted 999,999 bytes of a connection's 1,000,000"),
+        (None, False, "attached, but counted nothing of a connection's 1,000,000"),
+    ],
+)
+def test_a_trial_that_counts_wrong_is_no_success(
+    monkeypatch: pytest.MonkeyPatch, received: int | None, *, present: bool, found: str
+) -> None:
+    monkeypatch.setattr(ebpf_trial, "run_trial", lambda _: ebpf_trial.Trial(0.5, received))
+    finding = ebpf_trial.try_ebpf("")
+    assert (finding.present, finding.found) == (present, found)
+
+
+def test_a_probe_that_cannot_be_opened_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: str) -> ebpf_trial.Trial:
+        raise ProbeError("cannot load: no memory")
+
+    monkeypatch.setattr(ebpf_trial, "run_trial", fail)
+    assert ebpf_trial.try_ebpf("").found == "cannot load: no memory"
+
+
+def doctor(*command: str) -> tuple[int, dict[str, Finding]]:
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("DYNAMIX_")}
+    done = subprocess.run(
+        [*command, sys.executable, "-m", "dynamix.cli.main", "doctor", "--ebpf", "--json", "-"],
+        env=environ,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    found = [
+        Finding(**{key: value for key, value in finding.items() if key != "fatal"})
+        for finding in json.loads(done.stdout)["findings"]
+    ]
+    return done.returncode, {finding.name: finding for finding in found}
+
+
+@pytest.mark.bpf
+def test_with_nothing_but_the_three_capabilities_the_trial_succeeds() -> None:
+    three = "-all,+bpf,+net_admin,+perfmon"
+    code, found = doctor("setpriv", "--no-new-privs", f"--inh-caps={three}", f"--bounding-set={three}")
+    assert found["rights"].found == "CAP_BPF, CAP_PERFMON, CAP_NET_ADMIN"
+    assert found["bpf()"].found == "the kernel took a program of two instructions"
+    assert found["trial"].found.endswith("counted 1,000,000 bytes exactly, detached")
+    assert code == 0
+
+
+@pytest.mark.bpf
+@pytest.mark.parametrize("capability", ["bpf", "net_admin"])
+def test_without_one_of_them_the_trial_fails_and_the_capability_is_named(capability: str) -> None:
+    rest = ",".join(["-all", *(f"+{one}" for one in ("bpf", "net_admin", "perfmon") if one != capability)])
+    code, found = doctor("setpriv", f"--inh-caps={rest}", f"--bounding-set={rest}")
+    assert found["rights"].found == f"without CAP_{capability.upper()}"
+    assert not found["trial"].present
+    assert code == 1
+
+
+@pytest.mark.bpf
+def test_the_kernel_takes_the_smallest_program_of_root() -> None:
+    load_smallest_program()
