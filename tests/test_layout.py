@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "cli": {"schemas", "runtime", "collector", "reward", "arbitrator", "trainer", "lab"},
 }
 PURE_CORES = {
-    "collector": {"window", "probes", "proc", "trust"},
+    "collector": {"window", "probes", "proc", "trust", "intervals", "readings", "ebpf"},
     "reward": {"terms", "formula"},
     "schemas": {"apportion", "features"},
     "arbitrator": {

@@ -10,18 +10,11 @@ from dynamix.schemas.messages import NetworkMetrics, Report
 
 
 class Kernel:
-    """Counters by cookie, and which sockets are claimed."""
+    """Counters by cookie, and whose sockets they are where it matters."""
 
     def __init__(self) -> None:
         self.counters: dict[int, Counters] = {}
-        self.claimed: set[int] = set()
         self.uids: dict[int, int] = {}
-
-    def claim(self, cookie: int) -> None:
-        self.claimed.add(cookie)
-
-    def release(self, cookie: int) -> None:
-        self.claimed.remove(cookie)
 
     def read(self, cookie: int, uid: int) -> Counters | None:
         return self.counters.get(cookie) if self.uids.get(cookie, uid) == uid else None
@@ -90,24 +83,27 @@ def test_a_socket_of_another_user_is_not_read(kernel: Kernel, sockets: SocketTra
     assert "older than the probe" in str(sockets.window(report_of(3, (11,))))
 
 
-def test_a_socket_that_joins_later_counts_from_its_beginning(clock: Clock, sockets: SocketTraffic) -> None:
+def test_a_window_in_which_sockets_join_is_masked_since_they_carried_something_before(
+    kernel: Kernel, clock: Clock, sockets: SocketTraffic
+) -> None:
     sockets.window(report_of(0, (11,)))
+    clock.now_s += 1.0
+    assert sockets.window(report_of(1, (11, 12))) == "rank 0 names other sockets than in the window before"
+    kernel.add(12, 9, 0, 0, 0, 0)
+    clock.now_s += 1.0
+    window = sockets.window(report_of(2, (11, 12)))
+    assert isinstance(window, KernelWindow)
+    assert window.by_rank[0].rx_bytes == 9
+
+
+def test_a_socket_that_closed_keeps_its_last_reading(kernel: Kernel, clock: Clock, sockets: SocketTraffic) -> None:
+    sockets.window(report_of(0, (11, 12)))
+    kernel.add(11, 5, 0, 0, 0, 0)
+    del kernel.counters[12]
     clock.now_s += 1.0
     window = sockets.window(report_of(1, (11, 12)))
     assert isinstance(window, KernelWindow)
-    assert (window.by_rank[0].rx_bytes, window.by_rank[0].retransmits) == (1000, 5)
-
-
-def test_bytes_counted_a_moment_early_are_not_counted_twice(
-    kernel: Kernel, clock: Clock, sockets: SocketTraffic
-) -> None:
-    received = []
-    for window, received_bytes in enumerate((1000, 1500, 1400, 1700)):
-        kernel.counters[11] = Counters(received_bytes, 0, 0, 0, 0)
-        clock.now_s += 1.0
-        found = sockets.window(report_of(window, (11,)))
-        received.append(found.by_rank[0].rx_bytes if isinstance(found, KernelWindow) else None)
-    assert received == [None, 500, 0, 200]
+    assert window.by_rank[0].rx_bytes == 5
 
 
 def test_a_window_that_was_not_read_masks_the_next_one_too(clock: Clock, sockets: SocketTraffic) -> None:
@@ -118,15 +114,24 @@ def test_a_window_that_was_not_read_masks_the_next_one_too(clock: Clock, sockets
     assert isinstance(sockets.window(report_of(3, (11,))), KernelWindow)
 
 
-def test_sockets_are_claimed_while_their_job_names_them(kernel: Kernel, clock: Clock, sockets: SocketTraffic) -> None:
-    sockets.window(report_of(0, (11, 12), (21,)))
-    sockets.window(report_of(0, (31,), job="other-0a1b2c3d"))
-    assert kernel.claimed == {11, 12, 21, 31}
-    kernel.add(41, 0, 0, 0, 0, 0)
-    sockets.window(report_of(0, (41,), generation=1))
-    assert kernel.claimed == {41, 31}
-    assert sockets.window(report_of(9, (11,), generation=0)) == "the job has started again since"
-    assert kernel.claimed == {41, 31}
+def test_a_generation_that_is_over_is_not_read_and_the_next_begins_anew(
+    kernel: Kernel, clock: Clock, sockets: SocketTraffic
+) -> None:
+    sockets.window(report_of(5, (11,)))
+    clock.now_s += 1.0
+    assert sockets.window(report_of(0, (12,), generation=1)) == "the window before was not read"
+    assert sockets.window(report_of(6, (11,), generation=0)) == "the job has started again since"
+    kernel.add(12, 3, 0, 0, 0, 0)
+    clock.now_s += 1.0
+    window = sockets.window(report_of(1, (12,), generation=1))
+    assert isinstance(window, KernelWindow)
+    assert window.by_rank[0].rx_bytes == 3
+    del kernel.counters[12]
+    assert "older than the probe" in str(sockets.window(report_of(0, (12,), generation=2)))
+
+
+def test_a_job_that_is_not_heard_of_any_more_is_forgotten(kernel: Kernel, clock: Clock, sockets: SocketTraffic) -> None:
+    sockets.window(report_of(0, (11,)))
+    del kernel.counters[11]
     clock.now_s += FORGET_AFTER_S + 1
-    sockets.window(report_of(1, (51,), job="third-0a1b2c3d"))
-    assert kernel.claimed == {51}
+    assert "older than the probe" in str(sockets.window(report_of(1, (11,))))

@@ -3,16 +3,18 @@ import numpy as np
 import pytest
 from tests.support import made
 
-from dynamix.collector.probes import read_network
+from dynamix.collector.ebpf.traffic import KernelWindow
+from dynamix.collector.probes import Evidence, Traffic, read_network
 from dynamix.collector.window import metric_window
 from dynamix.schemas.features import RANK_INDEX, state_of, unpack_ranks
-from dynamix.schemas.messages import GradientNoise, MetricWindow, NodeMetrics, Report, SystemMetrics
+from dynamix.schemas.messages import GradientNoise, MetricWindow, NetworkMetrics, NodeMetrics, Report, SystemMetrics
 
+NO_TRAFFIC = Traffic("none", {}, None, "")
 NODE = NodeMetrics(load_per_cpu=0.5, tx_bytes=100, rx_bytes=200, retransmits=4, interval_s=1.0)
 
 
 def window_of(report: Report) -> MetricWindow:
-    return metric_window(report, systems={}, networks={}, node=NODE, probe="none")
+    return metric_window(report, systems={}, node=NODE, network=NO_TRAFFIC)
 
 
 def test_sums_become_means_once() -> None:
@@ -91,32 +93,63 @@ def test_tcp_info_gives_each_rank_its_own_traffic_of_the_window() -> None:
         made.row(0, sockets=made.sockets(5000, 7000, 30), sockets_before=made.sockets(1000, 2000, 7)),
         made.row(1, sockets=made.sockets(10, 20, 0)),
     )
-    probe, networks = read_network(made.report(rows=rows), NODE, "auto")
-    assert probe == "tcp_info"
-    assert (networks[0].tx_bytes, networks[0].rx_bytes, networks[0].retransmits) == (4000, 5000, 23)
-    assert networks[1].tx_bytes == 10
+    traffic = read_network(Evidence(made.report(rows=rows), NODE), "auto")
+    assert (traffic.probe, traffic.interval_s) == ("tcp_info", None)
+    first = traffic.by_rank[0]
+    assert (first.tx_bytes, first.rx_bytes, first.retransmits) == (4000, 5000, 23)
+    assert traffic.by_rank[1].tx_bytes == 10
+
+
+def test_what_the_kernel_counted_comes_first_and_over_the_collectors_own_interval() -> None:
+    report = made.report(rows=(made.row(0, sockets=made.sockets(5000, 7000, 30)),))
+    counted = NetworkMetrics(tx_bytes=600, rx_bytes=300, retransmits=2)
+    traffic = read_network(Evidence(report, NODE, KernelWindow({0: counted}, 1.5)), "auto")
+    assert traffic == Traffic("ebpf", {0: counted}, 1.5, "")
+    window = metric_window(report, systems={}, node=NODE, network=traffic)
+    assert (window.probe, window.ranks[0].network, window.node_metrics.interval_s) == ("ebpf", counted, 1.5)
+    features = unpack_ranks(state_of(window))
+    assert features[0, RANK_INDEX["tx_bytes_per_s"]] == 400.0
+    assert features[0, RANK_INDEX["rx_bytes_per_s"]] == 200.0
+    assert np.isnan(features[0, RANK_INDEX["srtt_us"]])
+
+
+def test_a_window_says_why_a_better_probe_was_passed_over() -> None:
+    report = made.report(rows=(made.row(0, sockets=made.sockets(5, 7, 3)), made.row(1, sockets=made.sockets(5, 7, 3))))
+    traffic = read_network(Evidence(report, NODE, "2 of 3 sockets of rank 0 are older than the probe"), "auto")
+    assert traffic.probe == "tcp_info"
+    assert traffic.note == "ebpf: 2 of 3 sockets of rank 0 are older than the probe"
+    assert metric_window(report, systems={}, node=NODE, network=traffic).probe_note == traffic.note
+
+
+def test_a_window_of_a_probe_that_is_insisted_on_is_masked_where_it_knows_nothing() -> None:
+    report = made.report(rows=(made.row(0, sockets=made.sockets(5, 7, 3)),))
+    traffic = read_network(Evidence(report, NODE, "the report came late"), "ebpf")
+    assert traffic == Traffic("none", {}, None, "ebpf: the report came late")
+    features = unpack_ranks(state_of(metric_window(report, systems={}, node=NODE, network=traffic)))
+    network = ("tx_bytes_per_s", "rx_bytes_per_s", "retransmits", "srtt_us")
+    assert np.isnan(features[0, [RANK_INDEX[name] for name in network]]).all()
 
 
 def test_without_tcp_info_the_namespaces_counters_serve_a_node_of_one_rank_and_no_other() -> None:
     alone = made.report(rows=(made.row(0),))
-    probe, networks = read_network(alone, NODE, "auto")
-    assert (probe, networks[0].retransmits) == ("proc", 4)
-    assert read_network(made.report(), NODE, "auto") == ("none", {})
-    assert read_network(alone, NodeMetrics(), "auto") == ("none", {})
+    traffic = read_network(Evidence(alone, NODE), "auto")
+    assert (traffic.probe, traffic.by_rank[0].retransmits, traffic.interval_s) == ("proc", 4, 1.0)
+    assert read_network(Evidence(made.report(), NODE), "auto").probe == "none"
+    assert read_network(Evidence(alone, NodeMetrics()), "auto").probe == "none"
 
 
 def test_the_probe_can_be_chosen() -> None:
     report = made.report(rows=(made.row(0, sockets=made.sockets()),))
-    assert read_network(report, NODE, "proc")[0] == "proc"
-    assert read_network(report, NODE, "tcp_info")[0] == "tcp_info"
+    assert read_network(Evidence(report, NODE), "proc").probe == "proc"
+    assert read_network(Evidence(report, NODE), "tcp_info").probe == "tcp_info"
 
 
 def test_the_window_keeps_what_the_kernel_saw_and_what_it_did_not() -> None:
     seen = SystemMetrics(cpu_time_ratio=1.5)
     metrics = metric_window(
-        made.report(), systems={1: seen}, networks={}, node=NODE, probe="none", refused_pids=(1000,)
+        made.report(), systems={1: seen}, node=NODE, network=NO_TRAFFIC, num_readings_lost=3, refused_pids=(1000,)
     )
     assert metrics.ranks[0].system == SystemMetrics()
     assert metrics.ranks[1].system == seen
-    assert metrics.refused_pids == (1000,)
+    assert (metrics.refused_pids, metrics.num_readings_lost) == ((1000,), 3)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(metrics), type=MetricWindow) == metrics

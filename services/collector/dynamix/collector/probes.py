@@ -1,7 +1,7 @@
-"""Network probes: each gives the traffic of every rank of a node in one window, or nothing.
+"""Network probes: each gives the traffic of every rank of a node in one window, or the reason why it cannot.
 
-A probe is chosen per window, in the order of `PROBES`, and the window names it. An eBPF probe takes its place at the
-head of that list.
+A probe is chosen per window, the first in the order of `PROBES` that knows it; the window names it, and says why better
+ones were passed over.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,40 +9,79 @@ from typing import Literal, NamedTuple
 
 from dynamix.schemas.messages import NetworkMetrics, NodeMetrics, Probe, RankRow, Report, SocketCounters
 
+from .ebpf.traffic import KernelWindow
+
 NetworkByRank = Mapping[int, NetworkMetrics]
+WantedProbe = Literal["auto", "ebpf", "tcp_info", "proc"]
+
+
+class Evidence(NamedTuple):
+    """All that is known of one window's network."""
+
+    report: Report
+    node: NodeMetrics
+    kernel: KernelWindow | str = "this collector has no eBPF probe"
+    """What the eBPF probe counted, or why it did not."""
+
+
+class Traffic(NamedTuple):
+    """What the chosen probe says."""
+
+    probe: Probe
+    by_rank: NetworkByRank
+    interval_s: float | None
+    """The collector's own interval, over which it was counted; `None` for what the ranks counted themselves."""
+    note: str
+    """Why better probes were passed over."""
 
 
 class _NamedProbe(NamedTuple):
     name: Probe
-    read: Callable[[Report, NodeMetrics], NetworkByRank | None]
+    read: Callable[[Evidence], KernelWindow | NetworkByRank | str]
 
 
-def tcp_info(report: Report, node: NodeMetrics) -> NetworkByRank | None:  # noqa: ARG001 - a probe takes what there is
+def ebpf(evidence: Evidence) -> KernelWindow | str:
+    """From the kernel's own counts of each socket that a rank names: exact, also of sockets that have closed."""
+    return evidence.kernel
+
+
+def tcp_info(evidence: Evidence) -> NetworkByRank | str:
     """From the counters that the ranks read of their own sockets: exact per rank, unprivileged."""
-    if any(row.sockets is None for row in report.rows):
-        return None
-    return {row.rank: _difference(row) for row in report.rows}
+    rows = evidence.report.rows
+    silent = next((row.rank for row in rows if row.sockets is None), None)
+    if silent is not None:
+        return f"rank {silent} has no TCP connection to another rank"
+    return {row.rank: _difference(row) for row in rows}
 
 
-def proc(report: Report, node: NodeMetrics) -> NetworkByRank | None:
+def proc(evidence: Evidence) -> KernelWindow | str:
     """From the namespace's counters, whoever caused them: only where the node has a single rank."""
-    if len(report.rows) != 1 or node.tx_bytes is None or node.rx_bytes is None or node.retransmits is None:
-        return None
+    rows, node = evidence.report.rows, evidence.node
+    if len(rows) != 1:
+        return f"{len(rows)} ranks share the node's counters"
+    if node.tx_bytes is None or node.rx_bytes is None or node.retransmits is None or node.interval_s is None:
+        return "no two readings of consecutive windows"
     traffic = NetworkMetrics(tx_bytes=node.tx_bytes, rx_bytes=node.rx_bytes, retransmits=node.retransmits)
-    return {report.rows[0].rank: traffic}
+    return KernelWindow({rows[0].rank: traffic}, node.interval_s)
 
 
-PROBES = (_NamedProbe("tcp_info", tcp_info), _NamedProbe("proc", proc))
+PROBES = (_NamedProbe("ebpf", ebpf), _NamedProbe("tcp_info", tcp_info), _NamedProbe("proc", proc))
 
 
-def read_network(
-    report: Report, node: NodeMetrics, wanted: Literal["auto", "tcp_info", "proc"]
-) -> tuple[Probe, NetworkByRank]:
-    """The first wanted probe that knows this window, and what it says; (`none`, nothing) when none does."""
+def read_network(evidence: Evidence, wanted: WantedProbe) -> Traffic:
+    """The first wanted probe that knows this window, and what it says; `none` and nothing when none does."""
+    reasons: list[str] = []
     for probe in PROBES:
-        if wanted in ("auto", probe.name) and (found := probe.read(report, node)) is not None:
-            return probe.name, found
-    return "none", {}
+        if wanted not in ("auto", probe.name):
+            continue
+        found = probe.read(evidence)
+        if isinstance(found, str):
+            reasons.append(f"{probe.name}: {found}")
+        elif isinstance(found, KernelWindow):
+            return Traffic(probe.name, found.by_rank, found.interval_s, "; ".join(reasons))
+        else:
+            return Traffic(probe.name, found, None, "; ".join(reasons))
+    return Traffic("none", {}, None, "; ".join(reasons))
 
 
 def _difference(row: RankRow) -> NetworkMetrics:

@@ -12,8 +12,12 @@ from dynamix.schemas.messages import Message as SchemaMessage
 from dynamix.schemas.messages import MetricWindow, NodeMetrics, RankRow, Report
 from dynamix.schemas.streams import FEED
 
+from .ebpf.opening import open_probe
+from .ebpf.probe import SocketProbe
+from .ebpf.traffic import KernelWindow, SocketTraffic
+from .errors import ProbeError
 from .intervals import WindowId
-from .probes import read_network
+from .probes import Evidence, read_network
 from .proc import Proc
 from .readings import Readings
 from .settings import CollectorSettings
@@ -23,8 +27,37 @@ from .window import metric_window
 
 
 async def serve(context: Context[CollectorSettings]) -> None:
-    """Turn every report of this node into a metric window and a state until the context stops."""
-    collector = _Collector(context)
+    """Turn every report of this node into a metric window and a state until the context stops.
+
+    Raises:
+        ProbeError: when the settings insist on eBPF and it cannot be had.
+    """
+    probe = await asyncio.to_thread(_open_probe, context)
+    context.counters["ebpf"] = int(isinstance(probe, SocketProbe))
+    try:
+        await _serve(context, _Collector(context, probe))
+    finally:
+        if isinstance(probe, SocketProbe):
+            probe.close()
+
+
+def _open_probe(context: Context[CollectorSettings]) -> SocketProbe | str:
+    """The eBPF probe, or why there is none."""
+    settings = context.settings
+    if settings.probe not in ("auto", "ebpf"):
+        return "not wanted: see DYNAMIX_COLLECTOR_PROBE"
+    try:
+        probe = open_probe(settings.cgroup)
+    except ProbeError as error:
+        if settings.probe == "ebpf":
+            raise
+        context.log.info("no eBPF probe; TCP_INFO and /proc serve", reason=str(error))
+        return "not available: see `dynamix doctor`"
+    context.log.info("eBPF probe attached", leftovers_removed=probe.leftovers_removed)
+    return probe
+
+
+async def _serve(context: Context[CollectorSettings], collector: "_Collector") -> None:
     reports = subjects.report(subjects.ANY, context.node)
     durable = f"collector-{context.node}"
     async with context.bus.consume(FEED.name, [reports], start="new", durable=durable) as consumer:
@@ -35,8 +68,9 @@ async def serve(context: Context[CollectorSettings]) -> None:
 
 
 class _Collector:
-    def __init__(self, context: Context[CollectorSettings]) -> None:
+    def __init__(self, context: Context[CollectorSettings], probe: SocketProbe | str) -> None:
         self._context = context
+        self._kernel = probe if isinstance(probe, str) else SocketTraffic(probe)
         self._proc = Proc()
         self._readings = Readings(self._proc)
         self._said: set[str] = set()
@@ -78,9 +112,26 @@ class _Collector:
         at = WindowId(report.job, report.generation, report.window)
         systems = {row.rank: self._readings.process(row, at) for row in believed}
         node = self._readings.node(believed[0] if believed else None, at) if fresh else NodeMetrics()
-        probe, networks = read_network(report, node, self._context.settings.probe)
+        evidence = Evidence(report, node, self._kernel_window(report, fresh=fresh, believed=believed))
+        network = read_network(evidence, self._context.settings.probe)
         refused = tuple(row.pid for row in report.rows if fresh and row not in believed)
-        return metric_window(report, systems=systems, networks=networks, node=node, probe=probe, refused_pids=refused)
+        return metric_window(
+            report,
+            systems=systems,
+            node=node,
+            network=network,
+            num_readings_lost=self._readings.num_lost,
+            refused_pids=refused,
+        )
+
+    def _kernel_window(self, report: Report, *, fresh: bool, believed: list[RankRow]) -> KernelWindow | str:
+        if isinstance(self._kernel, str):
+            return self._kernel
+        if not fresh:
+            return "the report came late"
+        if len(believed) < len(report.rows):
+            return "a process is not believed: see refused_pids"
+        return self._kernel.window(report)
 
     def _believes(self, row: RankRow) -> bool:
         reason = reason_to_refuse(row, self._proc, self._context.settings.uids)

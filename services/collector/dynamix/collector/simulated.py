@@ -1,15 +1,13 @@
 """The metric window of a virtual cluster's report: it says itself what a kernel would have shown. Pure."""
 
-from typing import Literal
-
 from dynamix.schemas.codec import MalformedMessageError
 from dynamix.schemas.messages import MetricWindow, NodeMetrics, Report
 
-from .probes import read_network
+from .probes import Evidence, WantedProbe, read_network
 from .window import metric_window
 
 
-def simulated_window(report: Report, probe: Literal["auto", "tcp_info", "proc"] = "auto") -> MetricWindow:
+def simulated_window(report: Report, probe: WantedProbe = "auto") -> MetricWindow:
     """The window of a report with `simulated` metrics; neither /proc nor the kernel is read.
 
     Raises:
@@ -20,6 +18,6 @@ def simulated_window(report: Report, probe: Literal["auto", "tcp_info", "proc"] 
             f"{len(report.simulated)} simulated processes for {len(report.rows)} rows: there must be one for each"
         )
     node = NodeMetrics()
-    found, networks = read_network(report, node, probe)
+    network = read_network(Evidence(report, node, "a virtual cluster has no kernel"), probe)
     systems = {row.rank: system for row, system in zip(report.rows, report.simulated, strict=True)}
-    return metric_window(report, systems=systems, networks=networks, node=node, probe=found)
+    return metric_window(report, systems=systems, node=node, network=network)

@@ -3,13 +3,13 @@
 import math
 from collections.abc import Mapping
 
+import msgspec
+
 from dynamix.schemas.messages import (
     GlobalMetrics,
     JobTotals,
     MetricWindow,
-    NetworkMetrics,
     NodeMetrics,
-    Probe,
     RankMetrics,
     RankRow,
     Report,
@@ -17,23 +17,27 @@ from dynamix.schemas.messages import (
     TrainingMetrics,
 )
 
+from .probes import Traffic
+
 
 def metric_window(
     report: Report,
     *,
     systems: Mapping[int, SystemMetrics],
-    networks: Mapping[int, NetworkMetrics],
     node: NodeMetrics,
-    probe: Probe,
+    network: Traffic,
+    num_readings_lost: int = 0,
     refused_pids: tuple[int, ...] = (),
 ) -> MetricWindow:
-    """The metric window of a report; a rank without an entry in `systems` or `networks` stays unknown there."""
+    """The metric window of a report; a rank without an entry in `systems` or `network` stays unknown there."""
+    if network.interval_s is not None:
+        node = msgspec.structs.replace(node, interval_s=network.interval_s)
     return MetricWindow(
         job=report.job,
         generation=report.generation,
         window=report.window,
         node=report.node,
-        probe=probe,
+        probe=network.probe,
         optimizer_family=report.optimizer_family,
         num_steps=report.totals.num_steps,
         ranks=tuple(
@@ -41,7 +45,7 @@ def metric_window(
                 rank=row.rank,
                 training=_training(row, report.totals.num_steps),
                 system=systems.get(row.rank, SystemMetrics()),
-                network=networks.get(row.rank),
+                network=network.by_rank.get(row.rank),
             )
             for row in report.rows
         ),
@@ -49,6 +53,8 @@ def metric_window(
         node_metrics=node,
         num_reports_dropped=report.num_reports_dropped,
         refused_pids=refused_pids,
+        probe_note=network.note,
+        num_readings_lost=num_readings_lost,
     )
 
 

@@ -45,7 +45,10 @@ def _tree(build: Path, machine: str) -> tuple[Path, Path] | None:
     """Sources and build directory, when there are both; Debian links nothing between the two but by name."""
     build = build.resolve()
     architecture = build / "arch" / ARCHITECTURES.get(machine, machine)
-    if not (build / _GENERATED).is_file() or not architecture.is_dir():
+    try:
+        if not (build / _GENERATED).is_file() or not architecture.is_dir():
+            return None
+    except PermissionError:  # systemd's ProtectKernelModules closes /lib/modules; those in /usr/src will do
         return None
     common = build.with_name(build.name.rpartition("-")[0] + "-common")
     source = next((path for path in (build, common) if (path / "include/linux").is_dir()), None)

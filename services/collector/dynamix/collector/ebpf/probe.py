@@ -5,7 +5,7 @@ import socket
 import struct
 import subprocess
 import sys
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
@@ -15,13 +15,13 @@ from dynamix.collector.proc import Proc
 from . import syscall
 from .attachment import Attachment
 from .leftovers import remove_leftovers, this_owner
-from .program import COUNTERS, INDEX, KEY, MAPS, MARK, OWNER, PROGRAMS, Counters, Totals
+from .program import COUNTERS, INDEX, KEY, MAPS, OWNER, PROGRAMS, Counters, Totals
 
 LOAD_TIMEOUT_S = 60.0
 _LOADER = f"{__package__}.loader"
 _POSSIBLE_PROCESSORS = Path("/sys/devices/system/cpu/possible")
 _ERROR_CHARACTERS = 600
-_UID_UNKNOWN = 2**32 - 1
+_UID_UNKNOWN = 2**64 - 1
 
 
 class SocketProbe:
@@ -44,7 +44,7 @@ class SocketProbe:
             self._programs = tuple(descriptors[: len(PROGRAMS)])
             maps = dict(zip(MAPS, descriptors[len(PROGRAMS) :], strict=True))
             self._sockets = syscall.Table(maps["sockets"], KEY, COUNTERS)
-            self._claimed = syscall.Table(maps["claimed"], KEY, MARK)
+            self._closed = syscall.Table(maps["closed"], KEY, COUNTERS)
             num_processors = _num_possible(_POSSIBLE_PROCESSORS.read_text())
             self._totals = syscall.Table(maps["totals"], INDEX, struct.Struct("=" + "QQQ" * num_processors))
             try:
@@ -53,26 +53,17 @@ class SocketProbe:
             except OSError as error:
                 raise ProbeError(f"cannot attach to {directory}: {error.strerror}; see `dynamix doctor`") from error
             stack.callback(attachment.close)
-            self._close = stack.pop_all()
-
-    def claim(self, cookie: int) -> None:
-        """Keep a socket's counters after it has closed, until `release`; where there is no room they go at once."""
-        with suppress(OSError):
-            self._claimed.update(cookie, 1)
-
-    def release(self, cookie: int) -> None:
-        """Nobody will ask for this socket again."""
-        self._claimed.delete(cookie)
-        found = self._sockets.look_up(cookie)
-        if found is not None and found[-1]:
-            self._sockets.delete(cookie)
+            self._undo = stack.pop_all()
 
     def read(self, cookie: int, uid: int) -> Counters | None:
-        """Counters of a socket; `None` when it was opened before the probe, elsewhere, or by another user."""
-        found = self._sockets.look_up(cookie)
+        """Counters of a socket, open or closed of late.
+
+        `None` when it was opened before the probe or elsewhere, closed long ago, or belongs to another user.
+        """
+        found = self._sockets.look_up(cookie) or self._closed.look_up(cookie)
         if found is None:
             return None
-        *counters, owner, _ = found
+        *counters, owner = found
         return Counters(*counters) if owner in (uid, _UID_UNKNOWN) else None
 
     def totals(self) -> Totals:
@@ -88,7 +79,7 @@ class SocketProbe:
 
     def close(self) -> None:
         """Detach and forget everything."""
-        self._close.close()
+        self._undo.close()
 
     def __enter__(self) -> Self:
         return self

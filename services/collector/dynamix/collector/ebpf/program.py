@@ -6,16 +6,17 @@ from typing import NamedTuple
 
 SOURCE = Path(__file__).with_name("sockets.bpf.c")
 MAX_SOCKETS = 65_536
-"""TCP sockets under the control group at a time; 7 MB of kernel memory when all are open."""
+"""TCP sockets under the control group at a time; 7 MB of kernel memory."""
+MAX_CLOSED = 4096
+"""Of the sockets that closed, so many of the newest are kept for the next reading."""
 
 INGRESS, SOCKETS = "dynamix_ingress", "dynamix_sockets"
 PROGRAMS = (INGRESS, SOCKETS)
-MAPS = ("sockets", "claimed", "totals", "owner")
+MAPS = ("sockets", "closed", "totals", "owner")
 
 KEY = struct.Struct("=Q")
 INDEX = struct.Struct("=I")
-COUNTERS = struct.Struct("=QQQQQII")
-MARK = struct.Struct("=B")
+COUNTERS = struct.Struct("=QQQQQQ")
 OWNER = struct.Struct("=QQQ")
 
 

@@ -13,8 +13,8 @@
 #include <uapi/linux/ipv6.h>
 #include <uapi/linux/tcp.h>
 
-#define UID_UNKNOWN ((u32)-1)
-#define MOST_AHEAD (1 << 26) /* bytes; a packet further ahead of what was received is no part of the stream */
+#define UID_UNKNOWN ((u64)-1)
+#define MOST_AHEAD (1 << 26) /* bytes; a packet further ahead than this is no part of the stream */
 
 struct counters {
     u64 received_bytes; /* cumulative since the connection began, as all that follow */
@@ -22,8 +22,7 @@ struct counters {
     u64 retransmits; /* segments */
     u64 srtt_sum_us; /* of the smoothed round trip times, one for each round trip */
     u64 num_rtts;
-    u32 uid; /* of the socket's owner */
-    u32 closed;
+    u64 uid; /* of the socket's owner */
 };
 
 struct totals {
@@ -44,10 +43,17 @@ struct segment {
 };
 
 BPF_TABLE("hash", u64, struct counters, sockets, MAX_SOCKETS);
-/* Sockets that a rank has named: they stay after they closed, until the collector has read them for the last time. */
-BPF_TABLE("hash", u64, u8, claimed, MAX_SOCKETS);
+/* The last word on those that closed of late: the collector comes once a window. */
+BPF_TABLE("lru_hash", u64, struct counters, closed, MAX_CLOSED);
 BPF_TABLE("percpu_array", u32, struct totals, totals, 1);
 BPF_TABLE("array", u32, struct owner, owner, 1);
+
+/* A program that is found attached leads to the maps it mentions, and so to its owner: see leftovers.py. */
+static inline int is_owned(void)
+{
+    u32 zero = 0;
+    return owner.lookup(&zero) != NULL;
+}
 
 static inline int read_segment(struct __sk_buff *skb, struct segment *segment)
 {
@@ -109,40 +115,41 @@ int dynamix_ingress(struct __sk_buff *skb)
         if (ahead > 0 && ahead < MOST_AHEAD)
             received_bytes += ahead;
         s32 acked = segment.ack - tcp->snd_una;
-        if (acked > 0 && (s32)(tcp->snd_nxt - segment.ack) >= 0)
+        if (acked > 0 && acked < MOST_AHEAD) /* snd_nxt is no bound: over loopback an answer comes before it moves */
             acked_bytes += acked;
     }
-    /* Plain stores: should two processors meet on one socket, the next packet mends it. */
-    counters->received_bytes = received_bytes;
-    counters->acked_bytes = acked_bytes;
-    if (counters->uid == UID_UNKNOWN)
+    /* Out of order the highest counts: TCP gets the rest too. No atomics: where two processors meet on one socket, the
+     * next packet mends it. */
+    if (received_bytes > counters->received_bytes)
+        counters->received_bytes = received_bytes;
+    if (acked_bytes > counters->acked_bytes)
+        counters->acked_bytes = acked_bytes;
+    if (counters->uid == UID_UNKNOWN && is_owned())
         counters->uid = bpf_get_socket_uid(skb);
     return 1;
 }
 
-static inline void opened(struct bpf_sock_ops *event)
+static inline void on_open(struct bpf_sock_ops *event)
 {
     u64 cookie = bpf_get_socket_cookie(event);
     struct counters fresh = {.uid = UID_UNKNOWN};
     /* A full table leaves this socket out, and never drops another: the collector then says so and asks TCP_INFO. */
-    if (sockets.insert(&cookie, &fresh) == 0)
+    if (is_owned() && sockets.insert(&cookie, &fresh) == 0)
         bpf_sock_ops_cb_flags_set(event, BPF_SOCK_OPS_RETRANS_CB_FLAG | BPF_SOCK_OPS_RTT_CB_FLAG |
                                              BPF_SOCK_OPS_STATE_CB_FLAG);
 }
 
-static inline void closed(struct bpf_sock_ops *event)
+static inline void on_close(struct bpf_sock_ops *event)
 {
     u64 cookie = bpf_get_socket_cookie(event);
-    if (!claimed.lookup(&cookie)) {
-        sockets.delete(&cookie);
-        return;
-    }
     struct counters *counters = sockets.lookup(&cookie);
-    if (counters)
-        counters->closed = 1;
+    if (!counters)
+        return;
+    closed.update(&cookie, counters);
+    sockets.delete(&cookie);
 }
 
-static inline void sent_again(struct bpf_sock_ops *event)
+static inline void on_retransmission(struct bpf_sock_ops *event)
 {
     u32 zero = 0, segments = event->args[1];
     struct totals *all = totals.lookup(&zero);
@@ -154,7 +161,7 @@ static inline void sent_again(struct bpf_sock_ops *event)
         counters->retransmits += segments;
 }
 
-static inline void measured(struct bpf_sock_ops *event)
+static inline void on_round_trip(struct bpf_sock_ops *event)
 {
     u64 cookie = bpf_get_socket_cookie(event);
     struct counters *counters = sockets.lookup(&cookie);
@@ -169,17 +176,17 @@ int dynamix_sockets(struct bpf_sock_ops *event)
     switch (event->op) {
     case BPF_SOCK_OPS_TCP_CONNECT_CB:
     case BPF_SOCK_OPS_PASSIVE_ESTABLISHED_CB:
-        opened(event);
+        on_open(event);
         break;
     case BPF_SOCK_OPS_STATE_CB:
         if (event->args[1] == BPF_TCP_CLOSE)
-            closed(event);
+            on_close(event);
         break;
     case BPF_SOCK_OPS_RETRANS_CB:
-        sent_again(event);
+        on_retransmission(event);
         break;
     case BPF_SOCK_OPS_RTT_CB:
-        measured(event);
+        on_round_trip(event);
         break;
     }
     return 1;

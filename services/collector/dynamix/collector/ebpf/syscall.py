@@ -15,7 +15,7 @@ NUMBERS = {"x86_64": 321, "aarch64": 280, "riscv64": 280, "ppc64le": 361, "s390x
 INGRESS, SOCK_OPS = 0, 3
 """Types of attachment to a control group (enum bpf_attach_type)."""
 
-_MAP_LOOKUP, _MAP_UPDATE, _MAP_DELETE = 1, 2, 3
+_MAP_LOOKUP, _MAP_UPDATE = 1, 2
 _PROG_ATTACH, _PROG_DETACH = 8, 9
 _PROG_GET_FD_BY_ID, _MAP_GET_FD_BY_ID, _OBJ_GET_INFO_BY_FD, _PROG_QUERY, _LINK_CREATE = 13, 14, 15, 16, 28
 _ALLOW_MULTI = 2
@@ -97,14 +97,13 @@ class Table:
             ctypes.create_string_buffer(value.size),
         )
         addresses = ctypes.addressof(self._held_key), ctypes.addressof(self._held_value)
-        self._key_and_value = _attribute("=I4xQQ", descriptor, *addresses)
-        self._key_alone = _attribute("=I4xQ", descriptor, addresses[0])
+        self._attribute = _attribute("=I4xQQ", descriptor, *addresses)
 
     def look_up(self, key: int) -> tuple[int, ...] | None:
         """The value's fields; `None` where the map has no such key."""
         self._key.pack_into(self._held_key, 0, key)
         try:
-            _call(_MAP_LOOKUP, self._key_and_value)
+            _call(_MAP_LOOKUP, self._attribute)
         except FileNotFoundError:
             return None
         return self._value.unpack_from(self._held_value)
@@ -113,15 +112,7 @@ class Table:
         """Set a value."""
         self._key.pack_into(self._held_key, 0, key)
         self._value.pack_into(self._held_value, 0, *fields)
-        _call(_MAP_UPDATE, self._key_and_value)
-
-    def delete(self, key: int) -> None:
-        """Remove a key, if it is there."""
-        self._key.pack_into(self._held_key, 0, key)
-        try:
-            _call(_MAP_DELETE, self._key_alone)
-        except FileNotFoundError:
-            return
+        _call(_MAP_UPDATE, self._attribute)
 
 
 def _attribute(layout: str, *values: int) -> ctypes.Array[ctypes.c_char]:

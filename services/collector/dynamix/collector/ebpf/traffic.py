@@ -9,22 +9,14 @@ from dynamix.schemas.messages import NetworkMetrics, RankRow, Report
 
 from .program import Counters
 
-NOTHING = Counters(0, 0, 0, 0, 0)
-
 BySocket = Mapping[int, Counters]
 
 
 class Sockets(Protocol):
     """What is asked of a probe: see `probe.SocketProbe`."""
 
-    def claim(self, cookie: int) -> None:
-        """Keep a socket after it has closed."""
-
-    def release(self, cookie: int) -> None:
-        """Keep it no longer."""
-
     def read(self, cookie: int, uid: int) -> Counters | None:
-        """Its counters, if they are known."""
+        """Counters of a socket, if they are known."""
 
 
 class KernelWindow(NamedTuple):
@@ -34,9 +26,11 @@ class KernelWindow(NamedTuple):
     interval_s: float
 
 
-class _Claims(NamedTuple):
+class _Newest(NamedTuple):
+    """The last reading of each socket of a job: of those that closed, the last for ever."""
+
     generation: int
-    cookies: frozenset[int]
+    by_socket: dict[int, Counters]
     at_s: float
 
 
@@ -50,19 +44,16 @@ class SocketTraffic:
         self._sockets = sockets
         self._clock = clock
         self._intervals: Intervals[Mapping[int, BySocket]] = Intervals(clock)
-        self._claims: dict[str, _Claims] = {}
-        self._highest: dict[int, Counters] = {}
-        """Of each claimed socket: what was received out of order is counted a moment early, and then put right."""
+        self._newest: dict[str, _Newest] = {}
 
     def window(self, report: Report) -> KernelWindow | str:
         """The window's traffic, or why it is not known."""
-        held = self._claims.get(report.job)
-        if held is not None and held.generation > report.generation:
+        newest = self._remembered(report)
+        if newest is None:
             return "the job has started again since"
-        self._claim(report)
         readings: dict[int, BySocket] = {}
         for row in report.rows:
-            found = self._read(row)
+            found = self._read(row, newest)
             if isinstance(found, str):
                 return found
             readings[row.rank] = found
@@ -71,46 +62,41 @@ class SocketTraffic:
         if last is None:
             return "the window before was not read"
         before, interval_s = last
-        return KernelWindow(
-            {rank: traffic(sockets, before.get(rank, {})) for rank, sockets in readings.items()}, interval_s
-        )
+        joined = [rank for rank, sockets in readings.items() if sockets.keys() != before.get(rank, {}).keys()]
+        if joined:  # what they carried before they were named is of no window
+            return f"rank {joined[0]} names other sockets than in the window before"
+        return KernelWindow({rank: traffic(sockets, before[rank]) for rank, sockets in readings.items()}, interval_s)
 
-    def _read(self, row: RankRow) -> BySocket | str:
+    def _read(self, row: RankRow, newest: dict[int, Counters]) -> BySocket | str:
         if not row.cookies:
             return f"rank {row.rank} names no socket"
-        known: dict[int, Counters] = {}
         for cookie in row.cookies:
             counters = self._sockets.read(cookie, row.uid)
             if counters is not None:
-                highest = map(max, counters, self._highest.get(cookie, NOTHING))
-                known[cookie] = self._highest[cookie] = Counters(*highest)
-        if unknown := len(set(row.cookies)) - len(known):
+                newest[cookie] = counters
+        known = {cookie: newest[cookie] for cookie in row.cookies if cookie in newest}
+        if unknown := len(row.cookies) - len(known):
             return f"{unknown} of {len(row.cookies)} sockets of rank {row.rank} are older than the probe"
         return known
 
-    def _claim(self, report: Report) -> None:
-        """Claim what is new; release what an earlier generation, or a job that has not been heard of, had."""
+    def _remembered(self, report: Report) -> dict[int, Counters] | None:
+        """The newest readings of a job's generation; `None` for one that is over."""
         now_s = self._clock()
-        for job, claims in list(self._claims.items()):
-            if now_s - claims.at_s > FORGET_AFTER_S or (job == report.job and claims.generation < report.generation):
-                self._release(self._claims.pop(job).cookies)
-        named = frozenset(cookie for row in report.rows for cookie in row.cookies)
-        held = self._claims.get(report.job)
-        already = frozenset() if held is None else held.cookies
-        for cookie in named - already:
-            self._sockets.claim(cookie)
-        self._release(already - named)
-        self._claims[report.job] = _Claims(report.generation, named, now_s)
-
-    def _release(self, cookies: frozenset[int]) -> None:
-        for cookie in cookies:
-            self._sockets.release(cookie)
-            self._highest.pop(cookie, None)
+        for job, newest in list(self._newest.items()):
+            if now_s - newest.at_s > FORGET_AFTER_S:
+                del self._newest[job]
+        held = self._newest.get(report.job)
+        if held is not None and held.generation > report.generation:
+            return None
+        same = held is not None and held.generation == report.generation
+        by_socket = held.by_socket if held is not None and same else {}
+        self._newest[report.job] = _Newest(report.generation, by_socket, now_s)
+        return by_socket
 
 
 def traffic(now: BySocket, before: BySocket) -> NetworkMetrics:
-    """Traffic of one rank between two readings of its sockets; one that is new counts from its beginning."""
-    parts = [_difference(counters, before.get(cookie, NOTHING)) for cookie, counters in now.items()]
+    """Traffic of one rank between two readings of the same sockets."""
+    parts = [[last - first for last, first in zip(now[cookie], before[cookie], strict=True)] for cookie in now]
     total = Counters(*(sum(column) for column in zip(*parts, strict=True)))
     return NetworkMetrics(
         tx_bytes=total.acked_bytes,
@@ -118,7 +104,3 @@ def traffic(now: BySocket, before: BySocket) -> NetworkMetrics:
         retransmits=total.retransmits,
         srtt_us=total.srtt_sum_us / total.num_rtts if total.num_rtts else None,
     )
-
-
-def _difference(now: Counters, before: Counters) -> Counters:
-    return Counters(*(last - first for last, first in zip(now, before, strict=True)))

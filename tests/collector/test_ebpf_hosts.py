@@ -1,0 +1,111 @@
+"""The eBPF probe on hosts with links that lose packets, against what the kernel's own statistics say of each host."""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+
+import pytest
+from tests.support.sockets import Pair, connected_over, read, send
+
+from dynamix.collector.ebpf.opening import open_probe
+from dynamix.collector.ebpf.probe import SocketProbe
+from dynamix.lab.hosts import Host, Hosts, Link
+
+pytestmark = pytest.mark.bpf
+
+MIB = 1 << 20
+LOSSY = Link(rate=100e6, queue_limit_bytes=10_000)
+TIMEOUT_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    with Hosts(3) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def probe() -> Iterator[SocketProbe]:
+    with open_probe() as opened:
+        yield opened
+
+
+def pair(stack: ExitStack, client: Host, server: Host) -> Pair:
+    """A connection between two hosts; the sockets are this process's."""
+    return stack.enter_context(connected_over(client.namespace.entered, server.namespace.entered, (server.address, 0)))
+
+
+def retransmits(probe: SocketProbe, ends: Sequence[socket.socket]) -> int:
+    return sum(read(probe, end).retransmits for end in ends)
+
+
+def test_23_retransmissions_are_counted_as_23(hosts: Hosts, probe: SocketProbe) -> None:
+    sender, receiver = hosts[0], hosts[1]
+    with ExitStack() as stack:
+        pairs = [pair(stack, sender, receiver) for _ in range(23)]
+        clients = [client for client, _ in pairs]
+        before = sender.traffic().retransmits
+        assert retransmits(probe, clients) == 0
+        hosts.switch.ip("link", "set", receiver.port, "down")
+        for client in clients:
+            client.sendall(b"x")
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while sender.traffic().retransmits - before < 23 and time.monotonic() < deadline_s:
+            time.sleep(0.005)
+        hosts.switch.ip("link", "set", receiver.port, "up")
+        for _, server in pairs:
+            server.settimeout(TIMEOUT_S)
+            assert server.recv(1) == b"x"
+        counted = retransmits(probe, clients)
+        assert counted == sender.traffic().retransmits - before
+        assert counted >= 23
+        assert all(read(probe, client).retransmits >= 1 for client in clients)
+
+
+def test_segments_sent_again_equal_the_kernels_statistics_on_each_host(hosts: Hosts, probe: SocketProbe) -> None:
+    with ExitStack() as stack:
+        ring = [pair(stack, hosts[rank], hosts[(rank + 1) % 3]) for rank in range(3)]
+        hosts[1].set_link(LOSSY)
+        stack.callback(hosts[1].set_link, None)
+        before = [host.traffic().retransmits for host in hosts]
+        threads = [threading.Thread(target=send, args=(client, server, MIB // 4)) for client, server in ring]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        sockets_of = [[ring[rank][0], ring[rank - 1][1]] for rank in range(3)]
+        counted = [retransmits(probe, ends) for ends in sockets_of]
+        assert counted == [host.traffic().retransmits - first for host, first in zip(hosts, before, strict=True)]
+        assert counted[0] > 10, "the link must have lost something"
+        assert counted[1] > 10
+        assert [read(probe, server).received_bytes for _, server in ring] == [MIB // 4] * 3
+        assert read(probe, ring[1][0]).acked_bytes - 1 == MIB // 4  # the start of the stream has a place in it
+
+
+def test_bytes_agree_with_the_interface_within_one_percent_where_nothing_is_lost(
+    hosts: Hosts, probe: SocketProbe
+) -> None:
+    with ExitStack() as stack:
+        there, back = pair(stack, hosts[0], hosts[2]), pair(stack, hosts[2], hosts[0])
+        before = hosts[2].traffic()
+        totals = probe.totals().rx_bytes
+        for client, server in (there, back):
+            send(client, server, 32 * MIB)
+        after = hosts[2].traffic()
+        received_bytes = read(probe, there[1]).received_bytes
+        acked_bytes = read(probe, back[0]).acked_bytes
+        assert received_bytes == pytest.approx(after.rx_bytes - before.rx_bytes, rel=0.01)
+        assert acked_bytes == pytest.approx(after.tx_bytes - before.tx_bytes, rel=0.01)
+        assert probe.totals().rx_bytes - totals >= received_bytes + acked_bytes
+
+
+def test_sockets_of_several_networks_are_kept_apart(hosts: Hosts, probe: SocketProbe) -> None:
+    with ExitStack() as stack:
+        pairs = [pair(stack, hosts[0], hosts[1]), pair(stack, hosts[1], hosts[2])]
+        for number, (client, server) in enumerate(pairs, start=1):
+            send(client, server, number * 1000)
+        assert [read(probe, server).received_bytes for _, server in pairs] == [1000, 2000]
+        assert probe.read(0xFFFF_FFFF_FFFF, os.getuid()) is None
