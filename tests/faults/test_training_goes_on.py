@@ -1,83 +1,22 @@
 """A real torchrun job under real services: kill -9 of any of them, and of a rank."""
 
-import asyncio
-import contextlib
 import itertools
-import json
 import os
 import signal
-import sys
 from collections import defaultdict
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.control_plane import ControlPlane, control_plane
+from tests.support.control_plane import control_plane
 from tests.support.steady_job import CHECKPOINT_EVERY, NUM_SAMPLES
+from tests.support.steady_training import JOB, TrainingJob, training
 
 from dynamix.schemas import subjects
 from dynamix.schemas.messages import Action, Applied
 from dynamix.schemas.streams import FEED
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
-SCRIPT = Path(__file__).parents[1] / "support" / "steady_job.py"
-JOB = "steady-00c0ffee"
-
-
-class TrainingJob:
-    """The running job, seen through the log of its ranks."""
-
-    def __init__(self, directory: Path, process: asyncio.subprocess.Process) -> None:
-        self.directory = directory
-        self.process = process
-
-    def steps(self, rank: int = 0) -> list[dict[str, Any]]:
-        """Every step a rank has logged, whole lines only."""
-        path = self.directory / f"rank-{rank}.jsonl"
-        text = path.read_text() if path.exists() else ""
-        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-
-    async def wait_for_steps(self, count: int) -> None:
-        """Wait until rank 0 has done `count` steps in all."""
-        async with asyncio.timeout(60):
-            while len(self.steps()) < count:
-                assert self.process.returncode is None, "the job has ended"
-                await asyncio.sleep(0.05)
-
-    async def more_steps(self, count: int) -> None:
-        """Wait until the job has done `count` further steps: it is training now."""
-        await self.wait_for_steps(len(self.steps()) + count)
-
-
-@contextlib.asynccontextmanager
-async def training(plane: ControlPlane, directory: Path, num_epochs: int) -> AsyncIterator[TrainingJob]:
-    """Two ranks under torchrun, which restarts them at most twice."""
-    environ = {
-        **os.environ,
-        **plane.environ,
-        "DYNAMIX_JOB": JOB,
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    }
-    command = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "--max-restarts=2",
-        "--monitor-interval=0.2",
-    ]
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, *command, str(SCRIPT), str(directory), str(num_epochs), env=environ
-    )
-    try:
-        yield TrainingJob(directory, process)
-    finally:
-        if process.returncode is None:
-            process.terminate()
-            await process.wait()
 
 
 def used_per_epoch(job: TrainingJob) -> dict[int, list[int]]:

@@ -31,7 +31,7 @@ class ControlPlane:
         self.server = server
         self.bus = bus
         self.services: dict[str, ServiceProcess] = {}
-        self.environ = {**bus_environment(server.settings), "DYNAMIX_NODE": NODE}
+        self.environ = {**bus_environment(server.settings), "DYNAMIX_NODE": NODE, "DYNAMIX_COLLECTOR_PROBE": "tcp_info"}
 
     async def start(self, *names: str) -> None:
         """Start services (again) and wait until they listen."""

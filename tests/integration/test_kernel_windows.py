@@ -1,0 +1,65 @@
+"""Real ranks under a collector with its eBPF probe: which probe each window names, and what it says."""
+
+from pathlib import Path
+
+import pytest
+from tests.support.control_plane import NODE, ControlPlane, control_plane
+from tests.support.steady_training import JOB, training
+
+from dynamix.cli.services import ServiceProcess, wait_until_ready
+from dynamix.schemas import subjects
+from dynamix.schemas.messages import MetricWindow, Report
+from dynamix.schemas.streams import FEED
+
+pytestmark = [pytest.mark.bpf, pytest.mark.slow, pytest.mark.timeout(120)]
+
+
+async def started(plane: ControlPlane) -> ServiceProcess:
+    collector = plane.another("collector", {"DYNAMIX_COLLECTOR_PROBE": "auto"})
+    collector.start()
+    await wait_until_ready(plane.bus, ["collector"])
+    return collector
+
+
+async def test_windows_come_from_the_kernel_until_a_collector_starts_after_the_job(tmp_path: Path) -> None:
+    async with control_plane() as plane:
+        collector = await started(plane)
+        try:
+            async with training(plane, tmp_path, num_epochs=2) as job:
+                await plane.wait_for(FEED.name, subjects.window(JOB, NODE), 4, timeout_s=60)
+                collector.kill()
+                before = await windows_of(plane)
+                collector = await started(plane)
+                await job.more_steps(1)
+                await plane.wait_for(FEED.name, subjects.window(JOB, NODE), len(before) + 2)
+                after = (await windows_of(plane))[len(before) :]
+        finally:
+            collector.stop()
+        reports = {report.window: report for report in await reports_of(plane)}
+
+    first, *rest = before
+    assert (first.probe, first.probe_note) == ("tcp_info", "ebpf: the window before was not read")
+    assert {window.probe for window in rest} == {"ebpf"}
+    for window in rest:
+        for row, rank in zip(reports[window.window].rows, window.ranks, strict=True):
+            assert rank.network is not None
+            assert len(row.cookies) > 0
+            assert row.sockets is not None
+            assert row.sockets_before is not None
+            told = row.sockets.tx_bytes - row.sockets_before.tx_bytes
+            assert 0 < rank.network.tx_bytes < 3 * told, "as much as the ranks themselves saw, but for the moment"
+            assert rank.network.srtt_us is not None
+            assert rank.system.context_switches_per_s is None or rank.system.context_switches_per_s > 0
+    assert after, "the new collector goes on"
+    assert {window.probe for window in after} == {"tcp_info"}
+    assert "are older than the probe" in after[-1].probe_note
+
+
+async def windows_of(plane: ControlPlane) -> list[MetricWindow]:
+    found = await plane.messages(FEED.name, subjects.window(JOB, NODE))
+    return [window for _, window in found]  # type: ignore[misc]
+
+
+async def reports_of(plane: ControlPlane) -> list[Report]:
+    found = await plane.messages(FEED.name, subjects.report(JOB, NODE))
+    return [report for _, report in found]  # type: ignore[misc]
