@@ -103,6 +103,17 @@ def test_a_failure_signature_has_a_line_of_its_own() -> None:
     assert line in shown(board, width=100).splitlines()
 
 
+def test_the_network_line_says_which_probe_counted_and_why_not_a_better_one() -> None:
+    board = board_with()
+    assert "network   tcp_info" in shown(board).splitlines()
+    window = window_of({4: {}}, 3, "node-b")
+    board.add(msgspec.structs.replace(window, probe="ebpf", num_readings_lost=2))
+    note = "ebpf: the report came late"
+    board.add(msgspec.structs.replace(window_of({0: {}}, 3), probe_note=note))
+    line = "network   tcp_info on 1, ebpf on 1  ebpf: the report came late  2 readings lost"
+    assert line in shown(board, width=100).splitlines()
+
+
 def test_the_rewards_terms_are_shown_with_their_signs() -> None:
     assert "reward    0.500  paper-sgd:  accuracy +0.600  size -0.100" in shown(board_with())
 
@@ -111,7 +122,7 @@ def test_with_more_ranks_than_lines_the_slowest_are_shown_and_what_all_are_like(
     lines = shown(board_with(num_ranks=128)).splitlines()
     rows = [line for line in lines if "70.0 ms" in line and "20.0 ms" in line]
     summary = next(line for line in lines if line.startswith("slowest"))
-    assert len(rows) == len(lines) - lines.index(next(line for line in lines if line.startswith("rank"))) - 7
+    assert len(rows) == len(lines) - lines.index(next(line for line in lines if line.startswith("rank"))) - 8
     assert summary == f"slowest {len(rows)} of 128 · batch 100/164/227 · compute 10.0/40.0/70.0 ms (min/med/max)"
     assert "127 ranks more, 1 less, 0 the same" in "\n".join(lines)
 
@@ -134,7 +145,7 @@ def test_times_that_nobody_could_tell_apart_are_shown_as_not_known(num_ranks: in
 def test_a_wide_terminal_shows_more_of_each_rank() -> None:
     narrow, wide = shown(board_with()), shown(board_with(), width=160, height=50)
     assert "resent" not in narrow
-    for title in ("cpu", "resent", "samp/s", "loss", "accuracy", "memory"):
+    for title in ("cpu", "resent", "samp/s", "queued", "loss", "accuracy", "memory"):
         assert title in wide
 
 

@@ -48,9 +48,11 @@ class NodeRow(msgspec.Struct, frozen=True, kw_only=True):
 
     window: int
     probe: Probe
+    probe_note: str
     metrics: NodeMetrics
     num_refused_pids: int
     num_reports_dropped: int
+    num_readings_lost: int
 
 
 class Board:
@@ -156,9 +158,11 @@ class Board:
         self.nodes[window.node] = NodeRow(
             window=window.window,
             probe=window.probe,
+            probe_note=window.probe_note,
             metrics=window.node_metrics,
             num_refused_pids=len(window.refused_pids),
             num_reports_dropped=window.num_reports_dropped,
+            num_readings_lost=window.num_readings_lost,
         )
         for rank in window.ranks:
             _, reward = self._rewards.get(rank.rank, (0, None))

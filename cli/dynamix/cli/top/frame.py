@@ -1,5 +1,6 @@
 """One frame of the view: the board as lines of text for a terminal of a given size. Pure: the time is told."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 from rich.text import Text
@@ -30,7 +31,7 @@ def frame(board: Board | None, services: Services, *, now_ns: int, now_s: float,
     below = [_services(services, now_s)]
     if board is None or (board.job is None and not board.history):
         return _cut([*_nothing(board), Text(), *below], width, height)
-    below = [_rule(width), *_decision(board), *_reward(board, width), *_event(board), *below]
+    below = [_rule(width), *_decision(board), *_reward(board, width), *_event(board), *_network(board), *below]
     tiles = _tiles(board, width)[: max(2, height - len(below) - MIN_TABLE)]
     above = [_title(board, now_ns, width), _rule(width), *tiles, _rule(width)]
     room = height - len(above) - len(below)
@@ -143,6 +144,20 @@ def _event(board: Board) -> list[Text]:
         return []
     text = Text.assemble((event.signature, "yellow"), f"  {event.explanation}", (f"  window {event.window}", "dim"))
     return [_labelled("signature", text)]
+
+
+def _network(board: Board) -> list[Text]:
+    """Where network metrics come from, and why not from a better probe."""
+    nodes = board.nodes.values()
+    if not nodes:
+        return []
+    probes = Counter(node.probe for node in nodes)
+    text = Text(", ".join(probe if len(probes) == 1 else f"{probe} on {count}" for probe, count in probes.items()))
+    if note := next((node.probe_note for node in nodes if node.probe_note), ""):
+        text.append(f"  {note}", "dim")
+    if lost := sum(node.num_readings_lost for node in nodes):
+        text.append(f"  {lost} readings lost", "yellow")
+    return [_labelled("network", text)]
 
 
 def _services(services: Services, now_s: float) -> Text:

@@ -53,6 +53,7 @@ COLUMNS = (
         "resent", 6, lambda row: Text(UNKNOWN if row.metrics.network is None else str(row.metrics.network.retransmits))
     ),
     Column("samp/s", 7, _speed),
+    Column("queued", 6, lambda row: Text(number(row.metrics.system.run_queue_wait_ratio, 2))),
     Column("loss", 7, lambda row: Text(number(row.metrics.training.loss))),
     Column("accuracy", 8, lambda row: Text(percent(row.metrics.training.accuracy))),
     Column("memory", 7, lambda row: Text(percent(row.metrics.system.memory_ratio))),
