@@ -154,9 +154,7 @@ async def test_a_generation_that_another_policy_decided_is_refused(source: Polic
 
 async def test_a_policy_of_other_features_is_refused_and_says_what_differs(bus: Bus, source: PolicySource) -> None:
     await PolicyStore(bus).put("mine", of_other_features(), feature_version=1)
-    with pytest.raises(
-        ValueError, match=r"version 1 of policy 'mine': its list of rank features.*has ping_ms"
-    ):
+    with pytest.raises(ValueError, match=r"version 1 of policy 'mine': its list of rank features.*has ping_ms"):
         await source.choose(JOB, None)
 
 
