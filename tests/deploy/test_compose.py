@@ -16,8 +16,8 @@ SCHEMA = json.loads((Path(__file__).parent / "compose.schema.json").read_text())
 SERVICES = ("collector", "reward", "arbitrator", "learner")
 
 
-def compose() -> dict[str, Any]:
-    loaded: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+def compose(file: str = "compose.yaml") -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.safe_load((DEPLOY / file).read_text())
     return loaded
 
 
@@ -32,9 +32,10 @@ def has_docker_compose() -> bool:
     return subprocess.run(["docker", "compose", "version"], capture_output=True, check=False).returncode == 0
 
 
-def test_the_file_follows_the_schema() -> None:
+@pytest.mark.parametrize("file", ["compose.yaml", "compose.ebpf.yaml"])
+def test_the_file_follows_the_schema(file: str) -> None:
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
-    jsonschema.validate(compose(), SCHEMA)
+    jsonschema.validate(compose(file), SCHEMA)
 
 
 @pytest.mark.parametrize(
@@ -49,10 +50,12 @@ def test_the_schema_finds_a_mistake(change: dict[str, Any]) -> None:
 
 
 @pytest.mark.skipif(not has_docker_compose(), reason="docker compose is not installed: only our own schema was checked")
-def test_docker_compose_accepts_the_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("files", [("compose.yaml",), ("compose.yaml", "compose.ebpf.yaml")])
+def test_docker_compose_accepts_the_files(tmp_path: Path, files: tuple[str, ...]) -> None:
     shutil.copytree(DEPLOY, tmp_path / "deploy")
     subprocess.run(["sh", "make-secrets.sh", "secrets"], cwd=tmp_path / "deploy", check=True)
-    command = ["docker", "compose", "-f", str(tmp_path / "deploy" / "compose.yaml"), "config", "--quiet"]
+    named = [argument for file in files for argument in ("-f", str(tmp_path / "deploy" / file))]
+    command = ["docker", "compose", *named, "config", "--quiet"]
     found = subprocess.run(command, capture_output=True, text=True, env=os.environ.copy(), check=False)
     assert (found.returncode, found.stderr) == (0, "")
 
@@ -69,7 +72,8 @@ def test_every_reference_leads_somewhere() -> None:
 
 def test_each_build_names_a_target_of_the_dockerfile() -> None:
     dockerfile = (DEPLOY / "Dockerfile").read_text()
-    builds = [spec["build"] for spec in compose()["services"].values() if "build" in spec]
+    services = [*compose()["services"].values(), *compose("compose.ebpf.yaml")["services"].values()]
+    builds = [spec["build"] for spec in services if "build" in spec]
     assert all((DEPLOY / build["context"] / build["dockerfile"]).samefile(DEPLOY / "Dockerfile") for build in builds)
     assert all(f" AS {build['target']}\n" in dockerfile for build in builds)
 
@@ -104,6 +108,20 @@ def test_only_the_collector_sees_the_host_and_only_its_processes() -> None:
     services = compose()["services"]
     assert [name for name, spec in services.items() if spec.get("pid") == "host"] == ["collector"]
     assert [name for name, spec in services.items() if "cap_add" in spec or "user" in spec] == []
+
+
+def test_ebpf_takes_three_capabilities_and_the_hosts_control_groups_read_only_and_nothing_else() -> None:
+    assert compose("compose.ebpf.yaml") == {
+        "services": {
+            "collector": {
+                "build": {"context": "..", "dockerfile": "deploy/Dockerfile", "target": "collector-ebpf"},
+                "cap_add": ["BPF", "NET_ADMIN", "PERFMON"],
+                "cgroup": "host",
+                "volumes": ["/sys/fs/cgroup:/sys/fs/cgroup:ro"],
+                "ulimits": {"memlock": -1},
+            }
+        }
+    }
 
 
 @pytest.mark.parametrize("name", [*SERVICES, "provision"])

@@ -61,6 +61,15 @@ def test_every_target_exists_and_runs_without_root(target: str) -> None:
     assert effective(target, "USER") == "USER 10001:10001"
 
 
+def test_the_image_with_ebpf_is_the_collectors_with_bcc_and_headers_but_no_compiler() -> None:
+    """Root, as containers pass capabilities to no other user: what it may do is for who runs it to grant."""
+    assert effective("collector-ebpf", "USER") == "USER 0:0"
+    assert effective("collector-ebpf", "ENTRYPOINT") == effective("collector", "ENTRYPOINT")
+    own = stages()["collector-ebpf"].instructions
+    assert "COPY --from=headers /usr/src /usr/src" in own
+    assert [line for line in own if "install" in line and "python3-bpfcc" in line and "linux-headers" not in line]
+
+
 @pytest.mark.parametrize("service", ["collector", "reward", "arbitrator"])
 def test_a_service_image_runs_the_module_of_its_name(service: str) -> None:
     assert effective(service, "ENTRYPOINT") == f'ENTRYPOINT ["python", "-m", "dynamix.{service}"]'
@@ -78,9 +87,10 @@ def test_only_the_images_that_train_and_learn_bring_torch(target: str) -> None:
     assert any("torch" in step for step in steps if step.startswith("RUN")) == (target in {"train", "learner"})
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", [*TARGETS, "collector-ebpf"])
 def test_no_final_image_holds_the_build_tools(target: str) -> None:
-    assert [line for stage in lineage(target) for line in stage.instructions if "pip" in line] == []
+    steps = [line for stage in lineage(target) for line in stage.instructions]
+    assert [line for line in steps if re.search(r"\b(pip|gcc|linux-headers)", line)] == []
 
 
 def test_everything_copied_exists_and_is_let_through_by_the_ignore_file() -> None:
