@@ -65,3 +65,7 @@ def test_where_ci_demands_it_a_test_that_cannot_run_fails(tmp_path: Path) -> Non
     assert code == 1
     assert "DYNAMIX_REQUIRE_BPF=1, and yet lacking: root" in shown
     assert "1 passed, 1 error" in shown
+
+
+def test_the_place_that_it_points_at_exists() -> None:
+    assert "\n## Kernel probes\n" in (ROOT / "docs/operations.md").read_text()
