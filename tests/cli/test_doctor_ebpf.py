@@ -26,6 +26,7 @@ HYBRID = (
     "32 31 0:29 / /sys/fs/cgroup/cpu rw,relatime - cgroup cgroup rw,cpu\n"
     "41 31 0:38 / /sys/fs/cgroup/unified rw,relatime - cgroup2 cgroup2 rw\n"
 )
+HOSTS = UNIFIED.replace("0:28 /", "0:28 /../..")
 SYSTEM = os.uname_result(("Linux", "node", "6.1.0-1-amd64", "#1", "x86_64"))
 
 
@@ -124,9 +125,10 @@ def test_a_kernel_that_takes_a_program_is_believed() -> None:
     [
         (UNIFIED, 4026531835, "/sys/fs/cgroup"),
         (HYBRID, 4026531835, "/sys/fs/cgroup/unified, beside version 1"),
-        (UNIFIED.replace("0:28 /", "0:28 /../.."), 4026532000, "/sys/fs/cgroup"),
+        (HOSTS, 4026532000, "/sys/fs/cgroup"),
+        (UNIFIED + HOSTS, 4026532000, "/sys/fs/cgroup"),
     ],
-    ids=["unified", "hybrid", "host's mount in a container"],
+    ids=["unified", "hybrid", "host's mount in a container", "host's mount over the container's own"],
 )
 def test_cgroup_2_is_found_where_it_is_mounted(machine: Machine, mountinfo: str, inode: int, found: str) -> None:
     machine.write("proc/self/mountinfo", mountinfo)

@@ -162,8 +162,8 @@ def _hides_the_host(root: Path, mountinfo: str, mount: Path) -> bool:
         namespace = str((root / "proc/self/ns/cgroup").readlink())
     except OSError:
         return False
-    seen = next(line.split()[3] for line in mountinfo.splitlines() if line.split()[4] == str(mount))
-    return namespace != INITIAL_CGROUP_NAMESPACE and seen == "/"
+    seen = [line.split()[3] for line in mountinfo.splitlines() if line.split()[4] == str(mount)]
+    return namespace != INITIAL_CGROUP_NAMESPACE and seen[-1:] == ["/"]  # a later mount covers an earlier one
 
 
 def _has(status: str, capability: Capability) -> bool:
