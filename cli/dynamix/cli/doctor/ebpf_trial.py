@@ -32,7 +32,7 @@ def try_ebpf(cgroup: str) -> Finding:
     """Open the probe on a control group, as the collector would, and close it."""
     try:
         trial = run_trial(cgroup)
-    except ProbeError as error:
+    except (ProbeError, OSError) as error:
         return lacking("trial", "ebpf", str(error), "what is lacking above; else see docs/operations.md, Kernel probes")
     if trial.received_bytes != PAYLOAD_BYTES:
         counted = "nothing" if trial.received_bytes is None else f"{trial.received_bytes:,} bytes"
