@@ -76,8 +76,7 @@ def test_payload_is_counted_to_the_byte_as_tcp_info_counts_it(probe: SocketProbe
         for end, received_bytes in ((client, MIB + 3), (server, 20 * MIB + 7)):
             counters = read(probe, end)
             assert counters.received_bytes == received_bytes
-            assert (counters.received_bytes, counters.acked_bytes) == tcp_info(end)
-            assert counters.retransmits == 0
+            assert counters[:3] == tcp_info(end)
         sent = read(probe, client)
         assert sent.num_rtts > 0
         assert 0 < sent.srtt_sum_us / sent.num_rtts < 1_000_000
@@ -172,7 +171,7 @@ def test_three_capabilities_are_enough_and_none_is_not() -> None:
     enough = run_with(THREE, program)
     assert (enough.returncode, enough.stdout) == (0, "True\n"), enough.stderr
     refused = run_with("-all", program)
-    assert "ProbeError: cannot load: " in refused.stderr
+    assert "it lacks one of CAP_BPF, CAP_PERFMON and CAP_NET_ADMIN" in refused.stderr
 
 
 def test_what_is_no_control_group_is_said_to_be_none(tmp_path: Path) -> None:

@@ -103,6 +103,15 @@ async def test_a_service_whose_work_fails_exits_with_1_and_says_why(server: Conf
     assert "RuntimeError: made to fail" in failure["exception"]
 
 
+async def test_a_service_that_cannot_work_as_it_is_set_up_says_so_in_a_sentence(server: ConfiguredServer) -> None:
+    async with started(server, "--mode", "refuse") as process:
+        code, _, lines = await end(process)
+    assert code == 1
+    (failure,) = [line for line in lines if line["level"] == "error"]
+    assert (failure["event"], failure["reason"]) == ("cannot start", "made to refuse: use another mode")
+    assert "exception" not in failure
+
+
 async def test_a_service_whose_work_is_done_exits_with_0(server: ConfiguredServer) -> None:
     async with started(server, "--mode", "finish") as process:
         code, _, _ = await end(process)
@@ -168,7 +177,7 @@ def test_help_is_printed_without_a_broker(capsys: pytest.CaptureFixture[str]) ->
     from tests.support.small_service import SmallSettings, main  # noqa: PLC0415 - a module of processes
 
     assert service.run("collector", SmallSettings, main, ["--help"]) == 0
-    assert "consume, fail, finish or ignore-stop." in capsys.readouterr().out
+    assert "consume, fail, refuse, finish or ignore-stop." in capsys.readouterr().out
 
 
 async def test_a_service_that_ignores_the_signal_is_ended(

@@ -6,19 +6,21 @@ import sys
 import msgspec
 
 from dynamix.runtime.bus import ALL
-from dynamix.runtime.service import Context, run
+from dynamix.runtime.service import Context, StartError, run
 
 
 class SmallSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What the tests change."""
 
     mode: str = "consume"
-    """consume, fail, finish or ignore-stop."""
+    """consume, fail, refuse, finish or ignore-stop."""
 
 
 async def main(context: Context[SmallSettings]) -> None:
     if context.settings.mode == "fail":
         raise RuntimeError("made to fail")
+    if context.settings.mode == "refuse":
+        raise StartError("made to refuse: use another mode")
     if context.settings.mode == "finish":
         return
     if context.settings.mode == "ignore-stop":

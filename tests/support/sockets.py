@@ -44,11 +44,12 @@ def cookie(end: socket.socket) -> int:
     return int(number)
 
 
-def tcp_info(end: socket.socket) -> tuple[int, int]:
-    """Bytes received and acknowledged."""
+def tcp_info(end: socket.socket) -> tuple[int, int, int]:
+    """Bytes received and acknowledged, and segments sent again, by the kernel's own record of the connection."""
     info = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
     acked_bytes, received_bytes = struct.unpack_from("=QQ", info, 120)
-    return received_bytes, acked_bytes
+    (retransmits,) = struct.unpack_from("=I", info, 100)
+    return received_bytes, acked_bytes, retransmits
 
 
 def send(sender: socket.socket, receiver: socket.socket, num_bytes: int) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 
 from dynamix.runtime.bus import Message
-from dynamix.runtime.service import Context
+from dynamix.runtime.service import Context, StartError
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode, encode
 from dynamix.schemas.features import state_of
@@ -30,7 +30,7 @@ async def serve(context: Context[CollectorSettings]) -> None:
     """Turn every report of this node into a metric window and a state until the context stops.
 
     Raises:
-        ProbeError: when the settings insist on eBPF and it cannot be had.
+        StartError: when the settings insist on eBPF and it cannot be had.
     """
     probe = await asyncio.to_thread(_open_probe, context)
     context.counters["ebpf"] = int(isinstance(probe, SocketProbe))
@@ -50,7 +50,7 @@ def _open_probe(context: Context[CollectorSettings]) -> SocketProbe | str:
         probe = open_probe(settings.cgroup)
     except ProbeError as error:
         if settings.probe == "ebpf":
-            raise
+            raise StartError(f"DYNAMIX_COLLECTOR_PROBE=ebpf: {error}; `dynamix doctor` says how to get it") from error
         context.log.info("no eBPF probe; TCP_INFO and /proc serve", reason=str(error))
         return "not available: see `dynamix doctor`"
     context.log.info("eBPF probe attached", leftovers_removed=probe.leftovers_removed)

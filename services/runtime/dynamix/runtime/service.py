@@ -30,6 +30,10 @@ EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 S = TypeVar("S", bound=msgspec.Struct)
 
 
+class StartError(RuntimeError):
+    """The service cannot work as it was set up; the text says why and what would mend it."""
+
+
 @dataclass
 class Context(Generic[S]):
     """What a service's `main` gets."""
@@ -181,7 +185,10 @@ class _Life(Generic[S]):
             self._log.error("ends because the connection is closed", reason=self._closed.result())
             return
         for error in errors:
-            self._log.error("failed", exc_info=error)
+            if isinstance(error, StartError):
+                self._log.error("cannot start", reason=str(error))
+            else:
+                self._log.error("failed", exc_info=error)
 
     def _on_closed(self, reason: str) -> None:
         assert self._closed is not None

@@ -112,10 +112,17 @@ def _load() -> list[int]:
                 child.kill()
                 raise ProbeError(f"compiling took longer than {LOAD_TIMEOUT_S:g} s") from error
         if child.returncode:
-            said = " ".join(complaints.decode(errors="replace").split())[-_ERROR_CHARACTERS:]
-            raise ProbeError(f"cannot load: {said or f'exit code {child.returncode}'}")
+            raise ProbeError(_reason(complaints.decode(errors="replace"), child.returncode))
         _, descriptors, _, _ = socket.recv_fds(ours, 1, len(PROGRAMS) + len(MAPS))
     return descriptors
+
+
+def _reason(complaints: str, exit_code: int) -> str:
+    """What the loader said, in one sentence; the compiler's own words where they are new to us."""
+    if "not permitted" in complaints:
+        return "this process may not load programs: it lacks one of CAP_BPF, CAP_PERFMON and CAP_NET_ADMIN"
+    said = " ".join(complaints.split())[-_ERROR_CHARACTERS:]
+    return f"cannot load: {said or f'exit code {exit_code}'}"
 
 
 def _num_possible(text: str) -> int:

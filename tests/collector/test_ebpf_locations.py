@@ -1,0 +1,97 @@
+"""Where headers, BCC and control groups are found, on the layouts of several distributions."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from dynamix.collector.ebpf import bcc_location
+from dynamix.collector.ebpf.bcc_location import find_bcc
+from dynamix.collector.ebpf.cgroup import v2_mount
+from dynamix.collector.ebpf.headers import Headers, find_headers
+from dynamix.collector.ebpf.probe import _num_possible, _reason
+
+SYSTEM = os.uname_result(("Linux", "host", "6.1.0-30-amd64", "#1", "x86_64"))
+
+
+def build_tree(directory: Path, *, sources: bool = True, architecture: str = "x86") -> Path:
+    (directory / "include/generated").mkdir(parents=True)
+    (directory / "include/generated/autoconf.h").touch()
+    (directory / "arch" / architecture).mkdir(parents=True)
+    if sources:
+        (directory / "include/linux").mkdir()
+    return directory
+
+
+def link_as_own(root: Path, tree: Path) -> None:
+    own = root / "lib/modules" / SYSTEM.release
+    own.mkdir(parents=True)
+    (own / "build").symlink_to(tree)
+
+
+def test_the_running_kernels_headers_come_first(tmp_path: Path) -> None:
+    own = build_tree(tmp_path / "usr/src/linux-headers-6.1.0-30")
+    build_tree(tmp_path / "usr/src/linux-headers-6.12.0")
+    link_as_own(tmp_path, own)
+    assert find_headers(tmp_path, SYSTEM) == Headers(own, own, own=True)
+
+
+def test_debian_keeps_sources_apart_from_what_the_build_generated(tmp_path: Path) -> None:
+    build = build_tree(tmp_path / "usr/src/linux-headers-6.1.0-56-amd64", sources=False)
+    common = tmp_path / "usr/src/linux-headers-6.1.0-56-common"
+    (common / "include/linux").mkdir(parents=True)
+    found = find_headers(tmp_path, SYSTEM)
+    assert found == Headers(common, build, own=False)
+    assert build / "arch/x86/include/generated/uapi" in found.include_directories("x86_64")
+
+
+def test_of_other_kernels_headers_the_newest_of_this_architecture_are_taken(tmp_path: Path) -> None:
+    build_tree(tmp_path / "usr/src/linux-headers-6.9.0")
+    newest = build_tree(tmp_path / "usr/src/kernels/6.12.5-200.fc41.x86_64")
+    build_tree(tmp_path / "usr/src/linux-headers-6.14.0-arm64", architecture="arm64")
+    build_tree(tmp_path / "usr/src/linux-headers-6.15.0-amd64", sources=False)  # the sources are not installed
+    assert find_headers(tmp_path, SYSTEM) == Headers(newest, newest, own=False)
+
+
+def test_without_any_there_are_none(tmp_path: Path) -> None:
+    link_as_own(tmp_path, tmp_path / "gone")
+    assert find_headers(tmp_path, SYSTEM) is None
+
+
+PURE = "30 24 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"
+HYBRID = (
+    "31 24 0:27 / /sys/fs/cgroup ro - tmpfs tmpfs ro\n"
+    "32 31 0:28 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu\n"
+    "33 31 0:29 / /sys/fs/cgroup/with\\040space rw shared:9 - cgroup2 cgroup2 rw\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("mountinfo", "directory"),
+    [(PURE, "/sys/fs/cgroup"), (HYBRID, "/sys/fs/cgroup/with space"), (HYBRID.replace("cgroup2", "cgroup"), None)],
+)
+def test_the_mount_of_version_2_is_found_alone_and_beside_version_1(mountinfo: str, directory: str | None) -> None:
+    assert v2_mount(mountinfo) == (None if directory is None else Path(directory))
+
+
+def test_bcc_is_known_by_a_part_that_its_namesake_on_pypi_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    namesake, distribution = tmp_path / "environment/bcc", tmp_path / "distribution/bcc"
+    for directory in (namesake, distribution):
+        directory.mkdir(parents=True)
+        (directory / "__init__.py").touch()
+    (distribution / "libbcc.py").touch()
+    monkeypatch.syspath_prepend(namesake.parent)
+    monkeypatch.setattr(bcc_location, "DISTRIBUTION_DIRECTORIES", (distribution,))
+    assert find_bcc() == distribution
+
+
+def test_a_per_cpu_map_has_a_value_for_every_processor_that_may_come() -> None:
+    assert [_num_possible(text) for text in ("0\n", "0-1\n", "0-3,8-11\n")] == [1, 2, 12]
+
+
+def test_the_loaders_complaints_become_one_sentence() -> None:
+    assert "CAP_PERFMON" in _reason("could not open bpf map: owner, error: Operation not permitted\n", 1)
+    assert _reason("bad\n  program\n", 1) == "cannot load: bad program"
+    assert _reason("", -9) == "cannot load: exit code -9"
