@@ -1,0 +1,103 @@
+"""What is run: hosts, what is slow about some of them, and how the job is steered."""
+
+from typing import Literal, NamedTuple, Self
+
+import msgspec
+
+from dynamix.lab.hosts import HostsError, Link
+from dynamix.schemas.subjects import check_token
+
+NUM_TRAINING_IMAGES = 60_000
+Probe = Literal["auto", "ebpf", "tcp_info", "proc"]
+
+
+class Arm(NamedTuple):
+    """One way to steer the job: a policy, and the local batch size to begin with."""
+
+    policy: str
+    local_batch_size: int
+
+    @classmethod
+    def parse(cls, text: str, local_batch_size: int) -> Self:
+        """From `POLICY`, or `POLICY:SIZE` for a size of its own.
+
+        Raises:
+            ValueError: for a name that cannot be a policy's, and for what is no size.
+        """
+        policy, separator, size = text.partition(":")
+        chosen = int(size) if separator else local_batch_size
+        if chosen < 1:
+            raise ValueError(f"local batch size {chosen} of {text!r}: at least 1")
+        return cls(check_token(policy), chosen)
+
+    @property
+    def label(self) -> str:
+        """As it is parsed."""
+        return f"{self.policy}:{self.local_batch_size}"
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """A cluster and the length of a run on it; ranks are numbered as their hosts."""
+
+    num_hosts: int = 4
+    cores: float | None = 0.4
+    """Seconds of processor per second that each host has; `None`: no limit."""
+    slow_cpus: dict[int, float] = {}
+    """The same for single ranks."""
+    slow_links: dict[int, str] = {}
+    """Rates of single ranks' links, in both directions, as `tc` writes them."""
+    queue_limit_bytes: int | None = None
+    """Of the queues in front of slow links; `None`: long enough to lose nothing."""
+    num_windows: int = 20
+    window_steps: int = 10
+    num_warm_up_windows: int = 5
+    """Left out of all medians: first steps, and a policy's first decisions."""
+    min_local_batch_size: int = 4
+    max_local_batch_size: int = 512
+    learning_rate: float = 0.02
+    probe: Probe = "auto"
+    seed: int = 1
+    data: str | None = None
+    """Directory with Fashion-MNIST's four files; the usual places when not given."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for what cannot be run."""
+        if self.num_hosts < 2:
+            raise ValueError(f"{self.num_hosts} hosts: a network has at least 2")
+        if not 0 <= self.num_warm_up_windows < self.num_windows:
+            raise ValueError(
+                f"{self.num_warm_up_windows} of {self.num_windows} windows to warm up leave none to measure"
+            )
+        for rank in {*self.slow_cpus, *self.slow_links}:
+            if not 0 <= rank < self.num_hosts:
+                raise ValueError(f"rank {rank} does not exist: {self.num_hosts} hosts have 0 to {self.num_hosts - 1}")
+        for rank in self.slow_links:
+            self.link_of(rank)
+
+    @property
+    def num_steps(self) -> int:
+        """Of a run."""
+        return self.num_windows * self.window_steps
+
+    def cores_of(self, rank: int) -> float | None:
+        """The share of the processor of a rank's host."""
+        return self.slow_cpus.get(rank, self.cores)
+
+    def link_of(self, rank: int) -> Link | None:
+        """The link of a rank's host; `None`: as fast as memory.
+
+        Raises:
+            ValueError: for a rate that is none.
+        """
+        if rank not in self.slow_links:
+            return None
+        limit = {} if self.queue_limit_bytes is None else {"queue_limit_bytes": self.queue_limit_bytes}
+        try:
+            return Link.parse(self.slow_links[rank], **limit)
+        except HostsError as error:
+            raise ValueError(str(error)) from error
+
+    def num_epochs(self, arm: Arm) -> int:
+        """More passes over the data than the run can need, whatever a policy decides."""
+        largest = max(arm.local_batch_size, self.max_local_batch_size)
+        return 1 + self.num_steps * largest * self.num_hosts // NUM_TRAINING_IMAGES

@@ -1,0 +1,149 @@
+"""Runs one job across hosts: a rank on each, all of them slow as planned from the first step to the last window."""
+
+import asyncio
+import contextlib
+import secrets
+import sys
+from asyncio.subprocess import PIPE, Process
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from bench.cluster.plan import Arm, Plan
+from bench.cluster.seen import Seen, Watcher
+from bench.cluster.services import ClusterError, Services, end_of, node_of
+from bench.cluster.summary import Result, summarise
+
+from dynamix.collector.proc import NamespaceTraffic
+from dynamix.lab.hosts import Host, Hosts
+from dynamix.schemas import subjects
+from dynamix.schemas.codec import decode_any
+from dynamix.schemas.streams import ACTIONS, FEED
+
+ROOT = Path(__file__).parents[2]
+MASTER_PORT = "29500"
+"""In a network of our own nobody else has it."""
+LAST_MESSAGES_TIMEOUT_S = 10.0
+
+
+async def run_job(hosts: Hosts, services: Services, plan: Plan, arm: Arm, *, directory: Path, watch: Watcher) -> Result:
+    """Train once; everything in the result was read from the bus, except the hosts' own counters.
+
+    Raises:
+        ClusterError: when a rank fails.
+    """
+    return await _Run(hosts, services, plan, arm, directory=directory, watch=watch).run()
+
+
+class _Run:
+    def __init__(
+        self, hosts: Hosts, services: Services, plan: Plan, arm: Arm, *, directory: Path, watch: Watcher
+    ) -> None:
+        self._hosts = hosts
+        self._services = services
+        self._plan = plan
+        self._arm = arm
+        self._directory = directory
+        self._job = f"cluster-{arm.policy}-{secrets.token_hex(4)}"
+        self._seen = Seen(plan.num_hosts, plan.num_windows, watch)
+
+    async def run(self) -> Result:
+        ranks: list[Process] = []
+        before, after = [], []
+        followers = asyncio.gather(*(self._follow(stream, wanted) for stream, wanted in _wanted(self._job)))
+        try:
+            ranks += [await self._start_rank(host) for host in self._hosts]
+            ended = asyncio.gather(*(self._end_of(rank, host) for rank, host in zip(ranks, self._hosts, strict=True)))
+            await _reach(asyncio.gather(*map(_attached, ranks)), ended, followers)
+            before = [host.traffic() for host in self._hosts]
+            self._slow_down()
+            for rank in ranks:
+                assert rank.stdin is not None
+                rank.stdin.write(b"go\n")
+            await _reach(asyncio.ensure_future(self._seen.complete.wait()), ended, followers)
+            after = [host.traffic() for host in self._hosts]
+            self._free()
+            await ended
+            with contextlib.suppress(TimeoutError):  # then the result says how many are missing
+                async with asyncio.timeout(LAST_MESSAGES_TIMEOUT_S):
+                    await _reach(asyncio.ensure_future(self._seen.complete.wait()), followers)
+        finally:
+            self._free()
+            followers.cancel()
+            await asyncio.gather(followers, *(_kill(rank) for rank in ranks), return_exceptions=True)
+        traffic = [_difference(*pair) for pair in zip(before, after, strict=True)]
+        return summarise(self._plan, self._arm, self._seen, traffic)
+
+    async def _follow(self, stream: str, wanted: list[str]) -> None:
+        async with self._services.bus.consume(stream, wanted, start="all") as consumer:
+            async for batch in consumer:
+                for message in batch:
+                    self._seen.add(decode_any(message.subject, message.payload))
+
+    async def _start_rank(self, host: Host) -> Process:
+        argument = msgspec.json.encode((self._plan, self._arm)).decode()
+        own = {
+            "RANK": str(host.index),
+            "WORLD_SIZE": str(len(self._hosts)),
+            "MASTER_ADDR": self._hosts[0].address,
+            "MASTER_PORT": MASTER_PORT,
+            "GLOO_SOCKET_IFNAME": "eth0",
+            "DYNAMIX_JOB": self._job,
+            "DYNAMIX_NODE": node_of(host),
+        }
+        command = host.command(sys.executable, "-m", "bench.cluster.job", argument)
+        with self._log(host).open("wb") as log:
+            environ = {**self._services.environ, **own}
+            return await asyncio.create_subprocess_exec(
+                *command, cwd=ROOT, env=environ, stdin=PIPE, stdout=PIPE, stderr=log
+            )
+
+    async def _end_of(self, rank: Process, host: Host) -> None:
+        if code := await rank.wait():
+            raise ClusterError(f"rank {host.index} ended with code {code}:\n{end_of(self._log(host))}")
+
+    def _log(self, host: Host) -> Path:
+        return self._directory / f"{self._job}-{host.index}.log"
+
+    def _slow_down(self) -> None:
+        for rank, host in enumerate(self._hosts):
+            host.set_link(self._plan.link_of(rank))
+            host.set_cores(self._plan.cores_of(rank))
+
+    def _free(self) -> None:
+        for host in self._hosts:
+            host.set_link(None)
+            host.set_cores(None)
+
+
+def _wanted(job: str) -> list[tuple[str, list[str]]]:
+    return [
+        (FEED.name, [subjects.window(job, subjects.ANY), subjects.applied(job)]),
+        (ACTIONS.name, [subjects.action(job)]),
+    ]
+
+
+async def _attached(rank: Process) -> None:
+    assert rank.stdout is not None
+    await rank.stdout.readline()
+
+
+async def _reach(goal: "asyncio.Future[Any]", *others: "asyncio.Future[Any]") -> None:
+    """Until the goal is done, or one of the others: what that raised is raised."""
+    try:
+        await asyncio.wait([goal, *others], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        goal.cancel()
+    for other in others:
+        if other.done():
+            other.result()
+
+
+async def _kill(rank: Process) -> None:
+    if rank.returncode is None:
+        rank.kill()
+    await rank.wait()
+
+
+def _difference(before: NamespaceTraffic, after: NamespaceTraffic) -> NamespaceTraffic:
+    return NamespaceTraffic(*(now - then for then, now in zip(before, after, strict=True)))

@@ -1,0 +1,138 @@
+"""Everything that steers a job across hosts: broker, reward and arbitrator at the switch, a collector on every host."""
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from bench.cluster.plan import Probe
+
+from dynamix.cli.services import ServiceProcess, bus_environment
+from dynamix.lab.hosts import Host, Hosts
+from dynamix.runtime.bus import Bus
+from dynamix.runtime.embedded import EmbeddedServer
+from dynamix.runtime.provision import provision
+from dynamix.schemas import subjects
+from dynamix.schemas.codec import decode
+from dynamix.schemas.messages import Live
+
+CONTROL_SERVICES = ("reward", "arbitrator")
+CONTROL_NODE = "control"
+READY_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 10.0
+MAX_LOG_CHARACTERS = 3000
+
+Environ = dict[str, str]
+Collectors = dict[str, subprocess.Popen[bytes]]
+"""By node."""
+
+
+class ClusterError(RuntimeError):
+    """A service or the job failed; the text holds the end of what it said."""
+
+
+class Services(NamedTuple):
+    """What a job needs of them."""
+
+    bus: Bus
+    environ: Environ
+    """For every process: ours, and how to reach the broker."""
+
+
+def node_of(host: Host) -> str:
+    """A host's name on the bus."""
+    return f"host-{host.index}"
+
+
+def end_of(log: Path) -> str:
+    """What somebody said last, from its first traceback on where there is one."""
+    text = log.read_text(errors="replace")
+    start = text.find("Traceback")
+    return text[start : start + MAX_LOG_CHARACTERS] if start >= 0 else text[-MAX_LOG_CHARACTERS:]
+
+
+@contextlib.asynccontextmanager
+async def services(hosts: Hosts, probe: Probe, directory: Path) -> AsyncIterator[Services]:
+    """All of them, ready; the calling thread must have entered the switch, and be the main one.
+
+    Raises:
+        ClusterError: when a service ends at once, or is not ready in `READY_TIMEOUT_S`.
+    """
+    async with EmbeddedServer(host=hosts.address) as server:
+        bus = await Bus.connect(server.settings, name="bench-cluster")
+        environ = {**os.environ, **bus_environment(server.settings), "OMP_NUM_THREADS": "1"}
+        log = directory / "services.log"
+        try:
+            await provision(bus)
+            with (
+                log.open("wb") as output,
+                _control(environ, output),
+                _collectors(hosts, probe, environ, output) as collectors,
+            ):
+                await _wait_until_ready(bus, collectors, log)
+                yield Services(bus, environ)
+        finally:
+            await bus.close()
+
+
+@contextlib.contextmanager
+def _control(environ: Environ, output: IO[bytes]) -> Iterator[None]:
+    """Reward and arbitrator, where the broker is."""
+    children = [ServiceProcess(name, {**environ, "DYNAMIX_NODE": CONTROL_NODE}, output) for name in CONTROL_SERVICES]
+    try:
+        for child in children:
+            child.start()
+        yield
+    finally:
+        for child in children:
+            child.stop()
+
+
+@contextlib.contextmanager
+def _collectors(hosts: Hosts, probe: Probe, environ: Environ, output: IO[bytes]) -> Iterator[Collectors]:
+    """One per host, before any rank: eBPF knows the sockets that are opened while it is attached."""
+    children: Collectors = {}
+    try:
+        for host in hosts:
+            own = {
+                "DYNAMIX_NODE": node_of(host),
+                "DYNAMIX_COLLECTOR_PROBE": probe,
+                "DYNAMIX_COLLECTOR_CGROUP": str(host.cgroup),
+            }
+            command = [sys.executable, "-m", "dynamix.collector"]
+            child = host.popen(command, env={**environ, **own}, stdout=output, stderr=output)
+            children[node_of(host)] = child
+        yield children
+    finally:
+        for child in children.values():
+            child.terminate()
+        for child in children.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it is killed with its host
+                child.wait(STOP_TIMEOUT_S)
+
+
+async def _wait_until_ready(bus: Bus, collectors: Collectors, log: Path) -> None:
+    """Until every service has said that it listens to its streams."""
+    missing = {(name, CONTROL_NODE) for name in CONTROL_SERVICES} | {("collector", node) for node in collectors}
+    try:
+        async with asyncio.timeout(READY_TIMEOUT_S), bus.subscribe(subjects.live("*", "*")) as beats:
+            async for message in beats:
+                beat = decode(Live, message.subject, message.payload)
+                if beat.counters.get("ready"):
+                    missing.discard((beat.service, beat.node))
+                if not missing:
+                    return
+                _check_running(collectors, log)
+    except TimeoutError:
+        names = ", ".join(f"{service} of {node}" for service, node in sorted(missing))
+        raise ClusterError(f"not ready after {READY_TIMEOUT_S:g} s: {names}; from their log:\n{end_of(log)}") from None
+
+
+def _check_running(collectors: Collectors, log: Path) -> None:
+    for node, child in collectors.items():
+        if child.poll() is not None:
+            raise ClusterError(f"the collector of {node} ended at once:\n{end_of(log)}")

@@ -1,0 +1,153 @@
+"""What a run came to: from the metric windows on the bus to medians per rank. Pure."""
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import msgspec
+from bench.cluster.plan import Arm, Plan
+from bench.cluster.seen import Seen
+
+from dynamix.collector.proc import NamespaceTraffic
+from dynamix.schemas.features import RANK_INDEX, state_of, unpack_ranks
+from dynamix.schemas.messages import MetricWindow
+
+SIGNALS = (
+    "local_batch_size",
+    "step_time_s",
+    "compute_time_s",
+    "sync_time_s",
+    "tx_bytes_per_s",
+    "rx_bytes_per_s",
+    "retransmits",
+    "srtt_us",
+    "cpu_time_ratio",
+    "run_queue_wait_ratio",
+    "context_switches_per_s",
+)
+"""Features of the state, as a policy sees them."""
+
+
+class Spread(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the measured windows: the median and the quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        """Of at least one value."""
+        if len(values) == 1:
+            return cls(median=values[0], low=values[0], high=values[0])
+        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(median=median, low=low, high=high)
+
+
+class RankResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank."""
+
+    rank: int
+    probes: dict[str, int]
+    """How many windows got their network metrics from which probe."""
+    probe_notes: list[str]
+    num_readings_lost: int
+    medians: dict[str, float | None]
+    """Of each signal over the measured windows; `None` where it was never known."""
+    windows: dict[str, list[float | None]]
+    """Each signal in every window, those to warm up too."""
+    num_retransmits: int
+    """Segments that its sockets sent again in all windows."""
+    host_retransmits: int
+    """RetransSegs of its host meanwhile: all sockets, those to store and broker too."""
+    host_tx_bytes: int
+    host_rx_bytes: int
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """One run."""
+
+    label: str
+    policy: str
+    local_batch_size: int
+    step_time_s: Spread
+    throughput: Spread
+    """Samples per second."""
+    final_loss: float | None
+    num_windows: int
+    """Seen whole; fewer than planned when messages were lost."""
+    num_windows_planned: int
+    num_actions: int
+    num_actions_applied: int
+    local_batch_sizes: list[int]
+    """Of the last window."""
+    ranks: list[RankResult]
+    step_times_s: list[float]
+    """Of every window."""
+
+
+def summarise(plan: Plan, arm: Arm, seen: Seen, traffic: Sequence[NamespaceTraffic]) -> Result:
+    """Put a run together; `traffic` is what each host counted meanwhile.
+
+    Raises:
+        ValueError: when no window after those to warm up was seen whole.
+    """
+    whole = {number: ranks for number, ranks in sorted(seen.windows.items()) if len(ranks) == plan.num_hosts}
+    measured = [ranks for number, ranks in whole.items() if number >= plan.num_warm_up_windows]
+    if not measured:
+        raise ValueError(f"{arm.label}: none of the {plan.num_windows} windows came from all {plan.num_hosts} hosts")
+    job = [ranks[0].job_metrics for ranks in whole.values()]
+    measured_job = [ranks[0].job_metrics for ranks in measured]
+    return Result(
+        label=arm.label,
+        policy=arm.policy,
+        local_batch_size=arm.local_batch_size,
+        step_time_s=Spread.of([metrics.step_time_s for metrics in measured_job]),
+        throughput=Spread.of([metrics.throughput for metrics in measured_job if metrics.throughput is not None]),
+        final_loss=job[-1].loss,
+        num_windows=len(whole),
+        num_windows_planned=plan.num_windows,
+        num_actions=len(seen.actions),
+        num_actions_applied=len({applied.decided_window for applied in seen.applied}),
+        local_batch_sizes=[window.ranks[0].training.local_batch_size for _, window in sorted(measured[-1].items())],
+        ranks=[
+            _rank_result(rank, [ranks[rank] for ranks in whole.values()], len(measured), traffic[rank])
+            for rank in range(plan.num_hosts)
+        ],
+        step_times_s=[metrics.step_time_s for metrics in job],
+    )
+
+
+def _rank_result(
+    rank: int, windows: Sequence[MetricWindow], num_measured: int, traffic: NamespaceTraffic
+) -> RankResult:
+    signals = _signals(windows)
+    networks = [window.ranks[0].network for window in windows]
+    return RankResult(
+        rank=rank,
+        probes=dict(Counter(window.probe for window in windows)),
+        probe_notes=sorted({window.probe_note for window in windows} - {""}),
+        num_readings_lost=windows[-1].num_readings_lost,
+        medians={name: _median(values[-num_measured:]) for name, values in signals.items()},
+        windows=signals,
+        num_retransmits=sum(network.retransmits for network in networks if network is not None),
+        host_retransmits=traffic.retransmits,
+        host_tx_bytes=traffic.tx_bytes,
+        host_rx_bytes=traffic.rx_bytes,
+    )
+
+
+def _signals(windows: Sequence[MetricWindow]) -> dict[str, list[float | None]]:
+    """The state of a rank in every window, `None` where it is masked."""
+    rows = [unpack_ranks(state_of(window))[0] for window in windows]
+    return {name: [_known(float(row[RANK_INDEX[name]])) for row in rows] for name in SIGNALS}
+
+
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
