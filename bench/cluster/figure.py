@@ -33,7 +33,7 @@ def draw(results: Sequence[Result], plan: Plan, path: Path) -> None:
             first = first or axes
             _ranks(axes, result, signal, scale)
             axes.set_title(f"{title}, {result.label}", fontsize="small")
-            axes.set_xlim(0, plan.num_windows - 1)
+            axes.set_xlim(0, max(1, plan.num_windows - 1))
     figure.axes[1].legend(fontsize="x-small")
     figure.suptitle(describe(plan))
     path.parent.mkdir(parents=True, exist_ok=True)

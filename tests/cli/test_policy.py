@@ -95,7 +95,7 @@ def test_what_cannot_be_done_is_said_in_a_sentence(
     good.write_bytes(FIRST)
     older.write_bytes(of_other_features())
     for arguments, reason in (
-        (["import", str(older)], "its list of rank features is not this program's: it lacks srtt_us and has ping_ms"),
+        (["import", str(older)], "its list of rank features is not this program's: it has ping_ms"),
         (["import", str(good), "--name", "static"], "'static' is a policy of the program itself"),
         (["import", str(good), "--name", "My policy"], "cannot be part of a subject"),
         (["import", str(tmp_path)], f"cannot read {tmp_path}: Is a directory"),

@@ -24,4 +24,7 @@ def open_probe(cgroup: str = "") -> SocketProbe:
         raise ProbeError(
             f"{directory} is no control group of version 2: DYNAMIX_COLLECTOR_CGROUP names one under {mount}"
         )
-    return SocketProbe(directory)
+    try:
+        return SocketProbe(directory)
+    except OSError as error:
+        raise ProbeError(f"{error.filename or directory}: {error.strerror}") from error
