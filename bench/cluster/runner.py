@@ -5,6 +5,7 @@ import contextlib
 import secrets
 import sys
 from asyncio.subprocess import PIPE, Process
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ ROOT = Path(__file__).parents[2]
 MASTER_PORT = "29500"
 """In a network of our own nobody else has it."""
 LAST_MESSAGES_TIMEOUT_S = 10.0
+
+Waiting = asyncio.Future[Any]
 
 
 async def run_job(hosts: Hosts, services: Services, plan: Plan, arm: Arm, *, directory: Path, watch: Watcher) -> Result:
@@ -48,31 +51,39 @@ class _Run:
         self._seen = Seen(plan.num_hosts, plan.num_windows, watch)
 
     async def run(self) -> Result:
-        ranks: list[Process] = []
-        before, after = [], []
+        before = self._traffic()
         followers = asyncio.gather(*(self._follow(stream, wanted) for stream, wanted in _wanted(self._job)))
         try:
-            ranks += [await self._start_rank(host) for host in self._hosts]
-            ended = asyncio.gather(*(self._end_of(rank, host) for rank, host in zip(ranks, self._hosts, strict=True)))
-            await _reach(asyncio.gather(*map(_attached, ranks)), ended, followers)
-            before = [host.traffic() for host in self._hosts]
-            self._slow_down()
-            for rank in ranks:
-                assert rank.stdin is not None
-                rank.stdin.write(b"go\n")
-            await _reach(asyncio.ensure_future(self._seen.complete.wait()), ended, followers)
-            after = [host.traffic() for host in self._hosts]
-            self._free()
-            await ended
+            after = await self._train(followers)
             with contextlib.suppress(TimeoutError):  # then the result says how many are missing
                 async with asyncio.timeout(LAST_MESSAGES_TIMEOUT_S):
-                    await _reach(asyncio.ensure_future(self._seen.complete.wait()), followers)
+                    await _reach(self._seen.complete.wait(), followers)
         finally:
             self._free()
-            followers.cancel()
-            await asyncio.gather(followers, *(_kill(rank) for rank in ranks), return_exceptions=True)
+            await _cancel(followers)
         traffic = [_difference(*pair) for pair in zip(before, after, strict=True)]
         return summarise(self._plan, self._arm, self._seen, traffic)
+
+    async def _train(self, followers: Waiting) -> list[NamespaceTraffic]:
+        """From the first rank's start to the last one's end; what the hosts had counted once all windows were seen."""
+        ranks = [await self._start_rank(host) for host in self._hosts]
+        ended = asyncio.gather(*(self._end_of(rank, host) for rank, host in zip(ranks, self._hosts, strict=True)))
+        try:
+            await _reach(asyncio.gather(*map(_attached, ranks)), ended, followers)
+            self._slow_down()
+            for rank in ranks:
+                _let_go(rank)
+            await _reach(self._seen.complete.wait(), ended, followers)
+            traffic = self._traffic()
+            self._free()
+            await ended
+        finally:
+            await _cancel(ended)
+            await asyncio.gather(*map(_kill, ranks))
+        return traffic
+
+    def _traffic(self) -> list[NamespaceTraffic]:
+        return [host.traffic() for host in self._hosts]
 
     async def _follow(self, stream: str, wanted: list[str]) -> None:
         async with self._services.bus.consume(stream, wanted, start="all") as consumer:
@@ -128,15 +139,26 @@ async def _attached(rank: Process) -> None:
     await rank.stdout.readline()
 
 
-async def _reach(goal: "asyncio.Future[Any]", *others: "asyncio.Future[Any]") -> None:
-    """Until the goal is done, or one of the others: what that raised is raised."""
+def _let_go(rank: Process) -> None:
+    assert rank.stdin is not None
+    rank.stdin.write(b"go\n")
+
+
+async def _reach(goal: Awaitable[Any], *others: Waiting) -> None:
+    """Until the goal is reached, or one of the others is done: what that raised is raised."""
+    waiting = asyncio.ensure_future(goal)
     try:
-        await asyncio.wait([goal, *others], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([waiting, *others], return_when=asyncio.FIRST_COMPLETED)
     finally:
-        goal.cancel()
+        waiting.cancel()
     for other in others:
         if other.done():
             other.result()
+
+
+async def _cancel(waiting: Waiting) -> None:
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
 
 
 async def _kill(rank: Process) -> None:

@@ -60,7 +60,7 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True):
     num_retransmits: int
     """Segments that its sockets sent again in all windows."""
     host_retransmits: int
-    """RetransSegs of its host meanwhile: all sockets, those to store and broker too."""
+    """RetransSegs of its host over the whole run: of all sockets, those to store and broker too."""
     host_tx_bytes: int
     host_rx_bytes: int
 
