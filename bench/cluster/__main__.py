@@ -11,19 +11,19 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.cluster.arguments import add_arguments, as_json, by_rank, plan_of
+from bench.cluster.arguments import INTERRUPTED, add_arguments, as_json, by_rank, plan_of
 from bench.cluster.display import describe, print_result
 from bench.cluster.plan import Arm
 from bench.cluster.runs import run_all
 from bench.cluster.services import ClusterError
-from bench.cluster.summary import Result
+from bench.cluster.summary import Result, missed
 from bench.output import exit_code, write_json
 
 from dynamix.lab.hosts import HostsError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run, print, write; 1 when windows were lost."""
+    """Run, print, write; 1 when windows were lost or nothing was decided."""
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
@@ -37,13 +37,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (HostsError, ClusterError, ValueError) as error:
         sys.stderr.write(f"cluster: {error}\n")
         return 2
+    except KeyboardInterrupt:
+        return INTERRUPTED
     write_json({"plan": as_json(plan), "runs": [as_json(result) for result in results]}, options.json)
     if options.png:
         from bench.cluster.figure import draw  # noqa: PLC0415 - matplotlib: only once it is needed
 
         draw(results, plan, Path(options.png))
-    missed = [f"all windows of {result.label}" for result in results if result.num_windows < plan.num_windows]
-    return exit_code("cluster", missed, options)
+    return exit_code("cluster", [target for result in results for target in missed(result)], options)
 
 
 def _say_nothing(result: Result) -> None:

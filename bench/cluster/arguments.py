@@ -9,6 +9,8 @@ from bench.output import add_output_arguments
 
 DEFAULTS = Plan()
 NO_LIMIT = "none"
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
 
 Value = TypeVar("Value", str, float)
 

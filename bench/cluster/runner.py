@@ -150,7 +150,7 @@ async def _reach(goal: Awaitable[Any], *others: Waiting) -> None:
     try:
         await asyncio.wait([waiting, *others], return_when=asyncio.FIRST_COMPLETED)
     finally:
-        waiting.cancel()
+        await _cancel(waiting)
     for other in others:
         if other.done():
             other.result()

@@ -119,6 +119,16 @@ def summarise(plan: Plan, arm: Arm, seen: Seen, traffic: Sequence[NamespaceTraff
     )
 
 
+def missed(result: Result) -> list[str]:
+    """What a run across hosts must show whatever it measures, and did not."""
+    found = []
+    if result.num_windows < result.num_windows_planned:
+        found.append(f"all windows of {result.label}")
+    if result.num_actions == 0:
+        found.append(f"any action for {result.label}: is there such a policy?")
+    return found
+
+
 def _rank_result(
     rank: int, windows: Sequence[MetricWindow], num_measured: int, traffic: NamespaceTraffic
 ) -> RankResult:

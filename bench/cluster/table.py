@@ -13,12 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.cluster.arguments import add_arguments, as_json, plan_of
+from bench.cluster.arguments import INTERRUPTED, add_arguments, as_json, plan_of
 from bench.cluster.display import print_result
 from bench.cluster.plan import Arm, Plan
 from bench.cluster.runs import run_all
 from bench.cluster.services import ClusterError
-from bench.cluster.summary import Result
+from bench.cluster.summary import Result, missed
 from bench.output import exit_code, write_json
 
 from dynamix.lab.hosts import HostsError
@@ -140,7 +140,7 @@ def _figures(cells: Cells) -> list[dict[str, Any]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run all, print and write the tables; 1 when windows were lost."""
+    """Run all, print and write the tables; 1 when windows were lost or nothing was decided."""
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
@@ -154,6 +154,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (HostsError, ClusterError, ValueError) as error:
         sys.stderr.write(f"cluster: {error}\n")
         return 2
+    except KeyboardInterrupt:
+        return INTERRUPTED
     text = markdown(cells, options.rank)
     if options.markdown:
         Path(options.markdown).write_text(text)
@@ -162,12 +164,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print_result(results[-1])
         print("\n" + text)
     write_json({"plans": {name: as_json(plan) for name, plan in plans.items()}, "cells": _figures(cells)}, options.json)
-    missed = [
-        f"all windows of {condition}, {action}"
-        for (condition, action), results in cells.items()
-        if any(result.num_windows < result.num_windows_planned for result in results)
+    targets = [
+        f"{condition}, {target}"
+        for (condition, _), results in cells.items()
+        for result in results
+        for target in missed(result)
     ]
-    return exit_code("cluster", missed, options)
+    return exit_code("cluster", targets, options)
 
 
 def _parser() -> argparse.ArgumentParser:

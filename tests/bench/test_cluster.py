@@ -14,7 +14,7 @@ from bench.cluster.display import describe
 from bench.cluster.figure import draw
 from bench.cluster.plan import Arm, Plan
 from bench.cluster.seen import Seen
-from bench.cluster.summary import Result, Spread, summarise
+from bench.cluster.summary import Result, Spread, missed, summarise
 from tests.support import made
 from tests.support.benches import ROOT, run_bench
 from tests.support.brokers import until
@@ -130,6 +130,8 @@ def test_a_window_counts_when_all_hosts_sent_it() -> None:
     result = summarise(PLAN, Arm("rule", 32), seen, [NO_TRAFFIC, NamespaceTraffic(10, 20, 30)])
     assert (result.num_windows, result.num_windows_planned) == (2, 3)
     assert (result.num_actions, result.num_actions_applied) == (2, 1)
+    assert missed(result) == ["all windows of rule:32"]
+    assert "any action" in missed(msgspec.structs.replace(result, num_windows=3, num_actions=0))[0]
     assert (result.ranks[1].host_tx_bytes, result.ranks[1].host_rx_bytes, result.ranks[1].host_retransmits) == (
         *(10, 20, 30),
     )

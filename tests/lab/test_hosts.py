@@ -305,6 +305,29 @@ def test_a_version_2_with_the_controller_is_used_for_both(tmp_path: Path) -> Non
         find_hierarchies(mounts)
 
 
+def test_with_version_2_alone_the_share_is_in_the_same_cgroup(tmp_path: Path) -> None:
+    name = Name.make()
+    cgroup = Cgroup(Hierarchies(tmp_path, tmp_path), name, 1)
+    cgroup.add()
+    assert cgroup.procs == (tmp_path / str(name) / "1" / "cgroup.procs",)
+    for directory in (tmp_path, tmp_path / str(name)):
+        assert (directory / "cgroup.subtree_control").read_text() == "+cpu"
+    cgroup.set_cores(0.4)
+    assert (cgroup.unified / "cpu.max").read_text() == f"8000 {PERIOD_US}"
+    cgroup.set_cores(None)
+    assert (cgroup.unified / "cpu.max").read_text() == f"max {PERIOD_US}"
+
+
+def test_an_owner_that_nobody_has_taken_leave_of_is_dead_all_the_same() -> None:
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        name = Name(process.pid, Proc().stat(process.pid).start_ticks, 0)
+        assert name.has_living_owner()
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert not name.has_living_owner()
+        assert Proc().stat(process.pid).start_ticks == name.start_ticks  # a zombie
+
+
 def test_a_name_says_whose_it_is() -> None:
     name = Name.make()
     assert Name.parse(f"{name}.switch") == name
