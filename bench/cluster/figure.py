@@ -27,13 +27,11 @@ def draw(results: Sequence[Result], plan: Plan, path: Path) -> None:
     grid = figure.add_gridspec(1 + len(ROWS), len(results))
     _step_times(figure.add_subplot(grid[0, :]), results, plan)
     for row, (title, signal, scale) in enumerate(ROWS, start=1):
-        first: Axes | None = None
         for column, result in enumerate(results):
-            axes = figure.add_subplot(grid[row, column], sharey=first)
-            first = first or axes
+            axes = figure.add_subplot(grid[row, column])
             _ranks(axes, result, signal, scale)
             axes.set_title(f"{title}, {result.label}", fontsize="small")
-            axes.set_xlim(0, max(1, plan.num_windows - 1))
+            axes.set(xlim=(0, max(1, plan.num_windows - 1)), ylim=(0, _top(results, signal, scale)))
     figure.axes[1].legend(fontsize="x-small")
     figure.suptitle(describe(plan))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,8 +43,8 @@ def _step_times(axes: Axes, results: Sequence[Result], plan: Plan) -> None:
         axes.plot([1e3 * step_s for step_s in result.step_times_s], label=result.label)
     if plan.num_warm_up_windows:
         axes.axvspan(0, plan.num_warm_up_windows - 0.5, color="#eeeeee")
-    axes.set(title="Step time; shaded: not measured", xlabel="window", ylabel="ms")
-    axes.set_ylim(bottom=0)
+    highest_ms = 1e3 * max(step_s for result in results for step_s in result.step_times_s)
+    axes.set(title="Step time; shaded: not measured", xlabel="window", ylabel="ms", ylim=(0, 1.05 * highest_ms))
     axes.legend(fontsize="small")
     axes.grid(alpha=0.3)
 
@@ -60,5 +58,10 @@ def _ranks(axes: Axes, result: Result, signal: str, scale: float) -> None:
             label=f"rank {rank.rank}",
             linewidth=1,
         )
-    axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
+
+
+def _top(results: Sequence[Result], signal: str, scale: float) -> float:
+    """The same for all columns, so that they can be compared."""
+    values = [value for result in results for rank in result.ranks for value in rank.windows[signal]]
+    return 1.05 * scale * max((value for value in values if value), default=1 / scale)
