@@ -16,7 +16,6 @@ import argparse
 import asyncio
 import gc
 import itertools
-import json
 import statistics
 import sys
 import time
@@ -26,7 +25,9 @@ from typing import Any, NamedTuple
 import msgspec
 import nats
 import uvloop
+from bench.node_window import NUM_RANKS, metric_window
 from bench.output import add_output_arguments, exit_code, write_json
+from bench.raw_pull import pull
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
@@ -35,22 +36,12 @@ from dynamix.runtime.embedded import EmbeddedServer
 from dynamix.runtime.provision import provision
 from dynamix.schemas import codec, table
 from dynamix.schemas.features import state_of
-from dynamix.schemas.messages import (
-    GlobalMetrics,
-    MetricWindow,
-    NetworkMetrics,
-    NodeMetrics,
-    RankMetrics,
-    State,
-    SystemMetrics,
-    TrainingMetrics,
-)
+from dynamix.schemas.messages import State
 
-NUM_RANKS = 8
+STATES = "dynamix.v1.state.>"
 NUM_MESSAGES = 10_000
 CONSUMED_PER_PUBLISHED = 2
 """Consuming is faster: with twice as many its runs are about as long."""
-PULL_BATCH = 512
 TARGET = 0.6
 
 Arm = Callable[[], Awaitable[None]]
@@ -83,7 +74,6 @@ class Bench:
         self._bus = bus
         self._raw = raw
         self._generations = itertools.count(1)
-        self._names = itertools.count(1)
         self._states: list[State] = []
         self._encoded: list[tuple[str, bytes, str]] = []
 
@@ -143,7 +133,7 @@ class Bench:
     async def consume_ours(self) -> None:
         """Our consumer, decoding."""
         missing = self._num_consumed
-        async with self._bus.consume("FEED", ["dynamix.v1.state.>"], start=ALL) as consumer:
+        async with self._bus.consume("FEED", [STATES], start=ALL) as consumer:
             async for batch in consumer:
                 for message in batch:
                     codec.decode(State, message.subject, message.payload)
@@ -153,93 +143,11 @@ class Bench:
 
     async def consume_raw(self) -> None:
         """A pipelined pull by hand, decoding."""
-        inbox, done, name = self._raw.new_inbox(), asyncio.Event(), f"raw-{next(self._names)}"
-        missing, asked = self._num_consumed, 0
-
-        async def ask() -> None:
-            nonlocal asked
-            asked += PULL_BATCH
-            request = {"batch": PULL_BATCH, "expires": 30 * 10**9}
-            await self._raw.publish(f"$JS.API.CONSUMER.MSG.NEXT.FEED.{name}", json.dumps(request).encode(), inbox)
-
-        async def take(message: Msg) -> None:
-            nonlocal missing, asked
-            if not message.reply:
-                return  # a request that ended
-            codec.decode(State, message.subject, message.data)
-            missing -= 1
-            asked -= 1
-            if missing == 0:
-                done.set()
-            elif asked <= PULL_BATCH:
-                await ask()
-
-        subscription = await self._raw.subscribe(inbox, cb=take)
-        config = {
-            "name": name,
-            "ack_policy": "none",
-            "deliver_policy": "all",
-            "mem_storage": True,
-            "inactive_threshold": 5 * 10**9,
-            "filter_subject": "dynamix.v1.state.>",
-        }
-        body = json.dumps({"stream_name": "FEED", "config": config}).encode()
-        await self._raw.request(f"$JS.API.CONSUMER.CREATE.FEED.{name}", body, timeout=5)
-        await ask()
-        await ask()
-        await done.wait()
-        await subscription.unsubscribe()
+        await pull(self._raw, "FEED", STATES, self._num_consumed, _decode)
 
 
-def metric_window() -> MetricWindow:
-    """What a node of 8 ranks measures in one window."""
-    ranks = tuple(
-        RankMetrics(
-            rank=rank,
-            training=TrainingMetrics(
-                local_batch_size=96 + 8 * rank,
-                pending_local_batch_size=104 + 8 * rank,
-                num_samples=20 * (96 + 8 * rank),
-                loss=1.2 + rank / 100,
-                accuracy=0.55 + rank / 1000,
-                accuracy_change=0.004,
-                step_time_s=0.085,
-                compute_time_s=0.05 + rank / 500,
-                sync_time_s=0.02,
-                data_time_s=0.004,
-                update_time_s=0.006,
-            ),
-            system=SystemMetrics(cpu_time_ratio=1.4, memory_bytes=3 << 30, memory_ratio=0.11),
-            network=NetworkMetrics(tx_bytes=48_123_456, rx_bytes=47_987_654, retransmits=rank, srtt_us=212.5),
-        )
-        for rank in range(NUM_RANKS)
-    )
-    job = GlobalMetrics(
-        global_batch_size=992,
-        num_samples=19_840,
-        step_time_s=0.085,
-        throughput=11_670.6,
-        loss=1.23,
-        loss_change=-0.02,
-        accuracy=0.553,
-        accuracy_change=0.004,
-        held_out_accuracy=0.541,
-        progress=0.2,
-        noise_scale=1834.0,
-        sigma_norm_sq=1.85,
-    )
-    return MetricWindow(
-        job="bench-0a1b2c3d",
-        generation=0,
-        window=0,
-        node="node-a",
-        probe="tcp_info",
-        optimizer_family="sgd",
-        num_steps=20,
-        ranks=ranks,
-        job_metrics=job,
-        node_metrics=NodeMetrics(load_per_cpu=0.7, memory_used_ratio=0.4),
-    )
+def _decode(message: Msg) -> None:
+    codec.decode(State, message.subject, message.data)
 
 
 async def measure(arm: Arm, num_messages: int) -> Sample:
