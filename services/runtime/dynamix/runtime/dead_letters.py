@@ -35,6 +35,7 @@ class DeadLetters:
     async def add(self, message: Message, reason: str) -> None:
         """Set a message aside; never raises."""
         self._count("dead_letters")
+        self._bus.handled.of(message.subject).refuse(reason)
         kind, job = tokens_of(message.subject)
         if not self._limit.allow(kind):
             self._count("dead_letters_not_kept")

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import importlib.metadata
 import os
 import signal
 import sys
@@ -17,9 +18,10 @@ import uvloop
 from dynamix.schemas.messages import Live
 
 from . import log as logs
-from .bus import Bus, BusError, Message, check_url
+from .bus import Bus, BusError, Identity, Message, check_url
 from .dead_letters import DeadLetters
 from .settings import Loaded, help_text, load, node_name
+from .watchdog import Watchdog
 
 HEARTBEAT_S = 1.0
 STOP_TIMEOUT_S = 10.0
@@ -71,9 +73,10 @@ def run(service: str, settings_type: type[S], main: Main[S], arguments: Sequence
     """Run a service until a signal, an error or a closed connection; returns the exit code of the process.
 
     Reads settings from environment and `arguments` (`sys.argv` by default), sets up logs, connects (waiting for the
-    broker as long as it takes), sends a heartbeat every second while `main` runs. On SIGTERM or SIGINT it sets
-    `context.stop` and ends the intake, waits for `main` to return, and drains. Codes: 0 after a signal or when `main`
-    is done, 1 when `main` or the connection failed, 2 for settings that cannot be used.
+    broker as long as it takes), sends a heartbeat every second and answers `nats micro` while `main` runs. On SIGTERM
+    or SIGINT it sets `context.stop` and ends the intake, waits for `main` to return, and drains. Codes: 0 after a
+    signal or when `main` is done, 1 when `main` or the connection failed or the event loop was stuck, 2 for settings
+    that cannot be used.
     """
     given = sys.argv[1:] if arguments is None else arguments
     if {"-h", "--help"} & set(given):
@@ -104,6 +107,7 @@ class _Life(Generic[S]):
         )
         self._stop = asyncio.Event()
         self._closed: asyncio.Future[str] | None = None
+        self._watchdog = Watchdog(loaded.shared.stuck_after_s)
 
     async def live(self) -> int:
         """Connect, work, drain; returns the exit code."""
@@ -111,13 +115,18 @@ class _Life(Generic[S]):
         stopped = asyncio.create_task(self._stop.wait(), name="stop")
         with self._signals():
             try:
+                return await self._connect_and_work(stopped)
+            finally:
+                stopped.cancel()
+
+    async def _connect_and_work(self, stopped: asyncio.Task[bool]) -> int:
+        async with self._watchdog:
+            try:
                 bus = await self._connect(stopped)
                 return EXIT_OK if bus is None else await self._work(bus, stopped)
             except (BusError, OSError) as error:
                 self._log.error("cannot start", reason=str(error))
                 return EXIT_FAILED
-            finally:
-                stopped.cancel()
 
     async def _connect(self, stopped: asyncio.Task[bool]) -> Bus | None:
         """The connection; `None` when a signal came first."""
@@ -145,10 +154,13 @@ class _Life(Generic[S]):
         code = EXIT_FAILED
         try:
             async with asyncio.TaskGroup() as tasks:
-                heartbeat = tasks.create_task(_beat(context), name="heartbeat")
+                others = [
+                    tasks.create_task(_beat(context, self._watchdog), name="heartbeat"),
+                    tasks.create_task(bus.answer_discovery(_identity(context)), name="discovery"),
+                ]
                 main = tasks.create_task(self._call_main(context), name="main")
                 code = await self._wait(main, bus, stopped)
-                for task in (heartbeat, main):
+                for task in (*others, main):
                     task.cancel()
         except* Exception as errors:  # noqa: BLE001 - whatever it is ends this service, with its traceback in the log
             self._complain(errors.exceptions)
@@ -207,10 +219,20 @@ class _Life(Generic[S]):
                 loop.remove_signal_handler(number)
 
 
-async def _beat(context: Context[S]) -> None:
+def _identity(context: Context[S]) -> Identity:
+    return Identity(
+        name=f"dynamix-{context.service}",
+        version=importlib.metadata.version("dynamix-batch"),
+        description=f"the {context.service} of DYNAMIX: reads streams, answers no requests",
+        metadata={"node": context.node, "instance": context.instance, "pid": str(os.getpid())},
+    )
+
+
+async def _beat(context: Context[S], watchdog: Watchdog) -> None:
     begin = time.monotonic()
     while True:
         counters = {f"bus_{name}": value for name, value in context.bus.counters.items()} | context.counters
+        counters["loop_lag_ms"] = int(1000 * watchdog.take_max_lag_s())
         live = Live(
             service=context.service,
             instance=context.instance,

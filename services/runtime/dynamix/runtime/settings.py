@@ -4,6 +4,7 @@ import ast
 import difflib
 import hashlib
 import inspect
+import math
 import os
 import re
 import socket
@@ -57,8 +58,12 @@ class SharedSettings(msgspec.Struct, frozen=True, kw_only=True):
     """debug, info, warning or error."""
     job: str = ""
     """The job that a training process belongs to; `dynamix train` sets it."""
+    stuck_after_s: float = 20.0
+    """A service whose event loop is blocked for so many seconds ends with code 1, to be started again; 0: never."""
 
     def __post_init__(self) -> None:
+        if self.stuck_after_s != 0 and not 1 <= self.stuck_after_s < math.inf:
+            raise ValueError(f"stuck_after_s must be 0 (never) or at least 1 second, not {self.stuck_after_s:g}")
         if self.log_level not in LOG_LEVELS:
             raise ValueError(f"log_level must be one of {', '.join(LOG_LEVELS)}, not {self.log_level!r}")
         for token in (self.node, self.instance, self.job):

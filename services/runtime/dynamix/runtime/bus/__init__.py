@@ -14,7 +14,9 @@ from .errors import (
     StaleWriterError,
     StreamMissingError,
 )
+from .handled import Handled
 from .message import Message, StreamState
+from .micro import Identity
 from .object_layout import ObjectInfo
 from .objects import StoredObject
 from .position import ALL, LAST_PER_SUBJECT, NEW, Start
@@ -28,6 +30,8 @@ __all__ = [
     "BusError",
     "ConnectionClosedError",
     "Consumer",
+    "Handled",
+    "Identity",
     "Message",
     "ObjectBrokenError",
     "ObjectInfo",

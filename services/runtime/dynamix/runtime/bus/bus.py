@@ -14,7 +14,9 @@ from . import stored
 from .connection import Connection
 from .consumer import Consumer
 from .errors import StaleWriterError
+from .handled import AllHandled, Handled
 from .message import Message, StreamState
+from .micro import Discovery, Identity
 from .object_layout import ObjectInfo
 from .objects import MAX_OBJECT_BYTES, Objects, StoredObject
 from .position import Start
@@ -24,10 +26,15 @@ from .subscription import Subscription
 
 
 class Bus:
-    """One connection to the broker; make it with `Bus.connect`. It belongs to the event loop that made it."""
+    """One connection to the broker; make it with `Bus.connect`. It belongs to the event loop that made it.
+
+    Attributes:
+        handled: what consumers handed out and what became of it, by kind of message.
+    """
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        self.handled = AllHandled()
         self._requests = Requests(connection)
         self._publisher = Publisher(connection)
         self._objects = Objects(self._requests, self._publisher, self._read)
@@ -221,7 +228,8 @@ class Bus:
         sequence once. Broker restarts and lost connections are bridged without loss. `start` counts for a durable
         consumer only when the broker does not know it yet.
         """
-        consumer = self._consumer(stream, subjects, start, durable, max_batch)
+        handled = self.handled.of(*subjects)
+        consumer = self._consumer(stream, subjects, start, durable, max_batch, handled)
         self._consumers.add(consumer)
         if self._intake_stopped:
             consumer.end()
@@ -234,6 +242,10 @@ class Bus:
         if self._intake_stopped:
             subscription.end()
         return subscription
+
+    async def answer_discovery(self, identity: Identity) -> None:
+        """Let `nats micro` find us and see what we have handled; runs until cancelled."""
+        await Discovery(self._connection, identity, self.handled).answer()
 
     def stop_intake(self) -> None:
         """Let every loop over a consumer or a subscription end, also one that begins later; publishing still works."""
@@ -273,8 +285,14 @@ class Bus:
         self._readers.add(reader)
         return reader
 
-    def _consumer(
-        self, stream: str, subjects: Sequence[str], start: Start, durable: str | None, max_batch: int
+    def _consumer(  # noqa: PLR0917 - private, called twice
+        self,
+        stream: str,
+        subjects: Sequence[str],
+        start: Start,
+        durable: str | None,
+        max_batch: int,
+        handled: Handled | None = None,
     ) -> Consumer:
         return Consumer(
             self._connection,
@@ -285,4 +303,5 @@ class Bus:
             durable=durable,
             max_batch=max_batch,
             counters=self._consumed,
+            handled=handled,
         )

@@ -16,6 +16,7 @@ from .errors import (
     SequenceRegressError,
     StreamMissingError,
 )
+from .handled import Handled, Stopwatch
 from .message import Message
 from .position import Position, Start
 from .pull import HEARTBEAT_S, Pull
@@ -49,6 +50,7 @@ class Consumer:
         durable: str | None,
         max_batch: int,
         counters: dict[str, int],
+        handled: Handled | None = None,
     ) -> None:
         if max_batch < 1 or not subjects:
             raise ValueError(f"a consumer needs at least one subject and max_batch >= 1, not {subjects}, {max_batch}")
@@ -71,6 +73,7 @@ class Consumer:
         self._pull: Pull | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._counters = counters
+        self._stopwatch = Stopwatch(handled)
         self._forget: list[Callable[[], None]] = []
 
     async def __aenter__(self) -> Self:
@@ -101,6 +104,7 @@ class Consumer:
         Raises:
             BusError: when the stream cannot be read any more; the text says why.
         """
+        self._stopwatch.end()
         while not self._ended and self._error is None and not self._buffer:
             self._arrived.clear()
             await self._arrived.wait()
@@ -111,6 +115,7 @@ class Consumer:
         batch = self._take()
         self._counters["received"] += len(batch)
         await self._ask_for_more()
+        self._stopwatch.begin(len(batch))
         return batch
 
     @property
@@ -139,6 +144,7 @@ class Consumer:
     async def close(self) -> None:
         """End, and remove what the broker keeps for an unnamed consumer."""
         self.end()
+        self._stopwatch.end()
         for forget in self._forget:
             forget()
         self._forget = []

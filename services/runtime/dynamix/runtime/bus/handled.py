@@ -1,0 +1,86 @@
+"""What was handled so far, by kind of message: numbers, errors, time; for discovery (`micro`)."""
+
+import time
+
+from dynamix.schemas import table
+from dynamix.schemas.subjects import ROOT
+
+MAX_ERROR_TEXT = 200
+OTHER = "other"
+
+
+class Handled:
+    """Messages of one kind that were handed to the service, and what became of them.
+
+    Attributes:
+        num_messages: handed out.
+        num_errors: of those, set aside because they could not be used.
+        last_error: why the last of them could not.
+        processing_ns: from a batch handed out until the next one was asked for; waiting for acknowledgements included.
+    """
+
+    __slots__ = ("kind", "last_error", "num_errors", "num_messages", "processing_ns")
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.num_messages = 0
+        self.num_errors = 0
+        self.last_error = ""
+        self.processing_ns = 0
+
+    def refuse(self, reason: str) -> None:
+        """Note that one of the messages could not be used."""
+        self.num_errors += 1
+        self.last_error = reason[:MAX_ERROR_TEXT]
+
+    @property
+    def subject(self) -> str:
+        """Every subject of this kind."""
+        return f"{ROOT}.{self.kind}.>" if self.kind in table.BY_NAME else f"{ROOT}.>"
+
+    @property
+    def carrier(self) -> str:
+        """The stream that it comes from."""
+        return table.BY_NAME[self.kind].carrier if self.kind in table.BY_NAME else ""
+
+
+class AllHandled:
+    """One `Handled` for each kind that was ever asked for: there are no more of them than kinds."""
+
+    def __init__(self) -> None:
+        self._by_kind: dict[str, Handled] = {}
+
+    def of(self, *subjects: str) -> Handled:
+        """The one for a subject or some filters; those of several kinds have one together."""
+        kinds = {_kind_of(subject) for subject in subjects}
+        kind = kinds.pop() if len(kinds) == 1 else OTHER
+        return self._by_kind.setdefault(kind, Handled(kind))
+
+    def all(self) -> list[Handled]:
+        """By kind, in the order of the alphabet."""
+        return [self._by_kind[kind] for kind in sorted(self._by_kind)]
+
+
+def _kind_of(subject: str) -> str:
+    kind = subject.removeprefix(ROOT + ".").partition(".")[0]
+    return kind if kind in table.BY_NAME else OTHER
+
+
+class Stopwatch:
+    """Times the handling of batches, one at a time."""
+
+    def __init__(self, handled: Handled | None) -> None:
+        self._handled = handled
+        self._since_ns = 0
+
+    def begin(self, num_messages: int) -> None:
+        """A batch is handed out."""
+        if self._handled is not None:
+            self._handled.num_messages += num_messages
+            self._since_ns = time.monotonic_ns()
+
+    def end(self) -> None:
+        """The next batch is asked for, or none any more."""
+        if self._handled is not None and self._since_ns:
+            self._handled.processing_ns += time.monotonic_ns() - self._since_ns
+            self._since_ns = 0

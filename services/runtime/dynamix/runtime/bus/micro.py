@@ -1,0 +1,144 @@
+"""Discovery and statistics as NATS's own service protocol has them (ADR-32): `nats micro ls`, `info`, `stats`.
+
+A service answers on `$SRV.PING`, `$SRV.INFO` and `$SRV.STATS`, each for all, for its name, and for its id. nats-py's
+`add_service` needs callbacks that our client takes away, knows requests only, and would put our streams' messages
+nowhere: here an endpoint is a kind of message that the service reads from a stream, which nobody can call.
+"""
+
+import asyncio
+import collections
+import datetime as dt
+import logging
+import secrets
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+from typing import Any
+
+import msgspec
+
+from dynamix.runtime.rate_limit import RateLimit
+
+from .connection import Connection
+from .errors import BusError, PermissionDeniedError
+from .handled import AllHandled, Handled
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "$SRV"
+VERBS = ("PING", "INFO", "STATS")
+MAX_QUEUED = 64
+"""Questions that wait; who asks more at once is not answered."""
+REPLIES = "_INBOX."
+"""An answer goes to an inbox only: who asks could otherwise have us publish on any subject that is ours."""
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """Who a service says it is."""
+
+    name: str
+    """Shared by all its instances: `dynamix-<service>`."""
+    version: str
+    description: str
+    metadata: dict[str, str]
+    id: str = msgspec.field(default_factory=lambda: secrets.token_hex(8))
+    """Of this process only."""
+    started: dt.datetime = msgspec.field(default_factory=lambda: dt.datetime.now(dt.UTC))
+
+
+class Discovery:
+    """Answers who we are and what we have handled, while `answer` runs."""
+
+    def __init__(self, connection: Connection, identity: Identity, handled: AllHandled) -> None:
+        self._connection = connection
+        self._identity = identity
+        self._handled = handled
+        self._questions: collections.deque[tuple[str, str]] = collections.deque(maxlen=MAX_QUEUED)
+        self._asked = asyncio.Event()
+        self._limit = RateLimit(per_s=1.0)
+
+    async def answer(self) -> None:
+        """Listen and answer until cancelled. A service that cannot be discovered still works: the log says why."""
+        async with AsyncExitStack() as stack:
+            stack.callback(self._connection.when_denied(self._on_denied))
+            try:
+                await self._listen(stack)
+            except BusError as error:
+                logger.warning("`nats micro` will not find this service: %s", error)
+                return
+            while True:
+                await self._asked.wait()
+                self._asked.clear()
+                while self._questions:
+                    await self._answer_one(*self._questions.popleft())
+
+    async def _listen(self, stack: AsyncExitStack) -> None:
+        for verb in VERBS:
+            for subject in subjects_of(verb, self._identity):
+                subscription = await self._connection.subscribe(subject, self._asker(verb))
+                stack.push_async_callback(self._connection.unsubscribe, subscription)
+
+    def _asker(self, verb: str) -> Callable[[bytes, bytes, bytes, bytes | None], None]:
+        def on_question(_subject: bytes, reply: bytes, _payload: bytes, _headers: bytes | None) -> None:
+            self._on_question(verb, reply.decode(errors="replace"))
+
+        return on_question
+
+    def _on_question(self, verb: str, reply: str) -> None:
+        if not reply.startswith(REPLIES) or len(self._questions) == MAX_QUEUED:
+            return
+        self._questions.append((verb, reply))
+        self._asked.set()
+
+    async def _answer_one(self, verb: str, reply: str) -> None:
+        try:
+            await self._connection.send(reply, msgspec.json.encode(answer_to(verb, self._identity, self._handled)))
+        except BusError as error:
+            logger.debug("no answer to %s: %s", verb, error)
+
+    def _on_denied(self, subject: str, denial: PermissionDeniedError) -> None:
+        if subject.startswith(PREFIX.lower()) and self._limit.allow("denied"):
+            logger.warning("`nats micro` will not find this service: %s", denial)
+
+
+def subjects_of(verb: str, identity: Identity) -> tuple[str, str, str]:
+    """Where a verb is asked: of all services, of those of our name, of us alone."""
+    everybody = f"{PREFIX}.{verb}"
+    return everybody, f"{everybody}.{identity.name}", f"{everybody}.{identity.name}.{identity.id}"
+
+
+def answer_to(verb: str, identity: Identity, handled: AllHandled) -> dict[str, Any]:
+    """The answer to a verb, in the protocol's words."""
+    answer: dict[str, Any] = {
+        "type": f"io.nats.micro.v1.{verb.lower()}_response",
+        "name": identity.name,
+        "id": identity.id,
+        "version": identity.version,
+        "metadata": identity.metadata,
+    }
+    if verb == "INFO":
+        answer |= {"description": identity.description, "endpoints": [_described(kind) for kind in handled.all()]}
+    elif verb == "STATS":
+        answer |= {
+            "started": identity.started.strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
+            "endpoints": [_counted(kind) for kind in handled.all()],
+        }
+    return answer
+
+
+def _described(handled: Handled) -> Mapping[str, Any]:
+    metadata = {"stream": handled.carrier, "answers_requests": "no"}
+    return {"name": handled.kind, "subject": handled.subject, "queue_group": "", "metadata": metadata}
+
+
+def _counted(handled: Handled) -> Mapping[str, Any]:
+    return {
+        "name": handled.kind,
+        "subject": handled.subject,
+        "queue_group": "",
+        "num_requests": handled.num_messages,
+        "num_errors": handled.num_errors,
+        "last_error": handled.last_error,
+        "processing_time": handled.processing_ns,
+        "average_processing_time": handled.processing_ns // max(1, handled.num_messages),
+        "data": None,
+    }

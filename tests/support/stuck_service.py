@@ -1,0 +1,40 @@
+"""A service that blocks its event loop when a file appears: `python -m tests.support.stuck_service --trigger FILE`."""
+
+import asyncio
+import sys
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+
+from dynamix.runtime.service import Context, run
+
+
+class StuckSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What the tests change."""
+
+    trigger: str = ""
+    """Block once this file is there."""
+    block_s: float = 0.0
+    """For so long; 0: for ever."""
+
+
+async def main(context: Context[StuckSettings]) -> None:
+    while not Path(context.settings.trigger).exists():  # noqa: ASYNC110, ASYNC240 - the test has no other way in
+        await asyncio.sleep(0.01)
+    sit_still(context.settings.block_s)
+    context.count("awake_again")
+    await asyncio.Event().wait()
+
+
+def sit_still(seconds: float) -> None:
+    """What must be named in the stack."""
+    if seconds:
+        time.sleep(seconds)
+    else:
+        threading.Event().wait()
+
+
+if __name__ == "__main__":
+    sys.exit(run("reward", StuckSettings, main))
