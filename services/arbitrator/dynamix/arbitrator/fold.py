@@ -166,12 +166,12 @@ class Fold:
         return min(full or some, default=self.next_window)
 
     def _observe(self, window: int) -> tuple[Array32, Array32]:
-        """What is known at the close of a window: each node's newest row not after it."""
+        """What is known at the close of a window: each node's newest row not after it, unless it is forgotten."""
         obs_WF = np.full((self.job.world_size, len(RANK_FEATURES)), np.nan, dtype=np.float32)
         global_F, newest = np.full(len(GLOBAL_FEATURES), np.nan, dtype=np.float32), -1
         for node, rows in self._rows.items():
             ranks = list(self._ranks[node])
-            at = max((row for row in rows if row <= window), default=None)
+            at = max((row for row in rows if window - MAX_AGE_WINDOWS <= row <= window), default=None)
             if at is None:
                 obs_WF[ranks, RANK_INDEX["age_windows"]] = MAX_AGE_WINDOWS
                 continue
