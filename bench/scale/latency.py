@@ -1,0 +1,87 @@
+"""From what was published and what was decided to the figures: pure."""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from bench.scale.generator import Sent
+from bench.scale.plan import WARM_UP_WINDOWS, Plan
+
+Decided = Mapping[tuple[str, int], int]
+"""When the broker stored the action of a job's window, in nanoseconds since the Unix epoch."""
+
+LEAST_RATE = 0.98
+"""Of the asked rate: a generator below it was itself too slow, and nothing that it shows counts."""
+
+
+class Latency(NamedTuple):
+    """From the last state of a window to its action, both by the broker's clock."""
+
+    p50_ms: float
+    p95_ms: float
+    p99_ms: float
+    max_ms: float
+    num_windows: int
+    max_lag_windows: int
+    """Most windows of one job that were complete and not decided at once."""
+
+
+def latency_of(sent: Sequence[Sent], decided: Decided) -> Latency:
+    """Over all judged windows that were decided; NaN when none was."""
+    judged = [one for one in sent if one.window >= WARM_UP_WINDOWS and (one.job, one.window) in decided]
+    times_ms = sorted((decided[one.job, one.window] - one.stored_ns) / 1e6 for one in judged)
+    return Latency(
+        p50_ms=percentile(times_ms, 0.5),
+        p95_ms=percentile(times_ms, 0.95),
+        p99_ms=percentile(times_ms, 0.99),
+        max_ms=percentile(times_ms, 1.0),
+        num_windows=len(judged),
+        max_lag_windows=_max_lag(judged, decided),
+    )
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """Nearest rank: the smallest value that at least this share of all do not exceed."""
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan
+
+
+def achieved_rate(plan: Plan, sent: Sequence[Sent]) -> float:
+    """Windows per second of the slowest job, from the begins of its judged windows."""
+    begun: dict[str, list[float]] = defaultdict(list)
+    for one in sent:
+        if one.window >= WARM_UP_WINDOWS:
+            begun[one.job].append(one.begun_s)
+    spans = [max(times) - min(times) for times in begun.values()]
+    return plan.rate if plan.num_windows < 2 else (plan.num_windows - 1) / max(spans)
+
+
+def lateness_ms(sent: Sequence[Sent]) -> float:
+    """The longest that any judged window began after it was due."""
+    return max(1e3 * (one.begun_s - one.due_s) for one in sent if one.window >= WARM_UP_WINDOWS)
+
+
+def publishing_ms(sent: Sequence[Sent]) -> float:
+    """Median time from a window's first message to the acknowledgement of its last state."""
+    times_ms = sorted(1e3 * (one.acknowledged_s - one.begun_s) for one in sent if one.window >= WARM_UP_WINDOWS)
+    return percentile(times_ms, 0.5)
+
+
+def kept_rate(plan: Plan, sent: Sequence[Sent]) -> bool:
+    """Whether the load was the one that was asked for: the rate held, and no window late by a whole one."""
+    return achieved_rate(plan, sent) >= LEAST_RATE * plan.rate and lateness_ms(sent) < 1e3 * plan.interval_s
+
+
+def _max_lag(sent: Sequence[Sent], decided: Decided) -> int:
+    """Complete and undecided windows of one job, counted at each completion."""
+    by_job: dict[str, list[Sent]] = defaultdict(list)
+    for one in sorted(sent, key=lambda one: one.window):
+        by_job[one.job].append(one)
+    most = 0
+    for windows in by_job.values():
+        oldest = 0
+        for newest, one in enumerate(windows):
+            while oldest < newest and decided[one.job, windows[oldest].window] <= one.stored_ns:
+                oldest += 1
+            most = max(most, newest - oldest + 1)
+    return most

@@ -1,0 +1,190 @@
+"""One measurement: a broker, one arbitrator process, a generator process, and this process for the trainers."""
+
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench.scale.generator import Published, ScaleError, generate
+from bench.scale.ingest import Ingest, measure_ingest
+from bench.scale.latency import achieved_rate, kept_rate, latency_of, lateness_ms, publishing_ms
+from bench.scale.meter import MIB, Meter, cpu_seconds, rss_growth_bytes
+from bench.scale.plan import WARM_UP_WINDOWS, Plan
+from bench.scale.result import Result
+from bench.scale.watch import Watch
+
+from dynamix.cli.services import ServiceProcess, bus_environment, wait_until_ready
+from dynamix.runtime.bus import Bus
+from dynamix.runtime.embedded import EmbeddedServer
+from dynamix.runtime.provision import provision
+from dynamix.runtime.settings import BusSettings
+from dynamix.runtime.worker_process import begin
+
+ARBITRATOR, BROKER = "arbitrator", "broker"
+LAST_DECISIONS_S = 30.0
+"""How long after the last state decisions are waited for; what is missing then is missing."""
+PROGRESS_S = 5.0
+
+
+class _Seen(NamedTuple):
+    """All that the figures are made of."""
+
+    published: Published
+    watch: Watch
+    meter: Meter
+    ingest: Ingest
+    load_average: float
+
+
+async def measure(plan: Plan, *, ingest_messages: int, say: bool) -> Result:
+    """Run one measurement.
+
+    Raises:
+        ScaleError: when the generator did not keep its rate, or the arbitrator ended; it has no figures then.
+    """
+    async with EmbeddedServer() as server:
+        bus = await Bus.connect(server.settings, name="scale")
+        try:
+            await provision(bus)
+            watch = Watch(bus, plan.all_windows * plan.num_jobs)
+            async with _arbitrator(bus, server.settings) as arbitrator:
+                meter = Meter({ARBITRATOR: arbitrator.pid, BROKER: server.pid})
+                published = await _load(plan, server.settings, watch, meter, say=say)
+                load_average = os.getloadavg()[0]
+            ingest = await measure_ingest(plan, bus, server.settings, num_messages=ingest_messages)
+        finally:
+            await bus.close()
+    if not kept_rate(plan, published.sent):
+        raise ScaleError(
+            f"the generator did not keep its rate: asked {plan.rate:g} windows/s, achieved "
+            f"{achieved_rate(plan, published.sent):.3f}, late by up to {lateness_ms(published.sent):.0f} ms; nothing "
+            "that was measured counts: take fewer --workers, a lower --rate, or a quieter machine"
+        )
+    return _result(plan, _Seen(published, watch, meter, ingest, load_average))
+
+
+@contextlib.asynccontextmanager
+async def _arbitrator(bus: Bus, settings: BusSettings) -> AsyncIterator[ServiceProcess]:
+    """The real service in a process of its own; its log is shown when it ends before it should."""
+    environ = {**bus_environment(settings), "DYNAMIX_NODE": "scale"}
+    with tempfile.TemporaryDirectory(prefix="dynamix-scale-") as directory:
+        log = Path(directory) / "arbitrator.log"
+        with log.open("wb") as output:
+            service = ServiceProcess(ARBITRATOR, environ, output)
+            service.start()
+            try:
+                await wait_until_ready(bus, [ARBITRATOR])
+                yield service
+                if service.exit_code() is not None:
+                    raise ScaleError(f"the arbitrator ended with code {service.exit_code()}: {_tail(log)}")
+            except (TimeoutError, OSError) as error:
+                raise ScaleError(f"the arbitrator did not run: {error}: {_tail(log)}") from error
+            finally:
+                service.stop()
+
+
+def _tail(log: Path) -> str:
+    return log.read_text(errors="replace")[-2000:] or "it wrote no log"
+
+
+async def _load(plan: Plan, settings: BusSettings, watch: Watch, meter: Meter, *, say: bool) -> Published:
+    """Let the generator run, and wait for the last decisions."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, context, initializer=begin, initargs=(os.getpid(),)) as pool:
+        background = [
+            asyncio.create_task(coroutine)
+            for coroutine in (
+                watch.read_actions(),
+                watch.read_heartbeats(),
+                meter.run(),
+                _progress(plan, watch, say=say),
+            )
+        ]
+        try:
+            await watch.listening.wait()
+            generating = asyncio.get_running_loop().run_in_executor(pool, generate, plan, settings)
+            published = await _first_of(generating, background)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LAST_DECISIONS_S):
+                    await watch.complete.wait()
+            meter.sample()
+        finally:
+            for task in background:
+                task.cancel()
+            await asyncio.gather(*background, return_exceptions=True)
+    return published
+
+
+async def _first_of(generating: asyncio.Future[Published], background: Sequence[asyncio.Task[None]]) -> Published:
+    """What was published; an error in the background, which never ends by itself, comes first."""
+    ends: list[asyncio.Future[Any]] = [generating, *background]
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    for task in background:
+        if task.done():
+            task.result()
+    return await generating
+
+
+async def _progress(plan: Plan, watch: Watch, *, say: bool) -> None:
+    total = plan.all_windows * plan.num_jobs
+    while True:
+        await asyncio.sleep(PROGRESS_S)
+        if say:
+            sys.stderr.write(f"\r{len(watch.decided)} of {total} windows decided")
+            sys.stderr.flush()
+
+
+def _result(plan: Plan, seen: _Seen) -> Result:
+    published, watch, meter, ingest, load_average = seen
+    judged = [one for one in published.sent if one.window >= WARM_UP_WINDOWS]
+    begin_s, end_s = min(one.due_s for one in judged), max(one.due_s for one in judged) + plan.interval_s
+    all_s = end_s - min(one.due_s for one in published.sent)
+    latency = latency_of(published.sent, watch.decided)
+    samples, broker = meter.samples[ARBITRATOR], meter.samples[BROKER]
+    cpu_s = cpu_seconds(samples, begin_s, end_s)
+    return Result(
+        workers=plan.num_workers,
+        jobs=plan.num_jobs,
+        nodes=plan.nodes_per_job * plan.num_jobs,
+        rate=plan.rate,
+        seconds=plan.seconds,
+        policy=plan.policy,
+        background=plan.background,
+        spread_s=plan.spread_s,
+        decision_latency_p50_ms=latency.p50_ms,
+        decision_latency_p95_ms=latency.p95_ms,
+        decision_latency_p99_ms=latency.p99_ms,
+        decision_latency_max_ms=latency.max_ms,
+        windows_expected=plan.all_windows * plan.num_jobs,
+        windows_decided=len(watch.decided),
+        actions_out_of_chain=watch.num_out_of_chain,
+        late_states=watch.counters.get("late_states", 0),
+        max_lag_windows=latency.max_lag_windows,
+        ingest_vs_raw=ingest.ratio,
+        ingest_per_s=ingest.per_s,
+        raw_per_s=ingest.raw_per_s,
+        ingest_cpu_us=ingest.cpu_us,
+        raw_cpu_us=ingest.raw_cpu_us,
+        cpu_percent=100 * cpu_s / (end_s - begin_s),
+        cpu_us_per_rank_window=1e6 * cpu_s / (plan.num_workers * plan.num_windows),
+        rss_mb=samples[-1].rss_bytes / MIB,
+        rss_growth_mb=rss_growth_bytes(samples, begin_s + plan.memory_warm_up_s, end_s) / MIB,
+        max_loop_lag_ms=watch.counters.get("bus_max_loop_lag_ms", 0),
+        broker_cpu_percent=100 * cpu_seconds(broker, begin_s, end_s) / (end_s - begin_s),
+        broker_rss_mb=broker[-1].rss_bytes / MIB,
+        generator_rate=achieved_rate(plan, published.sent),
+        generator_lateness_ms=lateness_ms(published.sent),
+        publishing_ms=publishing_ms(published.sent),
+        messages_per_s=published.num_messages / all_s,
+        bytes_per_s=published.num_bytes / all_s,
+        state_bytes=published.state_bytes,
+        action_bytes=watch.action_bytes,
+        publish_retries=published.num_retries,
+        load_average=load_average,
+    )
