@@ -1,8 +1,8 @@
-"""Print docs/subjects.md: `python -m dynamix.schemas > docs/subjects.md`."""
+"""Print docs/subjects.md, or with `--asyncapi` docs/asyncapi.json: `python -m dynamix.schemas > docs/subjects.md`."""
 
 import sys
 
-from . import features, table
+from . import asyncapi, features, table
 from .codec import MAX_MESSAGE_BYTES, VERSION
 from .fields import TOKEN_PATTERN
 
@@ -33,5 +33,14 @@ def document() -> str:
     )
 
 
+def main(arguments: list[str]) -> int:
+    """The exit code, after writing one of the two documents to standard output."""
+    if arguments not in ([], ["--asyncapi"]):
+        sys.stderr.write("usage: python -m dynamix.schemas [--asyncapi]\n")
+        return 2
+    sys.stdout.write(asyncapi.text() if arguments else document())
+    return 0
+
+
 if __name__ == "__main__":
-    sys.stdout.write(document())
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,188 @@
+"""The AsyncAPI 3.0 document of the bus: `python -m dynamix.schemas --asyncapi > docs/asyncapi.json`.
+
+Made from the table that the code itself reads, and from the Structs. Messages travel as arrays in field order
+(`prefixItems`), in msgpack behind the codec's header; JSON Schema describes their content, a reader of ours enforces
+more: see `codec`.
+"""
+
+import re
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import msgspec
+from msgspec.inspect import BytesType, StructType, Type
+
+from . import messages, table
+from .codec import HEADER_BYTES, MAGIC, MAX_MESSAGE_BYTES, VERSION
+from .fields import TOKEN_PATTERN
+from .streams import STREAMS, Stream
+from .subjects import ROOT
+from .table import KINDS, Kind
+
+ASYNCAPI_VERSION = "3.0.0"
+CONTENT_TYPE = "application/x-msgpack"
+SCHEMA_DIALECT = "application/schema+json;version=draft-2020-12"
+"""Of JSON Schema 2020-12: `prefixItems` is newer than the draft 7 that AsyncAPI takes without a word."""
+REFERENCE = "#/components/schemas/{name}/schema"
+
+SENDERS = {
+    "trainer": ("job", "report", "applied", "dead", "live"),
+    "collector": ("window", "state", "dead", "live"),
+    "reward": ("reward", "dead", "live"),
+    "arbitrator": ("action", "event", "dead", "live"),
+    "learner": ("policy", "event", "dead", "live"),
+}
+"""Who publishes what; `deploy/nats.conf` lets nobody else."""
+
+RECEIVERS = {
+    "trainer": ("action",),
+    "collector": ("report",),
+    "reward": ("window",),
+    "arbitrator": ("job", "state"),
+    "learner": ("job", "action", "applied", "reward", "state"),
+    "watcher": tuple(kind.name for kind in KINDS),
+}
+"""Who reads what; the watcher stands for `dynamix top`, `doctor`, `capture` and other tools."""
+
+_DESCRIPTION = f"""Generated from `dynamix.schemas`; do not edit.
+
+A payload is {HEADER_BYTES} bytes of header and then msgpack. The header: the two bytes `{MAGIC.decode()}`, the codec's
+version ({VERSION}), the kind (`x-dynamix-kind`). msgpack holds an array of the fields in order; those at its end that
+have a default may be left out. At most {MAX_MESSAGE_BYTES >> 10} KiB in all; every float is finite. The identity in the
+subject counts: a message that says another goes to `{ROOT}.dead`."""
+
+_ENDING = re.compile(r"\\Z\Z")
+_HEADERS = {
+    "type": "object",
+    "properties": {
+        "Nats-Msg-Id": {
+            "type": "string",
+            "description": "Equal for equal content: within its window the stream keeps one of equal messages.",
+        }
+    },
+}
+
+
+def document() -> dict[str, Any]:
+    """The document, as JSON can hold it."""
+    return {
+        "asyncapi": ASYNCAPI_VERSION,
+        "info": {
+            "title": "DYNAMIX",
+            "version": f"{VERSION}.0.0",
+            "description": _DESCRIPTION,
+            "license": {"name": "Apache-2.0", "url": "https://www.apache.org/licenses/LICENSE-2.0"},
+        },
+        "defaultContentType": CONTENT_TYPE,
+        "servers": {
+            "nats": {"host": "127.0.0.1:4222", "protocol": "nats", "description": "JetStream; see DYNAMIX_NATS_URL"}
+        },
+        "channels": {kind.name: _channel(kind) for kind in KINDS},
+        "operations": _operations("send", SENDERS) | _operations("receive", RECEIVERS),
+        "components": {"messages": {kind.struct.__name__: _message(kind) for kind in KINDS}, "schemas": _schemas()},
+    }
+
+
+def text() -> str:
+    """The text of docs/asyncapi.json."""
+    return msgspec.json.format(msgspec.json.encode(document()), indent=1).decode() + "\n"
+
+
+def _channel(kind: Kind) -> dict[str, Any]:
+    channel: dict[str, Any] = {
+        "address": ".".join((ROOT, kind.name, *(f"{{{token}}}" for token in kind.tokens))),
+        "messages": {kind.struct.__name__: {"$ref": f"#/components/messages/{kind.struct.__name__}"}},
+        "title": kind.meaning,
+        "description": f"From {kind.sender} to {kind.receivers}; carried by {kind.carrier}.",
+        "parameters": {
+            token: {"description": f"The message's own `{token}`; matches {_ENDING.sub('$', TOKEN_PATTERN)}"}
+            for token in kind.tokens
+        },
+        "servers": [{"$ref": "#/servers/nats"}],
+    }
+    if kind.name == "dead":
+        channel["parameters"] = {
+            "kind": {"description": "The kind of message that could not be used, or `unknown`."},
+            "job": {"description": "Its job, or `unknown`."},
+        }
+    if stream := next((stream for stream in STREAMS if kind.name in stream.kinds), None):
+        channel["x-jetstream"] = _stream(stream)
+    return channel
+
+
+def _stream(stream: Stream) -> dict[str, Any]:
+    return {
+        "stream": stream.name,
+        "max_age_s": stream.max_age_s,
+        "max_bytes": stream.max_bytes,
+        "max_messages_per_subject": stream.max_messages_per_subject,
+        "duplicate_window_s": stream.duplicate_window_s,
+        "deny_delete": stream.deny_delete,
+        "discard": stream.discard,
+    }
+
+
+def _operations(action: Literal["send", "receive"], who: dict[str, tuple[str, ...]]) -> dict[str, Any]:
+    return {
+        f"{application}-{action}s-{name}": {
+            "action": action,
+            "channel": {"$ref": f"#/channels/{name}"},
+            "messages": [{"$ref": f"#/channels/{name}/messages/{table.BY_NAME[name].struct.__name__}"}],
+            "tags": [{"name": application}],
+        }
+        for application, names in who.items()
+        for name in names
+    }
+
+
+def _message(kind: Kind) -> dict[str, Any]:
+    name = kind.struct.__name__
+    message: dict[str, Any] = {
+        "name": kind.name,
+        "title": name,
+        "summary": kind.meaning,
+        "contentType": CONTENT_TYPE,
+        "payload": {"$ref": f"#/components/schemas/{name}"},
+        "x-dynamix-kind": kind.code,
+    }
+    return message if kind.name == "live" else message | {"headers": _HEADERS}
+
+
+def _schemas() -> dict[str, Any]:
+    """A schema for each Struct that a message holds or is."""
+    structs = [kind.struct for kind in KINDS]
+    _, schemas = msgspec.json.schema_components(structs, ref_template=REFERENCE)
+    for name, struct in _held(structs).items():
+        for item, field in zip(schemas[name]["prefixItems"], struct.fields, strict=True):
+            item |= {"title": field.name, **_as_in_msgpack(field.type)}
+    return {name: {"schemaFormat": SCHEMA_DIALECT, "schema": _portable(schema)} for name, schema in schemas.items()}
+
+
+def _held(structs: Iterable[type[messages.Message]]) -> dict[str, StructType]:
+    """These Structs and all that they hold, by name."""
+    found: dict[str, StructType] = {}
+    waiting: list[Any] = [msgspec.inspect.type_info(struct) for struct in structs]
+    while waiting:
+        kind = waiting.pop()
+        if isinstance(kind, StructType) and kind.cls.__name__ not in found:
+            found[kind.cls.__name__] = kind
+            waiting += [field.type for field in kind.fields]
+        for inner in ("item_type", "types", "value_type"):
+            held = getattr(kind, inner, ())
+            waiting += held if isinstance(held, tuple) else [held]
+    return found
+
+
+def _as_in_msgpack(kind: Type) -> dict[str, Any]:
+    """JSON has no bytes and msgspec describes base64; on the wire they are msgpack's own."""
+    if not isinstance(kind, BytesType):
+        return {}
+    limit = {} if kind.max_length is None else {"maxLength": kind.max_length}
+    return {"format": "binary", "contentEncoding": "binary", **limit}
+
+
+def _portable(schema: Any) -> Any:
+    """Regular expressions of JSON Schema are JavaScript's, where the end is `$`."""
+    if isinstance(schema, dict):
+        return {key: _ENDING.sub("$", value) if key == "pattern" else _portable(value) for key, value in schema.items()}
+    return [_portable(item) for item in schema] if isinstance(schema, list) else schema
