@@ -49,11 +49,12 @@ lint: venv ## ruff: rules and format
 types: venv ## mypy --strict
 	$(BIN)/mypy
 
-bench: venv ## overhead and bus benchmarks: a table and JSON each, into out/
+bench: venv ## overhead and bus benchmarks: a table and JSON each, into out/; what the kernel probe costs: as root
 	$(BIN)/python -m bench.bus --json out/bus.json
 	$(BIN)/python -m bench.objects --json out/objects.json
 	$(BIN)/python -m bench.policies --json out/policies.json
 	$(BIN)/python -m bench.virtual --json out/virtual.json
+	$(BIN)/python -m bench.kernel --json out/kernel.json --png out/kernel.png || [ $$? -eq 2 ] # 2: not root, as it says
 	$(BIN)/python -m bench.overhead --json out/overhead.json
 	$(BIN)/python -m bench.overhead --model large --json out/overhead-large.json
 

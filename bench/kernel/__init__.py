@@ -1,0 +1,1 @@
+"""What the kernel probe costs: nanoseconds a packet, share of the machine, memory, and what shows from outside."""
