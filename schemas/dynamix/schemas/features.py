@@ -5,7 +5,7 @@ a silent zero: it has its own bit on the wire and is NaN in the arrays that a po
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -98,22 +98,40 @@ def state_of(window: MetricWindow) -> State:
     )
 
 
-def unpack_ranks(state: State) -> Array32:
-    """Features of a state's ranks: float32, ranks x features, in the order of `state.ranks`; NaN where unknown.
+def check_state(state: State) -> None:
+    """See that a state can be unpacked. It costs a tenth of unpacking, and is all that need be done at once.
 
     Raises:
-        MalformedMessageError: when the version is another or the bytes do not fit the number of ranks.
+        MalformedMessageError: when the version is another, the bytes do not fit the number of ranks, or a feature is
+            not finite.
     """
     if state.feature_version != FEATURE_VERSION:
         raise MalformedMessageError(
             f"features of version {state.feature_version}, this program knows {FEATURE_VERSION}"
         )
-    return _unpack(state.features, state.known, (len(state.ranks), len(RANK_FEATURES)))
+    _check(state.features, state.known, len(state.ranks), len(RANK_FEATURES))
+    _check(state.global_features, state.global_known, 1, len(GLOBAL_FEATURES))
+
+
+def unpack_ranks(state: State) -> Array32:
+    """Features of a state's ranks: float32, ranks x features, in the order of `state.ranks`; NaN where unknown.
+
+    Raises as `check_state`.
+    """
+    check_state(state)
+    return stack_ranks([state])
+
+
+def stack_ranks(states: Sequence[State]) -> Array32:
+    """The same of several states that were checked, one below the other: one pass, however many there are."""
+    features, known = b"".join(state.features for state in states), (state.known for state in states)
+    return _unpack(features, zip(known, (len(state.ranks) for state in states), strict=True), len(RANK_FEATURES))
 
 
 def unpack_global(state: State) -> Array32:
-    """Features of the job: float32, one per `GLOBAL_FEATURES`; NaN where unknown. Raises as `unpack_ranks`."""
-    return _unpack(state.global_features, state.global_known, (1, len(GLOBAL_FEATURES))).reshape(-1)
+    """Features of the job: float32, one per `GLOBAL_FEATURES`; NaN where unknown. Raises as `check_state`."""
+    check_state(state)
+    return _unpack(state.global_features, [(state.global_known, 1)], len(GLOBAL_FEATURES)).reshape(-1)
 
 
 def markdown() -> str:
@@ -162,12 +180,19 @@ def _pack(rows: Sequence[Values], features: tuple[Feature, ...]) -> tuple[bytes,
     return rounded.tobytes(), np.packbits(known.reshape(-1)).tobytes()
 
 
-def _unpack(features: bytes, known: bytes, shape: tuple[int, int]) -> Array32:
-    count = shape[0] * shape[1]
+def _check(features: bytes, known: bytes, num_rows: int, num_columns: int) -> None:
+    count = num_rows * num_columns
     if len(features) != 4 * count or len(known) != (count + 7) // 8:
-        raise MalformedMessageError(f"{len(features)} feature bytes and {len(known)} mask bytes do not fit {shape}")
-    values = np.frombuffer(features, dtype="<f4").astype(np.float32)
-    if not np.isfinite(values).all():
+        raise MalformedMessageError(
+            f"{len(features)} feature bytes and {len(known)} mask bytes do not fit {(num_rows, num_columns)}"
+        )
+    if b"\0" in np.isfinite(np.frombuffer(features, dtype="<f4")).tobytes():
         raise MalformedMessageError("a feature is not finite")
-    values[np.unpackbits(np.frombuffer(known, dtype=np.uint8), count=count) == 0] = np.nan
-    return values.reshape(shape)
+
+
+def _unpack(features: bytes, masks: Iterable[tuple[bytes, int]], num_columns: int) -> Array32:
+    """All rows, with NaN where a mask has no bit; each mask is of so many rows, and padded to whole bytes."""
+    values = np.frombuffer(features, dtype="<f4").astype(np.float32)
+    bits = [np.unpackbits(np.frombuffer(mask, dtype=np.uint8), count=rows * num_columns) for mask, rows in masks]
+    values[np.concatenate(bits) == 0] = np.nan
+    return values.reshape(-1, num_columns)

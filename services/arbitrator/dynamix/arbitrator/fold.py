@@ -4,6 +4,8 @@ decision = f(recorded order of states, job specification, policy version, carry)
 count and what a restart must read again are decided here; `service.py` only moves messages.
 """
 
+from collections.abc import Mapping
+from operator import sub
 from typing import NamedTuple
 
 import numpy as np
@@ -15,8 +17,9 @@ from dynamix.schemas.features import (
     RANK_FEATURES,
     RANK_INDEX,
     Array32,
+    check_state,
+    stack_ranks,
     unpack_global,
-    unpack_ranks,
 )
 from dynamix.schemas.messages import Action, Job, State
 
@@ -30,11 +33,10 @@ MAX_SKIP_WINDOWS = 64
 
 
 class _Row(NamedTuple):
-    """One node's state of one window, and where it stands in FEED."""
+    """One node's state of one window, checked and not unpacked yet, and where it stands in FEED."""
 
     sequence: int
-    obs_NF: Array32
-    global_F: Array32
+    state: State
 
 
 class Fold:
@@ -48,7 +50,10 @@ class Fold:
         self.job = job
         self._policy = policy
         self._ranks = {node.node: node.ranks for node in job.nodes}
+        self._indices = {node.node: np.array(node.ranks) for node in job.nodes}
         self._rows: dict[str, dict[int, _Row]] = {node.node: {} for node in job.nodes}
+        self._num_nodes: dict[int, int] = {}
+        """Nodes that have a row of a window: counted, so that a state costs the same in a job of any size."""
         self._ahead: dict[str, tuple[int, State]] = {}
         self._newest_window = -1
         self._gap = False
@@ -76,7 +81,8 @@ class Fold:
             raise MalformedMessageError(
                 f"node {state.node!r} with ranks {state.ranks} is not in the job's specification"
             )
-        row = _Row(sequence, unpack_ranks(state), unpack_global(state))
+        check_state(state)
+        row = _Row(sequence, state)
         confirmed = self._ahead.pop(state.node, None)
         if state.window > max(self.next_window, self._newest_window) + MAX_SKIP_WINDOWS:
             if confirmed is None or state.window != confirmed[1].window + 1:
@@ -109,7 +115,7 @@ class Fold:
             generation=self.job.generation,
             window=window,
             local_batch_sizes=sizes,
-            deltas=tuple(new - old for new, old in zip(sizes, self._decided, strict=True)),
+            deltas=tuple(map(sub, sizes, self._decided)),
             policy=self._policy.name,
             policy_version=self._policy.version,
             policy_digest=digest_of(self._policy),
@@ -139,6 +145,7 @@ class Fold:
         rows = self._rows[node]
         if window not in rows:
             rows[window] = row
+            self._num_nodes[window] = self._num_nodes.get(window, 0) + 1
             self._newest_window = max(self._newest_window, window)
             self._forget(rows)
 
@@ -148,6 +155,9 @@ class Fold:
         for window in closed:
             if window != closed[-1] or self.next_window - window > MAX_AGE_WINDOWS:
                 del rows[window]
+                self._num_nodes[window] -= 1
+                if not self._num_nodes[window]:
+                    del self._num_nodes[window]
 
     def _closed_window(self) -> int | None:
         """The next window, if it is closed: all nodes have sent it, or some rank is known to be two windows on.
@@ -156,29 +166,28 @@ class Fold:
         two windows past it: a dead collector never stops decisions.
         """
         window = self._first_window_after_gap() if self._gap else self.next_window
-        if all(window in rows for rows in self._rows.values()) or self._newest_window >= window + 2:
+        if self._num_nodes.get(window) == len(self._rows) or self._newest_window >= window + 2:
             return window
         return None
 
     def _first_window_after_gap(self) -> int:
-        reported = [{window for window in rows if window >= self.next_window} for rows in self._rows.values()]
-        full, some = set.intersection(*reported), set.union(*reported)
+        some = [window for window in self._num_nodes if window >= self.next_window]
+        full = [window for window in some if self._num_nodes[window] == len(self._rows)]
         return min(full or some, default=self.next_window)
 
     def _observe(self, window: int) -> tuple[Array32, Array32]:
         """What is known at the close of a window: each node's newest row not after it, unless it is forgotten."""
         obs_WF = np.full((self.job.world_size, len(RANK_FEATURES)), np.nan, dtype=np.float32)
-        global_F, newest = np.full(len(GLOBAL_FEATURES), np.nan, dtype=np.float32), -1
-        for node, rows in self._rows.items():
-            ranks = list(self._ranks[node])
-            at = max((row for row in rows if window - MAX_AGE_WINDOWS <= row <= window), default=None)
-            if at is None:
-                obs_WF[ranks, RANK_INDEX["age_windows"]] = MAX_AGE_WINDOWS
-                continue
-            obs_WF[ranks] = rows[at].obs_NF
-            obs_WF[ranks, RANK_INDEX["age_windows"]] = window - at
-            if at > newest:
-                global_F, newest = rows[at].global_F, at
+        global_F = np.full(len(GLOBAL_FEATURES), np.nan, dtype=np.float32)
+        obs_WF[:, RANK_INDEX["age_windows"]] = MAX_AGE_WINDOWS
+        known = {node: at for node, rows in self._rows.items() if (at := _newest(rows, window)) is not None}
+        if known:
+            states = [self._rows[node][at].state for node, at in known.items()]
+            ranks, counts = np.concatenate([self._indices[node] for node in known]), [len(one.ranks) for one in states]
+            obs_WF[ranks] = stack_ranks(states)
+            obs_WF[ranks, RANK_INDEX["age_windows"]] = np.repeat([window - at for at in known.values()], counts)
+            newest = max(known, key=known.__getitem__)
+            global_F = unpack_global(self._rows[newest][known[newest]].state)
         obs_WF[:, RANK_INDEX["decided_local_batch_size"]] = self._decided
         return obs_WF, global_F
 
@@ -186,15 +195,23 @@ class Fold:
         """FEED sequence before everything that deciding the windows after `window` can still need."""
         needed = [sequence for sequence, _ in self._ahead.values()]
         for rows in self._rows.values():
-            last = max((at for at in rows if at <= window), default=None)
-            needed += [
-                row.sequence
-                for at, row in rows.items()
-                if at > window or (at == last and window - at < MAX_AGE_WINDOWS)
-            ]
+            last = _newest(rows, window)
+            for at, row in rows.items():
+                if at > window or (at == last and window - at < MAX_AGE_WINDOWS):
+                    needed.append(row.sequence)
         return max(self.watermark, min(needed, default=self.watermark + 1) - 1)
 
     def _clamp(self, decision: Decision) -> tuple[int, ...]:
         assert len(decision.local_batch_sizes) == self.job.world_size, f"policy {self._policy.name} must size each rank"
         low, high = self.job.min_local_batch_size, self.job.max_local_batch_sizes
-        return tuple(int(min(max(size, low), top)) for size, top in zip(decision.local_batch_sizes, high, strict=True))
+        return tuple(
+            low if size < low else top if size > top else int(size)  # a third of the time of min and max
+            for size, top in zip(decision.local_batch_sizes, high, strict=True)
+        )
+
+
+def _newest(rows: Mapping[int, _Row], window: int) -> int | None:
+    """The newest window, not after this one, of which there is a row that is not forgotten."""
+    if window in rows:  # nearly always
+        return window
+    return max((at for at in rows if window - MAX_AGE_WINDOWS <= at <= window), default=None)
