@@ -145,10 +145,10 @@ async def test_nothing_is_lost_or_repeated_when_deliveries_vanish_with_the_conne
 async def test_a_lost_delivery_is_noticed_and_read_again(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
     original, seen = pull.parse_delivery, 0
 
-    def losing_the_fifth(subject: bytes, payload: bytes, reply: bytes) -> tuple[int, Message]:
+    def losing_the_fifth(subject: bytes, payload: bytes, reply: bytes, headers: bytes | None) -> tuple[int, Message]:
         nonlocal seen
         seen += 1
-        count, message = original(subject, payload, reply)
+        count, message = original(subject, payload, reply, headers)
         return (count + (seen >= 5)) if seen < 8 else count, message
 
     monkeypatch.setattr(pull, "parse_delivery", losing_the_fifth)

@@ -32,6 +32,21 @@ def test_both_forms_of_acknowledgement_subjects_say_the_same(reply: bytes) -> No
     assert parse_delivery(b"s", b"p", reply) == (7, message)
 
 
+@pytest.mark.parametrize(
+    ("headers", "expected"),
+    [
+        (b"NATS/1.0\r\nNats-Msg-Id: state:job-1:0:7:node-a\r\n\r\n", "state:job-1:0:7:node-a"),
+        (b"NATS/1.0\r\ntraceparent: nats-msg-id: no\r\nnats-msg-id:x\r\n\r\n", "x"),
+        (b"NATS/1.0\r\ntraceparent: 00\r\n\r\n", ""),
+        (b"NATS/1.0\r\nNats-Msg-Id: \xff\r\n\r\n", "\ufffd"),
+        (None, ""),
+    ],
+)
+def test_a_delivery_tells_the_identity_it_was_published_under(headers: bytes | None, expected: str) -> None:
+    _, message = parse_delivery(b"s", b"p", b"$JS.ACK.FEED.name.1.42.7.1700000000123456789.3", headers)
+    assert message.message_id == expected
+
+
 @pytest.mark.parametrize("reply", [b"", b"_INBOX.a", b"$JS.ACK.FEED.name.1.42.7", b"a.b.c.d.e.f.g.h.i.j"])
 def test_another_reply_subject_is_refused(reply: bytes) -> None:
     with pytest.raises(ValueError, match="no acknowledgement subject"):

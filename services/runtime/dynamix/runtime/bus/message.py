@@ -2,6 +2,9 @@
 
 from typing import NamedTuple
 
+MESSAGE_ID = "Nats-Msg-Id"
+
+_MESSAGE_ID_LINE = f"\r\n{MESSAGE_ID}:".lower().encode()
 _V1_TOKENS = 9
 _V2_MIN_TOKENS = 11
 
@@ -17,6 +20,17 @@ class Message(NamedTuple):
     """When the broker stored it, since the Unix epoch."""
     num_pending: int
     """Messages of this consumer that the stream still held when this one was sent: how far behind the reader is."""
+    headers: bytes = b""
+    """As they came, of a delivery; most readers have no use for them."""
+
+    @property
+    def message_id(self) -> str:
+        """The `Nats-Msg-Id` in the headers; empty when there is none."""
+        start = self.headers.lower().find(_MESSAGE_ID_LINE)
+        if start < 0:
+            return ""
+        value, _, _ = self.headers[start + len(_MESSAGE_ID_LINE) :].partition(b"\r\n")
+        return value.strip().decode(errors="replace")
 
 
 class StreamState(NamedTuple):
@@ -27,7 +41,7 @@ class StreamState(NamedTuple):
     num_messages: int
 
 
-def parse_delivery(subject: bytes, payload: bytes, reply: bytes) -> tuple[int, Message]:
+def parse_delivery(subject: bytes, payload: bytes, reply: bytes, headers: bytes | None = None) -> tuple[int, Message]:
     """The message, and the consumer's count of its deliveries from 1: a jump means that one was lost on the way.
 
     The reply subject is `$JS.ACK.<stream>.<consumer>.<deliveries>.<sequence>.<consumer sequence>.<time>.<pending>`.
@@ -44,5 +58,5 @@ def parse_delivery(subject: bytes, payload: bytes, reply: bytes) -> tuple[int, M
     elif len(tokens) != _V1_TOKENS:
         raise ValueError(f"{reply!r} is no acknowledgement subject of JetStream")
     return int(tokens[6]), Message(
-        subject.decode(errors="replace"), payload, int(tokens[5]), int(tokens[7]), int(tokens[8])
+        subject.decode(errors="replace"), payload, int(tokens[5]), int(tokens[7]), int(tokens[8]), headers or b""
     )

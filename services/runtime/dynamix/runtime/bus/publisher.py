@@ -29,6 +29,7 @@ from .errors import (
     StaleWriterError,
     StreamMissingError,
 )
+from .message import MESSAGE_ID
 from .requests import Refusal
 from .status import NO_RESPONDERS, parse_status
 
@@ -44,7 +45,6 @@ RESUME_AT_BYTES = MAX_IN_FLIGHT_BYTES * 3 // 4
 """A full table takes new messages again at this fill: waking the publisher for each single slot costs a write each."""
 TICK_S = 0.1
 HEADER_ROOM_BYTES = 1024
-MESSAGE_ID = "Nats-Msg-Id"
 EXPECTED_LAST = "Nats-Expected-Last-Subject-Sequence"
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 

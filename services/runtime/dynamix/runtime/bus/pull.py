@@ -106,7 +106,7 @@ class Pull:
         if not reply:
             self._on_status(parse_status(headers or b""))
             return
-        count, message = parse_delivery(subject, payload, reply)
+        count, message = parse_delivery(subject, payload, reply, headers)
         if count != self._next_delivery:
             self._reader.break_off(f"delivery {self._next_delivery} was lost")
             return
