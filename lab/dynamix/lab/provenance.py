@@ -2,9 +2,10 @@
 
 import hashlib
 import importlib.metadata
+import importlib.util
 import platform
 from functools import lru_cache
-from importlib import resources
+from pathlib import Path
 
 import numpy as np
 
@@ -17,13 +18,20 @@ def code_digest() -> str:
     """SHA-256 over the sources that an episode runs through: results of other code are never mixed with these."""
     total = hashlib.sha256()
     for package in DECIDING_PACKAGES:
-        root = resources.files(package)
-        with resources.as_file(root) as directory:
-            for path in sorted(directory.rglob("*.py")):
-                total.update(f"{package}/{path.relative_to(directory)}\0".encode())
-                total.update(path.read_bytes())
-    total.update(resources.files("dynamix.lab").joinpath("episode.py").read_bytes())
+        directory = _directory(package)
+        for path in sorted(directory.rglob("*.py")):
+            total.update(f"{package}/{path.relative_to(directory)}\0".encode())
+            total.update(path.read_bytes())
+    total.update((_directory("dynamix.lab") / "episode.py").read_bytes())
     return total.hexdigest()
+
+
+def _directory(package: str) -> Path:
+    """Where a package's sources are, found without importing it: the trainer's would import torch."""
+    spec = importlib.util.find_spec(package)
+    assert spec is not None, "our own packages are there"
+    assert spec.origin is not None, "and are files"
+    return Path(spec.origin).parent
 
 
 @lru_cache(maxsize=1)
