@@ -1,0 +1,172 @@
+"""Reads a capture as a stream: a block at a time, and none before its digest is right."""
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self, TypeVar
+
+import msgspec
+
+from . import layout
+from .errors import CaptureError, CutOffError
+from .record import CaptureEnd, CaptureHeader, Record
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+def read_header(path: Path | str) -> CaptureHeader:
+    """What a capture says of itself. Raises as `CaptureReader`."""
+    with CaptureReader(path) as reader:
+        return reader.header
+
+
+def records(path: Path | str) -> Iterator[Record]:
+    """The records of a capture in their order. Raises as `CaptureReader`, also behind the last good record."""
+    with CaptureReader(path) as reader:
+        yield from reader
+
+
+class CaptureReader:
+    """`with CaptureReader(path) as reader: for record in reader: ...`. Memory does not grow with the file.
+
+    Raises:
+        CaptureError: when the file is no capture, or at the damaged block; every record before it was good.
+        CutOffError: a CaptureError, where the file ends before its end was written.
+        OSError: when the file cannot be read.
+
+    Attributes:
+        header: known once the context is entered.
+        end: known once the last record was read, `None` before.
+        num_records: records handed out so far, to the block.
+    """
+
+    header: CaptureHeader
+
+    def __init__(self, path: Path | str) -> None:
+        self._path = Path(path)
+        self._file: BinaryIO | None = None
+        self._digest = hashlib.sha256()
+        self._frame_index = -1
+        self._frame_offset = 0
+        self._position = 0
+        self._last_sequences: dict[str, int] = {}
+        self.end: CaptureEnd | None = None
+        self.num_records = 0
+
+    def __enter__(self) -> Self:
+        self._file = self._path.open("rb")
+        try:
+            self._check_preamble()
+            self.header = self._json(self._frame(layout.HEADER), CaptureHeader)
+        except BaseException:
+            self._file.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def __iter__(self) -> Iterator[Record]:
+        """Records, once; what is read again is read by another reader."""
+        while self.end is None:
+            block = self._next_block()
+            self.num_records += len(block)
+            yield from block
+
+    def _next_block(self) -> list[Record]:
+        """The next block's records, none at the end."""
+        kind, body = self._any_frame()
+        if kind == layout.BLOCK:
+            try:
+                block = layout.unpack(layout.decompress(body), self.header.streams)
+                self._check_order(block)
+            except ValueError as error:
+                raise self._damage(str(error)) from error
+            return block
+        if kind != layout.END:
+            raise self._damage("a second header")
+        end = self._json(body, CaptureEnd)
+        self._check_end(end)
+        self.end = end
+        return []
+
+    def _check_preamble(self) -> None:
+        preamble = self._take(len(layout.PREAMBLE))
+        if preamble[: len(layout.MAGIC)] != layout.MAGIC:
+            raise CaptureError(self._path, "this is no capture; `dynamix capture JOB -o FILE` makes one")
+        if preamble != layout.PREAMBLE:
+            found = preamble[len(layout.MAGIC) :]
+            version = f"version {found[0]}" if found else "no version"
+            raise CaptureError(self._path, f"a capture of {version}, this program reads {layout.VERSION}")
+        self._digest.update(preamble)
+
+    def _frame(self, kind: bytes) -> bytes:
+        found, body = self._any_frame()
+        if found != kind:
+            raise self._damage("the header is missing")
+        return body
+
+    def _any_frame(self) -> tuple[bytes, bytes]:
+        """The next frame's kind and body, with its digest checked."""
+        self._frame_index += 1
+        self._frame_offset = self._position
+        head = self._read(layout.FRAME.size)
+        kind, length = layout.FRAME.unpack(head)
+        limit = layout.MAX_BODY_BYTES.get(kind)
+        if limit is None:
+            raise self._damage(f"a block of unknown kind {kind!r}")
+        if length > limit:
+            raise self._damage(f"a length of {length} bytes, over the limit of {limit}")
+        body = self._read(length)
+        self._digest.update(head + body)
+        expected = self._digest.digest()
+        digest = self._read(layout.DIGEST_BYTES)
+        if digest != expected:
+            raise self._damage("its content is not that of its checksum")
+        self._digest.update(digest)
+        return kind, body
+
+    def _read(self, length: int) -> bytes:
+        data = self._take(length)
+        if len(data) < length:
+            raise CutOffError(self._path, "the file is cut off here", **self._place())
+        return data
+
+    def _take(self, length: int) -> bytes:
+        data = self._opened.read(length)
+        self._position += len(data)
+        return data
+
+    def _json(self, body: bytes, kind: type[S]) -> S:
+        try:
+            return msgspec.json.decode(body, type=kind)
+        except msgspec.DecodeError as error:
+            raise self._damage(f"not a {kind.__name__}: {error}") from error
+
+    def _check_order(self, block: list[Record]) -> None:
+        last = self._last_sequences
+        for record in block:
+            if record.sequence <= last.get(record.stream, 0):
+                raise ValueError(f"{record.stream} {record.sequence} comes behind {last[record.stream]}: not in order")
+            last[record.stream] = record.sequence
+
+    def _check_end(self, end: CaptureEnd) -> None:
+        if end.num_records != self.num_records:
+            raise self._damage(f"the end speaks of {end.num_records} records, {self.num_records} are there")
+        if self._take(1):
+            raise self._damage(f"the capture ends at byte {self._position - 1}, but the file goes on")
+
+    def _damage(self, reason: str) -> CaptureError:
+        return CaptureError(self._path, reason, **self._place())
+
+    def _place(self) -> dict[str, int]:
+        return {"block": self._frame_index, "offset": self._frame_offset, "num_records": self.num_records}
+
+    @property
+    def _opened(self) -> BinaryIO:
+        assert self._file is not None, "used within its context"
+        return self._file

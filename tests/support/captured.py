@@ -1,0 +1,47 @@
+"""Captures made up for tests: records of every stream, and files of them."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from tests.support import made
+
+from dynamix.lab.capture import CaptureHeader, CaptureWriter, EndReason, Fingerprint, Record
+from dynamix.schemas.codec import encode, message_id
+from dynamix.schemas.messages import Message
+from dynamix.schemas.table import BY_STRUCT, subject_of
+
+STARTED_NS = 1_700_000_000_000_000_000
+FINGERPRINT = Fingerprint(
+    dynamix="0.1.0", code="0" * 64, python="3.11.7", numpy="2.4.6", machine="x86_64", cpu="GenuineIntel/6/143", simd=()
+)
+
+
+def header(job: str = made.JOB) -> CaptureHeader:
+    """Of a program that nobody runs."""
+    return CaptureHeader(job=job, created="2026-11-20T12:00:00Z", fingerprint=FINGERPRINT)
+
+
+def record(message: Message, sequence: int, timestamp_ns: int | None = None) -> Record:
+    """The message as the broker would keep it, a millisecond a sequence."""
+    return Record(
+        stream=BY_STRUCT[type(message)].carrier,
+        sequence=sequence,
+        timestamp_ns=STARTED_NS + sequence * 1_000_000 if timestamp_ns is None else timestamp_ns,
+        subject=subject_of(message),
+        message_id=message_id(message),
+        payload=encode(message),
+    )
+
+
+def records_of(messages: Iterable[Message]) -> list[Record]:
+    """In one order, each with the next sequence: as on a broker whose streams count together."""
+    return [record(message, sequence) for sequence, message in enumerate(messages, start=1)]
+
+
+def write(path: Path, records: Sequence[Record], *, reason: EndReason = "ended", job: str = made.JOB) -> Path:
+    """A whole capture of some records."""
+    with CaptureWriter(path, header(job)) as writer:
+        for one in records:
+            writer.add(one)
+        writer.finish(reason)
+    return path
