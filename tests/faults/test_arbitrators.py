@@ -1,0 +1,109 @@
+"""Several arbitrators and no lease: kill -9, SIGSTOP and standby. The broker's compare-and-set is the only referee."""
+
+import asyncio
+import itertools
+import random
+from collections.abc import AsyncIterator
+
+import pytest
+from tests.support.arbitrators import Feeding, crew, feed_states, two_node_job
+from tests.support.control_plane import ControlPlane, control_plane
+from tests.support.faults import Figure, Scale
+from tests.support.oracle import check_decisions
+from tests.support.watching import Watch, watching
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+HANG_S = 10.0
+"""Where a takeover is asserted: no limit of performance, only that it comes."""
+
+
+@pytest.fixture
+async def plane() -> AsyncIterator[ControlPlane]:
+    async with control_plane() as running:
+        yield running
+
+
+async def test_thirty_kills_in_three_hundred_windows_decide_each_window_exactly_once(
+    plane: ControlPlane, scale: Scale, chance: random.Random, figure: Figure
+) -> None:
+    rounds, job, num_kills = scale(4, 30), two_node_job(), 0
+    await plane.bus.publish(job)
+    async with watching(plane.bus, job.job) as watch, crew(plane) as arbitrators:
+        await watch.until_ready(arbitrators.start(), arbitrators.start())
+        for begin in range(0, 10 * rounds, 10):
+            feeding = asyncio.create_task(feed_states(plane, range(begin, begin + 10)))
+            await watch.until_decided(begin + chance.randint(1, 9))
+            for victim in chance.sample(sorted(arbitrators.members), chance.choice([1, 1, 2])):
+                arbitrators.kill(victim)
+                arbitrators.start()
+                num_kills += 1
+            await feeding
+        await watch.until_decided(10 * rounds)
+    await check_decisions(plane.bus, job, num_windows=10 * rounds)
+    figure("kills", num_kills)
+    figure("decided_exactly_once", f"{10 * rounds}/{10 * rounds}")
+    figure("longest_without_decision_s", _longest_wait_s(watch))
+
+
+def _longest_wait_s(watch: Watch) -> float:
+    """Between two actions; whole crews died meanwhile, and a process needs a second to start."""
+    times = [seen.at_s for seen in watch.actions]
+    return round(max(later - earlier for earlier, later in itertools.pairwise(times)), 3)
+
+
+async def test_a_standby_takes_over_without_a_lease(
+    plane: ControlPlane, scale: Scale, chance: random.Random, figure: Figure
+) -> None:
+    """From kill -9 of one to the next action, with the other beside it from the beginning."""
+    num_takeovers, job = scale(2, 10), two_node_job(policy="random")
+    waits_s: list[float] = []
+    await plane.bus.publish(job)
+    async with watching(plane.bus, job.job) as watch, crew(plane) as arbitrators:
+        await watch.until_ready(arbitrators.start(), arbitrators.start())
+        feeding = Feeding(plane)
+        for _ in range(num_takeovers):
+            await watch.until_decided(len(watch.actions) + chance.randint(5, 15))
+            arbitrators.kill(chance.choice(sorted(arbitrators.members)))
+            waits_s.append(await _next_decision_s(watch))
+            await watch.until_ready(arbitrators.start())
+        num_windows = await feeding.finish()
+        await watch.until_decided(num_windows)
+    assert max(waits_s) < HANG_S
+    await check_decisions(plane.bus, job, num_windows=num_windows)
+    figure("takeovers", num_takeovers)
+    figure("worst_takeover_s", round(max(waits_s), 3))
+
+
+async def _next_decision_s(watch: Watch) -> float:
+    """How long from now until an action is stored."""
+    begin, count = asyncio.get_running_loop().time(), len(watch.actions) + 1
+    await watch.until_decided(count)
+    return watch.actions[count - 1].at_s - begin
+
+
+async def test_a_stopped_arbitrator_that_goes_on_writes_nothing_stale(
+    plane: ControlPlane, scale: Scale, chance: random.Random, figure: Figure
+) -> None:
+    """SIGSTOP in mid-stream until the other has decided on; the broker refuses what it wakes up with."""
+    num_stops, job = scale(2, 10), two_node_job()
+    await plane.bus.publish(job)
+    async with watching(plane.bus, job.job) as watch, crew(plane) as arbitrators:
+        names = [arbitrators.start(), arbitrators.start()]
+        await watch.until_ready(*names)
+        feeding = Feeding(plane)
+        for _ in range(num_stops):
+            zombie = chance.choice(names)
+            await watch.until_decided(len(watch.actions) + chance.randint(5, 15))
+            arbitrators.stop(zombie)
+            await watch.until_decided(len(watch.actions) + chance.randint(20, 60))
+            adopted = watch.counter(zombie, "adopted")
+            arbitrators.go_on(zombie)
+            await watch.until(lambda name=zombie, before=adopted: watch.counter(name, "adopted") > before)
+        num_windows = await feeding.finish()
+        await watch.until_decided(num_windows)
+        assert arbitrators.all_alive()
+        refused = sum(watch.counter(name, "adopted") for name in names)
+    await check_decisions(plane.bus, job, num_windows=num_windows)
+    figure("stops", num_stops)
+    figure("writes_refused", refused)

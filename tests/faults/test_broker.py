@@ -1,0 +1,94 @@
+"""SIGKILL of the broker, again and again: all come back by themselves, and nothing that was acknowledged is missing."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+
+import pytest
+from tests.support.control_plane import ControlPlane, control_plane, one_node_job, report_of
+from tests.support.faults import Figure, Scale
+from tests.support.oracle import check_decisions, stored
+from tests.support.watching import watching
+
+from dynamix.runtime.bus import Bus
+from dynamix.schemas import subjects
+from dynamix.schemas.messages import Job
+from dynamix.schemas.streams import FEED
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+SUBJECT = subjects.reward("bystander-00000000", "node-z")
+"""What nobody reads: the broker is busy storing it when it is killed."""
+
+
+class Bystander:
+    """Publishes numbered messages as fast as they are acknowledged, and keeps what the broker said it had stored."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._stop = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.acknowledged: dict[int, bytes] = {}
+        """Payload by sequence in FEED."""
+        self._writers = [asyncio.create_task(self._write(writer)) for writer in range(16)]
+
+    async def _write(self, writer: int) -> None:
+        number = 0
+        while not self._stop.is_set():
+            payload = b"%d/%d" % (writer, number)
+            sequence = await self._bus.publish_bytes(SUBJECT, payload, f"bystander:{writer}:{number}")
+            assert sequence not in self.acknowledged, "two messages got one sequence"
+            self.acknowledged[sequence] = payload
+            number += 1
+
+    async def finish(self) -> None:
+        self._stop.set()
+        await asyncio.gather(*self._writers)
+
+
+@pytest.fixture
+async def plane() -> AsyncIterator[ControlPlane]:
+    async with control_plane("collector", "reward", "arbitrator") as running:
+        yield running
+
+
+async def test_nothing_acknowledged_is_missing_after_a_minute_of_killed_brokers(
+    plane: ControlPlane, scale: Scale, chance: random.Random, figure: Figure
+) -> None:
+    """Reports go in all the time; every one becomes a window, a state, a reward and, with the others, actions."""
+    num_kills, every_s, job = scale(2, 15), scale(1.5, 4.0), one_node_job()
+    await plane.bus.publish(job)
+    bystander, stop = Bystander(plane.bus), asyncio.Event()
+    reporting = asyncio.create_task(_report(plane, job, stop))
+    for _ in range(num_kills):
+        await asyncio.sleep(every_s * chance.uniform(0.6, 0.9))  # the time between two crashes
+        await plane.server.kill()
+        await asyncio.sleep(every_s * 0.1)  # the outage
+        await plane.server.start()
+    stop.set()
+    num_windows = await reporting
+    await bystander.finish()
+    async with watching(plane.bus, job.job) as watch:
+        await watch.until_decided(num_windows)
+        for kind in (subjects.window, subjects.state, subjects.reward):
+            found = await plane.wait_for(FEED.name, kind(job.job, "*"), num_windows)
+            assert sorted(message.window for message in found) == list(range(num_windows))  # type: ignore[attr-defined]
+        await check_decisions(plane.bus, job, num_windows=num_windows)
+    assert all(service.exit_code() is None for service in plane.services.values())
+    kept = {message.sequence: message.payload for message in await stored(plane.bus, FEED.name, SUBJECT)}
+    missing = {sequence for sequence, payload in bystander.acknowledged.items() if kept.get(sequence) != payload}
+    assert not missing
+    figure("broker_kills", num_kills)
+    figure("acknowledged", len(bystander.acknowledged) + num_windows)
+    figure("acknowledged_and_missing", len(missing))
+
+
+async def _report(plane: ControlPlane, job: Job, stop: asyncio.Event) -> int:
+    """Report windows at a steady pace; returns how many, all acknowledged."""
+    futures: list[asyncio.Future[int]] = []
+    while not stop.is_set():
+        speeds = tuple(1000.0 * (3 - rank % 3) + 40 * ((len(futures) * 7 + rank * 13) % 11) for rank in range(4))
+        futures.append(await plane.bus.publish_soon(report_of(job, len(futures), (128,) * 4, speeds)))
+        await asyncio.sleep(0.05)
+    await asyncio.gather(*futures)
+    return len(futures)

@@ -1,0 +1,99 @@
+"""Anything at all on the subjects that services read: they live, count it in DEAD, and decide as if it had not come."""
+
+import asyncio
+import contextlib
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from tests.support.control_plane import NODE, ControlPlane, control_plane, one_node_job, report_of
+from tests.support.faults import Figure, Scale
+from tests.support.hostile import READERS, Hostile, hostile
+from tests.support.oracle import check_decisions
+from tests.support.watching import watching
+
+from dynamix.schemas import subjects
+from dynamix.schemas.codec import MalformedMessageError, decode_any
+from dynamix.schemas.messages import Dead
+from dynamix.schemas.streams import DEAD, FEED
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+SIZES, SPEEDS = (128,) * 4, (3000.0, 3000.0, 2000.0, 1000.0)
+
+
+class Siege:
+    """A running control plane under attack, driven from a test that hypothesis calls again and again."""
+
+    def __init__(self, plane: ControlPlane) -> None:
+        self._plane = plane
+        self._windows = itertools.count()
+        self._numbers = itertools.count()
+        self.sent: Counter[str] = Counter()
+        """By the service that reads it."""
+
+    async def attack(self, payloads: list[Hostile]) -> None:
+        """Publish them all, then one good report, which must come through to the reward and to the action."""
+        for one in payloads:
+            await self._plane.bus.publish_bytes(one.subject, one.payload, f"hostile:{next(self._numbers)}")
+            self.sent[READERS[one.kind]] += 1
+        window = next(self._windows)
+        await self._plane.bus.publish(report_of(one_node_job(), window, SIZES, SPEEDS))
+        await self._plane.wait_for_actions(window + 1)
+        reward = subjects.reward(one_node_job().job, "*")
+        await self._plane.wait_for(FEED.name, reward, window + 1)
+
+    async def check(self) -> None:
+        """Every payload was counted by its reader and DEAD holds reasons; the decisions are the oracle's."""
+        plane, job, num_windows = self._plane, one_node_job(), next(self._windows)
+        async with watching(plane.bus, job.job) as watch:
+            for service, count in self.sent.items():
+                counted = functools.partial(watch.counter, NODE, "dead_letters", service)
+                await watch.until(lambda counted=counted, count=count: counted() >= count)
+                assert counted() == count
+        assert all(service.exit_code() is None for service in plane.services.values())
+        await check_decisions(plane.bus, job, num_windows=num_windows)
+        letters = [letter for _, letter in await plane.messages(DEAD.name, f"{subjects.ROOT}.dead.>")]
+        assert {letter.service for letter in letters if isinstance(letter, Dead) and letter.reason} == set(self.sent)
+
+
+@contextlib.contextmanager
+def besieged() -> Iterator[tuple[asyncio.Runner, Siege]]:
+    """Services under attack in an event loop of their own: hypothesis calls plain functions."""
+    with asyncio.Runner() as runner:
+        stack = contextlib.AsyncExitStack()
+        plane = runner.run(stack.enter_async_context(control_plane("collector", "reward", "arbitrator")))
+        try:
+            runner.run(plane.bus.publish(one_node_job()))
+            yield runner, Siege(plane)
+        finally:
+            runner.run(stack.aclose())
+
+
+def test_every_service_lives_through_whatever_is_published_and_counts_it(
+    scale: Scale, figure: Figure, request: pytest.FixtureRequest
+) -> None:
+    with besieged() as (runner, siege):
+
+        @seed(request.config.getoption("--faults-seed"))
+        @settings(
+            max_examples=scale(25, 200),
+            deadline=None,
+            database=None,
+            phases=[Phase.generate],
+            suppress_health_check=[HealthCheck.data_too_large, HealthCheck.too_slow],
+        )
+        @given(st.lists(hostile(), min_size=1, max_size=8))
+        def besiege(payloads: list[Hostile]) -> None:
+            for one in payloads:
+                with pytest.raises(MalformedMessageError):
+                    decode_any(one.subject, one.payload)
+            runner.run(siege.attack(payloads))
+
+        besiege()
+        runner.run(siege.check())
+    figure("hostile_messages", sum(siege.sent.values()))

@@ -1,0 +1,104 @@
+"""Arbitrators beside each other on one broker, and states fed to them without a collector."""
+
+import asyncio
+import contextlib
+import itertools
+import os
+import signal
+from collections.abc import AsyncIterator, Iterable, Mapping
+
+from tests.support import made
+from tests.support.control_plane import ControlPlane
+
+from dynamix.cli.services import ServiceProcess
+from dynamix.schemas.messages import Job, State
+
+NODES = {"node-a": (0, 1), "node-b": (2, 3)}
+
+
+def two_node_job(**changes: object) -> Job:
+    """Four ranks on two nodes."""
+    return made.job(NODES, **changes)
+
+
+def states_of(window: int) -> list[State]:
+    """Both nodes' states of a window; the ranks' throughput wanders."""
+    return [
+        made.state(node, ranks, window, throughput=tuple(800.0 + 40 * ((window * 7 + r * 13) % 23) for r in ranks))
+        for node, ranks in NODES.items()
+    ]
+
+
+async def feed_states(plane: ControlPlane, windows: Iterable[int], every_s: float = 0.02) -> None:
+    """Publish states at a steady pace, as a job does that never waits."""
+    for window in windows:
+        for state in states_of(window):
+            await plane.bus.publish_soon(state)
+        await asyncio.sleep(every_s)
+
+
+class Feeding:
+    """A job that sends windows from 0 on until `finish`."""
+
+    def __init__(self, plane: ControlPlane) -> None:
+        self._stop = asyncio.Event()
+        self._task = asyncio.create_task(self._feed(plane))
+
+    async def _feed(self, plane: ControlPlane) -> int:
+        for window in itertools.count():
+            if self._stop.is_set():
+                return window
+            await feed_states(plane, [window])
+        raise AssertionError("count() never ends")
+
+    async def finish(self) -> int:
+        """Send no more; returns how many windows were sent, whole."""
+        self._stop.set()
+        return await self._task
+
+
+class Crew:
+    """The arbitrators of a control plane. Each start has a new instance name, so that heartbeats tell them apart."""
+
+    def __init__(self, plane: ControlPlane) -> None:
+        self._plane = plane
+        self._num_started = 0
+        self.members: dict[str, ServiceProcess] = {}
+
+    def start(self, environ: Mapping[str, str] | None = None) -> str:
+        """Start one more; returns its instance name."""
+        self._num_started += 1
+        name = f"arbitrator-{self._num_started}"
+        process = self._plane.another("arbitrator", {"DYNAMIX_INSTANCE": name, **(environ or {})})
+        process.start()
+        self.members[name] = process
+        return name
+
+    def kill(self, name: str) -> None:
+        """kill -9."""
+        self.members.pop(name).kill()
+
+    def stop(self, name: str) -> None:
+        """SIGSTOP."""
+        os.kill(self.members[name].pid, signal.SIGSTOP)
+
+    def go_on(self, name: str) -> None:
+        """SIGCONT."""
+        os.kill(self.members[name].pid, signal.SIGCONT)
+
+    def all_alive(self) -> bool:
+        """Whether nobody ended by itself."""
+        return all(process.exit_code() is None for process in self.members.values())
+
+
+@contextlib.asynccontextmanager
+async def crew(plane: ControlPlane) -> AsyncIterator[Crew]:
+    """Nobody at first; whoever is left at the end is stopped."""
+    arbitrators = Crew(plane)
+    try:
+        yield arbitrators
+    finally:
+        for process in arbitrators.members.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGCONT)
+            process.stop()

@@ -1,0 +1,68 @@
+"""Every fault test's end: what is stored, against what the reference fold makes of what FEED recorded."""
+
+import contextlib
+import itertools
+
+from dynamix.arbitrator.policies import policy_named
+from dynamix.lab.reference_fold import Decided, reference_decisions
+from dynamix.runtime.bus import Bus, Message
+from dynamix.schemas import subjects
+from dynamix.schemas.chain import is_sealed
+from dynamix.schemas.codec import MalformedMessageError, decode
+from dynamix.schemas.messages import Action, Job, State
+from dynamix.schemas.streams import ACTIONS, FEED
+
+
+async def stored(bus: Bus, stream: str, subject: str) -> list[Message]:
+    """Everything on a subject up to what is its last message now."""
+    newest, found = await bus.last(stream, subject), []
+    if newest is None:
+        return []
+    async with bus.consume(stream, [subject], start="all") as consumer:
+        async for batch in consumer:
+            found += batch
+            if batch[-1].sequence >= newest.sequence:
+                break
+    return found
+
+
+async def recorded_states(bus: Bus, job: Job) -> list[tuple[int, State]]:
+    """A job's states as FEED has them; what cannot be read is passed over, as whoever folds it must."""
+    states = []
+    for message in await stored(bus, FEED.name, subjects.state(job.job, subjects.ANY)):
+        with contextlib.suppress(MalformedMessageError):
+            states.append((message.sequence, decode(State, message.subject, message.payload)))
+    return states
+
+
+async def check_decisions(bus: Bus, *generations: Job, num_windows: int | None = None) -> list[Action]:
+    """All that a job's arbitrators stored is what one that never failed decides, in its order, each window once.
+
+    With `num_windows` it is exactly the windows from 0 on. Returns the stored actions.
+    """
+    recorded = await stored(bus, ACTIONS.name, subjects.action(generations[0].job))
+    actions = [decode(Action, message.subject, message.payload) for message in recorded]
+    check_chain(actions)
+    expected: list[tuple[int, Decided]] = []
+    for job in generations:
+        feed = await recorded_states(bus, job)
+        expected += [(job.generation, one) for one in reference_decisions(job, policy_named(job.policy), feed)]
+    assert [_of_stored(action) for action in actions] == [_of_oracle(*one) for one in expected]
+    if num_windows is not None:
+        assert [action.window for action in actions] == list(range(num_windows))
+    return actions
+
+
+def check_chain(actions: list[Action]) -> None:
+    """Every action is as it was sealed, and follows its predecessor."""
+    assert all(is_sealed(action) for action in actions)
+    assert actions[0].previous_hash == b""
+    assert all(new.previous_hash == old.hash for old, new in itertools.pairwise(actions))
+
+
+def _of_stored(action: Action) -> tuple[object, ...]:
+    return action.generation, action.window, action.local_batch_sizes, action.split, action.gap, action.carry
+
+
+def _of_oracle(generation: int, one: Decided) -> tuple[object, ...]:
+    return generation, one.window, one.local_batch_sizes, one.decision.split, one.gap, one.decision.carry
