@@ -8,6 +8,8 @@ from dynamix.schemas.features import (
     GLOBAL_INDEX,
     RANK_FEATURES,
     RANK_INDEX,
+    check_state,
+    stack_ranks,
     state_of,
     unpack_global,
     unpack_ranks,
@@ -62,6 +64,24 @@ def test_traffic_of_the_namespace_is_a_rate_over_the_collectors_interval() -> No
 def test_values_are_rounded_once_from_float64() -> None:
     window = made.window(ranks=(0,), job_metrics=made.job_metrics(loss=1 / 3))
     assert unpack_global(state_of(window))[GLOBAL_INDEX["loss"]] == np.float32(1 / 3)
+
+
+def test_states_are_unpacked_together_as_each_alone_also_where_masks_are_padded() -> None:
+    states = [made.state(f"node-{number}", tuple(range(number))) for number in (1, 2, 3, 5)]
+    assert any(len(RANK_FEATURES) * len(state.ranks) % 8 for state in states)
+    rows = stack_ranks(states)
+    np.testing.assert_array_equal(rows, np.concatenate([unpack_ranks(state) for state in states]))
+    assert rows.flags.writeable
+
+
+def test_a_state_whose_job_part_is_broken_is_refused_before_it_is_unpacked() -> None:
+    state = made.state()
+    infinite = np.full(len(state.global_features) // 4, np.inf, "<f4").tobytes()
+    with pytest.raises(MalformedMessageError, match="not finite"):
+        check_state(msgspec.structs.replace(state, global_features=infinite))
+    with pytest.raises(MalformedMessageError, match="mask bytes do not fit"):
+        check_state(msgspec.structs.replace(state, global_known=b""))
+    check_state(state)
 
 
 def test_bytes_that_do_not_fit_the_ranks_are_refused() -> None:
