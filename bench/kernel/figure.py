@@ -32,7 +32,7 @@ def _run_times(axes: Axes, rows: list[dict[str, Any]]) -> None:
     axes.invert_yaxis()
     axes.tick_params(axis="y", labelsize="x-small")
     axes.set(title="A run of cgroup_skb, by the kernel's clock", xlabel="ns")
-    axes.legend(fontsize="x-small")
+    axes.legend(fontsize="x-small", loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=3)
 
 
 def _arms(axes: Axes, comparison: dict[str, Any]) -> None:
@@ -44,5 +44,6 @@ def _arms(axes: Axes, comparison: dict[str, Any]) -> None:
         axes.plot([place] * len(row["rounds_percent"]), row["rounds_percent"], ".", color="#4c72b0", alpha=0.5)
     axes.axhline(0, color="black", linewidth=0.8)
     axes.tick_params(axis="x", labelsize="xx-small")
-    axes.set_title(f"{comparison['name']}:\n{CLOCK} per {comparison['item']} [%]", fontsize="small")
+    name = comparison["name"].replace(", ", ",\n")
+    axes.set_title(f"{name}:\n{CLOCK} per {comparison['item']} [%]", fontsize="small")
     axes.grid(axis="y", alpha=0.3)
