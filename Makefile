@@ -9,7 +9,7 @@ DATA   := .data/fashion-mnist
 CIFAR  := .data/cifar-10
 ARGS   ?=
 
-.PHONY: help venv demo data data-cifar test lint types bench results heldout format clean
+.PHONY: help venv demo data data-cifar test lint types bench scale results heldout format clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -57,6 +57,9 @@ bench: venv ## overhead and bus benchmarks: a table and JSON each, into out/; wh
 	$(BIN)/python -m bench.overhead --json out/overhead.json
 	$(BIN)/python -m bench.kernel --json out/kernel.json --png out/kernel.png || [ $$? -eq 2 ] # 2: not root, as it says
 	$(BIN)/python -m bench.overhead --model large --json out/overhead-large.json
+
+scale: venv ## one arbitrator from 32 to 10,000 workers: docs/scale.json, .png and the table of docs/scale.md; 8 minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m bench.scale.curve $(ARGS)
 
 results: heldout ## docs/results.md: the held-out comparison, then the experiments (ARGS="--only static")
 	$(BIN)/python -m bench.results $(ARGS)

@@ -98,7 +98,7 @@ class _Generator:
         """Every job at the plan's rate, one after the other within an interval."""
         plan = self._plan
         jobs = [job_of(name, plan.workers_per_job, plan.policy, plan.seed) for name in job_names(plan)]
-        loads = [Load(job, seed=plan.seed + number) for number, job in enumerate(jobs)]
+        loads = [await asyncio.to_thread(Load, job, seed=plan.seed + number) for number, job in enumerate(jobs)]
         for job in jobs:
             await self._bus.publish(job)
         begin_s = time.monotonic() + LEAD_S

@@ -70,7 +70,8 @@ async def measure_ingest(
 async def _store(plan: Plan, bus: Bus, num_messages: int) -> int:
     """Fill the stream as the generator does, for a job that nobody decides; returns the first sequence."""
     first = (await bus.stream_state(FEED.name)).last_sequence + 1
-    load = Load(job_of(JOB, plan.workers_per_job, plan.policy, plan.seed), seed=plan.seed)
+    job = job_of(JOB, plan.workers_per_job, plan.policy, plan.seed)
+    load = await asyncio.to_thread(Load, job, seed=plan.seed, num_variants=1)  # seconds for thousands of nodes
     missing, window = num_messages, 0
     while missing > 0:
         states = list(load.states(window))[:missing]
