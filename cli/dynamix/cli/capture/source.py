@@ -1,0 +1,148 @@
+"""The messages of one job from all its streams, in one order, from the first stored one on.
+
+FEED drives: once its messages are known up to a time, JOBS and ACTIONS are read up to the same time - until one of
+their messages is later, or the broker says that there are no more - and then all of them are in order (see
+`dynamix.lab.capture.merge`). No timer takes part, so that a capture of the past and one made live agree.
+"""
+
+import asyncio
+import contextlib
+from types import TracebackType
+from typing import Any, Self
+
+from dynamix.lab.capture import EndReason, Merge, Record
+from dynamix.runtime.bus import Bus
+from dynamix.schemas import subjects
+from dynamix.schemas.codec import MalformedMessageError, decode
+from dynamix.schemas.messages import Job
+from dynamix.schemas.streams import ACTIONS, FEED, JOBS
+
+from .tail import Tail
+
+QUIET_S = 2.0
+"""After the end of a job its last windows are still on their way; this long after the last message they are not."""
+
+
+class Source:
+    """`async with Source(...) as source: while batch := await source.read(): ...`.
+
+    Attributes:
+        reason: why there is no more, once `read` has returned an empty batch.
+    """
+
+    def __init__(self, bus: Bus, job: str, *, past: bool, stop: asyncio.Event) -> None:
+        """Read a job's messages.
+
+        Args:
+            bus: connected; the permissions of a watcher are enough.
+            job: its id.
+            past: read what is stored now and no more; otherwise until the job has ended.
+            stop: ends reading at the next wait.
+        """
+        self.reason: EndReason = "stored" if past else "ended"
+        self._jobs = Tail(bus, JOBS.name, [subjects.job(job)])
+        self._feed = Tail(bus, FEED.name, feed_subjects(job))
+        self._actions = Tail(bus, ACTIONS.name, [subjects.action(job)])
+        self._tails = (self._jobs, self._feed, self._actions)
+        self._past = past
+        self._stop = stop
+        self._merge = Merge()
+        self._ends: dict[str, int] = {}
+        """By stream, where to stop; empty while the job runs."""
+        self._job_ended = False
+        self._is_over = False
+        self._stack = contextlib.AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        async with contextlib.AsyncExitStack() as stack:
+            for tail in self._tails:
+                await stack.enter_async_context(tail)
+            self._stopping = asyncio.create_task(self._stop.wait())
+            stack.callback(self._stopping.cancel)
+            if self._past:
+                self._ends = await self._stored()
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    async def read(self) -> list[Record]:
+        """The next records in order, as soon as their order is known; empty when there are no more.
+
+        Raises:
+            BusError: when a stream cannot be read any more.
+        """
+        while not self._is_over:
+            ready = await (self._finish() if self._reached(self._feed) else self._go_on())
+            if ready:
+                return ready
+        return []
+
+    async def _go_on(self) -> list[Record]:
+        """What became known up to FEED's next batch."""
+        before = self._feed.sequence
+        if not await self._hear(self._feed, self._jobs) or self._feed.sequence == before:
+            return []
+        up_to = self._merge.newest_ns(FEED.name)
+        return list(self._merge.until(up_to)) if await self._read_up_to(up_to) else []
+
+    async def _finish(self) -> list[Record]:
+        """All that is left, once FEED was read to its end."""
+        if not await self._read_up_to(None):
+            return []
+        self._is_over = True
+        return list(self._merge.until())
+
+    async def _read_up_to(self, time_ns: int | None) -> bool:
+        """Have JOBS and ACTIONS read up to a time, `None` for all there is; False when told to stop meanwhile."""
+        for tail in (self._jobs, self._actions):
+            if time_ns is not None and tail.newest_ns > time_ns:
+                continue
+            end = self._ends[tail.stream] if self._ends else await tail.stored()
+            while tail.sequence < end and (time_ns is None or tail.newest_ns <= time_ns):
+                if not await self._hear(tail):
+                    return False
+        return True
+
+    async def _hear(self, *tails: Tail) -> bool:
+        """Wait for a batch of one of these streams; False when none came, since reading is to end."""
+        waits: list[asyncio.Task[Any]] = [self._stopping, *(tail.waiting for tail in tails)]
+        quiet_s = QUIET_S if self._job_ended and not self._ends else None
+        await asyncio.wait(waits, timeout=quiet_s, return_when=asyncio.FIRST_COMPLETED)
+        if self._stop.is_set():
+            self._is_over, self.reason = True, "interrupted"
+            return False
+        heard = [tail for tail in tails if tail.waiting.done()]
+        for tail in heard:
+            self._take(tail)
+        if not heard:
+            self._ends = await self._stored()
+        return bool(heard)
+
+    def _take(self, tail: Tail) -> None:
+        for record in tail.take():
+            self._merge.add(record)
+            if tail is self._jobs:
+                self._job_ended = _is_end(record)
+
+    async def _stored(self) -> dict[str, int]:
+        return {tail.stream: await tail.stored() for tail in self._tails}
+
+    def _reached(self, tail: Tail) -> bool:
+        return bool(self._ends) and tail.sequence >= self._ends[tail.stream]
+
+
+def feed_subjects(job: str) -> list[str]:
+    """All that FEED has of a job."""
+    per_node = (subjects.report, subjects.window, subjects.state, subjects.reward)
+    return [*(of(job, subjects.ANY) for of in per_node), subjects.applied(job), subjects.event(job)]
+
+
+def _is_end(record: Record) -> bool:
+    try:
+        return decode(Job, record.subject, record.payload).phase == "ended"
+    except MalformedMessageError:
+        return False

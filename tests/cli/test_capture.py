@@ -1,0 +1,246 @@
+"""`dynamix capture` on a real broker: everything of one job, in one order, and a file that is always finished."""
+
+import asyncio
+import json
+import signal
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from tests.support import made
+from tests.support.brokers import ConfiguredServer, consumer_names
+from tests.support.watched import applied, event, reward
+
+from dynamix.cli.capture import source as source_module
+from dynamix.cli.capture.jobs import chosen
+from dynamix.cli.capture.source import Source
+from dynamix.cli.errors import CommandError
+from dynamix.cli.main import main
+from dynamix.cli.services import bus_environment
+from dynamix.lab import capture
+from dynamix.lab.capture import CaptureReader, Record
+from dynamix.runtime.bus import Bus
+from dynamix.schemas.codec import decode_any, encode, message_id
+from dynamix.schemas.messages import Job, Message
+from dynamix.schemas.table import BY_STRUCT, subject_of
+
+OTHER = "other-99999999"
+NODES = {"node-a": (0, 1), "node-b": (2, 3)}
+
+
+def job(phase: str = "running", **changes: Any) -> Job:
+    return made.job(**({"phase": phase, "end_reason": "" if phase == "running" else "done"} | changes))
+
+
+def window_of(window: int) -> list[Message]:
+    """What a window of two nodes brings, in order."""
+    found: list[Message] = []
+    for node, ranks in NODES.items():
+        found += [made.report(node, ranks, window), made.window(node, ranks, window)]
+        found += [made.state(node, ranks, window), reward(node, ranks, window)]
+    return [*found, made.action(window, hash=window.to_bytes(32, "big")), applied(window, window + 2)]
+
+
+def story(num_windows: int) -> list[Message]:
+    return [job(), *(message for window in range(num_windows) for message in window_of(window)), event(num_windows)]
+
+
+async def publish(bus: Bus, messages: Iterable[Message]) -> None:
+    """One after the other; with each a message of another job, which is not to be captured."""
+    for message in messages:
+        await bus.publish(message)
+        await bus.publish(msgspec.structs.replace(message, job=OTHER))
+
+
+def identities(records: Iterable[Record]) -> list[tuple[str, str, bytes]]:
+    return [(one.subject, one.message_id, one.payload) for one in records]
+
+
+def expected(messages: Iterable[Message]) -> list[tuple[str, str, bytes]]:
+    return [(subject_of(message), message_id(message), encode(message)) for message in messages]
+
+
+@pytest.fixture
+def address(server: ConfiguredServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment in which commands find the broker."""
+    for name, value in bus_environment(server.settings).items():
+        monkeypatch.setenv(name, value)
+
+
+async def typed(*arguments: str) -> int:
+    """A command as typed, in a process of its own: it handles signals."""
+    command = await asyncio.create_subprocess_exec(sys.executable, "-m", "dynamix.cli.main", *arguments)
+    return await command.wait()
+
+
+async def read(bus: Bus, *, past: bool, name: str = made.JOB) -> list[Record]:
+    found: list[Record] = []
+    async with asyncio.timeout(20), Source(bus, name, past=past, stop=asyncio.Event()) as source:
+        while batch := await source.read():
+            found += batch
+    return found
+
+
+@pytest.mark.usefixtures("address")
+async def test_the_past_is_all_that_is_stored_of_the_job_in_the_order_of_storing(bus: Bus, tmp_path: Path) -> None:
+    told = story(3)
+    await publish(bus, told)
+    path, report = tmp_path / "job.dxc", tmp_path / "report.json"
+    assert await typed("capture", "mnist", "--past", "-o", str(path), "--json", str(report)) == 0
+    with CaptureReader(path) as reader:
+        records = list(reader)
+    assert identities(records) == expected(told)
+    assert [one.stream for one in records] == [BY_STRUCT[type(message)].carrier for message in told]
+    assert reader.end is not None
+    assert reader.end.reason == "stored"
+    assert reader.end.ranges["ACTIONS"].num_records == 3
+    assert reader.header.job == made.JOB
+    assert reader.header.fingerprint == capture.fingerprint()
+    said = json.loads(report.read_text())
+    assert said["num_windows"] == 3
+    assert said["num_file_bytes"] == path.stat().st_size
+    assert said["kinds"]["report"] == 6
+    assert said["end"]["num_records"] == len(told)
+
+
+async def test_a_capture_made_live_ends_with_the_job_and_agrees_with_one_of_the_past(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source_module, "QUIET_S", 0.3)
+    told = story(4)
+    await publish(bus, told[:12])
+    live: list[Record] = []
+    async with asyncio.timeout(20), Source(bus, made.JOB, past=False, stop=asyncio.Event()) as source:
+        while len(live) < 9:
+            live += await source.read()
+        await publish(bus, told[12:])
+        await bus.publish(job("ended"))
+        await bus.publish(reward("node-a", (0, 1), 4))  # a straggler behind the end
+        while batch := await source.read():
+            live += batch
+    assert source.reason == "ended"
+    assert identities(live) == expected([*told, job("ended"), reward("node-a", (0, 1), 4)])
+    past = await read(bus, past=True)
+    assert past == live[1:]  # of the specifications the broker keeps the newest only
+
+
+async def test_an_action_waits_for_the_feed_that_came_before_it(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read ACTIONS first, as a slow FEED would have it: the order is that of storing all the same."""
+    await publish(bus, told := story(6))
+    original = bus.consume
+
+    def in_small_batches(stream: str, subjects: list[str], **options: Any) -> Any:
+        return original(stream, subjects, **options, max_batch=2 if stream == "FEED" else 512)
+
+    monkeypatch.setattr(bus, "consume", in_small_batches)
+    assert identities(await read(bus, past=True)) == expected(told)
+
+
+async def test_a_restarted_broker_is_bridged(
+    server: ConfiguredServer, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source_module, "QUIET_S", 0.5)
+    told = story(3)
+    await publish(bus, told[:12])
+    found: list[Record] = []
+    async with asyncio.timeout(30), Source(bus, made.JOB, past=False, stop=asyncio.Event()) as source:
+        while len(found) < 9:
+            found += await source.read()
+        await server.kill()
+        await server.restart()
+        await publish(bus, told[12:])
+        await bus.publish(job("ended"))
+        while batch := await source.read():
+            found += batch
+    assert identities(found) == expected([*told, job("ended")])
+
+
+@pytest.mark.usefixtures("address")
+async def test_a_signal_finishes_the_file(bus: Bus, tmp_path: Path) -> None:
+    await publish(bus, told := story(3))
+    path = tmp_path / "job.dxc"
+    command = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "dynamix.cli.main", "capture", made.JOB, "-o", str(path),
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    async with asyncio.timeout(30):
+        while not await consumer_names(bus, "ACTIONS"):  # noqa: ASYNC110 - the broker tells nobody of a new consumer
+            await asyncio.sleep(0.02)
+        command.send_signal(signal.SIGINT)  # else it would go on until the job ends
+        output, errors = await command.communicate()
+    assert command.returncode == 0, errors
+    assert b"(interrupted, all before is there)" in output
+    with CaptureReader(path) as reader:
+        assert identities(list(reader)) == expected(told)[: reader.num_records]
+    assert reader.end is not None
+    assert reader.end.reason == "interrupted"
+
+
+@pytest.mark.usefixtures("address")
+async def test_so_many_windows_and_no_more(bus: Bus, tmp_path: Path) -> None:
+    await publish(bus, told := story(5))
+    path = tmp_path / "job.dxc"
+    assert await typed("capture", made.JOB, "--windows", "2", "-o", str(path)) == 0
+    with CaptureReader(path) as reader:
+        assert identities(list(reader)) == expected(told[: 1 + 2 * len(window_of(0))])
+    assert reader.end is not None
+    assert reader.end.reason == "windows"
+    assert await typed("capture", made.JOB, "--past", "--windows", "9", "-o", str(path), "--force") == 0
+    assert identities(capture.records(path)) == expected(told)
+
+
+@pytest.mark.usefixtures("address")
+async def test_what_cannot_be_decoded_is_kept_as_it_is(bus: Bus, tmp_path: Path) -> None:
+    told = story(1)
+    await publish(bus, told)
+    await bus.publish_bytes(f"dynamix.v1.report.{made.JOB}.node-a", b"\xff not ours", "forged")
+    path = tmp_path / "job.dxc"
+    assert await typed("capture", made.JOB, "--past", "-o", str(path)) == 0
+    found = identities(capture.records(path))
+    assert found[-1] == (f"dynamix.v1.report.{made.JOB}.node-a", "forged", b"\xff not ours")
+    assert found[:-1] == expected(told)
+
+
+async def test_a_job_without_messages_is_a_capture_of_its_specification(bus: Bus) -> None:
+    await bus.publish(job("ended"))
+    assert [decode_any(one.subject, one.payload) for one in await read(bus, past=True)] == [job("ended")]
+
+
+@pytest.mark.usefixtures("address")
+async def test_nothing_is_overwritten_unasked(tmp_path: Path) -> None:
+    path = tmp_path / "precious"
+    path.write_text("mine")
+    assert await typed("capture", made.JOB, "-o", str(path)) == 2
+    assert path.read_text() == "mine"
+    assert await typed("capture", made.JOB, "-o", str(tmp_path / "none" / "job.dxc"), "--windows", "0") == 2
+
+
+@pytest.mark.usefixtures("address")
+async def test_what_cannot_be_captured_is_said(bus: Bus, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def captured(*arguments: str) -> int:
+        return main(["capture", *arguments])
+
+    assert await asyncio.to_thread(captured, "nobody", "-o", str(tmp_path / "a")) == 1
+    assert "no job is called 'nobody'; jobs on this broker: none" in capsys.readouterr().err
+    await bus.publish(job())
+    assert await asyncio.to_thread(captured, "nobody", "-o", str(tmp_path / "a")) == 1
+    assert f"jobs on this broker: {made.JOB}" in capsys.readouterr().err
+    assert await typed("capture", "mnist", "-o", str(tmp_path / "no" / "folder"), "--past") == 1
+
+
+def test_a_job_is_found_by_how_its_id_begins_if_that_is_one() -> None:
+    def called(name: str, phase: str = "running") -> Job:
+        return msgspec.structs.replace(job(phase), job=name)
+
+    jobs = {
+        one.job: one for one in (called("a-1", "ended"), called("a-2", "ended"), called("b-1"), called("b-2", "ended"))
+    }
+    assert chosen(jobs, "a-2").job == "a-2"
+    assert chosen(jobs, "b").job == "b-1"  # the one that runs
+    with pytest.raises(CommandError, match="'a' may be any of a-2, a-1: say which"):
+        chosen(jobs, "a")
+    with pytest.raises(CommandError, match="no job is called 'c'; jobs on this broker: b-2, b-1, a-2, a-1"):
+        chosen(jobs, "c")
