@@ -30,7 +30,7 @@ class Bystander:
         self._tasks: set[asyncio.Task[None]] = set()
         self.acknowledged: dict[int, bytes] = {}
         """Payload by sequence in FEED."""
-        self._writers = [asyncio.create_task(self._write(writer)) for writer in range(16)]
+        self._writers = [asyncio.create_task(self._write(writer)) for writer in range(4)]
 
     async def _write(self, writer: int) -> None:
         number = 0

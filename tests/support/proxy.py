@@ -1,4 +1,4 @@
-"""A TCP proxy between a client and the broker that can lose what the broker answers, and cut the line."""
+"""A TCP proxy between a client and the broker that can lose, delay or stop what passes, and cut the line."""
 
 import asyncio
 import contextlib
@@ -7,14 +7,23 @@ from typing import Self
 
 
 class Proxy:
-    """Forwards to 127.0.0.1:`port`; `losing_answers` swallows everything the broker sends."""
+    """Forwards to 127.0.0.1:`port`.
+
+    Attributes:
+        losing_answers: swallow everything the broker sends.
+        delay_s: hold every piece back for so long, each way, in order.
+        num_bytes_lost: swallowed so far.
+    """
 
     def __init__(self, port: int) -> None:
         self._target = port
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
+        self._dead: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._silent = False
         self.losing_answers = False
+        self.delay_s = 0.0
         self.num_bytes_lost = 0
 
     @property
@@ -42,6 +51,15 @@ class Proxy:
         for writer in self._writers:
             writer.transport.abort()
 
+    def half_open(self) -> None:
+        """Pass nothing more, either way, and tell nobody: as when a middlebox forgets its connections."""
+        self._silent = True
+        self._dead |= self._writers
+
+    def heal(self) -> None:
+        """Pass what new connections send; those that were half-open stay so."""
+        self._silent = False
+
     async def _accept(self, client: asyncio.StreamReader, to_client: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
@@ -51,20 +69,45 @@ class Proxy:
         except OSError:
             to_client.transport.abort()
             return
-        self._writers |= {to_client, to_broker}
+        both = {to_client, to_broker}
+        self._writers |= both
+        if self._silent:
+            self._dead |= both
         with contextlib.suppress(OSError, asyncio.CancelledError):
             await asyncio.gather(
                 self._pump(client, to_broker, answers=False), self._pump(broker, to_client, answers=True)
             )
-        for writer in (to_client, to_broker):
-            self._writers.discard(writer)
+        self._writers -= both
+        self._dead -= both
+        for writer in both:
             writer.transport.abort()
 
     async def _pump(self, source: asyncio.StreamReader, target: asyncio.StreamWriter, *, answers: bool) -> None:
-        while data := await source.read(65536):
-            if answers and self.losing_answers:
-                self.num_bytes_lost += len(data)
-                continue
-            target.write(data)
-            await target.drain()
+        loop = asyncio.get_running_loop()
+        held: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
+        reading = asyncio.create_task(self._read(source, held))
+        try:
+            while True:
+                due, data = await held.get()
+                if not data:
+                    break
+                if due > loop.time():
+                    await asyncio.sleep(due - loop.time())
+                if target in self._dead or (answers and self.losing_answers):
+                    self.num_bytes_lost += len(data)
+                    continue
+                target.write(data)
+                await target.drain()
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
         target.close()
+
+    async def _read(self, source: asyncio.StreamReader, held: asyncio.Queue[tuple[float, bytes]]) -> None:
+        """Take what comes, with the moment to pass it on; empty at the end."""
+        data = b"?"
+        while data:
+            data = b""
+            with contextlib.suppress(OSError):
+                data = await source.read(65536)
+            held.put_nowait((asyncio.get_running_loop().time() + self.delay_s, data))

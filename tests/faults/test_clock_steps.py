@@ -1,0 +1,83 @@
+"""The wall clock jumps by an hour and back under running services: nothing changes but the times in their logs."""
+
+import ast
+import json
+from collections.abc import AsyncIterator
+from datetime import datetime
+from pathlib import Path
+from typing import IO
+
+import pytest
+from tests.support.control_plane import ControlPlane, control_plane, feed_windows, one_node_job
+from tests.support.faults import Figure, Scale
+from tests.support.oracle import check_decisions
+from tests.support.watching import watching
+
+from dynamix.cli.services import SERVICES as NAMES
+from dynamix.cli.services import ServiceProcess, wait_until_ready
+from dynamix.schemas import subjects
+from dynamix.schemas.streams import FEED
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+STEPPED_CLOCK = Path(__file__).parents[1] / "support" / "stepped_clock"
+HOUR_S = 3600
+WALL_CLOCKS = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "date.today", "time.localtime"}
+SERVICES = Path(__file__).parents[2] / "services"
+MAY_READ_THEM = {"object_layout.py", "micro.py"}
+"""When an object was stored and when a service started, for people."""
+
+
+@pytest.fixture
+async def plane() -> AsyncIterator[ControlPlane]:
+    async with control_plane() as running:
+        yield running
+
+
+async def test_clock_steps_of_an_hour_change_nothing(
+    plane: ControlPlane, scale: Scale, tmp_path: Path, figure: Figure
+) -> None:
+    steps_s, job, per_step = (HOUR_S, -HOUR_S, 24 * HOUR_S, 0), one_node_job(), scale(10, 50)
+    clock, logs = tmp_path / "offset", tmp_path / "logs"
+    clock.write_text("0")
+    plane.environ |= {"PYTHONPATH": str(STEPPED_CLOCK), "STEPPED_CLOCK": str(clock), "DYNAMIX_LOG_LEVEL": "debug"}
+    await plane.bus.publish(job)
+    with logs.open("wb") as output:
+        await _start(plane, output)
+        async with watching(plane.bus, job.job) as watch:
+            for number, offset_s in enumerate(steps_s):
+                clock.write_text(str(offset_s))
+                await feed_windows(plane, job, range(number * per_step, (number + 1) * per_step))
+                await watch.until_decided((number + 1) * per_step)
+        num_windows = len(steps_s) * per_step
+        rewards = await plane.wait_for(FEED.name, subjects.reward(job.job, "*"), num_windows)
+        assert len(rewards) == num_windows
+        assert all(service.exit_code() is None for service in plane.services.values())
+    await check_decisions(plane.bus, job, num_windows=num_windows)
+    assert _clock_range_s(logs) >= 24 * HOUR_S  # the services' clocks did step
+    figure("steps", len(steps_s))
+
+
+async def _start(plane: ControlPlane, output: IO[bytes]) -> None:
+    for name in NAMES:
+        plane.services[name] = ServiceProcess(name, plane.environ, output)
+        plane.services[name].start()
+    await wait_until_ready(plane.bus, NAMES)
+
+
+def _clock_range_s(logs: Path) -> float:
+    """Between the earliest and the latest time in the logs."""
+    lines = (json.loads(line) for line in logs.read_text().splitlines() if line.startswith("{"))
+    times = [datetime.fromisoformat(line["timestamp"]).timestamp() for line in lines]
+    return max(times) - min(times)
+
+
+def test_no_service_reads_the_wall_clock() -> None:
+    """Time-outs, ages and intervals are the monotonic clock's; the virtual cluster's clock is made of formulas."""
+    readers = {
+        path.name
+        for path in SERVICES.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and ".".join(ast.unparse(node).split(".")[-2:]) in WALL_CLOCKS
+    }
+    assert readers == MAY_READ_THEM

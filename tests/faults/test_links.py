@@ -1,0 +1,97 @@
+"""Links that lose, delay or forget: through a TCP proxy between the services and the broker."""
+
+import random
+from collections.abc import AsyncIterator
+
+import pytest
+from tests.support.arbitrators import Feeding, crew, feed_states, two_node_job
+from tests.support.control_plane import NODE, ControlPlane, control_plane, feed_windows, one_node_job
+from tests.support.faults import Figure, Scale
+from tests.support.oracle import check_decisions
+from tests.support.proxy import Proxy
+from tests.support.watching import watching
+
+from dynamix.schemas import subjects
+from dynamix.schemas.streams import FEED
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+
+@pytest.fixture
+async def plane() -> AsyncIterator[ControlPlane]:
+    async with control_plane() as running:
+        yield running
+
+
+@pytest.fixture
+async def proxy(plane: ControlPlane) -> AsyncIterator[Proxy]:
+    async with Proxy(plane.server.port) as running:
+        yield running
+
+
+async def test_half_a_second_of_delay_each_way_loses_and_repeats_nothing(
+    plane: ControlPlane, proxy: Proxy, scale: Scale, figure: Figure
+) -> None:
+    """A round trip is longer than the publisher waits before it sends again: the broker drops what it has."""
+    num_windows, job = scale(8, 30), one_node_job()
+    plane.environ["DYNAMIX_NATS_URL"] = proxy.url
+    await plane.start("collector", "reward", "arbitrator")
+    await plane.bus.publish(job)
+    async with watching(plane.bus, job.job) as watch:
+        proxy.delay_s = 0.5
+        await feed_windows(plane, job, range(num_windows))
+        await watch.until_decided(num_windows, timeout_s=120)
+        rewards = await plane.wait_for(FEED.name, subjects.reward(job.job, "*"), num_windows)
+        assert sorted(reward.window for reward in rewards) == list(range(num_windows))  # type: ignore[attr-defined]
+        await watch.until(lambda: watch.counter(NODE, "bus_retries") > 0)
+        figure("actions_sent_again", watch.counter(NODE, "bus_retries"))
+        proxy.delay_s = 0.0
+    await check_decisions(plane.bus, job, num_windows=num_windows)
+
+
+async def test_an_arbitrator_behind_a_half_open_link_is_replaced_and_comes_back_without_harm(
+    plane: ControlPlane, proxy: Proxy, scale: Scale, chance: random.Random, figure: Figure
+) -> None:
+    """The full run waits until pings find it out (10 s, twice); in the quick one a reset comes with the heal."""
+    job = two_node_job()
+    await plane.bus.publish(job)
+    async with watching(plane.bus, job.job) as watch, crew(plane) as arbitrators:
+        behind = arbitrators.start({"DYNAMIX_NATS_URL": proxy.url})
+        await watch.until_ready(behind, arbitrators.start())
+        feeding = Feeding(plane)
+        for _ in range(scale(1, 2)):
+            await watch.until_decided(len(watch.actions) + chance.randint(5, 15))
+            proxy.half_open()
+            await watch.until_decided(len(watch.actions) + 20)
+            proxy.heal()
+            if not scale.is_full:
+                proxy.cut()
+            reconnects = watch.counter(behind, "bus_reconnects")
+            await watch.until(lambda before=reconnects: watch.counter(behind, "bus_reconnects") > before, 60)
+        num_windows = await feeding.finish()
+        await watch.until_decided(num_windows)
+        assert arbitrators.all_alive()
+        figure("writes_refused", sum(watch.counter(name, "adopted") for name in arbitrators.members))
+    await check_decisions(plane.bus, job, num_windows=num_windows)
+    assert proxy.num_bytes_lost > 0
+
+
+async def test_actions_whose_acknowledgements_are_lost_are_found_stored_not_written_twice(
+    plane: ControlPlane, proxy: Proxy, scale: Scale, chance: random.Random, figure: Figure
+) -> None:
+    """The one arbitrator hears nothing of what it wrote, then loses the line; it must not think its action failed."""
+    rounds, job = scale(3, 20), two_node_job()
+    await plane.bus.publish(job)
+    async with watching(plane.bus, job.job) as watch, crew(plane) as arbitrators:
+        await watch.until_ready(arbitrators.start({"DYNAMIX_NATS_URL": proxy.url}))
+        for begin in range(0, 10 * rounds, 10):
+            proxy.losing_answers = False
+            await feed_states(plane, range(begin, begin + chance.randint(1, 9)))
+            proxy.losing_answers = True
+            await feed_states(plane, range(begin, begin + 10))  # the first ones again: the broker knows them
+            proxy.losing_answers = False
+            proxy.cut()
+            await watch.until_decided(begin + 10)
+        assert arbitrators.all_alive()
+    await check_decisions(plane.bus, job, num_windows=10 * rounds)
+    figure("bytes_lost", proxy.num_bytes_lost)
