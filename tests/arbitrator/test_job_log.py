@@ -6,7 +6,8 @@ import pytest
 import structlog
 from tests.support import learned, made
 
-from dynamix.arbitrator.job_log import ActionLogError, JobLog, Surroundings
+from dynamix.arbitrator.action_log import ActionLogError
+from dynamix.arbitrator.job_log import JobLog, Surroundings
 from dynamix.arbitrator.policy_source import PolicySource
 from dynamix.arbitrator.policy_store import BUCKET, PolicyStore
 from dynamix.runtime.bus import Bus

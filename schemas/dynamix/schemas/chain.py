@@ -1,11 +1,18 @@
 """The chain of actions: each carries a hash over itself and its predecessor's hash."""
 
 import hashlib
+from typing import Any
 
 import msgspec
 
-from .codec import encode
+from .codec import HEADER_BYTES, encode
 from .messages import Action
+
+_HASH = Action.__struct_fields__.index("hash")
+
+
+class BrokenChainError(ValueError):
+    """Actions that are not those that were written, or not all of them; the text says where."""
 
 
 def seal(action: Action, previous_hash: bytes) -> Action:
@@ -16,4 +23,48 @@ def seal(action: Action, previous_hash: bytes) -> Action:
 
 def is_sealed(action: Action) -> bool:
     """Whether the action's hash is the one of its content."""
-    return seal(action, action.previous_hash).hash == action.hash
+    return is_intact(encode(action))
+
+
+def is_intact(payload: bytes) -> bool:
+    """Whether the hash in an encoded action is the one of its bytes.
+
+    It holds for the bytes as they are, also those of a version of ours with fewer or more fields at the end: whoever
+    decodes and encodes them again has other bytes.
+    """
+    try:
+        fields: Any = msgspec.msgpack.decode(memoryview(payload)[HEADER_BYTES:])
+        written, fields[_HASH] = fields[_HASH], b""
+    except (msgspec.DecodeError, ValueError, TypeError, LookupError, RecursionError):
+        return False
+    return bool(hashlib.sha256(payload[:HEADER_BYTES] + msgspec.msgpack.encode(fields)).digest() == written)
+
+
+class ChainCheck:
+    """Takes the actions of one job in their order, and sees that each is whole and follows the one before it.
+
+    Attributes:
+        num_actions: taken so far.
+    """
+
+    def __init__(self) -> None:
+        self.num_actions = 0
+        self._last: Action | None = None
+
+    def add(self, action: Action, payload: bytes) -> None:
+        """Take the next action and the bytes that it was decoded from.
+
+        Raises:
+            BrokenChainError: when it is not what was written, or not what follows.
+        """
+        where = f"the action for window {action.window} of generation {action.generation}"
+        if not is_intact(payload):
+            raise BrokenChainError(f"{where} is not as it was written: its hash is another")
+        if self._last is not None:
+            before = f"window {self._last.window} of generation {self._last.generation}"
+            if (action.generation, action.window) <= (self._last.generation, self._last.window):
+                raise BrokenChainError(f"{where} stands behind the one for {before}")
+            if action.previous_hash != self._last.hash:
+                raise BrokenChainError(f"{where} does not follow the one before it, for {before}")
+        self._last = action
+        self.num_actions += 1

@@ -388,8 +388,10 @@ class PolicyVersion(Message, frozen=True, kw_only=True, array_like=True):
     location: Text = ""
 
 
-Signature = Literal["size-stuck", "reward-collapse", "reward-plateau", "spread-between-runs", "value-unexplained"]
-"""Ways in which batch-size control is known to fail (method section 3)."""
+Signature = Literal[
+    "size-stuck", "reward-collapse", "reward-plateau", "spread-between-runs", "value-unexplained", "log-refused"
+]
+"""Ways in which batch-size control is known to fail (method section 3); a log of actions that cannot be believed."""
 
 
 class Event(Message, frozen=True, kw_only=True, array_like=True):

@@ -1,40 +1,24 @@
 """One job's decisions on the bus: folds its states, publishes its actions under compare-and-set, adopts another's."""
 
-from asyncio import Future
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, Self
+from typing import Self
 
 from structlog.stdlib import BoundLogger
 
-from dynamix.runtime.bus import Message, StaleWriterError, StreamState
-from dynamix.schemas import subjects
-from dynamix.schemas.codec import MalformedMessageError, decode
-from dynamix.schemas.messages import Action, Event, Job, State
-from dynamix.schemas.streams import ACTIONS
+from dynamix.runtime.bus import StaleWriterError, StreamState
+from dynamix.schemas.messages import Action, Job, State
 
+from .action_log import ActionLog, ActionLogError, Stored, check_goes_on, check_receipt, newest_action
 from .fold import Fold
 from .policies.static import Static
 from .policy import Policy, digest_of
 from .policy_source import Policies
 from .signatures import SizeWatch, event_of
 
-
-class ActionLog(Protocol):
-    """What of the bus a job's decisions need."""
-
-    async def last(self, stream: str, subject: str) -> Message | None:
-        """The newest message on a subject."""
-
-    async def publish_action(self, action: Action, *, expected_last: int) -> int:
-        """Store an action if the job's newest one has the sequence `expected_last`."""
-
-    async def publish_soon(self, message: Event) -> Future[int]:
-        """Send an event; errors are the bus's to log."""
-
-
-class ActionLogError(RuntimeError):
-    """The log of actions is not the one this arbitrator wrote: it refuses to decide on top of it."""
+SHOW_WAITS_S = (0.05, 0.1, 0.2, 0.4, 0.8)
+"""A broker may refuse for an action that it shows a moment later."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +31,6 @@ class Surroundings:
     count: Callable[[str], None]
 
 
-class _Stored(NamedTuple):
-    """A job's newest action, and where it stands in ACTIONS."""
-
-    sequence: int
-    action: Action
-
-
 class JobLog:
     """The fold of one generation of a job, joined to its subject in ACTIONS; made by `open`."""
 
@@ -64,25 +41,38 @@ class JobLog:
         self._count = around.count
         self._log = around.log.bind(job=job.job, generation=job.generation)
         self._policy = policy
-        self._last_sequence = 0
+        self._known: Stored | None = None
         self._superseded = False
         self._fold = Fold(job, policy, None)
         self._watch = None if job.policy == Static.name else SizeWatch(job)  # who never decides is not stuck
 
     @classmethod
-    async def open(cls, job: Job, around: Surroundings) -> Self:
+    async def open(cls, job: Job, around: Surroundings, known: Stored | None = None) -> Self:
         """Start from the job's newest action, with the policy that decided it or, at a start, the one of choice.
 
+        Args:
+            job: the generation to decide for.
+            around: what all jobs share.
+            known: the newest action that this process knows of the job's earlier generations.
+
         Raises:
-            ActionLogError: when the newest action cannot be one of this job.
+            ActionLogError: when the newest action cannot be one of this job, or cannot be the newest.
             ValueError: when there is no such policy, or not any more.
         """
-        newest = await _newest(around.bus, job)
+        newest = await newest_action(around.bus, job)
+        if known is not None:
+            await check_goes_on(around.bus, job, known, newest)
+        await check_receipt(around.bus, job, newest)
         opened = cls(job, await around.policies.choose(job, _of_generation(newest, job)), around)
         if newest is not None:
             opened._adopt(newest)
         opened._log.info("decides", policy=job.policy, version=opened._policy.version)
         return opened
+
+    @property
+    def known(self) -> Stored | None:
+        """The newest action that we wrote or read."""
+        return self._known
 
     @property
     def watermark(self) -> int:
@@ -111,15 +101,35 @@ class JobLog:
             await self._publish(action)
 
     async def _publish(self, action: Action) -> None:
+        expected_last = _sequence_of(self._known)
         try:
-            self._last_sequence = await self._bus.publish_action(action, expected_last=self._last_sequence)
-        except StaleWriterError:
-            await self._adopt_newest()
+            sequence = await self._bus.publish_action(action, expected_last=expected_last)
+        except StaleWriterError as refusal:
+            await self._adopt_newest(await self._decided_by_another(expected_last, refusal))
             return
+        self._known = Stored(sequence, action)
         self._fold.adopt(action)
         self._count("decided")
         self._log.debug("decided", window=action.window, local_batch_sizes=action.local_batch_sizes[:16])
         await self._watch_sizes(action)
+
+    async def _decided_by_another(self, expected_last: int, refusal: StaleWriterError) -> Stored | None:
+        """The newest action, after ours was refused for it; `None` when ours was dropped to make room.
+
+        A leader of a cluster may refuse for what it is about to store; a broker whose disk has rotten may refuse for
+        what it cannot read any more.
+        """
+        for wait_s in (*SHOW_WAITS_S, None):
+            newest = await newest_action(self._bus, self.job)
+            await check_goes_on(self._bus, self.job, self._known, newest)
+            if _sequence_of(newest) != expected_last:
+                return newest
+            if wait_s is not None:
+                await asyncio.sleep(wait_s)
+        window = -1 if newest is None else newest.action.window
+        raise ActionLogError(
+            f"the broker refuses an action for one that it does not show: {refusal}", window=window, known_window=window
+        )
 
     async def _watch_sizes(self, action: Action) -> None:
         """Say once on the bus when sizes stick to a bound; a restarted arbitrator counts its windows anew."""
@@ -138,16 +148,10 @@ class JobLog:
             )
         )
 
-    async def _adopt_newest(self) -> None:
+    async def _adopt_newest(self, newest: Stored | None) -> None:
         """Take the newest stored action, another arbitrator's, as the point to go on from, and its policy with it."""
-        newest = await _newest(self._bus, self.job)
-        sequence = 0 if newest is None else newest.sequence
-        if sequence < self._last_sequence:
-            raise ActionLogError(
-                f"{subjects.action(self.job.job)} ends at {sequence}, before our own {self._last_sequence}: "
-                "was the broker's store replaced by an old copy?"
-            )
-        if newest is None or sequence == self._last_sequence:
+        if newest is None:
+            self._known = None
             return
         recorded = _of_generation(newest, self.job)
         if recorded is not None and not _decided_by(recorded, self._policy):
@@ -155,37 +159,20 @@ class JobLog:
             self._fold.use(self._policy)
         self._adopt(newest)
 
-    def _adopt(self, stored: _Stored) -> None:
+    def _adopt(self, stored: Stored) -> None:
         self._superseded = stored.action.generation > self.job.generation
         self._fold.adopt(stored.action)
-        self._last_sequence = stored.sequence
+        self._known = stored
         self._count("adopted")
         self._log.info("adopted a stored action", window=stored.action.window, of_generation=stored.action.generation)
 
 
-async def _newest(bus: ActionLog, job: Job) -> _Stored | None:
-    """The job's newest action, whoever wrote it.
-
-    Raises:
-        ActionLogError: when it cannot be read, or cannot be one of this job.
-    """
-    subject = subjects.action(job.job)
-    message = await bus.last(ACTIONS.name, subject)
-    if message is None:
-        return None
-    try:
-        action = decode(Action, message.subject, message.payload)
-    except MalformedMessageError as error:
-        raise ActionLogError(f"{subject} at {message.sequence} cannot be read: {error}") from error
-    if action.generation == job.generation and len(action.local_batch_sizes) != job.world_size:
-        raise ActionLogError(
-            f"{subject} at {message.sequence} sizes {len(action.local_batch_sizes)} ranks, the job has "
-            f"{job.world_size}: an id serves one run, start this one under another"
-        )
-    return _Stored(message.sequence, action)
+def _sequence_of(stored: Stored | None) -> int:
+    """0 for none, as the broker has it."""
+    return 0 if stored is None else stored.sequence
 
 
-def _of_generation(stored: _Stored | None, job: Job) -> Action | None:
+def _of_generation(stored: Stored | None, job: Job) -> Action | None:
     """The action, if it is of this generation."""
     return stored.action if stored is not None and stored.action.generation == job.generation else None
 

@@ -8,10 +8,11 @@ from dynamix.runtime.bus import Message
 from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode
-from dynamix.schemas.messages import Job, State
+from dynamix.schemas.messages import Event, Job, State
 from dynamix.schemas.streams import FEED, JOBS
 
-from .job_log import ActionLogError, JobLog, Surroundings
+from .action_log import ActionLogError
+from .job_log import JobLog, Surroundings
 from .policy_source import PolicySource
 from .policy_store import PolicyStore
 from .settings import ArbitratorSettings
@@ -34,6 +35,9 @@ UNUSABLE = (
 )
 """What a policy that cannot decide may raise, or a log of decisions that is not this job's. It ends the decisions for
 its own generation, never those for other jobs; an error of the bus ends the process, which a restart mends."""
+
+
+MAX_EXPLANATION = 1024
 
 
 class _Arbitrator:
@@ -90,7 +94,7 @@ class _Arbitrator:
             except MalformedMessageError as error:
                 await self._context.dead_letter(message, str(error))
             except UNUSABLE as error:
-                self._halt(job, state.generation, error)
+                await self._halt(job, state.generation, error)
 
     async def _log_of(self, job: str, generation: int, *, before: int) -> JobLog | None:
         """The log for a generation of a job; `None` when it is over, or nothing may be decided for it."""
@@ -123,11 +127,12 @@ class _Arbitrator:
     async def _open(self, job: Job, *, until: int) -> JobLog | None:
         """Resume a job and fold what FEED holds of it up to a sequence; `None` when nothing may be decided for it."""
         try:
-            log = await JobLog.open(job, self._around)
+            earlier = self._logs.get(job.job)
+            log = await JobLog.open(job, self._around, None if earlier is None else earlier.known)
             log.check_inputs(await self._bus.stream_state(FEED.name))
             await self._catch_up(log, until)
         except UNUSABLE as error:
-            self._halt(job.job, job.generation, error)
+            await self._halt(job.job, job.generation, error)
             return None
         self._logs.pop(job.job, None)
         self._logs[job.job] = log
@@ -159,7 +164,7 @@ class _Arbitrator:
         except MalformedMessageError as error:
             await self._context.dead_letter(message, str(error))
 
-    def _halt(self, job: str, generation: int, error: Exception) -> None:
+    async def _halt(self, job: str, generation: int, error: Exception) -> None:
         """Decide nothing for this generation of a job: its training goes on with the sizes that it has."""
         is_foreseen = isinstance(error, (ActionLogError, ValueError))
         self._logs.pop(job, None)
@@ -175,3 +180,20 @@ class _Arbitrator:
             reason=str(error) if is_foreseen else repr(error),
             exc_info=None if is_foreseen else error,
         )
+        if isinstance(error, ActionLogError):
+            self._context.count("refused_logs")
+            await self._say_refused(job, generation, error)
+
+    async def _say_refused(self, job: str, generation: int, error: ActionLogError) -> None:
+        """Tell the watchers: what the log lost cannot be mended here."""
+        event = Event(
+            job=job,
+            generation=generation,
+            window=max(0, error.known_window),
+            signature="log-refused",
+            service="arbitrator",
+            value=error.window,
+            limit=error.known_window,
+            explanation=str(error)[:MAX_EXPLANATION],
+        )
+        await self._bus.publish_soon(event)

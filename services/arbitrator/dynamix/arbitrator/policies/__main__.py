@@ -33,6 +33,7 @@ right.
 | `reward-collapse` | learner | last {collapse} returns over {drop:g} deviations below the best {collapse} before |
 | `value-unexplained` | learner | explained variance below {explained:g} over {updates} updates |
 | `spread-between-runs` | evaluation | coefficient of variation above {spread:g} between {runs} runs or more |
+| `log-refused` | arbitrator | the stored actions are fewer or other than known; no decisions for this generation |
 """
 
 

@@ -146,6 +146,10 @@ class Bus:
         """The last stored message of a subject, `None` when there is none. Raises as `stream_state`."""
         return await stored.last_message(self._requests, stream, subject)
 
+    async def first(self, stream: str, subject: str, *, start: int = 1) -> Message | None:
+        """The first stored message of a subject or filter at or after a sequence. Otherwise as `last`."""
+        return await stored.first_message(self._requests, stream, subject, start)
+
     async def stream_state(self, stream: str) -> StreamState:
         """What the stream holds.
 

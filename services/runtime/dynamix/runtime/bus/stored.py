@@ -58,13 +58,23 @@ async def write_stream(requests: Requests, action: Literal["CREATE", "UPDATE"], 
 
 
 async def last_message(requests: Requests, stream: str, subject: str) -> Message | None:
-    """The last message of a subject, `None` when there is none.
+    """The last message of a subject, `None` when there is none."""
+    return await _message(requests, stream, {"last_by_subj": subject})
 
-    Asks the stream's leader, not any replica: a follower may lag, and a writer that restarts from an old message would
-    only learn so when its compare-and-set fails.
+
+async def first_message(requests: Requests, stream: str, subject: str, start: int) -> Message | None:
+    """The first message of a subject at or after a sequence, `None` when there is none."""
+    return await _message(requests, stream, {"seq": start, "next_by_subj": subject})
+
+
+async def _message(requests: Requests, stream: str, which: dict[str, Any]) -> Message | None:
+    """Ask the stream's leader, not any replica.
+
+    A follower may lag, and a writer that restarts from an old message would only learn so when its compare-and-set
+    fails.
     """
     try:
-        answer = await requests.ask(f"STREAM.MSG.GET.{stream}", {"last_by_subj": subject}, _StoredAnswer)
+        answer = await requests.ask(f"STREAM.MSG.GET.{stream}", which, _StoredAnswer)
     except ApiError as error:
         if error.err_code == MESSAGE_NOT_FOUND:
             return None

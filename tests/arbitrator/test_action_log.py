@@ -1,0 +1,320 @@
+"""Whether a log of actions is believed: held against its hashes, the trainer's receipts and what was known before."""
+
+import asyncio
+import hashlib
+import itertools
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import structlog
+from tests.support import made
+from tests.support.brokers import ConfiguredServer, connected, operate, until
+from tests.support.stored_blocks import Record, block_of, flip_in_header, flip_in_payload, records
+
+from dynamix.arbitrator import job_log
+from dynamix.arbitrator.action_log import ActionLogError
+from dynamix.arbitrator.job_log import JobLog, Surroundings
+from dynamix.arbitrator.policy_source import PolicySource
+from dynamix.arbitrator.policy_store import PolicyStore
+from dynamix.arbitrator.service import serve
+from dynamix.arbitrator.settings import ArbitratorSettings
+from dynamix.runtime.bus import Bus, StaleWriterError
+from dynamix.runtime.provision import provision
+from dynamix.runtime.service import Context
+from dynamix.schemas import subjects
+from dynamix.schemas.chain import seal
+from dynamix.schemas.codec import HEADER_BYTES, decode, encode
+from dynamix.schemas.messages import Action, Applied, Event, Job, State
+from dynamix.schemas.streams import ACTIONS, FEED
+
+NODES: dict[str, tuple[int, ...]] = {"node-a": (0, 1)}
+JOB = made.job(NODES, job="first-0", policy="static")
+OTHER = made.job(NODES, job="other-0", policy="static")
+SIZES = (128, 128)
+
+
+async def opened(bus: Bus, job: Job = JOB, known: Any = None) -> JobLog:
+    """A job's log as an arbitrator that has just started opens it."""
+    around = Surroundings(bus, PolicySource(PolicyStore(bus)), structlog.stdlib.get_logger(), lambda _: None)
+    return await JobLog.open(job, around, known)
+
+
+def state(job: Job, window: int) -> State:
+    return msgspec.structs.replace(made.state("node-a", (0, 1), window), job=job.job)
+
+
+async def decide(bus: Bus, log: JobLog, windows: range) -> None:
+    """Let it decide these windows, from states as FEED numbers them."""
+    for window in windows:
+        published = state(log.job, window)
+        await log.add(await bus.publish(published), published)
+
+
+async def actions(bus: Bus, job: Job = JOB) -> list[Action]:
+    found, start = [], 1
+    while (message := await bus.first(ACTIONS.name, subjects.action(job.job), start=start)) is not None:
+        found.append(decode(Action, message.subject, message.payload))
+        start = message.sequence + 1
+    return found
+
+
+def receipt(action: Action, **changes: Any) -> Applied:
+    """What the trainer says once all ranks have adopted it."""
+    fields = {
+        "job": action.job,
+        "generation": action.generation,
+        "decided_window": action.window,
+        "effective_window": action.window + 2,
+        "effective_step": 10 * (action.window + 2),
+        "local_batch_sizes": action.local_batch_sizes,
+        "action_hash": action.hash,
+    }
+    return Applied(**(fields | changes))
+
+
+async def test_an_action_with_another_hash_than_its_contents_is_refused(bus: Bus) -> None:
+    sealed = seal(made.action(3, job=JOB.job, local_batch_sizes=SIZES, deltas=(0, 0)), b"p" * 32)
+    forged = msgspec.structs.replace(sealed, local_batch_sizes=(32, 1024))
+    await bus.publish_action(forged, expected_last=0)
+    with pytest.raises(ActionLogError, match=r"action\.first-0 at 1 is not as it was written: its hash is another"):
+        await opened(bus)
+
+
+async def test_an_action_of_a_later_version_with_one_more_field_is_believed(bus: Bus) -> None:
+    """Its hash is over its own bytes: an upgrade, or the way back, halts no job."""
+    log = await opened(bus)
+    await decide(bus, log, range(1))
+    (action,) = await actions(bus)
+    fields = [*msgspec.structs.astuple(msgspec.structs.replace(action, window=1, previous_hash=action.hash)), "new"]
+    place = Action.__struct_fields__.index("hash")
+    header = encode(action)[:HEADER_BYTES]
+    fields[place] = b""
+    fields[place] = hashlib.sha256(header + msgspec.msgpack.encode(fields)).digest()
+    await bus.publish_bytes(subjects.action(JOB.job), header + msgspec.msgpack.encode(fields), "later")
+    again = await opened(bus)
+    assert again.known is not None
+    assert again.known.action.window == 1
+    await decide(bus, again, range(2, 3))
+    assert [action.window for action in await actions(bus)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+async def test_a_log_that_holds_what_the_trainer_applied_is_believed(bus: Bus, lag: int) -> None:
+    await decide(bus, await opened(bus), range(4))
+    await bus.publish(receipt((await actions(bus))[3 - lag]))
+    await decide(bus, await opened(bus), range(4, 6))
+    assert [action.window for action in await actions(bus)] == list(range(6))
+
+
+async def test_a_log_that_ends_before_what_the_trainer_applied_is_refused(bus: Bus) -> None:
+    await decide(bus, await opened(bus), range(4))
+    last = (await actions(bus))[-1]
+    await bus.publish(receipt(last, decided_window=7))
+    with pytest.raises(ActionLogError, match=r"ends at 4 \(window 3 .*applied an action for window 7") as caught:
+        await opened(bus)
+    assert (caught.value.window, caught.value.known_window) == (3, 7)
+
+
+async def test_a_log_with_another_action_than_the_one_applied_is_refused(bus: Bus) -> None:
+    await decide(bus, await opened(bus), range(2))
+    await bus.publish(receipt((await actions(bus))[1], action_hash=b"h" * 32))
+    with pytest.raises(ActionLogError, match="is not the action for window 1 of generation 0 that the trainer applied"):
+        await opened(bus)
+
+
+async def test_an_empty_log_of_a_job_that_has_applied_actions_is_refused(bus: Bus) -> None:
+    await bus.publish(receipt(seal(made.action(5, job=JOB.job), b"")))
+    with pytest.raises(ActionLogError, match="ends at nothing, but the trainer applied an action for window 5"):
+        await opened(bus)
+
+
+async def test_a_receipt_that_nobody_can_read_proves_nothing(bus: Bus) -> None:
+    await bus.publish_bytes(subjects.applied(JOB.job), b"garbage", "garbage")
+    await decide(bus, await opened(bus), range(1))
+    assert len(await actions(bus)) == 1
+
+
+async def test_a_job_whose_actions_made_room_for_others_goes_on(bus: Bus) -> None:
+    """At the first start and for an arbitrator that ran all the while; a full stream is no lost one."""
+    await provision(bus, [msgspec.structs.replace(ACTIONS, max_bytes=2000)])
+    log = await opened(bus)
+    await decide(bus, log, range(2))
+    await bus.publish(receipt((await actions(bus))[-1]))
+    await decide(bus, await opened(bus, OTHER), range(20))
+    assert await actions(bus) == []
+    await decide(bus, log, range(2, 3))
+    assert [action.window for action in await actions(bus)] == [2]
+    await decide(bus, await opened(bus, OTHER), range(20, 40))
+    await opened(bus)
+
+
+async def test_a_running_arbitrator_refuses_a_log_that_was_made_anew(bus: Bus) -> None:
+    log = await opened(bus)
+    await decide(bus, log, range(3))
+    await operate(bus, "STREAM.DELETE.ACTIONS")
+    await provision(bus)
+    with pytest.raises(ActionLogError, match="ends at nothing, before our own 3") as caught:
+        await decide(bus, log, range(3, 4))
+    assert (caught.value.window, caught.value.known_window) == (-1, 2)
+    assert await actions(bus) == []
+
+
+async def test_a_running_arbitrator_refuses_another_chain_of_the_same_job(bus: Bus) -> None:
+    """The stream was made anew, and somebody who knew nothing has begun the job again."""
+    log = await opened(bus)
+    await decide(bus, log, range(3))
+    await operate(bus, "STREAM.DELETE.ACTIONS")
+    await provision(bus)
+    options = {"job": JOB.job, "local_batch_sizes": SIZES, "deltas": (0, 0), "policy_version": 7}
+    previous, sequence = b"", 0
+    for window in range(5):
+        action = seal(made.action(window, **options), previous)
+        previous, sequence = action.hash, await bus.publish_action(action, expected_last=sequence)
+    with pytest.raises(ActionLogError, match=r"at 3 begins another chain than the one that was known"):
+        await decide(bus, log, range(3, 4))
+
+
+async def test_who_was_stopped_while_another_decided_several_windows_adopts_their_chain(bus: Bus) -> None:
+    first, second = await opened(bus), await opened(bus)
+    await decide(bus, first, range(2))
+    await decide(bus, second, range(6))
+    await decide(bus, first, range(2, 7))
+    stored = await actions(bus)
+    assert [action.window for action in stored] == list(range(7))
+    assert all(new.previous_hash == old.hash for old, new in itertools.pairwise(stored))
+
+
+async def test_a_chain_broken_in_between_is_refused(bus: Bus) -> None:
+    log = await opened(bus)
+    await decide(bus, log, range(2))
+    options = {"job": JOB.job, "local_batch_sizes": SIZES, "deltas": (0, 0)}
+    third = seal(made.action(2, **options), (await actions(bus))[-1].hash)
+    fourth = seal(made.action(3, **options), b"x" * 32)
+    sequence = await bus.publish_action(third, expected_last=2)
+    await bus.publish_action(fourth, expected_last=sequence)
+    with pytest.raises(ActionLogError, match="breaks the chain: the action for window 3 of generation 0 does not foll"):
+        await decide(bus, log, range(2, 3))
+
+
+async def test_a_new_generation_is_held_against_what_is_known_of_the_one_before(bus: Bus) -> None:
+    log = await opened(bus)
+    await decide(bus, log, range(3))
+    await operate(bus, "STREAM.DELETE.ACTIONS")
+    await provision(bus)
+    with pytest.raises(ActionLogError, match="ends at nothing, before our own 3"):
+        await opened(bus, msgspec.structs.replace(JOB, generation=1), log.known)
+
+
+class TestRot:
+    """A real broker stops, one bit of its file changes, it starts again."""
+
+    @pytest.fixture
+    async def server(self, tmp_path: Path) -> Any:
+        async with ConfiguredServer(store_dir=tmp_path / "store") as running:
+            yield running
+
+    async def fill(self, bus: Bus) -> None:
+        """OTHER's five actions, then ten of JOB's; the trainer has applied the last of them."""
+        for job, windows in ((OTHER, range(5)), (JOB, range(10))):
+            await bus.publish(job)
+            await decide(bus, await opened(bus, job), windows)
+        await bus.publish(receipt((await actions(bus))[-1]))
+
+    def rot(self, tmp_path: Path, where: str, index: int) -> Record:
+        block = block_of(tmp_path / "store", ACTIONS.name)
+        record = records(block)[index]
+        {"header": flip_in_header, "payload": flip_in_payload}[where](block, record)
+        return record
+
+    @pytest.mark.parametrize("how", ["stop", "kill"])
+    @pytest.mark.parametrize(("where", "index"), [("header", 9), ("payload", -1)])
+    async def test_after_a_restart_of_both_the_job_is_refused_and_the_others_go_on(
+        self, server: ConfiguredServer, tmp_path: Path, how: str, where: str, index: int
+    ) -> None:
+        async with connected(server.settings) as bus:
+            await provision(bus)
+            await self.fill(bus)
+        await getattr(server, how)()
+        self.rot(tmp_path, where, index)
+        await server.start()
+        async with connected(server.settings) as bus:
+            context = Context(
+                "arbitrator", "0", "here", bus, ArbitratorSettings(), asyncio.Event(), structlog.get_logger()
+            )
+            before = (await bus.stream_state(ACTIONS.name)).last_sequence
+            task = asyncio.create_task(serve(context))
+            try:
+                for job, window in ((JOB, 10), (OTHER, 5), (OTHER, 6)):
+                    await bus.publish(state(job, window))
+                await until(lambda: context.counters.get("decided", 0) >= 2)
+            finally:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+            assert (context.counters["refused_logs"], context.counters["halted"]) == (1, 1)
+            assert [action.window for action in await actions(bus, OTHER)] == list(range(7))
+            last = await bus.last(FEED.name, subjects.event(JOB.job))
+            assert last is not None
+            event = decode(Event, last.subject, last.payload)
+            assert (event.signature, event.limit) == ("log-refused", 9.0)
+            assert await bus.first(ACTIONS.name, subjects.action(JOB.job), start=before + 1) is None  # nothing on top
+
+    @pytest.mark.parametrize(("where", "index"), [("header", 9), ("payload", -1)])
+    async def test_an_arbitrator_that_ran_all_the_while_refuses_it_too(
+        self, server: ConfiguredServer, tmp_path: Path, where: str, index: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(job_log, "SHOW_WAITS_S", (0.01, 0.01))
+        async with connected(server.settings) as bus:
+            await provision(bus)
+            others, log = await opened(bus, OTHER), await opened(bus)
+            await decide(bus, others, range(5))
+            await decide(bus, log, range(10))
+            await server.stop()
+            self.rot(tmp_path, where, index)
+            await server.start()
+            with pytest.raises(ActionLogError, match="before our own 15"):
+                await decide(bus, log, range(10, 11))
+            await decide(bus, others, range(5, 7))
+            assert [action.window for action in await actions(bus, OTHER)] == list(range(7))
+
+    async def test_with_nothing_else_known_a_job_whose_newest_action_rotted_is_refused_at_its_second_window(
+        self, server: ConfiguredServer, tmp_path: Path
+    ) -> None:
+        """Its first one is acknowledged as a duplicate: the broker still knows the identity, not the action."""
+        async with connected(server.settings) as bus:
+            await provision(bus)
+            await decide(bus, await opened(bus), range(3))
+            await server.stop()
+            self.rot(tmp_path, "payload", -1)
+            await server.start()
+            log = await opened(bus)  # no receipt
+            assert log.known is None
+            with pytest.raises(ActionLogError, match="ends at nothing, before our own 1"):
+                await decide(bus, log, range(3))
+
+
+class _ShowsNothing:
+    """Stands in for a broker that refuses an action for one that it does not show: ours does so for moments only."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self.num_refused = 0
+
+    async def publish_action(self, action: Action, *, expected_last: int) -> int:  # noqa: ARG002 - as it is called
+        self.num_refused += 1
+        raise StaleWriterError("wrong last sequence: 25", 25)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bus, name)
+
+
+async def test_a_broker_that_refuses_for_what_it_does_not_show_ends_the_tries(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_log, "SHOW_WAITS_S", (0.01, 0.01))
+    broken = _ShowsNothing(bus)
+    log = await opened(broken)  # type: ignore[arg-type]
+    with pytest.raises(ActionLogError, match="for one that it does not show: wrong last sequence: 25"):
+        await decide(bus, log, range(1))
+    assert broken.num_refused == 1
