@@ -1,0 +1,57 @@
+"""Makes tests/data/demo.dxc anew: the demo's steered job, captured while it runs.
+
+    python -m tests.support.demo_capture tests/data/demo.dxc [DATA]
+
+Real processes, gradients and services; half a minute. To be done again only when messages change their meaning: an old
+capture that no longer replays equal is what the fixture is there to find.
+"""
+
+import asyncio
+import datetime as dt
+import sys
+import tempfile
+from pathlib import Path
+
+from dynamix.cli.capture.source import Source
+from dynamix.cli.demo.plan import DemoPlan
+from dynamix.cli.demo.runner import _Demo, services
+from dynamix.lab.capture import CaptureEnd, CaptureHeader, CaptureWriter, fingerprint
+from dynamix.runtime.bus import Bus
+from dynamix.schemas import subjects
+from dynamix.schemas.streams import JOBS
+
+POLICY = "proportional"
+
+
+async def captured(path: Path, plan: DemoPlan) -> CaptureEnd:
+    """Run the plan once, steered, and write all of it."""
+    with tempfile.TemporaryDirectory(prefix="dynamix-capture-") as directory:
+        async with services(Path(directory), print) as (bus, environ):
+            demo = _Demo(plan, bus, environ, Path(directory), lambda _policy, _applied, report: print(report.window))
+            training = asyncio.create_task(demo.run(POLICY))
+            end = await _capture(bus, await _announced(bus), path)
+            await training
+    return end
+
+
+async def _announced(bus: Bus) -> str:
+    """The id of the first job that begins."""
+    async with bus.consume(JOBS.name, [subjects.job(subjects.ANY)], start="all") as consumer:
+        async for batch in consumer:
+            return subjects.parse(batch[0].subject).tokens[0]
+    raise AssertionError("a consumer ends only when it is told to")
+
+
+async def _capture(bus: Bus, job: str, path: Path) -> CaptureEnd:
+    created = dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    header = CaptureHeader(job=job, created=created, fingerprint=fingerprint())
+    with CaptureWriter(path, header, overwrite=True) as writer:
+        async with Source(bus, job, past=False, stop=asyncio.Event()) as source:
+            while batch := await source.read():
+                for record in batch:
+                    writer.add(record)
+        return writer.finish(source.reason)
+
+
+if __name__ == "__main__":
+    print(asyncio.run(captured(Path(sys.argv[1]), DemoPlan(data=sys.argv[2] if len(sys.argv) > 2 else None))))
