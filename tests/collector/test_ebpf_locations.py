@@ -1,5 +1,6 @@
 """Where headers, BCC and control groups are found, on the layouts of several distributions."""
 
+import errno
 import os
 from pathlib import Path
 
@@ -9,7 +10,9 @@ from dynamix.collector.ebpf import bcc_location
 from dynamix.collector.ebpf.bcc_location import find_bcc
 from dynamix.collector.ebpf.cgroup import v2_mount
 from dynamix.collector.ebpf.headers import Headers, find_headers
-from dynamix.collector.ebpf.probe import _num_possible, _reason
+from dynamix.collector.ebpf.opening import open_probe
+from dynamix.collector.ebpf.probe import _reason
+from dynamix.collector.errors import ProbeError
 
 SYSTEM = os.uname_result(("Linux", "host", "6.1.0-30-amd64", "#1", "x86_64"))
 
@@ -85,10 +88,17 @@ def test_bcc_is_known_by_a_part_that_its_namesake_on_pypi_lacks(
     monkeypatch.syspath_prepend(namesake.parent)
     monkeypatch.setattr(bcc_location, "DISTRIBUTION_DIRECTORIES", (distribution,))
     assert find_bcc() == distribution
+    monkeypatch.setattr(bcc_location, "DISTRIBUTION_DIRECTORIES", (namesake,))
+    assert find_bcc() != namesake
 
 
-def test_a_per_cpu_map_has_a_value_for_every_processor_that_may_come() -> None:
-    assert [_num_possible(text) for text in ("0\n", "0-1\n", "0-3,8-11\n")] == [1, 2, 12]
+def test_whatever_keeps_the_probe_from_opening_is_said_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "/somewhere/cgroup.procs")
+
+    monkeypatch.setattr(Path, "is_file", refused)
+    with pytest.raises(ProbeError, match=r"/somewhere/cgroup\.procs: Permission denied"):
+        open_probe("/somewhere")
 
 
 def test_the_loaders_complaints_become_one_sentence() -> None:

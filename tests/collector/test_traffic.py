@@ -4,7 +4,7 @@ import pytest
 from tests.support import made
 
 from dynamix.collector.ebpf.program import Counters
-from dynamix.collector.ebpf.traffic import KernelWindow, SocketTraffic
+from dynamix.collector.ebpf.traffic import MAX_JOBS, KernelWindow, SocketTraffic
 from dynamix.collector.intervals import FORGET_AFTER_S
 from dynamix.schemas.messages import NetworkMetrics, Report
 
@@ -15,9 +15,13 @@ class Kernel:
     def __init__(self) -> None:
         self.counters: dict[int, Counters] = {}
         self.uids: dict[int, int] = {}
+        self.left_out = 0
 
     def read(self, cookie: int, uid: int) -> Counters | None:
         return self.counters.get(cookie) if self.uids.get(cookie, uid) == uid else None
+
+    def num_left_out(self) -> int:
+        return self.left_out
 
     def add(self, cookie: int, *amounts: int) -> None:
         before = self.counters.get(cookie, Counters(0, 0, 0, 0, 0))
@@ -71,16 +75,57 @@ def test_each_rank_gets_the_sum_of_its_own_sockets_between_two_windows(
     )
 
 
-def test_a_socket_older_than_the_probe_masks_the_window_for_all_ranks(kernel: Kernel, sockets: SocketTraffic) -> None:
+def test_a_socket_that_the_probe_does_not_know_masks_the_window_for_all_ranks(
+    kernel: Kernel, sockets: SocketTraffic
+) -> None:
     del kernel.counters[12]
-    reason = sockets.window(report_of(3, (11, 12), (21,)))
-    assert reason == "1 of 2 sockets of rank 0 are older than the probe"
+    unknown = "the probe does not know 1 of 2 sockets of rank 0: older than itself, or opened elsewhere"
+    assert sockets.window(report_of(3, (11, 12), (21,))) == unknown
+    kernel.left_out = 7
+    assert sockets.window(report_of(4, (11, 12), (21,))) == unknown + " (7 found its table full)"
     assert sockets.window(report_of(3, (), (21,))) == "rank 0 names no socket"
 
 
 def test_a_socket_of_another_user_is_not_read(kernel: Kernel, sockets: SocketTraffic) -> None:
     kernel.uids[11] = 4321
-    assert "older than the probe" in str(sockets.window(report_of(3, (11,))))
+    assert "does not know 1 of 1" in str(sockets.window(report_of(3, (11,))))
+
+
+def test_a_socket_named_twice_counts_once(kernel: Kernel, clock: Clock, sockets: SocketTraffic) -> None:
+    sockets.window(report_of(0, (11, 11)))
+    kernel.add(11, 7, 0, 0, 0, 0)
+    clock.now_s += 1.0
+    window = sockets.window(report_of(1, (11, 11)))
+    assert isinstance(window, KernelWindow)
+    assert window.by_rank[0].rx_bytes == 7
+
+
+def test_a_socket_that_began_anew_masks_one_window_and_is_never_counted_backwards(
+    kernel: Kernel, clock: Clock, sockets: SocketTraffic
+) -> None:
+    said = []
+    for window in range(4):
+        if window == 1:
+            kernel.counters[11] = Counters(0, 3, 0, 0, 0)
+        clock.now_s += 1.0
+        kernel.add(11, 9, 0, 0, 0, 0)
+        found = sockets.window(report_of(window, (11,)))
+        said.append(found.by_rank[0].rx_bytes if isinstance(found, KernelWindow) else found)
+    assert said == [
+        "nothing was read before a job's first window",
+        "a socket of rank 0 began anew",
+        "the window before was not read",
+        9,
+    ]
+
+
+def test_of_endless_jobs_the_oldest_is_forgotten(kernel: Kernel, clock: Clock, sockets: SocketTraffic) -> None:
+    sockets.window(report_of(0, (11,)))
+    for number in range(MAX_JOBS):
+        sockets.window(report_of(0, (21,), job=f"job-{number}"))
+    del kernel.counters[11]
+    clock.now_s += 1.0
+    assert "does not know" in str(sockets.window(report_of(1, (11,))))
 
 
 def test_a_window_in_which_sockets_join_is_masked_since_they_carried_something_before(
@@ -119,7 +164,7 @@ def test_a_generation_that_is_over_is_not_read_and_the_next_begins_anew(
 ) -> None:
     sockets.window(report_of(5, (11,)))
     clock.now_s += 1.0
-    assert sockets.window(report_of(0, (12,), generation=1)) == "the window before was not read"
+    assert sockets.window(report_of(0, (12,), generation=1)) == "nothing was read before a job's first window"
     assert sockets.window(report_of(6, (11,), generation=0)) == "the job has started again since"
     kernel.add(12, 3, 0, 0, 0, 0)
     clock.now_s += 1.0
@@ -127,11 +172,11 @@ def test_a_generation_that_is_over_is_not_read_and_the_next_begins_anew(
     assert isinstance(window, KernelWindow)
     assert window.by_rank[0].rx_bytes == 3
     del kernel.counters[12]
-    assert "older than the probe" in str(sockets.window(report_of(0, (12,), generation=2)))
+    assert "does not know" in str(sockets.window(report_of(0, (12,), generation=2)))
 
 
 def test_a_job_that_is_not_heard_of_any_more_is_forgotten(kernel: Kernel, clock: Clock, sockets: SocketTraffic) -> None:
     sockets.window(report_of(0, (11,)))
     del kernel.counters[11]
     clock.now_s += FORGET_AFTER_S + 1
-    assert "older than the probe" in str(sockets.window(report_of(1, (11,))))
+    assert "does not know" in str(sockets.window(report_of(1, (11,))))

@@ -49,6 +49,17 @@ def _check_window(window: object) -> None:
     assert rank.system.memory_bytes > 1 << 20
 
 
+async def test_windows_whose_kernel_counters_came_too_late_are_masked_and_counted() -> None:
+    async with control_plane("collector") as plane:
+        job = one_node_job(policy="static")
+        for number, window in enumerate((0, 1, 5, 2**40), start=1):
+            await plane.bus.publish(report_of(job, window, (128,) * 4, SPEEDS))
+            await plane.wait_for(FEED.name, subjects.window(made.JOB, "*"), number)
+        windows = await plane.wait_for(FEED.name, subjects.window(made.JOB, "*"), 4)
+        told = [(w.ranks[0].system.cpu_time_ratio is not None, w.num_readings_lost) for w in windows]  # type: ignore[attr-defined]
+        assert told == [(False, 0), (True, 0), (False, 1), (False, 2)]
+
+
 async def test_what_cannot_be_used_goes_to_dead_with_its_reason_and_nothing_else_happens() -> None:
     async with control_plane("collector", "reward", "arbitrator") as plane:
         job = one_node_job(policy="static")

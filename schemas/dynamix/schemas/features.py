@@ -170,8 +170,8 @@ def _rank_values(rank: RankMetrics, window: MetricWindow) -> Values:
 
 
 def _pack(rows: Sequence[Values], features: tuple[Feature, ...]) -> tuple[bytes, bytes]:
-    table = [[row.get(feature.name) for feature in features] for row in rows]
     """Values and mask; what float32 cannot hold is as little known as what was not measured."""
+    table = [[row.get(feature.name) for feature in features] for row in rows]
     values = np.array([[np.nan if value is None else value for value in row] for row in table], dtype=np.float64)
     with np.errstate(over="ignore"):
         rounded = values.astype("<f4")

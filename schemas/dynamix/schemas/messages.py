@@ -294,7 +294,8 @@ class MetricWindow(Message, frozen=True, kw_only=True, array_like=True):
     probe_note: Text = ""
     """Why a better probe than `probe` was passed over for this window."""
     num_readings_lost: Count = 0
-    """Windows of which the kernel's counters were not read in time, since the collector started; they are masked."""
+    """Windows since the collector started, but for first ones, of which the kernel's counters could not be told: their
+    report came late, or that of the window before had. They are masked."""
 
 
 class State(Message, frozen=True, kw_only=True, array_like=True):

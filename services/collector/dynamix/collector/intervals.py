@@ -11,7 +11,9 @@ from typing import Generic, NamedTuple, TypeVar
 FORGET_AFTER_S = 3600.0
 """A counter not read for so long belongs to a job that is gone; a window may last that long and no longer."""
 
-K = TypeVar("K", bound=Hashable)
+MAX_KEYS = 65_536
+"""Ranks and jobs of one node: whoever may send reports could name any number."""
+
 V = TypeVar("V")
 
 
@@ -36,14 +38,6 @@ class Intervals(Generic[V]):
         self._clock = clock
         self._last: dict[Hashable, _Reading[V]] = {}
         """In order of age: each new reading goes to the end."""
-        self._jobs: dict[str, _Reading[None]] = {}
-        """The newest window read of each job, in the same order."""
-        self.num_lost = 0
-        """Windows whose differences are unknown because they, or the ones before them, were not read in time.
-
-        Counted per job, not per key: a window is read when any of its counters is. When 6 is read after 3, the
-        differences of 4, 5 and 6 are lost. A generation's first reading loses nothing: there was nothing to lose.
-        """
 
     def exchange(self, key: Hashable, value: V, window: WindowId) -> tuple[V, float] | None:
         """Remember a reading; the one of the window before and the seconds since, or `None` where there is none.
@@ -52,8 +46,7 @@ class Intervals(Generic[V]):
         first reading is the one made nearest to the window's end.
         """
         now_s = self._clock()
-        _forget(self._last, now_s)
-        self._follow(window, now_s)
+        self._forget(now_s)
         last = self._last.get(key)
         if last is not None and _is_repeated(window, last.window):
             return None
@@ -63,27 +56,14 @@ class Intervals(Generic[V]):
             return None
         return last.value, now_s - last.at_s
 
-    def _follow(self, window: WindowId, now_s: float) -> None:
-        """Count the windows between this one and the newest read of its job."""
-        _forget(self._jobs, now_s)
-        newest = self._jobs.get(window.job)
-        if newest is not None:
-            if _is_repeated(window, newest.window):
+    def _forget(self, now_s: float) -> None:
+        """Drop what is too old or too much, from the oldest on: each reading is looked at once when it is due."""
+        while self._last:
+            key = next(iter(self._last))
+            if now_s - self._last[key].at_s <= FORGET_AFTER_S and len(self._last) < MAX_KEYS:
                 return
-            if newest.window.generation == window.generation and window.window > newest.window.window + 1:
-                self.num_lost += window.window - newest.window.window
-            del self._jobs[window.job]
-        self._jobs[window.job] = _Reading(now_s, window, None)
+            del self._last[key]
 
 
 def _is_repeated(window: WindowId, last: WindowId) -> bool:
     return window.job == last.job and (window.generation, window.window) <= (last.generation, last.window)
-
-
-def _forget(readings: dict[K, _Reading[V]], now_s: float) -> None:
-    """Drop what is too old, from the oldest on: each reading is looked at once when it is due."""
-    while readings:
-        key = next(iter(readings))
-        if now_s - readings[key].at_s <= FORGET_AFTER_S:
-            return
-        del readings[key]

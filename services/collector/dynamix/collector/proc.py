@@ -15,6 +15,8 @@ class ProcessStat(NamedTuple):
 
     cpu_ticks: int
     start_ticks: int
+    state: str = "R"
+    """One letter, as proc(5) has them."""
 
 
 class ThreadCounters(NamedTuple):
@@ -64,7 +66,7 @@ def parse_stat(text: str) -> ProcessStat:
     """Parse /proc/<pid>/stat. The command name may hold spaces and parentheses: fields count from the last one."""
     fields = text[text.rindex(")") + 2 :].split()
     utime, stime, cutime, cstime = (int(field) for field in fields[11:15])
-    return ProcessStat(cpu_ticks=utime + stime + cutime + cstime, start_ticks=int(fields[19]))
+    return ProcessStat(cpu_ticks=utime + stime + cutime + cstime, start_ticks=int(fields[19]), state=fields[0])
 
 
 def parse_status(text: str) -> dict[str, str]:

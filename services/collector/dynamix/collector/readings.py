@@ -32,11 +32,6 @@ class Readings:
         self._processes = Intervals[FamilyCounters](clock)
         self._nodes = Intervals[_NodeReading](clock)
 
-    @property
-    def num_lost(self) -> int:
-        """Windows whose differences are unknown since they, or the ones before, were not read in time."""
-        return self._nodes.num_lost
-
     def process(self, row: RankRow, window: WindowId) -> SystemMetrics:
         """CPU, waiting and memory of a believed process; unknown where it ended or is closed to us.
 
@@ -62,7 +57,7 @@ class Readings:
     def node(self, row: RankRow | None, window: WindowId) -> NodeMetrics:
         """The machine, and the network namespace of the process in `row` (a node's ranks share one).
 
-        Call it for every window that is read, once: `num_lost` counts by it.
+        Its `interval_s` is known when the window before was read.
         """
         host, load = _or_none(self._proc.host), _or_none(self._proc.load_average)
         memory = _or_none(self._proc.memory)

@@ -5,7 +5,7 @@ import itertools
 
 from dynamix.runtime.bus import Message
 from dynamix.runtime.service import Context, StartError
-from dynamix.schemas import subjects
+from dynamix.schemas import subjects, table
 from dynamix.schemas.codec import MalformedMessageError, decode, encode
 from dynamix.schemas.features import state_of
 from dynamix.schemas.messages import Message as SchemaMessage
@@ -24,6 +24,9 @@ from .settings import CollectorSettings
 from .simulated import simulated_window
 from .trust import reason_to_refuse
 from .window import metric_window
+
+MOST_SAID = 256
+"""Different reasons in the log: whoever may send reports can name any pid."""
 
 
 async def serve(context: Context[CollectorSettings]) -> None:
@@ -75,6 +78,7 @@ class _Collector:
         self._readings = Readings(self._proc)
         self._said: set[str] = set()
         """Reasons already logged: a window comes every second."""
+        self._num_readings_lost = 0
 
     async def collect(self, batch: list[Message]) -> None:
         """Publish what a batch of reports gives; only each job's newest report is recent enough to be read against."""
@@ -97,7 +101,7 @@ class _Collector:
             window = self._window(report, fresh=fresh)
             outputs: tuple[SchemaMessage, ...] = (window, state_of(window))
             for output in outputs:
-                encode(output)
+                decode(type(output), table.subject_of(output), encode(output))
         except (MalformedMessageError, OverflowError) as error:
             await self._context.dead_letter(message, str(error))
             return []
@@ -110,17 +114,21 @@ class _Collector:
             return simulated_window(report, self._context.settings.probe)
         believed = [row for row in report.rows if self._believes(row)] if fresh else []
         at = WindowId(report.job, report.generation, report.window)
-        systems = {row.rank: self._readings.process(row, at) for row in believed}
+        processes = {row.pid: row for row in believed}  # each once, however many rows name it
+        read = {pid: self._readings.process(row, at) for pid, row in processes.items()}
+        systems = {row.rank: read[row.pid] for row in believed}
         node = self._readings.node(believed[0] if believed else None, at) if fresh else NodeMetrics()
+        if node.interval_s is None and report.window > 0:
+            self._num_readings_lost += 1
         evidence = Evidence(report, node, self._kernel_window(report, fresh=fresh, believed=believed))
         network = read_network(evidence, self._context.settings.probe)
-        refused = tuple(row.pid for row in report.rows if fresh and row not in believed)
+        refused = tuple(row.pid for row in report.rows if fresh and row.rank not in systems)
         return metric_window(
             report,
             systems=systems,
             node=node,
             network=network,
-            num_readings_lost=self._readings.num_lost,
+            num_readings_lost=self._num_readings_lost,
             refused_pids=refused,
         )
 
@@ -138,7 +146,7 @@ class _Collector:
         if reason is None:
             return True
         self._context.count("refused_pids")
-        if reason not in self._said:
+        if reason not in self._said and len(self._said) < MOST_SAID:
             self._said.add(reason)
             self._context.log.warning("a reported process is not read", rank=row.rank, reason=reason)
         return False

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from . import syscall
@@ -54,4 +54,10 @@ class Attachment:
                 self.by_links = False
         if not self.by_links:
             syscall.attach(program, group, kind)
-            self._undo.callback(syscall.detach, program, group, kind)
+            self._undo.callback(_detach, program, group, kind)
+
+
+def _detach(program: int, group: int, kind: int) -> None:
+    """A group that was removed meanwhile has taken its programs along."""
+    with suppress(OSError):
+        syscall.detach(program, group, kind)

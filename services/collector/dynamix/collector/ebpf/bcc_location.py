@@ -12,9 +12,9 @@ _PART = "libbcc.py"
 
 
 def find_bcc() -> Path | None:
-    """The directory of BCC's Python module, in this environment or as the distribution installed it."""
+    """The directory of BCC's Python module, as the distribution installed it or else in this environment."""
     spec = importlib.util.find_spec("bcc")
     visible = [] if spec is None else [Path(path) for path in spec.submodule_search_locations or ()]
     fedora = sorted(Path("/usr/lib").glob("python3.*/site-packages/bcc"), reverse=True)
-    found = (path for path in (*visible, *DISTRIBUTION_DIRECTORIES, *fedora) if (path / _PART).is_file())
+    found = (path for path in (*DISTRIBUTION_DIRECTORIES, *fedora, *visible) if (path / _PART).is_file())
     return next(found, None)

@@ -16,6 +16,9 @@ from . import syscall
 from .attachment import KINDS, opened
 from .program import INDEX, OWNER, PROGRAMS, Owner
 
+_ENDED = ("Z", "X")
+"""States of a process that is dead, whether or not its parent has taken notice."""
+
 
 def remove_leftovers(directory: Path, proc: Proc) -> int:
     """Detach what dead collectors left on a control group; how many programs that were.
@@ -53,9 +56,10 @@ def _may_live(owner: Owner, proc: Proc) -> bool:
     if owner.pid_namespace != this_owner(proc).pid_namespace:
         return True
     try:
-        return proc.stat(owner.pid).start_ticks == owner.start_ticks
-    except FileNotFoundError:
+        stat = proc.stat(owner.pid)
+    except (FileNotFoundError, ProcessLookupError):
         return False
+    return stat.start_ticks == owner.start_ticks and stat.state not in _ENDED
 
 
 def _owner(map_ids: tuple[int, ...]) -> Owner | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from .bcc_location import find_bcc
 from .headers import Headers, find_headers
-from .program import MAPS, MAX_CLOSED, MAX_SOCKETS, PROGRAMS, SOURCE
+from .program import MAPS, MAX_CLOSED, MAX_OPEN, PROGRAMS, SOURCE
 
 
 def main(arguments: list[str]) -> int:
@@ -35,10 +35,10 @@ def main(arguments: list[str]) -> int:
 
 def load(directory: Path, headers: Headers) -> list[int]:
     """Descriptors of the loaded programs and their maps."""
-    os.environ["BCC_KERNEL_SOURCE"] = str(headers.source)  # BCC takes it from nowhere else; the process is ours alone
+    os.putenv("BCC_KERNEL_SOURCE", str(headers.source))  # BCC's library takes it from nowhere else
     bcc = _import(directory)
     include = [f"-I{path}" for path in headers.include_directories(os.uname().machine)]
-    flags = [*include, f"-DMAX_SOCKETS={MAX_SOCKETS}", f"-DMAX_CLOSED={MAX_CLOSED}", "-Wno-everything"]
+    flags = [*include, f"-DMAX_OPEN={MAX_OPEN}", f"-DMAX_CLOSED={MAX_CLOSED}", "-Wno-everything"]
     compiled = bcc.BPF(src_file=str(SOURCE), cflags=flags)
     kinds = (bcc.BPF.CGROUP_SKB, bcc.BPF.SOCK_OPS)
     programs = [compiled.load_func(name, kind).fd for name, kind in zip(PROGRAMS, kinds, strict=True)]

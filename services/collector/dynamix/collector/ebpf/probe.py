@@ -2,7 +2,6 @@
 
 import os
 import socket
-import struct
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -15,11 +14,10 @@ from dynamix.collector.proc import Proc
 from . import syscall
 from .attachment import Attachment
 from .leftovers import remove_leftovers, this_owner
-from .program import COUNTERS, INDEX, KEY, MAPS, OWNER, PROGRAMS, Counters, Totals
+from .program import COUNTERS, INDEX, KEY, MAPS, NUMBER, OWNER, PROGRAMS, Counters
 
 LOAD_TIMEOUT_S = 60.0
 _LOADER = f"{__package__}.loader"
-_POSSIBLE_PROCESSORS = Path("/sys/devices/system/cpu/possible")
 _ERROR_CHARACTERS = 600
 _UID_UNKNOWN = 2**64 - 1
 
@@ -45,8 +43,7 @@ class SocketProbe:
             maps = dict(zip(MAPS, descriptors[len(PROGRAMS) :], strict=True))
             self._sockets = syscall.Table(maps["sockets"], KEY, COUNTERS)
             self._closed = syscall.Table(maps["closed"], KEY, COUNTERS)
-            num_processors = _num_possible(_POSSIBLE_PROCESSORS.read_text())
-            self._totals = syscall.Table(maps["totals"], INDEX, struct.Struct("=" + "QQQ" * num_processors))
+            self._left_out = syscall.Table(maps["left_out"], INDEX, NUMBER)
             try:
                 syscall.Table(maps["owner"], INDEX, OWNER).update(0, *this_owner(Proc()))
                 attachment = Attachment(directory, self._programs, links=links)
@@ -66,11 +63,11 @@ class SocketProbe:
         *counters, owner = found
         return Counters(*counters) if owner in (uid, _UID_UNKNOWN) else None
 
-    def totals(self) -> Totals:
-        """Sums over all sockets under the control group."""
-        values = self._totals.look_up(0)
-        assert values is not None, "the kernel makes every entry of an array"
-        return Totals(*(sum(values[field :: len(Totals._fields)]) for field in range(len(Totals._fields))))
+    def num_left_out(self) -> int:
+        """Sockets that found the table full: nothing is known of them."""
+        found = self._left_out.look_up(0)
+        assert found is not None, "the kernel makes every entry of an array"
+        return found[0]
 
     def cost(self) -> dict[str, syscall.ProgramInfo]:
         """What the kernel says of each program; its times count while kernel.bpf_stats_enabled is 1."""
@@ -93,15 +90,14 @@ class SocketProbe:
             return remove_leftovers(directory, Proc())
         except PermissionError:  # without CAP_SYS_ADMIN; then links are used, which leave nothing
             return 0
-        except OSError as error:
-            raise ProbeError(f"{directory}: {error.strerror}; it must be a control group of version 2") from error
 
 
 def _load() -> list[int]:
     """Descriptors of programs and maps, from a process that compiles them and ends."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        command = [sys.executable, "-m", _LOADER, str(theirs.fileno())]
+        # Never from the working directory, which may be anybody's: the loader has the collector's capabilities.
+        command = [sys.executable, "-P", "-m", _LOADER, str(theirs.fileno())]
         with subprocess.Popen(
             command, pass_fds=(theirs.fileno(),), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
         ) as child:
@@ -113,7 +109,12 @@ def _load() -> list[int]:
                 raise ProbeError(f"compiling took longer than {LOAD_TIMEOUT_S:g} s") from error
         if child.returncode:
             raise ProbeError(_reason(complaints.decode(errors="replace"), child.returncode))
-        _, descriptors, _, _ = socket.recv_fds(ours, 1, len(PROGRAMS) + len(MAPS))
+        wanted = len(PROGRAMS) + len(MAPS)
+        _, descriptors, _, _ = socket.recv_fds(ours, 1, wanted, socket.MSG_CMSG_CLOEXEC)
+    if len(descriptors) < wanted:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise ProbeError(f"{wanted} descriptors do not fit: raise the limit of open files (RLIMIT_NOFILE)")
     return descriptors
 
 
@@ -123,9 +124,3 @@ def _reason(complaints: str, exit_code: int) -> str:
         return "this process may not load programs: it lacks one of CAP_BPF, CAP_PERFMON and CAP_NET_ADMIN"
     said = " ".join(complaints.split())[-_ERROR_CHARACTERS:]
     return f"cannot load: {said or f'exit code {exit_code}'}"
-
-
-def _num_possible(text: str) -> int:
-    """Processors that may ever be there, of a list such as `0-3,8`: a per-CPU map has a value for each."""
-    ranges = [part.partition("-") for part in text.strip().split(",")]
-    return 1 + max(int(last or first) for first, _, last in ranges)

@@ -5,18 +5,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 SOURCE = Path(__file__).with_name("sockets.bpf.c")
-MAX_SOCKETS = 65_536
+MAX_OPEN = 65_536
 """TCP sockets under the control group at a time; 7 MB of kernel memory."""
 MAX_CLOSED = 4096
 """Of the sockets that closed, so many of the newest are kept for the next reading."""
 
 INGRESS, SOCKETS = "dynamix_ingress", "dynamix_sockets"
 PROGRAMS = (INGRESS, SOCKETS)
-MAPS = ("sockets", "closed", "totals", "owner")
+MAPS = ("sockets", "closed", "left_out", "owner")
 
 KEY = struct.Struct("=Q")
 INDEX = struct.Struct("=I")
 COUNTERS = struct.Struct("=QQQQQQ")
+NUMBER = struct.Struct("=Q")
 OWNER = struct.Struct("=QQQ")
 
 
@@ -28,17 +29,8 @@ class Counters(NamedTuple):
     retransmits: int
     """Segments sent again."""
     srtt_sum_us: int
-    """Of the smoothed round trip times, one for each of `num_rtts`."""
+    """Of the smoothed round trip times, as they stood before each of `num_rtts` but the very first."""
     num_rtts: int
-
-
-class Totals(NamedTuple):
-    """Of all sockets under the control group since the probe was attached."""
-
-    rx_bytes: int
-    """With network and transport headers."""
-    rx_packets: int
-    retransmits: int
 
 
 class Owner(NamedTuple):

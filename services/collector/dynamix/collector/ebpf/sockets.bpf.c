@@ -1,6 +1,6 @@
 /* What the kernel keeps for the collector, by socket cookie. Two programs on a control group of version 2:
  *
- *   dynamix_ingress  (cgroup_skb)  every packet that reaches a socket: two adds, one look-up, two stores (docs/overhead.md)
+ *   dynamix_ingress  (cgroup_skb)  every packet that reaches a socket: one look-up, three stores (docs/overhead.md)
  *   dynamix_sockets  (sock_ops)    a socket opens or closes, sends segments again, or has measured a round trip
  *
  * Only structures of the kernel's user interface are touched (__sk_buff, bpf_sock, bpf_tcp_sock, bpf_sock_ops): right
@@ -14,21 +14,17 @@
 #include <uapi/linux/tcp.h>
 
 #define UID_UNKNOWN ((u64)-1)
-#define MOST_AHEAD (1 << 26) /* bytes; a packet further ahead than this is no part of the stream */
+/* Bytes by which a packet may be ahead of TCP; of one that is further, TCP itself will tell, or it is no part of the
+ * stream: the receive window is not known here. */
+#define MOST_AHEAD (1 << 22)
 
 struct counters {
     u64 received_bytes; /* cumulative since the connection began, as all that follow */
     u64 acked_bytes;
     u64 retransmits; /* segments */
-    u64 srtt_sum_us; /* of the smoothed round trip times, one for each round trip */
+    u64 srtt_sum_us; /* of the smoothed round trip times, as they stood before each round trip but the first */
     u64 num_rtts;
     u64 uid; /* of the socket's owner */
-};
-
-struct totals {
-    u64 rx_bytes; /* with network and transport headers */
-    u64 rx_packets;
-    u64 retransmits; /* segments, of sockets opened since the programs were attached */
 };
 
 struct owner {
@@ -40,12 +36,14 @@ struct owner {
 struct segment {
     u32 end; /* sequence number after its payload */
     u32 ack;
+    u32 has_ack;
 };
 
-BPF_TABLE("hash", u64, struct counters, sockets, MAX_SOCKETS);
+BPF_TABLE("hash", u64, struct counters, sockets, MAX_OPEN);
 /* The last word on those that closed of late: the collector comes once a window. */
 BPF_TABLE("lru_hash", u64, struct counters, closed, MAX_CLOSED);
-BPF_TABLE("percpu_array", u32, struct totals, totals, 1);
+/* How many sockets found the table full. */
+BPF_TABLE("array", u32, u64, left_out, 1);
 BPF_TABLE("array", u32, struct owner, owner, 1);
 
 /* A program that is found attached leads to the maps it mentions, and so to its owner: see leftovers.py. */
@@ -73,10 +71,11 @@ static inline int read_segment(struct __sk_buff *skb, struct segment *segment)
         offset = sizeof(struct ipv6hdr);
     }
     struct tcphdr *tcp = data + offset;
-    if ((void *)(tcp + 1) > end)
-        return 0;
+    if ((void *)(tcp + 1) > end || tcp->rst)
+        return 0; /* what a reset numbers need not be of this stream */
     segment->end = bpf_ntohl(tcp->seq) + skb->len - offset - tcp->doff * 4;
     segment->ack = bpf_ntohl(tcp->ack_seq);
+    segment->has_ack = tcp->ack;
     return 1;
 }
 
@@ -88,12 +87,6 @@ static inline int is_connected(u32 state)
 
 int dynamix_ingress(struct __sk_buff *skb)
 {
-    u32 zero = 0;
-    struct totals *all = totals.lookup(&zero);
-    if (all) {
-        all->rx_bytes += skb->len;
-        all->rx_packets += 1;
-    }
     u64 cookie = bpf_get_socket_cookie(skb);
     struct counters *counters = sockets.lookup(&cookie);
     if (!counters)
@@ -115,7 +108,7 @@ int dynamix_ingress(struct __sk_buff *skb)
         if (ahead > 0 && ahead < MOST_AHEAD)
             received_bytes += ahead;
         s32 acked = segment.ack - tcp->snd_una;
-        if (acked > 0 && acked < MOST_AHEAD) /* snd_nxt is no bound: over loopback an answer comes before it moves */
+        if (segment.has_ack && acked > 0 && acked < MOST_AHEAD) /* snd_nxt is no bound: over loopback an answer comes before it moves */
             acked_bytes += acked;
     }
     /* Out of order the highest counts: TCP gets the rest too. No atomics: where two processors meet on one socket, the
@@ -124,19 +117,34 @@ int dynamix_ingress(struct __sk_buff *skb)
         counters->received_bytes = received_bytes;
     if (acked_bytes > counters->acked_bytes)
         counters->acked_bytes = acked_bytes;
+    if (tcp->total_retrans > counters->retransmits)
+        counters->retransmits = tcp->total_retrans; /* where another program took our callback's flag away */
     if (counters->uid == UID_UNKNOWN && is_owned())
         counters->uid = bpf_get_socket_uid(skb);
     return 1;
+}
+
+/* Once a socket is established we ask again, beside what other programs have asked for: the flags are one word. */
+static inline void ask(struct bpf_sock_ops *event)
+{
+    bpf_sock_ops_cb_flags_set(event, event->bpf_sock_ops_cb_flags | BPF_SOCK_OPS_RETRANS_CB_FLAG |
+                                         BPF_SOCK_OPS_RTT_CB_FLAG | BPF_SOCK_OPS_STATE_CB_FLAG);
 }
 
 static inline void on_open(struct bpf_sock_ops *event)
 {
     u64 cookie = bpf_get_socket_cookie(event);
     struct counters fresh = {.uid = UID_UNKNOWN};
-    /* A full table leaves this socket out, and never drops another: the collector then says so and asks TCP_INFO. */
-    if (is_owned() && sockets.insert(&cookie, &fresh) == 0)
-        bpf_sock_ops_cb_flags_set(event, BPF_SOCK_OPS_RETRANS_CB_FLAG | BPF_SOCK_OPS_RTT_CB_FLAG |
-                                             BPF_SOCK_OPS_STATE_CB_FLAG);
+    /* A full table leaves this socket out, and never drops another: its ranks' windows are then TCP_INFO's. A socket
+     * that connects a second time begins anew. */
+    if (is_owned() && sockets.update(&cookie, &fresh) == 0) {
+        ask(event);
+        return;
+    }
+    u32 zero = 0;
+    u64 *number = left_out.lookup(&zero);
+    if (number)
+        __sync_fetch_and_add(number, 1);
 }
 
 static inline void on_close(struct bpf_sock_ops *event)
@@ -151,22 +159,20 @@ static inline void on_close(struct bpf_sock_ops *event)
 
 static inline void on_retransmission(struct bpf_sock_ops *event)
 {
-    u32 zero = 0, segments = event->args[1];
-    struct totals *all = totals.lookup(&zero);
-    if (all)
-        all->retransmits += segments;
     u64 cookie = bpf_get_socket_cookie(event);
     struct counters *counters = sockets.lookup(&cookie);
-    if (counters)
-        counters->retransmits += segments;
+    /* The socket's own sum, to which args[1] segments have just been added. Stored rather than added to: so it may also
+     * be read on ingress, and nothing is counted twice. */
+    if (counters && event->total_retrans > counters->retransmits)
+        counters->retransmits = event->total_retrans;
 }
 
 static inline void on_round_trip(struct bpf_sock_ops *event)
 {
     u64 cookie = bpf_get_socket_cookie(event);
     struct counters *counters = sockets.lookup(&cookie);
-    if (!counters)
-        return;
+    if (!counters || !event->srtt_us)
+        return; /* the call comes before the measurement is in: at the first one nothing is known yet */
     counters->srtt_sum_us += event->srtt_us >> 3; /* the kernel keeps eighths */
     counters->num_rtts += 1;
 }
@@ -177,6 +183,9 @@ int dynamix_sockets(struct bpf_sock_ops *event)
     case BPF_SOCK_OPS_TCP_CONNECT_CB:
     case BPF_SOCK_OPS_PASSIVE_ESTABLISHED_CB:
         on_open(event);
+        break;
+    case BPF_SOCK_OPS_ACTIVE_ESTABLISHED_CB:
+        ask(event);
         break;
     case BPF_SOCK_OPS_STATE_CB:
         if (event->args[1] == BPF_TCP_CLOSE)

@@ -9,6 +9,9 @@ from dynamix.schemas.messages import NetworkMetrics, RankRow, Report
 
 from .program import Counters
 
+MAX_JOBS = 1024
+"""On one node, of which readings are remembered: whoever may send reports could name any number."""
+
 BySocket = Mapping[int, Counters]
 
 
@@ -17,6 +20,9 @@ class Sockets(Protocol):
 
     def read(self, cookie: int, uid: int) -> Counters | None:
         """Counters of a socket, if they are known."""
+
+    def num_left_out(self) -> int:
+        """Sockets for which there was no room."""
 
 
 class KernelWindow(NamedTuple):
@@ -60,7 +66,7 @@ class SocketTraffic:
         window = WindowId(report.job, report.generation, report.window)
         last = self._intervals.exchange((report.job, report.node), readings, window)
         if last is None:
-            return "the window before was not read"
+            return "the window before was not read" if report.window else "nothing was read before a job's first window"
         before, interval_s = last
         joined = [rank for rank, sockets in readings.items() if sockets.keys() != before.get(rank, {}).keys()]
         if joined:  # what they carried before they were named is of no window
@@ -70,13 +76,23 @@ class SocketTraffic:
     def _read(self, row: RankRow, newest: dict[int, Counters]) -> BySocket | str:
         if not row.cookies:
             return f"rank {row.rank} names no socket"
-        for cookie in row.cookies:
+        cookies = set(row.cookies)
+        for cookie in cookies:
             counters = self._sockets.read(cookie, row.uid)
-            if counters is not None:
-                newest[cookie] = counters
-        known = {cookie: newest[cookie] for cookie in row.cookies if cookie in newest}
-        if unknown := len(row.cookies) - len(known):
-            return f"{unknown} of {len(row.cookies)} sockets of rank {row.rank} are older than the probe"
+            if counters is None:
+                continue
+            if any(now < last for now, last in zip(counters, newest.get(cookie, counters), strict=True)):
+                del newest[cookie]
+                return f"a socket of rank {row.rank} began anew"
+            newest[cookie] = counters
+        known = {cookie: newest[cookie] for cookie in cookies if cookie in newest}
+        if unknown := len(cookies) - len(known):
+            left_out = self._sockets.num_left_out()
+            full = f" ({left_out} found its table full)" if left_out else ""
+            return (
+                f"the probe does not know {unknown} of {len(cookies)} sockets of rank {row.rank}: older than itself, "
+                f"or opened elsewhere{full}"
+            )
         return known
 
     def _remembered(self, report: Report) -> dict[int, Counters] | None:
@@ -85,8 +101,11 @@ class SocketTraffic:
         for job, newest in list(self._newest.items()):
             if now_s - newest.at_s > FORGET_AFTER_S:
                 del self._newest[job]
-        held = self._newest.get(report.job)
+        held = self._newest.pop(report.job, None)  # and in again at the end: the oldest stays in front
+        while len(self._newest) >= MAX_JOBS:
+            del self._newest[next(iter(self._newest))]
         if held is not None and held.generation > report.generation:
+            self._newest[report.job] = held
             return None
         same = held is not None and held.generation == report.generation
         by_socket = held.by_socket if held is not None and same else {}
