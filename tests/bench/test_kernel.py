@@ -39,8 +39,8 @@ def test_it_measures_all_that_the_probe_costs_and_leaves_nothing(tmp_path: Path)
         assert row["machine_percent"] == pytest.approx(100 * ns_per_s / 1e9 / result["num_processors"])
     opened = rows[CONNECTIONS.name]
     assert opened["programs"][SOCKETS]["runs_per_s"] > 4 * opened["items_per_s"], "both ends open and close"
-    assert rows[DATAGRAMS.name]["programs"][SOCKETS]["runs_per_s"] == 0
-    assert rows[UNKNOWN]["programs"][SOCKETS]["runs_per_s"] == 0, "sockets that opened unseen are never heard of"
+    datagrams = rows[DATAGRAMS.name]["programs"]
+    assert datagrams[SOCKETS]["runs_per_s"] < datagrams[INGRESS]["runs_per_s"] / 10, "no connection, but for late ends"
     assert rows[BULK.name]["programs"][SOCKETS]["runs_per_s"] > 0
 
     for comparison in result["arms"]:
