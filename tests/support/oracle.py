@@ -35,18 +35,26 @@ async def recorded_states(bus: Bus, job: Job) -> list[tuple[int, State]]:
     return states
 
 
-async def check_decisions(bus: Bus, *generations: Job, num_windows: int | None = None) -> list[Action]:
+async def check_decisions(
+    bus: Bus, *generations: Job, num_windows: int | None = None, feed: list[tuple[int, State]] | None = None
+) -> list[Action]:
     """All that a job's arbitrators stored is what one that never failed decides, in its order, each window once.
 
-    With `num_windows` it is exactly the windows from 0 on. Returns the stored actions.
+    Args:
+        bus: to read with.
+        generations: the job's specifications, one per generation.
+        num_windows: when given, the actions are exactly those of the windows from 0 on.
+        feed: the recorded states, where FEED has forgotten them.
+
+    Returns the stored actions.
     """
     recorded = await stored(bus, ACTIONS.name, subjects.action(generations[0].job))
     actions = [decode(Action, message.subject, message.payload) for message in recorded]
     check_chain(actions)
     expected: list[tuple[int, Decided]] = []
     for job in generations:
-        feed = await recorded_states(bus, job)
-        expected += [(job.generation, one) for one in reference_decisions(job, policy_named(job.policy), feed)]
+        states = await recorded_states(bus, job) if feed is None else feed
+        expected += [(job.generation, one) for one in reference_decisions(job, policy_named(job.policy), states)]
     assert [_of_stored(action) for action in actions] == [_of_oracle(*one) for one in expected]
     if num_windows is not None:
         assert [action.window for action in actions] == list(range(num_windows))

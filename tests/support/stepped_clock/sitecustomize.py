@@ -1,7 +1,7 @@
 """Shifts the wall clock of a Python process by what a file says, while it runs: put this folder on PYTHONPATH.
 
-The interpreter imports it before anything else. Only the wall clock: that the monotonic one never steps, of which a loop's
-clock is made, is the kernel's promise.
+The interpreter imports it before anything else. Only the wall clock: that the monotonic one, a loop's own,
+never steps is the kernel's promise.
 """
 
 import datetime as dt

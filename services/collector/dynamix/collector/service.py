@@ -3,7 +3,8 @@
 import asyncio
 import itertools
 
-from dynamix.runtime.bus import Message
+from dynamix.runtime.bus import Message, StreamFullError
+from dynamix.runtime.patience import publish_when_room
 from dynamix.runtime.service import Context, StartError
 from dynamix.schemas import subjects, table
 from dynamix.schemas.codec import MalformedMessageError, decode, encode
@@ -27,6 +28,8 @@ from .window import metric_window
 
 MOST_SAID = 256
 """Different reasons in the log: whoever may send reports can name any pid."""
+
+_InFlight = tuple[SchemaMessage, asyncio.Future[int]]
 
 
 async def serve(context: Context[CollectorSettings]) -> None:
@@ -66,7 +69,8 @@ async def _serve(context: Context[CollectorSettings], collector: "_Collector") -
     async with context.bus.consume(FEED.name, [reports], start="new", durable=durable) as consumer:
         context.counters["ready"] = 1
         async for batch in consumer:
-            await collector.collect(batch)
+            if not await collector.collect(batch):
+                return
             await consumer.ack(batch[-1])
 
 
@@ -80,13 +84,16 @@ class _Collector:
         """Reasons already logged: a window comes every second."""
         self._num_readings_lost = 0
 
-    async def collect(self, batch: list[Message]) -> None:
-        """Publish what a batch of reports gives; only each job's newest report is recent enough to be read against."""
+    async def collect(self, batch: list[Message]) -> bool:
+        """Publish what a batch of reports gives; only each job's newest report is recent enough to be read against.
+
+        False when the service is to stop before all states could be stored.
+        """
         reports = [(message, report) for message in batch if (report := await self._report(message)) is not None]
         newest = {report.job: report for _, report in reports}
         current = batch[-1].num_pending == 0
         stored = [await self._publish(m, r, fresh=current and newest[r.job] is r) for m, r in reports]
-        await asyncio.gather(*itertools.chain.from_iterable(stored))
+        return all([await self._stored(*output) for output in itertools.chain.from_iterable(stored)])
 
     async def _report(self, message: Message) -> Report | None:
         try:
@@ -95,7 +102,7 @@ class _Collector:
             await self._context.dead_letter(message, str(error))
             return None
 
-    async def _publish(self, message: Message, report: Report, *, fresh: bool) -> list[asyncio.Future[int]]:
+    async def _publish(self, message: Message, report: Report, *, fresh: bool) -> list[_InFlight]:
         """Put window and state in flight. A well-formed report may still give numbers that no message can hold."""
         try:
             window = self._window(report, fresh=fresh)
@@ -106,7 +113,17 @@ class _Collector:
             await self._context.dead_letter(message, str(error))
             return []
         self._context.count("windows")
-        return [await self._context.bus.publish_soon(output) for output in outputs]
+        return [(output, await self._context.bus.publish_soon(output)) for output in outputs]
+
+    async def _stored(self, output: SchemaMessage, acknowledged: asyncio.Future[int]) -> bool:
+        """Where FEED has no room, a window is given up, which only informs; a state waits, which decides."""
+        try:
+            await acknowledged
+        except StreamFullError:
+            if not isinstance(output, MetricWindow):
+                return await publish_when_room(self._context, output)
+            self._context.count("windows_shed")
+        return True
 
     def _window(self, report: Report, *, fresh: bool) -> MetricWindow:
         """A report that waited is not read against: what /proc says now is not of its window."""

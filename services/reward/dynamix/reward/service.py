@@ -6,6 +6,7 @@ The service has no memory, so replicas are harmless: equal rewards have equal me
 import asyncio
 
 from dynamix.runtime.bus import Message
+from dynamix.runtime.patience import publish_when_room
 from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode, encode
@@ -24,7 +25,8 @@ async def serve(context: Context[RewardSettings]) -> None:
         context.counters["ready"] = 1
         async for batch in consumer:
             rewards = [reward for message in batch if (reward := await _reward(context, message)) is not None]
-            await asyncio.gather(*[context.bus.publish(reward) for reward in rewards])
+            if not all(await asyncio.gather(*[publish_when_room(context, reward) for reward in rewards])):
+                return
             await consumer.ack(batch[-1])
             context.count("rewards", len(rewards))
 

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from dynamix.runtime.bus import LAST_PER_SUBJECT, Bus, BusError, PublishError
+from dynamix.runtime.bus import LAST_PER_SUBJECT, Bus, BusError
 from dynamix.runtime.bus import Message as Delivered
 from dynamix.runtime.dead_letters import DeadLetters
 from dynamix.runtime.settings import BusSettings
@@ -161,12 +161,9 @@ class BusClient:
             await bus.publish(message)
         except MalformedMessageError as error:
             self._complain("dropped a message of our own", error)
-        except PublishError as error:
-            self._complain("the bus does not acknowledge; trying again", error)
-            return False
         except BusError as error:
-            self._complain("the bus refuses; trying again", error)
-            await asyncio.sleep(RETRY_S)
+            self._complain("the bus does not take it; trying again", error)
+            await asyncio.sleep(RETRY_S)  # a stream that is full refuses at once: without a pause we would spin
             return False
         return True
 

@@ -12,6 +12,7 @@ from .errors import (
     PublishError,
     SequenceRegressError,
     StaleWriterError,
+    StreamFullError,
     StreamMissingError,
 )
 from .handled import Handled
@@ -42,6 +43,7 @@ __all__ = [
     "StaleWriterError",
     "Start",
     "StoredObject",
+    "StreamFullError",
     "StreamMissingError",
     "StreamState",
     "Subscription",

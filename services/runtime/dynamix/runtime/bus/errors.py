@@ -21,6 +21,10 @@ class PublishError(BusError):
     """A message was not acknowledged within its budget, or the broker refused it."""
 
 
+class StreamFullError(PublishError):
+    """The stream has no room and gives up nothing that is older; it may have room again later."""
+
+
 class StaleWriterError(BusError):
     """Compare-and-set was refused: somebody else has written since.
 

@@ -27,6 +27,7 @@ from .errors import (
     PermissionDeniedError,
     PublishError,
     StaleWriterError,
+    StreamFullError,
     StreamMissingError,
 )
 from .message import MESSAGE_ID
@@ -45,6 +46,8 @@ RESUME_AT_BYTES = MAX_IN_FLIGHT_BYTES * 3 // 4
 """A full table takes new messages again at this fill: waking the publisher for each single slot costs a write each."""
 TICK_S = 0.1
 HEADER_ROOM_BYTES = 1024
+SERVER_ERROR = 500
+"""JetStream's codes from here on may pass: trying again can help."""
 EXPECTED_LAST = "Nats-Expected-Last-Subject-Sequence"
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
@@ -217,7 +220,9 @@ class Publisher:
         if refusal.err_code in WRONG_LAST_SEQUENCE:
             last = refusal.description.rpartition(" ")[2]
             self._fail(token, entry, StaleWriterError(text, int(last) if last.isdigit() else None))
-        elif _may_pass(refusal):
+        elif _is_full(refusal):
+            self._fail(token, entry, StreamFullError(text))
+        elif refusal.code >= SERVER_ERROR:
             if self._limit.allow(str(refusal.err_code)):
                 logger.warning("the broker cannot store now: %s", text)
         else:
@@ -288,7 +293,6 @@ class Publisher:
             self._idle.set()
 
 
-def _may_pass(refusal: Refusal) -> bool:
-    """Whether trying again can help. A stream that is full and discards nothing will not have room in a minute."""
-    is_full = refusal.err_code == STORE_FAILED and refusal.description.startswith("maximum")
-    return refusal.code >= 500 and not is_full
+def _is_full(refusal: Refusal) -> bool:
+    """A stream at its own limit that discards nothing: it will not have room in a minute."""
+    return refusal.err_code == STORE_FAILED and refusal.description.startswith("maximum")

@@ -1,0 +1,119 @@
+"""FEED has no more room: decisions are stored, metric windows given up first, and all resume by themselves."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+from tests.support.control_plane import NODE, ControlPlane, control_plane, feed_windows, one_node_job, report_of
+from tests.support.faults import Figure, Scale
+from tests.support.oracle import check_decisions, recorded_states
+from tests.support.watching import watching
+
+from dynamix.runtime.bus import StreamFullError
+from dynamix.runtime.bus.requests import Answer
+from dynamix.runtime.provision import provision
+from dynamix.schemas import subjects
+from dynamix.schemas.codec import decode, encode
+from dynamix.schemas.messages import Job, State
+from dynamix.schemas.streams import FEED, STREAMS
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+SIZES = (128,) * 4
+SPEEDS = (3000.0, 3000.0, 2000.0, 1000.0)
+
+
+@pytest.fixture
+async def plane() -> AsyncIterator[ControlPlane]:
+    async with control_plane("collector", "reward", "arbitrator") as running:
+        yield running
+
+
+class _Size(msgspec.Struct, frozen=True):
+    bytes: int
+
+
+class _Info(Answer):
+    state: _Size = _Size(bytes=0)
+
+
+async def leave_room_for(plane: ControlPlane, num_bytes: int) -> None:
+    """Let FEED refuse what comes after so many more bytes, as it does where nothing may be discarded."""
+    config = await plane.bus.stream_config(FEED.name)
+    full = (await plane.bus._requests.ask(f"STREAM.INFO.{FEED.name}", None, _Info)).state.bytes + num_bytes
+    await plane.bus.write_stream("UPDATE", {**config, "discard": "new", "max_bytes": full})
+
+
+async def report_until_stored(plane: ControlPlane, job: Job, window: int) -> None:
+    """As a trainer does: its outbox tries again until the bus has taken it."""
+    while True:
+        try:
+            await plane.bus.publish(report_of(job, window, SIZES, SPEEDS))
+        except StreamFullError:
+            await asyncio.sleep(0.1)  # its own pause between two tries
+        else:
+            return
+
+
+async def test_a_feed_that_refuses_sheds_windows_first_and_stores_every_decision(
+    plane: ControlPlane, scale: Scale, figure: Figure
+) -> None:
+    """Room is left for one report: its window is given up, its state and the next report wait until there is more."""
+    job, rounds, num_windows = one_node_job(), scale(2, 10), 0
+    await plane.bus.publish(job)
+    async with watching(plane.bus, job.job) as watch:
+        for shed in range(rounds):
+            os.kill(plane.services["arbitrator"].pid, signal.SIGSTOP)
+            num_windows += 5
+            for window in range(num_windows - 5, num_windows):
+                await report_until_stored(plane, job, window)
+            await plane.wait_for(FEED.name, subjects.reward(job.job, "*"), num_windows - shed)
+            await leave_room_for(plane, len(encode(report_of(job, num_windows, SIZES, SPEEDS))) + 300)
+            await report_until_stored(plane, job, num_windows)
+            waiting = asyncio.create_task(report_until_stored(plane, job, num_windows + 1))
+            await watch.until(lambda num=shed + 1: watch.counter(NODE, "windows_shed", "collector") == num)
+            os.kill(plane.services["arbitrator"].pid, signal.SIGCONT)
+            await watch.until_decided(num_windows)
+            assert not waiting.done()
+            await provision(plane.bus)
+            await waiting
+            num_windows += 2
+            await watch.until_decided(num_windows)
+        rewards = await plane.wait_for(FEED.name, subjects.reward(job.job, "*"), num_windows - rounds)
+        assert len(rewards) == num_windows - rounds
+        assert all(service.exit_code() is None for service in plane.services.values())
+    await check_decisions(plane.bus, job, num_windows=num_windows)
+    states = {state.window for _, state in await recorded_states(plane.bus, job)}
+    assert states == set(range(num_windows))
+    figure("windows_shed", num_windows - len(rewards))
+    figure("states_missing", num_windows - len(states))
+
+
+async def test_a_feed_that_forgets_the_old_decides_on_and_on(plane: ControlPlane, scale: Scale, figure: Figure) -> None:
+    """At its limit FEED drops its oldest messages, long read; ACTIONS has its own reserved room."""
+    job, num_windows = one_node_job(), scale(150, 600)
+    small = msgspec.structs.replace(FEED, max_bytes=128 * 1024)
+    await provision(plane.bus, [small if stream is FEED else stream for stream in STREAMS])
+    await plane.bus.publish(job)
+    seen: list[tuple[int, State]] = []
+    reading = asyncio.create_task(_read_states(plane, job, seen, num_windows))
+    async with watching(plane.bus, job.job) as watch:
+        await feed_windows(plane, job, range(num_windows), every_s=0.01)
+        await watch.until_decided(num_windows)
+    await reading
+    first_kept = (await plane.bus.stream_state(FEED.name)).first_sequence
+    assert first_kept > 1
+    await check_decisions(plane.bus, job, num_windows=num_windows, feed=seen)
+    figure("messages_forgotten", first_kept - 1)
+
+
+async def _read_states(plane: ControlPlane, job: Job, seen: list[tuple[int, State]], num_windows: int) -> None:
+    """What FEED will have forgotten when the oracle is asked."""
+    async with plane.bus.consume(FEED.name, [subjects.state(job.job, NODE)], start="all") as consumer:
+        async for batch in consumer:
+            seen += [(one.sequence, decode(State, one.subject, one.payload)) for one in batch]
+            if len(seen) >= num_windows:
+                return
