@@ -54,7 +54,7 @@ async def ask(client: Client, subject: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("subject", subjects_of("PING", ME))
+@pytest.mark.parametrize("subject", subjects_of("PING", ME), ids=("all", "name", "id"))
 async def test_a_service_answers_to_all_to_its_name_and_to_its_id(server: ConfiguredServer, subject: str) -> None:
     async with answering(server, ME), asking(server) as client:
         ping = ServicePing.from_dict(await ask(client, subject))
