@@ -18,6 +18,7 @@ from dynamix.cli.demo.runner import _Demo, services
 from dynamix.lab.capture import CaptureEnd, CaptureHeader, CaptureWriter, fingerprint
 from dynamix.runtime.bus import Bus
 from dynamix.schemas import subjects
+from dynamix.schemas.messages import Report
 from dynamix.schemas.streams import JOBS
 
 POLICY = "proportional"
@@ -26,12 +27,16 @@ POLICY = "proportional"
 async def captured(path: Path, plan: DemoPlan) -> CaptureEnd:
     """Run the plan once, steered, and write all of it."""
     with tempfile.TemporaryDirectory(prefix="dynamix-capture-") as directory:
-        async with services(Path(directory), print) as (bus, environ):
-            demo = _Demo(plan, bus, environ, Path(directory), lambda _policy, _applied, report: print(report.window))
+        async with services(Path(directory), sys.stderr.write) as (bus, environ):
+            demo = _Demo(plan, bus, environ, Path(directory), _show)
             training = asyncio.create_task(demo.run(POLICY))
             end = await _capture(bus, await _announced(bus), path)
             await training
     return end
+
+
+def _show(_policy: str, num_applied: int, report: Report) -> None:
+    sys.stderr.write(f"window {report.window}, {num_applied} applied\n")
 
 
 async def _announced(bus: Bus) -> str:
@@ -54,4 +59,4 @@ async def _capture(bus: Bus, job: str, path: Path) -> CaptureEnd:
 
 
 if __name__ == "__main__":
-    print(asyncio.run(captured(Path(sys.argv[1]), DemoPlan(data=sys.argv[2] if len(sys.argv) > 2 else None))))
+    sys.stderr.write(f"{asyncio.run(captured(Path(sys.argv[1]), DemoPlan(data=next(iter(sys.argv[2:]), None))))}\n")

@@ -1,0 +1,1 @@
+"""`dynamix inspect`: what a capture holds, as tables, JSON and a picture."""

@@ -1,0 +1,204 @@
+"""`dynamix inspect`: the demo's capture, and captures that lack something."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from tests.support import captured, made
+from tests.support.watched import applied, event, reward
+
+from dynamix.cli.inspect import words
+from dynamix.cli.inspect.inspection import Inspection, inspect
+from dynamix.cli.main import main
+from dynamix.lab import capture
+from dynamix.schemas.chain import seal
+from dynamix.schemas.messages import Action, Message
+
+DEMO = Path(__file__).parents[1] / "data" / "demo.dxc"
+NODES = {"node-a": (0, 1), "node-b": (2, 3)}
+
+
+def window_of(window: int, **changes: int) -> list[Message]:
+    """What two nodes send of a window, without an action."""
+    found: list[Message] = []
+    for node, ranks in NODES.items():
+        found += [made.report(node, ranks, window, **changes), made.window(node, ranks, window, **changes)]
+        found += [msgspec.structs.replace(made.state(node, ranks, window), **changes)]
+        found += [reward(node, ranks, window, 0.5 if node == "node-a" else 0.7, **changes)]
+    return found
+
+
+def chained(num_windows: int) -> list[Action]:
+    """Sealed actions, each behind the one before it."""
+    actions: list[Action] = []
+    for window in range(num_windows):
+        sizes = (128, 128, 128, 128 - 8 * window)
+        action = made.action(window, local_batch_sizes=sizes, deltas=(0, 0, 0, -8))
+        actions.append(seal(action, actions[-1].hash if actions else b""))
+    return actions
+
+
+def inspected(tmp_path: Path, messages: list[Message]) -> Inspection:
+    return inspect(captured.write(tmp_path / "job.dxc", captured.records_of(messages)), keep_details=True)
+
+
+def shown(path: Path, *arguments: str) -> int:
+    return main(["inspect", str(path), *arguments])
+
+
+def test_the_demo_is_shown_as_it_ran(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "demo.png"
+    assert shown(DEMO, "--png", str(picture)) == 0
+    output = capsys.readouterr().out
+    assert "whole, to the end of the job; 181 messages" in output
+    assert "job ended, closed: generation 0, 4 ranks on 1 node, 10 steps a window, sgd, policy proportional" in output
+    assert "messages: action 30, applied 29, job 2, report 30, reward 30, state 30, window 30" in output
+    assert "gaps: none, every window has all its messages" in output
+    assert "chain of actions: unbroken over 30" in output
+    assert output.count("the same") == 28
+    assert output.count("153/153/153/53") == 29
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_json_says_all_and_nothing_else_is_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    assert shown(DEMO, "--json", "-") == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["end"]["num_records"] == said["num_records"] == 181
+    assert said["capture"]["job"] == said["jobs"][0]["job"]
+    assert [window["window"] for window in said["windows"] if window["action"]] == list(range(30))
+    first, third = said["windows"][0], said["windows"][2]
+    assert first["local_batch_sizes"] == [128] * 4
+    assert first["action"]["local_batch_sizes"] == [153, 153, 153, 53]
+    assert first["action"]["deltas"] == [25, 25, 25, -75]
+    assert "carry" not in first["action"]
+    assert third["applied"][0]["decided_window"] == 0
+    assert third["metrics"]["step_time_s"] < 0.6 * first["metrics"]["step_time_s"]
+    assert [rank["metrics"]["training"]["num_samples"] for rank in third["ranks"]] == [1530, 1530, 1530, 530]
+    terms = third["ranks"][3]["reward"]["terms"]
+    assert third["ranks"][3]["reward"]["reward"] == pytest.approx(sum(terms.values()))
+
+
+def test_one_window_is_shown_with_every_rank(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    report = tmp_path / "window.json"
+    assert shown(DEMO, "--window", "2", "--json", str(report)) == 0
+    output = capsys.readouterr().out
+    assert "ruled from step 20 on by the action of window 0: 153/153/153/53" in output
+    assert "by proportional version 1 (fixed), read up to 12" in output
+    assert [window["window"] for window in json.loads(report.read_text())["windows"]] == [2]
+    assert shown(DEMO, "--window", "30") == 2
+    assert "no such window; it has 0 to 29" in capsys.readouterr().err
+    assert shown(DEMO, "--generation", "0") == 2
+
+
+def test_means_and_times_are_those_of_the_messages(tmp_path: Path) -> None:
+    action, *_ = chained(1)
+    found = inspected(tmp_path, [made.job(), *window_of(0), action, applied(0, 2), event(0)])
+    window = found.windows[0, 0]
+    assert window.mean_reward == pytest.approx(0.6)
+    assert window.decision_s == pytest.approx(0.002)  # node-b's state, its reward, the action: a millisecond each
+    assert window.sizes == (128,) * 4
+    assert window.started_ns == captured.STARTED_NS + 2_000_000
+    assert [one.window for one in found.sorted_windows()] == [0]  # window 2 was never run
+    assert found.windows[0, 2].applied == [applied(0, 2)]
+    assert found.events == [event(0)]
+    assert found.gaps() == []
+
+
+def test_what_is_missing_is_named_by_kind_node_and_window(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    actions = chained(6)
+    messages: list[Message] = [made.job(), *window_of(0), actions[0], *window_of(1)[:-1], actions[1]]
+    messages += [*window_of(4), actions[4], *window_of(5)]
+    found = inspected(tmp_path, messages)
+    assert [gap.window for gap in found.gaps()] == [1, 2, 3, 5]
+    assert list(found.windows[0, 1].missing(set(NODES))) == ["reward of node-b"]
+    assert shown(tmp_path / "job.dxc") == 0
+    output = capsys.readouterr().out
+    assert "missing in generation 0: reward of node-b of windows 1\n" in output
+    assert "missing in generation 0: report of windows 2-3\n" in output
+    assert "missing in generation 0: action of windows 2-3, 5\n" in output
+    assert "the action for window 4 of generation 0 does not follow the one before it" in output
+
+
+def test_a_changed_action_breaks_the_chain(tmp_path: Path) -> None:
+    actions: list[Message] = [*chained(3)]
+    assert inspected(tmp_path, actions).chain_fault == ""
+    (tmp_path / "job.dxc").unlink()
+    actions[1] = msgspec.structs.replace(chained(3)[1], local_batch_sizes=(1, 2, 3, 4))
+    fault = inspected(tmp_path, actions).chain_fault
+    assert fault == "the action for window 1 of generation 0 is not as it was written: its hash is another"
+
+
+def test_restarts_stand_one_after_the_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    again = made.job(generation=1)
+    found = inspected(tmp_path, [made.job(), *window_of(0), *window_of(1), again, *window_of(0, generation=1)])
+    assert [(one.generation, one.window) for one in found.sorted_windows()] == [(0, 0), (0, 1), (1, 0)]
+    path = tmp_path / "job.dxc"
+    assert shown(path, "--png", str(tmp_path / "restart.png")) == 0
+    assert "generation" in capsys.readouterr().out
+    assert shown(path, "--window", "0") == 0
+    assert "window 0 of generation 1: global batch" in capsys.readouterr().out
+    assert shown(path, "--window", "0", "--generation", "0") == 0
+    assert "window 0 of generation 0: global batch" in capsys.readouterr().out
+
+
+def test_doubles_and_what_cannot_be_read_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records = captured.records_of([made.job(), *window_of(0), made.report(window=0)])
+    records.append(records[-1]._replace(sequence=99, payload=b"\xff not ours"))
+    path = captured.write(tmp_path / "job.dxc", records)
+    assert shown(path) == 0
+    output = capsys.readouterr().out
+    assert "doubles: 1 messages had been there before" in output
+    assert f"not readable: 'dynamix.v1.report.{made.JOB}.node-a': not a message of ours" in output
+
+
+def test_a_capture_that_is_cut_off_is_shown_as_far_as_it_goes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cut = tmp_path / "cut.dxc"
+    cut.write_bytes(DEMO.read_bytes()[:-1])
+    assert shown(cut) == 1
+    output = capsys.readouterr().out
+    assert "CUT OFF; 181 messages" in output
+    assert "the file is cut off here; the 181 records before it are good" in output
+
+
+def test_what_is_no_capture_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damaged = bytearray(DEMO.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    path = tmp_path / "damaged.dxc"
+    path.write_bytes(damaged)
+    assert shown(path) == 1
+    assert "block 1" in capsys.readouterr().err
+    assert shown(tmp_path / "nowhere") == 1
+    assert "cannot read" in capsys.readouterr().err
+    empty = captured.write(tmp_path / "empty.dxc", [])
+    assert shown(empty) == 0
+    assert shown(empty, "--png", str(tmp_path / "no.png")) == 1
+
+
+def test_long_jobs_are_shown_by_their_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    many = {f"node-{index}": (index,) for index in range(20)}
+    messages: list[Message] = [made.report(node, ranks, 0) for node, ranks in many.items()]
+    messages += [made.report("node-0", (0,), window) for window in range(1, 100)]
+    path = captured.write(tmp_path / "job.dxc", captured.records_of(messages))
+    assert shown(path, "--png", str(tmp_path / "many.png")) == 0
+    output = capsys.readouterr().out
+    assert "40 windows are not shown: --all" in output
+    assert "128...128 (128)" in output
+    assert shown(path, "--all") == 0
+    assert "not shown" not in capsys.readouterr().out
+
+
+def test_runs_of_numbers_are_drawn_together() -> None:
+    assert words.ranges([0, 4, 5, 6, 9, 10]) == "0, 4-6, 9-10"
+    assert words.ranges([]) == ""
+    assert words.sizes((1, 2, 3)) == "1/2/3"
+    assert words.sizes(range(9)) == "0...8 (4)"
+
+
+def test_the_fixture_holds_every_kind_and_the_whole_job() -> None:
+    subjects = {one.subject.split(".")[2] for one in capture.records(DEMO)}
+    assert subjects == {"job", "report", "window", "state", "reward", "action", "applied"}
+    assert [job.phase for job in inspect(DEMO).jobs] == ["running", "ended"]
+    assert DEMO.stat().st_size < 300_000
