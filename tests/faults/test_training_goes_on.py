@@ -1,20 +1,22 @@
 """A real torchrun job under real services: kill -9 of any of them, and of a rank."""
 
-import itertools
 import os
 import signal
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
-from tests.support.control_plane import control_plane
+from tests.support.control_plane import ControlPlane, control_plane
+from tests.support.oracle import check_decisions
 from tests.support.steady_job import CHECKPOINT_EVERY, NUM_SAMPLES
 from tests.support.steady_training import JOB, TrainingJob, training
 
 from dynamix.schemas import subjects
-from dynamix.schemas.messages import Action, Applied
-from dynamix.schemas.streams import FEED
+from dynamix.schemas.codec import decode
+from dynamix.schemas.messages import Applied, Job
+from dynamix.schemas.streams import FEED, JOBS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -31,16 +33,17 @@ def used_per_epoch(job: TrainingJob) -> dict[int, list[int]]:
     return used
 
 
-def check_actions(actions: list[Action]) -> None:
-    """No window of a generation is decided twice, and the chain is whole."""
-    keys = [(action.generation, action.window) for action in actions]
-    assert keys == sorted(set(keys))
-    assert all(new.previous_hash == old.hash for old, new in itertools.pairwise(actions))
+async def specification_of(plane: ControlPlane) -> Job:
+    """Of the job's newest generation."""
+    message = await plane.bus.last(JOBS.name, subjects.job(JOB))
+    assert message is not None
+    return decode(Job, message.subject, message.payload)
 
 
 async def test_training_never_stops_while_services_and_broker_die_and_all_resume(tmp_path: Path) -> None:
     async with control_plane("collector", "reward", "arbitrator") as plane, training(plane, tmp_path, 7) as job:
         await job.wait_for_steps(25)
+        specification = await specification_of(plane)
         await plane.wait_for(FEED.name, subjects.applied(JOB), 1)
         for name in ("collector", "reward", "arbitrator"):
             plane.services[name].kill()
@@ -55,8 +58,7 @@ async def test_training_never_stops_while_services_and_broker_die_and_all_resume
         assert {line["generation"] for line in job.steps()} == {0}
         for samples in used_per_epoch(job).values():
             assert sorted(samples) == list(range(NUM_SAMPLES))
-        actions = await plane.actions(JOB)
-        check_actions(actions)
+        actions = await check_decisions(plane.bus, specification)
         sizes = {action.window: action.local_batch_sizes for action in actions}
         adopted = await plane.messages(FEED.name, subjects.applied(JOB))
         for _, message in adopted:
@@ -69,8 +71,11 @@ async def test_training_never_stops_while_services_and_broker_die_and_all_resume
 async def test_a_killed_rank_restarts_the_job_at_its_sample_with_its_last_sizes(tmp_path: Path) -> None:
     async with control_plane("collector", "arbitrator") as plane, training(plane, tmp_path, 2) as job:
         await job.wait_for_steps(65)
+        first_specification = await specification_of(plane)
         os.kill(job.steps(rank=1)[-1]["pid"], signal.SIGKILL)
         assert await job.process.wait() == 0
+        second_specification = msgspec.structs.replace(await specification_of(plane), phase="running")
+        assert (first_specification.generation, second_specification.generation) == (0, 1)
         steps = job.steps()
         first = next(line for line in steps if line["generation"] == 1)
         before = {line["step"]: line for line in steps if line["generation"] == 0}
@@ -85,7 +90,6 @@ async def test_a_killed_rank_restarts_the_job_at_its_sample_with_its_last_sizes(
         assert set(used) == {0, 1}
         for samples in used.values():
             assert sorted(samples) == list(range(NUM_SAMPLES))
-        actions = await plane.actions(JOB)
-        check_actions(actions)
+        actions = await check_decisions(plane.bus, first_specification, second_specification)
         assert {action.generation for action in actions} == {0, 1}
         assert [action.window for action in actions if action.generation == 1][:3] == [0, 1, 2]
