@@ -153,13 +153,13 @@ async def test_a_broker_without_streams_lacks_them(server: EmbeddedServer, monke
 
 
 @contextlib.asynccontextmanager
-async def beating(connection: Bus, *services: str, ready: int = 1) -> AsyncIterator[None]:
+async def beating(connection: Bus, *services: str, **counters: int) -> AsyncIterator[None]:
     """Heartbeats of made-up services on node-a; tests/deploy hears the real ones."""
 
     async def beat() -> None:
         while True:
             for name in services:
-                live = Live(service=name, instance="node-a", uptime_s=1.0, counters={"ready": ready})
+                live = Live(service=name, instance="node-a", uptime_s=1.0, counters={"ready": 1} | counters)
                 await connection.publish_live(live)
             await asyncio.sleep(0.02)
 
@@ -188,6 +188,14 @@ async def test_streams_and_services_that_run_are_found(server: EmbeddedServer, c
         found = by_name(await bus(server.settings, configured=True))
     assert found["streams"].found == "JOBS 0, FEED 0, ACTIONS 0, DEAD 0, OBJ_policies 0"
     assert found["services"].found == "arbitrator, collector, reward"
+
+
+async def test_an_arbitrator_that_refuses_stored_actions_is_a_finding(server: EmbeddedServer, connection: Bus) -> None:
+    await provision(connection)
+    async with beating(connection, "collector", "reward"), beating(connection, "arbitrator", refused_logs=1):
+        found = by_name(await bus(server.settings, configured=True))
+    assert not found["services"].present
+    assert "refuses the stored actions of 1 generation" in found["services"].found
 
 
 async def test_a_service_is_alive_when_this_very_one_beats_and_listens(

@@ -191,6 +191,13 @@ def test_dead_letters_are_counted_over_all_services() -> None:
     for name in ALL:
         services.add(Live(service=name, instance="1", uptime_s=1.0, counters={"dead_letters": 2}), 0.0)
     assert "6 dead letters" in shown(None, services)
+    assert "refused" not in shown(None, services)
+
+
+def test_refused_action_logs_are_counted() -> None:
+    services = alive("trainer", *ALL)
+    services.add(Live(service="arbitrator", instance="1", uptime_s=1.0, counters={"refused_logs": 2}), 0.0)
+    assert "2 logs refused" in shown(None, services)
 
 
 @given(

@@ -81,6 +81,9 @@ async def _services(connection: Bus) -> Finding:
     if missing:
         mend = "start them: `dynamix up`, or deploy/"
         return lacking("services", "training", f"not heard: {', '.join(missing)}", mend)
+    if refused := services.count("refused_logs", time.monotonic()):
+        found = f"{heard}; the arbitrator refuses the stored actions of {refused} generation(s)"
+        return lacking("services", "training", found, "its log names the jobs; `dynamix doctor --actions JOB`")
     return there("services", "training", heard)
 
 

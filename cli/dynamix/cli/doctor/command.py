@@ -21,6 +21,7 @@ from dynamix.collector.settings import CollectorSettings
 from dynamix.runtime.log import configure
 from dynamix.runtime.settings import SettingsError, read
 
+from .actions import actions
 from .bus import bus, is_alive
 from .ebpf import choice, chosen, ebpf
 from .ebpf_trial import try_ebpf
@@ -32,6 +33,7 @@ NAME_WIDTH, MARKS = 14, {True: "ok     ", False: "lacking"}
 GREEN, YELLOW, RED, BOLD, PLAIN = "\033[32m", "\033[33m", "\033[31m", "\033[1m", "\033[0m"
 WIDEST = 110
 PURPOSES = {"training": "training", "demo": "the demo", "views": "live views", "ebpf": "eBPF probes"}
+ACTIONS = "Stored actions"
 BUS, KERNEL, EBPF = (
     "Broker and services",
     "Kernel, as every user sees it",
@@ -54,6 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="check nothing but eBPF, and try it: load the probe, attach it, count a connection, detach: exit 0 or 1",
     )
+    only.add_argument(
+        "--actions",
+        metavar="JOB",
+        help="check nothing but the stored actions of JOB: hashes, chain, and what its trainer applied: exit 0 or 1",
+    )
 
 
 def run(namespace: argparse.Namespace) -> int:
@@ -61,6 +68,10 @@ def run(namespace: argparse.Namespace) -> int:
     configure("critical")  # the findings say it
     if namespace.alive is not None:
         return 0 if asyncio.run(is_alive(find(os.environ), namespace.alive, os.environ)) else 1
+    if namespace.actions is not None:
+        section = Section(ACTIONS, [asyncio.run(actions(find(os.environ), namespace.actions))])
+        _show([section], {}, namespace.json)
+        return 0 if section.findings[0].present else 1
     settings = _collector_settings(os.environ)
     if namespace.ebpf:
         section = Section(EBPF, [*ebpf(), try_ebpf(settings.cgroup)])

@@ -169,6 +169,8 @@ def _services(services: Services, now_s: float) -> Text:
     for service in services.missing(now_s):
         if not any(beat.live.service == service for beat in services.beats(now_s)):
             text.append("○ ", "red").append(f"{service} not heard  ", "red")
+    if refused := services.count("refused_logs", now_s):
+        text.append(f"{refused} logs refused  ", "red")
     if dead := services.count("dead_letters", now_s):
         text.append(f"{dead} dead letters", "yellow")
     return _labelled("services", text)

@@ -1,0 +1,59 @@
+"""Check of one job's stored actions: each as it was written, each behind its predecessor, none missing at the end."""
+
+from dynamix.arbitrator.action_log import ActionLogError, check_receipt, newest_action
+from dynamix.runtime.bus import Bus, BusError
+from dynamix.runtime.settings import BusSettings
+from dynamix.schemas import subjects
+from dynamix.schemas.chain import BrokenChainError, ChainCheck
+from dynamix.schemas.codec import MalformedMessageError, decode
+from dynamix.schemas.messages import Action, Job
+from dynamix.schemas.streams import ACTIONS, JOBS
+
+from .finding import Finding, lacking, there
+
+NAME = "actions"
+MEND = "restore the broker's store from a backup, or start the run under a new id: the arbitrator decides nothing on it"
+
+
+async def actions(settings: BusSettings, job: str) -> Finding:
+    """Whether all that the broker keeps of a job's actions can be believed."""
+    try:
+        connection = await Bus.connect(settings, name="doctor", wait=False)
+    except (BusError, ValueError, OSError) as error:
+        return lacking(NAME, "training", str(error), "check DYNAMIX_NATS_URL, _USER and _PASSWORD_FILE")
+    try:
+        return await _check(connection, job)
+    except (ActionLogError, BrokenChainError, MalformedMessageError) as error:
+        return lacking(NAME, "training", str(error), MEND)
+    except (BusError, ValueError) as error:
+        return lacking(NAME, "training", str(error), "ask as the user `watcher`, for a job that `dynamix top` shows")
+    finally:
+        await connection.close()
+
+
+async def _check(bus: Bus, name: str) -> Finding:
+    message = await bus.last(JOBS.name, subjects.job(name))
+    if message is None:
+        return lacking(NAME, "training", f"no job is called {name!r}", "`dynamix top` shows the jobs")
+    job = decode(Job, message.subject, message.payload)
+    newest = await newest_action(bus, job)
+    await check_receipt(bus, job, newest)
+    if newest is None:
+        return there(NAME, "training", f"none yet of {name}")
+    num_actions = await _check_chain(bus, name, newest.sequence)
+    window, generation = newest.action.window, newest.action.generation
+    found = f"{num_actions:,} of {name}, a whole chain up to window {window} of generation {generation}"
+    return there(NAME, "training", found)
+
+
+async def _check_chain(bus: Bus, name: str, last: int) -> int:
+    """How many there are up to a sequence."""
+    check = ChainCheck()
+    async with bus.consume(ACTIONS.name, [subjects.action(name)], start="all") as consumer:
+        async for batch in consumer:
+            for message in batch:
+                if message.sequence <= last:
+                    check.add(decode(Action, message.subject, message.payload), message.payload)
+            if batch[-1].sequence >= last:
+                break
+    return check.num_actions

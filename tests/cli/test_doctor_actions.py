@@ -1,0 +1,92 @@
+"""`dynamix doctor --actions JOB`, on logs that are whole and logs that are not."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from tests.support import made
+from tests.support.brokers import ConfiguredServer
+
+from dynamix.cli.doctor.actions import actions
+from dynamix.cli.doctor.finding import Finding
+from dynamix.cli.main import main
+from dynamix.runtime.bus import Bus
+from dynamix.runtime.settings import BusSettings
+from dynamix.schemas.chain import seal
+from dynamix.schemas.messages import Action, Applied
+
+
+async def store(bus: Bus, num: int, *, broken_at: int | None = None) -> list[Action]:
+    """A chain of a job's actions; from `broken_at` on it is another one."""
+    await bus.publish(made.job())
+    stored: list[Action] = []
+    previous, sequence = b"", 0
+    for window in range(num):
+        stored.append(seal(made.action(window), b"x" * 32 if window == broken_at else previous))
+        previous = stored[-1].hash
+        sequence = await bus.publish_action(stored[-1], expected_last=sequence)
+    return stored
+
+
+def receipt(action: Action, **changes: Any) -> Applied:
+    fields = {
+        "job": made.JOB,
+        "generation": 0,
+        "decided_window": action.window,
+        "effective_window": action.window + 2,
+        "effective_step": 1,
+        "local_batch_sizes": action.local_batch_sizes,
+        "action_hash": action.hash,
+    }
+    return Applied(**(fields | changes))
+
+
+async def test_a_whole_chain_is_there_with_its_length(server: ConfiguredServer, bus: Bus) -> None:
+    await bus.publish(receipt((await store(bus, 1200))[-2]))
+    found = await actions(server.settings, made.JOB)
+    assert found.present
+    assert found.found == f"1,200 of {made.JOB}, a whole chain up to window 1199 of generation 0"
+
+
+async def test_a_broken_chain_is_named_with_its_place(server: ConfiguredServer, bus: Bus) -> None:
+    await store(bus, 9, broken_at=4)
+    found = await actions(server.settings, made.JOB)
+    assert not found.present
+    assert "the action for window 4 of generation 0 does not follow the one before it" in found.found
+    assert "start the run under a new id" in found.mend
+
+
+async def test_a_forged_action_in_the_middle_is_found(server: ConfiguredServer, bus: Bus) -> None:
+    stored = await store(bus, 2)
+    forged = msgspec.structs.replace(seal(made.action(2), stored[-1].hash), local_batch_sizes=(32,) * 4)
+    sequence = await bus.publish_action(forged, expected_last=2)
+    await bus.publish_action(seal(made.action(3), forged.hash), expected_last=sequence)
+    found = await actions(server.settings, made.JOB)
+    assert "the action for window 2 of generation 0 is not as it was written" in found.found
+
+
+async def test_an_end_that_the_trainer_is_ahead_of_is_found(server: ConfiguredServer, bus: Bus) -> None:
+    await bus.publish(receipt((await store(bus, 3))[-1], decided_window=8))
+    found = await actions(server.settings, made.JOB)
+    assert "the trainer applied an action for window 8" in found.found
+
+
+async def test_no_job_no_action_and_no_broker_are_told_apart(server: ConfiguredServer, bus: Bus) -> None:
+    assert (await actions(server.settings, "nobody-0")).found == "no job is called 'nobody-0'"
+    assert not (await actions(server.settings, "No Token")).present
+    await bus.publish(made.job())
+    assert (await actions(server.settings, made.JOB)).found == f"none yet of {made.JOB}"
+    assert not (await actions(BusSettings(url="nats://127.0.0.1:1"), made.JOB)).present
+
+
+@pytest.mark.parametrize(("present", "code"), [(True, 0), (False, 1)])
+def test_the_exit_code_tells(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, present: bool, code: int) -> None:
+    async def found(_settings: BusSettings, job: str) -> Finding:
+        return Finding(name="actions", present=present, needed_for="training", found=job)
+
+    monkeypatch.setattr("dynamix.cli.doctor.command.actions", found)
+    assert main(["doctor", "--actions", made.JOB, "--json", str(tmp_path / "found.json")]) == code
+    (written,) = json.loads((tmp_path / "found.json").read_text())["findings"]
+    assert (written["name"], written["found"]) == ("actions", made.JOB)
