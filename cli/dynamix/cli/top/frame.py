@@ -162,6 +162,8 @@ def _network(board: Board) -> list[Text]:
 
 def _services(services: Services, now_s: float) -> Text:
     text = Text()
+    if refused := services.count("refused_logs", now_s):  # first: what is too long for the line is cut
+        text.append(f"{refused} logs refused  ", "red")
     for beat in services.beats(now_s):
         late = beat.is_late(now_s)
         where = f" {beat.live.node}" if beat.live.node and beat.live.service == "collector" else ""
@@ -169,8 +171,6 @@ def _services(services: Services, now_s: float) -> Text:
     for service in services.missing(now_s):
         if not any(beat.live.service == service for beat in services.beats(now_s)):
             text.append("○ ", "red").append(f"{service} not heard  ", "red")
-    if refused := services.count("refused_logs", now_s):
-        text.append(f"{refused} logs refused  ", "red")
     if dead := services.count("dead_letters", now_s):
         text.append(f"{dead} dead letters", "yellow")
     return _labelled("services", text)
