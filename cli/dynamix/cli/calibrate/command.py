@@ -2,8 +2,8 @@
 
   dynamix calibrate JOB --workload fashion-14-cnn -o mine.toml --png mine.png
 
-SOURCE is a job's id or name on the bus, or a file that --save has written. The local batch sizes should have varied:
-run the job with `--policy random`. Each window's virtual step time comes from a fit that has not seen that window.
+SOURCE is a job on the bus, or a capture of one (`dynamix capture JOB -o FILE`). The local batch sizes should have
+varied: run the job with `--policy random`. Each window's virtual step time comes from a fit that has not seen it.
 """
 
 import argparse
@@ -17,9 +17,7 @@ from dynamix.cli.connection import find
 from dynamix.cli.errors import CommandError
 from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, write_json
 
-from . import recording
-from .recording import Record, Recording
-from .source import recorded
+from .source import Material, from_bus, from_capture
 
 if TYPE_CHECKING:
     from dynamix.trainer.virtual.calibration import Calibration
@@ -27,10 +25,11 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("source", metavar="SOURCE", help="a job's id or name, or a recording")
-    parser.add_argument("--workload", metavar="NAME", help="what the virtual cluster trains: see `dynamix simulate`")
+    parser.add_argument("source", metavar="SOURCE", help="a job's id or how it begins, or a capture")
+    parser.add_argument(
+        "--workload", metavar="NAME", required=True, help="what the virtual cluster trains: see `dynamix simulate`"
+    )
     parser.add_argument("-o", "--output", metavar="FILE", help="write the scenario (TOML)")
-    parser.add_argument("--save", metavar="FILE", help="record the job's windows, to be a SOURCE later")
     parser.add_argument("--optimizer", choices=("sgd", "adam", "adamw"), help="(default: of the job's family)")
     parser.add_argument("--learning-rate", type=float, default=0.05, help="(default: %(default)s)")
     parser.add_argument("--target", type=float, help="validation accuracy (default: the best that the job reported)")
@@ -43,28 +42,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(namespace: argparse.Namespace) -> int:
-    """Record, fit and write what is asked for."""
-    if not (namespace.workload or namespace.save):
-        raise CommandError("say what the virtual cluster shall train, --workload NAME, or --save FILE", exit_code=2)
-    records = _records(namespace.source)
-    found = recording.understood(records, namespace.source)
-    if namespace.save:
-        recording.write(Path(namespace.save), records)
-        _say(namespace, f"{len(found.windows)} windows saved in {namespace.save}")
-    return _calibrate(namespace, found) if namespace.workload else 0
+    """Read, fit and write what is asked for."""
+    path = Path(namespace.source)
+    material = from_capture(path) if path.is_file() else asyncio.run(_from_bus(namespace.source))
+    _calibrate(namespace, material)
+    return 0
 
 
-def _records(source: str) -> list[Record]:
-    """From the file of that name if there is one, else from the bus."""
-    return recording.read(Path(source)) if Path(source).is_file() else asyncio.run(_from_bus(source))
-
-
-async def _from_bus(wanted: str) -> list[Record]:
+async def _from_bus(wanted: str) -> Material:
     async with connected(find(os.environ), "calibrate") as bus:
-        return await recorded(bus, wanted)
+        return await from_bus(bus, wanted)
 
 
-def _calibrate(namespace: argparse.Namespace, found: Recording) -> int:
+def _calibrate(namespace: argparse.Namespace, material: Material) -> None:
     from dynamix.trainer.virtual.calibration import Settings, calibrate  # noqa: PLC0415 - torch: only once it is needed
 
     settings = Settings(
@@ -77,11 +67,10 @@ def _calibrate(namespace: argparse.Namespace, found: Recording) -> int:
         num_servers=namespace.servers,
     )
     try:
-        calibration = calibrate(found.windows, settings, found.job)
+        calibration = calibrate(material.windows, settings, material.job)
     except ValueError as error:
         raise CommandError(f"{namespace.source}: {error}") from error
     _write(namespace, calibration)
-    return 0
 
 
 def _write(namespace: argparse.Namespace, calibration: "Calibration") -> None:

@@ -1,55 +1,84 @@
-"""A job's metric windows and specification, as the bus has kept them."""
+"""A job's metric windows and specification: from a capture, or as the bus keeps them."""
 
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from dynamix.cli.capture.jobs import find_job
 from dynamix.cli.errors import CommandError
-from dynamix.cli.top.feed import chosen_job
+from dynamix.lab.capture import CaptureError, CutOffError, records
 from dynamix.runtime.bus import Bus
 from dynamix.schemas import subjects
-from dynamix.schemas.codec import MalformedMessageError, decode
-from dynamix.schemas.messages import Job
-from dynamix.schemas.streams import FEED, JOBS
-
-from .recording import Record
+from dynamix.schemas.codec import MalformedMessageError, decode_any
+from dynamix.schemas.messages import Job, Message, MetricWindow
+from dynamix.schemas.streams import FEED
 
 
-async def recorded(bus: Bus, wanted: str) -> list[Record]:
-    """The job's specification, then its windows in the order of the stream, up to now.
+class Material(NamedTuple):
+    """What calibration needs of a job."""
+
+    job: Job | None
+    """Its newest specification."""
+    windows: list[MetricWindow]
+
+
+def from_capture(path: Path) -> Material:
+    """What a capture holds; of one that is cut off, what is there.
+
+    Raises:
+        CommandError: when it cannot be read, or holds what cannot be decoded.
+    """
+    found: list[Message] = []
+    try:
+        for record in records(path):
+            if subjects.parse(record.subject).kind in ("job", "window"):
+                found.append(decode_any(record.subject, record.payload))  # noqa: PERF401 - what came before an error counts
+    except CutOffError as error:
+        print(f"{error}; going on with them", file=sys.stderr)
+    except CaptureError as error:
+        raise CommandError(str(error)) from error
+    except ValueError as error:  # of a subject or a message
+        raise CommandError(f"{path} holds what cannot be decoded: {error}") from error
+    except OSError as error:
+        raise CommandError(f"cannot read {path}: {error.strerror}") from error
+    return _sorted_out(found)
+
+
+async def from_bus(bus: Bus, wanted: str) -> Material:
+    """What the bus keeps of a job now.
 
     Args:
         bus: connected.
-        wanted: the job's id, or the name in front of the run id.
+        wanted: the job's id, or how it begins if that is one job.
 
     Raises:
-        CommandError: when there is no such job, or none of its windows are kept.
+        CommandError: when there is no such job, or none of its windows are kept, or one cannot be decoded.
     """
-    specifications = await _stored(bus, JOBS.name, subjects.job(subjects.ANY))
-    jobs: dict[str, tuple[int, Job]] = {}
-    for sequence, record in enumerate(specifications):
-        try:
-            job = decode(Job, record.subject, record.payload)
-        except MalformedMessageError:
-            continue  # of another version perhaps; the one that is asked for is missed below
-        jobs[job.job] = (sequence, job)
-    name = chosen_job(jobs, wanted)
-    if name is None:
-        known = ", ".join(sorted(jobs)) or "none"
-        raise CommandError(f"no job and no file is called {wanted!r}; jobs on this broker: {known}")
-    windows = await _stored(bus, FEED.name, subjects.window(name, subjects.ANY))
-    if not windows:
+    job = await find_job(bus, wanted)
+    subject = subjects.window(job.job, subjects.ANY)
+    if await bus.last(FEED.name, subject) is None:
         raise CommandError(
-            f"no metric window of {name} is kept: a collector must run beside the job (`dynamix up`), and FEED keeps "
-            f"{FEED.max_age_s / 3600:g} hours"
+            f"no metric window of {job.job} is kept: a collector must run beside the job (`dynamix up`), and FEED "
+            f"keeps {FEED.max_age_s / 3600:g} hours"
         )
-    return [*(record for record in specifications if record.subject == subjects.job(name)), *windows]
-
-
-async def _stored(bus: Bus, stream: str, subject: str) -> list[Record]:
-    """What a stream has on a subject now."""
-    if await bus.last(stream, subject) is None:
-        return []
-    records = []
-    async with bus.consume(stream, [subject], start="all") as consumer:
+    found: list[Message] = [job]
+    async with bus.consume(FEED.name, [subject], start="all") as consumer:
         async for batch in consumer:
-            records += [Record(message.subject, message.payload) for message in batch]
+            try:
+                found += [decode_any(message.subject, message.payload) for message in batch]
+            except MalformedMessageError as error:
+                raise CommandError(f"the bus keeps of {job.job} what cannot be decoded: {error}") from error
             if batch[-1].num_pending == 0:
                 break
-    return records
+    return _sorted_out(found)
+
+
+def _sorted_out(messages: Iterable[Message]) -> Material:
+    material = Material(None, [])
+    for message in messages:
+        if isinstance(message, Job):
+            material = material._replace(job=message)
+        elif isinstance(message, MetricWindow):
+            material.windows.append(message)
+    return material
