@@ -10,26 +10,21 @@ from dynamix.schemas import subjects, table
 from dynamix.schemas.codec import MalformedMessageError, decode, encode
 from dynamix.schemas.features import state_of
 from dynamix.schemas.messages import Message as SchemaMessage
-from dynamix.schemas.messages import MetricWindow, NodeMetrics, RankRow, Report
+from dynamix.schemas.messages import MetricWindow, Report
 from dynamix.schemas.streams import FEED
 
 from .ebpf.opening import open_probe
 from .ebpf.probe import SocketProbe
-from .ebpf.traffic import KernelWindow, SocketTraffic
 from .errors import ProbeError
-from .intervals import WindowId
-from .probes import Evidence, read_network
-from .proc import Proc
-from .readings import Readings
+from .observing import KernelObserver, Observer
 from .settings import CollectorSettings
 from .simulated import simulated_window
-from .trust import reason_to_refuse
 from .window import metric_window
 
 _InFlight = tuple[SchemaMessage, asyncio.Future[int]]
 
-MOST_SAID = 256
-"""Different reasons in the log: whoever may send reports can name any pid."""
+MAX_BATCH = 128
+"""Reports that are turned into windows without a pause, 0.2 ms each: only after an interruption are there so many."""
 
 
 async def serve(context: Context[CollectorSettings]) -> None:
@@ -41,10 +36,23 @@ async def serve(context: Context[CollectorSettings]) -> None:
     probe = await asyncio.to_thread(_open_probe, context)
     context.counters["ebpf"] = int(isinstance(probe, SocketProbe))
     try:
-        await _serve(context, _Collector(context, probe))
+        await serve_observed(context, KernelObserver(context, probe))
     finally:
         if isinstance(probe, SocketProbe):
             probe.close()
+
+
+async def serve_observed(context: Context[CollectorSettings], observer: Observer) -> None:
+    """Turn every report into a metric window and a state, with what an observer sees of its processes."""
+    collector = _Collector(context, observer)
+    reports = subjects.report(subjects.ANY, context.node)
+    durable = f"collector-{context.node}"
+    async with context.bus.consume(FEED.name, [reports], start="new", durable=durable, max_batch=MAX_BATCH) as consumer:
+        context.counters["ready"] = 1
+        async for batch in consumer:
+            if not await collector.collect(batch):
+                return
+            await consumer.ack(batch[-1])
 
 
 def _open_probe(context: Context[CollectorSettings]) -> SocketProbe | str:
@@ -63,26 +71,10 @@ def _open_probe(context: Context[CollectorSettings]) -> SocketProbe | str:
     return probe
 
 
-async def _serve(context: Context[CollectorSettings], collector: "_Collector") -> None:
-    reports = subjects.report(subjects.ANY, context.node)
-    durable = f"collector-{context.node}"
-    async with context.bus.consume(FEED.name, [reports], start="new", durable=durable) as consumer:
-        context.counters["ready"] = 1
-        async for batch in consumer:
-            if not await collector.collect(batch):
-                return
-            await consumer.ack(batch[-1])
-
-
 class _Collector:
-    def __init__(self, context: Context[CollectorSettings], probe: SocketProbe | str) -> None:
+    def __init__(self, context: Context[CollectorSettings], observer: Observer) -> None:
         self._context = context
-        self._kernel = probe if isinstance(probe, str) else SocketTraffic(probe)
-        self._proc = Proc()
-        self._readings = Readings(self._proc)
-        self._said: set[str] = set()
-        """Reasons already logged: a window comes every second."""
-        self._num_readings_lost = 0
+        self._observer = observer
 
     async def collect(self, batch: list[Message]) -> bool:
         """Publish what a batch of reports gives; only each job's newest report is recent enough to be read against.
@@ -140,44 +132,6 @@ class _Collector:
             raise
 
     def _window(self, report: Report, *, fresh: bool) -> MetricWindow:
-        """A report that waited is not read against: what /proc says now is not of its window."""
         if report.simulated:
             return simulated_window(report, self._context.settings.probe)
-        believed = [row for row in report.rows if self._believes(row)] if fresh else []
-        at = WindowId(report.job, report.generation, report.window)
-        processes = {row.pid: row for row in believed}  # each once, however many rows name it
-        read = {pid: self._readings.process(row, at) for pid, row in processes.items()}
-        systems = {row.rank: read[row.pid] for row in believed}
-        node = self._readings.node(believed[0] if believed else None, at) if fresh else NodeMetrics()
-        if node.interval_s is None and report.window > 0:
-            self._num_readings_lost += 1
-        evidence = Evidence(report, node, self._kernel_window(report, fresh=fresh, believed=believed))
-        network = read_network(evidence, self._context.settings.probe)
-        refused = tuple(row.pid for row in report.rows if fresh and row.rank not in systems)
-        return metric_window(
-            report,
-            systems=systems,
-            node=node,
-            network=network,
-            num_readings_lost=self._num_readings_lost,
-            refused_pids=refused,
-        )
-
-    def _kernel_window(self, report: Report, *, fresh: bool, believed: list[RankRow]) -> KernelWindow | str:
-        if isinstance(self._kernel, str):
-            return self._kernel
-        if not fresh:
-            return "the report came late"
-        if len(believed) < len(report.rows):
-            return "a process is not believed: see refused_pids"
-        return self._kernel.window(report)
-
-    def _believes(self, row: RankRow) -> bool:
-        reason = reason_to_refuse(row, self._proc, self._context.settings.uids)
-        if reason is None:
-            return True
-        self._context.count("refused_pids")
-        if reason not in self._said and len(self._said) < MOST_SAID:
-            self._said.add(reason)
-            self._context.log.warning("a reported process is not read", rank=row.rank, reason=reason)
-        return False
+        return metric_window(report, **self._observer.observe(report, fresh=fresh)._asdict())
