@@ -1,0 +1,89 @@
+"""What is seen of a report's processes and sockets, beside what the ranks say themselves."""
+
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+from dynamix.runtime.service import Context
+from dynamix.schemas.messages import NodeMetrics, RankRow, Report, SystemMetrics
+
+from .ebpf.probe import SocketProbe
+from .ebpf.traffic import KernelWindow, SocketTraffic
+from .intervals import WindowId
+from .probes import Evidence, Traffic, read_network
+from .proc import Proc
+from .readings import Readings
+from .settings import CollectorSettings
+from .trust import reason_to_refuse
+
+MOST_SAID = 256
+"""Different reasons in the log: whoever may send reports can name any pid."""
+
+
+class Observation(NamedTuple):
+    """All that a metric window has and its report has not; the fields are the arguments of `metric_window`."""
+
+    systems: Mapping[int, SystemMetrics]
+    """By rank; one that is not there was not seen."""
+    node: NodeMetrics
+    network: Traffic
+    num_readings_lost: int = 0
+    refused_pids: tuple[int, ...] = ()
+
+
+class Observer(Protocol):
+    """Sees processes: this machine's kernel does, and in a replay what was recorded of another's."""
+
+    def observe(self, report: Report, *, fresh: bool) -> Observation:
+        """What there is to see at the end of a report's window; not `fresh` when it came too late to look."""
+
+
+class KernelObserver:
+    """Reads /proc and the sockets of the processes that a report names, if they are what it says."""
+
+    def __init__(self, context: Context[CollectorSettings], probe: SocketProbe | str) -> None:
+        """Look through a probe, or without one for the reason given instead."""
+        self._context = context
+        self._kernel = probe if isinstance(probe, str) else SocketTraffic(probe)
+        self._proc = Proc()
+        self._readings = Readings(self._proc)
+        self._said: set[str] = set()
+        """Reasons already logged: a window comes every second."""
+        self._num_readings_lost = 0
+
+    def observe(self, report: Report, *, fresh: bool) -> Observation:
+        """A report that waited is not read against: what /proc says now is not of its window."""
+        believed = [row for row in report.rows if self._believes(row)] if fresh else []
+        at = WindowId(report.job, report.generation, report.window)
+        processes = {row.pid: row for row in believed}  # each once, however many rows name it
+        read = {pid: self._readings.process(row, at) for pid, row in processes.items()}
+        systems = {row.rank: read[row.pid] for row in believed}
+        node = self._readings.node(believed[0] if believed else None, at) if fresh else NodeMetrics()
+        if node.interval_s is None and report.window > 0:
+            self._num_readings_lost += 1
+        evidence = Evidence(report, node, self._kernel_window(report, fresh=fresh, believed=believed))
+        return Observation(
+            systems=systems,
+            node=node,
+            network=read_network(evidence, self._context.settings.probe),
+            num_readings_lost=self._num_readings_lost,
+            refused_pids=tuple(row.pid for row in report.rows if fresh and row.rank not in systems),
+        )
+
+    def _kernel_window(self, report: Report, *, fresh: bool, believed: list[RankRow]) -> KernelWindow | str:
+        if isinstance(self._kernel, str):
+            return self._kernel
+        if not fresh:
+            return "the report came late"
+        if len(believed) < len(report.rows):
+            return "a process is not believed: see refused_pids"
+        return self._kernel.window(report)
+
+    def _believes(self, row: RankRow) -> bool:
+        reason = reason_to_refuse(row, self._proc, self._context.settings.uids)
+        if reason is None:
+            return True
+        self._context.count("refused_pids")
+        if reason not in self._said and len(self._said) < MOST_SAID:
+            self._said.add(reason)
+            self._context.log.warning("a reported process is not read", rank=row.rank, reason=reason)
+        return False
