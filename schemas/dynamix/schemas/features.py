@@ -5,7 +5,7 @@ a silent zero: it has its own bit on the wire and is NaN in the arrays that a po
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -124,8 +124,8 @@ def unpack_ranks(state: State) -> Array32:
 
 def stack_ranks(states: Sequence[State]) -> Array32:
     """The same of several states that were checked, one below the other: one pass, however many there are."""
-    features, known = b"".join(state.features for state in states), (state.known for state in states)
-    return _unpack(features, zip(known, (len(state.ranks) for state in states), strict=True), len(RANK_FEATURES))
+    masks = [(state.known, len(state.ranks)) for state in states]
+    return _unpack(b"".join(state.features for state in states), masks, len(RANK_FEATURES))
 
 
 def unpack_global(state: State) -> Array32:
@@ -190,9 +190,12 @@ def _check(features: bytes, known: bytes, num_rows: int, num_columns: int) -> No
         raise MalformedMessageError("a feature is not finite")
 
 
-def _unpack(features: bytes, masks: Iterable[tuple[bytes, int]], num_columns: int) -> Array32:
+def _unpack(features: bytes, masks: Sequence[tuple[bytes, int]], num_columns: int) -> Array32:
     """All rows, with NaN where a mask has no bit; each mask is of so many rows, and padded to whole bytes."""
     values = np.frombuffer(features, dtype="<f4").astype(np.float32)
-    bits = [np.unpackbits(np.frombuffer(mask, dtype=np.uint8), count=rows * num_columns) for mask, rows in masks]
-    values[np.concatenate(bits) == 0] = np.nan
+    bits = np.unpackbits(np.frombuffer(b"".join(mask for mask, _ in masks), dtype=np.uint8))
+    if len(bits) != len(values):  # some are padded: a node of eight ranks has no odd bits
+        parts = [np.unpackbits(np.frombuffer(mask, np.uint8), count=rows * num_columns) for mask, rows in masks]
+        bits = np.concatenate(parts)
+    values[bits == 0] = np.nan
     return values.reshape(-1, num_columns)

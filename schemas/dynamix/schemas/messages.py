@@ -21,8 +21,11 @@ Sizes = Annotated[tuple[Count, ...], Meta(max_length=MAX_RANKS)]
 """Local batch sizes in samples, one per rank, in rank order."""
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What all messages share: they cannot be changed, and travel as arrays in field order."""
+class Message(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
+    """What all messages share: they cannot be changed, and travel as arrays in field order.
+
+    The garbage collector need not look at them: whoever cannot be changed after it was made is in no cycle.
+    """
 
 
 class NodeRanks(Message, frozen=True, kw_only=True, array_like=True):

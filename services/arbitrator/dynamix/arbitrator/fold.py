@@ -147,7 +147,8 @@ class Fold:
             rows[window] = row
             self._num_nodes[window] = self._num_nodes.get(window, 0) + 1
             self._newest_window = max(self._newest_window, window)
-            self._forget(rows)
+            if window < self.next_window:
+                self._forget(rows)
 
     def _forget(self, rows: dict[int, _Row]) -> None:
         """Of the closed windows only the newest row may still be needed, and not for ever."""
