@@ -9,7 +9,7 @@ DATA   := .data/fashion-mnist
 CIFAR  := .data/cifar-10
 ARGS   ?=
 
-.PHONY: help venv demo data data-cifar test lint types bench scale results heldout format clean
+.PHONY: help venv demo data data-cifar test faults lint types bench scale results heldout format clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -41,6 +41,9 @@ demo: venv data ## a real 4-process training job, static and then steered (ARGS=
 
 test: venv data ## every test, three at a time (ARGS="-k name")
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal $(ARGS)
+
+faults: venv ## all faults at full counts, five rounds with other seeds, into out/ (ARGS="--rounds 1")
+	OMP_NUM_THREADS=1 $(BIN)/python -m bench.faults --json out/faults.json $(ARGS)
 
 lint: venv ## ruff: rules and format
 	$(BIN)/ruff check .

@@ -1,0 +1,132 @@
+"""All of tests/faults at full counts, several times with other seeds: `python -m bench.faults [--rounds N]`.
+
+Real processes, a real broker, and each test ends by comparing with the reference fold (dynamix.lab.reference_fold). The
+table says of each fault in how many rounds it passed, the longest that it took, and the figures that its test measured:
+times as the worst of all rounds, counts as their sum. The exit code is 1 when a test failed in any round.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ET  # what pytest wrote a moment ago is read, nothing foreign
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench.output import add_output_arguments, exit_code, write_json
+
+ROUNDS = 5
+WORKERS = 3
+FOLDER = "tests/faults"
+
+
+class Outcome(NamedTuple):
+    """One test in one round."""
+
+    name: str
+    passed: bool
+    seconds: float
+    figures: dict[str, str]
+
+
+def main() -> int:
+    """Run the rounds, print the table; 1 when a test failed."""
+    options = _parser().parse_args()
+    begin, rounds, output = time.monotonic(), [], []
+    for number in range(options.rounds):
+        seed = options.seed + number
+        outcomes, text = _run(seed, options)
+        rounds.append(outcomes)
+        failed = [outcome.name for outcome in outcomes if not outcome.passed]
+        print(f"seed {seed}: {len(outcomes) - len(failed)}/{len(outcomes)} passed {' '.join(failed)}", flush=True)
+        output += [text] if failed or not outcomes else []
+    rows = summed(rounds)
+    _print(rows, options)
+    for text in output:
+        print(text, file=sys.stderr)
+    write_json({"seeds": _seeds(options), "seconds": round(time.monotonic() - begin, 1), "faults": rows}, options.json)
+    missed = [row["name"] for row in rows if row["passed"] < options.rounds]
+    return exit_code("faults", missed or ([] if rows else ["no test ran"]), options)
+
+
+def summed(rounds: Iterable[list[Outcome]]) -> list[dict[str, Any]]:
+    """One row per test, over all rounds."""
+    rows: dict[str, dict[str, Any]] = {}
+    for outcome in (outcome for outcomes in rounds for outcome in outcomes):
+        row = rows.setdefault(
+            outcome.name, {"name": outcome.name, "passed": 0, "total": 0, "seconds": 0.0, "figures": {}}
+        )
+        row["passed"] += outcome.passed
+        row["total"] += 1
+        row["seconds"] = max(row["seconds"], outcome.seconds)
+        for name, value in outcome.figures.items():
+            row["figures"][name] = _both(name, row["figures"].get(name), value)
+    return sorted(rows.values(), key=lambda row: row["name"])
+
+
+def _both(name: str, old: Any, new: str) -> Any:
+    """Times as the worst, counts as the sum; a share (`300/300`) as the sum of both its sides."""
+    if "/" in new:
+        return "/".join(str(int(a) + int(b)) for a, b in zip((old or "0/0").split("/"), new.split("/"), strict=True))
+    if name.endswith("_s"):
+        return max(old or 0.0, float(new))
+    return (old or 0) + int(new)
+
+
+def _run(seed: int, options: argparse.Namespace) -> tuple[list[Outcome], str]:
+    with tempfile.TemporaryDirectory(prefix="dynamix-faults-") as directory:
+        results = Path(directory) / "results.xml"
+        command = [sys.executable, "-m", "pytest", "-q", FOLDER, f"--faults={options.faults}", f"--faults-seed={seed}"]
+        command += [
+            "-n",
+            str(options.workers),
+            "--dist",
+            "worksteal",
+            "-p",
+            "no:cacheprovider",
+            f"--junitxml={results}",
+        ]
+        done = subprocess.run([*command, *options.pytest], capture_output=True, text=True, check=False)
+        return (_outcomes(results) if results.exists() else []), done.stdout + done.stderr
+
+
+def _outcomes(results: Path) -> list[Outcome]:
+    return [
+        Outcome(
+            name=case.get("name", "").removeprefix("test_"),
+            passed=case.find("failure") is None and case.find("error") is None and case.find("skipped") is None,
+            seconds=float(case.get("time", "0")),
+            figures={one.get("name", ""): one.get("value", "") for one in case.iter("property")},
+        )
+        for case in ET.parse(results).iter("testcase")
+    ]
+
+
+def _print(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    print(f"{'passed':>7}  {'worst s':>7}  fault, and what was counted in {options.rounds} rounds")
+    for row in rows:
+        print(f"{row['passed']:>3}/{row['total']:<3}  {row['seconds']:>7.1f}  {row['name'].replace('_', ' ')}")
+        if row["figures"]:
+            counted = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in row["figures"].items())
+            print(f"{'':>18}{counted}")
+
+
+def _seeds(options: argparse.Namespace) -> list[int]:
+    return list(range(options.seed, options.seed + options.rounds))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench.faults", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"each with its own seed (default {ROUNDS})")
+    parser.add_argument("--seed", type=int, default=1, help="of the first round (default 1)")
+    parser.add_argument("--workers", type=int, default=WORKERS, help=f"tests at a time (default {WORKERS})")
+    parser.add_argument("--faults", choices=("quick", "full"), default="full", help="how much of each fault")
+    parser.add_argument("pytest", nargs="*", metavar="ARGUMENT", help="more for pytest, after --")
+    add_output_arguments(parser)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
