@@ -80,6 +80,8 @@ async def newest_action(bus: ActionLog, job: Job) -> Stored | None:
 async def check_receipt(bus: ActionLog, job: Job, newest: Stored | None) -> None:
     """See that the log holds what the trainer says it applied.
 
+    Where a recorded job is decided anew there are no receipts: those of the recording are of other actions.
+
     Raises:
         ActionLogError: when the log ends before that, or has another action in its place.
     """
