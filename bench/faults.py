@@ -79,15 +79,8 @@ def _run(seed: int, options: argparse.Namespace) -> tuple[list[Outcome], str]:
     with tempfile.TemporaryDirectory(prefix="dynamix-faults-") as directory:
         results = Path(directory) / "results.xml"
         command = [sys.executable, "-m", "pytest", "-q", FOLDER, f"--faults={options.faults}", f"--faults-seed={seed}"]
-        command += [
-            "-n",
-            str(options.workers),
-            "--dist",
-            "worksteal",
-            "-p",
-            "no:cacheprovider",
-            f"--junitxml={results}",
-        ]
+        command += ["-n", str(options.workers), "--dist=worksteal", "-p", "no:cacheprovider"]
+        command += [f"--junitxml={results}", "-o", "junit_family=xunit1"]  # the other family has no properties
         done = subprocess.run([*command, *options.pytest], capture_output=True, text=True, check=False)
         return (_outcomes(results) if results.exists() else []), done.stdout + done.stderr
 
