@@ -1,6 +1,8 @@
 """`dynamix capture` on a real broker: everything of one job, in one order, and a file that is always finished."""
 
+import argparse
 import asyncio
+import contextlib
 import json
 import signal
 import sys
@@ -14,6 +16,7 @@ from tests.support import made
 from tests.support.brokers import ConfiguredServer, consumer_names
 from tests.support.watched import applied, event, reward
 
+from dynamix.cli.capture import command as command_module
 from dynamix.cli.capture import source as source_module
 from dynamix.cli.capture.jobs import chosen
 from dynamix.cli.capture.source import Source
@@ -21,7 +24,7 @@ from dynamix.cli.errors import CommandError
 from dynamix.cli.main import main
 from dynamix.cli.services import bus_environment
 from dynamix.lab import capture
-from dynamix.lab.capture import CaptureReader, Record
+from dynamix.lab.capture import CaptureReader, CutOffError, Record
 from dynamix.runtime.bus import Bus
 from dynamix.schemas.codec import decode_any, encode, message_id
 from dynamix.schemas.messages import Job, Message
@@ -177,6 +180,31 @@ async def test_a_signal_finishes_the_file(bus: Bus, tmp_path: Path) -> None:
         assert identities(list(reader)) == expected(told)[: reader.num_records]
     assert reader.end is not None
     assert reader.end.reason == "interrupted"
+
+
+async def test_what_was_written_survives_a_kill_while_nothing_comes(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command_module, "FLUSH_EVERY_S", 0.05)
+    await publish(bus, told := story(1))
+    path, stop = tmp_path / "job.dxc", asyncio.Event()
+    namespace = argparse.Namespace(windows=None, force=False, past=False)
+    capturing = asyncio.create_task(command_module._capture(bus, made.JOB, path, namespace, stop))
+    async with asyncio.timeout(20):
+        while len(beginning(path)) < len(told):  # noqa: ASYNC110 - a file tells nobody that it grows
+            await asyncio.sleep(0.02)
+        stop.set()
+        assert (await capturing).end.reason == "interrupted"
+    assert identities(beginning(path)) == expected(told)
+
+
+def beginning(path: Path) -> list[Record]:
+    """What can be read of a capture that is being written."""
+    found: list[Record] = []
+    with contextlib.suppress(FileNotFoundError, CutOffError):
+        for one in capture.records(path):
+            found.append(one)  # noqa: PERF402 - what came before the cut counts
+    return found
 
 
 @pytest.mark.usefixtures("address")

@@ -10,10 +10,13 @@ to have its start, since the broker keeps only the newest. Ctrl-C finishes the f
 
 import argparse
 import asyncio
+import contextlib
 import datetime as dt
 import os
 import signal
+import sys
 import time
+from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import msgspec
@@ -22,7 +25,7 @@ from dynamix.cli.broker import connected
 from dynamix.cli.connection import find
 from dynamix.cli.errors import CommandError
 from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, write_json
-from dynamix.lab.capture import CaptureEnd, CaptureHeader, CaptureWriter, fingerprint
+from dynamix.lab.capture import CaptureEnd, CaptureHeader, CaptureWriter, Record, fingerprint
 from dynamix.runtime.bus import Bus
 
 from .counting import Counting
@@ -94,6 +97,8 @@ async def _capture(bus: Bus, job: str, path: Path, namespace: argparse.Namespace
     header = CaptureHeader(job=job, created=created, fingerprint=fingerprint())
     with CaptureWriter(path, header, overwrite=namespace.force) as writer, Progress(job) as progress:
         async with Source(bus, job, past=namespace.past, stop=stop) as source:
+            if not namespace.past:
+                print(f"Capturing {job} until it has ended; Ctrl-C finishes {path} before.", file=sys.stderr)
             num_bytes, is_full = await _write(source, writer, counting, progress)
         end = writer.finish("windows" if is_full else source.reason)
     return Captured(
@@ -109,18 +114,36 @@ async def _capture(bus: Bus, job: str, path: Path, namespace: argparse.Namespace
 
 async def _write(source: Source, writer: CaptureWriter, counting: Counting, progress: Progress) -> tuple[int, bool]:
     """Write until there is no more; the bytes of all payloads, and whether the wanted windows are full."""
-    num_bytes, flushed_s = 0, time.monotonic()
-    while batch := await source.read():
-        for record in batch:
-            if not counting.add(record):
-                return num_bytes, True
-            writer.add(record)
-            num_bytes += len(record.payload)
-        if time.monotonic() - flushed_s >= FLUSH_EVERY_S:
-            writer.flush()
-            flushed_s = time.monotonic()
-        progress.show(counting.num_windows, writer.num_records, num_bytes, writer.num_bytes)
+    num_bytes = 0
+    async with contextlib.aclosing(_flushing(source, writer)) as batches:
+        async for batch in batches:
+            for record in batch:
+                if not counting.add(record):
+                    return num_bytes, True
+                writer.add(record)
+                num_bytes += len(record.payload)
+            progress.show(counting.num_windows, writer.num_records, num_bytes, writer.num_bytes)
     return num_bytes, False
+
+
+async def _flushing(source: Source, writer: CaptureWriter) -> AsyncGenerator[list[Record], None]:
+    """What the source gives; meanwhile what was written is flushed, also while nothing comes."""
+    due_s = time.monotonic() + FLUSH_EVERY_S
+    reading = asyncio.create_task(source.read())
+    try:
+        while True:
+            await asyncio.wait([reading], timeout=max(0.0, due_s - time.monotonic()))
+            if time.monotonic() >= due_s:
+                writer.flush()
+                due_s = time.monotonic() + FLUSH_EVERY_S
+            if reading.done():
+                if not (batch := reading.result()):
+                    return
+                reading = asyncio.create_task(source.read())
+                yield batch
+    finally:
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
 
 
 def _sentence(found: Captured) -> str:
