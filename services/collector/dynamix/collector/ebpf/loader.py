@@ -13,7 +13,7 @@ from typing import Any
 
 from .bcc_location import find_bcc
 from .headers import Headers, find_headers
-from .program import MAPS, MAX_CLOSED, MAX_OPEN, PROGRAMS, SOURCE
+from .program import MAPS, MAX_CLOSED, MAX_OPEN, NUM_WAYS, PROGRAMS, SOURCE
 
 
 def main(arguments: list[str]) -> int:
@@ -38,7 +38,13 @@ def load(directory: Path, headers: Headers) -> list[int]:
     os.putenv("BCC_KERNEL_SOURCE", str(headers.source))  # BCC's library takes it from nowhere else
     bcc = _import(directory)
     include = [f"-I{path}" for path in headers.include_directories(os.uname().machine)]
-    flags = [*include, f"-DMAX_OPEN={MAX_OPEN}", f"-DMAX_CLOSED={MAX_CLOSED}", "-Wno-everything"]
+    flags = [
+        *include,
+        f"-DMAX_OPEN={MAX_OPEN}",
+        f"-DNUM_WAYS={NUM_WAYS}",
+        f"-DMAX_CLOSED={MAX_CLOSED}",
+        "-Wno-everything",
+    ]
     compiled = bcc.BPF(src_file=str(SOURCE), cflags=flags)
     kinds = (bcc.BPF.CGROUP_SKB, bcc.BPF.SOCK_OPS)
     programs = [compiled.load_func(name, kind).fd for name, kind in zip(PROGRAMS, kinds, strict=True)]

@@ -14,7 +14,7 @@ from dynamix.collector.proc import Proc
 from . import syscall
 from .attachment import Attachment
 from .leftovers import remove_leftovers, this_owner
-from .program import COUNTERS, INDEX, KEY, MAPS, NUMBER, OWNER, PROGRAMS, Counters
+from .program import COUNTERS, INDEX, KEY, MAPS, MAX_OPEN, NUM_WAYS, NUMBER, OWNER, PROGRAMS, SCATTER, Counters
 
 LOAD_TIMEOUT_S = 60.0
 _LOADER = f"{__package__}.loader"
@@ -41,7 +41,7 @@ class SocketProbe:
                 stack.callback(os.close, descriptor)
             self._programs = tuple(descriptors[: len(PROGRAMS)])
             maps = dict(zip(MAPS, descriptors[len(PROGRAMS) :], strict=True))
-            self._sockets = syscall.Table(maps["sockets"], KEY, COUNTERS)
+            self._sockets = syscall.Table(maps["sockets"], INDEX, COUNTERS)
             self._closed = syscall.Table(maps["closed"], KEY, COUNTERS)
             self._left_out = syscall.Table(maps["left_out"], INDEX, NUMBER)
             try:
@@ -57,11 +57,19 @@ class SocketProbe:
 
         `None` when it was opened before the probe or elsewhere, closed long ago, or belongs to another user.
         """
-        found = self._sockets.look_up(cookie) or self._closed.look_up(cookie)
+        found = self._open(cookie) or self._closed.look_up(cookie)
         if found is None:
             return None
-        *counters, owner = found
+        _, owner, *counters, _ = found
         return Counters(*counters) if owner in (uid, _UID_UNKNOWN) else None
+
+    def _open(self, cookie: int) -> tuple[int, ...] | None:
+        """Its slot; the first is nearly always it."""
+        for way in range(NUM_WAYS):
+            found = self._sockets.look_up(((cookie * SCATTER % 2**64 >> 32) + way) % MAX_OPEN)
+            if found is not None and found[0] == cookie:
+                return found
+        return None
 
     def num_left_out(self) -> int:
         """Sockets that found the table full: nothing is known of them."""

@@ -5,8 +5,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 SOURCE = Path(__file__).with_name("sockets.bpf.c")
-MAX_OPEN = 65_536
-"""TCP sockets under the control group at a time; 7 MB of kernel memory."""
+MAX_OPEN = 131_072
+"""Slots for TCP sockets under the control group, a power of two; 8 MB of kernel memory."""
+NUM_WAYS = 8
+"""Slots that a socket may be in: where it is and the order of the ways are as in the C program."""
+SCATTER = 0x9E3779B97F4A7C15
 MAX_CLOSED = 4096
 """Of the sockets that closed, so many of the newest are kept for the next reading."""
 
@@ -16,7 +19,8 @@ MAPS = ("sockets", "closed", "left_out", "owner")
 
 KEY = struct.Struct("=Q")
 INDEX = struct.Struct("=I")
-COUNTERS = struct.Struct("=QQQQQQ")
+COUNTERS = struct.Struct("=QQQQQQQQ")
+"""Cookie and owner, then `Counters`, then nothing."""
 NUMBER = struct.Struct("=Q")
 OWNER = struct.Struct("=QQQ")
 
