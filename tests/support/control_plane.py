@@ -8,8 +8,6 @@ from typing import Any
 
 from tests.support import made
 
-from dynamix.arbitrator.fold import Fold
-from dynamix.arbitrator.policies import policy_named
 from dynamix.cli.services import ServiceProcess, bus_environment, wait_until_ready
 from dynamix.collector.proc import Proc
 from dynamix.runtime.bus import Bus, Message
@@ -17,9 +15,9 @@ from dynamix.runtime.embedded import EmbeddedServer
 from dynamix.runtime.provision import provision
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode_any
-from dynamix.schemas.messages import Action, Job, Report, State
+from dynamix.schemas.messages import Action, Job, Report
 from dynamix.schemas.messages import Message as SchemaMessage
-from dynamix.schemas.streams import ACTIONS, FEED
+from dynamix.schemas.streams import ACTIONS
 
 NODE = "node-a"
 
@@ -136,15 +134,3 @@ async def feed_windows(plane: ControlPlane, job: Job, windows: range, every_s: f
         speeds = tuple(1000.0 * (3 - rank % 3) + 40 * ((window * 7 + rank * 13) % 11) for rank in range(4))
         await plane.bus.publish_soon(report_of(job, window, (128,) * 4, speeds))
         await asyncio.sleep(every_s)
-
-
-async def reference_actions(plane: ControlPlane, job: Job) -> list[Action]:
-    """What one undisturbed fold decides from the recorded states: the oracle of every fault test."""
-    fold, decided = Fold(job, policy_named(job.policy), None), []
-    for message, state in await plane.messages(FEED.name, subjects.state(job.job, subjects.ANY)):
-        assert isinstance(state, State)
-        fold.add(message.sequence, state)
-        while (action := fold.close()) is not None:
-            fold.adopt(action)
-            decided.append(action)
-    return decided
