@@ -1,0 +1,30 @@
+"""Replay: a capture played into the very services that made it, their outputs held against the recorded ones.
+
+outcome = await replay(Replay(path, "arbitrator"))
+outcome.bytes_equal
+"""
+
+from .errors import ReplayError
+from .fields import FieldPair
+from .place import Place
+from .session import Into, Outcome, Replay, replay
+from .tally import Difference, Tally
+from .tape import Speed, Tape
+from .what_if import Comparison, DecidedBeside, OtherPolicy
+
+__all__ = [
+    "Comparison",
+    "DecidedBeside",
+    "Difference",
+    "FieldPair",
+    "Into",
+    "OtherPolicy",
+    "Outcome",
+    "Place",
+    "Replay",
+    "ReplayError",
+    "Speed",
+    "Tally",
+    "Tape",
+    "replay",
+]
