@@ -18,6 +18,6 @@ def simulated_window(report: Report, probe: WantedProbe = "auto") -> MetricWindo
             f"{len(report.simulated)} simulated processes for {len(report.rows)} rows: there must be one for each"
         )
     node = NodeMetrics()
-    network = read_network(Evidence(report, node, "a virtual cluster has no kernel"), probe)
+    network = read_network(Evidence(report, node), probe)._replace(note="")  # it has no better probe to speak of
     systems = {row.rank: system for row, system in zip(report.rows, report.simulated, strict=True)}
     return metric_window(report, systems=systems, node=node, network=network)

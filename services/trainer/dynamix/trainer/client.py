@@ -18,7 +18,7 @@ from dynamix.runtime.bus import Message as Delivered
 from dynamix.runtime.dead_letters import DeadLetters
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import subjects
-from dynamix.schemas.chain import is_sealed
+from dynamix.schemas.chain import is_intact
 from dynamix.schemas.codec import MalformedMessageError, decode
 from dynamix.schemas.messages import Action, Live, Message
 from dynamix.schemas.streams import ACTIONS
@@ -217,6 +217,6 @@ async def _cancel(*tasks: asyncio.Task[Any]) -> None:
 
 def _decode(message: Delivered) -> Action:
     action = decode(Action, message.subject, message.payload)
-    if action.hash and not is_sealed(action):
+    if action.hash and not is_intact(message.payload):
         raise MalformedMessageError(f"the action of window {action.window} does not have the hash of its content")
     return action
