@@ -36,6 +36,7 @@ COMMANDS = (
     Command("train", "dynamix.cli.train", "start a training script with torchrun, connected to the bus"),
     Command("top", "dynamix.cli.top.command", "watch a job: batch sizes, times, throughput, accuracy, actions"),
     Command("capture", "dynamix.cli.capture.command", "record a job: all its messages into a file"),
+    Command("replay", "dynamix.cli.replay.command", "play a capture into a service, and compare what it makes of it"),
     Command("inspect", "dynamix.cli.inspect.command", "show what a capture holds: windows, decisions, rewards, gaps"),
     Command("simulate", "dynamix.cli.simulate.command", "run one job on a virtual cluster"),
     Command(LEARNING, "dynamix.cli.learn", "learn a policy by PPO on virtual clusters"),

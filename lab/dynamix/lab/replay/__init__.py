@@ -6,7 +6,7 @@ outcome.bytes_equal
 
 from .errors import ReplayError
 from .fields import FieldPair
-from .place import Place
+from .place import Place, first_generation
 from .session import Into, Outcome, Replay, replay
 from .tally import Difference, Tally
 from .tape import Speed, Tape
@@ -26,5 +26,6 @@ __all__ = [
     "Speed",
     "Tally",
     "Tape",
+    "first_generation",
     "replay",
 ]

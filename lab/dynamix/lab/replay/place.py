@@ -1,8 +1,9 @@
 """Which window a record is about, told without decoding it."""
 
+from pathlib import Path
 from typing import NamedTuple
 
-from dynamix.lab.capture import Record
+from dynamix.lab.capture import Record, records
 from dynamix.schemas import codec
 from dynamix.schemas.codec import MalformedMessageError
 
@@ -41,3 +42,9 @@ def place_of(identity: str) -> Place | None:
     if len(parts) < 3 or not (parts[1].isdecimal() and parts[2].isdecimal()):
         return None
     return Place(int(parts[1]), int(parts[2]))
+
+
+def first_generation(path: Path) -> int:
+    """The first generation that a capture has something of, 0 when it has nothing. Raises as `records`."""
+    found = (place_of(identity_of(record)) for record in records(path))
+    return next((place.generation for place in found if place is not None), 0)

@@ -1,0 +1,1 @@
+"""`dynamix replay`."""

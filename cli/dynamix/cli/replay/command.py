@@ -1,0 +1,142 @@
+"""Replay a capture: let a service make its outputs again, and compare them byte for byte with the recorded ones.
+
+  dynamix replay FILE                              into the arbitrator, as fast as it goes
+  dynamix replay FILE --into reward
+  dynamix replay FILE --into collector --speed original
+  dynamix replay FILE --policy rule --policy-option noise_multiplier=2
+
+The first difference is shown field by field. With another policy it says what that would have decided here. The
+services' own settings are read from DYNAMIX_COLLECTOR_... and DYNAMIX_REWARD_... as the services read them.
+
+0: equal, or a policy was asked; 1: different; 2: it cannot be replayed; 130: interrupted.
+"""
+
+import argparse
+import asyncio
+import signal
+from pathlib import Path
+
+from dynamix.cli.errors import CommandError
+from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, write_json
+from dynamix.collector.settings import CollectorSettings
+from dynamix.lab.capture import CaptureError, differences, fingerprint, read_header
+from dynamix.lab.replay import OtherPolicy, Outcome, Place, Replay, ReplayError, first_generation, replay
+from dynamix.reward.settings import RewardSettings
+from dynamix.runtime.settings import load
+
+from .document import document
+from .progress import Progress
+
+EQUAL, DIFFERENT, UNUSABLE, INTERRUPTED = 0, 1, 2, 130
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("file", metavar="FILE", help="a capture: `dynamix capture JOB -o FILE` makes one")
+    parser.add_argument(
+        "--into", choices=("collector", "reward", "arbitrator"), default="arbitrator", help="(default: %(default)s)"
+    )
+    parser.add_argument(
+        "--speed",
+        choices=("original", "max"),
+        default="max",
+        help="the recording's pace or none (default: %(default)s)",
+    )
+    parser.add_argument("--until", metavar="WINDOW", help="the last window, as N or GENERATION:N (default: all)")
+    parser.add_argument("--policy", metavar="NAME", help="ask another policy what it would have decided")
+    parser.add_argument(
+        "--policy-option",
+        metavar="NAME=NUMBER",
+        action="append",
+        default=[],
+        help="of that policy, or of the recorded one asked again; may be given again",
+    )
+    parser.add_argument(
+        "--policy-file",
+        metavar="PATH",
+        action="append",
+        default=[],
+        help="a learned policy that is not in the package; may be given again",
+    )
+    parser.add_argument("--strict", action="store_true", help="other bytes are a difference on any build and processor")
+    add_json_argument(parser)
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Replay and show; the exit code says equal or not."""
+    from . import view  # noqa: PLC0415 - rich: only once it is needed
+
+    to_stderr = namespace.json == STANDARD_OUTPUT
+    outcome = _guarded(namespace, to_stderr=to_stderr)
+    view.show(outcome, strict=namespace.strict, to_stderr=to_stderr)
+    if namespace.json is not None:
+        write_json(document(outcome, strict=namespace.strict), namespace.json)
+    if outcome.interrupted:
+        return INTERRUPTED
+    return EQUAL if outcome.what_if is not None or _is_equal(outcome, strict=namespace.strict) else DIFFERENT
+
+
+def _is_equal(outcome: Outcome, *, strict: bool) -> bool:
+    return outcome.bytes_equal if strict else outcome.is_as_promised
+
+
+def _guarded(namespace: argparse.Namespace, *, to_stderr: bool) -> Outcome:
+    try:
+        asked = _asked(namespace)
+        _say_beforehand(asked.path, to_stderr=to_stderr)
+        return asyncio.run(_replayed(asked))
+    except (CaptureError, ReplayError, ValueError) as error:
+        raise CommandError(str(error), exit_code=UNUSABLE) from error
+    except OSError as error:
+        raise CommandError(f"cannot read {namespace.file}: {error.strerror}", exit_code=UNUSABLE) from error
+
+
+def _asked(namespace: argparse.Namespace) -> Replay:
+    path, options = Path(namespace.file), dict(_option(text) for text in namespace.policy_option)
+    asks_another = namespace.policy is not None or bool(options)
+    if asks_another and namespace.into != "arbitrator":
+        raise CommandError(f"--policy asks the arbitrator, not the {namespace.into}", exit_code=UNUSABLE)
+    return Replay(
+        path=path,
+        into=namespace.into,
+        speed=namespace.speed,
+        until=None if namespace.until is None else _place(path, namespace.until),
+        other=OtherPolicy(namespace.policy, options) if asks_another else None,
+        policy_files=tuple(Path(file) for file in namespace.policy_file),
+        collector=load("collector", CollectorSettings, []).own,
+        reward=load("reward", RewardSettings, []).own,
+    )
+
+
+def _option(text: str) -> tuple[str, float]:
+    name, separator, value = text.partition("=")
+    try:
+        return name, float(value)
+    except ValueError:
+        given = f"not {value!r}" if separator else "as NAME=NUMBER"
+        raise CommandError(f"--policy-option {text!r}: give a number, {given}", exit_code=UNUSABLE) from None
+
+
+def _place(path: Path, text: str) -> Place:
+    generation, separator, window = text.rpartition(":")
+    if not window.isdecimal() or (separator and not generation.isdecimal()):
+        raise CommandError(f"--until {text}: say a window as N or GENERATION:N", exit_code=UNUSABLE)
+    return Place(int(generation) if separator else first_generation(path), int(window))
+
+
+def _say_beforehand(path: Path, *, to_stderr: bool) -> None:
+    from . import view  # noqa: PLC0415 - as in `run`
+
+    view.show_fingerprint(differences(read_header(path).fingerprint, fingerprint()), to_stderr=to_stderr)
+
+
+async def _replayed(asked: Replay) -> Outcome:
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    try:
+        with Progress() as progress:
+            return await replay(asked, stop=stop, on_progress=progress.show)
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
