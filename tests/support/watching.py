@@ -69,12 +69,10 @@ class Watch:
 
 @contextlib.asynccontextmanager
 async def watching(bus: Bus, job: str) -> AsyncIterator[Watch]:
-    """Look on at a job until the end of the block."""
+    """Look on at a job until the end of the block; it fails when we cannot look on."""
     watch = Watch(bus, job)
-    tasks = [asyncio.create_task(watch.follow_actions()), asyncio.create_task(watch.follow_beats())]
-    try:
+    async with asyncio.TaskGroup() as tasks:
+        following = [tasks.create_task(watch.follow_actions()), tasks.create_task(watch.follow_beats())]
         yield watch
-    finally:
-        for task in tasks:
+        for task in following:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
