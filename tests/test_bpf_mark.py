@@ -34,7 +34,7 @@ def marked(directory: Path, missing: str | None, *arguments: str, required: str 
             **os.environ,
             "PYTHONPATH": str(ROOT),
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # halves the time
-            "DYNAMIX_REQUIRE_BPF": required,
+            "REQUIRE_BPF_TESTS": required,
             "COLUMNS": "200",
         },
         capture_output=True,
@@ -63,7 +63,7 @@ def test_where_nothing_lacks_it_runs_and_nothing_is_said(tmp_path: Path) -> None
 def test_where_ci_demands_it_a_test_that_cannot_run_fails(tmp_path: Path) -> None:
     code, shown = marked(tmp_path, "lacking: root", required="1")
     assert code == 1
-    assert "DYNAMIX_REQUIRE_BPF=1, and yet lacking: root" in shown
+    assert "REQUIRE_BPF_TESTS=1, and yet lacking: root" in shown
     assert "1 passed, 1 error" in shown
 
 

@@ -1,6 +1,6 @@
 """Tests marked `bpf`: they run as root where eBPF does, and elsewhere the end of the run says loudly that they did not.
 
-A pytest plugin (see tests/conftest.py). With DYNAMIX_REQUIRE_BPF=1, which CI sets once it has installed what they need,
+A pytest plugin (see tests/conftest.py). With REQUIRE_BPF_TESTS=1, which CI sets once it has installed what they need,
 a test that cannot run fails instead.
 """
 
@@ -18,7 +18,8 @@ from dynamix.collector.ebpf.cgroup import v2_mount
 from dynamix.collector.ebpf.headers import find_headers
 
 MARK = "bpf"
-REQUIRED = "DYNAMIX_REQUIRE_BPF"
+REQUIRED = "REQUIRE_BPF_TESTS"
+"""Not DYNAMIX_...: a service refuses settings of ours that it does not know."""
 WHERE = "docs/operations.md, Kernel probes"
 NEEDED_CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}
 """Bits that a container may lack although its user is root: for links and rates, for namespaces and programs."""
