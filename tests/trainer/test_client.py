@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from tests.support import made
 from tests.support.brokers import ConfiguredServer, connected, until
@@ -14,6 +15,8 @@ from dynamix.runtime.bus import Bus
 from dynamix.runtime.provision import provision
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import subjects
+from dynamix.schemas.streams import FEED
+from dynamix.trainer import client as client_module
 from dynamix.trainer.client import BusClient
 
 NODE = "node-a"
@@ -74,6 +77,30 @@ async def test_streams_that_are_made_later_get_what_was_waiting(server: Configur
         assert await operator.last("JOBS", subjects.job(made.JOB)) is not None
         assert await operator.last("FEED", subjects.report(made.JOB, NODE)) is not None
     await asyncio.to_thread(client.close, 1.0)
+
+
+async def test_a_full_stream_is_asked_again_after_a_pause_not_at_once(
+    server: ConfiguredServer, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It refuses in less than a millisecond: without the pause our thread would take the processor from the training."""
+    publish, tries = Bus.publish, 0
+
+    async def count(self: Bus, message: Any) -> int:
+        nonlocal tries
+        tries += 1
+        return await publish(self, message)
+
+    await provision(bus, [msgspec.structs.replace(FEED, max_bytes=100, discard="new")])
+    monkeypatch.setattr(Bus, "publish", count)
+    monkeypatch.setattr(client_module, "RETRY_S", 60.0)
+    client = _client(server.settings)
+    client.publish(made.report(window=0))
+    await until(lambda: "maximum bytes exceeded" in client._last_error)
+    for _ in range(20):
+        await bus.stream_state(FEED.name)  # time enough for twenty more tries
+    assert tries == 1
+    assert len(client.outbox) == 1
+    await asyncio.to_thread(client.close, 0.0)
 
 
 async def _greet_wrongly(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
