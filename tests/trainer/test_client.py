@@ -82,7 +82,7 @@ async def test_streams_that_are_made_later_get_what_was_waiting(server: Configur
 async def test_a_full_stream_is_asked_again_after_a_pause_not_at_once(
     server: ConfiguredServer, bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It refuses in less than a millisecond: without the pause our thread would take the processor from the training."""
+    """It refuses in less than a millisecond: without the pause our thread would take a processor from the training."""
     publish, tries = Bus.publish, 0
 
     async def count(self: Bus, message: Any) -> int:
