@@ -1,7 +1,9 @@
 """The curve: `make scale` measures 32, 128, 1,024 and 10,000 workers in one job each, by two policies; 8 minutes.
 
 Writes docs/scale.json, docs/scale.png and the table of docs/scale.md. Cost must grow no faster than the number of
-workers: CPU time of the arbitrator per window, and the median latency, from each size to the next.
+workers: CPU time of the arbitrator per window and the median latency over the whole range, and CPU time over its last
+step, where nothing fixed flatters any more. The latency of the last step is not judged: other work on the machine
+lengthens what takes long by more than what is short.
 """
 
 import argparse
@@ -9,7 +11,6 @@ import asyncio
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -29,7 +30,7 @@ POLICIES = ("static", "rule")
 SECONDS = 40.0
 MAX_EXPONENT = 1.0
 MAX_LAST_EXPONENT = 1.15
-"""Of the last step, where nothing fixed flatters any more; repeated runs differ by 15 % on a shared machine."""
+"""Of CPU time in the last step; repeated runs differ by 15 % on a shared machine."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -71,12 +72,9 @@ def too_steep(results: Sequence[Result]) -> list[str]:
         for what, field in (("CPU", "cpu_percent"), ("median latency", "decision_latency_p50_ms")):
             if len(curve) < 2:
                 continue
-            steps = [exponent(before, after, field) for before, after in pairwise(curve)]
-            overall = exponent(curve[0], curve[-1], field)
-            if not (overall <= MAX_EXPONENT and steps[-1] <= MAX_LAST_EXPONENT):
-                found.append(
-                    f"{policy}: {what} grows with the power {overall:.2f} of the workers, {steps[-1]:.2f} last"
-                )
+            overall, last = exponent(curve[0], curve[-1], field), exponent(curve[-2], curve[-1], field)
+            if not overall <= MAX_EXPONENT or (field == "cpu_percent" and not last <= MAX_LAST_EXPONENT):
+                found.append(f"{policy}: {what} grows with the power {overall:.2f} of the workers, {last:.2f} last")
     return found
 
 

@@ -74,16 +74,16 @@ def sent(window: int, stored_ms: float, *, job: str = "a", late_s: float = 0.0) 
 
 def test_it_decides_every_window_of_a_real_load_and_writes_what_it_found(tmp_path: Path) -> None:
     found = run_bench(
-        *("scale", tmp_path / "result.json", "--workers", "36", "--jobs", "2", "--rate", "4", "--seconds", "2"),
+        *("scale", tmp_path / "result.json", "--workers", "36", "--jobs", "2", "--rate", "1", "--seconds", "2"),
         *("--with-windows", "--spread", "0.05", "--policy", "rule", "--ingest-messages", "200"),
     )
     assert found.keys() == {field.name for field in msgspec.structs.fields(Result)}
-    assert (found["nodes"], found["windows_expected"]) == (6, 2 * (WARM_UP_WINDOWS + 8))
+    assert (found["nodes"], found["windows_expected"]) == (6, 2 * (WARM_UP_WINDOWS + 2))
     assert found["windows_decided"] == found["windows_expected"]
     assert found["actions_out_of_chain"] == found["late_states"] == 0
     assert 0 < found["decision_latency_p50_ms"] <= found["decision_latency_p95_ms"] <= found["decision_latency_max_ms"]
     assert all(math.isfinite(found[name]) and found[name] > 0 for name in ("ingest_vs_raw", "rss_mb", "bytes_per_s"))
-    assert found["messages_per_s"] == pytest.approx(3 * 6 * 4, rel=0.1)
+    assert found["messages_per_s"] == pytest.approx(3 * 6, rel=0.15)
 
 
 def test_a_decision_is_timed_from_the_last_state_to_its_action_and_the_warm_up_is_left_out() -> None:
@@ -114,8 +114,8 @@ def test_a_generator_that_falls_behind_is_found_out() -> None:
     steady = [sent(WARM_UP_WINDOWS + number, 0, late_s=0.2) for number in range(10)]
     assert achieved_rate(plan, steady) == pytest.approx(1.0)
     assert kept_rate(plan, steady)
-    slow = [sent(WARM_UP_WINDOWS + number, 0, late_s=0.1 * number) for number in range(10)]
-    assert achieved_rate(plan, slow) == pytest.approx(1 / 1.1)
+    slow = [sent(WARM_UP_WINDOWS + number, 0, late_s=0.15 * number) for number in range(10)]
+    assert achieved_rate(plan, slow) == pytest.approx(1 / 1.15)
     assert not kept_rate(plan, slow)
     late = [*steady[:-1], sent(WARM_UP_WINDOWS + 9, 0, late_s=1.1)]
     assert lateness_ms(late) == pytest.approx(1100)
