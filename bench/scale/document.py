@@ -17,6 +17,7 @@ COLUMNS = (
     "ingest / raw",
     "messages/s",
     "MB/s",
+    "waited, ms per window",
     "load average",
 )
 
@@ -58,5 +59,6 @@ def _row(result: Result) -> list[str]:
         f"{result.ingest_vs_raw:.2f}",
         f"{result.messages_per_s:,.0f}",
         f"{result.bytes_per_s / 1e6:.2f}",
+        "-" if result.wait_ms_per_window is None else f"{result.wait_ms_per_window:.1f}",
         f"{result.load_average:.1f}",
     ]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from bench.scale.generator import Published, ScaleError, generate
 from bench.scale.ingest import Ingest, measure_ingest
 from bench.scale.latency import achieved_rate, kept_rate, latency_of, lateness_ms, publishing_ms
-from bench.scale.meter import MIB, Meter, cpu_seconds, rss_growth_bytes
+from bench.scale.meter import MIB, Meter, cpu_seconds, rss_growth_bytes, wait_seconds
 from bench.scale.plan import WARM_UP_WINDOWS, Plan
 from bench.scale.result import Result
 from bench.scale.watch import Watch
@@ -147,7 +147,7 @@ def _result(plan: Plan, seen: _Seen) -> Result:
     all_s = end_s - min(one.due_s for one in published.sent)
     latency = latency_of(published.sent, watch.decided)
     samples, broker = meter.samples[ARBITRATOR], meter.samples[BROKER]
-    cpu_s = cpu_seconds(samples, begin_s, end_s)
+    cpu_s, wait_s = cpu_seconds(samples, begin_s, end_s), wait_seconds(samples, begin_s, end_s)
     return Result(
         workers=plan.num_workers,
         jobs=plan.num_jobs,
@@ -187,4 +187,5 @@ def _result(plan: Plan, seen: _Seen) -> Result:
         action_bytes=watch.action_bytes,
         publish_retries=published.num_retries,
         load_average=load_average,
+        wait_ms_per_window=None if wait_s is None else 1e3 * wait_s / (plan.num_windows * plan.num_jobs),
     )

@@ -21,6 +21,8 @@ class Sample(NamedTuple):
     cpu_s: float
     """Of all its threads since it began."""
     rss_bytes: int
+    wait_s: float | None = None
+    """That its main thread was ready and waited for a processor; `None` where the kernel does not count."""
 
 
 class Meter:
@@ -52,12 +54,24 @@ def sample_of(pid: int) -> Sample:
     fields = (directory / "stat").read_text().rpartition(")")[2].split()
     cpu_ticks = int(fields[11]) + int(fields[12])
     resident_pages = int((directory / "statm").read_text().split()[1])
-    return Sample(time.monotonic(), cpu_ticks / os.sysconf("SC_CLK_TCK"), resident_pages * os.sysconf("SC_PAGE_SIZE"))
+    return Sample(
+        at_s=time.monotonic(),
+        cpu_s=cpu_ticks / os.sysconf("SC_CLK_TCK"),
+        rss_bytes=resident_pages * os.sysconf("SC_PAGE_SIZE"),
+        wait_s=_wait_s(directory),
+    )
 
 
 def cpu_seconds(samples: list[Sample], begin_s: float, end_s: float) -> float:
     """CPU time spent between two moments, interpolated between samples; no further than these reach."""
-    return _cpu_at(samples, end_s) - _cpu_at(samples, begin_s)
+    times = [(sample.at_s, sample.cpu_s) for sample in samples]
+    return _at(times, end_s) - _at(times, begin_s)
+
+
+def wait_seconds(samples: list[Sample], begin_s: float, end_s: float) -> float | None:
+    """The same of waiting for a processor; `None` where the kernel does not count."""
+    times = [(sample.at_s, sample.wait_s) for sample in samples if sample.wait_s is not None]
+    return _at(times, end_s) - _at(times, begin_s) if times else None
 
 
 def rss_growth_bytes(samples: list[Sample], begin_s: float, end_s: float) -> float:
@@ -68,11 +82,18 @@ def rss_growth_bytes(samples: list[Sample], begin_s: float, end_s: float) -> flo
     return median(last) - median(first) if first and last else 0.0
 
 
-def _cpu_at(samples: list[Sample], at_s: float) -> float:
-    if at_s <= samples[0].at_s:
-        return samples[0].cpu_s
-    for before, after in pairwise(samples):
-        if at_s <= after.at_s:
-            share = (at_s - before.at_s) / (after.at_s - before.at_s)
-            return before.cpu_s + share * (after.cpu_s - before.cpu_s)
-    return samples[-1].cpu_s
+def _at(times: list[tuple[float, float]], at_s: float) -> float:
+    """A counter at a moment, from its readings."""
+    if at_s <= times[0][0]:
+        return times[0][1]
+    for (before_s, before), (after_s, after) in pairwise(times):
+        if at_s <= after_s:
+            return before + (at_s - before_s) / (after_s - before_s) * (after - before)
+    return times[-1][1]
+
+
+def _wait_s(directory: Path) -> float | None:
+    try:
+        return int((directory / "schedstat").read_text().split()[1]) / 1e9
+    except FileNotFoundError:  # a kernel without CONFIG_SCHED_INFO
+        return None

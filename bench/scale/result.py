@@ -64,6 +64,9 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     publish_retries: int
     load_average: float
     """Of the machine over the last minute of the run, other work included."""
+    wait_ms_per_window: float | None = None
+    """That the arbitrator was ready and waited for a processor, which other work had: so much of a latency is not ours.
+    `None` where the kernel does not count."""
 
 
 def missed(result: Result) -> list[str]:
@@ -95,8 +98,17 @@ p99 {result.decision_latency_p99_ms:.1f}, max {result.decision_latency_max_ms:.1
   ingest             {result.ingest_vs_raw:.2f} of raw: {result.ingest_per_s:,.0f}/s at {result.ingest_cpu_us:.1f} us, \
 raw {result.raw_per_s:,.0f}/s at {result.raw_cpu_us:.1f} us
   arbitrator         {result.cpu_percent:.1f} % of a core, {result.cpu_us_per_rank_window:.1f} us per rank and window, \
-{result.rss_mb:.0f} MB, grew {result.rss_growth_mb:+.1f} MB
+{result.rss_mb:.0f} MB, grew {result.rss_growth_mb:+.1f} MB{_waited(result)}
   broker             {result.broker_cpu_percent:.1f} % of a core, {result.broker_rss_mb:.0f} MB
   load               {result.generator_rate:.3f} windows/s, at most {result.generator_lateness_ms:.1f} ms late, \
 {result.publishing_ms:.0f} ms to publish
   passed through     {result.messages_per_s:,.0f} messages/s, {result.bytes_per_s / 1e6:.2f} MB/s"""
+
+
+def _waited(result: Result) -> str:
+    if result.wait_ms_per_window is None:
+        return ""
+    return (
+        f"\n  waiting            {result.wait_ms_per_window:.1f} ms per window for a processor; "
+        f"load average {result.load_average:.1f}"
+    )

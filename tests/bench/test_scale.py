@@ -11,7 +11,7 @@ from bench.scale.document import BEGIN, END, markdown, with_table
 from bench.scale.generator import Sent
 from bench.scale.latency import achieved_rate, kept_rate, latency_of, lateness_ms, percentile
 from bench.scale.load import Load, job_of, parcel
-from bench.scale.meter import Sample, cpu_seconds, rss_growth_bytes, sample_of
+from bench.scale.meter import Sample, cpu_seconds, rss_growth_bytes, sample_of, wait_seconds
 from bench.scale.plan import WARM_UP_WINDOWS, Plan
 from bench.scale.result import MEMORY_RUN_S, Result, missed
 from tests.support.benches import ROOT, run_bench
@@ -61,6 +61,7 @@ RESULT = Result(
     action_bytes=30_000,
     publish_retries=0,
     load_average=1.0,
+    wait_ms_per_window=2.5,
 )
 
 
@@ -161,6 +162,8 @@ def test_cpu_time_and_growth_are_taken_from_their_spans() -> None:
     ]
     assert cpu_seconds(samples, 10.5, 60.5) == pytest.approx(2.0)
     assert rss_growth_bytes(samples, 10, 100) == 8
+    assert wait_seconds(samples, 10, 60) is None
+    assert wait_seconds([Sample(0.0, 0.0, 0, 1.0), Sample(10.0, 0.0, 0, 2.0)], 5, 10) == pytest.approx(0.5)
 
 
 def test_a_process_is_measured_by_its_own_files() -> None:
@@ -205,7 +208,10 @@ def test_the_curve_writes_figures_picture_and_table(tmp_path: Path) -> None:
     assert msgspec.json.decode((tmp_path / "scale.json").read_bytes(), type=list[Result])[1] == RESULT
     assert (tmp_path / "scale.png").read_bytes().startswith(b"\x89PNG")
     text = (tmp_path / "scale.md").read_text()
-    assert "| static | 10,000 | 40.0 / 60.0 / 70.0 | 4.0 | 4.0 | 60 | 3.0 | 100 | 1.20 | 1,250 | 1.30 | 1.0 |" in text
+    assert (
+        "| static | 10,000 | 40.0 / 60.0 / 70.0 | 4.0 | 4.0 | 60 | 3.0 | 100 | 1.20 | 1,250 | 1.30 | 2.5 | 1.0 |"
+        in text
+    )
     assert "old" not in text
     with pytest.raises(ValueError, match="no place for the table"):
         with_table("nothing", [RESULT])
