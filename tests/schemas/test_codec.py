@@ -1,3 +1,6 @@
+import math
+import struct
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -109,3 +112,24 @@ def test_two_different_actions_for_one_window_have_different_ids() -> None:
 def test_a_contradictory_specification_is_refused(changes: dict[str, object], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         made.job(**changes)
+
+
+@given(st.lists(st.floats(width=32) | st.floats(), min_size=1, max_size=6), st.binary(max_size=40))
+def test_no_float_that_is_not_finite_slips_through_whatever_stands_beside_it(values: list[float], carry: bytes) -> None:
+    message = made.action(logprobs=tuple(values), carry=carry)
+    if all(math.isfinite(value) for value in values):
+        assert decode_any(subjects.action(made.JOB), encode(message)) == message
+    else:
+        with pytest.raises(MalformedMessageError, match="not finite"):
+            encode(message)
+
+
+@pytest.mark.parametrize("value", [float("nan"), -float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("form", [">f", ">d"])
+def test_a_foreign_float_of_either_width_is_refused_when_it_is_not_finite(form: str, value: float) -> None:
+    good = encode(made.action(logprobs=(0.125,)))
+    packed = (b"\xca" if form == ">f" else b"\xcb") + struct.pack(form, value)
+    foreign = good.replace(b"\xcb" + struct.pack(">d", 0.125), packed)
+    assert foreign != good
+    with pytest.raises(MalformedMessageError, match=r"logprobs\[0\]"):
+        decode_any(subjects.action(made.JOB), foreign)

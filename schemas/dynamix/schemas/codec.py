@@ -46,9 +46,9 @@ def encode(message: Message) -> bytes:
     Raises:
         MalformedMessageError: when a float is not finite or the message is larger than `MAX_MESSAGE_BYTES`.
     """
-    if bad := non_finite_fields(message):
-        raise MalformedMessageError(f"{type(message).__name__} has values that are not finite: {', '.join(bad[:8])}")
     data = _headers[type(message)] + _encoder.encode(message)
+    if bad := non_finite_fields(message, data):
+        raise MalformedMessageError(f"{type(message).__name__} has values that are not finite: {', '.join(bad[:8])}")
     if len(data) > MAX_MESSAGE_BYTES:
         raise MalformedMessageError(f"{type(message).__name__} of {len(data)} bytes is over {MAX_MESSAGE_BYTES}")
     return data
@@ -86,7 +86,7 @@ def decode_any(subject: str, payload: bytes) -> Message:
         said = tuple(getattr(message, token) for token in kind.tokens)
         if said != address.tokens:
             raise MalformedMessageError(f"{subject} carries the identity {'.'.join(said)}")
-    if bad := non_finite_fields(message):
+    if bad := non_finite_fields(message, payload):
         raise MalformedMessageError(f"{kind.name} has values that are not finite: {', '.join(bad[:8])}")
     return message
 
