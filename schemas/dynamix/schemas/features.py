@@ -5,21 +5,21 @@ a silent zero: it has its own bit on the wire and is NaN in the arrays that a po
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from .codec import MalformedMessageError
-from .messages import MetricWindow, RankMetrics, State
+from .messages import MetricWindow, NetworkMetrics, State, SystemMetrics, TrainingMetrics
 
 FEATURE_VERSION = 2
 """Raised whenever the list changes. A name keeps its meaning: policies of older versions find theirs by name."""
 
 Array32 = npt.NDArray[np.float32]
-Values = Mapping[str, float | None]
+Values = tuple[float | None, ...]
 
 
 class Feature(NamedTuple):
@@ -79,11 +79,32 @@ GLOBAL_FEATURES = (
 RANK_INDEX = {feature.name: index for index, feature in enumerate(RANK_FEATURES)}
 GLOBAL_INDEX = {feature.name: index for index, feature in enumerate(GLOBAL_FEATURES)}
 
+_RANK_PATHS = {
+    name: f"{part}.{name}"
+    for part, struct in (("training", TrainingMetrics), ("system", SystemMetrics))
+    for name in struct.__struct_fields__
+    if name in RANK_INDEX
+}
+_NODE_PATHS = {
+    "load_per_cpu": "load_per_cpu",
+    "node_cpu_time_ratio": "cpu_time_ratio",
+    "node_run_queue_wait_ratio": "run_queue_wait_ratio",
+    "node_memory_used_ratio": "memory_used_ratio",
+    "node_context_switches_per_s": "context_switches_per_s",
+}
+_TRAFFIC = ("tx_bytes_per_s", "rx_bytes_per_s", "retransmits", "srtt_us")
+_KNOWN = (*_RANK_PATHS, *_TRAFFIC, *_NODE_PATHS, "sigma_norm", "sigma_norm_sq")
+"""What a metric window has of a rank, in the order in which it is taken from there; the fold fills in the others."""
+
+_OF_RANK, _OF_NODE = attrgetter(*_RANK_PATHS.values()), attrgetter(*_NODE_PATHS.values())
+_OF_JOB = attrgetter(*GLOBAL_INDEX)
+_COLUMNS = [_KNOWN.index(feature.name) if feature.name in _KNOWN else len(_KNOWN) for feature in RANK_FEATURES]
+
 
 def state_of(window: MetricWindow) -> State:
     """The state vectors of a metric window: computed in float64, rounded once to float32, packed little-endian."""
-    features, known = _pack([_rank_values(rank, window) for rank in window.ranks], RANK_FEATURES)
-    global_features, global_known = _pack([msgspec.structs.asdict(window.job_metrics)], GLOBAL_FEATURES)
+    features, known = _pack(np.array(_rank_values(window), dtype=np.float64)[:, _COLUMNS])
+    global_features, global_known = _pack(np.array(_OF_JOB(window.job_metrics), dtype=np.float64))
     return State(
         job=window.job,
         generation=window.generation,
@@ -143,36 +164,31 @@ def markdown() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _rank_values(rank: RankMetrics, window: MetricWindow) -> Values:
-    """Every value known of a rank, by name of the feature."""
-    node, time_s = window.node_metrics, rank.training.step_time_s * window.num_steps
+def _rank_values(window: MetricWindow) -> list[Values]:
+    """Every value known of each rank, in the order of `_KNOWN`."""
+    node, sigma_norm_sq = window.node_metrics, window.job_metrics.sigma_norm_sq
+    sigma_norm = None if sigma_norm_sq is None or sigma_norm_sq < 0 else math.sqrt(sigma_norm_sq)
+    shared = (*_OF_NODE(node), sigma_norm, sigma_norm_sq, None)
     if window.probe in ("ebpf", "proc"):  # counted over the collector's own interval, not over the window
-        time_s = node.interval_s or 0.0
-    sigma_norm_sq = window.job_metrics.sigma_norm_sq
-    values: dict[str, float | None] = {
-        **msgspec.structs.asdict(rank.training),
-        **msgspec.structs.asdict(rank.system),
-        "load_per_cpu": node.load_per_cpu,
-        "node_cpu_time_ratio": node.cpu_time_ratio,
-        "node_run_queue_wait_ratio": node.run_queue_wait_ratio,
-        "node_memory_used_ratio": node.memory_used_ratio,
-        "node_context_switches_per_s": node.context_switches_per_s,
-        "sigma_norm_sq": sigma_norm_sq,
-        "sigma_norm": None if sigma_norm_sq is None or sigma_norm_sq < 0 else math.sqrt(sigma_norm_sq),
-    }
-    if rank.network is not None:
-        values["retransmits"] = rank.network.retransmits
-        values["srtt_us"] = rank.network.srtt_us
-        if time_s > 0:
-            values["tx_bytes_per_s"] = rank.network.tx_bytes / time_s
-            values["rx_bytes_per_s"] = rank.network.rx_bytes / time_s
-    return values
+        interval_s = node.interval_s or 0.0
+        return [(*_OF_RANK(rank), *_traffic(rank.network, interval_s), *shared) for rank in window.ranks]
+    return [
+        (*_OF_RANK(rank), *_traffic(rank.network, rank.training.step_time_s * window.num_steps), *shared)
+        for rank in window.ranks
+    ]
 
 
-def _pack(rows: Sequence[Values], features: tuple[Feature, ...]) -> tuple[bytes, bytes]:
-    """Values and mask; what float32 cannot hold is as little known as what was not measured."""
-    table = [[row.get(feature.name) for feature in features] for row in rows]
-    values = np.array([[np.nan if value is None else value for value in row] for row in table], dtype=np.float64)
+def _traffic(network: NetworkMetrics | None, time_s: float) -> Values:
+    """Rates, segments sent again and round trip time of one rank; rates only over some time."""
+    if network is None:
+        return None, None, None, None
+    if time_s <= 0:
+        return None, None, network.retransmits, network.srtt_us
+    return network.tx_bytes / time_s, network.rx_bytes / time_s, network.retransmits, network.srtt_us
+
+
+def _pack(values: npt.NDArray[np.float64]) -> tuple[bytes, bytes]:
+    """Values and mask; what float32 cannot hold is as little known as what was not measured, which is NaN."""
     with np.errstate(over="ignore"):
         rounded = values.astype("<f4")
     known = np.isfinite(rounded)
