@@ -13,9 +13,12 @@ from dynamix.runtime.bus import Message, Start
 from dynamix.runtime.bus.handled import AllHandled
 from dynamix.schemas import codec, table
 from dynamix.schemas.messages import Message as SchemaMessage
+from dynamix.schemas.subjects import ROOT
 
 from .pairing import Pairing
 from .tape import Tape
+
+_DEAD = f"{ROOT}.dead."
 
 
 class Batches(Protocol):
@@ -104,11 +107,14 @@ class ReplayBus:
 
     async def publish_soon(self, message: SchemaMessage) -> asyncio.Future[int]:
         """Take an output."""
-        self._pairing.replayed(codec.message_id(message), table.subject_of(message), codec.encode(message))
-        return done(0)
+        return await self.publish_bytes_soon(
+            table.subject_of(message), codec.encode(message), codec.message_id(message)
+        )
 
-    async def publish_bytes_soon(self, subject: str, payload: bytes, message_id: str) -> asyncio.Future[int]:  # noqa: ARG002 - as `Bus` has them
-        """Take a dead letter: they are counted, what is compared is what a message gives."""
+    async def publish_bytes_soon(self, subject: str, payload: bytes, message_id: str) -> asyncio.Future[int]:
+        """Take an output; a dead letter is counted by the service, and is none."""
+        if not subject.startswith(_DEAD):
+            self._pairing.replayed(message_id, subject, payload)
         return done(0)
 
     def _settle(self) -> None:

@@ -53,9 +53,9 @@ class Windows:
 class Reports:
     """The collector: reports in, metric windows and states out.
 
-    What the kernel said cannot be asked again: it is taken from the recorded window. So a report is delivered once its
-    window is known; a virtual cluster's says all itself and is delivered as it comes. A collector whose stream is full
-    gives up windows, never states: what there is of such a state cannot be made again, and is not compared.
+    What the kernel said cannot be asked again: it is taken from the recorded window, and a report is delivered once
+    that is known (a virtual cluster's says all itself). A collector whose stream is full gives up windows, never
+    states: such a state cannot be made again, and is not compared.
     """
 
     def __init__(self, until: Until, tally: Tally) -> None:
@@ -90,7 +90,9 @@ class Reports:
         """What the recorded collector saw of the processes in a report."""
         window = self._seen.pop((report.node, Place(report.generation, report.window)), None)
         if window is None:
-            raise ReplayError(f"two reports of node {report.node!r} for one window: the capture is not one of ours")
+            raise ReplayError(
+                f"a report of node {report.node!r} was delivered before its window: the capture is not one of ours"
+            )
         return observation_in(window)
 
     def finish(self) -> None:
@@ -99,12 +101,6 @@ class Reports:
         self._held.clear()
 
     def _report(self, record: Record) -> list[Message]:
-        try:
-            is_simulated = bool(decode(Report, record.subject, record.payload).simulated)
-        except MalformedMessageError:
-            return [message_of(record)]  # the collector sets it aside
-        if is_simulated:
-            return [message_of(record)]
         self._held.setdefault(_about(record), [record])
         if len(self._held) > MAX_HELD:
             self._tally.num_outside += len(self._held.pop(next(iter(self._held))))
@@ -120,6 +116,8 @@ class Reports:
             self._tally.note(f"the window at {record.sequence} cannot be decoded ({error}): nothing can be made of it")
             return []
         self._seen[window.node, Place(window.generation, window.window)] = window
+        if len(self._seen) > MAX_HELD:
+            self._seen.pop(next(iter(self._seen)))  # of a virtual cluster: nobody asks for it
         return [message_of(held[0])]
 
 

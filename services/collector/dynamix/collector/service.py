@@ -7,7 +7,7 @@ from dynamix.runtime.bus import Message, StreamFullError
 from dynamix.runtime.patience import publish_when_room
 from dynamix.runtime.service import Context, StartError
 from dynamix.schemas import subjects, table
-from dynamix.schemas.codec import MalformedMessageError, decode, encode
+from dynamix.schemas.codec import MalformedMessageError, decode, encode, message_id
 from dynamix.schemas.features import state_of
 from dynamix.schemas.messages import Message as SchemaMessage
 from dynamix.schemas.messages import MetricWindow, Report
@@ -99,13 +99,13 @@ class _Collector:
         try:
             window = await self._without_blocking(report, fresh=fresh)
             outputs: tuple[SchemaMessage, ...] = (window, state_of(window))
-            for output in outputs:
-                decode(type(output), table.subject_of(output), encode(output))
+            packed = [_packed(output) for output in outputs]
         except (MalformedMessageError, OverflowError) as error:
             await self._context.dead_letter(message, str(error))
             return []
         self._context.count("windows")
-        return [(output, await self._context.bus.publish_soon(output)) for output in outputs]
+        send = self._context.bus.publish_bytes_soon
+        return [(output, await send(*parcel)) for output, parcel in zip(outputs, packed, strict=True)]
 
     async def _stored(self, output: SchemaMessage, acknowledged: asyncio.Future[int]) -> bool:
         """Where FEED has no room, a window is given up, which only informs; a state waits, which decides."""
@@ -135,3 +135,14 @@ class _Collector:
         if report.simulated:
             return simulated_window(report, self._context.settings.probe)
         return metric_window(report, **self._observer.observe(report, fresh=fresh)._asdict())
+
+
+def _packed(output: SchemaMessage) -> tuple[str, bytes, str]:
+    """Subject, bytes and identity of a message that every reader will take.
+
+    Raises:
+        MalformedMessageError, OverflowError: when they would not.
+    """
+    subject, payload = table.subject_of(output), encode(output)
+    decode(type(output), subject, payload)
+    return subject, payload, message_id(output)
