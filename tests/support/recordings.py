@@ -1,0 +1,105 @@
+"""Captures made up for tests: copies of others with something changed, and jobs decided as the services would."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Self
+
+from bench.recording import Recorder, header_of
+from tests.support import made
+
+from dynamix.arbitrator.fold import Fold
+from dynamix.arbitrator.policies import policy_named
+from dynamix.arbitrator.policy import Policy
+from dynamix.arbitrator.signatures import SizeWatch, event_of
+from dynamix.lab.capture import CaptureWriter, Record, read_header, records
+from dynamix.schemas.messages import Action, Job, State
+from dynamix.schemas.messages import Message as SchemaMessage
+
+DEMO = Path(__file__).parents[1] / "data/demo.dxc"
+
+Change = Callable[[Record], Record | None]
+
+
+def changed(source: Path, target: Path, change: Change) -> Path:
+    """A copy with each record as `change` gives it, without those that it drops."""
+    return written(source, target, (kept for record in records(source) if (kept := change(record)) is not None))
+
+
+def written(source: Path, target: Path, found: Iterable[Record]) -> Path:
+    """A capture with the header of another."""
+    with CaptureWriter(target, read_header(source), overwrite=True) as writer:
+        for record in found:
+            writer.add(record)
+    return target
+
+
+class Recording:
+    """Writes a job's messages as they come, and decides as an arbitrator would: `with Recording(path, job) as r:`."""
+
+    def __init__(self, path: Path, job: Job, policy: Policy | None = None) -> None:
+        self.path = path
+        self.actions: list[Action] = []
+        self.last_sequence = 0
+        self._writer = CaptureWriter(path, header_of(job), overwrite=True)
+        self._policy = policy
+        self._states: list[tuple[int, State]] = []
+        self._begin(job)
+
+    def __enter__(self) -> Self:
+        self._writer.__enter__()
+        self._recorder = Recorder(self._writer)
+        self.store(self._job)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._writer.__exit__(None, None, None)
+
+    def store(self, message: SchemaMessage) -> int:
+        """Append a message; its sequence."""
+        self._recorder.now_ns += 1_000_000
+        return self._recorder.store(message)
+
+    def state(self, window: int, node: str = "node-a", *, is_seen: bool = True) -> None:
+        """A node's state, seen by the arbitrator or not, and what it decides then."""
+        layout = {one.node: one.ranks for one in self._job.nodes}
+        speeds = tuple(1000.0 + 100 * ((7 * window + 3 * rank) % 5) for rank in layout[node])
+        state = made.state(node, layout[node], window, generation=self._job.generation, throughput=speeds)
+        self.last_sequence = self.store(state)
+        self._states.append((self.last_sequence, state))
+        if is_seen:
+            self.decide(self.last_sequence, state)
+
+    def decide(self, sequence: int, state: State) -> None:
+        """Fold a state and store what is decided."""
+        self._fold.add(sequence, state)
+        while (action := self._fold.close()) is not None:
+            self.store(action)
+            self.actions.append(action)
+            self._fold.adopt(action)
+            finding = self._watch.add(action.local_batch_sizes)
+            if finding is not None:
+                identity = {"job": action.job, "generation": action.generation, "window": action.window}
+                self.store(event_of(finding, **identity, service="arbitrator"))
+
+    def restart(self, *, lost_until: int | None = None) -> None:
+        """Another arbitrator goes on from the newest action, behind a gap if FEED has lost all up to a sequence."""
+        self._watch = SizeWatch(self._job)
+        self._fold = Fold(self._job, self._policy_of(self._job), self.actions[-1])
+        if lost_until is not None:
+            self._fold.start_after_gap(lost_until)
+        for sequence, state in self._states:
+            if sequence > self._fold.watermark and state.generation == self._job.generation:
+                self.decide(sequence, state)
+
+    def next_generation(self, job: Job) -> None:
+        """The job has started again."""
+        self._begin(job)
+        self.store(job)
+
+    def _begin(self, job: Job) -> None:
+        self._job = job
+        self._watch = SizeWatch(job)
+        self._fold = Fold(job, self._policy_of(job), self.actions[-1] if self.actions else None)
+
+    def _policy_of(self, job: Job) -> Policy:
+        return self._policy or policy_named(job.policy)
