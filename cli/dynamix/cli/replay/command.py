@@ -135,7 +135,7 @@ async def _replayed(asked: Replay) -> Outcome:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     try:
-        with Progress() as progress:
+        with Progress(f"playing {asked.path} into the {asked.into}") as progress:
             return await replay(asked, stop=stop, on_progress=progress.show)
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -12,15 +12,18 @@ PLAIN_EVERY_S = 10.0
 
 
 class Progress:
-    """`with Progress() as progress: replay(..., on_progress=progress.show)`; on standard error."""
+    """`with Progress(what) as progress: replay(..., on_progress=progress.show)`; on standard error."""
 
-    def __init__(self) -> None:
+    def __init__(self, what: str) -> None:
+        self._what = what
         self._is_terminal = sys.stderr.isatty()
         self._every_s = TERMINAL_EVERY_S if self._is_terminal else PLAIN_EVERY_S
         self._begun_s = self._shown_s = time.monotonic()
         self._width = 0
 
     def __enter__(self) -> Self:
+        sys.stderr.write(f"{self._what}\n")
+        sys.stderr.flush()
         return self
 
     def __exit__(

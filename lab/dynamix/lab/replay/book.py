@@ -129,7 +129,7 @@ class ComparedBook(_Log):
             self._tally.num_outside += 1
             return False
         return self._tally.compare(
-            "action", record.subject, place, recorded=record.payload, replayed=payload, sequence=record.sequence
+            "action", record.subject, lambda: place, recorded=record.payload, replayed=payload, sequence=record.sequence
         )
 
     def _restart_where_recorded(self, action: Action, found: RecordedAction) -> None:

@@ -76,6 +76,7 @@ class ReplayBus:
         self._pairing = pairing
         self._outputs: list[Record] = []
         """Recorded ones that were read beside the batch that is being handled."""
+        self._acknowledged: asyncio.Future[int] | None = None
 
     def consume(
         self,
@@ -115,7 +116,9 @@ class ReplayBus:
         """Take an output; a dead letter is counted by the service, and is none."""
         if not subject.startswith(_DEAD):
             self._pairing.replayed(message_id, subject, payload)
-        return done(0)
+        if self._acknowledged is None:
+            self._acknowledged = done(0)
+        return self._acknowledged
 
     def _settle(self) -> None:
         for record in self._outputs:

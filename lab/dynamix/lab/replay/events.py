@@ -50,7 +50,7 @@ class Events:
             self._tally.miss("event", record.subject, place, "only recorded", record.sequence)
             return
         self._tally.compare(
-            "event", record.subject, place, recorded=record.payload, replayed=replayed, sequence=record.sequence
+            "event", record.subject, lambda: place, recorded=record.payload, replayed=replayed, sequence=record.sequence
         )
 
     def finish(self) -> None:

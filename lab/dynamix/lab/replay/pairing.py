@@ -29,6 +29,8 @@ class Pairing:
         self._paired: dict[str, None] = {}
         self._first: Place | None = None
         self._newest: Place | None = None
+        self._last_window = ""
+        """Generation and window, as the identities end."""
 
     def replayed(self, identity: str, subject: str, payload: bytes) -> None:
         """Take an output of the replay."""
@@ -40,27 +42,22 @@ class Pairing:
     def recorded(self, record: Record) -> None:
         """Take a recorded output, after all that the recorded service had seen by then was replayed."""
         identity = identity_of(record)
-        place = place_of(identity)
-        if place is None:
+        if not self._is_about_a_window(identity):
             self._tally.note(f"{record.subject} at {record.sequence} is no output that a service can have published")
             return
-        self._first = min(self._first or place, place)
-        self._newest = max(self._newest or place, place)
         waiting = self._waiting.pop(identity, None)
-        if waiting is not None:
-            self._remember(identity)
-            self._tally.compare(
-                kind_of(record),
-                record.subject,
-                place,
-                recorded=record.payload,
-                replayed=waiting.payload,
-                sequence=record.sequence,
-            )
-        elif identity in self._paired:
-            self._tally.num_repeated += 1
-        else:
-            self._tally.miss(kind_of(record), record.subject, place, "only recorded", record.sequence)
+        if waiting is None:
+            self._unpaired(identity, record)
+            return
+        self._remember(identity)
+        self._tally.compare(
+            kind_of(record),
+            record.subject,
+            lambda: _place(identity),
+            recorded=record.payload,
+            replayed=waiting.payload,
+            sequence=record.sequence,
+        )
 
     def finish(self) -> None:
         """Say of what is left whether it is missing, or before the service's first output, or behind the last."""
@@ -68,9 +65,28 @@ class Pairing:
             self._give_up(identity, waiting)
         self._waiting.clear()
 
-    def _give_up(self, identity: str, waiting: _Waiting) -> None:
+    def _unpaired(self, identity: str, record: Record) -> None:
+        if identity in self._paired:
+            self._tally.num_repeated += 1
+        else:
+            self._tally.miss(kind_of(record), record.subject, _place(identity), "only recorded", record.sequence)
+
+    def _is_about_a_window(self, identity: str) -> bool:
+        """Whether it can be an output; if so its window is remembered as recorded."""
+        node, _, _ = identity.rpartition(":")
+        window = identity[len(node.rpartition(":")[0]) :]
+        if window == self._last_window:  # as nearly always: all nodes send the same window
+            return True
         place = place_of(identity)
-        assert place is not None, "outputs of services are about a window"
+        if place is None:
+            return False
+        self._last_window = window
+        self._first = min(self._first or place, place)
+        self._newest = max(self._newest or place, place)
+        return True
+
+    def _give_up(self, identity: str, waiting: _Waiting) -> None:
+        place = _place(identity)
         if self._is_at_an_edge(place):
             self._tally.num_outside += 1
         else:
@@ -85,3 +101,9 @@ class Pairing:
         self._paired[identity] = None
         if len(self._paired) > NUM_REMEMBERED:
             self._paired.pop(next(iter(self._paired)))
+
+
+def _place(identity: str) -> Place:
+    place = place_of(identity)
+    assert place is not None, "outputs of services are about a window"
+    return place

@@ -1,5 +1,6 @@
 """Which window a record is about, told without decoding it."""
 
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +21,12 @@ class Place(NamedTuple):
 
 def kind_of(record: Record) -> str:
     """The kind of message that the subject names."""
-    return record.subject.split(".", 3)[2] if record.subject.count(".") > 2 else ""
+    return _kind(record.subject)
+
+
+@lru_cache(maxsize=16384)  # the same few come with every window
+def _kind(subject: str) -> str:
+    return subject.split(".", 3)[2] if subject.count(".") > 2 else ""
 
 
 def identity_of(record: Record) -> str:

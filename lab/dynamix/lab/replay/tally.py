@@ -1,5 +1,6 @@
 """What a replay found: how much was compared, how much differs, and the first difference. Pure."""
 
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
@@ -58,15 +59,15 @@ class Tally(msgspec.Struct, kw_only=True):
     notes: list[str] = []
 
     def compare(
-        self, kind: str, subject: str, place: Place, *, recorded: bytes, replayed: bytes, sequence: int
+        self, kind: str, subject: str, where: Callable[[], Place], *, recorded: bytes, replayed: bytes, sequence: int
     ) -> bool:
-        """Count a pair; whether its bytes are equal."""
+        """Count a pair; whether its bytes are equal. Where it is is asked only when they are not."""
         self.num_compared += 1
         if recorded == replayed:
             self.num_equal += 1
             return True
         sides = fields.decoded(subject, recorded), fields.decoded(subject, replayed)
-        agrees = fields.agree(*sides)
+        agrees, place = fields.agree(*sides), where()
         self._add(
             Difference(
                 kind=kind,

@@ -1,0 +1,147 @@
+"""`dynamix replay`: the verdict as an exit code, as text and as JSON."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from tests.support import made
+from tests.support.recordings import DEMO, Recording, changed
+
+from dynamix.cli.main import main
+from dynamix.lab.capture import CaptureWriter, Record, read_header, records
+from dynamix.schemas import codec
+from dynamix.schemas.codec import decode
+from dynamix.schemas.messages import Action
+from dynamix.schemas.streams import ACTIONS
+
+
+def played(path: Path, *arguments: str) -> int:
+    return main(["replay", str(path), *arguments])
+
+
+def with_other_sizes(record: Record) -> Record:
+    if record.stream != ACTIONS.name or record.sequence != 6:
+        return record
+    action = decode(Action, record.subject, record.payload)
+    other = msgspec.structs.replace(action, local_batch_sizes=(*action.local_batch_sizes[:-1], 54))
+    return record._replace(payload=codec.encode(other))
+
+
+@pytest.mark.parametrize("into", ["collector", "reward", "arbitrator"])
+def test_equal_is_zero(into: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert played(DEMO, "--into", into) == 0
+    assert "EQUAL: of" in capsys.readouterr().out
+
+
+def test_different_is_one_and_shows_both_sides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other, target = changed(DEMO, tmp_path / "other.dxc", with_other_sizes), tmp_path / "out.json"
+    assert played(other, "--json", str(target)) == 1
+    output = capsys.readouterr().out
+    assert "DIFFERENT: of 30 actions and events 29 are equal byte for byte" in output
+    assert "first difference: action for window 5 of generation 0" in output
+    row = next(line for line in output.splitlines() if "local_batch_sizes[3]" in line)
+    assert row.split() == ["!=", "local_batch_sizes[3]", "54", "53"]
+    document = json.loads(target.read_text())
+    assert (document["equal"], document["bytes_equal"], document["decisions_equal"]) == (False, False, False)
+    assert document["tally"]["first"]["window"] == 5
+
+
+def test_equal_decisions_are_enough_for_another_processor_unless_bytes_are_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def with_other_carry(record: Record) -> Record:
+        if record.stream != ACTIONS.name:
+            return record
+        action = decode(Action, record.subject, record.payload)
+        return record._replace(payload=codec.encode(msgspec.structs.replace(action, carry=b"another")))
+
+    header = read_header(DEMO)
+    elsewhere = msgspec.structs.replace(header.fingerprint, cpu="another/1/1")
+    path = tmp_path / "elsewhere.dxc"
+    with CaptureWriter(path, msgspec.structs.replace(header, fingerprint=elsewhere)) as writer:
+        for record in records(DEMO):
+            writer.add(with_other_carry(record))
+    assert played(path) == 0
+    output = capsys.readouterr().out
+    assert "captured by another build or processor" in output
+    assert "cpu: another/1/1 there" in output
+    assert "EQUAL: of 30 actions and events 0 are equal byte for byte, 30 in what they say only" in output
+    assert played(path, "--strict") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--until", "soon"], "say a window as N or GENERATION:N"),
+        (["--policy", "magic"], "no policy is called 'magic'"),
+        (["--policy", "rule", "--policy-option", "speed"], "give a number, as NAME=NUMBER"),
+        (["--policy", "rule", "--into", "reward"], "asks the arbitrator, not the reward"),
+        (["--policy-file", "/nowhere.safetensors"], "cannot read the policy file /nowhere.safetensors"),
+    ],
+)
+def test_what_cannot_be_done_is_two_with_a_reason(
+    arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert played(DEMO, *arguments) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_what_cannot_be_read_is_two_and_says_how_far_it_is_good(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert played(tmp_path / "nothing.dxc") == 2
+    data = bytearray(DEMO.read_bytes())
+    data[-100] ^= 1
+    damaged = tmp_path / "damaged.dxc"
+    damaged.write_bytes(data)
+    assert played(damaged) == 2
+    assert "records before it are good" in capsys.readouterr().err
+
+
+def test_another_policy_is_a_question_and_zero(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "out.json"
+    assert played(DEMO, "--policy", "static", "--until", "9", "--json", str(target)) == 0
+    output = capsys.readouterr().out
+    assert "static (version 1) would have decided otherwise in 10 of 10 windows" in output
+    assert "153/153/153/53" in output
+    document = json.loads(target.read_text())
+    assert document["equal"] is None
+    assert [row["window"] for row in document["what_if"]["windows"]] == list(range(10))
+
+
+def test_the_recorded_policy_can_be_asked_with_other_options(tmp_path: Path) -> None:
+    target = tmp_path / "out.json"
+    job = made.job({"node-a": (0, 1)}, policy="rule", policy_options={"noise_multiplier": 1.0})
+    with Recording(tmp_path / "job.dxc", job) as recording:
+        for window in range(6):
+            recording.state(window)
+    assert played(recording.path, "--policy-option", "noise_multiplier=8", "--json", str(target)) == 0
+    asked = json.loads(target.read_text())["what_if"]
+    assert asked["policy"] == "rule"
+    assert asked["mean_global_batch_size_ratio"] > 1.2
+
+
+def test_json_on_standard_output_stands_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert played(DEMO, "--json", "-") == 0
+    assert json.loads(capsys.readouterr().out)["tally"]["num_equal"] == 30
+
+
+def test_an_interrupted_replay_says_so_and_leaves_cleanly() -> None:
+    """At the recording's own pace it would take half a minute."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dynamix.cli.main", "replay", str(DEMO), "--speed", "original"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    assert process.stderr.readline().startswith("playing ")
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "interrupted: what follows is of the part before" in output
+    assert "Traceback" not in errors
