@@ -1,0 +1,65 @@
+"""What real services stored, through crashes and a restart of the job, replays byte for byte."""
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import pytest
+from tests.support.control_plane import ControlPlane, control_plane, feed_windows, one_node_job
+
+from dynamix.cli.capture.source import Source
+from dynamix.lab.capture import CaptureHeader, CaptureWriter, fingerprint
+from dynamix.lab.replay import Into, Replay, replay
+from dynamix.schemas import subjects
+from dynamix.schemas.messages import Job
+from dynamix.schemas.streams import FEED
+
+NUM_WINDOWS = 12
+"""Of each of two generations."""
+
+
+async def captured(plane: ControlPlane, job: str, path: Path) -> Path:
+    """What the broker has of a job, in a file."""
+    header = CaptureHeader(job=job, created="2026-11-20T12:00:00Z", fingerprint=fingerprint())
+    with CaptureWriter(path, header) as writer:
+        async with Source(plane.bus, job, past=True, stop=asyncio.Event()) as source:
+            while batch := await source.read():
+                for record in batch:
+                    writer.add(record)
+    return path
+
+
+async def through_crashes(plane: ControlPlane, job: Job) -> None:
+    """Windows of one generation, the arbitrator and the collector killed on the way."""
+    third = NUM_WINDOWS // 3
+    await feed_windows(plane, job, range(third))
+    plane.services["arbitrator"].kill()
+    await feed_windows(plane, job, range(third, 2 * third))
+    plane.services["collector"].kill()
+    await plane.start("arbitrator", "collector")
+    await feed_windows(plane, job, range(2 * third, NUM_WINDOWS))
+
+
+@pytest.mark.slow
+async def test_what_was_stored_through_crashes_and_a_restart_replays_byte_for_byte(tmp_path: Path) -> None:
+    async with control_plane("collector", "reward", "arbitrator") as plane:
+        job = one_node_job(policy="rule")
+        await plane.bus.publish(job)
+        await through_crashes(plane, job)
+        await plane.wait_for_actions(NUM_WINDOWS)
+        again = msgspec.structs.replace(job, generation=1)
+        await plane.bus.publish(again)
+        await through_crashes(plane, again)
+        await plane.wait_for_actions(2 * NUM_WINDOWS)
+        await plane.wait_for(FEED.name, subjects.reward(job.job, subjects.ANY), 2 * NUM_WINDOWS)
+        path = await captured(plane, job.job, tmp_path / "job.dxc")
+    compared: dict[Into, tuple[int, int, int]] = {}
+    for into in ("collector", "reward", "arbitrator"):
+        outcome = await replay(Replay(path, into))
+        assert outcome.bytes_equal, outcome.tally.first
+        compared[into] = (outcome.tally.num_compared, outcome.tally.num_equal, outcome.tally.num_outside)
+    assert compared == {
+        "collector": (4 * NUM_WINDOWS, 4 * NUM_WINDOWS, 0),
+        "reward": (2 * NUM_WINDOWS, 2 * NUM_WINDOWS, 0),
+        "arbitrator": (NUM_WINDOWS, NUM_WINDOWS, NUM_WINDOWS),  # of the first generation JOBS has no specification
+    }
