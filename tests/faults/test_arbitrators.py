@@ -40,9 +40,9 @@ async def test_thirty_kills_in_three_hundred_windows_decide_each_window_exactly_
                 num_kills += 1
             await feeding
         await watch.until_decided(10 * rounds)
-    await check_decisions(plane.bus, job, num_windows=10 * rounds)
+    actions = await check_decisions(plane.bus, job, num_windows=10 * rounds)
     figure("kills", num_kills)
-    figure("decided_exactly_once", f"{10 * rounds}/{10 * rounds}")
+    figure("decided_exactly_once", f"{len({action.window for action in actions})}/{10 * rounds}")
     figure("longest_without_decision_s", _longest_wait_s(watch))
 
 
