@@ -57,6 +57,7 @@ bench: venv ## overhead and bus benchmarks: a table and JSON each, into out/; wh
 	$(BIN)/python -m bench.objects --json out/objects.json
 	$(BIN)/python -m bench.policies --json out/policies.json
 	$(BIN)/python -m bench.virtual --json out/virtual.json
+	$(BIN)/python -m bench.replay --json out/replay.json
 	$(BIN)/python -m bench.overhead --json out/overhead.json
 	$(BIN)/python -m bench.kernel --json out/kernel.json --png out/kernel.png || [ $$? -eq 2 ] # 2: not root, as it says
 	$(BIN)/python -m bench.overhead --model large --json out/overhead-large.json
