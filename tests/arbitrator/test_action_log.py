@@ -20,7 +20,7 @@ from dynamix.arbitrator.policy_source import PolicySource
 from dynamix.arbitrator.policy_store import PolicyStore
 from dynamix.arbitrator.service import serve
 from dynamix.arbitrator.settings import ArbitratorSettings
-from dynamix.runtime.bus import Bus, StaleWriterError
+from dynamix.runtime.bus import Bus, Message, StaleWriterError
 from dynamix.runtime.provision import provision
 from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
@@ -115,6 +115,36 @@ async def test_a_log_that_ends_before_what_the_trainer_applied_is_refused(bus: B
     with pytest.raises(ActionLogError, match=r"ends at 4 \(window 3 .*applied an action for window 7") as caught:
         await opened(bus)
     assert (caught.value.window, caught.value.known_window) == (3, 7)
+
+
+async def test_a_takeover_between_reading_receipt_and_log_halts_no_healthy_job(bus: Bus) -> None:
+    """The other arbitrator decides, and the trainer adopts, while this one starts."""
+    other = await opened(bus)
+    await decide(bus, other, range(2))
+    await bus.publish(receipt((await actions(bus))[-1]))
+    last, reads = bus.last, []
+
+    async def slow(stream: str, subject: str) -> Message | None:
+        found = await last(stream, subject)
+        reads.append(stream)
+        if len(reads) == 1:
+            await decide(bus, other, range(2, 3))
+            await bus.publish(receipt((await actions(bus))[-1]))
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bus, "last", slow)
+        log = await opened(bus)
+    assert len(reads) >= 2
+    assert log.known is not None
+    assert log.known.action.window == 2
+
+
+async def test_what_an_earlier_generation_lost_halts_no_later_one(bus: Bus) -> None:
+    await decide(bus, await opened(bus), range(4))
+    await bus.publish(receipt((await actions(bus))[-1], decided_window=7))
+    again = msgspec.structs.replace(JOB, generation=1)
+    assert (await opened(bus, again)).known is not None
 
 
 async def test_a_log_with_another_action_than_the_one_applied_is_refused(bus: Bus) -> None:
@@ -248,7 +278,8 @@ class TestRot:
             try:
                 for job, window in ((JOB, 10), (OTHER, 5), (OTHER, 6)):
                     await bus.publish(state(job, window))
-                await until(lambda: context.counters.get("decided", 0) >= 2)
+                counters = context.counters
+                await until(lambda: counters.get("decided", 0) >= 2 and counters.get("halted", 0) >= 1)
             finally:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -10,6 +11,7 @@ from tests.support import learned, made
 from tests.support.recordings import DEMO, Recording, changed, written
 
 from dynamix.arbitrator.policies.learned import LearnedPolicy
+from dynamix.arbitrator.policies.proportional import Proportional
 from dynamix.arbitrator.policy_file import PolicyFile
 from dynamix.lab.capture import CaptureError, Record, records
 from dynamix.lab.replay import (
@@ -209,6 +211,24 @@ async def test_an_action_that_is_missing_is_named(tmp_path: Path) -> None:
     assert first is not None
     assert (first.window, first.reason) == (9, "only replayed")
     assert not outcome.decisions_equal
+
+
+async def test_an_arbitrator_that_stops_deciding_is_a_difference_also_where_the_question_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decide = Proportional.decide
+
+    def fails(self: Proportional, job: Job, window: int, *observed: Any) -> Any:
+        if window >= 5:
+            raise ValueError("made to fail")
+        return decide(self, job, window, *observed)
+
+    monkeypatch.setattr(Proportional, "decide", fails)
+    generation = first_generation(DEMO)
+    for until, num_missing in ((None, 25), (Place(generation, 12), 8)):
+        outcome = await replay(Replay(DEMO, "arbitrator", until=until))
+        assert not outcome.decisions_equal
+        assert outcome.tally.num_different == num_missing
 
 
 async def test_sizes_that_stick_are_said_in_the_same_window(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Check of one job's stored actions: each as it was written, each behind its predecessor, none missing at the end."""
 
-from dynamix.arbitrator.action_log import ActionLogError, check_receipt, newest_action
+from dynamix.arbitrator.action_log import ActionLogError, check_receipt, newest_action, newest_receipt
 from dynamix.runtime.bus import Bus, BusError
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import subjects
@@ -36,8 +36,9 @@ async def _check(bus: Bus, name: str) -> Finding:
     if message is None:
         return lacking(NAME, "training", f"no job is called {name!r}", "`dynamix top` shows the jobs")
     job = decode(Job, message.subject, message.payload)
+    receipt = await newest_receipt(bus, job)
     newest = await newest_action(bus, job)
-    await check_receipt(bus, job, newest)
+    await check_receipt(bus, job, newest, receipt)
     if newest is None:
         return there(NAME, "training", f"none yet of {name}")
     num_actions = await _check_chain(bus, name, newest.sequence)

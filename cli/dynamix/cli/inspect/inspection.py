@@ -11,6 +11,9 @@ from dynamix.schemas.messages import Action, Applied, Event, Job, MetricWindow, 
 
 from .window import Window
 
+MOST_MISSING = 1000
+"""Windows in a row that are listed as lacking all: a message may name any number."""
+
 
 class Inspection:
     """Everything that tables, JSON and picture show.
@@ -63,15 +66,16 @@ class Inspection:
         return [window for _, window in sorted(self.windows.items()) if window.was_run]
 
     def gaps(self) -> list[Window]:
-        """Windows that lack something, and those between the first and the last of a generation that lack all."""
+        """Windows that lack something, and those between two others that lack all, of a long stretch the first ones."""
         found = []
         nodes = self.nodes
         for generation in sorted(nodes):
             known = [window.window for window in self.sorted_windows() if window.generation == generation]
-            for index in range(known[0], known[-1] + 1) if known else ():
-                window = self.windows.get((generation, index)) or Window(generation, index)
-                if any(window.missing(nodes[generation])):
-                    found.append(window)
+            for index, following in zip(known, [*known[1:], 0], strict=True):
+                missing = range(index + 1, min(following, index + 1 + MOST_MISSING))
+                window = self.windows[generation, index]
+                found += [window] if any(window.missing(nodes[generation])) else []
+                found += [Window(generation, absent) for absent in missing]
         return found
 
     def add(self, record: Record) -> None:

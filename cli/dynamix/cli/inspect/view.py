@@ -101,7 +101,9 @@ def _gaps(inspection: Inspection) -> Iterator[str]:
             lacking.setdefault((gap.generation, what), []).append(gap.window)
     for (generation, what), windows in lacking.items():
         yield f"missing in generation {generation}: {what} of windows {ranges(windows)}"
-    if not lacking:
+    if not inspection.windows:
+        yield "gaps: not known, there is no window"
+    elif not lacking:
         yield "gaps: none, every window has all its messages"
 
 

@@ -70,14 +70,18 @@ def run(namespace: argparse.Namespace) -> int:
     outcome = _guarded(namespace, to_stderr=to_stderr)
     view.show(outcome, strict=namespace.strict, to_stderr=to_stderr)
     if namespace.json is not None:
-        write_json(document(outcome, strict=namespace.strict), namespace.json)
+        try:
+            write_json(document(outcome, strict=namespace.strict), namespace.json)
+        except CommandError as error:  # 1 would say that something differs
+            raise CommandError(str(error), exit_code=UNUSABLE) from error
     if outcome.interrupted:
         return INTERRUPTED
     return EQUAL if outcome.what_if is not None or _is_equal(outcome, strict=namespace.strict) else DIFFERENT
 
 
 def _is_equal(outcome: Outcome, *, strict: bool) -> bool:
-    return outcome.bytes_equal if strict else outcome.is_as_promised
+    """Strictly, a capture that was cut off is not known to be equal."""
+    return outcome.bytes_equal and not outcome.cut_off if strict else outcome.is_as_promised
 
 
 def _guarded(namespace: argparse.Namespace, *, to_stderr: bool) -> Outcome:

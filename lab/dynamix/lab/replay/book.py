@@ -98,10 +98,13 @@ class ComparedBook(_Log):
         raise StaleWriterError(f"{found.record.subject} has another action", found.record.sequence)
 
     def adopt(self, found: RecordedAction) -> None:
-        """As `Book`; it is not compared."""
+        """As `Book`; it is not compared, and is missing where our arbitrator has refused to decide."""
         while (due := self._recorded.peek()) is not None and due.record.sequence <= found.record.sequence:
             self._recorded.take()
-            self._tally.num_outside += 1
+            if due.action is not None and due.action.generation in self.halted:
+                self._miss(due, due.action)
+            else:
+                self._tally.num_outside += 1
         if found.action is not None:
             self._accept(message_of(found.record), found.action)
 
@@ -110,15 +113,19 @@ class ComparedBook(_Log):
         found = self._recorded.peek()
         return None if found is None else found.action
 
-    def finish(self) -> None:
-        """Count the recorded actions that were not reached: missing, unless the arbitrator had refused to go on."""
+    def finish(self, until: Place | None = None) -> None:
+        """Count the recorded actions that were not reached, up to a window, as missing: also where ours refused."""
         while (found := self._recorded.peek()) is not None:
             self._recorded.take()
-            if found.action is None or found.action.generation in self.halted:
+            if found.action is None:
                 self._tally.num_outside += 1
-            else:
-                place = Place(found.action.generation, found.action.window)
-                self._tally.miss("action", found.record.subject, place, "only recorded", found.record.sequence)
+                continue
+            if until is None or (found.action.generation, found.action.window) <= until:
+                self._miss(found, found.action)
+
+    def _miss(self, found: RecordedAction, action: Action) -> None:
+        place = Place(action.generation, action.window)
+        self._tally.miss("action", found.record.subject, place, "only recorded", found.record.sequence)
 
     def _is_equal(self, action: Action, payload: bytes, found: RecordedAction) -> bool:
         """Compare with the recorded action, or with none where that is for another window."""

@@ -185,8 +185,10 @@ class _Stage:
             self.tally.note(f"begins behind the action at {checkpoint}: what was before is not in the capture")
             await bus.skip_to(checkpoint)
         await self._decide(bus, book, lambda: bus.lose(book.lost_until))
-        if not self.stop.is_set() and self._asked.until is None:
-            book.finish()
+        if self.stop.is_set():
+            return
+        book.finish(self._asked.until)
+        if self._asked.until is None:
             bus.finish()
 
     async def _other_policy(self, begins: Plan) -> Comparison | None:

@@ -17,6 +17,9 @@ from dynamix.schemas.codec import MalformedMessageError, decode
 from dynamix.schemas.messages import Action, Applied, Event, Job
 from dynamix.schemas.streams import ACTIONS, FEED
 
+MOST_DECIDED_MEANWHILE = 256
+"""Actions that others may store while a log is read."""
+
 
 class ActionLog(Protocol):
     """What of the bus a job's decisions need."""
@@ -77,21 +80,31 @@ async def newest_action(bus: ActionLog, job: Job) -> Stored | None:
     return stored
 
 
-async def check_receipt(bus: ActionLog, job: Job, newest: Stored | None) -> None:
-    """See that the log holds what the trainer says it applied.
+async def newest_receipt(bus: ActionLog, job: Job) -> Message | None:
+    """What the trainer says it applied last.
+
+    Read it before the newest action: another arbitrator may decide in between, and no receipt is ahead of a log that
+    was read after it.
+    """
+    return await bus.last(FEED.name, subjects.applied(job.job))
+
+
+async def check_receipt(bus: ActionLog, job: Job, newest: Stored | None, message: Message | None) -> None:
+    """See that the log holds what the trainer says it applied, in a receipt that was read before the log.
 
     Where a recorded job is decided anew there are no receipts: those of the recording are of other actions.
 
     Raises:
         ActionLogError: when the log ends before that, or has another action in its place.
     """
-    message = await bus.last(FEED.name, subjects.applied(job.job))
     if message is None:
         return
     try:
         receipt = decode(Applied, message.subject, message.payload)
     except MalformedMessageError:
         return  # whoever may publish it says nothing: no evidence
+    if receipt.generation != job.generation:
+        return  # what an earlier generation lost is past: trainers refuse its actions anyway
     applied = (receipt.generation, receipt.decided_window)
     stored = (-1, -1) if newest is None else (newest.action.generation, newest.action.window)
     where = f"window {receipt.decided_window} of generation {receipt.generation}"
@@ -147,7 +160,8 @@ async def _check_chain(bus: ActionLog, job: Job, known: Stored | None, newest: S
         is_ours = not oldest.action.previous_hash
     else:
         is_ours = (oldest.sequence, oldest.action.hash) == (known.sequence, known.action.hash)
-    may_be_gone = check.num_actions >= ACTIONS.max_messages_per_subject or await _has_given_up(bus, start)
+    num_kept = ACTIONS.max_messages_per_subject - MOST_DECIDED_MEANWHILE  # each new action drops the job's oldest one
+    may_be_gone = check.num_actions >= num_kept or await _has_given_up(bus, start)
     if not is_ours and not may_be_gone:
         raise _refusal(oldest, "begins another chain than the one that was known")
 

@@ -10,7 +10,7 @@ from structlog.stdlib import BoundLogger
 from dynamix.runtime.bus import StaleWriterError, StreamState
 from dynamix.schemas.messages import Action, Job, State
 
-from .action_log import ActionLog, ActionLogError, Stored, check_goes_on, check_receipt, newest_action
+from .action_log import ActionLog, ActionLogError, Stored, check_goes_on, check_receipt, newest_action, newest_receipt
 from .fold import Fold
 from .policies.static import Static
 from .policy import Policy, digest_of
@@ -59,10 +59,11 @@ class JobLog:
             ActionLogError: when the newest action cannot be one of this job, or cannot be the newest.
             ValueError: when there is no such policy, or not any more.
         """
+        receipt = await newest_receipt(around.bus, job)
         newest = await newest_action(around.bus, job)
         if known is not None:
             await check_goes_on(around.bus, job, known, newest)
-        await check_receipt(around.bus, job, newest)
+        await check_receipt(around.bus, job, newest, receipt)
         opened = cls(job, await around.policies.choose(job, _of_generation(newest, job)), around)
         if newest is not None:
             opened._adopt(newest)
