@@ -302,6 +302,23 @@ async def test_other_weights_give_other_rewards_and_the_term_is_shown() -> None:
     assert "ranks[0].terms.accuracy" not in differing
 
 
+@pytest.mark.parametrize("num_dropped", range(10, 16))
+@pytest.mark.parametrize("into", ["collector", "reward"])
+async def test_a_capture_that_begins_in_the_middle_of_a_window_is_no_difference(
+    tmp_path: Path, into: Into, num_dropped: int
+) -> None:
+    feed = [record.sequence for record in records(DEMO) if record.stream == FEED.name]
+    dropped = frozenset(feed[:num_dropped])
+    cut = changed(
+        DEMO,
+        tmp_path / "cut.dxc",
+        lambda record: None if record.stream == FEED.name and record.sequence in dropped else record,
+    )
+    outcome = await replay(Replay(cut, into))
+    assert outcome.bytes_equal
+    assert outcome.tally.num_compared >= 26
+
+
 async def test_an_output_recorded_twice_is_no_difference(tmp_path: Path) -> None:
     last = list(records(DEMO))[-1]
     reward = next(record for record in records(DEMO) if of("reward", 3)(record))

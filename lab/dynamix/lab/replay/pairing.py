@@ -66,10 +66,13 @@ class Pairing:
         self._waiting.clear()
 
     def _unpaired(self, identity: str, record: Record) -> None:
+        place = _place(identity)
         if identity in self._paired:
             self._tally.num_repeated += 1
+        elif place.window > 0 and place == self._first:  # the capture begins in the middle of it, after its input
+            self._tally.num_outside += 1
         else:
-            self._tally.miss(kind_of(record), record.subject, _place(identity), "only recorded", record.sequence)
+            self._tally.miss(kind_of(record), record.subject, place, "only recorded", record.sequence)
 
     def _is_about_a_window(self, identity: str) -> bool:
         """Whether it can be an output; if so its window is remembered as recorded."""
