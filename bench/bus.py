@@ -34,7 +34,8 @@ from nats.aio.msg import Msg
 from dynamix.runtime.bus import ALL, Bus
 from dynamix.runtime.embedded import EmbeddedServer
 from dynamix.runtime.provision import provision
-from dynamix.schemas import codec, table
+from dynamix.schemas import codec
+from dynamix.schemas import kinds as table
 from dynamix.schemas.features import state_of
 from dynamix.schemas.messages import State
 

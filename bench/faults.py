@@ -1,8 +1,9 @@
 """All of tests/faults at full counts, several times with other seeds: `python -m bench.faults [--rounds N]`.
 
-Real processes, a real broker, and each test ends by comparing with the reference fold (dynamix.lab.reference_fold). The
-table says of each fault in how many rounds it passed, the longest that it took, and the figures that its test measured:
-times as the worst of all rounds, counts as their sum. The exit code is 1 when a test failed in any round.
+Real processes, a real broker, and each test ends by comparing with the reference fold
+(`tests/support/reference_fold.py`). The table says of each fault in how many rounds it passed, the longest that it
+took, and the figures that its test measured: times as the worst of all rounds, counts as their sum. The exit code is 1
+when a test failed in any round.
 """
 
 import argparse

@@ -51,14 +51,15 @@ from dynamix.runtime.settings import BusSettings
 from dynamix.schemas.chain import seal
 from dynamix.schemas.codec import decode
 from dynamix.schemas.messages import Action, Report
-from dynamix.trainer import Session, weighting
-from dynamix.trainer.clock import HostClock
-from dynamix.trainer.learning_rate import LearningRateScaler
-from dynamix.trainer.loader import Loader
-from dynamix.trainer.sampler import PlanSampler
-from dynamix.trainer.steering import Steering
-from dynamix.trainer.time_slots import TimeSlots
-from dynamix.trainer.weighting import GradientHook
+from dynamix.trainer import Session
+from dynamix.trainer.data.loader import Loader
+from dynamix.trainer.data.sampler import PlanSampler
+from dynamix.trainer.gradient import weighting
+from dynamix.trainer.gradient.learning_rate import LearningRateScaler
+from dynamix.trainer.gradient.time_slots import TimeSlots
+from dynamix.trainer.gradient.weighting import GradientHook
+from dynamix.trainer.measurement.clock import HostClock
+from dynamix.trainer.steering.steering import Steering
 
 WINDOW_STEPS = 20
 HIDDEN = {"small": 32, "large": 512}

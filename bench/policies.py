@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 from bench.output import add_output_arguments, exit_code, write_json
 
-from dynamix.arbitrator import forward
-from dynamix.arbitrator.actions import ActionSetName
+from dynamix.arbitrator.learned import forward
+from dynamix.arbitrator.learned.actions import ActionSetName
+from dynamix.arbitrator.learned.policy import LearnedPolicy
+from dynamix.arbitrator.learned.policy_file import PolicyFile, PolicyMetadata
+from dynamix.arbitrator.learned.ppo_settings import PPOSettings
 from dynamix.arbitrator.policies import POLICIES
-from dynamix.arbitrator.policies.learned import LearnedPolicy
-from dynamix.arbitrator.policy import Array32, Policy
-from dynamix.arbitrator.policy_file import PolicyFile, PolicyMetadata
-from dynamix.arbitrator.ppo_settings import PPOSettings
+from dynamix.arbitrator.policies.policy import Array32, Policy
 from dynamix.schemas.features import GLOBAL_FEATURES, GLOBAL_INDEX, RANK_FEATURES, RANK_INDEX
 from dynamix.schemas.messages import Job, NodeRanks
 

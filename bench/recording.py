@@ -11,13 +11,14 @@ import msgspec
 import numpy as np
 from bench.scale.load import LOCAL_BATCH_SIZE, job_of
 
-from dynamix.arbitrator.fold import Fold
+from dynamix.arbitrator.deciding.fold import Fold
 from dynamix.arbitrator.policies import policy_named
 from dynamix.collector.probes import Evidence, read_network
 from dynamix.collector.window import metric_window
-from dynamix.lab.capture import CaptureHeader, CaptureWriter, Record, fingerprint
+from dynamix.recording.capture import CaptureHeader, CaptureWriter, Record, fingerprint
 from dynamix.reward.formula import Weights, reward_of
-from dynamix.schemas import codec, table
+from dynamix.schemas import codec
+from dynamix.schemas import kinds as table
 from dynamix.schemas.features import state_of
 from dynamix.schemas.messages import (
     Action,

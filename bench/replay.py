@@ -17,8 +17,8 @@ from typing import Any
 from bench.output import add_output_arguments, exit_code, write_json
 from bench.recording import write_recording
 
-from dynamix.lab.capture import records
-from dynamix.lab.replay import OtherPolicy, Outcome, Replay, replay
+from dynamix.recording.capture import records
+from dynamix.recording.replay import OtherPolicy, Outcome, Replay, replay
 
 TARGET = 50.0
 """Times real time, of every service."""

@@ -23,11 +23,11 @@ from bench.output import add_output_arguments, exit_code, write_json
 from torch import nn
 
 from dynamix.arbitrator.policies import policy_named
-from dynamix.lab.episode import ControlPlane
+from dynamix.lab.experiments.episodes.episode import ControlPlane
+from dynamix.lab.simulator.cluster import VirtualCluster
+from dynamix.lab.simulator.scenario import Network, Scenario, Stragglers, Workers
+from dynamix.lab.workloads import Data, Part, make_optimizer, workload_named
 from dynamix.reward.formula import Weights
-from dynamix.trainer.virtual.cluster import VirtualCluster
-from dynamix.trainer.virtual.scenario import Network, Scenario, Stragglers, Workers
-from dynamix.trainer.workloads import Data, Part, make_optimizer, workload_named
 
 WORKLOAD = "fashion-14-mlp"
 NUM_WORKERS = 8

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from dynamix import trainer as dynamix
+from dynamix.lab.workloads import OPTIMIZERS, WORKLOADS, Part, Workload, make_optimizer, workload_named
 from dynamix.schemas.policies import DEFAULT_POLICY
-from dynamix.trainer.workloads import OPTIMIZERS, WORKLOADS, Part, Workload, make_optimizer, workload_named
 
 EVALUATION_BATCH = 500
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dynamix import trainer as dynamix
-from dynamix.trainer.datasets import fashion_mnist
+from dynamix.lab.workloads.datasets import fashion_mnist
 
 
 def make_model() -> nn.Module:

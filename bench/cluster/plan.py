@@ -3,8 +3,8 @@
 from typing import Literal, NamedTuple, Self
 
 import msgspec
+from bench.hosts import HostsError, Link
 
-from dynamix.lab.hosts import HostsError, Link
 from dynamix.schemas.subjects import check_token
 
 NUM_TRAINING_IMAGES = 60_000

@@ -14,9 +14,9 @@ from bench.cluster.plan import Arm, Plan
 from bench.cluster.seen import Seen, Watcher
 from bench.cluster.services import ClusterError, Services, end_of, node_of
 from bench.cluster.summary import Result, summarise
+from bench.hosts import Host, Hosts
 
 from dynamix.collector.proc import NamespaceTraffic
-from dynamix.lab.hosts import Host, Hosts
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode_any
 from dynamix.schemas.streams import ACTIONS, FEED

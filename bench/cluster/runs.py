@@ -10,8 +10,7 @@ from bench.cluster.plan import Arm, Plan
 from bench.cluster.runner import run_job
 from bench.cluster.services import services
 from bench.cluster.summary import Result
-
-from dynamix.lab.hosts import Hosts
+from bench.hosts import Hosts
 
 Runs = Sequence[tuple[Plan, Arm]]
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from bench.cluster.plan import Probe
+from bench.hosts import Host, Hosts
 
 from dynamix.cli.services import ServiceProcess, bus_environment
-from dynamix.lab.hosts import Host, Hosts
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.embedded import EmbeddedServer
 from dynamix.runtime.provision import provision

@@ -19,9 +19,8 @@ from bench.cluster.plan import Arm, Plan
 from bench.cluster.runs import run_all
 from bench.cluster.services import ClusterError
 from bench.cluster.summary import Result, missed
+from bench.hosts import HostsError
 from bench.output import exit_code, write_json
-
-from dynamix.lab.hosts import HostsError
 
 EQUAL = "equal split"
 SIGNALS = (

@@ -1,6 +1,6 @@
 """Experiments without learning: static sizes, cluster sizes, topologies."""
 
-from dynamix.trainer.virtual.scenario import Network
+from dynamix.lab.simulator.scenario import Network
 
 from .laboratory import Laboratory
 from .result import Cell, Curve, Panel, Result

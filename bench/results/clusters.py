@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from dynamix.trainer.virtual.scenario import Network, Scenario, Stragglers, Workers
+from dynamix.lab.simulator.scenario import Network, Scenario, Stragglers, Workers
 
 SPEEDS = (4000.0, 2000.0, 1000.0, 500.0)
 """Samples per second of the four kinds of workers."""

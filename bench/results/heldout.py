@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 
-from dynamix.lab.contenders import BEST_STATIC
-from dynamix.lab.verdict import Family, Interval, Row, Verdict
+from dynamix.lab.experiments.comparison.contenders import BEST_STATIC
+from dynamix.lab.experiments.comparison.verdict import Family, Interval, Row, Verdict
 
 from .result import NOT_RUN, with_table
 

@@ -6,16 +6,16 @@ from typing import Any, Literal
 
 import msgspec
 
-from dynamix.lab.contenders import Contender, parse_contenders
-from dynamix.lab.evaluation import Progress, fill, plan
-from dynamix.lab.learning import LearningPlan, Update, learn, plan_named
-from dynamix.lab.provenance import code_digest, versions
-from dynamix.lab.runs import Ledger
-from dynamix.lab.suite import TUNED_FILE, Suite, scenario_root
-from dynamix.lab.table import Table
-from dynamix.lab.tuned import Tuned, read_tuned
+from dynamix.lab.experiments.comparison.contenders import Contender, parse_contenders
+from dynamix.lab.experiments.comparison.evaluation import Progress, fill, plan
+from dynamix.lab.experiments.comparison.runs import Ledger
+from dynamix.lab.experiments.comparison.table import Table
+from dynamix.lab.experiments.comparison.tuned import Tuned, read_tuned
+from dynamix.lab.experiments.episodes.suite import TUNED_FILE, Suite, scenario_root
+from dynamix.lab.experiments.learning import LearningPlan, Update, learn, plan_named
+from dynamix.lab.simulator.scenario import Network, Scenario
+from dynamix.recording.provenance import code_digest, versions
 from dynamix.schemas.policies import DEFAULT_POLICY
-from dynamix.trainer.virtual.scenario import Network, Scenario
 
 from .clusters import mixed
 from .result import Cell, Result

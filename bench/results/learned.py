@@ -3,8 +3,8 @@
 import statistics
 from collections.abc import Sequence
 
-from dynamix.lab.learning import Update
-from dynamix.trainer.virtual.scenario import Scenario
+from dynamix.lab.experiments.learning import Update
+from dynamix.lab.simulator.scenario import Scenario
 
 from .laboratory import IMAGE_JOB, Laboratory, Learned
 from .result import Cell, Curve, Panel, Result, mean_of

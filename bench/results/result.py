@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from dynamix.lab.scores import Mean, Ratio, student_quantile
+from dynamix.lab.experiments.comparison.scores import Mean, Ratio, student_quantile
 
 NOT_RUN = "Not run yet."
 

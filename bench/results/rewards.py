@@ -5,9 +5,9 @@ from typing import Any
 
 import msgspec
 
-from dynamix.lab.table import Table
+from dynamix.lab.experiments.comparison.table import Table
+from dynamix.lab.simulator.scenario import Scenario
 from dynamix.reward.formula import Weights
-from dynamix.trainer.virtual.scenario import Scenario
 
 from .laboratory import Laboratory, Learned
 from .learned import ADAM, BASE, PAPER

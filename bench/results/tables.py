@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from dynamix.lab import scores
-from dynamix.lab.figure import CURVE_POINTS, mean_curve
-from dynamix.lab.table import Table
-from dynamix.trainer.virtual.scenario import Scenario
+from dynamix.lab.experiments.comparison import scores
+from dynamix.lab.experiments.comparison.figure import CURVE_POINTS, mean_curve
+from dynamix.lab.experiments.comparison.table import Table
+from dynamix.lab.simulator.scenario import Scenario
 
 from .result import Cell, Curve, Estimate, Panel, estimate_of, estimate_of_mean
 

@@ -13,7 +13,8 @@ from bench.node_window import metric_window
 from bench.scale.plan import RANKS_PER_NODE
 
 from dynamix.reward.formula import Weights, reward_of
-from dynamix.schemas import codec, table
+from dynamix.schemas import codec
+from dynamix.schemas import kinds as table
 from dynamix.schemas.features import state_of
 from dynamix.schemas.messages import Job, Message, MetricWindow, NodeRanks, RankMetrics, Reward, State
 

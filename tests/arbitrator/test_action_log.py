@@ -13,11 +13,11 @@ from tests.support import made
 from tests.support.brokers import ConfiguredServer, connected, operate, until
 from tests.support.stored_blocks import Record, block_of, flip_in_header, flip_in_payload, records
 
-from dynamix.arbitrator import job_log
-from dynamix.arbitrator.action_log import ActionLogError
-from dynamix.arbitrator.job_log import JobLog, Surroundings
-from dynamix.arbitrator.policy_source import PolicySource
-from dynamix.arbitrator.policy_store import PolicyStore
+from dynamix.arbitrator.deciding import job_log
+from dynamix.arbitrator.deciding.action_store import ActionLogError
+from dynamix.arbitrator.deciding.job_log import JobLog, Surroundings
+from dynamix.arbitrator.learned.policy_source import PolicySource
+from dynamix.arbitrator.learned.policy_store import PolicyStore
 from dynamix.arbitrator.service import serve
 from dynamix.arbitrator.settings import ArbitratorSettings
 from dynamix.runtime.bus import Bus, Message, StaleWriterError

@@ -5,7 +5,7 @@ import asyncio
 import msgspec
 from tests.support import made
 
-from dynamix.arbitrator.learner.collecting import collect
+from dynamix.arbitrator.learning.collecting import collect
 from dynamix.runtime.bus import Bus, Message
 from dynamix.schemas.messages import RankReward, Reward
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support import made
 
-from dynamix.arbitrator.fold import MAX_AGE_WINDOWS, MAX_SKIP_WINDOWS, Fold
+from dynamix.arbitrator.deciding.fold import MAX_AGE_WINDOWS, MAX_SKIP_WINDOWS, Fold
 from dynamix.arbitrator.policies import policy_named
-from dynamix.arbitrator.policy import Array32, Decision
+from dynamix.arbitrator.policies.policy import Array32, Decision
 from dynamix.schemas.chain import is_sealed
 from dynamix.schemas.codec import MalformedMessageError
 from dynamix.schemas.features import RANK_INDEX

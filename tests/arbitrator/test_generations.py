@@ -4,7 +4,7 @@ from typing import Any
 
 from tests.support import made
 
-from dynamix.arbitrator.learner.generations import Finished, Generations
+from dynamix.arbitrator.learning.generations import Finished, Generations
 from dynamix.schemas.messages import Job
 
 

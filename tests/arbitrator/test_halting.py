@@ -9,10 +9,10 @@ import pytest
 import structlog
 from tests.support import made, odd_policies
 
+from dynamix.arbitrator.learned.policy_source import PolicySource
+from dynamix.arbitrator.learned.policy_store import PolicyStore
+from dynamix.arbitrator.policies.policy import Decision, Policy
 from dynamix.arbitrator.policies.static import Static
-from dynamix.arbitrator.policy import Decision, Policy
-from dynamix.arbitrator.policy_source import PolicySource
-from dynamix.arbitrator.policy_store import PolicyStore
 from dynamix.arbitrator.service import serve
 from dynamix.arbitrator.settings import ArbitratorSettings
 from dynamix.runtime.bus import Bus

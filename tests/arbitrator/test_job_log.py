@@ -6,10 +6,10 @@ import pytest
 import structlog
 from tests.support import learned, made
 
-from dynamix.arbitrator.action_log import ActionLogError
-from dynamix.arbitrator.job_log import JobLog, Surroundings
-from dynamix.arbitrator.policy_source import PolicySource
-from dynamix.arbitrator.policy_store import BUCKET, PolicyStore
+from dynamix.arbitrator.deciding.action_store import ActionLogError
+from dynamix.arbitrator.deciding.job_log import JobLog, Surroundings
+from dynamix.arbitrator.learned.policy_source import PolicySource
+from dynamix.arbitrator.learned.policy_store import BUCKET, PolicyStore
 from dynamix.runtime.bus import Bus
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode

@@ -8,15 +8,15 @@ import pytest
 import torch
 from tests.support import learned, made
 
-from dynamix.arbitrator import inputs
-from dynamix.arbitrator.actions import DELTAS, MULTIPLIERS, ActionSetName, action_set_named
-from dynamix.arbitrator.agent import Agent
-from dynamix.arbitrator.fold import Fold
-from dynamix.arbitrator.forward import Forward
-from dynamix.arbitrator.normalisation import Normalisation
-from dynamix.arbitrator.policies.learned import LearnedPolicy, draws, sample
+from dynamix.arbitrator.deciding.fold import Fold
+from dynamix.arbitrator.learned import inputs
+from dynamix.arbitrator.learned.actions import DELTAS, MULTIPLIERS, ActionSetName, action_set_named
+from dynamix.arbitrator.learned.forward import Forward
+from dynamix.arbitrator.learned.normalisation import Normalisation
+from dynamix.arbitrator.learned.policy import LearnedPolicy, draws, sample
+from dynamix.arbitrator.learning.agent import Agent
+from dynamix.arbitrator.policies.policy import Policy
 from dynamix.arbitrator.policies.rule import Rule
-from dynamix.arbitrator.policy import Policy
 from dynamix.schemas.features import GLOBAL_FEATURES, RANK_FEATURES, RANK_INDEX
 from dynamix.schemas.messages import Action, Job
 
@@ -174,7 +174,7 @@ def test_normalisation_of_parts_is_that_of_the_whole_and_leaves_out_the_unknown(
 
 
 def test_deciding_needs_no_torch() -> None:
-    program = "import sys; import dynamix.arbitrator.policies.learned; sys.exit('torch' in sys.modules)"
+    program = "import sys; import dynamix.arbitrator.learned.policy; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 

@@ -10,15 +10,15 @@ import pytest
 import structlog
 from tests.support import learned, made, odd_policies
 
-from dynamix.arbitrator.learner import rewards, service, updating
-from dynamix.arbitrator.learner.collecting import Collected
-from dynamix.arbitrator.learner.generations import Finished
-from dynamix.arbitrator.learner.service import _Learner
-from dynamix.arbitrator.learner.settings import LearnerSettings
-from dynamix.arbitrator.learner.updating import Lesson, Outcome
-from dynamix.arbitrator.policy_file import PolicyFile
-from dynamix.arbitrator.policy_store import PolicyStore
-from dynamix.arbitrator.rollout import Recording
+from dynamix.arbitrator.learned.policy_file import PolicyFile
+from dynamix.arbitrator.learned.policy_store import PolicyStore
+from dynamix.arbitrator.learning import rewards, service, updating
+from dynamix.arbitrator.learning.collecting import Collected
+from dynamix.arbitrator.learning.generations import Finished
+from dynamix.arbitrator.learning.rollout import Recording
+from dynamix.arbitrator.learning.service import _Learner
+from dynamix.arbitrator.learning.settings import LearnerSettings
+from dynamix.arbitrator.learning.updating import Lesson, Outcome
 from dynamix.reward.formula import formula_for
 from dynamix.runtime.bus import Bus, PermissionDeniedError, PublishError
 from dynamix.runtime.service import Context

@@ -1,7 +1,7 @@
 from pathlib import Path
 
+from dynamix.arbitrator.document import document
 from dynamix.arbitrator.policies import POLICIES
-from dynamix.arbitrator.policies.__main__ import document
 
 PATH = Path(__file__).parents[2] / "docs" / "policies.md"
 

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support import learned, odd_policies
 
-from dynamix.arbitrator.agent import Agent
-from dynamix.arbitrator.policies.learned import LearnedPolicy
-from dynamix.arbitrator.policy_file import PolicyFile, PolicyFileError
-from dynamix.arbitrator.ppo_settings import PPOSettings
+from dynamix.arbitrator.learned.policy import LearnedPolicy
+from dynamix.arbitrator.learned.policy_file import PolicyFile, PolicyFileError
+from dynamix.arbitrator.learned.ppo_settings import PPOSettings
+from dynamix.arbitrator.learning.agent import Agent
 
 
 def changed(**fields: Any) -> bytes:

@@ -8,13 +8,13 @@ from tests.support import learned, made
 from tests.support.brokers import operate
 from tests.support.foreign_policy import of_other_features
 
-from dynamix.arbitrator import policy_source, shipped
-from dynamix.arbitrator.fold import Fold
+from dynamix.arbitrator.deciding.fold import Fold
+from dynamix.arbitrator.learned import policy_source, shipped
+from dynamix.arbitrator.learned.policy_file import PolicyFile
+from dynamix.arbitrator.learned.policy_source import PolicySource
+from dynamix.arbitrator.learned.policy_store import BUCKET, PolicyStore
 from dynamix.arbitrator.policies import POLICIES
-from dynamix.arbitrator.policy import Policy, digest_of
-from dynamix.arbitrator.policy_file import PolicyFile
-from dynamix.arbitrator.policy_source import PolicySource
-from dynamix.arbitrator.policy_store import BUCKET, PolicyStore
+from dynamix.arbitrator.policies.policy import Policy, digest_of
 from dynamix.runtime.bus import Bus
 from dynamix.schemas import streams
 from dynamix.schemas.messages import Action

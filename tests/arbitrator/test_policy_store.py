@@ -9,8 +9,8 @@ import pytest
 from tests.support import learned
 from tests.support.brokers import ConfiguredServer, connected, operate
 
-from dynamix.arbitrator import policy_store
-from dynamix.arbitrator.policy_store import BUCKET, PolicyStore
+from dynamix.arbitrator.learned import policy_store
+from dynamix.arbitrator.learned.policy_store import BUCKET, PolicyStore
 from dynamix.runtime.bus import (
     Bus,
     BusError,

@@ -7,7 +7,7 @@ from tests.support.toy_cluster import ToyCluster
 
 from dynamix.arbitrator.policies import POLICIES
 from dynamix.arbitrator.policies.goodput import NUM_CANDIDATES, goodput
-from dynamix.arbitrator.policy import Array32, Decision
+from dynamix.arbitrator.policies.policy import Array32, Decision
 from dynamix.schemas.features import GLOBAL_FEATURES, GLOBAL_INDEX
 from dynamix.schemas.messages import Job
 

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support import learned, made
 
-from dynamix.arbitrator.actions import ActionSetName, action_set_named
-from dynamix.arbitrator.agent import Agent
-from dynamix.arbitrator.fold import Fold
-from dynamix.arbitrator.forward import Forward, log_softmax
-from dynamix.arbitrator.policies.learned import LearnedPolicy
-from dynamix.arbitrator.policy_file import PolicyFile
-from dynamix.arbitrator.rollout import End, Recording, RolloutError, Trajectory, trajectory_of
+from dynamix.arbitrator.deciding.fold import Fold
+from dynamix.arbitrator.learned.actions import ActionSetName, action_set_named
+from dynamix.arbitrator.learned.forward import Forward, log_softmax
+from dynamix.arbitrator.learned.policy import LearnedPolicy
+from dynamix.arbitrator.learned.policy_file import PolicyFile
+from dynamix.arbitrator.learning.agent import Agent
+from dynamix.arbitrator.learning.rollout import End, Recording, RolloutError, Trajectory, trajectory_of
 from dynamix.schemas.messages import Action, Applied, Job, RankReward, Reward, State
 
 NODES = {"node-a": (0, 1), "node-b": (2, 3)}

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from tests.support import made
 
-from dynamix.arbitrator.signatures import (
+from dynamix.arbitrator.deciding.signatures import (
     MIN_EPISODES,
     STUCK_WINDOWS,
     Finding,
@@ -13,8 +13,8 @@ from dynamix.arbitrator.signatures import (
     value_signature,
 )
 from dynamix.schemas.codec import decode, encode
+from dynamix.schemas.kinds import subject_of
 from dynamix.schemas.messages import Event
-from dynamix.schemas.table import subject_of
 
 JOB = made.job()  # four ranks from 32 to 1024
 

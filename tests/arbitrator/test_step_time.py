@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamix.arbitrator.step_time import SYNC_FLOOR, StepTime, best_global_batch, progress
+from dynamix.arbitrator.policies.model.step_time import SYNC_FLOOR, StepTime, best_global_batch, progress
 
 
 def model(rates: list[float], lower: float = 8.0, upper: float = 1024.0, **changes: float) -> StepTime:

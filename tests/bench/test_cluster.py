@@ -15,13 +15,13 @@ from bench.cluster.figure import draw
 from bench.cluster.plan import Arm, Plan
 from bench.cluster.seen import Seen
 from bench.cluster.summary import Result, Spread, missed, summarise
+from bench.hosts.cgroups import find_hierarchies
+from bench.hosts.namespace import DIRECTORY
 from tests.support import made
 from tests.support.benches import ROOT, run_bench
 from tests.support.brokers import until
 
 from dynamix.collector.proc import NamespaceTraffic
-from dynamix.lab.hosts.cgroups import find_hierarchies
-from dynamix.lab.hosts.namespace import DIRECTORY
 from dynamix.schemas.messages import Applied, MetricWindow, NetworkMetrics, RankMetrics, SystemMetrics
 
 PLAN = Plan(num_hosts=2, num_windows=3, num_warm_up_windows=1)

@@ -3,7 +3,7 @@ from pathlib import Path
 from bench.recording import write_recording
 from tests.support.benches import run_bench
 
-from dynamix.lab.capture import records
+from dynamix.recording.capture import records
 from dynamix.schemas.streams import ACTIONS
 
 

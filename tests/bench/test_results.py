@@ -21,10 +21,10 @@ from bench.results.result import (
 )
 from tests.support.small_suites import made_up
 
-from dynamix.lab import evaluation
-from dynamix.lab.suite import suite_named
-from dynamix.lab.tuned import Choice, Tuned, to_toml
-from dynamix.lab.verdict import Family, Interval, Row, Verdict
+from dynamix.lab.experiments.comparison import evaluation
+from dynamix.lab.experiments.comparison.tuned import Choice, Tuned, to_toml
+from dynamix.lab.experiments.comparison.verdict import Family, Interval, Row, Verdict
+from dynamix.lab.experiments.episodes.suite import suite_named
 
 DOCS = Path(__file__).parents[2] / "docs"
 EMPTY = "\n".join(f"<!-- {name}: made by `make results` -->\n{NOT_RUN}\n<!-- end of {name} -->" for name in EXPERIMENTS)

@@ -16,7 +16,7 @@ from bench.scale.plan import WARM_UP_WINDOWS, Plan
 from bench.scale.result import MEMORY_RUN_S, Result, missed
 from tests.support.benches import ROOT, run_bench
 
-from dynamix.arbitrator.fold import Fold
+from dynamix.arbitrator.deciding.fold import Fold
 from dynamix.arbitrator.policies import policy_named
 from dynamix.schemas.codec import decode
 from dynamix.schemas.messages import State

@@ -12,10 +12,10 @@ from dynamix.cli.calibrate.source import from_bus, from_capture
 from dynamix.cli.errors import CommandError
 from dynamix.cli.main import main
 from dynamix.cli.services import bus_environment
-from dynamix.lab import capture
+from dynamix.lab.simulator.scenario import Scenario
+from dynamix.recording import capture
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.embedded import EmbeddedServer
-from dynamix.trainer.virtual.scenario import Scenario
 
 
 @pytest.fixture

@@ -23,12 +23,12 @@ from dynamix.cli.capture.source import Source
 from dynamix.cli.errors import CommandError
 from dynamix.cli.main import main
 from dynamix.cli.services import bus_environment
-from dynamix.lab import capture
-from dynamix.lab.capture import CaptureReader, CutOffError, Record
+from dynamix.recording import capture
+from dynamix.recording.capture import CaptureReader, CutOffError, Record
 from dynamix.runtime.bus import Bus
 from dynamix.schemas.codec import decode_any, encode, message_id
+from dynamix.schemas.kinds import BY_STRUCT, subject_of
 from dynamix.schemas.messages import Job, Message
-from dynamix.schemas.table import BY_STRUCT, subject_of
 
 OTHER = "other-99999999"
 NODES = {"node-a": (0, 1), "node-b": (2, 3)}

@@ -17,12 +17,12 @@ from tests.support.small_suites import made_up, tuned_for, write_suite
 
 from dynamix.cli import comparison
 from dynamix.cli.main import main
-from dynamix.lab import evaluation
-from dynamix.lab.provenance import code_digest
-from dynamix.lab.runs import Outcome, Task
-from dynamix.lab.suite import Scenario, scenario_root, suite_named
-from dynamix.lab.tuned import Choice, Tuned, read_tuned, to_toml
-from dynamix.lab.tuning import GRID
+from dynamix.lab.experiments.comparison import evaluation
+from dynamix.lab.experiments.comparison.runs import Outcome, Task
+from dynamix.lab.experiments.comparison.tuned import Choice, Tuned, read_tuned, to_toml
+from dynamix.lab.experiments.comparison.tuning import GRID
+from dynamix.lab.experiments.episodes.suite import Scenario, scenario_root, suite_named
+from dynamix.recording.provenance import code_digest
 
 ROW = {"policy", "median_time_to_target_s", "misses", "vs_best_static", "vs_goodput"}
 

@@ -11,7 +11,7 @@ from tests.support.watched import applied, event, reward
 from dynamix.cli.inspect import words
 from dynamix.cli.inspect.inspection import Inspection, inspect
 from dynamix.cli.main import main
-from dynamix.lab import capture
+from dynamix.recording import capture
 from dynamix.schemas.chain import seal
 from dynamix.schemas.messages import Action, Message
 

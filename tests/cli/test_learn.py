@@ -8,8 +8,8 @@ import pytest
 from tests.support import learning
 from tests.support.brokers import ConfiguredServer
 
-from dynamix.arbitrator.policy_file import PolicyFile
-from dynamix.arbitrator.policy_store import PolicyStore
+from dynamix.arbitrator.learned.policy_file import PolicyFile
+from dynamix.arbitrator.learned.policy_store import PolicyStore
 from dynamix.cli.main import main
 from dynamix.cli.services import bus_environment
 from dynamix.runtime.bus import Bus

@@ -10,7 +10,7 @@ from tests.support import learned
 from tests.support.deployed_broker import DeployedBroker, deployed_broker
 from tests.support.foreign_policy import of_other_features
 
-from dynamix.arbitrator import shipped
+from dynamix.arbitrator.learned import shipped
 from dynamix.cli.main import main
 from dynamix.cli.policy.render import table
 from dynamix.cli.policy.shelf import Entry

@@ -12,7 +12,7 @@ from tests.support import made
 from tests.support.recordings import DEMO, Recording, changed
 
 from dynamix.cli.main import main
-from dynamix.lab.capture import CaptureWriter, Record, read_header, records
+from dynamix.recording.capture import CaptureWriter, Record, read_header, records
 from dynamix.schemas import codec
 from dynamix.schemas.codec import decode
 from dynamix.schemas.messages import Action

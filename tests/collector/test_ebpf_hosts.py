@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
 import pytest
+from bench.hosts import Host, Hosts, Link
 from tests.support.sockets import Pair, connected_over, read, send
 
 from dynamix.collector.ebpf.opening import open_probe
 from dynamix.collector.ebpf.probe import SocketProbe
-from dynamix.lab.hosts import Host, Hosts, Link
 
 pytestmark = pytest.mark.bpf
 

@@ -9,7 +9,7 @@ from tests.support import made
 from tests.support.deployed_broker import DeployedBroker
 
 from dynamix.cli.services import bus_environment
-from dynamix.lab import capture
+from dynamix.recording import capture
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.provision import provision
 

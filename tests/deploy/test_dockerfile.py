@@ -77,8 +77,8 @@ def test_a_service_image_runs_the_module_of_its_name(service: str) -> None:
 
 
 def test_the_learners_image_runs_the_learner() -> None:
-    assert effective("learner", "ENTRYPOINT") == 'ENTRYPOINT ["python", "-m", "dynamix.arbitrator.learner"]'
-    assert (ROOT / "services" / "arbitrator" / "dynamix" / "arbitrator" / "learner" / "__main__.py").is_file()
+    assert effective("learner", "ENTRYPOINT") == 'ENTRYPOINT ["python", "-m", "dynamix.arbitrator.learning"]'
+    assert (ROOT / "services" / "arbitrator" / "dynamix" / "arbitrator" / "learning" / "__main__.py").is_file()
 
 
 @pytest.mark.parametrize("target", TARGETS)

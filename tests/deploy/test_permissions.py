@@ -17,7 +17,8 @@ from dynamix.runtime.bus.micro import VERBS, subjects_of
 from dynamix.runtime.bus.object_layout import description_subject
 from dynamix.runtime.bus.requests import Answer
 from dynamix.runtime.provision import provision
-from dynamix.schemas import subjects, table
+from dynamix.schemas import kinds as table
+from dynamix.schemas import subjects
 from dynamix.schemas.messages import (
     Applied,
     Dead,

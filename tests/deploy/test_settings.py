@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from dynamix.arbitrator.learner.settings import LearnerSettings
+from dynamix.arbitrator.learning.settings import LearnerSettings
 from dynamix.arbitrator.settings import ArbitratorSettings
 from dynamix.collector.settings import CollectorSettings
 from dynamix.reward.settings import RewardSettings

@@ -9,7 +9,7 @@ import pytest
 
 UNITS = Path(__file__).parents[2] / "deploy" / "systemd"
 SERVICES = ("collector", "reward", "arbitrator", "learner")
-MODULES = {service: f"dynamix.{service}" for service in SERVICES} | {"learner": "dynamix.arbitrator.learner"}
+MODULES = {service: f"dynamix.{service}" for service in SERVICES} | {"learner": "dynamix.arbitrator.learning"}
 ALWAYS_CLOSED = (
     "DynamicUser=yes",
     "NoNewPrivileges=yes",

@@ -10,12 +10,12 @@ from tests.support.arbitrators import Crew, crew, feed_states, two_node_job
 from tests.support.control_plane import ControlPlane, control_plane
 from tests.support.faults import Figure, Scale
 from tests.support.oracle import recorded_states, stored
+from tests.support.reference_fold import reference_decisions
 from tests.support.stored_blocks import block_of
 from tests.support.watched import applied
 from tests.support.watching import Watch, watching
 
 from dynamix.arbitrator.policies import policy_named
-from dynamix.lab.reference_fold import reference_decisions
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode
 from dynamix.schemas.messages import Action, Job

@@ -10,7 +10,7 @@ from tests.support.faults import Figure, Scale
 from tests.support.oracle import check_decisions, recorded_states
 from tests.support.watching import watching
 
-from dynamix.arbitrator.fold import Fold
+from dynamix.arbitrator.deciding.fold import Fold
 from dynamix.arbitrator.policies import policy_named
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import encode, message_id

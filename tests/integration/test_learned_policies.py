@@ -4,7 +4,7 @@ from tests.support import learned
 from tests.support.control_plane import ControlPlane, control_plane, one_node_job, report_of
 from tests.support.foreign_policy import of_other_features
 
-from dynamix.arbitrator.policy_store import BUCKET, PolicyStore
+from dynamix.arbitrator.learned.policy_store import BUCKET, PolicyStore
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode
 from dynamix.schemas.messages import Action, Job, Live

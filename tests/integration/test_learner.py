@@ -5,20 +5,20 @@ import asyncio
 from tests.support import virtual
 from tests.support.control_plane import ControlPlane, control_plane
 
-from dynamix.arbitrator.actions import action_set_named
-from dynamix.arbitrator.agent import Agent
-from dynamix.arbitrator.policies.learned import LearnedPolicy
-from dynamix.arbitrator.policy_file import PolicyFile
-from dynamix.arbitrator.policy_store import PolicyStore
-from dynamix.arbitrator.rollout import End, Recording, Trajectory, trajectory_of
+from dynamix.arbitrator.learned.actions import action_set_named
+from dynamix.arbitrator.learned.policy import LearnedPolicy
+from dynamix.arbitrator.learned.policy_file import PolicyFile
+from dynamix.arbitrator.learned.policy_store import PolicyStore
+from dynamix.arbitrator.learning.agent import Agent
+from dynamix.arbitrator.learning.rollout import End, Recording, Trajectory, trajectory_of
 from dynamix.cli.services import wait_until_ready
-from dynamix.lab.episode import run_episode
+from dynamix.lab.experiments.episodes.episode import run_episode
+from dynamix.lab.simulator.cluster import VirtualCluster
+from dynamix.lab.simulator.lockstep import run_lockstep
 from dynamix.reward.formula import Weights
 from dynamix.schemas import subjects
 from dynamix.schemas.messages import PolicyVersion
 from dynamix.schemas.streams import FEED
-from dynamix.trainer.virtual.cluster import VirtualCluster
-from dynamix.trainer.virtual.lockstep import run_lockstep
 
 POLICY = "mine"
 EXPLORE = {"explore": 1.0}
@@ -39,7 +39,7 @@ async def explore(plane: ControlPlane, seed: int) -> set[int]:
 
 async def start_learner(plane: ControlPlane) -> None:
     """Start it (again), and wait until it listens."""
-    plane.services["learner"] = learner = plane.another("arbitrator.learner", {})
+    plane.services["learner"] = learner = plane.another("arbitrator.learning", {})
     learner.start()
     await wait_until_ready(plane.bus, ["learner"])
 

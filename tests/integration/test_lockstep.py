@@ -9,15 +9,15 @@ from tests.support import virtual
 from tests.support.control_plane import ControlPlane, control_plane
 
 from dynamix.arbitrator.policies import policy_named
-from dynamix.lab.episode import Episode, run_episode
+from dynamix.lab.experiments.episodes.episode import Episode, run_episode
+from dynamix.lab.simulator.cluster import VirtualCluster
+from dynamix.lab.simulator.lockstep import NoActionError, run_lockstep
+from dynamix.lab.simulator.scenario import Scenario, Stragglers
 from dynamix.reward.formula import Weights
 from dynamix.runtime.bus import Bus
 from dynamix.schemas import subjects
 from dynamix.schemas.messages import Action, Applied, Job, MetricWindow, Reward, State
 from dynamix.schemas.streams import FEED, JOBS
-from dynamix.trainer.virtual.cluster import VirtualCluster
-from dynamix.trainer.virtual.lockstep import NoActionError, run_lockstep
-from dynamix.trainer.virtual.scenario import Scenario, Stragglers
 
 NODES = ("virtual-0", "virtual-1")
 SEED = 5

@@ -8,8 +8,8 @@ import pytest
 from tests.support.control_plane import ControlPlane, control_plane, feed_windows, one_node_job
 
 from dynamix.cli.capture.source import Source
-from dynamix.lab.capture import CaptureHeader, CaptureWriter, fingerprint
-from dynamix.lab.replay import Into, Replay, replay
+from dynamix.recording.capture import CaptureHeader, CaptureWriter, fingerprint
+from dynamix.recording.replay import Into, Replay, replay
 from dynamix.schemas import subjects
 from dynamix.schemas.messages import Job
 from dynamix.schemas.streams import FEED

@@ -6,9 +6,15 @@ import pytest
 from tests.support.small_suites import tuned_for
 
 from dynamix.cli.evaluate import POLICIES
-from dynamix.lab.contenders import Contender, Setting, parse_contender, parse_contenders, with_references
-from dynamix.lab.policy_files import shipped_files
-from dynamix.lab.tuned import Choice, Tuned
+from dynamix.lab.experiments.comparison.contenders import (
+    Contender,
+    Setting,
+    parse_contender,
+    parse_contenders,
+    with_references,
+)
+from dynamix.lab.experiments.comparison.tuned import Choice, Tuned
+from dynamix.lab.experiments.episodes.policy_files import shipped_files
 from dynamix.schemas.policies import DEFAULT_POLICY
 
 

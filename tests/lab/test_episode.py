@@ -3,11 +3,11 @@ import pytest
 from tests.support import virtual
 
 from dynamix.arbitrator.policies import policy_named
-from dynamix.lab.episode import Episode, run_episode
+from dynamix.lab.experiments.episodes.episode import Episode, run_episode
+from dynamix.lab.simulator.scenario import Stragglers
 from dynamix.reward.formula import Weights, reward_of
 from dynamix.schemas.chain import is_sealed
 from dynamix.schemas.features import GLOBAL_INDEX, RANK_INDEX, state_of, unpack_global, unpack_ranks
-from dynamix.trainer.virtual.scenario import Stragglers
 
 
 def episode(policy: str = "static", seed: int = 3, **arguments: object) -> Episode:

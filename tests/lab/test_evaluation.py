@@ -8,13 +8,13 @@ import pytest
 from tests.support.learned import policy_file
 from tests.support.small_suites import made_up, outcome, tuned_for, write_suite
 
-from dynamix.lab import evaluation
-from dynamix.lab.contenders import Contender, parse_contenders, with_references
-from dynamix.lab.evaluation import Cell, Forecast, Progress, fill, plan
-from dynamix.lab.runs import Ledger, Task
-from dynamix.lab.suite import Suite, suite_named
-from dynamix.lab.tuned import Tuned
-from dynamix.lab.verdict import Judge, Row, Verdict, note_on
+from dynamix.lab.experiments.comparison import evaluation
+from dynamix.lab.experiments.comparison.contenders import Contender, parse_contenders, with_references
+from dynamix.lab.experiments.comparison.evaluation import Cell, Forecast, Progress, fill, plan
+from dynamix.lab.experiments.comparison.runs import Ledger, Task
+from dynamix.lab.experiments.comparison.tuned import Tuned
+from dynamix.lab.experiments.comparison.verdict import Judge, Row, Verdict, note_on
+from dynamix.lab.experiments.episodes.suite import Suite, suite_named
 
 TIMES_S = {"static": 1.0, "random": 2.0, "goodput": 0.8, "rule": 0.4}
 TUNED = tuned_for(mixed=128, alike=64)
@@ -38,7 +38,7 @@ def compared(
     suite: Suite, rows: str, seeds: int, monkeypatch: pytest.MonkeyPatch, tuned: Tuned = TUNED
 ) -> tuple[Verdict, list[Cell]]:
     monkeypatch.setattr(evaluation, "outcomes", made_up(known_time_s))
-    monkeypatch.setattr("dynamix.lab.contenders.shipped_files", lambda _: [])
+    monkeypatch.setattr("dynamix.lab.experiments.comparison.contenders.shipped_files", lambda _: [])
     contenders = with_references(parse_contenders(rows))
     cells = plan(suite, contenders, range(seeds), tuned)
     with Ledger() as ledger:
@@ -100,7 +100,7 @@ def test_best_static_and_its_origin_are_told_per_family(suite: Suite, monkeypatc
 
 
 def test_learned_policies_without_a_file_have_a_row_that_says_so(suite: Suite, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dynamix.lab.contenders.shipped_files", lambda _: [])
+    monkeypatch.setattr("dynamix.lab.experiments.comparison.contenders.shipped_files", lambda _: [])
     verdict, _ = compared(suite, "rule", 1, monkeypatch)
     ppo = row(verdict.policies, "ppo")
     assert (ppo.num_runs, ppo.vs_best_static, ppo.note) == (0, None, "no policy file comes with the package")

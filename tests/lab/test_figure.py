@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from tests.support.small_suites import made_up, tuned_for, write_suite
 
-from dynamix.lab import evaluation
-from dynamix.lab.contenders import parse_contenders, with_references
-from dynamix.lab.evaluation import fill, plan
-from dynamix.lab.figure import draw, mean_curve
-from dynamix.lab.runs import Ledger
-from dynamix.lab.verdict import Judge
+from dynamix.lab.experiments.comparison import evaluation
+from dynamix.lab.experiments.comparison.contenders import parse_contenders, with_references
+from dynamix.lab.experiments.comparison.evaluation import fill, plan
+from dynamix.lab.experiments.comparison.figure import draw, mean_curve
+from dynamix.lab.experiments.comparison.runs import Ledger
+from dynamix.lab.experiments.comparison.verdict import Judge
 
 
 def test_a_run_that_is_over_keeps_its_last_accuracy() -> None:

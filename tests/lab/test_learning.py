@@ -7,14 +7,14 @@ import msgspec
 import pytest
 from tests.support import learned, learning, virtual
 
-from dynamix.arbitrator.policies.learned import LearnedPolicy
-from dynamix.arbitrator.signatures import Finding
-from dynamix.lab.episode import run_episode
-from dynamix.lab.learning import LearningPlan, Update, learn, plan_named
-from dynamix.lab.learning.checkpoint import Checkpoint, CheckpointError
-from dynamix.lab.learning.episodes import Played, Task, end_of, play
-from dynamix.lab.learning.plan import SCORE_SEEDS, TRAINING_SEEDS, VALIDATION_SEEDS
-from dynamix.lab.learning.workers import EpisodeError
+from dynamix.arbitrator.deciding.signatures import Finding
+from dynamix.arbitrator.learned.policy import LearnedPolicy
+from dynamix.lab.experiments.episodes.episode import run_episode
+from dynamix.lab.experiments.learning import LearningPlan, Update, learn, plan_named
+from dynamix.lab.experiments.learning.checkpoint import Checkpoint, CheckpointError
+from dynamix.lab.experiments.learning.episodes import Played, Task, end_of, play
+from dynamix.lab.experiments.learning.plan import SCORE_SEEDS, TRAINING_SEEDS, VALIDATION_SEEDS
+from dynamix.lab.experiments.learning.workers import EpisodeError
 from dynamix.reward.formula import Weights
 
 TIME_ONLY = Weights(accuracy=0, alpha=0, beta=1, delta=0, eta=0)
@@ -151,7 +151,7 @@ def test_scenarios_that_may_not_be_learned_from_are_never_played(monkeypatch: py
         played.append(task)
         return play(task)
 
-    monkeypatch.setattr("dynamix.lab.learning.workers.play", noted)
+    monkeypatch.setattr("dynamix.lab.experiments.learning.workers.play", noted)
     learn(learning.plan(num_episodes=4), num_workers=1)
     assert {task.scenario.name for task in played} == {"two-speeds", "slow-start"}
     with pytest.raises(ValueError, match="no scenario to learn from"):

@@ -7,9 +7,9 @@ import msgspec
 import pytest
 from tests.support.small_suites import write_suite
 
-from dynamix.lab.contenders import Setting
-from dynamix.lab.pool import RunFailedError, outcomes, parallel_outcomes, run_task
-from dynamix.lab.runs import Outcome, Task
+from dynamix.lab.experiments.comparison.contenders import Setting
+from dynamix.lab.experiments.comparison.pool import RunFailedError, outcomes, parallel_outcomes, run_task
+from dynamix.lab.experiments.comparison.runs import Outcome, Task
 
 
 @pytest.fixture

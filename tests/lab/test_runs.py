@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from tests.support.small_suites import outcome, write_suite
 
-from dynamix.lab.contenders import Setting
-from dynamix.lab.runs import Ledger, Task
+from dynamix.lab.experiments.comparison.contenders import Setting
+from dynamix.lab.experiments.comparison.runs import Ledger, Task
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def test_everything_that_determines_a_run_is_in_its_identity(task: Task) -> None
 
 def test_the_code_is_in_the_identity(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
     key = task.key
-    monkeypatch.setattr("dynamix.lab.runs.code_digest", lambda: "other code")
+    monkeypatch.setattr("dynamix.lab.experiments.comparison.runs.code_digest", lambda: "other code")
     assert msgspec.structs.replace(task).key != key
 
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from dynamix.lab import scores
+from dynamix.lab.experiments.comparison import scores
 
 
 def test_a_miss_counts_as_the_time_limit() -> None:

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from tests.support.small_suites import made_up, write_suite
 
-from dynamix.lab import evaluation, tuning
-from dynamix.lab.contenders import parse_contender
-from dynamix.lab.runs import Ledger, Task
-from dynamix.lab.suite import Suite
-from dynamix.lab.tuned import Tuned, read_tuned, to_toml
+from dynamix.lab.experiments.comparison import evaluation, tuning
+from dynamix.lab.experiments.comparison.contenders import parse_contender
+from dynamix.lab.experiments.comparison.runs import Ledger, Task
+from dynamix.lab.experiments.comparison.tuned import Tuned, read_tuned, to_toml
+from dynamix.lab.experiments.episodes.suite import Suite
 
 BEST = {"mixed": 128, "alike": 64}
 

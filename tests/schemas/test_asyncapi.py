@@ -12,7 +12,8 @@ import jsonschema
 import msgspec
 import pytest
 
-from dynamix.schemas import asyncapi, table
+from dynamix.schemas import asyncapi
+from dynamix.schemas import kinds as table
 from dynamix.schemas.codec import HEADER_BYTES
 
 ROOT = Path(__file__).parents[2]

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support import made
 
-from dynamix.schemas import codec, subjects, table
+from dynamix.schemas import codec, subjects
+from dynamix.schemas import kinds as table
 from dynamix.schemas.codec import MalformedMessageError, decode, decode_any, encode, message_id
 from dynamix.schemas.messages import Action, Applied, Job, Message, Report
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tests.support import made
 
-from dynamix.schemas import table
+from dynamix.schemas import kinds as table
 from dynamix.schemas.chain import is_sealed, seal
 from dynamix.schemas.codec import decode_any, encode
 from dynamix.schemas.messages import Applied, Dead, Event, Live, Message, PolicyVersion, RankReward, Reward

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamix.schemas import features, subjects, table
+from dynamix.schemas import features, subjects
+from dynamix.schemas import kinds as table
 from dynamix.schemas.__main__ import document
 
 DOCS = Path(__file__).parents[2] / "docs" / "subjects.md"

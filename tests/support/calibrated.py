@@ -6,8 +6,8 @@ from typing import Any
 from tests.support import virtual
 
 from dynamix.arbitrator.policies import policy_named
-from dynamix.lab.episode import Episode, run_episode
-from dynamix.trainer.virtual.scenario import Network, Scenario, Stragglers, Workers
+from dynamix.lab.experiments.episodes.episode import Episode, run_episode
+from dynamix.lab.simulator.scenario import Network, Scenario, Stragglers, Workers
 
 WORKERS = (
     Workers(samples_per_s=4000, overhead_s=0.004, count=2),

@@ -15,7 +15,7 @@ from pathlib import Path
 from dynamix.cli.capture.source import Source
 from dynamix.cli.demo.plan import DemoPlan
 from dynamix.cli.demo.runner import _Demo, services
-from dynamix.lab.capture import CaptureEnd, CaptureHeader, CaptureWriter, fingerprint
+from dynamix.recording.capture import CaptureEnd, CaptureHeader, CaptureWriter, fingerprint
 from dynamix.runtime.bus import Bus
 from dynamix.schemas import subjects
 from dynamix.schemas.messages import Report

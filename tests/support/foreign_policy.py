@@ -3,7 +3,7 @@
 import msgspec
 from tests.support import learned
 
-from dynamix.arbitrator.policy_file import PolicyFile
+from dynamix.arbitrator.learned.policy_file import PolicyFile
 
 
 def of_other_features() -> bytes:

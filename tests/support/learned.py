@@ -4,10 +4,10 @@ from typing import Any
 
 import numpy as np
 
-from dynamix.arbitrator.actions import ActionSetName
-from dynamix.arbitrator.agent import Agent
-from dynamix.arbitrator.policy_file import PolicyFile, PolicyMetadata
-from dynamix.arbitrator.ppo_settings import PPOSettings
+from dynamix.arbitrator.learned.actions import ActionSetName
+from dynamix.arbitrator.learned.policy_file import PolicyFile, PolicyMetadata
+from dynamix.arbitrator.learned.ppo_settings import PPOSettings
+from dynamix.arbitrator.learning.agent import Agent
 
 SMALL = PPOSettings(hidden_sizes=(16, 16))
 

@@ -7,10 +7,10 @@ import msgspec
 import pytest
 from tests.support import virtual
 
-from dynamix.arbitrator.ppo_settings import PPOSettings
-from dynamix.lab.learning import LearningPlan, episodes, plan_named
-from dynamix.trainer.virtual.scenario import Scenario
-from dynamix.trainer.workloads import Data
+from dynamix.arbitrator.learned.ppo_settings import PPOSettings
+from dynamix.lab.experiments.learning import LearningPlan, episodes, plan_named
+from dynamix.lab.simulator.scenario import Scenario
+from dynamix.lab.workloads import Data
 
 SETTINGS = PPOSettings(hidden_sizes=(8,), num_minibatches=2, update_epochs=2)
 

@@ -7,10 +7,10 @@ import msgspec
 import numpy as np
 from tests.support import learned
 
-from dynamix.arbitrator.agent import Agent
-from dynamix.arbitrator.policy_file import PolicyFile, PolicyMetadata
-from dynamix.arbitrator.ppo_settings import Objective
-from dynamix.arbitrator.rollout import Trajectory
+from dynamix.arbitrator.learned.policy_file import PolicyFile, PolicyMetadata
+from dynamix.arbitrator.learned.ppo_settings import Objective
+from dynamix.arbitrator.learning.agent import Agent
+from dynamix.arbitrator.learning.rollout import Trajectory
 
 
 def with_metadata(metadata: object) -> bytes:

@@ -3,8 +3,9 @@
 import contextlib
 import itertools
 
+from tests.support.reference_fold import Decided, reference_decisions
+
 from dynamix.arbitrator.policies import policy_named
-from dynamix.lab.reference_fold import Decided, reference_decisions
 from dynamix.runtime.bus import Bus, Message
 from dynamix.schemas import subjects
 from dynamix.schemas.chain import is_sealed

@@ -7,11 +7,11 @@ from typing import Self
 from bench.recording import Recorder, header_of
 from tests.support import made
 
-from dynamix.arbitrator.fold import Fold
+from dynamix.arbitrator.deciding.fold import Fold
+from dynamix.arbitrator.deciding.signatures import SizeWatch, event_of
 from dynamix.arbitrator.policies import policy_named
-from dynamix.arbitrator.policy import Policy
-from dynamix.arbitrator.signatures import SizeWatch, event_of
-from dynamix.lab.capture import CaptureWriter, Record, read_header, records
+from dynamix.arbitrator.policies.policy import Policy
+from dynamix.recording.capture import CaptureWriter, Record, read_header, records
 from dynamix.schemas.messages import Action, Job, State
 from dynamix.schemas.messages import Message as SchemaMessage
 

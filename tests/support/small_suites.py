@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from dynamix.lab.runs import Outcome, Task
-from dynamix.lab.suite import Suite, read_suite
-from dynamix.lab.tuned import Choice, Tuned
+from dynamix.lab.experiments.comparison.runs import Outcome, Task
+from dynamix.lab.experiments.comparison.tuned import Choice, Tuned
+from dynamix.lab.experiments.episodes.suite import Suite, read_suite
 
 MIXED = """
 family = "{family}"

@@ -4,10 +4,10 @@ import msgspec
 import numpy as np
 import torch
 
-from dynamix.arbitrator import gae
-from dynamix.arbitrator.network import ActorCritic
-from dynamix.arbitrator.ppo import Batch, update
-from dynamix.arbitrator.ppo_settings import PPOSettings
+from dynamix.arbitrator.learned.ppo_settings import PPOSettings
+from dynamix.arbitrator.learning import gae
+from dynamix.arbitrator.learning.network import ActorCritic
+from dynamix.arbitrator.learning.ppo import Batch, update
 
 NUM_ROUNDS, NUM_WORKERS = 16, 8
 

@@ -4,11 +4,11 @@ from typing import Any
 
 import torch
 
+from dynamix.lab.simulator.cluster import VirtualCluster
+from dynamix.lab.simulator.scenario import DecisionCost, Network, Scenario, Workers
+from dynamix.lab.workloads import Data, Part
 from dynamix.schemas.chain import seal
 from dynamix.schemas.messages import Action, Job
-from dynamix.trainer.virtual.cluster import VirtualCluster
-from dynamix.trainer.virtual.scenario import DecisionCost, Network, Scenario, Workers
-from dynamix.trainer.workloads import Data, Part
 
 FREE = DecisionCost(cost_s=0.0, cost_per_doubling_s=0.0)
 MIXED = (Workers(count=2, samples_per_s=4000.0, overhead_s=0.002), Workers(count=2, samples_per_s=1000.0))

@@ -16,8 +16,8 @@ from dynamix.runtime.provision import provision
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import subjects
 from dynamix.schemas.streams import FEED
-from dynamix.trainer import client as client_module
-from dynamix.trainer.client import BusClient
+from dynamix.trainer.wire import client as client_module
+from dynamix.trainer.wire.client import BusClient
 
 NODE = "node-a"
 

@@ -2,8 +2,8 @@ import time
 
 import pytest
 
-from dynamix.trainer import clock as clock_module
-from dynamix.trainer.clock import DeviceClock, HostClock, StepTimes
+from dynamix.trainer.measurement import clock as clock_module
+from dynamix.trainer.measurement.clock import DeviceClock, HostClock, StepTimes
 
 
 @pytest.fixture

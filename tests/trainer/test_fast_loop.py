@@ -17,12 +17,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from dynamix import trainer as dynamix
 from dynamix.schemas.messages import Applied, Job, Message, Report
 from dynamix.trainer import Session
-from dynamix.trainer import clock as clock_module
-from dynamix.trainer.clock import HostClock
-from dynamix.trainer.fast_loop import FastLoop
-from dynamix.trainer.schedule import Schedule
-from dynamix.trainer.time_slots import TimeSlots
-from dynamix.trainer.tracking import Tracker
+from dynamix.trainer.data.schedule import Schedule
+from dynamix.trainer.gradient.time_slots import TimeSlots
+from dynamix.trainer.measurement import clock as clock_module
+from dynamix.trainer.measurement.clock import HostClock
+from dynamix.trainer.steering.fast_loop import FastLoop
+from dynamix.trainer.steering.tracking import Tracker
 
 HELD_FROM = 200
 SLOW_FROM = 300
@@ -101,7 +101,7 @@ def test_a_rank_without_samples_sends_zeros_whatever_its_dummy_batch_did() -> No
 
 def test_the_clock_tells_seconds_per_sample_when_the_gradient_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     moment = [5.0]
-    monkeypatch.setattr("dynamix.trainer.clock.time.perf_counter", lambda: moment[0])
+    monkeypatch.setattr("dynamix.trainer.measurement.clock.time.perf_counter", lambda: moment[0])
     clock = HostClock()
     for num_samples, expected in ((8, 0.25), (0, 0.0)):
         clock.asked()

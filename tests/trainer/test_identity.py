@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamix.schemas.messages import NodeRanks
-from dynamix.trainer.identity import (
+from dynamix.trainer.job.identity import (
     Attempt,
     Launch,
     Peer,
@@ -23,7 +23,7 @@ from dynamix.trainer.identity import (
     place_of,
     propose_job,
 )
-from dynamix.trainer.process import ProcessIdentity, start_ticks, this_process
+from dynamix.trainer.measurement.process import ProcessIdentity, start_ticks, this_process
 from dynamix.trainer.settings import read_environment
 
 

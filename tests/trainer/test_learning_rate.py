@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from dynamix.trainer.learning_rate import FACTORS, LearningRateScaler
+from dynamix.trainer.gradient.learning_rate import FACTORS, LearningRateScaler
 
 
 def _one_parameter() -> torch.nn.Parameter:

@@ -3,8 +3,8 @@ import math
 import numpy as np
 import pytest
 
-from dynamix.trainer.noise import NoiseAverage, NoiseMoments, NoiseSums, window_moments
-from dynamix.trainer.split import Counts
+from dynamix.trainer.data.split import Counts
+from dynamix.trainer.gradient.noise import NoiseAverage, NoiseMoments, NoiseSums, window_moments
 
 DIMENSIONS = 50
 MEAN = 0.2

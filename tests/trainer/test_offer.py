@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from dynamix.schemas.messages import Action
-from dynamix.trainer.offer import Offers, Terms
+from dynamix.trainer.steering.offers import Offers, Terms
 
 TERMS = Terms(
     job="mnist-0a1b2c3d",

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 import torch
 
-from dynamix.trainer.options import JobOptions, family_of, sizes_of
+from dynamix.trainer.job.options import JobOptions, family_of, sizes_of
 
 
 def _options(**changes: Any) -> JobOptions:

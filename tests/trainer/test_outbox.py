@@ -1,7 +1,7 @@
 from tests.support import made
 
 from dynamix.schemas.messages import Applied, Message
-from dynamix.trainer.outbox import Outbox
+from dynamix.trainer.wire.outbox import Outbox
 
 
 def _all(outbox: Outbox) -> list[Message]:

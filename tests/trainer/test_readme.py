@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tests.support.ranks import run_ranks
 from torch.utils.data import TensorDataset
 
-from dynamix.trainer import datasets
+from dynamix.lab.workloads import datasets
 
 README = Path(__file__).parents[2] / "services" / "trainer" / "README.md"
 

@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 from tests.support import made
 
 from dynamix.schemas.codec import decode, encode
+from dynamix.schemas.kinds import subject_of
 from dynamix.schemas.messages import Report, SocketCounters
-from dynamix.schemas.table import subject_of
-from dynamix.trainer.clock import StepTimes
-from dynamix.trainer.identity import Place
-from dynamix.trainer.memory import DeviceMemory
-from dynamix.trainer.noise import NoiseSums
-from dynamix.trainer.process import ProcessIdentity
-from dynamix.trainer.rows import Row, held_out_accuracy, job_totals, make_row, rank_row
+from dynamix.trainer.gradient.noise import NoiseSums
+from dynamix.trainer.job.identity import Place
+from dynamix.trainer.measurement.clock import StepTimes
+from dynamix.trainer.measurement.memory import DeviceMemory
+from dynamix.trainer.measurement.process import ProcessIdentity
+from dynamix.trainer.measurement.rows import Row, held_out_accuracy, job_totals, make_row, rank_row
 
 COUNT = st.integers(0, 2**53 - 1)
 SECONDS = st.floats(0, 1e6)

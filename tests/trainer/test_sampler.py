@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamix.trainer.sampler import PlanSampler, Position, StepPlan, epoch_order
-from dynamix.trainer.schedule import Schedule
+from dynamix.trainer.data.sampler import PlanSampler, Position, StepPlan, epoch_order
+from dynamix.trainer.data.schedule import Schedule
 
 CHANGES = st.lists(
     st.tuples(st.integers(1, 6), st.tuples(*[st.integers(0, 40)] * 3).filter(lambda sizes: sum(sizes) > 0)), max_size=26

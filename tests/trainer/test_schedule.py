@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamix.trainer.schedule import Schedule
+from dynamix.trainer.data.schedule import Schedule
 
 ENTRIES = st.lists(
     st.tuples(st.integers(1, 50), st.tuples(st.integers(0, 9), st.integers(1, 9))), min_size=0, max_size=20

@@ -20,9 +20,9 @@ from dynamix import trainer as dynamix
 from dynamix.schemas.codec import MAX_MESSAGE_BYTES, encode
 from dynamix.schemas.fields import MAX_SOCKETS
 from dynamix.schemas.messages import Message, Report
-from dynamix.trainer import connections
-from dynamix.trainer.connections import Connection, Endpoint, own_connections
-from dynamix.trainer.sockets import MAX_NODE_SOCKETS, PeerSockets, mutual_connections
+from dynamix.trainer.measurement import connections
+from dynamix.trainer.measurement.connections import Connection, Endpoint, own_connections
+from dynamix.trainer.measurement.sockets import MAX_NODE_SOCKETS, PeerSockets, mutual_connections
 
 SO_COOKIE = 57
 

@@ -14,9 +14,9 @@ from torch.distributed.fsdp import fully_shard
 
 from dynamix import trainer as dynamix
 from dynamix.schemas.messages import Message, Report
-from dynamix.trainer.sampler import StepPlan, epoch_order
-from dynamix.trainer.split import Counts
-from dynamix.trainer.weighting import loss_factor
+from dynamix.trainer.data.sampler import StepPlan, epoch_order
+from dynamix.trainer.data.split import Counts
+from dynamix.trainer.gradient.weighting import loss_factor
 
 NUM_SAMPLES = 1201
 SIZES = [

@@ -7,16 +7,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from dynamix.lab.contenders import Contender, parse_contenders, untuned_families, with_references
-from dynamix.lab.evaluation import Cell, fill, plan
-from dynamix.lab.figure import draw
-from dynamix.lab.pool import RunFailedError
-from dynamix.lab.provenance import code_digest
-from dynamix.lab.runs import Ledger
-from dynamix.lab.suite import TRAIN, TUNED_FILE, Suite, read_suite, scenario_root, suite_named
-from dynamix.lab.tuned import Tuned, read_tuned, to_toml
-from dynamix.lab.tuning import FIRST_SEED, GRID, tune
-from dynamix.lab.verdict import Judge, note_on
+from dynamix.lab.experiments.comparison.contenders import Contender, parse_contenders, untuned_families, with_references
+from dynamix.lab.experiments.comparison.evaluation import Cell, fill, plan
+from dynamix.lab.experiments.comparison.figure import draw
+from dynamix.lab.experiments.comparison.pool import RunFailedError
+from dynamix.lab.experiments.comparison.runs import Ledger
+from dynamix.lab.experiments.comparison.tuned import Tuned, read_tuned, to_toml
+from dynamix.lab.experiments.comparison.tuning import FIRST_SEED, GRID, tune
+from dynamix.lab.experiments.comparison.verdict import Judge, note_on
+from dynamix.lab.experiments.episodes.suite import TRAIN, TUNED_FILE, Suite, read_suite, scenario_root, suite_named
+from dynamix.recording.provenance import code_digest
 
 from .errors import CommandError
 from .output import STANDARD_OUTPUT, write_json

@@ -11,14 +11,14 @@ from typing import Any
 
 import msgspec
 
-from dynamix.arbitrator.policy_file import PolicyFile
-from dynamix.arbitrator.policy_store import PolicyStore
-from dynamix.arbitrator.ppo_settings import PPOSettings
-from dynamix.arbitrator.signatures import Finding, event_of
-from dynamix.lab.learning import PRESETS, Learning, LearningPlan, Update, learn, plan_named
-from dynamix.lab.learning.checkpoint import CheckpointError
-from dynamix.lab.learning.workers import EpisodeError
-from dynamix.lab.suite import TRAIN, read_suite, suite_named
+from dynamix.arbitrator.deciding.signatures import Finding, event_of
+from dynamix.arbitrator.learned.policy_file import PolicyFile
+from dynamix.arbitrator.learned.policy_store import PolicyStore
+from dynamix.arbitrator.learned.ppo_settings import PPOSettings
+from dynamix.lab.experiments.episodes.suite import TRAIN, read_suite, suite_named
+from dynamix.lab.experiments.learning import PRESETS, Learning, LearningPlan, Update, learn, plan_named
+from dynamix.lab.experiments.learning.checkpoint import CheckpointError
+from dynamix.lab.experiments.learning.workers import EpisodeError
 from dynamix.reward.formula import Weights
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas.messages import Message

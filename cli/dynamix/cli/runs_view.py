@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
-from dynamix.lab.evaluation import Progress
+from dynamix.lab.experiments.comparison.evaluation import Progress
 
 PLAIN_WIDTH = 200
 PLAIN_LINE_EVERY_S = 10.0

@@ -6,8 +6,8 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from dynamix.lab.tuned import Choice, Tuned
-from dynamix.lab.verdict import Family, Interval, Row, Verdict
+from dynamix.lab.experiments.comparison.tuned import Choice, Tuned
+from dynamix.lab.experiments.comparison.verdict import Family, Interval, Row, Verdict
 
 from .runs_view import console_for
 

@@ -2,7 +2,8 @@
 
 import sys
 
-from . import asyncapi, features, table
+from . import asyncapi, features
+from . import kinds as table
 from .codec import MAX_MESSAGE_BYTES, VERSION
 from .fields import TOKEN_PATTERN
 

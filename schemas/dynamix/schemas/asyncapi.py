@@ -12,12 +12,13 @@ from typing import Any, Literal
 import msgspec
 from msgspec.inspect import BytesType, StructType, Type
 
-from . import messages, table
+from . import kinds as table
+from . import messages
 from .codec import HEADER_BYTES, MAGIC, MAX_MESSAGE_BYTES, VERSION
 from .fields import TOKEN_PATTERN
+from .kinds import KINDS, Kind
 from .streams import STREAMS, Stream
 from .subjects import ROOT
-from .table import KINDS, Kind
 
 ASYNCAPI_VERSION = "3.0.0"
 CONTENT_TYPE = "application/x-msgpack"

@@ -10,8 +10,8 @@ import msgspec
 
 from . import subjects
 from .finite import non_finite_fields
+from .kinds import BY_NAME, BY_STRUCT, KINDS
 from .messages import Action, Message
-from .table import BY_NAME, BY_STRUCT, KINDS
 
 MAGIC = b"DX"
 VERSION = 1

@@ -20,7 +20,7 @@ from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, write_json
 from .source import Material, from_bus, from_capture
 
 if TYPE_CHECKING:
-    from dynamix.trainer.virtual.calibration import Calibration
+    from dynamix.lab.simulator.calibration import Calibration
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +55,7 @@ async def _from_bus(wanted: str) -> Material:
 
 
 def _calibrate(namespace: argparse.Namespace, material: Material) -> None:
-    from dynamix.trainer.virtual.calibration import Settings, calibrate  # noqa: PLC0415 - torch: only once it is needed
+    from dynamix.lab.simulator.calibration import Settings, calibrate  # noqa: PLC0415 - torch: only once it is needed
 
     settings = Settings(
         workload=namespace.workload,
@@ -90,7 +90,7 @@ def _write(namespace: argparse.Namespace, calibration: "Calibration") -> None:
 
 
 def _write_scenario(calibration: "Calibration", source: str, path: Path) -> None:
-    from dynamix.trainer.virtual.calibration import scenario_text  # noqa: PLC0415 - torch: only once it is needed
+    from dynamix.lab.simulator.calibration import scenario_text  # noqa: PLC0415 - torch: only once it is needed
 
     comment = (
         f"Fitted to {calibration.num_windows} windows of {Path(source).name}; step times are off by "

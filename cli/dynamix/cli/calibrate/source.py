@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from dynamix.cli.capture.jobs import find_job
 from dynamix.cli.errors import CommandError
-from dynamix.lab.capture import CaptureError, CutOffError, records
+from dynamix.recording.capture import CaptureError, CutOffError, records
 from dynamix.runtime.bus import Bus
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode_any

@@ -25,7 +25,7 @@ from dynamix.cli.broker import connected
 from dynamix.cli.connection import find
 from dynamix.cli.errors import CommandError
 from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, write_json
-from dynamix.lab.capture import CaptureEnd, CaptureHeader, CaptureWriter, Record, fingerprint
+from dynamix.recording.capture import CaptureEnd, CaptureHeader, CaptureWriter, Record, fingerprint
 from dynamix.runtime.bus import Bus
 
 from .counting import Counting

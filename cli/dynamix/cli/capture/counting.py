@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from dynamix.lab.capture import Record
+from dynamix.recording.capture import Record
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode_any
 from dynamix.schemas.messages import Report

@@ -2,7 +2,7 @@
 
 FEED drives: once its messages are known up to a time, JOBS and ACTIONS are read up to the same time - until one of
 their messages is later, or the broker says that there are no more - and then all of them are in order (see
-`dynamix.lab.capture.merge`). No timer takes part, so that a capture of the past and one made live agree.
+`dynamix.recording.capture.merge`). No timer takes part, so that a capture of the past and one made live agree.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ import contextlib
 from types import TracebackType
 from typing import Any, Self
 
-from dynamix.lab.capture import EndReason, Merge, Record
+from dynamix.recording.capture import EndReason, Merge, Record
 from dynamix.runtime.bus import Bus
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode

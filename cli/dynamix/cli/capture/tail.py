@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
-from dynamix.lab.capture import Record
+from dynamix.recording.capture import Record
 from dynamix.runtime.bus import Bus, Message
 
 

@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(namespace: argparse.Namespace) -> int:
     """Run both jobs; 0 when both reached the target."""
-    from dynamix.trainer.datasets import fashion_mnist  # noqa: PLC0415 - torch: only once it is needed
+    from dynamix.lab.workloads.datasets import fashion_mnist  # noqa: PLC0415 - torch: only once it is needed
 
     from .figure import draw  # noqa: PLC0415 - matplotlib: the same
     from .runner import TrainingFailedError, run_demo  # noqa: PLC0415 - the same

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dynamix import trainer as dynamix  # DYNAMIX
-from dynamix.trainer.datasets import fashion_mnist
+from dynamix.lab.workloads.datasets import fashion_mnist
 
 from .plan import DemoPlan, Progress
 

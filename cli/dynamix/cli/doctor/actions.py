@@ -1,6 +1,6 @@
 """Check of one job's stored actions: each as it was written, each behind its predecessor, none missing at the end."""
 
-from dynamix.arbitrator.action_log import ActionLogError, check_receipt, newest_action, newest_receipt
+from dynamix.arbitrator.deciding.action_store import ActionLogError, check_receipt, newest_action, newest_receipt
 from dynamix.runtime.bus import Bus, BusError
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import subjects

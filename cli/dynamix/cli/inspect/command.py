@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dynamix.cli.errors import CommandError
 from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, write_json
-from dynamix.lab.capture import CaptureError, fingerprint
+from dynamix.recording.capture import CaptureError, fingerprint
 
 from .document import document
 from .inspection import Inspection, inspect

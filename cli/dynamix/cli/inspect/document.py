@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import msgspec
 
 from dynamix.cli.plain import Plain, plain
-from dynamix.lab.capture import Fingerprint, differences
+from dynamix.recording.capture import Fingerprint, differences
 
 from .inspection import Inspection
 from .window import Window

@@ -3,7 +3,7 @@
 from collections import Counter
 from pathlib import Path
 
-from dynamix.lab.capture import CaptureEnd, CaptureHeader, CaptureReader, CutOffError, Record
+from dynamix.recording.capture import CaptureEnd, CaptureHeader, CaptureReader, CutOffError, Record
 from dynamix.schemas import subjects
 from dynamix.schemas.chain import BrokenChainError, ChainCheck
 from dynamix.schemas.codec import MalformedMessageError, decode_any

@@ -6,7 +6,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from dynamix.lab.capture import Fingerprint, differences
+from dynamix.recording.capture import Fingerprint, differences
 from dynamix.schemas.messages import Job
 
 from .inspection import Inspection

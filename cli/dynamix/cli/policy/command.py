@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from dynamix.arbitrator.policy_file import SUFFIX, PolicyFile, PolicyFileError, PolicyMetadata
+from dynamix.arbitrator.learned.policy_file import SUFFIX, PolicyFile, PolicyFileError, PolicyMetadata
 from dynamix.cli.connection import find
 from dynamix.cli.errors import CommandError
 from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, write_json

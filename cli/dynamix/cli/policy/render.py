@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dynamix.arbitrator.policy_file import PolicyMetadata
+from dynamix.arbitrator.learned.policy_file import PolicyMetadata
 
 from .shelf import Entry
 

@@ -9,9 +9,9 @@ from typing import Literal
 
 import msgspec
 
-from dynamix.arbitrator.policy_file import PolicyFile, PolicyFileError
-from dynamix.arbitrator.policy_store import PolicyStore, StoredPolicy
-from dynamix.arbitrator.shipped import SHIPPED_VERSION, shipped_names, shipped_policy
+from dynamix.arbitrator.learned.policy_file import PolicyFile, PolicyFileError
+from dynamix.arbitrator.learned.policy_store import PolicyStore, StoredPolicy
+from dynamix.arbitrator.learned.shipped import SHIPPED_VERSION, shipped_names, shipped_policy
 from dynamix.cli.errors import CommandError
 from dynamix.runtime.bus import Bus, BusError, PermissionDeniedError, StreamMissingError
 from dynamix.runtime.settings import BusSettings, redact_url

@@ -19,8 +19,8 @@ from pathlib import Path
 from dynamix.cli.errors import CommandError
 from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, write_json
 from dynamix.collector.settings import CollectorSettings
-from dynamix.lab.capture import CaptureError, differences, fingerprint, read_header
-from dynamix.lab.replay import OtherPolicy, Outcome, Place, Replay, ReplayError, first_generation, replay
+from dynamix.recording.capture import CaptureError, differences, fingerprint, read_header
+from dynamix.recording.replay import OtherPolicy, Outcome, Place, Replay, ReplayError, first_generation, replay
 from dynamix.reward.settings import RewardSettings
 from dynamix.runtime.settings import load
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from dynamix.lab.replay import Outcome
+from dynamix.recording.replay import Outcome
 
 
 def document(outcome: Outcome, *, strict: bool) -> dict[str, Any]:

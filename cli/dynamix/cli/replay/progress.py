@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Self
 
 from dynamix.cli.progress_line import ProgressLine
-from dynamix.lab.replay import Tape
+from dynamix.recording.replay import Tape
 
 PLAIN_EVERY_S = 10.0
 

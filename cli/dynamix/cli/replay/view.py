@@ -9,7 +9,7 @@ from rich.text import Text
 
 from dynamix.cli.inspect.view import output
 from dynamix.cli.inspect.words import sizes
-from dynamix.lab.replay import Comparison, DecidedBeside, Difference, FieldPair, Outcome
+from dynamix.recording.replay import Comparison, DecidedBeside, Difference, FieldPair, Outcome
 
 MAX_FIELDS = 40
 """Differing fields that are shown."""

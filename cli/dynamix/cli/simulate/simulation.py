@@ -15,19 +15,19 @@ from dynamix.cli.broker import connected
 from dynamix.cli.connection import find
 from dynamix.cli.errors import CommandError
 from dynamix.cli.services import ServiceProcess, bus_environment
-from dynamix.lab.contenders import Contender, Setting, parse_contender
-from dynamix.lab.episode import Episode, Messages, episode_of, run_episode
-from dynamix.lab.pool import policy_of
-from dynamix.lab.suite import SUITES, scenario_root
-from dynamix.lab.tuned import Tuned
+from dynamix.lab.experiments.comparison.contenders import Contender, Setting, parse_contender
+from dynamix.lab.experiments.comparison.pool import policy_of
+from dynamix.lab.experiments.comparison.tuned import Tuned
+from dynamix.lab.experiments.episodes.episode import Episode, Messages, episode_of, run_episode
+from dynamix.lab.experiments.episodes.suite import SUITES, scenario_root
+from dynamix.lab.simulator.cluster import VirtualCluster
+from dynamix.lab.simulator.lockstep import NoActionError, run_lockstep
+from dynamix.lab.simulator.scenario import Scenario
+from dynamix.lab.workloads import Data, Part, workload_named
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import subjects
 from dynamix.schemas.messages import Report
-from dynamix.trainer.virtual.cluster import VirtualCluster
-from dynamix.trainer.virtual.lockstep import NoActionError, run_lockstep
-from dynamix.trainer.virtual.scenario import Scenario
-from dynamix.trainer.workloads import Data, Part, workload_named
 
 COLLECTORS_READY_S = 60.0
 RUN_ID_BYTES = 4

@@ -11,10 +11,10 @@ from dynamix.schemas.codec import MalformedMessageError, decode
 from dynamix.schemas.messages import Event, Job, State
 from dynamix.schemas.streams import FEED, JOBS
 
-from .action_log import ActionLogError
-from .job_log import JobLog, Surroundings
-from .policy_source import PolicySource
-from .policy_store import PolicyStore
+from .deciding.action_store import ActionLogError
+from .deciding.job_log import JobLog, Surroundings
+from .learned.policy_source import PolicySource
+from .learned.policy_store import PolicyStore
 from .settings import ArbitratorSettings
 
 

@@ -3,10 +3,11 @@
 import asyncio
 import itertools
 
+from dynamix.runtime.backpressure import publish_when_room
 from dynamix.runtime.bus import Message, StreamFullError
-from dynamix.runtime.patience import publish_when_room
 from dynamix.runtime.service import Context, StartError
-from dynamix.schemas import subjects, table
+from dynamix.schemas import kinds as table
+from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode, encode, message_id
 from dynamix.schemas.features import state_of
 from dynamix.schemas.messages import Message as SchemaMessage

@@ -5,8 +5,8 @@ The service has no memory, so replicas are harmless: equal rewards have equal me
 
 import asyncio
 
+from dynamix.runtime.backpressure import publish_when_room
 from dynamix.runtime.bus import Message
-from dynamix.runtime.patience import publish_when_room
 from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode, encode

@@ -3,7 +3,8 @@
 import hashlib
 import logging
 
-from dynamix.schemas import codec, subjects, table
+from dynamix.schemas import codec, subjects
+from dynamix.schemas import kinds as table
 from dynamix.schemas.messages import Dead
 
 from .bus import Bus, BusError, Message

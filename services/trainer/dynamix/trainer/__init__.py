@@ -1,7 +1,7 @@
 """In the training process: report, adopt, weight, load data. `from dynamix import trainer as dynamix`."""
 
 from .attach import attach
-from .clock import StepTimes
+from .measurement.clock import StepTimes
 from .session import Session
 
 __all__ = ["Session", "StepTimes", "attach"]

@@ -15,21 +15,21 @@ from dynamix.schemas.messages import OptimizerFamily
 from dynamix.schemas.policies import DEFAULT_POLICY
 
 from .checkpoint import DataIdentity
-from .client import BusClient
-from .clock import AnyClock, DeviceClock, HostClock
-from .learning_rate import FACTORS, LearningRateScaler, Rule
-from .loader import Loader, LoaderOptions, drawn_ahead
-from .meeting import Meeting, meet
-from .memory import MemoryCaps
-from .options import JobOptions, Weighting, family_of, sizes_of
-from .process import this_process
-from .sampler import PlanSampler
-from .schedule import Schedule
+from .data.loader import Loader, LoaderOptions, drawn_ahead
+from .data.sampler import PlanSampler
+from .data.schedule import Schedule
+from .gradient.learning_rate import FACTORS, LearningRateScaler, Rule
+from .gradient.weighting import BaseHook, GradientHook, Reduction
+from .job.options import JobOptions, Weighting, family_of, sizes_of
+from .measurement.clock import AnyClock, DeviceClock, HostClock
+from .measurement.memory import MemoryCaps
+from .measurement.process import this_process
+from .measurement.window import WindowRecorder
+from .rendezvous import Meeting, meet
 from .session import Session, SessionParts
 from .settings import Environment, read_environment
-from .steering import Parts, Steering, Wire
-from .weighting import BaseHook, GradientHook, Reduction
-from .window import WindowRecorder
+from .steering.steering import Parts, Steering, Wire
+from .wire.client import BusClient
 
 SPARE_STEPS = 2
 """Steps by which an action is broadcast earlier than prefetching alone demands."""

@@ -4,11 +4,11 @@ from typing import Any, NamedTuple
 
 from dynamix.schemas.apportion import apportion
 
-from .identity import Attempt
-from .noise import NoiseAverage
-from .sampler import Position
-from .schedule import Entry, Schedule
-from .tracking import FilterState, RateFilter
+from .data.sampler import Position
+from .data.schedule import Entry, Schedule
+from .gradient.noise import NoiseAverage
+from .job.identity import Attempt
+from .steering.tracking import FilterState, RateFilter
 
 VERSION = 3
 

@@ -12,19 +12,19 @@ import torch
 from dynamix.schemas.messages import Action
 
 from .checkpoint import Checkpoint, DataIdentity, dump, parse, restore_noise, restore_schedule, restore_speeds
-from .client import BusClient
-from .clock import AnyClock, StepTimes
-from .ending import error_of_script, reason_after
-from .identity import generation_after
-from .learning_rate import Handle
-from .loader import Loader
-from .memory import OUT_OF_MEMORY, MemoryCaps, merge_caps
-from .options import JobOptions
-from .sampler import StepPlan
-from .schedule import Schedule
-from .steering import Steering
-from .weighting import NOT_MEASURED, GradientHook, loss_factor
-from .window import Scalar, WindowRecorder
+from .data.loader import Loader
+from .data.sampler import StepPlan
+from .data.schedule import Schedule
+from .gradient.learning_rate import Handle
+from .gradient.weighting import NOT_MEASURED, GradientHook, loss_factor
+from .job.identity import generation_after
+from .job.options import JobOptions
+from .job.shutdown import error_of_script, reason_after
+from .measurement.clock import AnyClock, StepTimes
+from .measurement.memory import OUT_OF_MEMORY, MemoryCaps, merge_caps
+from .measurement.window import Scalar, WindowRecorder
+from .steering.steering import Steering
+from .wire.client import BusClient
 
 _log = logging.getLogger("dynamix.trainer")
 

@@ -10,7 +10,7 @@ import msgspec
 from dynamix.runtime.settings import BusSettings, SharedSettings
 from dynamix.runtime.settings import read as read_settings
 
-from .identity import Launch
+from .job.identity import Launch
 
 
 class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,11 +3,10 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from dynamix.arbitrator.policy import NamedPolicy
-
 from .doubling import Doubling
 from .goodput import Goodput
 from .noise_scale import NoiseScale
+from .policy import NamedPolicy
 from .proportional import Proportional
 from .random import Random
 from .rule import Rule

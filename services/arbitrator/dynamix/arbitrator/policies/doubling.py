@@ -8,11 +8,11 @@ import struct
 from types import MappingProxyType
 from typing import ClassVar, NamedTuple
 
-from dynamix.arbitrator.options import Option, Options, option, split_of, switch, track
-from dynamix.arbitrator.policy import Array32, Decision, decided_sizes, job_value
-from dynamix.arbitrator.step_time_fit import StepTimeFit, window_of
 from dynamix.schemas.messages import Job
 
+from .model.step_time_fit import StepTimeFit, window_of
+from .options import Option, Options, option, split_of, switch, track
+from .policy import Array32, Decision, decided_sizes, job_value
 from .sizing import by_speed, clamp_total, scaled
 
 LOSS_SMOOTHING = 0.2

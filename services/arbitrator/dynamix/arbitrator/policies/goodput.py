@@ -16,13 +16,13 @@ from typing import ClassVar
 
 import numpy as np
 
-from dynamix.arbitrator.noise_memory import PACKED_BYTES, NoiseMemory
-from dynamix.arbitrator.options import Option, Options, option, split_of, switch, track, tracks
-from dynamix.arbitrator.policy import Array32, Array64, Decision, decided_sizes, job_value
-from dynamix.arbitrator.step_time import StepTime
-from dynamix.arbitrator.step_time_fit import StepTimeFit, window_of
 from dynamix.schemas.messages import Job
 
+from .model.noise_memory import PACKED_BYTES, NoiseMemory
+from .model.step_time import StepTime
+from .model.step_time_fit import StepTimeFit, window_of
+from .options import Option, Options, option, split_of, switch, track, tracks
+from .policy import Array32, Array64, Decision, decided_sizes, job_value
 from .sizing import by_speed, divided, equally
 
 NUM_CANDIDATES = 50

@@ -7,12 +7,12 @@ import math
 from types import MappingProxyType
 from typing import ClassVar
 
-from dynamix.arbitrator.noise_memory import PACKED_BYTES, NoiseMemory
-from dynamix.arbitrator.options import Option, Options, option, split_of, switch, track
-from dynamix.arbitrator.policy import Array32, Decision, decided_sizes, job_value
-from dynamix.arbitrator.step_time_fit import StepTimeFit, window_of
 from dynamix.schemas.messages import Job
 
+from .model.noise_memory import PACKED_BYTES, NoiseMemory
+from .model.step_time_fit import StepTimeFit, window_of
+from .options import Option, Options, option, split_of, switch, track
+from .policy import Array32, Decision, decided_sizes, job_value
 from .sizing import Pace, by_speed, clamp_total, equally
 
 _PACE = Pace()

@@ -10,11 +10,12 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from dynamix.arbitrator.options import Option, Options, option, split_of, track
-from dynamix.arbitrator.policy import Array32, Array64, Decision, decided_sizes
-from dynamix.arbitrator.step_time_fit import window_of
 from dynamix.schemas.apportion import apportion
 from dynamix.schemas.messages import Job
+
+from .model.step_time_fit import window_of
+from .options import Option, Options, option, split_of, track
+from .policy import Array32, Array64, Decision, decided_sizes
 
 
 class Proportional:

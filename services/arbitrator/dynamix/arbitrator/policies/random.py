@@ -6,13 +6,13 @@ from typing import ClassVar
 
 import numpy as np
 
-from dynamix.arbitrator import actions
-from dynamix.arbitrator.options import Options, split_of, track
-from dynamix.arbitrator.policy import Array32, Decision, decided_sizes
 from dynamix.schemas.messages import Job
 
-DELTAS = tuple(sorted(actions.DELTAS))
-"""The published action set, in the order in which it is drawn from."""
+from .options import Options, split_of, track
+from .policy import Array32, Decision, decided_sizes
+
+DELTAS = (-100, -25, 0, 25, 100)
+"""The published action set in samples (method section 2), in the order in which it is drawn from."""
 
 
 class Random:

@@ -15,13 +15,13 @@ import struct
 from types import MappingProxyType
 from typing import ClassVar, NamedTuple
 
-from dynamix.arbitrator.noise_memory import PACKED_BYTES, NoiseMemory
-from dynamix.arbitrator.options import Option, Options, option, split_of, track
-from dynamix.arbitrator.policy import Array32, Decision, decided_sizes, job_value
-from dynamix.arbitrator.step_time import StepTime, best_global_batch
-from dynamix.arbitrator.step_time_fit import StepTimeFit, window_of
 from dynamix.schemas.messages import Job
 
+from .model.noise_memory import PACKED_BYTES, NoiseMemory
+from .model.step_time import StepTime, best_global_batch
+from .model.step_time_fit import StepTimeFit, window_of
+from .options import Option, Options, option, split_of, track
+from .policy import Array32, Decision, decided_sizes, job_value
 from .sizing import Pace, by_speed, clamp_total
 
 RATE_EXPONENTS = MappingProxyType({"none": 0.0, "sqrt": 0.5, "linear": 1.0})

@@ -6,9 +6,10 @@ With the fast loop (option `track`) their sum stays and the training processes d
 from types import MappingProxyType
 from typing import ClassVar
 
-from dynamix.arbitrator.options import Options, split_of, track
-from dynamix.arbitrator.policy import Array32, Decision
 from dynamix.schemas.messages import Job
+
+from .options import Options, split_of, track
+from .policy import Array32, Decision
 
 
 class Static:

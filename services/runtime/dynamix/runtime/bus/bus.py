@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Self
 
 from dynamix.runtime.settings import BusSettings
-from dynamix.schemas import codec, subjects, table
+from dynamix.schemas import codec, subjects
+from dynamix.schemas import kinds as table
 from dynamix.schemas.messages import Action, Live
 from dynamix.schemas.messages import Message as SchemaMessage
 

@@ -2,7 +2,7 @@
 
 import time
 
-from dynamix.schemas import table
+from dynamix.schemas import kinds as table
 from dynamix.schemas.subjects import ROOT
 
 MAX_ERROR_TEXT = 200

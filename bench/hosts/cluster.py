@@ -1,0 +1,130 @@
+"""Several hosts on one machine: made, joined by a bridge, and removed again whatever happens."""
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from ipaddress import IPv4Interface, IPv4Network
+from types import TracebackType
+from typing import Self, overload
+
+from .cgroups import Cgroup, find_hierarchies
+from .commands import check_requirements
+from .errors import HostsError
+from .host import Host
+from .names import Name
+from .namespace import Namespace
+from .removal import remove, remove_leftovers
+
+NETWORK = IPv4Network("10.75.0.0/16")
+"""Seen by these hosts alone: the machine's own network may use the same addresses."""
+BRIDGE = "bridge"
+MAX_HOSTS = 1023
+"""Ports of a bridge."""
+REMOVAL_TIMEOUT_S = 60.0
+
+
+class Hosts(Sequence[Host]):
+    """Hosts `0 ... num_hosts - 1` and the switch between them; a context manager, for root.
+
+    The bridge is in a namespace of its own, the switch, where a control plane may live too: `address` is its address
+    there, and `entered` lets the calling thread and what it starts reach the hosts. Nothing is added to the machine's
+    own network. A second process, the janitor, removes everything when this one is done or dead, however it died; if
+    the janitor was killed too, the next start of any hosts does.
+
+    Args:
+        num_hosts: how many.
+        cores: seconds of processor per second and host to begin with (`Host.set_cores`); None: no limit.
+    """
+
+    def __init__(self, num_hosts: int, *, cores: float | None = None) -> None:
+        if not 1 <= num_hosts <= MAX_HOSTS:
+            raise HostsError(f"{num_hosts} hosts: use 1 to {MAX_HOSTS}, the ports of a bridge")
+        self._num_hosts = num_hosts
+        self._cores = cores
+        self._hosts: list[Host] = []
+        self._janitor: subprocess.Popen[bytes] | None = None
+        self.name = Name.make()
+        self.switch = Namespace(f"{self.name}.switch")
+        self.address = str(NETWORK[1])
+
+    def __enter__(self) -> Self:
+        check_requirements()
+        remove_leftovers()
+        self._janitor = self._start_janitor()
+        try:
+            self._make()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        return len(self._hosts)
+
+    @overload
+    def __getitem__(self, index: int) -> Host: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Host]: ...
+    def __getitem__(self, index: int | slice) -> Host | Sequence[Host]:
+        return self._hosts[index]
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Let the calling thread, and what it starts, live at `address`; its files and pids stay as they are."""
+        with self.switch.entered():
+            yield
+
+    def close(self) -> None:
+        """End what runs on the hosts, and wait until everything is removed.
+
+        Raises:
+            HostsError: naming what could not be.
+        """
+        janitor, self._janitor = self._janitor, None
+        if janitor is None:
+            return
+        for host in self._hosts:
+            host.end_children()
+        self._hosts.clear()
+        with janitor:
+            assert janitor.stdin is not None
+            janitor.stdin.close()
+            if janitor.wait(REMOVAL_TIMEOUT_S):  # it was killed, or failed: what it left is left to us
+                remove(self.name)
+
+    def _start_janitor(self) -> subprocess.Popen[bytes]:
+        """Before anything is made: there is nothing that nobody would remove."""
+        command = [sys.executable, "-m", "bench.hosts.janitor", str(self.name)]
+        janitor = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, cwd="/"
+        )
+        assert janitor.stdout is not None
+        if janitor.stdout.readline() != b"ready\n":
+            janitor.kill()
+            janitor.communicate()
+            raise HostsError("the janitor process did not start: see what it said above")
+        return janitor
+
+    def _make(self) -> None:
+        hierarchies = find_hierarchies()
+        self.switch.add()
+        self.switch.ip("link", "add", BRIDGE, "type", "bridge", "mcast_snooping", "0")
+        self.switch.ip("address", "add", f"{self.address}/{NETWORK.prefixlen}", "dev", BRIDGE)
+        self.switch.ip("link", "set", BRIDGE, "up")
+        for index in range(self._num_hosts):
+            host = Host(
+                index,
+                interface=IPv4Interface((NETWORK[2 + index], NETWORK.prefixlen)),
+                namespace=Namespace(f"{self.name}.{index}"),
+                switch=self.switch,
+                cgroup=Cgroup(hierarchies, self.name, index),
+            )
+            host.add(BRIDGE)
+            host.set_cores(self._cores)
+            self._hosts.append(host)

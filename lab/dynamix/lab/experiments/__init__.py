@@ -1,0 +1,1 @@
+"""Experiments: episodes on virtual clusters, learning policies on them, tuning baselines, honest comparison."""

@@ -1,0 +1,200 @@
+"""Contenders: the rows of a comparison, spelled as text, and what each runs with in a family.
+
+    NAME[+track][:option=number,...][@SIZE][/lr=RULE]
+
+NAME is a policy, or `best-static`; `+track` leaves the split to the fast loop; `@SIZE` is the local batch size to start
+with, within the scenario's bounds and instead of its own; RULE overrides the scenario's learning-rate rule. For example
+`goodput+track`, `rule:noise_multiplier=2,track=0`, `static@128`, `goodput/lr=linear`.
+
+A rival's options are those that were tuned for the family on train scenarios; options that are typed come on top. A
+learned policy has one file per policy seed, and each of them runs.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import cast
+
+import msgspec
+
+from dynamix.arbitrator.policies import POLICIES, policy_named
+from dynamix.arbitrator.policies.options import check_options
+from dynamix.lab.experiments.episodes.policy_files import LEARNED, file_digest, shipped_files
+from dynamix.schemas.policies import DEFAULT_POLICY
+from dynamix.trainer.gradient.learning_rate import FACTORS, Rule
+
+from .tuned import Choice, Tuned
+
+BEST_STATIC = "best-static"
+GOODPUT = "goodput"
+RANDOM = "random"
+ALWAYS = tuple(dict.fromkeys((BEST_STATIC, RANDOM, GOODPUT, DEFAULT_POLICY, "ppo", "ppo-paper")))
+"""Rows of every comparison, whatever they show: the baselines, the null, the default and the learned policies."""
+
+_SPELLING = re.compile(
+    r"(?P<name>[a-z0-9-]+)(?P<track>\+track)?(?::(?P<options>[^@/]*))?(?:@(?P<size>[0-9]+))?(?:/lr=(?P<rule>.*))?"
+)
+_CONTINUED = re.compile(r"[a-z_][a-z0-9_]*=.*")
+"""A piece between commas that is an option of the contender before it."""
+
+
+class Setting(msgspec.Struct, frozen=True, kw_only=True):
+    """What one episode of a contender runs with, beside scenario and seed; equal settings are one policy seed."""
+
+    policy: str
+    policy_digest: str = ""
+    """SHA-256 of a learned policy's file."""
+    policy_file: str = ""
+    options: dict[str, float] = {}
+    initial_local_batch_size: int | None = None
+    """`None`: the scenario's."""
+    learning_rate_rule: Rule | None = None
+    """`None`: the scenario's."""
+
+    def identity(self) -> dict[str, object]:
+        """What determines its decisions: everything but where the file lies."""
+        about = msgspec.to_builtins(self)
+        del about["policy_file"]
+        return cast("dict[str, object]", about)
+
+
+class Contender(msgspec.Struct, frozen=True, kw_only=True):
+    """One row of a comparison."""
+
+    label: str
+    """As it was spelled."""
+    policy: str
+    options: dict[str, float] = {}
+    initial_local_batch_size: int | None = None
+    learning_rate_rule: Rule | None = None
+    files: tuple[str, ...] = ()
+    """Of a learned policy: one per policy seed."""
+
+    is_best_static: bool = False
+    """Whether it starts from the static size that was chosen on train scenarios."""
+
+    @property
+    def is_learned(self) -> bool:
+        """Whether it comes from files."""
+        return self.policy in LEARNED or bool(self.files)
+
+    def settings(self, family: str, tuned: Tuned) -> tuple[Setting, ...]:
+        """What it runs with in a family: one setting per policy seed, none where a learned policy has no file.
+
+        Raises:
+            ValueError: for `best-static` when nothing was tuned.
+        """
+        base = self._setting(tuned.choice(self.policy, family))
+        if self.is_best_static and base.initial_local_batch_size is None:
+            raise ValueError(f"no static size was chosen for {family!r}: run `dynamix tune` first")
+        if not self.is_learned:
+            return (base,)
+        return tuple(
+            msgspec.structs.replace(base, policy_file=file, policy_digest=file_digest(Path(file)))
+            for file in self.files
+        )
+
+    def _setting(self, choice: Choice | None) -> Setting:
+        """What was chosen for the rival, and what was typed on top.
+
+        Plain `static` starts from the scenario's size, and the default policy runs as it ships.
+        """
+        if choice is None or self.policy == DEFAULT_POLICY or (self.policy == "static" and not self.is_best_static):
+            choice = Choice()
+        typed = self.initial_local_batch_size
+        return Setting(
+            policy=self.policy,
+            options=dict(sorted({**choice.options, **self.options}.items())),
+            initial_local_batch_size=choice.initial_local_batch_size if typed is None else typed,
+            learning_rate_rule=self.learning_rate_rule,
+        )
+
+
+def parse_contenders(text: str, files: Mapping[str, Sequence[str]] | None = None) -> tuple[Contender, ...]:
+    """Contenders from a list with commas; `files` names the files of learned policies, instead of the shipped ones.
+
+    Raises:
+        ValueError: when one is spelled wrongly, or names a policy that does not exist.
+    """
+    return tuple(parse_contender(piece, files) for piece in _split(text))
+
+
+def parse_contender(text: str, files: Mapping[str, Sequence[str]] | None = None) -> Contender:
+    """One contender; raises as `parse_contenders`."""
+    match = _SPELLING.fullmatch(text)
+    if match is None:
+        raise ValueError(f"policy {text!r}: write NAME[+track][:option=number,...][@SIZE][/lr=RULE]")
+    options = _options(match["options"] or "", text)
+    if match["track"]:
+        options["track"] = 1.0
+    policy = _policy_name(match["name"], files or {})
+    if policy in POLICIES:
+        check_options(policy, POLICIES[policy].options, options)
+    return Contender(
+        label=text,
+        policy=policy,
+        options=options,
+        initial_local_batch_size=int(match["size"]) if match["size"] else None,
+        learning_rate_rule=_rule(match["rule"], text),
+        files=_files(match["name"], files or {}),
+        is_best_static=match["name"] == BEST_STATIC,
+    )
+
+
+def with_references(asked: Iterable[Contender], files: Mapping[str, Sequence[str]] | None = None) -> list[Contender]:
+    """The contenders asked for, after the rows that every comparison shows; each once."""
+    rows = {label: parse_contender(label, files) for label in ALWAYS}
+    return list((rows | {contender.label: contender for contender in asked}).values())
+
+
+def untuned_families(contender: Contender, families: Iterable[str], tuned: Tuned) -> list[str]:
+    """Families in which nothing was chosen for a rival; plain `static` and a size that is typed need no choice."""
+    is_plain_static = contender.policy == "static" and not contender.is_best_static
+    if is_plain_static or contender.is_learned:
+        return []
+    return [family for family in families if tuned.choice(contender.policy, family) is None]
+
+
+def _split(text: str) -> list[str]:
+    pieces: list[str] = []
+    for piece in (piece.strip() for piece in text.split(",")):
+        if pieces and _CONTINUED.fullmatch(piece):
+            pieces[-1] += f",{piece}"
+        else:
+            pieces.append(piece)
+    return pieces
+
+
+def _options(text: str, whole: str) -> dict[str, float]:
+    options = {}
+    for piece in filter(None, text.split(",")):
+        name, equals, number = piece.partition("=")
+        try:
+            options[name] = float(number)
+        except ValueError:
+            raise ValueError(f"policy {whole!r}: option {piece!r} must be NAME=NUMBER") from None
+        if not equals:
+            raise ValueError(f"policy {whole!r}: option {piece!r} must be NAME=NUMBER")
+    return options
+
+
+def _rule(text: str | None, whole: str) -> Rule | None:
+    if text is None:
+        return None
+    if text not in FACTORS:
+        raise ValueError(f"policy {whole!r}: learning-rate rule {text!r} must be one of {', '.join(FACTORS)}")
+    return cast("Rule", text)
+
+
+def _policy_name(name: str, files: Mapping[str, Sequence[str]]) -> str:
+    if name == BEST_STATIC:
+        return "static"
+    if name in files or name in LEARNED:
+        return name
+    return policy_named(name).name
+
+
+def _files(name: str, files: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    if name in files:
+        return tuple(files[name])
+    return tuple(map(str, shipped_files(name))) if name in LEARNED else ()

@@ -1,0 +1,78 @@
+"""The outcomes of a comparison as arrays: policy seeds x scenarios x scenario seeds, NaN where a run is missing."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from dynamix.lab.simulator.scenario import Scenario
+
+from . import scores
+from .evaluation import Cell
+from .runs import Ledger, Outcome
+
+
+class Table:
+    """What is known of every contender, in any choice of families."""
+
+    def __init__(self, scenarios: Sequence[Scenario], cells: Sequence[Cell], ledger: Ledger) -> None:
+        self._scenarios = tuple(scenarios)
+        self._seeds = sorted({cell.task.seed for cell in cells})
+        self._known: dict[str, list[tuple[Cell, Outcome]]] = {}
+        for cell in cells:
+            if (outcome := ledger.get(cell.task)) is not None:
+                self._known.setdefault(cell.label, []).append((cell, outcome))
+
+    def outcomes(self, label: str, families: Sequence[str]) -> list[Outcome]:
+        """Every outcome of a contender in some families."""
+        return [outcome for cell, outcome in self._known.get(label, []) if cell.family in families]
+
+    def num_misses(self, label: str, families: Sequence[str]) -> int:
+        """Runs that did not reach the target."""
+        return sum(outcome.time_to_target_s is None for outcome in self.outcomes(label, families))
+
+    def times(self, label: str, families: Sequence[str]) -> scores.Array64:
+        """Times to the target, a miss counted as the time limit."""
+        return self._array(
+            label,
+            families,
+            lambda cell, outcome: scores.counted_time_s(outcome.time_to_target_s, cell.task.scenario.time_limit_s),
+        )
+
+    def mean(
+        self, label: str, families: Sequence[str], number: Callable[[Outcome], float | None]
+    ) -> scores.Mean | None:
+        """Mean of a number of a contender's outcomes, `None` left out, with its interval over all seeds."""
+
+        def known(_: Cell, outcome: Outcome) -> float:
+            found = number(outcome)
+            return np.nan if found is None else found
+
+        return scores.crossed_mean(self._array(label, families, known))
+
+    def ratio(self, label: str, base: str, families: Sequence[str]) -> scores.Ratio | None:
+        """Paired ratio of times against another contender, families counted alike; `None` without a pair."""
+        weights = scores.family_weights([scenario.family for scenario in self._of(families)])
+        return scores.paired_ratio(self.times(label, families), self.times(base, families)[0], weights)
+
+    def curves(self, label: str, scenario: str) -> list[list[tuple[float, float]]]:
+        """Accuracy over virtual time of every run of a contender in one scenario."""
+        return [
+            outcome.evaluations for cell, outcome in self._known.get(label, []) if cell.task.scenario.name == scenario
+        ]
+
+    def target_accuracy(self, scenario: str) -> float:
+        """What runs of a scenario have to reach."""
+        return next(found.target_accuracy for found in self._scenarios if found.name == scenario)
+
+    def _array(self, label: str, families: Sequence[str], number: Callable[[Cell, Outcome], float]) -> scores.Array64:
+        known = [(cell, outcome) for cell, outcome in self._known.get(label, []) if cell.family in families]
+        places = {scenario.name: place for place, scenario in enumerate(self._of(families))}
+        num_policy_seeds = 1 + max((cell.policy_seed for cell, _ in known), default=0)
+        array = np.full((num_policy_seeds, len(places), len(self._seeds)), np.nan)
+        for cell, outcome in known:
+            place = cell.policy_seed, places[cell.task.scenario.name], self._seeds.index(cell.task.seed)
+            array[place] = number(cell, outcome)
+        return array
+
+    def _of(self, families: Sequence[str]) -> list[Scenario]:
+        return [scenario for scenario in self._scenarios if scenario.family in families]

@@ -1,0 +1,122 @@
+"""Chooses the rivals' settings on TRAIN scenarios, with the same budget for each of them.
+
+Every rival gets six settings, every setting the same scenarios and seeds. The score is the geometric mean of the times
+to the target, a miss counted as the time limit. The best setting is kept per family, and over all train scenarios for
+families that have no train part. The default policy has its six as well, but is compared as it ships, with one setting
+for all families; the learned policies are built upon it. Held-out scenarios are never read.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+from dynamix.lab.experiments.episodes.suite import Suite
+from dynamix.recording.provenance import code_digest
+from dynamix.schemas.policies import DEFAULT_POLICY
+
+from . import scores
+from .contenders import Contender, parse_contender
+from .evaluation import Progress, fill, plan
+from .runs import Ledger
+from .table import Table
+from .tuned import Choice, Tuned
+
+SIZES = (32, 64, 128, 256, 512, 1024)
+NUM_SETTINGS = 6
+DECIMALS = 3
+"""Of scores in the file, in seconds."""
+FIRST_SEED = 10_000
+"""Seeds of tuning lie far from those of evaluation, which count from 0."""
+
+GRID: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "static": tuple(f"static@{size}" for size in SIZES),
+        "proportional": tuple(f"proportional@{size // 2}" for size in SIZES),
+        "noise-scale": tuple(f"noise-scale:multiplier={factor}" for factor in (0.125, 0.25, 0.5, 1, 2, 4)),
+        "goodput": tuple(
+            f"goodput:smoothing={smoothing},hysteresis={hysteresis}"
+            for smoothing in (0.2, 0.5, 1)
+            for hysteresis in (0, 0.05)
+        ),
+        "doubling": tuple(
+            f"doubling:proportional=1,{when}"
+            for when in (
+                *(f"every_samples={samples}" for samples in (30_000, 60_000, 120_000)),
+                *(f"patience_windows={windows}" for windows in (1, 3, 10)),
+            )
+        ),
+        DEFAULT_POLICY: tuple(
+            f"{DEFAULT_POLICY}:noise_multiplier={noise},rate_weight={weight}"
+            for noise, weight in ((1, 0), (2, 0), (4, 0), (1, 0.5), (1, 1), (0.5, 1))
+        ),
+    }
+)
+"""Six settings per rival: those whose global batch is constant choose it, the others their most important options.
+
+Pollux's rule has no free factor on the noise scale, so goodput's are its own knobs; `dynamix evaluate` shows it with a
+factor and with the fast loop in rows apart.
+
+A split by measured speed may be finer than equal sizes: proportional begins its sizes at half of static's.
+"""
+
+
+def tune(
+    suite: Suite,
+    ledger: Ledger,
+    *,
+    seeds: Sequence[int],
+    rivals: Sequence[str] = tuple(GRID),
+    command: str = "",
+    jobs: int = 1,
+    data: Path | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> Tuned:
+    """Run the grid on the scenarios of a suite and choose.
+
+    Raises:
+        ValueError: when a rival has no grid.
+        RunFailedError: when an episode raises.
+    """
+    grid = {rival: [parse_contender(text) for text in _settings(rival)] for rival in rivals}
+    cells = plan(suite, [setting for settings in grid.values() for setting in settings], seeds, Tuned())
+    fill(cells, ledger, jobs=jobs, data=data, on_progress=on_progress)
+    table = Table(suite.scenarios, cells, ledger)
+    return Tuned(
+        command=command,
+        scenarios=suite.digest,
+        code=code_digest(),
+        seeds=list(seeds),
+        num_settings=NUM_SETTINGS,
+        families={family: _choices(table, grid, [family]) for family in suite.families},
+        overall=_choices(table, grid, list(suite.families)),
+    )
+
+
+def score_s(table: Table, label: str, families: Sequence[str]) -> float:
+    """Geometric mean of a setting's times, families counted alike."""
+    return scores.geometric_mean([scores.geometric_mean(table.times(label, [family])) for family in families])
+
+
+def _settings(rival: str) -> tuple[str, ...]:
+    try:
+        return GRID[rival]
+    except KeyError:
+        raise ValueError(f"nothing can be tuned of {rival!r}: choose of {', '.join(GRID)}") from None
+
+
+def _choices(table: Table, grid: Mapping[str, Sequence[Contender]], families: Sequence[str]) -> dict[str, Choice]:
+    return {rival: _choice(table, settings, families) for rival, settings in grid.items()}
+
+
+def _choice(table: Table, settings: Sequence[Contender], families: Sequence[str]) -> Choice:
+    """The best setting; of equally good ones the first."""
+    found = {setting.label: score_s(table, setting.label, families) for setting in settings}
+    best = min(settings, key=lambda setting: found[setting.label])
+    return Choice(
+        setting=best.label,
+        options=best.options,
+        initial_local_batch_size=best.initial_local_batch_size,
+        score_s=round(found[best.label], DECIMALS),
+        scores_s={label: round(score, DECIMALS) for label, score in found.items()},
+        misses={setting.label: table.num_misses(setting.label, families) for setting in settings},
+    )

@@ -1,0 +1,186 @@
+"""The verdict of a comparison: one row per contender, per family and over all heterogeneous families."""
+
+import statistics
+from collections.abc import Iterable, Sequence
+
+import msgspec
+import numpy as np
+
+from dynamix.arbitrator.deciding.signatures import spread_signature
+from dynamix.lab.experiments.episodes.suite import Suite, digest_of, is_control
+from dynamix.recording.provenance import code_digest, versions
+from dynamix.schemas.policies import DEFAULT_POLICY
+
+from . import scores
+from .contenders import BEST_STATIC, GOODPUT, Contender, Setting
+from .evaluation import Cell
+from .familiar import familiar_scenarios
+from .runs import Ledger
+from .table import Table
+from .tuned import Tuned
+
+
+class Interval(msgspec.Struct, frozen=True, kw_only=True):
+    """Geometric mean of paired ratios of time to target, below 1 is faster, with its 95 % interval."""
+
+    ratio: float
+    low: float | None
+    high: float | None
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One contender; times in virtual seconds, a miss counts as the time limit."""
+
+    policy: str
+    median_time_to_target_s: float | None
+    """`None`, as the ratios, where nothing was run."""
+    misses: int
+    vs_best_static: Interval | None
+    vs_goodput: Interval | None
+    num_runs: int
+    num_policy_seeds: int
+    accuracy_at_fixed_time: float | None
+    """Mean, of the validation part."""
+    test_accuracy: float | None
+    """Mean; the test part is scored once, at the end of each run."""
+    relative_spread: float | None
+    """Standard deviation of the time to target over its mean within a scenario, averaged over scenarios."""
+    signatures: list[str] = []
+    """Failure signatures: scenarios in which the runs of this one row differ too much from each other."""
+    settings: list[dict[str, object]] = []
+    """One per policy seed; only in the rows of a family."""
+    note: str = ""
+
+
+class Family(msgspec.Struct, frozen=True, kw_only=True):
+    """The rows of one family."""
+
+    control: bool
+    """All workers alike, no stragglers, no congestion: there is nothing to win, and nothing may be lost."""
+    scenarios: dict[str, str]
+    """SHA-256 of the content, by name."""
+    best_static_local_batch_size: int | None
+    """Chosen on train scenarios."""
+    chosen_on: str
+    """Train scenarios of the family, or all of them where it has no train part."""
+    policies: list[Row]
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """What `dynamix evaluate --json` writes."""
+
+    suite: str
+    default_policy: str
+    families: dict[str, Family]
+    policies: list[Row]
+    """Over the heterogeneous families, each counted alike; over all when none is heterogeneous."""
+    heterogeneous_families: list[str]
+    seeds: list[int]
+    num_runs_missing: int
+    """Not 0 after an interrupt: rows then rest on the pairs that are there."""
+    command: str
+    policy_files: dict[str, list[str]]
+    """SHA-256 of each learned policy's files, in the order of policy seeds."""
+    tuned_on: str
+    """SHA-256 of the train scenarios that the rivals' settings were chosen on."""
+    code: str
+    versions: dict[str, str]
+
+
+class Judge:
+    """Makes rows of the outcomes that a ledger holds."""
+
+    def __init__(
+        self, suite: Suite, contenders: Sequence[Contender], cells: Sequence[Cell], ledger: Ledger, tuned: Tuned
+    ) -> None:
+        self.suite = suite
+        self.table = Table(suite.scenarios, cells, ledger)
+        self._contenders = contenders
+        self._cells = cells
+        self._num_missing = sum(cell.task not in ledger for cell in cells)
+        self._tuned = tuned
+        self._notes = {contender.label: note_on(contender, suite) for contender in contenders}
+
+    def verdict(self, command: str) -> Verdict:
+        """Everything that is known by now."""
+        heterogeneous = self.suite.heterogeneous_families
+        some_family = next(iter(self.suite.families))
+        return Verdict(
+            suite=self.suite.name,
+            default_policy=DEFAULT_POLICY,
+            families={name: self._family(name) for name in self.suite.families},
+            policies=[self._row(row, heterogeneous or list(self.suite.families)) for row in self._contenders],
+            heterogeneous_families=heterogeneous,
+            seeds=sorted({cell.task.seed for cell in self._cells}),
+            num_runs_missing=self._num_missing,
+            command=command,
+            policy_files={
+                row.label: [setting.policy_digest for setting in row.settings(some_family, self._tuned)]
+                for row in self._contenders
+                if row.is_learned
+            },
+            tuned_on=self._tuned.scenarios,
+            code=code_digest(),
+            versions=versions(),
+        )
+
+    def _family(self, name: str) -> Family:
+        scenarios = self.suite.families[name]
+        choice = self._tuned.choice("static", name)
+        return Family(
+            control=is_control(scenarios),
+            scenarios={scenario.name: digest_of(scenario) for scenario in scenarios},
+            best_static_local_batch_size=None if choice is None else choice.initial_local_batch_size,
+            chosen_on="all train scenarios" if self._tuned.is_fallback(name) else "train scenarios of the family",
+            policies=[self._row(row, [name], row.settings(name, self._tuned)) for row in self._contenders],
+        )
+
+    def _row(self, contender: Contender, families: Sequence[str], settings: Sequence[Setting] = ()) -> Row:
+        label = contender.label
+        outcomes = self.table.outcomes(label, families)
+        times = self.table.times(label, families)
+        return Row(
+            policy=label,
+            median_time_to_target_s=scores.median(times) if outcomes else None,
+            misses=self.table.num_misses(label, families),
+            vs_best_static=self._ratio(label, BEST_STATIC, families),
+            vs_goodput=self._ratio(label, GOODPUT, families),
+            num_runs=len(outcomes),
+            num_policy_seeds=times.shape[0] if outcomes else 0,
+            accuracy_at_fixed_time=_mean(outcome.accuracy_at_fixed_time for outcome in outcomes),
+            test_accuracy=_mean(outcome.test_accuracy for outcome in outcomes),
+            relative_spread=scores.relative_spread(times),
+            signatures=self._spreads(label, families),
+            settings=[setting.identity() for setting in settings],
+            note=self._notes[label],
+        )
+
+    def _spreads(self, label: str, families: Sequence[str]) -> list[str]:
+        """Where the times of one row spread more between runs than a policy's should."""
+        found = []
+        for name in families:
+            times_PCS = self.table.times(label, [name])
+            for place, scenario in enumerate(self.suite.families[name]):
+                times = times_PCS[:, place].ravel()
+                if (finding := spread_signature(times[~np.isnan(times)].tolist())) is not None:
+                    found.append(f"{finding.signature} in {scenario.name}: {finding.explanation}")
+        return found
+
+    def _ratio(self, label: str, base: str, families: Sequence[str]) -> Interval | None:
+        found = self.table.ratio(label, base, families)
+        return None if found is None else Interval(ratio=found.ratio, low=found.low, high=found.high)
+
+
+def note_on(contender: Contender, suite: Suite) -> str:
+    """What a reader must know of a learned policy before believing its row; empty for the others."""
+    if not contender.is_learned:
+        return ""
+    if not contender.files:
+        return "no policy file comes with the package"
+    known = familiar_scenarios(contender.files, suite)
+    return f"learned on scenarios of this suite: {', '.join(known)}" if known else ""
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None

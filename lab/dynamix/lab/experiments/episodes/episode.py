@@ -1,0 +1,156 @@
+"""An episode: one virtual job under one policy, joined by the very functions that the services call, without a bus."""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from dynamix.arbitrator.deciding.fold import Fold
+from dynamix.arbitrator.policies.policy import Policy
+from dynamix.collector.simulated import simulated_window
+from dynamix.lab.simulator.cluster import Evaluation, VirtualCluster
+from dynamix.lab.simulator.scenario import Scenario
+from dynamix.lab.workloads import Data
+from dynamix.reward.formula import Formula, Weights, reward_of
+from dynamix.schemas.features import state_of
+from dynamix.schemas.messages import Action, Applied, Job, MetricWindow, Report, Reward, State
+
+GRID_TOLERANCE_S = 1e-9
+"""Points of the grid are multiples of a float: the last one may lie a rounding error behind a time."""
+
+
+class Messages(NamedTuple):
+    """What the services would have published, in that order."""
+
+    windows: list[MetricWindow]
+    states: list[State]
+    rewards: list[Reward]
+
+    def extend(self, later: "Messages") -> None:
+        """Add those of a later window."""
+        self.windows.extend(later.windows)
+        self.states.extend(later.states)
+        self.rewards.extend(later.rewards)
+
+
+class Episode(NamedTuple):
+    """How one job went."""
+
+    scenario: Scenario
+    job: Job
+    time_to_target_s: float | None
+    """First time on the grid at which the validation part was met as the target asks; `None` is a miss."""
+    accuracy_at_fixed_time: float | None
+    """`None` when the grid has no point before the fixed time."""
+    test_accuracy: float
+    evaluations: list[Evaluation]
+    num_windows: int
+    num_steps: int
+    samples_seen: int
+    virtual_time_s: float
+    actions: list[Action]
+    applied: list[Applied]
+    states: list[State]
+    rewards: list[Reward]
+    windows: list[MetricWindow]
+
+
+def run_episode(
+    scenario: Scenario,
+    policy: Policy,
+    *,
+    data: Data,
+    seed: int,
+    policy_options: Mapping[str, float] | None = None,
+    initial_local_batch_size: int | None = None,
+    reward: tuple[Formula | None, Weights] | None = None,
+    keep_messages: bool = False,
+    job: str | None = None,
+    on_window: Callable[[list[Report]], None] | None = None,
+) -> Episode:
+    """Run a job to its end.
+
+    Args:
+        scenario: the cluster and the job.
+        policy: who decides.
+        data: of the scenario's workload; it is not changed.
+        seed: of weights, order of the data and disturbances; equal seeds make policies comparable in pairs.
+        policy_options: as `Job.policy_options`.
+        initial_local_batch_size: overrules the scenario's.
+        reward: formula (`None`: the published one for the optimizer) and weights; without it nothing is rewarded.
+        keep_messages: whether windows, states and rewards are kept.
+        job: its name, which policies that sample draw by; by default of scenario and seed.
+        on_window: called with the reports of each window.
+
+    Raises:
+        ValueError: when the scenario names what is not known.
+    """
+    cluster = VirtualCluster(
+        scenario,
+        data,
+        seed=seed,
+        policy=policy.name,
+        policy_options=policy_options,
+        initial_local_batch_size=initial_local_batch_size,
+        job=job,
+    )
+    control = ControlPlane(cluster.job, policy, reward=reward)
+    kept = Messages([], [], [])
+    actions: list[Action] = []
+    while reports := cluster.run_window():
+        if on_window is not None:
+            on_window(reports)
+        made, decided = control.of_window(reports)
+        if keep_messages:
+            kept.extend(made)
+        for action in decided:
+            cluster.offer(action)
+        actions += decided
+    return episode_of(cluster, actions, kept)
+
+
+class ControlPlane:
+    """Collector, reward service and arbitrator of one job, as functions."""
+
+    def __init__(self, job: Job, policy: Policy, *, reward: tuple[Formula | None, Weights] | None = None) -> None:
+        self._fold = Fold(job, policy, None)
+        self._reward = reward
+        self._sequence = 0
+
+    def of_window(self, reports: list[Report]) -> tuple[Messages, list[Action]]:
+        """What is published on one window's reports, and the actions that follow; reports in the order of nodes."""
+        windows = [simulated_window(report) for report in reports]
+        states = [state_of(window) for window in windows]
+        rewards = []
+        if self._reward is not None:
+            formula, weights = self._reward
+            rewards = [reward_of(window, weights, formula) for window in windows]
+        for state in states:
+            self._sequence += 1
+            self._fold.add(self._sequence, state)
+        actions = []
+        while (action := self._fold.close()) is not None:
+            self._fold.adopt(action)
+            actions.append(action)
+        return Messages(windows, states, rewards), actions
+
+
+def episode_of(cluster: VirtualCluster, actions: list[Action], messages: Messages) -> Episode:
+    """The outcome of a run that is over."""
+    fixed_time_s = cluster.scenario.fixed_time_s + GRID_TOLERANCE_S
+    until = [evaluation.accuracy for evaluation in cluster.evaluations if evaluation.time_s <= fixed_time_s]
+    return Episode(
+        scenario=cluster.scenario,
+        job=cluster.job,
+        time_to_target_s=cluster.time_to_target_s,
+        accuracy_at_fixed_time=until[-1] if until else None,
+        test_accuracy=cluster.test_accuracy(),
+        evaluations=cluster.evaluations,
+        num_windows=cluster.window,
+        num_steps=cluster.position.step,
+        samples_seen=cluster.position.samples_seen,
+        virtual_time_s=cluster.time_s,
+        actions=actions,
+        applied=cluster.applied,
+        states=messages.states,
+        rewards=messages.rewards,
+        windows=messages.windows,
+    )

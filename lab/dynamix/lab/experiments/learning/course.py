@@ -1,0 +1,245 @@
+"""The course of learning: episodes, update, validation, checkpoint, until the plan is done or the time is over."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from dynamix.arbitrator.deciding.signatures import Finding
+from dynamix.arbitrator.learned.policy_file import PolicyFile, PolicyMetadata
+from dynamix.arbitrator.learning.agent import Agent
+from dynamix.lab.simulator.scenario import Scenario
+from dynamix.reward.formula import Weights
+
+from .checkpoint import Checkpoint
+from .episodes import Played, Task
+from .history import Curves, Update, findings, geometric_mean
+from .plan import SCORE_SEEDS, VALIDATION_SEEDS, LearningPlan
+from .workers import EpisodeError, Play, players
+
+Observer = Callable[[Update, Sequence[Finding]], None]
+"""Called after each update with its row and the failure signatures that began with it."""
+
+
+class Learning(NamedTuple):
+    """What was learned."""
+
+    file: PolicyFile
+    history: list[Update]
+    finished: bool
+    """Whether the plan was done; otherwise the time was over, and the checkpoint is there to go on from."""
+
+
+def learn(
+    plan: LearningPlan,
+    *,
+    num_workers: int = 2,
+    checkpoint: Path | None = None,
+    log: Path | None = None,
+    minutes: float | None = None,
+    data: Path | None = None,
+    observer: Observer | None = None,
+) -> Learning:
+    """Learn a plan, or go on with it.
+
+    Args:
+        plan: what determines the outcome.
+        num_workers: processes that play episodes; the outcome does not depend on it.
+        checkpoint: file to go on from, written after each update; removed by whoever is done with it.
+        log: directory for TensorBoard's curves.
+        minutes: stop after the update that passes this time, counted over all starts.
+        data: directory of the data sets; `None`: where they are looked for by default.
+        observer: is told of each update.
+
+    Raises:
+        CheckpointError: when the checkpoint belongs to another plan.
+        EpisodeError: when an episode cannot be played, for example for want of data, or teaches nothing.
+    """
+    found = Checkpoint.read(checkpoint, plan) if checkpoint else None
+    with players(num_workers) as play, Curves(log) as curves:
+        course = _Course(plan, play, data, found)
+        while not course.is_done and not (minutes is not None and course.elapsed_s > 60 * minutes):
+            row, begun = course.update()
+            if checkpoint is not None:
+                course.state().write(checkpoint)
+            curves.add(row)
+            if observer is not None:
+                observer(row, begun)
+        return Learning(course.result(), course.history, course.is_done)
+
+
+class _Course:
+    """The state between two updates, and how to do the next one."""
+
+    def __init__(self, plan: LearningPlan, play: Play, data: Path | None, found: Checkpoint | None) -> None:
+        self._plan = plan
+        self._play = play
+        self._data = data
+        self._begin_s = time.monotonic()
+        if found is None:
+            self._agent = Agent.new(_metadata(plan), plan.settings)
+            rules = self._times(b"", VALIDATION_SEEDS, plan.num_validation_seeds)
+            means = {name: float(np.mean([run.time_s for run in runs])) for name, runs in rules.items()}
+            times = {name: [run.time_s for run in runs] for name, runs in rules.items()}
+            content = self._agent.file().to_bytes()
+            found = Checkpoint(
+                plan_digest=plan.digest,
+                references_s=means,
+                validation_s=times,
+                current=content,
+                best=content,
+                best_vs_rule=math.inf,  # what is handed out has learned something: untrained, `ppo` is the rule itself
+                history=[],
+                elapsed_s=0.0,
+            )
+        self._agent = Agent.of(PolicyFile.from_bytes(found.current))
+        self._before = found
+        self._best, self._best_vs_rule = found.best, found.best_vs_rule
+        self.history = list(found.history)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the plan has no further update."""
+        return len(self.history) >= self._plan.num_updates
+
+    @property
+    def elapsed_s(self) -> float:
+        """Over all starts."""
+        return self._before.elapsed_s + time.monotonic() - self._begin_s
+
+    def state(self) -> Checkpoint:
+        """As it is now."""
+        return msgspec.structs.replace(
+            self._before,
+            current=self._agent.file().to_bytes(),
+            best=self._best,
+            best_vs_rule=self._best_vs_rule,
+            history=self.history,
+            elapsed_s=self.elapsed_s,
+        )
+
+    def update(self) -> tuple[Update, list[Finding]]:
+        """Play a batch, learn from it, validate now and then; the row, and the failure signatures that are new."""
+        before = {finding.signature for finding in findings(self.history)}
+        row = self._learned(len(self.history))
+        self.history.append(row)
+        return row, [finding for finding in findings(self.history) if finding.signature not in before]
+
+    def result(self) -> PolicyFile:
+        """The version that the plan asks for, with its scores on seeds that chose nothing."""
+        plan = self._plan
+        content = self._best if plan.select == "best" else self._agent.file().to_bytes()
+        rules = self._times(b"", SCORE_SEEDS, plan.num_score_seeds)
+        runs = self._times(content, SCORE_SEEDS, plan.num_score_seeds)
+        ratios = {
+            name: geometric_mean([own.time_s / rule.time_s for own, rule in zip(runs[name], rules[name], strict=True)])
+            for name in runs
+        }
+        flat = [run for found in runs.values() for run in found]
+        scores = {f"vs_rule/{name}": ratio for name, ratio in ratios.items()}
+        scores |= {"vs_rule": geometric_mean(list(ratios.values())), "missed": float(sum(run.missed for run in flat))}
+        scores["num_runs"] = float(len(flat))
+        file = PolicyFile.from_bytes(content)
+        done = self.history[: file.metadata.num_updates]
+        metadata = msgspec.structs.replace(
+            file.metadata, scores=scores, num_episodes=done[-1].num_episodes if done else 0
+        )
+        return PolicyFile(metadata, file.tensors)
+
+    def _learned(self, number: int) -> Update:
+        plan, file = self._plan, self._agent.file().to_bytes()
+        tasks = [self._training_task(episode, file) for episode in plan.episodes_of(number)]
+        played = self._play(tasks)
+        trajectories = [found.trajectory for found in played if found.trajectory is not None]
+        if not trajectories:
+            raise EpisodeError(
+                f"{tasks[0].name}, and all other episodes of update {number + 1}: over before a decision ruled a "
+                "window; raise target_accuracy, or lower window_steps"
+            )
+        learned = self._agent.learn(trajectories, progress=number / plan.num_updates)
+        stats = learned.stats
+        explained = learned.explained_variance
+        return Update(
+            update=number + 1,
+            num_episodes=plan.episodes_of(number).stop,
+            returns=tuple(trajectory.total_reward for trajectory in trajectories),
+            times_s=tuple(found.time_s for found in played),
+            num_missed=sum(found.missed for found in played),
+            vs_rule=self._against_rule(tasks, played),
+            policy_loss=stats.policy_loss,
+            value_loss=stats.value_loss,
+            entropy=stats.entropy,
+            approx_kl=stats.approx_kl,
+            clipfrac=stats.clipfrac,
+            explained_variance=explained if np.isfinite(explained) and plan.settings.objective == "clipped" else None,
+            learning_rate=stats.learning_rate,
+            num_decisions=learned.num_decisions,
+            validation_vs_rule=self._validated(number),
+            elapsed_s=self.elapsed_s,
+        )
+
+    def _training_task(self, episode: int, file: bytes) -> Task:
+        plan = self._plan
+        scenario = plan.learned_from[episode % len(plan.learned_from)]
+        reference_s = self._before.references_s[scenario.name]
+        weights = plan.weights
+        if plan.formula == "time-aware":
+            weights = msgspec.structs.replace(weights, beta=weights.beta / reference_s)
+        return Task(
+            scenario=scenario,
+            seed=plan.training_seed(episode),
+            policy=file,
+            mode="explore",
+            formula=plan.formula,
+            weights=weights,
+            fixed_s=reference_s if plan.episode_end == "fixed" else None,
+            data=self._data,
+        )
+
+    def _against_rule(self, tasks: Sequence[Task], played: Sequence[Played]) -> float:
+        references = self._before.references_s
+        return geometric_mean(
+            [run.time_s / references[task.scenario.name] for task, run in zip(tasks, played, strict=True)]
+        )
+
+    def _validated(self, number: int) -> float | None:
+        """Time to target of the likeliest actions against the rule, now and then; the best version is kept."""
+        plan = self._plan
+        if (number + 1) % plan.validate_every and number + 1 != plan.num_updates:
+            return None
+        content = self._agent.file().to_bytes()
+        runs = self._times(content, VALIDATION_SEEDS, plan.num_validation_seeds)
+        rules = self._before.validation_s
+        ratios = [run.time_s / rule for name in runs for run, rule in zip(runs[name], rules[name], strict=True)]
+        vs_rule = geometric_mean(ratios)
+        if vs_rule < self._best_vs_rule:
+            self._best, self._best_vs_rule = content, vs_rule
+        return vs_rule
+
+    def _times(self, policy: bytes, first_seed: int, num_seeds: int) -> dict[str, list[Played]]:
+        """Greedy runs in every scenario that is learned from; no bytes: of the rule."""
+        scenarios: tuple[Scenario, ...] = self._plan.learned_from
+        tasks = [
+            Task(scenario=scenario, seed=first_seed + number, policy=policy, mode="greedy", data=self._data)
+            for scenario in scenarios
+            for number in range(num_seeds)
+        ]
+        played = iter(self._play(tasks))
+        return {scenario.name: [next(played) for _ in range(num_seeds)] for scenario in scenarios}
+
+
+def _metadata(plan: LearningPlan) -> PolicyMetadata:
+    return PolicyMetadata.of(
+        action_set=plan.action_set,
+        policy=plan.policy,
+        algorithm=plan.settings.objective,
+        hidden_sizes=plan.settings.hidden_sizes,
+        reward_formula=plan.formula or "auto",
+        reward_weights={name: float(getattr(plan.weights, name)) for name in Weights.__struct_fields__},
+        scenarios=tuple(scenario.name for scenario in plan.learned_from),
+        seeds=(plan.seed,),
+    )

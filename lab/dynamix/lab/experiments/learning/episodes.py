@@ -1,0 +1,114 @@
+"""One episode of learning: run it, and make of its messages what a learner learns from."""
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from dynamix.arbitrator.learned.actions import action_set_named
+from dynamix.arbitrator.learned.policy import LearnedPolicy
+from dynamix.arbitrator.learned.policy_file import PolicyFile
+from dynamix.arbitrator.learning.rollout import End, NothingDecidedError, Recording, Trajectory, trajectory_of
+from dynamix.arbitrator.policies import policy_named
+from dynamix.lab.experiments.episodes.episode import Episode, run_episode
+from dynamix.lab.simulator.scenario import Scenario
+from dynamix.lab.workloads import Data, workload_named
+from dynamix.reward.formula import Formula, Weights
+
+RULE = "rule"
+"""What every learned policy is measured by."""
+
+
+class Task(NamedTuple):
+    """One episode to run."""
+
+    scenario: Scenario
+    seed: int
+    policy: bytes
+    """The file; empty for `rule`."""
+    mode: Literal["explore", "greedy"]
+    """`explore` samples and keeps a trajectory."""
+    formula: Formula | None = None
+    weights: Weights = Weights()
+    fixed_s: float | None = None
+    """Virtual seconds after which the episode ends, whatever was reached; `None`: with the target."""
+    data: Path | None = None
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"scenario {self.scenario.name}, seed {self.seed}"
+
+
+class Played(NamedTuple):
+    """What came of it."""
+
+    time_s: float
+    """To the target; a miss counts as the time limit."""
+    missed: bool
+    trajectory: Trajectory | None
+    """`None` when nothing was sampled, or the target was reached before the first decision ruled."""
+
+
+def play(task: Task) -> Played:
+    """Run one episode in this process.
+
+    Raises:
+        ValueError: when the scenario's data is missing, or the policy cannot be used.
+    """
+    explores = task.mode == "explore"
+    policy = LearnedPolicy(PolicyFile.from_bytes(task.policy), explore=explores) if task.policy else policy_named(RULE)
+    scenario = task.scenario
+    if task.fixed_s is not None:
+        fixed_s = min(task.fixed_s, scenario.time_limit_s)
+        scenario = msgspec.structs.replace(scenario, fixed_time_s=fixed_s, time_limit_s=fixed_s)
+    else:  # what comes after the target teaches nothing
+        scenario = msgspec.structs.replace(scenario, fixed_time_s=0.0)
+    episode = run_episode(
+        scenario,
+        policy,
+        data=_data(scenario.workload, task.data),
+        seed=task.seed,
+        reward=(task.formula, task.weights) if explores else None,
+        keep_messages=explores,
+    )
+    reached = episode.time_to_target_s
+    return Played(
+        time_s=scenario.time_limit_s if reached is None else reached,
+        missed=reached is None,
+        trajectory=_trajectory(task, episode) if explores else None,
+    )
+
+
+def _trajectory(task: Task, episode: Episode) -> Trajectory | None:
+    action_set = action_set_named(PolicyFile.from_bytes(task.policy).metadata.action_set)
+    recording = Recording(
+        job=episode.job,
+        states=list(enumerate(episode.states, start=1)),
+        actions=episode.actions,
+        applied=episode.applied,
+        rewards=episode.rewards,
+    )
+    try:
+        return trajectory_of(recording, action_set, end_of(episode) if task.fixed_s is None else End())
+    except NothingDecidedError:
+        return None
+
+
+def end_of(episode: Episode) -> End:
+    """The window in which the target was reached, and the share of it that came before; a miss was cut off."""
+    if episode.time_to_target_s is None:
+        return End()
+    begin_s = 0.0
+    times = {window.window: window.job_metrics.step_time_s * window.num_steps for window in episode.windows}
+    for number, time_s in sorted(times.items()):
+        if episode.time_to_target_s <= begin_s + time_s:
+            return End(number, terminated=True, last_share=max(0.0, episode.time_to_target_s - begin_s) / time_s)
+        begin_s += time_s
+    return End(terminated=True)
+
+
+@lru_cache(maxsize=2)
+def _data(workload: str, directory: Path | None) -> Data:
+    return workload_named(workload).load(directory)

@@ -1,0 +1,122 @@
+"""What to learn, how and on what: everything that determines the outcome, and nothing else."""
+
+import hashlib
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from dynamix.arbitrator.learned.actions import ActionSetName
+from dynamix.arbitrator.learned.ppo_settings import PAPER, PPOSettings
+from dynamix.arbitrator.policies import POLICIES
+from dynamix.lab.simulator.scenario import Scenario
+from dynamix.reward.formula import Formula, Weights
+from dynamix.schemas.fields import Token
+
+AtLeastOne = Annotated[int, Meta(ge=1)]
+TRAINING_SEEDS, VALIDATION_SEEDS, SCORE_SEEDS = 1_000_000, 500_000, 600_000
+"""Where the seeds of episodes begin: to learn from, to choose the best version by, to score it with. They never meet
+each other, nor those of an evaluation, which count from 0."""
+SEEDS_PER_LEARNING = 100_000
+
+
+class LearningPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One course of learning; equal plans give bit-equal policies on one machine."""
+
+    policy: Token
+    """The name of what is learned."""
+    scenarios: tuple[Scenario, ...]
+    """Those with `learn = true` are learned from, in turn."""
+    seed: Annotated[int, Meta(ge=0, lt=2**31)] = 0
+    action_set: ActionSetName = "global"
+    settings: PPOSettings = PPOSettings()
+    formula: Formula | None = "time-aware"
+    """`None`: the published one for each scenario's optimizer."""
+    weights: Weights = Weights(accuracy=0.0, alpha=0.0, beta=1.0, delta=0.0, eta=0.0)
+    """Of the reward; for `time-aware` beta counts per time that `rule` takes to the target in that scenario, so that
+    fast and slow clusters weigh alike."""
+    episode_end: Literal["target", "fixed"] = "target"
+    """`target`: an episode ends with the target, after which nothing is lost or won. `fixed`: after the time that
+    `rule` takes to the target, whatever was reached; what has not reached it by then counts as a miss."""
+    num_episodes: AtLeastOne = 800
+    episodes_per_update: AtLeastOne = 16
+    validate_every: AtLeastOne = 10
+    """Updates between two validations."""
+    num_validation_seeds: AtLeastOne = 2
+    num_score_seeds: AtLeastOne = 4
+    select: Literal["best", "last"] = "best"
+    """Which version is handed out: the best by validation, time to target against `rule`, or the last."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a plan that cannot be: nothing to learn from, a name or seeds that are taken."""
+        if self.policy in POLICIES:
+            raise ValueError(f"policy {self.policy!r} is one of the program itself: give the learned one another name")
+        if self.num_episodes > SEEDS_PER_LEARNING:
+            raise ValueError(
+                f"num_episodes={self.num_episodes}: at most {SEEDS_PER_LEARNING}, or their seeds are those of seed "
+                f"{self.seed + 1}"
+            )
+        if not self.learned_from:
+            names = ", ".join(scenario.name for scenario in self.scenarios) or "none"
+            raise ValueError(f"no scenario to learn from: one with learn = true is needed, there are {names}")
+
+    @property
+    def learned_from(self) -> tuple[Scenario, ...]:
+        """The scenarios that may be learned from."""
+        return tuple(scenario for scenario in self.scenarios if scenario.learn)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the plan: what a checkpoint belongs to."""
+        return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()
+
+    @property
+    def num_updates(self) -> int:
+        """The last one may have fewer episodes."""
+        return -(-self.num_episodes // self.episodes_per_update)
+
+    def episodes_of(self, update: int) -> range:
+        """Numbers of the episodes that an update learns from."""
+        first = update * self.episodes_per_update
+        return range(first, min(first + self.episodes_per_update, self.num_episodes))
+
+    def training_seed(self, episode: int) -> int:
+        """The seed of an episode: another one in each, and in each course of learning."""
+        return TRAINING_SEEDS + self.seed * SEEDS_PER_LEARNING + episode
+
+
+PRESETS: Mapping[str, Mapping[str, object]] = MappingProxyType(
+    {
+        "ppo": {},
+        "ppo-paper": {
+            "action_set": "deltas",
+            "settings": PAPER,
+            "formula": None,
+            "weights": Weights(),
+            "num_episodes": 120,
+            "episodes_per_update": 1,
+            "validate_every": 30,
+            "select": "last",
+        },
+    }
+)
+"""`ppo`: a bounded residual on `rule`. `ppo-paper`: as published, as far as it is published: per-worker deltas, the
+simplified objective, an update at the end of each episode, the published reward."""
+
+
+def plan_named(policy: str, scenarios: tuple[Scenario, ...], **changes: object) -> LearningPlan:
+    """The preset of a policy's name with changes; another name has the preset of `ppo`.
+
+    Raises:
+        ValueError: when a value cannot be used; the text names it.
+    """
+    fields: dict[str, object] = {"policy": policy, "scenarios": scenarios}
+    fields |= {**PRESETS.get(policy, PRESETS["ppo"]), **changes}
+    try:
+        return msgspec.convert(fields, LearningPlan)
+    except msgspec.ValidationError as error:
+        reason, _, place = str(error).partition(" - at `$.")
+        name = place.rstrip("`")
+        raise ValueError(f"{name}={fields[name]!r}: {reason}" if name in fields else str(error)) from error

@@ -1,0 +1,170 @@
+"""The calibration as a whole, and how far a virtual cluster made of it is from the real one, step time by step time."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
+import numpy as np
+
+from dynamix.lab.simulator.clock import VirtualClock
+from dynamix.lab.simulator.disturbances import Conditions
+from dynamix.lab.simulator.scenario import Scenario
+from dynamix.lab.workloads import workload_named
+from dynamix.schemas.messages import Job, MetricWindow
+
+from .fit import Fit, fit_observations
+from .observations import Array64, Observations, observe
+from .remarks import remarks_on
+from .scenario import Settings, scenario_of
+
+NUM_DRAWS = 64
+"""Of jitter, for the mean step time of a window."""
+
+
+class RankSpeed(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's line, with standard errors; `None` where overhead and rate could not be told apart."""
+
+    rank: int
+    samples_per_s: float
+    samples_per_s_error: float | None
+    overhead_s: float
+    overhead_error_s: float | None
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """One window: the real mean step time, and what a cluster fitted to OTHER windows says for its sizes."""
+
+    window: int
+    global_batch_size: float
+    step_time_s: float
+    virtual_step_time_s: float
+    slow_ranks: tuple[int, ...]
+    is_congested: bool
+
+    @property
+    def error(self) -> float:
+        """Relative."""
+        return abs(self.virtual_step_time_s / self.step_time_s - 1)
+
+
+class Calibration(msgspec.Struct, frozen=True, kw_only=True):
+    """The scenario and what it is worth."""
+
+    scenario: Scenario
+    num_windows: int
+    num_left_out: int
+    ranks: tuple[RankSpeed, ...]
+    communication_s: float
+    """C: of one step, hidden or not."""
+    median_error: float
+    """Relative error of virtual step times over all windows, each against a fit that has not seen it."""
+    p90_error: float
+    steady_median_error: float | None
+    """The same over windows that no disturbance touched: where one begins or ends within a window, its time is
+    predicted as if it had filled it."""
+    steady_p90_error: float | None
+    remarks: tuple[str, ...]
+    comparisons: tuple[Comparison, ...]
+
+
+def calibrate(windows: Iterable[MetricWindow], settings: Settings, job: Job | None = None) -> Calibration:
+    """Fit a scenario to the windows of one job.
+
+    Args:
+        windows: of all nodes.
+        settings: what windows do not say.
+        job: its specification, for bounds and window length.
+
+    Raises:
+        NotEnoughWindowsError: when there are too few to fit.
+        ValueError: when the workload is not known.
+    """
+    gradient_bytes = workload_named(settings.workload).gradient_bytes
+    seen, origin = observe(windows)
+    fit = fit_observations(seen)
+    scenario = scenario_of(fit, seen, origin, settings, job)
+
+    def compared(others: Observations, mine: Observations) -> list[Comparison]:
+        """Some windows against a fit of others."""
+        found = fit_observations(others)
+        return compare(found, scenario_of(found, others, origin, settings, job), mine, gradient_bytes)
+
+    comparisons = _crossed(seen, compared)
+    errors = [comparison.error for comparison in comparisons]
+    steady = [error for error, is_steady in zip(errors, _steady(comparisons), strict=True) if is_steady]
+    return Calibration(
+        scenario=scenario,
+        num_windows=len(seen.step_s),
+        num_left_out=origin.num_left_out,
+        ranks=tuple(_speed(fit, rank) for rank in range(seen.world_size)),
+        communication_s=0.0 if fit.exposure is None else fit.exposure.communication_s,
+        median_error=float(np.median(errors)),
+        p90_error=float(np.quantile(errors, 0.9)),
+        steady_median_error=float(np.median(steady)) if steady else None,
+        steady_p90_error=float(np.quantile(steady, 0.9)) if steady else None,
+        remarks=remarks_on(fit, scenario),
+        comparisons=comparisons,
+    )
+
+
+def compare(fit: Fit, scenario: Scenario, seen: Observations, gradient_bytes: int) -> list[Comparison]:
+    """Virtual and real step times: same sizes, same disturbances, jitter averaged over draws."""
+    slow = fit.slow(seen) if scenario.stragglers is not None else np.zeros_like(seen.samples, dtype=bool)
+    congested = fit.congested(seen) & (scenario.congestion is not None)
+    clock, draws = VirtualClock(scenario, gradient_bytes), _jitter_draws(scenario)
+    factor = 1.0 if scenario.stragglers is None else scenario.stragglers.factor
+    divisor = 1.0 if scenario.congestion is None else scenario.congestion.factor
+    compared = []
+    for index in range(len(seen.step_s)):
+        slowdown = np.where(slow[index], factor, 1.0)
+        links = np.full(seen.world_size, divisor if congested[index] else 1.0)
+        flags = np.full(seen.world_size, congested[index])
+        steps = [clock.step(seen.samples[index], Conditions(slowdown * draw, links, flags)).step_s for draw in draws]
+        compared.append(
+            Comparison(
+                window=int(seen.window[index]),
+                global_batch_size=float(seen.samples[index].sum()),
+                step_time_s=float(seen.step_s[index]),
+                virtual_step_time_s=float(np.mean(steps)),
+                slow_ranks=tuple(np.flatnonzero(slow[index]).tolist()),
+                is_congested=bool(congested[index]),
+            )
+        )
+    return compared
+
+
+def _crossed(
+    seen: Observations, compared: Callable[[Observations, Observations], list[Comparison]]
+) -> tuple[Comparison, ...]:
+    """Every other window against a fit of the rest, in turn; in the order of the windows."""
+    indices = np.arange(len(seen.step_s))
+    even, odd = seen.select(indices[::2]), seen.select(indices[1::2])
+    of_even, of_odd = compared(odd, even), compared(even, odd)
+    return tuple((of_odd if index % 2 else of_even)[index // 2] for index in indices.tolist())
+
+
+def _steady(comparisons: Sequence[Comparison]) -> list[bool]:
+    """Which windows are undisturbed, as their neighbours are."""
+    quiet = [not comparison.slow_ranks and not comparison.is_congested for comparison in comparisons]
+    return [all(quiet[max(0, index - 1) : index + 2]) for index in range(len(quiet))]
+
+
+def _jitter_draws(scenario: Scenario) -> Array64:
+    """Factors, draws x workers; one row of ones without jitter."""
+    jitter = 0.0 if scenario.stragglers is None else scenario.stragglers.jitter
+    if jitter == 0:
+        return np.ones((1, scenario.world_size))
+    draws = np.random.default_rng(0).standard_normal((NUM_DRAWS, scenario.world_size))
+    factors: Array64 = np.exp(jitter * draws)
+    return factors
+
+
+def _speed(fit: Fit, rank: int) -> RankSpeed:
+    line = fit.lines[rank]
+    rate = 1 / line.s_per_sample
+    return RankSpeed(
+        rank=rank,
+        samples_per_s=rate,
+        samples_per_s_error=rate**2 * line.s_per_sample_error if line.is_distinct else None,
+        overhead_s=line.overhead_s,
+        overhead_error_s=line.overhead_error_s if line.is_distinct else None,
+    )

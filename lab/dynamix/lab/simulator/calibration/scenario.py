@@ -1,0 +1,200 @@
+"""A scenario with the fitted numbers: the clock's formulas, solved for what the scenario holds."""
+
+import math
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from dynamix.lab.simulator.clock import sent_bytes
+from dynamix.lab.simulator.scenario import (
+    BYTES_PER_MBIT,
+    Congestion,
+    DecisionCost,
+    Network,
+    Scenario,
+    Stragglers,
+    Workers,
+)
+from dynamix.lab.workloads import workload_named
+from dynamix.schemas.messages import Job
+
+from .fit import Fit
+from .observations import Observations, Origin
+from .spells import Spells
+
+DEFAULT_TARGET = 0.8
+LATENCY_S = 5e-5
+LARGEST_LATENCY_SHARE = 0.5
+"""Of C: one time says nothing of how much of it is latency, so that a round trip measured under load is bounded."""
+OTHER_MODEL = 0.2
+"""Relative difference of the bytes sent to those of the workload's model, above which another model was trained."""
+
+
+class Settings(NamedTuple):
+    """What windows do not say."""
+
+    workload: str
+    name: str = "calibrated"
+    optimizer: Literal["sgd", "adam", "adamw"] | None = None
+    """By the job's optimizer family when not given."""
+    learning_rate: float = 0.05
+    target_accuracy: float | None = None
+    """The best that the job reported when not given, else 0.8."""
+    topology: Literal["ring", "parameter-server"] = "ring"
+    num_servers: int = 1
+
+
+class Bounds(NamedTuple):
+    """What the job's specification says."""
+
+    window_steps: int
+    base_global_batch_size: int
+    initial_local_batch_size: int
+    min_local_batch_size: int
+    max_local_batch_size: int
+    ranks_per_node: int
+
+
+def scenario_of(fit: Fit, seen: Observations, origin: Origin, settings: Settings, job: Job | None) -> Scenario:
+    """The scenario; without the job's specification its bounds are the sizes seen."""
+    duration_s = _rounded(float(seen.duration_s.sum()))
+    bounds = _of_windows(seen) if job is None else _of_job(job)
+    return Scenario(
+        name=settings.name,
+        family="calibrated",
+        workload=settings.workload,
+        optimizer=settings.optimizer or origin.optimizer_family,
+        learning_rate=settings.learning_rate,
+        learning_rate_rule="sqrt" if job is None else job.learning_rate_rule,
+        window_steps=bounds.window_steps,
+        base_global_batch_size=bounds.base_global_batch_size,
+        initial_local_batch_size=bounds.initial_local_batch_size,
+        min_local_batch_size=bounds.min_local_batch_size,
+        max_local_batch_size=bounds.max_local_batch_size,
+        ranks_per_node=bounds.ranks_per_node,
+        target_accuracy=_target(seen) if settings.target_accuracy is None else settings.target_accuracy,
+        fixed_time_s=duration_s,
+        time_limit_s=_rounded(4 * duration_s),
+        evaluate_every_s=_rounded(duration_s / 100),
+        workers=_workers(fit, job),
+        network=_network(fit, seen, settings),
+        stragglers=_stragglers(fit),
+        congestion=_congestion(fit),
+        decision=DecisionCost(cost_s=0.0, cost_per_doubling_s=0.0),  # what one costs is in the overheads already
+    )
+
+
+def _target(seen: Observations) -> float:
+    known = seen.held_out_accuracy[np.isfinite(seen.held_out_accuracy)]
+    return math.floor(float(known.max()) * 1000) / 1000 if len(known) else DEFAULT_TARGET
+
+
+def _of_job(job: Job) -> Bounds:
+    return Bounds(
+        window_steps=job.window_steps,
+        base_global_batch_size=job.base_global_batch_size,
+        initial_local_batch_size=max(1, round(sum(job.initial_local_batch_sizes) / job.world_size)),
+        min_local_batch_size=job.min_local_batch_size,
+        max_local_batch_size=max(job.max_local_batch_sizes),
+        ranks_per_node=max(len(node.ranks) for node in job.nodes),
+    )
+
+
+def _of_windows(seen: Observations) -> Bounds:
+    sizes = np.median(seen.samples, axis=0)
+    return Bounds(
+        window_steps=max(1, int(np.median(seen.num_steps))),
+        base_global_batch_size=max(1, round(float(sizes.sum()))),
+        initial_local_batch_size=max(1, round(float(sizes.mean()))),
+        min_local_batch_size=max(1, math.floor(seen.samples.min())),
+        max_local_batch_size=math.ceil(seen.samples.max()),
+        ranks_per_node=seen.world_size,
+    )
+
+
+def _workers(fit: Fit, job: Job | None) -> tuple[Workers, ...]:
+    """One table per rank. Jitter has a median of 1 and a mean above: the rate is that of an undisturbed step."""
+    mean = math.exp(fit.jitter**2 / 2)
+    bounds: Sequence[int | None] = [None] * len(fit.lines)
+    if job is not None:
+        most = max(job.max_local_batch_sizes)
+        bounds = [size if size < most else None for size in job.max_local_batch_sizes]
+    return tuple(
+        Workers(
+            samples_per_s=_rounded(mean / line.s_per_sample),
+            overhead_s=_rounded(line.overhead_s),
+            max_local_batch_size=bound,
+        )
+        for line, bound in zip(fit.lines, bounds, strict=True)
+    )
+
+
+def _network(fit: Fit, seen: Observations, settings: Settings) -> Network:
+    """Bandwidth by the time C, given latency and bytes."""
+    num_workers = seen.world_size
+    if fit.exposure is None:
+        return Network()
+    own_bytes = workload_named(settings.workload).gradient_bytes
+    gradient_bytes = _gradient_bytes(seen, settings, own_bytes)
+    latencies = 2 * (num_workers - 1) if settings.topology == "ring" else 2
+    latency_s = min(_latency_s(seen), LARGEST_LATENCY_SHARE * fit.exposure.communication_s / latencies)
+    moving_s = fit.exposure.communication_s - latencies * latency_s
+    links = 2 * (num_workers - 1) / num_workers
+    if settings.topology == "parameter-server":
+        links = 2 * max(1.0, num_workers / settings.num_servers)
+    return Network(
+        topology=settings.topology,
+        bandwidth_mbit_s=_rounded(links * gradient_bytes / moving_s / BYTES_PER_MBIT),
+        latency_s=_rounded(latency_s),
+        overlap=round(fit.exposure.overlap, 2),
+        num_buckets=fit.exposure.num_buckets,
+        num_servers=settings.num_servers,
+        gradient_bytes=0 if gradient_bytes == own_bytes else gradient_bytes,
+    )
+
+
+def _gradient_bytes(seen: Observations, settings: Settings, own_bytes: int) -> int:
+    """The workload's, unless the sockets say that another model was trained."""
+    known = seen.tx_bytes[np.isfinite(seen.tx_bytes)]
+    if not len(known):
+        return own_bytes
+    per_byte = sent_bytes(settings.topology, seen.world_size, own_bytes) / own_bytes
+    measured = float(np.median(known)) / per_byte
+    return round(measured) if abs(measured / own_bytes - 1) > OTHER_MODEL and measured >= 1 else own_bytes
+
+
+def _latency_s(seen: Observations) -> float:
+    """Half a round trip as the kernel measured it."""
+    known = seen.srtt_us[np.isfinite(seen.srtt_us)]
+    return float(np.median(known)) / 2e6 if len(known) else LATENCY_S
+
+
+def _stragglers(fit: Fit) -> Stragglers | None:
+    jitter = round(fit.jitter, 4)
+    if fit.stragglers is None:
+        return Stragglers(jitter=jitter) if jitter > 0 else None
+    return Stragglers(
+        jitter=jitter,
+        factor=_rounded(max(1.0, fit.stragglers.factor)),
+        mean_normal_s=_rounded(fit.stragglers.mean_off_s),
+        mean_slow_s=_rounded(fit.stragglers.mean_on_s),
+    )
+
+
+def _congestion(fit: Fit) -> Congestion | None:
+    """One state for the whole network: times do not say whose link it was that all waited for."""
+    found: Spells | None = fit.congestion
+    if found is None:
+        return None
+    return Congestion(
+        factor=_rounded(max(1.0, found.factor)),
+        mean_clear_s=_rounded(found.mean_off_s),
+        mean_congested_s=_rounded(found.mean_on_s),
+        retransmits_per_s=_rounded(fit.retransmits_per_s),
+    )
+
+
+def _rounded(value: float) -> float:
+    """Four digits: more would be noise, and files are read by people."""
+    return float(f"{value:.4g}")

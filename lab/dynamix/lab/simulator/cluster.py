@@ -1,0 +1,267 @@
+"""The virtual cluster: N workers train one model in this process, and report, adopt and count as real ranks do.
+
+What real ranks compute is computed by their code: the schedule and the plan of each step, the noise estimate, rows,
+totals and reports, which action is adopted. Virtual are the clock and what the kernel would have seen.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+
+from dynamix.lab.workloads import Data, Part, make_optimizer, workload_named
+from dynamix.schemas.messages import Action, Applied, Job, Report
+from dynamix.trainer.data.sampler import Order, PlanSampler, Position, StepPlan, epoch_order
+from dynamix.trainer.data.schedule import Schedule
+from dynamix.trainer.gradient.learning_rate import FACTORS, LearningRateScaler
+from dynamix.trainer.gradient.noise import NoiseAverage, window_moments
+from dynamix.trainer.measurement.rows import job_totals
+from dynamix.trainer.steering.fast_loop import FastLoop
+from dynamix.trainer.steering.offers import Offers, Terms
+from dynamix.trainer.steering.tracking import Tracker
+
+from .clock import StepTiming, VirtualClock
+from .disturbances import Conditions, Disturbances
+from .job import NOISE_DECAY, identity_of, job_options, training_part
+from .perceptron import gradients_of
+from .recorder import Recorder, reporters_of
+from .scenario import Scenario
+
+
+class Evaluation(NamedTuple):
+    """One point of the grid of virtual time."""
+
+    time_s: float
+    accuracy: float
+    """On the validation part, by the parameters in force at that time."""
+    samples_seen: int
+
+
+class VirtualCluster:
+    """One job on one scenario's cluster under one seed, which decides weights, order of the data and disturbances."""
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        data: Data,
+        *,
+        seed: int,
+        policy: str,
+        policy_options: Mapping[str, float] | None = None,
+        initial_local_batch_size: int | None = None,
+        job: str | None = None,
+    ) -> None:
+        """Make the job; `initial_local_batch_size` overrules the scenario's, at most what each worker's memory holds.
+
+        Raises:
+            ValueError: when the scenario names what is not known, or the size is outside its bounds.
+        """
+        self.scenario = scenario
+        self.seed = seed
+        self.time_s = 0.0
+        self.position = Position()
+        """Steps and samples so far."""
+        self.applied: list[Applied] = []
+        """Actions adopted so far."""
+        self.evaluations: list[Evaluation] = []
+        self.time_to_target_s: float | None = None
+        """Of the first evaluation that reached the target."""
+        sizes = scenario.local_batch_sizes(initial_local_batch_size)
+        self._options = job_options(scenario, seed, policy, policy_options or {}, sizes)
+        self._identity = identity_of(scenario, job or f"{scenario.name or scenario.family}-{seed}")
+        self._data = training_part(scenario, data, seed)
+        self._evaluated = Part(*(tensor[: scenario.evaluation_samples or None] for tensor in data.validation))
+        self._test = data.test
+        self._make_training(sizes)
+        self._reporters = reporters_of(self._options, self._identity)
+        self.job = self._reporters[0].job(
+            "running", initial_sizes=sizes, total_samples=None, initial_split=self._options.initial_split
+        )
+
+    def _make_training(self, sizes: tuple[int, ...]) -> None:
+        scenario, seed = self.scenario, self.seed
+        workload = workload_named(scenario.workload)
+        inputs = self._data.inputs
+        self._gradients = gradients_of(workload, seed=seed, like=inputs)
+        self._schedule = Schedule(sizes, split=self._options.initial_split)
+        self._sampler = PlanSampler(len(inputs), self._schedule, rank=0, seed=seed, shuffle=True)
+        self._order: tuple[int, Order] = (-1, np.empty(0, dtype=np.int64))
+        self._disturbances = Disturbances(scenario, seed)
+        self._clock = VirtualClock(scenario, workload.gradient_bytes)
+        self._recorder = Recorder(scenario, self._clock.tx_bytes_per_step)
+        self._noise = NoiseAverage(NOISE_DECAY)
+        self._optimizer = make_optimizer(
+            scenario.optimizer,
+            [self._gradients.parameters],
+            scenario.learning_rate,
+            weight_decay=scenario.weight_decay,
+        )
+        rule = FACTORS[scenario.learning_rate_rule]
+        self._scaler = LearningRateScaler(
+            self._optimizer,
+            lambda: rule(self._schedule.at(self.position.step).total / scenario.base_global_batch_size),
+        )
+        identity, options = self._identity, self._options
+        self._offers = Offers(
+            Terms(
+                identity.job,
+                identity.generation,
+                options.min_local_batch_size,
+                identity.max_local_batch_sizes,
+                options.max_lag_windows,
+            )
+        )
+        self._waiting: deque[Action] = deque()
+        tracker = Tracker(options.min_local_batch_size, identity.max_local_batch_sizes)
+        self._fast_loop = FastLoop(self._schedule, tracker)
+        self._decided = False
+        self._test_accuracy: float | None = None
+
+    @property
+    def window(self) -> int:
+        """Windows run so far, and the index of the next one."""
+        return self.position.step // self.scenario.window_steps
+
+    @property
+    def over(self) -> bool:
+        """Whether the target is reached and the fixed time past, or the time limit is."""
+        limit = self.scenario.time_limit_s if self.time_to_target_s is None else self.scenario.fixed_time_s
+        return self.time_s >= limit
+
+    @property
+    def num_refused(self) -> Mapping[str, int]:
+        """Actions refused so far, by reason."""
+        return self._offers.num_refused
+
+    def offer(self, action: Action) -> None:
+        """Hand over an action; it is adopted, or refused, at the boundary where the scenario's lag is over."""
+        if action.window < self.window:
+            self._waiting.append(action)
+        else:
+            self._offers.add(action, self.window)  # of a window yet to come: counted as refused
+
+    def run_window(self) -> list[Report]:
+        """Train k steps and return the reports of all nodes; nothing when the run is over."""
+        if self.over:
+            return []
+        if self.scenario.lag_windows == 0:
+            self._adopt()
+        for _ in range(self.scenario.window_steps):
+            self._step()
+        return self._report()
+
+    def test_accuracy(self) -> float:
+        """Accuracy on the test part, which is looked at once, when the run is over.
+
+        Raises:
+            RuntimeError: while it is not.
+        """
+        if not self.over:
+            raise RuntimeError(f"the test part is scored when the run is over, not at {self.time_s:g} s")
+        if self._test_accuracy is None:
+            self._test_accuracy = self._gradients.accuracy(self._test)
+        return self._test_accuracy
+
+    def ended(self, reason: str = "completed") -> Job:
+        """The specification as it is published at the end."""
+        return msgspec.structs.replace(self.job, phase="ended", end_reason=reason)
+
+    def _step(self) -> None:
+        if self._sampler.is_over(self.position):
+            self.position = self.position.at_epoch(self.position.epoch + 1)
+        plan = self._sampler.plan_at(self.position)
+        conditions = self._disturbances.at(plan.step, self.time_s)
+        timing = self._clock.step(
+            np.asarray(plan.counts.values, dtype=np.float64), conditions, decided=self._take_decided()
+        )
+        self._train(plan, timing, conditions)
+        self.time_s += timing.step_s
+        self.position = self.position.after(plan)
+        self._schedule.forget_before(plan.step)
+        if self.position.step % self.scenario.window_steps == 0 and self.scenario.lag_windows > 0:
+            self._adopt()  # before the window is reported: a real rank knows by then what follows
+        if self._schedule.split_at(plan.step) == "tracking":
+            seconds = timing.seconds_per_sample(plan.counts.values)
+            self._fast_loop.observe(seconds, self.position.step)  # a loader without workers has drawn nothing yet
+
+    def _train(self, plan: StepPlan, timing: StepTiming, conditions: Conditions) -> None:
+        """The step itself; what was due to be evaluated before its end saw the parameters before it."""
+        chosen = torch.from_numpy(self._epoch_order(plan.epoch)[plan.offset : plan.offset + plan.counts.total])
+        inputs, labels = (tensor.index_select(0, chosen.to(tensor.device)) for tensor in self._data)
+        measured = plan.step % self.scenario.noise_every == 0
+        sums = self._gradients.step(inputs, labels, plan, measured=measured)
+        self._recorder.add(plan, sums, timing, conditions)
+        self._evaluate(self.time_s + timing.step_s)
+        self._optimizer.step()
+
+    def _take_decided(self) -> bool:
+        decided, self._decided = self._decided, False
+        return decided
+
+    def _epoch_order(self, epoch: int) -> Order:
+        if self._order[0] != epoch:
+            self._order = (epoch, epoch_order(len(self._data.labels), self.seed, epoch, shuffle=True))
+        return self._order[1]
+
+    def _evaluate(self, before_s: float) -> None:
+        """Fill the grid up to a time, exclusively: it costs no virtual time, and the parameters stay the same."""
+        scenario, accuracy = self.scenario, None
+        while (due_s := (len(self.evaluations) + 1) * scenario.evaluate_every_s) < before_s:
+            if due_s > scenario.time_limit_s:
+                return
+            if accuracy is None:
+                accuracy = self._gradients.accuracy(self._evaluated)
+            self.evaluations.append(Evaluation(due_s, accuracy, self.position.samples_seen))
+            if self.time_to_target_s is None and accuracy >= scenario.target_accuracy:
+                self.time_to_target_s = due_s
+
+    def _adopt(self) -> None:
+        """Let the newest action that is old enough rule from the next window on."""
+        due = self.window - 1 - self.scenario.lag_windows
+        while self._waiting and self._waiting[0].window <= due:
+            self._offers.add(self._waiting.popleft(), self.window)
+        action = self._offers.take(self.window)
+        if action is None:
+            return
+        self._fast_loop.adopt(self.position.step, action.local_batch_sizes, action.split)
+        self._decided = True
+        self.applied.append(
+            self._reporters[0].applied(
+                action,
+                effective_window=self.window,
+                effective_step=self.position.step,
+                num_refused=self._offers.num_refused,
+            )
+        )
+
+    def _report(self) -> list[Report]:
+        """The reports on the window that ended; they name the sizes of its last step."""
+        sizes = self._schedule.at(self.position.step - 1)
+        accuracy = self.evaluations[-1].accuracy if self.evaluations else None
+        rows, simulated = self._recorder.take(accuracy)
+        self._noise.add(window_moments(row.noise for row in rows))
+        totals = job_totals(
+            rows,
+            window=self.window - 1,
+            num_steps=self.scenario.window_steps,
+            global_batch_size=sizes.total,
+            noise=self._noise.value,
+        )
+        reports = []
+        for reporter, node in zip(self._reporters, self._identity.nodes, strict=True):
+            report = reporter.report(
+                self.position,
+                rows,
+                totals,
+                sizes=sizes,
+                pending=self._schedule.newest,
+                total_samples=None,
+                num_reports_dropped=0,
+            )
+            own = tuple(simulated[rank] for rank in node.ranks)
+            reports.append(msgspec.structs.replace(report, simulated=own))
+            reporter.remember(rows, totals)
+        return reports

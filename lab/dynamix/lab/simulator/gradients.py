@@ -1,0 +1,172 @@
+"""Real gradients of N workers in one process: one step of theirs is one step on the union of their samples.
+
+With g_i the mean gradient of worker i's b_i samples, G = sum_i (b_i / B) g_i is the mean gradient of all B samples. A
+measured step also gives |g_i|^2, as the hook of a real job does (`dynamix.trainer.gradient.weighting`).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from dynamix.lab.workloads import Part, Workload
+from dynamix.trainer.data.sampler import StepPlan
+from dynamix.trainer.data.split import Counts
+from dynamix.trainer.gradient.noise import NoiseSums
+
+Array64 = npt.NDArray[np.float64]
+
+EVALUATED_AT_ONCE = 2000
+"""Samples: the activations of a small model stay in the cache."""
+
+
+class SquaredNorms(NamedTuple):
+    """Of one step; float64."""
+
+    local: Array64
+    """|g_i|^2 of each worker's mean gradient; 0 without samples."""
+    reduced: float
+    """|G|^2"""
+
+    def add_to(self, sums: Sequence[NoiseSums], counts: Counts) -> None:
+        """Add the step to every worker's sums."""
+        for rank, (own, local) in enumerate(zip(sums, self.local.tolist(), strict=True)):
+            own.add(counts, rank, local, self.reduced)
+
+
+class StepSums(NamedTuple):
+    """What N workers saw in one step; float64, one per worker."""
+
+    loss: Array64
+    """Sum over the worker's samples."""
+    num_correct: Array64
+    norms: SquaredNorms | None
+    """`None` on a step that was not measured."""
+
+
+class Segments:
+    """Where each worker's samples lie in the union of a step, for sums per worker."""
+
+    def __init__(self, counts: Counts) -> None:
+        self.counts = counts
+        self._sizes = np.array(counts.values, dtype=np.float64)
+        self._active = np.flatnonzero(self._sizes)
+        self._starts = np.array(counts.starts[:-1])[self._active]
+
+    def slices(self) -> Iterator[tuple[int, int, int]]:
+        """(rank, start, stop) of the workers that have samples."""
+        starts = self.counts.starts
+        for rank in self._active.tolist():
+            yield rank, starts[rank], starts[rank + 1]
+
+    def sums(self, values: Tensor) -> Array64:
+        """The values of all samples, summed per worker in float64."""
+        found = np.zeros(len(self._sizes))
+        found[self._active] = np.add.reduceat(values.numpy(), self._starts, dtype=np.float64)
+        return found
+
+    def columns(self, values: Tensor) -> Tensor:
+        """Columns of a matrix (one per sample) summed per worker that has samples: workers x rows."""
+        return torch.from_numpy(np.add.reduceat(values.numpy(), self._starts, axis=1).T)
+
+    def norms_of_means(self, norms_of_sums: Array64) -> Array64:
+        """|g_i|^2 from the norms |b_i g_i|."""
+        means = np.zeros(len(self._sizes))
+        np.divide(norms_of_sums, self._sizes, out=means, where=self._sizes > 0)
+        return means * means
+
+
+class Gradients(ABC):
+    """A model whose parameters lie in one flat vector, and its gradients by worker."""
+
+    def __init__(self, model: nn.Module, workload: Workload) -> None:
+        self.model = model
+        self._workload = workload
+        self.parameters = flatten(model)
+        assert self.parameters.grad is not None
+        self._gradient = self.parameters.grad
+        self._segments = Segments(Counts((1,)))
+
+    def step(self, inputs: Tensor, labels: Tensor, plan: StepPlan, *, measured: bool) -> StepSums:
+        """Leave the gradient G of a step's samples, in rank order, in `parameters.grad`.
+
+        Args:
+            inputs: of all workers, the first dimension is the step's B samples.
+            labels: theirs.
+            plan: how many samples each worker has.
+            measured: whether the workers' own gradients are looked at.
+        """
+        if self._segments.counts is not plan.counts:
+            self._segments = Segments(plan.counts)
+        return self._measured(inputs, labels) if measured else self._union(inputs, labels)
+
+    def accuracy(self, part: Part) -> float:
+        """Share of a part's samples that the model gets right now."""
+        correct, count = 0.0, len(part.labels)
+        with torch.inference_mode():
+            for start in range(0, count, EVALUATED_AT_ONCE):
+                inputs, labels = (tensor[start : start + EVALUATED_AT_ONCE] for tensor in part)
+                correct += self._workload.num_correct(self.model(inputs), labels)
+        return correct / count
+
+    def _squared_norms(self, norms_of_sums: Array64) -> SquaredNorms:
+        reduced = torch.dot(self._gradient, self._gradient).item()
+        return SquaredNorms(self._segments.norms_of_means(norms_of_sums), reduced)
+
+    @abstractmethod
+    def _union(self, inputs: Tensor, labels: Tensor) -> StepSums:
+        """The step as one big batch."""
+
+    @abstractmethod
+    def _measured(self, inputs: Tensor, labels: Tensor) -> StepSums:
+        """The step worker by worker."""
+
+
+class AutogradGradients(Gradients):
+    """Of any model: a measured step costs a backward pass per worker, on its own samples only."""
+
+    def _union(self, inputs: Tensor, labels: Tensor) -> StepSums:
+        self._gradient.zero_()
+        outputs = self.model(inputs)
+        torch.autograd.backward(self._workload.loss(outputs, labels))
+        num_workers = len(self._segments.counts.values)
+        loss, correct = np.zeros(num_workers), np.zeros(num_workers)
+        with torch.inference_mode():
+            for rank, start, stop in self._segments.slices():
+                loss[rank], correct[rank] = self._sums(outputs[start:stop], labels[start:stop])
+        return StepSums(loss, correct, None)
+
+    def _measured(self, inputs: Tensor, labels: Tensor) -> StepSums:
+        num_workers = len(self._segments.counts.values)
+        loss, correct, norms = np.zeros(num_workers), np.zeros(num_workers), np.zeros(num_workers)
+        total = torch.zeros_like(self._gradient)
+        for rank, start, stop in self._segments.slices():
+            self._gradient.zero_()
+            outputs, own = self.model(inputs[start:stop]), labels[start:stop]
+            torch.autograd.backward(self._workload.loss(outputs, own, "sum"))
+            total += self._gradient
+            norms[rank] = torch.linalg.vector_norm(self._gradient).item()
+            loss[rank], correct[rank] = self._sums(outputs.detach(), own)
+        self._gradient.copy_(total.div_(self._segments.counts.total))
+        return StepSums(loss, correct, self._squared_norms(norms))
+
+    def _sums(self, outputs: Tensor, labels: Tensor) -> tuple[float, float]:
+        return self._workload.loss(outputs, labels, "sum").item(), self._workload.num_correct(outputs, labels)
+
+
+def flatten(model: nn.Module) -> nn.Parameter:
+    """Move a model's parameters, and their gradients, into one vector each: the optimizer then has one tensor."""
+    owned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    flat = nn.Parameter(torch.cat([parameter.detach().reshape(-1) for parameter in owned]))
+    flat.grad = torch.zeros_like(flat)
+    start = 0
+    for parameter in owned:
+        stop = start + parameter.numel()
+        parameter.data = flat.data[start:stop].view(parameter.shape)
+        parameter.grad = flat.grad[start:stop].view(parameter.shape)
+        start = stop
+    return flat

@@ -1,0 +1,139 @@
+"""Writes a capture; what was flushed can be read whatever happens to the writer."""
+
+import hashlib
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self
+
+import msgspec
+
+from . import layout
+from .record import MAX_STREAMS, CaptureEnd, CaptureHeader, EndReason, Record, StreamRange, fits
+
+
+class CaptureWriter:
+    """`with CaptureWriter(path, header) as writer: writer.add(record)`; the file is whole once `finish` was called.
+
+    Leaving the context without an error finishes it, too; after an error, or a kill, the file is a good beginning that
+    a reader reports as cut off.
+
+    Attributes:
+        num_records: records added.
+        num_bytes: bytes of the file so far, without the block that is being filled.
+        num_left_out: records that were refused since they do not fit, see `dynamix.recording.capture.fits`.
+    """
+
+    def __init__(self, path: Path | str, header: CaptureHeader, *, overwrite: bool = False) -> None:
+        """Nothing is opened yet.
+
+        Raises:
+            ValueError: when the header names more streams than a record can refer to, or one twice.
+        """
+        if len(header.streams) > MAX_STREAMS or len(set(header.streams)) < len(header.streams):
+            raise ValueError(f"a capture has at most {MAX_STREAMS} streams, each named once, not {header.streams[:8]}")
+        self._path = Path(path)
+        self._mode = "wb" if overwrite else "xb"
+        self._header = header
+        self._streams = {stream: index for index, stream in enumerate(header.streams)}
+        self._ranges: dict[str, StreamRange] = {}
+        self._block = bytearray()
+        self._digest = hashlib.sha256()
+        self._file: BinaryIO | None = None
+        self._is_finished = False
+        self.num_records = 0
+        self.num_bytes = 0
+        self.num_left_out = 0
+
+    def __enter__(self) -> Self:
+        """Open the file and write the header.
+
+        Raises:
+            FileExistsError: without `overwrite`, when there is one.
+            OSError: when it cannot be written.
+        """
+        self._file = self._path.open(self._mode)  # type: ignore[assignment] # a binary mode
+        self._write(layout.PREAMBLE)
+        self._write_frame(layout.HEADER, msgspec.json.encode(self._header))
+        self._push()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the file: whole without an error, otherwise as far as it got."""
+        try:
+            if kind is None:
+                self.finish()
+            elif not issubclass(kind, OSError):
+                self.flush()
+        finally:
+            if self._file is not None:
+                self._file.close()
+
+    def add(self, record: Record) -> None:
+        """Append a record; one that does not fit is left out and counted.
+
+        Raises:
+            ValueError: when its stream is not in the header, or its sequence not behind the stream's last one.
+            OSError: when the file cannot be written.
+        """
+        if (index := self._streams.get(record.stream)) is None:
+            raise ValueError(f"stream {record.stream!r} is not in the header, which has {', '.join(self._streams)}")
+        known = self._ranges.get(record.stream)
+        if known is not None and record.sequence <= known.last_sequence:
+            raise ValueError(f"{record.stream} {record.sequence} comes behind {known.last_sequence}: not in order")
+        if not fits(record):
+            self.num_left_out += 1
+            return
+        self._ranges[record.stream] = StreamRange(
+            first_sequence=known.first_sequence if known else record.sequence,
+            last_sequence=record.sequence,
+            num_records=known.num_records + 1 if known else 1,
+        )
+        self._block += layout.pack(record, index)
+        self.num_records += 1
+        if len(self._block) >= layout.BLOCK_BYTES:
+            self._close_block()
+
+    def flush(self) -> None:
+        """Hand everything added so far to the system: a reader sees it even if this process is killed."""
+        self._close_block()
+        self._push()
+
+    def finish(self, reason: EndReason = "ended") -> CaptureEnd:
+        """Write the end; nothing can be added after it. A second call changes nothing."""
+        end = CaptureEnd(
+            reason=reason, num_records=self.num_records, ranges=self._ranges, num_left_out=self.num_left_out
+        )
+        if not self._is_finished:
+            self._close_block()
+            self._write_frame(layout.END, msgspec.json.encode(end))
+            self._push()
+            os.fsync(self._opened.fileno())
+            self._is_finished = True
+        return end
+
+    def _close_block(self) -> None:
+        if self._block and not self._is_finished:
+            self._write_frame(layout.BLOCK, layout.compress(self._block))
+            self._block.clear()
+
+    def _write_frame(self, kind: bytes, body: bytes) -> None:
+        if len(body) > layout.MAX_BODY_BYTES[kind]:
+            raise ValueError(f"a frame of {len(body)} bytes is over the limit of {layout.MAX_BODY_BYTES[kind]}")
+        self._write(layout.FRAME.pack(kind, len(body)) + body)
+        self._write(self._digest.digest())
+
+    def _write(self, data: bytes) -> None:
+        self._opened.write(data)
+        self._digest.update(data)
+        self.num_bytes += len(data)
+
+    def _push(self) -> None:
+        self._opened.flush()
+
+    @property
+    def _opened(self) -> BinaryIO:
+        assert self._file is not None, "used within its context"
+        return self._file

@@ -1,0 +1,217 @@
+"""The fold: recorded states of one job in, decisions out. Pure: no clock, no bus, nothing but its arguments.
+
+decision = f(recorded order of states, job specification, policy version, carry). When a window closes, which rows
+count and what a restart must read again are decided here; `service.py` only moves messages.
+"""
+
+from collections.abc import Mapping
+from operator import sub
+from typing import NamedTuple
+
+import numpy as np
+
+from dynamix.arbitrator.policies.policy import Decision, Policy, digest_of
+from dynamix.schemas.chain import seal
+from dynamix.schemas.codec import MalformedMessageError
+from dynamix.schemas.features import (
+    GLOBAL_FEATURES,
+    RANK_FEATURES,
+    RANK_INDEX,
+    Array32,
+    check_state,
+    stack_ranks,
+    unpack_global,
+)
+from dynamix.schemas.messages import Action, Job, State
+
+MAX_AGE_WINDOWS = 16
+"""A row older than this is forgotten: it says little, and a restart would have to read back to it."""
+
+MAX_SKIP_WINDOWS = 64
+"""A jump further ahead than this is believed only when the node's next state confirms it."""
+
+
+class _Row(NamedTuple):
+    """One node's state of one window, checked and not unpacked yet, and where it stands in FEED."""
+
+    sequence: int
+    state: State
+
+
+class Fold:
+    """Decides the windows of one generation of one job, in order, each once."""
+
+    def __init__(self, job: Job, policy: Policy, last: Action | None) -> None:
+        """Start at the beginning of the generation, or after its `last` action, which is also the checkpoint.
+
+        An action of an earlier generation only gives the chain its predecessor.
+        """
+        self.job = job
+        self._policy = policy
+        self._ranks = {node.node: node.ranks for node in job.nodes}
+        self._indices = {node.node: np.array(node.ranks) for node in job.nodes}
+        self._rows: dict[str, dict[int, _Row]] = {node.node: {} for node in job.nodes}
+        self._num_nodes: dict[int, int] = {}
+        """Nodes that have a row of a window: counted, so that a state costs the same in a job of any size."""
+        self._ahead: dict[str, tuple[int, State]] = {}
+        self._newest_window = -1
+        self._gap = False
+        self.next_window = 0
+        self.watermark = 0
+        self._carry = b""
+        self._decided = job.initial_local_batch_sizes
+        self.previous_hash = b""
+        if last is not None:
+            self.adopt(last)
+
+    def use(self, policy: Policy) -> None:
+        """Decide with another policy from here on: the one that the stored actions of this generation name."""
+        self._policy = policy
+
+    def add(self, sequence: int, state: State) -> bool:
+        """Take in one recorded state of this generation; false when its window was closed without it.
+
+        Raises:
+            MalformedMessageError: when it does not fit the job's specification.
+        """
+        if sequence <= self.watermark:
+            return True
+        if self._ranks.get(state.node) != state.ranks:
+            raise MalformedMessageError(
+                f"node {state.node!r} with ranks {state.ranks} is not in the job's specification"
+            )
+        check_state(state)
+        row = _Row(sequence, state)
+        confirmed = self._ahead.pop(state.node, None)
+        if state.window > max(self.next_window, self._newest_window) + MAX_SKIP_WINDOWS:
+            if confirmed is None or state.window != confirmed[1].window + 1:
+                self._ahead[state.node] = (sequence, state)
+                return True
+            self.next_window = state.window
+            self._gap = True
+        late = state.window < self.next_window
+        self._insert(state.node, state.window, row)
+        return not late
+
+    def start_after_gap(self, watermark: int) -> None:
+        """Inputs after the checkpoint are gone: go on after `watermark`, with the next window that all nodes report."""
+        self._gap = True
+        self.watermark = watermark
+
+    def close(self) -> Action | None:
+        """The decision for the next window if it is closed, sealed into the chain; `None` while it is open.
+
+        Nothing changes until `adopt` is called with the action that the broker stored.
+        """
+        window = self._closed_window()
+        if window is None:
+            return None
+        obs_WF, global_F = self._observe(window)
+        decision = self._policy.decide(self.job, window, obs_WF, global_F, self._carry)
+        sizes = self._clamp(decision)
+        action = Action(
+            job=self.job.job,
+            generation=self.job.generation,
+            window=window,
+            local_batch_sizes=sizes,
+            deltas=tuple(map(sub, sizes, self._decided)),
+            policy=self._policy.name,
+            policy_version=self._policy.version,
+            policy_digest=digest_of(self._policy),
+            watermark=self._watermark_after(window),
+            split=decision.split,
+            gap=self._gap,
+            logprobs=decision.logprobs,
+            values=decision.values,
+            carry=decision.carry,
+        )
+        return seal(action, self.previous_hash)
+
+    def adopt(self, action: Action) -> None:
+        """Make a stored action, one's own or another arbitrator's, the point to go on from."""
+        self.previous_hash = action.hash
+        if action.generation != self.job.generation:
+            return
+        self.next_window = action.window + 1
+        self.watermark = max(self.watermark, action.watermark)
+        self._carry = action.carry
+        self._decided = action.local_batch_sizes
+        self._gap = False
+        for rows in self._rows.values():
+            self._forget(rows)
+
+    def _insert(self, node: str, window: int, row: _Row) -> None:
+        rows = self._rows[node]
+        if window not in rows:
+            rows[window] = row
+            self._num_nodes[window] = self._num_nodes.get(window, 0) + 1
+            self._newest_window = max(self._newest_window, window)
+            if window < self.next_window:
+                self._forget(rows)
+
+    def _forget(self, rows: dict[int, _Row]) -> None:
+        """Of the closed windows only the newest row may still be needed, and not for ever."""
+        closed = sorted(window for window in rows if window < self.next_window)
+        for window in closed:
+            if window != closed[-1] or self.next_window - window > MAX_AGE_WINDOWS:
+                del rows[window]
+                self._num_nodes[window] -= 1
+                if not self._num_nodes[window]:
+                    del self._num_nodes[window]
+
+    def _closed_window(self) -> int | None:
+        """The next window, if it is closed: all nodes have sent it, or some rank is known to be two windows on.
+
+        After a gap the next window is the first one that all nodes report, or the first reported at all once the job is
+        two windows past it: a dead collector never stops decisions.
+        """
+        window = self._first_window_after_gap() if self._gap else self.next_window
+        if self._num_nodes.get(window) == len(self._rows) or self._newest_window >= window + 2:
+            return window
+        return None
+
+    def _first_window_after_gap(self) -> int:
+        some = [window for window in self._num_nodes if window >= self.next_window]
+        full = [window for window in some if self._num_nodes[window] == len(self._rows)]
+        return min(full or some, default=self.next_window)
+
+    def _observe(self, window: int) -> tuple[Array32, Array32]:
+        """What is known at the close of a window: each node's newest row not after it, unless it is forgotten."""
+        obs_WF = np.full((self.job.world_size, len(RANK_FEATURES)), np.nan, dtype=np.float32)
+        global_F = np.full(len(GLOBAL_FEATURES), np.nan, dtype=np.float32)
+        obs_WF[:, RANK_INDEX["age_windows"]] = MAX_AGE_WINDOWS
+        known = {node: at for node, rows in self._rows.items() if (at := _newest(rows, window)) is not None}
+        if known:
+            states = [self._rows[node][at].state for node, at in known.items()]
+            ranks, counts = np.concatenate([self._indices[node] for node in known]), [len(one.ranks) for one in states]
+            obs_WF[ranks] = stack_ranks(states)
+            obs_WF[ranks, RANK_INDEX["age_windows"]] = np.repeat([window - at for at in known.values()], counts)
+            newest = max(known, key=known.__getitem__)
+            global_F = unpack_global(self._rows[newest][known[newest]].state)
+        obs_WF[:, RANK_INDEX["decided_local_batch_size"]] = self._decided
+        return obs_WF, global_F
+
+    def _watermark_after(self, window: int) -> int:
+        """FEED sequence before everything that deciding the windows after `window` can still need."""
+        needed = [sequence for sequence, _ in self._ahead.values()]
+        for rows in self._rows.values():
+            last = _newest(rows, window)
+            for at, row in rows.items():
+                if at > window or (at == last and window - at < MAX_AGE_WINDOWS):
+                    needed.append(row.sequence)
+        return max(self.watermark, min(needed, default=self.watermark + 1) - 1)
+
+    def _clamp(self, decision: Decision) -> tuple[int, ...]:
+        assert len(decision.local_batch_sizes) == self.job.world_size, f"policy {self._policy.name} must size each rank"
+        low, high = self.job.min_local_batch_size, self.job.max_local_batch_sizes
+        return tuple(
+            low if size < low else top if size > top else int(size)  # a third of the time of min and max
+            for size, top in zip(decision.local_batch_sizes, high, strict=True)
+        )
+
+
+def _newest(rows: Mapping[int, _Row], window: int) -> int | None:
+    """The newest window, not after this one, of which there is a row that is not forgotten."""
+    if window in rows:  # nearly always
+        return window
+    return max((at for at in rows if window - MAX_AGE_WINDOWS <= at <= window), default=None)

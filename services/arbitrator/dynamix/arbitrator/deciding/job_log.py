@@ -1,0 +1,182 @@
+"""One job's decisions on the bus: folds its states, publishes its actions under compare-and-set, adopts another's."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self
+
+from structlog.stdlib import BoundLogger
+
+from dynamix.arbitrator.learned.policy_source import Policies
+from dynamix.arbitrator.policies.policy import Policy, digest_of
+from dynamix.arbitrator.policies.static import Static
+from dynamix.runtime.bus import StaleWriterError, StreamState
+from dynamix.schemas.messages import Action, Job, State
+
+from .action_store import ActionLog, ActionLogError, Stored, check_goes_on, check_receipt, newest_action, newest_receipt
+from .fold import Fold
+from .signatures import SizeWatch, event_of
+
+SHOW_WAITS_S = (0.05, 0.1, 0.2, 0.4, 0.8)
+"""A broker may refuse for an action that it shows a moment later."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What all jobs of an arbitrator share."""
+
+    bus: ActionLog
+    policies: Policies
+    log: BoundLogger
+    count: Callable[[str], None]
+
+
+class JobLog:
+    """The fold of one generation of a job, joined to its subject in ACTIONS; made by `open`."""
+
+    def __init__(self, job: Job, policy: Policy, around: Surroundings) -> None:
+        self.job = job
+        self._bus = around.bus
+        self._policies = around.policies
+        self._count = around.count
+        self._log = around.log.bind(job=job.job, generation=job.generation)
+        self._policy = policy
+        self._known: Stored | None = None
+        self._superseded = False
+        self._fold = Fold(job, policy, None)
+        self._watch = None if job.policy == Static.name else SizeWatch(job)  # who never decides is not stuck
+
+    @classmethod
+    async def open(cls, job: Job, around: Surroundings, known: Stored | None = None) -> Self:
+        """Start from the job's newest action, with the policy that decided it or, at a start, the one of choice.
+
+        Args:
+            job: the generation to decide for.
+            around: what all jobs share.
+            known: the newest action that this process knows of the job's earlier generations.
+
+        Raises:
+            ActionLogError: when the newest action cannot be one of this job, or cannot be the newest.
+            ValueError: when there is no such policy, or not any more.
+        """
+        receipt = await newest_receipt(around.bus, job)
+        newest = await newest_action(around.bus, job)
+        if known is not None:
+            await check_goes_on(around.bus, job, known, newest)
+        await check_receipt(around.bus, job, newest, receipt)
+        opened = cls(job, await around.policies.choose(job, _of_generation(newest, job)), around)
+        if newest is not None:
+            opened._adopt(newest)
+        opened._log.info("decides", policy=job.policy, version=opened._policy.version)
+        return opened
+
+    @property
+    def known(self) -> Stored | None:
+        """The newest action that we wrote or read."""
+        return self._known
+
+    @property
+    def watermark(self) -> int:
+        """FEED sequence that a restart reads on after."""
+        return self._fold.watermark
+
+    def check_inputs(self, feed: StreamState) -> None:
+        """Go on after a gap if FEED no longer holds what follows the watermark.
+
+        A watermark behind FEED's end is one of another FEED: the stream was made anew.
+        """
+        if self._fold.next_window > 0 and not feed.first_sequence - 1 <= self.watermark <= feed.last_sequence:
+            self._log.warning("inputs after the checkpoint are gone", watermark=self.watermark, **feed._asdict())
+            self._fold.start_after_gap(max(0, feed.first_sequence - 1))
+
+    async def add(self, sequence: int, state: State) -> None:
+        """Fold one state and publish every decision that it makes possible.
+
+        Raises:
+            ActionLogError: when the stored actions are not the ones that we wrote.
+            ValueError: when another arbitrator decided first, by a policy that is not there.
+        """
+        if not self._fold.add(sequence, state):
+            self._count("late_states")
+        while not self._superseded and (action := self._fold.close()) is not None:
+            await self._publish(action)
+
+    async def _publish(self, action: Action) -> None:
+        expected_last = _sequence_of(self._known)
+        try:
+            sequence = await self._bus.publish_action(action, expected_last=expected_last)
+        except StaleWriterError as refusal:
+            await self._adopt_newest(await self._decided_by_another(expected_last, refusal))
+            return
+        self._known = Stored(sequence, action)
+        self._fold.adopt(action)
+        self._count("decided")
+        self._log.debug("decided", window=action.window, local_batch_sizes=action.local_batch_sizes[:16])
+        await self._watch_sizes(action)
+
+    async def _decided_by_another(self, expected_last: int, refusal: StaleWriterError) -> Stored | None:
+        """The newest action, after ours was refused for it; `None` when ours was dropped to make room.
+
+        A leader of a cluster may refuse for what it is about to store; a broker whose disk has rotten may refuse for
+        what it cannot read any more.
+        """
+        for wait_s in (*SHOW_WAITS_S, None):
+            newest = await newest_action(self._bus, self.job)
+            await check_goes_on(self._bus, self.job, self._known, newest)
+            if _sequence_of(newest) != expected_last:
+                return newest
+            if wait_s is not None:
+                await asyncio.sleep(wait_s)
+        window = -1 if newest is None else newest.action.window
+        raise ActionLogError(
+            f"the broker refuses an action for one that it does not show: {refusal}", window=window, known_window=window
+        )
+
+    async def _watch_sizes(self, action: Action) -> None:
+        """Say once on the bus when sizes stick to a bound; a restarted arbitrator counts its windows anew."""
+        finding = None if self._watch is None else self._watch.add(action.local_batch_sizes)
+        if finding is None:
+            return
+        self._count("size_stuck")
+        self._log.warning(finding.explanation, signature=finding.signature, window=action.window)
+        await self._bus.publish_soon(
+            event_of(
+                finding,
+                job=action.job,
+                generation=action.generation,
+                window=action.window,
+                service="arbitrator",
+            )
+        )
+
+    async def _adopt_newest(self, newest: Stored | None) -> None:
+        """Take the newest stored action, another arbitrator's, as the point to go on from, and its policy with it."""
+        if newest is None:
+            self._known = None
+            return
+        recorded = _of_generation(newest, self.job)
+        if recorded is not None and not _decided_by(recorded, self._policy):
+            self._policy = await self._policies.choose(self.job, recorded)
+            self._fold.use(self._policy)
+        self._adopt(newest)
+
+    def _adopt(self, stored: Stored) -> None:
+        self._superseded = stored.action.generation > self.job.generation
+        self._fold.adopt(stored.action)
+        self._known = stored
+        self._count("adopted")
+        self._log.info("adopted a stored action", window=stored.action.window, of_generation=stored.action.generation)
+
+
+def _sequence_of(stored: Stored | None) -> int:
+    """0 for none, as the broker has it."""
+    return 0 if stored is None else stored.sequence
+
+
+def _of_generation(stored: Stored | None, job: Job) -> Action | None:
+    """The action, if it is of this generation."""
+    return stored.action if stored is not None and stored.action.generation == job.generation else None
+
+
+def _decided_by(action: Action, policy: Policy) -> bool:
+    return (action.policy_version, action.policy_digest) == (policy.version, digest_of(policy))

@@ -1,0 +1,162 @@
+"""The two action sets: what the choices of a network mean, and what it is shown to choose by.
+
+`deltas`   one choice per rank: the published change of its local batch size, split `fixed` (method section 2).
+`global`   one choice per job: a bounded multiplier on the global batch of `rule`, divided as the rule divides.
+
+Of equal logits the first choice wins, and the first is the neutral one: an untrained network changes nothing.
+"""
+
+import struct
+from types import MappingProxyType
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from dynamix.arbitrator.policies import random
+from dynamix.arbitrator.policies.options import Options
+from dynamix.arbitrator.policies.policy import Array32, Decision, Policy, decided_sizes
+from dynamix.arbitrator.policies.rule import Rule
+from dynamix.schemas.apportion import apportion
+from dynamix.schemas.features import RANK_INDEX
+from dynamix.schemas.messages import Job
+
+from . import inputs
+
+ActionSetName = Literal["deltas", "global"]
+Choices = npt.NDArray[np.int64]
+
+DELTAS = tuple(sorted(random.DELTAS, key=lambda delta: (abs(delta), delta)))
+"""Samples; the published set, the neutral one first."""
+
+MULTIPLIERS = (1.0, 0.85, 1.2, 0.7, 1.4, 0.5, 2.0)
+"""On the rule's global batch; about symmetric in doublings, and never further off than one."""
+
+
+NO_OPTIONS: Options = MappingProxyType({})
+
+
+class Situation(NamedTuple):
+    """One window as an action set shows it to a network."""
+
+    inputs_DI: Array32
+    """Decisions x inputs (`inputs.names`), NaN where unknown. D is the number of ranks, or 1 for the whole job."""
+    base: Decision
+    """What the neutral choice would do."""
+
+
+class ActionSet(Protocol):
+    """Between a job's observation and a network that only knows numbered choices."""
+
+    name: ActionSetName
+    num_actions: int
+    options: Options
+    """Of the job's specification that it understands."""
+
+    def situation(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Situation:
+        """What there is to decide; arguments as `Policy.decide`."""
+
+    def decision(self, job: Job, situation: Situation, choices_D: Choices) -> Decision:
+        """What the choices mean; its carry holds them."""
+
+    def choices(self, job: Job, carry: bytes) -> Choices:
+        """The choices that a decision's carry holds."""
+
+
+class Deltas:
+    """Changes each rank's own last size by one of `DELTAS`."""
+
+    name: ActionSetName = "deltas"
+    num_actions = len(DELTAS)
+    options: Options = NO_OPTIONS
+
+    def situation(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Situation:  # noqa: ARG002 - what it needs to know of the past is in the observation
+        """One row per rank: its own inputs, then the job's."""
+        shared = inputs.global_inputs(job, window, obs_WF, global_F)
+        own = inputs.rank_inputs(job, obs_WF)
+        rows = np.concatenate([own, np.broadcast_to(shared, (len(own), len(shared)))], axis=1)
+        return Situation(rows, Decision(decided_sizes(obs_WF)))
+
+    def decision(self, job: Job, situation: Situation, choices_D: Choices) -> Decision:
+        """Last sizes plus deltas, within the job's bounds; the carry is one byte per rank."""
+        wanted = np.asarray(situation.base.local_batch_sizes) + np.asarray(DELTAS)[choices_D]
+        sizes = np.clip(wanted, job.min_local_batch_size, job.max_local_batch_sizes)
+        return Decision(tuple(int(size) for size in sizes), carry=choices_D.astype(np.uint8).tobytes())
+
+    def choices(self, job: Job, carry: bytes) -> Choices:
+        """One per rank; neutral where the carry holds none."""
+        if len(carry) != job.world_size:
+            return np.zeros(job.world_size, dtype=np.int64)
+        return np.frombuffer(carry, dtype=np.uint8).astype(np.int64)
+
+
+_LEVER = struct.Struct("<BQ")
+
+
+class GlobalLever:
+    """Multiplies the global batch of another policy, which is given its own past and never sees the multiplier.
+
+    The carry holds the choice, the other policy's last global batch and its carry: what it would do next does not
+    depend on how it was overruled, so that the multipliers do not compound.
+    """
+
+    name: ActionSetName = "global"
+    num_actions = len(MULTIPLIERS)
+
+    def __init__(self, rule: Policy, options: Options = NO_OPTIONS) -> None:
+        self._rule = rule
+        self.options = options
+
+    def situation(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Situation:
+        """One row: pooled inputs of the ranks, the job's, and what the rule would do."""
+        choice, last_total, rule_carry = _unpack(carry)
+        base = self._rule.decide(job, window, _as_the_rule_left_it(job, obs_WF, last_total), global_F, rule_carry)
+        sizes = np.clip(base.local_batch_sizes, job.min_local_batch_size, job.max_local_batch_sizes)
+        base = base._replace(local_batch_sizes=tuple(int(size) for size in sizes))
+        lever = np.log2([max(1, sizes.sum()) / max(1, sum(decided_sizes(obs_WF))), MULTIPLIERS[choice]])
+        row = [
+            inputs.pooled(inputs.rank_inputs(job, obs_WF)),
+            inputs.global_inputs(job, window, obs_WF, global_F),
+            lever.astype(np.float32),
+        ]
+        return Situation(np.concatenate(row)[None, :], base)
+
+    def decision(self, job: Job, situation: Situation, choices_D: Choices) -> Decision:
+        """The rule's decision, its global batch multiplied; exactly the rule's where the multiplier is 1."""
+        base, choice = situation.base, int(choices_D[0])
+        total, sizes = sum(base.local_batch_sizes), base.local_batch_sizes
+        if MULTIPLIERS[choice] != 1:
+            sizes = _divided_alike(job, round(total * MULTIPLIERS[choice]), sizes)
+        return base._replace(local_batch_sizes=sizes, carry=_LEVER.pack(choice, total) + base.carry)
+
+    def choices(self, job: Job, carry: bytes) -> Choices:  # noqa: ARG002 - one for the whole job
+        """One; neutral where the carry holds none."""
+        return np.array([_unpack(carry)[0]], dtype=np.int64)
+
+
+def action_set_named(name: ActionSetName) -> ActionSet:
+    """The action set of that name."""
+    return Deltas() if name == "deltas" else GlobalLever(Rule(), Rule.options)
+
+
+def _unpack(carry: bytes) -> tuple[int, int | None, bytes]:
+    """Choice, the rule's last global batch (`None` when it has not decided), the rule's carry."""
+    if len(carry) < _LEVER.size:
+        return 0, None, b""
+    choice, total = _LEVER.unpack_from(carry)
+    return (choice if choice < len(MULTIPLIERS) else 0), total, carry[_LEVER.size :]
+
+
+def _as_the_rule_left_it(job: Job, obs_WF: Array32, last_total: int | None) -> Array32:
+    """The observation with the last decision as the rule made it: the same division, its own global batch."""
+    decided = decided_sizes(obs_WF)
+    if last_total is None or last_total == sum(decided):
+        return obs_WF
+    rescaled = obs_WF.copy()
+    rescaled[:, RANK_INDEX["decided_local_batch_size"]] = _divided_alike(job, last_total, decided)
+    return rescaled
+
+
+def _divided_alike(job: Job, total: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Another global batch in the same proportions, within the job's bounds."""
+    return apportion(total, sizes, [job.min_local_batch_size] * job.world_size, job.max_local_batch_sizes)

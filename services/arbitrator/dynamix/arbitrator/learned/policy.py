@@ -1,0 +1,71 @@
+"""`ppo`, `ppo-paper` and whatever else was learned: a network from a policy file, evaluated in numpy.
+
+Greedy by default: of equal logits the neutral action. With the job's option `explore` 1 it samples, and the decision
+carries log-probabilities and values for learning.
+"""
+
+import hashlib
+from types import MappingProxyType
+
+import numpy as np
+
+from dynamix.arbitrator.policies.options import Option, Options, option, switch
+from dynamix.arbitrator.policies.policy import Array32, Array64, Decision
+from dynamix.schemas.messages import Job
+
+from .actions import Choices, action_set_named
+from .forward import Forward, log_softmax
+from .normalisation import Normalisation
+from .policy_file import PolicyFile
+
+VERSION = Option(1, 1, 2**53 - 1, "of the policy; without it the newest when a generation begins", whole=True)
+
+OPTIONS: Options = MappingProxyType(
+    {"explore": switch(0, "1: sample actions, for learning; 0: take the likeliest"), "version": VERSION}
+)
+"""Of every learned policy; one that scales the rule has the rule's as well."""
+
+
+class LearnedPolicy:
+    """A policy file at work; pure like every policy."""
+
+    def __init__(self, file: PolicyFile, *, version: int = 1, explore: bool = False) -> None:
+        """Prepare the network; `explore` samples even where the job does not ask for it."""
+        metadata = file.metadata
+        self.name = metadata.policy
+        self.version = version
+        self.digest = bytes.fromhex(file.digest)
+        self.action_set = action_set_named(metadata.action_set)
+        self.options: Options = MappingProxyType({**OPTIONS, **self.action_set.options})
+        self._explore = explore
+        self._forward = Forward(file.tensors, len(metadata.hidden_sizes))
+        self._normalisation = Normalisation.of_tensors(file.tensors)
+
+    def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:
+        """The network's choice in this situation."""
+        situation = self.action_set.situation(job, window, obs_WF, global_F, carry)
+        inputs = self._normalisation.applied(situation.inputs_DI)
+        logits_DA = self._forward.logits(inputs)
+        if not (self._explore or option(self.options, job, "explore")):
+            return self.action_set.decision(job, situation, logits_DA.argmax(axis=1))
+        logprobs_DA = log_softmax(logits_DA)
+        choices_D = sample(logprobs_DA, draws(job, window, len(logprobs_DA)))
+        chosen = logprobs_DA[np.arange(len(choices_D)), choices_D]
+        return self.action_set.decision(job, situation, choices_D)._replace(
+            logprobs=tuple(chosen.tolist()), values=tuple(self._forward.values(inputs).tolist())
+        )
+
+
+def sample(logprobs_DA: Array64, draws_D: Array64) -> Choices:
+    """One action per row: where the cumulated probability passes the draw."""
+    cumulated = np.exp(logprobs_DA).cumsum(axis=1)
+    passed = cumulated <= (draws_D * cumulated[:, -1])[:, None]
+    choices: Choices = passed.sum(axis=1).astype(np.int64)
+    return choices
+
+
+def draws(job: Job, window: int, num: int) -> Array64:
+    """Uniform numbers keyed by job, generation, window and seed (counter-based): a replay draws the same."""
+    identity = f"explore:{job.job}:{job.generation}:{window}:{job.seed}".encode()
+    key = int.from_bytes(hashlib.sha256(identity).digest()[:16])
+    return np.random.Generator(np.random.Philox(key=key)).random(num)

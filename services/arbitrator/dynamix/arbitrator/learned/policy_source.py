@@ -1,0 +1,151 @@
+"""Which policy decides a generation of a job: chosen at its start, and found again, exactly, after every restart."""
+
+import hashlib
+import logging
+from typing import NamedTuple, Protocol
+
+from dynamix.arbitrator.policies import POLICIES
+from dynamix.arbitrator.policies.options import check_options
+from dynamix.arbitrator.policies.policy import NamedPolicy, Policy, digest_of
+from dynamix.runtime.bus import ObjectBrokenError, ObjectMissingError, PermissionDeniedError
+from dynamix.schemas.messages import Action, Job
+
+from .policy import VERSION, LearnedPolicy
+from .policy_file import PolicyFile
+from .policy_store import PolicyStore, StoredPolicy
+from .shipped import SHIPPED_VERSION, shipped_names, shipped_policy
+
+logger = logging.getLogger(__name__)
+
+VERSION_OPTION = "version"
+"""The option of a job that asks for one version of its policy instead of the newest."""
+
+NUM_HELD = 64
+"""Networks kept ready in memory."""
+
+
+class Policies(Protocol):
+    """What chooses policies."""
+
+    async def choose(self, job: Job, recorded: Action | None) -> Policy:
+        """The policy for a generation, of which `recorded` is a stored action if there is one."""
+
+
+class PolicyFromFile(LearnedPolicy):
+    """A learned policy under the name and version that it is stored by, with the digest of its file."""
+
+    def __init__(self, name: str, version: int, data: bytes) -> None:
+        """Read and check it.
+
+        Raises:
+            PolicyFileError: when it cannot be used, for example because its features are not this program's.
+        """
+        super().__init__(PolicyFile.from_bytes(data, f"version {version} of policy {name!r}"), version=version)
+        self.name = name
+        self.digest = hashlib.sha256(data).digest()
+
+
+class _Wanted(NamedTuple):
+    """What the generation asks for; `None`: anything."""
+
+    version: int | None
+    digest: bytes | None
+
+
+class PolicySource:
+    """Policies that are code, that came with the package, and that the bus has."""
+
+    def __init__(self, store: PolicyStore) -> None:
+        self._store = store
+        self._held: dict[tuple[str, int, bytes], PolicyFromFile] = {}
+
+    async def choose(self, job: Job, recorded: Action | None) -> Policy:
+        """The policy for a generation of a job.
+
+        Without an action: the version that the job's option `version` asks for, else the newest on the bus, else the
+        shipped one. With an action of this generation: exactly the policy that decided it.
+
+        Raises:
+            ValueError: when there is none that may decide, or it has not the options of the job; the text says why.
+        """
+        wanted = _wanted(job, recorded)
+        policy: NamedPolicy = POLICIES.get(job.policy) or await self._learned(job.policy, wanted)
+        fault = _fault(policy, wanted)
+        if fault is not None:
+            raise ValueError(fault)
+        check_options(policy.name, {**policy.options, VERSION_OPTION: VERSION}, job.policy_options)
+        return policy
+
+    async def _learned(self, name: str, wanted: _Wanted) -> NamedPolicy:
+        held = self._held.get((name, wanted.version or 0, wanted.digest or b""))
+        if held is not None:
+            return held
+        try:
+            policy = await self._read(name, wanted)
+        except (ObjectBrokenError, ObjectMissingError, PermissionDeniedError) as error:
+            raise ValueError(f"policy {name!r} cannot be read: {error}") from error
+        self._held[name, policy.version, policy.digest] = policy
+        while len(self._held) > NUM_HELD:
+            self._held.pop(next(iter(self._held)))
+        return policy
+
+    async def _read(self, name: str, wanted: _Wanted) -> PolicyFromFile:
+        """The bus first: its learners began with the shipped file. A cached file serves when the bus has lost it."""
+        stored = (
+            None if wanted.version == SHIPPED_VERSION and name in shipped_names() else await self._find(name, wanted)
+        )
+        if stored is not None:
+            held = self._held.get((name, stored.version, stored.digest))
+            return held or PolicyFromFile(name, stored.version, await self._store.read(stored))
+        if wanted.version is not None and wanted.digest and (data := self._store.cached(wanted.digest)) is not None:
+            return PolicyFromFile(name, wanted.version, data)
+        shipped = shipped_policy(name) if wanted.version in (None, SHIPPED_VERSION) else None
+        if shipped is not None:
+            return PolicyFromFile(name, SHIPPED_VERSION, shipped)
+        raise ValueError(await self._absence(name, wanted))
+
+    async def _find(self, name: str, wanted: _Wanted) -> StoredPolicy | None:
+        stored = await self._store.find(name, wanted.version)
+        if stored is not None and wanted.digest and stored.digest != wanted.digest:
+            cached = self._store.cached(wanted.digest)
+            return stored if cached is None else None  # refused by its digest, unless the true one is at hand
+        return stored
+
+    async def _absence(self, name: str, wanted: _Wanted) -> str:
+        versions = [str(stored.version) for stored in await self._store.versions(name)]
+        versions += [str(SHIPPED_VERSION)] if name in shipped_names() else []
+        if not versions:
+            known = {*POLICIES, *shipped_names(), *(stored.name for stored in await self._store.versions())}
+            return f"no policy is called {name!r}: choose one of {', '.join(sorted(known))}"
+        reason = "which decided this generation so far, is gone" if wanted.digest else "does not exist"
+        return f"version {wanted.version} of policy {name!r} {reason}: there is {', '.join(versions)}"
+
+
+def _wanted(job: Job, recorded: Action | None) -> _Wanted:
+    if recorded is not None:
+        if recorded.policy != job.policy:
+            raise ValueError(
+                f"policy {recorded.policy!r} decided this generation so far, its specification says {job.policy!r}: "
+                "an id serves one run, start this one under another"
+            )
+        return _Wanted(recorded.policy_version, recorded.policy_digest)
+    version = job.policy_options.get(VERSION_OPTION)
+    if version is None:
+        return _Wanted(None, None)
+    if VERSION.fault(version):
+        raise ValueError(f"option {VERSION_OPTION}={version:g} of policy {job.policy!r} must be a whole number from 1")
+    return _Wanted(int(version), None)
+
+
+def _fault(policy: Policy, wanted: _Wanted) -> str | None:
+    """Why a policy is not the one that is wanted."""
+    if wanted.version not in (None, policy.version):
+        return f"policy {policy.name!r} has version {policy.version}, not {wanted.version}"
+    found = digest_of(policy)
+    if wanted.digest is not None and wanted.digest != found:
+        return (
+            f"version {policy.version} of policy {policy.name!r} is not the file that decided this generation so far: "
+            f"its SHA-256 begins with {found.hex()[:16] or 'nothing'}, not {wanted.digest.hex()[:16] or 'nothing'}; "
+            "restart the job: a new generation takes what there is now"
+        )
+    return None

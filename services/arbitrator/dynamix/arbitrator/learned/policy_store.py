@@ -1,0 +1,255 @@
+"""Learned policies on the bus: files under a name and a version, each stored once and never changed.
+
+A policy's version is the object `<policy>/<version>` in the bucket. The broker refuses a second writer of one version;
+who is refused takes the next. What is read has the digest that was asked for, or is refused.
+"""
+
+import hashlib
+import logging
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from dynamix.arbitrator import policies
+from dynamix.runtime.bus import (
+    ObjectBrokenError,
+    ObjectInfo,
+    ObjectMissingError,
+    StaleWriterError,
+    StoredObject,
+    StreamMissingError,
+)
+from dynamix.schemas.messages import Message, PolicyVersion
+from dynamix.schemas.streams import POLICIES
+from dynamix.schemas.subjects import check_token
+
+from .policy_file import MAX_BYTES, SUFFIX
+from .shipped import SHIPPED_VERSION, shipped_names
+
+logger = logging.getLogger(__name__)
+
+BUCKET = POLICIES.bucket
+NUM_KEPT_VERSIONS = 200
+"""Of each name, the newest; older ones make room. A generation that outlives so many newer versions can no longer be
+decided after a restart without a cache."""
+
+_OBJECT = re.compile(r"([a-z0-9-]{1,63})/([1-9][0-9]{0,14})")
+_NUMBER = re.compile(r"[0-9]{1,9}")
+_FEATURE_VERSION = "feature_version"
+
+
+class StoredPolicy(NamedTuple):
+    """One version of a policy, as the bucket lists it."""
+
+    name: str
+    version: int
+    digest: bytes
+    """SHA-256 of the file; empty when the bucket's description of it is broken."""
+    num_bytes: int
+    feature_version: int
+    """Of the features that it was learned on; 0 when whoever stored it did not say."""
+    stored_at: str
+    """RFC 3339."""
+
+
+class ObjectBus(Protocol):
+    """What of the bus a store needs."""
+
+    async def put_object(
+        self,
+        bucket: str,
+        name: str,
+        data: bytes,
+        *,
+        metadata: Mapping[str, str] | None = None,
+        create_only: bool = False,
+    ) -> ObjectInfo:
+        """Store an object."""
+
+    async def get_object(self, bucket: str, name: str, *, max_bytes: int = MAX_BYTES) -> StoredObject:
+        """Read an object, its digest checked."""
+
+    async def delete_object(self, bucket: str, name: str) -> None:
+        """Remove an object."""
+
+    async def list_objects(self, bucket: str) -> list[ObjectInfo]:
+        """All objects, also deleted ones."""
+
+    async def publish(self, message: Message) -> int:
+        """Publish a message."""
+
+
+class PolicyStore:
+    """The bucket of policies, with an optional directory that keeps what was read."""
+
+    def __init__(self, bus: ObjectBus, cache: Path | None = None) -> None:
+        self._bus = bus
+        self._cache = cache
+
+    async def put(self, name: str, data: bytes, *, feature_version: int) -> StoredPolicy:
+        """Store a file as the next version of a policy, and announce it.
+
+        Putting the content of the newest version again stores nothing and only repeats the announcement, so that a
+        caller who does not know whether it came through may simply try again.
+
+        Raises:
+            ValueError: when `name` cannot be a learned policy's, or the file is too large.
+            BusError: when the bus cannot store it.
+        """
+        if check_token(name) in policies.POLICIES:
+            raise ValueError(f"{name!r} is a policy of the program itself: give the learned one another name")
+        if len(data) > MAX_BYTES:
+            raise ValueError(f"a policy of {len(data)} bytes is over the limit of {MAX_BYTES}")
+        least, stored = 1, None
+        while stored is None:
+            least, stored = await self._put_once(name, data, feature_version, least)
+        await self._bus.publish(
+            PolicyVersion(
+                policy=name,
+                version=stored.version,
+                feature_version=feature_version,
+                digest=stored.digest,
+                location=f"{POLICIES.name}/{name}/{stored.version}",
+            )
+        )
+        return stored
+
+    async def get(self, name: str, version: int | None = None) -> tuple[StoredPolicy, bytes]:
+        """A version of a policy, the newest by default.
+
+        Raises:
+            ObjectMissingError: when the bucket has none.
+            BusError: when it cannot be read, or is not what its description says.
+        """
+        stored = await self.find(name, version)
+        if stored is None:
+            raise ObjectMissingError(f"the bus has no {_called(name, version)}")
+        return stored, await self.read(stored)
+
+    async def find(self, name: str, version: int | None = None) -> StoredPolicy | None:
+        """What the bucket says of a version, the newest by default; `None` when it has none."""
+        return next((stored for stored in await self.versions(name) if version in (None, stored.version)), None)
+
+    async def read(self, stored: StoredPolicy) -> bytes:
+        """The file of a listed version, from the cache when it is there. Raises as `get`."""
+        data = self.cached(stored.digest)
+        if data is None:
+            found = await self._bus.get_object(BUCKET, _object(stored.name, stored.version), max_bytes=MAX_BYTES)
+            if found.info.sha256 != stored.digest:
+                raise ObjectBrokenError(f"{_called(stored.name, stored.version)} was exchanged while it was read")
+            data = found.data
+            self._keep(stored.digest, data)
+        return data
+
+    async def versions(self, name: str | None = None) -> list[StoredPolicy]:
+        """All versions on the bus, of one policy or of all: by name, the newest first."""
+        return [stored for stored, is_deleted in await self._ever_stored(name) if not is_deleted]
+
+    def cached(self, digest: bytes) -> bytes | None:
+        """A file of this digest, from the cache; `None` when it has none."""
+        if self._cache is None or not digest:
+            return None
+        try:
+            data = self._path(digest).read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            logger.warning("cannot read the cache of policies: %s", error)
+            return None
+        return data if hashlib.sha256(data).digest() == digest else None
+
+    async def _put_once(
+        self, name: str, data: bytes, feature_version: int, least: int
+    ) -> tuple[int, StoredPolicy | None]:
+        """What was stored, as version `least` or later; `None` and the next number when one is taken already."""
+        versions = await self._ever_stored(name)
+        digest = hashlib.sha256(data).digest()
+        newest = next((stored for stored, is_deleted in versions if not is_deleted), None)
+        if newest is not None and newest.digest == digest:
+            return newest.version, newest
+        shipped = SHIPPED_VERSION if name in shipped_names() else 0
+        version = max(least, 1 + max([shipped, *(stored.version for stored, _ in versions)]))
+        await self._make_room([stored for stored, is_deleted in versions if not is_deleted])
+        try:
+            info = await self._bus.put_object(
+                BUCKET,
+                _object(name, version),
+                data,
+                metadata={_FEATURE_VERSION: str(feature_version)},
+                create_only=True,
+            )
+        except StaleWriterError:  # by somebody faster, or by what the listing leaves out
+            return version + 1, None
+        self._keep(digest, data)
+        return version, _stored(info)
+
+    async def _make_room(self, before: list[StoredPolicy]) -> None:
+        """First, so that a full bucket takes the new version; others may make room at the same time."""
+        for old in before[NUM_KEPT_VERSIONS - 1 :]:
+            try:
+                await self._bus.delete_object(BUCKET, _object(old.name, old.version))
+            except (StaleWriterError, ObjectBrokenError) as error:
+                logger.info("left to others to remove: %s", error)
+
+    async def _ever_stored(self, name: str | None) -> list[tuple[StoredPolicy, bool]]:
+        """Every version ever stored, and whether it is deleted; foreign objects of the bucket are left alone."""
+        try:
+            infos = await self._bus.list_objects(BUCKET)
+        except StreamMissingError:
+            logger.warning("the broker has no bucket %s: run `dynamix provision`", BUCKET)
+            return []
+        found = [
+            (stored, info.deleted)
+            for info in infos
+            if (stored := _stored(info)) is not None and name in (None, stored.name)
+        ]
+        return sorted(found, key=lambda item: (item[0].name, -item[0].version))
+
+    def _path(self, digest: bytes) -> Path:
+        assert self._cache is not None, "asked for a path without a cache"
+        return self._cache / (digest.hex() + SUFFIX)
+
+    def _keep(self, digest: bytes, data: bytes) -> None:
+        """Leave a copy in the cache; without room for it everything works, a little slower."""
+        if self._cache is None:
+            return
+        path = self._path(digest)
+        partial = path.with_suffix(".partial")
+        try:
+            self._cache.mkdir(parents=True, exist_ok=True)
+            partial.write_bytes(data)
+            partial.replace(path)
+        except OSError as error:
+            logger.warning("cannot keep a policy in the cache: %s", error)
+
+
+def _object(name: str, version: int) -> str:
+    return f"{name}/{version}"
+
+
+def _called(name: str, version: int | None) -> str:
+    return f"policy {name!r}" if version is None else f"version {version} of policy {name!r}"
+
+
+def _stored(info: ObjectInfo) -> StoredPolicy | None:
+    """`None` for an object that is no policy of ours."""
+    match = _OBJECT.fullmatch(info.name)
+    if match is None:
+        return None
+    said = info.metadata.get(_FEATURE_VERSION, "")
+    return StoredPolicy(
+        name=match[1],
+        version=int(match[2]),
+        digest=_digest(info),
+        num_bytes=info.size,
+        feature_version=int(said) if _NUMBER.fullmatch(said) else 0,
+        stored_at=info.mtime,
+    )
+
+
+def _digest(info: ObjectInfo) -> bytes:
+    try:
+        return info.sha256
+    except ObjectBrokenError:  # reading it will say what is wrong; its number is taken all the same
+        return b""

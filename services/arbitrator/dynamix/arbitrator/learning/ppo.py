@@ -1,0 +1,137 @@
+"""PPO, in the two variants of the method (section IV-A), with the names and details of cleanrl.
+
+`clipped`     the clipped surrogate with generalised advantages and a critic, as everybody means it.
+`simplified`  the paper's: no clipping, no advantage, the discounted return as the weight; its critic learns nothing.
+
+Parameters are shared over workers: a batch holds every decision of every worker, T x W rows.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dynamix.arbitrator.learned.ppo_settings import PPOSettings
+
+from .network import ActorCritic
+
+
+class Batch(NamedTuple):
+    """Decisions of one or more trajectories, float32, N rows."""
+
+    inputs_NI: Tensor
+    """Normalised."""
+    actions_N: Tensor
+    logprobs_N: Tensor
+    """Of the policy that acted."""
+    advantages_N: Tensor
+    """For `simplified` unused."""
+    returns_N: Tensor
+    values_N: Tensor
+    """Of the critic that looked on."""
+
+
+class Losses(NamedTuple):
+    """One minibatch's losses and what tells whether learning is sane."""
+
+    loss: Tensor
+    policy_loss: Tensor
+    value_loss: Tensor
+    entropy: Tensor
+    approx_kl: Tensor
+    """E[(ratio - 1) - log ratio], Schulman's low-variance estimate."""
+    clipfrac: Tensor
+    """Share of decisions whose ratio left 1 +- clip_coef."""
+
+
+class UpdateStats(NamedTuple):
+    """An update in numbers: means over its minibatches."""
+
+    loss: float
+    policy_loss: float
+    value_loss: float
+    entropy: float
+    approx_kl: float
+    clipfrac: float
+    learning_rate: float
+    num_steps: int
+    """Optimizer steps taken; fewer than planned when `target_kl` ended the update."""
+
+
+def update(
+    network: ActorCritic,
+    optimizer: torch.optim.Adam,
+    batch: Batch,
+    settings: PPOSettings,
+    *,
+    generator: torch.Generator,
+    progress: float = 0.0,
+) -> UpdateStats:
+    """Learn from one batch; equal arguments give bit-equal parameters on one thread.
+
+    Args:
+        network: changed in place.
+        optimizer: of the network's parameters; its learning rate is set here.
+        batch: what was decided and what came of it.
+        settings: see `PPOSettings`.
+        generator: draws the minibatches.
+        progress: share of the planned learning already done, for `anneal_lr`.
+    """
+    learning_rate = settings.learning_rate * (1 - min(progress, 1.0) if settings.anneal_lr else 1)
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    seen: list[Losses] = []
+    for _ in range(settings.update_epochs):
+        order = torch.randperm(len(batch.actions_N), generator=generator)
+        for rows in order.tensor_split(min(settings.num_minibatches, len(order))):
+            part = Batch(*(column[rows] for column in batch))
+            seen.append(_step(network, optimizer, part, settings))
+        if settings.target_kl is not None and seen[-1].approx_kl.item() > settings.target_kl:
+            break
+    mean = Losses(*(torch.stack(column).mean() for column in zip(*seen, strict=True)))
+    numbers = {name: float(value) for name, value in mean._asdict().items()}
+    return UpdateStats(learning_rate=learning_rate, num_steps=len(seen), **numbers)
+
+
+def losses(network: ActorCritic, batch: Batch, settings: PPOSettings) -> Losses:
+    """The losses of one minibatch."""
+    logprobs_N, entropies_N, values_N = network.evaluate(batch.inputs_NI, batch.actions_N)
+    logratio_N = logprobs_N - batch.logprobs_N
+    ratio_N = logratio_N.exp()
+    entropy = entropies_N.mean()
+    if settings.objective == "clipped":
+        policy_loss = _clipped(ratio_N, batch.advantages_N, settings)
+        value_loss = _value_loss(values_N, batch, settings)
+    else:
+        policy_loss = -(ratio_N * batch.returns_N).mean()
+        value_loss = torch.zeros(())
+    with torch.no_grad():
+        approx_kl = ((ratio_N - 1) - logratio_N).mean()
+        clipfrac = ((ratio_N - 1).abs() > settings.clip_coef).float().mean()
+    loss = policy_loss - settings.ent_coef * entropy + settings.vf_coef * value_loss
+    return Losses(loss, policy_loss.detach(), value_loss.detach(), entropy.detach(), approx_kl, clipfrac)
+
+
+def _clipped(ratio_N: Tensor, advantages_N: Tensor, settings: PPOSettings) -> Tensor:
+    """PPO's pessimistic surrogate, negated."""
+    if settings.norm_adv and len(advantages_N) > 1:
+        advantages_N = (advantages_N - advantages_N.mean()) / (advantages_N.std() + 1e-8)
+    clipped_N = ratio_N.clamp(1 - settings.clip_coef, 1 + settings.clip_coef)
+    return torch.max(-advantages_N * ratio_N, -advantages_N * clipped_N).mean()
+
+
+def _value_loss(values_N: Tensor, batch: Batch, settings: PPOSettings) -> Tensor:
+    squares_N = (values_N - batch.returns_N) ** 2
+    if settings.clip_vloss:
+        change_N = (values_N - batch.values_N).clamp(-settings.clip_coef, settings.clip_coef)
+        squares_N = torch.max(squares_N, (batch.values_N + change_N - batch.returns_N) ** 2)
+    return 0.5 * squares_N.mean()
+
+
+def _step(network: ActorCritic, optimizer: torch.optim.Adam, batch: Batch, settings: PPOSettings) -> Losses:
+    found = losses(network, batch, settings)
+    optimizer.zero_grad()
+    found.loss.backward()  # type: ignore[no-untyped-call]  # torch's stub
+    torch.nn.utils.clip_grad_norm_(network.parameters(), settings.max_grad_norm)
+    optimizer.step()
+    return found._replace(loss=found.loss.detach())

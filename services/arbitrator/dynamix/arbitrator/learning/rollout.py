@@ -1,0 +1,199 @@
+"""From the recorded messages of one generation to what a learner learns from. Pure.
+
+Credit under lag: the reward of window t scores what ruled in window t. So a decision is paired with the first window
+that ran under it (`applied` says which), and its transition lasts until the next adopted decision rules: windows
+without a new one add to its reward. A decision that was never adopted ruled nothing and is left out. What a decision
+saw is recovered by folding the recorded states again, with the recorded actions in place of the policy's.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from dynamix.arbitrator.deciding.fold import Fold
+from dynamix.arbitrator.learned.actions import ActionSet, Choices
+from dynamix.arbitrator.policies.policy import Array32, Array64, Decision
+from dynamix.schemas.messages import Action, Applied, Job, Reward, State
+
+
+class RolloutError(ValueError):
+    """Recorded messages that do not make a trajectory; the text says why."""
+
+
+class NothingDecidedError(RolloutError):
+    """The generation was over before a decision ruled a rewarded window, or nothing in it was sampled."""
+
+
+class Recording(NamedTuple):
+    """What was recorded of one generation: in any order but for the states, with duplicates and gaps."""
+
+    job: Job
+    states: Sequence[tuple[int, State]]
+    """With their sequence in FEED, in its order: the order in which the arbitrator folded them."""
+    actions: Sequence[Action]
+    applied: Sequence[Applied]
+    rewards: Sequence[Reward]
+
+
+class End(NamedTuple):
+    """How a trajectory ends."""
+
+    last_window: int | None = None
+    """Later windows do not count; `None`: all do."""
+    terminated: bool = False
+    """Nothing comes after: the target is reached. Otherwise it was cut off, and the critic's last value stands in."""
+    last_share: float = 1.0
+    """Of the last window's reward: the target is reached inside of it."""
+
+
+class Trajectory(NamedTuple):
+    """T transitions of D decisions each (the ranks, or 1 for the job)."""
+
+    inputs_TDI: Array32
+    """As the action set shows them, not normalised; NaN where unknown."""
+    actions_TD: Choices
+    logprobs_TD: Array64
+    values_TD: Array64
+    rewards_TD: Array64
+    """Summed over the windows of the transition."""
+    num_windows_T: Choices
+    next_values_D: Array64
+    """Of what comes after the last transition; zeros when it terminated."""
+    terminated: bool
+    num_unrewarded_windows: int
+    """Windows whose reward was never seen; the mean over the known windows stands in."""
+
+    @property
+    def total_reward(self) -> float:
+        """Undiscounted, mean over the decisions."""
+        return float(self.rewards_TD.mean(axis=1).sum())
+
+
+class Seen(NamedTuple):
+    """What a decision saw, and what was decided."""
+
+    inputs_DI: Array32
+    action: Action
+    carry: bytes
+    """Of the decision before."""
+
+
+def trajectory_of(recording: Recording, action_set: ActionSet, end: End | None = None) -> Trajectory:
+    """The trajectory of one generation.
+
+    Raises:
+        NothingDecidedError: when no sampled decision that was adopted has a rewarded window.
+        RolloutError: when a state does not fit the job.
+    """
+    end = end or End()
+    seen = replay(recording, action_set)
+    rewards = _rewards_by_window(recording, per_rank=action_set.name == "deltas")
+    last = max(rewards, default=-1) if end.last_window is None else end.last_window
+    spans = [(seen[decided], span) for decided, span in _spans(recording, last) if decided in seen]
+    if end.last_share < 1 and last in rewards:
+        rewards[last] = rewards[last] * end.last_share
+    if not spans or not rewards:
+        raise NothingDecidedError(f"{_name(recording.job)}: no sampled decision that was adopted has a rewarded window")
+    decisions, windows = [decision for decision, _ in spans], [span for _, span in spans]
+    mean: Array64 = np.mean(list(rewards.values()), axis=0)
+    newest = seen[max(seen)]
+    following = np.zeros(len(mean)) if end.terminated else _values(newest.action, len(mean))
+    return Trajectory(
+        inputs_TDI=np.stack([decision.inputs_DI for decision in decisions]),
+        actions_TD=np.stack([action_set.choices(recording.job, decision.action.carry) for decision in decisions]),
+        logprobs_TD=np.stack([np.asarray(decision.action.logprobs, dtype=np.float64) for decision in decisions]),
+        values_TD=np.stack([_values(decision.action, len(mean)) for decision in decisions]),
+        rewards_TD=np.stack([np.sum([rewards.get(at, mean) for at in span], axis=0) for span in windows]),
+        num_windows_T=np.array([len(span) for span in windows], dtype=np.int64),
+        next_values_D=following,
+        terminated=end.terminated,
+        num_unrewarded_windows=sum(at not in rewards for span in windows for at in span),
+    )
+
+
+def replay(recording: Recording, action_set: ActionSet) -> dict[int, Seen]:
+    """What each recorded, sampled decision saw, by the window it was decided for.
+
+    Raises:
+        RolloutError: when a state does not fit the job.
+    """
+    actions = {action.window: action for action in recording.actions if _of(recording.job, action)}
+    answers = _Answers(actions, action_set)
+    fold = Fold(recording.job, answers, None)
+    try:
+        for sequence, state in recording.states:
+            if _of(recording.job, state):
+                fold.add(sequence, state)
+            while (decided := fold.close()) is not None:
+                stored = actions.get(decided.window)
+                fold.adopt(decided if stored is None else stored)
+    except ValueError as error:
+        raise RolloutError(f"{_name(recording.job)}: {error}") from error
+    return answers.seen
+
+
+class _Answers:
+    """A policy that answers with what was decided then, and notes what there was to see."""
+
+    name = "recorded"
+    version = 1
+
+    def __init__(self, actions: Mapping[int, Action], action_set: ActionSet) -> None:
+        self._actions = actions
+        self._action_set = action_set
+        self.seen: dict[int, Seen] = {}
+
+    def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:
+        """The recorded decision; the last sizes where there is none."""
+        situation = self._action_set.situation(job, window, obs_WF, global_F, carry)
+        action = self._actions.get(window)
+        if action is None:
+            return situation.base._replace(carry=carry)
+        if action.logprobs is not None:
+            self.seen[window] = Seen(situation.inputs_DI, action, carry)
+        return Decision(action.local_batch_sizes, carry=action.carry, split=action.split)
+
+
+def _spans(recording: Recording, last_window: int) -> list[tuple[int, range]]:
+    """Each adopted decision's own window, and the windows that ran under it, in order.
+
+    Of two decisions that begin at one window the later one rules.
+    """
+    begins: dict[int, int] = {}
+    for message in recording.applied:
+        if _of(recording.job, message) and message.effective_window <= last_window:
+            decided = begins.get(message.effective_window, -1)
+            begins[message.effective_window] = max(decided, message.decided_window)
+    edges = [*sorted(begins), last_window + 1]
+    return [(begins[start], range(start, end)) for start, end in pairwise(edges)]
+
+
+def _rewards_by_window(recording: Recording, *, per_rank: bool) -> dict[int, Array64]:
+    """One reward per decision and window; a rank whose reward is missing gets the mean of the others."""
+    world_size = recording.job.world_size
+    table: dict[int, Array64] = {}
+    for message in recording.rewards:
+        if not _of(recording.job, message):
+            continue
+        row = table.setdefault(message.window, np.full(world_size, np.nan))
+        for rank in message.ranks:
+            if rank.rank < world_size:
+                row[rank.rank] = rank.reward
+    known = {window: row for window, row in table.items() if not np.isnan(row).all()}
+    if per_rank:
+        return {window: np.where(np.isnan(row), np.nanmean(row), row) for window, row in known.items()}
+    return {window: np.array([np.nanmean(row)]) for window, row in known.items()}
+
+
+def _values(action: Action, num: int) -> Array64:
+    return np.zeros(num) if action.values is None else np.asarray(action.values, dtype=np.float64)
+
+
+def _of(job: Job, message: State | Action | Applied | Reward) -> bool:
+    return message.job == job.job and message.generation == job.generation
+
+
+def _name(job: Job) -> str:
+    return f"generation {job.generation} of job {job.job!r}"

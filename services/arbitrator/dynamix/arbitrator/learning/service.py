@@ -1,0 +1,224 @@
+"""The shell of the learner: waits until generations are over, has them learned from, stores new versions."""
+
+import asyncio
+import functools
+import math
+import multiprocessing
+import os
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from typing import ParamSpec, TypeVar
+
+from dynamix.arbitrator.deciding.signatures import event_of, reward_signatures, value_signature
+from dynamix.arbitrator.learned.policy_file import PolicyFile, PolicyMetadata
+from dynamix.arbitrator.learned.policy_store import PolicyStore
+from dynamix.arbitrator.learned.shipped import SHIPPED_VERSION, shipped_policy
+from dynamix.runtime.bus import (
+    BusError,
+    ConnectionClosedError,
+    Message,
+    PermissionDeniedError,
+    StreamMissingError,
+)
+from dynamix.runtime.service import Context
+from dynamix.schemas import subjects
+from dynamix.schemas.codec import MalformedMessageError, decode
+from dynamix.schemas.messages import Job
+from dynamix.schemas.streams import JOBS
+
+from . import rewards, updating
+from .collecting import Collected, collect
+from .generations import Finished, Generations
+from .rollout import Recording
+from .settings import LearnerSettings
+from .updating import Lesson, Outcome
+
+NUM_KEPT_UPDATES = 4
+"""Lessons for so many updates are kept while the bus takes none."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+async def serve(context: Context[LearnerSettings]) -> None:
+    """Learn until the context stops."""
+    processes = multiprocessing.get_context("spawn")
+    executor = ProcessPoolExecutor(1, processes, initializer=updating.begin, initargs=(os.getpid(),))
+    try:
+        await _Learner(context, executor).run()
+    finally:
+        await asyncio.to_thread(executor.shutdown, cancel_futures=True)  # it waits for the process
+
+
+class _Learner:
+    def __init__(self, context: Context[LearnerSettings], executor: ProcessPoolExecutor) -> None:
+        self._context = context
+        self._settings = context.settings
+        self._executor = executor
+        self._store = PolicyStore(context.bus)
+        self._generations = Generations(context.settings.policy, context.settings.jobs)
+        self._lessons: list[Lesson] = []
+        self._unstored: Outcome | None = None
+        """An update that the bus has not taken yet."""
+        self._content = b""
+        self._metadata: PolicyMetadata
+        self._version = 0
+        self._learned_from: set[str] = set()
+        self._returns: list[float] = []
+        self._explained: list[float] = []
+        self._signatures: set[str] = set()
+
+    async def run(self) -> None:
+        await self._start()
+        wanted = [subjects.job(subjects.ANY)]
+        async with self._context.bus.consume(JOBS.name, wanted, start="last_per_subject") as consumer:
+            self._context.counters["ready"] = 1
+            async for batch in consumer:
+                for message in batch:
+                    await self._on_job(message)
+
+    async def _start(self) -> None:
+        """Find the newest version; a policy that has none begins anew, and is stored, so that jobs can explore it."""
+        name = self._settings.policy
+        stored = await self._store.find(name)
+        if stored is not None:
+            self._take(stored.version, await self._store.read(stored))
+        elif (shipped := shipped_policy(name)) is not None:
+            self._take(SHIPPED_VERSION, shipped)
+        else:
+            settings = self._settings
+            content = await self._in_process(
+                updating.first_version,
+                name,
+                settings.action_set,
+                settings.objective,
+                settings.seed,
+                settings.reward_formula,
+            )
+            await self._put(content)
+
+    async def _on_job(self, message: Message) -> None:
+        try:
+            job = decode(Job, message.subject, message.payload)
+        except MalformedMessageError as error:
+            await self._context.dead_letter(message, str(error))
+            return
+        for finished in self._generations.add(job):
+            if finished.name not in self._learned_from:
+                await self._on_finished(finished)
+
+    async def _on_finished(self, finished: Finished) -> None:
+        collected = await collect(
+            self._context.bus, finished.job, grace_s=self._settings.grace_s, refuse=self._context.dead_letter
+        )
+        if collected is None:  # about to end: after a restart the generation is found again
+            return
+        self._learned_from.add(finished.name)
+        await self._store_update()
+        if self._is_wanted(finished, collected.recording):
+            self._context.count("generations")
+            self._lessons.append(self._lesson(finished, collected))
+        limit = self._settings.generations_per_update
+        if self._unstored is not None:
+            self._lessons = self._lessons[-NUM_KEPT_UPDATES * limit :]
+        elif len(self._lessons) >= limit:
+            lessons, self._lessons = self._lessons, []
+            await self._learn(lessons)
+
+    def _is_wanted(self, finished: Finished, recording: Recording) -> bool:
+        behind = self._version - max((action.policy_version for action in recording.actions), default=0)
+        if not recording.actions or not 0 <= behind <= self._settings.max_staleness:
+            self._context.count("generations_left_out")
+            self._context.log.info("left out", generation=finished.name, versions_behind=behind)
+            return False
+        foreign = rewards.foreign_formulas(self._metadata, recording)
+        if foreign and self._settings.rewards == "own":
+            self._context.count("generations_left_out")
+            self._context.count("generations_of_other_rewards")
+            self._context.log.warning(
+                "left out: rewards of another formula than the policy's; set DYNAMIX_REWARD_FORMULA of the reward "
+                "service, or DYNAMIX_LEARNER_REWARDS=any",
+                generation=finished.name,
+                formulas=foreign,
+                wanted=self._metadata.reward_formula,
+            )
+            return False
+        return True
+
+    def _lesson(self, finished: Finished, collected: Collected) -> Lesson:
+        """A generation whose last rewards are missing counts as cut off: nobody knows what came of it."""
+        if collected.num_unrewarded:
+            self._context.count("generations_without_last_rewards")
+            self._context.log.warning(
+                "rewards did not come in time: taken as cut off",
+                generation=finished.name,
+                num_unrewarded=collected.num_unrewarded,
+                grace_s=self._settings.grace_s,
+            )
+        terminated = finished.terminated and not collected.num_unrewarded
+        return Lesson(finished.name, collected.recording, terminated)
+
+    async def _learn(self, lessons: list[Lesson]) -> None:
+        outcome: Outcome = await self._in_process(updating.update, self._content, lessons)
+        for reason in outcome.refused:
+            self._context.count("generations_left_out")
+            self._context.log.warning("left out", reason=reason)
+        if outcome.content is not None:
+            self._unstored = outcome
+            await self._store_update()
+
+    async def _store_update(self) -> None:
+        """Store the update at hand; what the bus refuses is kept, and offered again after the next generation."""
+        outcome = self._unstored
+        if outcome is None or outcome.content is None:
+            return
+        try:
+            await self._put(outcome.content)
+        except (ConnectionClosedError, PermissionDeniedError, StreamMissingError):
+            raise
+        except BusError as error:
+            self._context.count("updates_refused")
+            self._context.log.error("the bus did not take a new version: it is kept", reason=str(error))
+            return
+        self._unstored = None
+        self._context.count("updates")
+        self._context.log.info(
+            "learned",
+            version=self._version,
+            returns=outcome.returns,
+            approx_kl=outcome.approx_kl,
+            explained_variance=outcome.explained_variance,
+        )
+        await self._watch(outcome)
+
+    async def _put(self, content: bytes) -> None:
+        metadata = PolicyFile.from_bytes(content).metadata
+        stored = await self._store.put(self._settings.policy, content, feature_version=metadata.feature_version)
+        self._take(stored.version, content)
+
+    def _take(self, version: int, content: bytes) -> None:
+        self._version, self._content = version, content
+        self._metadata = PolicyFile.from_bytes(content, f"version {version}").metadata
+        self._learned_from |= set(self._metadata.learned_from)
+        self._context.counters["version"] = version
+
+    async def _watch(self, outcome: Outcome) -> None:
+        """Publish each failure signature once, when it begins."""
+        self._returns += outcome.returns
+        if math.isfinite(outcome.explained_variance):
+            self._explained.append(outcome.explained_variance)
+        found = reward_signatures(self._returns)
+        if (mute := value_signature(self._explained)) is not None:
+            found.append(mute)
+        for finding in found:
+            if finding.signature not in self._signatures:
+                event = event_of(
+                    finding, job=self._settings.policy, generation=0, window=len(self._returns), service="learner"
+                )
+                await self._context.bus.publish(event)
+        self._signatures = {finding.signature for finding in found}
+
+    async def _in_process(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """In the process that has torch: an update of seconds must not keep the heartbeat waiting."""
+        call = functools.partial(work, *args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, call)

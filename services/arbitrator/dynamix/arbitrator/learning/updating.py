@@ -1,0 +1,103 @@
+"""One update in a process of its own: recordings and a policy file in, the next version out."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from dynamix.arbitrator.learned.actions import ActionSetName, action_set_named
+from dynamix.arbitrator.learned.policy_file import PolicyFile, PolicyFileError, PolicyMetadata
+from dynamix.arbitrator.learned.ppo_settings import Objective, PPOSettings
+from dynamix.runtime import worker_process
+
+from . import rewards
+from .rollout import End, Recording, RolloutError, trajectory_of
+
+MAX_REMEMBERED = 1000
+"""Names of generations learned from that a policy file keeps, so that a restarted learner learns from none twice."""
+
+
+class Lesson(NamedTuple):
+    """A generation to learn from."""
+
+    name: str
+    recording: Recording
+    terminated: bool
+
+
+class Outcome(NamedTuple):
+    """What an update made of its lessons."""
+
+    content: bytes | None
+    """The next version's file; `None` when no lesson could be used."""
+    returns: list[float]
+    explained_variance: float
+    approx_kl: float
+    refused: list[str]
+    """Lessons that could not be used, each with the reason."""
+
+
+def first_version(
+    policy: str, action_set: ActionSetName, objective: Objective, seed: int, reward_formula: str = rewards.AUTO
+) -> bytes:
+    """The file of an untrained policy."""
+    from .agent import Agent  # noqa: PLC0415 - torch: only in this process
+
+    settings = PPOSettings(objective=objective)
+    metadata = PolicyMetadata.of(
+        action_set=action_set,
+        policy=policy,
+        algorithm=objective,
+        hidden_sizes=settings.hidden_sizes,
+        reward_formula=reward_formula,
+        seeds=(seed,),
+    )
+    return Agent.new(metadata, settings).file().to_bytes()
+
+
+def update(content: bytes, lessons: Sequence[Lesson]) -> Outcome:
+    """The next version of a policy, after one update from all lessons that can be used."""
+    from .agent import Agent  # noqa: PLC0415 - torch: only in this process
+
+    file = PolicyFile.from_bytes(content)
+    action_set = action_set_named(file.metadata.action_set)
+    trajectories, used, refused = [], [], []
+    for lesson in lessons:
+        try:
+            trajectories.append(trajectory_of(lesson.recording, action_set, End(terminated=lesson.terminated)))
+            used.append(lesson)
+        except RolloutError as error:
+            refused.append(str(error))
+    if not trajectories:
+        return Outcome(None, [], float("nan"), 0.0, refused)
+    agent = Agent.of(file)
+    try:
+        learned = agent.learn(trajectories)
+    except (ArithmeticError, RuntimeError, ValueError) as error:  # torch's for numbers that are too large
+        return _refused(used, refused, error)
+    names = (*file.metadata.learned_from, *(lesson.name for lesson in used))
+    version = agent.file(
+        parent=file.digest,
+        learned_from=names[-MAX_REMEMBERED:],
+        reward_formula=rewards.formula_after(file.metadata, [lesson.recording for lesson in used]),
+        reward_weights={},  # rewards on the bus name their formula, not its weights
+        scores={},
+    ).to_bytes()
+    try:
+        PolicyFile.from_bytes(version, "what an update made")
+    except PolicyFileError as error:
+        return _refused(used, refused, error)
+    returns = [trajectory.total_reward for trajectory in trajectories]
+    return Outcome(version, returns, learned.explained_variance, learned.stats.approx_kl, refused)
+
+
+def _refused(lessons: Sequence[Lesson], others: Sequence[str], error: Exception) -> Outcome:
+    """No version: learning from these cannot be done, and must not end the learner, again after each restart."""
+    names = ", ".join(lesson.name for lesson in lessons)
+    return Outcome(None, [], float("nan"), 0.0, [*others, f"{names}: {error}"])
+
+
+def begin(parent: int) -> None:
+    """Prepare the process: one thread, for equal bits, and an end with its parent."""
+    worker_process.begin(parent)
+    import torch  # noqa: PLC0415 - see above
+
+    torch.set_num_threads(1)

@@ -1,0 +1,128 @@
+"""The step-time model: how long a step of a given global batch takes. Pure numpy; fitted in `step_time_fit`.
+
+    c_i  = overhead + b_i * seconds_per_sample_i             compute time of rank i with b_i samples
+    c(B) = max_i c_i                                         the barrier waits for the slowest
+    T(B) = c(B) + exposed(c(B)) + rest
+    exposed(c) = max(SYNC_FLOOR * intercept, intercept + slope * c)
+
+`exposed` is the communication that compute does not hide. It carries the whole gradient whatever the sizes are, so it
+is a constant that a larger batch shares out over more samples; where it overlaps with compute it shrinks as compute
+grows (slope < 0), and what all ranks lose to each other's jitter grows with compute (slope > 0).
+
+With B divided so that compute times are equal within the bounds, c(B) is piecewise linear: sorting the 2 W times at
+which a rank leaves its lower or meets its upper bound gives it exactly, in O(W log W).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from dynamix.arbitrator.policies.policy import Array64
+
+SYNC_FLOOR = 0.1
+"""Share of the communication that no overlap hides: the last bucket is ready only when compute ends."""
+
+_CANDIDATES = 65
+"""Batches compared per pass, geometric between the bounds; a second pass refines between the neighbours of the best."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A fitted model of one job's steps, and the bounds of its ranks."""
+
+    seconds_per_sample_W: Array64
+    """Positive and finite for every rank."""
+    lower_W: Array64
+    upper_W: Array64
+    overhead_s: float = 0.0
+    """Compute time of a step that does not depend on the batch; one number for all ranks."""
+    sync_intercept_s: float = 0.0
+    sync_slope: float = 0.0
+    rest_s: float = 0.0
+    """Waiting for data, and the optimizer."""
+
+    @property
+    def smallest(self) -> float:
+        """The least global batch that the bounds allow."""
+        return float(self.lower_W.sum())
+
+    @property
+    def largest(self) -> float:
+        """The greatest global batch that the bounds allow."""
+        return float(self.upper_W.sum())
+
+    def step_time_s(self, compute_s: Array64) -> Array64:
+        """T for a compute time of the slowest rank."""
+        hidden = self.sync_intercept_s + self.sync_slope * compute_s
+        exposed = np.maximum(hidden, SYNC_FLOOR * max(self.sync_intercept_s, 0.0))
+        total: Array64 = self.rest_s + compute_s + exposed
+        return total
+
+    def balanced(self, global_batch_sizes: Array64) -> Array64:
+        """T(B) with B divided so that compute times are equal where the bounds allow it."""
+        batches, times_s = self._line
+        compute_s = np.interp(global_batch_sizes, batches, times_s)
+        return self.step_time_s(np.maximum(compute_s, self._least_s))
+
+    def equal(self, global_batch_sizes: Array64) -> Array64:
+        """T(B) with B divided equally, each share within its rank's bounds."""
+        share = np.asarray(global_batch_sizes)[:, None] / len(self.seconds_per_sample_W)
+        sizes = np.clip(share, self.lower_W, self.upper_W)
+        return self.step_time_s(np.max(self.overhead_s + sizes * self.seconds_per_sample_W, axis=1))
+
+    def of(self, local_batch_sizes: tuple[int, ...]) -> float:
+        """T with exactly these sizes."""
+        compute_s = self.overhead_s + np.asarray(local_batch_sizes) * self.seconds_per_sample_W
+        return float(self.step_time_s(compute_s.max(keepdims=True))[0])
+
+    @cached_property
+    def _least_s(self) -> float:
+        """Compute time of the slowest rank at its lower bound: up to the batch reached by then, samples are free."""
+        return float(np.max(self.overhead_s + self.lower_W * self.seconds_per_sample_W))
+
+    @cached_property
+    def _line(self) -> tuple[Array64, Array64]:
+        """Corners of the line from global batch to compute time, both ascending."""
+        rates = 1 / self.seconds_per_sample_W
+        corners_s = self.overhead_s + np.concatenate([self.lower_W, self.upper_W]) * np.tile(
+            self.seconds_per_sample_W, 2
+        )
+        order = np.argsort(corners_s, kind="stable")
+        times_s = corners_s[order]
+        samples_per_s = np.cumsum(np.concatenate([rates, -rates])[order])
+        gained = np.concatenate([[0.0], np.cumsum(samples_per_s[:-1] * np.diff(times_s))])
+        return np.maximum.accumulate(self.smallest + gained), times_s
+
+
+def progress(global_batch_sizes: Array64, noise_scale: float, rate_exponent: float = 0.0) -> Array64:
+    """What a step of B samples is worth, up to a constant: B^rate_exponent B / (B + B_noise).
+
+    With exponent 0 that is McCandlish et al. (arXiv 1812.06162): the learning rate is the best one for each B. A rule
+    that sets it in proportion to B^e instead makes a step of little noise worth as much more: the first factor.
+    """
+    worth: Array64 = global_batch_sizes**rate_exponent * global_batch_sizes / (global_batch_sizes + noise_scale)
+    return worth
+
+
+def best_global_batch(
+    model: StepTime, noise_scale: float, times_s: Callable[[Array64], Array64], rate_exponent: float = 0.0
+) -> float:
+    """The B of the greatest progress(B) / T(B), within the model's bounds.
+
+    Args:
+        model: gives the bounds.
+        noise_scale: of the gradient, in samples, times whatever a policy multiplies it by.
+        times_s: T of many batches: `model.balanced` or `model.equal`.
+        rate_exponent: as `progress`.
+    """
+    low, high = max(model.smallest, 1.0), max(model.largest, 1.0)
+    best = low
+    for _ in range(2):
+        candidates = np.geomspace(low, high, _CANDIDATES)
+        worth = progress(candidates, noise_scale, rate_exponent)
+        index = int(np.argmax(worth / np.maximum(times_s(candidates), 1e-12)))
+        best = float(candidates[index])
+        low, high = float(candidates[max(0, index - 1)]), float(candidates[min(_CANDIDATES - 1, index + 1)])
+    return best

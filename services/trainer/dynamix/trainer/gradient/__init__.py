@@ -1,0 +1,9 @@
+"""Gradient: exact weighting, the noise estimate and the learning rate, for batch sizes that differ and change.
+
+In: the plan of a step (how many samples each rank has) and the gradient buckets of DDP. Out: the gradient of the
+whole batch, squared norms for the noise estimate, and each rank's compute time, carried by the same all-reduce.
+`weighting` is the DDP hook and the factor on the loss, `time_slots` the slots behind the last bucket, `noise` the
+estimator of method section 5.2, `learning_rate` what a changed global batch does to the rate.
+
+You may add a learning-rate rule or a statistic. What must stay: g = sum (b_i/B) g_i, to rounding.
+"""

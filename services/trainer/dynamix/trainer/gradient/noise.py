@@ -1,0 +1,94 @@
+"""The gradient noise estimator of method section 5.2, unbiased for unequal batches.
+
+With g_i the mean gradient of rank i's b_i samples, G = sum_i (b_i / B) g_i and N the ranks with b_i > 0:
+
+    S = (sum_i b_i |g_i|^2 - B |G|^2) / (N - 1)        trace of the per-sample gradient covariance
+    |G_true|^2 = |G|^2 - S / B
+
+Both are linear in |g_i|^2 and |G|^2, so each rank sums its own part over a window's steps and one gather per window is
+enough. They are averaged over the window's measured steps, then smoothed over windows separately: their ratio is not.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from dynamix.schemas.messages import GradientNoise
+from dynamix.trainer.data.split import Counts
+
+
+class NoiseMoments(NamedTuple):
+    """S and |G_true|^2 of one window."""
+
+    trace: float
+    squared_norm: float
+
+
+@dataclass(slots=True)
+class NoiseSums:
+    """One rank's sums over the steps of a window."""
+
+    num_steps: int = 0
+    local_trace: float = 0.0
+    """sum over steps of b_i |g_i|^2 / (N - 1)"""
+    local_signal: float = 0.0
+    """sum over steps of b_i |g_i|^2 / ((N - 1) B)"""
+    global_trace: float = 0.0
+    """sum over steps of B |G|^2 / (N - 1); the same on all ranks"""
+    global_signal: float = 0.0
+    """sum over steps of |G|^2 N / (N - 1); the same on all ranks"""
+
+    def add(self, counts: Counts, rank: int, local_squared_norm: float, global_squared_norm: float) -> None:
+        """Add a step. One whose |G|^2 is not finite, or with less than two active ranks, is left out by all alike."""
+        if counts.num_active < 2 or not math.isfinite(global_squared_norm):
+            return
+        others = counts.num_active - 1
+        weighted = counts.values[rank] * local_squared_norm / others if counts.values[rank] else 0.0
+        self.num_steps += 1
+        self.local_trace += weighted
+        self.local_signal += weighted / counts.total
+        self.global_trace += counts.total * global_squared_norm / others
+        self.global_signal += global_squared_norm * counts.num_active / others
+
+
+def window_moments(sums: Iterable[NoiseSums]) -> NoiseMoments | None:
+    """The moments of a window from the sums of all ranks, in rank order; `None` when it has no usable step.
+
+    What every rank should know alike (|G|^2, the number of steps) is taken from rank 0: on mixed processors the same
+    sum can differ in its last bits, and the result must not.
+    """
+    rows = list(sums)
+    first = rows[0]
+    if first.num_steps < 1:
+        return None
+    trace = (sum(row.local_trace for row in rows) - first.global_trace) / first.num_steps
+    squared_norm = (first.global_signal - sum(row.local_signal for row in rows)) / first.num_steps
+    if not (math.isfinite(trace) and math.isfinite(squared_norm)):
+        return None
+    return NoiseMoments(trace, squared_norm)
+
+
+@dataclass(slots=True)
+class NoiseAverage:
+    """Exponential averages of both moments over windows, corrected for their start."""
+
+    decay: float = 0.9
+    trace: float = 0.0
+    squared_norm: float = 0.0
+    weight: float = 0.0
+
+    def add(self, moments: NoiseMoments | None) -> None:
+        """Add a window; one without moments changes nothing."""
+        if moments is None:
+            return
+        self.trace += (1 - self.decay) * (moments.trace - self.trace)
+        self.squared_norm += (1 - self.decay) * (moments.squared_norm - self.squared_norm)
+        self.weight += (1 - self.decay) * (1 - self.weight)
+
+    @property
+    def value(self) -> GradientNoise | None:
+        """The averages; `None` before the first window with moments."""
+        if self.weight == 0:
+            return None
+        return GradientNoise(trace=self.trace / self.weight, squared_norm=self.squared_norm / self.weight)

@@ -1,0 +1,171 @@
+"""Who we are: the job's name on the bus, its generation, and which ranks share a node.
+
+The job id is made once per run and survives the restarts of `torchrun`. It comes from the run id, which `--standalone`
+makes anew and `--rdzv-id` sets for all nodes alike; without one from the launch: the directory that `torchrun` makes
+for its logs, or the agent itself, whose boot id, pid and start time no other process ever has.
+
+A run id or a `DYNAMIX_JOB` that is used again goes on with the same job. Its generations never repeat: each start asks
+the bus for the last one (`history`), and a checkpoint says which ones its launch may have used (`generation_after`).
+"""
+
+import hashlib
+import os
+import secrets
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from dynamix.schemas.messages import NodeRanks
+from dynamix.schemas.subjects import check_token
+from dynamix.trainer.measurement.connections import Connection
+from dynamix.trainer.measurement.process import ProcessIdentity, boot_id, fingerprint
+
+MAX_NAME = 54
+"""Characters: a token's 63 less a dash and the run id's 8."""
+
+
+class Launch(NamedTuple):
+    """What the launcher says of this start; all empty without `torchrun`."""
+
+    run_id: str = ""
+    restart_count: int = 0
+    max_restarts: int = 0
+    elastic: bool = False
+    """Whether an elastic agent started this process."""
+
+    log_directory: str = ""
+    """Made anew by the agent for its launch; known to its workers also when a wrapper stands between."""
+
+    @property
+    def id(self) -> str:
+        """Names this launch. A start of which nobody can tell that it is a restart is a launch of its own."""
+        return _digest(f"{boot_id()}/{self.log_directory}" if self.log_directory else fingerprint(os.getpid()))
+
+
+class Attempt(NamedTuple):
+    """Which start of which launch this is; restarts are counted over all nodes."""
+
+    launch: str
+    restarts: int
+    max_restarts: int
+
+
+class Peer(NamedTuple):
+    """What one rank tells the others when it attaches."""
+
+    node: str
+    process: ProcessIdentity
+    job: str
+    """This rank's proposal; rank 0's is taken."""
+    launch: str
+    """Likewise."""
+    restart_count: int
+    max_restarts: int
+    last_generation: int | None
+    """Of the job's last start, if rank 0 could learn of one."""
+    connections: tuple[Connection, ...]
+    """Its TCP connections that may lead to another rank."""
+    memory_caps: dict[int, int]
+    """Upper bounds of local batch sizes by rank, as far as this rank can read them."""
+    options: tuple[object, ...]
+    """What all ranks must have been given alike."""
+
+
+class Place(NamedTuple):
+    """Where a rank runs."""
+
+    rank: int
+    local_rank: int
+    node: str
+    node_ranks: tuple[int, ...]
+    """All ranks of its node."""
+
+
+def propose_job(name: str, configured: str, launch: Launch) -> str:
+    """The job id this rank would choose: the configured one, else the name and 8 hexadecimal digits.
+
+    Raises:
+        ValueError: when the name or the configured id cannot be part of a subject.
+    """
+    if configured:
+        return check_token(configured)
+    if len(check_token(name)) > MAX_NAME:
+        raise ValueError(f"name {name!r} has {len(name)} characters: use at most {MAX_NAME}")
+    if not launch.elastic:
+        return f"{name}-{secrets.token_hex(4)}"
+    named = launch.id if launch.log_directory else fingerprint(os.getppid())
+    return f"{name}-{_digest(launch.run_id or named)[:8]}"
+
+
+def is_fresh(configured: str, launch: Launch) -> bool:
+    """Whether `propose_job` makes an id that nobody can have used."""
+    return not configured and not launch.elastic
+
+
+def attempt_of(peers: Sequence[Peer]) -> Attempt:
+    """The start that all ranks make together.
+
+    An agent counts only the failures of its own workers: those of all nodes are added. With one node the sum is its
+    restart count.
+    """
+    by_node: dict[str, tuple[int, int]] = {}
+    for peer in peers:
+        restarts, most = by_node.get(peer.node, (0, 0))
+        by_node[peer.node] = (max(restarts, peer.restart_count), max(most, peer.max_restarts))
+    restarts, most = (sum(counts) for counts in zip(*by_node.values(), strict=True))
+    return Attempt(peers[0].launch, restarts, most)
+
+
+def generation_of(peers: Sequence[Peer]) -> int:
+    """The restarts so far, and more than the last generation of the job that the bus knows."""
+    last = peers[0].last_generation
+    return max(attempt_of(peers).restarts, 0 if last is None else last + 1)
+
+
+def generation_after(saved_generation: int, saved: Attempt, now: Attempt) -> int:
+    """The generation of a start that goes on from a checkpoint, above every one used before, without asking the bus.
+
+    A launch has as many generations in a row as it may make starts; the first is that of any of its checkpoints less
+    the restarts until then. So a restart counts on by one, whether or not the start before it came to save, and another
+    launch begins where the generations of the saving one end.
+    """
+    first = saved_generation - saved.restarts
+    if now.launch != saved.launch or now.restarts < saved.restarts:
+        first += saved.max_restarts + 1
+    return max(saved_generation + 1, first + now.restarts)
+
+
+def place_of(peers: Sequence[Peer], rank: int) -> Place:
+    """Where a rank runs, from the nodes that all ranks named; the lowest rank of a node is its local rank 0."""
+    ranks = tuple(other for other, peer in enumerate(peers) if peer.node == peers[rank].node)
+    return Place(rank, ranks.index(rank), peers[rank].node, ranks)
+
+
+def nodes_of(peers: Sequence[Peer]) -> tuple[NodeRanks, ...]:
+    """The nodes of the job with their ranks, in the order of their first rank."""
+    ranks: dict[str, list[int]] = {}
+    for rank, peer in enumerate(peers):
+        ranks.setdefault(peer.node, []).append(rank)
+    return tuple(NodeRanks(node=node, ranks=tuple(members)) for node, members in ranks.items())
+
+
+def check_alike(peers: Sequence[Peer]) -> None:
+    """Make sure that all ranks were given the same options.
+
+    Raises:
+        ValueError: naming the first rank that differs from rank 0, on all ranks alike.
+    """
+    for rank, peer in enumerate(peers):
+        if peer.options != peers[0].options:
+            differing = [
+                f"{ours!r} and not {theirs!r}"
+                for theirs, ours in zip(peers[0].options, peer.options, strict=False)
+                if ours != theirs
+            ]
+            raise ValueError(
+                f"rank {rank} attached with other options than rank 0 ({', '.join(differing[:3])}): "
+                "all ranks must call attach alike, on data of the same length"
+            )
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,127 @@
+"""What `attach` can be told about a job, checked where it is said."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from dynamix.schemas.messages import OptimizerFamily
+from dynamix.schemas.policies import Split, initial_split
+from dynamix.schemas.subjects import check_token
+from dynamix.trainer.gradient.learning_rate import FACTORS, Rule
+from dynamix.trainer.gradient.weighting import Reduction
+
+Weighting = Literal["auto", "hook", "loss"]
+
+ADAPTIVE = ("adam", "adagrad", "adadelta", "rmsprop", "adafactor", "lamb", "novograd", "shampoo", "yogi")
+"""Parts of class names of optimizers that divide by a running gradient norm."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobOptions:
+    """The steering of a job; all ranks hold the same."""
+
+    local_batch_sizes: tuple[int, ...]
+    base_global_batch_size: int
+    window_steps: int
+    min_local_batch_size: int
+    max_local_batch_size: int
+    max_lag_windows: int
+    margin_steps: int
+    """Steps between an action's broadcast and the boundary at which it starts to rule."""
+    policy: str
+    policy_options: Mapping[str, float]
+    optimizer_family: OptimizerFamily
+    learning_rate_rule: Rule
+    reduction: Reduction
+    seed: int
+    shuffle: bool
+    drop_last: bool
+    """Whether an epoch ends before a step that it cannot fill."""
+    noise_every: int
+    """Steps between two measurements of the gradient noise."""
+    noise_decay: float
+    supports_tracking: bool = False
+    """Whether the ranks can divide a global batch among themselves."""
+
+    @property
+    def initial_split(self) -> Split:
+        """Whether they do so from the first step on."""
+        return initial_split(self.policy, self.policy_options, supports_tracking=self.supports_tracking)
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for what cannot work, naming the value, the limit and the mend."""
+        if self.window_steps < 1:
+            raise ValueError(f"window_steps={self.window_steps}: a window has at least 1 step")
+        if not 0 <= self.min_local_batch_size <= self.max_local_batch_size or self.max_local_batch_size < 1:
+            raise ValueError(
+                f"bounds [{self.min_local_batch_size}, {self.max_local_batch_size}] hold no batch size: "
+                "use 0 <= min_local_batch_size <= max_local_batch_size"
+            )
+        for rank, size in enumerate(self.local_batch_sizes):
+            self._check_size(rank, size)
+        if sum(self.local_batch_sizes) < 1 or self.base_global_batch_size < 1:
+            raise ValueError("a step needs at least one sample over all ranks")
+        if self.learning_rate_rule not in FACTORS:
+            raise ValueError(f"learning_rate_rule={self.learning_rate_rule!r}: use one of {', '.join(FACTORS)}")
+        if self.reduction not in {"mean", "sum"}:
+            raise ValueError(f"reduction={self.reduction!r}: say what your loss does, 'mean' or 'sum'")
+        if self.noise_every < 1:
+            raise ValueError(f"noise_every={self.noise_every}: measure at least on every step, 1")
+        if not 0 <= self.noise_decay < 1:
+            raise ValueError(f"noise_decay={self.noise_decay} is outside [0, 1)")
+        if self.seed < 0:
+            raise ValueError(f"seed={self.seed} is negative")
+        check_token(self.policy)
+        self._check_lag()
+
+    @property
+    def fingerprint(self) -> tuple[object, ...]:
+        """What all ranks must hold alike, for comparing."""
+        return (
+            self.local_batch_sizes,
+            self.base_global_batch_size,
+            self.window_steps,
+            (self.min_local_batch_size, self.max_local_batch_size, self.max_lag_windows, self.margin_steps),
+            (self.learning_rate_rule, self.reduction, self.noise_every, self.noise_decay),
+            (self.seed, self.shuffle, self.drop_last, self.supports_tracking),
+            (self.policy, tuple(sorted(self.policy_options.items()))),
+        )
+
+    def _check_size(self, rank: int, size: int) -> None:
+        if not self.min_local_batch_size <= size <= self.max_local_batch_size:
+            raise ValueError(
+                f"local_batch_size={size} of rank {rank} is outside "
+                f"[{self.min_local_batch_size}, {self.max_local_batch_size}]: "
+                "pass min_local_batch_size or max_local_batch_size to attach"
+            )
+
+    def _check_lag(self) -> None:
+        """An action of window t is known one window later and broadcast `margin_steps` before it starts."""
+        shortest = 1 + -(-self.margin_steps // self.window_steps)
+        if shortest > self.max_lag_windows:
+            raise ValueError(
+                f"window_steps={self.window_steps} is too short for a loader that draws {self.margin_steps - 2} "
+                f"batches ahead: an action would be {shortest} windows old, max_lag_windows={self.max_lag_windows}; "
+                "use longer windows or less num_workers * prefetch_factor"
+            )
+
+
+def sizes_of(local_batch_size: int | Sequence[int], world_size: int) -> tuple[int, ...]:
+    """One size per rank.
+
+    Raises:
+        ValueError: when a sequence does not hold one size per rank.
+    """
+    if isinstance(local_batch_size, int):
+        return (local_batch_size,) * world_size
+    if len(local_batch_size) != world_size:
+        raise ValueError(f"local_batch_size holds {len(local_batch_size)} sizes for {world_size} ranks")
+    return tuple(int(size) for size in local_batch_size)
+
+
+def family_of(optimizer: torch.optim.Optimizer) -> OptimizerFamily:
+    """The reward's optimizer family, from the names of the optimizer's classes."""
+    names = " ".join(cls.__name__.lower() for cls in type(optimizer).__mro__)
+    return "adam" if any(name in names for name in ADAPTIVE) else "sgd"

@@ -1,0 +1,144 @@
+"""Builds the messages of the training side from what the ranks agreed on and measured."""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from dynamix.schemas.messages import Action, Applied, Job, JobTotals, NodeRanks, RankRow, Report, SocketCounters
+from dynamix.schemas.policies import Split
+from dynamix.trainer.data.sampler import Position
+from dynamix.trainer.data.split import Counts
+from dynamix.trainer.measurement.rows import Row, held_out_accuracy, rank_row
+
+from .identity import Attempt, Place
+from .options import JobOptions
+
+MAX_REASON = 1024
+"""Characters of `Job.end_reason`."""
+
+
+class JobIdentity(NamedTuple):
+    """The job, as all ranks agreed on it when they attached."""
+
+    job: str
+    generation: int
+    attempt: Attempt
+    nodes: tuple[NodeRanks, ...]
+    max_local_batch_sizes: tuple[int, ...]
+
+
+class Reporter:
+    """Remembers one window, so that nobody who reads the reports has to."""
+
+    def __init__(self, options: JobOptions, identity: JobIdentity, place: Place) -> None:
+        self._options = options
+        self._identity = identity
+        self._place = place
+        self._rows_before: Sequence[Row] | None = None
+        self._totals_before: JobTotals | None = None
+
+    def job(
+        self,
+        phase: Literal["running", "ended"],
+        *,
+        initial_sizes: tuple[int, ...],
+        total_samples: int | None,
+        initial_split: Split,
+        end_reason: str = "",
+    ) -> Job:
+        """The job's specification."""
+        options = self._options
+        return Job(
+            job=self._identity.job,
+            generation=self._identity.generation,
+            phase=phase,
+            world_size=len(initial_sizes),
+            nodes=self._identity.nodes,
+            window_steps=options.window_steps,
+            initial_local_batch_sizes=initial_sizes,
+            base_global_batch_size=options.base_global_batch_size,
+            min_local_batch_size=options.min_local_batch_size,
+            max_local_batch_sizes=self._identity.max_local_batch_sizes,
+            optimizer_family=options.optimizer_family,
+            policy=options.policy,
+            seed=options.seed,
+            total_samples=total_samples,
+            max_lag_windows=options.max_lag_windows,
+            policy_options=dict(options.policy_options),
+            end_reason=end_reason[:MAX_REASON],
+            supports_tracking=options.supports_tracking,
+            initial_split=initial_split,
+            learning_rate_rule=options.learning_rate_rule,
+        )
+
+    def report(
+        self,
+        position: Position,
+        rows: Sequence[Row],
+        totals: JobTotals,
+        *,
+        sizes: Counts,
+        pending: Counts,
+        total_samples: int | None,
+        num_reports_dropped: int,
+        cookies: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
+    ) -> Report:
+        """The report of this node on the window that ended at `position`.
+
+        `cookies` are those of the sockets of its ranks; they need no place in the rows, since they hardly ever change.
+        """
+        return Report(
+            job=self._identity.job,
+            generation=self._identity.generation,
+            window=totals.window,
+            node=self._place.node,
+            optimizer_family=self._options.optimizer_family,
+            first_step=position.step - totals.num_steps,
+            epoch=position.epoch,
+            samples_seen=position.samples_seen,
+            rows=tuple(
+                self._rank_row(rank, rows[rank], sizes, pending, cookies.get(rank, ()))
+                for rank in self._place.node_ranks
+            ),
+            totals=totals,
+            totals_before=self._totals_before,
+            total_samples=total_samples,
+            held_out_accuracy=held_out_accuracy(rows),
+            num_reports_dropped=num_reports_dropped,
+        )
+
+    def remember(self, rows: Sequence[Row], totals: JobTotals) -> None:
+        """Keep a window for the next one's report."""
+        self._rows_before, self._totals_before = rows, totals
+
+    def applied(
+        self, action: Action, *, effective_window: int, effective_step: int, num_refused: Mapping[str, int]
+    ) -> Applied:
+        """The receipt of an adopted action, with its own sizes: under tracking the windows say which were used."""
+        return Applied(
+            job=self._identity.job,
+            generation=self._identity.generation,
+            decided_window=action.window,
+            effective_window=effective_window,
+            effective_step=effective_step,
+            local_batch_sizes=action.local_batch_sizes,
+            action_hash=action.hash,
+            num_refused=dict(num_refused),
+        )
+
+    def _rank_row(self, rank: int, row: Row, sizes: Counts, pending: Counts, cookies: tuple[int, ...]) -> RankRow:
+        before = None if self._rows_before is None else self._rows_before[rank]
+        made = rank_row(
+            rank,
+            row,
+            before,
+            local_batch_size=sizes.values[rank],
+            pending_local_batch_size=pending.values[rank],
+            cookies=cookies,
+        )
+        if made.sockets is None or before is not None:
+            return made
+        nothing = SocketCounters(tx_bytes=0, rx_bytes=0, retransmits=0)  # they are counted since attach
+        return msgspec.structs.replace(made, sockets_before=nothing)

@@ -1,0 +1,199 @@
+"""The fixed row of float64 that each rank adds to the one gather at a window's end, and the messages made of it.
+
+Every whole number in it is below 2^53 and therefore exact; what is not known is NaN.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from dynamix.schemas.messages import GradientNoise, JobTotals, RankRow, SocketCounters
+from dynamix.trainer.gradient.noise import NoiseSums
+from dynamix.trainer.job.identity import Place
+
+from .clock import StepTimes
+from .memory import DeviceMemory
+from .process import ProcessIdentity
+
+UNKNOWN = math.nan
+
+
+class Row(NamedTuple):
+    """What one rank measured in one window, as numbers."""
+
+    local_rank: float
+    pid: float
+    pid_start_ticks: float
+    pid_namespace: float
+    uid: float
+    num_samples: float
+    loss_sum: float
+    num_correct: float
+    data_time_s: float
+    compute_time_s: float
+    sync_time_s: float
+    update_time_s: float
+    tx_bytes: float
+    rx_bytes: float
+    retransmits: float
+    srtt_us: float
+    device_memory_bytes: float
+    device_memory_total_bytes: float
+    held_out_accuracy: float
+    noise_num_steps: float
+    noise_local_trace: float
+    noise_local_signal: float
+    noise_global_trace: float
+    noise_global_signal: float
+    times_split: float
+    """1 where compute and sync were told apart, else 0."""
+
+    @property
+    def time_s(self) -> float:
+        """Sum of the window's step times."""
+        return self.data_time_s + self.compute_time_s + self.sync_time_s + self.update_time_s
+
+    @property
+    def noise(self) -> NoiseSums:
+        """The rank's part of the noise estimate."""
+        return NoiseSums(
+            int(self.noise_num_steps),
+            self.noise_local_trace,
+            self.noise_local_signal,
+            self.noise_global_trace,
+            self.noise_global_signal,
+        )
+
+    @property
+    def sockets(self) -> SocketCounters | None:
+        """Its socket counters, if it has sockets that can be read."""
+        if math.isnan(self.tx_bytes):
+            return None
+        return SocketCounters(
+            tx_bytes=int(self.tx_bytes),
+            rx_bytes=int(self.rx_bytes),
+            retransmits=int(self.retransmits),
+            srtt_us=_known(self.srtt_us),
+        )
+
+    @property
+    def accuracy(self) -> float | None:
+        """Mean training accuracy of the rank; `None` without samples or when the script does not count."""
+        return None if math.isnan(self.num_correct) or self.num_samples == 0 else self.num_correct / self.num_samples
+
+
+NUM_COLUMNS = len(Row._fields)
+
+
+def make_row(
+    place: Place,
+    process: ProcessIdentity,
+    *,
+    num_samples: int,
+    loss_sum: float | None,
+    num_correct: float | None,
+    times: Iterable[StepTimes],
+    times_split: bool,
+    noise: NoiseSums,
+    sockets: SocketCounters | None,
+    device: DeviceMemory | None,
+    held_out_accuracy: float | None,
+) -> Row:
+    """One rank's row. A loss that is not finite is as good as none: messages carry finite numbers only."""
+    steps = list(times)
+    return Row(
+        local_rank=place.local_rank,
+        pid=process.pid,
+        pid_start_ticks=process.start_ticks,
+        pid_namespace=process.namespace,
+        uid=process.uid,
+        num_samples=num_samples,
+        loss_sum=_number(loss_sum),
+        num_correct=_number(num_correct),
+        data_time_s=sum(step.data_s for step in steps),
+        compute_time_s=sum(step.compute_s for step in steps),
+        sync_time_s=sum(step.sync_s for step in steps),
+        update_time_s=sum(step.update_s for step in steps),
+        tx_bytes=UNKNOWN if sockets is None else sockets.tx_bytes,
+        rx_bytes=UNKNOWN if sockets is None else sockets.rx_bytes,
+        retransmits=UNKNOWN if sockets is None else sockets.retransmits,
+        srtt_us=UNKNOWN if sockets is None else _number(sockets.srtt_us),
+        device_memory_bytes=UNKNOWN if device is None else device.used_bytes,
+        device_memory_total_bytes=UNKNOWN if device is None else device.total_bytes,
+        held_out_accuracy=_number(held_out_accuracy),
+        noise_num_steps=noise.num_steps,
+        noise_local_trace=noise.local_trace,
+        noise_local_signal=noise.local_signal,
+        noise_global_trace=noise.global_trace,
+        noise_global_signal=noise.global_signal,
+        times_split=times_split,
+    )
+
+
+def rank_row(
+    rank: int,
+    row: Row,
+    before: Row | None,
+    *,
+    local_batch_size: int,
+    pending_local_batch_size: int,
+    cookies: tuple[int, ...] = (),
+) -> RankRow:
+    """The message's row of a rank, with what is needed of its row one window earlier."""
+    return RankRow(
+        rank=rank,
+        local_rank=int(row.local_rank),
+        pid=int(row.pid),
+        pid_start_ticks=int(row.pid_start_ticks),
+        pid_namespace=int(row.pid_namespace),
+        uid=int(row.uid),
+        local_batch_size=local_batch_size,
+        pending_local_batch_size=pending_local_batch_size,
+        num_samples=int(row.num_samples),
+        loss_sum=_known(row.loss_sum),
+        num_correct=_known(row.num_correct),
+        data_time_s=row.data_time_s,
+        compute_time_s=row.compute_time_s,
+        sync_time_s=row.sync_time_s,
+        update_time_s=row.update_time_s,
+        sockets=row.sockets,
+        sockets_before=None if before is None else before.sockets,
+        accuracy_before=None if before is None else before.accuracy,
+        device_memory_bytes=_whole(row.device_memory_bytes),
+        device_memory_total_bytes=_whole(row.device_memory_total_bytes),
+        times_split=bool(row.times_split),
+        cookies=cookies,
+    )
+
+
+def job_totals(
+    rows: Sequence[Row], *, window: int, num_steps: int, global_batch_size: int, noise: GradientNoise | None = None
+) -> JobTotals:
+    """Sums over all ranks, in rank order: the same numbers wherever they are computed."""
+    return JobTotals(
+        window=window,
+        num_steps=num_steps,
+        num_samples=int(sum(row.num_samples for row in rows)),
+        global_batch_size=global_batch_size,
+        loss_sum=_known(sum(row.loss_sum for row in rows)),
+        num_correct=_known(sum(row.num_correct for row in rows)),
+        time_s=max(row.time_s for row in rows),
+        noise=noise,
+    )
+
+
+def held_out_accuracy(rows: Sequence[Row]) -> float | None:
+    """The newest evaluation, as the lowest rank that has one knows it."""
+    return next((row.held_out_accuracy for row in rows if not math.isnan(row.held_out_accuracy)), None)
+
+
+def _number(value: float | None) -> float:
+    return UNKNOWN if value is None or not math.isfinite(value) else value
+
+
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+def _whole(value: float) -> int | None:
+    return None if math.isnan(value) else int(value)

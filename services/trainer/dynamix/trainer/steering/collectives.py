@@ -1,0 +1,84 @@
+"""The collectives of the job: on a gloo group of their own, so that they never mix with the user's.
+
+Two per window, a few hundred bytes each: one gather at its end, one broadcast `margin` steps before the next boundary.
+Both are posted at the end of one step and taken at the end of the next, when they are long done: nobody waits for the
+slowest rank at a place where it had not to wait anyway.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from dynamix.schemas.policies import Split
+from dynamix.trainer.measurement.rows import NUM_COLUMNS, Row
+
+T = TypeVar("T")
+
+
+class Decision(NamedTuple):
+    """An action as it travels to all ranks."""
+
+    decided_window: int
+    local_batch_sizes: tuple[int, ...]
+    split: Split = "fixed"
+
+
+class Exchange:
+    """All ranks must call the same methods in the same order."""
+
+    def __init__(self) -> None:
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self._group = dist.new_group(backend="gloo")
+        self._rows = torch.empty(self.world_size, NUM_COLUMNS, dtype=torch.float64)
+        self._decision = torch.zeros(2 + self.world_size, dtype=torch.int64)
+        self._gathering: dist.Work | None = None
+        self._broadcasting: dist.Work | None = None
+
+    def post_row(self, row: Row) -> None:
+        """Send this rank's row to all others."""
+        assert self._gathering is None, "a gather is under way"
+        mine = torch.tensor(row, dtype=torch.float64)
+        self._gathering = dist.all_gather(list(self._rows.unbind()), mine, group=self._group, async_op=True)
+
+    def take_rows(self) -> list[Row]:
+        """The rows of all ranks, in rank order, as they were posted last."""
+        assert self._gathering is not None, "no gather is under way"
+        self._gathering.wait()
+        self._gathering = None
+        return [Row(*values) for values in self._rows.tolist()]
+
+    def post_decision(self, decision: Decision | None) -> None:
+        """Send rank 0's decision, or none, to all ranks."""
+        assert self._broadcasting is None, "a broadcast is under way"
+        if self.rank == 0:
+            window, sizes, split = decision or (-1, (0,) * self.world_size, "fixed")
+            self._decision.copy_(torch.tensor((window, split == "tracking", *sizes)))
+        self._broadcasting = dist.broadcast(self._decision, src=0, group=self._group, async_op=True)
+
+    def take_decision(self) -> Decision | None:
+        """Rank 0's decision as it was posted last."""
+        assert self._broadcasting is not None, "no broadcast is under way"
+        self._broadcasting.wait()
+        self._broadcasting = None
+        window, tracks, *sizes = self._decision.tolist()
+        return None if window < 0 else Decision(window, tuple(sizes), "tracking" if tracks else "fixed")
+
+    def gather_objects(self, mine: T) -> list[T]:
+        """One object of each rank, in rank order: for attaching, not for steps."""
+        objects: list[T | None] = [None] * self.world_size
+        dist.all_gather_object(objects, mine, group=self._group)
+        return [found for found in objects if found is not None]
+
+    def agree(self, what: str, mine: Sequence[object]) -> None:
+        """Make sure that all ranks hold the same, as plain numbers and tuples of them.
+
+        Raises:
+            RuntimeError: on all ranks, naming the first that differs from rank 0.
+        """
+        everybody = self.gather_objects(tuple(mine))
+        for rank, theirs in enumerate(everybody):
+            if theirs != everybody[0]:
+                raise RuntimeError(f"{what}: rank {rank} has {theirs}, rank 0 has {everybody[0]}; load the same state")

@@ -1,0 +1,179 @@
+import gzip
+import hashlib
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dynamix.lab.workloads import datasets
+from dynamix.lab.workloads.datasets import (
+    CorruptDataError,
+    MissingDataError,
+    PublishedFile,
+    cifar10,
+    convert,
+    fashion_mnist,
+    read_idx,
+    read_text,
+)
+from dynamix.lab.workloads.datasets.cifar import read_records, records_of
+
+DATA = Path(__file__).parents[2] / ".data" / "fashion-mnist"
+
+
+def _idx(shape: tuple[int, ...], values: bytes) -> bytes:
+    return bytes((0, 0, 8, len(shape))) + struct.pack(f">{len(shape)}I", *shape) + values
+
+
+def test_the_test_split_is_the_publishers() -> None:
+    images, labels = fashion_mnist("test", DATA).tensors
+    assert images.shape == (10_000, 1, 28, 28)
+    assert images.dtype == torch.float32
+    assert torch.bincount(labels).tolist() == [1000] * 10
+    assert images.mean().abs() < 0.01
+    assert images.std() == pytest.approx(1.0, abs=0.01)
+    assert labels[:5].tolist() == [9, 2, 1, 1, 6]
+
+
+def test_what_is_missing_and_how_to_get_it_is_said(tmp_path: Path) -> None:
+    with pytest.raises(MissingDataError) as error:
+        fashion_mnist("train", tmp_path)
+    for part in (str(tmp_path), "train-images-idx3-ubyte.gz", "make data", "dataset-fashion-mnist", "zalandoresearch"):
+        assert part in str(error.value)
+
+
+def test_packed_and_unpacked_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    images, labels = _idx((2, 1, 2), bytes((0, 255, 51, 102))), _idx((2,), bytes((3, 1)))
+    files = (
+        PublishedFile("images", hashlib.md5(images).hexdigest()),
+        PublishedFile("labels", hashlib.md5(labels).hexdigest()),
+    )
+    monkeypatch.setitem(datasets.FASHION_MNIST_FILES, "test", files)
+    (tmp_path / "images.gz").write_bytes(gzip.compress(images))
+    (tmp_path / "labels").write_bytes(labels)
+    pixels, found = fashion_mnist("test", tmp_path).tensors
+    assert found.tolist() == [3, 1]
+    assert (pixels * 0.3530 + 0.2860).flatten().tolist() == pytest.approx([0, 1, 0.2, 0.4], abs=1e-6)
+
+
+def test_a_file_that_was_changed_is_refused(tmp_path: Path) -> None:
+    name = datasets.FASHION_MNIST_FILES["test"][0].name
+    (tmp_path / f"{name}.gz").write_bytes(gzip.compress(_idx((1,), b"x")))
+    with pytest.raises(CorruptDataError, match="fetch it again"):
+        fashion_mnist("test", tmp_path)
+    (tmp_path / f"{name}.gz").write_bytes(b"no gzip")
+    with pytest.raises(CorruptDataError, match="cannot be unpacked"):
+        fashion_mnist("test", tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"\0\0\x0d\x01", _idx((3,), b"ab"), bytes((0, 0, 8, 3, 0, 0))])
+def test_what_is_no_idx_file_is_refused(content: bytes) -> None:
+    with pytest.raises(CorruptDataError):
+        read_idx(content, "images")
+
+
+def test_the_directory_above_will_do_too() -> None:
+    assert len(fashion_mnist("test", DATA.parent)) == 10_000
+
+
+def test_records_of_a_cifar_file_are_label_red_green_blue() -> None:
+    content = bytes((7,)) + bytes(1024) + bytes((255,)) * 1024 + bytes(range(256)) * 4
+    pixels, labels = read_records(content, "batch")
+    assert labels.tolist() == [7]
+    assert pixels.shape == (1, 3, 32, 32)
+    assert (pixels[0, 0].max(), pixels[0, 1].min(), pixels[0, 2, 1, 5]) == (0, 255, 37)
+    assert records_of(pixels, labels) == content
+
+
+@pytest.mark.parametrize("content", [b"", bytes(3072), bytes((10,)) + bytes(3072)])
+def test_what_is_no_cifar_file_is_refused(content: bytes) -> None:
+    with pytest.raises(CorruptDataError):
+        read_records(content, "batch")
+
+
+def test_cifar_is_joined_in_the_order_of_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    contents = [bytes((label,)) + bytes((pixel,)) * 3072 for label, pixel in ((3, 10), (8, 20))]
+    files = tuple(PublishedFile(f"{n}.bin", hashlib.md5(content).hexdigest()) for n, content in enumerate(contents))
+    monkeypatch.setitem(datasets.CIFAR10_FILES, "train", files)
+    (tmp_path / "cifar-10-batches-bin").mkdir()
+    for file, content in zip(files, contents, strict=True):
+        (tmp_path / "cifar-10-batches-bin" / file.name).write_bytes(content)
+    pixels, labels = cifar10("train", tmp_path)
+    assert labels.tolist() == [3, 8]
+    assert pixels[:, 2, 31, 31].tolist() == [10, 20]
+
+
+def test_how_to_get_cifar_is_said(tmp_path: Path) -> None:
+    with pytest.raises(MissingDataError, match=r"no test_batch.bin .*make data-cifar.*cifar-10-binary.tar.gz"):
+        cifar10("test", tmp_path)
+
+
+def test_texts_are_joined_in_the_order_of_their_names(tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_text("zwei")
+    (tmp_path / "a.txt").write_text("drei é")
+    assert bytes(read_text(tmp_path).tolist()) == "drei ézwei".encode()
+
+
+def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(MissingDataError, match=r"\*.txt in .*Put any UTF-8 text"):
+        read_text(tmp_path)
+    (tmp_path / "a.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(CorruptDataError, match="iconv"):
+        read_text(tmp_path)
+
+
+class TestConvert:
+    """From the package's pictures to the publisher's bytes."""
+
+    @pytest.fixture
+    def package(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        """Two images in each of two training pictures and one test picture, with the hashes of the right result."""
+        package = tmp_path / "package"
+        package.mkdir()
+        generator = np.random.default_rng(0)
+        labels = {"train": [1, 2, 3, 4], "test": [5, 6]}
+        names = {"train": ("data_batch_1", "data_batch_2"), "test": ("test_batch",)}
+        for split, split_names in names.items():
+            files = []
+            for number, name in enumerate(split_names):
+                rows = generator.integers(0, 256, (2, 1024, 3), dtype=np.uint8)
+                Image.fromarray(rows).save(package / f"{name}.png")
+                mine = labels[split][2 * number : 2 * number + 2]
+                content = b"".join(bytes((label,)) + row.T.tobytes() for label, row in zip(mine, rows, strict=True))
+                files.append(PublishedFile(f"{name}.bin", hashlib.md5(content).hexdigest()))
+            monkeypatch.setitem(datasets.CIFAR10_FILES, split, tuple(files))
+            (package / convert.LABELS[split]).write_text(str(labels[split]))
+        return package
+
+    def test_the_files_it_writes_are_read_as_cifar(self, package: Path, tmp_path: Path) -> None:
+        assert convert.main([str(package), str(tmp_path / "cifar-10")]) == 0
+        pixels, labels = cifar10("train", tmp_path)
+        assert labels.tolist() == [1, 2, 3, 4]
+        with Image.open(package / "data_batch_2.png") as image:
+            assert image.getpixel((5 * 32 + 6, 1)) == tuple(pixels[3, :, 5, 6].tolist())
+        assert sorted(path.name for path in (tmp_path / "cifar-10").iterdir()) == [
+            "data_batch_1.bin",
+            "data_batch_2.bin",
+            "test_batch.bin",
+        ]
+
+    def test_other_pixels_than_the_publishers_are_not_written(
+        self, package: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        Image.fromarray(np.zeros((2, 1024, 3), dtype=np.uint8)).save(package / "test_batch.png")
+        assert convert.main([str(package), str(tmp_path)]) == 1
+        assert "test_batch.png has md5" in capsys.readouterr().err
+        assert not list(tmp_path.glob("test_batch*"))
+
+    def test_what_is_missing_or_odd_is_said(
+        self, package: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        Image.fromarray(np.zeros((2, 9, 3), dtype=np.uint8)).save(package / "test_batch.png")
+        assert convert.main([str(package), str(tmp_path)]) == 1
+        assert "has the shape (2, 9, 3)" in capsys.readouterr().err
+        (package / "test_batch.png").unlink()
+        assert convert.main([str(package), str(tmp_path)]) == 1
+        assert "is missing: is" in capsys.readouterr().err

@@ -1,0 +1,225 @@
+import msgspec
+import numpy as np
+import pytest
+import torch
+from tests.support import virtual
+from tests.support.virtual import FREE, action, cluster, data, scenario
+
+from dynamix.lab.simulator.cluster import VirtualCluster
+from dynamix.lab.simulator.job import training_part
+from dynamix.lab.simulator.scenario import Congestion, Network, Stragglers, Workers
+from dynamix.lab.workloads import Part
+from dynamix.schemas.messages import Report
+
+LONG = {"fixed_time_s": 1e3, "time_limit_s": 1e6, "evaluate_every_s": 1e6}
+OTHER = (8, 24, 40, 56)
+
+
+def windows(of: VirtualCluster, count: int) -> list[list[Report]]:
+    return [of.run_window() for _ in range(count)]
+
+
+@pytest.mark.parametrize("lag_windows", [0, 1, 3])
+def test_the_action_of_a_window_rules_once_the_lag_is_over(lag_windows: int) -> None:
+    run = cluster(scenario(lag_windows=lag_windows, **LONG))
+    ruled = []
+    for window in range(6):
+        report = run.run_window()[0]
+        ruled.append(tuple(row.local_batch_size for row in report.rows))
+        if window == 1:
+            run.offer(action(run.job, 1, OTHER))
+    first = 2 + lag_windows
+    assert ruled == [(32,) * 4] * first + [OTHER] * (6 - first)
+    applied = run.applied[0]
+    assert (applied.decided_window, applied.effective_window, applied.effective_step) == (1, first, 5 * first)
+
+
+def test_a_size_is_pending_in_the_report_before_it_rules() -> None:
+    run = cluster(scenario(**LONG))
+    run.run_window()
+    run.offer(action(run.job, 0, OTHER))
+    rows = run.run_window()[0].rows
+    assert tuple(row.local_batch_size for row in rows) == (32,) * 4
+    assert tuple(row.pending_local_batch_size for row in rows) == OTHER
+
+
+def test_what_does_not_fit_is_refused_and_counted() -> None:
+    run = cluster(scenario(lag_windows=0, max_local_batch_size=64, **LONG))
+    run.run_window()
+    run.offer(action(run.job, 0, (32, 32, 32, 65)))
+    run.offer(action(run.job, 9, OTHER))
+    run.run_window()
+    assert run.num_refused == {"bounds": 1, "future": 1}
+    assert run.applied == []
+
+
+def test_every_sample_is_used_once_per_epoch_whatever_the_sizes_do() -> None:
+    run = cluster(scenario(lag_windows=0, window_steps=3, **LONG), data=_numbered(500))
+    used: list[torch.Tensor] = []
+    step = run._gradients.step
+
+    def spy(inputs: torch.Tensor, labels: torch.Tensor, *rest: object, **named: bool) -> object:
+        used.append(inputs[:, 0, 0, 0].clone())
+        return step(inputs, labels, *rest, **named)  # type: ignore[arg-type]
+
+    run._gradients.step = spy  # type: ignore[method-assign,assignment]
+    while run.position.epoch < 3:
+        run.run_window()
+        run.offer(action(run.job, run.window - 1, OTHER if run.window % 2 else (32, 9, 8, 70)))
+    numbers = torch.cat(used)
+    for epoch in range(3):
+        assert sorted(numbers[500 * epoch : 500 * (epoch + 1)].tolist()) == list(range(500))
+
+
+def _numbered(count: int) -> virtual.Data:
+    """Inputs that say which sample they are."""
+    made = data(count)
+    made.train.inputs[:, 0, 0, 0] = torch.arange(count)
+    return made
+
+
+def test_a_window_adds_up_what_its_steps_cost() -> None:
+    workers = (Workers(samples_per_s=1000.0, overhead_s=0.004), Workers(samples_per_s=2000.0, overhead_s=0.002))
+    network = Network(bandwidth_mbit_s=80.0, latency_s=0.0, overlap=0.0, num_buckets=1, gradient_bytes=50_000)
+    run = cluster(scenario(workers=workers, network=network, lag_windows=0, decision=FREE, **LONG))
+    report = run.run_window()[0]
+    # 4 ms + 32/1000 and 2 ms + 32/2000; 50,000 bytes over 10 MB/s
+    first, second = report.rows
+    assert first.compute_time_s == pytest.approx(5 * 0.036)
+    assert first.sync_time_s == pytest.approx(5 * 0.005)
+    assert second.compute_time_s == pytest.approx(5 * 0.018)
+    assert second.sync_time_s == pytest.approx(5 * 0.023)
+    assert report.totals.time_s == pytest.approx(5 * 0.041)
+    assert run.time_s == pytest.approx(5 * 0.041)
+    assert (first.num_samples, report.totals.num_samples, report.samples_seen) == (160, 320, 320)
+    assert [system.cpu_time_ratio for system in report.simulated] == pytest.approx([36 / 41, 18 / 41])
+    assert [system.memory_ratio for system in report.simulated] == [32 / 1024, 32 / 1024]
+    assert first.sockets is not None
+    assert (first.sockets.tx_bytes, first.sockets.retransmits) == (250_000, 0)
+
+
+def test_an_adopted_decision_costs_its_step_once() -> None:
+    free, paid = (cluster(scenario(lag_windows=0, decision=cost, **LONG)) for cost in (FREE, virtual.DecisionCost()))
+    for run in (free, paid):
+        run.run_window()
+        run.offer(action(run.job, 0, (32,) * 4))
+        run.run_window()
+    assert paid.time_s - free.time_s == pytest.approx(0.001 + 0.0001 * 2)
+
+
+def test_congestion_shows_in_counters_and_round_trips() -> None:
+    congestion = Congestion(factor=5.0, mean_clear_s=1e-6, mean_congested_s=1e6, retransmits_per_s=100.0)
+    run = cluster(scenario(congestion=congestion, network=Network(latency_s=0.0005), **LONG))
+    rows = windows(run, 2)[1][0].rows
+    for row in rows:
+        assert row.sockets is not None
+        assert row.sockets_before is not None
+        assert row.sockets.srtt_us == pytest.approx(2 * 500 * 5)
+        assert row.sockets.retransmits == int(100 * run.time_s)
+
+
+def test_the_grid_of_virtual_time_sees_the_parameters_in_force() -> None:
+    run = cluster(scenario(window_steps=1, evaluate_every_s=0.05, time_limit_s=1.0, target_accuracy=1.0))
+    accuracies = [(0.0, _accuracy(run))]
+    while run.run_window():
+        accuracies.append((run.time_s, _accuracy(run)))
+    assert [evaluation.time_s for evaluation in run.evaluations] == pytest.approx(np.arange(1, 21) * 0.05)
+    for evaluation in run.evaluations:
+        expected = [accuracy for time_s, accuracy in accuracies if time_s <= evaluation.time_s][-1]
+        assert evaluation.accuracy == expected
+
+
+def _accuracy(run: VirtualCluster) -> float:
+    return run._gradients.accuracy(data().validation)
+
+
+def test_a_run_goes_on_to_the_fixed_time_and_ends_at_the_limit_without_the_target() -> None:
+    reached = cluster(scenario(target_accuracy=0.5, fixed_time_s=1.0, time_limit_s=9.0))
+    missed = cluster(scenario(target_accuracy=1.0, fixed_time_s=1.0, time_limit_s=1.5))
+    for run in (reached, missed):
+        with pytest.raises(RuntimeError, match="when the run is over"):
+            run.test_accuracy()
+        while run.run_window():
+            assert run.time_s < 9.0
+    assert reached.time_to_target_s is not None
+    assert reached.time_to_target_s < 1.0 <= reached.time_s < 1.5
+    assert missed.time_to_target_s is None
+    assert missed.time_s >= 1.5
+    assert missed.evaluations[-1].time_s <= 1.5
+    assert reached.test_accuracy() == reached._gradients.accuracy(data().test) > 0.5
+
+
+def test_labels_are_wrong_by_the_share_asked_for_and_the_same_ones_for_every_policy() -> None:
+    clean = data(5000)
+    noisy, again, other = (training_part(scenario(label_noise=0.3), clean, seed) for seed in (1, 1, 2))
+    assert float((noisy.labels != clean.train.labels).float().mean()) == pytest.approx(0.3, abs=0.02)
+    assert torch.equal(noisy.labels, again.labels)
+    assert not torch.equal(noisy.labels, other.labels)
+    assert int(noisy.labels.min()) == 0
+    assert int(noisy.labels.max()) == 9
+
+
+def test_a_scenario_may_train_on_the_first_samples_only() -> None:
+    part = training_part(scenario(num_train_samples=300), data(), 0)
+    assert torch.equal(part.inputs, data().train.inputs[:300])
+
+
+def test_the_same_seed_gives_the_same_reports_and_another_does_not() -> None:
+    stragglers = Stragglers(factor=3.0, mean_normal_s=0.3, mean_slow_s=0.1, jitter=0.1)
+    runs = [cluster(scenario(stragglers=stragglers, **LONG), seed=seed) for seed in (3, 3, 4)]
+    first, again, other = (windows(run, 4) for run in runs)
+    assert first == again
+    assert first != other
+
+
+def test_ranks_are_spread_over_nodes_and_every_node_reports_its_own() -> None:
+    run = cluster(scenario(ranks_per_node=3, **LONG))
+    assert [(node.node, node.ranks) for node in run.job.nodes] == [("virtual-0", (0, 1, 2)), ("virtual-1", (3,))]
+    one, two = run.run_window()
+    assert [row.rank for row in one.rows] == [0, 1, 2]
+    assert [row.rank for row in two.rows] == [3]
+    assert [row.local_rank for row in one.rows + two.rows] == [0, 1, 2, 0]
+    assert (len(one.simulated), len(two.simulated)) == (3, 1)
+    assert one.totals == two.totals
+    assert one.totals.num_samples == sum(row.num_samples for row in one.rows + two.rows)
+
+
+def test_less_memory_bounds_the_first_sizes_and_the_jobs() -> None:
+    small = (Workers(samples_per_s=1000.0), Workers(samples_per_s=1000.0, max_local_batch_size=16))
+    run = cluster(scenario(workers=small), initial_local_batch_size=64)
+    assert run.job.initial_local_batch_sizes == (64, 16)
+    assert run.job.max_local_batch_sizes == (1024, 16)
+    with pytest.raises(ValueError, match="local_batch_size = 4096: it must be between 8 and 1024"):
+        cluster(scenario(), initial_local_batch_size=4096)
+
+
+def test_the_fast_loop_follows_speeds_without_a_further_decision() -> None:
+    run = cluster(scenario(lag_windows=0, min_local_batch_size=1, **LONG))
+    assert run.job.supports_tracking
+    run.run_window()
+    run.offer(action(run.job, 0, (32,) * 4, split="tracking"))
+    report = windows(run, 3)[-1][0]
+    sizes = [row.local_batch_size for row in report.rows]
+    assert sum(sizes) == 128
+    times = [row.compute_time_s for row in report.rows]
+    assert max(times) / min(times) < 1.1  # 2 ms + b/4000 against b/1000: 47/47/17/17 or near it
+    assert min(sizes[:2]) > 2 * max(sizes[2:])
+
+
+def test_a_diverged_model_trains_on_and_never_reaches_the_target() -> None:
+    run = cluster(scenario(learning_rate=1e6, time_limit_s=0.6, fixed_time_s=0.5))
+    reports = []
+    while report := run.run_window():
+        reports += report
+    assert reports[-1].totals.loss_sum is None
+    assert run.time_to_target_s is None
+    assert run.test_accuracy() <= 0.3
+
+
+def test_data_is_not_changed_by_a_run() -> None:
+    shared = data()
+    before = msgspec.msgpack.encode([tensor.tolist() for part in shared for tensor in part])
+    run = cluster(scenario(label_noise=0.5, **LONG), data=shared)
+    windows(run, 2)
+    assert msgspec.msgpack.encode([tensor.tolist() for part in shared for tensor in part]) == before
+    assert isinstance(shared.train, Part)

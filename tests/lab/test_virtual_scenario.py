@@ -1,0 +1,148 @@
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from dynamix.lab.simulator.scenario import TABLES, Network, Scenario, Workers, scenarios_in
+from dynamix.lab.workloads import OPTIMIZERS, WORKLOADS
+from dynamix.trainer.gradient.learning_rate import FACTORS
+
+SCENARIOS = Path(__file__).parents[2] / "scenarios"
+SMALLEST = """
+family = "made"
+workload = "fashion-14-mlp"
+target_accuracy = 0.8
+fixed_time_s = 10
+time_limit_s = 60.0
+
+[network]
+overlap = 0.25
+
+[[workers]]
+count = 2
+samples_per_s = 4000
+
+[[workers]]
+samples_per_s = 500.0
+max_local_batch_size = 48
+"""
+
+
+def read(directory: Path, text: str, name: str = "one.toml") -> Scenario:
+    file = directory / name
+    file.write_text(text)
+    return Scenario.read(file)
+
+
+def test_a_file_gives_a_scenario_with_defaults_and_the_files_name(tmp_path: Path) -> None:
+    scenario = read(tmp_path, SMALLEST)
+    assert (scenario.name, scenario.family, scenario.world_size) == ("one", "made", 3)
+    assert scenario.network == Network(overlap=0.25)
+    assert scenario.workers[1] == Workers(samples_per_s=500.0, max_local_batch_size=48)
+    assert [worker.samples_per_s for worker in scenario.per_worker] == [4000.0, 4000.0, 500.0]
+    assert scenario.max_local_batch_sizes == (1024, 1024, 48)
+    assert scenario.local_batch_sizes() == (64, 64, 48)
+    assert scenario.stragglers is scenario.congestion is None
+
+
+@pytest.mark.parametrize(
+    ("line", "replacement", "complaint"),
+    [
+        ("overlap = 0.25", "overlapp = 0.25", "unknown key 'network.overlapp': did you mean 'overlap'?"),
+        ("count = 2", "number = 2", "unknown key 'workers[0].number': known are bandwidth_mbit_s, count, "),
+        ("overlap = 0.25", "overlap = 1.25", "network.overlap = 1.25: it must be between 0 and 1"),
+        (
+            "overlap = 0.25",
+            "topology = 'star'",
+            "network.topology = 'star': it must be one of 'ring', 'parameter-server'",
+        ),
+        ("overlap = 0.25", "latency_s = inf", "network.latency_s = inf: it must be at least 0"),
+        (
+            "samples_per_s = 4000",
+            "samples_per_s = '4k'",
+            "workers[0].samples_per_s = '4k': expected `float`, got `str`",
+        ),
+        ("samples_per_s = 4000", "samples_per_s = 0", "workers.samples_per_s = 0: it must be above 0"),
+        (
+            "max_local_batch_size = 48",
+            "max_local_batch_size = 4",
+            "workers.max_local_batch_size = 4: it must be at least 8",
+        ),
+        ('family = "made"', "", "the key 'family' is missing"),
+        ('family = "made"', 'family = "A family"', "'A family'"),
+        ("target_accuracy = 0.8", "target_accuracy = 80", "target_accuracy = 80: it must be between 0 and 1"),
+        ("fixed_time_s = 10", "fixed_time_s = 61", "fixed_time_s = 61: it must be between 0 and 60"),
+        ("fixed_time_s = 10", "fixed_time_s = ", "this is not TOML"),
+        ("target_accuracy = 0.8", "target_accuracy = 0.8\nlable_noise = 0.1", "did you mean 'label_noise'?"),
+        ("target_accuracy = 0.8", "target_accuracy = 0.8\nwindow_steps = 0", "window_steps = 0: it must be at least 1"),
+        ("target_accuracy = 0.8", "target_accuracy = 0.8\noptimizer = 'sgdm'", "one of 'sgd', 'adam', 'adamw'"),
+        (
+            "target_accuracy = 0.8",
+            "target_accuracy = 0.8\ninitial_local_batch_size = 4",
+            "initial_local_batch_size = 4: it must be between 8 and 1024",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named_with_file_key_and_value(
+    tmp_path: Path, line: str, replacement: str, complaint: str
+) -> None:
+    assert line in SMALLEST
+    with pytest.raises(ValueError, match=re.escape(complaint)) as caught:
+        read(tmp_path, SMALLEST.replace(line, replacement, 1))
+    assert str(caught.value).startswith(f"{tmp_path / 'one.toml'}: ")
+
+
+def test_a_directory_is_read_in_the_order_of_names(tmp_path: Path) -> None:
+    for name in ("c.toml", "a.toml", "b.toml"):
+        read(tmp_path, SMALLEST, name)
+    assert [scenario.name for scenario in scenarios_in(tmp_path)] == ["a", "b", "c"]
+
+
+def test_a_directory_without_scenarios_or_with_two_of_one_name_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds no scenario"):
+        scenarios_in(tmp_path)
+    for name in ("a.toml", "b.toml"):
+        read(tmp_path, f'name = "same"\n{SMALLEST}', name)
+    with pytest.raises(ValueError, match="two scenarios of the name 'same'"):
+        scenarios_in(tmp_path)
+
+
+@pytest.mark.parametrize("part", ["train", "heldout"])
+def test_the_scenarios_that_we_ship_can_be_run(part: str) -> None:
+    for scenario in scenarios_in(SCENARIOS / part):
+        assert scenario.workload in WORKLOADS
+        assert scenario.optimizer in OPTIMIZERS
+        assert scenario.learning_rate_rule in FACTORS
+        assert sum(len(node.ranks) for node in scenario.nodes) == scenario.world_size
+
+
+def test_changing_a_scenario_in_code_checks_it_again(tmp_path: Path) -> None:
+    scenario = read(tmp_path, SMALLEST)
+    assert msgspec.structs.replace(scenario, learning_rate_rule="linear").learning_rate_rule == "linear"
+    with pytest.raises(ValueError, match="label_noise = 2"):
+        msgspec.structs.replace(scenario, label_noise=2.0)
+
+
+def test_the_readme_describes_every_key_with_its_default_and_no_other() -> None:
+    text = (SCENARIOS / "README.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \| .+ \|$", text, re.MULTILINE)
+    expected = []
+    for struct in (Scenario, *TABLES.values()):
+        for field in msgspec.structs.fields(struct):
+            if struct is Scenario and field.name in TABLES:
+                continue
+            expected.append((field.name, "required" if field.required else _written(field.default)))
+    assert sorted(rows) == sorted(expected)
+
+
+def _written(default: object) -> str:
+    if default is None:
+        return "-"
+    return (
+        f"`{str(default).lower()}`"
+        if isinstance(default, bool)
+        else f'`"{default}"`'
+        if isinstance(default, str)
+        else f"`{default:g}`"
+    )

@@ -1,0 +1,173 @@
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from dynamix.lab.workloads import OPTIMIZERS, WORKLOADS, Data, family_of_name, make_optimizer, workload_named
+from dynamix.lab.workloads.datasets import MissingDataError
+from dynamix.lab.workloads.language import Shape, Transformer
+from dynamix.lab.workloads.vision import resnet
+from dynamix.trainer.job.options import family_of
+
+DATA = Path(__file__).parents[2] / ".data"
+SHAPES = {"fashion-14": (1, 14, 14), "fashion-28": (1, 28, 28), "cifar10": (3, 32, 32)}
+PARAMETERS = {
+    "fashion-14-mlp": 196 * 64 + 64 + 64 * 10 + 10,
+    "fashion-28-mlp": 784 * 128 + 128 + 128 * 10 + 10,
+    "fashion-14-cnn": 80 + (8 * 16 * 9 + 16) + (144 * 64 + 64) + 650,
+    "cifar10-vgg11": 9 * (3 * 64 + 64 * 128 + 128 * 256 + 256**2 + 256 * 512 + 3 * 512**2) + 2752 + 5130,
+    "cifar10-resnet20": 269_722,  # He et al., table 6: 0.27 M
+    "cifar10-resnet32": 464_154,  # 0.46 M
+    "text-transformer": 137_216,
+}
+
+
+def samples(name: str, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Made-up samples of the shapes that the workload takes."""
+    generator = torch.Generator().manual_seed(3)
+    if name.startswith("text"):
+        tokens = torch.randint(0, 256, (count, 65), generator=generator)
+        return tokens[:, :-1], tokens[:, 1:]
+    shape = next(shape for prefix, shape in SHAPES.items() if name.startswith(prefix))
+    inputs = torch.randn(count, *shape, generator=generator, dtype=torch.float64)
+    return inputs, torch.randint(0, 10, (count,), generator=generator)
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_the_number_of_parameters_is_that_of_the_published_model(name: str) -> None:
+    workload = workload_named(name)
+    assert workload.num_parameters == PARAMETERS[name]
+    assert workload.gradient_bytes == 4 * PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_the_gradients_of_parts_of_a_batch_add_up_to_that_of_the_batch(name: str) -> None:
+    """No layer looks at the batch: whoever has which samples, their sum is the same."""
+    workload = workload_named(name)
+    torch.manual_seed(0)
+    model = workload.model().double()
+    inputs, labels = samples(name, 5)
+
+    def gradient(part: slice) -> torch.Tensor:
+        loss = workload.loss(model(inputs[part]), labels[part], "sum")
+        return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
+
+    whole = gradient(slice(None))
+    parts = sum(gradient(part) for part in (slice(0, 1), slice(1, 5), slice(5, 5)))
+    assert whole.norm() > 0
+    assert (parts - whole).norm() / whole.norm() < 1e-12
+
+
+@pytest.mark.parametrize("name", ["fashion-14-mlp", "text-transformer"])
+def test_losses_and_right_answers_count_samples_not_tokens(name: str) -> None:
+    workload = workload_named(name)
+    labels = samples(name, 4)[1]
+    outputs = nn.functional.one_hot(labels, 256).double() * 100  # right and sure of it
+    outputs[3] = -outputs[3]  # the last sample is all wrong
+    assert workload.num_correct(outputs, labels) == 3.0
+    assert workload.loss(outputs, labels, "sum") == pytest.approx(4 * workload.loss(outputs, labels).item())
+    assert workload.loss(outputs[:3], labels[:3], "sum") < 1e-6
+    assert workload.loss(outputs, labels, "sum") > 100  # one sample's mean, not 64 tokens' sum
+    assert workload.loss(outputs, labels, "sum") < 110
+    assert workload.loss(outputs[:0], labels[:0], "sum") == 0.0
+
+
+def test_a_byte_is_predicted_from_earlier_bytes_only() -> None:
+    torch.manual_seed(0)
+    model = Transformer(Shape(num_tokens=16, width=32, num_heads=4, num_layers=2)).double()
+    tokens = torch.randint(0, 256, (2, 16))
+    changed = tokens.clone()
+    changed[:, 9] = (changed[:, 9] + 1) % 256
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :9], after[:, :9])
+    assert not torch.allclose(before[:, 9], after[:, 9])
+
+
+def test_a_model_is_drawn_from_the_global_generator_and_counting_draws_nothing() -> None:
+    workload = workload_named("fashion-14-mlp")
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    first = nn.utils.parameters_to_vector(workload.model().parameters())
+    torch.manual_seed(1)
+    vars(workload).pop("num_parameters", None)  # count anew
+    assert workload.num_parameters == 13_258
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(nn.utils.parameters_to_vector(workload.model().parameters()), first)
+
+
+@pytest.fixture(scope="module")
+def small_images() -> Data:
+    return workload_named("fashion-14-mlp").load(DATA)
+
+
+def test_fashion_mnist_is_split_scaled_and_pooled_as_stated(small_images: Data) -> None:
+    small, large = small_images, workload_named("fashion-28-mlp").load(DATA)
+    for part, other, count in zip(small, large, (50_000, 10_000, 10_000), strict=True):
+        assert part.inputs.shape == (count, 1, 14, 14)
+        assert other.inputs.shape == (count, 1, 28, 28)
+        assert torch.equal(part.labels, other.labels)
+    assert small.train.inputs.mean().abs() < 0.01
+    assert small.train.inputs.std() == pytest.approx(1, abs=0.01)
+    corner = large.test.inputs[7, 0, 10:12, 20:22].mean() * 0.3530  # both have the same mean subtracted
+    assert small.test.inputs[7, 0, 5, 10].item() * 0.3301 == pytest.approx(corner.item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_small_mlp_learns_with_every_optimizer(optimizer: str, small_images: Data) -> None:
+    workload, data = workload_named("fashion-14-mlp"), small_images
+    torch.manual_seed(0)
+    model = workload.model()
+    update = make_optimizer(optimizer, model.parameters(), 0.05 if optimizer == "sgd" else 0.002)
+    for start in range(0, 20_000, 128):
+        update.zero_grad()
+        part = slice(start, start + 128)
+        workload.loss(model(data.train.inputs[part]), data.train.labels[part]).backward()
+        update.step()
+    with torch.no_grad():
+        correct = workload.num_correct(model(data.validation.inputs), data.validation.labels)
+    assert correct / len(data.validation.labels) > 0.78
+    assert family_of(update) == family_of_name(optimizer)
+
+
+@pytest.mark.parametrize("name", ["cifar10-vgg11", "cifar10-resnet20"])
+def test_deep_models_begin_undecided_and_with_gradients_in_every_layer(name: str) -> None:
+    """Neither dead nor exploding: the loss is ln 10, and no layer's gradient is a hundred times another's."""
+    workload = workload_named(name)
+    torch.manual_seed(0)
+    model = workload.model().double()
+    inputs, labels = samples(name, 16)
+    loss = workload.loss(model(inputs), labels)
+    loss.backward()
+    assert loss.item() == pytest.approx(math.log(10), abs=0.15)
+    norms = [float(layer.weight.grad.norm()) for layer in model.modules() if isinstance(layer, nn.Conv2d)]
+    assert max(norms) < 100 * min(norms)
+
+
+def test_a_text_is_cut_into_sequences_and_split_by_position(tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_bytes(bytes(range(100)) * 64)  # 6400 bytes: 99 sequences, 4 + 4 held out
+    data = workload_named("text-transformer").load(tmp_path)
+    assert [len(part.labels) for part in data] == [91, 4, 4]
+    assert data.train.inputs[1].tolist() == list(range(64, 100)) + list(range(28))
+    assert torch.equal(data.train.labels[0], data.train.inputs[0] + 1)
+    assert data.validation.inputs[0, 0] == (91 * 64) % 100
+    assert data.test.labels[-1, -1] == (99 * 64) % 100
+
+
+def test_too_short_a_text_is_told(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x" * 500)
+    with pytest.raises(MissingDataError, match="500 bytes of text are too few"):
+        workload_named("text-transformer").load(tmp_path)
+
+
+def test_unknown_names_are_answered_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"'vgg'.*cifar10-vgg11.*text-transformer"):
+        workload_named("vgg")
+    with pytest.raises(ValueError, match="'lion' is not known: use one of sgd, adam, adamw"):
+        make_optimizer("lion", [], 0.1)
+    with pytest.raises(ValueError, match="'lion'"):
+        family_of_name("lion")
+    with pytest.raises(ValueError, match="depth=21"):
+        resnet(21)

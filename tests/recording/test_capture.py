@@ -1,0 +1,365 @@
+"""The file of a capture: whole it gives back what was written; cut, flipped, foreign or hostile it says where."""
+
+import hashlib
+import io
+import itertools
+import json
+import struct
+import tracemalloc
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.support import captured, made
+
+from dynamix.recording import capture
+from dynamix.recording.capture import CaptureError, CaptureReader, CaptureWriter, CutOffError, Record, layout
+
+NUM_BLOCKS = 3
+FILES = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+
+
+def sample() -> list[Record]:
+    """Of all three streams."""
+    messages = [made.job(), made.report(), made.window(), made.state(), made.action(hash=bytes(32))]
+    return captured.records_of(messages)
+
+
+@pytest.fixture(scope="module")
+def content(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A whole capture of several blocks."""
+    path = tmp_path_factory.mktemp("capture") / "job.dxc"
+    with CaptureWriter(path, captured.header()) as writer:
+        for one in sample():
+            writer.add(one)
+            if one.stream != "FEED":
+                writer.flush()
+    return path.read_bytes()
+
+
+def frame(kind: bytes, body: bytes, *, length: int | None = None) -> bytes:
+    return layout.FRAME.pack(kind, len(body) if length is None else length) + body
+
+
+def file_of(*frames: bytes) -> bytes:
+    """A file with right digests, whatever its frames hold: a forger can compute them, too."""
+    data = layout.PREAMBLE
+    for one in frames:
+        data += one
+        data += hashlib.sha256(data).digest()
+    return data
+
+
+def a_header(**changes: Any) -> bytes:
+    fields = {"job": made.JOB, "created": "2026-11-20T12:00:00Z", "streams": ["JOBS", "FEED", "ACTIONS"]}
+    fields["fingerprint"] = {"simd": [], **dict.fromkeys(("dynamix", "code", "python", "numpy", "machine", "cpu"), "x")}
+    return frame(layout.HEADER, json.dumps(fields | changes).encode())
+
+
+def a_block(*packed: bytes) -> bytes:
+    return frame(layout.BLOCK, zlib.compress(b"".join(packed)))
+
+
+def an_end(num_records: int = 0) -> bytes:
+    body = {"reason": "ended", "num_records": num_records, "ranges": {}}
+    return frame(layout.END, json.dumps(body).encode())
+
+
+def read_all(path: Path, content: bytes) -> tuple[list[Record], CaptureError | None]:
+    """What is handed out before the end, and how reading ended."""
+    path.write_bytes(content)
+    found: list[Record] = []
+    try:
+        for one in capture.records(path):
+            found.append(one)  # noqa: PERF402 - what came before an error counts
+    except CaptureError as error:
+        return found, error
+    return found, None
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    path = captured.write(tmp_path / "job.dxc", sample(), reason="windows")
+    assert capture.read_header(path) == captured.header()
+    with CaptureReader(path) as reader:
+        assert reader.end is None
+        assert list(reader) == sample()
+        assert reader.end is not None
+        assert reader.end.reason == "windows"
+        assert reader.end.num_records == reader.num_records == 5
+        feed = reader.end.ranges["FEED"]
+        assert (feed.first_sequence, feed.last_sequence, feed.num_records) == (2, 4, 3)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["JOBS", "FEED", "ACTIONS"]), st.text(max_size=40), st.binary(max_size=2000)),
+        max_size=40,
+    )
+)
+@FILES
+def test_any_records_come_back_as_they_were(tmp_path: Path, content: list[tuple[str, str, bytes]]) -> None:
+    given_records = [
+        Record(stream, sequence, sequence * 7, f"a.{name}", name, payload)
+        for sequence, (stream, name, payload) in enumerate(content, start=1)
+    ]
+    path = tmp_path / "any.dxc"
+    path.unlink(missing_ok=True)
+    assert list(capture.records(captured.write(path, given_records))) == given_records
+
+
+def test_a_large_job_is_written_in_blocks_and_smaller_than_it_is(tmp_path: Path) -> None:
+    records = [captured.record(made.state(window_index=window), window + 1) for window in range(3000)]
+    path = captured.write(tmp_path / "job.dxc", records)
+    assert list(capture.records(path)) == records
+    content = path.read_bytes()
+    assert len(content) < sum(len(one.payload) for one in records) / 3
+    kinds = [layout.FRAME.unpack_from(content, at)[0] for at in frame_offsets(content)]
+    assert kinds[0] == layout.HEADER
+    assert kinds[-1] == layout.END
+    assert kinds.count(layout.BLOCK) >= 2
+
+
+def frame_offsets(content: bytes) -> Iterator[int]:
+    at = len(layout.PREAMBLE)
+    while at < len(content):
+        yield at
+        at += layout.FRAME.size + layout.FRAME.unpack_from(content, at)[1] + layout.DIGEST_BYTES
+
+
+@given(data=st.data())
+@FILES
+def test_a_flipped_bit_anywhere_is_noticed(tmp_path: Path, content: bytes, data: st.DataObject) -> None:
+    place = data.draw(st.integers(0, len(content) - 1))
+    damaged = bytearray(content)
+    damaged[place] ^= 1 << data.draw(st.integers(0, 7))
+    found, error = read_all(tmp_path / "flipped.dxc", bytes(damaged))
+    assert error is not None
+    assert found == sample()[: len(found)]  # never a wrong record
+    assert error.offset <= place
+    assert error.num_records == len(found)
+
+
+@given(data=st.data())
+@FILES
+def test_a_file_cut_anywhere_is_noticed_and_good_up_to_there(
+    tmp_path: Path, content: bytes, data: st.DataObject
+) -> None:
+    length = data.draw(st.integers(0, len(content) - 1))
+    found, error = read_all(tmp_path / "cut.dxc", content[:length])
+    assert error is not None
+    assert isinstance(error, CutOffError) == (length >= len(layout.PREAMBLE))
+    whole_blocks = [at for at in frame_offsets(content) if at <= length]
+    assert found == sample()[: len(found)]
+    if len(whole_blocks) == NUM_BLOCKS + 2:  # only the end is missing
+        assert found == sample()
+
+
+@given(st.binary(max_size=400))
+@FILES
+def test_foreign_bytes_are_refused(tmp_path: Path, content: bytes) -> None:
+    for start in (b"", layout.MAGIC, layout.PREAMBLE):
+        found, error = read_all(tmp_path / "foreign.dxc", start + content)
+        assert error is not None
+        assert found == []
+
+
+def test_blocks_can_neither_be_left_out_nor_doubled_nor_swapped(tmp_path: Path, content: bytes) -> None:
+    offsets = [*frame_offsets(content), len(content)]
+    head, first, second, *rest = [content[at:end] for at, end in itertools.pairwise(offsets)]
+    start = content[: offsets[0]] + head
+    for body in ([second, *rest], [first, first, second, *rest], [second, first, *rest]):
+        found, error = read_all(tmp_path / "edited.dxc", start + b"".join(body))
+        assert found == sample()[: len(found)]
+        assert error is not None
+        assert "its content is not that of its checksum" in str(error)
+
+
+HOSTILE = {
+    "a header that is too long": (frame(layout.HEADER, b"", length=1 << 31), "2147483648 bytes, over the limit"),
+    "a header of another shape": (frame(layout.HEADER, b"[]"), "not a CaptureHeader"),
+    "a header of an odd job": (a_header(job="\x1b[2J"), "not a CaptureHeader"),
+    "no header": (an_end(), "the header is missing"),
+    "two headers": (file_of(a_header(), a_header())[len(layout.PREAMBLE) :], "a second header"),
+    "an unknown kind": (frame(b"X", b""), "a block of unknown kind b'X'"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_beginning_is_refused_before_memory_is_taken(tmp_path: Path, name: str) -> None:
+    start, reason = HOSTILE[name]
+    content = layout.PREAMBLE + start if name == "two headers" else file_of(start)
+    assert reason in str(refusal(tmp_path, content))
+
+
+def packed(**changes: int) -> bytes:
+    """A record whose head says what is wanted."""
+    fields = {"stream": 1, "subject": 1, "message_id": 0, "payload": 1, "sequence": 1, "timestamp_ns": 1}
+    return layout.RECORD.pack(*(fields | changes).values()) + b"sp"
+
+
+@pytest.mark.parametrize(
+    ("block", "reason"),
+    [
+        (frame(layout.BLOCK, b"", length=1 << 30), "over the limit"),
+        (frame(layout.BLOCK, zlib.compress(bytes(50 << 20), 9)), "or larger than the"),
+        (frame(layout.BLOCK, b"no zlib"), "cannot be unpacked"),
+        (frame(layout.BLOCK, zlib.compress(packed())[:-5]), "cut off, or larger"),
+        (frame(layout.BLOCK, zlib.compress(packed()) + b"more"), "4 bytes follow its content"),
+        (a_block(packed(payload=(1 << 32) - 1)), "its last record is cut off"),
+        (a_block(packed(subject=255)), "its last record is cut off"),
+        (a_block(packed(), b"\0\0\0"), "its last record is cut off"),
+        (a_block(packed(stream=3)), "a record is of stream 3, but the header names 3"),
+        (a_block(packed(), packed()), "FEED 1 comes behind 1"),
+        (a_block(packed(subject=0, message_id=1).replace(b"sp", b"\xffp")), "invalid start byte"),
+        (an_end(7), "speaks of 7 records, 0 are there"),
+        (frame(layout.END, b'{"reason": "bored", "num_records": 0, "ranges": {}}'), "not a CaptureEnd"),
+    ],
+)
+def test_a_hostile_block_is_refused_and_named(tmp_path: Path, block: bytes, reason: str) -> None:
+    error = refusal(tmp_path, file_of(a_header(), block))
+    assert reason in str(error)
+    assert error.block == 1
+    assert error.offset == len(file_of(a_header()))
+    assert f"block 1 (byte {error.offset})" in str(error)
+
+
+def refusal(tmp_path: Path, content: bytes) -> CaptureError:
+    """How a file is refused; reading it takes less than 8 MB, whatever it claims."""
+    path = tmp_path / "hostile.dxc"
+    path.write_bytes(content)
+    tracemalloc.start()
+    try:
+        with pytest.raises(CaptureError) as caught:
+            list(capture.records(path))
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+    return caught.value
+
+
+def test_what_follows_the_end_is_foreign(tmp_path: Path) -> None:
+    error = refusal(tmp_path, file_of(a_header(), an_end()) + b"\n")
+    assert "ends at byte" in str(error)
+
+
+def test_another_version_of_the_format_says_which(tmp_path: Path) -> None:
+    path = tmp_path / "later.dxc"
+    path.write_bytes(layout.MAGIC + b"\x09" + b"whatever")
+    with pytest.raises(CaptureError, match="a capture of version 9, this program reads 1"):
+        capture.read_header(path)
+
+
+def test_an_endless_file_is_read_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Endless(io.RawIOBase):
+        """A capture of one block that never stops coming, its digests right."""
+
+        def __init__(self) -> None:
+            self._digest = hashlib.sha256()
+            self._pending = layout.PREAMBLE + self._signed(a_header(), layout.PREAMBLE)
+            self._sequence = 0
+
+        def _signed(self, data: bytes, before: bytes = b"") -> bytes:
+            self._digest.update(before + data)
+            digest = self._digest.digest()
+            self._digest.update(digest)
+            return data + digest
+
+        def read(self, size: int = -1) -> bytes:
+            while len(self._pending) < size:
+                block = []
+                for _ in range(100):
+                    self._sequence += 1
+                    block.append(packed(payload=1000, sequence=self._sequence)[:-1] + bytes(1000))
+                self._pending += self._signed(a_block(*block))
+            data, self._pending = self._pending[:size], self._pending[size:]
+            return data
+
+    monkeypatch.setattr(Path, "open", lambda *_: Endless())
+    tracemalloc.start()
+    try:
+        with CaptureReader(tmp_path / "endless") as reader:
+            for number, one in enumerate(reader, start=1):
+                assert one.sequence == number
+                if number == 20_000:  # 20 MB
+                    break
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_killed_writer_leaves_a_good_beginning(tmp_path: Path) -> None:
+    path = tmp_path / "job.dxc"
+    flushed = b""
+
+    def interrupted() -> None:
+        nonlocal flushed
+        with CaptureWriter(path, captured.header()) as writer:
+            writer.add(sample()[0])
+            writer.flush()
+            flushed = path.read_bytes()  # what a kill -9 would leave here
+            writer.add(sample()[1])
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    for content, number in ((flushed, 1), (path.read_bytes(), 2)):
+        found, error = read_all(tmp_path / "left.dxc", content)
+        assert found == sample()[:number]
+        assert isinstance(error, CutOffError)
+        assert f"the {number} records before it are good" in str(error)
+
+
+def test_a_capture_is_not_written_over_one(tmp_path: Path) -> None:
+    path = captured.write(tmp_path / "job.dxc", sample())
+    with pytest.raises(FileExistsError), CaptureWriter(path, captured.header()):
+        pass
+    assert list(capture.records(path)) == sample()
+    with CaptureWriter(path, captured.header(), overwrite=True) as writer:
+        writer.add(sample()[0])
+    assert list(capture.records(path)) == sample()[:1]
+
+
+def test_records_out_of_order_or_of_no_stream_are_not_taken(tmp_path: Path) -> None:
+    first, second, *_ = sample()
+    with CaptureWriter(tmp_path / "job.dxc", captured.header()) as writer:
+        writer.add(second)
+        with pytest.raises(ValueError, match="FEED 2 comes behind 2: not in order"):
+            writer.add(second)
+        with pytest.raises(ValueError, match="stream 'DEAD' is not in the header"):
+            writer.add(first._replace(stream="DEAD"))
+        for too_large in ({"payload": bytes((1 << 20) + 1)}, {"subject": "s" * 256}, {"message_id": "i" * 1025}):
+            writer.add(second._replace(sequence=9, **too_large))  # type: ignore[arg-type] # one of three
+        assert writer.finish().num_left_out == 3
+    assert list(capture.records(tmp_path / "job.dxc")) == [second]
+
+
+def test_the_largest_records_fit_into_a_block(tmp_path: Path) -> None:
+    """Incompressible, so that the limits of the body are met as well."""
+    noise = hashlib.shake_256(b"noise").digest(1 << 20)
+    records = [Record("FEED", 1, 1, "a", "", noise[: layout.BLOCK_BYTES - 26])]
+    records.append(Record("FEED", 2, 2, "s" * 255, "i" * 1024, noise))
+    path = captured.write(tmp_path / "job.dxc", records)
+    assert list(capture.records(path)) == records
+    assert path.stat().st_size > layout.BLOCK_BYTES + (1 << 20)
+
+
+def test_the_layout_is_the_one_that_was_published() -> None:
+    """Golden: what an old file holds must be read for ever."""
+    one = Record("FEED", 0x0102030405060708, 0x1112131415161718, "sub", "id", b"payload")
+    packed = struct.pack("<BBHIQQ", 1, 3, 2, 7, one.sequence, one.timestamp_ns) + b"subidpayload"
+    assert layout.pack(one, 1) == packed
+    assert layout.unpack(packed, ("JOBS", "FEED")) == [one]
+    assert layout.PREAMBLE == b"\x89DXC\r\n\x1a\n\x01"
+
+
+def test_fingerprints_differ_by_name() -> None:
+    ours = capture.fingerprint()
+    assert ours.code != "0" * 64
+    assert capture.differences(ours, ours) == []
+    found = capture.differences(captured.FINGERPRINT, ours)
+    assert f"code: {'0' * 16}... there, {ours.code[:16]}... here" in found
+    assert capture.fingerprint() == ours
