@@ -13,7 +13,7 @@ SHIPPED_VERSION = 1
 
 def shipped_directory() -> Path:
     """Where the files lie."""
-    return Path(str(resources.files("dynamix.arbitrator"))) / "shipped_policies"
+    return Path(str(resources.files("dynamix.arbitrator.learned"))) / "shipped_policies"
 
 
 def shipped_names() -> list[str]:
