@@ -1,88 +1,18 @@
-"""The messages, in the order in which one window travels: report, window, state, reward, action, applied.
+"""What a window's measurement passes through: report, metric window, state.
 
-Every message names its job, generation (restart count) and, where it has one, its window (index from 0 in each
-generation). A new field goes at the end and has a default; a changed meaning is a new version of the codec.
+A new measured feature is a field in each of its structs here that it passes, at their ends and with a default.
 """
 
 from typing import Annotated, Literal
 
-import msgspec
 from msgspec import Meta
 
-from .fields import MAX_RANKS, MAX_SOCKETS, Carry, Cookie, Count, Digest, Seconds, Text, Token
-from .policies import Split
+from dynamix.schemas.fields import MAX_SOCKETS, Cookie, Count, Seconds, Text, Token
 
-OptimizerFamily = Literal["sgd", "adam"]
-"""`adam` stands for every optimizer that divides by a running gradient norm (method section IV-D)."""
+from .base import Message, OptimizerFamily
 
 Probe = Literal["ebpf", "tcp_info", "proc", "none"]
 Cookies = Annotated[tuple[Cookie, ...], Meta(max_length=MAX_SOCKETS)]
-Sizes = Annotated[tuple[Count, ...], Meta(max_length=MAX_RANKS)]
-"""Local batch sizes in samples, one per rank, in rank order."""
-
-
-class Message(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
-    """What all messages share: they cannot be changed, and travel as arrays in field order.
-
-    The garbage collector need not look at them: whoever cannot be changed after it was made is in no cycle.
-    """
-
-
-class NodeRanks(Message, frozen=True, kw_only=True, array_like=True):
-    """The ranks that run on one node."""
-
-    node: Token
-    ranks: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=MAX_RANKS)]
-
-
-class Job(Message, frozen=True, kw_only=True, array_like=True):
-    """Specification of one training run; published at each start (generation) and once more at its end."""
-
-    job: Token
-    """The user's name plus an 8-character run id, made once per run and kept over restarts."""
-    generation: Count
-    phase: Literal["running", "ended"]
-    world_size: Annotated[int, Meta(ge=1, le=MAX_RANKS)]
-    nodes: Annotated[tuple[NodeRanks, ...], Meta(min_length=1)]
-    window_steps: Annotated[int, Meta(ge=1)]
-    """k: optimizer steps between two decisions."""
-    initial_local_batch_sizes: Sizes
-    """Sizes of the generation's first step: the user's, or those in force when the job was restarted."""
-    base_global_batch_size: Annotated[int, Meta(ge=1)]
-    """The global batch size that the user's learning rate was chosen for."""
-    min_local_batch_size: Count
-    max_local_batch_sizes: Sizes
-    """Upper bound per rank: the job's, or less where a rank ran out of memory."""
-    optimizer_family: OptimizerFamily
-    policy: Token
-    seed: Count
-    total_samples: Count | None = None
-    """Samples in the whole planned run, all epochs; `None` when the end is open."""
-    max_lag_windows: Annotated[int, Meta(ge=2)] = 4
-    """The trainer refuses an action decided more than this many windows ago."""
-    policy_options: dict[str, float] = {}
-    end_reason: Text = ""
-    supports_tracking: bool = False
-    """Whether the training processes can divide a global batch among themselves (`Action.split`)."""
-    initial_split: Split = "fixed"
-    """Whether they do so from the generation's first step on."""
-    learning_rate_rule: Literal["none", "linear", "sqrt"] = "sqrt"
-    """What the learning rate follows of the global batch size over `base_global_batch_size`."""
-
-    def __post_init__(self) -> None:
-        """Raise ValueError when the parts of the specification contradict each other."""
-        ranks = sorted(rank for node in self.nodes for rank in node.ranks)
-        if ranks != list(range(self.world_size)):
-            raise ValueError(f"nodes must hold each rank 0 ... {self.world_size - 1} once, not {ranks[:16]}")
-        if len({node.node for node in self.nodes}) != len(self.nodes):
-            raise ValueError("two nodes of one job have the same name: set DYNAMIX_NODE apart on each")
-        for field in ("initial_local_batch_sizes", "max_local_batch_sizes"):
-            if len(getattr(self, field)) != self.world_size:
-                raise ValueError(f"{field} must hold {self.world_size} sizes, one per rank")
-        if any(size < self.min_local_batch_size for size in self.max_local_batch_sizes):
-            raise ValueError(
-                f"a maximum below min_local_batch_size={self.min_local_batch_size} leaves no size to choose"
-            )
 
 
 class SocketCounters(Message, frozen=True, kw_only=True, array_like=True):
@@ -92,7 +22,7 @@ class SocketCounters(Message, frozen=True, kw_only=True, array_like=True):
     """Bytes that the other side acknowledged."""
     rx_bytes: Count
     retransmits: Count
-    """Segments sent again."""
+    """Retransmitted segments."""
     srtt_us: float | None = None
     """Mean smoothed round trip time of the sockets; `None` without a socket."""
 
@@ -317,119 +247,3 @@ class State(Message, frozen=True, kw_only=True, array_like=True):
     global_features: bytes
     """float32, little-endian; equal in all nodes' messages of one window."""
     global_known: bytes
-
-
-class RankReward(Message, frozen=True, kw_only=True, array_like=True):
-    """Reward of one rank and the weighted terms whose sum it is."""
-
-    rank: Count
-    reward: float
-    terms: dict[str, float]
-
-
-class Reward(Message, frozen=True, kw_only=True, array_like=True):
-    """Rewards of one node's ranks for one window."""
-
-    job: Token
-    generation: Count
-    window: Count
-    node: Token
-    formula: Token
-    ranks: Annotated[tuple[RankReward, ...], Meta(min_length=1, max_length=4096)]
-
-
-class Action(Message, frozen=True, kw_only=True, array_like=True):
-    """The one decision for one window of a job, and the arbitrator's checkpoint in one."""
-
-    job: Token
-    generation: Count
-    window: Count
-    local_batch_sizes: Sizes
-    """Absolute: what each rank shall use."""
-    deltas: Annotated[tuple[int, ...], Meta(max_length=MAX_RANKS)]
-    """Difference to the arbitrator's own previous decision, for information."""
-    policy: Token
-    policy_version: Count
-    watermark: Count
-    """FEED sequence up to which the fold needs nothing again: a restart reads on after it."""
-    split: Split = "fixed"
-    """`fixed`: exactly these sizes; `tracking`: their sum, split by the training processes themselves."""
-    gap: bool = False
-    """Inputs between the previous action and this one were no longer in FEED."""
-    logprobs: tuple[float, ...] | None = None
-    values: tuple[float, ...] | None = None
-    carry: Carry = b""
-    previous_hash: Digest = b""
-    hash: Digest = b""
-    """SHA-256 over this action without its hash; chains to `previous_hash` (dynamix.schemas.chain)."""
-    levers: dict[str, float] = {}
-    """Decisions beyond the sizes, by name; a trainer refuses an action with a lever that it does not know."""
-    policy_digest: Digest = b""
-    """SHA-256 of the policy's file; empty for policies that do not learn. Fixed within a generation."""
-
-
-class Applied(Message, frozen=True, kw_only=True, array_like=True):
-    """An action that all ranks adopted, and when it starts to rule."""
-
-    job: Token
-    generation: Count
-    decided_window: Count
-    effective_window: Count
-    effective_step: Count
-    local_batch_sizes: Sizes
-    action_hash: Digest = b""
-    num_refused: dict[str, Count] = {}
-    """Actions refused so far in this generation, by reason."""
-
-
-class PolicyVersion(Message, frozen=True, kw_only=True, array_like=True):
-    """A learner's announcement: this version of a policy can be had."""
-
-    policy: Token
-    version: Count
-    feature_version: Count
-    digest: Digest
-    location: Text = ""
-
-
-Signature = Literal[
-    "size-stuck", "reward-collapse", "reward-plateau", "spread-between-runs", "value-unexplained", "log-refused"
-]
-"""Ways in which batch-size control is known to fail (method section 3); a log of actions that cannot be believed."""
-
-
-class Event(Message, frozen=True, kw_only=True, array_like=True):
-    """A failure signature, seen in a job's decisions or in the learning of a policy."""
-
-    job: Token
-    """The job, or the policy that learns."""
-    generation: Count
-    window: Count
-    """The window, or the episode of learning, in which it was seen."""
-    signature: Signature
-    service: Token
-    """Who saw it."""
-    value: float
-    """The number that crossed the limit."""
-    limit: float
-    explanation: Text
-
-
-class Dead(Message, frozen=True, kw_only=True, array_like=True):
-    """A message that somebody could not use: where it came from, why, and its first 4 KB."""
-
-    service: Token
-    subject: Text
-    sequence: Count
-    reason: Text
-    payload: Annotated[bytes, Meta(max_length=4096)]
-
-
-class Live(Message, frozen=True, kw_only=True, array_like=True):
-    """A service's heartbeat: it runs and is connected, and what it has counted."""
-
-    service: Token
-    instance: Token
-    uptime_s: Seconds
-    counters: dict[str, Count] = {}
-    node: Annotated[str, Meta(max_length=63)] = ""

@@ -1,0 +1,59 @@
+"""The messages, each a frozen Struct: `from dynamix.schemas.messages import Report`.
+
+`job` begins and ends a run, `measured` and `decided` hold what travels for one window, in its order, `operations` what
+operators read. Every message names its job, generation (restart count) and, where it has one, its window (index from 0
+in each generation). A new field goes at the end and has a default; a changed meaning is a new version of the codec.
+The kinds of message, with their subjects, senders and receivers, are in `dynamix.schemas.kinds`.
+"""
+
+from .base import Message, OptimizerFamily, Sizes
+from .decided import Action, Applied, RankReward, Reward
+from .job import Job, NodeRanks
+from .measured import (
+    GlobalMetrics,
+    GradientNoise,
+    JobTotals,
+    MetricWindow,
+    NetworkMetrics,
+    NodeMetrics,
+    Probe,
+    RankMetrics,
+    RankRow,
+    Report,
+    SocketCounters,
+    State,
+    SystemMetrics,
+    TrainingMetrics,
+)
+from .operations import Dead, Event, Live, PolicyVersion, Signature
+
+__all__ = [
+    "Action",
+    "Applied",
+    "Dead",
+    "Event",
+    "GlobalMetrics",
+    "GradientNoise",
+    "Job",
+    "JobTotals",
+    "Live",
+    "Message",
+    "MetricWindow",
+    "NetworkMetrics",
+    "NodeMetrics",
+    "NodeRanks",
+    "OptimizerFamily",
+    "PolicyVersion",
+    "Probe",
+    "RankMetrics",
+    "RankReward",
+    "RankRow",
+    "Report",
+    "Reward",
+    "Signature",
+    "Sizes",
+    "SocketCounters",
+    "State",
+    "SystemMetrics",
+    "TrainingMetrics",
+]

@@ -1,0 +1,73 @@
+"""What follows from a window: its reward, the action, and its adoption by the ranks."""
+
+from typing import Annotated
+
+from msgspec import Meta, field
+
+from dynamix.schemas.fields import MAX_RANKS, Carry, Count, Digest, Token
+from dynamix.schemas.policies import Split
+
+from .base import Message, Sizes
+
+
+class RankReward(Message, frozen=True, kw_only=True, array_like=True):
+    """Reward of one rank and the weighted terms whose sum it is."""
+
+    rank: Count
+    reward: float
+    terms: dict[str, float]
+
+
+class Reward(Message, frozen=True, kw_only=True, array_like=True):
+    """Rewards of one node's ranks for one window."""
+
+    job: Token
+    generation: Count
+    window: Count
+    node: Token
+    formula: Token
+    ranks: Annotated[tuple[RankReward, ...], Meta(min_length=1, max_length=4096)]
+
+
+class Action(Message, frozen=True, kw_only=True, array_like=True):
+    """The one decision for one window of a job, and the arbitrator's checkpoint in one."""
+
+    job: Token
+    generation: Count
+    window: Count
+    local_batch_sizes: Sizes
+    """Absolute: what each rank shall use."""
+    deltas: Annotated[tuple[int, ...], Meta(max_length=MAX_RANKS)]
+    """Difference to the arbitrator's own previous decision, for information."""
+    policy: Token
+    policy_version: Count
+    watermark: Count
+    """FEED sequence up to which the fold needs nothing again: a restart reads on after it."""
+    split: Split = "fixed"
+    """`fixed`: exactly these sizes; `tracking`: their sum, split by the training processes themselves."""
+    gap: bool = False
+    """Inputs between the previous action and this one were no longer in FEED."""
+    logprobs: tuple[float, ...] | None = None
+    values: tuple[float, ...] | None = None
+    carry: Carry = b""
+    previous_hash: Digest = b""
+    hash: Digest = b""
+    """SHA-256 over this action without its hash; chains to `previous_hash` (dynamix.schemas.chain)."""
+    levers: dict[str, float] = field(default_factory=dict)
+    """Decisions beyond the sizes, by name; a trainer refuses an action with a lever that it does not know."""
+    policy_digest: Digest = b""
+    """SHA-256 of the policy's file; empty for policies that do not learn. Fixed within a generation."""
+
+
+class Applied(Message, frozen=True, kw_only=True, array_like=True):
+    """An action that all ranks adopted, and when it starts to rule."""
+
+    job: Token
+    generation: Count
+    decided_window: Count
+    effective_window: Count
+    effective_step: Count
+    local_batch_sizes: Sizes
+    action_hash: Digest = b""
+    num_refused: dict[str, Count] = field(default_factory=dict)
+    """Actions refused so far in this generation, by reason."""
