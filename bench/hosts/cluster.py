@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from ipaddress import IPv4Interface, IPv4Network
+from pathlib import Path
 from types import TracebackType
 from typing import Self, overload
 
@@ -22,6 +23,8 @@ BRIDGE = "bridge"
 MAX_HOSTS = 1023
 """Ports of a bridge."""
 REMOVAL_TIMEOUT_S = 60.0
+REPOSITORY = Path(__file__).parents[2]
+"""Where `python -m` finds the janitor, whatever the current directory of this process is."""
 
 
 class Hosts(Sequence[Host]):
@@ -99,10 +102,10 @@ class Hosts(Sequence[Host]):
                 remove(self.name)
 
     def _start_janitor(self) -> subprocess.Popen[bytes]:
-        """Before anything is made: there is nothing that nobody would remove."""
+        """Start it before anything is made: then nothing is left when this process dies while making hosts."""
         command = [sys.executable, "-m", "bench.hosts.janitor", str(self.name)]
         janitor = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, cwd="/"
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, cwd=REPOSITORY
         )
         assert janitor.stdout is not None
         if janitor.stdout.readline() != b"ready\n":

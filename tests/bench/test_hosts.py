@@ -18,6 +18,7 @@ from bench.hosts.cgroups import PERIOD_US, Cgroup, Hierarchies, find_hierarchies
 from bench.hosts.names import Name
 from bench.hosts.namespace import DIRECTORY
 from bench.hosts.removal import remove_leftovers
+from tests.support.benches import ROOT
 from tests.support.brokers import until
 
 from dynamix.collector.proc import Proc
@@ -30,7 +31,7 @@ HYBRID = """\
 
 OWNER = """
 import sys
-from dynamix.lab.hosts import Hosts, Link
+from bench.hosts import Hosts, Link
 
 with Hosts(2, cores=0.5) as hosts:
     hosts[1].set_link(Link.parse("20mbit"))
@@ -107,7 +108,8 @@ def is_running(pid: int) -> bool:
 
 def start_owner() -> tuple[subprocess.Popen[bytes], Name, list[int], int]:
     """A process with hosts and with processes there; its name, their pids, the janitor's."""
-    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    elsewhere = {"cwd": "/", "env": {**os.environ, "PYTHONPATH": str(ROOT)}}
+    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, **elsewhere)
     assert owner.stdout is not None
     *name, child, grandchild, janitor = map(int, owner.stdout.readline().split())
     return owner, Name(*name), [child, grandchild], janitor
