@@ -10,7 +10,7 @@ from tests.support.brokers import ConfiguredServer, connected
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.provision import provision
 
-pytest_plugins = ["tests.support.bpf", "tests.support.faults"]
+pytest_plugins = ["tests.support.bpf", "tests.support.extensions", "tests.support.faults"]
 
 
 @pytest.fixture(autouse=True)
