@@ -59,6 +59,7 @@ from dynamix.trainer.gradient.learning_rate import LearningRateScaler
 from dynamix.trainer.gradient.time_slots import TimeSlots
 from dynamix.trainer.gradient.weighting import GradientHook
 from dynamix.trainer.measurement.clock import HostClock
+from dynamix.trainer.steering.fast_loop import FastLoop
 from dynamix.trainer.steering.steering import Steering
 
 WINDOW_STEPS = 20
@@ -112,20 +113,20 @@ def watch_our_code() -> Stopwatch:
     """Time everything of ours that a step runs through; before anything is attached."""
     watch = Stopwatch()
     watch.wrap(GradientHook, "reduce", "hook: the rest")
-    watch.wrap(GradientHook, "_start", LAUNCH)
-    watch.wrap(LearningRateScaler, "_before_step", "optimizer hooks")
-    watch.wrap(LearningRateScaler, "_after_step", "optimizer hooks")
+    watch.wrap(GradientHook, "launch", LAUNCH)
+    watch.wrap(LearningRateScaler, "before_step", "optimizer hooks")
+    watch.wrap(LearningRateScaler, "after_step", "optimizer hooks")
     watch.wrap(HostClock, "before_update", "optimizer hooks")
     watch.wrap(Session, "step", "session.step")
-    watch.wrap(GradientHook, "_weigh", "hook: weighing")
+    watch.wrap(GradientHook, "weigh", "hook: weighing")
     watch.wrap(weighting, "squared_norm", "hook: norms")
     watch.wrap(Future, "then", "hook: callback")  # DDP takes a future from Python only with one
-    watch.wrap(GradientHook, "_finish", "hook: reduced")
-    watch.wrap(GradientHook, "_finish_measured", "hook: reduced")
+    watch.wrap(GradientHook, "finish", "hook: reduced")
+    watch.wrap(GradientHook, "finish_measured", "hook: reduced")
     watch.wrap(Steering, "after_step", "session.step: end of a window")
     watch.wrap(TimeSlots, "extend", "hook: weighing, with times")
     watch.wrap(TimeSlots, "receive", "hook: times taken off")
-    watch.wrap(Steering, "_track", "session.step: filter and split")
+    watch.wrap(FastLoop, "observe", "session.step: filter and split")
     watch.wrap_iteration(Loader, "loader")
     watch.wrap_iteration(PlanSampler, "sampler")
     watch.wrap_iteration(DataLoader, TORCHS_LOADER)  # runs inside of our loader: taken off it

@@ -37,8 +37,8 @@ class LearningRateScaler:
         self._factor = factor
         self._saved: list[float | torch.Tensor] | None = None
         self._handles: list[Handle] = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_step_pre_hook(self.before_step),
+            optimizer.register_step_post_hook(self.after_step),
         ]
 
     def remove(self) -> None:
@@ -47,7 +47,8 @@ class LearningRateScaler:
             handle.remove()
         self._handles.clear()
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
+        """Hook before `optimizer.step`: scale the learning rates."""
         if self._saved is not None:  # the last step raised between the two hooks
             self._restore(optimizer)
         factor = self._factor()
@@ -57,7 +58,8 @@ class LearningRateScaler:
         for group in optimizer.param_groups:
             _scale(group, factor)
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
+    def after_step(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
+        """Hook after `optimizer.step`: restore the learning rates exactly."""
         if self._saved is not None:
             self._restore(optimizer)
 

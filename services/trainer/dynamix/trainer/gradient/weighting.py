@@ -59,6 +59,8 @@ def loss_factor(plan: StepPlan, rank: int, reduction: Reduction) -> float:
 class GradientHook:
     """The communication hook of one DDP model.
 
+    `reduce` runs in stages (`weigh`, `launch`, `finish`), which are public so that each can be timed (bench.overhead).
+
     Without a base hook a bucket is scaled and summed over ranks. A base hook averages: its buckets are scaled N times
     as much. A rank without samples zeroes its bucket: its dummy batch may have any gradient, and NaN * 0 is NaN.
     """
@@ -130,11 +132,11 @@ class GradientHook:
         if self._measures:
             index, buffer = bucket.index(), bucket.buffer()
             self._local[index] = squared_norm(buffer) if self._scale else 0.0
-            finish = partial(self._finish_measured, index, carries=carries)
+            finish = partial(self.finish_measured, index, carries=carries)
         else:
-            finish = partial(self._finish, carries=carries)
-        sent = self._weigh(bucket.buffer(), carries=carries)
-        return self._start(bucket, sent).then(self._lend(finish))
+            finish = partial(self.finish, carries=carries)
+        sent = self.weigh(bucket.buffer(), carries=carries)
+        return self.launch(bucket, sent).then(self._lend(finish))
 
     def settle(self, timeout_s: float = SETTLE_S) -> None:
         """Wait until the threads of the process group have let go of what they called.
@@ -150,20 +152,21 @@ class GradientHook:
         self._lent.add(callback)
         return callback
 
-    def _weigh(self, buffer: torch.Tensor, *, carries: bool) -> torch.Tensor:
+    def weigh(self, buffer: torch.Tensor, *, carries: bool) -> torch.Tensor:
+        """First stage of `reduce`: scale the bucket; with `carries`, into a buffer with the compute times behind it."""
         if carries:
             return self._slots.extend(buffer, self._scale, self._clock.seconds_per_sample())
         return buffer.mul_(self._scale) if self._scale else buffer.zero_()
 
-    def _start(self, bucket: GradBucket, sent: torch.Tensor) -> torch.futures.Future[Any]:
-        """Start the all-reduce as DDP itself does; `dist.all_reduce` checks its arguments first, 20 us a bucket."""
+    def launch(self, bucket: GradBucket, sent: torch.Tensor) -> torch.futures.Future[Any]:
+        """Second stage: start the all-reduce as DDP does; `dist.all_reduce` checks arguments first, 20 us a bucket."""
         if self._base_hook is not None:
             return self._base_hook(self._base_state, bucket)
         future: torch.futures.Future[Any] = self._group.allreduce([sent]).get_future()
         return future
 
-    def _finish(self, future: torch.futures.Future[Any], *, carries: bool) -> torch.Tensor:
-        """Runs in a thread of the process group, while the training waits for the last bucket."""
+    def finish(self, future: torch.futures.Future[Any], *, carries: bool) -> torch.Tensor:
+        """Last stage, in a thread of the process group, while the training waits for the last bucket."""
         self._clock.reduced()
         value = future.value()
         if carries:
@@ -171,9 +174,9 @@ class GradientHook:
         reduced: torch.Tensor = value if isinstance(value, torch.Tensor) else value[0]
         return reduced
 
-    def _finish_measured(self, index: int, future: torch.futures.Future[Any], *, carries: bool) -> torch.Tensor:
-        """The same; each bucket has its own place, so no two threads touch the same."""
-        reduced = self._finish(future, carries=carries)
+    def finish_measured(self, index: int, future: torch.futures.Future[Any], *, carries: bool) -> torch.Tensor:
+        """Last stage of a measured step; each bucket has its own place, so no two threads touch the same."""
+        reduced = self.finish(future, carries=carries)
         self._reduced[index] = squared_norm(reduced)
         return reduced
 
