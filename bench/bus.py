@@ -34,8 +34,7 @@ from nats.aio.msg import Msg
 from dynamix.runtime.bus import ALL, Bus
 from dynamix.runtime.embedded import EmbeddedServer
 from dynamix.runtime.provision import provision
-from dynamix.schemas import codec
-from dynamix.schemas import kinds as table
+from dynamix.schemas import codec, subjects
 from dynamix.schemas.features import state_of
 from dynamix.schemas.messages import State
 
@@ -99,7 +98,7 @@ class Bench:
             msgspec.structs.replace(state, generation=generation, window=window) for window in range(num_messages)
         ]
         self._encoded = [
-            (table.subject_of(message), codec.encode(message), codec.message_id(message)) for message in self._states
+            (subjects.subject_of(message), codec.encode(message), codec.message_id(message)) for message in self._states
         ]
 
     async def publish_ours(self) -> None:

@@ -17,9 +17,9 @@ from dynamix.collector.probes import Evidence, read_network
 from dynamix.collector.window import metric_window
 from dynamix.recording.capture import CaptureHeader, CaptureWriter, Record, fingerprint
 from dynamix.reward.formula import Weights, reward_of
-from dynamix.schemas import codec
-from dynamix.schemas import kinds as table
+from dynamix.schemas import codec, subjects
 from dynamix.schemas.features import state_of
+from dynamix.schemas.kinds import BY_STRUCT
 from dynamix.schemas.messages import (
     Action,
     Applied,
@@ -57,7 +57,7 @@ class Recorder:
 
     def store(self, message: Message) -> int:
         """Append a message; its sequence."""
-        stream = table.BY_STRUCT[type(message)].carrier
+        stream = BY_STRUCT[type(message)].carrier
         sequence = self._sequences[stream] = self._sequences.get(stream, 0) + 1
         self.now_ns += STEP_NS
         self._writer.add(
@@ -65,7 +65,7 @@ class Recorder:
                 stream,
                 sequence,
                 self.now_ns,
-                table.subject_of(message),
+                subjects.subject_of(message),
                 codec.message_id(message),
                 codec.encode(message),
             )

@@ -13,8 +13,7 @@ from bench.node_window import metric_window
 from bench.scale.plan import RANKS_PER_NODE
 
 from dynamix.reward.formula import Weights, reward_of
-from dynamix.schemas import codec
-from dynamix.schemas import kinds as table
+from dynamix.schemas import codec, subjects
 from dynamix.schemas.features import state_of
 from dynamix.schemas.messages import Job, Message, MetricWindow, NodeRanks, RankMetrics, Reward, State
 
@@ -83,7 +82,7 @@ class Load:
 
 def parcel(message: Message) -> Parcel:
     """Encode a message and name it, as the bus would."""
-    return Parcel(table.subject_of(message), codec.encode(message), codec.message_id(message))
+    return Parcel(subjects.subject_of(message), codec.encode(message), codec.message_id(message))
 
 
 def _measured(job: Job, node: NodeRanks, rng: np.random.Generator) -> MetricWindow:

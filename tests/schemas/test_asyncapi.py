@@ -13,13 +13,13 @@ import msgspec
 import pytest
 
 from dynamix.schemas import asyncapi
-from dynamix.schemas import kinds as table
 from dynamix.schemas.codec import HEADER_BYTES
+from dynamix.schemas.kinds import BY_NAME, KINDS
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT: dict[str, Any] = json.loads((ROOT / "docs" / "asyncapi.json").read_text())
 GOLDEN: dict[str, str] = json.loads((ROOT / "tests" / "data" / "golden_messages.json").read_text())
-NAMES = [kind.name for kind in table.KINDS]
+NAMES = [kind.name for kind in KINDS]
 
 REFERENCE = {"type": "object", "properties": {"$ref": {"type": "string"}}, "required": ["$ref"], "maxProperties": 1}
 SHAPE = {
@@ -128,7 +128,7 @@ def references(part: Any) -> Iterator[str]:
 
 def test_every_kind_has_its_channel_with_the_tokens_of_its_subject() -> None:
     assert set(DOCUMENT["channels"]) == set(NAMES)
-    for kind in table.KINDS:
+    for kind in KINDS:
         channel = DOCUMENT["channels"][kind.name]
         assert re.findall(r"{(\w+)}", channel["address"]) == list(kind.tokens) == list(channel["parameters"])
         assert channel.get("x-jetstream", {}).get("stream", "core NATS") == kind.carrier
@@ -144,7 +144,7 @@ def on_the_wire(value: Any) -> Any:
 
 
 def validator(kind: str) -> jsonschema.Draft202012Validator:
-    schema = DOCUMENT["components"]["schemas"][table.BY_NAME[kind].struct.__name__]["schema"]
+    schema = DOCUMENT["components"]["schemas"][BY_NAME[kind].struct.__name__]["schema"]
     return jsonschema.Draft202012Validator({**schema, "components": DOCUMENT["components"]})
 
 
@@ -152,7 +152,7 @@ def validator(kind: str) -> jsonschema.Draft202012Validator:
 def test_the_golden_messages_are_what_it_describes(kind: str) -> None:
     golden = bytes.fromhex(GOLDEN[kind])
     message = on_the_wire(msgspec.msgpack.decode(golden[HEADER_BYTES:]))
-    assert golden[3] == DOCUMENT["components"]["messages"][table.BY_NAME[kind].struct.__name__]["x-dynamix-kind"]
+    assert golden[3] == DOCUMENT["components"]["messages"][BY_NAME[kind].struct.__name__]["x-dynamix-kind"]
     assert list(validator(kind).iter_errors(message)) == []
     assert list(validator(kind).iter_errors(message[:1])) != []
     assert list(validator(kind).iter_errors([{}, *message[1:]])) != []
@@ -160,20 +160,7 @@ def test_the_golden_messages_are_what_it_describes(kind: str) -> None:
 
 def test_fields_have_their_names_and_digests_their_length() -> None:
     action = DOCUMENT["components"]["schemas"]["Action"]["schema"]["prefixItems"]
-    fields = table.BY_NAME["action"].struct.__struct_fields__
+    fields = BY_NAME["action"].struct.__struct_fields__
     assert [item["title"] for item in action] == list(fields)
     digest = action[fields.index("previous_hash")]
     assert (digest["format"], digest["maxLength"]) == ("binary", 32)
-
-
-@pytest.mark.parametrize("user", asyncapi.SENDERS)
-def test_who_sends_is_who_the_brokers_permissions_let(user: str) -> None:
-    text = (ROOT / "deploy" / "nats.conf").read_text()
-    block = text.partition(f"user: {user}\n")[2].partition("subscribe:")[0]
-    assert set(asyncapi.SENDERS[user]) == set(re.findall(r'"dynamix\.v1\.(\w+)\.', block.partition("publish: [")[2]))
-
-
-def test_a_name_in_the_lists_is_a_kind() -> None:
-    assert {name for names in (*asyncapi.SENDERS.values(), *asyncapi.RECEIVERS.values()) for name in names} == set(
-        NAMES
-    )

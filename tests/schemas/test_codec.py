@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from tests.support import made
 
 from dynamix.schemas import codec, subjects
-from dynamix.schemas import kinds as table
 from dynamix.schemas.codec import MalformedMessageError, decode, decode_any, encode, message_id
 from dynamix.schemas.messages import Action, Applied, Job, Message, Report
 
@@ -17,7 +16,7 @@ ONE_OF_EACH: list[Message] = [made.job(), made.report(), made.window(), made.sta
 
 @pytest.mark.parametrize("message", ONE_OF_EACH, ids=lambda message: type(message).__name__)
 def test_a_message_comes_back_equal(message: Message) -> None:
-    assert decode_any(table.subject_of(message), encode(message)) == message
+    assert decode_any(subjects.subject_of(message), encode(message)) == message
 
 
 def test_the_subject_is_the_identity_and_a_payload_that_disagrees_is_refused() -> None:
@@ -30,7 +29,7 @@ def test_a_message_of_another_kind_is_refused() -> None:
     with pytest.raises(MalformedMessageError, match="kind 6 is not job"):
         decode(Job, subjects.job(made.JOB), encode(action))
     with pytest.raises(MalformedMessageError, match="carries a Action, not a Report"):
-        decode(Report, table.subject_of(action), encode(action))
+        decode(Report, subjects.subject_of(action), encode(action))
 
 
 def test_a_later_version_is_refused_by_its_number() -> None:

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 from tests.support import made
 
-from dynamix.schemas import kinds as table
+from dynamix.schemas import subjects
 from dynamix.schemas.chain import is_sealed, seal
 from dynamix.schemas.codec import decode_any, encode
+from dynamix.schemas.kinds import KINDS
 from dynamix.schemas.messages import Applied, Dead, Event, Live, Message, PolicyVersion, RankReward, Reward
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "golden_messages.json").read_text())
@@ -58,11 +59,11 @@ MESSAGES: dict[str, Message] = {
 }
 
 
-@pytest.mark.parametrize("kind", [kind.name for kind in table.KINDS])
+@pytest.mark.parametrize("kind", [kind.name for kind in KINDS])
 def test_the_wire_bytes_are_the_golden_ones(kind: str) -> None:
     message = MESSAGES[kind]
     assert encode(message).hex() == GOLDEN[kind]
-    subject = "dynamix.v1.dead.window.a" if kind == "dead" else table.subject_of(message)
+    subject = "dynamix.v1.dead.window.a" if kind == "dead" else subjects.subject_of(message)
     assert decode_any(subject, bytes.fromhex(GOLDEN[kind])) == message
 
 

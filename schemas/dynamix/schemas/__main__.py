@@ -2,10 +2,11 @@
 
 import sys
 
-from . import asyncapi, features
-from . import kinds as table
+from . import asyncapi, features, subjects
 from .codec import MAX_MESSAGE_BYTES, VERSION
 from .fields import TOKEN_PATTERN
+from .kinds import KINDS
+from .streams import STREAMS, Stream
 
 _DOCUMENT = """# Subjects, streams and features
 
@@ -29,9 +30,34 @@ def document() -> str:
         version=VERSION,
         limit=MAX_MESSAGE_BYTES >> 10,
         pattern=TOKEN_PATTERN,
-        messages=table.markdown(),
+        messages=_messages() + "\n" + _streams(),
         features=features.markdown(),
     )
+
+
+def _messages() -> str:
+    head = "| subject | message | from | to | carried by | what it is |\n|---|---|---|---|---|---|\n"
+    return head + "".join(
+        f"| `{subjects.template(kind, '<{}>')}` | `{kind.struct.__name__}` | {kind.sent_by} | {kind.read_by} "
+        f"| {kind.carrier} | {kind.meaning} |\n"
+        for kind in KINDS
+    )
+
+
+def _streams() -> str:
+    lines = [
+        "| stream | keeps | for | at most | per subject | duplicates dropped within |",
+        "|---|---|---|---|---|---|",
+    ]
+    return "\n".join(lines + [_row(stream) for stream in STREAMS]) + "\n"
+
+
+def _row(stream: Stream) -> str:
+    kept = ", ".join(kind.name for kind in KINDS if kind.carrier == stream.name) or f"objects: {stream.bucket}"
+    age = f"{stream.max_age_s / 86400:g} days" if stream.max_age_s else "ever"
+    count = str(stream.max_messages_per_subject) if stream.max_messages_per_subject > 0 else "no limit"
+    size, window = f"{stream.max_bytes >> 20} MiB", f"{stream.duplicate_window_s:g} s"
+    return f"| {stream.name} | {kept} | {age} | {size} | {count} | {window} |\n"
 
 
 def main(arguments: list[str]) -> int:

@@ -7,43 +7,23 @@ more: see `codec`.
 
 import re
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from msgspec.inspect import BytesType, StructType, Type
 
-from . import kinds as table
-from . import messages
 from .codec import HEADER_BYTES, MAGIC, MAX_MESSAGE_BYTES, VERSION
 from .fields import TOKEN_PATTERN
-from .kinds import KINDS, Kind
-from .streams import STREAMS, Stream
-from .subjects import ROOT
+from .kinds import KINDS, SERVICES, WATCHER, Kind
+from .messages import Message
+from .streams import Stream
+from .subjects import ROOT, template
 
 ASYNCAPI_VERSION = "3.0.0"
 CONTENT_TYPE = "application/x-msgpack"
 SCHEMA_DIALECT = "application/schema+json;version=draft-2020-12"
 """Of JSON Schema 2020-12: `prefixItems` is newer than the draft 7 that AsyncAPI takes without a word."""
 REFERENCE = "#/components/schemas/{name}/schema"
-
-SENDERS = {
-    "trainer": ("job", "report", "applied", "dead", "live"),
-    "collector": ("window", "state", "dead", "live"),
-    "reward": ("reward", "dead", "live"),
-    "arbitrator": ("action", "event", "dead", "live"),
-    "learner": ("policy", "event", "dead", "live"),
-}
-"""Who publishes what; `deploy/nats.conf` lets nobody else."""
-
-RECEIVERS = {
-    "trainer": ("action",),
-    "collector": ("report",),
-    "reward": ("window",),
-    "arbitrator": ("job", "state"),
-    "learner": ("job", "action", "applied", "reward", "state"),
-    "watcher": tuple(kind.name for kind in KINDS),
-}
-"""Who reads what; the watcher stands for `dynamix top`, `doctor`, `capture` and other tools."""
 
 _DESCRIPTION = f"""Generated from `dynamix.schemas`; do not edit.
 
@@ -79,7 +59,7 @@ def document() -> dict[str, Any]:
             "nats": {"host": "127.0.0.1:4222", "protocol": "nats", "description": "JetStream; see DYNAMIX_NATS_URL"}
         },
         "channels": {kind.name: _channel(kind) for kind in KINDS},
-        "operations": _operations("send", SENDERS) | _operations("receive", RECEIVERS),
+        "operations": _operations(),
         "components": {"messages": {kind.struct.__name__: _message(kind) for kind in KINDS}, "schemas": _schemas()},
     }
 
@@ -91,10 +71,10 @@ def text() -> str:
 
 def _channel(kind: Kind) -> dict[str, Any]:
     channel: dict[str, Any] = {
-        "address": ".".join((ROOT, kind.name, *(f"{{{token}}}" for token in kind.tokens))),
+        "address": template(kind, "{{{}}}"),
         "messages": {kind.struct.__name__: {"$ref": f"#/components/messages/{kind.struct.__name__}"}},
         "title": kind.meaning,
-        "description": f"From {kind.sender} to {kind.receivers}; carried by {kind.carrier}.",
+        "description": f"From {kind.sent_by} to {kind.read_by}; carried by {kind.carrier}.",
         "parameters": {
             token: {"description": f"The message's own `{token}`; matches {_ENDING.sub('$', TOKEN_PATTERN)}"}
             for token in kind.tokens
@@ -106,8 +86,8 @@ def _channel(kind: Kind) -> dict[str, Any]:
             "kind": {"description": "The kind of message that could not be used, or `unknown`."},
             "job": {"description": "Its job, or `unknown`."},
         }
-    if stream := next((stream for stream in STREAMS if kind.name in stream.kinds), None):
-        channel["x-jetstream"] = _stream(stream)
+    if kind.stream is not None:
+        channel["x-jetstream"] = _stream(kind.stream)
     return channel
 
 
@@ -123,16 +103,18 @@ def _stream(stream: Stream) -> dict[str, Any]:
     }
 
 
-def _operations(action: Literal["send", "receive"], who: dict[str, tuple[str, ...]]) -> dict[str, Any]:
+def _operations() -> dict[str, Any]:
+    sent = [("send", name, kind) for name in SERVICES for kind in KINDS if name in kind.senders]
+    read = [("receive", name, kind) for name in SERVICES for kind in KINDS if name in kind.receivers]
+    read += [("receive", WATCHER, kind) for kind in KINDS]
     return {
-        f"{application}-{action}s-{name}": {
+        f"{application}-{action}s-{kind.name}": {
             "action": action,
-            "channel": {"$ref": f"#/channels/{name}"},
-            "messages": [{"$ref": f"#/channels/{name}/messages/{table.BY_NAME[name].struct.__name__}"}],
+            "channel": {"$ref": f"#/channels/{kind.name}"},
+            "messages": [{"$ref": f"#/channels/{kind.name}/messages/{kind.struct.__name__}"}],
             "tags": [{"name": application}],
         }
-        for application, names in who.items()
-        for name in names
+        for action, application, kind in sent + read
     }
 
 
@@ -159,7 +141,7 @@ def _schemas() -> dict[str, Any]:
     return {name: {"schemaFormat": SCHEMA_DIALECT, "schema": _portable(schema)} for name, schema in schemas.items()}
 
 
-def _held(structs: Iterable[type[messages.Message]]) -> dict[str, StructType]:
+def _held(structs: Iterable[type[Message]]) -> dict[str, StructType]:
     """These Structs and all that they hold, by name."""
     found: dict[str, StructType] = {}
     waiting: list[Any] = [msgspec.inspect.type_info(struct) for struct in structs]

@@ -11,7 +11,7 @@ import msgspec
 from . import subjects
 from .finite import non_finite_fields
 from .kinds import BY_NAME, BY_STRUCT, KINDS
-from .messages import Action, Message
+from .messages import Message
 
 MAGIC = b"DX"
 VERSION = 1
@@ -22,16 +22,6 @@ MAX_MESSAGE_BYTES = 512 * 1024
 _encoder = msgspec.msgpack.Encoder()
 _decoders = {kind.name: msgspec.msgpack.Decoder(kind.struct) for kind in KINDS}
 _headers = {kind.struct: MAGIC + bytes((VERSION, kind.code)) for kind in KINDS}
-
-_identity_fields = {
-    kind.struct: kind.tokens
-    + tuple(
-        name
-        for name in ("generation", "window", "decided_window", "phase", "version", "signature")
-        if name in kind.struct.__struct_fields__
-    )
-    for kind in KINDS
-}
 
 M = TypeVar("M", bound=Message)
 
@@ -94,11 +84,11 @@ def decode_any(subject: str, payload: bytes) -> Message:
 def message_id(message: Message) -> str:
     """The content's identity, for `Nats-Msg-Id`: equal for equal content, so that retries are harmless.
 
-    For a job it also names the phase; for an action the hash, since two arbitrators may differ about one window.
+    An action's hash is part of it, since two arbitrators may differ about one window.
     """
-    parts = [getattr(message, name) for name in _identity_fields[type(message)]]
-    identity = ":".join([BY_STRUCT[type(message)].name, *map(str, parts)])
-    return f"{identity}:{message.hash.hex()[:16]}" if isinstance(message, Action) else identity
+    kind = BY_STRUCT[type(message)]
+    parts = [getattr(message, name) for name in (*kind.tokens, *kind.identity)]
+    return ":".join([kind.name, *(part.hex()[:16] if isinstance(part, bytes) else str(part) for part in parts)])
 
 
 def _check_header(payload: bytes, header: bytes, kind: str) -> None:

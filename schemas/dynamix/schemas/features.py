@@ -33,7 +33,7 @@ class Feature(NamedTuple):
 RANK_FEATURES = (
     Feature("tx_bytes_per_s", "network", "acknowledged bytes sent, per second of training"),
     Feature("rx_bytes_per_s", "network", "bytes received, per second of training"),
-    Feature("retransmits", "network", "segments sent again in the window"),
+    Feature("retransmits", "network", "retransmitted segments in the window"),
     Feature("srtt_us", "network", "smoothed round trip time"),
     Feature("cpu_time_ratio", "system", "CPU seconds per second"),
     Feature("memory_ratio", "system", "share of the device's memory in use"),
@@ -179,7 +179,7 @@ def _rank_values(window: MetricWindow) -> list[Values]:
 
 
 def _traffic(network: NetworkMetrics | None, time_s: float) -> Values:
-    """Rates, segments sent again and round trip time of one rank; rates only over some time."""
+    """Rates, retransmitted segments and round trip time of one rank; rates only over some time."""
     if network is None:
         return None, None, None, None
     if time_s <= 0:

@@ -1,4 +1,7 @@
-"""The JetStream streams, as one table: `dynamix provision` makes them, docs/subjects.md shows them."""
+"""The JetStream streams, as one table: `dynamix provision` makes them, docs/subjects.md shows them.
+
+Which kinds of message a stream keeps stands in `kinds`.
+"""
 
 from typing import Literal
 
@@ -12,8 +15,6 @@ class Stream(msgspec.Struct, frozen=True, kw_only=True):
     """One stream: what it keeps, how long and how much. Retention is always `limits`, so that replay works."""
 
     name: str
-    kinds: tuple[str, ...]
-    """Kinds of message: the first token after the root."""
     max_age_s: float
     """0: for ever."""
     max_bytes: int
@@ -28,28 +29,23 @@ class Stream(msgspec.Struct, frozen=True, kw_only=True):
     """The object store that this stream is, in JetStream's standard layout; it then keeps no messages of ours."""
 
 
-JOBS = Stream(
-    name="JOBS", kinds=("job",), max_age_s=0, max_bytes=64 * MIB, max_messages_per_subject=1, deny_delete=False
-)
+JOBS = Stream(name="JOBS", max_age_s=0, max_bytes=64 * MIB, max_messages_per_subject=1, deny_delete=False)
 FEED = Stream(
     name="FEED",
-    kinds=("report", "window", "state", "reward", "applied", "policy", "event"),
     max_age_s=DAY_S,
     max_bytes=1024 * MIB,
     max_messages_per_subject=-1,
 )
 ACTIONS = Stream(
     name="ACTIONS",
-    kinds=("action",),
     max_age_s=30 * DAY_S,
     max_bytes=512 * MIB,
     max_messages_per_subject=4096,
     deny_delete=True,
 )
-DEAD = Stream(name="DEAD", kinds=("dead",), max_age_s=7 * DAY_S, max_bytes=16 * MIB, max_messages_per_subject=10_000)
+DEAD = Stream(name="DEAD", max_age_s=7 * DAY_S, max_bytes=16 * MIB, max_messages_per_subject=10_000)
 POLICIES = Stream(
     name="OBJ_policies",
-    kinds=(),
     max_age_s=0,
     max_bytes=256 * MIB,
     max_messages_per_subject=-1,

@@ -5,25 +5,16 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from .fields import TOKEN_PATTERN
+from .kinds import BY_STRUCT, KINDS, Kind
+from .messages import Message
+from .streams import Stream
 
 ROOT = "dynamix.v1"
 ANY = "*"
 """Stands for every job or node in a filter."""
 
 _TOKEN = re.compile(TOKEN_PATTERN)
-_DEPTH = {
-    "job": 1,
-    "report": 2,
-    "window": 2,
-    "state": 2,
-    "reward": 2,
-    "action": 1,
-    "applied": 1,
-    "policy": 1,
-    "dead": 2,
-    "live": 2,
-    "event": 1,
-}
+_DEPTH = {kind.name: len(kind.tokens) for kind in KINDS}
 
 
 class Address(NamedTuple):
@@ -86,7 +77,7 @@ def policy(name: str) -> str:
 
 
 def dead(kind: str, job: str) -> str:
-    """Subject of messages nobody could use."""
+    """Subject of messages that could not be used."""
     return _subject("dead", kind, job)
 
 
@@ -98,6 +89,27 @@ def live(service: str, instance: str) -> str:
 def event(job: str) -> str:
     """Subject of the failure signatures seen in a job, or in the learning of a policy."""
     return _subject("event", job)
+
+
+def subject_of(message: Message) -> str:
+    """Subject of a message, from its own fields; not of a dead letter, whose tokens describe what it holds."""
+    kind = BY_STRUCT[type(message)]
+    return _subject(kind.name, *(getattr(message, token) for token in kind.tokens))
+
+
+def all_of(kind: str) -> str:
+    """Filter for every subject of a kind."""
+    return f"{ROOT}.{kind}.>"
+
+
+def kept_by(stream: Stream) -> list[str]:
+    """Filters for all messages that a stream keeps."""
+    return [all_of(kind.name) for kind in KINDS if kind.carrier == stream.name]
+
+
+def template(kind: Kind, token: str) -> str:
+    """Subject of a kind with placeholders: `template(kind, "<{}>")` is `dynamix.v1.action.<job>`."""
+    return ".".join((ROOT, kind.name, *map(token.format, kind.tokens)))
 
 
 @lru_cache(maxsize=4096)

@@ -11,8 +11,7 @@ from typing import Protocol
 
 from dynamix.arbitrator.deciding.signatures import STUCK_WINDOWS
 from dynamix.runtime.bus import Message, StaleWriterError
-from dynamix.schemas import codec
-from dynamix.schemas import kinds as table
+from dynamix.schemas import codec, subjects
 from dynamix.schemas.chain import is_intact
 from dynamix.schemas.messages import Action
 
@@ -54,7 +53,7 @@ class _Log:
     def _check(self, action: Action, expected_last: int) -> None:
         last = self.stored[-1].sequence if self.stored else 0
         if last != expected_last:
-            raise StaleWriterError(f"{table.subject_of(action)} ends at {last}, not at {expected_last}", last)
+            raise StaleWriterError(f"{subjects.subject_of(action)} ends at {last}, not at {expected_last}", last)
 
     def _store(self, message: Message, action: Action) -> None:
         self.stored.append(message)
@@ -153,7 +152,7 @@ class ComparedBook(_Log):
         """The capture was ended before the action was stored."""
         self._tally.num_outside += 1
         sequence = (self.stored[-1].sequence if self.stored else 0) + 1
-        self._accept(Message(table.subject_of(action), payload, sequence, 0, 0), action)
+        self._accept(Message(subjects.subject_of(action), payload, sequence, 0, 0), action)
         return sequence
 
     def _accept(self, message: Message, action: Action) -> None:
@@ -172,7 +171,7 @@ class FreeBook(_Log):
         """As `Book`."""
         self._check(action, expected_last)
         sequence = expected_last + 1
-        self._store(Message(table.subject_of(action), codec.encode(action), sequence, 0, 0), action)
+        self._store(Message(subjects.subject_of(action), codec.encode(action), sequence, 0, 0), action)
         self._on_stored(action)
         return sequence
 

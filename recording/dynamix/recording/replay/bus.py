@@ -11,8 +11,7 @@ from typing import Protocol, Self
 from dynamix.recording.capture import Record
 from dynamix.runtime.bus import Message, Start
 from dynamix.runtime.bus.handled import AllHandled
-from dynamix.schemas import codec
-from dynamix.schemas import kinds as table
+from dynamix.schemas import codec, subjects
 from dynamix.schemas.messages import Message as SchemaMessage
 from dynamix.schemas.subjects import ROOT
 
@@ -110,7 +109,7 @@ class ReplayBus:
     async def publish_soon(self, message: SchemaMessage) -> asyncio.Future[int]:
         """Take an output."""
         return await self.publish_bytes_soon(
-            table.subject_of(message), codec.encode(message), codec.message_id(message)
+            subjects.subject_of(message), codec.encode(message), codec.message_id(message)
         )
 
     async def publish_bytes_soon(self, subject: str, payload: bytes, message_id: str) -> asyncio.Future[int]:

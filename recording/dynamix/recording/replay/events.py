@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 from dynamix.arbitrator.deciding.signatures import SizeWatch, event_of
 from dynamix.recording.capture import Record
-from dynamix.schemas import codec
-from dynamix.schemas import kinds as table
+from dynamix.schemas import codec, subjects
 from dynamix.schemas.codec import MalformedMessageError, decode, encode
 from dynamix.schemas.messages import Action, Event, Job
 
@@ -73,5 +72,5 @@ def _counted_anew(event: Event, job: Job | None, actions: Sequence[Action]) -> b
     if finding is None:
         return None
     said = event_of(finding, job=event.job, generation=event.generation, window=event.window, service="arbitrator")
-    assert table.subject_of(said) == table.subject_of(event), "of the same job"
+    assert subjects.subject_of(said) == subjects.subject_of(event), "of the same job"
     return encode(said)

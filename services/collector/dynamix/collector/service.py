@@ -6,7 +6,6 @@ import itertools
 from dynamix.runtime.backpressure import publish_when_room
 from dynamix.runtime.bus import Message, StreamFullError
 from dynamix.runtime.service import Context, StartError
-from dynamix.schemas import kinds as table
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode, encode, message_id
 from dynamix.schemas.features import state_of
@@ -144,6 +143,6 @@ def _packed(output: SchemaMessage) -> tuple[str, bytes, str]:
     Raises:
         MalformedMessageError, OverflowError: when they would not.
     """
-    subject, payload = table.subject_of(output), encode(output)
+    subject, payload = subjects.subject_of(output), encode(output)
     decode(type(output), subject, payload)
     return subject, payload, message_id(output)

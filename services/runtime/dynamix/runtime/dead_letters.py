@@ -4,7 +4,7 @@ import hashlib
 import logging
 
 from dynamix.schemas import codec, subjects
-from dynamix.schemas import kinds as table
+from dynamix.schemas.kinds import BY_NAME
 from dynamix.schemas.messages import Dead
 
 from .bus import Bus, BusError, Message
@@ -75,7 +75,7 @@ class DeadLetters:
 def tokens_of(subject: str) -> tuple[str, str]:
     """Kind and job in a subject that may be foreign; `unknown` for what is not ours or cannot be a token."""
     tokens = subject.removeprefix(subjects.ROOT + ".").split(".")
-    kind = tokens[0] if subject.startswith(subjects.ROOT + ".") and tokens[0] in table.BY_NAME else UNKNOWN
+    kind = tokens[0] if subject.startswith(subjects.ROOT + ".") and tokens[0] in BY_NAME else UNKNOWN
     if kind == UNKNOWN or len(tokens) < 2:
         return kind, UNKNOWN
     try:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from dynamix.schemas.streams import STREAMS, Stream
-from dynamix.schemas.subjects import ROOT
+from dynamix.schemas.subjects import kept_by
 
 from .bus import Bus
 from .bus.errors import ApiError, BusError, StreamMissingError
@@ -51,7 +51,7 @@ def config_of(stream: Stream) -> dict[str, Any]:
     """JetStream's configuration of a stream."""
     return {
         "name": stream.name,
-        "subjects": _subjects_of(stream),
+        "subjects": [all_chunks(stream.bucket), all_descriptions(stream.bucket)] if stream.bucket else kept_by(stream),
         "retention": "limits",
         "storage": "file",
         "discard": stream.discard,
@@ -64,12 +64,6 @@ def config_of(stream: Stream) -> dict[str, Any]:
         "allow_direct": True,
         "allow_rollup_hdrs": bool(stream.bucket),  # an object's new description replaces the old one
     }
-
-
-def _subjects_of(stream: Stream) -> list[str]:
-    if stream.bucket:
-        return [all_chunks(stream.bucket), all_descriptions(stream.bucket)]
-    return [f"{ROOT}.{kind}.>" for kind in stream.kinds]
 
 
 def _same(present: Any, wanted: Any) -> bool:

@@ -7,9 +7,9 @@ from typing import Any, Literal, Self
 
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import codec, subjects
-from dynamix.schemas import kinds as table
 from dynamix.schemas.messages import Action, Live
 from dynamix.schemas.messages import Message as SchemaMessage
+from dynamix.schemas.streams import ACTIONS
 
 from . import stored
 from .connection import Connection
@@ -107,7 +107,7 @@ class Bus:
         looks. A message that had to be sent again may come after later ones.
         """
         payload = codec.encode(message)
-        return await self.publish_bytes_soon(table.subject_of(message), payload, codec.message_id(message))
+        return await self.publish_bytes_soon(subjects.subject_of(message), payload, codec.message_id(message))
 
     async def publish_bytes(self, subject: str, payload: bytes, message_id: str) -> int:
         """As `publish`, of bytes; `message_id` is equal for equal content."""
@@ -132,7 +132,7 @@ class Bus:
             return await (await self._publisher.publish(subject, payload, codec.message_id(action), expected_last))
         except StaleWriterError:
             # a retry that comes when the broker has forgotten the first try's identity
-            last = await self.last(table.BY_STRUCT[Action].carrier, subject)
+            last = await self.last(ACTIONS.name, subject)
             if last is not None and last.payload == payload:
                 return last.sequence
             raise

@@ -2,8 +2,8 @@
 
 import time
 
-from dynamix.schemas import kinds as table
-from dynamix.schemas.subjects import ROOT
+from dynamix.schemas.kinds import BY_NAME
+from dynamix.schemas.subjects import ROOT, all_of
 
 MAX_ERROR_TEXT = 200
 OTHER = "other"
@@ -36,12 +36,12 @@ class Handled:
     @property
     def subject(self) -> str:
         """Every subject of this kind."""
-        return f"{ROOT}.{self.kind}.>" if self.kind in table.BY_NAME else f"{ROOT}.>"
+        return all_of(self.kind) if self.kind in BY_NAME else f"{ROOT}.>"
 
     @property
     def carrier(self) -> str:
         """The stream that it comes from."""
-        return table.BY_NAME[self.kind].carrier if self.kind in table.BY_NAME else ""
+        return BY_NAME[self.kind].carrier if self.kind in BY_NAME else ""
 
 
 class AllHandled:
@@ -63,7 +63,7 @@ class AllHandled:
 
 def _kind_of(subject: str) -> str:
     kind = subject.removeprefix(ROOT + ".").partition(".")[0]
-    return kind if kind in table.BY_NAME else OTHER
+    return kind if kind in BY_NAME else OTHER
 
 
 class Stopwatch:
