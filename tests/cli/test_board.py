@@ -8,7 +8,7 @@ import pytest
 from tests.support import made
 from tests.support.watched import applied, event, reward
 
-from dynamix.cli.top.board import HISTORY_WINDOWS, Board
+from dynamix.cli.board.board import HISTORY_WINDOWS, Board
 from dynamix.schemas.messages import Message
 
 

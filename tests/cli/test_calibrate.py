@@ -8,7 +8,7 @@ import pytest
 from tests.support import captured
 from tests.support.calibrated import known_job, known_scenario
 
-from dynamix.cli.calibrate.source import from_bus, from_capture
+from dynamix.cli.commands.calibrate.source import from_bus, from_capture
 from dynamix.cli.errors import CommandError
 from dynamix.cli.main import main
 from dynamix.cli.services import bus_environment

@@ -16,11 +16,11 @@ from tests.support import made
 from tests.support.brokers import ConfiguredServer, consumer_names
 from tests.support.watched import applied, event, reward
 
-from dynamix.cli.capture import command as command_module
-from dynamix.cli.capture import source as source_module
-from dynamix.cli.capture.jobs import chosen
-from dynamix.cli.capture.source import Source
+from dynamix.cli.commands.capture import command as command_module
+from dynamix.cli.commands.capture import source as source_module
+from dynamix.cli.commands.capture.source import Source
 from dynamix.cli.errors import CommandError
+from dynamix.cli.jobs import chosen
 from dynamix.cli.main import main
 from dynamix.cli.services import bus_environment
 from dynamix.recording import capture

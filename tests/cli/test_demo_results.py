@@ -4,9 +4,9 @@ import msgspec
 import pytest
 from tests.support import made
 
-from dynamix.cli.demo.figure import draw
-from dynamix.cli.demo.plan import DemoPlan, Progress
-from dynamix.cli.demo.results import Run, Summary, read_progress, summarise
+from dynamix.cli.commands.demo.figure import draw
+from dynamix.cli.commands.demo.plan import DemoPlan, Progress
+from dynamix.cli.commands.demo.results import Run, Summary, read_progress, summarise
 from dynamix.schemas.messages import Applied, Report
 
 PLAN = DemoPlan(target_accuracy=0.8, window_steps=2)

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from dynamix.cli.doctor import kernel, software
-from dynamix.cli.doctor.bus import bus, is_alive
-from dynamix.cli.doctor.command import BOLD, GREEN, PLAIN, RED, YELLOW, report
-from dynamix.cli.doctor.finding import Finding, Section, lacking, there
+from dynamix.cli.commands.doctor import kernel, software
+from dynamix.cli.commands.doctor.bus import bus, is_alive
+from dynamix.cli.commands.doctor.command import BOLD, GREEN, PLAIN, RED, YELLOW, report
+from dynamix.cli.commands.doctor.finding import Finding, Section, lacking, there
 from dynamix.cli.main import main
 from dynamix.cli.services import SERVICES
 from dynamix.runtime.bus import Bus
@@ -145,7 +145,7 @@ async def test_a_broker_that_was_asked_for_and_is_away_is_fatal_otherwise_it_is_
 
 
 async def test_a_broker_without_streams_lacks_them(server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dynamix.cli.doctor.bus.LISTEN_S", 0.2)
+    monkeypatch.setattr("dynamix.cli.commands.doctor.bus.LISTEN_S", 0.2)
     found = by_name(await bus(server.settings, configured=True))
     assert found["broker"].present
     assert found["streams"].mend == "run `dynamix provision`"
@@ -201,7 +201,7 @@ async def test_an_arbitrator_that_refuses_stored_actions_is_a_finding(server: Em
 async def test_a_service_is_alive_when_this_very_one_beats_and_listens(
     server: EmbeddedServer, connection: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dynamix.cli.doctor.bus.ALIVE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("dynamix.cli.commands.doctor.bus.ALIVE_TIMEOUT_S", 0.5)
     async with beating(connection, "reward"):
         assert await is_alive(server.settings, "reward", {"DYNAMIX_NODE": "node-a"})
         assert not await is_alive(server.settings, "reward", {"DYNAMIX_INSTANCE": "another"})

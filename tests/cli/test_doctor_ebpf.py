@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import pytest
 
-from dynamix.cli.doctor import ebpf as checks
-from dynamix.cli.doctor import ebpf_trial
-from dynamix.cli.doctor.finding import Finding, lacking, there
-from dynamix.cli.doctor.smallest_program import load_smallest_program
+from dynamix.cli.commands.doctor import ebpf as checks
+from dynamix.cli.commands.doctor import ebpf_trial
+from dynamix.cli.commands.doctor.finding import Finding, lacking, there
+from dynamix.cli.commands.doctor.smallest_program import load_smallest_program
 from dynamix.collector.errors import ProbeError
 from dynamix.collector.probes import WantedProbe
 

@@ -15,7 +15,7 @@ import pytest
 from tests.support.learned import policy_file
 from tests.support.small_suites import made_up, tuned_for, write_suite
 
-from dynamix.cli import comparison
+from dynamix.cli.commands.evaluate import comparison
 from dynamix.cli.main import main
 from dynamix.lab.experiments.comparison import evaluation
 from dynamix.lab.experiments.comparison.runs import Outcome, Task

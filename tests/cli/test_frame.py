@@ -9,10 +9,19 @@ from hypothesis import strategies as st
 from tests.support import made
 from tests.support.watched import applied, event, reward
 
-from dynamix.cli.top.board import Board
-from dynamix.cli.top.frame import frame
-from dynamix.cli.top.glyphs import Segment, curve, duration, fill, number, percent, signed_count, stacked_bar
-from dynamix.cli.top.services import Services
+from dynamix.cli.board.board import Board
+from dynamix.cli.board.heartbeats import Services
+from dynamix.cli.commands.top.view.frame import frame
+from dynamix.cli.commands.top.view.glyphs import (
+    Segment,
+    curve,
+    duration,
+    fill,
+    number,
+    percent,
+    signed_count,
+    stacked_bar,
+)
 from dynamix.schemas.messages import Live, MetricWindow
 
 SECOND_NS = 1_000_000_000

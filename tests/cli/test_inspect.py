@@ -8,8 +8,8 @@ import pytest
 from tests.support import captured, made
 from tests.support.watched import applied, event, reward
 
-from dynamix.cli.inspect import words
-from dynamix.cli.inspect.inspection import Inspection, inspect
+from dynamix.cli.commands.inspect import words
+from dynamix.cli.inspection.inspection import Inspection, inspect
 from dynamix.cli.main import main
 from dynamix.recording import capture
 from dynamix.schemas.chain import seal

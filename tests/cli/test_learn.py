@@ -136,7 +136,7 @@ def test_what_is_typed_wrongly_is_said_before_anything_runs(  # noqa: PLR0917 - 
     said: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("dynamix.cli.learning.learn", _must_not_run)
+    monkeypatch.setattr("dynamix.cli.commands.learn.learning.learn", _must_not_run)
     assert main(["learn", "--scenarios", str(scenarios), *arguments]) == 2
     assert said in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["scenarios"]

@@ -15,11 +15,13 @@ from dynamix.cli.errors import CommandError
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     """A command `test` whose `run` a test may replace."""
-    module = types.ModuleType("made_up_command", "Does as it is told.")
+    module = types.ModuleType(f"{cli.PACKAGE}.test.command", "Does as it is told.")
     module.add_arguments = lambda parser: parser.add_argument("--number", type=int)  # type: ignore[attr-defined]
     module.run = lambda namespace: namespace.number or 0  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "made_up_command", module)
-    monkeypatch.setattr(cli, "COMMANDS", (*cli.COMMANDS, cli.Command("test", "made_up_command", "as it is told")))
+    folder = types.ModuleType(f"{cli.PACKAGE}.test", "Does as it is told.")
+    monkeypatch.setitem(sys.modules, folder.__name__, folder)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(cli, "COMMANDS", (*cli.COMMANDS, "test"))
     return module
 
 
@@ -33,7 +35,7 @@ def raising(error: BaseException) -> types.FunctionType:
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     shown = capsys.readouterr().out
-    assert all(f"  {command.name} " in shown for command in cli.COMMANDS)
+    assert all(f"  {name} " in shown for name in cli.COMMANDS)
 
 
 def test_help_imports_neither_torch_nor_rich_nor_the_bus() -> None:
@@ -46,7 +48,7 @@ def test_help_imports_neither_torch_nor_rich_nor_the_bus() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("name", [command.name for command in cli.COMMANDS])
+@pytest.mark.parametrize("name", cli.COMMANDS)
 def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([name, "--help"]) == 0
     shown = capsys.readouterr().out
@@ -56,7 +58,7 @@ def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[
 def test_no_command_but_the_demo_needs_torch_to_explain_itself() -> None:
     script = (
         "import sys; from dynamix.cli.main import COMMANDS, main;"
-        "[main([command.name, '--help']) for command in COMMANDS if command.name != 'demo'];"
+        "[main([name, '--help']) for name in COMMANDS if name != 'demo'];"
         "sys.exit('torch was imported' if 'torch' in sys.modules else 0)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)

@@ -11,9 +11,9 @@ from tests.support.deployed_broker import DeployedBroker, deployed_broker
 from tests.support.foreign_policy import of_other_features
 
 from dynamix.arbitrator.learned import shipped
+from dynamix.cli.commands.policy.render import table
+from dynamix.cli.commands.policy.shelf import Entry
 from dynamix.cli.main import main
-from dynamix.cli.policy.render import table
-from dynamix.cli.policy.shelf import Entry
 
 FIRST, SECOND, OTHER = (
     learned.policy_file(seeds=(seed,), scores={"vs_rule": 0.93}, scenarios=("mixed-8",)).to_bytes()

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from dynamix.cli.commands.simulate.simulation import scenario_named
+from dynamix.cli.commands.simulate.view import sizes_text
 from dynamix.cli.main import main
-from dynamix.cli.simulate.simulation import scenario_named
-from dynamix.cli.simulate.view import sizes_text
 
 DATA = Path(__file__).parents[2] / ".data" / "fashion-mnist"
 SCENARIO = """

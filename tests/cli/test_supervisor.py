@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from dynamix.cli.up.supervisor import exited, kept
+from dynamix.cli.commands.up.supervisor import exited, kept
 
 
 class Sleeper:

@@ -13,9 +13,9 @@ from tests.support import made
 from tests.support.control_plane import NODE, ControlPlane, control_plane, one_node_job, report_of
 from tests.support.watched import applied, event
 
+from dynamix.cli.board.feed import Feed, chosen_job
 from dynamix.cli.main import main
 from dynamix.cli.services import SERVICES, bus_environment
-from dynamix.cli.top.feed import Feed, chosen_job
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.embedded import EmbeddedServer
 from dynamix.runtime.provision import provision
@@ -143,7 +143,7 @@ async def test_a_named_job_is_waited_for_and_kept(bus: Bus) -> None:
 
 
 async def test_an_empty_broker_gives_an_empty_board(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dynamix.cli.top.feed.HEARTBEAT_WAIT_S", 0.1)
+    monkeypatch.setattr("dynamix.cli.board.feed.HEARTBEAT_WAIT_S", 0.1)
     feed = Feed(bus, None)
     await feed.catch_up()
     assert feed.board is None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamix.cli import train
+from dynamix.cli.commands.train import command as train
 from dynamix.cli.errors import CommandError
 from dynamix.cli.main import main
 from dynamix.runtime.settings import BusSettings

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from dynamix.cli.commands.up.supervisor import exited
 from dynamix.cli.connection import find, path
-from dynamix.cli.up.supervisor import exited
 from dynamix.runtime.bus import Bus
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode

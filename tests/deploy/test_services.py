@@ -8,10 +8,10 @@ import pytest
 from tests.support.control_plane import NODE, one_node_job, report_of
 from tests.support.deployed_broker import DeployedBroker
 
-from dynamix.cli.doctor.bus import bus as bus_checks
-from dynamix.cli.doctor.bus import is_alive
+from dynamix.cli.board.feed import Feed
+from dynamix.cli.commands.doctor.bus import bus as bus_checks
+from dynamix.cli.commands.doctor.bus import is_alive
 from dynamix.cli.services import SERVICES, ServiceProcess, bus_environment, wait_until_ready
-from dynamix.cli.top.feed import Feed
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.provision import provision
 from dynamix.schemas import subjects

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from tests.support.control_plane import ControlPlane, control_plane, feed_windows, one_node_job
 
-from dynamix.cli.capture.source import Source
+from dynamix.cli.commands.capture.source import Source
 from dynamix.recording.capture import CaptureHeader, CaptureWriter, fingerprint
 from dynamix.recording.replay import Into, Replay, replay
 from dynamix.schemas import subjects

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tests.support.small_suites import tuned_for
 
-from dynamix.cli.evaluate import POLICIES
+from dynamix.cli.commands.evaluate.command import POLICIES
 from dynamix.lab.experiments.comparison.contenders import (
     Contender,
     Setting,

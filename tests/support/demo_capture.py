@@ -12,9 +12,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from dynamix.cli.capture.source import Source
-from dynamix.cli.demo.plan import DemoPlan
-from dynamix.cli.demo.runner import _Demo, services
+from dynamix.cli.commands.capture.source import Source
+from dynamix.cli.commands.demo.plan import DemoPlan
+from dynamix.cli.commands.demo.runner import _Demo, services
 from dynamix.recording.capture import CaptureEnd, CaptureHeader, CaptureWriter, fingerprint
 from dynamix.runtime.bus import Bus
 from dynamix.schemas import subjects

@@ -11,42 +11,21 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, NoReturn, Protocol, cast
+from typing import NoReturn, Protocol, cast
 
 from .errors import CommandError
 
 DISTRIBUTION = "dynamix-batch"
+PACKAGE = "dynamix.cli.commands"
 EXTRAS = {"rich": "cli", "matplotlib": "cli", "torch": "train", "tensorboard": "learn"}
 """Packages that only some commands need, and the extra that brings them."""
-LEARNING = "learn"
-"""A command and its extra, which brings all that it needs."""
-
-
-class Command(NamedTuple):
-    """A sub-command: where it lives, and what `dynamix --help` says of it without importing it."""
-
-    name: str
-    module: str
-    summary: str
-
-
+LEARN = "learn"
+"""A command and its extra, which brings everything that it needs."""
 COMMANDS = (
-    Command("demo", "dynamix.cli.demo.command", "steer a real training job on this machine, and compare with static"),
-    Command("up", "dynamix.cli.up.command", "run broker and services on this machine until interrupted"),
-    Command("train", "dynamix.cli.train", "start a training script with torchrun, connected to the bus"),
-    Command("top", "dynamix.cli.top.command", "watch a job: batch sizes, times, throughput, accuracy, actions"),
-    Command("capture", "dynamix.cli.capture.command", "record a job: all its messages into a file"),
-    Command("replay", "dynamix.cli.replay.command", "play a capture into a service, and compare what it makes of it"),
-    Command("inspect", "dynamix.cli.inspect.command", "show what a capture holds: windows, decisions, rewards, gaps"),
-    Command("simulate", "dynamix.cli.simulate.command", "run one job on a virtual cluster"),
-    Command(LEARNING, "dynamix.cli.learn", "learn a policy by PPO on virtual clusters"),
-    Command("evaluate", "dynamix.cli.evaluate", "compare policies on virtual clusters, with intervals"),
-    Command("tune", "dynamix.cli.tune", "choose the rivals' settings on train scenarios"),
-    Command("calibrate", "dynamix.cli.calibrate.command", "fit a virtual cluster to a real job's metric windows"),
-    Command("policy", "dynamix.cli.policy.command", "list, show, export and import learned policies"),
-    Command("provision", "dynamix.cli.provision", "make the broker's streams, or bring them up to date"),
-    Command("doctor", "dynamix.cli.doctor.command", "say what this machine has, what it lacks, and how to mend it"),
+    *("demo", "up", "train", "top", "capture", "replay", "inspect"),
+    *("simulate", "learn", "evaluate", "tune", "calibrate", "policy", "provision", "doctor"),
 )
+"""Folders of `dynamix.cli.commands`, in the order of `dynamix --help`."""
 
 
 class CommandModule(Protocol):
@@ -97,18 +76,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given[0] in ("-V", "--version"):
         print(f"dynamix {importlib.metadata.version(DISTRIBUTION)}")
         return 0
-    command = next((command for command in COMMANDS if command.name == given[0]), None)
-    if command is None:
-        known = [command.name for command in COMMANDS]
-        print(f"dynamix: unknown command {given[0]!r}{nearest(given[0], known)}\n{overview()}", file=sys.stderr)
+    name = given[0]
+    if name not in COMMANDS:
+        print(f"dynamix: unknown command {name!r}{nearest(name, COMMANDS)}\n{overview()}", file=sys.stderr)
         return 2
-    return guarded(command.name, lambda: execute(command, given[1:]))
+    return guarded(name, lambda: execute(name, given[1:]))
 
 
-def execute(command: Command, arguments: Sequence[str]) -> int:
+def execute(name: str, arguments: Sequence[str]) -> int:
     """Import the command's module, parse its arguments, run it."""
-    module = cast("CommandModule", importlib.import_module(command.module))
-    parser = Parser(f"dynamix {command.name}", module.__doc__)
+    module = cast("CommandModule", importlib.import_module(f"{PACKAGE}.{name}.command"))
+    parser = Parser(f"dynamix {name}", module.__doc__)
     module.add_arguments(parser)
     return module.run(parser.parse_args(arguments))
 
@@ -120,7 +98,7 @@ def guarded(name: str, work: Callable[[], int]) -> int:
     except ModuleNotFoundError as error:
         if (extra := EXTRAS.get(str(error.name))) is None:
             raise
-        extra = LEARNING if name == LEARNING else extra
+        extra = LEARN if name == LEARN else extra
         print(f"dynamix {name}: needs the package {error.name}: pip install 'dynamix-batch[{extra}]'", file=sys.stderr)
         return 1
     except CommandError as error:
@@ -138,8 +116,8 @@ def guarded(name: str, work: Callable[[], int]) -> int:
 
 def overview() -> str:
     """The list of commands."""
-    width = max(len(command.name) for command in COMMANDS) + 2
-    lines = [f"  {command.name:{width}}{command.summary}" for command in COMMANDS]
+    width = max(map(len, COMMANDS)) + 2
+    lines = [f"  {name:{width}}{summary(name)}" for name in COMMANDS]
     return "\n".join(
         (
             "usage: dynamix COMMAND [ARGUMENTS]",
@@ -151,6 +129,11 @@ def overview() -> str:
             "'dynamix COMMAND --help' says more; settings are also read from DYNAMIX_... variables.",
         )
     )
+
+
+def summary(name: str) -> str:
+    """What a command does, in a line: how the docstring of its folder begins."""
+    return (importlib.import_module(f"{PACKAGE}.{name}").__doc__ or "").partition("\n")[0].rstrip(".")
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

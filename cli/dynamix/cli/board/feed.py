@@ -1,0 +1,198 @@
+"""The shell of the view: finds the job, follows its messages, folds them into a board."""
+
+import asyncio
+import contextlib
+import time
+
+from dynamix.runtime.bus import Bus, Consumer, Message
+from dynamix.schemas import subjects
+from dynamix.schemas.codec import MalformedMessageError, decode, decode_any
+from dynamix.schemas.messages import Job, Live
+from dynamix.schemas.streams import ACTIONS, FEED, JOBS
+
+from .board import Board
+from .heartbeats import Services
+
+HISTORY_MESSAGES = 4096
+"""Messages of FEED that are read before the job's newest window, for the curves: a second at most."""
+HEARTBEAT_WAIT_S = 1.5
+"""A service beats every second."""
+
+
+class Feed:
+    """One job's board, kept up to date from the bus.
+
+    Attributes:
+        board: the job that is shown, `None` while there is none.
+        services: who is alive.
+        changed: set whenever something new is known.
+    """
+
+    def __init__(self, bus: Bus, wanted: str | None) -> None:
+        """Follow the job `wanted` (an id, or the name in front of the run id), else the newest one that runs."""
+        self._bus = bus
+        self._wanted = wanted
+        self._jobs: dict[str, tuple[int, Job]] = {}
+        self._following: asyncio.Task[None] | None = None
+        self.board: Board | None = None
+        self.services = Services()
+        self.changed = asyncio.Event()
+
+    async def follow(self) -> None:
+        """Keep the board up to date until cancelled; turns to a newer job when that is the one wanted."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._follow_services())
+            group.create_task(self._follow_jobs(group))
+
+    async def catch_up(self) -> None:
+        """Read what is stored now, and listen for one round of heartbeats."""
+        heartbeats = asyncio.create_task(self._follow_services())
+        try:
+            await self._read_jobs()
+            self._choose()
+            if self.board is not None:
+                await self._read_stored(self.board)
+            await self._hear_all()
+        finally:
+            heartbeats.cancel()
+            await asyncio.gather(heartbeats, return_exceptions=True)
+
+    async def _hear_all(self) -> None:
+        """Wait for a heartbeat of each service that steers, but not for those that are not there."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(HEARTBEAT_WAIT_S):
+                while self.services.missing(time.monotonic()):
+                    self.changed.clear()
+                    await self.changed.wait()
+
+    async def _follow_services(self) -> None:
+        async with self._bus.subscribe(subjects.live(subjects.ANY, subjects.ANY)) as beats:
+            async for message in beats:
+                try:
+                    self.services.add(decode(Live, message.subject, message.payload), time.monotonic())
+                except MalformedMessageError:
+                    continue  # a view has nobody to tell; the services themselves count what they cannot read
+                self.changed.set()
+
+    async def _follow_jobs(self, group: asyncio.TaskGroup) -> None:
+        await self._read_jobs()
+        self._turn(group)
+        async with self._consume_jobs() as consumer:
+            async for batch in consumer:
+                for message in batch:
+                    self._add_job(message)
+                self._turn(group)
+
+    def _turn(self, group: asyncio.TaskGroup) -> None:
+        """Follow the chosen job from now on."""
+        if self._choose() and self.board is not None:
+            if self._following is not None:
+                self._following.cancel()
+            self._following = group.create_task(self._follow_job(self.board))
+
+    async def _follow_job(self, board: Board) -> None:
+        await self._read_event(board)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._follow_actions(board))
+            async with self._consume_feed(board, await self._history_start(board)) as consumer:
+                async for batch in consumer:
+                    self._fold(board, batch)
+
+    async def _follow_actions(self, board: Board) -> None:
+        subject = subjects.action(board.name)
+        async with self._bus.consume(ACTIONS.name, [subject], start="last_per_subject") as consumer:
+            async for batch in consumer:
+                self._fold(board, batch)
+
+    async def _read_jobs(self) -> None:
+        if (await self._bus.stream_state(JOBS.name)).num_messages == 0:
+            return
+        async with self._consume_jobs() as consumer:
+            async for batch in consumer:
+                for message in batch:
+                    self._add_job(message)
+                if batch[-1].num_pending == 0:
+                    return
+
+    async def _read_stored(self, board: Board) -> None:
+        """Fold what FEED and ACTIONS hold of the job now."""
+        if (action := await self._bus.last(ACTIONS.name, subjects.action(board.name))) is not None:
+            self._fold(board, [action])
+        await self._read_event(board)
+        newest = [await self._bus.last(FEED.name, subject) for subject in _feed_subjects(board)]
+        end = max((message.sequence for message in newest if message is not None), default=0)
+        if end == 0:
+            return
+        async with self._consume_feed(board, await self._history_start(board)) as consumer:
+            async for batch in consumer:
+                self._fold(board, batch)
+                if batch[-1].sequence >= end:
+                    return
+
+    async def _read_event(self, board: Board) -> None:
+        """The newest failure signature: seldom, so that it may lie far before the history that is read."""
+        if (event := await self._bus.last(FEED.name, subjects.event(board.name))) is not None:
+            self._fold(board, [event])
+
+    async def _history_start(self, board: Board) -> int:
+        """A sequence of FEED some way before the job's newest window; without a window the end of the stream."""
+        newest = await self._bus.last(FEED.name, subjects.window(board.name, subjects.ANY))
+        last = newest.sequence if newest is not None else (await self._bus.stream_state(FEED.name)).last_sequence
+        return max(1, last - HISTORY_MESSAGES)
+
+    def _consume_jobs(self) -> Consumer:
+        return self._bus.consume(JOBS.name, [subjects.job(subjects.ANY)], start="last_per_subject")
+
+    def _consume_feed(self, board: Board, start: int) -> Consumer:
+        return self._bus.consume(FEED.name, _feed_subjects(board), start=start)
+
+    def _add_job(self, message: Message) -> None:
+        try:
+            job = decode(Job, message.subject, message.payload)
+        except MalformedMessageError:
+            return
+        self._jobs[job.job] = (message.sequence, job)
+        if self.board is not None:
+            self.board.add(job)
+        self.changed.set()
+
+    def _fold(self, board: Board, batch: list[Message]) -> None:
+        for message in batch:
+            try:
+                board.add(decode_any(message.subject, message.payload), message.timestamp_ns)
+            except MalformedMessageError:
+                continue
+        self.changed.set()
+
+    def _choose(self) -> bool:
+        """Take the board of the job to show; whether it is another one than before."""
+        name = chosen_job(self._jobs, self._wanted)
+        if name is None or (self.board is not None and self.board.name == name):
+            return False
+        self.board = Board(name)
+        if name in self._jobs:
+            self.board.add(self._jobs[name][1])
+        self.changed.set()
+        return True
+
+
+def chosen_job(jobs: dict[str, tuple[int, Job]], wanted: str | None) -> str | None:
+    """The job to show: the wanted one; of several the one that runs, and of those the newest.
+
+    Args:
+        jobs: by id, the sequence of the newest specification, and that.
+        wanted: an id, a name without run id, or `None` for any.
+    """
+    if wanted is not None and wanted in jobs:
+        return wanted
+    fitting = {name: entry for name, entry in jobs.items() if wanted is None or name.rpartition("-")[0] == wanted}
+    return max(fitting, key=lambda name: (fitting[name][1].phase == "running", fitting[name][0]), default=None)
+
+
+def _feed_subjects(board: Board) -> list[str]:
+    return [
+        subjects.window(board.name, subjects.ANY),
+        subjects.reward(board.name, subjects.ANY),
+        subjects.applied(board.name),
+        subjects.event(board.name),
+    ]

@@ -1,0 +1,52 @@
+"""The board as plain data, for `dynamix top --json`."""
+
+import msgspec
+
+from dynamix.cli.plain import Plain, plain
+
+from .board import Board, RankRow
+from .heartbeats import Services
+
+
+def snapshot(board: Board | None, services: Services, now_s: float) -> Plain:
+    """What the view shows, with the units in the names."""
+    return {
+        "job": None if board is None else _job(board),
+        "services": [
+            {**msgspec.structs.asdict(beat.live), "heard_s_ago": now_s - beat.heard_s, "late": beat.is_late(now_s)}
+            for beat in services.beats(now_s)
+        ],
+        "services_missing": services.missing(now_s),
+    }
+
+
+def _job(board: Board) -> Plain:
+    return {
+        "name": board.name,
+        "specification": None if board.job is None else plain(board.job),
+        "generation": board.generation,
+        "window": None if board.window < 0 else board.window,
+        "updated_ns": board.updated_ns or None,
+        "local_batch_sizes": list(board.local_batch_sizes),
+        "metrics": None if board.metrics is None else plain(board.metrics),
+        "ranks": [_rank(row) for _, row in sorted(board.ranks.items())],
+        "action": None if board.action is None else plain(board.action, leave_out=("carry",)),
+        "applied": None if board.applied is None else plain(board.applied),
+        "event": None if board.event is None else plain(board.event),
+        "reward": {"formula": board.formula, "mean": board.mean_reward(), "terms": board.reward_terms()},
+        "history": [
+            {"generation": point.generation, "window": point.window, **plain(point.metrics)} for point in board.history
+        ],
+    }
+
+
+def _rank(row: RankRow) -> Plain:
+    return {
+        "rank": row.rank,
+        "node": row.node,
+        "window": row.window,
+        "training": plain(row.metrics.training),
+        "system": plain(row.metrics.system),
+        "network": None if row.metrics.network is None else plain(row.metrics.network),
+        "reward": None if row.reward is None else row.reward.reward,
+    }

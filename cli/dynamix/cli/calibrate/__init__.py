@@ -1,1 +1,0 @@
-"""`dynamix calibrate`: a scenario from a real job's metric windows, and how true it is."""

@@ -1,0 +1,1 @@
+"""Fit a virtual cluster to a real job's metric windows."""

@@ -1,0 +1,1 @@
+"""Record a job: all its messages into one file."""

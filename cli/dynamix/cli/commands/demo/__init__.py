@@ -1,0 +1,1 @@
+"""Steer a real training job on this machine, and compare it with the same job left alone."""

@@ -1,0 +1,168 @@
+"""Runs the demo: broker, services, then one training job per policy, with progress as it goes."""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from dynamix.cli.services import SERVICES, ServiceProcess, bus_environment, wait_until_ready
+from dynamix.runtime.bus import Bus
+from dynamix.runtime.embedded import EmbeddedServer
+from dynamix.runtime.provision import provision
+from dynamix.schemas import subjects
+from dynamix.schemas.codec import decode_any
+from dynamix.schemas.messages import Applied, Message, Report
+from dynamix.schemas.streams import FEED
+
+from .plan import DemoPlan, Progress
+from .results import Run, read_progress, summarise
+
+LAST_MESSAGES_TIMEOUT_S = 5.0
+MAX_ERROR_CHARACTERS = 3000
+TORCH_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else a restart of the ranks fails under gloo
+}
+
+Watcher = Callable[[str, int, Report], None]
+"""Called with the policy, the number of actions applied so far and each window's report."""
+
+
+class TrainingFailedError(RuntimeError):
+    """The training job ended with an error; the text holds what its first failing rank said."""
+
+
+async def run_demo(plan: DemoPlan, policies: Sequence[str], say: Callable[[str], None], watch: Watcher) -> list[Run]:
+    """Carry out the plan once per policy, one after the other, against the same services.
+
+    Raises:
+        TrainingFailedError: when a training job fails.
+        TimeoutError: when a service does not become ready.
+    """
+    with tempfile.TemporaryDirectory(prefix="dynamix-demo-") as directory:
+        async with services(Path(directory), say) as (bus, environ):
+            demo = _Demo(plan, bus, environ, Path(directory), watch)
+            return [await demo.run(policy) for policy in policies]
+
+
+@contextlib.asynccontextmanager
+async def services(directory: Path, say: Callable[[str], None]) -> AsyncIterator[tuple[Bus, dict[str, str]]]:
+    """An embedded broker with its streams and every service in a process of its own, ready."""
+    async with EmbeddedServer() as server:
+        bus = await Bus.connect(server.settings, name="demo")
+        children: list[ServiceProcess] = []
+        environ = {**bus_environment(server.settings), "DYNAMIX_NODE": "demo-node"}
+        try:
+            await provision(bus)
+            with (directory / "services.log").open("wb") as log:
+                children = [ServiceProcess(name, environ, log) for name in SERVICES]
+                for child in children:
+                    child.start()
+            await wait_until_ready(bus, SERVICES)
+            say(
+                f"nats-server (pid {server.pid}) and "
+                + ", ".join(f"{c.name} (pid {c.pid})" for c in children)
+                + " are ready"
+            )
+            yield bus, environ
+        finally:
+            for child in children:
+                child.stop()
+            await bus.close()
+
+
+class _Demo:
+    """Runs of one plan against one set of services."""
+
+    def __init__(self, plan: DemoPlan, bus: Bus, environ: dict[str, str], directory: Path, watch: Watcher) -> None:
+        self._plan = plan
+        self._bus = bus
+        self._environ = environ
+        self._directory = directory
+        self._watch = watch
+
+    async def run(self, policy: str) -> Run:
+        """One training job under a policy, watched on the bus."""
+        job = f"demo-{policy}-{secrets.token_hex(4)}"
+        seen = _Seen(policy, self._watch)
+        follower = asyncio.create_task(self._follow(job, seen))
+        try:
+            progress = await self._train(job, policy)
+            with contextlib.suppress(TimeoutError):  # the job has drained: what is missing is on its way
+                async with asyncio.timeout(LAST_MESSAGES_TIMEOUT_S):
+                    await seen.wait_for_windows(len(progress) // self._plan.window_steps)
+        finally:
+            follower.cancel()
+            await asyncio.gather(follower, return_exceptions=True)
+        return summarise(self._plan, policy, progress, seen.reports, seen.applied)
+
+    async def _follow(self, job: str, seen: "_Seen") -> None:
+        wanted = [subjects.report(job, subjects.ANY), subjects.applied(job)]
+        async with self._bus.consume(FEED.name, wanted, start="all") as consumer:
+            async for batch in consumer:
+                for message in batch:
+                    seen.add(decode_any(message.subject, message.payload))
+
+    async def _train(self, job: str, policy: str) -> list[Progress]:
+        """Run the training script under torchrun until it ends; its own log.
+
+        Raises:
+            TrainingFailedError: when it fails, with the end of its output.
+        """
+        progress_log, output = self._directory / f"{job}.jsonl", self._directory / f"{job}.log"
+        argument = msgspec.json.encode((self._plan, policy, str(progress_log))).decode()
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += [f"--nproc-per-node={self._plan.num_ranks}", "-m", "dynamix.cli.commands.demo.job", argument]
+        with output.open("wb") as log:
+            own = {"DYNAMIX_JOB": job, "DYNAMIX_TRAINER_POLICY": policy}
+            environ = {**os.environ, **TORCH_ENVIRONMENT, **self._environ, **own}
+            process = await asyncio.create_subprocess_exec(*command, env=environ, stdout=log, stderr=log)
+            try:
+                code = await process.wait()
+            except asyncio.CancelledError:
+                process.terminate()
+                await process.wait()
+                raise
+        if code != 0:
+            raise TrainingFailedError(f"the training job ({policy}) ended with code {code}:\n{_first_error(output)}")
+        return read_progress(progress_log.read_bytes())
+
+
+def _first_error(output: Path) -> str:
+    """What the first failing rank said; torchrun's own report of the others comes after it."""
+    text = output.read_text(errors="replace")
+    start = max(0, text.find("Traceback"))
+    return text[start : start + MAX_ERROR_CHARACTERS]
+
+
+class _Seen:
+    """What came over the bus of one run."""
+
+    def __init__(self, policy: str, watch: Watcher) -> None:
+        self.reports: list[Report] = []
+        self.applied: list[Applied] = []
+        self._policy = policy
+        self._watch = watch
+        self._more = asyncio.Event()
+
+    def add(self, message: Message) -> None:
+        """Take in a report or what was applied."""
+        if isinstance(message, Report):
+            self.reports.append(message)
+            self._watch(self._policy, len(self.applied), message)
+        elif isinstance(message, Applied):
+            self.applied.append(message)
+        self._more.set()
+
+    async def wait_for_windows(self, count: int) -> None:
+        """Wait until that many windows were reported."""
+        while len({report.window for report in self.reports}) < count:
+            self._more.clear()
+            await self._more.wait()

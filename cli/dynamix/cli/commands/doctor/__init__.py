@@ -1,0 +1,1 @@
+"""Check what this machine has, what is missing, and how to fix it."""

@@ -1,0 +1,1 @@
+"""Compare policies on virtual clusters, with intervals."""

@@ -1,0 +1,97 @@
+"""Tables of a verdict: one per family, and the one over all heterogeneous families."""
+
+from collections.abc import Sequence
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from dynamix.cli.runs_view import console_for
+from dynamix.lab.experiments.comparison.tuned import Choice, Tuned
+from dynamix.lab.experiments.comparison.verdict import Family, Interval, Row, Verdict
+
+HEADINGS = ("median", "missed", "runs", "vs best static", "vs goodput", "at fixed time", "test", "spread")
+
+
+def show(verdict: Verdict, *, stderr: bool) -> None:
+    """Print all tables, the most important last."""
+    console = console_for(stderr=stderr)
+    for name, family in verdict.families.items():
+        console.print(_table(_family_title(name, family), family.policies, verdict.default_policy))
+    names = ", ".join(verdict.heterogeneous_families) or "all families: none is heterogeneous"
+    console.print(_table(f"Over {names}, each counted alike", verdict.policies, verdict.default_policy))
+    _explain(console, verdict)
+    for row in verdict.policies:
+        if row.note and row.num_runs:
+            console.print(f"{row.policy}: {row.note}", highlight=False, markup=False)
+        for signature in row.signatures:
+            console.print(f"{row.policy}: {signature}", highlight=False, markup=False)
+
+
+def show_tuned(tuned: Tuned, *, stderr: bool) -> None:
+    """Print what was chosen for every rival in every family, with its score."""
+    table = Table(title=f"Best of {tuned.num_settings} settings each", box=SIMPLE, padding=(0, 1, 0, 0))
+    rivals = list(tuned.overall)
+    table.add_column("family", no_wrap=True)
+    for rival in rivals:
+        table.add_column(rival)
+    for family, choices in [*tuned.families.items(), ("all", tuned.overall)]:
+        table.add_row(family, *(_choice(rival, choices[rival]) for rival in rivals))
+    console_for(stderr=stderr).print(table)
+
+
+def _choice(rival: str, choice: Choice) -> str:
+    return f"{choice.setting.removeprefix(rival).lstrip(':@')}: {choice.score_s:.1f} s"
+
+
+def _table(title: str, rows: Sequence[Row], default: str) -> Table:
+    table = Table(title=title, box=SIMPLE, padding=(0, 1, 0, 0), title_justify="left")
+    table.add_column("policy", no_wrap=True)
+    for heading in HEADINGS:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        name = f"{row.policy} (default)" if row.policy == default else row.policy
+        if row.num_runs == 0:
+            table.add_row(name, row.note or "no runs")
+            continue
+        table.add_row(name, *_cells(row))
+    return table
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    seeds = f" ({row.num_policy_seeds} policies)" if row.num_policy_seeds > 1 else ""
+    return (
+        f"{row.median_time_to_target_s:.1f} s",
+        str(row.misses),
+        f"{row.num_runs}{seeds}",
+        _interval(row.vs_best_static),
+        _interval(row.vs_goodput),
+        "-" if row.accuracy_at_fixed_time is None else f"{row.accuracy_at_fixed_time:.1%}",
+        "-" if row.test_accuracy is None else f"{row.test_accuracy:.1%}",
+        "-" if row.relative_spread is None else f"{row.relative_spread:.0%}",
+    )
+
+
+def _interval(found: Interval | None) -> str:
+    if found is None:
+        return "-"
+    if found.low is None or found.high is None:
+        return f"{found.ratio:.2f}"
+    return f"{found.ratio:.2f} [{found.low:.2f}, {found.high:.2f}]"
+
+
+def _family_title(name: str, family: Family) -> str:
+    what = "control: homogeneous" if family.control else "heterogeneous"
+    size = family.best_static_local_batch_size
+    best = "" if size is None else f"; best static is {size} per rank, chosen on {family.chosen_on}"
+    return f"{name} ({what}{best})"
+
+
+def _explain(console: Console, verdict: Verdict) -> None:
+    missing = f" {verdict.num_runs_missing} runs are missing." if verdict.num_runs_missing else ""
+    console.print(
+        f"Time to target in virtual seconds, a miss counts as the time limit. Ratios: geometric mean of pairs of the "
+        f"same scenario and seed, 95 % interval over {len(verdict.seeds)} seeds and the policy seeds; below 1 is "
+        f"faster.{missing}",
+        highlight=False,
+    )

@@ -1,0 +1,1 @@
+"""Show what a capture holds: windows, decisions, rewards, gaps."""

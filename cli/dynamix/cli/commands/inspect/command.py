@@ -1,0 +1,84 @@
+"""Show what a capture holds: windows, decisions, rewards, gaps, and whether it was made by this build.
+
+dynamix inspect FILE                   a line for each window
+dynamix inspect FILE --window 12       one window with every rank
+dynamix inspect FILE --png FILE        the job as a picture
+"""
+
+import argparse
+from pathlib import Path
+
+from dynamix.cli.errors import CommandError
+from dynamix.cli.inspection.document import document
+from dynamix.cli.inspection.inspection import Inspection, inspect
+from dynamix.cli.inspection.window import Window
+from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, write_json
+from dynamix.recording.capture import CaptureError, fingerprint
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("file", metavar="FILE", help="a capture: `dynamix capture JOB -o FILE` makes one")
+    parser.add_argument("--window", type=int, metavar="N", help="this window only, with every rank")
+    parser.add_argument("--generation", type=int, metavar="G", help="of this restart of the job (default: the last)")
+    parser.add_argument("--all", action="store_true", help="every window, also of a long job")
+    add_json_argument(parser)
+    parser.add_argument("--png", metavar="FILE", help="draw sizes, step time, accuracy, rewards and decisions")
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Read and show; 0 when the capture is whole, 1 when it is cut off or damaged."""
+    if namespace.generation is not None and namespace.window is None:
+        raise CommandError("--generation says of which restart --window N is: add that", exit_code=2)
+    path = Path(namespace.file)
+    inspection = _inspected(path, keep_details=namespace.window is not None or namespace.json is not None)
+    chosen = None if namespace.window is None else _chosen(inspection, namespace.window, namespace.generation)
+    _show(namespace, inspection, chosen)
+    if namespace.png:
+        _draw(inspection, namespace.png)
+    if namespace.json is not None:
+        windows = [window for _, window in sorted(inspection.windows.items())] if chosen is None else [chosen]
+        write_json(document(inspection, fingerprint(), windows), namespace.json)
+    return 1 if inspection.cut_off else 0
+
+
+def _inspected(path: Path, *, keep_details: bool) -> Inspection:
+    try:
+        return inspect(path, keep_details=keep_details)
+    except CaptureError as error:
+        raise CommandError(str(error)) from error
+    except OSError as error:
+        raise CommandError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _chosen(inspection: Inspection, window: int, generation: int | None) -> Window:
+    """The window that was asked for; of several generations that have it, the last."""
+    found = [known for known in inspection.sorted_windows() if known.window == window]
+    if generation is not None:
+        found = [known for known in found if known.generation == generation]
+    if not found:
+        known = inspection.sorted_windows()
+        held = f"{known[0].window} to {known[-1].window}" if known else "none"
+        raise CommandError(f"the capture has no such window; it has {held}", exit_code=2)
+    return found[-1]
+
+
+def _show(namespace: argparse.Namespace, inspection: Inspection, chosen: Window | None) -> None:
+    from . import one_window, view  # noqa: PLC0415 - rich: only once it is needed
+
+    stderr = namespace.json == STANDARD_OUTPUT
+    if chosen is None:
+        view.show(inspection, fingerprint(), every=namespace.all, stderr=stderr)
+    else:
+        one_window.show(chosen, stderr=stderr)
+
+
+def _draw(inspection: Inspection, path: str) -> None:
+    from .figure import draw  # noqa: PLC0415 - matplotlib: only once it is needed
+
+    if not inspection.sorted_windows():
+        raise CommandError("the capture has no window to draw")
+    try:
+        draw(inspection, Path(path))
+    except OSError as error:
+        raise CommandError(f"cannot write {path}: {error.strerror}") from error

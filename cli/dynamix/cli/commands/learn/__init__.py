@@ -1,0 +1,1 @@
+"""Learn a policy by PPO on virtual clusters."""

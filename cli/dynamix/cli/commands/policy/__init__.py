@@ -1,0 +1,1 @@
+"""List, show, export and import learned policies."""

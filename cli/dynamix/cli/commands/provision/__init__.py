@@ -1,0 +1,1 @@
+"""Create the broker's streams, or bring them up to date."""

@@ -1,0 +1,44 @@
+"""Make the broker's streams as the product needs them, or bring them up to date.
+
+Safe to run at any time: what is right already is left alone, and what a stream holds is never touched. In a
+deployment this needs the broker's user `provision`; the services themselves may not make streams.
+"""
+
+import argparse
+import asyncio
+import os
+
+from dynamix.cli.broker import connected
+from dynamix.cli.connection import find
+from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, write_json
+from dynamix.runtime.log import configure
+from dynamix.runtime.provision import provision
+from dynamix.runtime.settings import BusSettings
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument(
+        "--replicas", type=int, choices=(1, 3, 5), help="copies of each stream in a cluster (default: as it is, or 1)"
+    )
+    parser.add_argument(
+        "--wait", type=float, default=60.0, metavar="SECONDS", help="wait so long for the broker (default: %(default)g)"
+    )
+    add_json_argument(parser)
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Provision; one line per stream."""
+    configure("warning")
+    lines = asyncio.run(_provision(find(os.environ), namespace.replicas, namespace.wait))
+    if namespace.json is not None:
+        streams = [dict(zip(("stream", "result"), line.split(": ", 1), strict=True)) for line in lines]
+        write_json({"streams": streams}, namespace.json)
+    if namespace.json != STANDARD_OUTPUT:
+        print("\n".join(lines))
+    return 0
+
+
+async def _provision(settings: BusSettings, num_replicas: int | None, timeout_s: float) -> list[str]:
+    async with connected(settings, "provision", timeout_s=timeout_s) as bus:
+        return await provision(bus, num_replicas=num_replicas)

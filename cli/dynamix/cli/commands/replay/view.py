@@ -1,0 +1,144 @@
+"""An outcome for reading: the verdict, what was compared, the first difference field by field."""
+
+from collections.abc import Iterator, Sequence
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from dynamix.cli.commands.inspect.view import output
+from dynamix.cli.commands.inspect.words import sizes
+from dynamix.recording.replay import Comparison, DecidedBeside, Difference, FieldPair, Outcome
+
+MAX_FIELDS = 40
+"""Differing fields that are shown."""
+MAX_ALIKE = 12
+"""Fields that are alike, for orientation."""
+MAX_WINDOWS = 40
+CONCERNED = {"collector": "windows and states", "reward": "rewards", "arbitrator": "actions and events"}
+
+
+def show_fingerprint(found: Sequence[str], *, to_stderr: bool) -> None:
+    """Say what to expect, before the replay."""
+    if found:
+        console = output(stderr=to_stderr)
+        _say(console, "captured by another build or processor: equal decisions are to be expected, not equal bytes")
+        for line in found:
+            _say(console, f"  {line}")
+
+
+def show(outcome: Outcome, *, strict: bool, to_stderr: bool) -> None:
+    """Print it."""
+    console = output(stderr=to_stderr)
+    for line in lines(outcome, strict=strict):
+        _say(console, line)
+    if outcome.what_if is not None:
+        console.print(_windows(outcome.what_if))
+    first = outcome.tally.first_disagreeing or outcome.tally.first
+    if first is not None and outcome.what_if is None:
+        _show_difference(console, first)
+
+
+def lines(outcome: Outcome, *, strict: bool) -> Iterator[str]:
+    """The outcome in sentences."""
+    ratio = outcome.recorded_s / max(1e-9, outcome.wall_s)
+    yield (
+        f"{outcome.job} into the {outcome.into}: {outcome.num_records} messages of {outcome.recorded_s:.1f} s in "
+        f"{outcome.wall_s:.2f} s, {ratio:.1f} times the recording's pace"
+    )
+    if outcome.cut_off:
+        yield f"cut off: {outcome.cut_off}"
+    yield from (f"note: {note}" for note in outcome.tally.notes)
+    if outcome.interrupted:
+        yield "interrupted: what follows is of the part before"
+    yield from _compared(outcome, strict=strict) if outcome.what_if is None else _asked(outcome.what_if)
+
+
+def _compared(outcome: Outcome, *, strict: bool) -> Iterator[str]:
+    tally, what = outcome.tally, CONCERNED[outcome.into]
+    equal = outcome.bytes_equal if strict else outcome.is_as_promised
+    yield (
+        f"{'EQUAL' if equal else 'DIFFERENT'}: of {tally.num_compared} {what} {tally.num_equal} are equal byte for "
+        f"byte, {tally.num_agreeing} in what they say only, {tally.num_different} differ or are missing"
+    )
+    if tally.num_repeated:
+        yield f"{tally.num_repeated} were recorded twice"
+    if tally.num_outside:
+        yield f"{tally.num_outside} were not compared: what they follow from, or go with, is not in the capture"
+    if tally.differing:
+        named = [f"{window} ({kind})" for _, window, kind in tally.differing[:12]]
+        more = " ..." if tally.num_agreeing + tally.num_different > len(named) else ""
+        yield f"windows that differ: {', '.join(named)}{more}"
+
+
+def _asked(comparison: Comparison) -> Iterator[str]:
+    yield (
+        f"{comparison.policy} (version {comparison.policy_version}) would have decided otherwise in "
+        f"{comparison.num_windows_different} of {comparison.num_windows} windows: {comparison.mean_difference:.1f} "
+        f"samples a rank on average, {comparison.p95_difference:.1f} at the 95th percentile; its global batch is "
+        f"{comparison.mean_global_batch_size_ratio:.2f} times the recorded one"
+    )
+    yield "open loop: it saw what was recorded, not what its own sizes would have led to"
+
+
+def _windows(comparison: Comparison) -> Table:
+    """Windows that differ, else the first ones."""
+    table = Table(box=SIMPLE)
+    for heading in ("window", "recorded batch", "its batch", "change", "a rank, mean", "recorded sizes", "its sizes"):
+        table.add_column(heading, justify="left" if heading.endswith("sizes") else "right")
+    chosen = [row for row in comparison.windows if row.recorded != row.other] or comparison.windows
+    several = len({row.generation for row in comparison.windows}) > 1
+    for row in chosen[:MAX_WINDOWS]:
+        table.add_row(*_cells(row, several=several))
+    if len(chosen) > MAX_WINDOWS:
+        table.caption = f"{len(chosen) - MAX_WINDOWS} more: --json FILE has all"
+    return table
+
+
+def _cells(row: DecidedBeside, *, several: bool) -> tuple[str, ...]:
+    recorded, other = row.global_batch_sizes
+    return (
+        f"{row.generation}:{row.window}" if several else str(row.window),
+        str(recorded),
+        str(other),
+        f"{100 * (other / max(1, recorded) - 1):+.1f} %",
+        f"{row.mean_difference:.1f}",
+        sizes(row.recorded),
+        sizes(row.other),
+    )
+
+
+def _show_difference(console: Console, first: Difference) -> None:
+    at = "" if first.sequence is None else f", recorded at {first.sequence}"
+    byte = "" if first.first_byte is None else f"; the first other byte is the {first.first_byte}th, from 0"
+    _say(console, f"first difference: {first.kind} for {first.place} ({first.subject}{at}): {first.reason}{byte}")
+    if first.fields:
+        console.print(_fields(first.fields))
+
+
+def _fields(pairs: Sequence[FieldPair]) -> Table:
+    """What differs, highlighted, among some of what does not."""
+    table = Table(box=SIMPLE)
+    for heading in ("", "field", "recorded", "replayed"):
+        table.add_column(heading)
+    differing = [pair for pair in pairs if pair.differs]
+    alike = [pair for pair in pairs if not pair.differs]
+    shown = {id(pair) for pair in [*differing[:MAX_FIELDS], *alike[:MAX_ALIKE]]}
+    for pair in pairs:
+        if id(pair) in shown:
+            style = "bold red" if pair.differs else "dim"
+            table.add_row(*(Text(cell, style) for cell in _row(pair)))
+    left = len(pairs) - len(shown)
+    if left or not differing:
+        more = f"{len(differing)} fields differ, {len(alike)} are alike; {left} are not shown"
+        table.caption = more if differing else f"{more}: only the encoding differs"
+    return table
+
+
+def _row(pair: FieldPair) -> tuple[str, str, str, str]:
+    return ("!=" if pair.differs else "", pair.field, pair.recorded, pair.replayed)
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, highlight=False, markup=False, soft_wrap=True)

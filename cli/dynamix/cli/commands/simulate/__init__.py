@@ -1,0 +1,1 @@
+"""Run one job on a virtual cluster."""

@@ -1,0 +1,1 @@
+"""Watch a job: batch sizes, times, throughput, accuracy, decisions."""

@@ -1,0 +1,1 @@
+"""What `dynamix top` draws: the board as lines of text for a terminal of any size, redrawn as news comes."""

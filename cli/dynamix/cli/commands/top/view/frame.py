@@ -1,0 +1,192 @@
+"""One frame of the view: the board as lines of text for a terminal of a given size. Pure: the time is told."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from rich.text import Text
+
+from dynamix.cli.board.board import Board
+from dynamix.cli.board.heartbeats import Services
+
+from . import rank_table as ranks
+from .glyphs import curve, duration, fill, number, percent, signed
+
+TWO_COLUMNS_FROM = 72
+LABEL, VALUE = 13, 12
+MIN_TABLE = 8
+"""Lines that the table of ranks gets before the less important numbers get theirs."""
+STALE_AFTER_S = 30.0
+
+
+def frame(board: Board | None, services: Services, *, now_ns: int, now_s: float, width: int, height: int) -> list[Text]:
+    """At most `height` lines of at most `width` characters.
+
+    Args:
+        board: the job, `None` while there is none.
+        services: who is alive.
+        now_ns: wall clock, to tell the age of the newest window.
+        now_s: the clock that `services` was told.
+        width: columns of the terminal.
+        height: lines of the terminal.
+    """
+    below = [_services(services, now_s)]
+    if board is None or (board.job is None and not board.history):
+        return _cut([*_nothing(board), Text(), *below], width, height)
+    below = [_rule(width), *_decision(board), *_reward(board, width), *_event(board), *_network(board), *below]
+    tiles = _tiles(board, width)[: max(2, height - len(below) - MIN_TABLE)]
+    above = [_title(board, now_ns, width), _rule(width), *tiles, _rule(width)]
+    room = height - len(above) - len(below)
+    return _cut([*above, *ranks.table(board, width, room), *below], width, height)
+
+
+def _nothing(board: Board | None) -> list[Text]:
+    what = "no job has run on this broker yet" if board is None else f"nothing is known of the job {board.name} yet"
+    return [
+        Text(what, "bold"),
+        Text("start one with:  dynamix train -- --standalone --nproc-per-node 4 train.py", "dim"),
+    ]
+
+
+def _title(board: Board, now_ns: int, width: int) -> Text:
+    job = board.job
+    running = job is not None and job.phase == "running"
+    left = Text.assemble(
+        (board.name, "bold"), "  ", ("● running" if running else "■ ended", "green" if running else "red")
+    )
+    parts = [f"window {board.window}" if board.window >= 0 else "no window yet"]
+    if job is not None:
+        nodes = f" on {len(job.nodes)} nodes" if len(job.nodes) > 1 else ""
+        parts = [job.policy, *parts, f"{job.world_size} ranks{nodes}"]
+        if job.phase == "ended" and job.end_reason:
+            parts.append(job.end_reason)
+    if board.generation:
+        parts.append(f"restart {board.generation}")
+    left.append("  " + " · ".join(parts), "default")
+    age = _age(board, now_ns, running=running)
+    left.truncate(max(0, width - age.cell_len - 1), overflow="ellipsis")
+    return left.append(" " * (width - left.cell_len - age.cell_len)).append_text(age)
+
+
+def _age(board: Board, now_ns: int, *, running: bool) -> Text:
+    if board.updated_ns == 0:
+        return Text()
+    age_s = max(0.0, (now_ns - board.updated_ns) / 1e9)
+    return Text(
+        f"{age_s:.1f} s ago" if age_s < 60 else f"{duration(age_s)} ago",
+        "yellow" if running and age_s > STALE_AFTER_S else "dim",
+    )
+
+
+def _tiles(board: Board, width: int) -> list[Text]:
+    """What the whole job does, each number with its curve."""
+    metrics = board.metrics
+    if metrics is None:
+        return []
+    sizes = board.local_batch_sizes
+    tiles = (
+        ("throughput", f"{number(metrics.throughput)}/s", board.curve("throughput"), "green"),
+        ("loss", number(metrics.loss), board.curve("loss"), "red"),
+        ("step time", duration(metrics.step_time_s), board.curve("step_time_s"), "cyan"),
+        ("accuracy", percent(metrics.accuracy), board.curve("accuracy"), "green"),
+        ("global batch", f"{sum(sizes):,}", board.curve("global_batch_size"), "magenta"),
+        ("held-out", percent(metrics.held_out_accuracy), board.curve("held_out_accuracy"), "green"),
+        ("noise scale", number(metrics.noise_scale), board.curve("noise_scale"), "blue"),
+        ("progress", percent(metrics.progress), metrics.progress, "default"),
+    )
+    columns = 2 if width >= TWO_COLUMNS_FROM else 1
+    room = (width - 2 * (columns - 1)) // columns
+    cells = [_tile(label, value, picture, style, room) for label, value, picture, style in tiles]
+    return [Text("  ").join(cells[index : index + columns]) for index in range(0, len(cells), columns)]
+
+
+def _tile(label: str, value: str, picture: Sequence[float] | float | None, style: str, room: int) -> Text:
+    width = room - LABEL - VALUE
+    drawn = curve(picture, width) if isinstance(picture, Sequence) else fill(picture or 0.0, width)
+    line = Text.assemble((label.ljust(LABEL), "dim"), (value.ljust(VALUE), "bold"), (drawn, style))
+    return line.append(" " * max(0, room - line.cell_len))
+
+
+def _decision(board: Board) -> list[Text]:
+    action, applied = board.action, board.applied
+    if action is None:
+        return [_labelled("decision", Text("none yet: training goes on as it began", "dim"))]
+    version = f" v{action.policy_version}" if action.policy_version else ""
+    text = Text.assemble(
+        (f"{ranks.changes(action.deltas)}", "bold"),
+        (f"  of window {action.window} by {action.policy}{version}", "dim"),
+        (", inputs missing" if action.gap else "", "yellow"),
+    )
+    lines = [_labelled("decision", text)]
+    if applied is not None:
+        adopted = f"of window {applied.decided_window}, from window {applied.effective_window} on"
+        refused = ", ".join(f"{count} {reason}" for reason, count in applied.num_refused.items() if count)
+        lines.append(
+            _labelled(
+                "adopted", Text.assemble((adopted, "dim"), (f"   refused: {refused}" if refused else "", "yellow"))
+            )
+        )
+    return lines
+
+
+def _reward(board: Board, width: int) -> list[Text]:
+    mean = board.mean_reward()
+    if mean is None:
+        return []
+    terms = "  ".join(f"{name.replace('_', ' ')} {signed(value)}" for name, value in board.reward_terms().items())
+    line = _labelled("reward", Text.assemble((f"{mean:.3f}", "bold"), f"  {board.formula}"))
+    if line.cell_len + len(terms) + 3 <= width:
+        return [line.append(f":  {terms}", "dim")]
+    return [line, _labelled("", Text(terms.replace("  ", " "), "dim"))]
+
+
+def _event(board: Board) -> list[Text]:
+    event = board.event
+    if event is None:
+        return []
+    text = Text.assemble((event.signature, "yellow"), f"  {event.explanation}", (f"  window {event.window}", "dim"))
+    return [_labelled("signature", text)]
+
+
+def _network(board: Board) -> list[Text]:
+    """Where network metrics come from, and why not from a better probe."""
+    nodes = board.nodes.values()
+    if not nodes:
+        return []
+    probes = Counter(node.probe for node in nodes)
+    text = Text(", ".join(probe if len(probes) == 1 else f"{probe} on {count}" for probe, count in probes.items()))
+    if note := next((node.probe_note for node in nodes if node.probe_note), ""):
+        text.append(f"  {note}", "dim")
+    if lost := sum(node.num_readings_lost for node in nodes):
+        text.append(f"  {lost} readings lost", "yellow")
+    return [_labelled("network", text)]
+
+
+def _services(services: Services, now_s: float) -> Text:
+    text = Text()
+    if refused := services.count("refused_logs", now_s):  # first: what is too long for the line is cut
+        text.append(f"{refused} logs refused  ", "red")
+    for beat in services.beats(now_s):
+        late = beat.is_late(now_s)
+        where = f" {beat.live.node}" if beat.live.node and beat.live.service == "collector" else ""
+        text.append("○ " if late else "● ", "red" if late else "green").append(f"{beat.live.service}{where}  ")
+    for service in services.missing(now_s):
+        if not any(beat.live.service == service for beat in services.beats(now_s)):
+            text.append("○ ", "red").append(f"{service} not heard  ", "red")
+    if dead := services.count("dead_letters", now_s):
+        text.append(f"{dead} dead letters", "yellow")
+    return _labelled("services", text)
+
+
+def _labelled(label: str, text: Text) -> Text:
+    return Text.assemble((label.ljust(10), "dim"), text)
+
+
+def _rule(width: int) -> Text:
+    return Text("─" * width, "dim")
+
+
+def _cut(lines: list[Text], width: int, height: int) -> list[Text]:
+    for line in lines:
+        line.no_wrap = True
+        line.truncate(width, overflow="ellipsis")
+    return lines[:height]

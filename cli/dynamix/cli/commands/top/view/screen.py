@@ -1,0 +1,91 @@
+"""The terminal: frames drawn when something changed, `q` and Ctrl-C to leave."""
+
+import asyncio
+import contextlib
+import os
+import sys
+import termios
+import time
+import tty
+from collections.abc import Iterator
+
+from rich.console import Console, Group
+from rich.live import Live
+
+from dynamix.cli.board.feed import Feed
+
+from .frame import frame
+
+MIN_INTERVAL_S = 0.2
+"""Frames are no closer than this, however fast windows come."""
+TICK_S = 1.0
+"""Without news a frame is drawn for the ages in it."""
+QUIT_KEYS = (b"q", b"Q", b"\x1b", b"")
+"""Escape alone, not an arrow's sequence; nothing read is a terminal that is gone."""
+
+
+async def watch(feed: Feed, console: Console) -> None:
+    """Draw until the person leaves."""
+    left = asyncio.Event()
+    following = asyncio.create_task(feed.follow())
+    following.add_done_callback(lambda _: left.set())
+    with _keys(left), Live(console=console, screen=True, auto_refresh=False) as live:
+        while not left.is_set():
+            live.update(current(feed, console), refresh=True)
+            await _news(feed, left)
+    following.cancel()
+    try:
+        await following
+    except asyncio.CancelledError:
+        return
+    except BaseExceptionGroup as group:
+        raise _first(group) from group
+
+
+def current(feed: Feed, console: Console) -> Group:
+    """The frame for the console's size now."""
+    lines = frame(
+        feed.board,
+        feed.services,
+        now_ns=time.time_ns(),
+        now_s=time.monotonic(),
+        width=console.width,
+        height=console.height,
+    )
+    return Group(*lines)
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first of the errors that ended the feed: the others followed from it."""
+    error = group.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error
+
+
+async def _news(feed: Feed, left: asyncio.Event) -> None:
+    await asyncio.sleep(MIN_INTERVAL_S)
+    waiting = [asyncio.create_task(feed.changed.wait()), asyncio.create_task(left.wait())]
+    try:
+        await asyncio.wait(waiting, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        feed.changed.clear()
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+
+@contextlib.contextmanager
+def _keys(left: asyncio.Event) -> Iterator[None]:
+    """Single keys without Enter, while the context lasts; nothing where standard input is no terminal."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    loop = asyncio.get_running_loop()
+    tty.setcbreak(descriptor)
+    loop.add_reader(descriptor, lambda: left.set() if os.read(descriptor, 64) in QUIT_KEYS else None)
+    try:
+        yield
+    finally:
+        loop.remove_reader(descriptor)
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)

@@ -1,0 +1,1 @@
+"""Start a training script with torchrun, connected to the bus."""

@@ -1,0 +1,1 @@
+"""Choose the settings of the baselines on the train scenarios."""

@@ -1,0 +1,1 @@
+"""Run broker and services on this machine until interrupted."""

@@ -1,1 +1,0 @@
-"""`dynamix doctor`: what this machine has, what it lacks, and how to mend it."""

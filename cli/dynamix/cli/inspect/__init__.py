@@ -1,1 +1,0 @@
-"""`dynamix inspect`: what a capture holds, as tables, JSON and a picture."""

@@ -1,1 +1,0 @@
-"""`dynamix replay`."""

@@ -1,1 +1,0 @@
-"""`dynamix simulate`: one job on a virtual cluster."""

@@ -1,1 +1,0 @@
-"""`dynamix top`: a live view of one job."""

@@ -1,1 +1,0 @@
-"""`dynamix up`: broker and services of one machine, kept running until interrupted."""
