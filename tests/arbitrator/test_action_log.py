@@ -20,7 +20,7 @@ from dynamix.arbitrator.learned.policy_source import PolicySource
 from dynamix.arbitrator.learned.policy_store import PolicyStore
 from dynamix.arbitrator.service import serve
 from dynamix.arbitrator.settings import ArbitratorSettings
-from dynamix.runtime.bus import Bus, Message, StaleWriterError
+from dynamix.runtime.bus import Bus, BusMessage, StaleWriterError
 from dynamix.runtime.provision import provision
 from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
@@ -124,7 +124,7 @@ async def test_a_takeover_between_reading_receipt_and_log_halts_no_healthy_job(b
     await bus.publish(receipt((await actions(bus))[-1]))
     last, reads = bus.last, []
 
-    async def slow(stream: str, subject: str) -> Message | None:
+    async def slow(stream: str, subject: str) -> BusMessage | None:
         found = await last(stream, subject)
         reads.append(stream)
         if len(reads) == 1:

@@ -6,7 +6,7 @@ import msgspec
 from tests.support import made
 
 from dynamix.arbitrator.learning.collecting import collect
-from dynamix.runtime.bus import Bus, Message
+from dynamix.runtime.bus import Bus, BusMessage
 from dynamix.schemas.messages import RankReward, Reward
 
 NUM_WINDOWS = 1500
@@ -14,7 +14,7 @@ NO_TIME_S = 1e-9
 JOB = made.job({"node-a": (0, 1)})
 
 
-async def refuse(message: Message, reason: str) -> None:
+async def refuse(message: BusMessage, reason: str) -> None:
     raise AssertionError((message, reason))
 
 

@@ -12,7 +12,7 @@ from tests.support.brokers import STATE, ConfiguredServer, connected, publish_un
 
 import dynamix.runtime.bus.client as client_module
 from dynamix.runtime.bus import ALL, Bus, BusError, PermissionDeniedError, check_url, connection
-from dynamix.runtime.bus.connection import Connection
+from dynamix.runtime.bus.connection import BrokerConnection
 from dynamix.runtime.provision import provision
 from dynamix.runtime.settings import BusSettings
 
@@ -118,7 +118,7 @@ async def test_closing_it_ourselves_is_no_event(server: ConfiguredServer) -> Non
 async def test_an_error_while_noting_an_error_leaves_the_connection_alive(
     guarded: ConfiguredServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(_self: Connection, _error: Exception) -> None:
+    def broken(_self: BrokerConnection, _error: Exception) -> None:
         raise RuntimeError("made up")
 
     async with guarded, connected(guarded.user("admin", "admin-pw")) as admin:
@@ -126,7 +126,7 @@ async def test_an_error_while_noting_an_error_leaves_the_connection_alive(
         async with connected(guarded.user("writer", "writer-pw")) as bus:
             with monkeypatch.context() as patch:
                 noted = asyncio.Event()
-                patch.setattr(Connection, "_note_error", broken)
+                patch.setattr(BrokerConnection, "_note_error", broken)
                 patch.setattr(connection.logger, "exception", lambda *_: noted.set())
                 await publish_unstored(bus, "forbidden", b"")  # the broker's answer calls the broken function
                 await noted.wait()

@@ -23,8 +23,8 @@ from dynamix.runtime.bus import (
     LAST_PER_SUBJECT,
     NEW,
     Bus,
+    BusMessage,
     Consumer,
-    Message,
     SequenceRegressError,
     Start,
     StreamMissingError,
@@ -38,9 +38,9 @@ OTHER = "dynamix.v1.state.job-1.node-b"
 STATES = ["dynamix.v1.state.>"]
 
 
-async def read(reader: Consumer, count: int) -> list[Message]:
+async def read(reader: Consumer, count: int) -> list[BusMessage]:
     """At least `count` messages."""
-    found: list[Message] = []
+    found: list[BusMessage] = []
     async with asyncio.timeout(20):
         async for batch in reader:
             assert batch
@@ -50,7 +50,7 @@ async def read(reader: Consumer, count: int) -> list[Message]:
     raise AssertionError("the consumer ended")
 
 
-def numbers(messages: Sequence[Message]) -> list[int]:
+def numbers(messages: Sequence[BusMessage]) -> list[int]:
     return [int(message.payload) for message in messages]
 
 
@@ -126,7 +126,7 @@ async def test_nothing_is_lost_or_repeated_when_deliveries_vanish_with_the_conne
         await provision(writer)
         settings = BusSettings(url=proxy.url, user=server.settings.user, password=server.settings.password)
         async with connected(settings) as bus, bus.consume("FEED", STATES, start=ALL, max_batch=8) as reader:
-            found: list[Message] = []
+            found: list[BusMessage] = []
             for begin in range(0, 90, 30):
                 await publish_states(writer, range(begin, begin + 10))
                 found += await read(reader, 10)
@@ -145,7 +145,7 @@ async def test_nothing_is_lost_or_repeated_when_deliveries_vanish_with_the_conne
 async def test_a_lost_delivery_is_noticed_and_read_again(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
     original, seen = pull.parse_delivery, 0
 
-    def losing_the_fifth(subject: bytes, payload: bytes, reply: bytes, headers: bytes | None) -> tuple[int, Message]:
+    def losing_the_fifth(subject: bytes, payload: bytes, reply: bytes, headers: bytes | None) -> tuple[int, BusMessage]:
         nonlocal seen
         seen += 1
         count, message = original(subject, payload, reply, headers)
@@ -252,7 +252,7 @@ async def test_a_durable_consumer_loses_and_repeats_nothing_over_a_killed_broker
 ) -> None:
     async with connected(server.settings, "writer") as writer:
         async with bus.consume("FEED", STATES, start=ALL, durable="reward") as reader:
-            found: list[Message] = []
+            found: list[BusMessage] = []
             for begin in range(0, 300, 100):
                 await publish_states(writer, range(begin, begin + 100))
                 found += await read(reader, 50)

@@ -4,7 +4,7 @@ import pytest
 from tests.support.brokers import ConfiguredServer, until
 
 from dynamix.runtime import dead_letters
-from dynamix.runtime.bus import Bus, Message
+from dynamix.runtime.bus import Bus, BusMessage
 from dynamix.runtime.dead_letters import DeadLetters, tokens_of
 from dynamix.schemas import codec
 from dynamix.schemas.messages import Dead
@@ -12,8 +12,8 @@ from dynamix.schemas.messages import Dead
 SUBJECT = "dynamix.v1.state.job-1.node-a"
 
 
-def message(subject: str = SUBJECT, payload: bytes = b"garbage", sequence: int = 7) -> Message:
-    return Message(subject, payload, sequence, 0, 0)
+def message(subject: str = SUBJECT, payload: bytes = b"garbage", sequence: int = 7) -> BusMessage:
+    return BusMessage(subject, payload, sequence, 0, 0)
 
 
 async def test_a_dead_letter_keeps_origin_reason_and_the_first_4_kb(bus: Bus) -> None:

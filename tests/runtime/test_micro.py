@@ -14,7 +14,7 @@ from nats.micro.service import ServiceInfo, ServicePing, ServiceStats
 from tests.support.brokers import ConfiguredServer, connected, publish_states, publish_unstored, until
 
 from dynamix.runtime.bus import Bus, Identity
-from dynamix.runtime.bus.handled import AllHandled
+from dynamix.runtime.bus.handled import StatisticsByKind
 from dynamix.runtime.bus.micro import answer_to, subjects_of
 from dynamix.runtime.dead_letters import DeadLetters
 
@@ -117,7 +117,7 @@ async def test_nobody_has_it_publish_on_a_subject_of_ours(server: ConfiguredServ
 
 
 async def test_what_nobody_of_ours_sends_has_one_place_together() -> None:
-    handled = AllHandled()
+    handled = StatisticsByKind()
     for subject in ("foreign.a", "foreign.b", "dynamix.v1.foreign.c", "dynamix.v1.state.a.b", "dynamix.v1.state.>"):
         handled.of(subject).refuse("bad")
     handled.of("dynamix.v1.state.>", "dynamix.v1.action.*").refuse("bad")

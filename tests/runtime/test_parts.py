@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamix.runtime import log, rate_limit
-from dynamix.runtime.bus.message import Message, parse_delivery
-from dynamix.runtime.bus.position import ALL, LAST_PER_SUBJECT, NEW, Position, Start
+from dynamix.runtime.bus.message import BusMessage, parse_delivery
+from dynamix.runtime.bus.position import ALL, LAST_PER_SUBJECT, NEW, Start, StreamPosition
 from dynamix.runtime.bus.status import parse_status
 from dynamix.runtime.bus.stored import _nanoseconds
 from dynamix.runtime.rate_limit import RateLimit
@@ -28,7 +28,7 @@ from dynamix.runtime.rate_limit import RateLimit
     ],
 )
 def test_both_forms_of_acknowledgement_subjects_say_the_same(reply: bytes) -> None:
-    message = Message("s", b"p", sequence=42, timestamp_ns=1700000000123456789, num_pending=3)
+    message = BusMessage("s", b"p", sequence=42, timestamp_ns=1700000000123456789, num_pending=3)
     assert parse_delivery(b"s", b"p", reply) == (7, message)
 
 
@@ -88,7 +88,7 @@ def test_a_status_line_is_read(headers: bytes, status: tuple[int, str, int]) -> 
 def test_a_position_begins_where_it_is_told_and_goes_on_behind_the_last_message(
     start: Start, policy: dict[str, object]
 ) -> None:
-    position = Position(start)
+    position = StreamPosition(start)
     assert position.policy() == policy
     assert position.accepts(12)
     assert not position.accepts(12)
@@ -97,7 +97,7 @@ def test_a_position_begins_where_it_is_told_and_goes_on_behind_the_last_message(
 
 
 def test_new_is_pinned_to_what_was_last_at_the_opening() -> None:
-    position = Position(NEW)
+    position = StreamPosition(NEW)
     assert position.needs_pin
     position.pin(40)
     assert not position.needs_pin

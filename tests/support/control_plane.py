@@ -10,13 +10,12 @@ from tests.support import made
 
 from dynamix.cli.services import ServiceProcess, bus_environment, wait_until_ready
 from dynamix.collector.proc import Proc
-from dynamix.runtime.bus import Bus, Message
+from dynamix.runtime.bus import Bus, BusMessage
 from dynamix.runtime.embedded import EmbeddedServer
 from dynamix.runtime.provision import provision
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode_any
-from dynamix.schemas.messages import Action, Job, Report
-from dynamix.schemas.messages import Message as SchemaMessage
+from dynamix.schemas.messages import Action, Job, Message, Report
 from dynamix.schemas.streams import ACTIONS
 
 NODE = "node-a"
@@ -42,9 +41,9 @@ class ControlPlane:
         """A further process of a service, not started."""
         return ServiceProcess(name, {**self.environ, **environ})
 
-    async def messages(self, stream: str, *wanted: str) -> list[tuple[Message, SchemaMessage]]:
+    async def messages(self, stream: str, *wanted: str) -> list[tuple[BusMessage, Message]]:
         """All stored messages on some subjects, in order."""
-        found: list[tuple[Message, SchemaMessage]] = []
+        found: list[tuple[BusMessage, Message]] = []
         last = (await self.bus.stream_state(stream)).last_sequence
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.5 if last else 0), self.bus.consume(stream, wanted, start="all") as consumer:
@@ -58,9 +57,9 @@ class ControlPlane:
         """The job's actions so far."""
         return [message for _, message in await self.messages(ACTIONS.name, subjects.action(job))]  # type: ignore[misc]
 
-    async def wait_for(self, stream: str, subject: str, count: int, timeout_s: float = 20.0) -> list[SchemaMessage]:
+    async def wait_for(self, stream: str, subject: str, count: int, timeout_s: float = 20.0) -> list[Message]:
         """The first `count` messages on a subject, once they are there."""
-        found: list[SchemaMessage] = []
+        found: list[Message] = []
         async with asyncio.timeout(timeout_s), self.bus.consume(stream, [subject], start="all") as consumer:
             async for batch in consumer:
                 found += [decode_any(message.subject, message.payload) for message in batch]

@@ -6,7 +6,7 @@ import itertools
 from tests.support.reference_fold import Decided, reference_decisions
 
 from dynamix.arbitrator.policies import policy_named
-from dynamix.runtime.bus import Bus, Message
+from dynamix.runtime.bus import Bus, BusMessage
 from dynamix.schemas import subjects
 from dynamix.schemas.chain import is_sealed
 from dynamix.schemas.codec import MalformedMessageError, decode
@@ -14,7 +14,7 @@ from dynamix.schemas.messages import Action, Job, State
 from dynamix.schemas.streams import ACTIONS, FEED
 
 
-async def stored(bus: Bus, stream: str, subject: str) -> list[Message]:
+async def stored(bus: Bus, stream: str, subject: str) -> list[BusMessage]:
     """Everything on a subject up to what is its last message now."""
     newest, found = await bus.last(stream, subject), []
     if newest is None:

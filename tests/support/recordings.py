@@ -12,8 +12,7 @@ from dynamix.arbitrator.deciding.signatures import SizeWatch, event_of
 from dynamix.arbitrator.policies import policy_named
 from dynamix.arbitrator.policies.policy import Policy
 from dynamix.recording.capture import CaptureWriter, Record, read_header, records
-from dynamix.schemas.messages import Action, Job, State
-from dynamix.schemas.messages import Message as SchemaMessage
+from dynamix.schemas.messages import Action, Job, Message, State
 
 DEMO = Path(__file__).parents[1] / "data/demo.dxc"
 
@@ -54,7 +53,7 @@ class Recording:
     def __exit__(self, *error: object) -> None:
         self._writer.__exit__(None, None, None)
 
-    def store(self, message: SchemaMessage) -> int:
+    def store(self, message: Message) -> int:
         """Append a message; its sequence."""
         self._recorder.now_ns += 1_000_000
         return self._recorder.store(message)

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import time
 
-from dynamix.runtime.bus import Bus, Consumer, Message
+from dynamix.runtime.bus import Bus, BusMessage, Consumer
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode, decode_any
 from dynamix.schemas.messages import Job, Live
@@ -146,7 +146,7 @@ class Feed:
     def _consume_feed(self, board: Board, start: int) -> Consumer:
         return self._bus.consume(FEED.name, _feed_subjects(board), start=start)
 
-    def _add_job(self, message: Message) -> None:
+    def _add_job(self, message: BusMessage) -> None:
         try:
             job = decode(Job, message.subject, message.payload)
         except MalformedMessageError:
@@ -156,7 +156,7 @@ class Feed:
             self.board.add(job)
         self.changed.set()
 
-    def _fold(self, board: Board, batch: list[Message]) -> None:
+    def _fold(self, board: Board, batch: list[BusMessage]) -> None:
         for message in batch:
             try:
                 board.add(decode_any(message.subject, message.payload), message.timestamp_ns)

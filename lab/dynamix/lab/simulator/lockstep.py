@@ -8,7 +8,7 @@ machine, and without a bus.
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
-from dynamix.runtime.bus import Bus, Message
+from dynamix.runtime.bus import Bus, BusMessage
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode
 from dynamix.schemas.messages import Action, Report
@@ -62,7 +62,7 @@ async def run_lockstep(
 class _Inbox:
     """Hands the job's actions to the cluster as they come."""
 
-    def __init__(self, cluster: VirtualCluster, batches: AsyncIterator[list[Message]], patience_s: float) -> None:
+    def __init__(self, cluster: VirtualCluster, batches: AsyncIterator[list[BusMessage]], patience_s: float) -> None:
         self.actions: list[Action] = []
         self._cluster = cluster
         self._batches = batches
@@ -81,7 +81,7 @@ class _Inbox:
                 f"arbitrator and a collector for each node (DYNAMIX_NODE={first} ... {last}) running?"
             ) from None
 
-    def _take(self, batch: list[Message]) -> None:
+    def _take(self, batch: list[BusMessage]) -> None:
         for message in batch:
             action = decode(Action, message.subject, message.payload)
             self.actions.append(action)

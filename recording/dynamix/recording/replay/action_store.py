@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from dynamix.arbitrator.deciding.signatures import STUCK_WINDOWS
-from dynamix.runtime.bus import Message, StaleWriterError
+from dynamix.runtime.bus import BusMessage, StaleWriterError
 from dynamix.schemas import codec, subjects
 from dynamix.schemas.chain import is_intact
 from dynamix.schemas.messages import Action
@@ -25,7 +25,7 @@ from .recorded import RecordedAction, RecordedActions
 class Book(Protocol):
     """The actions of one job."""
 
-    stored: deque[Message]
+    stored: deque[BusMessage]
     """The newest ones, oldest first; as many as a signature looks back."""
     history: deque[Action]
     """The same of the newest one's generation."""
@@ -46,7 +46,7 @@ class _Log:
     """What both books do: remember, and compare the sequence."""
 
     def __init__(self) -> None:
-        self.stored: deque[Message] = deque(maxlen=STUCK_WINDOWS)
+        self.stored: deque[BusMessage] = deque(maxlen=STUCK_WINDOWS)
         self.history: deque[Action] = deque(maxlen=STUCK_WINDOWS)
         self.halted: set[int] = set()
 
@@ -55,7 +55,7 @@ class _Log:
         if last != expected_last:
             raise StaleWriterError(f"{subjects.subject_of(action)} ends at {last}, not at {expected_last}", last)
 
-    def _store(self, message: Message, action: Action) -> None:
+    def _store(self, message: BusMessage, action: Action) -> None:
         self.stored.append(message)
         if self.history and self.history[-1].generation != action.generation:
             self.history.clear()
@@ -152,10 +152,10 @@ class ComparedBook(_Log):
         """The capture was ended before the action was stored."""
         self._tally.num_outside += 1
         sequence = (self.stored[-1].sequence if self.stored else 0) + 1
-        self._accept(Message(subjects.subject_of(action), payload, sequence, 0, 0), action)
+        self._accept(BusMessage(subjects.subject_of(action), payload, sequence, 0, 0), action)
         return sequence
 
-    def _accept(self, message: Message, action: Action) -> None:
+    def _accept(self, message: BusMessage, action: Action) -> None:
         self._store(message, action)
         self._on_stored(action)
 
@@ -171,7 +171,7 @@ class FreeBook(_Log):
         """As `Book`."""
         self._check(action, expected_last)
         sequence = expected_last + 1
-        self._store(Message(subjects.subject_of(action), codec.encode(action), sequence, 0, 0), action)
+        self._store(BusMessage(subjects.subject_of(action), codec.encode(action), sequence, 0, 0), action)
         self._on_stored(action)
         return sequence
 

@@ -9,10 +9,10 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from dynamix.recording.capture import Record
-from dynamix.runtime.bus import Message, Start
-from dynamix.runtime.bus.handled import AllHandled
+from dynamix.runtime.bus import BusMessage, Start
+from dynamix.runtime.bus.handled import StatisticsByKind
 from dynamix.schemas import codec, subjects
-from dynamix.schemas.messages import Message as SchemaMessage
+from dynamix.schemas.messages import Message
 from dynamix.schemas.subjects import ROOT
 
 from .pairing import Pairing
@@ -24,7 +24,7 @@ _DEAD = f"{ROOT}.dead."
 class Batches(Protocol):
     """Where a consumer's messages come from."""
 
-    async def next_batch(self) -> list[Message]:
+    async def next_batch(self) -> list[BusMessage]:
         """At least one message, or none when there are no more."""
 
 
@@ -45,20 +45,20 @@ class ReplayedConsumer:
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> list[Message]:
+    async def __anext__(self) -> list[BusMessage]:
         batch = await self._batches.next_batch()
         if not batch:
             raise StopAsyncIteration
         return batch
 
-    async def ack(self, message: Message) -> None:
+    async def ack(self, message: BusMessage) -> None:
         """Nothing is ever delivered again."""
 
 
 class Inputs(Protocol):
     """Chooses from the tape what a service consumes and what it has published."""
 
-    def take(self, record: Record) -> list[Message]:
+    def take(self, record: Record) -> list[BusMessage]:
         """The messages to be delivered now that this record is known."""
 
     def outputs(self, record: Record) -> list[Record]:
@@ -70,7 +70,7 @@ class ReplayBus:
 
     def __init__(self, tape: Tape, inputs: Inputs, pairing: Pairing) -> None:
         self.counters: dict[str, int] = {}
-        self.handled = AllHandled()
+        self.handled = StatisticsByKind()
         self._tape = tape
         self._inputs = inputs
         self._pairing = pairing
@@ -90,10 +90,10 @@ class ReplayBus:
         """The service's inputs, from the beginning of the capture."""
         return ReplayedConsumer(self)
 
-    async def next_batch(self) -> list[Message]:
+    async def next_batch(self) -> list[BusMessage]:
         """Inputs until something was read; what they gave was published before, so the outputs beside them are due."""
         self._settle()
-        batch: list[Message] = []
+        batch: list[BusMessage] = []
         while not batch and (records := await self._tape.read()):
             for record in records:
                 self._outputs += self._inputs.outputs(record)
@@ -102,11 +102,11 @@ class ReplayBus:
                 self._settle()
         return batch
 
-    async def publish(self, message: SchemaMessage) -> int:
+    async def publish(self, message: Message) -> int:
         """Take an output; returns no sequence, since nothing is stored."""
         return await (await self.publish_soon(message))
 
-    async def publish_soon(self, message: SchemaMessage) -> asyncio.Future[int]:
+    async def publish_soon(self, message: Message) -> asyncio.Future[int]:
         """Take an output."""
         return await self.publish_bytes_soon(
             subjects.subject_of(message), codec.encode(message), codec.message_id(message)
@@ -133,6 +133,6 @@ def done(sequence: int) -> asyncio.Future[int]:
     return future
 
 
-def message_of(record: Record) -> Message:
+def message_of(record: Record) -> BusMessage:
     """A record as a consumer delivers it."""
-    return Message(record.subject, record.payload, record.sequence, record.timestamp_ns, 0)
+    return BusMessage(record.subject, record.payload, record.sequence, record.timestamp_ns, 0)

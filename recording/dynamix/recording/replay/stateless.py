@@ -3,7 +3,7 @@
 from dynamix.collector.observing import Observation
 from dynamix.collector.probes import Traffic
 from dynamix.recording.capture import Record
-from dynamix.runtime.bus import Message
+from dynamix.runtime.bus import BusMessage
 from dynamix.schemas.codec import MalformedMessageError, decode
 from dynamix.schemas.messages import MetricWindow, Report
 
@@ -41,7 +41,7 @@ class Windows:
     def __init__(self, until: Until) -> None:
         self._until = until
 
-    def take(self, record: Record) -> list[Message]:
+    def take(self, record: Record) -> list[BusMessage]:
         """Each window as it comes."""
         return [message_of(record)] if kind_of(record) == "window" and self._until.wants(record) else []
 
@@ -66,7 +66,7 @@ class Reports:
         self._seen: dict[tuple[str, Place], MetricWindow] = {}
         """Windows whose report is delivered, by node."""
 
-    def take(self, record: Record) -> list[Message]:
+    def take(self, record: Record) -> list[BusMessage]:
         """A report whose window is known now."""
         kind = kind_of(record)
         if kind not in ("report", "window") or not self._until.wants(record):
@@ -100,13 +100,13 @@ class Reports:
         self._tally.num_outside += sum(len(held) for held in self._held.values())
         self._held.clear()
 
-    def _report(self, record: Record) -> list[Message]:
+    def _report(self, record: Record) -> list[BusMessage]:
         self._held.setdefault(_about(record), [record])
         if len(self._held) > MAX_HELD:
             self._tally.num_outside += len(self._held.pop(next(iter(self._held))))
         return []
 
-    def _window(self, record: Record) -> list[Message]:
+    def _window(self, record: Record) -> list[BusMessage]:
         held = self._held.pop(_about(record), None)
         if held is None:
             return []

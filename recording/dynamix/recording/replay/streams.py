@@ -5,8 +5,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from dynamix.recording.capture import Record
-from dynamix.runtime.bus import Message, ObjectInfo, Start, StoredObject, StreamState
-from dynamix.runtime.bus.handled import AllHandled
+from dynamix.runtime.bus import BusMessage, ObjectInfo, Start, StoredObject, StreamState
+from dynamix.runtime.bus.handled import StatisticsByKind
 from dynamix.schemas.codec import MalformedMessageError, decode, encode
 from dynamix.schemas.messages import Action, Event, Job
 from dynamix.schemas.streams import ACTIONS, FEED, JOBS
@@ -24,10 +24,10 @@ from .recorded import RecordedAction
 class _Once:
     """A consumer's messages that are all there already."""
 
-    def __init__(self, batch: list[Message]) -> None:
+    def __init__(self, batch: list[BusMessage]) -> None:
         self._batch = batch
 
-    async def next_batch(self) -> list[Message]:
+    async def next_batch(self) -> list[BusMessage]:
         batch, self._batch = self._batch, []
         return batch
 
@@ -60,7 +60,7 @@ class StreamsBus:
             change: what becomes of each specification; then the trainer's receipts, which are another's, are hidden.
         """
         self.counters: dict[str, int] = {}
-        self.handled = AllHandled()
+        self.handled = StatisticsByKind()
         self.job: Job | None = None
         self._tape = tape
         self._book = book
@@ -72,11 +72,11 @@ class StreamsBus:
         self._ahead: deque[Record] = deque()
         self._first = plan.feed_first
         self._last = plan.feed_first - 1
-        self._states: deque[Message] = deque()
+        self._states: deque[BusMessage] = deque()
         """Those that a restart may read again."""
-        self._newest_state: Message | None = None
-        self._receipt: Message | None = None
-        self._specification: Message | None = None
+        self._newest_state: BusMessage | None = None
+        self._receipt: BusMessage | None = None
+        self._specification: BusMessage | None = None
 
     async def skip_to(self, checkpoint: int) -> None:
         """Play up to an action, which is the newest one then."""
@@ -126,9 +126,9 @@ class StreamsBus:
             return ReplayedConsumer(self)
         return ReplayedConsumer(_Once([state for state in self._states if state.sequence >= start]))
 
-    async def next_batch(self) -> list[Message]:
+    async def next_batch(self) -> list[BusMessage]:
         """States up to the next change of anything else."""
-        batch: list[Message] = []
+        batch: list[BusMessage] = []
         while True:
             if not self._ahead:
                 if batch:
@@ -148,7 +148,7 @@ class StreamsBus:
             return StreamState(self._first, self._last, len(self._states))
         return StreamState(1, 1, 1) if self._specification is not None else StreamState(1, 0, 0)
 
-    async def last(self, stream: str, subject: str) -> Message | None:
+    async def last(self, stream: str, subject: str) -> BusMessage | None:
         """The newest specification, receipt, state or action."""
         if stream == ACTIONS.name:
             return self._book.stored[-1] if self._book.stored else None
@@ -156,7 +156,7 @@ class StreamsBus:
             return self._specification
         return self._receipt if ".applied." in subject else self._newest_state
 
-    async def first(self, stream: str, subject: str, *, start: int = 1) -> Message | None:  # noqa: ARG002 - as `Bus.first`
+    async def first(self, stream: str, subject: str, *, start: int = 1) -> BusMessage | None:  # noqa: ARG002 - as `Bus.first`
         """The oldest action that is remembered, at or after a sequence."""
         return next((stored for stored in self._book.stored if stored.sequence >= start), None)
 
@@ -184,7 +184,7 @@ class StreamsBus:
     def _is_barrier(self, record: Record) -> bool:
         return record.stream != FEED.name or record.sequence in self._late or kind_of(record) in ("applied", "event")
 
-    def _apply(self, record: Record) -> Message | None:
+    def _apply(self, record: Record) -> BusMessage | None:
         """Store a record; the message when it is a state."""
         if record.stream == JOBS.name:
             self._specify(record)
@@ -197,7 +197,7 @@ class StreamsBus:
             return self._feed(record)
         return None
 
-    def _feed(self, record: Record) -> Message | None:
+    def _feed(self, record: Record) -> BusMessage | None:
         self._last = record.sequence
         if (late := self._late.pop(record.sequence, None)) is not None:
             self._specify(late)

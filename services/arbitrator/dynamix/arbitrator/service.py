@@ -4,7 +4,7 @@ import asyncio
 from collections import defaultdict
 from pathlib import Path
 
-from dynamix.runtime.bus import Message
+from dynamix.runtime.bus import BusMessage
 from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode
@@ -63,10 +63,10 @@ class _Arbitrator:
             async for batch in consumer:
                 await self._fold(batch)
 
-    async def _newest_specifications(self) -> list[Message]:
+    async def _newest_specifications(self) -> list[BusMessage]:
         if (await self._bus.stream_state(JOBS.name)).num_messages == 0:
             return []
-        found: list[Message] = []
+        found: list[BusMessage] = []
         async with self._bus.consume(JOBS.name, [subjects.job(subjects.ANY)], start="last_per_subject") as consumer:
             async for batch in consumer:
                 found += batch
@@ -74,9 +74,9 @@ class _Arbitrator:
                     break
         return found
 
-    async def _fold(self, batch: list[Message]) -> None:
+    async def _fold(self, batch: list[BusMessage]) -> None:
         """Jobs beside each other, the states of one job in order."""
-        by_job: dict[str, list[tuple[Message, State]]] = defaultdict(list)
+        by_job: dict[str, list[tuple[BusMessage, State]]] = defaultdict(list)
         for message in batch:
             try:
                 state = decode(State, message.subject, message.payload)
@@ -85,7 +85,7 @@ class _Arbitrator:
                 await self._context.dead_letter(message, str(error))
         await asyncio.gather(*[self._fold_job(job, items) for job, items in by_job.items()])
 
-    async def _fold_job(self, job: str, items: list[tuple[Message, State]]) -> None:
+    async def _fold_job(self, job: str, items: list[tuple[BusMessage, State]]) -> None:
         for message, state in items:
             try:
                 log = await self._log_of(job, state.generation, before=message.sequence)
@@ -117,7 +117,7 @@ class _Arbitrator:
         specification = None if message is None else await self._specification(message)
         return None if specification is None else await self._open(specification, until=before - 1)
 
-    async def _specification(self, message: Message) -> Job | None:
+    async def _specification(self, message: BusMessage) -> Job | None:
         try:
             return decode(Job, message.subject, message.payload)
         except MalformedMessageError as error:
@@ -156,7 +156,7 @@ class _Arbitrator:
                 if batch[-1].sequence >= newest.sequence:
                     return
 
-    async def _fold_one(self, log: JobLog, message: Message) -> None:
+    async def _fold_one(self, log: JobLog, message: BusMessage) -> None:
         try:
             state = decode(State, message.subject, message.payload)
             if state.generation == log.job.generation:

@@ -4,13 +4,12 @@ import asyncio
 import itertools
 
 from dynamix.runtime.backpressure import publish_when_room
-from dynamix.runtime.bus import Message, StreamFullError
+from dynamix.runtime.bus import BusMessage, StreamFullError
 from dynamix.runtime.service import Context, StartError
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode, encode, message_id
 from dynamix.schemas.features import state_of
-from dynamix.schemas.messages import Message as SchemaMessage
-from dynamix.schemas.messages import MetricWindow, Report
+from dynamix.schemas.messages import Message, MetricWindow, Report
 from dynamix.schemas.streams import FEED
 
 from .ebpf.opening import open_probe
@@ -21,7 +20,7 @@ from .settings import CollectorSettings
 from .simulated import simulated_window
 from .window import metric_window
 
-_InFlight = tuple[SchemaMessage, asyncio.Future[int]]
+_InFlight = tuple[Message, asyncio.Future[int]]
 
 MAX_BATCH = 128
 """Reports that are turned into windows without a pause, 0.2 ms each: only after an interruption are there so many."""
@@ -76,7 +75,7 @@ class _Collector:
         self._context = context
         self._observer = observer
 
-    async def collect(self, batch: list[Message]) -> bool:
+    async def collect(self, batch: list[BusMessage]) -> bool:
         """Publish what a batch of reports gives; only each job's newest report is recent enough to be read against.
 
         False when the service is to stop before all states could be stored.
@@ -87,18 +86,18 @@ class _Collector:
         stored = [await self._publish(m, r, fresh=current and newest[r.job] is r) for m, r in reports]
         return all([await self._stored(*output) for output in itertools.chain.from_iterable(stored)])
 
-    async def _report(self, message: Message) -> Report | None:
+    async def _report(self, message: BusMessage) -> Report | None:
         try:
             return decode(Report, message.subject, message.payload)
         except MalformedMessageError as error:
             await self._context.dead_letter(message, str(error))
             return None
 
-    async def _publish(self, message: Message, report: Report, *, fresh: bool) -> list[_InFlight]:
+    async def _publish(self, message: BusMessage, report: Report, *, fresh: bool) -> list[_InFlight]:
         """Put window and state in flight. A well-formed report may still give numbers that no message can hold."""
         try:
             window = await self._without_blocking(report, fresh=fresh)
-            outputs: tuple[SchemaMessage, ...] = (window, state_of(window))
+            outputs: tuple[Message, ...] = (window, state_of(window))
             packed = [_packed(output) for output in outputs]
         except (MalformedMessageError, OverflowError) as error:
             await self._context.dead_letter(message, str(error))
@@ -107,7 +106,7 @@ class _Collector:
         send = self._context.bus.publish_bytes_soon
         return [(output, await send(*parcel)) for output, parcel in zip(outputs, packed, strict=True)]
 
-    async def _stored(self, output: SchemaMessage, acknowledged: asyncio.Future[int]) -> bool:
+    async def _stored(self, output: Message, acknowledged: asyncio.Future[int]) -> bool:
         """Where FEED has no room, a window is given up, which only informs; a state waits, which decides."""
         try:
             await acknowledged
@@ -137,7 +136,7 @@ class _Collector:
         return metric_window(report, **self._observer.observe(report, fresh=fresh)._asdict())
 
 
-def _packed(output: SchemaMessage) -> tuple[str, bytes, str]:
+def _packed(output: Message) -> tuple[str, bytes, str]:
     """Subject, bytes and identity of a message that every reader will take.
 
     Raises:

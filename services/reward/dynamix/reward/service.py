@@ -6,7 +6,7 @@ The service has no memory, so replicas are harmless: equal rewards have equal me
 import asyncio
 
 from dynamix.runtime.backpressure import publish_when_room
-from dynamix.runtime.bus import Message
+from dynamix.runtime.bus import BusMessage
 from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode, encode
@@ -34,7 +34,7 @@ async def serve(context: Context[RewardSettings]) -> None:
             context.count("rewards", len(rewards))
 
 
-async def _reward(context: Context[RewardSettings], message: Message) -> Reward | None:
+async def _reward(context: Context[RewardSettings], message: BusMessage) -> Reward | None:
     try:
         window = decode(MetricWindow, message.subject, message.payload)
         reward = reward_of(window, context.settings.weights(), context.settings.chosen_formula())

@@ -7,7 +7,7 @@ from dynamix.schemas import codec, subjects
 from dynamix.schemas.kinds import BY_NAME
 from dynamix.schemas.messages import Dead
 
-from .bus import Bus, BusError, Message
+from .bus import Bus, BusError, BusMessage
 from .rate_limit import RateLimit
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class DeadLetters:
         self._counters = counters
         self._limit = RateLimit(PER_KIND_PER_S, burst=int(PER_KIND_PER_S))
 
-    async def add(self, message: Message, reason: str) -> None:
+    async def add(self, message: BusMessage, reason: str) -> None:
         """Set a message aside; never raises."""
         self._count("dead_letters")
         self._bus.handled.of(message.subject).refuse(reason)
@@ -56,7 +56,7 @@ class DeadLetters:
             self._count("dead_letters_not_kept")
             logger.warning("a dead letter was not kept: %s", error)
 
-    async def _publish(self, message: Message, reason: str, subject: str) -> None:
+    async def _publish(self, message: BusMessage, reason: str, subject: str) -> None:
         dead = Dead(
             service=self._service,
             subject=message.subject[:MAX_TEXT],

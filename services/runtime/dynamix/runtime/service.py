@@ -19,7 +19,7 @@ import uvloop
 from dynamix.schemas.messages import Live
 
 from . import log as logs
-from .bus import Bus, BusError, Identity, Message, check_url
+from .bus import Bus, BusError, BusMessage, Identity, check_url
 from .dead_letters import DeadLetters
 from .settings import Loaded, help_text, load, node_name
 from .watchdog import Watchdog
@@ -59,7 +59,7 @@ class Context(Generic[S]):
         """Add to a counter."""
         self.counters[name] = self.counters.get(name, 0) + num
 
-    async def dead_letter(self, message: Message, reason: str) -> None:
+    async def dead_letter(self, message: BusMessage, reason: str) -> None:
         """Set aside a message that cannot be used: counted, logged, published to `dead` at a limited rate.
 
         Never raises: what is wrong with a message must not end the service.

@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Self
 
 from dynamix.recording.capture import Record
-from dynamix.runtime.bus import Bus, Message
+from dynamix.runtime.bus import Bus, BusMessage
 
 
 class Tail:
@@ -20,7 +20,7 @@ class Tail:
             lose the batch that it was about to return.
     """
 
-    waiting: asyncio.Task[list[Message]]
+    waiting: asyncio.Task[list[BusMessage]]
 
     def __init__(self, bus: Bus, stream: str, subjects: Sequence[str]) -> None:
         self.stream = stream

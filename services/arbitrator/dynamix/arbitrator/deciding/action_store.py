@@ -10,7 +10,7 @@ from asyncio import Future
 from collections.abc import AsyncIterator
 from typing import NamedTuple, Protocol
 
-from dynamix.runtime.bus import Message
+from dynamix.runtime.bus import BusMessage
 from dynamix.schemas import subjects
 from dynamix.schemas.chain import BrokenChainError, ChainCheck, is_intact
 from dynamix.schemas.codec import MalformedMessageError, decode
@@ -24,10 +24,10 @@ MOST_DECIDED_MEANWHILE = 256
 class ActionLog(Protocol):
     """What of the bus a job's decisions need."""
 
-    async def last(self, stream: str, subject: str) -> Message | None:
+    async def last(self, stream: str, subject: str) -> BusMessage | None:
         """The newest message on a subject."""
 
-    async def first(self, stream: str, subject: str, *, start: int = 1) -> Message | None:
+    async def first(self, stream: str, subject: str, *, start: int = 1) -> BusMessage | None:
         """The oldest message on a subject at or after a sequence."""
 
     async def publish_action(self, action: Action, *, expected_last: int) -> int:
@@ -80,7 +80,7 @@ async def newest_action(bus: ActionLog, job: Job) -> Stored | None:
     return stored
 
 
-async def newest_receipt(bus: ActionLog, job: Job) -> Message | None:
+async def newest_receipt(bus: ActionLog, job: Job) -> BusMessage | None:
     """What the trainer says it applied last.
 
     Read it before the newest action: another arbitrator may decide in between, and no receipt is ahead of a log that
@@ -89,7 +89,7 @@ async def newest_receipt(bus: ActionLog, job: Job) -> Message | None:
     return await bus.last(FEED.name, subjects.applied(job.job))
 
 
-async def check_receipt(bus: ActionLog, job: Job, newest: Stored | None, message: Message | None) -> None:
+async def check_receipt(bus: ActionLog, job: Job, newest: Stored | None, message: BusMessage | None) -> None:
     """See that the log holds what the trainer says it applied, in a receipt that was read before the log.
 
     Where a recorded job is decided anew there are no receipts: those of the recording are of other actions.
@@ -166,7 +166,7 @@ async def _check_chain(bus: ActionLog, job: Job, known: Stored | None, newest: S
         raise _refusal(oldest, "begins another chain than the one that was known")
 
 
-async def _messages(bus: ActionLog, job: Job, start: int, last: int) -> AsyncIterator[Message]:
+async def _messages(bus: ActionLog, job: Job, start: int, last: int) -> AsyncIterator[BusMessage]:
     """The job's stored actions from one sequence to another."""
     while start <= last:
         message = await bus.first(ACTIONS.name, subjects.action(job.job), start=start)
@@ -182,13 +182,13 @@ async def _has_given_up(bus: ActionLog, sequence: int) -> bool:
     return oldest is not None and oldest.sequence > sequence
 
 
-async def _is_older_than_the_log(bus: ActionLog, receipt: Message) -> bool:
+async def _is_older_than_the_log(bus: ActionLog, receipt: BusMessage) -> bool:
     """Whether ACTIONS was full and may have dropped the action before the receipt: all that it holds is newer."""
     oldest = await bus.first(ACTIONS.name, subjects.action(subjects.ANY))
     return oldest is not None and oldest.sequence > 1 and oldest.timestamp_ns > receipt.timestamp_ns
 
 
-def _action(message: Message) -> Action:
+def _action(message: BusMessage) -> Action:
     try:
         return decode(Action, message.subject, message.payload)
     except MalformedMessageError as error:

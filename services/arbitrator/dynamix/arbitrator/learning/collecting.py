@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
-from dynamix.runtime.bus import Bus, BusError, Consumer, Message
+from dynamix.runtime.bus import Bus, BusError, BusMessage, Consumer
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode_any
 from dynamix.schemas.messages import Action, Applied, Job, Reward, State
@@ -12,7 +12,7 @@ from dynamix.schemas.streams import ACTIONS, FEED
 
 from .rollout import Recording
 
-Refuse = Callable[[Message, str], Awaitable[None]]
+Refuse = Callable[[BusMessage, str], Awaitable[None]]
 """What to do with a message that cannot be used."""
 
 
@@ -107,7 +107,7 @@ class _Gathering:
         """States without their reward."""
         return len(self._measured - self._rewarded)
 
-    async def add(self, message: Message) -> None:
+    async def add(self, message: BusMessage) -> None:
         """Take in a stored message; another generation's is not ours."""
         try:
             content = decode_any(message.subject, message.payload)

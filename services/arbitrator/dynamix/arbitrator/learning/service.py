@@ -15,8 +15,8 @@ from dynamix.arbitrator.learned.policy_store import PolicyStore
 from dynamix.arbitrator.learned.shipped import SHIPPED_VERSION, shipped_policy
 from dynamix.runtime.bus import (
     BusError,
+    BusMessage,
     ConnectionClosedError,
-    Message,
     PermissionDeniedError,
     StreamMissingError,
 )
@@ -97,7 +97,7 @@ class _Learner:
             )
             await self._put(content)
 
-    async def _on_job(self, message: Message) -> None:
+    async def _on_job(self, message: BusMessage) -> None:
         try:
             job = decode(Job, message.subject, message.payload)
         except MalformedMessageError as error:

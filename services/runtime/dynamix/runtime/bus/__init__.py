@@ -15,8 +15,8 @@ from .errors import (
     StreamFullError,
     StreamMissingError,
 )
-from .handled import Handled
-from .message import Message, StreamState
+from .handled import HandlingStatistics
+from .message import BusMessage, StreamState
 from .micro import Identity
 from .object_layout import ObjectInfo
 from .objects import StoredObject
@@ -29,11 +29,11 @@ __all__ = [
     "NEW",
     "Bus",
     "BusError",
+    "BusMessage",
     "ConnectionClosedError",
     "Consumer",
-    "Handled",
+    "HandlingStatistics",
     "Identity",
-    "Message",
     "ObjectBrokenError",
     "ObjectInfo",
     "ObjectMissingError",

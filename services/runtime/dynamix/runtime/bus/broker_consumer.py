@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from .connection import Connection
+from .connection import BrokerConnection
 from .errors import CONSUMER_NOT_FOUND, ApiError, SequenceRegressError
-from .position import Position
+from .position import StreamPosition
 from .requests import API, Answer, Requests
 from .stored import stream_state
 
@@ -42,13 +42,13 @@ class BrokerConsumer:
 
     def __init__(
         self,
-        connection: Connection,
+        connection: BrokerConnection,
         requests: Requests,
         *,
         stream: str,
         subjects: tuple[str, ...],
         durable: str | None,
-        position: Position,
+        position: StreamPosition,
     ) -> None:
         self.position = position
         self._connection = connection

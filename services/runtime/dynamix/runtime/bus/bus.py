@@ -7,16 +7,15 @@ from typing import Any, Literal, Self
 
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import codec, subjects
-from dynamix.schemas.messages import Action, Live
-from dynamix.schemas.messages import Message as SchemaMessage
+from dynamix.schemas.messages import Action, Live, Message
 from dynamix.schemas.streams import ACTIONS
 
 from . import stored
-from .connection import Connection
+from .connection import BrokerConnection
 from .consumer import Consumer
 from .errors import StaleWriterError
-from .handled import AllHandled, Handled
-from .message import Message, StreamState
+from .handled import HandlingStatistics, StatisticsByKind
+from .message import BusMessage, StreamState
 from .micro import Discovery, Identity
 from .object_layout import ObjectInfo
 from .objects import MAX_OBJECT_BYTES, Objects, StoredObject
@@ -33,9 +32,9 @@ class Bus:
         handled: what consumers handed out and what became of it, by kind of message.
     """
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: BrokerConnection) -> None:
         self._connection = connection
-        self.handled = AllHandled()
+        self.handled = StatisticsByKind()
         self._requests = Requests(connection)
         self._publisher = Publisher(connection)
         self._objects = Objects(self._requests, self._publisher, self._read)
@@ -54,7 +53,7 @@ class Bus:
 
         Args:
             settings: where and as whom.
-            name: shown by the broker, and part of our inbox (see `Connection.inbox`): `<service>-<instance>`.
+            name: shown by the broker, and part of our inbox (see `BrokerConnection.inbox`): `<service>-<instance>`.
             on_closed: called with the reason when the broker closes the connection for good; the process should end
                 with a non-zero code so that its supervisor starts it anew.
             wait: try the first connection for ever, too.
@@ -64,7 +63,7 @@ class Bus:
             PermissionDeniedError: when user or password are refused, or the user may not listen to its own inbox.
             BusError: without `wait`, when the broker cannot be reached.
         """
-        connection = Connection(settings, name, on_closed)
+        connection = BrokerConnection(settings, name, on_closed)
         await connection.open(wait=wait)
         bus = cls(connection)
         try:
@@ -90,7 +89,7 @@ class Bus:
         """Whether there is a connection now."""
         return self._connection.connected.is_set()
 
-    async def publish(self, message: SchemaMessage) -> int:
+    async def publish(self, message: Message) -> int:
         """Publish and wait for the acknowledgement; returns the sequence in the stream.
 
         Raises:
@@ -100,7 +99,7 @@ class Bus:
         """
         return await (await self.publish_soon(message))
 
-    async def publish_soon(self, message: SchemaMessage) -> asyncio.Future[int]:
+    async def publish_soon(self, message: Message) -> asyncio.Future[int]:
         """Publish without waiting for the acknowledgement; waits only while 2,000 messages are in flight.
 
         The future is the sequence, or the error as `publish` raises it; errors are logged and counted even when nobody
@@ -143,11 +142,11 @@ class Bus:
         if not sent:
             self._live["dropped_live"] += 1
 
-    async def last(self, stream: str, subject: str) -> Message | None:
+    async def last(self, stream: str, subject: str) -> BusMessage | None:
         """The last stored message of a subject, `None` when there is none. Raises as `stream_state`."""
         return await stored.last_message(self._requests, stream, subject)
 
-    async def first(self, stream: str, subject: str, *, start: int = 1) -> Message | None:
+    async def first(self, stream: str, subject: str, *, start: int = 1) -> BusMessage | None:
         """The first stored message of a subject or filter at or after a sequence. Otherwise as `last`."""
         return await stored.first_message(self._requests, stream, subject, start)
 
@@ -297,7 +296,7 @@ class Bus:
         start: Start,
         durable: str | None,
         max_batch: int,
-        handled: Handled | None = None,
+        handled: HandlingStatistics | None = None,
     ) -> Consumer:
         return Consumer(
             self._connection,

@@ -39,7 +39,7 @@ DeniedCallback = Callable[[str, PermissionDeniedError], None]
 _DENIED = re.compile(r'permissions violation for (publish|subscription)[^"]*"([^"]+)"', re.IGNORECASE)
 
 
-class Connection:
+class BrokerConnection:
     """One NATS connection that reconnects for ever; the only object that holds nats-py's client.
 
     Attributes:

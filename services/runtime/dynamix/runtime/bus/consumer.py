@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Self
 
 from .broker_consumer import BrokerConsumer
-from .connection import Connection
+from .connection import BrokerConnection
 from .errors import (
     BusError,
     ConnectionClosedError,
@@ -16,9 +16,9 @@ from .errors import (
     SequenceRegressError,
     StreamMissingError,
 )
-from .handled import Handled, Stopwatch
-from .message import Message
-from .position import Position, Start
+from .handled import HandlingStatistics, Stopwatch
+from .message import BusMessage
+from .position import Start, StreamPosition
 from .pull import HEARTBEAT_S, Pull
 from .requests import Requests
 
@@ -41,7 +41,7 @@ class Consumer:
 
     def __init__(
         self,
-        connection: Connection,
+        connection: BrokerConnection,
         requests: Requests,
         stream: str,
         subjects: Sequence[str],
@@ -50,7 +50,7 @@ class Consumer:
         durable: str | None,
         max_batch: int,
         counters: dict[str, int],
-        handled: Handled | None = None,
+        handled: HandlingStatistics | None = None,
     ) -> None:
         if max_batch < 1 or not subjects:
             raise ValueError(f"a consumer needs at least one subject and max_batch >= 1, not {subjects}, {max_batch}")
@@ -60,9 +60,14 @@ class Consumer:
         self._max_batch = max_batch
         self._capacity = max(MIN_CAPACITY, 2 * max_batch)
         self._broker_side = BrokerConsumer(
-            connection, requests, stream=stream, subjects=tuple(subjects), durable=durable, position=Position(start)
+            connection,
+            requests,
+            stream=stream,
+            subjects=tuple(subjects),
+            durable=durable,
+            position=StreamPosition(start),
         )
-        self._buffer: collections.deque[Message] = collections.deque()
+        self._buffer: collections.deque[BusMessage] = collections.deque()
         self._bytes = 0
         self._unacknowledged: collections.deque[tuple[int, bytes]] = collections.deque()
         self._arrived = asyncio.Event()
@@ -98,7 +103,7 @@ class Consumer:
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> list[Message]:
+    async def __anext__(self) -> list[BusMessage]:
         """All messages now queued, at least one, at most `max_batch`.
 
         Raises:
@@ -123,7 +128,7 @@ class Consumer:
         """Messages delivered and not handed out yet."""
         return len(self._buffer)
 
-    async def ack(self, message: Message) -> None:
+    async def ack(self, message: BusMessage) -> None:
         """Acknowledge this and every earlier message; a restart goes on behind it. Only with `durable`.
 
         An acknowledgement lost with the connection is made good by the next one, or those messages come again.
@@ -157,7 +162,7 @@ class Consumer:
             if self._durable is None and self._connection.connected.is_set():
                 await self._broker_side.forget(pull.consumer)
 
-    def _take(self) -> list[Message]:
+    def _take(self) -> list[BusMessage]:
         buffer = self._buffer
         if len(buffer) <= self._max_batch:
             batch = list(buffer)
@@ -181,7 +186,7 @@ class Consumer:
         if 2 * room >= self._capacity:
             await pull.ask(room)
 
-    def accept(self, message: Message, reply: bytes) -> None:
+    def accept(self, message: BusMessage, reply: bytes) -> None:
         """Queue a message, unless it came before."""
         if self._durable is not None:
             self._unacknowledged.append((message.sequence, reply))

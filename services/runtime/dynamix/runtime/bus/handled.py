@@ -9,7 +9,7 @@ MAX_ERROR_TEXT = 200
 OTHER = "other"
 
 
-class Handled:
+class HandlingStatistics:
     """Messages of one kind that were handed to the service, and what became of them.
 
     Attributes:
@@ -44,19 +44,19 @@ class Handled:
         return BY_NAME[self.kind].carrier if self.kind in BY_NAME else ""
 
 
-class AllHandled:
-    """One `Handled` for each kind that was ever asked for: there are no more of them than kinds."""
+class StatisticsByKind:
+    """One `HandlingStatistics` for each kind that was asked for: at most one per kind."""
 
     def __init__(self) -> None:
-        self._by_kind: dict[str, Handled] = {}
+        self._by_kind: dict[str, HandlingStatistics] = {}
 
-    def of(self, *subjects: str) -> Handled:
+    def of(self, *subjects: str) -> HandlingStatistics:
         """The one for a subject or some filters; those of several kinds have one together."""
         kinds = {_kind_of(subject) for subject in subjects}
         kind = kinds.pop() if len(kinds) == 1 else OTHER
-        return self._by_kind.setdefault(kind, Handled(kind))
+        return self._by_kind.setdefault(kind, HandlingStatistics(kind))
 
-    def all(self) -> list[Handled]:
+    def all(self) -> list[HandlingStatistics]:
         """By kind, in the order of the alphabet."""
         return [self._by_kind[kind] for kind in sorted(self._by_kind)]
 
@@ -69,7 +69,7 @@ def _kind_of(subject: str) -> str:
 class Stopwatch:
     """Times the handling of batches, one at a time."""
 
-    def __init__(self, handled: Handled | None) -> None:
+    def __init__(self, handled: HandlingStatistics | None) -> None:
         self._handled = handled
         self._since_ns = 0
 

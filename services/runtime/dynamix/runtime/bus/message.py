@@ -9,7 +9,7 @@ _V1_TOKENS = 9
 _V2_MIN_TOKENS = 11
 
 
-class Message(NamedTuple):
+class BusMessage(NamedTuple):
     """A message from a stream; from core NATS the numbers are 0."""
 
     subject: str
@@ -41,7 +41,9 @@ class StreamState(NamedTuple):
     num_messages: int
 
 
-def parse_delivery(subject: bytes, payload: bytes, reply: bytes, headers: bytes | None = None) -> tuple[int, Message]:
+def parse_delivery(
+    subject: bytes, payload: bytes, reply: bytes, headers: bytes | None = None
+) -> tuple[int, BusMessage]:
     """The message, and the consumer's count of its deliveries from 1: a jump means that one was lost on the way.
 
     The reply subject is `$JS.ACK.<stream>.<consumer>.<deliveries>.<sequence>.<consumer sequence>.<time>.<pending>`.
@@ -57,6 +59,6 @@ def parse_delivery(subject: bytes, payload: bytes, reply: bytes, headers: bytes 
         del tokens[2:4]
     elif len(tokens) != _V1_TOKENS:
         raise ValueError(f"{reply!r} is no acknowledgement subject of JetStream")
-    return int(tokens[6]), Message(
+    return int(tokens[6]), BusMessage(
         subject.decode(errors="replace"), payload, int(tokens[5]), int(tokens[7]), int(tokens[8]), headers or b""
     )

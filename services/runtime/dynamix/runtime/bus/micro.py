@@ -18,9 +18,9 @@ import msgspec
 
 from dynamix.runtime.rate_limit import RateLimit
 
-from .connection import Connection
+from .connection import BrokerConnection
 from .errors import BusError, PermissionDeniedError
-from .handled import AllHandled, Handled
+from .handled import HandlingStatistics, StatisticsByKind
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
 class Discovery:
     """Answers who we are and what we have handled, while `answer` runs."""
 
-    def __init__(self, connection: Connection, identity: Identity, handled: AllHandled) -> None:
+    def __init__(self, connection: BrokerConnection, identity: Identity, handled: StatisticsByKind) -> None:
         self._connection = connection
         self._identity = identity
         self._handled = handled
@@ -106,7 +106,7 @@ def subjects_of(verb: str, identity: Identity) -> tuple[str, str, str]:
     return everybody, f"{everybody}.{identity.name}", f"{everybody}.{identity.name}.{identity.id}"
 
 
-def answer_to(verb: str, identity: Identity, handled: AllHandled) -> dict[str, Any]:
+def answer_to(verb: str, identity: Identity, handled: StatisticsByKind) -> dict[str, Any]:
     """The answer to a verb, in the protocol's words."""
     answer: dict[str, Any] = {
         "type": f"io.nats.micro.v1.{verb.lower()}_response",
@@ -125,12 +125,12 @@ def answer_to(verb: str, identity: Identity, handled: AllHandled) -> dict[str, A
     return answer
 
 
-def _described(handled: Handled) -> Mapping[str, Any]:
+def _described(handled: HandlingStatistics) -> Mapping[str, Any]:
     metadata = {"stream": handled.carrier, "answers_requests": "no"}
     return {"name": handled.kind, "subject": handled.subject, "queue_group": "", "metadata": metadata}
 
 
-def _counted(handled: Handled) -> Mapping[str, Any]:
+def _counted(handled: HandlingStatistics) -> Mapping[str, Any]:
     return {
         "name": handled.kind,
         "subject": handled.subject,

@@ -17,7 +17,7 @@ import msgspec
 from . import object_layout as layout
 from .consumer import Consumer
 from .errors import BusError, ConnectionClosedError, ObjectBrokenError, ObjectMissingError, StaleWriterError
-from .message import Message
+from .message import BusMessage
 from .object_layout import ObjectInfo
 from .position import ALL, LAST_PER_SUBJECT, Start
 from .publisher import Publisher
@@ -213,7 +213,7 @@ class Objects:
         return b"".join(parts)
 
 
-def _described(bucket: str, message: Message) -> ObjectInfo:
+def _described(bucket: str, message: BusMessage) -> ObjectInfo:
     """The description in a message, which has to be filed under the name that it says.
 
     Raises:
@@ -229,7 +229,7 @@ def _described(bucket: str, message: Message) -> ObjectInfo:
     return info
 
 
-async def _next(consumer: Consumer) -> list[Message]:
+async def _next(consumer: Consumer) -> list[BusMessage]:
     """The consumer's next batch.
 
     Raises:

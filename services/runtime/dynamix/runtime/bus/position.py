@@ -10,7 +10,7 @@ ALL: Literal["all"] = "all"
 LAST_PER_SUBJECT: Literal["last_per_subject"] = "last_per_subject"
 
 
-class Position:
+class StreamPosition:
     """The last sequence handed out, and the start that was asked for as long as there is none.
 
     `NEW` is pinned to a sequence at the first opening, so that what is published while the first consumer is lost is

@@ -18,7 +18,7 @@ import msgspec
 
 from dynamix.runtime.rate_limit import RateLimit
 
-from .connection import Connection
+from .connection import BrokerConnection
 from .errors import (
     STORE_FAILED,
     WRONG_LAST_SEQUENCE,
@@ -99,7 +99,7 @@ class InFlight:
 class Publisher:
     """The table of messages in flight of one connection."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: BrokerConnection) -> None:
         self._connection = connection
         self._prefix = f"{connection.inbox}.a."
         self._tokens = itertools.count()

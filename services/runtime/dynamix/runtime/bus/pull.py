@@ -11,8 +11,8 @@ from typing import Protocol
 import msgspec
 from nats.aio.subscription import Subscription as NatsSubscription
 
-from .connection import Connection
-from .message import Message, parse_delivery
+from .connection import BrokerConnection
+from .message import BusMessage, parse_delivery
 from .requests import API
 from .status import HEARTBEAT, NOT_FOUND, REQUEST_EXPIRED, Status, parse_status
 
@@ -32,7 +32,7 @@ _inboxes = itertools.count(1)
 class Reader(Protocol):
     """What a pull delivers to."""
 
-    def accept(self, message: Message, reply: bytes) -> None:
+    def accept(self, message: BusMessage, reply: bytes) -> None:
         """Take one message."""
 
     def break_off(self, reason: str) -> None:
@@ -51,7 +51,9 @@ class Pull:
         subjects: subjects (in small letters) that this pull may be denied.
     """
 
-    def __init__(self, connection: Connection, stream: str, consumer: str, next_delivery: int, reader: Reader) -> None:
+    def __init__(
+        self, connection: BrokerConnection, stream: str, consumer: str, next_delivery: int, reader: Reader
+    ) -> None:
         self.consumer = consumer
         self.num_asked = 0
         self._connection = connection

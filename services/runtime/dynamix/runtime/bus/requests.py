@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from .connection import Connection
+from .connection import BrokerConnection
 from .errors import (
     STREAM_NOT_FOUND,
     ApiError,
@@ -48,7 +48,7 @@ A = TypeVar("A", bound=Answer)
 class Requests:
     """Asks JetStream's API over one connection."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: BrokerConnection) -> None:
         self._connection = connection
         self._prefix = f"{connection.inbox}.r."
         self._tokens = itertools.count()

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import msgspec
 
 from .errors import MESSAGE_NOT_FOUND, ApiError
-from .message import Message, StreamState
+from .message import BusMessage, StreamState
 from .requests import Answer, Requests
 
 
@@ -57,17 +57,17 @@ async def write_stream(requests: Requests, action: Literal["CREATE", "UPDATE"], 
     await requests.ask(f"STREAM.{action}.{config['name']}", config, _StreamInfo)
 
 
-async def last_message(requests: Requests, stream: str, subject: str) -> Message | None:
+async def last_message(requests: Requests, stream: str, subject: str) -> BusMessage | None:
     """The last message of a subject, `None` when there is none."""
     return await _message(requests, stream, {"last_by_subj": subject})
 
 
-async def first_message(requests: Requests, stream: str, subject: str, start: int) -> Message | None:
+async def first_message(requests: Requests, stream: str, subject: str, start: int) -> BusMessage | None:
     """The first message of a subject at or after a sequence, `None` when there is none."""
     return await _message(requests, stream, {"seq": start, "next_by_subj": subject})
 
 
-async def _message(requests: Requests, stream: str, which: dict[str, Any]) -> Message | None:
+async def _message(requests: Requests, stream: str, which: dict[str, Any]) -> BusMessage | None:
     """Ask the stream's leader, not any replica.
 
     A follower may lag, and a writer that restarts from an old message would only learn so when its compare-and-set
@@ -81,7 +81,7 @@ async def _message(requests: Requests, stream: str, which: dict[str, Any]) -> Me
         raise
     stored = answer.message
     assert stored is not None, "the API answers with an error or a message"
-    return Message(stored.subject, stored.data, stored.seq, _nanoseconds(stored.time), 0)
+    return BusMessage(stored.subject, stored.data, stored.seq, _nanoseconds(stored.time), 0)
 
 
 def _nanoseconds(time: str) -> int:

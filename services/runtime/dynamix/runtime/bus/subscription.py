@@ -10,9 +10,9 @@ from nats.aio.subscription import Subscription as NatsSubscription
 
 from dynamix.runtime.rate_limit import RateLimit
 
-from .connection import Connection
+from .connection import BrokerConnection
 from .errors import PermissionDeniedError
-from .message import Message
+from .message import BusMessage
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +26,11 @@ class Subscription:
         num_dropped: messages lost because the reader was slow; nats-py itself would drop the newest.
     """
 
-    def __init__(self, connection: Connection, counters: dict[str, int], subject: str) -> None:
+    def __init__(self, connection: BrokerConnection, counters: dict[str, int], subject: str) -> None:
         self._connection = connection
         self._counters = counters
         self._subject = subject
-        self._messages: collections.deque[Message] = collections.deque(maxlen=CAPACITY)
+        self._messages: collections.deque[BusMessage] = collections.deque(maxlen=CAPACITY)
         self._arrived = asyncio.Event()
         self._limit = RateLimit(per_s=1.0)
         self._ended = False
@@ -56,7 +56,7 @@ class Subscription:
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> Message:
+    async def __anext__(self) -> BusMessage:
         while not self._messages:
             if self._denial is not None:
                 raise self._denial
@@ -77,7 +77,7 @@ class Subscription:
             self._counters["dropped_received"] += 1
             if self._limit.allow("slow"):
                 logger.warning("too slow for %s: %d messages dropped so far", self._subject, self.num_dropped)
-        self._messages.append(Message(subject.decode(), payload, 0, 0, 0))
+        self._messages.append(BusMessage(subject.decode(), payload, 0, 0, 0))
         self._arrived.set()
 
     def _on_denied(self, subject: str, denial: PermissionDeniedError) -> None:

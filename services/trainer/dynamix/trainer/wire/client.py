@@ -13,8 +13,7 @@ from collections import deque
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from dynamix.runtime.bus import LAST_PER_SUBJECT, Bus, BusError
-from dynamix.runtime.bus import Message as Delivered
+from dynamix.runtime.bus import LAST_PER_SUBJECT, Bus, BusError, BusMessage
 from dynamix.runtime.dead_letters import DeadLetters
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import subjects
@@ -189,7 +188,7 @@ class BusClient:
                 self._complain("cannot listen to actions; trying again", error)
                 await asyncio.sleep(RETRY_S)
 
-    async def _receive(self, batch: Sequence[Delivered], dead_letters: DeadLetters) -> None:
+    async def _receive(self, batch: Sequence[BusMessage], dead_letters: DeadLetters) -> None:
         for message in batch:
             try:
                 self.actions.append(_decode(message))
@@ -215,7 +214,7 @@ async def _cancel(*tasks: asyncio.Task[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _decode(message: Delivered) -> Action:
+def _decode(message: BusMessage) -> Action:
     action = decode(Action, message.subject, message.payload)
     if action.hash and not is_intact(message.payload):
         raise MalformedMessageError(f"the action of window {action.window} does not have the hash of its content")
