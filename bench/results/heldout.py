@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from dynamix.lab.experiments.comparison.contenders import BEST_STATIC
-from dynamix.lab.experiments.comparison.verdict import Family, Interval, Row, Verdict
+from dynamix.lab.experiments.comparison.verdict import Interval, Verdict, VerdictFamily, VerdictRow
 
 from .result import NOT_RUN, with_table
 
@@ -69,14 +69,14 @@ def _table(columns: list[str], rows: list[list[str]]) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in (columns, ["---"] * len(columns), *rows)]
 
 
-def _overall(row: Row) -> list[str]:
+def _overall(row: VerdictRow) -> list[str]:
     accuracy = "-" if row.test_accuracy is None else f"{row.test_accuracy:.3f}"
     median = "-" if row.median_time_to_target_s is None else f"{row.median_time_to_target_s:.1f}"
     ratios = [_interval(row.vs_best_static), _interval(row.vs_goodput)]
     return [f"`{row.policy}`", median, str(row.misses), *ratios, accuracy, str(row.num_runs)]
 
 
-def _heading(family: tuple[str, Family]) -> str:
+def _heading(family: tuple[str, VerdictFamily]) -> str:
     name, found = family
     return f"{name} (control)" if found.control else name
 

@@ -7,12 +7,12 @@ from typing import Any, Literal
 import msgspec
 
 from dynamix.lab.experiments.comparison.contenders import Contender, parse_contenders
-from dynamix.lab.experiments.comparison.evaluation import Progress, fill, plan
+from dynamix.lab.experiments.comparison.evaluation import ComparisonProgress, fill, plan
+from dynamix.lab.experiments.comparison.outcome_table import OutcomeTable
 from dynamix.lab.experiments.comparison.runs import Ledger
-from dynamix.lab.experiments.comparison.table import Table
 from dynamix.lab.experiments.comparison.tuned import Tuned, read_tuned
 from dynamix.lab.experiments.episodes.suite import TUNED_FILE, Suite, scenario_root
-from dynamix.lab.experiments.learning import LearningPlan, Update, learn, plan_named
+from dynamix.lab.experiments.learning import LearningPlan, LearningUpdate, learn, plan_named
 from dynamix.lab.simulator.scenario import Network, Scenario
 from dynamix.recording.provenance import code_digest, versions
 from dynamix.schemas.policies import DEFAULT_POLICY
@@ -73,7 +73,7 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True):
     """A policy that was learned, with the course of its learning."""
 
     path: str
-    history: list[Update]
+    history: list[LearningUpdate]
 
     @property
     def elapsed_s(self) -> float:
@@ -125,13 +125,13 @@ class Laboratory:
 
     def compare(
         self, scenarios: Sequence[Scenario], rows: str, files: Mapping[str, Sequence[str]] | None = None
-    ) -> Table:
+    ) -> OutcomeTable:
         """Run rows in scenarios under all seeds; `files` names those of learned policies."""
         contenders: Sequence[Contender] = parse_contenders(rows, files)
         cells = plan(Suite(name="results", scenarios=tuple(scenarios)), contenders, self.seeds, self.tuned)
         with Ledger(self._directory / "runs.jsonl") as ledger:
             fill(cells, ledger, jobs=self._jobs, data=self._data, on_progress=_say)
-            return Table(scenarios, cells, ledger)
+            return OutcomeTable(scenarios, cells, ledger)
 
     def learned(self, policy: str, scenarios: Sequence[Scenario], **changes: Any) -> list[Learned]:
         """A policy learned on scenarios, once per policy seed; a killed learning goes on where it was."""
@@ -167,7 +167,7 @@ class Laboratory:
             done = learn(plan_, num_workers=self._jobs, checkpoint=stem.with_suffix(".checkpoint"), data=self._data)
             done.file.write(path)
             history.write_bytes(msgspec.json.encode(done.history))
-        return Learned(path=str(path), history=msgspec.json.decode(history.read_bytes(), type=list[Update]))
+        return Learned(path=str(path), history=msgspec.json.decode(history.read_bytes(), type=list[LearningUpdate]))
 
 
 def chosen_settings() -> Tuned:
@@ -176,6 +176,6 @@ def chosen_settings() -> Tuned:
     return Tuned(overall=read_tuned(path).overall) if path.exists() else Tuned()
 
 
-def _say(progress: Progress) -> None:
+def _say(progress: ComparisonProgress) -> None:
     if progress.num_done % 20 == 0 or progress.num_done == progress.num_total:
         print(f"  {progress.num_done}/{progress.num_total} runs, newest: {progress.newest}", flush=True)

@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Sequence
 
-from dynamix.lab.experiments.learning import Update
+from dynamix.lab.experiments.learning import LearningUpdate
 from dynamix.lab.simulator.scenario import Scenario
 
 from .laboratory import IMAGE_JOB, Laboratory, Learned
@@ -165,13 +165,13 @@ def _transferred(
     ]
 
 
-def _time_s(update: Update) -> float:
+def _time_s(update: LearningUpdate) -> float:
     """Mean time to target of the update's episodes."""
     return statistics.fmean(update.times_s)
 
 
 def _history_panel(laboratory: Laboratory, learned: Sequence[Learned], title: str, y: str) -> Panel:
-    def number(update: Update) -> float:
+    def number(update: LearningUpdate) -> float:
         return update.mean_return if y == "return" else _time_s(update)
 
     curves = [

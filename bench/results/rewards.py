@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from dynamix.lab.experiments.comparison.table import Table
+from dynamix.lab.experiments.comparison.outcome_table import OutcomeTable
 from dynamix.lab.simulator.scenario import Scenario
 from dynamix.reward.formula import Weights
 
@@ -86,7 +86,7 @@ def _settings(laboratory: Laboratory) -> list[tuple[str, float, Scenario, dict[s
     return found
 
 
-def _compared(laboratory: Laboratory, scenario: Scenario, learned: Sequence[Learned]) -> Table:
+def _compared(laboratory: Laboratory, scenario: Scenario, learned: Sequence[Learned]) -> OutcomeTable:
     return laboratory.compare([scenario], f"{PAPER},{BASE}", {PAPER: [run.path for run in learned]})
 
 

@@ -4,7 +4,7 @@ import numpy as np
 
 from dynamix.lab.experiments.comparison import scores
 from dynamix.lab.experiments.comparison.figure import CURVE_POINTS, mean_curve
-from dynamix.lab.experiments.comparison.table import Table
+from dynamix.lab.experiments.comparison.outcome_table import OutcomeTable
 from dynamix.lab.simulator.scenario import Scenario
 
 from .result import Cell, Curve, Estimate, Panel, estimate_of, estimate_of_mean
@@ -12,7 +12,7 @@ from .result import Cell, Curve, Estimate, Panel, estimate_of, estimate_of_mean
 COLUMNS = ["median time to target, s", "missed", "accuracy at fixed time", "test accuracy", "mean local batch"]
 
 
-def numbers(table: Table, label: str, scenario: Scenario) -> list[Cell]:
+def numbers(table: OutcomeTable, label: str, scenario: Scenario) -> list[Cell]:
     """The cells of `COLUMNS` for a contender in a scenario."""
     families = [scenario.family]
     outcomes = table.outcomes(label, families)
@@ -26,12 +26,12 @@ def numbers(table: Table, label: str, scenario: Scenario) -> list[Cell]:
     ]
 
 
-def against(table: Table, label: str, base: str, scenario: Scenario) -> Estimate | None:
+def against(table: OutcomeTable, label: str, base: str, scenario: Scenario) -> Estimate | None:
     """Time to target of a contender over that of another, in pairs."""
     return estimate_of(table.ratio(label, base, [scenario.family]))
 
 
-def accuracy_panel(table: Table, labels: list[str], scenario: Scenario) -> Panel:
+def accuracy_panel(table: OutcomeTable, labels: list[str], scenario: Scenario) -> Panel:
     """Mean validation accuracy over virtual time."""
     curves = []
     for label in labels:

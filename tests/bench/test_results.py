@@ -23,7 +23,7 @@ from tests.support.small_suites import made_up
 
 from dynamix.lab.experiments.comparison import evaluation
 from dynamix.lab.experiments.comparison.tuned import Choice, Tuned, to_toml
-from dynamix.lab.experiments.comparison.verdict import Family, Interval, Row, Verdict
+from dynamix.lab.experiments.comparison.verdict import Interval, Verdict, VerdictFamily, VerdictRow
 from dynamix.lab.experiments.episodes.suite import suite_named
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -61,7 +61,7 @@ def test_every_row_of_the_verdict_stands_in_the_table_per_family() -> None:
     ratios = {label: 0.5 + number for number, label in enumerate(labels)}
     rows = [row_of(label, ratio) for label, ratio in ratios.items()]
     families = {
-        name: Family(
+        name: VerdictFamily(
             control=name == "alike",
             scenarios={},
             best_static_local_batch_size=128,
@@ -93,8 +93,8 @@ def test_every_row_of_the_verdict_stands_in_the_table_per_family() -> None:
     ]
 
 
-def row_of(label: str, ratio: float) -> Row:
-    return Row(
+def row_of(label: str, ratio: float) -> VerdictRow:
+    return VerdictRow(
         policy=label,
         median_time_to_target_s=1.0,
         misses=0,

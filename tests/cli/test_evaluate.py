@@ -18,7 +18,7 @@ from tests.support.small_suites import made_up, tuned_for, write_suite
 from dynamix.cli.commands.evaluate import comparison
 from dynamix.cli.main import main
 from dynamix.lab.experiments.comparison import evaluation
-from dynamix.lab.experiments.comparison.runs import Outcome, Task
+from dynamix.lab.experiments.comparison.runs import RunOutcome, RunTask
 from dynamix.lab.experiments.comparison.tuned import Choice, Tuned, read_tuned, to_toml
 from dynamix.lab.experiments.comparison.tuning import GRID
 from dynamix.lab.experiments.episodes.suite import Scenario, scenario_root, suite_named
@@ -72,7 +72,7 @@ def test_an_interrupt_tells_what_there_is_and_resume_goes_on(
 ) -> None:
     ran: list[str] = []
 
-    def interrupted(*args: Any, **kwargs: Any) -> Iterator[tuple[Task, Outcome]]:
+    def interrupted(*args: Any, **kwargs: Any) -> Iterator[tuple[RunTask, RunOutcome]]:
         for number, (task, outcome) in enumerate(made_up(lambda _: 1.0)(*args, **kwargs)):
             if number == 4:
                 raise KeyboardInterrupt

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from tests.support.calibrated import COMMUNICATION_S, NETWORK, WORKERS, known_job, known_scenario
 
-from dynamix.lab.simulator.calibration import Calibration, NotEnoughWindowsError, Settings, calibrate, scenario_text
-from dynamix.lab.simulator.calibration.exposure import exposed, fit_exposure
-from dynamix.lab.simulator.calibration.lines import fit_line
-from dynamix.lab.simulator.calibration.observations import observe
-from dynamix.lab.simulator.calibration.spells import spells
+from dynamix.lab.calibration import Calibration, CalibrationSettings, NotEnoughWindowsError, calibrate, scenario_text
+from dynamix.lab.calibration.dwell_times import fit_dwell_times
+from dynamix.lab.calibration.exposure import exposed, fit_exposure
+from dynamix.lab.calibration.lines import fit_line
+from dynamix.lab.calibration.observations import observe
 from dynamix.lab.simulator.scenario import Congestion, Scenario, Stragglers, scenarios_in
 from dynamix.schemas.messages import MetricWindow
 
-SETTINGS = Settings("fashion-14-mlp")
+SETTINGS = CalibrationSettings("fashion-14-mlp")
 SCENARIOS = Path(__file__).parents[2] / "scenarios"
 
 
@@ -212,12 +212,12 @@ def test_waiting_for_the_slowest_of_uneven_workers_is_no_communication() -> None
 
 def test_stays_are_time_over_departures() -> None:
     on = np.array([0, 0, 1, 1, 1, 0, 0, 0, 1, 1], dtype=bool)[:, None]
-    found = spells(on, np.where(on, 3.0, 1.0), np.full(10, 2.0))
+    found = fit_dwell_times(on, np.where(on, 3.0, 1.0), np.full(10, 2.0))
     assert found is not None
     assert found.factor == 3.0
     assert found.mean_on_s == 10.0  # five windows, one departure: the last spell goes on
     assert found.mean_off_s == 5.0  # five windows, two departures
-    assert spells(on[:4], np.ones((4, 1)), np.ones(4)) is None
+    assert fit_dwell_times(on[:4], np.ones((4, 1)), np.ones(4)) is None
 
 
 @pytest.mark.parametrize("part", ["train", "heldout"])

@@ -10,10 +10,10 @@ from tests.support.small_suites import made_up, outcome, tuned_for, write_suite
 
 from dynamix.lab.experiments.comparison import evaluation
 from dynamix.lab.experiments.comparison.contenders import Contender, parse_contenders, with_references
-from dynamix.lab.experiments.comparison.evaluation import Cell, Forecast, Progress, fill, plan
-from dynamix.lab.experiments.comparison.runs import Ledger, Task
+from dynamix.lab.experiments.comparison.evaluation import ComparisonCell, ComparisonProgress, Forecast, fill, plan
+from dynamix.lab.experiments.comparison.runs import Ledger, RunTask
 from dynamix.lab.experiments.comparison.tuned import Tuned
-from dynamix.lab.experiments.comparison.verdict import Judge, Row, Verdict, note_on
+from dynamix.lab.experiments.comparison.verdict import Verdict, VerdictBuilder, VerdictRow, note_on
 from dynamix.lab.experiments.episodes.suite import Suite, suite_named
 
 TIMES_S = {"static": 1.0, "random": 2.0, "goodput": 0.8, "rule": 0.4}
@@ -25,7 +25,7 @@ def suite(tmp_path: Path) -> Suite:
     return write_suite(tmp_path / "suite", mixed=1000, alike=4000)
 
 
-def known_time_s(task: Task) -> float | None:
+def known_time_s(task: RunTask) -> float | None:
     """By policy; the rule gains in the mixed family only, random misses in the mixed one on seed 1."""
     if task.setting.policy == "random" and task.scenario.family == "mixed" and task.seed == 1:
         return None
@@ -36,17 +36,17 @@ def known_time_s(task: Task) -> float | None:
 
 def compared(
     suite: Suite, rows: str, seeds: int, monkeypatch: pytest.MonkeyPatch, tuned: Tuned = TUNED
-) -> tuple[Verdict, list[Cell]]:
+) -> tuple[Verdict, list[ComparisonCell]]:
     monkeypatch.setattr(evaluation, "outcomes", made_up(known_time_s))
     monkeypatch.setattr("dynamix.lab.experiments.comparison.contenders.shipped_files", lambda _: [])
     contenders = with_references(parse_contenders(rows))
     cells = plan(suite, contenders, range(seeds), tuned)
     with Ledger() as ledger:
         fill(cells, ledger)
-        return Judge(suite, contenders, cells, ledger, tuned).verdict("dynamix evaluate"), cells
+        return VerdictBuilder(suite, contenders, cells, ledger, tuned).verdict("dynamix evaluate"), cells
 
 
-def row(rows: list[Row], policy: str) -> Row:
+def row(rows: list[VerdictRow], policy: str) -> VerdictRow:
     return next(found for found in rows if found.policy == policy)
 
 
@@ -84,7 +84,7 @@ def test_runs_of_one_row_that_differ_too_much_are_a_failure_signature(
     cells = plan(suite, contenders, range(6), TUNED)
     with Ledger() as ledger:
         fill(cells, ledger)
-        verdict = Judge(suite, contenders, cells, ledger, TUNED).verdict("")
+        verdict = VerdictBuilder(suite, contenders, cells, ledger, TUNED).verdict("")
     (found,) = row(verdict.families["mixed"].policies, "rule").signatures
     assert found.startswith("spread-between-runs in mixed-2")
 
@@ -130,14 +130,14 @@ def test_runs_come_seed_by_seed_so_that_an_interrupt_leaves_whole_seeds(suite: S
 def test_what_is_known_is_not_run_again_and_equal_runs_run_once(suite: Suite, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
 
-    def time_s(task: Task) -> float:
+    def time_s(task: RunTask) -> float:
         ran.append(task.key)
         return 1.0
 
     monkeypatch.setattr(evaluation, "outcomes", made_up(time_s))
     contenders = parse_contenders("static@128,best-static")  # the same in the mixed family, not in the control
     cells = plan(suite, contenders, range(1), TUNED)
-    told: list[Progress] = []
+    told: list[ComparisonProgress] = []
     with Ledger() as ledger:
         fill(cells[:2], ledger, on_progress=told.append)
         fill(cells, ledger, on_progress=told.append)
@@ -153,7 +153,7 @@ def test_a_verdict_on_what_an_interrupt_left_says_how_much_is_missing(
     cells = plan(suite, contenders, range(2), TUNED)
     with Ledger() as ledger:
         fill(cells[:7], ledger)  # the first seed, and best-static of the second in the first scenario
-        verdict = Judge(suite, contenders, cells, ledger, TUNED).verdict("")
+        verdict = VerdictBuilder(suite, contenders, cells, ledger, TUNED).verdict("")
     assert verdict.num_runs_missing == 5
     rule = row(verdict.policies, "rule").vs_best_static
     assert rule is not None

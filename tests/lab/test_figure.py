@@ -12,7 +12,7 @@ from dynamix.lab.experiments.comparison.contenders import parse_contenders, with
 from dynamix.lab.experiments.comparison.evaluation import fill, plan
 from dynamix.lab.experiments.comparison.figure import draw, mean_curve
 from dynamix.lab.experiments.comparison.runs import Ledger
-from dynamix.lab.experiments.comparison.verdict import Judge
+from dynamix.lab.experiments.comparison.verdict import VerdictBuilder
 
 
 def test_a_run_that_is_over_keeps_its_last_accuracy() -> None:
@@ -28,7 +28,7 @@ def test_every_family_and_row_is_drawn(tmp_path: Path, monkeypatch: pytest.Monke
     cells = plan(suite, contenders, range(2), tuned)
     with Ledger() as ledger:
         fill(cells, ledger)
-        judge = Judge(suite, contenders, cells, ledger, tuned)
+        judge = VerdictBuilder(suite, contenders, cells, ledger, tuned)
     draw(judge.verdict(""), judge.table, "mixed-2", tmp_path / "figure.png")
     pixels = matplotlib.image.imread(tmp_path / "figure.png")
     assert pixels.shape[1] > pixels.shape[0] > 400

@@ -10,9 +10,9 @@ from tests.support import learned, learning, virtual
 from dynamix.arbitrator.deciding.signatures import Finding
 from dynamix.arbitrator.learned.policy import LearnedPolicy
 from dynamix.lab.experiments.episodes.episode import run_episode
-from dynamix.lab.experiments.learning import LearningPlan, Update, learn, plan_named
-from dynamix.lab.experiments.learning.checkpoint import Checkpoint, CheckpointError
-from dynamix.lab.experiments.learning.episodes import Played, Task, end_of, play
+from dynamix.lab.experiments.learning import LearningPlan, LearningUpdate, learn, plan_named
+from dynamix.lab.experiments.learning.checkpoint import LearningCheckpoint, LearningCheckpointError
+from dynamix.lab.experiments.learning.episodes import EpisodeResult, EpisodeTask, end_of, play
 from dynamix.lab.experiments.learning.plan import SCORE_SEEDS, TRAINING_SEEDS, VALIDATION_SEEDS
 from dynamix.lab.experiments.learning.workers import EpisodeError
 from dynamix.reward.formula import Weights
@@ -25,10 +25,10 @@ def _made_up_data(monkeypatch: pytest.MonkeyPatch) -> None:
     learning.with_made_up_data(monkeypatch)
 
 
-def explored(**changes: object) -> Task:
+def explored(**changes: object) -> EpisodeTask:
     scenario = learning.scenarios()[0]
     fields = {"policy": learned.policy_file("global").to_bytes(), "mode": "explore", "formula": "time-aware"}
-    return Task(**{"scenario": scenario, "seed": 1, "weights": TIME_ONLY, **fields, **changes})  # type: ignore[arg-type]
+    return EpisodeTask(**{"scenario": scenario, "seed": 1, "weights": TIME_ONLY, **fields, **changes})  # type: ignore[arg-type]
 
 
 def test_the_time_aware_return_is_minus_the_time_from_the_first_decision_to_the_target() -> None:
@@ -85,7 +85,7 @@ def test_learning_is_the_same_to_the_last_bit_however_often_it_is_killed(tmp_pat
     class KilledError(Exception):
         pass
 
-    def kill(row: Update, begun: Sequence[Finding]) -> None:  # noqa: ARG001 - an observer's arguments
+    def kill(row: LearningUpdate, begun: Sequence[Finding]) -> None:  # noqa: ARG001 - an observer's arguments
         raise KilledError
 
     checkpoint = tmp_path / "ppo.checkpoint"
@@ -137,17 +137,17 @@ def test_time_that_is_over_leaves_a_checkpoint_to_go_on_from(tmp_path: Path) -> 
 def test_a_checkpoint_of_another_plan_or_a_broken_one_is_refused(tmp_path: Path) -> None:
     checkpoint = tmp_path / "ppo.checkpoint"
     learn(learning.plan(num_episodes=4), num_workers=1, checkpoint=checkpoint)
-    with pytest.raises(CheckpointError, match="belongs to another plan: remove it"):
-        Checkpoint.read(checkpoint, learning.plan(seed=1))
+    with pytest.raises(LearningCheckpointError, match="belongs to another plan: remove it"):
+        LearningCheckpoint.read(checkpoint, learning.plan(seed=1))
     checkpoint.write_bytes(checkpoint.read_bytes()[:100])
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        Checkpoint.read(checkpoint, learning.plan(num_episodes=4))
+    with pytest.raises(LearningCheckpointError, match="cannot be read"):
+        LearningCheckpoint.read(checkpoint, learning.plan(num_episodes=4))
 
 
 def test_scenarios_that_may_not_be_learned_from_are_never_played(monkeypatch: pytest.MonkeyPatch) -> None:
-    played: list[Task] = []
+    played: list[EpisodeTask] = []
 
-    def noted(task: Task) -> Played:
+    def noted(task: EpisodeTask) -> EpisodeResult:
         played.append(task)
         return play(task)
 

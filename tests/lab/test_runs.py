@@ -7,16 +7,16 @@ import pytest
 from tests.support.small_suites import outcome, write_suite
 
 from dynamix.lab.experiments.comparison.contenders import Setting
-from dynamix.lab.experiments.comparison.runs import Ledger, Task
+from dynamix.lab.experiments.comparison.runs import Ledger, RunTask
 
 
 @pytest.fixture
-def task(tmp_path: Path) -> Task:
+def task(tmp_path: Path) -> RunTask:
     (scenario,) = write_suite(tmp_path / "suite", mixed=1000).scenarios
-    return Task(scenario=scenario, setting=Setting(policy="static"), seed=3)
+    return RunTask(scenario=scenario, setting=Setting(policy="static"), seed=3)
 
 
-def test_everything_that_determines_a_run_is_in_its_identity(task: Task) -> None:
+def test_everything_that_determines_a_run_is_in_its_identity(task: RunTask) -> None:
     replace = msgspec.structs.replace
     others = [
         replace(task, seed=4),
@@ -31,24 +31,26 @@ def test_everything_that_determines_a_run_is_in_its_identity(task: Task) -> None
     assert replace(task, setting=Setting(policy="static", policy_file="/elsewhere")).key == task.key
 
 
-def test_the_code_is_in_the_identity(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_code_is_in_the_identity(task: RunTask, monkeypatch: pytest.MonkeyPatch) -> None:
     key = task.key
     monkeypatch.setattr("dynamix.lab.experiments.comparison.runs.code_digest", lambda: "other code")
     assert msgspec.structs.replace(task).key != key
 
 
 @pytest.mark.parametrize(("asked", "ruling"), [(None, None), (64, 64), (1024, 256), (1, 8)])
-def test_a_size_to_start_with_keeps_to_the_scenarios_bounds(task: Task, asked: int | None, ruling: int | None) -> None:
+def test_a_size_to_start_with_keeps_to_the_scenarios_bounds(
+    task: RunTask, asked: int | None, ruling: int | None
+) -> None:
     setting = Setting(policy="static", initial_local_batch_size=asked)
     assert msgspec.structs.replace(task, setting=setting).initial_local_batch_size == ruling
 
 
-def test_a_learning_rate_rule_overrides_the_scenarios(task: Task) -> None:
+def test_a_learning_rate_rule_overrides_the_scenarios(task: RunTask) -> None:
     linear = msgspec.structs.replace(task, setting=Setting(policy="static", learning_rate_rule="linear"))
     assert (task.ruling_scenario.learning_rate_rule, linear.ruling_scenario.learning_rate_rule) == ("sqrt", "linear")
 
 
-def test_a_ledger_knows_again_what_it_was_told(task: Task, tmp_path: Path) -> None:
+def test_a_ledger_knows_again_what_it_was_told(task: RunTask, tmp_path: Path) -> None:
     path = tmp_path / "new" / "runs.jsonl"
     with Ledger(path) as ledger:
         assert task not in ledger
@@ -57,7 +59,7 @@ def test_a_ledger_knows_again_what_it_was_told(task: Task, tmp_path: Path) -> No
         assert ledger.get(task) == outcome(1.5)
 
 
-def test_a_line_torn_by_a_kill_is_dropped_and_the_others_stand(task: Task, tmp_path: Path) -> None:
+def test_a_line_torn_by_a_kill_is_dropped_and_the_others_stand(task: RunTask, tmp_path: Path) -> None:
     path = tmp_path / "runs.jsonl"
     later = msgspec.structs.replace(task, seed=4)
     with Ledger(path) as ledger:
@@ -72,7 +74,7 @@ def test_a_line_torn_by_a_kill_is_dropped_and_the_others_stand(task: Task, tmp_p
         assert ledger.get(later) == outcome(2.5)
 
 
-def test_without_resume_old_results_are_put_aside_not_lost(task: Task, tmp_path: Path) -> None:
+def test_without_resume_old_results_are_put_aside_not_lost(task: RunTask, tmp_path: Path) -> None:
     path = tmp_path / "runs.jsonl"
     with Ledger(path) as ledger:
         ledger.add(task, outcome(1.5), "first")

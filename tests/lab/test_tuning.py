@@ -7,14 +7,14 @@ from tests.support.small_suites import made_up, write_suite
 
 from dynamix.lab.experiments.comparison import evaluation, tuning
 from dynamix.lab.experiments.comparison.contenders import parse_contender
-from dynamix.lab.experiments.comparison.runs import Ledger, Task
+from dynamix.lab.experiments.comparison.runs import Ledger, RunTask
 from dynamix.lab.experiments.comparison.tuned import Tuned, read_tuned, to_toml
 from dynamix.lab.experiments.episodes.suite import Suite
 
 BEST = {"mixed": 128, "alike": 64}
 
 
-def time_s(task: Task) -> float | None:
+def time_s(task: RunTask) -> float | None:
     """Best at a size per family; 32 is missed, other sizes take twice as long."""
     size = task.setting.initial_local_batch_size
     if size == 32:

@@ -7,7 +7,7 @@ from torch import nn
 
 from dynamix.lab.workloads import OPTIMIZERS, WORKLOADS, Data, family_of_name, make_optimizer, workload_named
 from dynamix.lab.workloads.datasets import MissingDataError
-from dynamix.lab.workloads.language import Shape, Transformer
+from dynamix.lab.workloads.language import Transformer, TransformerShape
 from dynamix.lab.workloads.vision import resnet
 from dynamix.trainer.job.options import family_of
 
@@ -76,7 +76,7 @@ def test_losses_and_right_answers_count_samples_not_tokens(name: str) -> None:
 
 def test_a_byte_is_predicted_from_earlier_bytes_only() -> None:
     torch.manual_seed(0)
-    model = Transformer(Shape(num_tokens=16, width=32, num_heads=4, num_layers=2)).double()
+    model = Transformer(TransformerShape(num_tokens=16, width=32, num_heads=4, num_layers=2)).double()
     tokens = torch.randint(0, 256, (2, 16))
     changed = tokens.clone()
     changed[:, 9] = (changed[:, 9] + 1) % 256

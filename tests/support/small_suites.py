@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from dynamix.lab.experiments.comparison.runs import Outcome, Task
+from dynamix.lab.experiments.comparison.runs import RunOutcome, RunTask
 from dynamix.lab.experiments.comparison.tuned import Choice, Tuned
 from dynamix.lab.experiments.episodes.suite import Suite, read_suite
 
@@ -55,19 +55,19 @@ def tuned_for(**static_by_family: int) -> Tuned:
     return Tuned(families=families, overall=choices(128))
 
 
-def made_up(time_to_target_s: Callable[[Task], float | None]) -> Callable[..., Iterator[tuple[Task, Outcome]]]:
+def made_up(time_to_target_s: Callable[[RunTask], float | None]) -> Callable[..., Iterator[tuple[RunTask, RunOutcome]]]:
     """Stands in for the pool: outcomes by a formula instead of by training."""
 
-    def outcomes(tasks: Iterable[Task], *, jobs: int, data: Path | None = None) -> Iterator[tuple[Task, Outcome]]:  # noqa: ARG001 - the pool's arguments
+    def outcomes(tasks: Iterable[RunTask], **_: object) -> Iterator[tuple[RunTask, RunOutcome]]:
         for task in tasks:
             yield task, outcome(time_to_target_s(task))
 
     return outcomes
 
 
-def outcome(time_to_target_s: float | None) -> Outcome:
+def outcome(time_to_target_s: float | None) -> RunOutcome:
     """An outcome of which only the time matters."""
-    return Outcome(
+    return RunOutcome(
         time_to_target_s=time_to_target_s,
         accuracy_at_fixed_time=0.5,
         test_accuracy=0.6,

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
-from dynamix.lab.experiments.comparison.evaluation import Progress
+from dynamix.lab.experiments.comparison.evaluation import ComparisonProgress
 
 PLAIN_WIDTH = 200
 PLAIN_LINE_EVERY_S = 10.0
@@ -48,7 +48,7 @@ class RunsView:
         """One line for the reader."""
         self._console.print(text, highlight=False, markup=False)
 
-    def show(self, progress: Progress) -> None:
+    def show(self, progress: ComparisonProgress) -> None:
         """One run is over."""
         left = "" if progress.left_s is None else f"{duration(progress.left_s)} left"
         done, total = progress.num_done, progress.num_total

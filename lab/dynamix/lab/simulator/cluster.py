@@ -27,7 +27,7 @@ from .clock import StepTiming, VirtualClock
 from .disturbances import Conditions, Disturbances
 from .job import NOISE_DECAY, identity_of, job_options, training_part
 from .perceptron import gradients_of
-from .recorder import Recorder, reporters_of
+from .recorder import WindowRecorder, reporters_of
 from .scenario import Scenario
 
 
@@ -91,7 +91,7 @@ class VirtualCluster:
         self._order: tuple[int, Order] = (-1, np.empty(0, dtype=np.int64))
         self._disturbances = Disturbances(scenario, seed)
         self._clock = VirtualClock(scenario, workload.gradient_bytes)
-        self._recorder = Recorder(scenario, self._clock.tx_bytes_per_step)
+        self._recorder = WindowRecorder(scenario, self._clock.tx_bytes_per_step)
         self._noise = NoiseAverage(NOISE_DECAY)
         self._optimizer = make_optimizer(
             scenario.optimizer,

@@ -24,7 +24,7 @@ EVALUATED_AT_ONCE = 2000
 """Samples: the activations of a small model stay in the cache."""
 
 
-class SquaredNorms(NamedTuple):
+class WorkerNorms(NamedTuple):
     """Of one step; float64."""
 
     local: Array64
@@ -44,11 +44,11 @@ class StepSums(NamedTuple):
     loss: Array64
     """Sum over the worker's samples."""
     num_correct: Array64
-    norms: SquaredNorms | None
+    norms: WorkerNorms | None
     """`None` on a step that was not measured."""
 
 
-class Segments:
+class WorkerSegments:
     """Where each worker's samples lie in the union of a step, for sums per worker."""
 
     def __init__(self, counts: Counts) -> None:
@@ -89,7 +89,7 @@ class Gradients(ABC):
         self.parameters = flatten(model)
         assert self.parameters.grad is not None
         self._gradient = self.parameters.grad
-        self._segments = Segments(Counts((1,)))
+        self._segments = WorkerSegments(Counts((1,)))
 
     def step(self, inputs: Tensor, labels: Tensor, plan: StepPlan, *, measured: bool) -> StepSums:
         """Leave the gradient G of a step's samples, in rank order, in `parameters.grad`.
@@ -101,7 +101,7 @@ class Gradients(ABC):
             measured: whether the workers' own gradients are looked at.
         """
         if self._segments.counts is not plan.counts:
-            self._segments = Segments(plan.counts)
+            self._segments = WorkerSegments(plan.counts)
         return self._measured(inputs, labels) if measured else self._union(inputs, labels)
 
     def accuracy(self, part: Part) -> float:
@@ -113,9 +113,9 @@ class Gradients(ABC):
                 correct += self._workload.num_correct(self.model(inputs), labels)
         return correct / count
 
-    def _squared_norms(self, norms_of_sums: Array64) -> SquaredNorms:
+    def _squared_norms(self, norms_of_sums: Array64) -> WorkerNorms:
         reduced = torch.dot(self._gradient, self._gradient).item()
-        return SquaredNorms(self._segments.norms_of_means(norms_of_sums), reduced)
+        return WorkerNorms(self._segments.norms_of_means(norms_of_sums), reduced)
 
     @abstractmethod
     def _union(self, inputs: Tensor, labels: Tensor) -> StepSums:

@@ -23,7 +23,7 @@ Array64 = npt.NDArray[np.float64]
 NO_PROCESS = ProcessIdentity(pid=0, start_ticks=0, namespace=0, uid=0)
 
 
-class Recorder:
+class WindowRecorder:
     """Sums over the steps of a window, one number per worker in each array."""
 
     def __init__(self, scenario: Scenario, tx_bytes_per_step: float) -> None:

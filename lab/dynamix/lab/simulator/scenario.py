@@ -17,17 +17,17 @@ from dynamix.schemas.messages import NodeRanks
 from dynamix.schemas.subjects import check_token
 from dynamix.trainer.gradient.learning_rate import Rule
 
-from .limits import between, explained, positive
+from .checks import check_between, check_positive, explain_decode_error
 
 BYTES_PER_MBIT = 1e6 / 8
 NODE_NAME = "virtual-{}"
 
 
-class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ScenarioTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A table of a scenario file: an unknown key is an error."""
 
 
-class Network(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Network(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How gradients are reduced, and over what; `dynamix.lab.simulator.clock` has the formulas."""
 
     topology: Literal["ring", "parameter-server"] = "ring"
@@ -45,15 +45,15 @@ class Network(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Bytes of one gradient; 0: those of the model. More pretends a larger model."""
 
     def __post_init__(self) -> None:
-        positive("network.bandwidth_mbit_s", self.bandwidth_mbit_s)
-        between("network.latency_s", self.latency_s, 0)
-        between("network.overlap", self.overlap, 0, 1)
-        between("network.num_buckets", self.num_buckets, 1)
-        between("network.num_servers", self.num_servers, 1)
-        between("network.gradient_bytes", self.gradient_bytes, 0)
+        check_positive("network.bandwidth_mbit_s", self.bandwidth_mbit_s)
+        check_between("network.latency_s", self.latency_s, 0)
+        check_between("network.overlap", self.overlap, 0, 1)
+        check_between("network.num_buckets", self.num_buckets, 1)
+        check_between("network.num_servers", self.num_servers, 1)
+        check_between("network.gradient_bytes", self.gradient_bytes, 0)
 
 
-class Workers(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Workers(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Some workers that are alike."""
 
     samples_per_s: float
@@ -67,14 +67,14 @@ class Workers(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Of its own link; without it the network's."""
 
     def __post_init__(self) -> None:
-        between("workers.count", self.count, 1, MAX_RANKS)
-        positive("workers.samples_per_s", self.samples_per_s)
-        between("workers.overhead_s", self.overhead_s, 0)
+        check_between("workers.count", self.count, 1, MAX_RANKS)
+        check_positive("workers.samples_per_s", self.samples_per_s)
+        check_between("workers.overhead_s", self.overhead_s, 0)
         if self.bandwidth_mbit_s is not None:
-            positive("workers.bandwidth_mbit_s", self.bandwidth_mbit_s)
+            check_positive("workers.bandwidth_mbit_s", self.bandwidth_mbit_s)
 
 
-class Stragglers(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Stragglers(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Workers that slow down and recover, each by its own two-state Markov process in virtual time."""
 
     factor: float = 1.0
@@ -85,13 +85,13 @@ class Stragglers(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Of every step's time per sample: sigma of a lognormal factor whose median is 1."""
 
     def __post_init__(self) -> None:
-        between("stragglers.factor", self.factor, 1)
-        positive("stragglers.mean_normal_s", self.mean_normal_s)
-        positive("stragglers.mean_slow_s", self.mean_slow_s)
-        between("stragglers.jitter", self.jitter, 0, 2)
+        check_between("stragglers.factor", self.factor, 1)
+        check_positive("stragglers.mean_normal_s", self.mean_normal_s)
+        check_positive("stragglers.mean_slow_s", self.mean_slow_s)
+        check_between("stragglers.jitter", self.jitter, 0, 2)
 
 
-class Congestion(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Congestion(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A network that congests and clears by a two-state Markov process in virtual time."""
 
     factor: float = 1.0
@@ -104,24 +104,24 @@ class Congestion(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One state for the whole network, or one for each worker's link."""
 
     def __post_init__(self) -> None:
-        between("congestion.factor", self.factor, 1)
-        positive("congestion.mean_clear_s", self.mean_clear_s)
-        positive("congestion.mean_congested_s", self.mean_congested_s)
-        between("congestion.retransmits_per_s", self.retransmits_per_s, 0)
+        check_between("congestion.factor", self.factor, 1)
+        check_positive("congestion.mean_clear_s", self.mean_clear_s)
+        check_positive("congestion.mean_congested_s", self.mean_congested_s)
+        check_between("congestion.retransmits_per_s", self.retransmits_per_s, 0)
 
 
-class DecisionCost(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DecisionCost(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a decision costs the step at which it begins to rule: cost_s + cost_per_doubling_s * log2 N."""
 
     cost_s: float = 0.001
     cost_per_doubling_s: float = 0.0001
 
     def __post_init__(self) -> None:
-        between("decision.cost_s", self.cost_s, 0)
-        between("decision.cost_per_doubling_s", self.cost_per_doubling_s, 0)
+        check_between("decision.cost_s", self.cost_s, 0)
+        check_between("decision.cost_per_doubling_s", self.cost_per_doubling_s, 0)
 
 
-TABLES: Mapping[str, type[Table]] = MappingProxyType(
+TABLES: Mapping[str, type[ScenarioTable]] = MappingProxyType(
     {
         "network": Network,
         "workers": Workers,
@@ -133,7 +133,7 @@ TABLES: Mapping[str, type[Table]] = MappingProxyType(
 """The tables of a scenario by their names."""
 
 
-class Scenario(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Scenario(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One virtual cluster with its training job, and when that is over."""
 
     family: str
@@ -189,26 +189,26 @@ class Scenario(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ValueError("no workers: add a table [[workers]]")
         self._check_training()
         self._check_sizes()
-        positive("evaluate_every_s", self.evaluate_every_s)
-        between("target_accuracy", self.target_accuracy, 0, 1)
-        positive("time_limit_s", self.time_limit_s)
-        between("fixed_time_s", self.fixed_time_s, 0, self.time_limit_s)
+        check_positive("evaluate_every_s", self.evaluate_every_s)
+        check_between("target_accuracy", self.target_accuracy, 0, 1)
+        check_positive("time_limit_s", self.time_limit_s)
+        check_between("fixed_time_s", self.fixed_time_s, 0, self.time_limit_s)
 
     def _check_training(self) -> None:
-        positive("learning_rate", self.learning_rate)
-        between("weight_decay", self.weight_decay, 0)
-        between("label_noise", self.label_noise, 0, 1)
+        check_positive("learning_rate", self.learning_rate)
+        check_between("weight_decay", self.weight_decay, 0)
+        check_between("label_noise", self.label_noise, 0, 1)
         for key in ("num_train_samples", "evaluation_samples"):
-            between(key, getattr(self, key), 0)
+            check_between(key, getattr(self, key), 0)
         for key in ("base_global_batch_size", "window_steps", "ranks_per_node", "noise_every"):
-            between(key, getattr(self, key), 1)
-        between("lag_windows", self.lag_windows, 0, 16)
+            check_between(key, getattr(self, key), 1)
+        check_between("lag_windows", self.lag_windows, 0, 16)
 
     def _check_sizes(self) -> None:
-        between("world size", self.world_size, 1, MAX_RANKS)
-        between("min_local_batch_size", self.min_local_batch_size, 0, self.max_local_batch_size)
-        between("max_local_batch_size", self.max_local_batch_size, 1)
-        between(
+        check_between("world size", self.world_size, 1, MAX_RANKS)
+        check_between("min_local_batch_size", self.min_local_batch_size, 0, self.max_local_batch_size)
+        check_between("max_local_batch_size", self.max_local_batch_size, 1)
+        check_between(
             "initial_local_batch_size",
             self.initial_local_batch_size,
             max(1, self.min_local_batch_size),
@@ -216,7 +216,9 @@ class Scenario(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
         )
         for group in self.workers:
             if group.max_local_batch_size is not None:
-                between("workers.max_local_batch_size", group.max_local_batch_size, max(1, self.min_local_batch_size))
+                check_between(
+                    "workers.max_local_batch_size", group.max_local_batch_size, max(1, self.min_local_batch_size)
+                )
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
@@ -234,7 +236,7 @@ class Scenario(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
         try:
             return msgspec.convert({"name": file.stem, **content}, cls)
         except msgspec.ValidationError as error:
-            raise ValueError(f"{file}: {explained(str(error), content, {'': cls, **TABLES})}") from error
+            raise ValueError(f"{file}: {explain_decode_error(str(error), content, {'': cls, **TABLES})}") from error
 
     @property
     def world_size(self) -> int:
@@ -259,7 +261,7 @@ class Scenario(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
             ValueError: when the size is outside the scenario's bounds.
         """
         size = self.initial_local_batch_size if local_batch_size is None else local_batch_size
-        between("local_batch_size", size, max(1, self.min_local_batch_size), self.max_local_batch_size)
+        check_between("local_batch_size", size, max(1, self.min_local_batch_size), self.max_local_batch_size)
         return tuple(min(size, most) for most in self.max_local_batch_sizes)
 
     @property

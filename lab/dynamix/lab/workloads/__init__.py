@@ -1,7 +1,7 @@
 """Models with their data and loss, written once for real training, the virtual cluster and the benchmarks."""
 
+from .catalog import WORKLOADS, workload_named
 from .optimizers import OPTIMIZERS, family_of_name, make_optimizer
-from .table import WORKLOADS, workload_named
 from .workload import Data, Part, Workload
 
 __all__ = [

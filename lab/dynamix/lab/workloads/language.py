@@ -10,7 +10,7 @@ VOCABULARY = 256
 """Every byte: no table of tokens has to be made of the data and kept with the model."""
 
 
-class Shape(NamedTuple):
+class TransformerShape(NamedTuple):
     """Size of a Transformer."""
 
     num_tokens: int
@@ -20,10 +20,10 @@ class Shape(NamedTuple):
     num_layers: int
 
 
-class Layer(nn.Module):
+class TransformerLayer(nn.Module):
     """Attention to earlier tokens, then two linear layers, each behind a LayerNorm and beside a shortcut."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: TransformerShape) -> None:
         super().__init__()
         self._num_heads = shape.num_heads
         self.attention_norm = nn.LayerNorm(shape.width)
@@ -55,11 +55,11 @@ class Layer(nn.Module):
 class Transformer(nn.Module):
     """Bytes N x tokens (int64) to logits of the next byte, N x tokens x 256. No dropout: equal on all divisions."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: TransformerShape) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, shape.width)
         self.positions = nn.Parameter(torch.zeros(shape.num_tokens, shape.width))
-        self.layers = nn.Sequential(*(Layer(shape) for _ in range(shape.num_layers)))
+        self.layers = nn.Sequential(*(TransformerLayer(shape) for _ in range(shape.num_layers)))
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, VOCABULARY)
         nn.init.normal_(self.tokens.weight, std=shape.width**-0.5)

@@ -52,7 +52,7 @@ def vgg11() -> nn.Sequential:
     return _initialised(nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels, NUM_CLASSES)))
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     """Two convolutions beside a shortcut without parameters (He et al., 2016, option A)."""
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
@@ -89,7 +89,7 @@ def resnet(depth: int) -> nn.Sequential:
     channels = 16
     for width in (16, 32, 64):
         for block in range(num_blocks):
-            layers.append(Block(channels, width, stride=2 if block == 0 and width > channels else 1))
+            layers.append(ResidualBlock(channels, width, stride=2 if block == 0 and width > channels else 1))
             channels = width
     return _initialised(nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, NUM_CLASSES)))
 

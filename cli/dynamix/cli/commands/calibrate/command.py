@@ -20,7 +20,7 @@ from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, write_json
 from .source import Material, from_bus, from_capture
 
 if TYPE_CHECKING:
-    from dynamix.lab.simulator.calibration import Calibration
+    from dynamix.lab.calibration import Calibration
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,9 +55,9 @@ async def _from_bus(wanted: str) -> Material:
 
 
 def _calibrate(namespace: argparse.Namespace, material: Material) -> None:
-    from dynamix.lab.simulator.calibration import Settings, calibrate  # noqa: PLC0415 - torch: only once it is needed
+    from dynamix.lab.calibration import CalibrationSettings, calibrate  # noqa: PLC0415 - torch: only once it is needed
 
-    settings = Settings(
+    settings = CalibrationSettings(
         workload=namespace.workload,
         name=Path(namespace.output).stem if namespace.output else "calibrated",
         optimizer=namespace.optimizer,
@@ -90,7 +90,7 @@ def _write(namespace: argparse.Namespace, calibration: "Calibration") -> None:
 
 
 def _write_scenario(calibration: "Calibration", source: str, path: Path) -> None:
-    from dynamix.lab.simulator.calibration import scenario_text  # noqa: PLC0415 - torch: only once it is needed
+    from dynamix.lab.calibration import scenario_text  # noqa: PLC0415 - torch: only once it is needed
 
     comment = (
         f"Fitted to {calibration.num_windows} windows of {Path(source).name}; step times are off by "

@@ -5,7 +5,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dynamix.lab.simulator.calibration import Calibration
+from dynamix.lab.calibration import Calibration
 
 _REAL, _VIRTUAL, _DISTURBED = "#4c72b0", "#c44e52", "#ccb974"
 _BAND = 0.1

@@ -4,7 +4,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from dynamix.lab.simulator.calibration import Calibration, RankSpeed
+from dynamix.lab.calibration import Calibration, RankSpeed
 
 PLAIN_WIDTH = 120
 

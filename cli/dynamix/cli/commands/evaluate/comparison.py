@@ -11,13 +11,13 @@ from dynamix.cli.errors import CommandError
 from dynamix.cli.output import STANDARD_OUTPUT, write_json
 from dynamix.cli.runs_view import RunsView
 from dynamix.lab.experiments.comparison.contenders import Contender, parse_contenders, untuned_families, with_references
-from dynamix.lab.experiments.comparison.evaluation import Cell, fill, plan
+from dynamix.lab.experiments.comparison.evaluation import ComparisonCell, fill, plan
 from dynamix.lab.experiments.comparison.figure import draw
 from dynamix.lab.experiments.comparison.pool import RunFailedError
 from dynamix.lab.experiments.comparison.runs import Ledger
 from dynamix.lab.experiments.comparison.tuned import Tuned, read_tuned, to_toml
 from dynamix.lab.experiments.comparison.tuning import FIRST_SEED, GRID, tune
-from dynamix.lab.experiments.comparison.verdict import Judge, note_on
+from dynamix.lab.experiments.comparison.verdict import VerdictBuilder, note_on
 from dynamix.lab.experiments.episodes.suite import TRAIN, TUNED_FILE, Suite, read_suite, scenario_root, suite_named
 from dynamix.recording.provenance import code_digest
 
@@ -32,7 +32,7 @@ class Comparison(NamedTuple):
     suite: Suite
     contenders: list[Contender]
     tuned: Tuned
-    cells: list[Cell]
+    cells: list[ComparisonCell]
 
 
 def compare(namespace: argparse.Namespace) -> int:
@@ -42,7 +42,7 @@ def compare(namespace: argparse.Namespace) -> int:
         with _ledger(namespace) as ledger:
             exit_code = _fill(comparison, ledger, namespace)
             suite, contenders, tuned, cells = comparison
-            judge = Judge(suite, contenders, cells, ledger, tuned)
+            judge = VerdictBuilder(suite, contenders, cells, ledger, tuned)
         verdict = judge.verdict(_evaluate_command(namespace))
         show(verdict, stderr=namespace.json == STANDARD_OUTPUT)
         if namespace.json is not None:

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from dynamix.cli.runs_view import console_for
 from dynamix.lab.experiments.comparison.tuned import Choice, Tuned
-from dynamix.lab.experiments.comparison.verdict import Family, Interval, Row, Verdict
+from dynamix.lab.experiments.comparison.verdict import Interval, Verdict, VerdictFamily, VerdictRow
 
 HEADINGS = ("median", "missed", "runs", "vs best static", "vs goodput", "at fixed time", "test", "spread")
 
@@ -44,7 +44,7 @@ def _choice(rival: str, choice: Choice) -> str:
     return f"{choice.setting.removeprefix(rival).lstrip(':@')}: {choice.score_s:.1f} s"
 
 
-def _table(title: str, rows: Sequence[Row], default: str) -> Table:
+def _table(title: str, rows: Sequence[VerdictRow], default: str) -> Table:
     table = Table(title=title, box=SIMPLE, padding=(0, 1, 0, 0), title_justify="left")
     table.add_column("policy", no_wrap=True)
     for heading in HEADINGS:
@@ -58,7 +58,7 @@ def _table(title: str, rows: Sequence[Row], default: str) -> Table:
     return table
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: VerdictRow) -> tuple[str, ...]:
     seeds = f" ({row.num_policy_seeds} policies)" if row.num_policy_seeds > 1 else ""
     return (
         f"{row.median_time_to_target_s:.1f} s",
@@ -80,7 +80,7 @@ def _interval(found: Interval | None) -> str:
     return f"{found.ratio:.2f} [{found.low:.2f}, {found.high:.2f}]"
 
 
-def _family_title(name: str, family: Family) -> str:
+def _family_title(name: str, family: VerdictFamily) -> str:
     what = "control: homogeneous" if family.control else "heterogeneous"
     size = family.best_static_local_batch_size
     best = "" if size is None else f"; best static is {size} per rank, chosen on {family.chosen_on}"

@@ -20,8 +20,8 @@ from dynamix.cli.connection import find
 from dynamix.cli.errors import CommandError
 from dynamix.cli.output import STANDARD_OUTPUT, write_json
 from dynamix.lab.experiments.episodes.suite import TRAIN, read_suite, suite_named
-from dynamix.lab.experiments.learning import PRESETS, Learning, LearningPlan, Update, learn, plan_named
-from dynamix.lab.experiments.learning.checkpoint import CheckpointError
+from dynamix.lab.experiments.learning import PRESETS, LearningPlan, LearningResult, LearningUpdate, learn, plan_named
+from dynamix.lab.experiments.learning.checkpoint import LearningCheckpointError
 from dynamix.lab.experiments.learning.workers import EpisodeError
 from dynamix.reward.formula import Weights
 from dynamix.runtime.settings import BusSettings
@@ -71,7 +71,7 @@ def _sentences() -> Iterator[None]:
     """What a person can mend is said in a sentence."""
     try:
         yield
-    except (ValueError, OSError, CheckpointError, EpisodeError) as error:
+    except (ValueError, OSError, LearningCheckpointError, EpisodeError) as error:
         raise CommandError(str(error)) from error
 
 
@@ -108,7 +108,7 @@ class _Teller:
         self._plan = plan
         self._bus = bus
 
-    def tell(self, row: Update, begun: Sequence[Finding]) -> None:
+    def tell(self, row: LearningUpdate, begun: Sequence[Finding]) -> None:
         """One update."""
         validated = "" if row.validation_vs_rule is None else f", validated {row.validation_vs_rule:.3f}"
         explained = "" if row.explained_variance is None else f"  explained {row.explained_variance:+.2f}"
@@ -130,7 +130,7 @@ class _Teller:
             ]
             asyncio.run(_publish(self._bus, events))
 
-    def conclude(self, learned: Learning, output: Path) -> None:
+    def conclude(self, learned: LearningResult, output: Path) -> None:
         """Store the policy on the bus, when that was asked for and the plan is done."""
         if self._bus is not None and learned.finished:
             version = asyncio.run(_store(self._bus, learned.file))
@@ -151,7 +151,7 @@ async def _store(settings: BusSettings, file: PolicyFile) -> int:
         return stored.version
 
 
-def _summary(learned: Learning, output: Path, checkpoint: Path) -> str:
+def _summary(learned: LearningResult, output: Path, checkpoint: Path) -> str:
     scores = learned.file.metadata.scores
     lines = [f"{'scenario':<28}time to target over rule's"]
     lines += [
@@ -166,7 +166,7 @@ def _summary(learned: Learning, output: Path, checkpoint: Path) -> str:
     return "\n".join(lines)
 
 
-def _as_json(learned: Learning) -> dict[str, Any]:
+def _as_json(learned: LearningResult) -> dict[str, Any]:
     metadata = msgspec.to_builtins(learned.file.metadata)
     return {
         "finished": learned.finished,

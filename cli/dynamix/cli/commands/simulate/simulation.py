@@ -18,7 +18,7 @@ from dynamix.cli.services import ServiceProcess, bus_environment
 from dynamix.lab.experiments.comparison.contenders import Contender, Setting, parse_contender
 from dynamix.lab.experiments.comparison.pool import policy_of
 from dynamix.lab.experiments.comparison.tuned import Tuned
-from dynamix.lab.experiments.episodes.episode import Episode, Messages, episode_of, run_episode
+from dynamix.lab.experiments.episodes.episode import Episode, EpisodeMessages, episode_of, run_episode
 from dynamix.lab.experiments.episodes.suite import SUITES, scenario_root
 from dynamix.lab.simulator.cluster import VirtualCluster
 from dynamix.lab.simulator.lockstep import NoActionError, run_lockstep
@@ -216,7 +216,7 @@ async def _on_bus(planned: Plan, data: Data, lines: _Lines) -> Episode:
             actions = await run_lockstep(cluster, bus, on_window=lines.add)
         except NoActionError as error:
             raise CommandError(str(error)) from error
-    return episode_of(cluster, actions, Messages([], [], []))
+    return episode_of(cluster, actions, EpisodeMessages([], [], []))
 
 
 @contextlib.asynccontextmanager

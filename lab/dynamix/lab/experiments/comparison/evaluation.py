@@ -9,17 +9,17 @@ from dynamix.lab.experiments.episodes.suite import Suite
 
 from .contenders import Contender, Setting
 from .pool import outcomes
-from .runs import Ledger, Outcome, Task
+from .runs import Ledger, RunOutcome, RunTask
 from .tuned import Tuned
 
 
-class Cell(NamedTuple):
+class ComparisonCell(NamedTuple):
     """One place in the comparison, and the run that fills it; two cells may need the same run."""
 
     label: str
     policy_seed: int
     """Index of the learned policy's file; 0 for a policy without."""
-    task: Task
+    task: RunTask
 
     @property
     def family(self) -> str:
@@ -32,7 +32,7 @@ class Cell(NamedTuple):
         return f"{self.label} #{self.policy_seed} in {self.task.scenario.name}, seed {self.task.seed}"
 
 
-class Progress(NamedTuple):
+class ComparisonProgress(NamedTuple):
     """How far a comparison is."""
 
     num_done: int
@@ -44,7 +44,7 @@ class Progress(NamedTuple):
 
 def plan(
     suite: Suite, contenders: Sequence[Contender], seeds: Sequence[int], tuned: Tuned, *, crossed: bool = True
-) -> list[Cell]:
+) -> list[ComparisonCell]:
     """Every cell of a comparison: all contenders, policy seeds, scenarios and seeds, in the order in which to run them.
 
     Seeds come first: what an interrupt leaves behind is whole for the seeds that were done. Without `crossed` each
@@ -60,7 +60,7 @@ def plan(
         for family in suite.families
     }
     return [
-        Cell(contender.label, index, Task(scenario=scenario, setting=setting, seed=seed))
+        ComparisonCell(contender.label, index, RunTask(scenario=scenario, setting=setting, seed=seed))
         for turn, seed in enumerate(seeds)
         for scenario in suite.scenarios
         for contender in contenders
@@ -76,12 +76,12 @@ def _in_turn(settings: Sequence[Setting], turn: int | None) -> Iterator[tuple[in
 
 
 def fill(
-    cells: Iterable[Cell],
+    cells: Iterable[ComparisonCell],
     ledger: Ledger,
     *,
     jobs: int = 1,
     data: Path | None = None,
-    on_progress: Callable[[Progress], None] | None = None,
+    on_progress: Callable[[ComparisonProgress], None] | None = None,
 ) -> None:
     """Run what the ledger does not know yet; each run once, however many cells need it.
 
@@ -99,20 +99,20 @@ def fill(
         ledger.add(task, outcome, cell.about)
         forecast.saw(task, outcome)
         if on_progress is not None:
-            on_progress(Progress(number, len(needed), forecast.left_s(), cell.about))
+            on_progress(ComparisonProgress(number, len(needed), forecast.left_s(), cell.about))
 
 
 class Forecast:
     """Wall-clock time left: what is still to run, at the mean of what the same scenario took so far."""
 
-    def __init__(self, tasks: Iterable[Task], jobs: int) -> None:
+    def __init__(self, tasks: Iterable[RunTask], jobs: int) -> None:
         self._jobs = jobs
         self._left: dict[str, int] = {}
         self._walls_s: dict[str, list[float]] = {}
         for task in tasks:
             self._left[_kind(task)] = self._left.get(_kind(task), 0) + 1
 
-    def saw(self, task: Task, outcome: Outcome) -> None:
+    def saw(self, task: RunTask, outcome: RunOutcome) -> None:
         """A run is over."""
         self._left[_kind(task)] -= 1
         self._walls_s.setdefault(_kind(task), []).append(outcome.wall_s)
@@ -126,6 +126,6 @@ class Forecast:
         return sum(number * means.get(kind, unseen) for kind, number in self._left.items()) / self._jobs
 
 
-def _kind(task: Task) -> str:
+def _kind(task: RunTask) -> str:
     """Runs that take about as long: of one family."""
     return task.scenario.family

@@ -8,9 +8,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, FigureBase
 
+from .outcome_table import OutcomeTable
 from .scores import Array64
-from .table import Table
-from .verdict import Row, Verdict
+from .verdict import Verdict, VerdictRow
 
 CURVE_POINTS = 200
 NUM_COLUMNS = 5
@@ -19,7 +19,7 @@ _FIXED = {"best-static": "#000000", "random": "#999999"}
 _DEFAULT_COLOUR = "#0b6e4f"
 
 
-def draw(verdict: Verdict, table: Table, scenario: str, path: Path) -> None:
+def draw(verdict: Verdict, table: OutcomeTable, scenario: str, path: Path) -> None:
     """Write a PNG of the verdict to `path`; `scenario` is the one whose accuracies are drawn."""
     colours = _colours(verdict)
     panels = [(_overall_title(verdict), verdict.policies)]
@@ -46,7 +46,7 @@ def mean_curve(curves: Sequence[Sequence[tuple[float, float]]], times_s: Array64
 
 
 def _forest(
-    figure: FigureBase, panels: Sequence[tuple[str, list[Row]]], colours: dict[str, str], num_rows: int
+    figure: FigureBase, panels: Sequence[tuple[str, list[VerdictRow]]], colours: dict[str, str], num_rows: int
 ) -> None:
     grid = figure.subplots(num_rows, min(NUM_COLUMNS, len(panels)), squeeze=False, sharex=True, sharey=True)
     for axes in grid.flat[len(panels) :]:
@@ -56,7 +56,7 @@ def _forest(
         axes.set_title(title, fontsize="medium")
 
 
-def _intervals(axes: Axes, rows: Sequence[Row], colours: dict[str, str]) -> None:
+def _intervals(axes: Axes, rows: Sequence[VerdictRow], colours: dict[str, str]) -> None:
     for place, row in enumerate(rows):
         found = row.vs_best_static
         if found is None:
@@ -81,7 +81,7 @@ def _intervals(axes: Axes, rows: Sequence[Row], colours: dict[str, str]) -> None
     axes.grid(axis="x", alpha=0.3)
 
 
-def _curves(axes: Axes, table: Table, scenario: str, colours: dict[str, str]) -> None:
+def _curves(axes: Axes, table: OutcomeTable, scenario: str, colours: dict[str, str]) -> None:
     """Mean accuracy of each contender over virtual time, until the slowest of its runs ended."""
     for label, colour in colours.items():
         if curves := [curve for curve in table.curves(label, scenario) if curve]:

@@ -20,16 +20,16 @@ from dynamix.lab.workloads import Data, workload_named
 from dynamix.runtime import worker_process
 
 from .contenders import Setting
-from .runs import Outcome, Task
+from .runs import RunOutcome, RunTask
 
-Work = Callable[[Task], Outcome]
+Work = Callable[[RunTask], RunOutcome]
 
 
 class RunFailedError(RuntimeError):
     """An episode raised, or a worker died; the text names the run."""
 
 
-def outcomes(tasks: Iterable[Task], *, jobs: int, data: Path | None = None) -> Iterator[tuple[Task, Outcome]]:
+def outcomes(tasks: Iterable[RunTask], *, jobs: int, data: Path | None = None) -> Iterator[tuple[RunTask, RunOutcome]]:
     """Run tasks and yield each with its outcome as it comes; with one job in this process, in order.
 
     Closing the iterator, or an interrupt, ends the workers at once.
@@ -50,7 +50,7 @@ def outcomes(tasks: Iterable[Task], *, jobs: int, data: Path | None = None) -> I
     yield from parallel_outcomes(list(tasks), work, jobs)
 
 
-def run_task(task: Task, *, data: Path | None = None) -> Outcome:
+def run_task(task: RunTask, *, data: Path | None = None) -> RunOutcome:
     """Run one episode in this process."""
     setting = task.setting
     began_s = time.perf_counter()
@@ -62,7 +62,7 @@ def run_task(task: Task, *, data: Path | None = None) -> Outcome:
         policy_options=setting.options,
         initial_local_batch_size=task.initial_local_batch_size,
     )
-    return Outcome(
+    return RunOutcome(
         time_to_target_s=episode.time_to_target_s,
         accuracy_at_fixed_time=episode.accuracy_at_fixed_time,
         test_accuracy=episode.test_accuracy,
@@ -80,13 +80,13 @@ def policy_of(setting: Setting) -> Policy:
     return _learned(setting.policy_file) if setting.policy_file else policy_named(setting.policy)
 
 
-def parallel_outcomes(tasks: Sequence[Task], work: Work, jobs: int) -> Iterator[tuple[Task, Outcome]]:
+def parallel_outcomes(tasks: Sequence[RunTask], work: Work, jobs: int) -> Iterator[tuple[RunTask, RunOutcome]]:
     """Run in processes; at most two tasks per worker are handed out, so that an end comes soon."""
     others = {child.pid for child in multiprocessing.active_children()}
     context = multiprocessing.get_context("spawn")  # torch has threads by now: a fork would inherit their locks
     executor = ProcessPoolExecutor(jobs, context, initializer=_start_worker, initargs=(os.getpid(),))
     waiting = iter(tasks)
-    running: dict[Future[Outcome], Task] = {}
+    running: dict[Future[RunOutcome], RunTask] = {}
     try:
         while True:
             for task in islice(waiting, 2 * jobs - len(running)):
@@ -116,7 +116,7 @@ def _start_worker(parent: int) -> None:
     torch.set_num_threads(1)
 
 
-def _named(task: Task, result: Callable[[], Outcome]) -> Outcome:
+def _named(task: RunTask, result: Callable[[], RunOutcome]) -> RunOutcome:
     try:
         return result()
     except Exception as error:

@@ -19,7 +19,7 @@ from dynamix.recording.provenance import code_digest, versions
 from .contenders import Setting
 
 
-class Task(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+class RunTask(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """An episode to run."""
 
     scenario: Scenario
@@ -53,7 +53,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return self.scenario if rule is None else msgspec.structs.replace(self.scenario, learning_rate_rule=rule)
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """What came of a run; times in virtual seconds."""
 
     time_to_target_s: float | None
@@ -70,13 +70,13 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """What the run took here; for the forecast, never a result."""
 
 
-class Line(msgspec.Struct, frozen=True, kw_only=True):
+class LedgerLine(msgspec.Struct, frozen=True, kw_only=True):
     """A line of the ledger."""
 
     key: str
     about: str
     """For a reader: policy, scenario, seed."""
-    outcome: Outcome
+    outcome: RunOutcome
 
 
 class Ledger:
@@ -84,7 +84,7 @@ class Ledger:
 
     def __init__(self, path: Path | None = None, *, resume: bool = True) -> None:
         """Open `path`, or keep outcomes in memory only. Without `resume` a file that exists is put aside as *.old."""
-        self._outcomes: dict[str, Outcome] = {}
+        self._outcomes: dict[str, RunOutcome] = {}
         self._file: IO[bytes] | None = None
         if path is None:
             return
@@ -105,22 +105,22 @@ class Ledger:
         if self._file is not None:
             self._file.close()
 
-    def __contains__(self, task: Task) -> bool:
+    def __contains__(self, task: RunTask) -> bool:
         return task.key in self._outcomes
 
-    def get(self, task: Task) -> Outcome | None:
+    def get(self, task: RunTask) -> RunOutcome | None:
         """The outcome of a task, when it is known."""
         return self._outcomes.get(task.key)
 
-    def add(self, task: Task, outcome: Outcome, about: str) -> None:
+    def add(self, task: RunTask, outcome: RunOutcome, about: str) -> None:
         """Keep an outcome; on return the operating system has it."""
         self._outcomes[task.key] = outcome
         if self._file is not None:
-            self._file.write(msgspec.json.encode(Line(key=task.key, about=about, outcome=outcome)) + b"\n")
+            self._file.write(msgspec.json.encode(LedgerLine(key=task.key, about=about, outcome=outcome)) + b"\n")
             self._file.flush()
 
 
-def _lines(path: Path) -> Iterator[tuple[Line, int]]:
+def _lines(path: Path) -> Iterator[tuple[LedgerLine, int]]:
     """The whole lines of a ledger with the position after each.
 
     Raises:
@@ -134,6 +134,6 @@ def _lines(path: Path) -> Iterator[tuple[Line, int]]:
             return
         end += len(text)
         try:
-            yield msgspec.json.decode(text, type=Line), end
+            yield msgspec.json.decode(text, type=LedgerLine), end
         except msgspec.MsgspecError as error:
             raise ValueError(f"{path}, line {number}: {error}; it is no file of results, name another") from error

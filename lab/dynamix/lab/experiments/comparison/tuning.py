@@ -16,9 +16,9 @@ from dynamix.schemas.policies import DEFAULT_POLICY
 
 from . import scores
 from .contenders import Contender, parse_contender
-from .evaluation import Progress, fill, plan
+from .evaluation import ComparisonProgress, fill, plan
+from .outcome_table import OutcomeTable
 from .runs import Ledger
-from .table import Table
 from .tuned import Choice, Tuned
 
 SIZES = (32, 64, 128, 256, 512, 1024)
@@ -69,7 +69,7 @@ def tune(
     command: str = "",
     jobs: int = 1,
     data: Path | None = None,
-    on_progress: Callable[[Progress], None] | None = None,
+    on_progress: Callable[[ComparisonProgress], None] | None = None,
 ) -> Tuned:
     """Run the grid on the scenarios of a suite and choose.
 
@@ -80,7 +80,7 @@ def tune(
     grid = {rival: [parse_contender(text) for text in _settings(rival)] for rival in rivals}
     cells = plan(suite, [setting for settings in grid.values() for setting in settings], seeds, Tuned())
     fill(cells, ledger, jobs=jobs, data=data, on_progress=on_progress)
-    table = Table(suite.scenarios, cells, ledger)
+    table = OutcomeTable(suite.scenarios, cells, ledger)
     return Tuned(
         command=command,
         scenarios=suite.digest,
@@ -92,7 +92,7 @@ def tune(
     )
 
 
-def score_s(table: Table, label: str, families: Sequence[str]) -> float:
+def score_s(table: OutcomeTable, label: str, families: Sequence[str]) -> float:
     """Geometric mean of a setting's times, families counted alike."""
     return scores.geometric_mean([scores.geometric_mean(table.times(label, [family])) for family in families])
 
@@ -104,11 +104,13 @@ def _settings(rival: str) -> tuple[str, ...]:
         raise ValueError(f"nothing can be tuned of {rival!r}: choose of {', '.join(GRID)}") from None
 
 
-def _choices(table: Table, grid: Mapping[str, Sequence[Contender]], families: Sequence[str]) -> dict[str, Choice]:
+def _choices(
+    table: OutcomeTable, grid: Mapping[str, Sequence[Contender]], families: Sequence[str]
+) -> dict[str, Choice]:
     return {rival: _choice(table, settings, families) for rival, settings in grid.items()}
 
 
-def _choice(table: Table, settings: Sequence[Contender], families: Sequence[str]) -> Choice:
+def _choice(table: OutcomeTable, settings: Sequence[Contender], families: Sequence[str]) -> Choice:
     """The best setting; of equally good ones the first."""
     found = {setting.label: score_s(table, setting.label, families) for setting in settings}
     best = min(settings, key=lambda setting: found[setting.label])

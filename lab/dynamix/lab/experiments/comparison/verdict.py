@@ -13,10 +13,10 @@ from dynamix.schemas.policies import DEFAULT_POLICY
 
 from . import scores
 from .contenders import BEST_STATIC, GOODPUT, Contender, Setting
-from .evaluation import Cell
+from .evaluation import ComparisonCell
 from .familiar import familiar_scenarios
+from .outcome_table import OutcomeTable
 from .runs import Ledger
-from .table import Table
 from .tuned import Tuned
 
 
@@ -28,7 +28,7 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True):
     high: float | None
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class VerdictRow(msgspec.Struct, frozen=True, kw_only=True):
     """One contender; times in virtual seconds, a miss counts as the time limit."""
 
     policy: str
@@ -52,7 +52,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
 
 
-class Family(msgspec.Struct, frozen=True, kw_only=True):
+class VerdictFamily(msgspec.Struct, frozen=True, kw_only=True):
     """The rows of one family."""
 
     control: bool
@@ -63,7 +63,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     """Chosen on train scenarios."""
     chosen_on: str
     """Train scenarios of the family, or all of them where it has no train part."""
-    policies: list[Row]
+    policies: list[VerdictRow]
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,8 +71,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
     suite: str
     default_policy: str
-    families: dict[str, Family]
-    policies: list[Row]
+    families: dict[str, VerdictFamily]
+    policies: list[VerdictRow]
     """Over the heterogeneous families, each counted alike; over all when none is heterogeneous."""
     heterogeneous_families: list[str]
     seeds: list[int]
@@ -87,14 +87,19 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str]
 
 
-class Judge:
+class VerdictBuilder:
     """Makes rows of the outcomes that a ledger holds."""
 
     def __init__(
-        self, suite: Suite, contenders: Sequence[Contender], cells: Sequence[Cell], ledger: Ledger, tuned: Tuned
+        self,
+        suite: Suite,
+        contenders: Sequence[Contender],
+        cells: Sequence[ComparisonCell],
+        ledger: Ledger,
+        tuned: Tuned,
     ) -> None:
         self.suite = suite
-        self.table = Table(suite.scenarios, cells, ledger)
+        self.table = OutcomeTable(suite.scenarios, cells, ledger)
         self._contenders = contenders
         self._cells = cells
         self._num_missing = sum(cell.task not in ledger for cell in cells)
@@ -124,10 +129,10 @@ class Judge:
             versions=versions(),
         )
 
-    def _family(self, name: str) -> Family:
+    def _family(self, name: str) -> VerdictFamily:
         scenarios = self.suite.families[name]
         choice = self._tuned.choice("static", name)
-        return Family(
+        return VerdictFamily(
             control=is_control(scenarios),
             scenarios={scenario.name: digest_of(scenario) for scenario in scenarios},
             best_static_local_batch_size=None if choice is None else choice.initial_local_batch_size,
@@ -135,11 +140,11 @@ class Judge:
             policies=[self._row(row, [name], row.settings(name, self._tuned)) for row in self._contenders],
         )
 
-    def _row(self, contender: Contender, families: Sequence[str], settings: Sequence[Setting] = ()) -> Row:
+    def _row(self, contender: Contender, families: Sequence[str], settings: Sequence[Setting] = ()) -> VerdictRow:
         label = contender.label
         outcomes = self.table.outcomes(label, families)
         times = self.table.times(label, families)
-        return Row(
+        return VerdictRow(
             policy=label,
             median_time_to_target_s=scores.median(times) if outcomes else None,
             misses=self.table.num_misses(label, families),

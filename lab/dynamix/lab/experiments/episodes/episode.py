@@ -17,14 +17,14 @@ GRID_TOLERANCE_S = 1e-9
 """Points of the grid are multiples of a float: the last one may lie a rounding error behind a time."""
 
 
-class Messages(NamedTuple):
+class EpisodeMessages(NamedTuple):
     """What the services would have published, in that order."""
 
     windows: list[MetricWindow]
     states: list[State]
     rewards: list[Reward]
 
-    def extend(self, later: "Messages") -> None:
+    def extend(self, later: "EpisodeMessages") -> None:
         """Add those of a later window."""
         self.windows.extend(later.windows)
         self.states.extend(later.states)
@@ -93,7 +93,7 @@ def run_episode(
         job=job,
     )
     control = ControlPlane(cluster.job, policy, reward=reward)
-    kept = Messages([], [], [])
+    kept = EpisodeMessages([], [], [])
     actions: list[Action] = []
     while reports := cluster.run_window():
         if on_window is not None:
@@ -115,7 +115,7 @@ class ControlPlane:
         self._reward = reward
         self._sequence = 0
 
-    def of_window(self, reports: list[Report]) -> tuple[Messages, list[Action]]:
+    def of_window(self, reports: list[Report]) -> tuple[EpisodeMessages, list[Action]]:
         """What is published on one window's reports, and the actions that follow; reports in the order of nodes."""
         windows = [simulated_window(report) for report in reports]
         states = [state_of(window) for window in windows]
@@ -130,10 +130,10 @@ class ControlPlane:
         while (action := self._fold.close()) is not None:
             self._fold.adopt(action)
             actions.append(action)
-        return Messages(windows, states, rewards), actions
+        return EpisodeMessages(windows, states, rewards), actions
 
 
-def episode_of(cluster: VirtualCluster, actions: list[Action], messages: Messages) -> Episode:
+def episode_of(cluster: VirtualCluster, actions: list[Action], messages: EpisodeMessages) -> Episode:
     """The outcome of a run that is over."""
     fixed_time_s = cluster.scenario.fixed_time_s + GRID_TOLERANCE_S
     until = [evaluation.accuracy for evaluation in cluster.evaluations if evaluation.time_s <= fixed_time_s]

@@ -1,7 +1,7 @@
 """Learning a policy on virtual clusters: `learn` a `LearningPlan`."""
 
-from .course import Learning, Observer, learn
-from .history import Update
+from .history import LearningUpdate
 from .plan import PRESETS, LearningPlan, plan_named
+from .run import LearningResult, Observer, learn
 
-__all__ = ["PRESETS", "Learning", "LearningPlan", "Observer", "Update", "learn", "plan_named"]
+__all__ = ["PRESETS", "LearningPlan", "LearningResult", "LearningUpdate", "Observer", "learn", "plan_named"]

@@ -6,15 +6,15 @@ from typing import Self
 
 import msgspec
 
-from .history import Update
+from .history import LearningUpdate
 from .plan import LearningPlan
 
 
-class CheckpointError(ValueError):
+class LearningCheckpointError(ValueError):
     """A checkpoint that cannot be gone on from; the text says why and what to do."""
 
 
-class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
+class LearningCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
     """Everything between two updates."""
 
     plan_digest: str
@@ -27,7 +27,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     best: bytes
     """The best by validation so far."""
     best_vs_rule: float
-    history: list[Update]
+    history: list[LearningUpdate]
     elapsed_s: float
 
     def write(self, path: Path) -> None:
@@ -51,9 +51,11 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
         except FileNotFoundError:
             return None
         except (OSError, msgspec.DecodeError) as error:
-            raise CheckpointError(f"the checkpoint {path} cannot be read ({error}): remove it to begin anew") from error
+            raise LearningCheckpointError(
+                f"the checkpoint {path} cannot be read ({error}): remove it to begin anew"
+            ) from error
         if found.plan_digest != plan.digest:
-            raise CheckpointError(
+            raise LearningCheckpointError(
                 f"the checkpoint {path} belongs to another plan: remove it to begin anew, or name another output"
             )
         return found

@@ -20,7 +20,7 @@ RULE = "rule"
 """What every learned policy is measured by."""
 
 
-class Task(NamedTuple):
+class EpisodeTask(NamedTuple):
     """One episode to run."""
 
     scenario: Scenario
@@ -41,7 +41,7 @@ class Task(NamedTuple):
         return f"scenario {self.scenario.name}, seed {self.seed}"
 
 
-class Played(NamedTuple):
+class EpisodeResult(NamedTuple):
     """What came of it."""
 
     time_s: float
@@ -51,7 +51,7 @@ class Played(NamedTuple):
     """`None` when nothing was sampled, or the target was reached before the first decision ruled."""
 
 
-def play(task: Task) -> Played:
+def play(task: EpisodeTask) -> EpisodeResult:
     """Run one episode in this process.
 
     Raises:
@@ -74,14 +74,14 @@ def play(task: Task) -> Played:
         keep_messages=explores,
     )
     reached = episode.time_to_target_s
-    return Played(
+    return EpisodeResult(
         time_s=scenario.time_limit_s if reached is None else reached,
         missed=reached is None,
         trajectory=_trajectory(task, episode) if explores else None,
     )
 
 
-def _trajectory(task: Task, episode: Episode) -> Trajectory | None:
+def _trajectory(task: EpisodeTask, episode: Episode) -> Trajectory | None:
     action_set = action_set_named(PolicyFile.from_bytes(task.policy).metadata.action_set)
     recording = Recording(
         job=episode.job,

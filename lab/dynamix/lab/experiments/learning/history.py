@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
-class Update(msgspec.Struct, frozen=True, kw_only=True):
+class LearningUpdate(msgspec.Struct, frozen=True, kw_only=True):
     """One update: its batch of episodes, and PPO's numbers (named as cleanrl names them)."""
 
     update: int
@@ -53,7 +53,7 @@ def geometric_mean(ratios: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, ratios)) / len(ratios))
 
 
-def findings(history: Sequence[Update]) -> list[Finding]:
+def findings(history: Sequence[LearningUpdate]) -> list[Finding]:
     """The failure signatures of a course of learning so far (method section 3)."""
     explained = [row.explained_variance for row in history if row.explained_variance is not None]
     found = reward_signatures([row.mean_return for row in history])
@@ -82,7 +82,7 @@ class Curves:
         if self._writer is not None:
             self._writer.close()
 
-    def add(self, row: Update) -> None:
+    def add(self, row: LearningUpdate) -> None:
         """One point of every curve, over episodes."""
         if self._writer is None:
             return

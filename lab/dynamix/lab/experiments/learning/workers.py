@@ -10,9 +10,9 @@ import torch
 
 from dynamix.runtime import worker_process
 
-from .episodes import Played, Task, play
+from .episodes import EpisodeResult, EpisodeTask, play
 
-Play = Callable[[Sequence[Task]], list[Played]]
+Play = Callable[[Sequence[EpisodeTask]], list[EpisodeResult]]
 
 
 class EpisodeError(RuntimeError):
@@ -36,7 +36,7 @@ def players(num_workers: int) -> Iterator[Play]:
     context = multiprocessing.get_context("spawn")  # torch has threads by now: a fork would inherit their locks
     with ProcessPoolExecutor(num_workers, context, initializer=_start, initargs=(os.getpid(),)) as executor:
 
-        def play_all(tasks: Sequence[Task]) -> list[Played]:
+        def play_all(tasks: Sequence[EpisodeTask]) -> list[EpisodeResult]:
             futures = [executor.submit(play, task) for task in tasks]
             try:
                 return [_played(task, future.result) for task, future in zip(tasks, futures, strict=True)]
@@ -47,7 +47,7 @@ def players(num_workers: int) -> Iterator[Play]:
         yield play_all
 
 
-def _played(task: Task, result: Callable[[], Played]) -> Played:
+def _played(task: EpisodeTask, result: Callable[[], EpisodeResult]) -> EpisodeResult:
     try:
         return result()
     except Exception as error:

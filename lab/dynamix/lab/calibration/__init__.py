@@ -1,16 +1,16 @@
 """Calibration: a real job's metric windows become a scenario, and a comparison of virtual with real step times."""
 
 from .observations import NotEnoughWindowsError
-from .result import Calibration, Comparison, RankSpeed, calibrate
-from .scenario import Settings
+from .result import Calibration, RankSpeed, StepTimeComparison, calibrate
+from .scenario import CalibrationSettings
 from .scenario_file import scenario_text
 
 __all__ = [
     "Calibration",
-    "Comparison",
+    "CalibrationSettings",
     "NotEnoughWindowsError",
     "RankSpeed",
-    "Settings",
+    "StepTimeComparison",
     "calibrate",
     "scenario_text",
 ]

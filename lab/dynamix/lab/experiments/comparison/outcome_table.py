@@ -7,22 +7,22 @@ import numpy as np
 from dynamix.lab.simulator.scenario import Scenario
 
 from . import scores
-from .evaluation import Cell
-from .runs import Ledger, Outcome
+from .evaluation import ComparisonCell
+from .runs import Ledger, RunOutcome
 
 
-class Table:
+class OutcomeTable:
     """What is known of every contender, in any choice of families."""
 
-    def __init__(self, scenarios: Sequence[Scenario], cells: Sequence[Cell], ledger: Ledger) -> None:
+    def __init__(self, scenarios: Sequence[Scenario], cells: Sequence[ComparisonCell], ledger: Ledger) -> None:
         self._scenarios = tuple(scenarios)
         self._seeds = sorted({cell.task.seed for cell in cells})
-        self._known: dict[str, list[tuple[Cell, Outcome]]] = {}
+        self._known: dict[str, list[tuple[ComparisonCell, RunOutcome]]] = {}
         for cell in cells:
             if (outcome := ledger.get(cell.task)) is not None:
                 self._known.setdefault(cell.label, []).append((cell, outcome))
 
-    def outcomes(self, label: str, families: Sequence[str]) -> list[Outcome]:
+    def outcomes(self, label: str, families: Sequence[str]) -> list[RunOutcome]:
         """Every outcome of a contender in some families."""
         return [outcome for cell, outcome in self._known.get(label, []) if cell.family in families]
 
@@ -39,11 +39,11 @@ class Table:
         )
 
     def mean(
-        self, label: str, families: Sequence[str], number: Callable[[Outcome], float | None]
+        self, label: str, families: Sequence[str], number: Callable[[RunOutcome], float | None]
     ) -> scores.Mean | None:
         """Mean of a number of a contender's outcomes, `None` left out, with its interval over all seeds."""
 
-        def known(_: Cell, outcome: Outcome) -> float:
+        def known(_: ComparisonCell, outcome: RunOutcome) -> float:
             found = number(outcome)
             return np.nan if found is None else found
 
@@ -64,7 +64,9 @@ class Table:
         """What runs of a scenario have to reach."""
         return next(found.target_accuracy for found in self._scenarios if found.name == scenario)
 
-    def _array(self, label: str, families: Sequence[str], number: Callable[[Cell, Outcome], float]) -> scores.Array64:
+    def _array(
+        self, label: str, families: Sequence[str], number: Callable[[ComparisonCell, RunOutcome], float]
+    ) -> scores.Array64:
         known = [(cell, outcome) for cell, outcome in self._known.get(label, []) if cell.family in families]
         places = {scenario.name: place for place, scenario in enumerate(self._of(families))}
         num_policy_seeds = 1 + max((cell.policy_seed for cell, _ in known), default=0)

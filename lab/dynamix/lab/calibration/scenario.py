@@ -19,9 +19,9 @@ from dynamix.lab.simulator.scenario import (
 from dynamix.lab.workloads import workload_named
 from dynamix.schemas.messages import Job
 
-from .fit import Fit
+from .dwell_times import DwellTimes
+from .fit import CalibrationFit
 from .observations import Observations, Origin
-from .spells import Spells
 
 DEFAULT_TARGET = 0.8
 LATENCY_S = 5e-5
@@ -31,7 +31,7 @@ OTHER_MODEL = 0.2
 """Relative difference of the bytes sent to those of the workload's model, above which another model was trained."""
 
 
-class Settings(NamedTuple):
+class CalibrationSettings(NamedTuple):
     """What windows do not say."""
 
     workload: str
@@ -56,7 +56,9 @@ class Bounds(NamedTuple):
     ranks_per_node: int
 
 
-def scenario_of(fit: Fit, seen: Observations, origin: Origin, settings: Settings, job: Job | None) -> Scenario:
+def scenario_of(
+    fit: CalibrationFit, seen: Observations, origin: Origin, settings: CalibrationSettings, job: Job | None
+) -> Scenario:
     """The scenario; without the job's specification its bounds are the sizes seen."""
     duration_s = _rounded(float(seen.duration_s.sum()))
     bounds = _of_windows(seen) if job is None else _of_job(job)
@@ -113,7 +115,7 @@ def _of_windows(seen: Observations) -> Bounds:
     )
 
 
-def _workers(fit: Fit, job: Job | None) -> tuple[Workers, ...]:
+def _workers(fit: CalibrationFit, job: Job | None) -> tuple[Workers, ...]:
     """One table per rank. Jitter has a median of 1 and a mean above: the rate is that of an undisturbed step."""
     mean = math.exp(fit.jitter**2 / 2)
     bounds: Sequence[int | None] = [None] * len(fit.lines)
@@ -130,7 +132,7 @@ def _workers(fit: Fit, job: Job | None) -> tuple[Workers, ...]:
     )
 
 
-def _network(fit: Fit, seen: Observations, settings: Settings) -> Network:
+def _network(fit: CalibrationFit, seen: Observations, settings: CalibrationSettings) -> Network:
     """Bandwidth by the time C, given latency and bytes."""
     num_workers = seen.world_size
     if fit.exposure is None:
@@ -154,7 +156,7 @@ def _network(fit: Fit, seen: Observations, settings: Settings) -> Network:
     )
 
 
-def _gradient_bytes(seen: Observations, settings: Settings, own_bytes: int) -> int:
+def _gradient_bytes(seen: Observations, settings: CalibrationSettings, own_bytes: int) -> int:
     """The workload's, unless the sockets say that another model was trained."""
     known = seen.tx_bytes[np.isfinite(seen.tx_bytes)]
     if not len(known):
@@ -170,7 +172,7 @@ def _latency_s(seen: Observations) -> float:
     return float(np.median(known)) / 2e6 if len(known) else LATENCY_S
 
 
-def _stragglers(fit: Fit) -> Stragglers | None:
+def _stragglers(fit: CalibrationFit) -> Stragglers | None:
     jitter = round(fit.jitter, 4)
     if fit.stragglers is None:
         return Stragglers(jitter=jitter) if jitter > 0 else None
@@ -182,9 +184,9 @@ def _stragglers(fit: Fit) -> Stragglers | None:
     )
 
 
-def _congestion(fit: Fit) -> Congestion | None:
+def _congestion(fit: CalibrationFit) -> Congestion | None:
     """One state for the whole network: times do not say whose link it was that all waited for."""
-    found: Spells | None = fit.congestion
+    found: DwellTimes | None = fit.congestion
     if found is None:
         return None
     return Congestion(

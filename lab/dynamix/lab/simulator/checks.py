@@ -9,20 +9,20 @@ from typing import Any, get_args
 import msgspec
 
 
-def between(key: str, value: float, low: float, high: float = math.inf) -> None:
+def check_between(key: str, value: float, low: float, high: float = math.inf) -> None:
     """Raise ValueError when a number is not finite or outside [low, high]."""
     if not (math.isfinite(value) and low <= value <= high):
         limit = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
         raise ValueError(f"{key} = {value:g}: it must be {limit}")
 
 
-def positive(key: str, value: float) -> None:
+def check_positive(key: str, value: float) -> None:
     """Raise ValueError when a number is not finite or not above 0."""
     if not (math.isfinite(value) and value > 0):
         raise ValueError(f"{key} = {value:g}: it must be above 0")
 
 
-def explained(message: str, content: Mapping[str, Any], tables: Mapping[str, type[msgspec.Struct]]) -> str:
+def explain_decode_error(message: str, content: Mapping[str, Any], tables: Mapping[str, type[msgspec.Struct]]) -> str:
     """A decoder's message with the value that it complains of, or with the nearest known key.
 
     Args:

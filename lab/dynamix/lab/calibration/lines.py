@@ -34,7 +34,7 @@ LEAST_SIZED_SHARE = 0.01
 """Of the longest time: the part that grows with the samples is taken to be at least this, so that a rate exists."""
 
 
-class Line(NamedTuple):
+class ComputeTimeLine(NamedTuple):
     """One worker's line."""
 
     overhead_s: float
@@ -61,7 +61,7 @@ class Line(NamedTuple):
         return self.slowdown(samples, busy_s) > max(SLOW, 1 + SLOW_SIGMAS * self.scatter)
 
 
-def fit_line(samples: Array64, busy_s: Array64) -> Line:
+def fit_line(samples: Array64, busy_s: Array64) -> ComputeTimeLine:
     """One worker's line through its windows; those without samples say nothing of the rate and are left out."""
     used = (samples > 0) & (busy_s > 0)
     if not used.any():
@@ -84,7 +84,7 @@ def fit_line(samples: Array64, busy_s: Array64) -> Line:
     return _line(overhead, slope, errors, samples, busy_s, is_distinct=True)
 
 
-def _flat(samples: Array64, busy_s: Array64) -> Line:
+def _flat(samples: Array64, busy_s: Array64) -> ComputeTimeLine:
     """Samples over time, where the two parts cannot be told apart."""
     used = samples > 0
     s_per_sample = float(np.median(busy_s[used] / samples[used]))
@@ -95,8 +95,8 @@ def _flat(samples: Array64, busy_s: Array64) -> Line:
 
 def _line(
     overhead: float, slope: float, errors: tuple[float, float], x: Array64, y: Array64, *, is_distinct: bool
-) -> Line:
-    line = Line(overhead, slope, *errors, is_distinct=is_distinct)
+) -> ComputeTimeLine:
+    line = ComputeTimeLine(overhead, slope, *errors, is_distinct=is_distinct)
     used = x > 0
     near = _near(y[used] / line.time_s(x[used]) - 1)
     return line._replace(scatter=_deviation(line.slowdown(x, y)[used][near]))

@@ -15,21 +15,21 @@ from dynamix.arbitrator.learning.agent import Agent
 from dynamix.lab.simulator.scenario import Scenario
 from dynamix.reward.formula import Weights
 
-from .checkpoint import Checkpoint
-from .episodes import Played, Task
-from .history import Curves, Update, findings, geometric_mean
+from .checkpoint import LearningCheckpoint
+from .episodes import EpisodeResult, EpisodeTask
+from .history import Curves, LearningUpdate, findings, geometric_mean
 from .plan import SCORE_SEEDS, VALIDATION_SEEDS, LearningPlan
 from .workers import EpisodeError, Play, players
 
-Observer = Callable[[Update, Sequence[Finding]], None]
+Observer = Callable[[LearningUpdate, Sequence[Finding]], None]
 """Called after each update with its row and the failure signatures that began with it."""
 
 
-class Learning(NamedTuple):
+class LearningResult(NamedTuple):
     """What was learned."""
 
     file: PolicyFile
-    history: list[Update]
+    history: list[LearningUpdate]
     finished: bool
     """Whether the plan was done; otherwise the time was over, and the checkpoint is there to go on from."""
 
@@ -43,7 +43,7 @@ def learn(
     minutes: float | None = None,
     data: Path | None = None,
     observer: Observer | None = None,
-) -> Learning:
+) -> LearningResult:
     """Learn a plan, or go on with it.
 
     Args:
@@ -59,7 +59,7 @@ def learn(
         CheckpointError: when the checkpoint belongs to another plan.
         EpisodeError: when an episode cannot be played, for example for want of data, or teaches nothing.
     """
-    found = Checkpoint.read(checkpoint, plan) if checkpoint else None
+    found = LearningCheckpoint.read(checkpoint, plan) if checkpoint else None
     with players(num_workers) as play, Curves(log) as curves:
         course = _Course(plan, play, data, found)
         while not course.is_done and not (minutes is not None and course.elapsed_s > 60 * minutes):
@@ -69,13 +69,13 @@ def learn(
             curves.add(row)
             if observer is not None:
                 observer(row, begun)
-        return Learning(course.result(), course.history, course.is_done)
+        return LearningResult(course.result(), course.history, course.is_done)
 
 
 class _Course:
     """The state between two updates, and how to do the next one."""
 
-    def __init__(self, plan: LearningPlan, play: Play, data: Path | None, found: Checkpoint | None) -> None:
+    def __init__(self, plan: LearningPlan, play: Play, data: Path | None, found: LearningCheckpoint | None) -> None:
         self._plan = plan
         self._play = play
         self._data = data
@@ -86,7 +86,7 @@ class _Course:
             means = {name: float(np.mean([run.time_s for run in runs])) for name, runs in rules.items()}
             times = {name: [run.time_s for run in runs] for name, runs in rules.items()}
             content = self._agent.file().to_bytes()
-            found = Checkpoint(
+            found = LearningCheckpoint(
                 plan_digest=plan.digest,
                 references_s=means,
                 validation_s=times,
@@ -111,7 +111,7 @@ class _Course:
         """Over all starts."""
         return self._before.elapsed_s + time.monotonic() - self._begin_s
 
-    def state(self) -> Checkpoint:
+    def state(self) -> LearningCheckpoint:
         """As it is now."""
         return msgspec.structs.replace(
             self._before,
@@ -122,7 +122,7 @@ class _Course:
             elapsed_s=self.elapsed_s,
         )
 
-    def update(self) -> tuple[Update, list[Finding]]:
+    def update(self) -> tuple[LearningUpdate, list[Finding]]:
         """Play a batch, learn from it, validate now and then; the row, and the failure signatures that are new."""
         before = {finding.signature for finding in findings(self.history)}
         row = self._learned(len(self.history))
@@ -150,7 +150,7 @@ class _Course:
         )
         return PolicyFile(metadata, file.tensors)
 
-    def _learned(self, number: int) -> Update:
+    def _learned(self, number: int) -> LearningUpdate:
         plan, file = self._plan, self._agent.file().to_bytes()
         tasks = [self._training_task(episode, file) for episode in plan.episodes_of(number)]
         played = self._play(tasks)
@@ -163,7 +163,7 @@ class _Course:
         learned = self._agent.learn(trajectories, progress=number / plan.num_updates)
         stats = learned.stats
         explained = learned.explained_variance
-        return Update(
+        return LearningUpdate(
             update=number + 1,
             num_episodes=plan.episodes_of(number).stop,
             returns=tuple(trajectory.total_reward for trajectory in trajectories),
@@ -182,14 +182,14 @@ class _Course:
             elapsed_s=self.elapsed_s,
         )
 
-    def _training_task(self, episode: int, file: bytes) -> Task:
+    def _training_task(self, episode: int, file: bytes) -> EpisodeTask:
         plan = self._plan
         scenario = plan.learned_from[episode % len(plan.learned_from)]
         reference_s = self._before.references_s[scenario.name]
         weights = plan.weights
         if plan.formula == "time-aware":
             weights = msgspec.structs.replace(weights, beta=weights.beta / reference_s)
-        return Task(
+        return EpisodeTask(
             scenario=scenario,
             seed=plan.training_seed(episode),
             policy=file,
@@ -200,7 +200,7 @@ class _Course:
             data=self._data,
         )
 
-    def _against_rule(self, tasks: Sequence[Task], played: Sequence[Played]) -> float:
+    def _against_rule(self, tasks: Sequence[EpisodeTask], played: Sequence[EpisodeResult]) -> float:
         references = self._before.references_s
         return geometric_mean(
             [run.time_s / references[task.scenario.name] for task, run in zip(tasks, played, strict=True)]
@@ -220,11 +220,11 @@ class _Course:
             self._best, self._best_vs_rule = content, vs_rule
         return vs_rule
 
-    def _times(self, policy: bytes, first_seed: int, num_seeds: int) -> dict[str, list[Played]]:
+    def _times(self, policy: bytes, first_seed: int, num_seeds: int) -> dict[str, list[EpisodeResult]]:
         """Greedy runs in every scenario that is learned from; no bytes: of the rule."""
         scenarios: tuple[Scenario, ...] = self._plan.learned_from
         tasks = [
-            Task(scenario=scenario, seed=first_seed + number, policy=policy, mode="greedy", data=self._data)
+            EpisodeTask(scenario=scenario, seed=first_seed + number, policy=policy, mode="greedy", data=self._data)
             for scenario in scenarios
             for number in range(num_seeds)
         ]

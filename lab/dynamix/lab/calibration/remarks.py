@@ -4,16 +4,16 @@ from collections.abc import Iterator
 
 from dynamix.lab.simulator.scenario import Scenario
 
-from .fit import MAX_JITTER, Fit
+from .fit import MAX_JITTER, CalibrationFit
 from .lines import MIN_SPREAD
 
 
-def remarks_on(fit: Fit, scenario: Scenario) -> tuple[str, ...]:
+def remarks_on(fit: CalibrationFit, scenario: Scenario) -> tuple[str, ...]:
     """The sentences, most important first."""
     return tuple(_remarks(fit, scenario))
 
 
-def _remarks(fit: Fit, scenario: Scenario) -> Iterator[str]:
+def _remarks(fit: CalibrationFit, scenario: Scenario) -> Iterator[str]:
     if flat := [str(rank) for rank, line in enumerate(fit.lines) if not line.is_distinct]:
         yield (
             f"The sizes of rank{'s' * (len(flat) > 1)} {', '.join(flat)} did not vary enough to tell overhead from "

@@ -16,7 +16,7 @@ LEAST_SHARE = 0.1
 """Share of a window's steps, below which scatter looks the same."""
 
 
-class Spells(NamedTuple):
+class DwellTimes(NamedTuple):
     """Mean stays of a two-state Markov process in continuous time."""
 
     factor: float
@@ -24,7 +24,7 @@ class Spells(NamedTuple):
     mean_on_s: float
 
 
-def spells(on: Flags, factors: Array64, duration_s: Array64) -> Spells | None:
+def fit_dwell_times(on: Flags, factors: Array64, duration_s: Array64) -> DwellTimes | None:
     """The disturbance in these series; `None` when it is not to be seen in them.
 
     A mean stay is the time spent in a state over the times it was left: the maximum-likelihood estimate, in which a
@@ -45,7 +45,7 @@ def spells(on: Flags, factors: Array64, duration_s: Array64) -> Spells | None:
     share[share < LEAST_SHARE] = 0.0
     on_s = float((share * duration_s[:, None]).sum())
     off_s = float(((1 - share) * duration_s[:, None]).sum())
-    return Spells(
+    return DwellTimes(
         factor=factor,
         mean_off_s=off_s / max(1, int(entered.sum())),
         mean_on_s=on_s / max(1, int(left.sum())),

@@ -11,10 +11,10 @@ from dynamix.lab.simulator.scenario import Scenario
 from dynamix.lab.workloads import workload_named
 from dynamix.schemas.messages import Job, MetricWindow
 
-from .fit import Fit, fit_observations
+from .fit import CalibrationFit, fit_observations
 from .observations import Array64, Observations, observe
 from .remarks import remarks_on
-from .scenario import Settings, scenario_of
+from .scenario import CalibrationSettings, scenario_of
 
 NUM_DRAWS = 64
 """Of jitter, for the mean step time of a window."""
@@ -30,7 +30,7 @@ class RankSpeed(msgspec.Struct, frozen=True, kw_only=True):
     overhead_error_s: float | None
 
 
-class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+class StepTimeComparison(msgspec.Struct, frozen=True, kw_only=True):
     """One window: the real mean step time, and what a cluster fitted to OTHER windows says for its sizes."""
 
     window: int
@@ -63,10 +63,10 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     predicted as if it had filled it."""
     steady_p90_error: float | None
     remarks: tuple[str, ...]
-    comparisons: tuple[Comparison, ...]
+    comparisons: tuple[StepTimeComparison, ...]
 
 
-def calibrate(windows: Iterable[MetricWindow], settings: Settings, job: Job | None = None) -> Calibration:
+def calibrate(windows: Iterable[MetricWindow], settings: CalibrationSettings, job: Job | None = None) -> Calibration:
     """Fit a scenario to the windows of one job.
 
     Args:
@@ -83,7 +83,7 @@ def calibrate(windows: Iterable[MetricWindow], settings: Settings, job: Job | No
     fit = fit_observations(seen)
     scenario = scenario_of(fit, seen, origin, settings, job)
 
-    def compared(others: Observations, mine: Observations) -> list[Comparison]:
+    def compared(others: Observations, mine: Observations) -> list[StepTimeComparison]:
         """Some windows against a fit of others."""
         found = fit_observations(others)
         return compare(found, scenario_of(found, others, origin, settings, job), mine, gradient_bytes)
@@ -106,7 +106,9 @@ def calibrate(windows: Iterable[MetricWindow], settings: Settings, job: Job | No
     )
 
 
-def compare(fit: Fit, scenario: Scenario, seen: Observations, gradient_bytes: int) -> list[Comparison]:
+def compare(
+    fit: CalibrationFit, scenario: Scenario, seen: Observations, gradient_bytes: int
+) -> list[StepTimeComparison]:
     """Virtual and real step times: same sizes, same disturbances, jitter averaged over draws."""
     slow = fit.slow(seen) if scenario.stragglers is not None else np.zeros_like(seen.samples, dtype=bool)
     congested = fit.congested(seen) & (scenario.congestion is not None)
@@ -120,7 +122,7 @@ def compare(fit: Fit, scenario: Scenario, seen: Observations, gradient_bytes: in
         flags = np.full(seen.world_size, congested[index])
         steps = [clock.step(seen.samples[index], Conditions(slowdown * draw, links, flags)).step_s for draw in draws]
         compared.append(
-            Comparison(
+            StepTimeComparison(
                 window=int(seen.window[index]),
                 global_batch_size=float(seen.samples[index].sum()),
                 step_time_s=float(seen.step_s[index]),
@@ -133,8 +135,8 @@ def compare(fit: Fit, scenario: Scenario, seen: Observations, gradient_bytes: in
 
 
 def _crossed(
-    seen: Observations, compared: Callable[[Observations, Observations], list[Comparison]]
-) -> tuple[Comparison, ...]:
+    seen: Observations, compared: Callable[[Observations, Observations], list[StepTimeComparison]]
+) -> tuple[StepTimeComparison, ...]:
     """Every other window against a fit of the rest, in turn; in the order of the windows."""
     indices = np.arange(len(seen.step_s))
     even, odd = seen.select(indices[::2]), seen.select(indices[1::2])
@@ -142,7 +144,7 @@ def _crossed(
     return tuple((of_odd if index % 2 else of_even)[index // 2] for index in indices.tolist())
 
 
-def _steady(comparisons: Sequence[Comparison]) -> list[bool]:
+def _steady(comparisons: Sequence[StepTimeComparison]) -> list[bool]:
     """Which windows are undisturbed, as their neighbours are."""
     quiet = [not comparison.slow_ranks and not comparison.is_congested for comparison in comparisons]
     return [all(quiet[max(0, index - 1) : index + 2]) for index in range(len(quiet))]
@@ -158,7 +160,7 @@ def _jitter_draws(scenario: Scenario) -> Array64:
     return factors
 
 
-def _speed(fit: Fit, rank: int) -> RankSpeed:
+def _speed(fit: CalibrationFit, rank: int) -> RankSpeed:
     line = fit.lines[rank]
     rate = 1 / line.s_per_sample
     return RankSpeed(

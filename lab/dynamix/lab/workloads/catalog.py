@@ -8,11 +8,11 @@ from types import MappingProxyType
 import torch
 
 from . import parts
-from .language import Shape, Transformer
+from .language import Transformer, TransformerShape
 from .vision import mlp, resnet, small_cnn, vgg11
 from .workload import Data, Workload
 
-TEXT_SHAPE = Shape(num_tokens=64, width=64, num_heads=4, num_layers=2)
+TEXT_SHAPE = TransformerShape(num_tokens=64, width=64, num_heads=4, num_layers=2)
 """137,216 parameters: a step of a few hundred sequences takes a CPU core well under a second."""
 
 

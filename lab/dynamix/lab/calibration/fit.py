@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .dwell_times import MIN_WINDOWS, DwellTimes, fit_dwell_times
 from .exposure import Exposure, exposed, fit_exposure
-from .lines import Flags, Line, fit_line
+from .lines import ComputeTimeLine, Flags, fit_line
 from .observations import Array64, Observations
-from .spells import MIN_WINDOWS, Spells, spells
 
 SIZED_SHARE = 0.2
 """A worker's scatter says something of its jitter when at least this share of its time grows with the samples."""
@@ -18,17 +18,17 @@ SENT_AGAIN = 2.0
 """Congestion shows in segments sent again: so many times those of other windows, where they are counted."""
 
 
-class Fit(NamedTuple):
+class CalibrationFit(NamedTuple):
     """What was found."""
 
-    lines: tuple[Line, ...]
+    lines: tuple[ComputeTimeLine, ...]
     """By rank."""
     jitter: float
     """Sigma of a step's lognormal factor on the time per sample, by the scatter of windows of k independent steps."""
     exposure: Exposure | None
     """`None` for a single worker, who reduces nothing."""
-    stragglers: Spells | None
-    congestion: Spells | None
+    stragglers: DwellTimes | None
+    congestion: DwellTimes | None
     retransmits_per_s: float
     """Of a rank, while the network is congested."""
 
@@ -44,20 +44,20 @@ class Fit(NamedTuple):
         return self.exposure.congested(_exposed(self.lines, self.jitter, seen), seen.busy_s.max(axis=1))
 
 
-def fit_observations(seen: Observations) -> Fit:
+def fit_observations(seen: Observations) -> CalibrationFit:
     """Fit lines, then jitter, then communication, then disturbances: each on what the former have explained."""
     lines = tuple(fit_line(seen.samples[:, rank], seen.busy_s[:, rank]) for rank in range(seen.world_size))
     jitter = _jitter(lines, seen)
-    fit = Fit(lines, jitter, None, None, None, 0.0)
+    fit = CalibrationFit(lines, jitter, None, None, None, 0.0)
     slow = fit.slow(seen)
     if seen.world_size > 1:
         fit = fit._replace(exposure=_exposure(lines, jitter, seen, slow.sum(axis=1) == 0))
     slowdown = [line.slowdown(seen.samples[:, rank], seen.busy_s[:, rank]) for rank, line in enumerate(lines)]
-    fit = fit._replace(stragglers=spells(slow, np.stack(slowdown, axis=1), seen.duration_s))
+    fit = fit._replace(stragglers=fit_dwell_times(slow, np.stack(slowdown, axis=1), seen.duration_s))
     return _with_congestion(fit, seen)
 
 
-def _jitter(lines: Sequence[Line], seen: Observations) -> float:
+def _jitter(lines: Sequence[ComputeTimeLine], seen: Observations) -> float:
     """A window's mean of k steps scatters sqrt(k) times less than a step does."""
     sized = [
         line.scatter
@@ -67,18 +67,18 @@ def _jitter(lines: Sequence[Line], seen: Observations) -> float:
     return min(MAX_JITTER, float(np.median(sized)) * math.sqrt(float(np.median(seen.num_steps)))) if sized else 0.0
 
 
-def _exposure(lines: Sequence[Line], jitter: float, seen: Observations, quiet: Flags) -> Exposure:
+def _exposure(lines: Sequence[ComputeTimeLine], jitter: float, seen: Observations, quiet: Flags) -> Exposure:
     """From the windows without stragglers, if enough are left."""
     chosen = seen.select(np.flatnonzero(quiet)) if quiet.sum() >= len(quiet) // 3 else seen
     return fit_exposure(_exposed(lines, jitter, chosen), chosen.busy_s.max(axis=1))
 
 
-def _exposed(lines: Sequence[Line], jitter: float, seen: Observations) -> Array64:
+def _exposed(lines: Sequence[ComputeTimeLine], jitter: float, seen: Observations) -> Array64:
     overheads = np.array([line.overhead_s for line in lines])
     return exposed(seen.busy_s, np.maximum(0.0, seen.busy_s - overheads), seen.sync_s, jitter)
 
 
-def _with_congestion(fit: Fit, seen: Observations) -> Fit:
+def _with_congestion(fit: CalibrationFit, seen: Observations) -> CalibrationFit:
     """The network's disturbance: from the exposed communication, if what was sent again does not speak against it."""
     if fit.exposure is None:
         return fit
@@ -90,7 +90,7 @@ def _with_congestion(fit: Fit, seen: Observations) -> Fit:
     if then is not None and else_ is not None and then <= SENT_AGAIN * else_:
         return fit
     factors = fit.exposure.factor(_exposed(fit.lines, fit.jitter, seen), seen.busy_s.max(axis=1))
-    found = spells(congested[:, None], factors[:, None], seen.duration_s)
+    found = fit_dwell_times(congested[:, None], factors[:, None], seen.duration_s)
     return fit._replace(congestion=found, retransmits_per_s=max(0.0, (then or 0.0) - (else_ or 0.0)))
 
 
