@@ -13,8 +13,8 @@ from dynamix.arbitrator.deciding.signatures import (
     value_signature,
 )
 from dynamix.schemas.codec import decode, encode
-from dynamix.schemas.kinds import subject_of
 from dynamix.schemas.messages import Event
+from dynamix.schemas.subjects import subject_of
 
 JOB = made.job()  # four ranks from 32 to 1024
 

@@ -19,7 +19,7 @@ def both_nodes(window: int = 0, **changes: Any) -> list[Message]:
 def board_of(*messages: Message) -> Board:
     board = Board(made.JOB)
     for message in messages:
-        board.add(message)
+        board.fold(message)
     return board
 
 
@@ -74,11 +74,11 @@ def state(board: Board) -> tuple[object, ...]:
 
 def test_a_restart_begins_anew_and_late_messages_of_the_old_generation_do_not_count() -> None:
     board = board_of(made.job(), *both_nodes(7), made.action(7), applied(5, 7), reward("node-a", (0, 1), 7))
-    board.add(made.job(generation=1))
+    board.fold(made.job(generation=1))
     assert (board.window, board.ranks, board.action, board.applied) == (-1, {}, None, None)
-    board.add(made.window("node-a", (0, 1), 8))
+    board.fold(made.window("node-a", (0, 1), 8))
     assert board.ranks == {}
-    board.add(made.window("node-a", (0, 1), 0, generation=1))
+    board.fold(made.window("node-a", (0, 1), 0, generation=1))
     assert (board.window, board.generation, sorted(board.ranks)) == (0, 1, [0, 1])
     assert len(board.curve("loss")) == 2
 
@@ -112,7 +112,7 @@ def test_curves_leave_out_what_is_not_known_and_are_bounded() -> None:
     board = Board(made.JOB)
     for window in range(2 * HISTORY_WINDOWS):
         known = None if window % 2 else float(window)
-        board.add(made.window("node-a", (0, 1), window, job_metrics=made.job_metrics(held_out_accuracy=known)))
+        board.fold(made.window("node-a", (0, 1), window, job_metrics=made.job_metrics(held_out_accuracy=known)))
     assert len(board.history) == HISTORY_WINDOWS
     assert board.curve("held_out_accuracy") == [float(w) for w in range(HISTORY_WINDOWS, 2 * HISTORY_WINDOWS, 2)]
 
@@ -126,5 +126,5 @@ def test_the_newest_failure_signature_is_kept_until_a_restart() -> None:
     board = board_of(made.job(), event(20), event(60), event(40))
     assert board.event is not None
     assert board.event.window == 60
-    board.add(made.job(generation=1))
+    board.fold(made.job(generation=1))
     assert board.event is None

@@ -27,8 +27,9 @@ from dynamix.recording import capture
 from dynamix.recording.capture import CaptureReader, CutOffError, Record
 from dynamix.runtime.bus import Bus
 from dynamix.schemas.codec import decode_any, encode, message_id
-from dynamix.schemas.kinds import BY_STRUCT, subject_of
+from dynamix.schemas.kinds import BY_STRUCT
 from dynamix.schemas.messages import Job, Message
+from dynamix.schemas.subjects import subject_of
 
 OTHER = "other-99999999"
 NODES = {"node-a": (0, 1), "node-b": (2, 3)}

@@ -10,18 +10,10 @@ from tests.support import made
 from tests.support.watched import applied, event, reward
 
 from dynamix.cli.board.board import Board
-from dynamix.cli.board.heartbeats import Services
+from dynamix.cli.board.heartbeats import Heartbeats
 from dynamix.cli.commands.top.view.frame import frame
-from dynamix.cli.commands.top.view.glyphs import (
-    Segment,
-    curve,
-    duration,
-    fill,
-    number,
-    percent,
-    signed_count,
-    stacked_bar,
-)
+from dynamix.cli.commands.top.view.rank_table import BarSegment, stacked_bar
+from dynamix.cli.formatting import bar, curve, duration, number, percent, signed_count
 from dynamix.schemas.messages import Live, MetricWindow
 
 SECOND_NS = 1_000_000_000
@@ -36,31 +28,31 @@ def window_of(ranks: dict[int, dict[str, Any]], index: int = 0, node: str = "nod
 
 def board_with(num_ranks: int = 4, num_windows: int = 3) -> Board:
     board = Board(made.JOB)
-    board.add(made.job({"node-a": tuple(range(num_ranks))}))
+    board.fold(made.job({"node-a": tuple(range(num_ranks))}))
     for index in range(num_windows):
         ranks = {
             rank: {"local_batch_size": 100 + rank, "compute_time_s": 0.01 * (1 + rank % 7), "sync_time_s": 0.02}
             for rank in range(num_ranks)
         }
-        board.add(window_of(ranks, index), timestamp_ns=index * SECOND_NS)
-        board.add(reward("node-a", tuple(range(num_ranks)), index))
+        board.fold(window_of(ranks, index), timestamp_ns=index * SECOND_NS)
+        board.fold(reward("node-a", tuple(range(num_ranks)), index))
     deltas = tuple(25 if rank else -25 for rank in range(num_ranks))
-    board.add(made.action(2, deltas=deltas, policy="proportional", local_batch_sizes=(128,) * num_ranks))
-    board.add(applied(0, 2, num_refused={"stale": 2, "generation": 0}))
+    board.fold(made.action(2, deltas=deltas, policy="proportional", local_batch_sizes=(128,) * num_ranks))
+    board.fold(applied(0, 2, num_refused={"stale": 2, "generation": 0}))
     return board
 
 
-def alive(*names: str, heard_s: float = 0.0) -> Services:
-    services = Services()
+def alive(*names: str, heard_s: float = 0.0) -> Heartbeats:
+    services = Heartbeats()
     for name in names:
-        services.add(Live(service=name, instance="node-a", uptime_s=1.0, node="node-a"), heard_s)
+        services.record(Live(service=name, instance="node-a", uptime_s=1.0, node="node-a"), heard_s)
     return services
 
 
 ALL = ("collector", "reward", "arbitrator")
 
 
-def shown(board: Board | None, services: Services | None = None, width: int = 80, height: int = 24) -> str:
+def shown(board: Board | None, services: Heartbeats | None = None, width: int = 80, height: int = 24) -> str:
     lines = frame(board, services or alive(*ALL), now_ns=4 * SECOND_NS, now_s=1.0, width=width, height=height)
     return "\n".join(line.plain for line in lines)
 
@@ -88,7 +80,7 @@ def test_each_rank_has_its_size_its_times_and_its_reward() -> None:
 
 def test_a_size_that_is_already_scheduled_is_shown_beside_the_one_in_force() -> None:
     board = Board(made.JOB)
-    board.add(window_of({0: {"local_batch_size": 128, "pending_local_batch_size": 153}}))
+    board.fold(window_of({0: {"local_batch_size": 128, "pending_local_batch_size": 153}}))
     assert "128  →153" in shown(board)
 
 
@@ -100,14 +92,14 @@ def test_the_decision_its_adoption_and_the_refusals_are_there() -> None:
 
 def test_a_decision_that_changes_nothing_says_so() -> None:
     board = board_with()
-    board.add(made.action(3, deltas=(0, 0, 0, 0)))
+    board.fold(made.action(3, deltas=(0, 0, 0, 0)))
     assert "decision  no change  of window 3" in shown(board)
 
 
 def test_a_failure_signature_has_a_line_of_its_own() -> None:
     board = board_with()
     assert "signature" not in shown(board)
-    board.add(event(2))
+    board.fold(event(2))
     line = "signature size-stuck  75% of the ranks were at their minimum of 32  window 2"
     assert line in shown(board, width=100).splitlines()
 
@@ -116,9 +108,9 @@ def test_the_network_line_says_which_probe_counted_and_why_not_a_better_one() ->
     board = board_with()
     assert "network   tcp_info" in shown(board).splitlines()
     window = window_of({4: {}}, 3, "node-b")
-    board.add(msgspec.structs.replace(window, probe="ebpf", num_readings_lost=2))
+    board.fold(msgspec.structs.replace(window, probe="ebpf", num_readings_lost=2))
     note = "ebpf: the report came late"
-    board.add(msgspec.structs.replace(window_of({0: {}}, 3), probe_note=note))
+    board.fold(msgspec.structs.replace(window_of({0: {}}, 3), probe_note=note))
     line = "network   tcp_info on 1, ebpf on 1  ebpf: the report came late  2 readings lost"
     assert line in shown(board, width=100).splitlines()
 
@@ -140,7 +132,7 @@ def test_with_more_ranks_than_lines_the_slowest_are_shown_and_what_all_are_like(
 def test_times_that_nobody_could_tell_apart_are_shown_as_not_known(num_ranks: int) -> None:
     board = Board(made.JOB)
     whole: dict[str, Any] = {"compute_time_s": None, "sync_time_s": None, "step_time_s": 0.1}
-    board.add(window_of(dict.fromkeys(range(num_ranks), whole)))
+    board.fold(window_of(dict.fromkeys(range(num_ranks), whole)))
     lines = shown(board, width=160).splitlines()
     at = next(number for number, line in enumerate(lines) if line.startswith("rank"))
     _, _, bar, *cells = lines[at + 1].split()
@@ -153,14 +145,14 @@ def test_times_that_nobody_could_tell_apart_are_shown_as_not_known(num_ranks: in
 
 def test_a_wide_terminal_shows_more_of_each_rank() -> None:
     narrow, wide = shown(board_with()), shown(board_with(), width=160, height=50)
-    assert "resent" not in narrow
-    for title in ("cpu", "resent", "samp/s", "queued", "loss", "accuracy", "memory"):
+    assert "retrans" not in narrow
+    for title in ("cpu", "retrans", "samp/s", "queued", "loss", "accuracy", "memory"):
         assert title in wide
 
 
 def test_nodes_are_named_where_there_are_several() -> None:
     board = board_with(num_ranks=2)
-    board.add(window_of({2: {}, 3: {}}, 2, "node-b"))
+    board.fold(window_of({2: {}, 3: {}}, 2, "node-b"))
     assert "node-b" in shown(board)
 
 
@@ -172,13 +164,13 @@ def test_a_broker_without_jobs_says_how_to_start_one() -> None:
 
 def test_a_job_without_windows_shows_what_it_begins_with() -> None:
     board = Board(made.JOB)
-    board.add(made.job())
+    board.fold(made.job())
     assert "waiting for the first window; local batch sizes 128 128 128 128" in shown(board)
 
 
 def test_an_ended_job_says_why() -> None:
     board = board_with()
-    board.add(made.job({"node-a": (0, 1, 2, 3)}, phase="ended", end_reason="all epochs done"))
+    board.fold(made.job({"node-a": (0, 1, 2, 3)}, phase="ended", end_reason="all epochs done"))
     assert "■ ended" in shown(board, width=120)
     assert "all epochs done" in shown(board, width=120)
 
@@ -196,16 +188,16 @@ def test_a_trainer_that_has_ended_is_not_missed() -> None:
 
 
 def test_dead_letters_are_counted_over_all_services() -> None:
-    services = Services()
+    services = Heartbeats()
     for name in ALL:
-        services.add(Live(service=name, instance="1", uptime_s=1.0, counters={"dead_letters": 2}), 0.0)
+        services.record(Live(service=name, instance="1", uptime_s=1.0, counters={"dead_letters": 2}), 0.0)
     assert "6 dead letters" in shown(None, services)
     assert "refused" not in shown(None, services)
 
 
 def test_refused_action_logs_are_counted() -> None:
     services = alive("trainer", *ALL)
-    services.add(Live(service="arbitrator", instance="1", uptime_s=1.0, counters={"refused_logs": 2}), 0.0)
+    services.record(Live(service="arbitrator", instance="1", uptime_s=1.0, counters={"refused_logs": 2}), 0.0)
     assert "2 logs refused" in shown(None, services)
 
 
@@ -239,12 +231,12 @@ def test_one_wild_value_does_not_flatten_a_long_curve() -> None:
 
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=5), st.integers(1, 80))
 def test_a_bar_has_exactly_its_width(values: list[float], width: int) -> None:
-    bar = stacked_bar([Segment(value, "█", "cyan") for value in values], sum(values), width)
+    bar = stacked_bar([BarSegment(value, "█", "cyan") for value in values], sum(values), width)
     assert bar.cell_len == width
 
 
 def test_a_bars_segments_have_their_shares() -> None:
-    bar = stacked_bar([Segment(3.0, "█", ""), Segment(1.0, "▒", "")], 8.0, 16)
+    bar = stacked_bar([BarSegment(3.0, "█", ""), BarSegment(1.0, "▒", "")], 8.0, 16)
     assert bar.plain == "██████▒▒        "
 
 
@@ -264,8 +256,8 @@ def test_a_bars_segments_have_their_shares() -> None:
         (percent(0.8123), "81.2 %"),
         (signed_count(25), "+25"),
         (signed_count(0), "·"),
-        (fill(0.5, 4), "██░░"),
-        (fill(7.0, 4), "████"),
+        (bar(0.5, 4), "██░░"),
+        (bar(7.0, 4), "████"),
     ],
 )
 def test_numbers_are_written_as_people_read_them(text: str, expected: str) -> None:

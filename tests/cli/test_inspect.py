@@ -8,7 +8,6 @@ import pytest
 from tests.support import captured, made
 from tests.support.watched import applied, event, reward
 
-from dynamix.cli.commands.inspect import words
 from dynamix.cli.inspection.inspection import Inspection, inspect
 from dynamix.cli.main import main
 from dynamix.recording import capture
@@ -83,7 +82,7 @@ def test_one_window_is_shown_with_every_rank(capsys: pytest.CaptureFixture[str],
     report = tmp_path / "window.json"
     assert shown(DEMO, "--window", "2", "--json", str(report)) == 0
     output = capsys.readouterr().out
-    assert "ruled from step 20 on by the action of window 0: 153/153/153/53" in output
+    assert "from step 20 on under the action of window 0: 153/153/153/53" in output
     assert "by proportional version 1 (fixed), read up to 12" in output
     assert [window["window"] for window in json.loads(report.read_text())["windows"]] == [2]
     assert shown(DEMO, "--window", "30") == 2
@@ -188,13 +187,6 @@ def test_long_jobs_are_shown_by_their_ends(tmp_path: Path, capsys: pytest.Captur
     assert "128...128 (128)" in output
     assert shown(path, "--all") == 0
     assert "not shown" not in capsys.readouterr().out
-
-
-def test_runs_of_numbers_are_drawn_together() -> None:
-    assert words.ranges([0, 4, 5, 6, 9, 10]) == "0, 4-6, 9-10"
-    assert words.ranges([]) == ""
-    assert words.sizes((1, 2, 3)) == "1/2/3"
-    assert words.sizes(range(9)) == "0...8 (4)"
 
 
 def test_the_fixture_holds_every_kind_and_the_whole_job() -> None:

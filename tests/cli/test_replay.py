@@ -139,7 +139,7 @@ def test_an_interrupted_replay_says_so_and_leaves_cleanly() -> None:
         text=True,
     )
     assert process.stderr is not None
-    assert process.stderr.readline().startswith("playing ")
+    assert process.stderr.readline().startswith("replaying ")
     process.send_signal(signal.SIGINT)
     output, errors = process.communicate(timeout=20)
     assert process.returncode == 130

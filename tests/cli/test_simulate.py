@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from dynamix.cli.commands.simulate.simulation import scenario_named
-from dynamix.cli.commands.simulate.view import sizes_text
 from dynamix.cli.main import main
 
 DATA = Path(__file__).parents[2] / ".data" / "fashion-mnist"
@@ -89,8 +88,3 @@ def test_a_device_that_nobody_knows_is_said(scenario: str, capsys: pytest.Captur
 def test_scenarios_that_are_shipped_have_names() -> None:
     assert scenario_named("train/mixed-8").name == "mixed-8"
     assert scenario_named("mixed-8") == scenario_named("train/mixed-8")
-
-
-def test_many_sizes_are_told_as_their_range() -> None:
-    assert sizes_text([8, 9]) == "8/9"
-    assert sizes_text(list(range(10, 42))) == "32 x 10 ... 41"

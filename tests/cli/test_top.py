@@ -79,7 +79,7 @@ async def test_what_real_services_say_of_a_job_is_on_the_board() -> None:
         assert {row.node for row in board.ranks.values()} == {NODE}
         assert len(board.curve("throughput")) == 3
         assert next(iter(board.reward_terms())) == "accuracy"
-        assert {beat.live.service for beat in feed.services.beats(_now(feed))} == set(SERVICES)
+        assert {beat.live.service for beat in feed.heartbeats.recent(_now(feed))} == set(SERVICES)
     assert "window 2 · 4 ranks" in shown
     assert f"● collector {NODE}" in shown
     data = json.loads(snapshot)
@@ -95,13 +95,13 @@ def _is_whole(feed: Feed) -> bool:
     board = feed.board
     assert board is not None
     rewards = [row.reward for row in board.ranks.values()]
-    heard = {beat.live.service for beat in feed.services.beats(_now(feed))}
+    heard = {beat.live.service for beat in feed.heartbeats.recent(_now(feed))}
     return None not in rewards and None not in (board.applied, board.action, board.event) and heard == set(SERVICES)
 
 
 def _now(feed: Feed) -> float:
     """A time at which everything heard so far counts."""
-    return max((beat.heard_s for beat in feed.services.beats(0.0)), default=0.0)
+    return max((beat.heard_s for beat in feed.heartbeats.recent(0.0)), default=0.0)
 
 
 async def _command(plane: ControlPlane, *arguments: str) -> str:

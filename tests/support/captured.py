@@ -7,8 +7,9 @@ from tests.support import made
 
 from dynamix.recording.capture import CaptureHeader, CaptureWriter, EndReason, Fingerprint, Record
 from dynamix.schemas.codec import encode, message_id
-from dynamix.schemas.kinds import BY_STRUCT, subject_of
+from dynamix.schemas.kinds import BY_STRUCT
 from dynamix.schemas.messages import Message
+from dynamix.schemas.subjects import subject_of
 
 STARTED_NS = 1_700_000_000_000_000_000
 FINGERPRINT = Fingerprint(

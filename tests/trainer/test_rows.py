@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from tests.support import made
 
 from dynamix.schemas.codec import decode, encode
-from dynamix.schemas.kinds import subject_of
 from dynamix.schemas.messages import Report, SocketCounters
+from dynamix.schemas.subjects import subject_of
 from dynamix.trainer.gradient.noise import NoiseSums
 from dynamix.trainer.job.identity import Place
 from dynamix.trainer.measurement.clock import StepTimes

@@ -25,7 +25,7 @@ HISTORY_WINDOWS = 240
 """Windows kept for the curves: more than a wide terminal has columns for one."""
 
 
-class Point(msgspec.Struct, frozen=True):
+class HistoryPoint(msgspec.Struct, frozen=True):
     """The whole job in one window, for the curves."""
 
     generation: int
@@ -33,8 +33,8 @@ class Point(msgspec.Struct, frozen=True):
     metrics: GlobalMetrics
 
 
-class RankRow(msgspec.Struct, frozen=True, kw_only=True):
-    """The newest that is known of one rank."""
+class BoardRank(msgspec.Struct, frozen=True, kw_only=True):
+    """The newest metrics and reward of one rank."""
 
     rank: int
     node: str
@@ -43,8 +43,8 @@ class RankRow(msgspec.Struct, frozen=True, kw_only=True):
     reward: RankReward | None = None
 
 
-class NodeRow(msgspec.Struct, frozen=True, kw_only=True):
-    """The newest that is known of one node."""
+class BoardNode(msgspec.Struct, frozen=True, kw_only=True):
+    """The newest metrics of one node, and where they come from."""
 
     window: int
     probe: Probe
@@ -61,7 +61,7 @@ class Board:
     Attributes:
         job: its specification, `None` until it is seen.
         generation: the newest generation seen; older messages no longer count.
-        window: the newest window of which anything is known, -1 before the first.
+        window: the newest window with a message, -1 before the first.
         ranks: by rank, the newest row.
         nodes: by name, the newest row.
         history: one point per window, oldest first.
@@ -77,9 +77,9 @@ class Board:
         self.job: Job | None = None
         self.generation = 0
         self.window = -1
-        self.ranks: dict[int, RankRow] = {}
-        self.nodes: dict[str, NodeRow] = {}
-        self.history: deque[Point] = deque(maxlen=HISTORY_WINDOWS)
+        self.ranks: dict[int, BoardRank] = {}
+        self.nodes: dict[str, BoardNode] = {}
+        self.history: deque[HistoryPoint] = deque(maxlen=HISTORY_WINDOWS)
         self.action: Action | None = None
         self.applied: Applied | None = None
         self.event: Event | None = None
@@ -87,8 +87,8 @@ class Board:
         self.updated_ns = 0
         self._rewards: dict[int, tuple[int, RankReward]] = {}
 
-    def add(self, message: Message, timestamp_ns: int = 0) -> None:
-        """Fold one message of this job; of other kinds and other jobs nothing is kept."""
+    def fold(self, message: Message, timestamp_ns: int = 0) -> None:
+        """Take one message of this job into account; messages of other kinds and jobs change nothing."""
         if getattr(message, "job", None) != self.name:
             return
         generation = getattr(message, "generation", 0)
@@ -117,7 +117,7 @@ class Board:
 
     @property
     def local_batch_sizes(self) -> tuple[int, ...]:
-        """The sizes in force: of the ranks heard of, else those the job began with."""
+        """The sizes in use, by rank; before the first window those that the job began with."""
         if self.ranks:
             return tuple(row.metrics.training.local_batch_size for _, row in sorted(self.ranks.items()))
         return self.job.initial_local_batch_sizes if self.job else ()
@@ -151,11 +151,11 @@ class Board:
         if window.window > self.window:
             self.window = window.window
             self.updated_ns = timestamp_ns
-            self.history.append(Point(window.generation, window.window, window.job_metrics))
+            self.history.append(HistoryPoint(window.generation, window.window, window.job_metrics))
         known = self.nodes.get(window.node)
         if known is not None and known.window > window.window:
             return
-        self.nodes[window.node] = NodeRow(
+        self.nodes[window.node] = BoardNode(
             window=window.window,
             probe=window.probe,
             probe_note=window.probe_note,
@@ -166,7 +166,7 @@ class Board:
         )
         for rank in window.ranks:
             _, reward = self._rewards.get(rank.rank, (0, None))
-            self.ranks[rank.rank] = RankRow(
+            self.ranks[rank.rank] = BoardRank(
                 rank=rank.rank, node=window.node, window=window.window, metrics=rank, reward=reward
             )
 

@@ -1,4 +1,4 @@
-"""The shell of the view: finds the job, follows its messages, folds them into a board."""
+"""Keeps a board up to date from the bus: finds the job, follows its messages and the heartbeats."""
 
 import asyncio
 import contextlib
@@ -11,7 +11,7 @@ from dynamix.schemas.messages import Job, Live
 from dynamix.schemas.streams import ACTIONS, FEED, JOBS
 
 from .board import Board
-from .heartbeats import Services
+from .heartbeats import Heartbeats
 
 HISTORY_MESSAGES = 4096
 """Messages of FEED that are read before the job's newest window, for the curves: a second at most."""
@@ -24,7 +24,7 @@ class Feed:
 
     Attributes:
         board: the job that is shown, `None` while there is none.
-        services: who is alive.
+        heartbeats: of all services.
         changed: set whenever something new is known.
     """
 
@@ -35,56 +35,56 @@ class Feed:
         self._jobs: dict[str, tuple[int, Job]] = {}
         self._following: asyncio.Task[None] | None = None
         self.board: Board | None = None
-        self.services = Services()
+        self.heartbeats = Heartbeats()
         self.changed = asyncio.Event()
 
     async def follow(self) -> None:
-        """Keep the board up to date until cancelled; turns to a newer job when that is the one wanted."""
+        """Keep the board up to date until cancelled; switches to a newer job when that is the one wanted."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._follow_services())
+            group.create_task(self._follow_heartbeats())
             group.create_task(self._follow_jobs(group))
 
     async def catch_up(self) -> None:
         """Read what is stored now, and listen for one round of heartbeats."""
-        heartbeats = asyncio.create_task(self._follow_services())
+        heartbeats = asyncio.create_task(self._follow_heartbeats())
         try:
             await self._read_jobs()
             self._choose()
             if self.board is not None:
                 await self._read_stored(self.board)
-            await self._hear_all()
+            await self._wait_for_heartbeats()
         finally:
             heartbeats.cancel()
             await asyncio.gather(heartbeats, return_exceptions=True)
 
-    async def _hear_all(self) -> None:
-        """Wait for a heartbeat of each service that steers, but not for those that are not there."""
+    async def _wait_for_heartbeats(self) -> None:
+        """Wait until each service that steers was heard, or for `HEARTBEAT_WAIT_S`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(HEARTBEAT_WAIT_S):
-                while self.services.missing(time.monotonic()):
+                while self.heartbeats.missing(time.monotonic()):
                     self.changed.clear()
                     await self.changed.wait()
 
-    async def _follow_services(self) -> None:
+    async def _follow_heartbeats(self) -> None:
         async with self._bus.subscribe(subjects.live(subjects.ANY, subjects.ANY)) as beats:
             async for message in beats:
                 try:
-                    self.services.add(decode(Live, message.subject, message.payload), time.monotonic())
+                    self.heartbeats.record(decode(Live, message.subject, message.payload), time.monotonic())
                 except MalformedMessageError:
-                    continue  # a view has nobody to tell; the services themselves count what they cannot read
+                    continue  # the services themselves count and log what they cannot read
                 self.changed.set()
 
     async def _follow_jobs(self, group: asyncio.TaskGroup) -> None:
         await self._read_jobs()
-        self._turn(group)
+        self._switch_job(group)
         async with self._consume_jobs() as consumer:
             async for batch in consumer:
                 for message in batch:
-                    self._add_job(message)
-                self._turn(group)
+                    self._record_job(message)
+                self._switch_job(group)
 
-    def _turn(self, group: asyncio.TaskGroup) -> None:
-        """Follow the chosen job from now on."""
+    def _switch_job(self, group: asyncio.TaskGroup) -> None:
+        """Follow the chosen job from now on, when it is another one than before."""
         if self._choose() and self.board is not None:
             if self._following is not None:
                 self._following.cancel()
@@ -110,7 +110,7 @@ class Feed:
         async with self._consume_jobs() as consumer:
             async for batch in consumer:
                 for message in batch:
-                    self._add_job(message)
+                    self._record_job(message)
                 if batch[-1].num_pending == 0:
                     return
 
@@ -130,12 +130,12 @@ class Feed:
                     return
 
     async def _read_event(self, board: Board) -> None:
-        """The newest failure signature: seldom, so that it may lie far before the history that is read."""
+        """Read the newest failure signature: they are rare, so it may lie far before the history that is read."""
         if (event := await self._bus.last(FEED.name, subjects.event(board.name))) is not None:
             self._fold(board, [event])
 
     async def _history_start(self, board: Board) -> int:
-        """A sequence of FEED some way before the job's newest window; without a window the end of the stream."""
+        """The sequence of FEED to read from: `HISTORY_MESSAGES` before the job's newest window, else before the end."""
         newest = await self._bus.last(FEED.name, subjects.window(board.name, subjects.ANY))
         last = newest.sequence if newest is not None else (await self._bus.stream_state(FEED.name)).last_sequence
         return max(1, last - HISTORY_MESSAGES)
@@ -146,32 +146,32 @@ class Feed:
     def _consume_feed(self, board: Board, start: int) -> Consumer:
         return self._bus.consume(FEED.name, _feed_subjects(board), start=start)
 
-    def _add_job(self, message: BusMessage) -> None:
+    def _record_job(self, message: BusMessage) -> None:
         try:
             job = decode(Job, message.subject, message.payload)
         except MalformedMessageError:
             return
         self._jobs[job.job] = (message.sequence, job)
         if self.board is not None:
-            self.board.add(job)
+            self.board.fold(job)
         self.changed.set()
 
     def _fold(self, board: Board, batch: list[BusMessage]) -> None:
         for message in batch:
             try:
-                board.add(decode_any(message.subject, message.payload), message.timestamp_ns)
+                board.fold(decode_any(message.subject, message.payload), message.timestamp_ns)
             except MalformedMessageError:
                 continue
         self.changed.set()
 
     def _choose(self) -> bool:
-        """Take the board of the job to show; whether it is another one than before."""
+        """Choose the job and begin its board; False when it is the one that is shown already."""
         name = chosen_job(self._jobs, self._wanted)
         if name is None or (self.board is not None and self.board.name == name):
             return False
         self.board = Board(name)
         if name in self._jobs:
-            self.board.add(self._jobs[name][1])
+            self.board.fold(self._jobs[name][1])
         self.changed.set()
         return True
 

@@ -1,4 +1,4 @@
-"""Who is alive: the newest heartbeat of every service, and how long ago it was. Pure: the time is told, not read."""
+"""Which services are alive: the newest heartbeat of each, and how long ago it was. Pure: the caller passes the time."""
 
 import msgspec
 
@@ -6,46 +6,46 @@ from dynamix.schemas.messages import Live
 
 LATE_AFTER_S = 3.0
 """Three heartbeats missed."""
-FORGOTTEN_AFTER_S = 60.0
+KEPT_S = 60.0
 STEERING = ("collector", "reward", "arbitrator")
-"""Without a heartbeat of each of these nothing is steered."""
+"""Without a heartbeat of each of these services, no job is steered."""
 
 
-class Beat(msgspec.Struct, frozen=True, kw_only=True):
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     """The newest heartbeat of one process."""
 
     live: Live
     heard_s: float
-    """When it was heard, on the clock of whoever asks."""
+    """When it was received, on the caller's clock."""
 
     def is_late(self, now_s: float) -> bool:
-        """Whether it should have been heard again by now."""
+        """Whether the next heartbeat is overdue."""
         return now_s - self.heard_s > LATE_AFTER_S
 
 
-class Services:
+class Heartbeats:
     """The newest heartbeat of every process, by service and instance."""
 
     def __init__(self) -> None:
-        self._beats: dict[tuple[str, str], Beat] = {}
+        self._beats: dict[tuple[str, str], Heartbeat] = {}
 
-    def add(self, live: Live, now_s: float) -> None:
-        """Take a heartbeat."""
-        self._beats[live.service, live.instance] = Beat(live=live, heard_s=now_s)
+    def record(self, live: Live, now_s: float) -> None:
+        """Store a heartbeat that was received at `now_s`."""
+        self._beats[live.service, live.instance] = Heartbeat(live=live, heard_s=now_s)
 
-    def beats(self, now_s: float) -> list[Beat]:
-        """All that are not forgotten, sorted; of services that do not steer, such as a trainer, none that is late."""
+    def recent(self, now_s: float) -> list[Heartbeat]:
+        """The heartbeats of the last minute, sorted; late ones only of the services in `STEERING`."""
         return [
             beat
             for (service, _), beat in sorted(self._beats.items())
-            if now_s - beat.heard_s <= FORGOTTEN_AFTER_S and (service in STEERING or not beat.is_late(now_s))
+            if now_s - beat.heard_s <= KEPT_S and (service in STEERING or not beat.is_late(now_s))
         ]
 
     def missing(self, now_s: float) -> list[str]:
-        """Services that steer and of which nobody is heard."""
-        heard = {beat.live.service for beat in self.beats(now_s) if not beat.is_late(now_s)}
+        """Services in `STEERING` without a heartbeat that is in time."""
+        heard = {beat.live.service for beat in self.recent(now_s) if not beat.is_late(now_s)}
         return [service for service in STEERING if service not in heard]
 
     def count(self, name: str, now_s: float) -> int:
         """Sum of one counter over all processes."""
-        return sum(beat.live.counters.get(name, 0) for beat in self.beats(now_s))
+        return sum(beat.live.counters.get(name, 0) for beat in self.recent(now_s))

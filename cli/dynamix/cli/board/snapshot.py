@@ -1,22 +1,22 @@
-"""The board as plain data, for `dynamix top --json`."""
+"""The board as a JSON document, for `dynamix top --json`."""
 
 import msgspec
 
 from dynamix.cli.plain import Plain, plain
 
-from .board import Board, RankRow
-from .heartbeats import Services
+from .board import Board, BoardRank
+from .heartbeats import Heartbeats
 
 
-def snapshot(board: Board | None, services: Services, now_s: float) -> Plain:
-    """What the view shows, with the units in the names."""
+def snapshot(board: Board | None, heartbeats: Heartbeats, now_s: float) -> Plain:
+    """Everything that the view shows, with the units in the names; `job` is `None` while there is none."""
     return {
         "job": None if board is None else _job(board),
         "services": [
             {**msgspec.structs.asdict(beat.live), "heard_s_ago": now_s - beat.heard_s, "late": beat.is_late(now_s)}
-            for beat in services.beats(now_s)
+            for beat in heartbeats.recent(now_s)
         ],
-        "services_missing": services.missing(now_s),
+        "services_missing": heartbeats.missing(now_s),
     }
 
 
@@ -40,7 +40,7 @@ def _job(board: Board) -> Plain:
     }
 
 
-def _rank(row: RankRow) -> Plain:
+def _rank(row: BoardRank) -> Plain:
     return {
         "rank": row.rank,
         "node": row.node,

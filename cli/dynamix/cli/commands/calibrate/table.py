@@ -1,32 +1,22 @@
 """What a calibration found, for reading."""
 
-from rich.box import SIMPLE
-from rich.console import Console
 from rich.table import Table
 
+from dynamix.cli.tables import console_for, new_table, print_line
 from dynamix.lab.calibration import Calibration, RankSpeed
-
-PLAIN_WIDTH = 120
 
 
 def show(calibration: Calibration, *, stderr: bool) -> None:
     """Print tables and remarks."""
-    console = Console(stderr=stderr)
-    if not console.is_terminal:
-        console = Console(stderr=stderr, width=PLAIN_WIDTH)
-    console.print("Time of a step = overhead + samples / rate", highlight=False)
+    console = console_for(stderr=stderr)
+    print_line(console, "Time of a step = overhead + samples / rate")
     console.print(_ranks(calibration))
-    for line in _lines(calibration):
-        console.print(line, highlight=False)
-    for remark in calibration.remarks:
-        console.print(f"- {remark}", highlight=False)
+    for line in (*_lines(calibration), *(f"- {remark}" for remark in calibration.remarks)):
+        print_line(console, line)
 
 
 def _ranks(calibration: Calibration) -> Table:
-    table = Table(box=SIMPLE)
-    table.add_column("rank", justify="right")
-    table.add_column("samples/s", justify="right")
-    table.add_column("overhead, ms", justify="right")
+    table = new_table("rank", "samples/s", "overhead, ms")
     for rank in calibration.ranks:
         table.add_row(str(rank.rank), _rate(rank), _overhead(rank))
     return table

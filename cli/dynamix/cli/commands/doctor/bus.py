@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Mapping
 
-from dynamix.cli.board.heartbeats import Services
+from dynamix.cli.board.heartbeats import Heartbeats
 from dynamix.runtime.bus import Bus, BusError, StreamMissingError
 from dynamix.runtime.settings import BusSettings, SharedSettings, node_name, read, redact_url
 from dynamix.schemas import subjects
@@ -71,23 +71,23 @@ async def _streams(connection: Bus, need: Need) -> Finding:
 
 
 async def _services(connection: Bus) -> Finding:
-    services = Services()
+    heartbeats = Heartbeats()
     try:
-        await _listen(connection, services)
+        await _listen(connection, heartbeats)
     except BusError as error:
         return lacking("services", "training", str(error), "ask as the user `watcher`")
-    missing = services.missing(time.monotonic())
-    heard = ", ".join(beat.live.service for beat in services.beats(time.monotonic()))
+    missing = heartbeats.missing(time.monotonic())
+    heard = ", ".join(beat.live.service for beat in heartbeats.recent(time.monotonic()))
     if missing:
         mend = "start them: `dynamix up`, or deploy/"
         return lacking("services", "training", f"not heard: {', '.join(missing)}", mend)
-    if refused := services.count("refused_logs", time.monotonic()):
+    if refused := heartbeats.count("refused_logs", time.monotonic()):
         found = f"{heard}; the arbitrator refuses the stored actions of {refused} generation(s)"
         return lacking("services", "training", found, "its log names the jobs; `dynamix doctor --actions JOB`")
     return there("services", "training", heard)
 
 
-async def _listen(connection: Bus, services: Services) -> None:
+async def _listen(connection: Bus, heartbeats: Heartbeats) -> None:
     try:
         async with (
             asyncio.timeout(LISTEN_S),
@@ -95,10 +95,10 @@ async def _listen(connection: Bus, services: Services) -> None:
         ):
             async for message in beats:
                 try:
-                    services.add(decode(Live, message.subject, message.payload), time.monotonic())
+                    heartbeats.record(decode(Live, message.subject, message.payload), time.monotonic())
                 except MalformedMessageError:
-                    continue  # not ours to judge
-                if not services.missing(time.monotonic()):
+                    continue  # any client may publish here
+                if not heartbeats.missing(time.monotonic()):
                     return
     except TimeoutError:
         return

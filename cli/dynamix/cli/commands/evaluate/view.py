@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from dynamix.cli.runs_view import console_for
+from dynamix.cli.formatting import UNKNOWN, formatted
+from dynamix.cli.tables import console_for, new_table, print_line
 from dynamix.lab.experiments.comparison.tuned import Choice, Tuned
 from dynamix.lab.experiments.comparison.verdict import Interval, Verdict, VerdictFamily, VerdictRow
 
@@ -23,18 +23,16 @@ def show(verdict: Verdict, *, stderr: bool) -> None:
     _explain(console, verdict)
     for row in verdict.policies:
         if row.note and row.num_runs:
-            console.print(f"{row.policy}: {row.note}", highlight=False, markup=False)
+            print_line(console, f"{row.policy}: {row.note}")
         for signature in row.signatures:
-            console.print(f"{row.policy}: {signature}", highlight=False, markup=False)
+            print_line(console, f"{row.policy}: {signature}")
 
 
 def show_tuned(tuned: Tuned, *, stderr: bool) -> None:
     """Print what was chosen for every rival in every family, with its score."""
-    table = Table(title=f"Best of {tuned.num_settings} settings each", box=SIMPLE, padding=(0, 1, 0, 0))
     rivals = list(tuned.overall)
-    table.add_column("family", no_wrap=True)
-    for rival in rivals:
-        table.add_column(rival)
+    headings = ("family", *rivals)
+    table = new_table(*headings, left=headings, title=f"Best of {tuned.num_settings} settings each")
     for family, choices in [*tuned.families.items(), ("all", tuned.overall)]:
         table.add_row(family, *(_choice(rival, choices[rival]) for rival in rivals))
     console_for(stderr=stderr).print(table)
@@ -45,10 +43,7 @@ def _choice(rival: str, choice: Choice) -> str:
 
 
 def _table(title: str, rows: Sequence[VerdictRow], default: str) -> Table:
-    table = Table(title=title, box=SIMPLE, padding=(0, 1, 0, 0), title_justify="left")
-    table.add_column("policy", no_wrap=True)
-    for heading in HEADINGS:
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = new_table("policy", *HEADINGS, left=("policy",), title=title)
     for row in rows:
         name = f"{row.policy} (default)" if row.policy == default else row.policy
         if row.num_runs == 0:
@@ -66,15 +61,15 @@ def _cells(row: VerdictRow) -> tuple[str, ...]:
         f"{row.num_runs}{seeds}",
         _interval(row.vs_best_static),
         _interval(row.vs_goodput),
-        "-" if row.accuracy_at_fixed_time is None else f"{row.accuracy_at_fixed_time:.1%}",
-        "-" if row.test_accuracy is None else f"{row.test_accuracy:.1%}",
-        "-" if row.relative_spread is None else f"{row.relative_spread:.0%}",
+        formatted(row.accuracy_at_fixed_time, "{:.1%}"),
+        formatted(row.test_accuracy, "{:.1%}"),
+        formatted(row.relative_spread, "{:.0%}"),
     )
 
 
 def _interval(found: Interval | None) -> str:
     if found is None:
-        return "-"
+        return UNKNOWN
     if found.low is None or found.high is None:
         return f"{found.ratio:.2f}"
     return f"{found.ratio:.2f} [{found.low:.2f}, {found.high:.2f}]"

@@ -2,18 +2,15 @@
 
 from collections.abc import Iterator, Sequence
 
-from rich.box import SIMPLE
-from rich.console import Console
 from rich.table import Table
 
+from dynamix.cli.formatting import UNKNOWN, formatted, ranges, sizes_text
 from dynamix.cli.inspection.inspection import Inspection
 from dynamix.cli.inspection.window import Window
+from dynamix.cli.tables import console_for, new_table, print_line
 from dynamix.recording.capture import Fingerprint, differences
 from dynamix.schemas.messages import Job
 
-from .words import UNKNOWN, number, ranges, sizes
-
-PLAIN_WIDTH = 240
 MOST_LINES = 60
 """Of more windows the first and the last are shown, unless all are asked for."""
 ENDS = {
@@ -31,20 +28,14 @@ LEFT = ("sizes", "probe", "decided")
 
 def show(inspection: Inspection, here: Fingerprint, *, every: bool, stderr: bool) -> None:
     """Print it."""
-    console = output(stderr=stderr)
+    console = console_for(stderr=stderr)
     for line in lines(inspection, here):
-        console.print(line, highlight=False, markup=False)
+        print_line(console, line)
     windows = inspection.sorted_windows()
     if windows:
         console.print(_table(inspection, windows, every=every))
     for event in inspection.events:
-        console.print(f"{event.signature} at window {event.window}: {event.explanation}", highlight=False, markup=False)
-
-
-def output(*, stderr: bool) -> Console:
-    """As wide as the terminal; a file or a pipe has no width to respect."""
-    console = Console(stderr=stderr)
-    return console if console.is_terminal else Console(stderr=stderr, width=PLAIN_WIDTH)
+        print_line(console, f"{event.signature} at window {event.window}: {event.explanation}")
 
 
 def lines(inspection: Inspection, here: Fingerprint) -> Iterator[str]:
@@ -80,7 +71,7 @@ def _job(job: Job) -> str:
     return (
         f"job {job.phase}{ended}: generation {job.generation}, {job.world_size} ranks on {nodes}, "
         f"{job.window_steps} steps a window, {job.optimizer_family}, policy {job.policy}, sizes "
-        f"{sizes(job.initial_local_batch_sizes)} at first"
+        f"{sizes_text(job.initial_local_batch_sizes)} at first"
     )
 
 
@@ -108,11 +99,8 @@ def _gaps(inspection: Inspection) -> Iterator[str]:
 
 
 def _table(inspection: Inspection, windows: Sequence[Window], *, every: bool) -> Table:
-    table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
     several = len({window.generation for window in windows}) > 1
-    for heading in (*(("generation",) if several else ()), *HEADINGS):
-        left = heading in LEFT
-        table.add_column(heading, justify="left" if left else "right", no_wrap=True, overflow="ellipsis")
+    table = new_table(*(("generation",) if several else ()), *HEADINGS, left=LEFT)
     shown = list(enumerate(windows))
     half = MOST_LINES // 2
     for index, window in shown if every or len(shown) <= MOST_LINES else (*shown[:half], *shown[-half:]):
@@ -129,16 +117,16 @@ def _cells(window: Window, before: Window | None, first_ns: int) -> tuple[str, .
     same = action and before and before.action and action.local_batch_sizes == before.action.local_batch_sizes
     return (
         str(window.window),
-        number((window.started_ns - first_ns) / 1e9 if window.started_ns else None, "{:.2f}"),
+        formatted((window.started_ns - first_ns) / 1e9 if window.started_ns else None, "{:.2f}"),
         str(metrics.global_batch_size) if metrics else UNKNOWN,
-        number(metrics.step_time_s * 1000 if metrics else None, "{:.1f}"),
-        number(metrics.loss if metrics else None, "{:.3f}"),
-        number(metrics.accuracy if metrics else None, "{:.1%}"),
-        number(metrics.held_out_accuracy if metrics else None, "{:.1%}"),
-        sizes(window.sizes),
+        formatted(metrics.step_time_s if metrics else None, "{:.1f}", 1000),
+        formatted(metrics.loss if metrics else None, "{:.3f}"),
+        formatted(metrics.accuracy if metrics else None, "{:.1%}"),
+        formatted(metrics.held_out_accuracy if metrics else None, "{:.1%}"),
+        sizes_text(window.sizes),
         "+".join(sorted(window.probes)) or UNKNOWN,
-        "the same" if same else sizes(action.local_batch_sizes) if action else UNKNOWN,
-        number(None if window.decision_s is None else window.decision_s * 1000, "{:.1f}"),
+        "the same" if same else sizes_text(action.local_batch_sizes) if action else UNKNOWN,
+        formatted(window.decision_s, "{:.1f}", 1000),
         ", ".join(f"{applied.decided_window}" for applied in window.applied) or "",
-        number(window.mean_reward),
+        formatted(window.mean_reward),
     )

@@ -13,19 +13,20 @@ services' own settings are read from DYNAMIX_COLLECTOR_... and DYNAMIX_REWARD_..
 
 import argparse
 import asyncio
-import signal
+import time
 from pathlib import Path
 
 from dynamix.cli.errors import CommandError
+from dynamix.cli.interrupts import stop_event
 from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, write_json
+from dynamix.cli.progress import ProgressLine
 from dynamix.collector.settings import CollectorSettings
 from dynamix.recording.capture import CaptureError, differences, fingerprint, read_header
-from dynamix.recording.replay import OtherPolicy, Outcome, Place, Replay, ReplayError, first_generation, replay
+from dynamix.recording.replay import OtherPolicy, Outcome, Place, Replay, ReplayError, Tape, first_generation, replay
 from dynamix.reward.settings import RewardSettings
 from dynamix.runtime.settings import load
 
 from .document import document
-from .progress import Progress
 
 EQUAL, DIFFERENT, UNUSABLE, INTERRUPTED = 0, 1, 2, 130
 
@@ -135,12 +136,14 @@ def _say_beforehand(path: Path, *, to_stderr: bool) -> None:
 
 
 async def _replayed(asked: Replay) -> Outcome:
-    stop, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
-    try:
-        with Progress(f"playing {asked.path} into the {asked.into}") as progress:
-            return await replay(asked, stop=stop, on_progress=progress.show)
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
+    with stop_event() as stop, ProgressLine() as progress:
+        progress.say(f"replaying {asked.path} into the {asked.into}")
+        begun_s = time.monotonic()
+
+        def show(tape: Tape) -> None:
+            pace = tape.recorded_s / max(1e-9, time.monotonic() - begun_s)
+            progress.show(
+                f"{tape.num_records} messages, {tape.recorded_s:.0f} s of the recording, {pace:.1f} times its pace"
+            )
+
+        return await replay(asked, stop=stop, on_progress=show)

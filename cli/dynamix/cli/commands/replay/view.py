@@ -2,13 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 
-from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dynamix.cli.commands.inspect.view import output
-from dynamix.cli.commands.inspect.words import sizes
+from dynamix.cli.formatting import sizes_text
+from dynamix.cli.tables import console_for, new_table, print_line
 from dynamix.recording.replay import Comparison, DecidedBeside, Difference, FieldPair, Outcome
 
 MAX_FIELDS = 40
@@ -22,17 +21,17 @@ CONCERNED = {"collector": "windows and states", "reward": "rewards", "arbitrator
 def show_fingerprint(found: Sequence[str], *, to_stderr: bool) -> None:
     """Say what to expect, before the replay."""
     if found:
-        console = output(stderr=to_stderr)
-        _say(console, "captured by another build or processor: equal decisions are to be expected, not equal bytes")
+        console = console_for(stderr=to_stderr)
+        print_line(console, "captured by another build or processor: expect equal decisions, not equal bytes")
         for line in found:
-            _say(console, f"  {line}")
+            print_line(console, f"  {line}")
 
 
 def show(outcome: Outcome, *, strict: bool, to_stderr: bool) -> None:
     """Print it."""
-    console = output(stderr=to_stderr)
+    console = console_for(stderr=to_stderr)
     for line in lines(outcome, strict=strict):
-        _say(console, line)
+        print_line(console, line)
     if outcome.what_if is not None:
         console.print(_windows(outcome.what_if))
     first = outcome.tally.first_disagreeing or outcome.tally.first
@@ -84,9 +83,8 @@ def _asked(comparison: Comparison) -> Iterator[str]:
 
 def _windows(comparison: Comparison) -> Table:
     """Windows that differ, else the first ones."""
-    table = Table(box=SIMPLE)
-    for heading in ("window", "recorded batch", "its batch", "change", "a rank, mean", "recorded sizes", "its sizes"):
-        table.add_column(heading, justify="left" if heading.endswith("sizes") else "right")
+    sizes = ("recorded sizes", "its sizes")
+    table = new_table("window", "recorded batch", "its batch", "change", "a rank, mean", *sizes, left=sizes)
     chosen = [row for row in comparison.windows if row.recorded != row.other] or comparison.windows
     several = len({row.generation for row in comparison.windows}) > 1
     for row in chosen[:MAX_WINDOWS]:
@@ -104,24 +102,23 @@ def _cells(row: DecidedBeside, *, several: bool) -> tuple[str, ...]:
         str(other),
         f"{100 * (other / max(1, recorded) - 1):+.1f} %",
         f"{row.mean_difference:.1f}",
-        sizes(row.recorded),
-        sizes(row.other),
+        sizes_text(row.recorded),
+        sizes_text(row.other),
     )
 
 
 def _show_difference(console: Console, first: Difference) -> None:
     at = "" if first.sequence is None else f", recorded at {first.sequence}"
     byte = "" if first.first_byte is None else f"; the first other byte is the {first.first_byte}th, from 0"
-    _say(console, f"first difference: {first.kind} for {first.place} ({first.subject}{at}): {first.reason}{byte}")
+    print_line(console, f"first difference: {first.kind} for {first.place} ({first.subject}{at}): {first.reason}{byte}")
     if first.fields:
         console.print(_fields(first.fields))
 
 
 def _fields(pairs: Sequence[FieldPair]) -> Table:
     """What differs, highlighted, among some of what does not."""
-    table = Table(box=SIMPLE)
-    for heading in ("", "field", "recorded", "replayed"):
-        table.add_column(heading)
+    headings = ("", "field", "recorded", "replayed")
+    table = new_table(*headings, left=headings)
     differing = [pair for pair in pairs if pair.differs]
     alike = [pair for pair in pairs if not pair.differs]
     shown = {id(pair) for pair in [*differing[:MAX_FIELDS], *alike[:MAX_ALIKE]]}
@@ -138,7 +135,3 @@ def _fields(pairs: Sequence[FieldPair]) -> Table:
 
 def _row(pair: FieldPair) -> tuple[str, str, str, str]:
     return ("!=" if pair.differs else "", pair.field, pair.recorded, pair.replayed)
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, highlight=False, markup=False, soft_wrap=True)

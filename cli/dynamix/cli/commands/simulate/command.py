@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 
 from dynamix.cli.errors import CommandError
 from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, write_json
+from dynamix.cli.progress import ProgressLine
 
 if TYPE_CHECKING:
-    from .simulation import Plan, Simulation
+    from .simulation import Line, Plan, Simulation
 
 POLICY = "rule"
 
@@ -57,11 +58,18 @@ def run(namespace: argparse.Namespace) -> int:
 
 def _run(planned: "Plan", namespace: argparse.Namespace) -> "Simulation":
     from .simulation import simulate  # noqa: PLC0415 - see above
-    from .view import View  # noqa: PLC0415 - rich: only once it is needed
+    from .view import window_text  # noqa: PLC0415 - rich: only once it is needed
 
+    scenario = planned.scenario
     try:
-        with View(planned, windows=namespace.windows) as view:
-            return simulate(planned, namespace.data, device=namespace.device, on_line=view.show, bus=namespace.bus)
+        with ProgressLine() as progress:
+            progress.show(f"{scenario.name} under {planned.label}: loading {scenario.workload}")
+
+            def show(line: "Line") -> None:
+                text = window_text(line, scenario.time_limit_s)
+                (progress.say if namespace.windows else progress.show)(text)
+
+            return simulate(planned, namespace.data, device=namespace.device, on_line=show, bus=namespace.bus)
     except (ValueError, OSError) as error:  # data that is missing, a device; the text says how to mend it
         raise CommandError(str(error)) from error
 

@@ -43,7 +43,7 @@ async def _json(settings: BusSettings, wanted: str | None, destination: str) -> 
     async with connected(settings, "top") as bus:
         feed = Feed(bus, wanted)
         await feed.catch_up()
-    write_json(snapshot(feed.board, feed.services, time.monotonic()), destination)
+    write_json(snapshot(feed.board, feed.heartbeats, time.monotonic()), destination)
     return _found(feed, wanted)
 
 

@@ -1,4 +1,4 @@
-"""One frame of the view: the board as lines of text for a terminal of a given size. Pure: the time is told."""
+"""One frame of the view: the board as lines of text for a terminal of a given size. Pure."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -6,41 +6,44 @@ from collections.abc import Sequence
 from rich.text import Text
 
 from dynamix.cli.board.board import Board
-from dynamix.cli.board.heartbeats import Services
+from dynamix.cli.board.heartbeats import Heartbeats
+from dynamix.cli.board.ranks import changes_text
+from dynamix.cli.formatting import bar, curve, duration, number, percent
 
-from . import rank_table as ranks
-from .glyphs import curve, duration, fill, number, percent, signed
+from .rank_table import rank_lines
 
 TWO_COLUMNS_FROM = 72
 LABEL, VALUE = 13, 12
 MIN_TABLE = 8
-"""Lines that the table of ranks gets before the less important numbers get theirs."""
+"""Lines reserved for the table of ranks; curves get what is left."""
 STALE_AFTER_S = 30.0
 
 
-def frame(board: Board | None, services: Services, *, now_ns: int, now_s: float, width: int, height: int) -> list[Text]:
+def frame(
+    board: Board | None, heartbeats: Heartbeats, *, now_ns: int, now_s: float, width: int, height: int
+) -> list[Text]:
     """At most `height` lines of at most `width` characters.
 
     Args:
         board: the job, `None` while there is none.
-        services: who is alive.
-        now_ns: wall clock, to tell the age of the newest window.
-        now_s: the clock that `services` was told.
+        heartbeats: of all services.
+        now_ns: wall clock, for the age of the newest window.
+        now_s: the clock that `heartbeats` was given.
         width: columns of the terminal.
         height: lines of the terminal.
     """
-    below = [_services(services, now_s)]
+    below = [_services(heartbeats, now_s)]
     if board is None or (board.job is None and not board.history):
-        return _cut([*_nothing(board), Text(), *below], width, height)
+        return _cut([*_empty(board), Text(), *below], width, height)
     below = [_rule(width), *_decision(board), *_reward(board, width), *_event(board), *_network(board), *below]
     tiles = _tiles(board, width)[: max(2, height - len(below) - MIN_TABLE)]
     above = [_title(board, now_ns, width), _rule(width), *tiles, _rule(width)]
     room = height - len(above) - len(below)
-    return _cut([*above, *ranks.table(board, width, room), *below], width, height)
+    return _cut([*above, *rank_lines(board, width, room), *below], width, height)
 
 
-def _nothing(board: Board | None) -> list[Text]:
-    what = "no job has run on this broker yet" if board is None else f"nothing is known of the job {board.name} yet"
+def _empty(board: Board | None) -> list[Text]:
+    what = "no job has run on this broker yet" if board is None else f"no message of the job {board.name} yet"
     return [
         Text(what, "bold"),
         Text("start one with:  dynamix train -- --standalone --nproc-per-node 4 train.py", "dim"),
@@ -78,7 +81,7 @@ def _age(board: Board, now_ns: int, *, running: bool) -> Text:
 
 
 def _tiles(board: Board, width: int) -> list[Text]:
-    """What the whole job does, each number with its curve."""
+    """Metrics of the whole job, each with its curve."""
     metrics = board.metrics
     if metrics is None:
         return []
@@ -101,7 +104,7 @@ def _tiles(board: Board, width: int) -> list[Text]:
 
 def _tile(label: str, value: str, picture: Sequence[float] | float | None, style: str, room: int) -> Text:
     width = room - LABEL - VALUE
-    drawn = curve(picture, width) if isinstance(picture, Sequence) else fill(picture or 0.0, width)
+    drawn = curve(picture, width) if isinstance(picture, Sequence) else bar(picture or 0.0, width)
     line = Text.assemble((label.ljust(LABEL), "dim"), (value.ljust(VALUE), "bold"), (drawn, style))
     return line.append(" " * max(0, room - line.cell_len))
 
@@ -109,10 +112,10 @@ def _tile(label: str, value: str, picture: Sequence[float] | float | None, style
 def _decision(board: Board) -> list[Text]:
     action, applied = board.action, board.applied
     if action is None:
-        return [_labelled("decision", Text("none yet: training goes on as it began", "dim"))]
+        return [_labelled("decision", Text("none yet: the initial sizes stay", "dim"))]
     version = f" v{action.policy_version}" if action.policy_version else ""
     text = Text.assemble(
-        (f"{ranks.changes(action.deltas)}", "bold"),
+        (f"{changes_text(action.deltas)}", "bold"),
         (f"  of window {action.window} by {action.policy}{version}", "dim"),
         (", inputs missing" if action.gap else "", "yellow"),
     )
@@ -132,7 +135,7 @@ def _reward(board: Board, width: int) -> list[Text]:
     mean = board.mean_reward()
     if mean is None:
         return []
-    terms = "  ".join(f"{name.replace('_', ' ')} {signed(value)}" for name, value in board.reward_terms().items())
+    terms = "  ".join(f"{name.replace('_', ' ')} {value:+.3f}" for name, value in board.reward_terms().items())
     line = _labelled("reward", Text.assemble((f"{mean:.3f}", "bold"), f"  {board.formula}"))
     if line.cell_len + len(terms) + 3 <= width:
         return [line.append(f":  {terms}", "dim")]
@@ -161,18 +164,18 @@ def _network(board: Board) -> list[Text]:
     return [_labelled("network", text)]
 
 
-def _services(services: Services, now_s: float) -> Text:
+def _services(heartbeats: Heartbeats, now_s: float) -> Text:
     text = Text()
-    if refused := services.count("refused_logs", now_s):  # first: what is too long for the line is cut
+    if refused := heartbeats.count("refused_logs", now_s):  # first, since a long line is cut at its end
         text.append(f"{refused} logs refused  ", "red")
-    for beat in services.beats(now_s):
+    for beat in heartbeats.recent(now_s):
         late = beat.is_late(now_s)
         where = f" {beat.live.node}" if beat.live.node and beat.live.service == "collector" else ""
         text.append("○ " if late else "● ", "red" if late else "green").append(f"{beat.live.service}{where}  ")
-    for service in services.missing(now_s):
-        if not any(beat.live.service == service for beat in services.beats(now_s)):
+    for service in heartbeats.missing(now_s):
+        if not any(beat.live.service == service for beat in heartbeats.recent(now_s)):
             text.append("○ ", "red").append(f"{service} not heard  ", "red")
-    if dead := services.count("dead_letters", now_s):
+    if dead := heartbeats.count("dead_letters", now_s):
         text.append(f"{dead} dead letters", "yellow")
     return _labelled("services", text)
 

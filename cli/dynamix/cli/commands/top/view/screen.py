@@ -46,7 +46,7 @@ def current(feed: Feed, console: Console) -> Group:
     """The frame for the console's size now."""
     lines = frame(
         feed.board,
-        feed.services,
+        feed.heartbeats,
         now_ns=time.time_ns(),
         now_s=time.monotonic(),
         width=console.width,

@@ -1,0 +1,28 @@
+"""Tables and lines on a terminal, in one style for all commands."""
+
+from collections.abc import Container
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+PLAIN_WIDTH = 240
+
+
+def console_for(*, stderr: bool) -> Console:
+    """As wide as the terminal; a file or a pipe has no width to respect."""
+    console = Console(stderr=stderr)
+    return console if console.is_terminal else Console(stderr=stderr, width=PLAIN_WIDTH)
+
+
+def new_table(*headings: str, left: Container[str] = (), title: str | None = None, show_header: bool = True) -> Table:
+    """A table of right-aligned columns that are never folded; those in `left` are left-aligned."""
+    table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0), show_header=show_header)
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in left else "right", no_wrap=True, overflow="ellipsis")
+    return table
+
+
+def print_line(console: Console, text: str) -> None:
+    """Print a line as it is: no markup, no colours, not wrapped."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
