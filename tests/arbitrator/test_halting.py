@@ -27,7 +27,7 @@ ODD, OTHER = made.job(NODES, job="odd-0", policy="odd"), made.job(NODES, job="ot
 
 
 @contextlib.asynccontextmanager
-async def an_arbitrator(bus: Bus) -> AsyncIterator[Context[ArbitratorSettings]]:
+async def an_arbitrator(bus: Bus) -> AsyncIterator[Context[ArbitratorSettings, Bus]]:
     """The service in this process."""
     context = Context("arbitrator", "0", "here", bus, ArbitratorSettings(), asyncio.Event(), structlog.get_logger())
     task = asyncio.create_task(serve(context))

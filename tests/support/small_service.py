@@ -5,7 +5,7 @@ import sys
 
 import msgspec
 
-from dynamix.runtime.bus import ALL
+from dynamix.runtime.bus import ALL, Bus
 from dynamix.runtime.service import Context, StartError, run
 
 
@@ -16,7 +16,7 @@ class SmallSettings(msgspec.Struct, frozen=True, kw_only=True):
     """consume, fail, refuse, finish or ignore-stop."""
 
 
-async def main(context: Context[SmallSettings]) -> None:
+async def main(context: Context[SmallSettings, Bus]) -> None:
     if context.settings.mode == "fail":
         raise RuntimeError("made to fail")
     if context.settings.mode == "refuse":

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from dynamix.runtime.bus import Bus
 from dynamix.runtime.service import Context, run
 
 
@@ -20,7 +21,7 @@ class StuckSettings(msgspec.Struct, frozen=True, kw_only=True):
     """For so long; 0: for ever."""
 
 
-async def main(context: Context[StuckSettings]) -> None:
+async def main(context: Context[StuckSettings, Bus]) -> None:
     while not Path(context.settings.trigger).exists():  # noqa: ASYNC110, ASYNC240 - the test has no other way in
         await asyncio.sleep(0.01)
     sit_still(context.settings.block_s)

@@ -3,7 +3,7 @@
 import importlib.metadata
 import platform
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -69,5 +69,5 @@ def _cpu(path: Path) -> str:
 
 
 def _simd() -> tuple[str, ...]:
-    shown = cast("dict[str, Any]", np.show_config(mode="dicts"))
+    shown: Any = np.show_config(mode="dicts")
     return tuple(shown.get("SIMD Extensions", {}).get("found", ()))

@@ -69,7 +69,6 @@ class ReplayBus:
     """For services whose outputs each follow from one message: the collector and the reward service."""
 
     def __init__(self, tape: Tape, inputs: Inputs, pairing: Pairing) -> None:
-        self.counters: dict[str, int] = {}
         self.handled = StatisticsByKind()
         self._tape = tape
         self._inputs = inputs
@@ -104,13 +103,8 @@ class ReplayBus:
 
     async def publish(self, message: Message) -> int:
         """Take an output; returns no sequence, since nothing is stored."""
-        return await (await self.publish_soon(message))
-
-    async def publish_soon(self, message: Message) -> asyncio.Future[int]:
-        """Take an output."""
-        return await self.publish_bytes_soon(
-            subjects.subject_of(message), codec.encode(message), codec.message_id(message)
-        )
+        payload, identity = codec.encode(message), codec.message_id(message)
+        return await (await self.publish_bytes_soon(subjects.subject_of(message), payload, identity))
 
     async def publish_bytes_soon(self, subject: str, payload: bytes, message_id: str) -> asyncio.Future[int]:
         """Take an output; a dead letter is counted by the service, and is none."""

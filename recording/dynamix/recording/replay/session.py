@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 import structlog
@@ -17,7 +17,7 @@ from dynamix.collector.settings import CollectorSettings
 from dynamix.recording.capture import differences, fingerprint, read_header
 from dynamix.reward import service as reward
 from dynamix.reward.settings import RewardSettings
-from dynamix.runtime.bus import Bus
+from dynamix.runtime.bus.service_bus import ServiceBus
 from dynamix.runtime.service import Context
 from dynamix.schemas.messages import Action
 
@@ -35,6 +35,9 @@ from .recorded import RecordedActions
 from .stateless import Reports, Until, Windows
 from .streams import StreamsBus
 from .what_if import Beside, Comparison, OtherPolicy, changes
+
+S = TypeVar("S", bound=msgspec.Struct)
+B = TypeVar("B", bound=ServiceBus)
 
 Into = Literal["collector", "reward", "arbitrator"]
 
@@ -230,13 +233,13 @@ class _Stage:
                 on_restart()
 
     def _context(
-        self, bus: object, settings: Any, on_error: Callable[[Mapping[str, Any]], None] | None = None
-    ) -> Context[Any]:
+        self, bus: B, settings: S, on_error: Callable[[Mapping[str, Any]], None] | None = None
+    ) -> Context[S, B]:
         return Context(
             service=self._asked.into,
             instance="replay",
             node="replay",
-            bus=cast("Bus", bus),  # all that this service calls of one: see `bus` and `streams`
+            bus=bus,
             settings=settings,
             stop=self.stop,
             log=_quiet(on_error),
@@ -251,7 +254,5 @@ def _quiet(on_error: Callable[[Mapping[str, Any]], None] | None) -> BoundLogger:
             on_error(event)
         raise structlog.DropEvent
 
-    return cast(
-        "BoundLogger",
-        structlog.wrap_logger(structlog.ReturnLogger(), processors=[drop], wrapper_class=BoundLogger),
-    )
+    logger: BoundLogger = structlog.wrap_logger(structlog.ReturnLogger(), processors=[drop], wrapper_class=BoundLogger)
+    return logger

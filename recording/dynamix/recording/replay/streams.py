@@ -2,13 +2,21 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from dynamix.recording.capture import Record
-from dynamix.runtime.bus import BusMessage, ObjectInfo, Start, StoredObject, StreamState
+from dynamix.runtime.bus import (
+    BusMessage,
+    ObjectInfo,
+    PermissionDeniedError,
+    PublishError,
+    Start,
+    StoredObject,
+    StreamState,
+)
 from dynamix.runtime.bus.handled import StatisticsByKind
 from dynamix.schemas.codec import MalformedMessageError, decode, encode
-from dynamix.schemas.messages import Action, Event, Job
+from dynamix.schemas.messages import Action, Event, Job, Message
 from dynamix.schemas.streams import ACTIONS, FEED, JOBS
 
 from .action_store import Book
@@ -19,6 +27,8 @@ from .player import Tape
 from .policies import PolicyFiles
 from .position import kind_of
 from .recorded import RecordedAction
+
+_READ_ONLY = "a replay only reads policies"
 
 
 class _Once:
@@ -59,7 +69,6 @@ class StreamsBus:
             events: where events go.
             change: what becomes of each specification; then the trainer's receipts, which are another's, are hidden.
         """
-        self.counters: dict[str, int] = {}
         self.handled = StatisticsByKind()
         self.job: Job | None = None
         self._tape = tape
@@ -172,6 +181,26 @@ class StreamsBus:
     async def publish_bytes_soon(self, subject: str, payload: bytes, message_id: str) -> asyncio.Future[int]:  # noqa: ARG002 - as `Bus` has them
         """Take a dead letter: they are counted by the service."""
         return done(0)
+
+    async def publish(self, message: Message) -> int:  # noqa: ARG002 - as `Bus` has it
+        """Refuse: an arbitrator has nothing else to publish."""
+        raise PublishError(_READ_ONLY)
+
+    async def put_object(
+        self,
+        bucket: str,  # noqa: ARG002 - as `Bus` has them
+        name: str,  # noqa: ARG002
+        data: bytes,  # noqa: ARG002
+        *,
+        metadata: Mapping[str, str] | None = None,  # noqa: ARG002
+        create_only: bool = False,  # noqa: ARG002
+    ) -> ObjectInfo:
+        """Refuse, as the broker refuses an arbitrator that stores a policy."""
+        raise PermissionDeniedError(_READ_ONLY)
+
+    async def delete_object(self, bucket: str, name: str) -> None:  # noqa: ARG002 - as `Bus` has them
+        """Refuse, as `put_object`."""
+        raise PermissionDeniedError(_READ_ONLY)
 
     async def list_objects(self, bucket: str) -> list[ObjectInfo]:  # noqa: ARG002 - there is one
         """The policies at hand. Raises ReplayError when the one that decided here is not."""

@@ -3,22 +3,31 @@
 import asyncio
 from collections import defaultdict
 from pathlib import Path
+from typing import Protocol
 
-from dynamix.runtime.bus import BusMessage
+from dynamix.runtime.bus import BusMessage, StreamState
+from dynamix.runtime.bus.service_bus import ServiceBus
 from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode
 from dynamix.schemas.messages import Event, Job, State
 from dynamix.schemas.streams import FEED, JOBS
 
-from .deciding.action_store import ActionLogError
+from .deciding.action_store import ActionLog, ActionLogError
 from .deciding.job_log import JobLog, Surroundings
 from .learned.policy_source import PolicySource
-from .learned.policy_store import PolicyStore
+from .learned.policy_store import ObjectBus, PolicyStore
 from .settings import ArbitratorSettings
 
 
-async def serve(context: Context[ArbitratorSettings]) -> None:
+class ArbitratorBus(ServiceBus, ActionLog, ObjectBus, Protocol):
+    """What the arbitrator uses of the bus."""
+
+    async def stream_state(self, stream: str) -> StreamState:
+        """First and last sequence of a stream, and how many messages it holds."""
+
+
+async def serve(context: Context[ArbitratorSettings, ArbitratorBus]) -> None:
     """Decide for every job until the context stops."""
     await _Arbitrator(context).run()
 
@@ -41,7 +50,7 @@ MAX_EXPLANATION = 1024
 
 
 class _Arbitrator:
-    def __init__(self, context: Context[ArbitratorSettings]) -> None:
+    def __init__(self, context: Context[ArbitratorSettings, ArbitratorBus]) -> None:
         self._context = context
         self._bus = context.bus
         cache = context.settings.policy_cache

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
+from dynamix.runtime.bus.service_bus import ServiceBus
 from dynamix.runtime.service import Context
 from dynamix.schemas.messages import NodeMetrics, RankRow, Report, SystemMetrics
 
@@ -40,7 +41,7 @@ class Observer(Protocol):
 class KernelObserver:
     """Reads /proc and the sockets of the processes that a report names, if they are what it says."""
 
-    def __init__(self, context: Context[CollectorSettings], probe: SocketProbe | str) -> None:
+    def __init__(self, context: Context[CollectorSettings, ServiceBus], probe: SocketProbe | str) -> None:
         """Look through a probe, or without one for the reason given instead."""
         self._context = context
         self._kernel = probe if isinstance(probe, str) else SocketTraffic(probe)

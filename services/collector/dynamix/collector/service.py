@@ -5,6 +5,7 @@ import itertools
 
 from dynamix.runtime.backpressure import publish_when_room
 from dynamix.runtime.bus import BusMessage, StreamFullError
+from dynamix.runtime.bus.service_bus import ServiceBus
 from dynamix.runtime.service import Context, StartError
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode, encode, message_id
@@ -26,7 +27,7 @@ MAX_BATCH = 128
 """Reports that are turned into windows without a pause, 0.2 ms each: only after an interruption are there so many."""
 
 
-async def serve(context: Context[CollectorSettings]) -> None:
+async def serve(context: Context[CollectorSettings, ServiceBus]) -> None:
     """Turn every report of this node into a metric window and a state until the context stops.
 
     Raises:
@@ -41,7 +42,7 @@ async def serve(context: Context[CollectorSettings]) -> None:
             probe.close()
 
 
-async def serve_observed(context: Context[CollectorSettings], observer: Observer) -> None:
+async def serve_observed(context: Context[CollectorSettings, ServiceBus], observer: Observer) -> None:
     """Turn every report into a metric window and a state, with what an observer sees of its processes."""
     collector = _Collector(context, observer)
     reports = subjects.report(subjects.ANY, context.node)
@@ -54,7 +55,7 @@ async def serve_observed(context: Context[CollectorSettings], observer: Observer
             await consumer.ack(batch[-1])
 
 
-def _open_probe(context: Context[CollectorSettings]) -> SocketProbe | str:
+def _open_probe(context: Context[CollectorSettings, ServiceBus]) -> SocketProbe | str:
     """The eBPF probe, or why there is none."""
     settings = context.settings
     if settings.probe not in ("auto", "ebpf"):
@@ -71,7 +72,7 @@ def _open_probe(context: Context[CollectorSettings]) -> SocketProbe | str:
 
 
 class _Collector:
-    def __init__(self, context: Context[CollectorSettings], observer: Observer) -> None:
+    def __init__(self, context: Context[CollectorSettings, ServiceBus], observer: Observer) -> None:
         self._context = context
         self._observer = observer
 

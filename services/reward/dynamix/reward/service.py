@@ -7,6 +7,7 @@ import asyncio
 
 from dynamix.runtime.backpressure import publish_when_room
 from dynamix.runtime.bus import BusMessage
+from dynamix.runtime.bus.service_bus import ServiceBus
 from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode, encode
@@ -20,7 +21,7 @@ MAX_BATCH = 256
 """Windows that are rewarded without a pause, 65 us each for 8 ranks."""
 
 
-async def serve(context: Context[RewardSettings]) -> None:
+async def serve(context: Context[RewardSettings, ServiceBus]) -> None:
     """Turn every metric window of every job into rewards until the context stops."""
     windows = subjects.window(subjects.ANY, subjects.ANY)
     durable = f"reward-{context.instance}"
@@ -34,7 +35,7 @@ async def serve(context: Context[RewardSettings]) -> None:
             context.count("rewards", len(rewards))
 
 
-async def _reward(context: Context[RewardSettings], message: BusMessage) -> Reward | None:
+async def _reward(context: Context[RewardSettings, ServiceBus], message: BusMessage) -> Reward | None:
     try:
         window = decode(MetricWindow, message.subject, message.payload)
         reward = reward_of(window, context.settings.weights(), context.settings.chosen_formula())

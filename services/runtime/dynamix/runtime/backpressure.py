@@ -7,12 +7,13 @@ from typing import Any
 from dynamix.schemas.messages import Message
 
 from .bus import StreamFullError
+from .bus.service_bus import ServiceBus
 from .service import Context
 
 ROOM_WAIT_S = 1.0
 
 
-async def publish_when_room(context: Context[Any], message: Message) -> bool:
+async def publish_when_room(context: Context[Any, ServiceBus], message: Message) -> bool:
     """Publish and wait for the acknowledgement; False when the service is to stop and there was no room.
 
     Each wait is counted as `waits_for_room`. Raises as `Bus.publish`, but for StreamFullError.

@@ -7,7 +7,8 @@ from dynamix.schemas import codec, subjects
 from dynamix.schemas.kinds import BY_NAME
 from dynamix.schemas.messages import Dead
 
-from .bus import Bus, BusError, BusMessage
+from .bus import BusError, BusMessage
+from .bus.service_bus import ServiceBus
 from .rate_limit import RateLimit
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ class DeadLetters:
         counters: gets `dead_letters`, and `dead_letters_not_kept` for those over the rate or refused by the bus.
     """
 
-    def __init__(self, bus: Bus, service: str, counters: dict[str, int]) -> None:
+    def __init__(self, bus: ServiceBus, service: str, counters: dict[str, int]) -> None:
         self._bus = bus
         self._service = service
         self._counters = counters

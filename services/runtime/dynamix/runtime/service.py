@@ -20,6 +20,7 @@ from dynamix.schemas.messages import Live
 
 from . import log as logs
 from .bus import Bus, BusError, BusMessage, Identity, check_url
+from .bus.service_bus import ServiceBus
 from .dead_letters import DeadLetters
 from .settings import Loaded, help_text, load, node_name
 from .watchdog import Watchdog
@@ -31,6 +32,8 @@ STOP_TIMEOUT_S = 10.0
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 
 S = TypeVar("S", bound=msgspec.Struct)
+B_co = TypeVar("B_co", bound=ServiceBus, covariant=True)
+"""The part of the bus that a service uses: `Bus` itself, or what stands in for it in a replay."""
 
 
 class StartError(RuntimeError):
@@ -38,13 +41,13 @@ class StartError(RuntimeError):
 
 
 @dataclass
-class Context(Generic[S]):
+class Context(Generic[S, B_co]):
     """What a service's `main` gets."""
 
     service: str
     instance: str
     node: str
-    bus: Bus
+    bus: B_co
     settings: S
     stop: asyncio.Event
     """Set by SIGTERM and SIGINT; loops over consumers and subscriptions end at the same moment."""
@@ -67,7 +70,7 @@ class Context(Generic[S]):
         await self._dead_letters.add(message, reason)
 
 
-Main = Callable[[Context[S]], Awaitable[None]]
+Main = Callable[[Context[S, Bus]], Awaitable[None]]
 
 
 def run(service: str, settings_type: type[S], main: Main[S], arguments: Sequence[str] | None = None) -> int:
@@ -173,7 +176,7 @@ class _Life(Generic[S]):
             self._log.info("stopped")
         return code
 
-    async def _call_main(self, context: Context[S]) -> None:
+    async def _call_main(self, context: Context[S, Bus]) -> None:
         await self._main(context)
 
     async def _wait(self, main: asyncio.Task[None], bus: Bus, stopped: asyncio.Task[bool]) -> int:
@@ -221,7 +224,7 @@ class _Life(Generic[S]):
                 loop.remove_signal_handler(number)
 
 
-def _identity(context: Context[S]) -> Identity:
+def _identity(context: Context[S, Bus]) -> Identity:
     return Identity(
         name=f"dynamix-{context.service}",
         version=importlib.metadata.version("dynamix-batch"),
@@ -230,7 +233,7 @@ def _identity(context: Context[S]) -> Identity:
     )
 
 
-async def _beat(context: Context[S], watchdog: Watchdog) -> None:
+async def _beat(context: Context[S, Bus], watchdog: Watchdog) -> None:
     begin = time.monotonic()
     while True:
         counters = {f"bus_{name}": value for name, value in context.bus.counters.items()} | context.counters

@@ -14,6 +14,7 @@ from dynamix.arbitrator.learned.policy_file import PolicyFile, PolicyMetadata
 from dynamix.arbitrator.learned.policy_store import PolicyStore
 from dynamix.arbitrator.learned.shipped import SHIPPED_VERSION, shipped_policy
 from dynamix.runtime.bus import (
+    Bus,
     BusError,
     BusMessage,
     ConnectionClosedError,
@@ -40,7 +41,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-async def serve(context: Context[LearnerSettings]) -> None:
+async def serve(context: Context[LearnerSettings, Bus]) -> None:
     """Learn until the context stops."""
     processes = multiprocessing.get_context("spawn")
     executor = ProcessPoolExecutor(1, processes, initializer=updating.begin, initargs=(os.getpid(),))
@@ -51,7 +52,7 @@ async def serve(context: Context[LearnerSettings]) -> None:
 
 
 class _Learner:
-    def __init__(self, context: Context[LearnerSettings], executor: ProcessPoolExecutor) -> None:
+    def __init__(self, context: Context[LearnerSettings, Bus], executor: ProcessPoolExecutor) -> None:
         self._context = context
         self._settings = context.settings
         self._executor = executor
