@@ -74,7 +74,7 @@ def measure(policy: Policy, world_size: int, repeats: int) -> dict[str, Any]:
         begun = time.thread_time()
         decision = policy.decide(job, window, obs_WF, global_F, carry)
         times_s.append(time.thread_time() - begun)
-        sizes, carry = decision.local_batch_sizes, decision.carry
+        sizes, carry = decision.allocation.local_batch_sizes, decision.carry
     timed_ms = sorted(1e3 * time_s for time_s in times_s[2:])
     return {
         "policy": policy.name,

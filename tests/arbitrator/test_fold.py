@@ -31,7 +31,7 @@ class Recorder:
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002
         self.seen.append((window, obs_WF, carry))
-        return Decision(job.initial_local_batch_sizes, carry=carry + bytes([window % 256]))
+        return Decision(job.initial_allocation, carry=carry + bytes([window % 256]))
 
 
 def run(fold: Fold, states: Sequence[tuple[int, State]]) -> list[Action]:

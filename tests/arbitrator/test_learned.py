@@ -127,7 +127,7 @@ def test_with_nothing_known_a_policy_still_decides_within_bounds(action_set: Act
     obs_WF[:, RANK_INDEX["age_windows"]] = 16
     policy = LearnedPolicy(learned.policy_file(action_set), explore=True)
     decision = policy.decide(job, 0, obs_WF, np.full(len(GLOBAL_FEATURES), np.nan, dtype=np.float32), b"")
-    assert all(32 <= size <= 1024 for size in decision.local_batch_sizes)
+    assert all(32 <= size <= 1024 for size in decision.allocation.local_batch_sizes)
     assert np.isfinite(decision.logprobs or ()).all()
 
 

@@ -3,7 +3,7 @@ import pytest
 from tests.support import made
 
 from dynamix.arbitrator.policies import POLICIES, policy_named
-from dynamix.arbitrator.policies.options import split_of
+from dynamix.arbitrator.policies.options import allocation_of
 from dynamix.arbitrator.policies.policy import Array32
 from dynamix.arbitrator.policies.proportional import Proportional
 from dynamix.arbitrator.policies.random import DELTAS, Random
@@ -26,12 +26,12 @@ def observe(sizes: tuple[int, ...], throughput: tuple[float, ...], *, age: int =
 
 def test_static_is_the_initial_sizes_for_ever() -> None:
     decision = policy_named("static").decide(JOB, 5, observe((64, 64, 64, 64), (1.0,) * 4), GLOBAL_F, b"")
-    assert decision.local_batch_sizes == JOB.initial_local_batch_sizes
+    assert decision.allocation.local_batch_sizes == JOB.initial_local_batch_sizes
 
 
 def test_proportional_gives_a_rank_three_times_slower_a_third_and_keeps_the_global_batch() -> None:
     decision = Proportional().decide(JOB, 0, observe((128,) * 4, (3000.0, 3000.0, 3000.0, 1000.0)), GLOBAL_F, b"")
-    assert decision.local_batch_sizes == (154, 154, 153, 51)
+    assert decision.allocation.local_batch_sizes == (154, 154, 153, 51)
 
 
 def test_proportional_settles_with_a_fixed_cost_per_step() -> None:
@@ -40,7 +40,8 @@ def test_proportional_settles_with_a_fixed_cost_per_step() -> None:
     for window in range(20):
         time_s = 0.010 + np.array(sizes) / rate
         obs_WF = observe(sizes, tuple(np.array(sizes) / time_s))
-        sizes, carry, *_ = Proportional().decide(JOB, window, obs_WF, GLOBAL_F, carry)
+        decision = Proportional().decide(JOB, window, obs_WF, GLOBAL_F, carry)
+        sizes, carry = decision.allocation.local_batch_sizes, decision.carry
     time_s = 0.010 + np.array(sizes) / rate
     assert sum(sizes) == 512
     assert time_s.max() / time_s.min() < 1.08
@@ -50,7 +51,7 @@ def test_proportional_stays_within_its_dead_band() -> None:
     sizes = (154, 154, 153, 51)
     carry = Proportional().decide(JOB, 0, observe(sizes, (3000.0, 3000.0, 3000.0, 1000.0)), GLOBAL_F, b"").carry
     jitter = observe(sizes, (3060.0, 2950.0, 3010.0, 1010.0))
-    assert Proportional().decide(JOB, 1, jitter, GLOBAL_F, carry).local_batch_sizes == sizes
+    assert Proportional().decide(JOB, 1, jitter, GLOBAL_F, carry).allocation.local_batch_sizes == sizes
 
 
 def test_proportional_keeps_the_last_throughput_of_a_rank_it_does_not_hear_of() -> None:
@@ -58,13 +59,13 @@ def test_proportional_keeps_the_last_throughput_of_a_rank_it_does_not_hear_of() 
     carry = Proportional().decide(JOB, 0, observe(sizes, (3000.0, 3000.0, 3000.0, 1000.0)), GLOBAL_F, b"").carry
     obs_WF = observe(sizes, (3000.0, 3000.0, 3000.0, 9000.0))
     obs_WF[3, RANK_INDEX["age_windows"]] = 2
-    assert Proportional().decide(JOB, 1, obs_WF, GLOBAL_F, carry).local_batch_sizes == (154, 154, 153, 51)
+    assert Proportional().decide(JOB, 1, obs_WF, GLOBAL_F, carry).allocation.local_batch_sizes == (154, 154, 153, 51)
 
 
 def test_proportional_without_any_measurement_splits_equally() -> None:
     obs_WF = np.full((4, len(RANK_FEATURES)), np.nan, dtype=np.float32)
     obs_WF[:, RANK_INDEX["decided_local_batch_size"]] = 128
-    assert Proportional().decide(JOB, 0, obs_WF, GLOBAL_F, b"").local_batch_sizes == (128,) * 4
+    assert Proportional().decide(JOB, 0, obs_WF, GLOBAL_F, b"").allocation.local_batch_sizes == (128,) * 4
 
 
 def test_proportional_leaves_a_rank_it_never_measured_as_it_is_and_shares_the_rest() -> None:
@@ -72,7 +73,7 @@ def test_proportional_leaves_a_rank_it_never_measured_as_it_is_and_shares_the_re
     obs_WF = observe((150, 150, 161, 51), (2000.0, 1000.0, 1.0, 1.0))
     obs_WF[2:, RANK_INDEX["num_samples"]] = np.nan
     decision = Proportional().decide(job, 0, obs_WF, GLOBAL_F, b"")
-    assert decision.local_batch_sizes == (200, 100, 161, 51)
+    assert decision.allocation.local_batch_sizes == (200, 100, 161, 51)
 
 
 def test_random_draws_published_deltas_and_the_same_ones_in_a_replay() -> None:
@@ -80,7 +81,7 @@ def test_random_draws_published_deltas_and_the_same_ones_in_a_replay() -> None:
     first = [Random().decide(JOB, window, obs_WF, GLOBAL_F, b"") for window in range(200)]
     again = [Random().decide(JOB, window, obs_WF, GLOBAL_F, b"") for window in range(200)]
     assert first == again
-    deltas = [size - 500 for decision in first for size in decision.local_batch_sizes]
+    deltas = [size - 500 for decision in first for size in decision.allocation.local_batch_sizes]
     assert set(deltas) == set(DELTAS)
     assert max(deltas.count(delta) for delta in DELTAS) / len(deltas) < 0.26
     assert first[0].logprobs == pytest.approx((np.log(1 / 5),) * 4)
@@ -107,4 +108,4 @@ def test_a_job_begins_with_the_split_that_its_policy_decides(name: str, track: f
     options = {} if track is None else {"track": track}
     job = made.job(policy=name, policy_options=options, supports_tracking=True)
     expected = initial_split(name, options, supports_tracking=True)
-    assert split_of(POLICIES[name].options, job) == expected
+    assert allocation_of(POLICIES[name].options, job, (1,)).split == expected

@@ -53,7 +53,7 @@ def test_sizes_are_within_the_bounds_and_the_same_for_the_same_input(
         decision = POLICIES[policy].decide(job, window, obs_WF, global_F, carry)
         assert POLICIES[policy].decide(job, window, obs_WF, global_F, carry) == decision
         np.testing.assert_array_equal(obs_WF, shown)
-        sizes = zip(decision.local_batch_sizes, job.max_local_batch_sizes, strict=True)
+        sizes = zip(decision.allocation.local_batch_sizes, job.max_local_batch_sizes, strict=True)
         assert all(isinstance(size, int) and job.min_local_batch_size <= size <= top for size, top in sizes)
         carry = decision.carry
 
@@ -67,7 +67,7 @@ def test_without_any_measurement_the_last_sizes_stay(policy: str, carry: bytes) 
     global_F = np.full(len(GLOBAL_FEATURES), np.nan, dtype=np.float32)
     for window in range(3):
         decision = POLICIES[policy].decide(job, window, obs_WF, global_F, carry)
-        assert decision.local_batch_sizes == job.initial_local_batch_sizes
+        assert decision.allocation.local_batch_sizes == job.initial_local_batch_sizes
         carry = decision.carry
 
 
@@ -77,7 +77,7 @@ def test_the_carry_of_10000_ranks_fits(policy: str) -> None:
     obs_WF = np.ones((10_000, len(RANK_FEATURES)), dtype=np.float32)
     decision = POLICIES[policy].decide(job, 0, obs_WF, np.ones(len(GLOBAL_FEATURES), dtype=np.float32), b"")
     assert len(decision.carry) <= MAX_CARRY_BYTES
-    assert len(decision.local_batch_sizes) == 10_000
+    assert len(decision.allocation.local_batch_sizes) == 10_000
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -12,6 +12,7 @@ from tests.support.reference_fold import reference_decisions
 from dynamix.arbitrator.deciding.fold import Fold
 from dynamix.arbitrator.policies import policy_named
 from dynamix.arbitrator.policies.policy import Array32, Decision
+from dynamix.schemas.allocation import Allocation
 from dynamix.schemas.codec import MalformedMessageError
 from dynamix.schemas.features import RANK_INDEX
 from dynamix.schemas.messages import Action, Job, State
@@ -34,7 +35,7 @@ class Witness:
         shown = np.nan_to_num(obs_WF, nan=-7.0).astype(np.float64).sum(axis=1) + np.nan_to_num(global_F).sum() + window
         self.ages[window] = obs_WF[:, RANK_INDEX["age_windows"]].tolist()
         sizes = tuple(int(value * 1000) % 2000 for value in shown)
-        return Decision(sizes, carry=carry[-8:] + bytes([sum(sizes) % 256]))
+        return Decision(Allocation(sizes), carry=carry[-8:] + bytes([sum(sizes) % 256]))
 
 
 def actions_of(job: Job, feed: Feed, stored: Sequence[Action] = ()) -> list[Action]:

@@ -35,24 +35,24 @@ def test_goodput_settles_within_its_hysteresis_of_the_best_candidate(noise_scale
     batches = np.geomspace(32, 4096, NUM_CANDIDATES)
     times_s = np.array([cluster.step_time_s(cluster.balanced(batch, job)) for batch in batches])
     best = goodput(batches, times_s, noise_scale, 512).max()
-    sizes = np.array(run("goodput", cluster)[-1].local_batch_sizes, dtype=float)
+    sizes = np.array(run("goodput", cluster)[-1].allocation.local_batch_sizes, dtype=float)
     found = goodput(np.array([sizes.sum()]), np.array([cluster.step_time_s(sizes)]), noise_scale, 512)[0]
     assert found > best / 1.06
 
 
 def test_goodput_changes_nothing_for_less_than_its_hysteresis() -> None:
     decisions = run("goodput", ToyCluster(RATES, communication_s=0.02), hysteresis=1.0)
-    assert {decision.local_batch_sizes for decision in decisions} == {(128,) * 4}
+    assert {decision.allocation.local_batch_sizes for decision in decisions} == {(128,) * 4}
 
 
 def test_goodput_with_an_equal_split_knows_that_the_slowest_decides() -> None:
     decision = run("goodput", ToyCluster(RATES, communication_s=0.02), proportional=0.0)[-1]
-    assert max(decision.local_batch_sizes) - min(decision.local_batch_sizes) <= 1
+    assert max(decision.allocation.local_batch_sizes) - min(decision.allocation.local_batch_sizes) <= 1
 
 
 def test_goodput_may_go_below_the_initial_batch() -> None:
     decision = run("goodput", ToyCluster(RATES, communication_s=0.001, noise_scale=20.0))[-1]
-    assert sum(decision.local_batch_sizes) < 100
+    assert sum(decision.allocation.local_batch_sizes) < 100
 
 
 def test_the_batch_follows_the_noise_scale() -> None:
@@ -62,26 +62,27 @@ def test_the_batch_follows_the_noise_scale() -> None:
         cluster.noise_scale = 800.0 if window < 20 else 1600.0
 
     decisions = cluster.run(POLICIES["noise-scale"], job_of("noise-scale"), 40, grow)
-    assert sum(decisions[19].local_batch_sizes) == pytest.approx(800, rel=0.03)
-    assert sum(decisions[39].local_batch_sizes) == pytest.approx(1600, rel=0.03)
-    assert decisions[39].local_batch_sizes[0] == pytest.approx(600, rel=0.05)
+    assert sum(decisions[19].allocation.local_batch_sizes) == pytest.approx(800, rel=0.03)
+    assert sum(decisions[39].allocation.local_batch_sizes) == pytest.approx(1600, rel=0.03)
+    assert decisions[39].allocation.local_batch_sizes[0] == pytest.approx(600, rel=0.05)
 
 
 def test_the_noise_scale_split_equally_and_multiplied() -> None:
     decision = run("noise-scale", ToyCluster(RATES, noise_scale=400.0), proportional=0.0, multiplier=3.0)[-1]
-    assert decision.local_batch_sizes == pytest.approx((300,) * 4, rel=0.03)
+    assert decision.allocation.local_batch_sizes == pytest.approx((300,) * 4, rel=0.03)
 
 
 def test_the_noise_scale_is_followed_to_the_bounds_and_no_further() -> None:
-    largest = run("noise-scale", ToyCluster(RATES, noise_scale=1e9))[-1].local_batch_sizes
+    largest = run("noise-scale", ToyCluster(RATES, noise_scale=1e9))[-1].allocation.local_batch_sizes
     assert max(largest) == 1024
     assert sum(largest) == pytest.approx(4096, rel=0.03)
-    assert run("noise-scale", ToyCluster(RATES, noise_scale=1e-3))[-1].local_batch_sizes == (8,) * 4
+    assert run("noise-scale", ToyCluster(RATES, noise_scale=1e-3))[-1].allocation.local_batch_sizes == (8,) * 4
 
 
 def test_the_batch_doubles_after_every_so_many_samples() -> None:
     """512 samples a step, ten steps a window: 10,240 samples are two windows, and the new size comes two later."""
-    totals = [sum(d.local_batch_sizes) for d in run("doubling", ToyCluster(RATES), windows=8, every_samples=10_240)]
+    decisions = run("doubling", ToyCluster(RATES), windows=8, every_samples=10_240)
+    totals = [decision.allocation.global_batch_size for decision in decisions]
     assert totals == [512, 1024, 1024, 2048, 4096, 4096, 4096, 4096]
 
 
@@ -92,7 +93,7 @@ def decide(policy: str, job: Job, losses: list[float]) -> list[int]:
         obs_WF, global_F = cluster.observe(np.array(sizes), job, sizes)
         global_F[GLOBAL_INDEX["loss"]] = loss
         decision = POLICIES[policy].decide(job, window, obs_WF, global_F, carry)
-        carry, sizes = decision.carry, decision.local_batch_sizes
+        carry, sizes = decision.carry, decision.allocation.local_batch_sizes
         totals.append(sum(sizes))
     return totals
 
@@ -120,7 +121,7 @@ def test_doubling_keeps_the_shares_that_the_user_chose() -> None:
         obs_WF, _ = cluster.observe(np.array([200.0, 100, 50, 50]), job, (200, 100, 50, 50))
         decision = POLICIES["doubling"].decide(job, 0, obs_WF, global_F, carry)
         carry = decision.carry
-    assert decision.local_batch_sizes == (400, 200, 100, 100)
+    assert decision.allocation.local_batch_sizes == (400, 200, 100, 100)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -128,14 +129,14 @@ def test_with_track_every_policy_leaves_the_division_to_the_job(policy: str) -> 
     obs_WF, global_F = _window()
     for supported, track, split in ((True, 1, "tracking"), (True, 0, "fixed"), (False, 1, "fixed")):
         job = made.job(policy=policy, policy_options={"track": float(track)}, supports_tracking=supported)
-        assert POLICIES[policy].decide(job, 0, obs_WF, global_F, b"").split == split
+        assert POLICIES[policy].decide(job, 0, obs_WF, global_F, b"").allocation.split == split
 
 
 def test_static_and_proportional_keep_their_global_batch_under_the_fast_loop() -> None:
     obs_WF, global_F = _window()
     for policy in ("static", "proportional"):
         job = made.job(policy=policy, policy_options={"track": 1.0}, supports_tracking=True)
-        assert sum(POLICIES[policy].decide(job, 0, obs_WF, global_F, b"").local_batch_sizes) == 512
+        assert sum(POLICIES[policy].decide(job, 0, obs_WF, global_F, b"").allocation.local_batch_sizes) == 512
 
 
 def _window() -> tuple[Array32, Array32]:

@@ -24,7 +24,7 @@ def job_of(num_ranks: int = 8, size: int = 64, **changes: object) -> Job:
 
 
 def totals(cluster: ToyCluster, job: Job, windows: int = 40) -> list[int]:
-    return [sum(decision.local_batch_sizes) for decision in cluster.run(Rule(), job, windows)]
+    return [sum(decision.allocation.local_batch_sizes) for decision in cluster.run(Rule(), job, windows)]
 
 
 @pytest.mark.parametrize(("size", "tracking"), [(16, True), (512, True), (16, False), (512, False)])
@@ -69,22 +69,23 @@ def test_a_slower_network_makes_it_grow_and_a_faster_one_shrink() -> None:
     def congested(window: int) -> None:
         cluster.communication_s = 0.08 if 20 <= window < 40 else 0.005
 
-    found = [sum(decision.local_batch_sizes) for decision in cluster.run(Rule(), job_of(), 60, congested)]
+    found = [sum(decision.allocation.local_batch_sizes) for decision in cluster.run(Rule(), job_of(), 60, congested)]
     assert found[35] > 2 * found[19]
     assert found[-1] == pytest.approx(found[19], rel=0.1)
 
 
 def test_it_leaves_the_division_to_the_fast_loop_where_there_is_one() -> None:
     cluster = ToyCluster(RATES, tracking=True)
-    assert {decision.split for decision in cluster.run(Rule(), job_of(), 3)} == {"tracking"}
-    assert {decision.split for decision in cluster.run(Rule(), job_of(supports_tracking=False), 3)} == {"fixed"}
-    alone = job_of(policy_options={"track": 0.0})
-    assert {decision.split for decision in cluster.run(Rule(), alone, 3)} == {"fixed"}
+    splits = [
+        {decision.allocation.split for decision in cluster.run(Rule(), job, 3)}
+        for job in (job_of(), job_of(supports_tracking=False), job_of(policy_options={"track": 0.0}))
+    ]
+    assert splits == [{"tracking"}, {"fixed"}, {"fixed"}]
 
 
 def test_its_own_split_equalises_compute_times() -> None:
     cluster = ToyCluster(RATES, communication_s=0.05)
-    sizes = np.array(cluster.run(Rule(), job_of(supports_tracking=False), 40)[-1].local_batch_sizes)
+    sizes = np.array(cluster.run(Rule(), job_of(supports_tracking=False), 40)[-1].allocation.local_batch_sizes)
     times_s = cluster.overhead_s + sizes / RATES
     assert times_s.max() / times_s.min() < 1.1
 
@@ -101,8 +102,8 @@ def test_more_noise_multiplied_is_a_larger_batch() -> None:
 def test_without_a_noise_scale_it_balances_the_batch_it_has() -> None:
     cluster = ToyCluster(RATES, noise_scale=float("nan"))
     decision = cluster.run(Rule(), job_of(), 10)[-1]
-    assert sum(decision.local_batch_sizes) == 512
-    assert decision.local_batch_sizes[0] > 5 * decision.local_batch_sizes[7]
+    assert sum(decision.allocation.local_batch_sizes) == 512
+    assert decision.allocation.local_batch_sizes[0] > 5 * decision.allocation.local_batch_sizes[7]
 
 
 def test_a_masked_noise_scale_counts_as_the_last_known_and_growing_up_to_four_times() -> None:

@@ -74,4 +74,4 @@ def _of_stored(action: Action) -> tuple[object, ...]:
 
 
 def _of_oracle(generation: int, one: Decided) -> tuple[object, ...]:
-    return generation, one.window, one.local_batch_sizes, one.decision.split, one.gap, one.decision.carry
+    return generation, one.window, one.local_batch_sizes, one.decision.allocation.split, one.gap, one.decision.carry

@@ -65,7 +65,7 @@ class _Job:
     def decide(self, sequence: int, window: int, policy: Policy) -> Decided:
         """Ask the policy about a closed window, and take its answer as the state of things."""
         decision = policy.decide(self.job, window, *self._seen_at(window), self.carry)
-        bounds = zip(decision.local_batch_sizes, self.job.max_local_batch_sizes, strict=True)
+        bounds = zip(decision.allocation.local_batch_sizes, self.job.max_local_batch_sizes, strict=True)
         sizes = tuple(min(max(size, self.job.min_local_batch_size), top) for size, top in bounds)
         decided = Decided(sequence, window, sizes, self.gap, decision)
         self.window, self.gap, self.sizes, self.carry = window + 1, False, sizes, decision.carry

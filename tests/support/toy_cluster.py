@@ -81,10 +81,10 @@ class ToyCluster:
         decided, carry, decisions = job.initial_local_batch_sizes, b"", []
         for window in range(windows):
             before(window)
-            ruling = decisions[window - LAG].local_batch_sizes if window >= LAG else job.initial_local_batch_sizes
+            ruling = (decisions[window - LAG].allocation if window >= LAG else job.initial_allocation).local_batch_sizes
             sizes = self.balanced(sum(ruling), job) if self.tracking else np.array(ruling, dtype=np.float64)
             decision = policy.decide(job, window, *self.observe(sizes, job, decided), carry)
-            decided, carry = decision.local_batch_sizes, decision.carry
+            decided, carry = decision.allocation.local_batch_sizes, decision.carry
             decisions.append(decision)
         return decisions
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from dynamix import trainer as dynamix
+from dynamix.schemas.allocation import Allocation
 from dynamix.schemas.messages import Applied, Job, Message, Report
 from dynamix.trainer import Session
 from dynamix.trainer.data.schedule import Schedule
@@ -33,42 +34,42 @@ SLOW_RANK = 2
 
 
 def _loop(sizes: tuple[int, ...] = (30, 30)) -> tuple[FastLoop, Schedule]:
-    schedule = Schedule(sizes)
+    schedule = Schedule(Allocation(sizes))
     return FastLoop(schedule, Tracker(1, [100] * len(sizes))), schedule
 
 
 def _entries(schedule: Schedule) -> list[tuple[Any, ...]]:
-    return [tuple(entry) for entry in schedule.since(0)]
+    return [(step, one.local_batch_sizes, one.split) for step, one in schedule.entries_since(0)]
 
 
 def test_a_global_batch_is_divided_by_what_is_known_of_the_speeds() -> None:
     loop, schedule = _loop()
-    loop.adopt(10, (20, 40), "tracking")
+    loop.adopt(10, Allocation((20, 40), "tracking"))
     assert _entries(schedule)[1:] == [(10, (20, 40), "tracking")]  # as decided: nothing is known
-    loop.observe([1.0, 2.0], 11)
-    loop.adopt(20, (10, 20), "tracking")
+    loop.observe_times([1.0, 2.0], 11)
+    loop.adopt(20, Allocation((10, 20), "tracking"))
     assert _entries(schedule)[2:] == [(11, (40, 20), "tracking"), (20, (20, 10), "tracking")]
-    loop.adopt(30, (15, 15), "tracking")  # the same global batch: the split in use stays
+    loop.adopt(30, Allocation((15, 15), "tracking"))  # the same global batch: the split in use stays
     assert len(_entries(schedule)) == 4
 
 
 def test_what_the_slow_loop_fixes_is_left_alone_and_what_is_measured_then_is_remembered() -> None:
     loop, schedule = _loop()
-    loop.adopt(10, (30, 30), "tracking")
-    loop.observe([1.0, 1.0], 11)
-    loop.adopt(12, (30, 30), "fixed")
-    loop.observe([1.0, 4.0], 12)
-    loop.observe([1.0, 4.0], 13)
-    loop.adopt(14, (31, 29), "fixed")
+    loop.adopt(10, Allocation((30, 30), "tracking"))
+    loop.observe_times([1.0, 1.0], 11)
+    loop.adopt(12, Allocation((30, 30), "fixed"))
+    loop.observe_times([1.0, 4.0], 12)
+    loop.observe_times([1.0, 4.0], 13)
+    loop.adopt(14, Allocation((31, 29), "fixed"))
     assert _entries(schedule)[1:] == [(10, (30, 30), "tracking"), (12, (30, 30), "fixed"), (14, (31, 29), "fixed")]
-    loop.adopt(15, (30, 30), "tracking")
+    loop.adopt(15, Allocation((30, 30), "tracking"))
     assert _entries(schedule)[4:] == [(15, (48, 12), "tracking")]
 
 
 def test_a_newer_measurement_takes_the_place_of_an_older_for_the_same_step() -> None:
     loop, schedule = _loop()
-    loop.adopt(10, (30, 30), "tracking")
-    loop.observe([1.0, 2.0], 10)
+    loop.adopt(10, Allocation((30, 30), "tracking"))
+    loop.observe_times([1.0, 2.0], 10)
     assert _entries(schedule)[1:] == [(10, (40, 20), "tracking")]
 
 
@@ -351,7 +352,7 @@ def _ask_for_tracking(_rank: int, options: dict[str, Any]) -> dict[str, Any]:
         (session.scale_loss(loss) if options.get("weighting") == "loss" else loss).backward()
         optimizer.step()
         session.step(loss)
-    splits = {entry.split for entry in session._parts.schedule.since(session.step_index)}
+    splits = {entry.allocation.split for entry in session._parts.schedule.entries_since(session.step_index)}
     sizes = session.local_batch_sizes
     session.close()
     jobs = [message for message in published if isinstance(message, Job)]

@@ -3,6 +3,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from dynamix.schemas.allocation import Exchange
 from dynamix.schemas.messages import Action
 from dynamix.trainer.steering.offers import Offers, Terms
 
@@ -40,6 +41,8 @@ def _with(**changes: Any) -> Action:
         (_with(local_batch_sizes=(31, 64)), "bounds"),
         (_with(local_batch_sizes=(1024, 513)), "bounds"),
         (_with(levers={"local_steps": 4.0}), "lever"),
+        (_with(exchange=Exchange(every=4)), "lever"),
+        (_with(exchange=Exchange(codec="bf16")), "lever"),
     ],
 )
 def test_an_action_that_does_not_fit_is_refused_and_counted(action: Action, reason: str) -> None:

@@ -3,6 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dynamix.schemas.allocation import Allocation
 from dynamix.trainer.data.sampler import PlanSampler, Position, StepPlan, epoch_order
 from dynamix.trainer.data.schedule import Schedule
 
@@ -26,10 +27,10 @@ def _draw_epoch(num_samples: int, schedule: Schedule, position: Position) -> lis
 def test_each_sample_is_drawn_exactly_once_whatever_changes(
     num_samples: int, changes: list[tuple[int, tuple[int, int, int]]]
 ) -> None:
-    schedule, step = Schedule([8, 16, 4]), 0
+    schedule, step = Schedule(Allocation((8, 16, 4))), 0
     for gap, sizes in changes:
         step += gap
-        schedule.add(step, sizes)
+        schedule.schedule(step, Allocation(sizes))
     used: list[int] = []
     for number, (plan, indices) in enumerate(_draw_epoch(num_samples, schedule, Position())):
         assert plan.step == number
@@ -44,8 +45,8 @@ def test_each_sample_is_drawn_exactly_once_whatever_changes(
 
 @given(st.integers(30, 300), st.integers(0, 12))
 def test_a_rewound_sampler_draws_what_it_would_have_drawn(num_samples: int, consumed: int) -> None:
-    schedule = Schedule([5, 2, 1])
-    schedule.add(4, [1, 7, 3])
+    schedule = Schedule(Allocation((5, 2, 1)))
+    schedule.schedule(4, Allocation((1, 7, 3)))
     whole = _draw_epoch(num_samples, schedule, Position())
     consumed = min(consumed, len(whole))
     position = Position()
@@ -58,10 +59,10 @@ def test_a_rewound_sampler_draws_what_it_would_have_drawn(num_samples: int, cons
 def test_the_number_of_steps_left_is_what_is_drawn(
     num_samples: int, changes: list[tuple[int, tuple[int, int, int]]], drop_last: bool
 ) -> None:
-    schedule, step = Schedule([8, 16, 4]), 0
+    schedule, step = Schedule(Allocation((8, 16, 4))), 0
     for gap, sizes in changes:
         step += gap
-        schedule.add(step, sizes)
+        schedule.schedule(step, Allocation(sizes))
     sampler = PlanSampler(num_samples, schedule, rank=0, seed=0, shuffle=False, drop_last=drop_last)
     assert sampler.num_steps_left(Position()) == len(list(sampler))
 
@@ -70,7 +71,7 @@ def test_the_number_of_steps_left_is_what_is_drawn(
     ("num_samples", "totals"), [(100, [28, 28, 28]), (84, [28, 28, 28]), (85, [28, 28, 28]), (28, [28]), (10, [10])]
 )
 def test_a_tail_can_be_left_out_but_never_the_whole_epoch(num_samples: int, totals: list[int]) -> None:
-    sampler = PlanSampler(num_samples, Schedule([8, 16, 4]), rank=0, seed=0, shuffle=True, drop_last=True)
+    sampler = PlanSampler(num_samples, Schedule(Allocation((8, 16, 4))), rank=0, seed=0, shuffle=True, drop_last=True)
     assert sampler.num_steps_left(Position()) == len(totals)
     assert len(list(sampler)) == len(totals)
     assert [plan.counts.total for plan in sampler.plans] == totals

@@ -19,14 +19,14 @@ def _settle(tracker: Tracker, sizes: tuple[int, ...], time_s: Callable[[int, int
         times = [time_s(rank, size) for rank, size in enumerate(sizes)]
         slowest.append(max(times))
         rates = [time / size if size else 0.0 for time, size in zip(times, sizes, strict=True)]
-        sizes = tracker.observe(rates, sizes) or sizes
+        sizes = tracker.better_split(rates, sizes) or sizes
     return slowest
 
 
 def _rates(measured: Sequence[Sequence[float]]) -> list[float] | None:
     rates = RateFilter(len(measured[0]))
     for step in measured:
-        rates.add(step)
+        rates.observe(step)
     return rates.rates
 
 
@@ -58,12 +58,12 @@ def test_what_is_not_measured_is_kept_and_what_never_was_counts_as_the_slowest()
 def test_a_restored_filter_goes_on_as_the_first_would_have(times: list[tuple[float, ...]], cut: int) -> None:
     straight, first, second = RateFilter(4), RateFilter(4), RateFilter(4)
     for step in times:
-        straight.add(step)
+        straight.observe(step)
     for step in times[:cut]:
-        first.add(step)
+        first.observe(step)
     second.restore(first.state)
     for step in times[cut:]:
-        second.add(step)
+        second.observe(step)
     assert second.state == straight.state
 
 
@@ -78,36 +78,36 @@ def test_every_split_keeps_the_global_batch_and_the_bounds(
 ) -> None:
     tracker = Tracker(low, upper)
     total = min(max(total, 4 * low), sum(upper))
-    sizes = tracker.split((total, 0, 0, 0))
+    sizes = tracker.divide((total, 0, 0, 0))
     assert sizes == (total, 0, 0, 0)  # as decided, while nothing is known
     sizes = (total // 4 + total % 4, *[total // 4] * 3)
     for step in times:
-        sizes = tracker.observe(step, sizes) or sizes
+        sizes = tracker.better_split(step, sizes) or sizes
         assert sum(sizes) == total
     if tracker.filter.rates is not None:
-        for split in (sizes, tracker.split(sizes)):
+        for split in (sizes, tracker.divide(sizes)):
             assert sum(split) == total
-        assert all(low <= size <= high for size, high in zip(tracker.split(sizes), upper, strict=True))
+        assert all(low <= size <= high for size, high in zip(tracker.divide(sizes), upper, strict=True))
 
 
 def test_a_rank_that_slows_down_by_three_is_followed_after_two_steps() -> None:
     tracker, sizes = Tracker(8, [1024] * 4), (64,) * 4
-    assert tracker.observe([1e-3] * 4, sizes) is None
-    assert tracker.observe([1e-3, 1e-3, 3e-3, 1e-3], sizes) is None
-    assert tracker.observe([1e-3, 1e-3, 3e-3, 1e-3], sizes) == (77, 77, 25, 77)
-    assert tracker.split((32,) * 4) == (39, 39, 12, 38)
+    assert tracker.better_split([1e-3] * 4, sizes) is None
+    assert tracker.better_split([1e-3, 1e-3, 3e-3, 1e-3], sizes) is None
+    assert tracker.better_split([1e-3, 1e-3, 3e-3, 1e-3], sizes) == (77, 77, 25, 77)
+    assert tracker.divide((32,) * 4) == (39, 39, 12, 38)
 
 
 def test_gains_within_the_dead_band_change_no_shape() -> None:
     sizes = (64,) * 4
-    assert Tracker(8, [1024] * 4).observe([1.0, 1.0, 1.0, 1.03], sizes) is None
-    assert Tracker(8, [1024] * 4).observe([1.0, 1.0, 1.0, 1.06], sizes) == (65, 65, 65, 61)
-    assert Tracker(8, [1024] * 4, dead_band=0.1).observe([1.0, 1.0, 1.0, 1.06], sizes) is None
+    assert Tracker(8, [1024] * 4).better_split([1.0, 1.0, 1.0, 1.03], sizes) is None
+    assert Tracker(8, [1024] * 4).better_split([1.0, 1.0, 1.0, 1.06], sizes) == (65, 65, 65, 61)
+    assert Tracker(8, [1024] * 4, dead_band=0.1).better_split([1.0, 1.0, 1.0, 1.06], sizes) is None
 
 
 def test_a_rank_never_loses_its_last_sample_while_there_are_enough() -> None:
-    assert Tracker(0, [64] * 3).observe([1.0, 1.0, 1000.0], (4, 4, 4)) == (6, 5, 1)
-    assert Tracker(0, [64] * 3).observe([1.0, 1.0, 1000.0], (0, 0, 2)) == (1, 1, 0)
+    assert Tracker(0, [64] * 3).better_split([1.0, 1.0, 1000.0], (4, 4, 4)) == (6, 5, 1)
+    assert Tracker(0, [64] * 3).better_split([1.0, 1.0, 1000.0], (0, 0, 2)) == (1, 1, 0)
 
 
 @pytest.mark.parametrize("overhead_s", [0.0, 0.02, 0.2])
@@ -127,7 +127,7 @@ def test_equal_times_are_approached_without_overshooting_whatever_the_overhead(o
 def test_noise_hardly_moves_the_split(noise: float, most_changes: int, widest: int) -> None:
     generator, tracker, sizes, changes = Random(3), Tracker(8, [1024] * 8), (64,) * 8, 0
     for _ in range(300):
-        proposed = tracker.observe([generator.lognormvariate(-7, noise) for _ in range(8)], sizes)
+        proposed = tracker.better_split([generator.lognormvariate(-7, noise) for _ in range(8)], sizes)
         changes += proposed is not None
         sizes = proposed or sizes
     assert changes <= most_changes

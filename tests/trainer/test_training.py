@@ -184,7 +184,7 @@ def _resume(rank: int, num_workers: int) -> dict[str, Any]:
     first = train(session, model, optimizer, until=CUT)
     file = io.BytesIO()
     torch.save([model.state_dict(), optimizer.state_dict(), session.state_dict()], file)
-    pending = session._parts.schedule.newest.values != session.local_batch_sizes
+    pending = session._parts.schedule.newest.local_batch_sizes != session.local_batch_sizes
     session.close()
 
     file.seek(0)

@@ -9,9 +9,10 @@ from typing import TypeVar
 import msgspec
 
 from . import subjects
+from .allocation import EXACT
 from .finite import non_finite_fields
 from .kinds import BY_NAME, BY_STRUCT, KINDS
-from .messages import Message
+from .messages import Action, Message
 
 MAGIC = b"DX"
 VERSION = 1
@@ -36,7 +37,7 @@ def encode(message: Message) -> bytes:
     Raises:
         MalformedMessageError: when a float is not finite or the message is larger than `MAX_MESSAGE_BYTES`.
     """
-    data = _headers[type(message)] + _encoder.encode(message)
+    data = _headers[type(message)] + _pack(message)
     if bad := non_finite_fields(message, data):
         raise MalformedMessageError(f"{type(message).__name__} has values that are not finite: {', '.join(bad[:8])}")
     if len(data) > MAX_MESSAGE_BYTES:
@@ -89,6 +90,13 @@ def message_id(message: Message) -> str:
     kind = BY_STRUCT[type(message)]
     parts = [getattr(message, name) for name in (*kind.tokens, *kind.identity)]
     return ":".join([kind.name, *(part.hex()[:16] if isinstance(part, bytes) else str(part) for part in parts)])
+
+
+def _pack(message: Message) -> bytes:
+    """The message in msgpack; `Action.exchange`, the newest field, is left out while it says nothing new."""
+    if isinstance(message, Action) and message.exchange == EXACT:
+        return _encoder.encode(msgspec.structs.astuple(message)[:-1])
+    return _encoder.encode(message)
 
 
 def _check_header(payload: bytes, header: bytes, kind: str) -> None:

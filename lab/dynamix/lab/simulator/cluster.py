@@ -75,18 +75,16 @@ class VirtualCluster:
         self._data = training_part(scenario, data, seed)
         self._evaluated = Part(*(tensor[: scenario.evaluation_samples or None] for tensor in data.validation))
         self._test = data.test
-        self._make_training(sizes)
+        self._make_training()
         self._reporters = reporters_of(self._options, self._identity)
-        self.job = self._reporters[0].job(
-            "running", initial_sizes=sizes, total_samples=None, initial_split=self._options.initial_split
-        )
+        self.job = self._reporters[0].job("running", initial=self._options.initial_allocation, total_samples=None)
 
-    def _make_training(self, sizes: tuple[int, ...]) -> None:
+    def _make_training(self) -> None:
         scenario, seed = self.scenario, self.seed
         workload = workload_named(scenario.workload)
         inputs = self._data.inputs
         self._gradients = gradients_of(workload, seed=seed, like=inputs)
-        self._schedule = Schedule(sizes, split=self._options.initial_split)
+        self._schedule = Schedule(self._options.initial_allocation)
         self._sampler = PlanSampler(len(inputs), self._schedule, rank=0, seed=seed, shuffle=True)
         self._order: tuple[int, Order] = (-1, np.empty(0, dtype=np.int64))
         self._disturbances = Disturbances(scenario, seed)
@@ -102,7 +100,7 @@ class VirtualCluster:
         rule = FACTORS[scenario.learning_rate_rule]
         self._scaler = LearningRateScaler(
             self._optimizer,
-            lambda: rule(self._schedule.at(self.position.step).total / scenario.base_global_batch_size),
+            lambda: rule(self._schedule.counts_at(self.position.step).total / scenario.base_global_batch_size),
         )
         identity, options = self._identity, self._options
         self._offers = Offers(
@@ -180,12 +178,12 @@ class VirtualCluster:
         self._train(plan, timing, conditions)
         self.time_s += timing.step_s
         self.position = self.position.after(plan)
-        self._schedule.forget_before(plan.step)
+        self._schedule.drop_before(plan.step)
         if self.position.step % self.scenario.window_steps == 0 and self.scenario.lag_windows > 0:
             self._adopt()  # before the window is reported: a real rank knows by then what follows
-        if self._schedule.split_at(plan.step) == "tracking":
+        if self._schedule.allocation_at(plan.step).split == "tracking":
             seconds = timing.seconds_per_sample(plan.counts.values)
-            self._fast_loop.observe(seconds, self.position.step)  # a loader without workers has drawn nothing yet
+            self._fast_loop.observe_times(seconds, self.position.step)  # a loader without workers has drawn nothing yet
 
     def _train(self, plan: StepPlan, timing: StepTiming, conditions: Conditions) -> None:
         """The step itself; what was due to be evaluated before its end saw the parameters before it."""
@@ -226,7 +224,7 @@ class VirtualCluster:
         action = self._offers.take(self.window)
         if action is None:
             return
-        self._fast_loop.adopt(self.position.step, action.local_batch_sizes, action.split)
+        self._fast_loop.adopt(self.position.step, action.allocation)
         self._decided = True
         self.applied.append(
             self._reporters[0].applied(
@@ -239,7 +237,7 @@ class VirtualCluster:
 
     def _report(self) -> list[Report]:
         """The reports on the window that ended; they name the sizes of its last step."""
-        sizes = self._schedule.at(self.position.step - 1)
+        sizes = self._schedule.counts_at(self.position.step - 1)
         accuracy = self.evaluations[-1].accuracy if self.evaluations else None
         rows, simulated = self._recorder.take(accuracy)
         self._noise.add(window_moments(row.noise for row in rows))

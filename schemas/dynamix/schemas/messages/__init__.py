@@ -6,7 +6,9 @@ in each generation). A new field goes at the end and has a default; a changed me
 The kinds of message, with their subjects, senders and receivers, are in `dynamix.schemas.kinds`.
 """
 
-from .base import Message, OptimizerFamily, Sizes
+from dynamix.schemas.allocation import Sizes
+
+from .base import Message, OptimizerFamily
 from .decided import Action, Applied, RankReward, Reward
 from .job import Job, NodeRanks
 from .measured import (

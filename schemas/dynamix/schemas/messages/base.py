@@ -1,17 +1,11 @@
 """What all messages share, and the field types that several of them have."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
 import msgspec
-from msgspec import Meta
-
-from dynamix.schemas.fields import MAX_RANKS, Count
 
 OptimizerFamily = Literal["sgd", "adam"]
 """`adam` stands for every optimizer that divides by a running gradient norm (method section IV-D)."""
-
-Sizes = Annotated[tuple[Count, ...], Meta(max_length=MAX_RANKS)]
-"""Local batch sizes in samples, one per rank, in rank order."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):

@@ -4,10 +4,11 @@ from typing import Annotated
 
 from msgspec import Meta, field
 
+from dynamix.schemas.allocation import EXACT, Allocation, Exchange, Sizes
 from dynamix.schemas.fields import MAX_RANKS, Carry, Count, Digest, Token
 from dynamix.schemas.policies import Split
 
-from .base import Message, Sizes
+from .base import Message
 
 
 class RankReward(Message, frozen=True, kw_only=True, array_like=True):
@@ -54,9 +55,16 @@ class Action(Message, frozen=True, kw_only=True, array_like=True):
     hash: Digest = b""
     """SHA-256 over this action without its hash; chains to `previous_hash` (dynamix.schemas.chain)."""
     levers: dict[str, float] = field(default_factory=dict)
-    """Decisions beyond the sizes, by name; a trainer refuses an action with a lever that it does not know."""
+    """Reserved for versions to come: decisions by name. A trainer refuses an action that has any."""
     policy_digest: Digest = b""
     """SHA-256 of the policy's file; empty for policies that do not learn. Fixed within a generation."""
+    exchange: Exchange = EXACT
+    """How gradients travel. Not encoded while it is `EXACT`, so that such bytes are as they were before it existed."""
+
+    @property
+    def allocation(self) -> Allocation:
+        """What was decided, as one value."""
+        return Allocation(self.local_batch_sizes, self.split, self.exchange)
 
 
 class Applied(Message, frozen=True, kw_only=True, array_like=True):

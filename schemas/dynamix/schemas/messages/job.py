@@ -4,10 +4,11 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, field
 
+from dynamix.schemas.allocation import Allocation, Sizes
 from dynamix.schemas.fields import MAX_RANKS, Count, Text, Token
 from dynamix.schemas.policies import Split
 
-from .base import Message, OptimizerFamily, Sizes
+from .base import Message, OptimizerFamily
 
 
 class NodeRanks(Message, frozen=True, kw_only=True, array_like=True):
@@ -50,6 +51,11 @@ class Job(Message, frozen=True, kw_only=True, array_like=True):
     """Whether they do so from the generation's first step on."""
     learning_rate_rule: Literal["none", "linear", "sqrt"] = "sqrt"
     """What the learning rate follows of the global batch size over `base_global_batch_size`."""
+
+    @property
+    def initial_allocation(self) -> Allocation:
+        """What rules the generation's first step."""
+        return Allocation(self.initial_local_batch_sizes, self.initial_split)
 
     def __post_init__(self) -> None:
         """Raise ValueError when the parts of the specification contradict each other."""

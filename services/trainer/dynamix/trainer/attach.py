@@ -134,8 +134,8 @@ def attach(
 
     device = next(model.parameters()).device
     clock: AnyClock = DeviceClock() if device.type == "cuda" else HostClock()
-    bounded = [min(pair) for pair in zip(sizes, identity.max_local_batch_sizes, strict=True)]
-    schedule = Schedule(bounded, split=options.initial_split)
+    bounded = tuple(map(min, sizes, identity.max_local_batch_sizes))
+    schedule = Schedule(options.initial_allocation.with_sizes(bounded))
     sampler = PlanSampler(data.num_samples, schedule, rank=rank, seed=seed, shuffle=shuffle, drop_last=drop_last)
     loader = Loader(dataset, sampler, clock, options=loader_options)
     hook = _hook(model, weighting, clock, options, base_hook=base_hook, base_state=base_hook_state)
@@ -148,7 +148,7 @@ def attach(
     )
     rule = FACTORS[learning_rate_rule]
     scaler = LearningRateScaler(
-        optimizer, lambda: rule(schedule.at(loader.position.step).total / options.base_global_batch_size)
+        optimizer, lambda: rule(schedule.counts_at(loader.position.step).total / options.base_global_batch_size)
     )
     update = optimizer.register_step_pre_hook(lambda *_: clock.before_update())
     return Session(

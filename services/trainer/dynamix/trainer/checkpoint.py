@@ -2,15 +2,20 @@
 
 from typing import Any, NamedTuple
 
+import msgspec
+
+from dynamix.schemas.allocation import Allocation
 from dynamix.schemas.apportion import apportion
 
 from .data.sampler import Position
-from .data.schedule import Entry, Schedule
+from .data.schedule import Schedule, ScheduleEntry
 from .gradient.noise import NoiseAverage
 from .job.identity import Attempt
 from .steering.tracking import FilterState, RateFilter
 
-VERSION = 3
+VERSION = 4
+READABLE = (3, 4)
+"""Version 3 knew sizes and split of an allocation only."""
 
 
 class DataIdentity(NamedTuple):
@@ -30,7 +35,7 @@ class Checkpoint(NamedTuple):
     data: DataIdentity
     position: Position
     world_size: int
-    schedule: list[Entry]
+    schedule: list[ScheduleEntry]
     """The sizes in force at the position, and those already adopted for later."""
     speeds: FilterState
     """What tracking knows of each rank's speed."""
@@ -48,9 +53,7 @@ def dump(checkpoint: Checkpoint) -> dict[str, Any]:
         "data": checkpoint.data._asdict(),
         "position": checkpoint.position._asdict(),
         "world_size": checkpoint.world_size,
-        "schedule": [
-            [entry.effective_step, list(entry.local_batch_sizes), entry.split] for entry in checkpoint.schedule
-        ],
+        "schedule": [[step, *msgspec.to_builtins(allocation)] for step, allocation in checkpoint.schedule],
         "speeds": [list(part) for part in checkpoint.speeds],
         "noise": list(checkpoint.noise),
         "memory_caps": list(checkpoint.memory_caps),
@@ -63,8 +66,8 @@ def parse(state: dict[str, Any], data: DataIdentity) -> Checkpoint:
     Raises:
         ValueError: when it is of another version, or was saved over other data.
     """
-    if state.get("version") != VERSION:
-        raise ValueError(f"session state of version {state.get('version')!r}, this program reads {VERSION}")
+    if state.get("version") not in READABLE:
+        raise ValueError(f"session state of version {state.get('version')!r}: this program reads 3 and 4")
     saved = DataIdentity(**state["data"])
     if saved != data:
         raise ValueError(f"the session state was saved with {saved}, but this session has {data}: attach alike")
@@ -75,7 +78,7 @@ def parse(state: dict[str, Any], data: DataIdentity) -> Checkpoint:
         data=saved,
         position=Position(**state["position"]),
         world_size=state["world_size"],
-        schedule=[Entry(step, tuple(sizes), split) for step, sizes, split in state["schedule"]],
+        schedule=[ScheduleEntry(step, msgspec.convert(parts, Allocation)) for step, *parts in state["schedule"]],
         speeds=FilterState(*map(tuple, state["speeds"])),
         noise=tuple(state["noise"]),
         memory_caps=tuple(state["memory_caps"]),
@@ -88,15 +91,15 @@ def restore_schedule(schedule: Schedule, checkpoint: Checkpoint, lower: int, cap
     Who divides the global batch is what the job says now: it may go on under another policy, or with a hook that
     cannot carry times.
     """
-    split = schedule.newest_split
     if checkpoint.world_size != len(caps):
-        schedule.reset(checkpoint.position.step, schedule.at(0).values, split)
+        schedule.reset(checkpoint.position.step, schedule.newest)
         return
-    saved = [entry._replace(split=split) for entry in checkpoint.schedule]
-    first, *later = [entry._replace(local_batch_sizes=_capped(entry, lower, caps)) for entry in saved]
-    schedule.reset(max(first.effective_step, 0), first.local_batch_sizes, first.split)
-    for entry in later:
-        schedule.add(*entry)
+    split = schedule.newest.split
+    saved = [(step, msgspec.structs.replace(allocation, split=split)) for step, allocation in checkpoint.schedule]
+    (first_step, first), *later = [(step, _capped(allocation, lower, caps)) for step, allocation in saved]
+    schedule.reset(max(first_step, 0), first)
+    for step, allocation in later:
+        schedule.schedule(step, allocation)
 
 
 def restore_speeds(speeds: RateFilter, checkpoint: Checkpoint, world_size: int) -> None:
@@ -105,12 +108,12 @@ def restore_speeds(speeds: RateFilter, checkpoint: Checkpoint, world_size: int) 
         speeds.restore(checkpoint.speeds)
 
 
-def _capped(entry: Entry, lower: int, caps: tuple[int, ...]) -> tuple[int, ...]:
+def _capped(allocation: Allocation, lower: int, caps: tuple[int, ...]) -> Allocation:
     """Under tracking the global batch was decided: what is above one rank's bound goes to the others."""
-    sizes = entry.local_batch_sizes
-    if entry.split == "tracking":
-        return apportion(sum(sizes), sizes, [min(lower, cap) for cap in caps], caps)
-    return tuple(min(pair) for pair in zip(sizes, caps, strict=True))
+    sizes = allocation.local_batch_sizes
+    if allocation.split == "tracking":
+        return allocation.with_sizes(apportion(sum(sizes), sizes, [min(lower, cap) for cap in caps], caps))
+    return allocation.with_sizes(tuple(map(min, sizes, caps)))
 
 
 def restore_noise(average: NoiseAverage, checkpoint: Checkpoint) -> None:

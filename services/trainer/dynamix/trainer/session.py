@@ -160,7 +160,7 @@ class Session:
     @property
     def local_batch_sizes(self) -> tuple[int, ...]:
         """The sizes that rule the current or next step, by rank."""
-        return self._parts.schedule.at(self.step_index).values
+        return self._parts.schedule.allocation_at(self.step_index).local_batch_sizes
 
     @property
     def global_batch_size(self) -> int:
@@ -204,7 +204,7 @@ class Session:
                 data=parts.data,
                 position=parts.loader.position,
                 world_size=len(parts.options.local_batch_sizes),
-                schedule=parts.schedule.since(self.step_index),
+                schedule=parts.schedule.entries_since(self.step_index),
                 speeds=parts.steering.fast_loop.tracker.filter.state,
                 noise=(noise.trace, noise.squared_norm, noise.weight),
                 memory_caps=parts.steering.identity.max_local_batch_sizes,
@@ -263,7 +263,7 @@ class Session:
     def _on_batch(self, plan: StepPlan) -> None:
         self._loss_scaled = False
         if self._parts.hook is not None:
-            shares_times = self._parts.schedule.split_at(plan.step) == "tracking"
+            shares_times = self._parts.schedule.allocation_at(plan.step).split == "tracking"
             self._parts.hook.begin(plan, shares_times=shares_times)
 
     def _plan(self) -> StepPlan:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dynamix.arbitrator.policies.policy import Decision, Policy, digest_of
+from dynamix.arbitrator.policies.policy import Policy, digest_of
 from dynamix.schemas.chain import seal
 from dynamix.schemas.codec import MalformedMessageError
 from dynamix.schemas.features import (
@@ -108,7 +108,7 @@ class Fold:
             return None
         obs_WF, global_F = self._observe(window)
         decision = self._policy.decide(self.job, window, obs_WF, global_F, self._carry)
-        sizes = self._clamp(decision)
+        sizes = self._clamp(decision.allocation.local_batch_sizes)
         action = Action(
             job=self.job.job,
             generation=self.job.generation,
@@ -119,7 +119,8 @@ class Fold:
             policy_version=self._policy.version,
             policy_digest=digest_of(self._policy),
             watermark=self._watermark_after(window),
-            split=decision.split,
+            split=decision.allocation.split,
+            exchange=decision.allocation.exchange,
             gap=self._gap,
             logprobs=decision.logprobs,
             values=decision.values,
@@ -201,12 +202,12 @@ class Fold:
                     needed.append(row.sequence)
         return max(self.watermark, min(needed, default=self.watermark + 1) - 1)
 
-    def _clamp(self, decision: Decision) -> tuple[int, ...]:
-        assert len(decision.local_batch_sizes) == self.job.world_size, f"policy {self._policy.name} must size each rank"
+    def _clamp(self, local_batch_sizes: tuple[int, ...]) -> tuple[int, ...]:
+        assert len(local_batch_sizes) == self.job.world_size, f"policy {self._policy.name} must size each rank"
         low, high = self.job.min_local_batch_size, self.job.max_local_batch_sizes
         return tuple(
             low if size < low else top if size > top else int(size)  # a third of the time of min and max
-            for size, top in zip(decision.local_batch_sizes, high, strict=True)
+            for size, top in zip(local_batch_sizes, high, strict=True)
         )
 
 

@@ -17,6 +17,7 @@ from dynamix.arbitrator.policies import random
 from dynamix.arbitrator.policies.options import Options
 from dynamix.arbitrator.policies.policy import Array32, Decision, Policy, decided_sizes
 from dynamix.arbitrator.policies.rule import Rule
+from dynamix.schemas.allocation import Allocation
 from dynamix.schemas.apportion import apportion
 from dynamix.schemas.features import RANK_INDEX
 from dynamix.schemas.messages import Job
@@ -75,13 +76,13 @@ class Deltas:
         shared = inputs.global_inputs(job, window, obs_WF, global_F)
         own = inputs.rank_inputs(job, obs_WF)
         rows = np.concatenate([own, np.broadcast_to(shared, (len(own), len(shared)))], axis=1)
-        return Situation(rows, Decision(decided_sizes(obs_WF)))
+        return Situation(rows, Decision(Allocation(decided_sizes(obs_WF))))
 
     def decision(self, job: Job, situation: Situation, choices_D: Choices) -> Decision:
         """Last sizes plus deltas, within the job's bounds; the carry is one byte per rank."""
-        wanted = np.asarray(situation.base.local_batch_sizes) + np.asarray(DELTAS)[choices_D]
+        wanted = np.asarray(situation.base.allocation.local_batch_sizes) + np.asarray(DELTAS)[choices_D]
         sizes = np.clip(wanted, job.min_local_batch_size, job.max_local_batch_sizes)
-        return Decision(tuple(int(size) for size in sizes), carry=choices_D.astype(np.uint8).tobytes())
+        return Decision(Allocation(tuple(sizes.tolist())), carry=choices_D.astype(np.uint8).tobytes())
 
     def choices(self, job: Job, carry: bytes) -> Choices:
         """One per rank; neutral where the carry holds none."""
@@ -111,8 +112,8 @@ class GlobalLever:
         """One row: pooled inputs of the ranks, the job's, and what the rule would do."""
         choice, last_total, rule_carry = _unpack(carry)
         base = self._rule.decide(job, window, _as_the_rule_left_it(job, obs_WF, last_total), global_F, rule_carry)
-        sizes = np.clip(base.local_batch_sizes, job.min_local_batch_size, job.max_local_batch_sizes)
-        base = base._replace(local_batch_sizes=tuple(int(size) for size in sizes))
+        sizes = np.clip(base.allocation.local_batch_sizes, job.min_local_batch_size, job.max_local_batch_sizes)
+        base = base._replace(allocation=base.allocation.with_sizes(tuple(sizes.tolist())))
         lever = np.log2([max(1, sizes.sum()) / max(1, sum(decided_sizes(obs_WF))), MULTIPLIERS[choice]])
         row = [
             inputs.pooled(inputs.rank_inputs(job, obs_WF)),
@@ -124,10 +125,11 @@ class GlobalLever:
     def decision(self, job: Job, situation: Situation, choices_D: Choices) -> Decision:
         """The rule's decision, its global batch multiplied; exactly the rule's where the multiplier is 1."""
         base, choice = situation.base, int(choices_D[0])
-        total, sizes = sum(base.local_batch_sizes), base.local_batch_sizes
+        allocation, total = base.allocation, base.allocation.global_batch_size
         if MULTIPLIERS[choice] != 1:
-            sizes = _divided_alike(job, round(total * MULTIPLIERS[choice]), sizes)
-        return base._replace(local_batch_sizes=sizes, carry=_LEVER.pack(choice, total) + base.carry)
+            sizes = _divided_alike(job, round(total * MULTIPLIERS[choice]), allocation.local_batch_sizes)
+            allocation = allocation.with_sizes(sizes)
+        return base._replace(allocation=allocation, carry=_LEVER.pack(choice, total) + base.carry)
 
     def choices(self, job: Job, carry: bytes) -> Choices:  # noqa: ARG002 - one for the whole job
         """One; neutral where the carry holds none."""

@@ -153,7 +153,7 @@ class _Answers:
             return situation.base._replace(carry=carry)
         if action.logprobs is not None:
             self.seen[window] = Seen(situation.inputs_DI, action, carry)
-        return Decision(action.local_batch_sizes, carry=action.carry, split=action.split)
+        return Decision(action.allocation, carry=action.carry)
 
 
 def _spans(recording: Recording, last_window: int) -> list[tuple[int, range]]:

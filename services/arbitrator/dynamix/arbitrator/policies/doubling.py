@@ -11,7 +11,7 @@ from typing import ClassVar, NamedTuple
 from dynamix.schemas.messages import Job
 
 from .model.step_time_fit import StepTimeFit, window_of
-from .options import Option, Options, option, split_of, switch, track
+from .options import Option, Options, allocation_of, option, switch, track
 from .policy import Array32, Decision, decided_sizes, job_value
 from .sizing import by_speed, clamp_total, scaled
 
@@ -74,9 +74,8 @@ class Doubling:
             schedule = schedule.doubled()
         fit = fit.observe(window_of(job, obs_WF))
         carry = _HEAD.pack(*schedule) + fit.pack()
-        return Decision(
-            self._sizes(job, schedule, fit, decided_sizes(obs_WF)), carry=carry, split=split_of(self.options, job)
-        )
+        sizes = self._sizes(job, schedule, fit, decided_sizes(obs_WF))
+        return Decision(allocation_of(self.options, job, sizes), carry=carry)
 
     def _is_due(self, job: Job, schedule: _Schedule) -> bool:
         if schedule.num_doublings >= option(self.options, job, "max_doublings"):

@@ -21,7 +21,7 @@ from dynamix.schemas.messages import Job
 from .model.noise_memory import PACKED_BYTES, NoiseMemory
 from .model.step_time import StepTime
 from .model.step_time_fit import StepTimeFit, window_of
-from .options import Option, Options, option, split_of, switch, track, tracks
+from .options import Option, Options, allocation_of, option, switch, track, tracks
 from .policy import Array32, Array64, Decision, decided_sizes, job_value
 from .sizing import by_speed, divided, equally
 
@@ -51,7 +51,7 @@ class Goodput:
         sizes, model = decided_sizes(obs_WF), fit.model(job)
         if model is not None:
             sizes = self._chosen(job, sizes, model, option(self.options, job, "noise_multiplier") * noise.noise_scale)
-        return Decision(sizes, carry=noise.pack() + fit.pack(), split=split_of(self.options, job))
+        return Decision(allocation_of(self.options, job, sizes), carry=noise.pack() + fit.pack())
 
     def _chosen(self, job: Job, current: tuple[int, ...], model: StepTime, noise_scale: float) -> tuple[int, ...]:
         proportional = option(self.options, job, "proportional") == 1

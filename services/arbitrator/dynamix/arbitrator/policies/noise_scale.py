@@ -11,7 +11,7 @@ from dynamix.schemas.messages import Job
 
 from .model.noise_memory import PACKED_BYTES, NoiseMemory
 from .model.step_time_fit import StepTimeFit, window_of
-from .options import Option, Options, option, split_of, switch, track
+from .options import Option, Options, allocation_of, option, switch, track
 from .policy import Array32, Decision, decided_sizes, job_value
 from .sizing import Pace, by_speed, clamp_total, equally
 
@@ -42,7 +42,7 @@ class NoiseScale:
             sizes = by_speed(job, total, fit.model(job), current)
         else:
             sizes = current if total == sum(current) else equally(job, total)
-        return Decision(sizes, carry=noise.pack() + fit.pack(), split=split_of(self.options, job))
+        return Decision(allocation_of(self.options, job, sizes), carry=noise.pack() + fit.pack())
 
     def _total(self, job: Job, current: int, noise_scale: float) -> int:
         if math.isnan(noise_scale):

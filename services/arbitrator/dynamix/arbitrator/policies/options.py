@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from dynamix.schemas.allocation import Allocation
 from dynamix.schemas.messages import Job
-from dynamix.schemas.policies import Split
 
 
 class Option(NamedTuple):
@@ -59,9 +59,9 @@ def option(known: Options, job: Job, name: str) -> float:
     return job.policy_options.get(name, known[name].default)
 
 
-def split_of(known: Options, job: Job) -> Split:
-    """What a decision says about the division of its global batch."""
-    return "tracking" if tracks(known, job) else "fixed"
+def allocation_of(known: Options, job: Job, local_batch_sizes: tuple[int, ...]) -> Allocation:
+    """These sizes, divided further by the training processes where the job's options say so."""
+    return Allocation(local_batch_sizes, "tracking" if tracks(known, job) else "fixed")
 
 
 def tracks(known: Options, job: Job) -> bool:

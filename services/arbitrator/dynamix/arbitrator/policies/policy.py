@@ -5,9 +5,9 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from dynamix.schemas.allocation import Allocation
 from dynamix.schemas.features import GLOBAL_INDEX, RANK_INDEX
 from dynamix.schemas.messages import Job
-from dynamix.schemas.policies import Split
 
 from .options import Options
 
@@ -18,17 +18,16 @@ Array64 = npt.NDArray[np.float64]
 class Decision(NamedTuple):
     """What a policy wants from the next windows, and what it wants to remember."""
 
-    local_batch_sizes: tuple[int, ...]
-    """Samples per rank, in rank order; the fold clamps them to the job's bounds."""
+    allocation: Allocation
+    """How the job goes on; the fold clamps its sizes to the job's bounds."""
     carry: bytes = b""
     """The policy's whole memory, at most 256 KB: handed back at the next window, also after a restart."""
-    split: Split = "fixed"
     logprobs: tuple[float, ...] | None = None
     values: tuple[float, ...] | None = None
 
 
 class Policy(Protocol):
-    """Decides batch sizes. The same arguments give the same decision: no clock, no global random state."""
+    """Decides allocations. The same arguments give the same decision: no clock, no global random state."""
 
     @property
     def name(self) -> str:
@@ -39,7 +38,7 @@ class Policy(Protocol):
         """Fixed within a generation; 1 for policies that do not learn."""
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:
-        """Batch sizes for a job after `window`.
+        """How a job goes on after `window`.
 
         Args:
             job: the specification: bounds, initial sizes, options.

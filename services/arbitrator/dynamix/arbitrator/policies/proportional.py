@@ -14,7 +14,7 @@ from dynamix.schemas.apportion import apportion
 from dynamix.schemas.messages import Job
 
 from .model.step_time_fit import window_of
-from .options import Option, Options, option, split_of, track
+from .options import Option, Options, allocation_of, option, track
 from .policy import Array32, Array64, Decision, decided_sizes
 
 
@@ -43,7 +43,7 @@ class Proportional:
         gain = 1 - _step_time_s(proposed, smoothed) / max(_step_time_s(current, smoothed), 1e-12)
         settled = sum(current) == sum(proposed) and gain <= option(self.options, job, "dead_band")
         sizes = current if settled else proposed
-        return Decision(sizes, carry=smoothed.astype("<f4").tobytes(), split=split_of(self.options, job))
+        return Decision(allocation_of(self.options, job, sizes), carry=smoothed.astype("<f4").tobytes())
 
 
 def _split(job: Job, current: tuple[int, ...], throughput: Array64) -> tuple[int, ...]:

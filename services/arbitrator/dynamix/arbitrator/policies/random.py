@@ -8,7 +8,7 @@ import numpy as np
 
 from dynamix.schemas.messages import Job
 
-from .options import Options, split_of, track
+from .options import Options, allocation_of, track
 from .policy import Array32, Decision, decided_sizes
 
 DELTAS = (-100, -25, 0, 25, 100)
@@ -27,7 +27,7 @@ class Random:
         draws = _generator(job, window).integers(len(DELTAS), size=job.world_size)
         sizes = tuple(max(0, size + DELTAS[draw]) for size, draw in zip(decided_sizes(obs_WF), draws, strict=True))
         logprobs = (-float(np.log(len(DELTAS))),) * job.world_size
-        return Decision(sizes, split=split_of(self.options, job), logprobs=logprobs)
+        return Decision(allocation_of(self.options, job, sizes), logprobs=logprobs)
 
 
 def _generator(job: Job, window: int) -> np.random.Generator:

@@ -20,7 +20,7 @@ from dynamix.schemas.messages import Job
 from .model.noise_memory import PACKED_BYTES, NoiseMemory
 from .model.step_time import StepTime, best_global_batch
 from .model.step_time_fit import StepTimeFit, window_of
-from .options import Option, Options, option, split_of, track
+from .options import Option, Options, allocation_of, option, track
 from .policy import Array32, Decision, decided_sizes, job_value
 from .sizing import Pace, by_speed, clamp_total
 
@@ -75,7 +75,7 @@ class Rule:
         model = fit.model(job)
         wanted = self._next(job, memory.global_batch_size, model, noise.noise_scale)
         sizes = by_speed(job, clamp_total(job, wanted), model, decided_sizes(obs_WF))
-        return Decision(sizes, carry=_Memory(wanted, noise, fit).pack(), split=split_of(self.options, job))
+        return Decision(allocation_of(self.options, job, sizes), carry=_Memory(wanted, noise, fit).pack())
 
     def _next(self, job: Job, current: float, model: StepTime | None, noise_scale: float) -> float:
         if model is None or math.isnan(noise_scale):

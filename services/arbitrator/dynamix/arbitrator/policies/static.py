@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from dynamix.schemas.messages import Job
 
-from .options import Options, split_of, track
+from .options import Options, allocation_of, track
 from .policy import Array32, Decision
 
 
@@ -21,4 +21,4 @@ class Static:
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
         """The job's initial sizes."""
-        return Decision(job.initial_local_batch_sizes, split=split_of(self.options, job))
+        return Decision(allocation_of(self.options, job, job.initial_local_batch_sizes))

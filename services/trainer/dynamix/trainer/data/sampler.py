@@ -94,12 +94,12 @@ class PlanSampler(Sampler[list[int]]):
         """Whether the position's epoch has no step left."""
         left = self._num_samples - position.offset
         if self._drop_last and position.offset > 0:
-            return self._schedule.at(position.step).total > left
+            return self._schedule.counts_at(position.step).total > left
         return left <= 0
 
     def plan_at(self, position: Position) -> StepPlan:
         """The plan of the step that begins at a position."""
-        sizes = self._schedule.at(position.step)
+        sizes = self._schedule.counts_at(position.step)
         left = self._num_samples - position.offset
         total = self._num_taken(sizes.total, left)
         counts = sizes if total == sizes.total else Counts(largest_remainder(total, sizes.values))
@@ -109,7 +109,7 @@ class PlanSampler(Sampler[list[int]]):
         """Steps to the end of the epoch, if no further size is scheduled."""
         step, left = position.step, self._num_samples - position.offset
         while left > 0:
-            size = self._schedule.at(step).total
+            size = self._schedule.counts_at(step).total
             steps = -(-left // size)
             if self._drop_last:
                 steps = max(left // size, 1 if left == self._num_samples else 0)

@@ -1,39 +1,38 @@
-"""The schedule: which local batch sizes rule from which step on, and who chose them. Every rank holds the same one."""
+"""The schedule: which allocation rules from which step on. Every rank holds the same one."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from dynamix.schemas.policies import Split
+from dynamix.schemas.allocation import Allocation
 
 from .split import Counts
 
 
-class Entry(NamedTuple):
-    """What rules from one step on: plain numbers, for comparing ranks and for a checkpoint."""
+class ScheduleEntry(NamedTuple):
+    """What rules from one step on."""
 
     effective_step: int
-    local_batch_sizes: tuple[int, ...]
-    split: Split = "fixed"
+    allocation: Allocation
 
 
 class Schedule:
     """Append-only list of entries; steps count optimizer steps of the whole run from 0."""
 
-    def __init__(self, sizes: Sequence[int], first_step: int = 0, *, split: Split = "fixed") -> None:
+    def __init__(self, allocation: Allocation, first_step: int = 0) -> None:
         self._steps: list[int] = []
+        self._allocations: list[Allocation] = []
         self._counts: list[Counts] = []
-        self._splits: list[Split] = []
-        self._world_size = len(sizes)
-        self.reset(first_step, sizes, split)
+        self._world_size = len(allocation.local_batch_sizes)
+        self.reset(first_step, allocation)
 
-    def reset(self, first_step: int, sizes: Sequence[int], split: Split = "fixed") -> None:
-        """Begin anew with `sizes` ruling from `first_step` on: a run goes on from a saved state."""
+    def reset(self, first_step: int, allocation: Allocation) -> None:
+        """Start over with an allocation that rules from `first_step` on, for example from a saved state."""
         self._truncate(0)
-        self._append(first_step, sizes, split)
+        self._append(first_step, allocation)
 
-    def add(self, effective_step: int, sizes: Sequence[int], split: Split = "fixed") -> None:
-        """Let `sizes` rule from `effective_step` on.
+    def schedule(self, effective_step: int, allocation: Allocation) -> None:
+        """Let an allocation rule from `effective_step` on.
 
         Raises:
             ValueError: when the step is not after the last entry's, the number of sizes is not the world's, or no rank
@@ -41,59 +40,49 @@ class Schedule:
         """
         if effective_step <= self._steps[-1]:
             raise ValueError(
-                f"sizes for step {effective_step} come too late: step {self._steps[-1]} is already scheduled"
+                f"an allocation for step {effective_step} comes too late: step {self._steps[-1]} is already scheduled"
             )
-        self._append(effective_step, sizes, split)
+        self._append(effective_step, allocation)
 
-    def revise(self, effective_step: int, sizes: Sequence[int], split: Split = "fixed") -> None:
+    def revise(self, effective_step: int, allocation: Allocation) -> None:
         """The same, also in place of what was scheduled for that very step: nothing may have been drawn by it yet."""
         if effective_step != self._steps[-1]:
-            self.add(effective_step, sizes, split)
+            self.schedule(effective_step, allocation)
             return
         self._truncate(len(self._steps) - 1)
-        self._append(effective_step, sizes, split)
+        self._append(effective_step, allocation)
 
-    def at(self, step: int) -> Counts:
-        """The sizes that rule a step.
+    def counts_at(self, step: int) -> Counts:
+        """Samples per rank of a step, as its allocation says.
 
         Raises:
             ValueError: when the step lies before the schedule's first.
         """
         return self._counts[self._index(step)]
 
-    def split_at(self, step: int) -> Split:
-        """How the sizes that rule a step came about. Raises as `at`."""
-        return self._splits[self._index(step)]
+    def allocation_at(self, step: int) -> Allocation:
+        """The allocation that rules a step. Raises as `counts_at`."""
+        return self._allocations[self._index(step)]
 
     @property
-    def newest(self) -> Counts:
-        """The sizes of the last entry, in force or pending."""
-        return self._counts[-1]
-
-    @property
-    def newest_split(self) -> Split:
-        """How they came about."""
-        return self._splits[-1]
+    def newest(self) -> Allocation:
+        """The last entry's allocation, in force or pending."""
+        return self._allocations[-1]
 
     def next_change(self, step: int) -> int | None:
-        """The first step after `step` at which other sizes begin to rule; `None` when none is scheduled."""
+        """The first step after `step` at which another allocation begins to rule; `None` when none is scheduled."""
         index = bisect_right(self._steps, step)
         return self._steps[index] if index < len(self._steps) else None
 
-    def since(self, step: int) -> list[Entry]:
+    def entries_since(self, step: int) -> list[ScheduleEntry]:
         """The entry that rules `step` and all later ones: what a resumed run needs."""
         first = self._first_for(step)
-        return [
-            Entry(effective, counts.values, split)
-            for effective, counts, split in zip(
-                self._steps[first:], self._counts[first:], self._splits[first:], strict=True
-            )
-        ]
+        return [ScheduleEntry(*entry) for entry in zip(self._steps[first:], self._allocations[first:], strict=True)]
 
-    def forget_before(self, step: int) -> None:
+    def drop_before(self, step: int) -> None:
         """Drop the entries that no step from `step` on needs: a long run would fill the memory with them."""
         first = self._first_for(step)
-        del self._steps[:first], self._counts[:first], self._splits[:first]
+        del self._steps[:first], self._allocations[:first], self._counts[:first]
 
     def _index(self, step: int) -> int:
         index = bisect_right(self._steps, step) - 1
@@ -105,13 +94,14 @@ class Schedule:
         return max(bisect_right(self._steps, step) - 1, 0)
 
     def _truncate(self, length: int) -> None:
-        del self._steps[length:], self._counts[length:], self._splits[length:]
+        del self._steps[length:], self._allocations[length:], self._counts[length:]
 
-    def _append(self, step: int, sizes: Sequence[int], split: Split) -> None:
+    def _append(self, step: int, allocation: Allocation) -> None:
+        sizes: Sequence[int] = allocation.local_batch_sizes
         if len(sizes) != self._world_size:
             raise ValueError(f"{len(sizes)} sizes for {self._world_size} ranks")
         if min(sizes) < 0 or sum(sizes) < 1:
             raise ValueError(f"sizes {list(sizes)[:16]} leave a step without samples")
         self._steps.append(step)
+        self._allocations.append(allocation)
         self._counts.append(Counts(sizes))
-        self._splits.append(split)

@@ -6,8 +6,9 @@ from typing import Literal
 
 import torch
 
+from dynamix.schemas.allocation import Allocation
 from dynamix.schemas.messages import OptimizerFamily
-from dynamix.schemas.policies import Split, initial_split
+from dynamix.schemas.policies import initial_split
 from dynamix.schemas.subjects import check_token
 from dynamix.trainer.gradient.learning_rate import FACTORS, Rule
 from dynamix.trainer.gradient.weighting import Reduction
@@ -46,9 +47,10 @@ class JobOptions:
     """Whether the ranks can divide a global batch among themselves."""
 
     @property
-    def initial_split(self) -> Split:
-        """Whether they do so from the first step on."""
-        return initial_split(self.policy, self.policy_options, supports_tracking=self.supports_tracking)
+    def initial_allocation(self) -> Allocation:
+        """What rules the first step: where the policy leaves the division to the ranks, they begin with it at once."""
+        split = initial_split(self.policy, self.policy_options, supports_tracking=self.supports_tracking)
+        return Allocation(self.local_batch_sizes, split)
 
     def __post_init__(self) -> None:
         """Raise ValueError for what cannot work, naming the value, the limit and the mend."""

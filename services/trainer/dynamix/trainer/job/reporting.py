@@ -6,8 +6,8 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from dynamix.schemas.allocation import Allocation
 from dynamix.schemas.messages import Action, Applied, Job, JobTotals, NodeRanks, RankRow, Report, SocketCounters
-from dynamix.schemas.policies import Split
 from dynamix.trainer.data.sampler import Position
 from dynamix.trainer.data.split import Counts
 from dynamix.trainer.measurement.rows import Row, held_out_accuracy, rank_row
@@ -43,9 +43,8 @@ class Reporter:
         self,
         phase: Literal["running", "ended"],
         *,
-        initial_sizes: tuple[int, ...],
+        initial: Allocation,
         total_samples: int | None,
-        initial_split: Split,
         end_reason: str = "",
     ) -> Job:
         """The job's specification."""
@@ -54,10 +53,10 @@ class Reporter:
             job=self._identity.job,
             generation=self._identity.generation,
             phase=phase,
-            world_size=len(initial_sizes),
+            world_size=len(initial.local_batch_sizes),
             nodes=self._identity.nodes,
             window_steps=options.window_steps,
-            initial_local_batch_sizes=initial_sizes,
+            initial_local_batch_sizes=initial.local_batch_sizes,
             base_global_batch_size=options.base_global_batch_size,
             min_local_batch_size=options.min_local_batch_size,
             max_local_batch_sizes=self._identity.max_local_batch_sizes,
@@ -69,7 +68,7 @@ class Reporter:
             policy_options=dict(options.policy_options),
             end_reason=end_reason[:MAX_REASON],
             supports_tracking=options.supports_tracking,
-            initial_split=initial_split,
+            initial_split=initial.split,
             learning_rate_rule=options.learning_rate_rule,
         )
 
@@ -80,7 +79,7 @@ class Reporter:
         totals: JobTotals,
         *,
         sizes: Counts,
-        pending: Counts,
+        pending: Allocation,
         total_samples: int | None,
         num_reports_dropped: int,
         cookies: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
@@ -128,14 +127,14 @@ class Reporter:
             num_refused=dict(num_refused),
         )
 
-    def _rank_row(self, rank: int, row: Row, sizes: Counts, pending: Counts, cookies: tuple[int, ...]) -> RankRow:
+    def _rank_row(self, rank: int, row: Row, sizes: Counts, pending: Allocation, cookies: tuple[int, ...]) -> RankRow:
         before = None if self._rows_before is None else self._rows_before[rank]
         made = rank_row(
             rank,
             row,
             before,
             local_batch_size=sizes.values[rank],
-            pending_local_batch_size=pending.values[rank],
+            pending_local_batch_size=pending.local_batch_sizes[rank],
             cookies=cookies,
         )
         if made.sockets is None or before is not None:

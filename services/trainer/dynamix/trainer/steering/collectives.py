@@ -8,21 +8,26 @@ slowest rank at a place where it had not to wait anyway.
 from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
 
-from dynamix.schemas.policies import Split
+from dynamix.schemas.allocation import Allocation
 from dynamix.trainer.measurement.rows import NUM_COLUMNS, Row
 
 T = TypeVar("T")
 
+LENGTH_BYTES = 4
+HEAD_BYTES = 256
+SIZE_BYTES = 9
+"""Of a broadcast decision: at most 9 bytes per size in msgpack, and room for the window and every other lever."""
 
-class Decision(NamedTuple):
+
+class BroadcastDecision(NamedTuple):
     """An action as it travels to all ranks."""
 
     decided_window: int
-    local_batch_sizes: tuple[int, ...]
-    split: Split = "fixed"
+    allocation: Allocation
 
 
 class Exchange:
@@ -33,7 +38,7 @@ class Exchange:
         self.world_size = dist.get_world_size()
         self._group = dist.new_group(backend="gloo")
         self._rows = torch.empty(self.world_size, NUM_COLUMNS, dtype=torch.float64)
-        self._decision = torch.zeros(2 + self.world_size, dtype=torch.int64)
+        self._decision = torch.zeros(HEAD_BYTES + SIZE_BYTES * self.world_size, dtype=torch.uint8)
         self._gathering: dist.Work | None = None
         self._broadcasting: dist.Work | None = None
 
@@ -50,21 +55,21 @@ class Exchange:
         self._gathering = None
         return [Row(*values) for values in self._rows.tolist()]
 
-    def post_decision(self, decision: Decision | None) -> None:
+    def post_decision(self, decision: BroadcastDecision | None) -> None:
         """Send rank 0's decision, or none, to all ranks."""
         assert self._broadcasting is None, "a broadcast is under way"
         if self.rank == 0:
-            window, sizes, split = decision or (-1, (0,) * self.world_size, "fixed")
-            self._decision.copy_(torch.tensor((window, split == "tracking", *sizes)))
+            packed = msgspec.msgpack.encode(decision)
+            packed = len(packed).to_bytes(LENGTH_BYTES) + packed
+            self._decision[: len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
         self._broadcasting = dist.broadcast(self._decision, src=0, group=self._group, async_op=True)
 
-    def take_decision(self) -> Decision | None:
+    def take_decision(self) -> BroadcastDecision | None:
         """Rank 0's decision as it was posted last."""
         assert self._broadcasting is not None, "no broadcast is under way"
         self._broadcasting.wait()
         self._broadcasting = None
-        window, tracks, *sizes = self._decision.tolist()
-        return None if window < 0 else Decision(window, tuple(sizes), "tracking" if tracks else "fixed")
+        return _decode_decision(self._decision.numpy().tobytes())
 
     def gather_objects(self, mine: T) -> list[T]:
         """One object of each rank, in rank order: for attaching, not for steps."""
@@ -82,3 +87,9 @@ class Exchange:
         for rank, theirs in enumerate(everybody):
             if theirs != everybody[0]:
                 raise RuntimeError(f"{what}: rank {rank} has {theirs}, rank 0 has {everybody[0]}; load the same state")
+
+
+def _decode_decision(padded: bytes) -> BroadcastDecision | None:
+    """What rank 0 packed; the rest of the buffer is of earlier, longer decisions."""
+    length = int.from_bytes(padded[:LENGTH_BYTES])
+    return msgspec.msgpack.decode(padded[LENGTH_BYTES : LENGTH_BYTES + length], type=BroadcastDecision | None)

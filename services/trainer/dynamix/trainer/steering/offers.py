@@ -12,12 +12,10 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from dynamix.schemas.allocation import EXACT
 from dynamix.schemas.messages import Action
 
 Refusal = Literal["job", "generation", "length", "bounds", "lever", "stale", "not_newer", "future", "malformed"]
-
-KNOWN_LEVERS: frozenset[str] = frozenset()
-"""Decisions beyond sizes and split that training processes can carry out: none yet."""
 
 
 class Terms(NamedTuple):
@@ -81,7 +79,7 @@ class Offers:
         """What of the content does not fit this job."""
         if len(action.local_batch_sizes) != len(self._terms.max_local_batch_sizes):
             return "length"
-        if not KNOWN_LEVERS.issuperset(action.levers):
+        if action.levers or action.exchange != EXACT:
             return "lever"
         return None if self._within_bounds(action.local_batch_sizes) else "bounds"
 

@@ -31,7 +31,7 @@ from dynamix.trainer.measurement.rows import Row, job_totals, make_row
 from dynamix.trainer.measurement.sockets import PeerSockets
 from dynamix.trainer.measurement.window import WindowRecorder
 
-from .collectives import Decision, Exchange
+from .collectives import BroadcastDecision, Exchange
 from .fast_loop import FastLoop
 from .offers import Offers, Terms
 from .tracking import Tracker
@@ -110,8 +110,7 @@ class Steering:
         self._parts = parts
         self._wire = wire
         self._reporter = Reporter(options, identity, place)
-        self._initial_sizes = options.local_batch_sizes
-        self._initial_split = options.initial_split
+        self._initial = options.initial_allocation
         self._offers: Offers | None = None
         self._ended: _EndedWindow | None = None
         self._adopting: _Adoption | None = None
@@ -125,13 +124,12 @@ class Steering:
 
     def start(self, position: Position) -> None:
         """Begin the generation: all ranks make sure that they stand at the same place, rank 0 publishes the job."""
-        stands = (*position, *self._parts.schedule.since(position.step), self.fast_loop.tracker.filter.state)
+        stands = (*position, *self._parts.schedule.entries_since(position.step), self.fast_loop.tracker.filter.state)
         self._parts.exchange.agree("where the run stands", (self.identity.generation, *stands))
         self.first_step = position.step
         self.started = True
         self._reporter = Reporter(self._options, self.identity, self._place)
-        self._initial_sizes = self._parts.schedule.at(position.step).values
-        self._initial_split = self._parts.schedule.split_at(position.step)
+        self._initial = self._parts.schedule.allocation_at(position.step)
         if self._place.rank == 0:
             self._offers = Offers(self._terms())
             self._publish_job("running")
@@ -181,7 +179,7 @@ class Steering:
 
     def _end_window(self, position: Position, times: list[StepTimes]) -> None:
         self._parts.exchange.post_row(self._row(times))
-        self._ended = _EndedWindow(position, self._parts.schedule.at(position.step - 1))
+        self._ended = _EndedWindow(position, self._parts.schedule.counts_at(position.step - 1))
 
     def _report_window(self, ended: _EndedWindow) -> None:
         rows = self._parts.exchange.take_rows()
@@ -209,9 +207,8 @@ class Steering:
     def _publish_job(self, phase: Literal["running", "ended"], reason: str = "") -> None:
         job = self._reporter.job(
             phase,
-            initial_sizes=self._initial_sizes,
+            initial=self._initial,
             total_samples=self.total_samples,
-            initial_split=self._initial_split,
             end_reason=reason,
         )
         self._wire.publish(job)
@@ -241,7 +238,7 @@ class Steering:
     def _begin_adoption(self, effective_step: int) -> None:
         """Send the newest action to all ranks, to rule from `effective_step` on."""
         action = self._newest_action(self.window_of(effective_step))
-        offered = None if action is None else Decision(action.window, action.local_batch_sizes, action.split)
+        offered = None if action is None else BroadcastDecision(action.window, action.allocation)
         self._parts.exchange.post_decision(offered)
         self._adopting = _Adoption(effective_step, action)
 
@@ -252,8 +249,8 @@ class Steering:
             return
         effective_step = adopting.effective_step
         self._assert_not_drawn(effective_step)
-        self._parts.schedule.forget_before(effective_step - self._options.margin_steps)
-        self.fast_loop.adopt(effective_step, decision.local_batch_sizes, decision.split)
+        self._parts.schedule.drop_before(effective_step - self._options.margin_steps)
+        self.fast_loop.adopt(effective_step, decision.allocation)
         if adopting.action is not None:
             applied = self._reporter.applied(
                 adopting.action,
@@ -267,8 +264,8 @@ class Steering:
         """One step less than `margin_steps` ahead, since nothing has to be sent round first."""
         effective_step = position.step - 1 + self._options.margin_steps - 1
         self._assert_not_drawn(effective_step)
-        self._parts.schedule.forget_before(position.step - 1)
-        self.fast_loop.observe(seconds_per_sample, effective_step)
+        self._parts.schedule.drop_before(position.step - 1)
+        self.fast_loop.observe_times(seconds_per_sample, effective_step)
 
     def _assert_not_drawn(self, effective_step: int) -> None:
         drawn = self._parts.sampler.last_drawn_step

@@ -50,7 +50,7 @@ class RateFilter:
         self._suspects = [0] * world_size
         """Side to which the newest measurement was off: 1 slower, -1 faster, 0 it was not."""
 
-    def add(self, seconds_per_sample: Sequence[float]) -> None:
+    def observe(self, seconds_per_sample: Sequence[float]) -> None:
         """Take in one step's measurements; what is not a positive number is unknown and changes nothing."""
         rates, suspects = self._rates, self._suspects
         for rank, measured in enumerate(seconds_per_sample):
@@ -97,25 +97,25 @@ class Tracker:
         self._upper = tuple(max_local_batch_sizes)
         self._dead_band = dead_band
 
-    def observe(self, seconds_per_sample: Sequence[float], sizes: Sequence[int]) -> tuple[int, ...] | None:
+    def better_split(self, seconds_per_sample: Sequence[float], sizes: Sequence[int]) -> tuple[int, ...] | None:
         """Take in one step's compute times and return the sizes that shall replace `sizes`, or `None`.
 
         Args:
             seconds_per_sample: compute time over samples, by rank; 0 where a rank had no samples or knows no time.
             sizes: the newest split, in force or scheduled; a new one has the same sum.
         """
-        self.filter.add(seconds_per_sample)
+        self.filter.observe(seconds_per_sample)
         rates = self.filter.rates
         if rates is None:
             return None
         times = _times_s(sizes, rates)
         enough = (1.0 - self._dead_band) * max(times)
-        if min(times) >= enough:  # whoever gives samples away, another gets them and takes longer than the fastest does
+        if min(times) >= enough:  # samples taken from one rank go to another, which then takes longer than the fastest
             return None
         proposed = self._divide(sum(sizes), rates)
         return proposed if max(_times_s(proposed, rates)) < enough else None
 
-    def split(self, sizes: Sequence[int]) -> tuple[int, ...]:
+    def divide(self, sizes: Sequence[int]) -> tuple[int, ...]:
         """The first split of a global batch that was decided as `sizes`: those themselves until a rate is known."""
         rates = self.filter.rates
         return tuple(sizes) if rates is None else self._divide(sum(sizes), rates)

@@ -1,0 +1,68 @@
+"""What an allocation goes through, from policy to checkpoint: a new lever that is forgotten somewhere fails here."""
+
+from typing import Any
+
+import msgspec
+from tests.support import made
+from tests.support.ranks import run_ranks
+
+from dynamix.schemas.allocation import EXACT, Allocation, Exchange
+from dynamix.schemas.codec import decode, encode
+from dynamix.schemas.kinds import subject_of
+from dynamix.schemas.messages import Action
+from dynamix.trainer.data.schedule import Schedule
+from dynamix.trainer.steering.collectives import BroadcastDecision
+from dynamix.trainer.steering.collectives import Exchange as Collectives
+
+EVERY_LEVER = Allocation((24, 40), "tracking", Exchange(every=4, codec="bf16", route="shares"))
+"""Another value than the default in every field."""
+
+
+def _action(allocation: Allocation) -> Action:
+    levers = {name: getattr(allocation, name) for name in Allocation.__struct_fields__}
+    return msgspec.structs.replace(made.action(5), **levers)
+
+
+def test_no_field_of_the_example_has_its_default() -> None:
+    for struct in (EVERY_LEVER, EVERY_LEVER.exchange):
+        for field in msgspec.structs.fields(struct):
+            assert getattr(struct, field.name) != field.default, f"give {field.name} another value in EVERY_LEVER"
+
+
+def test_an_action_carries_every_lever() -> None:
+    action = _action(EVERY_LEVER)
+    assert decode(Action, subject_of(action), encode(action)).allocation == EVERY_LEVER
+
+
+def test_an_exact_exchange_takes_no_byte() -> None:
+    exact = _action(msgspec.structs.replace(EVERY_LEVER, exchange=EXACT))
+    fields = msgspec.msgpack.decode(encode(exact)[4:])
+    assert len(fields) == len(Action.__struct_fields__) - 1
+    assert decode(Action, subject_of(exact), encode(exact)).exchange == EXACT
+
+
+def test_the_schedule_keeps_every_lever() -> None:
+    schedule = Schedule(Allocation((8, 8)))
+    schedule.schedule(7, EVERY_LEVER)
+    assert schedule.allocation_at(7) == EVERY_LEVER
+    assert schedule.entries_since(7) == [(7, EVERY_LEVER)]
+
+
+def test_a_checkpoint_keeps_every_lever() -> None:
+    saved = msgspec.to_builtins(EVERY_LEVER)
+    assert msgspec.convert(saved, Allocation) == EVERY_LEVER
+    assert msgspec.convert([[24, 40], "tracking"], Allocation) == Allocation((24, 40), "tracking")  # of version 3
+
+
+def _broadcast(rank: int) -> list[Any]:
+    collectives = Collectives()
+    received = []
+    for sent in (BroadcastDecision(3, EVERY_LEVER), None, BroadcastDecision(4, Allocation((1, 1)))):
+        collectives.post_decision(sent if rank == 0 else None)
+        received.append(collectives.take_decision())
+    return received
+
+
+def test_every_lever_reaches_all_ranks() -> None:
+    expected = [BroadcastDecision(3, EVERY_LEVER), None, BroadcastDecision(4, Allocation((1, 1)))]
+    assert run_ranks(_broadcast, 2) == [expected] * 2
