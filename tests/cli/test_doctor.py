@@ -14,8 +14,8 @@ import pytest
 
 from dynamix.cli.commands.doctor import kernel, software
 from dynamix.cli.commands.doctor.bus import bus, is_alive
-from dynamix.cli.commands.doctor.command import BOLD, GREEN, PLAIN, RED, YELLOW, report
-from dynamix.cli.commands.doctor.finding import Finding, Section, lacking, there
+from dynamix.cli.commands.doctor.check import CheckSection, DoctorCheck, failed, passed
+from dynamix.cli.commands.doctor.view import BOLD, GREEN, PLAIN, RED, YELLOW, report
 from dynamix.cli.main import main
 from dynamix.cli.services import SERVICES
 from dynamix.runtime.bus import Bus
@@ -28,12 +28,12 @@ ROOT = Path(__file__).parents[2]
 AWAY = BusSettings(url="nats://127.0.0.1:1")
 
 
-def by_name(findings: list[Finding]) -> dict[str, Finding]:
-    return {finding.name: finding for finding in findings}
+def by_name(checks: list[DoctorCheck]) -> dict[str, DoctorCheck]:
+    return {check.name: check for check in checks}
 
 
-def shown(findings: list[Finding], width: int = 80) -> str:
-    return report([Section("Software", findings)], width=width)
+def shown(checks: list[DoctorCheck], width: int = 80) -> str:
+    return report([CheckSection("Software", checks)], width=width)
 
 
 def test_what_these_tests_run_with_is_found() -> None:
@@ -45,9 +45,9 @@ def test_what_these_tests_run_with_is_found() -> None:
 
 
 def test_an_old_python_is_fatal() -> None:
-    finding = software.python((3, 10, 4))
-    assert finding.is_fatal
-    assert "3.11" in finding.mend
+    check = software.python((3, 10, 4))
+    assert check.is_fatal
+    assert "3.11" in check.fix
 
 
 @pytest.mark.parametrize(
@@ -61,16 +61,16 @@ def test_an_old_python_is_fatal() -> None:
     ],
 )
 def test_a_broker_with_known_holes_is_not_good_enough(shown: str, *, present: bool) -> None:
-    assert software.server_version(shown, "/bin/nats-server", "mend").present is present
+    assert software.server_version(shown, "/bin/nats-server", "fix").present is present
 
 
 def test_data_counts_only_when_all_four_files_are_there(tmp_path: Path) -> None:
     for name in software.FASHION_MNIST:
         assert not software.data((tmp_path,)).present
         (tmp_path / f"{name}.gz").touch()
-    finding = software.data((tmp_path / "nowhere", tmp_path))
-    assert finding.present
-    assert finding.found == str(tmp_path)
+    check = software.data((tmp_path / "nowhere", tmp_path))
+    assert check.present
+    assert check.found == str(tmp_path)
 
 
 def test_the_data_is_looked_for_where_the_trainer_looks() -> None:
@@ -87,68 +87,68 @@ def test_proc_and_tcp_info_of_this_machine_are_enough_for_these_tests() -> None:
 
 
 def test_a_machine_without_proc_is_fatal(tmp_path: Path) -> None:
-    finding = kernel.proc(tmp_path)
-    assert finding.is_fatal
-    assert "net/snmp" in finding.found
+    check = kernel.proc(tmp_path)
+    assert check.is_fatal
+    assert "net/snmp" in check.found
 
 
 def test_a_kernel_that_does_not_say_how_long_processes_wait_lacks_it(tmp_path: Path) -> None:
-    assert "masked" in kernel.run_queue(tmp_path).mend
+    assert "masked" in kernel.run_queue(tmp_path).fix
     assert kernel.run_queue(Path("/")).present == Path("/proc/self/schedstat").exists()
 
 
 FOLDED = """\
 Software
   ok       Python        3.11
-  lacking  PyTorch       not installed in this
+  missing  PyTorch       not installed in this
                          environment (for
                          training)
-                         mend: pip install torch
+                         fix: pip install torch
 
-What must be there is there; something is
-lacking for training."""
+Everything required is there; something is
+missing for training."""
 
 
-def test_what_is_lacking_comes_with_its_mend_and_what_for_folded_to_the_terminal() -> None:
-    torch = lacking("PyTorch", "training", "not installed in this environment", "pip install torch")
-    assert shown([there("Python", "always", "3.11"), torch], width=48) == FOLDED
+def test_a_failed_check_is_followed_by_its_fix_and_folded_to_the_terminal() -> None:
+    torch = failed("PyTorch", "training", "not installed in this environment", "pip install torch")
+    assert shown([passed("Python", "always", "3.11"), torch], width=48) == FOLDED
 
 
 def test_a_path_is_never_cut() -> None:
     path = "/usr/src/linux-headers-6.1.0-56-amd64/include/generated/autoconf.h"
-    assert path in shown([there("headers", "ebpf", f"the file {path}")], width=40)
+    assert path in shown([passed("headers", "ebpf", f"the file {path}")], width=40)
 
 
-def test_colours_tell_what_is_there_what_is_lacking_and_what_is_fatal() -> None:
-    findings = [there("a", "always", "1"), lacking("b", "demo", "2", ""), lacking("c", "always", "3", "")]
-    coloured = report([Section("Title", findings)], width=80, colours=True)
+def test_passed_failed_and_fatal_checks_have_different_colours() -> None:
+    checks = [passed("a", "always", "1"), failed("b", "demo", "2", ""), failed("c", "always", "3", "")]
+    coloured = report([CheckSection("Title", checks)], width=80, colours=True)
     assert coloured.startswith(f"{BOLD}Title{PLAIN}\n  {GREEN}ok     {PLAIN}  a")
-    assert f"{YELLOW}lacking{PLAIN}  b" in coloured
-    assert f"{RED}lacking{PLAIN}  c" in coloured
+    assert f"{YELLOW}missing{PLAIN}  b" in coloured
+    assert f"{RED}missing{PLAIN}  c" in coloured
 
 
 @pytest.mark.parametrize(
-    ("findings", "verdict"),
+    ("checks", "verdict"),
     [
-        ([there("Python", "always", "3.11")], "Everything is there."),
-        ([lacking("/proc", "always", "gone", "mount it")], "Nothing works without: /proc."),
+        ([passed("Python", "always", "3.11")], "Everything is there."),
+        ([failed("/proc", "always", "gone", "mount it")], "Nothing works without: /proc."),
     ],
 )
-def test_the_verdict_ends_the_report(findings: list[Finding], verdict: str) -> None:
-    assert shown(findings).splitlines()[-1] == verdict
+def test_the_verdict_ends_the_report(checks: list[DoctorCheck], verdict: str) -> None:
+    assert shown(checks).splitlines()[-1] == verdict
 
 
 async def test_a_broker_that_was_asked_for_and_is_away_is_fatal_otherwise_it_is_not() -> None:
     assert (await bus(AWAY, configured=True))[0].is_fatal
     found = (await bus(AWAY, configured=False))[0]
-    assert (found.present, found.is_fatal, found.mend) == (False, False, "start one with `dynamix up`")
+    assert (found.present, found.is_fatal, found.fix) == (False, False, "start one with `dynamix up`")
 
 
 async def test_a_broker_without_streams_lacks_them(server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dynamix.cli.commands.doctor.bus.LISTEN_S", 0.2)
     found = by_name(await bus(server.settings, configured=True))
     assert found["broker"].present
-    assert found["streams"].mend == "run `dynamix provision`"
+    assert found["streams"].fix == "run `dynamix provision`"
     assert found["services"].found == "not heard: collector, reward, arbitrator"
 
 
@@ -216,16 +216,16 @@ def test_the_command_writes_json_and_says_by_its_code_that_nothing_fatal_is_miss
     command = [sys.executable, "-m", "dynamix.cli.main", "doctor", "--json", "-"]
     done = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True, check=True)
     written = json.loads(done.stdout)
-    findings = {finding["name"]: finding for finding in written["findings"]}
-    assert findings["Python"] == {
+    checks = {check["name"]: check for check in written["findings"]}
+    assert checks["Python"] == {
         "name": "Python",
         "present": True,
         "needed_for": "always",
-        "found": findings["Python"]["found"],
-        "mend": "",
+        "found": checks["Python"]["found"],
+        "fix": "",
         "fatal": False,
     }
-    needs = [finding["present"] for finding in written["findings"] if finding["needed_for"] == "ebpf"]
+    needs = [check["present"] for check in written["findings"] if check["needed_for"] == "ebpf"]
     assert len(needs) == 6
     assert (written["probe"] == "ebpf") == all(needs)
 

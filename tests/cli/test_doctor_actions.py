@@ -10,7 +10,7 @@ from tests.support import made
 from tests.support.brokers import ConfiguredServer
 
 from dynamix.cli.commands.doctor.actions import actions
-from dynamix.cli.commands.doctor.finding import Finding
+from dynamix.cli.commands.doctor.check import DoctorCheck
 from dynamix.cli.main import main
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.settings import BusSettings
@@ -55,7 +55,7 @@ async def test_a_broken_chain_is_named_with_its_place(server: ConfiguredServer, 
     found = await actions(server.settings, made.JOB)
     assert not found.present
     assert "the action for window 4 of generation 0 does not follow the one before it" in found.found
-    assert "start the run under a new id" in found.mend
+    assert "start the run under a new id" in found.fix
 
 
 async def test_a_forged_action_in_the_middle_is_found(server: ConfiguredServer, bus: Bus) -> None:
@@ -83,8 +83,8 @@ async def test_no_job_no_action_and_no_broker_are_told_apart(server: ConfiguredS
 
 @pytest.mark.parametrize(("present", "code"), [(True, 0), (False, 1)])
 def test_the_exit_code_tells(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, present: bool, code: int) -> None:
-    async def found(_settings: BusSettings, job: str) -> Finding:
-        return Finding(name="actions", present=present, needed_for="training", found=job)
+    async def found(_settings: BusSettings, job: str) -> DoctorCheck:
+        return DoctorCheck(name="actions", present=present, needed_for="training", found=job)
 
     monkeypatch.setattr("dynamix.cli.commands.doctor.command.actions", found)
     assert main(["doctor", "--actions", made.JOB, "--json", str(tmp_path / "found.json")]) == code

@@ -13,8 +13,8 @@ import pytest
 
 from dynamix.cli.commands.doctor import ebpf as checks
 from dynamix.cli.commands.doctor import ebpf_trial
-from dynamix.cli.commands.doctor.finding import Finding, lacking, there
-from dynamix.cli.commands.doctor.smallest_program import load_smallest_program
+from dynamix.cli.commands.doctor.check import DoctorCheck, failed, passed
+from dynamix.cli.commands.doctor.ebpf import load_smallest_program
 from dynamix.collector.errors import ProbeError
 from dynamix.collector.probes import WantedProbe
 
@@ -58,7 +58,7 @@ def test_capabilities_are_read_bit_by_bit() -> None:
     assert checks.rights(status(SYS_ADMIN)).present
     only_bpf = checks.rights(status("0000008000000000"))
     assert (only_bpf.present, only_bpf.found) == (False, "without CAP_PERFMON, CAP_NET_ADMIN")
-    assert "docs/operations.md, Kernel probes" in only_bpf.mend
+    assert "docs/operations.md, Kernel probes" in only_bpf.fix
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def refused(code: int) -> Callable[[], None]:
 class Refusal(NamedTuple):
     code: int
     found: str
-    mend: str
+    fix: str
     capabilities: str = THREE
     seccomp: str = "0"
     files: tuple[tuple[str, str], ...] = ()
@@ -110,10 +110,10 @@ class Refusal(NamedTuple):
 def test_a_refusal_is_explained(machine: Machine, case: Refusal) -> None:
     for path, text in case.files:
         machine.write(path, text)
-    finding = checks.acceptance(machine.root, status(case.capabilities, case.seccomp), refused(case.code))
-    assert not finding.present
-    assert case.found in finding.found
-    assert case.mend in finding.mend
+    check = checks.acceptance(machine.root, status(case.capabilities, case.seccomp), refused(case.code))
+    assert not check.present
+    assert case.found in check.found
+    assert case.fix in check.fix
 
 
 def test_a_kernel_that_takes_a_program_is_believed() -> None:
@@ -133,15 +133,15 @@ def test_a_kernel_that_takes_a_program_is_believed() -> None:
 def test_cgroup_2_is_found_where_it_is_mounted(machine: Machine, mountinfo: str, inode: int, found: str) -> None:
     machine.write("proc/self/mountinfo", mountinfo)
     machine.cgroup_namespace(inode)
-    assert checks.cgroup(machine.root) == there("cgroup v2", "ebpf", found)
+    assert checks.cgroup(machine.root) == passed("cgroup v2", "ebpf", found)
 
 
 def test_a_container_that_sees_its_own_groups_only_is_told_how_to_see_the_host(machine: Machine) -> None:
     machine.write("proc/self/mountinfo", UNIFIED)
     machine.cgroup_namespace(4026532000)
-    finding = checks.cgroup(machine.root)
-    assert "this container only" in finding.found
-    assert "cgroup: host" in finding.mend
+    check = checks.cgroup(machine.root)
+    assert "this container only" in check.found
+    assert "cgroup: host" in check.fix
 
 
 def test_version_1_alone_is_not_enough(machine: Machine) -> None:
@@ -151,7 +151,7 @@ def test_version_1_alone_is_not_enough(machine: Machine) -> None:
 
 def test_headers_of_another_kernel_will_do_and_none_will_not(machine: Machine) -> None:
     lacks = checks.headers(machine.root, SYSTEM)
-    assert (lacks.present, "linux-headers-amd64" in lacks.mend) == (False, True)
+    assert (lacks.present, "linux-headers-amd64" in lacks.fix) == (False, True)
     build = "usr/src/linux-headers-5.10.0-9-amd64"
     machine.write(f"{build}/include/generated/autoconf.h", "")
     machine.write(f"{build}/arch/x86/Makefile", "")
@@ -161,11 +161,11 @@ def test_headers_of_another_kernel_will_do_and_none_will_not(machine: Machine) -
 
 def test_bcc_is_found_by_its_path_and_pypis_namesake_is_warned_of() -> None:
     assert checks.bcc(Path("/usr/lib/python3/dist-packages/bcc")).present
-    assert "something else" in checks.bcc(None).mend
+    assert "something else" in checks.bcc(None).fix
 
 
-ALL, NO_HEADERS = [there("headers", "ebpf", "")], [lacking("headers", "ebpf", "", ""), lacking("bcc", "ebpf", "", "")]
-TCP, NO_TCP = [there("TCP_INFO", "training", "")], [lacking("TCP_INFO", "training", "", "")]
+ALL, NO_HEADERS = [passed("headers", "ebpf", "")], [failed("headers", "ebpf", "", ""), failed("bcc", "ebpf", "", "")]
+TCP, NO_TCP = [passed("TCP_INFO", "training", "")], [failed("TCP_INFO", "training", "", "")]
 
 
 @pytest.mark.parametrize(
@@ -180,10 +180,10 @@ TCP, NO_TCP = [there("TCP_INFO", "training", "")], [lacking("TCP_INFO", "trainin
     ],
 )
 def test_it_says_which_probe_the_collector_takes_and_why(
-    wanted: WantedProbe, kernel: list[Finding], programs: list[Finding], *, present: bool, found: str
+    wanted: WantedProbe, kernel: list[DoctorCheck], programs: list[DoctorCheck], *, present: bool, found: str
 ) -> None:
-    finding = checks.chosen(kernel, programs, wanted)
-    assert (finding.present, finding.found) == (present, found)
+    check = checks.chosen(kernel, programs, wanted)
+    assert (check.present, check.found) == (present, found)
 
 
 @pytest.mark.parametrize(
@@ -198,8 +198,8 @@ def test_a_trial_that_counts_wrong_is_no_success(
     monkeypatch: pytest.MonkeyPatch, received: int | None, *, present: bool, found: str
 ) -> None:
     monkeypatch.setattr(ebpf_trial, "run_trial", lambda _: ebpf_trial.Trial(0.5, received))
-    finding = ebpf_trial.try_ebpf("")
-    assert (finding.present, finding.found) == (present, found)
+    check = ebpf_trial.try_ebpf("")
+    assert (check.present, check.found) == (present, found)
 
 
 def test_a_probe_that_cannot_be_opened_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +210,7 @@ def test_a_probe_that_cannot_be_opened_says_why(monkeypatch: pytest.MonkeyPatch)
     assert ebpf_trial.try_ebpf("").found == "cannot load: no memory"
 
 
-def doctor(*command: str) -> tuple[int, dict[str, Finding]]:
+def doctor(*command: str) -> tuple[int, dict[str, DoctorCheck]]:
     environ = {key: value for key, value in os.environ.items() if not key.startswith("DYNAMIX_")}
     done = subprocess.run(
         [*command, sys.executable, "-m", "dynamix.cli.main", "doctor", "--ebpf", "--json", "-"],
@@ -221,10 +221,10 @@ def doctor(*command: str) -> tuple[int, dict[str, Finding]]:
         check=False,
     )
     found = [
-        Finding(**{key: value for key, value in finding.items() if key != "fatal"})
-        for finding in json.loads(done.stdout)["findings"]
+        DoctorCheck(**{key: value for key, value in check.items() if key != "fatal"})
+        for check in json.loads(done.stdout)["findings"]
     ]
-    return done.returncode, {finding.name: finding for finding in found}
+    return done.returncode, {check.name: check for check in found}
 
 
 @pytest.mark.bpf

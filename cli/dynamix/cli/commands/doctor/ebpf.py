@@ -1,8 +1,10 @@
 """Checks of what the eBPF probe needs: rights, a kernel that takes programs, cgroup v2, BCC and kernel headers."""
 
+import ctypes
 import errno
 import os
 import re
+import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -10,11 +12,11 @@ from typing import NamedTuple
 from dynamix.collector.ebpf.bcc_location import DISTRIBUTION_DIRECTORIES, find_bcc
 from dynamix.collector.ebpf.cgroup import v2_mount
 from dynamix.collector.ebpf.headers import find_headers
+from dynamix.collector.ebpf.syscall import NUMBERS
 from dynamix.collector.probes import WantedProbe
 
-from .finding import Finding, lacking, there
+from .check import DoctorCheck, failed, passed
 from .kernel import TCP_INFO
-from .smallest_program import load_smallest_program
 
 OLDEST_WITH_CAPABILITIES, OLDEST = (5, 8), (5, 3)
 """CAP_BPF and CAP_PERFMON, and before that CAP_SYS_ADMIN only; round trip times and acknowledged bytes."""
@@ -28,6 +30,12 @@ HOW_TO_GRANT = (
 FILTERED = "2"
 """Mode of `Seccomp:` in /proc/<pid>/status: a filter is active."""
 
+_PROG_LOAD, _CGROUP_SKB = 5, 8
+_INSTRUCTION = struct.Struct("=BBhi")
+_MOVE, _EXIT = 0xB7, 0x95
+_LET_EVERY_PACKET_PASS = _INSTRUCTION.pack(_MOVE, 0, 0, 1) + _INSTRUCTION.pack(_EXIT, 0, 0, 0)
+"""r0 = 1; return r0."""
+
 
 class Capability(NamedTuple):
     """A bit of CapEff in /proc/self/status."""
@@ -40,7 +48,7 @@ NEEDED = (Capability("CAP_BPF", 39), Capability("CAP_PERFMON", 38), Capability("
 SYS_ADMIN = Capability("CAP_SYS_ADMIN", 21)
 
 
-def ebpf(root: Path = Path("/"), system: os.uname_result | None = None) -> list[Finding]:
+def ebpf(root: Path = Path("/"), system: os.uname_result | None = None) -> list[DoctorCheck]:
     """Everything that `auto` needs to choose eBPF; `root` is where /proc, /sys and headers are looked for."""
     system = system or os.uname()
     status = (root / "proc/self/status").read_text()
@@ -54,106 +62,106 @@ def ebpf(root: Path = Path("/"), system: os.uname_result | None = None) -> list[
     ]
 
 
-def choice(kernel: Sequence[Finding], programs: Sequence[Finding], wanted: WantedProbe) -> WantedProbe:
+def choice(kernel: Sequence[DoctorCheck], programs: Sequence[DoctorCheck], wanted: WantedProbe) -> WantedProbe:
     """Which probe a collector that is started by this user, with these settings, takes for its windows."""
     if wanted != "auto":
         return wanted
-    if all(finding.present for finding in programs):
+    if all(check.present for check in programs):
         return "ebpf"
-    return "tcp_info" if next(finding for finding in kernel if finding.name == TCP_INFO).present else "proc"
+    return "tcp_info" if next(check for check in kernel if check.name == TCP_INFO).present else "proc"
 
 
-def chosen(kernel: Sequence[Finding], programs: Sequence[Finding], wanted: WantedProbe) -> Finding:
+def chosen(kernel: Sequence[DoctorCheck], programs: Sequence[DoctorCheck], wanted: WantedProbe) -> DoctorCheck:
     """The same, with the reason."""
     probe = choice(kernel, programs, wanted)
-    missing = ", ".join(finding.name for finding in programs if not finding.present)
+    missing = ", ".join(check.name for check in programs if not check.present)
     if probe == "ebpf" and missing:
-        mend = "what stands above, or DYNAMIX_COLLECTOR_PROBE=auto"
-        return lacking("probe", "training", f"the collector refuses to start: eBPF is wanted and lacks {missing}", mend)
+        fix = "what stands above, or DYNAMIX_COLLECTOR_PROBE=auto"
+        return failed("probe", "training", f"the collector refuses to start: eBPF is wanted and lacks {missing}", fix)
     if wanted != "auto":
-        return there("probe", "training", f"{probe}, as DYNAMIX_COLLECTOR_PROBE says")
+        return passed("probe", "training", f"{probe}, as DYNAMIX_COLLECTOR_PROBE says")
     because = f"eBPF lacks {missing}" if missing else "`dynamix doctor --ebpf` tries it"
-    return there("probe", "training", f"`auto` takes {probe}: {because}")
+    return passed("probe", "training", f"`auto` takes {probe}: {because}")
 
 
-def release(text: str, status: str) -> Finding:
+def release(text: str, status: str) -> DoctorCheck:
     """The kernel's version."""
     version = tuple(int(number) for number in re.findall(r"\d+", text)[:2])
     if version >= OLDEST_WITH_CAPABILITIES:
-        return there("kernel", "ebpf", text)
+        return passed("kernel", "ebpf", text)
     if version >= OLDEST and _has(status, SYS_ADMIN):
-        return there("kernel", "ebpf", f"{text}: works as root only, capabilities of eBPF's own came with 5.8")
-    return lacking("kernel", "ebpf", f"{text} is too old", "Linux 5.8 or newer; from 5.3 on it works as root")
+        return passed("kernel", "ebpf", f"{text}: works as root only, capabilities of eBPF's own came with 5.8")
+    return failed("kernel", "ebpf", f"{text} is too old", "Linux 5.8 or newer; from 5.3 on it works as root")
 
 
-def rights(status: str) -> Finding:
+def rights(status: str) -> DoctorCheck:
     """The capabilities that loading and attaching programs takes, by /proc/self/status."""
     if _has(status, SYS_ADMIN):
-        return there("rights", "ebpf", f"{SYS_ADMIN.name} ({', '.join(one.name for one in NEEDED)} would do)")
+        return passed("rights", "ebpf", f"{SYS_ADMIN.name} ({', '.join(one.name for one in NEEDED)} would do)")
     missing = [one.name for one in NEEDED if not _has(status, one)]
     if not missing:
-        return there("rights", "ebpf", ", ".join(one.name for one in NEEDED))
-    return lacking("rights", "ebpf", f"without {', '.join(missing)}", HOW_TO_GRANT)
+        return passed("rights", "ebpf", ", ".join(one.name for one in NEEDED))
+    return failed("rights", "ebpf", f"without {', '.join(missing)}", HOW_TO_GRANT)
 
 
-def acceptance(root: Path, status: str, load: Callable[[], None]) -> Finding:
+def acceptance(root: Path, status: str, load: Callable[[], None]) -> DoctorCheck:
     """Whether the kernel takes a program at all: filters, security modules and sandboxes have their say here."""
     try:
         load()
     except OSError as error:
         return _refusal(root, status, error)
-    return there("bpf()", "ebpf", "the kernel took a program of two instructions")
+    return passed("bpf()", "ebpf", "the kernel took a program of two instructions")
 
 
-def _refusal(root: Path, status: str, error: OSError) -> Finding:
+def _refusal(root: Path, status: str, error: OSError) -> DoctorCheck:
     refused = f"refused: {error.strerror}"
     if error.errno == errno.ENOSYS:
-        return lacking("bpf()", "ebpf", "there is no such call here", "run the collector outside of this sandbox")
+        return failed("bpf()", "ebpf", "there is no such call here", "run the collector outside of this sandbox")
     if error.errno == errno.EINVAL:
-        mend = "a kernel with CONFIG_BPF_SYSCALL and CONFIG_CGROUP_BPF"
-        return lacking("bpf()", "ebpf", f"{refused}: no programs on control groups", mend)
+        fix = "a kernel with CONFIG_BPF_SYSCALL and CONFIG_CGROUP_BPF"
+        return failed("bpf()", "ebpf", f"{refused}: no programs on control groups", fix)
     if not rights(status).present:
-        return lacking("bpf()", "ebpf", f"{refused}, for want of rights", "the capabilities above")
+        return failed("bpf()", "ebpf", f"{refused}, for want of rights", "the capabilities above")
     if _text(root / "proc/self/uid_map").split() not in ([], INITIAL_USER_NAMESPACE):
-        mend = "start the collector outside of it: rootless containers cannot load programs"
-        return lacking("bpf()", "ebpf", f"{refused}: the rights count in this user namespace only", mend)
+        fix = "start the collector outside of it: rootless containers cannot load programs"
+        return failed("bpf()", "ebpf", f"{refused}: the rights count in this user namespace only", fix)
     if _field(status, "Seccomp") == FILTERED:
-        mend = "allow it: SystemCallFilter=bpf in a unit; Docker 23 and containerd 1.7 or newer do, with CAP_BPF"
-        return lacking("bpf()", "ebpf", f"{refused} by a system call filter", mend)
+        fix = "allow it: SystemCallFilter=bpf in a unit; Docker 23 and containerd 1.7 or newer do, with CAP_BPF"
+        return failed("bpf()", "ebpf", f"{refused} by a system call filter", fix)
     lockdown = _text(root / "sys/kernel/security/lockdown").strip()
     because = f" (lockdown: {lockdown})" if lockdown else ""
-    return lacking("bpf()", "ebpf", f"{refused} by a security module{because}", "the kernel's log says by which")
+    return failed("bpf()", "ebpf", f"{refused} by a security module{because}", "the kernel's log says by which")
 
 
-def cgroup(root: Path) -> Finding:
+def cgroup(root: Path) -> DoctorCheck:
     """Version 2, to which the programs are attached: alone, or beside version 1."""
     mountinfo = _text(root / "proc/self/mountinfo")
     mount = v2_mount(mountinfo)
     if mount is None:
-        mend = "mount -t cgroup2 none /sys/fs/cgroup/unified, or boot with systemd.unified_cgroup_hierarchy=1"
-        return lacking("cgroup v2", "ebpf", "not mounted", mend)
+        fix = "mount -t cgroup2 none /sys/fs/cgroup/unified, or boot with systemd.unified_cgroup_hierarchy=1"
+        return failed("cgroup v2", "ebpf", "not mounted", fix)
     if _hides_the_host(root, mountinfo, mount):
-        mend = "`cgroup: host` (compose), --cgroupns=host (docker), or mount the host's /sys/fs/cgroup"
-        return lacking("cgroup v2", "ebpf", f"{mount} shows this container only: ranks elsewhere are not counted", mend)
-    return there("cgroup v2", "ebpf", f"{mount}{', beside version 1' if ' - cgroup ' in mountinfo else ''}")
+        fix = "`cgroup: host` (compose), --cgroupns=host (docker), or mount the host's /sys/fs/cgroup"
+        return failed("cgroup v2", "ebpf", f"{mount} shows this container only: ranks elsewhere are not counted", fix)
+    return passed("cgroup v2", "ebpf", f"{mount}{', beside version 1' if ' - cgroup ' in mountinfo else ''}")
 
 
-def bcc(directory: Path | None) -> Finding:
+def bcc(directory: Path | None) -> DoctorCheck:
     """The module that compiles the program; it comes from the distribution, and is found by its path."""
     if directory is not None:
-        return there("bcc", "ebpf", str(directory))
-    mend = "apt-get install python3-bpfcc, dnf install python3-bcc (PyPI's `bcc` is something else)"
-    return lacking("bcc", "ebpf", f"not in this environment, nor at {DISTRIBUTION_DIRECTORIES[0]}", mend)
+        return passed("bcc", "ebpf", str(directory))
+    fix = "apt-get install python3-bpfcc, dnf install python3-bcc (PyPI's `bcc` is something else)"
+    return failed("bcc", "ebpf", f"not in this environment, nor at {DISTRIBUTION_DIRECTORIES[0]}", fix)
 
 
-def headers(root: Path, system: os.uname_result) -> Finding:
+def headers(root: Path, system: os.uname_result) -> DoctorCheck:
     """What BCC compiles with. It does not take the kernel's own type information (BTF) for them."""
     found = find_headers(root, system)
     if found is None:
-        mend = "apt-get install linux-headers-amd64 (-arm64, -generic; dnf: kernel-devel): any version will do"
-        return lacking("headers", "ebpf", f"none of {system.release}, nor of another kernel in /usr/src", mend)
+        fix = "apt-get install linux-headers-amd64 (-arm64, -generic; dnf: kernel-devel): any version will do"
+        return failed("headers", "ebpf", f"none of {system.release}, nor of another kernel in /usr/src", fix)
     of = "of this kernel" if found.own else "of another kernel, which will do"
-    return there("headers", "ebpf", f"{found.build}, {of}")
+    return passed("headers", "ebpf", f"{found.build}, {of}")
 
 
 def _hides_the_host(root: Path, mountinfo: str, mount: Path) -> bool:
@@ -179,3 +187,22 @@ def _text(path: Path) -> str:
         return path.read_text()
     except OSError:
         return ""
+
+
+def load_smallest_program() -> None:
+    """Load a program for a control group's packets and drop it at once; it is attached nowhere.
+
+    Raises:
+        OSError: as the kernel refuses it; ENOSYS also where the call's number is not known.
+    """
+    instructions = ctypes.create_string_buffer(_LET_EVERY_PACKET_PASS)
+    license_ = ctypes.create_string_buffer(b"Apache-2.0")
+    attribute = ctypes.create_string_buffer(72)
+    addresses = (ctypes.addressof(instructions), ctypes.addressof(license_))
+    struct.pack_into("=IIQQ", attribute, 0, _CGROUP_SKB, 2, *addresses)
+    libc = ctypes.CDLL(None, use_errno=True)
+    program = libc.syscall(NUMBERS.get(os.uname().machine, -1), _PROG_LOAD, attribute, len(attribute))
+    if program < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    os.close(program)

@@ -11,7 +11,7 @@ from dynamix.collector.ebpf.opening import open_probe
 from dynamix.collector.ebpf.probe import SocketProbe
 from dynamix.collector.errors import ProbeError
 
-from .finding import Finding, lacking, there
+from .check import DoctorCheck, failed, passed
 
 PAYLOAD_BYTES, NUM_PIECES = 1_000_000, 100
 """A piece fits into the smallest of socket buffers: one thread sends and receives."""
@@ -28,17 +28,17 @@ class Trial(msgspec.Struct, frozen=True):
     """What the probe counted of `PAYLOAD_BYTES`; `None` when it did not know the connection."""
 
 
-def try_ebpf(cgroup: str) -> Finding:
+def try_ebpf(cgroup: str) -> DoctorCheck:
     """Open the probe on a control group, as the collector would, and close it."""
     try:
         trial = run_trial(cgroup)
     except (ProbeError, OSError) as error:
-        return lacking("trial", "ebpf", str(error), "what is lacking above; else see docs/operations.md, Kernel probes")
+        return failed("trial", "ebpf", str(error), "what is lacking above; else see docs/operations.md, Kernel probes")
     if trial.received_bytes != PAYLOAD_BYTES:
         counted = "nothing" if trial.received_bytes is None else f"{trial.received_bytes:,} bytes"
-        mend = "empty DYNAMIX_COLLECTOR_CGROUP, or run this inside of that control group"
-        return lacking("trial", "ebpf", f"attached, but counted {counted} of a connection's {PAYLOAD_BYTES:,}", mend)
-    return there("trial", "ebpf", f"loaded in {trial.open_s:.2f} s, counted {PAYLOAD_BYTES:,} bytes exactly, detached")
+        fix = "empty DYNAMIX_COLLECTOR_CGROUP, or run this inside of that control group"
+        return failed("trial", "ebpf", f"attached, but counted {counted} of a connection's {PAYLOAD_BYTES:,}", fix)
+    return passed("trial", "ebpf", f"loaded in {trial.open_s:.2f} s, counted {PAYLOAD_BYTES:,} bytes exactly, detached")
 
 
 def run_trial(cgroup: str) -> Trial:

