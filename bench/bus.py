@@ -1,122 +1,91 @@
 """What our bus costs beside the bare client: `python -m bench.bus [--json FILE] [--pairs N]`, about half a minute.
 
-One broker, one process, uvloop, a state message of 8 ranks. Each comparison alternates ours and raw nats-py (ABBA), so
-that both see the same machine, and is judged by the median of the pairs' ratios.
+One broker, one process, uvloop, a state message of 8 ranks. Each comparison runs ours and bare nats-py in pairs and is
+judged by the median of the pairs' ratios.
 
-consume  `Bus.consume` and `codec.decode` against a pipelined pull written by hand on raw nats-py: the SAME stored
-         messages with their headers, decoded with the same codec in the callback.
-publish  `Bus.publish_bytes_soon` against raw core publishing of the same bytes, subjects and headers with a reply
-         subject, whose acknowledgements are counted. Ours keeps each message until it is acknowledged and would send
-         it again; raw loses what is lost.
+consume  `Bus.consume` and `codec.decode` against a pipelined pull written by hand (`bench.messages.readers`): the SAME
+         stored messages with their headers, decoded with the same codec in the callback.
+publish  `Bus.publish_bytes_soon` against core publishing of the same bytes, subjects and headers with a reply
+         subject, whose acknowledgements are counted. Ours keeps each message until it is acknowledged and would
+         publish it again; the bare client loses what is lost.
 publish, encoding  `Bus.publish_soon`, which also encodes the message and builds subject and identity, against the same
-         raw publishing of bytes made beforehand. For information: it charges the codec to the bus.
+         publishing of bytes made beforehand. For information: it charges the codec to the bus.
 """
 
-import argparse
 import asyncio
-import gc
 import itertools
 import statistics
 import sys
-import time
 from collections.abc import Awaitable, Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
-import nats
-import uvloop
-from bench.node_window import NUM_RANKS, metric_window
-from bench.output import add_output_arguments, exit_code, write_json
-from bench.raw_pull import pull
+from bench.harness.broker import broker_with_bus, raw_client, run_with_uvloop
+from bench.harness.command import Report, benchmark_parser, run_benchmark
+from bench.harness.paired import ratios
+from bench.harness.rounds import Rounds, Timed
+from bench.harness.tables import aligned
+from bench.harness.targets import Target
+from bench.messages.load import Load, Parcel, parcel
+from bench.messages.nodes import RANKS_PER_NODE, job_of
+from bench.messages.readers import read_raw, read_with_bus
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from dynamix.runtime.bus import ALL, Bus
-from dynamix.runtime.embedded import EmbeddedServer
-from dynamix.runtime.provision import provision
-from dynamix.schemas import codec, subjects
-from dynamix.schemas.features import state_of
+from dynamix.runtime.bus import Bus
+from dynamix.schemas import subjects
 from dynamix.schemas.messages import State
 
-STATES = "dynamix.v1.state.>"
+STATES = subjects.state(subjects.ANY, subjects.ANY)
 NUM_MESSAGES = 10_000
 CONSUMED_PER_PUBLISHED = 2
 """Consuming is faster: with twice as many its runs are about as long."""
 TARGET = 0.6
+FLUSH_S = 60.0
 
 Arm = Callable[[], Awaitable[None]]
 
 
-class Sample(NamedTuple):
-    """One run of one arm."""
-
-    per_s: float
-    cpu_us: float
-    """CPU time of this process per message."""
-
-
-class Comparison(NamedTuple):
-    """One row of the result."""
-
-    name: str
-    num_messages: int
-    ours: Arm
-    raw: Arm
-    target: float | None
-
-
-class Bench:
+class BusArms:
     """The arms, over one broker."""
 
     def __init__(self, bus: Bus, raw: Client, num_published: int) -> None:
         self.num_published = num_published
-        self._num_consumed = CONSUMED_PER_PUBLISHED * num_published
+        self.num_consumed = CONSUMED_PER_PUBLISHED * num_published
         self._bus = bus
         self._raw = raw
         self._generations = itertools.count(1)
+        self._state = next(Load(job_of("bench-0a1b2c3d", RANKS_PER_NODE, "static")).states(0))
         self._states: list[State] = []
-        self._encoded: list[tuple[str, bytes, str]] = []
+        self._parcels: list[Parcel] = []
 
-    def comparisons(self) -> list[Comparison]:
-        """All rows."""
-        return [
-            Comparison("consume", self._num_consumed, self.consume_ours, self.consume_raw, TARGET),
-            Comparison("publish", self.num_published, self.publish_ours, self.publish_raw, TARGET),
-            Comparison("publish, encoding", self.num_published, self.publish_messages, self.publish_raw, None),
-        ]
-
-    async def store(self) -> None:
-        """Fill the stream with what `consume` reads."""
-        self.prepare(self._num_consumed)
-        await self.publish_ours()
+    @property
+    def message_bytes(self) -> int:
+        """Size of one state."""
+        return len(parcel(self._state).payload)
 
     def prepare(self, num_messages: int) -> None:
         """Messages that the stream has not seen: an equal identity would be dropped as a duplicate, and cost less."""
-        generation = next(self._generations)
-        state = state_of(metric_window())
-        self._states = [
-            msgspec.structs.replace(state, generation=generation, window=window) for window in range(num_messages)
-        ]
-        self._encoded = [
-            (subjects.subject_of(message), codec.encode(message), codec.message_id(message)) for message in self._states
-        ]
+        unseen = msgspec.structs.replace(self._state, generation=next(self._generations))
+        self._states = [msgspec.structs.replace(unseen, window=window) for window in range(num_messages)]
+        self._parcels = [parcel(state) for state in self._states]
 
     async def publish_ours(self) -> None:
         """Our pipelined publishing of bytes."""
-        for subject, payload, message_id in self._encoded:
-            await self._bus.publish_bytes_soon(subject, payload, message_id)
-        assert await self._bus.flush(60)
+        for one in self._parcels:
+            await self._bus.publish_bytes_soon(*one)
+        assert await self._bus.flush(FLUSH_S)
 
     async def publish_messages(self) -> None:
         """Our pipelined publishing of messages."""
         for message in self._states:
             await self._bus.publish_soon(message)
-        assert await self._bus.flush(60)
+        assert await self._bus.flush(FLUSH_S)
 
     async def publish_raw(self) -> None:
         """Core publishing of the same bytes and headers; counts acknowledgements."""
         inbox, done = self._raw.new_inbox(), asyncio.Event()
-        missing = len(self._encoded)
+        missing = len(self._parcels)
 
         async def count(_message: Msg) -> None:
             nonlocal missing
@@ -125,130 +94,87 @@ class Bench:
                 done.set()
 
         subscription = await self._raw.subscribe(inbox, cb=count)
-        for subject, payload, message_id in self._encoded:
+        for subject, payload, message_id in self._parcels:
             await self._raw.publish(subject, payload, inbox, {"Nats-Msg-Id": message_id})
         await done.wait()
         await subscription.unsubscribe()
 
     async def consume_ours(self) -> None:
         """Our consumer, decoding."""
-        missing = self._num_consumed
-        async with self._bus.consume("FEED", [STATES], start=ALL) as consumer:
-            async for batch in consumer:
-                for message in batch:
-                    codec.decode(State, message.subject, message.payload)
-                missing -= len(batch)
-                if missing <= 0:
-                    return
+        await read_with_bus(self._bus, STATES, self.num_consumed, first=1)
 
     async def consume_raw(self) -> None:
         """A pipelined pull by hand, decoding."""
-        await pull(self._raw, "FEED", STATES, self._num_consumed, _decode)
+        await read_raw(self._raw, STATES, self.num_consumed, first=1)
 
 
-def _decode(message: Msg) -> None:
-    codec.decode(State, message.subject, message.data)
+async def compare(
+    arms: BusArms, name: str, ours: Arm, raw: Arm, *, num_messages: int, target: float | None, num_pairs: int
+) -> dict[str, Any]:
+    """One row: pairs of ours and raw."""
+    rounds = Rounds(("ours", "raw"), num_pairs, label=name)
+    for arm in rounds:
+        arms.prepare(arms.num_published)
+        with Timed(num_messages) as done:
+            await (ours if arm == "ours" else raw)()
+        rounds.record(done.timing)
+    rates = {arm: [timing.per_s for timing in timings] for arm, timings in rounds.timings.items()}
+    row: dict[str, Any] = {"name": name, "num_messages": num_messages, "target": target}
+    for arm, timings in rounds.timings.items():
+        row[f"{arm}_per_s"] = statistics.median(rates[arm])
+        row[f"{arm}_cpu_us"] = statistics.median(timing.cpu_us for timing in timings)
+    return row | ratios(rates["ours"], rates["raw"])
 
 
-async def measure(arm: Arm, num_messages: int) -> Sample:
-    """Run an arm once."""
-    gc.collect()
-    wall, cpu = time.perf_counter(), time.process_time()
-    await arm()
-    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    return Sample(num_messages / wall, cpu / num_messages * 1e6)
-
-
-async def compare(bench: Bench, comparison: Comparison, num_pairs: int) -> dict[str, Any]:
-    """Pairs of ours and raw, in alternating order."""
-    ours: list[Sample] = []
-    raw: list[Sample] = []
-    arms = ((ours, comparison.ours), (raw, comparison.raw))
-    for pair in range(-1, num_pairs):  # the first one warms up
-        for samples, arm in arms if pair % 2 else reversed(arms):
-            bench.prepare(bench.num_published)
-            sample = await measure(arm, comparison.num_messages)
-            if pair >= 0:
-                samples.append(sample)
-        print(f"\r{comparison.name}: pair {pair + 1} of {num_pairs}   ", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
-    return summary(comparison, ours, raw)
-
-
-def summary(comparison: Comparison, ours: list[Sample], raw: list[Sample]) -> dict[str, Any]:
-    """Medians and spread of one comparison."""
-    ratios = sorted(our.per_s / their.per_s for our, their in zip(ours, raw, strict=True))
-    ratio = statistics.median(ratios)
-    return {
-        "name": comparison.name,
-        "num_messages": comparison.num_messages,
-        "num_pairs": len(ratios),
-        "ours_per_s": statistics.median(sample.per_s for sample in ours),
-        "raw_per_s": statistics.median(sample.per_s for sample in raw),
-        "ours_cpu_us": statistics.median(sample.cpu_us for sample in ours),
-        "raw_cpu_us": statistics.median(sample.cpu_us for sample in raw),
-        "ratio": ratio,
-        "ratio_min": ratios[0],
-        "ratio_max": ratios[-1],
-        "target": comparison.target,
-        "met": comparison.target is None or ratio >= comparison.target,
-    }
-
-
-async def run(num_pairs: int, num_messages: int) -> dict[str, Any]:
+async def measure(num_pairs: int, num_messages: int) -> Report:
     """All comparisons over one broker."""
-    async with EmbeddedServer() as server:
-        settings = server.settings
-        bus = await Bus.connect(settings, name="bench")
-        raw = await nats.connect(settings.url, user=settings.user, password=settings.password)
-        try:
-            await provision(bus)
-            bench = Bench(bus, raw, num_messages)
-            await bench.store()
-            rows = [await compare(bench, comparison, num_pairs) for comparison in bench.comparisons()]
-            retries = bus.counters["retries"]
-        finally:
-            await raw.close()
-            await bus.close()
-    size = len(codec.encode(state_of(metric_window())))
-    return {"message_bytes": size, "num_ranks": NUM_RANKS, "retries": retries, "comparisons": rows}
+    async with broker_with_bus("bench") as (server, bus), raw_client(server.settings) as raw:
+        arms = BusArms(bus, raw, num_messages)
+        arms.prepare(arms.num_consumed)
+        await arms.publish_ours()  # what `consume` reads
+        rows = [
+            await compare(arms, *row, num_messages=num, target=target, num_pairs=num_pairs)
+            for *row, num, target in (
+                ("consume", arms.consume_ours, arms.consume_raw, arms.num_consumed, TARGET),
+                ("publish", arms.publish_ours, arms.publish_raw, num_messages, TARGET),
+                ("publish, encoding", arms.publish_messages, arms.publish_raw, num_messages, None),
+            )
+        ]
+        sizes = {"message_bytes": arms.message_bytes, "num_ranks": RANKS_PER_NODE, "retries": bus.counters["retries"]}
+    targets = [
+        Target(name=f"{row['name']}, ratio", value=row["ratio"], at_least=TARGET) for row in rows if row["target"]
+    ]
+    return Report({**sizes, "comparisons": rows}, text_of(sizes, rows), targets)
 
 
-def show(result: dict[str, Any]) -> None:
-    """Print the table."""
-    print(f"\nstate of {result['num_ranks']} ranks, {result['message_bytes']} bytes; {result['retries']} retries")
-    print(f"{'':<18}{'ours/s':>9}{'raw/s':>9}{'ratio':>7}  {'range':<12}{'CPU us ours/raw':>16}  target")
-    for row in result["comparisons"]:
-        spread = f"{row['ratio_min']:.2f}-{row['ratio_max']:.2f}"
-        cpu = f"{row['ours_cpu_us']:.1f} / {row['raw_cpu_us']:.1f}"
-        target = "-" if row["target"] is None else f">= {row['target']} {'met' if row['met'] else 'MISSED'}"
-        print(
-            f"{row['name']:<18}{row['ours_per_s']:>9.0f}{row['raw_per_s']:>9.0f}{row['ratio']:>7.2f}  "
-            f"{spread:<12}{cpu:>16}  {target}"
-        )
+def text_of(sizes: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    """The table."""
+    cells = [
+        [
+            row["name"],
+            f"{row['ours_per_s']:.0f}",
+            f"{row['raw_per_s']:.0f}",
+            f"{row['ratio']:.2f}",
+            f"{row['ratio_min']:.2f}-{row['ratio_max']:.2f}",
+            f"{row['ours_cpu_us']:.1f} / {row['raw_cpu_us']:.1f}",
+        ]
+        for row in rows
+    ]
+    title = f"state of {sizes['num_ranks']} ranks, {sizes['message_bytes']} bytes; {sizes['retries']} retries\n"
+    return title + aligned(["", "ours/s", "raw/s", "ratio", "range", "CPU us ours/raw"], cells)
 
 
 def main() -> int:
     """Run from the command line; exit code 1 when a target is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=9, help="pairs per comparison (default 9)")
+    parser = benchmark_parser("bus", __doc__)
+    parser.add_argument("--pairs", type=int, default=9, help="pairs per comparison (default: %(default)s)")
     parser.add_argument(
-        "--messages",
-        type=int,
-        default=NUM_MESSAGES,
-        help=f"published per run (default {NUM_MESSAGES}); consumed: twice",
+        "--messages", type=int, default=NUM_MESSAGES, help="published per run (default: %(default)s); consumed: twice"
     )
-    add_output_arguments(parser)
     options = parser.parse_args()
     if options.pairs < 1 or options.messages < 1:
         parser.error("--pairs and --messages must be at least 1")
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        result = runner.run(run(options.pairs, options.messages))
-    if options.json != "-":
-        show(result)
-    write_json(result, options.json)
-    missed = [row["name"] for row in result["comparisons"] if not row["met"]]
-    return exit_code("bus", missed, options)
+    return run_benchmark("bus", options, lambda: run_with_uvloop(measure(options.pairs, options.messages)))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """All of tests/faults at full counts, several times with other seeds: `python -m bench.faults [--rounds N]`.
 
 Real processes, a real broker, and each test ends by comparing with the reference fold
-(`tests/support/reference_fold.py`). The table says of each fault in how many rounds it passed, the longest that it
-took, and the figures that its test measured: times as the worst of all rounds, counts as their sum. The exit code is 1
-when a test failed in any round.
+(`tests/support/reference_fold.py`). The table shows for each fault in how many rounds it passed, the longest time
+that it took, and the figures that its test measured: times as the worst of all rounds, counts as their sum. The exit
+code is 1 when a test failed in any round.
 """
 
 import argparse
@@ -16,14 +16,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.output import add_output_arguments, exit_code, write_json
+from bench.harness.command import Report, benchmark_parser, run_benchmark
 
 ROUNDS = 5
 WORKERS = 3
 FOLDER = "tests/faults"
 
 
-class Outcome(NamedTuple):
+class FaultOutcome(NamedTuple):
     """One test in one round."""
 
     name: str
@@ -32,27 +32,23 @@ class Outcome(NamedTuple):
     figures: dict[str, str]
 
 
-def main() -> int:
-    """Run the rounds, print the table; 1 when a test failed."""
-    options = _parser().parse_args()
-    begin, rounds, output = time.monotonic(), [], []
-    for number in range(options.rounds):
-        seed = options.seed + number
-        outcomes, text = _run(seed, options)
+def measure(options: argparse.Namespace) -> Report:
+    """Run all rounds; a test that failed in any of them is missed."""
+    begin_s, rounds = time.monotonic(), []
+    seeds = [options.seed + number for number in range(options.rounds)]
+    for seed in seeds:
+        outcomes, output = _run(seed, options)
         rounds.append(outcomes)
         failed = [outcome.name for outcome in outcomes if not outcome.passed]
-        print(f"seed {seed}: {len(outcomes) - len(failed)}/{len(outcomes)} passed {' '.join(failed)}", flush=True)
-        output += [text] if failed or not outcomes else []
+        sys.stderr.write(f"seed {seed}: {len(outcomes) - len(failed)}/{len(outcomes)} passed {' '.join(failed)}\n")
+        sys.stderr.write(output if failed or not outcomes else "")
     rows = summed(rounds)
-    _print(rows, options)
-    for text in output:
-        print(text, file=sys.stderr)
-    write_json({"seeds": _seeds(options), "seconds": round(time.monotonic() - begin, 1), "faults": rows}, options.json)
-    missed = [row["name"] for row in rows if row["passed"] < options.rounds]
-    return exit_code("faults", missed or ([] if rows else ["no test ran"]), options)
+    missed = [row["name"] for row in rows if row["passed"] < options.rounds] or ([] if rows else ["no test ran"])
+    figures = {"seeds": seeds, "seconds": round(time.monotonic() - begin_s, 1), "faults": rows}
+    return Report(figures, _text(rows, options.rounds), missed=missed)
 
 
-def summed(rounds: Iterable[list[Outcome]]) -> list[dict[str, Any]]:
+def summed(rounds: Iterable[list[FaultOutcome]]) -> list[dict[str, Any]]:
     """One row per test, over all rounds."""
     rows: dict[str, dict[str, Any]] = {}
     for outcome in (outcome for outcomes in rounds for outcome in outcomes):
@@ -76,7 +72,7 @@ def _both(name: str, old: Any, new: str) -> Any:
     return (old or 0) + int(new)
 
 
-def _run(seed: int, options: argparse.Namespace) -> tuple[list[Outcome], str]:
+def _run(seed: int, options: argparse.Namespace) -> tuple[list[FaultOutcome], str]:
     with tempfile.TemporaryDirectory(prefix="dynamix-faults-") as directory:
         results = Path(directory) / "results.xml"
         command = [sys.executable, "-m", "pytest", "-q", FOLDER, f"--faults={options.faults}", f"--faults-seed={seed}"]
@@ -86,9 +82,9 @@ def _run(seed: int, options: argparse.Namespace) -> tuple[list[Outcome], str]:
         return (_outcomes(results) if results.exists() else []), done.stdout + done.stderr
 
 
-def _outcomes(results: Path) -> list[Outcome]:
+def _outcomes(results: Path) -> list[FaultOutcome]:
     return [
-        Outcome(
+        FaultOutcome(
             name=case.get("name", "").removeprefix("test_"),
             passed=case.find("failure") is None and case.find("error") is None and case.find("skipped") is None,
             seconds=float(case.get("time", "0")),
@@ -98,28 +94,25 @@ def _outcomes(results: Path) -> list[Outcome]:
     ]
 
 
-def _print(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
-    print(f"{'passed':>7}  {'worst s':>7}  fault, and what was counted in {options.rounds} rounds")
+def _text(rows: list[dict[str, Any]], num_rounds: int) -> str:
+    lines = [f"{'passed':>7}  {'worst s':>7}  fault, and what was counted in {num_rounds} rounds"]
     for row in rows:
-        print(f"{row['passed']:>3}/{row['total']:<3}  {row['seconds']:>7.1f}  {row['name'].replace('_', ' ')}")
-        if row["figures"]:
-            counted = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in row["figures"].items())
-            print(f"{'':>18}{counted}")
+        lines.append(f"{row['passed']:>3}/{row['total']:<3}  {row['seconds']:>7.1f}  {row['name'].replace('_', ' ')}")
+        counted = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in row["figures"].items())
+        lines += [f"{'':>18}{counted}"] if counted else []
+    return "\n".join(lines)
 
 
-def _seeds(options: argparse.Namespace) -> list[int]:
-    return list(range(options.seed, options.seed + options.rounds))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench.faults", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"each with its own seed (default {ROUNDS})")
-    parser.add_argument("--seed", type=int, default=1, help="of the first round (default 1)")
-    parser.add_argument("--workers", type=int, default=WORKERS, help=f"tests at a time (default {WORKERS})")
+def main() -> int:
+    """Run the rounds, print the table; 1 when a test failed."""
+    parser = benchmark_parser("faults", __doc__)
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="each with its own seed (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="of the first round (default: %(default)s)")
+    parser.add_argument("--workers", type=int, default=WORKERS, help="tests at a time (default: %(default)s)")
     parser.add_argument("--faults", choices=("quick", "full"), default="full", help="how much of each fault")
     parser.add_argument("pytest", nargs="*", metavar="ARGUMENT", help="more for pytest, after --")
-    add_output_arguments(parser)
-    return parser
+    options = parser.parse_args()
+    return run_benchmark("faults", options, lambda: measure(options))
 
 
 if __name__ == "__main__":

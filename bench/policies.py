@@ -6,14 +6,16 @@ CPU time of the deciding thread, so that other work on the machine does not coun
 The learned ones are networks of the usual size with random weights, which cost what trained ones do.
 """
 
-import argparse
 import statistics
 import sys
 import time
 from typing import Any
 
 import numpy as np
-from bench.output import add_output_arguments, exit_code, write_json
+from bench.harness.command import Report, benchmark_parser, run_benchmark
+from bench.harness.tables import aligned
+from bench.harness.targets import Target
+from bench.messages.nodes import job_of
 
 from dynamix.arbitrator.learned import forward
 from dynamix.arbitrator.learned.actions import ActionSetName
@@ -23,30 +25,33 @@ from dynamix.arbitrator.learned.ppo_settings import PPOSettings
 from dynamix.arbitrator.policies import POLICIES
 from dynamix.arbitrator.policies.policy import Array32, Policy
 from dynamix.schemas.features import GLOBAL_FEATURES, GLOBAL_INDEX, RANK_FEATURES, RANK_INDEX
-from dynamix.schemas.messages import Job, NodeRanks
 
 WORLD_SIZES = (8, 128, 1024, 10_000)
 TARGET_MS = 20.0
 TARGET_PER_RANK_MS = 40.0
-"""Of a policy that evaluates its network once for each rank."""
+"""The target of a policy that evaluates its network once for each rank."""
 LOCAL_BATCH_SIZE = 64
 LEARNED: dict[str, ActionSetName] = {"ppo": "global", "ppo-paper": "deltas"}
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main() -> int:
     """Measure, print a table, write JSON; 1 when a policy misses the target."""
-    parser = argparse.ArgumentParser(prog="bench.policies", description=__doc__.splitlines()[0])
-    add_output_arguments(parser)
+    parser = benchmark_parser("policies", __doc__)
     parser.add_argument("--repeats", type=int, default=20, help="decisions timed per policy and size")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args()
+    return run_benchmark("policies", options, lambda: measure(options.repeats))
+
+
+def measure(num_repeats: int) -> Report:
+    """Time all policies for all sizes of job."""
     policies = [*POLICIES.values(), *(learned(name, action_set) for name, action_set in LEARNED.items())]
-    rows = [measure(policy, size, given.repeats) for policy in policies for size in WORLD_SIZES]
-    if given.json != "-":
-        print_table(rows)
-    write_json({"decisions": rows}, given.json)
-    slow = [row for row in rows if row["world_size"] == WORLD_SIZES[-1] and row["median_ms"] > row["target_ms"]]
-    missed = [f"{row['policy']}: {row['median_ms']:.1f} ms, not {row['target_ms']:g}" for row in slow]
-    return exit_code("policies", missed, given)
+    rows = [time_decisions(policy, size, num_repeats) for policy in policies for size in WORLD_SIZES]
+    targets = [
+        Target(name=f"{row['policy']}, ms", value=row["median_ms"], at_most=row["target_ms"])
+        for row in rows
+        if row["world_size"] == WORLD_SIZES[-1]
+    ]
+    return Report({"decisions": rows}, table_of(rows), targets)
 
 
 def learned(name: str, action_set: ActionSetName) -> LearnedPolicy:
@@ -63,9 +68,15 @@ def learned(name: str, action_set: ActionSetName) -> LearnedPolicy:
     return LearnedPolicy(PolicyFile.from_bytes(file.to_bytes()))
 
 
-def measure(policy: Policy, world_size: int, repeats: int) -> dict[str, Any]:
+def time_decisions(policy: Policy, world_size: int, repeats: int) -> dict[str, Any]:
     """Time decisions of one policy for one size of job, after two that are not counted."""
-    job = _job(policy.name, world_size)
+    job = job_of(
+        *("bench-0a1b2c3d", world_size, policy.name),
+        window_steps=10,
+        initial_local_batch_sizes=(LOCAL_BATCH_SIZE,) * world_size,
+        base_global_batch_size=LOCAL_BATCH_SIZE * world_size,
+        min_local_batch_size=8,
+    )
     rates = np.resize(np.array([4000.0, 2000.0, 1000.0, 500.0]), world_size)
     rng = np.random.default_rng(0)
     sizes, carry, times_s = job.initial_local_batch_sizes, b"", []
@@ -88,31 +99,14 @@ def measure(policy: Policy, world_size: int, repeats: int) -> dict[str, Any]:
     }
 
 
-def print_table(rows: list[dict[str, Any]]) -> None:
+def table_of(rows: list[dict[str, Any]]) -> str:
     """One line per policy, one column per size."""
-    print(f"{'median CPU ms':24}" + "".join(f"{size:>10,}" for size in WORLD_SIZES) + f"{'carry':>12}")
-    for start in range(0, len(rows), len(WORLD_SIZES)):
-        of_policy = rows[start : start + len(WORLD_SIZES)]
-        times = "".join(f"{row['median_ms']:>10.2f}" for row in of_policy)
-        print(f"{of_policy[0]['policy']:24}{times}{of_policy[-1]['carry_bytes']:>12,}")
-
-
-def _job(policy: str, world_size: int) -> Job:
-    return Job(
-        job="bench-0a1b2c3d",
-        generation=0,
-        phase="running",
-        world_size=world_size,
-        nodes=(NodeRanks(node="node", ranks=tuple(range(world_size))),),
-        window_steps=10,
-        initial_local_batch_sizes=(LOCAL_BATCH_SIZE,) * world_size,
-        base_global_batch_size=LOCAL_BATCH_SIZE * world_size,
-        min_local_batch_size=8,
-        max_local_batch_sizes=(1024,) * world_size,
-        optimizer_family="sgd",
-        policy=policy,
-        seed=0,
-    )
+    policies = [rows[start : start + len(WORLD_SIZES)] for start in range(0, len(rows), len(WORLD_SIZES))]
+    cells = [
+        [found[0]["policy"], *(f"{row['median_ms']:.2f}" for row in found), f"{found[-1]['carry_bytes']:,}"]
+        for found in policies
+    ]
+    return aligned(["median CPU ms", *(f"{size:,}" for size in WORLD_SIZES), "carry"], cells)
 
 
 def _observe(

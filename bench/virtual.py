@@ -1,9 +1,8 @@
 """How fast a virtual cluster trains: `python -m bench.virtual [--json FILE] [--pairs N]`, about half a minute.
 
 Fashion-MNIST's 14 x 14 perceptron on made-up images, 8 workers x 64 samples, SGD with momentum, one thread. Each arm is
-run in turn with plain PyTorch training of the same model on the same 512 samples per step (ABBA), and judged by the
-median of the pairs' ratios of CPU time, which a busy machine does not change much. Targets are steps per second of CPU
-time of one core.
+run in pairs with plain PyTorch training of the same model on the same 512 samples per step; ratios are of CPU time,
+which a busy machine does not change much. Targets are steps per second of CPU time of one core.
 
 every step    the cluster alone; per-worker gradient norms on every step
 every 4th     norms on every fourth step
@@ -11,15 +10,17 @@ steered       as the first, with collector, reward and arbitrator as functions u
               keeps the global batch
 """
 
-import argparse
 import statistics
 import sys
-import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from bench.output import add_output_arguments, exit_code, write_json
+from bench.harness.command import Report, benchmark_parser, run_benchmark
+from bench.harness.paired import ratios
+from bench.harness.rounds import Rounds, Timed
+from bench.harness.tables import aligned
+from bench.harness.targets import Target
 from torch import nn
 
 from dynamix.arbitrator.policies import policy_named
@@ -37,21 +38,6 @@ TARGET_STEPS_PER_S = 350.0
 FAR_S = 1e9
 
 Arm = Callable[[int], None]
-
-
-class Sample(NamedTuple):
-    """One run of one arm, in steps per second."""
-
-    per_s: float
-    per_cpu_s: float
-
-
-class Comparison(NamedTuple):
-    """One row of the result."""
-
-    name: str
-    ours: Arm
-    target: float | None
 
 
 def made_data() -> Data:
@@ -84,7 +70,7 @@ def scenario(noise_every: int) -> Scenario:
 
 
 def plain(data: Data) -> Arm:
-    """The training loop that anybody would write, on indices drawn once per epoch."""
+    """A plain PyTorch training loop, on indices drawn once per epoch."""
 
     def train(num_steps: int) -> None:
         torch.manual_seed(0)
@@ -105,7 +91,7 @@ def plain(data: Data) -> Arm:
 
 
 def alone(data: Data, noise_every: int) -> Arm:
-    """The cluster without anybody who decides."""
+    """The cluster without decisions."""
 
     def train(num_steps: int) -> None:
         cluster = VirtualCluster(scenario(noise_every), data, seed=0, policy="static")
@@ -128,94 +114,69 @@ def steered(data: Data) -> Arm:
     return train
 
 
-def measure(arm: Arm, num_steps: int) -> Sample:
-    """Run an arm once; setting it up counts, too."""
-    wall_s, cpu_s = time.perf_counter(), time.process_time()
-    arm(num_steps)
-    wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
-    return Sample(num_steps / wall_s, num_steps / cpu_s)
+def compare(name: str, arm: Arm, raw: Arm, *, num_pairs: int, num_steps: int) -> dict[str, Any]:
+    """One row: pairs of ours and plain training; setting a run up counts, too."""
+    rounds = Rounds(("ours", "plain"), num_pairs, label=name)
+    for which in rounds:
+        with Timed(num_steps) as done:
+            (arm if which == "ours" else raw)(num_steps)
+        rounds.record(done.timing)
+    row: dict[str, Any] = {"name": name}
+    for which, prefix in (("ours", ""), ("plain", "plain_")):
+        timings = rounds.timings[which]
+        row[f"{prefix}steps_per_s"] = statistics.median(timing.per_s for timing in timings)
+        row[f"{prefix}steps_per_cpu_s"] = statistics.median(timing.per_cpu_s for timing in timings)
+    per_cpu_s = {which: [timing.per_cpu_s for timing in timings] for which, timings in rounds.timings.items()}
+    return row | ratios(per_cpu_s["ours"], per_cpu_s["plain"])
 
 
-def compare(comparison: Comparison, raw: Arm, *, num_pairs: int, num_steps: int) -> dict[str, Any]:
-    """Pairs of ours and plain, in alternating order; the first one warms up."""
-    ours_all: list[Sample] = []
-    raw_all: list[Sample] = []
-    for pair in range(-1, num_pairs):
-        arms = [(ours_all, comparison.ours), (raw_all, raw)]
-        for samples, arm in arms if pair % 2 else reversed(arms):
-            sample = measure(arm, num_steps)
-            if pair >= 0:
-                samples.append(sample)
-        print(f"\r{comparison.name}: pair {pair + 1} of {num_pairs}   ", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
-    return summary(comparison, ours_all, raw_all)
-
-
-def summary(comparison: Comparison, ours: list[Sample], raw: list[Sample]) -> dict[str, Any]:
-    """Medians and spread of one comparison."""
-    ratios = sorted(our.per_cpu_s / their.per_cpu_s for our, their in zip(ours, raw, strict=True))
-    steps_per_cpu_s = statistics.median(sample.per_cpu_s for sample in ours)
-    return {
-        "name": comparison.name,
-        "num_pairs": len(ratios),
-        "steps_per_s": statistics.median(sample.per_s for sample in ours),
-        "steps_per_cpu_s": steps_per_cpu_s,
-        "plain_steps_per_s": statistics.median(sample.per_s for sample in raw),
-        "plain_steps_per_cpu_s": statistics.median(sample.per_cpu_s for sample in raw),
-        "ratio": statistics.median(ratios),
-        "ratio_min": ratios[0],
-        "ratio_max": ratios[-1],
-        "target": comparison.target,
-        "met": comparison.target is None or steps_per_cpu_s >= comparison.target,
-    }
-
-
-def run(num_pairs: int, num_steps: int) -> dict[str, Any]:
+def measure(num_pairs: int, num_steps: int) -> Report:
     """All comparisons."""
     torch.set_num_threads(1)
     data = made_data()
     raw = plain(data)
-    comparisons = (
-        Comparison("every step", alone(data, 1), TARGET_STEPS_PER_S),
-        Comparison("every 4th", alone(data, 4), None),
-        Comparison("steered", steered(data), TARGET_STEPS_PER_S),
-    )
-    rows = [compare(each, raw, num_pairs=num_pairs, num_steps=num_steps) for each in comparisons]
-    sizes = {"num_workers": NUM_WORKERS, "local_batch_size": LOCAL_BATCH_SIZE}
-    return {"workload": WORKLOAD, **sizes, "num_steps": num_steps, "comparisons": rows}
-
-
-def show(result: dict[str, Any]) -> None:
-    """Print the table."""
-    print(
-        f"\n{result['workload']}, {result['num_workers']} workers x {result['local_batch_size']}, "
-        f"{result['num_steps']} steps a run; steps per second"
-    )
-    print(f"{'':<12}{'ours':>7}{'plain':>7}{'ours/CPU':>10}{'plain/CPU':>11}{'ratio':>7}  {'range':<12} target")
-    for row in result["comparisons"]:
-        spread = f"{row['ratio_min']:.2f}-{row['ratio_max']:.2f}"
-        target = "-" if row["target"] is None else f">= {row['target']:.0f} {'met' if row['met'] else 'MISSED'}"
-        print(
-            f"{row['name']:<12}{row['steps_per_s']:>7.0f}{row['plain_steps_per_s']:>7.0f}{row['steps_per_cpu_s']:>10.0f}"
-            f"{row['plain_steps_per_cpu_s']:>11.0f}{row['ratio']:>7.2f}  {spread:<12} {target}"
+    rows = [
+        compare(name, arm, raw, num_pairs=num_pairs, num_steps=num_steps) | {"target": target}
+        for name, arm, target in (
+            ("every step", alone(data, 1), TARGET_STEPS_PER_S),
+            ("every 4th", alone(data, 4), None),
+            ("steered", steered(data), TARGET_STEPS_PER_S),
         )
+    ]
+    title = f"{WORKLOAD}, {NUM_WORKERS} workers x {LOCAL_BATCH_SIZE}, {num_steps} steps a run; steps per second\n"
+    sizes = {"num_workers": NUM_WORKERS, "local_batch_size": LOCAL_BATCH_SIZE, "num_steps": num_steps}
+    targets = [
+        Target(name=f"{row['name']}, steps per CPU second", value=row["steps_per_cpu_s"], at_least=row["target"])
+        for row in rows
+        if row["target"]
+    ]
+    return Report({"workload": WORKLOAD, **sizes, "comparisons": rows}, title + table_of(rows), targets)
+
+
+def table_of(rows: list[dict[str, Any]]) -> str:
+    """The table."""
+    rates = ("steps_per_s", "plain_steps_per_s", "steps_per_cpu_s", "plain_steps_per_cpu_s")
+    cells = [
+        [
+            row["name"],
+            *(f"{row[rate]:.0f}" for rate in rates),
+            f"{row['ratio']:.2f}",
+            f"{row['ratio_min']:.2f}-{row['ratio_max']:.2f}",
+        ]
+        for row in rows
+    ]
+    return aligned(["", "ours", "plain", "ours/CPU", "plain/CPU", "ratio", "range"], cells)
 
 
 def main() -> int:
     """Run from the command line; exit code 1 when a target is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=7, help="pairs per comparison (default 7)")
-    parser.add_argument("--steps", type=int, default=500, help="steps per run (default 500)")
-    add_output_arguments(parser)
+    parser = benchmark_parser("virtual", __doc__)
+    parser.add_argument("--pairs", type=int, default=7, help="pairs per comparison (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=500, help="steps per run (default: %(default)s)")
     options = parser.parse_args()
     if options.pairs < 1 or options.steps < 1:
         parser.error("--pairs and --steps must be at least 1")
-    result = run(options.pairs, options.steps)
-    if options.json != "-":
-        show(result)
-    write_json(result, options.json)
-    missed = [row["name"] for row in result["comparisons"] if not row["met"]]
-    return exit_code("virtual", missed, options)
+    return run_benchmark("virtual", options, lambda: measure(options.pairs, options.steps))
 
 
 if __name__ == "__main__":

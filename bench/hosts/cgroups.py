@@ -3,6 +3,7 @@
 Where version 2 has the controller `cpu` they are the same. In a hybrid set-up the controller is with version 1.
 """
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,10 @@ PERIOD_US = 20_000
 """Short, so that a throttled process stands still for milliseconds, not for tenths of a second."""
 MIN_QUOTA_US = 1_000
 """The kernel takes no less."""
+
+REMOVAL_TIMEOUT_S = 20.0
+REMOVAL_PAUSE_S = 0.01
+"""Processes end, and cgroups become free, some time after they were told to; nothing tells when."""
 
 MOUNTINFO = Path("/proc/self/mountinfo")
 
@@ -120,6 +125,27 @@ def pids_below(directories: Iterable[Path]) -> set[int]:
     """All processes of some cgroups and of those below them."""
     files = [file for directory in directories for file in directory.rglob("cgroup.procs")]
     return {int(pid) for file in files for pid in _text(file).split()}
+
+
+def remove_cgroup(directory: Path) -> None:
+    """Remove a cgroup and those right below it, which become free some time after their last process was told to end.
+
+    Raises:
+        HostsError: when they are not free after `REMOVAL_TIMEOUT_S`.
+    """
+    deadline = time.monotonic() + REMOVAL_TIMEOUT_S
+    while directory.is_dir():
+        try:
+            for child in directory.iterdir():
+                if child.is_dir():
+                    child.rmdir()
+            directory.rmdir()
+        except FileNotFoundError:
+            continue
+        except OSError as error:  # busy: a process of it has not quite ended
+            if time.monotonic() > deadline:
+                raise HostsError(f"cannot remove the cgroup {directory}: {error}") from error
+            time.sleep(REMOVAL_PAUSE_S)
 
 
 def _text(file: Path) -> str:

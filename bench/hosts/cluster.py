@@ -22,7 +22,7 @@ NETWORK = IPv4Network("10.75.0.0/16")
 BRIDGE = "bridge"
 MAX_HOSTS = 1023
 """Ports of a bridge."""
-REMOVAL_TIMEOUT_S = 60.0
+JANITOR_TIMEOUT_S = 60.0
 REPOSITORY = Path(__file__).parents[2]
 """Where `python -m` finds the janitor, whatever the current directory of this process is."""
 
@@ -98,7 +98,7 @@ class Hosts(Sequence[Host]):
         with janitor:
             assert janitor.stdin is not None
             janitor.stdin.close()
-            if janitor.wait(REMOVAL_TIMEOUT_S):  # it was killed, or failed: what it left is left to us
+            if janitor.wait(JANITOR_TIMEOUT_S):  # it was killed, or failed: what it left is left to us
                 remove(self.name)
 
     def _start_janitor(self) -> subprocess.Popen[bytes]:

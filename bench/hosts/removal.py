@@ -7,15 +7,11 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
-from .cgroups import find_hierarchies, pids_below
+from .cgroups import REMOVAL_PAUSE_S, REMOVAL_TIMEOUT_S, find_hierarchies, pids_below, remove_cgroup
 from .errors import HostsError
 from .host import INTERFACE
 from .names import Name
 from .namespace import DIRECTORY, Namespace
-
-TIMEOUT_S = 20.0
-PAUSE_S = 0.01
-"""Processes end, and cgroups become free, some time after they were told to; nothing tells when."""
 
 
 def remove(name: Name) -> None:
@@ -27,7 +23,7 @@ def remove(name: Name) -> None:
     namespaces, directories = _namespaces(name), _directories(name)
     _end_processes(name, namespaces, directories)
     for directory in directories:
-        _remove_cgroup(directory)
+        remove_cgroup(directory)
     for namespace in namespaces:
         with contextlib.suppress(HostsError):  # the switch has none; a socket may keep a namespace, but no link
             namespace.ip("link", "delete", INTERFACE)
@@ -60,32 +56,16 @@ def _entries(directory: Path) -> list[Path]:
 
 def _end_processes(name: Name, namespaces: Collection[Namespace], directories: Collection[Path]) -> None:
     """Kill until none is left: some may have been about to begin others. The owner may be on the switch itself."""
-    deadline = time.monotonic() + TIMEOUT_S
+    deadline = time.monotonic() + REMOVAL_TIMEOUT_S
     while pids := _running(namespaces, directories) - {name.pid, os.getpid()}:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         if time.monotonic() > deadline:
             raise HostsError(f"{name}: processes {sorted(pids)} do not die: see their state in /proc/PID/status")
-        time.sleep(PAUSE_S)
+        time.sleep(REMOVAL_PAUSE_S)
 
 
 def _running(namespaces: Collection[Namespace], directories: Collection[Path]) -> set[int]:
     in_networks = {pid for namespace in namespaces for pid in namespace.pids()}
     return pids_below(directories) | in_networks
-
-
-def _remove_cgroup(directory: Path) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while directory.is_dir():
-        try:
-            for child in directory.iterdir():
-                if child.is_dir():
-                    child.rmdir()
-            directory.rmdir()
-        except FileNotFoundError:
-            continue
-        except OSError as error:  # busy: a process of it has not quite ended
-            if time.monotonic() > deadline:
-                raise HostsError(f"cannot remove the cgroup {directory}: {error}") from error
-            time.sleep(PAUSE_S)

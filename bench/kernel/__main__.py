@@ -11,138 +11,148 @@ memory     of the collector with and without the probe, of the process that comp
 reading    what the collector's own readings take.
 """
 
-import argparse
 import asyncio
 import contextlib
 import os
-import platform
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.kernel import arms, memory, reading, run_times
-from bench.kernel.endpoints import EndpointError, Endpoints, endpoints
+from bench.harness.command import BenchmarkError, Report, benchmark_parser, run_benchmark
+from bench.harness.targets import Target
+from bench.hosts import HostsError
+from bench.kernel.arms import OFF, ON, Switch, compare_arms
+from bench.kernel.endpoints import Endpoints, endpoints
+from bench.kernel.figure import MAX_NS_PER_RUN, draw
 from bench.kernel.groups import Groups, made_groups
+from bench.kernel.memory import measure_collector, measure_loader
 from bench.kernel.programs import Programs, others_attached
-from bench.kernel.tables import print_tables
-from bench.kernel.targets import judged
-from bench.kernel.training import JOBS, LARGE, training
-from bench.output import add_output_arguments, exit_code, write_json
+from bench.kernel.reading import measure_reading
+from bench.kernel.run_times import BULK, CONNECTIONS, ECHO, measure_loopback, measure_training
+from bench.kernel.tables import text_of
+from bench.kernel.training import LARGE, PACED, TRAINING, training
 
 from dynamix.collector.ebpf.cgroup import v2_mount
+from dynamix.collector.ebpf.program import INGRESS
 from dynamix.collector.errors import ProbeError
 
-CANNOT_RUN = 2
+MIN_GBIT_PER_S = 10.0
+MAX_BULK_PERCENT = 1.0
+MAX_TRAINING_PERCENT = 0.1
 _MOUNTINFO = Path("/proc/self/mountinfo")
 
 
-class Plan(NamedTuple):
+class KernelPlan(NamedTuple):
     """How much of everything."""
 
     timed_s: float
-    """Of each kind of traffic, while the kernel times the programs."""
+    """Duration of each kind of traffic while the kernel times the programs."""
     timed_steps: int
     num_rounds: int
     bulk_s: float
     short_s: float
-    """Of small messages and connections, of which there are many."""
+    """Duration of a block of small messages or connections, which are many."""
     block_steps: int
     num_starts: int
-    """Of collectors, with and without the probe."""
+    """Starts of collectors, with and without the probe."""
     num_readings: int
 
 
-FULL = Plan(3.0, 200, 24, 1.0, 0.5, 16, 3, 200)
-QUICK = Plan(0.1, 2, 2, 0.05, 0.05, 1, 1, 5)
+FULL = KernelPlan(3.0, 200, 24, 1.0, 0.5, 16, 3, 200)
+QUICK = KernelPlan(0.1, 2, 2, 0.05, 0.05, 1, 1, 5)
 
 
-def main() -> int:
-    """Measure, print, write; 1 when a target is missed, 2 where this machine or user cannot."""
-    options = _parser().parse_args()
-    plan = QUICK if options.quick else FULL
-    try:
-        summary = measure(_clean_mount(tolerant=options.no_targets), plan)
-    except (ProbeError, EndpointError, OSError) as error:
-        sys.stderr.write(f"kernel: {error}\n")
-        return CANNOT_RUN
-    if options.json != "-":
-        print_tables(summary)
-    write_json(summary, options.json)
-    if options.png:
-        from bench.kernel.figure import draw  # noqa: PLC0415 - matplotlib: only once it is needed
-
-        draw(summary, Path(options.png))
-    missed = [target["name"] for target in summary["targets"] if not target["met"]]
-    return exit_code("kernel", missed, options)
-
-
-def measure(mount: Path, plan: Plan) -> dict[str, Any]:
-    """All four parts, one after the other."""
-    loads, others = [os.getloadavg()[0]], [others_attached([mount])]
+def measure(mount: Path, plan: KernelPlan) -> Report:
+    """Measure all four parts, one after the other."""
+    others = [others_attached([mount])]
     with made_groups(mount) as groups, Programs(groups.empty) as programs:
         with endpoints(groups.busy) as ends:
-            times, compared = _of_loopback(programs, ends, groups, plan)
-            read = reading.of_probe(ends, groups, plan.num_readings)
-        trained, difference = _of_training(programs, groups, plan)
-        rows = [*times, *trained]
+            times, compared = _measure_loopback(programs, ends, groups, plan)
+            read = measure_reading(ends, groups, plan.num_readings)
+        trained, difference = _measure_training(programs, groups, plan)
         found = {
-            "collector_bytes": asyncio.run(memory.of_collector(groups.empty, plan.num_starts)),
-            "loader": memory.of_loader(),
+            "collector_bytes": asyncio.run(measure_collector(groups.empty, plan.num_starts)),
+            "loader": measure_loader(),
             "maps_bytes": programs.map_bytes(),
         }
-    return {
-        "kernel": platform.release(),
-        "num_processors": os.cpu_count(),
-        "load_average": [*loads, os.getloadavg()[0]],
+    rows = [*times, *trained]
+    figures = {
         "others_attached": [*others, others_attached([mount])],
         "run_times": rows,
         "arms": [*compared, difference],
         "memory": found,
         "reading": read,
-        "targets": judged(rows),
     }
+    return Report(figures, text_of(figures), targets_of(rows), draw=lambda path: draw(figures, path))
 
 
-def _of_loopback(programs: Programs, ends: Endpoints, groups: Groups, plan: Plan) -> tuple[list[Any], list[Any]]:
+def targets_of(rows: list[dict[str, Any]]) -> list[Target]:
+    """The targets, judged on the rows of `run_times`: bulk traffic, and the job of bench.overhead."""
+    by_name = {row["name"]: row for row in rows}
+    bulk, paced = by_name[BULK.name], by_name[PACED.name]
+    ns_per_run = bulk["programs"][INGRESS]["ns_per_run"]
+    return [
+        Target(name="ns of a run of cgroup_skb, bulk", value=ns_per_run, at_most=MAX_NS_PER_RUN),
+        Target(name="Gbit/s over loopback, bulk", value=bulk["gbit_per_s"], at_least=MIN_GBIT_PER_S),
+        Target(name="percent of the machine, bulk", value=bulk["machine_percent"], at_most=MAX_BULK_PERCENT),
+        Target(name="percent of the machine, DDP job", value=paced["machine_percent"], at_most=MAX_TRAINING_PERCENT),
+    ]
+
+
+def _switch(programs: Programs, groups: Groups) -> Switch:
+    """Enters an arm: the probe on the busy group, nowhere, or on the empty one."""
+
+    def enter(arm: str) -> contextlib.AbstractContextManager[None]:
+        if arm == OFF:
+            return contextlib.nullcontext()
+        return programs.attached(groups.busy if arm == ON else groups.empty)
+
+    return enter
+
+
+def _measure_loopback(
+    programs: Programs, ends: Endpoints, groups: Groups, plan: KernelPlan
+) -> tuple[list[Any], list[Any]]:
+    """Run times, and arms with new connections in each block, opened within the arm."""
     _say("run times under loopback traffic")
-    times = run_times.of_loopback(programs, ends, groups, plan.timed_s)
-    switch = arms.Arms(programs, groups)
+    times = measure_loopback(programs, ends, groups, plan.timed_s)
     compared = []
-    for workload, duration_s in (
-        (run_times.BULK, plan.bulk_s),
-        (run_times.ECHO, plan.short_s),
-        (run_times.CONNECTIONS, plan.short_s),
-    ):
-        _say(f"arms: {workload.name}")
-        compared.append(arms.of_loopback(switch, ends, workload, plan.num_rounds, duration_s))
+    for kind, duration_s in ((BULK, plan.bulk_s), (ECHO, plan.short_s), (CONNECTIONS, plan.short_s)):
+        _say(f"arms: {kind.name}")
+        block = partial(ends.block, kind, duration_s)
+        switch = _switch(programs, groups)
+        compared.append(compare_arms(switch, block, plan.num_rounds, name=kind.name, item=kind.item))
     return times, compared
 
 
-def _of_training(programs: Programs, groups: Groups, plan: Plan) -> tuple[list[Any], dict[str, Any]]:
+def _measure_training(programs: Programs, groups: Groups, plan: KernelPlan) -> tuple[list[Any], dict[str, Any]]:
+    """Run times, and arms that the same ranks go through; their sockets are opened under the probe."""
     _say("run times and arms in a gloo job")
     with contextlib.ExitStack() as stack:
         with programs.attached(groups.busy):  # so that the probe knows the sockets of the job
             ranks = stack.enter_context(training(groups.busy))
-        rows = [run_times.of_training(programs, ranks, job, groups, plan.timed_steps) for job in JOBS]
-        switch = arms.Arms(programs, groups)
-        return rows, arms.of_training(switch, ranks, LARGE, plan.num_rounds, plan.block_steps)
+        rows = [measure_training(programs, ranks, kind, groups, plan.timed_steps) for kind in TRAINING]
+        block = partial(ranks.block, LARGE, plan.block_steps)
+        arms = compare_arms(_switch(programs, groups), block, plan.num_rounds, name=LARGE.name, item="step")
+        return rows, arms
 
 
 def _clean_mount(*, tolerant: bool) -> Path:
     """Where version 2 is mounted, with nothing attached to it.
 
     Raises:
-        ProbeError: when this cannot be measured here.
+        BenchmarkError: when this cannot be measured here.
     """
     if os.geteuid() != 0:
-        raise ProbeError("only root may time programs, make control groups and look at what is attached: use sudo")
+        raise BenchmarkError("only root may time programs, make control groups and look at what is attached: use sudo")
     mount = v2_mount(_MOUNTINFO.read_text())
     if mount is None:
-        raise ProbeError("no control groups of version 2 are mounted: see `dynamix doctor`")
+        raise BenchmarkError("no control groups of version 2 are mounted: see `dynamix doctor`")
     if num := others_attached([mount]):
         complaint = f"{num} programs are attached to {mount} and would count in every arm: stop the collectors first"
         if not tolerant:
-            raise ProbeError(f"{complaint} (--no-targets measures all the same)")
+            raise BenchmarkError(f"{complaint} (--no-targets measures all the same)")
         _say(complaint)
     return mount
 
@@ -151,16 +161,20 @@ def _say(text: str) -> None:
     sys.stderr.write(f"kernel: {text}\n")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.kernel", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_output_arguments(parser)
-    parser.add_argument("--png", metavar="FILE", help="draw run times and arms")
+def main() -> int:
+    """Measure, print, write; 1 when a target is missed, 2 where this machine or user cannot."""
+    parser = benchmark_parser("kernel", __doc__, has_figure=True)
     parser.add_argument(
         "--quick", action="store_true", help="a little of everything: shows that it runs, judges nothing"
     )
-    return parser
+    options = parser.parse_args()
+    plan = QUICK if options.quick else FULL
+    return run_benchmark(
+        "kernel",
+        options,
+        lambda: measure(_clean_mount(tolerant=options.no_targets), plan),
+        cannot=(ProbeError, HostsError, OSError),
+    )
 
 
 if __name__ == "__main__":

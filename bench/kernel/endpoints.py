@@ -1,119 +1,82 @@
-"""The sending and the receiving process, in the control group that is measured, told what to do over pipes."""
+"""The sending and the receiving process, in the control group that is measured."""
 
 import contextlib
 import multiprocessing
+import os
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
+from multiprocessing.pool import AsyncResult, Pool
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from bench.harness.rounds import Timing
 from bench.kernel.groups import join
-from bench.kernel.traffic import Done, Receiver, Sender, Workload
+from bench.kernel.traffic import Receiver, Sender, SideTiming, TrafficKind
+
+from dynamix.runtime.worker_process import begin
 
 REPLY_TIMEOUT_S = 60.0
 
-
-class EndpointError(RuntimeError):
-    """A process of the benchmark failed; its traceback is above."""
-
-
-class Block(NamedTuple):
-    """Some traffic, and what it took."""
-
-    num_items: float
-    num_bytes: int
-    wall_s: float
-    cpu_s: float
-    """Of both processes."""
+_sides: list[Receiver | Sender] = []
+"""In a process of its own: its side of the traffic."""
 
 
 class Endpoints:
-    """Both processes: `with endpoints(...)`."""
+    """Both processes: `with endpoints(...)`. An error in one of them is raised here."""
 
-    def __init__(self, receiver: "_Remote", sender: "_Remote") -> None:
+    def __init__(self, receiver: Pool, sender: Pool) -> None:
         self._receiver, self._sender = receiver, sender
 
-    def open(self, workload: Workload) -> list[int]:
+    def open(self, kind: TrafficKind) -> list[int]:
         """Connect; the cookies of all sockets."""
-        port = self._receiver.call("listen", workload)
-        cookies: list[int] = self._sender.call("connect", workload, port)
-        return cookies + list(self._receiver.call("accept"))
+        port = _ask(self._receiver, "listen", kind).get(REPLY_TIMEOUT_S)
+        cookies: list[int] = _ask(self._sender, "connect", kind, port).get(REPLY_TIMEOUT_S)
+        return cookies + list(_ask(self._receiver, "accept").get(REPLY_TIMEOUT_S))
 
-    def run(self, workload: Workload, duration_s: float) -> Block:
-        """Send for so long over what is open, and close it."""
-        self._receiver.ask("run", duration_s)
-        sent: Done = self._sender.call("run", duration_s)
-        received: Done = self._receiver.answer()
+    def run(self, kind: TrafficKind, duration_s: float) -> Timing:
+        """Send for so long over what is open, and close it; CPU time is of both processes."""
+        sides = [_ask(side, "run", duration_s) for side in (self._receiver, self._sender)]
+        received, sent = (side.get(REPLY_TIMEOUT_S) for side in sides)
         self.close()
-        return _block(workload, sent, received)
+        return _timing(kind, sent, received)
 
     def close(self) -> None:
         """Close whatever is open."""
-        self._sender.call("close")
-        self._receiver.call("close")
+        for side in (self._sender, self._receiver):
+            _ask(side, "close").get(REPLY_TIMEOUT_S)
 
-    def block(self, workload: Workload, duration_s: float) -> Block:
+    def block(self, kind: TrafficKind, duration_s: float) -> Timing:
         """Connect, send, close."""
-        self.open(workload)
-        return self.run(workload, duration_s)
+        self.open(kind)
+        return self.run(kind, duration_s)
 
 
 @contextlib.contextmanager
 def endpoints(group: Path) -> Iterator[Endpoints]:
     """Both processes, which end with the context."""
-    with _started(Receiver, group) as receiver, _started(Sender, group) as sender:
+    context = multiprocessing.get_context("spawn")
+    with contextlib.ExitStack() as stack:
+        receiver, sender = (
+            stack.enter_context(context.Pool(1, _begin_side, (side, group, os.getpid()))) for side in (Receiver, Sender)
+        )
         yield Endpoints(receiver, sender)
 
 
-def _block(workload: Workload, sent: Done, received: Done) -> Block:
-    arrived = received if workload.kind in ("stream", "datagram") else sent
-    items = arrived.num_bytes / workload.item_bytes if workload.item_bytes else arrived.num_messages
-    wall_s = received.wall_s if workload.kind == "stream" else sent.wall_s
-    return Block(items, arrived.num_bytes, wall_s, sent.cpu_s + received.cpu_s)
+def _timing(kind: TrafficKind, sent: SideTiming, received: SideTiming) -> Timing:
+    arrived = received if kind.way in ("stream", "datagram") else sent
+    items = arrived.num_bytes / kind.item_bytes if kind.item_bytes else arrived.num_messages
+    wall_s = received.wall_s if kind.way == "stream" else sent.wall_s
+    return Timing(wall_s, sent.cpu_s + received.cpu_s, items, arrived.num_bytes)
 
 
-class _Remote:
-    """An object in another process."""
-
-    def __init__(self, pipe: Connection) -> None:
-        self._pipe = pipe
-
-    def ask(self, method: str, *arguments: object) -> None:
-        self._pipe.send((method, arguments))
-
-    def answer(self) -> Any:
-        try:
-            if self._pipe.poll(REPLY_TIMEOUT_S):
-                return self._pipe.recv()
-        except EOFError:
-            pass
-        raise EndpointError("a process that sends or receives has failed: see above")
-
-    def call(self, method: str, *arguments: object) -> Any:
-        self.ask(method, *arguments)
-        return self.answer()
+def _ask(process: Pool, method: str, *arguments: object) -> "AsyncResult[Any]":
+    return process.apply_async(_do, (method, *arguments))
 
 
-@contextlib.contextmanager
-def _started(kind: type[Receiver] | type[Sender], group: Path) -> Iterator[_Remote]:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(kind, group, theirs), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        yield _Remote(ours)
-    finally:
-        ours.close()
-        process.terminate()
-        process.join()
-
-
-def _serve(kind: type[Receiver] | type[Sender], group: Path, pipe: Connection) -> None:
-    """Do as told until nobody is there to tell."""
+def _begin_side(side: type[Receiver] | type[Sender], group: Path, parent: int) -> None:
+    begin(parent)
     join(group)
-    side = kind()
-    with contextlib.suppress(EOFError), pipe:
-        while True:
-            method, arguments = pipe.recv()
-            pipe.send(getattr(side, method)(*arguments))
+    _sides.append(side())
+
+
+def _do(method: str, *arguments: object) -> Any:
+    return getattr(_sides[0], method)(*arguments)

@@ -3,25 +3,26 @@
 from pathlib import Path
 from typing import Any
 
-from bench.kernel.targets import MAX_NS_PER_RUN
+from bench.harness.figure import save
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dynamix.collector.ebpf.program import INGRESS
 
 CLOCK = "CPU time"
+MAX_NS_PER_RUN = 200.0
+"""The target of a run of cgroup_skb."""
 
 
-def draw(summary: dict[str, Any], path: Path) -> None:
+def draw(figures: dict[str, Any], path: Path) -> None:
     """Write a PNG."""
-    comparisons = summary["arms"]
+    comparisons = figures["arms"]
     figure = Figure(figsize=(6 + 3 * len(comparisons), 4.5), layout="constrained")
     grid = figure.add_gridspec(1, 2 + len(comparisons))
-    _run_times(figure.add_subplot(grid[0, :2]), summary["run_times"])
+    _run_times(figure.add_subplot(grid[0, :2]), figures["run_times"])
     for column, comparison in enumerate(comparisons, start=2):
         _arms(figure.add_subplot(grid[0, column]), comparison)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    save(figure, path)
 
 
 def _run_times(axes: Axes, rows: list[dict[str, Any]]) -> None:

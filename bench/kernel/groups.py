@@ -2,13 +2,13 @@
 
 import contextlib
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from bench.hosts.cgroups import remove_cgroup
+
 PREFIX = "dynamix-bench-"
-EMPTIES_WITHIN_S = 5.0
 
 
 class Groups(NamedTuple):
@@ -25,31 +25,17 @@ def made_groups(mount: Path) -> Iterator[Groups]:
     """Both, below the mount of version 2, with what killed benchmarks left removed; the processes must end before."""
     for old in mount.glob(f"{PREFIX}*"):
         if not Path("/proc", old.name.removeprefix(PREFIX)).exists():
-            _remove(old)
+            remove_cgroup(old)
     top = mount / f"{PREFIX}{os.getpid()}"
     groups = Groups(top / "busy", top / "empty")
-    for directory in (top, *groups):
-        directory.mkdir()
+    for directory in groups:
+        directory.mkdir(parents=True)
     try:
         yield groups
     finally:
-        _remove(top)
+        remove_cgroup(top)
 
 
 def join(group: Path) -> None:
     """Move this process there; its sockets belong to the group in which they were opened."""
     (group / "cgroup.procs").write_text(str(os.getpid()))
-
-
-def _remove(top: Path) -> None:
-    """Processes that were waited for may take the kernel a moment longer."""
-    deadline_s = time.monotonic() + EMPTIES_WITHIN_S
-    for directory in (*(path for path in top.iterdir() if path.is_dir()), top):
-        while True:
-            try:
-                directory.rmdir()
-                break
-            except OSError:
-                if time.monotonic() > deadline_s:
-                    raise
-                time.sleep(0.01)

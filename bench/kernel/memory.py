@@ -8,31 +8,25 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bench.harness.broker import broker_with_bus
+
 from dynamix.cli.services import ServiceProcess, bus_environment, wait_until_ready
 from dynamix.collector.ebpf.program import MAPS, PROGRAMS
 from dynamix.collector.proc import Proc
 from dynamix.runtime.bus import Bus
-from dynamix.runtime.embedded import EmbeddedServer
-from dynamix.runtime.provision import provision
 
 PROBES = ("tcp_info", "ebpf")
 LOADER = "dynamix.collector.ebpf.loader"
 
 
-async def of_collector(group: Path, num_starts: int) -> dict[str, list[int]]:
+async def measure_collector(group: Path, num_starts: int) -> dict[str, list[int]]:
     """Resident bytes of collectors that have just become ready, by probe, in turn."""
     found: dict[str, list[int]] = {probe: [] for probe in PROBES}
-    async with EmbeddedServer() as server:
-        bus = await Bus.connect(server.settings, name="bench")
-        try:
-            await provision(bus)
-            environ = {**bus_environment(server.settings), "DYNAMIX_NODE": "bench"}
-            for _ in range(num_starts):
-                for probe in PROBES:
-                    own = {"DYNAMIX_COLLECTOR_PROBE": probe, "DYNAMIX_COLLECTOR_CGROUP": str(group)}
-                    found[probe].append(await _resident_bytes(bus, {**environ, **own}))
-        finally:
-            await bus.close()
+    async with broker_with_bus("bench") as (server, bus):
+        environ = {**bus_environment(server.settings), "DYNAMIX_NODE": "bench"}
+        for probe in PROBES * num_starts:
+            own = {"DYNAMIX_COLLECTOR_PROBE": probe, "DYNAMIX_COLLECTOR_CGROUP": str(group)}
+            found[probe].append(await _resident_bytes(bus, {**environ, **own}))
     return found
 
 
@@ -46,7 +40,7 @@ async def _resident_bytes(bus: Bus, environ: dict[str, str]) -> int:
         collector.stop()
 
 
-def of_loader() -> dict[str, Any]:
+def measure_loader() -> dict[str, Any]:
     """Peak and lifetime of the process that compiles and loads the programs."""
     ours, theirs = socket.socketpair()
     with ours, theirs:

@@ -6,23 +6,26 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+import numpy as np
 from bench.kernel.endpoints import Endpoints
 from bench.kernel.groups import Groups
-from bench.kernel.traffic import Workload
+from bench.kernel.traffic import TrafficKind
+from bench.messages.nodes import job_of, node_window
 
 from dynamix.collector.ebpf.probe import SocketProbe
 from dynamix.collector.ebpf.traffic import SocketTraffic
-from dynamix.schemas.messages import JobTotals, RankRow, Report
+from dynamix.schemas.messages import Report
 
 NUM_RANKS = 8
 SOCKETS_PER_RANK = (3, 127)
 """A small ring or tree, and a mesh of 128 ranks."""
 
 
-def of_probe(ends: Endpoints, groups: Groups, num_repeats: int) -> dict[str, Any]:
-    """Medians, with sockets that are open and known; both ends of each connection are somebody's."""
+def measure_reading(ends: Endpoints, groups: Groups, num_repeats: int) -> dict[str, Any]:
+    """Medians, with sockets that are open and known; both ends of each connection belong to a rank."""
     num_pairs = NUM_RANKS * max(SOCKETS_PER_RANK) // 2
-    held = Workload("held open", "stream", num_pairs, 1, "socket", 0)
+    held = TrafficKind("held open", "stream", num_pairs, 1, "socket", 0)
     with SocketProbe(groups.busy) as probe:
         cookies = ends.open(held)
         try:
@@ -63,46 +66,11 @@ def _window(probe: SocketProbe, cookies: Sequence[int], num_sockets: int, num_re
 
 
 def _report(window: int, cookies: Sequence[tuple[int, ...]]) -> Report:
-    """A node's report that names these sockets; what is not read of it is made up."""
-    rows = tuple(
-        RankRow(
-            rank=rank,
-            local_rank=rank,
-            pid=1,
-            pid_start_ticks=0,
-            pid_namespace=0,
-            uid=os.getuid(),
-            local_batch_size=32,
-            pending_local_batch_size=32,
-            num_samples=32,
-            loss_sum=1.0,
-            num_correct=1.0,
-            data_time_s=0.0,
-            compute_time_s=0.0,
-            sync_time_s=0.0,
-            update_time_s=0.0,
-            cookies=named,
-        )
-        for rank, named in enumerate(cookies)
-    )
-    totals = JobTotals(
-        window=window,
-        num_steps=1,
-        num_samples=32 * len(rows),
-        global_batch_size=32 * len(rows),
-        loss_sum=1.0,
-        num_correct=1.0,
-        time_s=1.0,
-    )
-    return Report(
-        job="bench",
-        generation=0,
-        window=window,
-        node="bench",
-        optimizer_family="sgd",
-        first_step=window,
-        epoch=0,
-        samples_seen=0,
-        rows=rows,
-        totals=totals,
-    )
+    """A node's report that names these sockets."""
+    job = job_of("bench", NUM_RANKS, "static")
+    report = node_window(job, job.nodes[0], np.random.default_rng(0)).at(window).report
+    rows = [
+        msgspec.structs.replace(row, cookies=named, uid=os.getuid())
+        for row, named in zip(report.rows, cookies, strict=True)
+    ]
+    return msgspec.structs.replace(report, rows=tuple(rows))

@@ -4,46 +4,49 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from bench.harness.rounds import Timing
 from bench.kernel import bpf
-from bench.kernel.endpoints import Block, Endpoints
+from bench.kernel.endpoints import Endpoints
 from bench.kernel.groups import Groups
 from bench.kernel.programs import Programs, RunTime, since
-from bench.kernel.traffic import Workload
-from bench.kernel.training import Job, Training
+from bench.kernel.traffic import TrafficKind
+from bench.kernel.training import Training, TrainingKind
 
 from dynamix.collector.ebpf.program import INGRESS, SOCKETS
 
 GBIT = 1e9 / 8
-BULK = Workload("bulk", "stream", 4, 1 << 17, "Gbit", GBIT)
-SHORT = Workload("segments of 536 bytes", "stream", 4, 1 << 17, "Gbit", GBIT, max_segment_bytes=536)
-ECHO = Workload("64 bytes to and fro", "echo", 2, 64, "message", 0)
-DATAGRAMS = Workload("UDP datagrams", "datagram", 1, 1400, "Gbit", GBIT)
-CONNECTIONS = Workload("connections", "connection", 2, 1, "connection", 0)
-WORKLOADS = (BULK, SHORT, ECHO, CONNECTIONS, DATAGRAMS)
+BULK = TrafficKind("bulk", "stream", 4, 1 << 17, "Gbit", GBIT)
+SHORT = TrafficKind("segments of 536 bytes", "stream", 4, 1 << 17, "Gbit", GBIT, max_segment_bytes=536)
+ECHO = TrafficKind("64 bytes to and fro", "echo", 2, 64, "message", 0)
+DATAGRAMS = TrafficKind("UDP datagrams", "datagram", 1, 1400, "Gbit", GBIT)
+CONNECTIONS = TrafficKind("connections", "connection", 2, 1, "connection", 0)
+TRAFFIC = (BULK, SHORT, ECHO, CONNECTIONS, DATAGRAMS)
 UNKNOWN = "bulk, sockets older than the probe"
 
 
-def of_loopback(programs: Programs, ends: Endpoints, groups: Groups, duration_s: float) -> list[dict[str, Any]]:
+def measure_loopback(programs: Programs, ends: Endpoints, groups: Groups, duration_s: float) -> list[dict[str, Any]]:
     """A row for each kind of traffic, and for sockets that the probe does not know."""
 
-    def row(workload: Workload) -> dict[str, Any]:
+    def row(kind: TrafficKind) -> dict[str, Any]:
         with programs.measured(groups.busy):
-            return _row(programs, workload.name, workload.item, lambda: ends.block(workload, duration_s))
+            return _row(programs, kind.name, kind.item, lambda: ends.block(kind, duration_s))
 
-    rows = [row(workload) for workload in WORKLOADS]
+    rows = [row(kind) for kind in TRAFFIC]
     ends.open(BULK)
     with programs.measured(groups.busy):
         rows.append(_row(programs, UNKNOWN, BULK.item, lambda: ends.run(BULK, duration_s)))
     return rows
 
 
-def of_training(programs: Programs, ranks: Training, job: Job, groups: Groups, num_steps: int) -> dict[str, Any]:
+def measure_training(
+    programs: Programs, ranks: Training, kind: TrainingKind, groups: Groups, num_steps: int
+) -> dict[str, Any]:
     """The row of a job whose sockets the probe knows."""
     with programs.measured(groups.busy):
-        return _row(programs, job.name, "step", lambda: ranks.block(job, num_steps))
+        return _row(programs, kind.name, "step", lambda: ranks.block(kind, num_steps))
 
 
-def _row(programs: Programs, name: str, item: str, traffic: Callable[[], Block]) -> dict[str, Any]:
+def _row(programs: Programs, name: str, item: str, traffic: Callable[[], Timing]) -> dict[str, Any]:
     before = programs.run_times()
     block = traffic()
     ran = since(before, programs.run_times())

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Literal, NamedTuple
 
-Kind = Literal["stream", "echo", "datagram", "connection"]
+Way = Literal["stream", "echo", "datagram", "connection"]
 
 SO_COOKIE = 57
 QUIET_S = 0.3
@@ -19,11 +19,11 @@ _LAST, _ANOTHER = b"\0", b"\1"
 CONNECT_TIMEOUT_S = 20.0
 
 
-class Workload(NamedTuple):
+class TrafficKind(NamedTuple):
     """One kind of traffic."""
 
     name: str
-    kind: Kind
+    way: Way
     num_streams: int
     chunk_bytes: int
     item: str
@@ -33,14 +33,14 @@ class Workload(NamedTuple):
     max_segment_bytes: int | None = None
 
 
-class Done(NamedTuple):
+class SideTiming(NamedTuple):
     """What one process did in a block."""
 
     num_bytes: int
     num_messages: int
     wall_s: float
     cpu_s: float
-    """Of the process; what the kernel does for it on loopback is charged to it, nearly all."""
+    """CPU time of the process; what the kernel does for it on loopback is charged to it, nearly all."""
 
 
 Work = Callable[[socket.socket], tuple[int, int]]
@@ -51,39 +51,39 @@ class Receiver:
     """The side that listens."""
 
     def __init__(self) -> None:
-        self._workload: Workload | None = None
+        self._kind: TrafficKind | None = None
         self._sockets: list[socket.socket] = []
 
-    def listen(self, workload: Workload) -> int:
+    def listen(self, kind: TrafficKind) -> int:
         """Open the port to which the sender shall connect."""
-        self._workload = workload
-        datagrams = workload.kind == "datagram"
+        self._kind = kind
+        datagrams = kind.way == "datagram"
         listening = socket.socket(socket.AF_INET, socket.SOCK_DGRAM if datagrams else socket.SOCK_STREAM)
         self._sockets = [listening]
-        _limit_segments(listening, workload)
-        listening.bind(("0.0.0.0" if workload.kind == "connection" else "127.0.0.1", 0))
+        _limit_segments(listening, kind)
+        listening.bind(("0.0.0.0" if kind.way == "connection" else "127.0.0.1", 0))
         if not datagrams:
             listening.listen(1024)
         return int(listening.getsockname()[1])
 
     def accept(self) -> list[int]:
         """Take the sender's connections; their cookies."""
-        assert self._workload is not None, "listen first"
-        if self._workload.kind in ("stream", "echo"):
+        assert self._kind is not None, "listen first"
+        if self._kind.way in ("stream", "echo"):
             listening = self._sockets.pop()
             with listening:
-                self._sockets = [listening.accept()[0] for _ in range(self._workload.num_streams)]
+                self._sockets = [listening.accept()[0] for _ in range(self._kind.num_streams)]
         return [cookie(end) for end in self._sockets]
 
-    def run(self, duration_s: float) -> Done:
+    def run(self, duration_s: float) -> SideTiming:
         """Receive until the sender ends; it knows for how long."""
         del duration_s
-        assert self._workload is not None, "listen first"
-        works: dict[Kind, Work] = {"stream": _drain, "echo": _echo, "datagram": _drain_datagrams, "connection": _serve}
+        assert self._kind is not None, "listen first"
+        works: dict[Way, Work] = {"stream": _drain, "echo": _echo, "datagram": _drain_datagrams, "connection": _serve}
         ends = self._sockets
-        if self._workload.kind == "connection":
-            ends = ends * self._workload.num_streams
-        return _timed([partial(works[self._workload.kind], end) for end in ends])
+        if self._kind.way == "connection":
+            ends = ends * self._kind.num_streams
+        return _timed([partial(works[self._kind.way], end) for end in ends])
 
     def close(self) -> None:
         """Close whatever is open."""
@@ -94,26 +94,26 @@ class Sender:
     """The side that connects."""
 
     def __init__(self) -> None:
-        self._workload: Workload | None = None
+        self._kind: TrafficKind | None = None
         self._port = 0
         self._sockets: list[socket.socket] = []
 
-    def connect(self, workload: Workload, port: int) -> list[int]:
+    def connect(self, kind: TrafficKind, port: int) -> list[int]:
         """Open the sockets; their cookies. Those that only exist to be opened and closed come later."""
-        self._workload, self._port = workload, port
-        if workload.kind != "connection":
-            self._sockets = [_connected(workload, port) for _ in range(workload.num_streams)]
+        self._kind, self._port = kind, port
+        if kind.way != "connection":
+            self._sockets = [_connected(kind, port) for _ in range(kind.num_streams)]
         return [cookie(end) for end in self._sockets]
 
-    def run(self, duration_s: float) -> Done:
+    def run(self, duration_s: float) -> SideTiming:
         """Send for so long."""
-        assert self._workload is not None, "connect first"
-        workload, until_s = self._workload, time.monotonic() + duration_s
-        if workload.kind == "connection":
-            starts = range(workload.num_streams)
+        assert self._kind is not None, "connect first"
+        kind, until_s = self._kind, time.monotonic() + duration_s
+        if kind.way == "connection":
+            starts = range(kind.num_streams)
             return _timed([partial(_open_and_close, self._port, start, until_s) for start in starts])
-        chunk = bytes(workload.chunk_bytes)
-        work = _exchange if workload.kind == "echo" else _send
+        chunk = bytes(kind.chunk_bytes)
+        work = _exchange if kind.way == "echo" else _send
         return _timed([partial(work, end, chunk, until_s) for end in self._sockets])
 
     def close(self) -> None:
@@ -127,29 +127,28 @@ def cookie(end: socket.socket) -> int:
     return int(number)
 
 
-def _connected(workload: Workload, port: int) -> socket.socket:
-    kind = socket.SOCK_DGRAM if workload.kind == "datagram" else socket.SOCK_STREAM
-    end = socket.socket(socket.AF_INET, kind)
-    _limit_segments(end, workload)
+def _connected(kind: TrafficKind, port: int) -> socket.socket:
+    end = socket.socket(socket.AF_INET, socket.SOCK_DGRAM if kind.way == "datagram" else socket.SOCK_STREAM)
+    _limit_segments(end, kind)
     end.connect(("127.0.0.1", port))
-    if workload.kind == "echo":
+    if kind.way == "echo":
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return end
 
 
-def _limit_segments(end: socket.socket, workload: Workload) -> None:
-    if workload.max_segment_bytes is not None:
-        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, workload.max_segment_bytes)
+def _limit_segments(end: socket.socket, kind: TrafficKind) -> None:
+    if kind.max_segment_bytes is not None:
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, kind.max_segment_bytes)
 
 
-def _timed(calls: Sequence[Callable[[], tuple[int, int]]]) -> Done:
+def _timed(calls: Sequence[Callable[[], tuple[int, int]]]) -> SideTiming:
     """A thread for each; sending and receiving let go of the interpreter."""
     cpu_s, start_s = _cpu_s(), time.perf_counter()
     with ThreadPoolExecutor(len(calls)) as pool:
         done = [future.result() for future in [pool.submit(call) for call in calls]]
     wall_s = time.perf_counter() - start_s
     num_bytes, num_messages = (sum(column) for column in zip(*done, strict=True))
-    return Done(num_bytes, num_messages, wall_s, _cpu_s() - cpu_s)
+    return SideTiming(num_bytes, num_messages, wall_s, _cpu_s() - cpu_s)
 
 
 def _cpu_s() -> float:

@@ -4,13 +4,13 @@ import contextlib
 import multiprocessing
 import os
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
-from bench.kernel.endpoints import Block, EndpointError
+from bench.harness.command import BenchmarkError
+from bench.harness.rounds import Timed, Timing
 from bench.kernel.groups import join
 
 NUM_RANKS = 4
@@ -18,7 +18,7 @@ WARM_UP_STEPS = 5
 BLOCK_TIMEOUT_S = 120.0
 
 
-class Job(NamedTuple):
+class TrainingKind(NamedTuple):
     """One way to train; the models and steps are those of bench.overhead, without a session."""
 
     name: str
@@ -27,10 +27,10 @@ class Job(NamedTuple):
     """Slept in each step."""
 
 
-PACED = Job("DDP, steps of about 50 ms", "small", 0.04)
-UNPACED = Job("DDP, as fast as it goes", "small", 0.0)
-LARGE = Job("DDP, as fast as it goes, 0.4 M parameters", "large", 0.0)
-JOBS = (PACED, UNPACED, LARGE)
+PACED = TrainingKind("DDP, steps of about 50 ms", "small", 0.04)
+UNPACED = TrainingKind("DDP, as fast as it goes", "small", 0.0)
+LARGE = TrainingKind("DDP, as fast as it goes, 0.4 M parameters", "large", 0.0)
+TRAINING = (PACED, UNPACED, LARGE)
 
 
 class Training:
@@ -39,23 +39,23 @@ class Training:
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
 
-    def block(self, job: Job, num_steps: int) -> Block:
+    def block(self, kind: TrainingKind, num_steps: int) -> Timing:
         """Train so many steps; CPU time is of all ranks."""
-        self._pipe.send((JOBS.index(job), num_steps))
+        self._pipe.send((TRAINING.index(kind), num_steps))
         try:
             if self._pipe.poll(BLOCK_TIMEOUT_S):
-                wall_s, cpu_s = self._pipe.recv()
-                return Block(num_steps, 0, wall_s, cpu_s)
+                timing: Timing = self._pipe.recv()
+                return timing
         except EOFError:
             pass
-        raise EndpointError("the training job has failed: see above")
+        raise BenchmarkError("the training job has failed: see above")
 
 
 @contextlib.contextmanager
 def training(group: Path) -> Iterator[Training]:
     """Ranks that have trained a few steps of each job; their sockets are opened here, so attach before."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["bench.overhead", "torch._dynamo"])  # imported once, not by each rank
+    context.set_forkserver_preload(["bench.overhead.training", "torch._dynamo"])  # imported once, not by each rank
     with tempfile.TemporaryDirectory(prefix="dynamix-kernel-") as directory, contextlib.ExitStack() as stack:
         ours, theirs = context.Pipe()
         stack.callback(ours.close)
@@ -67,24 +67,23 @@ def training(group: Path) -> Iterator[Training]:
             stack.callback(process.terminate)
         theirs.close()
         ranks = Training(ours)
-        for job in JOBS:
-            ranks.block(job, WARM_UP_STEPS)
+        for kind in TRAINING:
+            ranks.block(kind, WARM_UP_STEPS)
         yield ranks
 
 
 def _run_rank(rank: int, group: Path, directory: str, pipe: Connection | None) -> None:
-    """Train as rank 0 is told, again and again, until nobody is there to tell."""
+    """Train as rank 0 is told, block after block, until the benchmark has ended."""
     import torch  # noqa: PLC0415 - seconds; only ranks pay them
     import torch.distributed as dist  # noqa: PLC0415 - the same
-    from bench.overhead import HIDDEN, plain_arm  # noqa: PLC0415 - the same
-    from torch.utils.data import TensorDataset  # noqa: PLC0415 - the same
+    from bench.overhead.training import HIDDEN, made_data, plain_arm  # noqa: PLC0415 - the same
 
     join(group)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=NUM_RANKS)
-    data = TensorDataset(torch.randn(20_000, 1, 28, 28), torch.randint(0, 10, (20_000,)))
-    steps = [plain_arm(data, HIDDEN[job.model], job.pause_s) for job in JOBS]
+    data = made_data()
+    steps = [plain_arm(data, HIDDEN[kind.model], kind.pause_s) for kind in TRAINING]
     while True:
         told = torch.tensor([0, 0] if pipe is None else _told(pipe))
         dist.broadcast(told, src=0)
@@ -92,23 +91,18 @@ def _run_rank(rank: int, group: Path, directory: str, pipe: Connection | None) -
         if not num_steps:
             break
         dist.barrier()
-        wall_s, own_cpu_s = _timed(steps[which], num_steps)
-        cpu_s = torch.tensor([own_cpu_s], dtype=torch.float64)
+        with Timed(num_steps) as done:
+            for _ in range(num_steps):
+                steps[which]()
+        cpu_s = torch.tensor([done.timing.cpu_s], dtype=torch.float64)
         dist.all_reduce(cpu_s)
         if pipe is not None:
-            pipe.send((wall_s, cpu_s.item()))
+            pipe.send(done.timing._replace(cpu_s=cpu_s.item()))
     dist.destroy_process_group()
 
 
-def _timed(step: Callable[[], None], num_steps: int) -> tuple[float, float]:
-    wall, cpu = time.perf_counter(), time.process_time()
-    for _ in range(num_steps):
-        step()
-    return time.perf_counter() - wall, time.process_time() - cpu
-
-
 def _told(pipe: Connection) -> tuple[int, int]:
-    """Which job and how many steps; none when nobody is there to tell."""
+    """Which job and how many steps; none when the benchmark has ended."""
     try:
         which, num_steps = pipe.recv()
     except EOFError:

@@ -13,7 +13,8 @@ import msgspec
 import nats
 import numpy as np
 import uvloop
-from bench.scale.load import Load, Parcel, job_of, parcel
+from bench.messages.load import Load, Parcel, parcel
+from bench.messages.nodes import job_of
 from bench.scale.plan import Plan
 from nats.aio.client import Client
 

@@ -1,10 +1,10 @@
 """What one measurement of scale runs: how many workers in how many jobs, how fast, for how long."""
 
 import msgspec
+from bench.messages.nodes import RANKS_PER_NODE
 
 from dynamix.schemas.fields import MAX_RANKS
 
-RANKS_PER_NODE = 8
 WARM_UP_WINDOWS = 5
 """Of each job, before those that are judged: the first ones import, compile checkers and fill caches."""
 MEMORY_WARM_UP_S = 300.0

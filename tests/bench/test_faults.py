@@ -1,12 +1,14 @@
 from pathlib import Path
 
-from bench.faults import Outcome, summed
+from bench.faults import FaultOutcome, summed
 from tests.support.benches import run_bench
 
 
 def test_rounds_are_summed_and_times_are_the_worst() -> None:
-    once = Outcome("kills", True, 3.5, {"kills": "30", "worst_takeover_s": "0.25", "decided_exactly_once": "300/300"})
-    again = Outcome("kills", False, 2.0, {"kills": "31", "worst_takeover_s": "0.5", "decided_exactly_once": "299/300"})
+    once_counted = {"kills": "30", "worst_takeover_s": "0.25", "decided_exactly_once": "300/300"}
+    once = FaultOutcome("kills", True, 3.5, once_counted)
+    again_counted = {"kills": "31", "worst_takeover_s": "0.5", "decided_exactly_once": "299/300"}
+    again = FaultOutcome("kills", False, 2.0, again_counted)
     assert summed([[once], [again]]) == [
         {
             "name": "kills",

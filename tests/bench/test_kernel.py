@@ -1,16 +1,17 @@
 """bench.kernel as a user runs it, and what it makes of its figures."""
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from bench.harness.rounds import Timing
 from bench.kernel import __main__ as bench
-from bench.kernel.arms import ARMS, Arms, of_loopback
-from bench.kernel.endpoints import Block
+from bench.kernel.arms import ARMS, compare_arms
 from bench.kernel.groups import made_groups
-from bench.kernel.run_times import BULK, CONNECTIONS, DATAGRAMS, UNKNOWN, WORKLOADS
-from bench.kernel.targets import judged
-from bench.kernel.training import JOBS, PACED
+from bench.kernel.run_times import BULK, CONNECTIONS, DATAGRAMS, TRAFFIC, UNKNOWN
+from bench.kernel.training import PACED, TRAINING
 from tests.support.benches import run_bench
 
 from dynamix.collector.ebpf.cgroup import v2_mount
@@ -30,7 +31,7 @@ def test_it_measures_all_that_the_probe_costs_and_leaves_nothing(tmp_path: Path)
     assert png.stat().st_size > 0
 
     rows = {row["name"]: row for row in result["run_times"]}
-    assert list(rows) == [*(workload.name for workload in WORKLOADS), UNKNOWN, *(job.name for job in JOBS)]
+    assert list(rows) == [*(kind.name for kind in TRAFFIC), UNKNOWN, *(kind.name for kind in TRAINING)]
     for row in rows.values():
         assert row["items_per_s"] > 0
         assert row["programs"][INGRESS]["ns_per_run"] > 0
@@ -74,41 +75,20 @@ def test_without_root_it_says_what_it_needs(
     assert "kernel: only root may" in capsys.readouterr().err
 
 
-class Switch(Arms):
-    """Remembers the arm instead of entering it."""
-
-    def __init__(self) -> None:
-        self.arm = ""
-
-    def entered(self, arm: str) -> "Switch":  # type: ignore[override]
-        self.arm = arm
-        return self
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
-class Ends:
-    """Traffic that is slower by a known part in one arm."""
-
-    def __init__(self, switch: Switch) -> None:
-        self._switch = switch
-        self.seen: list[str] = []
-
-    def block(self, *_: object) -> Block:
-        self.seen.append(self._switch.arm)
-        slower = {"on": 1.10, "placebo": 1.02, "placebo 2": 0.98}.get(self._switch.arm, 1.0)
-        return Block(num_items=2.0, num_bytes=0, wall_s=2 * 0.01 * slower, cpu_s=2 * 0.02 * slower**2)
-
-
 def test_each_arm_is_compared_with_off_in_its_own_round_and_on_with_both_placebos() -> None:
-    switch = Switch()
-    ends = Ends(switch)
-    found = of_loopback(switch, ends, BULK, 6, 1.0)  # type: ignore[arg-type]
-    rounds = [ends.seen[start : start + 4] for start in range(1, 25, 4)]
+    seen: list[str] = []
+
+    @contextlib.contextmanager
+    def switch(arm: str) -> Iterator[None]:
+        seen.append(arm)
+        yield
+
+    def block() -> Timing:
+        slower = {"on": 1.10, "placebo": 1.02, "placebo 2": 0.98}.get(seen[-1], 1.0)
+        return Timing(num_items=2.0, wall_s=2 * 0.01 * slower, cpu_s=2 * 0.02 * slower**2)
+
+    found = compare_arms(switch, block, 6, name="bulk", item="Gbit")
+    rounds = [seen[start : start + 4] for start in range(4, 28, 4)]  # the first one warms up
     assert all(sorted(arms) == sorted(ARMS) for arms in rounds)
     assert len({tuple(arms) for arms in rounds}) > 1, "the order is random"
     wall = {(row["arm"], row["against"]): row for row in found["clocks"]["wall clock"]}
@@ -122,9 +102,9 @@ def test_each_arm_is_compared_with_off_in_its_own_round_and_on_with_both_placebo
 
 def test_targets_are_of_bulk_traffic_and_the_paced_job() -> None:
     rows = [row_of(BULK.name, 200.0, 10.0, 1.01), row_of(PACED.name, 500.0, 0.0, 0.1)]
-    assert [target["met"] for target in judged(rows)] == [True, True, False, True]
+    assert [target.met for target in bench.targets_of(rows)] == [True, True, False, True]
     rows = [row_of(BULK.name, 200.1, 9.9, 1.0), row_of(PACED.name, 500.0, 0.0, 0.11)]
-    assert [target["met"] for target in judged(rows)] == [False, False, True, False]
+    assert [target.met for target in bench.targets_of(rows)] == [False, False, True, False]
 
 
 def ours(row: dict[str, dict[str, dict[str, float]]]) -> list[dict[str, float]]:

@@ -3,7 +3,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from bench.stopwatch import NOW, Clock, Stopwatch
+from bench.harness.part_timer import NOW, PartTimer, TimerClock
 from tests.support.benches import run_bench
 
 PAIRED = ("paired_wall", "paired_cpu")
@@ -25,7 +25,7 @@ def test_it_measures_a_real_job_and_writes_what_it_found(tmp_path: Path) -> None
     for pair in PAIRED:
         low, high = result[pair]["interval_percent"]
         assert low <= result[pair]["mean_percent"] <= high
-    assert [target["percent"] for target in result["targets"]] == [
+    assert [target["value"] for target in result["targets"]] == [
         result["direct_wall"]["ours_percent"],
         result["paired_wall"]["interval_percent"][1],
     ]
@@ -33,13 +33,13 @@ def test_it_measures_a_real_job_and_writes_what_it_found(tmp_path: Path) -> None
 
 def test_a_part_is_charged_less_the_parts_inside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setitem(NOW, Clock.CPU, lambda: now[0])
-    watch = Stopwatch()
+    monkeypatch.setitem(NOW, TimerClock.CPU, lambda: now[0])
+    timer = PartTimer()
 
     def spend(seconds: float) -> None:
         now[0] += seconds
 
-    inner = watch.timed(spend, "inner")
+    inner = timer.timed(spend, "inner")
 
     def work() -> None:
         spend(1)
@@ -47,13 +47,13 @@ def test_a_part_is_charged_less_the_parts_inside_it(monkeypatch: pytest.MonkeyPa
         spend(4)
         inner(8)
 
-    outer = watch.timed(work, "outer")
+    outer = timer.timed(work, "outer")
     outer()
-    assert not any(watch.here.values())  # no clock yet
-    watch.clock = Clock.CPU
+    assert not any(timer.here.values())  # no clock yet
+    timer.clock = TimerClock.CPU
     outer()
-    assert watch.here == {Clock.CPU: {"outer": 5, "inner": 10}, Clock.WALL: {}}
+    assert timer.here == {TimerClock.CPU: {"outer": 5, "inner": 10}, TimerClock.WALL: {}}
     thread = threading.Thread(target=outer)
     thread.start()
     thread.join()
-    assert watch.elsewhere == watch.here
+    assert timer.elsewhere == timer.here

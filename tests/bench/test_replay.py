@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from bench.recording import write_recording
+from bench.messages.recording import write_recording
 from tests.support.benches import run_bench
 
 from dynamix.recording.capture import records

@@ -6,11 +6,12 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from bench.messages.load import Load, parcel
+from bench.messages.nodes import job_of
 from bench.scale.curve import exponent, too_steep, write
 from bench.scale.document import BEGIN, END, markdown, with_table
 from bench.scale.generator import Sent
 from bench.scale.latency import achieved_rate, kept_rate, latency_of, lateness_ms, percentile
-from bench.scale.load import Load, job_of, parcel
 from bench.scale.meter import Sample, cpu_seconds, rss_growth_bytes, sample_of, wait_seconds
 from bench.scale.plan import WARM_UP_WINDOWS, Plan
 from bench.scale.result import MEMORY_RUN_S, Result, missed

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Self
 
-from bench.recording import Recorder, header_of
+from bench.messages.recording import StreamRecorder, header_of
 from tests.support import made
 
 from dynamix.arbitrator.deciding.fold import Fold
@@ -46,7 +46,7 @@ class Recording:
 
     def __enter__(self) -> Self:
         self._writer.__enter__()
-        self._recorder = Recorder(self._writer)
+        self._recorder = StreamRecorder(self._writer)
         self.store(self._job)
         return self
 

@@ -12,34 +12,34 @@ from enum import Enum
 from typing import Any
 
 
-class Clock(Enum):
+class TimerClock(Enum):
     """What is measured."""
 
     WALL = "wall"
     CPU = "cpu"
 
 
-NOW: dict[Clock, Callable[[], float]] = {Clock.WALL: time.perf_counter, Clock.CPU: time.thread_time}
+NOW: dict[TimerClock, Callable[[], float]] = {TimerClock.WALL: time.perf_counter, TimerClock.CPU: time.thread_time}
 
 
-class _Inside(threading.local):
+class _TimeInside(threading.local):
     """What the parts inside of the running one took so far, in one thread."""
 
     seconds = 0.0
 
 
-class Stopwatch:
+class PartTimer:
     """Sums seconds by part. The timers' own cost, about a microsecond a call, is in the part and the one around."""
 
     def __init__(self) -> None:
-        self.clock: Clock | None = None
+        self.clock: TimerClock | None = None
         """What to measure; while it is nothing, a timed call costs some 0.1 us more than an untimed one."""
-        self.here: dict[Clock, defaultdict[str, float]] = {clock: defaultdict(float) for clock in Clock}
-        """By clock and part, in the thread that made the stopwatch."""
-        self.elsewhere: dict[Clock, defaultdict[str, float]] = {clock: defaultdict(float) for clock in Clock}
+        self.here: dict[TimerClock, defaultdict[str, float]] = {clock: defaultdict(float) for clock in TimerClock}
+        """By clock and part, in the thread that made the timer."""
+        self.elsewhere: dict[TimerClock, defaultdict[str, float]] = {clock: defaultdict(float) for clock in TimerClock}
         """The same in all other threads."""
         self._thread = threading.get_ident()
-        self._inside = _Inside()
+        self._inside = _TimeInside()
         self._lock = threading.Lock()
 
     def wrap(self, owner: Any, name: str, part: str) -> None:
@@ -83,7 +83,7 @@ class Stopwatch:
 
         return call
 
-    def _add(self, clock: Clock, part: str, seconds: float) -> None:
+    def _add(self, clock: TimerClock, part: str, seconds: float) -> None:
         if threading.get_ident() == self._thread:
             self.here[clock][part] += seconds
         else:

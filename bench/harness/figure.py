@@ -1,0 +1,74 @@
+"""Figures of curves: rows of panels side by side."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+FEW_POINTS = 20
+"""Up to so many points of a curve are marked."""
+PANEL_INCHES = (5.0, 4.0)
+
+
+class Curve(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One line of a panel."""
+
+    label: str
+    points: list[tuple[float, float]]
+    style: str = ""
+    """Line and markers as matplotlib's format strings write them."""
+
+
+class Panel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One pair of axes."""
+
+    title: str
+    x: str
+    y: str
+    curves: list[Curve]
+    logarithmic: bool = False
+    """Whether both axes are, to base 2."""
+    limit: float | None = None
+    """A target, drawn as a dashed line."""
+    shaded_until: float | None = None
+    """Where the part that is not judged ends."""
+
+
+def draw(rows: Sequence[Sequence[Panel]], path: Path, title: str = "") -> None:
+    """Write a PNG. Panels of one row have the same scale, and share its width."""
+    width, height = PANEL_INCHES
+    figure = Figure(figsize=(width * max(map(len, rows)), height * len(rows)), layout="constrained")
+    for part, panels in zip(figure.subfigures(len(rows), 1, squeeze=False)[:, 0], rows, strict=True):
+        grid = part.subplots(1, len(panels), squeeze=False, sharey=len({panel.y for panel in panels}) == 1)
+        for axes, panel in zip(grid[0], panels, strict=True):
+            _draw_panel(axes, panel)
+    if title:
+        figure.suptitle(title)
+    save(figure, path)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure as a PNG into a folder that may not exist yet."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def _draw_panel(axes: Axes, panel: Panel) -> None:
+    for curve in panel.curves:
+        xs, ys = zip(*curve.points, strict=True) if curve.points else ((), ())
+        style = curve.style or ("o-" if len(curve.points) <= FEW_POINTS else "-")
+        axes.plot(xs, [math.nan if y is None else y for y in ys], style, markersize=3, label=curve.label)
+    if panel.logarithmic:
+        for name, axis in (("x", axes.xaxis), ("y", axes.yaxis)):
+            getattr(axes, f"set_{name}scale")("log", base=2)
+            axis.set_major_formatter(lambda value, _: f"{value:g}")
+    if panel.limit is not None:
+        axes.axhline(panel.limit, color="black", linewidth=0.8, linestyle="--")
+    if panel.shaded_until is not None:
+        axes.axvspan(0, panel.shaded_until, color="#eeeeee")
+    axes.set(title=panel.title, xlabel=panel.x, ylabel=panel.y)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")

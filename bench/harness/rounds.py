@@ -1,0 +1,108 @@
+"""Arms that are timed in rounds: each arm once per round, in random order, every second round mirrored."""
+
+import gc
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Self
+
+from dynamix.cli.progress_line import ProgressLine
+
+PROGRESS_EVERY_S = 5.0
+
+
+class Timing(NamedTuple):
+    """One run of one arm."""
+
+    wall_s: float
+    cpu_s: float
+    """CPU time of all processes that did the work."""
+    num_items: float = 1.0
+    """Messages, steps, samples: what the run is counted in."""
+    num_bytes: int = 0
+
+    @property
+    def per_s(self) -> float:
+        """Items per second by the wall clock."""
+        return self.num_items / self.wall_s
+
+    @property
+    def per_cpu_s(self) -> float:
+        """Items per second of CPU time."""
+        return self.num_items / self.cpu_s
+
+    @property
+    def cpu_us(self) -> float:
+        """Microseconds of CPU time per item."""
+        return 1e6 * self.cpu_s / self.num_items
+
+
+class Timed:
+    """Times the body of a `with` statement by the wall clock and in CPU time of this process."""
+
+    def __init__(self, num_items: float = 1.0) -> None:
+        self._num_items = num_items
+        self.timing: Timing
+
+    def __enter__(self) -> Self:
+        self._wall_s, self._cpu_s = time.perf_counter(), time.process_time()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        wall_s, cpu_s = time.perf_counter() - self._wall_s, time.process_time() - self._cpu_s
+        self.timing = Timing(wall_s, cpu_s, self._num_items)
+
+
+class Rounds:
+    """Timings of several arms: `for arm in rounds: rounds.record(run(arm))`.
+
+    A round runs every arm once, in random order; the next round runs them in the reverse order, so that a drift of the
+    machine hits all arms alike. Equal seeds give equal orders, also in different processes.
+
+    Args:
+        arms: their names.
+        num_rounds: those that are kept; `num_warm_up` more come first.
+        after_round: called with the number of each round that is kept.
+        is_quiet: whether progress is not shown.
+
+    Attributes:
+        timings: by arm, one timing per round.
+    """
+
+    def __init__(
+        self,
+        arms: Sequence[str],
+        num_rounds: int,
+        *,
+        label: str,
+        num_warm_up: int = 1,
+        after_round: Callable[[int], None] = lambda _: None,
+        is_quiet: bool = False,
+    ) -> None:
+        self.timings: dict[str, list[Timing]] = {arm: [] for arm in arms}
+        self._numbers = range(-num_warm_up, num_rounds)
+        self._label = label
+        self._after_round = after_round
+        self._is_quiet = is_quiet
+        self._is_judged = False
+        self._arm = ""
+
+    def __iter__(self) -> Iterator[str]:
+        generator, progress = random.Random(0), ProgressLine(PROGRESS_EVERY_S)
+        order: list[str] = []
+        for number in self._numbers:
+            order = order[::-1] if order and number % 2 else generator.sample([*self.timings], len(self.timings))
+            self._is_judged = number >= 0
+            for self._arm in order:
+                gc.collect()
+                yield self._arm
+            if number >= 0:
+                self._after_round(number)
+            if not self._is_quiet and progress.is_due():
+                progress.show(f"  {self._label}: {number + 1} of {self._numbers.stop} rounds")
+        progress.wipe()
+
+    def record(self, timing: Timing) -> None:
+        """Keep the timing of the arm that is being run."""
+        if self._is_judged:
+            self.timings[self._arm].append(timing)
