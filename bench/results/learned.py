@@ -15,7 +15,7 @@ OURS = "ppo"
 BASE = "static@64"
 FIRST_EPISODES = 5
 """The paper shows five; it says that the cumulative reward settles by about episode 15."""
-RIVALS = (BASE, "static@32", "static@128", "random", "rule")
+BASELINES = (BASE, "static@32", "static@128", "random", "rule")
 OUR_EPISODES_RATIO = 8
 """Episodes of ours per episode of the paper's, and per update: as many updates."""
 TRANSFER_COLUMNS = ["job", "policy", *COLUMNS, f"time vs {BASE}"]
@@ -66,7 +66,7 @@ def other_optimizer(laboratory: Laboratory) -> Result:
         "Adam, unchanged": laboratory.image_job("image-adam", **ADAM),
     }
     rows = _transferred(laboratory, scenarios, {PAPER: learned})
-    notes = [*laboratory.image_notes("adam"), laboratory.tuning_note(",".join(RIVALS))]
+    notes = [*laboratory.image_notes("adam"), laboratory.tuning_note(",".join(BASELINES))]
     return laboratory.result("adam", TRANSFER_COLUMNS, rows, learned=True, notes=notes)
 
 
@@ -94,7 +94,7 @@ def other_models(laboratory: Laboratory) -> Result:
     }
     home_scenario = scenarios["as learned"]
     learned = _both(laboratory, home_scenario)
-    notes = [*([] if full else [REDUCED_TRANSFER]), laboratory.tuning_note(",".join(RIVALS))]
+    notes = [*([] if full else [REDUCED_TRANSFER]), laboratory.tuning_note(",".join(BASELINES))]
     return laboratory.result(
         "transfer", TRANSFER_COLUMNS, _transferred(laboratory, scenarios, learned), learned=True, notes=notes
     )
@@ -154,9 +154,9 @@ def _on_images(laboratory: Laboratory) -> list[Learned]:
 def _transferred(
     laboratory: Laboratory, scenarios: dict[str, Scenario], learned: dict[str, list[Learned]]
 ) -> list[list[Cell]]:
-    """Rows of learned policies and rivals in several jobs, against static 64 in each."""
+    """Rows of learned policies and baselines in several jobs, against static 64 in each."""
     files = {policy: [run.path for run in runs] for policy, runs in learned.items()}
-    labels = [*learned, *RIVALS]
+    labels = [*learned, *BASELINES]
     table = laboratory.compare(list(scenarios.values()), ",".join(labels), files)
     return [
         [title, label, *numbers(table, label, scenario), against(table, label, BASE, scenario)]

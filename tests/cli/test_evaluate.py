@@ -29,7 +29,7 @@ ROW = {"policy", "median_time_to_target_s", "misses", "vs_best_static", "vs_good
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with a suite and the rivals' settings, to run commands in."""
+    """A directory with a suite and the baselines' settings, to run commands in."""
     write_suite(tmp_path / "suite", mixed=1000, alike=4000)
     (tmp_path / "tuned.toml").write_text(to_toml(tuned_for(mixed=64, alike=64)))
     monkeypatch.setenv("FORCE_COLOR", "")
@@ -98,7 +98,7 @@ def test_an_interrupt_tells_what_there_is_and_resume_goes_on(
         (("--policy-file", "ppo"), "write NAME=PATH"),
         (("--policy-file", "mine=/nowhere.safetensors"), "/nowhere.safetensors: No such file"),
         (("--png", "x.png", "--curves", "elsewhere"), "--curves 'elsewhere': suite suite has alike-2, mixed-2"),
-        (("--tuned", "/nowhere.toml"), "/nowhere.toml is missing: choose the rivals' settings with `dynamix tune"),
+        (("--tuned", "/nowhere.toml"), "/nowhere.toml is missing: choose the baselines' settings with `dynamix tune"),
     ],
 )
 def test_what_was_typed_wrongly_is_said_in_a_sentence(
@@ -121,15 +121,17 @@ def test_tune_reads_train_scenarios_only_and_writes_what_evaluate_reads(
     monkeypatch.setattr(Scenario, "read", noted)
     monkeypatch.setattr(evaluation, "outcomes", made_up(lambda _: 1.0))
     output = tmp_path / "tuned.toml"
-    assert main(["tune", "--seeds", "1", "--rivals", "static,goodput", "-o", str(output), "--results", os.devnull]) == 0
+    assert (
+        main(["tune", "--seeds", "1", "--baselines", "static,goodput", "-o", str(output), "--results", os.devnull]) == 0
+    )
     assert {path.parent.name for path in opened} == {"train"}
     tuned = read_tuned(output)
-    assert tuned.command == "dynamix tune --rivals static,goodput --seeds 1"
+    assert tuned.command == "dynamix tune --baselines static,goodput --seeds 1"
     assert list(tuned.overall) == ["static", "goodput"]
     assert "Best of 6 settings each" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("option", [("--rivals", "static"), ("--scenarios", "suite")])
+@pytest.mark.parametrize("option", [("--baselines", "static"), ("--scenarios", "suite")])
 def test_tuning_a_part_does_not_take_the_place_of_the_whole(
     option: tuple[str, str], place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -141,7 +143,7 @@ def test_tuning_a_part_does_not_take_the_place_of_the_whole(
     assert (place / "tuned.toml").read_text() == before
 
 
-def test_what_makes_rivals_worse_than_they_could_be_is_said(
+def test_what_makes_baselines_worse_than_they_could_be_is_said(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(evaluation, "outcomes", made_up(lambda _: 1.0))
@@ -149,11 +151,11 @@ def test_what_makes_rivals_worse_than_they_could_be_is_said(
     assert main(arguments(place, *typed)) == 0
     told = " ".join(capsys.readouterr().err.split())
     assert "The train scenarios have changed" in told
-    assert "The code has changed since the rivals were tuned" in told
+    assert "The code has changed since the baselines were tuned" in told
     assert "doubling runs with defaults in alike, mixed" in told
     assert "static runs with defaults" not in told
     assert "goodput runs with defaults" not in told
-    choices = {rival: Choice(setting=rival, initial_local_batch_size=64) for rival in GRID}
+    choices = {baseline: Choice(setting=baseline, initial_local_batch_size=64) for baseline in GRID}
     whole = Tuned(overall=choices, scenarios=suite_named("train").digest, code=code_digest())
     (place / "tuned.toml").write_text(to_toml(whole))
     assert main(arguments(place, "--policies", "rule", "--seeds", "1", "--jobs", "1")) == 0

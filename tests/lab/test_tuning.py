@@ -1,4 +1,4 @@
-"""Choosing the rivals' settings: the same budget for all, on train scenarios only."""
+"""Choosing the baselines' settings: the same budget for all, on train scenarios only."""
 
 from pathlib import Path
 
@@ -34,7 +34,7 @@ def tuned(train: Suite, monkeypatch: pytest.MonkeyPatch) -> Tuned:
         return tuning.tune(train, ledger, seeds=[10_000, 10_001], command="dynamix tune")
 
 
-def test_every_rival_has_the_same_number_of_settings_that_its_policy_understands() -> None:
+def test_every_baseline_has_the_same_number_of_settings_that_its_policy_understands() -> None:
     for settings in tuning.GRID.values():
         assert len(set(settings)) == tuning.NUM_SETTINGS
         for text in settings:
@@ -71,5 +71,8 @@ def test_a_file_that_is_missing_or_spoilt_says_how_to_make_it(tmp_path: Path) ->
 
 
 def test_what_has_no_settings_is_not_tuned(train: Suite) -> None:
-    with Ledger() as ledger, pytest.raises(ValueError, match="nothing can be tuned of 'static-of-old'"):
-        tuning.tune(train, ledger, seeds=[0], rivals=["static-of-old"])
+    with (
+        Ledger() as ledger,
+        pytest.raises(ValueError, match="'static-of-old' has no settings to tune: choose from static"),
+    ):
+        tuning.tune(train, ledger, seeds=[0], baselines=["static-of-old"])

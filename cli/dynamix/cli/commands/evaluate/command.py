@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="run every policy seed under every scenario seed; by default each scenario seed meets one, in turn",
     )
-    parser.add_argument("--tuned", metavar="FILE", help="the rivals' settings (default: scenarios/tuned.toml)")
+    parser.add_argument("--tuned", metavar="FILE", help="the baselines' settings (default: scenarios/tuned.toml)")
     add_run_arguments(parser, RESULTS)
     add_json_argument(parser)
     parser.add_argument("--png", metavar="FILE", help="draw ratios with intervals, and accuracies of one scenario")

@@ -53,17 +53,17 @@ def compare(namespace: argparse.Namespace) -> int:
 
 
 def choose(namespace: argparse.Namespace) -> int:
-    """Tune the rivals and write the file of their settings."""
+    """Tune the baselines and write the file of their settings."""
     with _sentences():
         suite = read_suite(Path(namespace.scenarios)) if namespace.scenarios else suite_named(TRAIN)
         output = _tuned_output(namespace)
-        rivals = tuple(namespace.rivals.split(",")) if namespace.rivals else tuple(GRID)
+        baselines = tuple(namespace.baselines.split(",")) if namespace.baselines else tuple(GRID)
         with _ledger(namespace) as ledger, RunsView() as view:
             tuned = tune(
                 suite,
                 ledger,
                 seeds=range(FIRST_SEED, FIRST_SEED + namespace.seeds),
-                rivals=rivals,
+                baselines=baselines,
                 command=_tune_command(namespace),
                 jobs=namespace.jobs,
                 data=_data(namespace),
@@ -77,14 +77,14 @@ def choose(namespace: argparse.Namespace) -> int:
 
 
 def _tuned_output(namespace: argparse.Namespace) -> Path:
-    """Where the choices go; those of some rivals, or on other scenarios, never take the place of all."""
+    """Where the choices go; those of some baselines, or on other scenarios, never take the place of all."""
     if namespace.output:
         return Path(namespace.output)
     path = scenario_root() / TUNED_FILE
-    for option in ("rivals", "scenarios"):
+    for option in ("baselines", "scenarios"):
         if getattr(namespace, option):
             raise CommandError(
-                f"--{option} {getattr(namespace, option)}: {path} holds the choices for all rivals on the train "
+                f"--{option} {getattr(namespace, option)}: {path} holds the choices for all baselines on the train "
                 "scenarios; name another file with -o",
                 exit_code=2,
             )
@@ -126,13 +126,13 @@ def _fill(comparison: Comparison, ledger: Ledger, namespace: argparse.Namespace)
 
 
 def _doubts(comparison: Comparison) -> Iterator[str]:
-    """Why the rivals may be worse than they could be, and a learned policy better than it is."""
+    """Why the baselines may be worse than they could be, and a learned policy better than it is."""
     suite, contenders, tuned, _ = comparison
     mend = "`dynamix tune` mends that."
     if tuned.scenarios != suite_named(TRAIN).digest:
-        yield f"The train scenarios have changed since the rivals were tuned: {mend}"
+        yield f"The train scenarios have changed since the baselines were tuned: {mend}"
     if tuned.code != code_digest():
-        yield f"The code has changed since the rivals were tuned: {mend}"
+        yield f"The code has changed since the baselines were tuned: {mend}"
     for contender in contenders:
         families = untuned_families(contender, suite.families, tuned) if contender.policy in GRID else []
         if families:
@@ -177,8 +177,8 @@ def _evaluate_command(namespace: argparse.Namespace) -> str:
 
 def _tune_command(namespace: argparse.Namespace) -> str:
     which = ["--scenarios", namespace.scenarios] if namespace.scenarios else []
-    rivals = ["--rivals", namespace.rivals] if namespace.rivals else []
-    return _words("tune", *which, *rivals, "--seeds", namespace.seeds)
+    baselines = ["--baselines", namespace.baselines] if namespace.baselines else []
+    return _words("tune", *which, *baselines, "--seeds", namespace.seeds)
 
 
 def _words(*words: object) -> str:

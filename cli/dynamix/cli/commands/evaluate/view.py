@@ -29,17 +29,17 @@ def show(verdict: Verdict, *, stderr: bool) -> None:
 
 
 def show_tuned(tuned: Tuned, *, stderr: bool) -> None:
-    """Print what was chosen for every rival in every family, with its score."""
-    rivals = list(tuned.overall)
-    headings = ("family", *rivals)
+    """Print what was chosen for every baseline in every family, with its score."""
+    baselines = list(tuned.overall)
+    headings = ("family", *baselines)
     table = new_table(*headings, left=headings, title=f"Best of {tuned.num_settings} settings each")
     for family, choices in [*tuned.families.items(), ("all", tuned.overall)]:
-        table.add_row(family, *(_choice(rival, choices[rival]) for rival in rivals))
+        table.add_row(family, *(_choice(baseline, choices[baseline]) for baseline in baselines))
     console_for(stderr=stderr).print(table)
 
 
-def _choice(rival: str, choice: Choice) -> str:
-    return f"{choice.setting.removeprefix(rival).lstrip(':@')}: {choice.score_s:.1f} s"
+def _choice(baseline: str, choice: Choice) -> str:
+    return f"{choice.setting.removeprefix(baseline).lstrip(':@')}: {choice.score_s:.1f} s"
 
 
 def _table(title: str, rows: Sequence[VerdictRow], default: str) -> Table:

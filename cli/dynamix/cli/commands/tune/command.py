@@ -1,4 +1,4 @@
-"""Choose the rivals' settings on train scenarios: six settings each, the same scenarios and seeds for all.
+"""Choose the baselines' settings on train scenarios: six settings each, the same scenarios and seeds for all.
 
 Writes the file that `dynamix evaluate` reads them from. Held-out scenarios are never read.
 """
@@ -17,13 +17,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--scenarios", metavar="DIR", help="a directory of scenario files (default: the train scenarios)"
     )
-    parser.add_argument("--rivals", metavar="LIST", help="with commas (default: all that have settings)")
+    parser.add_argument("--baselines", metavar="LIST", help="with commas (default: all that have settings)")
     parser.add_argument("--seeds", type=int, default=NUM_SEEDS, help="seeds per scenario (default: %(default)s)")
     parser.add_argument(
         "-o",
         "--output",
         metavar="FILE",
-        help="the file to write (default: tuned.toml beside the train scenarios, for all rivals only)",
+        help="the file to write (default: tuned.toml beside the train scenarios, for all baselines only)",
     )
     add_run_arguments(parser, RESULTS)
     add_json_argument(parser)

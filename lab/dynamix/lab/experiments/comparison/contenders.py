@@ -6,7 +6,7 @@ NAME is a policy, or `best-static`; `+track` leaves the split to the fast loop; 
 with, within the scenario's bounds and instead of its own; RULE overrides the scenario's learning-rate rule. For example
 `goodput+track`, `rule:noise_multiplier=2,track=0`, `static@128`, `goodput/lr=linear`.
 
-A rival's options are those that were tuned for the family on train scenarios; options that are typed come on top. A
+A baseline's options are those that were tuned for the family on train scenarios; options that are typed come on top. A
 learned policy has one file per policy seed, and each of them runs.
 """
 
@@ -95,7 +95,7 @@ class Contender(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def _setting(self, choice: Choice | None) -> Setting:
-        """What was chosen for the rival, and what was typed on top.
+        """What was chosen for the baseline, and what was typed on top.
 
         Plain `static` starts from the scenario's size, and the default policy runs as it ships.
         """
@@ -148,7 +148,7 @@ def with_references(asked: Iterable[Contender], files: Mapping[str, Sequence[str
 
 
 def untuned_families(contender: Contender, families: Iterable[str], tuned: Tuned) -> list[str]:
-    """Families in which nothing was chosen for a rival; plain `static` and a size that is typed need no choice."""
+    """Families in which nothing was chosen for a baseline; plain `static` and a size that is typed need no choice."""
     is_plain_static = contender.policy == "static" and not contender.is_best_static
     if is_plain_static or contender.is_learned:
         return []

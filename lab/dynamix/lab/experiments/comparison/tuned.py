@@ -1,4 +1,4 @@
-"""What was chosen for the rivals on train scenarios: `scenarios/tuned.toml`, written by `dynamix tune`."""
+"""What was chosen for the baselines on train scenarios: `scenarios/tuned.toml`, written by `dynamix tune`."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The best of a rival's settings in one family, and what every setting scored."""
+    """The best of a baseline's settings in one family, and what every setting scored."""
 
     setting: str = ""
     """The winner, as a contender is spelled."""
@@ -28,7 +28,7 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """SHA-256 of the code that ran the episodes."""
     seeds: list[int] = []
     num_settings: int = 0
-    """Per rival: the same budget for all."""
+    """Per baseline: the same budget for all."""
     families: dict[str, dict[str, Choice]] = {}
     overall: dict[str, Choice] = {}
     """Over all train scenarios, families alike: for a family that has no train part."""
@@ -51,7 +51,7 @@ def read_tuned(path: Path) -> Tuned:
     try:
         return msgspec.toml.decode(path.read_bytes(), type=Tuned)
     except FileNotFoundError:
-        raise ValueError(f"{path} is missing: choose the rivals' settings with `dynamix tune -o {path}`") from None
+        raise ValueError(f"{path} is missing: choose the baselines' settings with `dynamix tune -o {path}`") from None
     except (OSError, msgspec.MsgspecError) as error:
         raise ValueError(f"{path}: {error}; make it again with `dynamix tune -o {path}`") from error
 

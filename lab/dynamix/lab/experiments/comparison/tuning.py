@@ -1,6 +1,6 @@
-"""Chooses the rivals' settings on TRAIN scenarios, with the same budget for each of them.
+"""Chooses the baselines' settings on TRAIN scenarios, with the same budget for each of them.
 
-Every rival gets six settings, every setting the same scenarios and seeds. The score is the geometric mean of the times
+Every baseline gets six settings, every setting the same scenarios and seeds. The score is the geometric mean of the times
 to the target, a miss counted as the time limit. The best setting is kept per family, and over all train scenarios for
 families that have no train part. The default policy has its six as well, but is compared as it ships, with one setting
 for all families; the learned policies are built upon it. Held-out scenarios are never read.
@@ -51,7 +51,7 @@ GRID: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
     }
 )
-"""Six settings per rival: those whose global batch is constant choose it, the others their most important options.
+"""Six settings per baseline: those whose global batch is constant choose it, the others their most important options.
 
 Pollux's rule has no free factor on the noise scale, so goodput's are its own knobs; `dynamix evaluate` shows it with a
 factor and with the fast loop in rows apart.
@@ -65,7 +65,7 @@ def tune(
     ledger: Ledger,
     *,
     seeds: Sequence[int],
-    rivals: Sequence[str] = tuple(GRID),
+    baselines: Sequence[str] = tuple(GRID),
     command: str = "",
     jobs: int = 1,
     data: Path | None = None,
@@ -74,10 +74,10 @@ def tune(
     """Run the grid on the scenarios of a suite and choose.
 
     Raises:
-        ValueError: when a rival has no grid.
+        ValueError: when a baseline has no grid.
         RunFailedError: when an episode raises.
     """
-    grid = {rival: [parse_contender(text) for text in _settings(rival)] for rival in rivals}
+    grid = {baseline: [parse_contender(text) for text in _settings(baseline)] for baseline in baselines}
     cells = plan(suite, [setting for settings in grid.values() for setting in settings], seeds, Tuned())
     fill(cells, ledger, jobs=jobs, data=data, on_progress=on_progress)
     table = OutcomeTable(suite.scenarios, cells, ledger)
@@ -97,17 +97,17 @@ def score_s(table: OutcomeTable, label: str, families: Sequence[str]) -> float:
     return scores.geometric_mean([scores.geometric_mean(table.times(label, [family])) for family in families])
 
 
-def _settings(rival: str) -> tuple[str, ...]:
+def _settings(baseline: str) -> tuple[str, ...]:
     try:
-        return GRID[rival]
+        return GRID[baseline]
     except KeyError:
-        raise ValueError(f"nothing can be tuned of {rival!r}: choose of {', '.join(GRID)}") from None
+        raise ValueError(f"{baseline!r} has no settings to tune: choose from {', '.join(GRID)}") from None
 
 
 def _choices(
     table: OutcomeTable, grid: Mapping[str, Sequence[Contender]], families: Sequence[str]
 ) -> dict[str, Choice]:
-    return {rival: _choice(table, settings, families) for rival, settings in grid.items()}
+    return {baseline: _choice(table, settings, families) for baseline, settings in grid.items()}
 
 
 def _choice(table: OutcomeTable, settings: Sequence[Contender], families: Sequence[str]) -> Choice:

@@ -82,7 +82,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     policy_files: dict[str, list[str]]
     """SHA-256 of each learned policy's files, in the order of policy seeds."""
     tuned_on: str
-    """SHA-256 of the train scenarios that the rivals' settings were chosen on."""
+    """SHA-256 of the train scenarios that the baselines' settings were chosen on."""
     code: str
     versions: dict[str, str]
 

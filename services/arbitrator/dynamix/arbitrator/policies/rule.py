@@ -4,7 +4,7 @@
 
 lr(B) is what the job's learning-rate rule makes of B: 1, B^0.5 or B. With rate_weight 0 the learning rate is taken to
 be the best one for each B, with 1 a step to be worth its length. The defaults were found by hand in several rounds on
-train scenarios; `dynamix tune` runs six settings beside the rivals' six, for the record (scenarios/tuned.toml).
+train scenarios; `dynamix tune` runs six settings beside the baselines' six, for the record (scenarios/tuned.toml).
 
 B_noise is the gradient noise scale, T(B) the step-time model fitted to the ranks' own times. B moves once per window;
 the division follows every step where the job supports tracking, otherwise this policy divides by the fitted speeds.
