@@ -1,7 +1,6 @@
 """`dynamix evaluate` and `dynamix tune`, as they are typed."""
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -121,9 +120,8 @@ def test_tune_reads_train_scenarios_only_and_writes_what_evaluate_reads(
     monkeypatch.setattr(Scenario, "read", noted)
     monkeypatch.setattr(evaluation, "outcomes", made_up(lambda _: 1.0))
     output = tmp_path / "tuned.toml"
-    assert (
-        main(["tune", "--seeds", "1", "--baselines", "static,goodput", "-o", str(output), "--results", os.devnull]) == 0
-    )
+    chosen = ["--baselines", "static,goodput", "--seeds", "1", "-o", str(output)]
+    assert main(["tune", *chosen, "--results", str(tmp_path / "runs.jsonl")]) == 0
     assert {path.parent.name for path in opened} == {"train"}
     tuned = read_tuned(output)
     assert tuned.command == "dynamix tune --baselines static,goodput --seeds 1"
@@ -138,7 +136,7 @@ def test_tuning_a_part_does_not_take_the_place_of_the_whole(
     monkeypatch.chdir(place)
     monkeypatch.setattr(comparison, "scenario_root", lambda: place)
     before = (place / "tuned.toml").read_text()
-    assert main(["tune", *option, "--results", os.devnull]) == 2
+    assert main(["tune", *option, "--results", str(place / "runs.jsonl")]) == 2
     assert "name another file with -o" in capsys.readouterr().err
     assert (place / "tuned.toml").read_text() == before
 

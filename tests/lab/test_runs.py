@@ -1,5 +1,6 @@
 """Runs: what their identity covers, and a ledger that a kill cannot spoil."""
 
+import os
 from pathlib import Path
 
 import msgspec
@@ -82,6 +83,19 @@ def test_without_resume_old_results_are_put_aside_not_lost(task: RunTask, tmp_pa
         assert task not in ledger
     with Ledger(tmp_path / "runs.jsonl.old") as ledger:
         assert task in ledger
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_path_that_is_not_a_regular_file_is_neither_renamed_nor_read(
+    task: RunTask, resume: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)  # like /dev/null, which a rename by root would take from the whole machine
+    with Ledger(path, resume=resume) as ledger:
+        ledger.add(task, outcome(1.5), "in memory")
+        assert ledger.get(task) == outcome(1.5)
+    assert path.is_fifo()
+    assert not (tmp_path / "pipe.old").exists()
 
 
 def test_a_file_that_is_no_ledger_is_refused(tmp_path: Path) -> None:

@@ -83,10 +83,13 @@ class Ledger:
     """Outcomes by identity, in a file that a kill cannot spoil: a torn last line is dropped, all others stand."""
 
     def __init__(self, path: Path | None = None, *, resume: bool = True) -> None:
-        """Open `path`, or keep outcomes in memory only. Without `resume` a file that exists is put aside as *.old."""
+        """Open `path`; without `resume` an existing file is first renamed to *.old.
+
+        Without a path, or with one that is not a regular file (/dev/null), outcomes are kept in memory only.
+        """
         self._outcomes: dict[str, RunOutcome] = {}
         self._file: IO[bytes] | None = None
-        if path is None:
+        if path is None or (path.exists() and not path.is_file()):
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not resume:

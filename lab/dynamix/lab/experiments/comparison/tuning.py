@@ -1,9 +1,9 @@
-"""Chooses the baselines' settings on TRAIN scenarios, with the same budget for each of them.
+"""Choose the settings of the baselines on TRAIN scenarios, with the same budget for each of them.
 
-Every baseline gets six settings, every setting the same scenarios and seeds. The score is the geometric mean of the times
-to the target, a miss counted as the time limit. The best setting is kept per family, and over all train scenarios for
-families that have no train part. The default policy has its six as well, but is compared as it ships, with one setting
-for all families; the learned policies are built upon it. Held-out scenarios are never read.
+Every baseline gets six settings, every setting the same scenarios and seeds. The score is the geometric mean of the
+times to the target, a miss counted as the time limit. The best setting is kept per family, and over all train scenarios
+for families that have no train part. The default policy is tuned with six settings too, but compared as it is shipped,
+with one setting for all families; the learned policies are built upon it. Held-out scenarios are never read.
 """
 
 from collections.abc import Callable, Mapping, Sequence
