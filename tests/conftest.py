@@ -8,7 +8,7 @@ import structlog
 from tests.support.brokers import ConfiguredServer, connected
 
 from dynamix.runtime.bus import Bus
-from dynamix.runtime.provision import provision
+from dynamix.runtime.bus.provision import provision
 
 pytest_plugins = ["tests.support.bpf", "tests.support.extensions", "tests.support.faults"]
 

@@ -14,8 +14,8 @@ from bench.hosts import Host, Hosts
 
 from dynamix.cli.services import ServiceProcess, bus_environment
 from dynamix.runtime.bus import Bus
+from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.embedded import EmbeddedServer
-from dynamix.runtime.provision import provision
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode
 from dynamix.schemas.messages import Live

@@ -10,8 +10,8 @@ import uvloop
 from nats.aio.client import Client
 
 from dynamix.runtime.bus import Bus
+from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.embedded import EmbeddedServer
-from dynamix.runtime.provision import provision
 from dynamix.runtime.settings import BusSettings
 
 T = TypeVar("T")

@@ -21,8 +21,8 @@ from bench.scale.watch import Watch
 
 from dynamix.cli.services import ServiceProcess, bus_environment, wait_until_ready
 from dynamix.runtime.bus import Bus
+from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.embedded import EmbeddedServer
-from dynamix.runtime.provision import provision
 from dynamix.runtime.settings import BusSettings
 from dynamix.runtime.worker_process import begin
 
@@ -171,7 +171,7 @@ def _result(plan: Plan, seen: _Seen) -> Result:
         cpu_us_per_rank_window=1e6 * cpu_s / (plan.num_workers * plan.num_windows),
         rss_mb=samples[-1].rss_bytes / MIB,
         rss_growth_mb=rss_growth_bytes(samples, begin_s + plan.memory_warm_up_s, end_s) / MIB,
-        max_loop_lag_ms=watch.counters.get("bus_max_loop_lag_ms", 0),
+        max_loop_lag_ms=watch.counters.get("max_loop_lag_ms", 0),
         broker_cpu_percent=100 * cpu_seconds(broker, begin_s, end_s) / (end_s - begin_s),
         broker_rss_mb=broker[-1].rss_bytes / MIB,
         generator_rate=achieved_rate(plan, published.sent),

@@ -21,7 +21,7 @@ from dynamix.arbitrator.learned.policy_store import PolicyStore
 from dynamix.arbitrator.service import serve
 from dynamix.arbitrator.settings import ArbitratorSettings
 from dynamix.runtime.bus import Bus, BusMessage, StaleWriterError
-from dynamix.runtime.provision import provision
+from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
 from dynamix.schemas.chain import seal

@@ -19,8 +19,8 @@ from dynamix.cli.commands.doctor.view import BOLD, GREEN, PLAIN, RED, YELLOW, re
 from dynamix.cli.main import main
 from dynamix.cli.services import SERVICES
 from dynamix.runtime.bus import Bus
+from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.embedded import EmbeddedServer
-from dynamix.runtime.provision import provision
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas.messages import Live
 

@@ -17,8 +17,8 @@ from dynamix.cli.board.feed import Feed, chosen_job
 from dynamix.cli.main import main
 from dynamix.cli.services import SERVICES, bus_environment
 from dynamix.runtime.bus import Bus
+from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.embedded import EmbeddedServer
-from dynamix.runtime.provision import provision
 from dynamix.schemas.messages import Job
 
 SPEEDS = (1000.0, 1000.0, 1000.0, 300.0)

@@ -11,7 +11,7 @@ from tests.support.deployed_broker import DeployedBroker
 from dynamix.cli.services import bus_environment
 from dynamix.recording import capture
 from dynamix.runtime.bus import Bus
-from dynamix.runtime.provision import provision
+from dynamix.runtime.bus.provision import provision
 
 
 async def test_a_watcher_may_capture(broker: DeployedBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

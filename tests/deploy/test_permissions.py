@@ -13,10 +13,10 @@ from tests.support import made
 from tests.support.deployed_broker import DeployedBroker
 
 from dynamix.runtime.bus import Bus, BusError, Identity, PermissionDeniedError
-from dynamix.runtime.bus.micro import VERBS, subjects_of
-from dynamix.runtime.bus.object_layout import description_subject
-from dynamix.runtime.bus.requests import Answer
-from dynamix.runtime.provision import provision
+from dynamix.runtime.bus.broker.requests import Answer
+from dynamix.runtime.bus.discovery import VERBS, subjects_of
+from dynamix.runtime.bus.objects.layout import description_subject
+from dynamix.runtime.bus.provision import provision
 from dynamix.schemas import subjects
 from dynamix.schemas.kinds import BY_NAME, KINDS, SERVICES, WATCHER
 from dynamix.schemas.messages import (

@@ -13,7 +13,7 @@ from dynamix.cli.commands.doctor.bus import bus as bus_checks
 from dynamix.cli.commands.doctor.bus import is_alive
 from dynamix.cli.services import SERVICES, ServiceProcess, bus_environment, wait_until_ready
 from dynamix.runtime.bus import Bus
-from dynamix.runtime.provision import provision
+from dynamix.runtime.bus.provision import provision
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode
 from dynamix.schemas.messages import Action, Live, Reward

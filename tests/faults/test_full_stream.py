@@ -13,8 +13,8 @@ from tests.support.oracle import check_decisions, recorded_states
 from tests.support.watching import watching
 
 from dynamix.runtime.bus import StreamFullError
-from dynamix.runtime.bus.requests import Answer
-from dynamix.runtime.provision import provision
+from dynamix.runtime.bus.broker.requests import Answer
+from dynamix.runtime.bus.provision import provision
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode, encode
 from dynamix.schemas.messages import Job, State

@@ -14,7 +14,7 @@ from tests.support.control_plane import (
     report_of,
 )
 
-from dynamix.runtime.provision import provision
+from dynamix.runtime.bus.provision import provision
 from dynamix.schemas import subjects
 from dynamix.schemas.chain import seal
 from dynamix.schemas.messages import Dead, MetricWindow

@@ -7,10 +7,10 @@ import structlog
 from tests.support import made
 from tests.support.brokers import until
 
-from dynamix.runtime.backpressure import publish_when_room
 from dynamix.runtime.bus import Bus
-from dynamix.runtime.provision import provision
+from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.service import Context
+from dynamix.runtime.service.backpressure import publish_when_room
 from dynamix.schemas.streams import FEED
 
 

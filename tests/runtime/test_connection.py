@@ -10,10 +10,11 @@ import pytest
 from tests.support import made
 from tests.support.brokers import STATE, ConfiguredServer, connected, publish_unstored, until
 
-import dynamix.runtime.bus.client as client_module
-from dynamix.runtime.bus import ALL, Bus, BusError, PermissionDeniedError, check_url, connection
-from dynamix.runtime.bus.connection import BrokerConnection
-from dynamix.runtime.provision import provision
+import dynamix.runtime.bus.broker.client as client_module
+from dynamix.runtime.bus import ALL, Bus, BusError, PermissionDeniedError, check_url
+from dynamix.runtime.bus.broker import connection
+from dynamix.runtime.bus.broker.connection import BrokerConnection
+from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.settings import BusSettings
 
 ALLOWED = (

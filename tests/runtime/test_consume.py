@@ -28,10 +28,9 @@ from dynamix.runtime.bus import (
     SequenceRegressError,
     Start,
     StreamMissingError,
-    consumer,
-    pull,
 )
-from dynamix.runtime.provision import provision
+from dynamix.runtime.bus.provision import provision
+from dynamix.runtime.bus.streams import consumer, pull
 from dynamix.runtime.settings import BusSettings
 
 OTHER = "dynamix.v1.state.job-1.node-b"
@@ -210,7 +209,6 @@ async def test_a_blocked_event_loop_loses_nothing_even_when_the_broker_cuts_the_
             flooding.start()
             flooding.join()  # the event loop stands still meanwhile, and 60 MB wait for it
             found = await read(reader, 600)
-            await until(lambda: bus.counters["max_loop_lag_ms"] > 100)
         assert numbers(found) == list(range(600))
         assert "Slow Consumer" in server.log_file.read_text()
         assert bus.counters["reconnects"] >= 1

@@ -3,9 +3,9 @@
 import pytest
 from tests.support.brokers import ConfiguredServer, until
 
-from dynamix.runtime import dead_letters
 from dynamix.runtime.bus import Bus, BusMessage
-from dynamix.runtime.dead_letters import DeadLetters, tokens_of
+from dynamix.runtime.health import dead_letters
+from dynamix.runtime.health.dead_letters import DeadLetters, tokens_of
 from dynamix.schemas import codec
 from dynamix.schemas.messages import Dead
 
@@ -18,7 +18,7 @@ def message(subject: str = SUBJECT, payload: bytes = b"garbage", sequence: int =
 
 async def test_a_dead_letter_keeps_origin_reason_and_the_first_4_kb(bus: Bus) -> None:
     counters: dict[str, int] = {}
-    await DeadLetters(bus, "arbitrator", counters).add(message(payload=bytes(10_000)), "not a message of ours")
+    await DeadLetters(bus, "arbitrator", counters).set_aside(message(payload=bytes(10_000)), "not a message of ours")
     assert await bus.flush()
     stored = await bus.last("DEAD", "dynamix.v1.dead.state.job-1")
     assert stored is not None
@@ -31,8 +31,8 @@ async def test_a_dead_letter_keeps_origin_reason_and_the_first_4_kb(bus: Bus) ->
 
 async def test_the_same_message_read_again_is_kept_once(bus: Bus) -> None:
     letters = DeadLetters(bus, "arbitrator", {})
-    await letters.add(message(), "bad")
-    await letters.add(message(), "bad")
+    await letters.set_aside(message(), "bad")
+    await letters.set_aside(message(), "bad")
     assert await bus.flush()
     assert (await bus.stream_state("DEAD")).num_messages == 1
 
@@ -44,8 +44,8 @@ async def test_all_are_counted_and_about_ten_a_second_of_a_kind_are_kept(
     counters: dict[str, int] = {}
     letters = DeadLetters(bus, "arbitrator", counters)
     for number in range(50):
-        await letters.add(message(sequence=number), "bad")
-    await letters.add(message("dynamix.v1.report.job-1.node-a"), "bad")
+        await letters.set_aside(message(sequence=number), "bad")
+    await letters.set_aside(message("dynamix.v1.report.job-1.node-a"), "bad")
     assert await bus.flush()
     assert (await bus.stream_state("DEAD")).num_messages == 11
     assert counters == {"dead_letters": 51, "dead_letters_not_kept": 40}
@@ -53,7 +53,7 @@ async def test_all_are_counted_and_about_ten_a_second_of_a_kind_are_kept(
 
 async def test_a_long_reason_and_subject_are_cut_to_what_a_message_holds(bus: Bus) -> None:
     letters = DeadLetters(bus, "arbitrator", {})
-    await letters.add(message("dynamix.v1.state." + "x" * 5000), "y" * 5000)
+    await letters.set_aside(message("dynamix.v1.state." + "x" * 5000), "y" * 5000)
     assert await bus.flush()
     stored = await bus.last("DEAD", "dynamix.v1.dead.state.unknown")
     assert stored is not None
@@ -67,7 +67,7 @@ async def test_a_bus_that_cannot_keep_it_does_not_end_the_service(server: Config
     await server.kill()
     await until(lambda: not bus.is_connected)
     await bus.close()
-    await letters.add(message(), "bad")
+    await letters.set_aside(message(), "bad")
     assert counters == {"dead_letters": 1, "dead_letters_not_kept": 1}
 
 

@@ -11,8 +11,8 @@ import pytest
 from tests.support.brokers import ConfiguredServer, connected, publish_states, until
 
 from dynamix.runtime.bus import Bus
+from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.embedded import EmbeddedServer, EmbeddedServerError, server_binary
-from dynamix.runtime.provision import provision
 
 PARENT = """
 import asyncio, sys

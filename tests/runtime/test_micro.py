@@ -14,9 +14,9 @@ from nats.micro.service import ServiceInfo, ServicePing, ServiceStats
 from tests.support.brokers import ConfiguredServer, connected, publish_states, publish_unstored, until
 
 from dynamix.runtime.bus import Bus, Identity
-from dynamix.runtime.bus.handled import StatisticsByKind
-from dynamix.runtime.bus.micro import answer_to, subjects_of
-from dynamix.runtime.dead_letters import DeadLetters
+from dynamix.runtime.bus.discovery import answer_to, subjects_of
+from dynamix.runtime.bus.streams.statistics import StatisticsByKind
+from dynamix.runtime.health.dead_letters import DeadLetters
 
 ME = Identity(name="dynamix-collector", version="1.2.3", description="a test", metadata={"node": "node-a"})
 OTHER = Identity(name="dynamix-reward", version="1.2.3", description="another", metadata={})

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamix.runtime import log, rate_limit
-from dynamix.runtime.bus.message import BusMessage, parse_delivery
-from dynamix.runtime.bus.position import ALL, LAST_PER_SUBJECT, NEW, Start, StreamPosition
-from dynamix.runtime.bus.status import parse_status
-from dynamix.runtime.bus.stored import _nanoseconds
+from dynamix.runtime.bus.broker.status import parse_status
+from dynamix.runtime.bus.streams.message import BusMessage, parse_delivery
+from dynamix.runtime.bus.streams.position import ALL, LAST_PER_SUBJECT, NEW, Start, StreamPosition
+from dynamix.runtime.bus.streams.stored import _nanoseconds
 from dynamix.runtime.rate_limit import RateLimit
 
 

@@ -6,7 +6,7 @@ from tests.support import made
 from tests.support.brokers import ConfiguredServer, connected
 
 from dynamix.runtime.bus import Bus, PublishError
-from dynamix.runtime.provision import ProvisionError, provision
+from dynamix.runtime.bus.provision import ProvisionError, provision
 from dynamix.schemas import subjects
 from dynamix.schemas.kinds import KINDS
 from dynamix.schemas.streams import ACTIONS, FEED, JOBS, STREAMS

@@ -8,15 +8,9 @@ from tests.support import made
 from tests.support.brokers import STATE, ConfiguredServer, connected, publish_states, until
 from tests.support.proxy import Proxy
 
-from dynamix.runtime.bus import (
-    Bus,
-    ConnectionClosedError,
-    PublishError,
-    StaleWriterError,
-    StreamMissingError,
-    publisher,
-)
-from dynamix.runtime.provision import provision
+from dynamix.runtime.bus import Bus, ConnectionClosedError, PublishError, StaleWriterError, StreamMissingError
+from dynamix.runtime.bus.provision import provision
+from dynamix.runtime.bus.streams import publisher
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import chain, codec, subjects
 from dynamix.schemas.messages import Live

@@ -14,7 +14,7 @@ from tests.support.brokers import ConfiguredServer
 
 from dynamix.cli.services import bus_environment
 from dynamix.runtime.bus import Bus
-from dynamix.runtime.watchdog import Blocked, Watchdog
+from dynamix.runtime.health.watchdog import Blocked, Watchdog
 from dynamix.schemas import codec
 from dynamix.schemas.messages import Live
 

@@ -11,8 +11,8 @@ from tests.support import made
 from dynamix.cli.services import ServiceProcess, bus_environment, wait_until_ready
 from dynamix.collector.proc import Proc
 from dynamix.runtime.bus import Bus, BusMessage
+from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.embedded import EmbeddedServer
-from dynamix.runtime.provision import provision
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode_any
 from dynamix.schemas.messages import Action, Job, Message, Report

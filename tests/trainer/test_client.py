@@ -12,7 +12,7 @@ from tests.support import made
 from tests.support.brokers import ConfiguredServer, connected, until
 
 from dynamix.runtime.bus import Bus
-from dynamix.runtime.provision import provision
+from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import subjects
 from dynamix.schemas.streams import FEED

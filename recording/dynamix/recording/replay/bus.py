@@ -10,7 +10,7 @@ from typing import Protocol, Self
 
 from dynamix.recording.capture import Record
 from dynamix.runtime.bus import BusMessage, Start
-from dynamix.runtime.bus.handled import StatisticsByKind
+from dynamix.runtime.bus.streams.statistics import StatisticsByKind
 from dynamix.schemas import codec, subjects
 from dynamix.schemas.messages import Message
 from dynamix.schemas.subjects import ROOT

@@ -10,7 +10,7 @@ from dynamix.arbitrator.learned.policy_file import PolicyFile
 from dynamix.arbitrator.learned.policy_store import BUCKET
 from dynamix.arbitrator.learned.shipped import SHIPPED_VERSION, shipped_policy
 from dynamix.runtime.bus import ObjectInfo, ObjectMissingError, StoredObject
-from dynamix.runtime.bus.object_layout import DIGEST_PREFIX
+from dynamix.runtime.bus.objects.layout import DIGEST_PREFIX
 from dynamix.schemas.messages import Action
 
 from .errors import ReplayError

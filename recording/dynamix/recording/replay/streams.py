@@ -14,7 +14,7 @@ from dynamix.runtime.bus import (
     StoredObject,
     StreamState,
 )
-from dynamix.runtime.bus.handled import StatisticsByKind
+from dynamix.runtime.bus.streams.statistics import StatisticsByKind
 from dynamix.schemas.codec import MalformedMessageError, decode, encode
 from dynamix.schemas.messages import Action, Event, Job, Message
 from dynamix.schemas.streams import ACTIONS, FEED, JOBS

@@ -3,10 +3,10 @@
 import asyncio
 import itertools
 
-from dynamix.runtime.backpressure import publish_when_room
 from dynamix.runtime.bus import BusMessage, StreamFullError
 from dynamix.runtime.bus.service_bus import ServiceBus
 from dynamix.runtime.service import Context, StartError
+from dynamix.runtime.service.backpressure import publish_when_room
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode, encode, message_id
 from dynamix.schemas.features import state_of

@@ -5,10 +5,10 @@ The service has no memory, so replicas are harmless: equal rewards have equal me
 
 import asyncio
 
-from dynamix.runtime.backpressure import publish_when_room
 from dynamix.runtime.bus import BusMessage
 from dynamix.runtime.bus.service_bus import ServiceBus
 from dynamix.runtime.service import Context
+from dynamix.runtime.service.backpressure import publish_when_room
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode, encode
 from dynamix.schemas.messages import MetricWindow, Reward

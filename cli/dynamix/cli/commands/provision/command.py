@@ -11,8 +11,8 @@ import os
 from dynamix.cli.broker import connected
 from dynamix.cli.connection import find
 from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, write_json
+from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.log import configure
-from dynamix.runtime.provision import provision
 from dynamix.runtime.settings import BusSettings
 
 

@@ -22,9 +22,9 @@ from dynamix.cli.connection import find, published, running
 from dynamix.cli.errors import CommandError
 from dynamix.cli.services import SERVICES, bus_environment, wait_until_ready
 from dynamix.runtime.bus import Bus
+from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.embedded import EmbeddedServer, EmbeddedServerError
 from dynamix.runtime.log import configure
-from dynamix.runtime.provision import provision
 from dynamix.runtime.settings import BusSettings, SettingsError, read
 
 from .children import Broker, Service

@@ -1,9 +1,7 @@
 """The bus: NATS behind one package. Nothing else imports nats; the README says what we do about each of its traps."""
 
-from .address import check_url
-from .bus import Bus
-from .consumer import Consumer
-from .errors import (
+from .broker.address import check_url
+from .broker.errors import (
     BusError,
     ConnectionClosedError,
     ObjectBrokenError,
@@ -15,13 +13,15 @@ from .errors import (
     StreamFullError,
     StreamMissingError,
 )
-from .handled import HandlingStatistics
-from .message import BusMessage, StreamState
-from .micro import Identity
-from .object_layout import ObjectInfo
-from .objects import StoredObject
-from .position import ALL, LAST_PER_SUBJECT, NEW, Start
-from .subscription import Subscription
+from .bus import Bus
+from .discovery import Identity
+from .objects.layout import ObjectInfo
+from .objects.store import StoredObject
+from .streams.consumer import Consumer
+from .streams.message import BusMessage, StreamState
+from .streams.position import ALL, LAST_PER_SUBJECT, NEW, Start
+from .streams.statistics import HandlingStatistics
+from .streams.subscription import Subscription
 
 __all__ = [
     "ALL",

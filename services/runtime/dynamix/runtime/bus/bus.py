@@ -10,19 +10,19 @@ from dynamix.schemas import codec, subjects
 from dynamix.schemas.messages import Action, Live, Message
 from dynamix.schemas.streams import ACTIONS
 
-from . import stored
-from .connection import BrokerConnection
-from .consumer import Consumer
-from .errors import StaleWriterError
-from .handled import HandlingStatistics, StatisticsByKind
-from .message import BusMessage, StreamState
-from .micro import Discovery, Identity
-from .object_layout import ObjectInfo
-from .objects import MAX_OBJECT_BYTES, Objects, StoredObject
-from .position import Start
-from .publisher import Publisher
-from .requests import Requests
-from .subscription import Subscription
+from .broker.connection import BrokerConnection
+from .broker.errors import StaleWriterError
+from .broker.requests import Requests
+from .discovery import Discovery, Identity
+from .objects.layout import ObjectInfo
+from .objects.store import MAX_OBJECT_BYTES, Objects, StoredObject
+from .streams import stored
+from .streams.consumer import Consumer
+from .streams.message import BusMessage, StreamState
+from .streams.position import Start
+from .streams.publisher import Publisher
+from .streams.statistics import HandlingStatistics, StatisticsByKind
+from .streams.subscription import Subscription
 
 
 class Bus:

@@ -7,9 +7,9 @@ from typing import Protocol, Self
 
 from dynamix.schemas.messages import Message
 
-from .handled import StatisticsByKind
-from .message import BusMessage
-from .position import Start
+from .streams.message import BusMessage
+from .streams.position import Start
+from .streams.statistics import StatisticsByKind
 
 
 class BatchConsumer(Protocol):

@@ -14,18 +14,19 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from dynamix.runtime.bus import LAST_PER_SUBJECT, Bus, BusError, BusMessage
-from dynamix.runtime.dead_letters import DeadLetters
+from dynamix.runtime.health.dead_letters import DeadLetters
+from dynamix.runtime.health.heartbeat import HEARTBEAT_S, send_heartbeats
+from dynamix.runtime.health.watchdog import Watchdog
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import subjects
 from dynamix.schemas.chain import is_intact
 from dynamix.schemas.codec import MalformedMessageError, decode
-from dynamix.schemas.messages import Action, Live, Message
+from dynamix.schemas.messages import Action, Message
 from dynamix.schemas.streams import ACTIONS
 
 from .outbox import Outbox
 
 SERVICE = "trainer"
-HEARTBEAT_S = 1.0
 RETRY_S = 1.0
 """Pause after the bus refused something that an operator may mend."""
 
@@ -130,7 +131,7 @@ class BusClient:
             await bus.close()
 
     async def _serve(self, bus: Bus, closed: asyncio.Event) -> None:
-        duties: list[Coroutine[Any, Any, object]] = [closed.wait(), self._publish_all(bus), self._beat(bus)]
+        duties: list[Coroutine[Any, Any, object]] = [closed.wait(), self._publish_all(bus), self._send_heartbeats(bus)]
         if self._actions_of is not None:
             duties.append(self._listen(bus, subjects.action(self._actions_of)))
         tasks = [asyncio.create_task(duty) for duty in duties]
@@ -166,16 +167,17 @@ class BusClient:
             return False
         return True
 
-    async def _beat(self, bus: Bus) -> None:
-        """Show that we live, and what was counted."""
-        while True:
-            counters = {**bus.counters, **self._counters, "reports_dropped": self.outbox.num_dropped}
-            uptime_s = time.monotonic() - self._started_s
-            with contextlib.suppress(BusError):
-                await bus.publish_live(
-                    Live(service=SERVICE, instance=self._node, uptime_s=uptime_s, counters=counters, node=self._node)
-                )
-            await asyncio.sleep(HEARTBEAT_S)
+    async def _send_heartbeats(self, bus: Bus) -> None:
+        async with Watchdog(0.0, tick_s=HEARTBEAT_S) as lag:
+            await send_heartbeats(
+                bus,
+                lag,
+                lambda: {**self._counters, "reports_dropped": self.outbox.num_dropped},
+                service=SERVICE,
+                instance=self._node,
+                node=self._node,
+                started_s=self._started_s,
+            )
 
     async def _listen(self, bus: Bus, subject: str) -> None:
         dead_letters = DeadLetters(bus, SERVICE, self._counters)
@@ -194,7 +196,7 @@ class BusClient:
                 self.actions.append(_decode(message))
             except MalformedMessageError as error:
                 self.num_malformed += 1
-                await dead_letters.add(message, str(error))
+                await dead_letters.set_aside(message, str(error))
 
     def _complain(self, what: str, error: BaseException) -> None:
         """Log a trouble once, until it is another one."""

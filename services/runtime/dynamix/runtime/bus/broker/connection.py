@@ -30,7 +30,6 @@ MAX_OUTSTANDING_PINGS = 2
 WATCH_INTERVAL_S = 1.0
 STALLED_AFTER_S = 60.0
 """Without an attempt to reconnect for this long, nats-py's own task for it must have died."""
-LAG_LOGGED_S = 1.0
 MAX_REFUSED_LOGINS = 3
 
 DeniedCallback = Callable[[str, PermissionDeniedError], None]
@@ -52,7 +51,7 @@ class BrokerConnection:
     def __init__(self, settings: BusSettings, name: str, on_closed: Callable[[str], None] | None) -> None:
         check_url(settings)
         self.counters: dict[str, int] = dict.fromkeys(
-            ("errors", "reconnects", "slow_consumer_drops", "permission_denials", "max_loop_lag_ms"), 0
+            ("errors", "reconnects", "slow_consumer_drops", "permission_denials"), 0
         )
         self.connected = asyncio.Event()
         self._settings = settings
@@ -307,23 +306,16 @@ class BrokerConnection:
             self._on_closed(reason)
 
     async def _watch(self) -> None:
-        """Notice what nats-py does not report: a close without callback, a dead reconnection, a blocked event loop."""
+        """Notice what nats-py does not report: a close without callback, a dead reconnection."""
         while True:
-            begin = time.monotonic()
             await asyncio.sleep(WATCH_INTERVAL_S)
             now = time.monotonic()
-            self._note_lag(now - begin - WATCH_INTERVAL_S)
             if self._client.is_closed:
                 await self._on_close()
             elif self.connected.is_set():
                 self._last_attempt = now
             elif now - self._last_attempt > STALLED_AFTER_S:
                 self._report_closed(f"no attempt to reconnect for {STALLED_AFTER_S:g} s")
-
-    def _note_lag(self, lag_s: float) -> None:
-        self.counters["max_loop_lag_ms"] = max(self.counters["max_loop_lag_ms"], int(lag_s * 1000))
-        if lag_s > LAG_LOGGED_S and self._limit.allow("lag"):
-            logger.warning("the event loop was blocked for %.1f s: move the work to a thread or process", lag_s)
 
 
 def describe(error: Exception) -> str:

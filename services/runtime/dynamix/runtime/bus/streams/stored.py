@@ -5,9 +5,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from .errors import MESSAGE_NOT_FOUND, ApiError
+from dynamix.runtime.bus.broker.errors import MESSAGE_NOT_FOUND, ApiError
+from dynamix.runtime.bus.broker.requests import Answer, Requests
+
 from .message import BusMessage, StreamState
-from .requests import Answer, Requests
 
 
 class _State(msgspec.Struct):

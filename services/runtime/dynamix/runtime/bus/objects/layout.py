@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from .errors import ObjectBrokenError
+from dynamix.runtime.bus.broker.errors import ObjectBrokenError
 
 CHUNK_BYTES = 128 * 1024
 """The layout's own default; with headers it is far below a broker's limit of 1 MB."""

@@ -4,11 +4,11 @@ import asyncio
 import contextlib
 from typing import Any
 
+from dynamix.runtime.bus import StreamFullError
+from dynamix.runtime.bus.service_bus import ServiceBus
 from dynamix.schemas.messages import Message
 
-from .bus import StreamFullError
-from .bus.service_bus import ServiceBus
-from .service import Context
+from .context import Context
 
 ROOM_WAIT_S = 1.0
 

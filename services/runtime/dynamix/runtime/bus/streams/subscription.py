@@ -8,10 +8,10 @@ from typing import Self
 
 from nats.aio.subscription import Subscription as NatsSubscription
 
+from dynamix.runtime.bus.broker.connection import BrokerConnection
+from dynamix.runtime.bus.broker.errors import PermissionDeniedError
 from dynamix.runtime.rate_limit import RateLimit
 
-from .connection import BrokerConnection
-from .errors import PermissionDeniedError
 from .message import BusMessage
 
 logger = logging.getLogger(__name__)

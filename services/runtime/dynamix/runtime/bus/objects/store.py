@@ -14,15 +14,22 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from . import object_layout as layout
-from .consumer import Consumer
-from .errors import BusError, ConnectionClosedError, ObjectBrokenError, ObjectMissingError, StaleWriterError
-from .message import BusMessage
-from .object_layout import ObjectInfo
-from .position import ALL, LAST_PER_SUBJECT, Start
-from .publisher import Publisher
-from .requests import Answer, Requests
-from .stored import count_messages, last_message
+from dynamix.runtime.bus.broker.errors import (
+    BusError,
+    ConnectionClosedError,
+    ObjectBrokenError,
+    ObjectMissingError,
+    StaleWriterError,
+)
+from dynamix.runtime.bus.broker.requests import Answer, Requests
+from dynamix.runtime.bus.streams.consumer import Consumer
+from dynamix.runtime.bus.streams.message import BusMessage
+from dynamix.runtime.bus.streams.position import ALL, LAST_PER_SUBJECT, Start
+from dynamix.runtime.bus.streams.publisher import Publisher
+from dynamix.runtime.bus.streams.stored import count_messages, last_message
+
+from . import layout
+from .layout import ObjectInfo
 
 logger = logging.getLogger(__name__)
 

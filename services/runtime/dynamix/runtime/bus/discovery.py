@@ -18,9 +18,9 @@ import msgspec
 
 from dynamix.runtime.rate_limit import RateLimit
 
-from .connection import BrokerConnection
-from .errors import BusError, PermissionDeniedError
-from .handled import HandlingStatistics, StatisticsByKind
+from .broker.connection import BrokerConnection
+from .broker.errors import BusError, PermissionDeniedError
+from .streams.statistics import HandlingStatistics, StatisticsByKind
 
 logger = logging.getLogger(__name__)
 

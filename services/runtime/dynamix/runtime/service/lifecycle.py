@@ -9,67 +9,26 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import msgspec
 import structlog
 import uvloop
 
-from dynamix.schemas.messages import Live
+from dynamix.runtime import log as logs
+from dynamix.runtime.bus import Bus, BusError, Identity, check_url
+from dynamix.runtime.health.heartbeat import send_heartbeats
+from dynamix.runtime.health.watchdog import Watchdog
+from dynamix.runtime.settings import Loaded, help_text, load, node_name
 
-from . import log as logs
-from .bus import Bus, BusError, BusMessage, Identity, check_url
-from .bus.service_bus import ServiceBus
-from .dead_letters import DeadLetters
-from .settings import Loaded, help_text, load, node_name
-from .watchdog import Watchdog
+from .context import Context, StartError
 
-HEARTBEAT_S = 1.0
 STOP_TIMEOUT_S = 10.0
 """After a signal: so long for `main` to return, and as long again for what is in flight."""
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 
 S = TypeVar("S", bound=msgspec.Struct)
-B_co = TypeVar("B_co", bound=ServiceBus, covariant=True)
-"""The part of the bus that a service uses: `Bus` itself, or what stands in for it in a replay."""
-
-
-class StartError(RuntimeError):
-    """The service cannot work as it was set up; the text says why and what would mend it."""
-
-
-@dataclass
-class Context(Generic[S, B_co]):
-    """What a service's `main` gets."""
-
-    service: str
-    instance: str
-    node: str
-    bus: B_co
-    settings: S
-    stop: asyncio.Event
-    """Set by SIGTERM and SIGINT; loops over consumers and subscriptions end at the same moment."""
-    log: structlog.stdlib.BoundLogger
-    counters: dict[str, int] = field(default_factory=dict)
-    """The service's own, shown in its heartbeat beside the bus's."""
-
-    def __post_init__(self) -> None:
-        self._dead_letters = DeadLetters(self.bus, self.service, self.counters)
-
-    def count(self, name: str, num: int = 1) -> None:
-        """Add to a counter."""
-        self.counters[name] = self.counters.get(name, 0) + num
-
-    async def dead_letter(self, message: BusMessage, reason: str) -> None:
-        """Set aside a message that cannot be used: counted, logged, published to `dead` at a limited rate.
-
-        Never raises: what is wrong with a message must not end the service.
-        """
-        await self._dead_letters.add(message, reason)
-
-
 Main = Callable[[Context[S, Bus]], Awaitable[None]]
 
 
@@ -160,7 +119,7 @@ class _Life(Generic[S]):
         try:
             async with asyncio.TaskGroup() as tasks:
                 others = [
-                    tasks.create_task(_beat(context, self._watchdog), name="heartbeat"),
+                    tasks.create_task(self._send_heartbeats(context), name="heartbeat"),
                     tasks.create_task(bus.answer_discovery(_identity(context)), name="discovery"),
                 ]
                 main = tasks.create_task(self._call_main(context), name="main")
@@ -175,6 +134,17 @@ class _Life(Generic[S]):
             await bus.drain(0.0 if self._closed.done() else STOP_TIMEOUT_S)
             self._log.info("stopped")
         return code
+
+    async def _send_heartbeats(self, context: Context[S, Bus]) -> None:
+        await send_heartbeats(
+            context.bus,
+            self._watchdog,
+            lambda: context.counters,
+            service=context.service,
+            instance=context.instance,
+            node=context.node,
+            started_s=time.monotonic(),
+        )
 
     async def _call_main(self, context: Context[S, Bus]) -> None:
         await self._main(context)
@@ -231,22 +201,3 @@ def _identity(context: Context[S, Bus]) -> Identity:
         description=f"the {context.service} of DYNAMIX: reads streams, answers no requests",
         metadata={"node": context.node, "instance": context.instance, "pid": str(os.getpid())},
     )
-
-
-async def _beat(context: Context[S, Bus], watchdog: Watchdog) -> None:
-    begin = time.monotonic()
-    while True:
-        counters = {f"bus_{name}": value for name, value in context.bus.counters.items()} | context.counters
-        counters["loop_lag_ms"] = int(1000 * watchdog.take_max_lag_s())
-        live = Live(
-            service=context.service,
-            instance=context.instance,
-            node=context.node,
-            uptime_s=time.monotonic() - begin,
-            counters=counters,
-        )
-        try:
-            await context.bus.publish_live(live)
-        except BusError as error:
-            context.log.debug("no heartbeat", reason=str(error))
-        await asyncio.sleep(HEARTBEAT_S)

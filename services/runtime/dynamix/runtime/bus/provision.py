@@ -7,9 +7,9 @@ from typing import Any, Literal
 from dynamix.schemas.streams import STREAMS, Stream
 from dynamix.schemas.subjects import kept_by
 
-from .bus import Bus
-from .bus.errors import ApiError, BusError, StreamMissingError
-from .bus.object_layout import all_chunks, all_descriptions
+from . import Bus
+from .broker.errors import ApiError, BusError, StreamMissingError
+from .objects.layout import all_chunks, all_descriptions
 
 
 class ProvisionError(BusError):

@@ -11,10 +11,11 @@ from typing import Protocol
 import msgspec
 from nats.aio.subscription import Subscription as NatsSubscription
 
-from .connection import BrokerConnection
+from dynamix.runtime.bus.broker.connection import BrokerConnection
+from dynamix.runtime.bus.broker.requests import API
+from dynamix.runtime.bus.broker.status import HEARTBEAT, NOT_FOUND, REQUEST_EXPIRED, Status, parse_status
+
 from .message import BusMessage, parse_delivery
-from .requests import API
-from .status import HEARTBEAT, NOT_FOUND, REQUEST_EXPIRED, Status, parse_status
 
 logger = logging.getLogger(__name__)
 

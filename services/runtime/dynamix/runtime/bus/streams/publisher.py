@@ -16,10 +16,8 @@ from types import MappingProxyType
 
 import msgspec
 
-from dynamix.runtime.rate_limit import RateLimit
-
-from .connection import BrokerConnection
-from .errors import (
+from dynamix.runtime.bus.broker.connection import BrokerConnection
+from dynamix.runtime.bus.broker.errors import (
     STORE_FAILED,
     WRONG_LAST_SEQUENCE,
     BusError,
@@ -30,9 +28,11 @@ from .errors import (
     StreamFullError,
     StreamMissingError,
 )
+from dynamix.runtime.bus.broker.requests import Refusal
+from dynamix.runtime.bus.broker.status import NO_RESPONDERS, parse_status
+from dynamix.runtime.rate_limit import RateLimit
+
 from .message import MESSAGE_ID
-from .requests import Refusal
-from .status import NO_RESPONDERS, parse_status
 
 logger = logging.getLogger(__name__)
 

@@ -1,15 +1,14 @@
-"""Messages nobody could use: counted, logged, and kept with their reason on `dead.<kind>.<job>`, at a limited rate."""
+"""Messages that could not be used: counted, logged, and kept with the reason on `dead.<kind>.<job>`, rate-limited."""
 
 import hashlib
 import logging
 
+from dynamix.runtime.bus import BusError, BusMessage
+from dynamix.runtime.bus.service_bus import ServiceBus
+from dynamix.runtime.rate_limit import RateLimit
 from dynamix.schemas import codec, subjects
 from dynamix.schemas.kinds import BY_NAME
 from dynamix.schemas.messages import Dead
-
-from .bus import BusError, BusMessage
-from .bus.service_bus import ServiceBus
-from .rate_limit import RateLimit
 
 logger = logging.getLogger(__name__)
 
@@ -20,11 +19,11 @@ UNKNOWN = "unknown"
 
 
 class DeadLetters:
-    """What one service sets aside.
+    """Sets aside the messages that one service cannot use.
 
     Args:
         bus: where it is published.
-        service: who could not use it.
+        service: the service that could not use them.
         counters: gets `dead_letters`, and `dead_letters_not_kept` for those over the rate or refused by the bus.
     """
 
@@ -34,7 +33,7 @@ class DeadLetters:
         self._counters = counters
         self._limit = RateLimit(PER_KIND_PER_S, burst=int(PER_KIND_PER_S))
 
-    async def add(self, message: BusMessage, reason: str) -> None:
+    async def set_aside(self, message: BusMessage, reason: str) -> None:
         """Set a message aside; never raises."""
         self._count("dead_letters")
         self._bus.handled.of(message.subject).refuse(reason)

@@ -7,20 +7,21 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
-from .broker_consumer import BrokerConsumer
-from .connection import BrokerConnection
-from .errors import (
+from dynamix.runtime.bus.broker.connection import BrokerConnection
+from dynamix.runtime.bus.broker.errors import (
     BusError,
     ConnectionClosedError,
     PermissionDeniedError,
     SequenceRegressError,
     StreamMissingError,
 )
-from .handled import HandlingStatistics, Stopwatch
+from dynamix.runtime.bus.broker.requests import Requests
+
+from .broker_consumer import BrokerConsumer
 from .message import BusMessage
 from .position import Start, StreamPosition
 from .pull import HEARTBEAT_S, Pull
-from .requests import Requests
+from .statistics import HandlingStatistics, Stopwatch
 
 logger = logging.getLogger(__name__)
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import msgspec
 
-from .connection import BrokerConnection
-from .errors import CONSUMER_NOT_FOUND, ApiError, SequenceRegressError
+from dynamix.runtime.bus.broker.connection import BrokerConnection
+from dynamix.runtime.bus.broker.errors import CONSUMER_NOT_FOUND, ApiError, SequenceRegressError
+from dynamix.runtime.bus.broker.requests import API, Answer, Requests
+
 from .position import StreamPosition
-from .requests import API, Answer, Requests
 from .stored import stream_state
 
 logger = logging.getLogger(__name__)

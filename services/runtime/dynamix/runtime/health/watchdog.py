@@ -15,10 +15,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from dynamix.runtime.rate_limit import RateLimit
+
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.1
-"""How often the loop shows that it runs: 20 us of CPU time each."""
+LAG_LOGGED_S = 1.0
 LOOKS = 20
 """How often the watching thread looks within the limit."""
 MAX_LOOK_S = 0.5
@@ -38,14 +40,21 @@ class Watchdog:
 
     Args:
         limit_s: a loop that is blocked for so long ends the process with code 1; 0 only measures.
+        tick_s: how often the loop shows that it runs; each costs 20 us of CPU time.
+
+    Attributes:
+        max_lag_s: how much later than scheduled the loop ran, at most, since the start.
     """
 
-    def __init__(self, limit_s: float) -> None:
+    def __init__(self, limit_s: float, *, tick_s: float = TICK_S) -> None:
+        self.max_lag_s = 0.0
         self._limit_s = limit_s
+        self._tick_s = tick_s
         self._look_s = min(MAX_LOOK_S, limit_s / LOOKS)
         self._num_ticks = 0
         self._due = 0.0
-        self._max_lag_s = 0.0
+        self._recent_lag_s = 0.0
+        self._limit = RateLimit(per_s=1.0)
         self._ended = threading.Event()
         self._loop: asyncio.AbstractEventLoop
         self._timer: asyncio.TimerHandle | None = None
@@ -70,20 +79,25 @@ class Watchdog:
             self._thread.join()
 
     def take_max_lag_s(self) -> float:
-        """How much later than wanted the loop came round, at most, since the last call.
+        """How much later than scheduled the loop ran, at most, since the last call.
 
-        What blocks it for less than `TICK_S` is seen only when a tick was due meanwhile.
+        A block shorter than a tick is seen only when a tick was due during it.
         """
-        lag, self._max_lag_s = max(self._max_lag_s, time.monotonic() - self._due), 0.0
-        return lag
+        lag_s, self._recent_lag_s = max(self._recent_lag_s, time.monotonic() - self._due), 0.0
+        return lag_s
 
     def _tick(self) -> None:
-        """Runs in the loop, whose own time stands still within one turn."""
+        """Run in the loop; `time.monotonic`, as the loop's own time stands still within one turn."""
         now = time.monotonic()
-        self._max_lag_s = max(self._max_lag_s, now - self._due)
+        self._record_lag(now - self._due)
         self._num_ticks += 1
-        self._due = now + TICK_S
-        self._timer = self._loop.call_later(TICK_S, self._tick)
+        self._due = now + self._tick_s
+        self._timer = self._loop.call_later(self._tick_s, self._tick)
+
+    def _record_lag(self, lag_s: float) -> None:
+        self._recent_lag_s, self.max_lag_s = max(self._recent_lag_s, lag_s), max(self.max_lag_s, lag_s)
+        if lag_s > LAG_LOGGED_S and self._limit.allow("lag"):
+            logger.warning("the event loop was blocked for %.1f s: move the work to a thread or process", lag_s)
 
     def _watch(self) -> None:
         """Runs in the thread."""
