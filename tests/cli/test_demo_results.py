@@ -5,16 +5,16 @@ import pytest
 from tests.support import made
 
 from dynamix.cli.commands.demo.figure import draw
-from dynamix.cli.commands.demo.plan import DemoPlan, Progress
+from dynamix.cli.commands.demo.plan import DemoPlan, DemoStep
 from dynamix.cli.commands.demo.results import Run, Summary, read_progress, summarise
 from dynamix.schemas.messages import Applied, Report
 
 PLAN = DemoPlan(target_accuracy=0.8, window_steps=2)
 
 
-def progress(step_time_s: float, accuracies: dict[int, float]) -> list[Progress]:
+def progress(step_time_s: float, accuracies: dict[int, float]) -> list[DemoStep]:
     return [
-        Progress(
+        DemoStep(
             step=step,
             trained_s=step * step_time_s,
             step_time_s=step_time_s,

@@ -11,8 +11,8 @@ from tests.support.deployed_broker import DeployedBroker, deployed_broker
 from tests.support.foreign_policy import of_other_features
 
 from dynamix.arbitrator.learned import shipped
-from dynamix.cli.commands.policy.render import table
-from dynamix.cli.commands.policy.shelf import Entry
+from dynamix.cli.commands.policy.catalogue import AvailablePolicy
+from dynamix.cli.commands.policy.view import table
 from dynamix.cli.main import main
 
 FIRST, SECOND, OTHER = (
@@ -152,7 +152,7 @@ def test_a_version_is_a_whole_number_from_1(typed: str, capsys: pytest.CaptureFi
 
 
 def test_the_table_has_a_line_for_each_version() -> None:
-    entry = Entry(
+    entry = AvailablePolicy(
         name="ppo",
         version=12,
         origin="bus",

@@ -1,4 +1,4 @@
-"""An inspection as plain data, for `--json`: everything that the capture says, but for what is packed or opaque."""
+"""An inspection as a JSON document, for `--json`: all but packed and opaque fields."""
 
 from collections.abc import Iterable
 

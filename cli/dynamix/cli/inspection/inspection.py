@@ -16,7 +16,7 @@ MOST_MISSING = 1000
 
 
 class Inspection:
-    """Everything that tables, JSON and picture show.
+    """A captured job: everything that tables, JSON and figure show.
 
     Attributes:
         header: of the capture.
@@ -29,9 +29,9 @@ class Inspection:
         jobs: the specifications, in order.
         windows: by generation and window.
         events: failure signatures, in order.
-        chain_fault: the first action that is not as it was written or does not follow the one before it, in words.
+        chain_fault: what is wrong with the first action that breaks the chain, empty without one.
         first_ns: when the broker stored the first message, 0 without one.
-        last_ns: and the last.
+        last_ns: when it stored the last message.
     """
 
     def __init__(self, header: CaptureHeader, *, keep_details: bool = False) -> None:
@@ -78,8 +78,8 @@ class Inspection:
                 found += [Window(generation, absent) for absent in missing]
         return found
 
-    def add(self, record: Record) -> None:
-        """Take the next record."""
+    def record(self, record: Record) -> None:
+        """Take the next record into account."""
         self.num_records += 1
         self.num_payload_bytes += len(record.payload)
         self.first_ns = self.first_ns or record.timestamp_ns
@@ -92,9 +92,9 @@ class Inspection:
             return
         match message:
             case Report() | MetricWindow() | State() | Reward():
-                self._window(message.generation, message.window).add(message, record.timestamp_ns)
+                self._window(message.generation, message.window).record(message, record.timestamp_ns)
             case Action():
-                self._window(message.generation, message.window).decide(message, record.timestamp_ns)
+                self._window(message.generation, message.window).record_action(message, record.timestamp_ns)
                 self._follow(message, record.payload)
             case Applied():
                 self._window(message.generation, message.effective_window).applied.append(message)
@@ -129,7 +129,7 @@ def inspect(path: Path, *, keep_details: bool = False) -> Inspection:
         inspection = Inspection(reader.header, keep_details=keep_details)
         try:
             for record in reader:
-                inspection.add(record)
+                inspection.record(record)
         except CutOffError as error:
             inspection.cut_off = str(error)
         inspection.end = reader.end

@@ -1,4 +1,4 @@
-"""One window of a captured job: what every kind of message says of it. Pure."""
+"""One window of a captured job, with what each kind of message says about it. Pure."""
 
 import statistics
 from collections.abc import Iterator
@@ -20,20 +20,20 @@ NODE_KINDS = ("report", "window", "state", "reward")
 
 
 class Window:
-    """What is known of a window; the messages may come in any order.
+    """One window; its messages may come in any order.
 
     Attributes:
         generation: restart count of the job.
         window: index in its generation.
         started_ns: when the broker stored the first report of it, 0 without one.
         nodes: by kind, the nodes that a message came from.
-        num_doubles: messages that were there before.
+        num_doubles: messages that repeated an earlier one.
         metrics: the whole job, from any node's metric window.
-        local_batch_sizes: by rank, what ruled, from metric windows or else from reports.
+        local_batch_sizes: by rank, the sizes in use, from metric windows or else from reports.
         probes: what the nodes' network metrics came from.
         action: what was decided on this window's states.
         decided_ns: when the broker stored it.
-        applied: the adoptions that begin to rule in this window.
+        applied: the decisions that ranks began to follow in this window.
         detailed: with `keep_details`, metrics and rewards of every rank.
     """
 
@@ -56,7 +56,7 @@ class Window:
 
     @property
     def was_run(self) -> bool:
-        """Whether anything but an adoption is known of it."""
+        """Whether there is any message but an adoption."""
         return self.action is not None or any(self.nodes.values())
 
     @property
@@ -75,15 +75,15 @@ class Window:
         return tuple(size for _, size in sorted(self.local_batch_sizes.items()))
 
     def missing(self, nodes: set[str]) -> Iterator[str]:
-        """What should be there and is not: a word for each kind."""
+        """The kinds of messages that are missing, with the nodes where only some have sent one."""
         for kind in NODE_KINDS:
             if lacking := nodes - self.nodes[kind]:
                 yield f"{kind} of {', '.join(sorted(lacking))}" if self.nodes[kind] else kind
         if self.action is None:
             yield "action"
 
-    def add(self, message: Report | MetricWindow | State | Reward, timestamp_ns: int) -> None:
-        """Take a message of one node."""
+    def record(self, message: Report | MetricWindow | State | Reward, timestamp_ns: int) -> None:
+        """Take a node's message of this window into account."""
         kind = NODE_KINDS[(Report, MetricWindow, State, Reward).index(type(message))]
         if message.node in self.nodes[kind]:
             self.num_doubles += 1
@@ -101,8 +101,8 @@ class Window:
             case Reward():
                 self._add_rewards(message)
 
-    def decide(self, action: Action, timestamp_ns: int) -> None:
-        """Take the action on this window."""
+    def record_action(self, action: Action, timestamp_ns: int) -> None:
+        """Take the action that was decided on this window into account."""
         self.num_doubles += self.action is not None
         self.action, self.decided_ns = action, timestamp_ns
 

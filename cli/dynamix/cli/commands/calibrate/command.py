@@ -17,7 +17,7 @@ from dynamix.cli.connection import find
 from dynamix.cli.errors import CommandError
 from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, write_json
 
-from .source import Material, from_bus, from_capture
+from .source import CalibrationInput, from_bus, from_capture
 
 if TYPE_CHECKING:
     from dynamix.lab.calibration import Calibration
@@ -44,17 +44,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(namespace: argparse.Namespace) -> int:
     """Read, fit and write what is asked for."""
     path = Path(namespace.source)
-    material = from_capture(path) if path.is_file() else asyncio.run(_from_bus(namespace.source))
-    _calibrate(namespace, material)
+    found = from_capture(path) if path.is_file() else asyncio.run(_from_bus(namespace.source))
+    _calibrate(namespace, found)
     return 0
 
 
-async def _from_bus(wanted: str) -> Material:
+async def _from_bus(wanted: str) -> CalibrationInput:
     async with connected(find(os.environ), "calibrate") as bus:
         return await from_bus(bus, wanted)
 
 
-def _calibrate(namespace: argparse.Namespace, material: Material) -> None:
+def _calibrate(namespace: argparse.Namespace, found: CalibrationInput) -> None:
     from dynamix.lab.calibration import CalibrationSettings, calibrate  # noqa: PLC0415 - torch: only once it is needed
 
     settings = CalibrationSettings(
@@ -67,14 +67,14 @@ def _calibrate(namespace: argparse.Namespace, material: Material) -> None:
         num_servers=namespace.servers,
     )
     try:
-        calibration = calibrate(material.windows, settings, material.job)
+        calibration = calibrate(found.windows, settings, found.job)
     except ValueError as error:
         raise CommandError(f"{namespace.source}: {error}") from error
     _write(namespace, calibration)
 
 
 def _write(namespace: argparse.Namespace, calibration: "Calibration") -> None:
-    from .table import show  # noqa: PLC0415 - rich: only once it is needed
+    from .view import show  # noqa: PLC0415 - rich: only once it is needed
 
     show(calibration, stderr=namespace.json == STANDARD_OUTPUT)
     if namespace.output:

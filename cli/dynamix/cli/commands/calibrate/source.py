@@ -15,7 +15,7 @@ from dynamix.schemas.messages import Job, Message, MetricWindow
 from dynamix.schemas.streams import FEED
 
 
-class Material(NamedTuple):
+class CalibrationInput(NamedTuple):
     """What calibration needs of a job."""
 
     job: Job | None
@@ -23,7 +23,7 @@ class Material(NamedTuple):
     windows: list[MetricWindow]
 
 
-def from_capture(path: Path) -> Material:
+def from_capture(path: Path) -> CalibrationInput:
     """What a capture holds; of one that is cut off, what is there.
 
     Raises:
@@ -45,7 +45,7 @@ def from_capture(path: Path) -> Material:
     return _sorted_out(found)
 
 
-async def from_bus(bus: Bus, wanted: str) -> Material:
+async def from_bus(bus: Bus, wanted: str) -> CalibrationInput:
     """What the bus keeps of a job now.
 
     Args:
@@ -74,11 +74,11 @@ async def from_bus(bus: Bus, wanted: str) -> Material:
     return _sorted_out(found)
 
 
-def _sorted_out(messages: Iterable[Message]) -> Material:
-    material = Material(None, [])
+def _sorted_out(messages: Iterable[Message]) -> CalibrationInput:
+    found = CalibrationInput(None, [])
     for message in messages:
         if isinstance(message, Job):
-            material = material._replace(job=message)
+            found = found._replace(job=message)
         elif isinstance(message, MetricWindow):
-            material.windows.append(message)
-    return material
+            found.windows.append(message)
+    return found

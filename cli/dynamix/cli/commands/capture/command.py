@@ -29,7 +29,7 @@ from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, write_json
 from dynamix.recording.capture import CaptureEnd, CaptureHeader, CaptureWriter, Record, fingerprint
 from dynamix.runtime.bus import Bus
 
-from .counting import Counting
+from .counts import CaptureCounts
 from .progress import Progress
 from .source import Source
 
@@ -92,37 +92,37 @@ async def _from_bus(namespace: argparse.Namespace, path: Path) -> Captured:
 
 
 async def _capture(bus: Bus, job: str, path: Path, namespace: argparse.Namespace, stop: asyncio.Event) -> Captured:
-    counting = Counting(namespace.windows)
+    counts = CaptureCounts(namespace.windows)
     created = dt.datetime.now(dt.UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
     header = CaptureHeader(job=job, created=created, fingerprint=fingerprint())
     with CaptureWriter(path, header, overwrite=namespace.force) as writer, Progress(job) as progress:
         async with Source(bus, job, past=namespace.past, stop=stop) as source:
             if not namespace.past:
                 print(f"Capturing {job} until it has ended; Ctrl-C finishes {path} before.", file=sys.stderr)
-            num_bytes, is_full = await _write(source, writer, counting, progress)
+            num_bytes, is_full = await _write(source, writer, counts, progress)
         end = writer.finish("windows" if is_full else source.reason)
     return Captured(
         file=str(path),
         job=job,
-        num_windows=counting.num_windows,
-        kinds=dict(sorted(counting.kinds.items())),
+        num_windows=counts.num_windows,
+        kinds=dict(sorted(counts.kinds.items())),
         num_payload_bytes=num_bytes,
         num_file_bytes=writer.num_bytes,
         end=end,
     )
 
 
-async def _write(source: Source, writer: CaptureWriter, counting: Counting, progress: Progress) -> tuple[int, bool]:
+async def _write(source: Source, writer: CaptureWriter, counts: CaptureCounts, progress: Progress) -> tuple[int, bool]:
     """Write until there is no more; the bytes of all payloads, and whether the wanted windows are full."""
     num_bytes = 0
     async with contextlib.aclosing(_flushing(source, writer)) as batches:
         async for batch in batches:
             for record in batch:
-                if not counting.add(record):
+                if not counts.count_record(record):
                     return num_bytes, True
                 writer.add(record)
                 num_bytes += len(record.payload)
-            progress.show(counting.num_windows, writer.num_records, num_bytes, writer.num_bytes)
+            progress.show(counts.num_windows, writer.num_records, num_bytes, writer.num_bytes)
     return num_bytes, False
 
 

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dynamix import trainer as dynamix  # DYNAMIX
 from dynamix.lab.workloads.datasets import fashion_mnist
 
-from .plan import DemoPlan, Progress
+from .plan import DemoPlan, DemoStep
 
 
 class SmallCnn(nn.Sequential):
@@ -74,7 +74,7 @@ def train(plan: DemoPlan, policy: str, log: IO[bytes] | None) -> None:
                 next_evaluation += plan.evaluate_every_samples
                 accuracy = evaluator.accuracy(model.module)
                 session.evaluated(accuracy)
-            progress = Progress(
+            progress = DemoStep(
                 step=session.step_index,
                 trained_s=trained_s,
                 step_time_s=step_time_s,
@@ -113,7 +113,7 @@ class Evaluator:
         return (self._reached and windows >= self._plan.min_windows) or windows >= self._plan.max_windows
 
 
-def _write(log: IO[bytes] | None, progress: Progress) -> None:
+def _write(log: IO[bytes] | None, progress: DemoStep) -> None:
     if log is not None:
         log.write(msgspec.json.encode(progress) + b"\n")
         log.flush()

@@ -41,7 +41,7 @@ class DemoPlan(msgspec.Struct, frozen=True, kw_only=True):
         return self.pace_s_per_sample * (self.slowdown if rank == self.slow_rank else 1.0)
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True):
+class DemoStep(msgspec.Struct, frozen=True, kw_only=True):
     """One line of the training script's own log, written by rank 0 after each step."""
 
     step: int

@@ -7,7 +7,7 @@ import msgspec
 
 from dynamix.schemas.messages import Applied, Report
 
-from .plan import DemoPlan, Progress
+from .plan import DemoPlan, DemoStep
 
 
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +37,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     """One run with everything its figure needs."""
 
     summary: RunSummary
-    progress: list[Progress]
+    progress: list[DemoStep]
 
     @property
     def accuracies(self) -> list[tuple[float, float]]:
@@ -46,7 +46,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def summarise(
-    plan: DemoPlan, policy: str, progress: Sequence[Progress], reports: Sequence[Report], applied: Sequence[Applied]
+    plan: DemoPlan, policy: str, progress: Sequence[DemoStep], reports: Sequence[Report], applied: Sequence[Applied]
 ) -> Run:
     """Put a run's parts together; `reports` may hold windows of several nodes, in any order."""
     evaluated = [line for line in progress if line.accuracy is not None]
@@ -67,10 +67,10 @@ def summarise(
     return Run(summary=summary, progress=list(progress))
 
 
-def read_progress(lines: bytes) -> list[Progress]:
+def read_progress(lines: bytes) -> list[DemoStep]:
     """The script's log, without a last line that is still being written."""
     whole = lines[: lines.rfind(b"\n") + 1]
-    return [msgspec.json.decode(line, type=Progress) for line in whole.splitlines()]
+    return [msgspec.json.decode(line, type=DemoStep) for line in whole.splitlines()]
 
 
 def _sizes_per_window(reports: Sequence[Report]) -> list[list[int]]:

@@ -20,7 +20,7 @@ from dynamix.schemas.codec import decode_any
 from dynamix.schemas.messages import Applied, Message, Report
 from dynamix.schemas.streams import FEED
 
-from .plan import DemoPlan, Progress
+from .plan import DemoPlan, DemoStep
 from .results import Run, read_progress, summarise
 
 LAST_MESSAGES_TIMEOUT_S = 5.0
@@ -91,26 +91,26 @@ class _Demo:
     async def run(self, policy: str) -> Run:
         """One training job under a policy, watched on the bus."""
         job = f"demo-{policy}-{secrets.token_hex(4)}"
-        seen = _Seen(policy, self._watch)
-        follower = asyncio.create_task(self._follow(job, seen))
+        messages = _RunMessages(policy, self._watch)
+        follower = asyncio.create_task(self._follow(job, messages))
         try:
             progress = await self._train(job, policy)
             with contextlib.suppress(TimeoutError):  # the job has drained: what is missing is on its way
                 async with asyncio.timeout(LAST_MESSAGES_TIMEOUT_S):
-                    await seen.wait_for_windows(len(progress) // self._plan.window_steps)
+                    await messages.wait_for_windows(len(progress) // self._plan.window_steps)
         finally:
             follower.cancel()
             await asyncio.gather(follower, return_exceptions=True)
-        return summarise(self._plan, policy, progress, seen.reports, seen.applied)
+        return summarise(self._plan, policy, progress, messages.reports, messages.applied)
 
-    async def _follow(self, job: str, seen: "_Seen") -> None:
+    async def _follow(self, job: str, messages: "_RunMessages") -> None:
         wanted = [subjects.report(job, subjects.ANY), subjects.applied(job)]
         async with self._bus.consume(FEED.name, wanted, start="all") as consumer:
             async for batch in consumer:
                 for message in batch:
-                    seen.add(decode_any(message.subject, message.payload))
+                    messages.record(decode_any(message.subject, message.payload))
 
-    async def _train(self, job: str, policy: str) -> list[Progress]:
+    async def _train(self, job: str, policy: str) -> list[DemoStep]:
         """Run the training script under torchrun until it ends; its own log.
 
         Raises:
@@ -142,8 +142,8 @@ def _first_error(output: Path) -> str:
     return text[start : start + MAX_ERROR_CHARACTERS]
 
 
-class _Seen:
-    """What came over the bus of one run."""
+class _RunMessages:
+    """Messages of one run, as they come over the bus."""
 
     def __init__(self, policy: str, watch: Watcher) -> None:
         self.reports: list[Report] = []
@@ -152,8 +152,8 @@ class _Seen:
         self._watch = watch
         self._more = asyncio.Event()
 
-    def add(self, message: Message) -> None:
-        """Take in a report or what was applied."""
+    def record(self, message: Message) -> None:
+        """Store a report or an adopted decision."""
         if isinstance(message, Report):
             self.reports.append(message)
             self._watch(self._policy, len(self.applied), message)

@@ -18,18 +18,18 @@ from dynamix.cli.errors import CommandError
 from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, write_json
 from dynamix.runtime.log import configure
 
-from .render import details, table
-from .shelf import Entry, Shelf, opened
+from .catalogue import AvailablePolicy, PolicyCatalogue, opened
+from .view import details, table
 
 
-class Outcome(NamedTuple):
+class ActionResult(NamedTuple):
     """What an action of the command has to say: to people, and to programs."""
 
     text: str
     result: object
 
 
-class Reference(NamedTuple):
+class PolicyReference(NamedTuple):
     """`NAME` or `NAME:VERSION` as typed."""
 
     name: str
@@ -71,7 +71,7 @@ def run(namespace: argparse.Namespace) -> int:
     return 0
 
 
-def reference(text: str) -> Reference:
+def reference(text: str) -> PolicyReference:
     """Read `NAME` or `NAME:VERSION`.
 
     Raises:
@@ -79,33 +79,33 @@ def reference(text: str) -> Reference:
     """
     name, separator, version = text.partition(":")
     if not separator:
-        return Reference(name, None)
+        return PolicyReference(name, None)
     if not version.isdecimal() or int(version) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: a version is a whole number from 1, as in ppo:3")
-    return Reference(name, int(version))
+    return PolicyReference(name, int(version))
 
 
-async def _act(namespace: argparse.Namespace) -> Outcome:
-    async with opened(find(os.environ)) as shelf:
-        return await _ACTIONS[namespace.action](shelf, namespace)
+async def _act(namespace: argparse.Namespace) -> ActionResult:
+    async with opened(find(os.environ)) as catalogue:
+        return await _ACTIONS[namespace.action](catalogue, namespace)
 
 
-async def _list(shelf: Shelf, _: argparse.Namespace) -> Outcome:
-    entries = await shelf.entries()
-    if shelf.absence:
-        print(f"{shelf.absence}; these come with the package", file=sys.stderr)
-    return Outcome(table(entries), {"broker": not shelf.absence, "policies": entries})
+async def _list(catalogue: PolicyCatalogue, _: argparse.Namespace) -> ActionResult:
+    entries = await catalogue.entries()
+    if catalogue.absence:
+        print(f"{catalogue.absence}; these come with the package", file=sys.stderr)
+    return ActionResult(table(entries), {"broker": not catalogue.absence, "policies": entries})
 
 
-async def _show(shelf: Shelf, namespace: argparse.Namespace) -> Outcome:
-    entry, data = await shelf.take(*namespace.policy)
+async def _show(catalogue: PolicyCatalogue, namespace: argparse.Namespace) -> ActionResult:
+    entry, data = await catalogue.read(*namespace.policy)
     metadata, fault = _read(data)
     result = {"policy": entry, "usable": not fault, "reason": fault, "metadata": metadata}
-    return Outcome(details(entry, metadata, fault), result)
+    return ActionResult(details(entry, metadata, fault), result)
 
 
-async def _export(shelf: Shelf, namespace: argparse.Namespace) -> Outcome:
-    entry, data = await shelf.take(*namespace.policy)
+async def _export(catalogue: PolicyCatalogue, namespace: argparse.Namespace) -> ActionResult:
+    entry, data = await catalogue.read(*namespace.policy)
     try:
         await asyncio.to_thread(namespace.output.write_bytes, data)
     except OSError as error:
@@ -113,7 +113,7 @@ async def _export(shelf: Shelf, namespace: argparse.Namespace) -> Outcome:
     return _done(entry, f"written to {namespace.output}", {"file": str(namespace.output)})
 
 
-async def _import(shelf: Shelf, namespace: argparse.Namespace) -> Outcome:
+async def _import(catalogue: PolicyCatalogue, namespace: argparse.Namespace) -> ActionResult:
     try:
         data = await asyncio.to_thread(namespace.file.read_bytes)
         metadata = PolicyFile.from_bytes(data, str(namespace.file)).metadata
@@ -122,14 +122,14 @@ async def _import(shelf: Shelf, namespace: argparse.Namespace) -> Outcome:
     except PolicyFileError as error:
         raise CommandError(str(error)) from error
     name = namespace.name or metadata.policy
-    stored = await shelf.store.put(name, data, feature_version=metadata.feature_version)
-    entry, _ = await shelf.take(stored.name, stored.version)
+    stored = await catalogue.store.put(name, data, feature_version=metadata.feature_version)
+    entry, _ = await catalogue.read(stored.name, stored.version)
     return _done(entry, "stored on the bus: jobs of this policy that start from now on take it", {})
 
 
-def _done(entry: Entry, what: str, more: Mapping[str, str]) -> Outcome:
+def _done(entry: AvailablePolicy, what: str, more: Mapping[str, str]) -> ActionResult:
     size = f"{entry.num_bytes:,} bytes, sha256 {entry.sha256[:12]}"
-    return Outcome(f"{entry.name} version {entry.version} ({size}) {what}", {"policy": entry, **more})
+    return ActionResult(f"{entry.name} version {entry.version} ({size}) {what}", {"policy": entry, **more})
 
 
 def _read(data: bytes) -> tuple[PolicyMetadata | None, str]:
@@ -140,7 +140,7 @@ def _read(data: bytes) -> tuple[PolicyMetadata | None, str]:
         return None, str(error)
 
 
-_ACTIONS: Mapping[str, Callable[[Shelf, argparse.Namespace], Awaitable[Outcome]]] = {
+_ACTIONS: Mapping[str, Callable[[PolicyCatalogue, argparse.Namespace], Awaitable[ActionResult]]] = {
     "list": _list,
     "show": _show,
     "export": _export,

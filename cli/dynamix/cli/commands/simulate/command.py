@@ -16,7 +16,7 @@ from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, write_json
 from dynamix.cli.progress import ProgressLine
 
 if TYPE_CHECKING:
-    from .simulation import Line, Plan, Simulation
+    from .simulation import SimulatedWindow, Simulation, SimulationPlan
 
 POLICY = "rule"
 
@@ -56,7 +56,7 @@ def run(namespace: argparse.Namespace) -> int:
     return 0
 
 
-def _run(planned: "Plan", namespace: argparse.Namespace) -> "Simulation":
+def _run(planned: "SimulationPlan", namespace: argparse.Namespace) -> "Simulation":
     from .simulation import simulate  # noqa: PLC0415 - see above
     from .view import window_text  # noqa: PLC0415 - rich: only once it is needed
 
@@ -65,11 +65,11 @@ def _run(planned: "Plan", namespace: argparse.Namespace) -> "Simulation":
         with ProgressLine() as progress:
             progress.show(f"{scenario.name} under {planned.label}: loading {scenario.workload}")
 
-            def show(line: "Line") -> None:
+            def show(line: "SimulatedWindow") -> None:
                 text = window_text(line, scenario.time_limit_s)
                 (progress.say if namespace.windows else progress.show)(text)
 
-            return simulate(planned, namespace.data, device=namespace.device, on_line=show, bus=namespace.bus)
+            return simulate(planned, namespace.data, device=namespace.device, on_window=show, bus=namespace.bus)
     except (ValueError, OSError) as error:  # data that is missing, a device; the text says how to mend it
         raise CommandError(str(error)) from error
 

@@ -1,4 +1,4 @@
-"""One virtual job and what is told of it: in this process, or under the services on the bus."""
+"""One virtual job and its results: steered in this process, or by the services on the bus."""
 
 import asyncio
 import contextlib
@@ -33,8 +33,8 @@ COLLECTORS_READY_S = 60.0
 RUN_ID_BYTES = 4
 
 
-class Plan(NamedTuple):
-    """What is run."""
+class SimulationPlan(NamedTuple):
+    """A scenario, a policy and a seed."""
 
     scenario: Scenario
     setting: Setting
@@ -43,7 +43,7 @@ class Plan(NamedTuple):
     seed: int
 
 
-class Line(msgspec.Struct, frozen=True, kw_only=True):
+class SimulatedWindow(msgspec.Struct, frozen=True, kw_only=True):
     """One window."""
 
     window: int
@@ -59,7 +59,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     held_out_accuracy: float | None
 
 
-class Point(msgspec.Struct, frozen=True, kw_only=True):
+class AccuracyPoint(msgspec.Struct, frozen=True, kw_only=True):
     """One point of the grid of virtual time."""
 
     time_s: float
@@ -86,14 +86,14 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
     num_steps: int
     samples_seen: int
     num_applied: int
-    evaluations: list[Point]
-    windows: list[Line]
+    evaluations: list[AccuracyPoint]
+    windows: list[SimulatedWindow]
 
 
-OnLine = Callable[[Line], None]
+OnWindow = Callable[[SimulatedWindow], None]
 
 
-def plan(scenario: str, policy: str, policy_file: str | None, *, seed: int) -> Plan:
+def plan(scenario: str, policy: str, policy_file: str | None, *, seed: int) -> SimulationPlan:
     """What was asked for.
 
     Raises:
@@ -105,11 +105,11 @@ def plan(scenario: str, policy: str, policy_file: str | None, *, seed: int) -> P
     settings = _settings(contender, found)
     if contender.learning_rate_rule is not None:
         found = msgspec.structs.replace(found, learning_rate_rule=contender.learning_rate_rule)
-    return Plan(found, settings, policy, seed)
+    return SimulationPlan(found, settings, policy, seed)
 
 
 def _settings(contender: Contender, scenario: Scenario) -> Setting:
-    """As it was typed: nothing that was tuned is added. Of a learned policy's files the first one runs."""
+    """The policy as it was typed, without tuned settings; of a learned policy's files the first one."""
     settings = contender.settings(scenario.family, Tuned())
     if not settings:
         raise ValueError(f"no file of the policy {contender.policy!r} is shipped: name one with --policy-file")
@@ -134,7 +134,7 @@ def scenario_named(text: str) -> Scenario:
     return Scenario.read(shipped[fitting[0]])
 
 
-def simulate(planned: Plan, data: str | None, *, device: str, on_line: OnLine, bus: bool) -> Simulation:
+def simulate(planned: SimulationPlan, data: str | None, *, device: str, on_window: OnWindow, bus: bool) -> Simulation:
     """Run the job to its end.
 
     Raises:
@@ -147,9 +147,9 @@ def simulate(planned: Plan, data: str | None, *, device: str, on_line: OnLine, b
     place = _device(device)
     loaded = workload_named(planned.scenario.workload).load(None if data is None else Path(data))
     loaded = Data(*(Part(*(tensor.to(place) for tensor in part)) for part in loaded))
-    lines = _Lines(on_line)
-    episode = asyncio.run(_on_bus(planned, loaded, lines)) if bus else _here(planned, loaded, lines)
-    return _told(planned, episode, lines.all)
+    recorder = _WindowRecorder(on_window)
+    episode = asyncio.run(_on_bus(planned, loaded, recorder)) if bus else _in_process(planned, loaded, recorder)
+    return _simulation_of(planned, episode, recorder.windows)
 
 
 def _device(name: str) -> torch.device:
@@ -162,20 +162,20 @@ def _device(name: str) -> torch.device:
     return device
 
 
-class _Lines:
-    """Turns the reports of a window into a line."""
+class _WindowRecorder:
+    """Sums up each window from its reports."""
 
-    def __init__(self, on_line: OnLine) -> None:
-        self.all: list[Line] = []
-        self._on_line = on_line
+    def __init__(self, on_window: OnWindow) -> None:
+        self.windows: list[SimulatedWindow] = []
+        self._on_window = on_window
 
-    def add(self, reports: Sequence[Report]) -> None:
+    def record_window(self, reports: Sequence[Report]) -> None:
         totals = reports[0].totals
         samples = max(totals.num_samples, 1)
         sizes = {row.rank: row.local_batch_size for report in reports for row in report.rows}
-        line = Line(
+        window = SimulatedWindow(
             window=totals.window,
-            time_s=totals.time_s + (self.all[-1].time_s if self.all else 0.0),
+            time_s=totals.time_s + (self.windows[-1].time_s if self.windows else 0.0),
             step_time_s=totals.time_s / totals.num_steps,
             local_batch_sizes=[sizes[rank] for rank in sorted(sizes)],
             global_batch_size=totals.global_batch_size,
@@ -183,11 +183,11 @@ class _Lines:
             accuracy=None if totals.num_correct is None else totals.num_correct / samples,
             held_out_accuracy=reports[0].held_out_accuracy,
         )
-        self.all.append(line)
-        self._on_line(line)
+        self.windows.append(window)
+        self._on_window(window)
 
 
-def _here(planned: Plan, data: Data, lines: _Lines) -> Episode:
+def _in_process(planned: SimulationPlan, data: Data, recorder: _WindowRecorder) -> Episode:
     setting = planned.setting
     return run_episode(
         planned.scenario,
@@ -196,11 +196,11 @@ def _here(planned: Plan, data: Data, lines: _Lines) -> Episode:
         seed=planned.seed,
         policy_options=setting.options,
         initial_local_batch_size=setting.initial_local_batch_size,
-        on_window=lines.add,
+        on_window=recorder.record_window,
     )
 
 
-async def _on_bus(planned: Plan, data: Data, lines: _Lines) -> Episode:
+async def _on_bus(planned: SimulationPlan, data: Data, recorder: _WindowRecorder) -> Episode:
     setting, settings = planned.setting, find(os.environ)
     cluster = VirtualCluster(
         planned.scenario,
@@ -213,7 +213,7 @@ async def _on_bus(planned: Plan, data: Data, lines: _Lines) -> Episode:
     )
     async with connected(settings, "simulate") as bus, _collectors(bus, settings, cluster):
         try:
-            actions = await run_lockstep(cluster, bus, on_window=lines.add)
+            actions = await run_lockstep(cluster, bus, on_window=recorder.record_window)
         except NoActionError as error:
             raise CommandError(str(error)) from error
     return episode_of(cluster, actions, EpisodeMessages([], [], []))
@@ -221,7 +221,7 @@ async def _on_bus(planned: Plan, data: Data, lines: _Lines) -> Episode:
 
 @contextlib.asynccontextmanager
 async def _collectors(bus: Bus, settings: BusSettings, cluster: VirtualCluster) -> AsyncIterator[None]:
-    """A collector for each virtual node: that of this machine serves its own only."""
+    """Run a collector for each virtual node: that of this machine serves its own node only."""
     names = [f"{cluster.job.job}-{number}"[-63:].lstrip("-") for number in range(len(cluster.job.nodes))]
     services = []
     for name, node in zip(names, cluster.job.nodes, strict=True):
@@ -241,13 +241,13 @@ async def _collectors(bus: Bus, settings: BusSettings, cluster: VirtualCluster) 
 
 async def _ready(bus: Bus, instance: str) -> None:
     """Wait until a service says that it listens."""
-    with contextlib.suppress(TimeoutError):  # without it there is no action, and that is said
+    with contextlib.suppress(TimeoutError):  # without it there is no action, which `run_lockstep` reports
         async with asyncio.timeout(COLLECTORS_READY_S), bus.subscribe(subjects.live("collector", instance)) as beats:
             async for _ in beats:
                 return
 
 
-def _told(planned: Plan, episode: Episode, lines: list[Line]) -> Simulation:
+def _simulation_of(planned: SimulationPlan, episode: Episode, windows: list[SimulatedWindow]) -> Simulation:
     scenario = planned.scenario
     return Simulation(
         scenario=scenario.name,
@@ -266,6 +266,6 @@ def _told(planned: Plan, episode: Episode, lines: list[Line]) -> Simulation:
         num_steps=episode.num_steps,
         samples_seen=episode.samples_seen,
         num_applied=len(episode.applied),
-        evaluations=[Point(**point._asdict()) for point in episode.evaluations],
-        windows=lines,
+        evaluations=[AccuracyPoint(**point._asdict()) for point in episode.evaluations],
+        windows=windows,
     )

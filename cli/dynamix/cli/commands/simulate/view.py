@@ -3,10 +3,10 @@
 from dynamix.cli.formatting import formatted, sizes_text
 from dynamix.cli.tables import console_for, new_table
 
-from .simulation import Line, Simulation
+from .simulation import SimulatedWindow, Simulation
 
 
-def window_text(line: Line, limit_s: float) -> str:
+def window_text(line: SimulatedWindow, limit_s: float) -> str:
     """One window in a line; `limit_s` is the virtual time at which the job ends at the latest."""
     accuracy = "" if line.held_out_accuracy is None else f", accuracy {line.held_out_accuracy:.1%}"
     return (

@@ -1,9 +1,7 @@
-"""Where learned policies are found: in the package, and on the bus when there is one."""
+"""The learned policies that jobs can use: those in the package, and those on the bus when there is one."""
 
-import asyncio
 import contextlib
 import hashlib
-import os
 from collections.abc import AsyncIterator
 from typing import Literal
 
@@ -12,16 +10,17 @@ import msgspec
 from dynamix.arbitrator.learned.policy_file import PolicyFile, PolicyFileError
 from dynamix.arbitrator.learned.policy_store import PolicyStore, StoredPolicy
 from dynamix.arbitrator.learned.shipped import SHIPPED_VERSION, shipped_names, shipped_policy
-from dynamix.cli.errors import CommandError
-from dynamix.runtime.bus import Bus, BusError, PermissionDeniedError, StreamMissingError
+from dynamix.cli.broker import HOW_TO_START, NoBrokerError, connected
+from dynamix.cli.errors import CommandError, explained
+from dynamix.runtime.bus import Bus, StreamMissingError
 from dynamix.runtime.settings import BusSettings, redact_url
 from dynamix.schemas.streams import POLICIES
 
 CONNECT_TIMEOUT_S = 5.0
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """One version of a learned policy that can be had."""
+class AvailablePolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """One version of a learned policy."""
 
     name: str
     version: int
@@ -31,14 +30,14 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     """0 when it is not known."""
     sha256: str
     stored_at: str = ""
-    """RFC 3339; empty for what came with the package."""
+    """RFC 3339; empty for a policy of the package."""
 
 
-class Shelf:
-    """The policies that can be had, and how to get at them.
+class PolicyCatalogue:
+    """Lists and reads learned policies.
 
     Attributes:
-        absence: why there is no bus, as a sentence; empty when there is one.
+        absence: why there is no bus, in a sentence; empty when there is one.
     """
 
     def __init__(self, store: PolicyStore | None, absence: str = "") -> None:
@@ -47,7 +46,7 @@ class Shelf:
 
     @property
     def store(self) -> PolicyStore:
-        """The bus's part.
+        """The policies on the bus.
 
         Raises:
             CommandError: when there is no bus.
@@ -56,30 +55,29 @@ class Shelf:
             raise CommandError(self.absence)
         return self._store
 
-    async def entries(self) -> list[Entry]:
+    async def entries(self) -> list[AvailablePolicy]:
         """All versions: by name, the newest first."""
         stored = [] if self._store is None else await self._store.versions()
-        found = [_of_bus(one) for one in stored] + [_of_package(name) for name in shipped_names()]
+        found = [_on_bus(one) for one in stored] + [_shipped(name) for name in shipped_names()]
         return sorted(found, key=lambda entry: (entry.name, -entry.version))
 
-    async def take(self, name: str, version: int | None) -> tuple[Entry, bytes]:
-        """A version of a policy and its file, the newest by default.
+    async def read(self, name: str, version: int | None) -> tuple[AvailablePolicy, bytes]:
+        """A version of a policy and the bytes of its file, the newest by default.
 
         Raises:
-            CommandError: when there is none; the text says which there are.
+            CommandError: when there is no such version; the text lists those that exist.
         """
         entries = await self.entries()
         entry = next((one for one in entries if one.name == name and version in (None, one.version)), None)
         if entry is None:
             raise CommandError(self._absence_of(name, version, entries))
-        data = shipped_policy(name) if entry.origin == "shipped" else await self._read(entry)
-        assert data is not None, "a listed file was there a moment ago"
+        if entry.origin == "bus":
+            return entry, (await self.store.get(entry.name, entry.version))[1]
+        data = shipped_policy(name)
+        assert data is not None, "a listed file is there"
         return entry, data
 
-    async def _read(self, entry: Entry) -> bytes:
-        return (await self.store.get(entry.name, entry.version))[1]
-
-    def _absence_of(self, name: str, version: int | None, entries: list[Entry]) -> str:
+    def _absence_of(self, name: str, version: int | None, entries: list[AvailablePolicy]) -> str:
         versions = [str(entry.version) for entry in entries if entry.name == name]
         if versions:
             text = f"policy {name!r} has no version {version}: there is {', '.join(versions)}"
@@ -90,39 +88,30 @@ class Shelf:
 
 
 @contextlib.asynccontextmanager
-async def opened(settings: BusSettings) -> AsyncIterator[Shelf]:
-    """The shelf; without a broker, or before it is provisioned, it holds what came with the package.
+async def opened(settings: BusSettings) -> AsyncIterator[PolicyCatalogue]:
+    """The catalogue; without a broker, or before it is provisioned, of the shipped policies only.
 
     Raises:
-        CommandError: when the broker refuses us, or what is asked of it.
+        CommandError: when the broker refuses the user or a request.
     """
-    where = redact_url(settings.url)
     try:
-        async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            bus = await Bus.connect(settings, name=f"policy-{os.getpid()}", wait=False)
-    except (PermissionDeniedError, ValueError) as error:
-        raise CommandError(str(error)) from error
-    except (BusError, OSError, TimeoutError):
-        yield Shelf(None, f"no broker at {where}: start one with `dynamix up`, or set DYNAMIX_NATS_URL")
-        return
-    try:
-        yield await _of_broker(bus, where)
-    except (BusError, ValueError) as error:
-        raise CommandError(str(error)) from error
-    finally:
-        await bus.close()
+        async with connected(settings, "policy", timeout_s=CONNECT_TIMEOUT_S, wait=False) as bus:
+            with explained(ValueError):
+                yield await _of_broker(bus, redact_url(settings.url))
+    except NoBrokerError:
+        yield PolicyCatalogue(None, f"no broker at {redact_url(settings.url)}: {HOW_TO_START}")
 
 
-async def _of_broker(bus: Bus, where: str) -> Shelf:
+async def _of_broker(bus: Bus, where: str) -> PolicyCatalogue:
     try:
         await bus.stream_state(POLICIES.name)
     except StreamMissingError:
-        return Shelf(None, f"the broker at {where} has no bucket for policies: run `dynamix provision`")
-    return Shelf(PolicyStore(bus))
+        return PolicyCatalogue(None, f"the broker at {where} has no bucket for policies: run `dynamix provision`")
+    return PolicyCatalogue(PolicyStore(bus))
 
 
-def _of_bus(stored: StoredPolicy) -> Entry:
-    return Entry(
+def _on_bus(stored: StoredPolicy) -> AvailablePolicy:
+    return AvailablePolicy(
         name=stored.name,
         version=stored.version,
         origin="bus",
@@ -133,14 +122,14 @@ def _of_bus(stored: StoredPolicy) -> Entry:
     )
 
 
-def _of_package(name: str) -> Entry:
+def _shipped(name: str) -> AvailablePolicy:
     data = shipped_policy(name)
-    assert data is not None, "a listed file was there a moment ago"
+    assert data is not None, "a listed file is there"
     try:
         feature_version = PolicyFile.from_bytes(data).metadata.feature_version
     except PolicyFileError:  # `show` says what is wrong with it
         feature_version = 0
-    return Entry(
+    return AvailablePolicy(
         name=name,
         version=SHIPPED_VERSION,
         origin="shipped",

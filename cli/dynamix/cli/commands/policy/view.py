@@ -1,20 +1,20 @@
-"""Learned policies in words: the list as a table, one policy line by line."""
+"""Learned policies as text: the list as a table, one policy line by line."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dynamix.arbitrator.learned.policy_file import PolicyMetadata
 
-from .shelf import Entry
+from .catalogue import AvailablePolicy
 
 HEADINGS = ("policy", "version", "from", "size", "features", "stored", "sha256")
 NUM_DIGEST_CHARACTERS = 12
 NAME_WIDTH = 20
 LONG_LISTS = ("rank_features", "global_features", "inputs")
-"""What a file must share with the program; `--json` has them."""
+"""Left out here; `--json` has them."""
 
 
-def table(entries: Sequence[Entry]) -> str:
+def table(entries: Sequence[AvailablePolicy]) -> str:
     """One line per version."""
     if not entries:
         return "no learned policies: `dynamix learn` makes one, `dynamix policy import FILE` stores one"
@@ -25,8 +25,8 @@ def table(entries: Sequence[Entry]) -> str:
     )
 
 
-def details(entry: Entry, metadata: PolicyMetadata | None, fault: str) -> str:
-    """Everything about one version that a person wants to know."""
+def details(entry: AvailablePolicy, metadata: PolicyMetadata | None, fault: str) -> str:
+    """One version, a property per line."""
     place = "comes with the package" if entry.origin == "shipped" else f"on the bus since {_when(entry.stored_at)}"
     lines = [
         f"{entry.name} version {entry.version}, {place}",
@@ -36,11 +36,11 @@ def details(entry: Entry, metadata: PolicyMetadata | None, fault: str) -> str:
     ]
     if metadata is not None:
         shown = [name for name in metadata.__struct_fields__ if name not in LONG_LISTS]
-        lines += [_line(name.replace("_", " "), _words(getattr(metadata, name))) for name in shown]
+        lines += [_line(name.replace("_", " "), _text(getattr(metadata, name))) for name in shown]
     return "\n".join(lines)
 
 
-def _row(entry: Entry) -> tuple[str, ...]:
+def _row(entry: AvailablePolicy) -> tuple[str, ...]:
     return (
         entry.name,
         str(entry.version),
@@ -61,9 +61,9 @@ def _line(name: str, value: str) -> str:
     return f"  {name:{NAME_WIDTH}}{value}"
 
 
-def _words(value: Any) -> str:
+def _text(value: Any) -> str:
     if isinstance(value, Mapping):
-        return ", ".join(f"{key}={_words(item)}" for key, item in value.items()) or "-"
+        return ", ".join(f"{key}={_text(item)}" for key, item in value.items()) or "-"
     if isinstance(value, (tuple, list)):
-        return ", ".join(_words(item) for item in value) or "-"
+        return ", ".join(_text(item) for item in value) or "-"
     return f"{value:g}" if isinstance(value, float) else str(value) or "-"

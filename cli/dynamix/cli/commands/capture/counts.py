@@ -1,4 +1,4 @@
-"""What a capture has so far: messages by kind, windows; and where a wanted number of windows is full. Pure."""
+"""Counts of a capture so far: messages by kind, windows, and whether the wanted windows are complete. Pure."""
 
 from collections import Counter
 
@@ -8,7 +8,7 @@ from dynamix.schemas.codec import MalformedMessageError, decode_any
 from dynamix.schemas.messages import Report
 
 
-class Counting:
+class CaptureCounts:
     """Counts records as they are written.
 
     Attributes:
@@ -28,19 +28,19 @@ class Counting:
         """Windows so far."""
         return len(self._windows)
 
-    def add(self, record: Record) -> bool:
-        """Count a record; False, and nothing counted, when it begins a window more than are wanted.
+    def count_record(self, record: Record) -> bool:
+        """Count a record; False, without counting it, when it begins a window beyond the wanted number.
 
         The messages that follow from the last wanted window come before the next one's first report, as a rule: a
         window takes longer than deciding on it.
         """
         kind = _kind(record.subject)
-        if kind == "report" and not self._add_window(record):
+        if kind == "report" and not self._count_window(record):
             return False
         self.kinds[kind] += 1
         return True
 
-    def _add_window(self, record: Record) -> bool:
+    def _count_window(self, record: Record) -> bool:
         try:
             report = decode_any(record.subject, record.payload)
         except MalformedMessageError:
@@ -57,5 +57,5 @@ class Counting:
 def _kind(subject: str) -> str:
     try:
         return subjects.parse(subject).kind
-    except ValueError:  # a token that none of ours has
+    except ValueError:  # the token of another program
         return "foreign"
