@@ -82,7 +82,7 @@ async def test_statistics_count_messages_dead_letters_and_the_time_that_they_too
         seen = 0
         async with mine.consume("FEED", [STATES], start="all") as consumer:
             async for batch in consumer:
-                await DeadLetters(mine, "collector", {}).add(batch[0], "cannot be used")
+                await DeadLetters(mine, "collector", {}).set_aside(batch[0], "cannot be used")
                 await asyncio.sleep(0.01)
                 seen += len(batch)
                 if seen == 5:
