@@ -23,7 +23,7 @@ from bench.harness.tables import aligned
 from bench.harness.targets import Target
 from torch import nn
 
-from dynamix.arbitrator.policies import policy_named
+from dynamix.arbitrator.policies.registry import policy_named
 from dynamix.lab.experiments.episodes.episode import ControlPlane
 from dynamix.lab.simulator.cluster import VirtualCluster
 from dynamix.lab.simulator.scenario import Network, Scenario, Stragglers, Workers

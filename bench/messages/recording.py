@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from dynamix.arbitrator.deciding.fold import Fold
-from dynamix.arbitrator.policies import policy_named
+from dynamix.arbitrator.policies.registry import policy_named
 from dynamix.recording.capture import CaptureHeader, CaptureWriter, Record, fingerprint
 from dynamix.reward.formula import Weights, reward_of
 from dynamix.schemas import codec, subjects

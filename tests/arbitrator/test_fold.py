@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tests.support import made
 
 from dynamix.arbitrator.deciding.fold import MAX_AGE_WINDOWS, MAX_SKIP_WINDOWS, Fold
-from dynamix.arbitrator.policies import policy_named
 from dynamix.arbitrator.policies.policy import Array32, Decision
+from dynamix.arbitrator.policies.registry import policy_named
 from dynamix.schemas.chain import is_sealed
 from dynamix.schemas.codec import MalformedMessageError
 from dynamix.schemas.features import RANK_INDEX

@@ -1,8 +1,8 @@
 import pytest
 from tests.support import made
 
-from dynamix.arbitrator.policies import POLICIES
 from dynamix.arbitrator.policies.options import Option, check_options, option, switch, tracks
+from dynamix.arbitrator.policies.registry import POLICIES
 
 OPTIONS = {"smoothing": Option(0.3, 0, 1, "weight of the newest"), "track": switch(1, "divides"), "step": switch(0, "")}
 

@@ -2,11 +2,11 @@ import numpy as np
 import pytest
 from tests.support import made
 
-from dynamix.arbitrator.policies import POLICIES, policy_named
 from dynamix.arbitrator.policies.options import allocation_of
 from dynamix.arbitrator.policies.policy import Array32
 from dynamix.arbitrator.policies.proportional import Proportional
 from dynamix.arbitrator.policies.random import DELTAS, Random
+from dynamix.arbitrator.policies.registry import POLICIES, policy_named
 from dynamix.schemas.features import GLOBAL_FEATURES, RANK_FEATURES, RANK_INDEX
 from dynamix.schemas.policies import initial_split
 

@@ -1,7 +1,7 @@
 from pathlib import Path
 
 from dynamix.arbitrator.document import document
-from dynamix.arbitrator.policies import POLICIES
+from dynamix.arbitrator.policies.registry import POLICIES
 
 PATH = Path(__file__).parents[2] / "docs" / "policies.md"
 

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support import made
 
-from dynamix.arbitrator.policies import POLICIES
 from dynamix.arbitrator.policies.options import option
 from dynamix.arbitrator.policies.policy import Array32
+from dynamix.arbitrator.policies.registry import POLICIES
 from dynamix.schemas.features import GLOBAL_FEATURES, RANK_FEATURES, RANK_INDEX
 from dynamix.schemas.fields import MAX_CARRY_BYTES
 from dynamix.schemas.messages import Job

@@ -13,8 +13,8 @@ from dynamix.arbitrator.learned import policy_source, shipped
 from dynamix.arbitrator.learned.policy_file import PolicyFile
 from dynamix.arbitrator.learned.policy_source import PolicySource
 from dynamix.arbitrator.learned.policy_store import BUCKET, PolicyStore
-from dynamix.arbitrator.policies import POLICIES
 from dynamix.arbitrator.policies.policy import Policy, digest_of
+from dynamix.arbitrator.policies.registry import POLICIES
 from dynamix.runtime.bus import Bus
 from dynamix.schemas import streams
 from dynamix.schemas.messages import Action

@@ -10,8 +10,8 @@ from tests.support import made
 from tests.support.reference_fold import reference_decisions
 
 from dynamix.arbitrator.deciding.fold import Fold
-from dynamix.arbitrator.policies import policy_named
 from dynamix.arbitrator.policies.policy import Array32, Decision
+from dynamix.arbitrator.policies.registry import policy_named
 from dynamix.schemas.allocation import Allocation
 from dynamix.schemas.codec import MalformedMessageError
 from dynamix.schemas.features import RANK_INDEX

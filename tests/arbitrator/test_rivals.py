@@ -5,9 +5,9 @@ import pytest
 from tests.support import made
 from tests.support.toy_cluster import ToyCluster
 
-from dynamix.arbitrator.policies import POLICIES
 from dynamix.arbitrator.policies.goodput import NUM_CANDIDATES, goodput
 from dynamix.arbitrator.policies.policy import Array32, Decision
+from dynamix.arbitrator.policies.registry import POLICIES
 from dynamix.schemas.features import GLOBAL_FEATURES, GLOBAL_INDEX
 from dynamix.schemas.messages import Job
 

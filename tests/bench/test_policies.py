@@ -2,7 +2,7 @@ from pathlib import Path
 
 from tests.support.benches import run_bench
 
-from dynamix.arbitrator.policies import POLICIES
+from dynamix.arbitrator.policies.registry import POLICIES
 from dynamix.schemas.fields import MAX_CARRY_BYTES
 
 

@@ -18,7 +18,7 @@ from bench.scale.result import MEMORY_RUN_S, Result, missed
 from tests.support.benches import ROOT, run_bench
 
 from dynamix.arbitrator.deciding.fold import Fold
-from dynamix.arbitrator.policies import policy_named
+from dynamix.arbitrator.policies.registry import policy_named
 from dynamix.schemas.codec import decode
 from dynamix.schemas.messages import State
 

@@ -123,7 +123,7 @@ def test_reward_weights_and_objective_replace_the_presets(scenarios: Path, tmp_p
         (["--validate-every", "0"], "validate_every=0: Expected `int` >= 1"),
         (["--seed", "-1"], "seed=-1: Expected `int` >= 0"),
         (["--policy", "A b"], "policy='A b': Expected `str` matching"),
-        (["--policy", "rule"], "policy 'rule' is one of the program itself: give the learned one another name"),
+        (["--policy", "rule"], "'rule' is the name of a policy in code: give the learned one another name"),
         (["--episodes", "100001"], "num_episodes=100001: at most 100000"),
     ],
 )

@@ -95,8 +95,8 @@ def test_what_cannot_be_done_is_said_in_a_sentence(
     good.write_bytes(FIRST)
     older.write_bytes(of_other_features())
     for arguments, reason in (
-        (["import", str(older)], "its list of rank features is not this program's: it has ping_ms"),
-        (["import", str(good), "--name", "static"], "'static' is a policy of the program itself"),
+        (["import", str(older)], "its list of rank features names ping_ms, which this program does not have"),
+        (["import", str(good), "--name", "static"], "'static' is the name of a policy in code"),
         (["import", str(good), "--name", "My policy"], "cannot be part of a subject"),
         (["import", str(tmp_path)], f"cannot read {tmp_path}: Is a directory"),
         (["show", "ppo:9"], "policy 'ppo' has no version 9: there is 1"),

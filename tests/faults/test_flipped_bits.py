@@ -15,7 +15,7 @@ from tests.support.stored_blocks import block_of
 from tests.support.watched import applied
 from tests.support.watching import Watch, watching
 
-from dynamix.arbitrator.policies import policy_named
+from dynamix.arbitrator.policies.registry import policy_named
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode
 from dynamix.schemas.messages import Action, Job

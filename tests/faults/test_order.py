@@ -11,7 +11,7 @@ from tests.support.oracle import check_decisions, recorded_states
 from tests.support.watching import watching
 
 from dynamix.arbitrator.deciding.fold import Fold
-from dynamix.arbitrator.policies import policy_named
+from dynamix.arbitrator.policies.registry import policy_named
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import encode, message_id
 from dynamix.schemas.messages import Action, Job, State

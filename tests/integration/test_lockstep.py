@@ -8,7 +8,7 @@ import pytest
 from tests.support import virtual
 from tests.support.control_plane import ControlPlane, control_plane
 
-from dynamix.arbitrator.policies import policy_named
+from dynamix.arbitrator.policies.registry import policy_named
 from dynamix.lab.experiments.episodes.episode import Episode, run_episode
 from dynamix.lab.simulator.cluster import VirtualCluster
 from dynamix.lab.simulator.lockstep import NoActionError, run_lockstep

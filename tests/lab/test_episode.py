@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from tests.support import virtual
 
-from dynamix.arbitrator.policies import policy_named
+from dynamix.arbitrator.policies.registry import policy_named
 from dynamix.lab.experiments.episodes.episode import Episode, run_episode
 from dynamix.lab.simulator.scenario import Stragglers
 from dynamix.reward.formula import Weights, reward_of

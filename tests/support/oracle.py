@@ -5,7 +5,7 @@ import itertools
 
 from tests.support.reference_fold import Decided, reference_decisions
 
-from dynamix.arbitrator.policies import policy_named
+from dynamix.arbitrator.policies.registry import policy_named
 from dynamix.runtime.bus import Bus, BusMessage
 from dynamix.schemas import subjects
 from dynamix.schemas.chain import is_sealed

@@ -9,8 +9,8 @@ from tests.support import made
 
 from dynamix.arbitrator.deciding.fold import Fold
 from dynamix.arbitrator.deciding.signatures import SizeWatch, event_of
-from dynamix.arbitrator.policies import policy_named
 from dynamix.arbitrator.policies.policy import Policy
+from dynamix.arbitrator.policies.registry import policy_named
 from dynamix.recording.capture import CaptureWriter, Record, read_header, records
 from dynamix.schemas.messages import Action, Job, Message, State
 

@@ -6,9 +6,9 @@ import sys
 from dynamix.schemas.policies import DEFAULT_POLICY
 
 from .deciding import signatures
-from .policies import POLICIES
 from .policies.options import Options
 from .policies.policy import NamedPolicy
+from .policies.registry import POLICIES
 
 _DOCUMENT = """# Policies and their options
 
@@ -18,6 +18,18 @@ A job names its policy (`attach(policy="rule", policy_options={{"noise_multiplie
 An option that the policy has not, or a value out of its bounds, refuses the job with a sentence in the arbitrator's
 log; training goes on with the sizes it has. Every policy keeps to the job's bounds and each rank's memory limit.
 Learned policies are files: see learning.md.
+
+## Policies of other packages
+
+A package registers a policy under its name, and is installed beside the arbitrator:
+
+    [project.entry-points."dynamix.policies"]
+    their-policy = "their_package.policy:TheirPolicy"
+
+`TheirPolicy` is a class without arguments that has the `name`, `version`, `options` and `decide` of
+`dynamix.arbitrator.policies.policy.NamedPolicy`; `policies/static.py` is the shortest example. A change of its decisions is a
+new `version`: a generation that one version began is not continued by another. What goes wrong in it halts the jobs that name
+it, with the reason in the arbitrator's log, and no others. Names of the policies below cannot be replaced.
 
 {policies}
 ## Failure signatures

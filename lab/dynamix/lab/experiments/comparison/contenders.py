@@ -17,8 +17,8 @@ from typing import cast
 
 import msgspec
 
-from dynamix.arbitrator.policies import POLICIES, policy_named
 from dynamix.arbitrator.policies.options import check_options
+from dynamix.arbitrator.policies.registry import policy_named
 from dynamix.lab.experiments.episodes.policy_files import LEARNED, file_digest, shipped_files
 from dynamix.schemas.policies import DEFAULT_POLICY
 from dynamix.trainer.gradient.learning_rate import FACTORS, Rule
@@ -127,9 +127,9 @@ def parse_contender(text: str, files: Mapping[str, Sequence[str]] | None = None)
     options = _options(match["options"] or "", text)
     if match["track"]:
         options["track"] = 1.0
-    policy = _policy_name(match["name"], files or {})
-    if policy in POLICIES:
-        check_options(policy, POLICIES[policy].options, options)
+    policy = "static" if match["name"] == BEST_STATIC else match["name"]
+    if policy not in LEARNED and policy not in (files or {}):
+        check_options(policy, policy_named(policy).options, options)
     return Contender(
         label=text,
         policy=policy,
@@ -184,14 +184,6 @@ def _rule(text: str | None, whole: str) -> Rule | None:
     if text not in FACTORS:
         raise ValueError(f"policy {whole!r}: learning-rate rule {text!r} must be one of {', '.join(FACTORS)}")
     return cast("Rule", text)
-
-
-def _policy_name(name: str, files: Mapping[str, Sequence[str]]) -> str:
-    if name == BEST_STATIC:
-        return "static"
-    if name in files or name in LEARNED:
-        return name
-    return policy_named(name).name
 
 
 def _files(name: str, files: Mapping[str, Sequence[str]]) -> tuple[str, ...]:

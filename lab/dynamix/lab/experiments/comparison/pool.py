@@ -13,8 +13,8 @@ import torch
 
 from dynamix.arbitrator.learned.policy import LearnedPolicy
 from dynamix.arbitrator.learned.policy_file import PolicyFile
-from dynamix.arbitrator.policies import policy_named
 from dynamix.arbitrator.policies.policy import Policy
+from dynamix.arbitrator.policies.registry import policy_named
 from dynamix.lab.experiments.episodes.episode import run_episode
 from dynamix.lab.workloads import Data, workload_named
 from dynamix.runtime import worker_process

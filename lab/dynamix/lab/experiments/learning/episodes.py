@@ -10,7 +10,7 @@ from dynamix.arbitrator.learned.actions import action_set_named
 from dynamix.arbitrator.learned.policy import LearnedPolicy
 from dynamix.arbitrator.learned.policy_file import PolicyFile
 from dynamix.arbitrator.learning.rollout import End, NothingDecidedError, Recording, Trajectory, trajectory_of
-from dynamix.arbitrator.policies import policy_named
+from dynamix.arbitrator.policies.registry import policy_named
 from dynamix.lab.experiments.episodes.episode import Episode, run_episode
 from dynamix.lab.simulator.scenario import Scenario
 from dynamix.lab.workloads import Data, workload_named

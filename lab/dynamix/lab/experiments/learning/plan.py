@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from dynamix.arbitrator.learned.actions import ActionSetName
 from dynamix.arbitrator.learned.ppo_settings import PAPER, PPOSettings
-from dynamix.arbitrator.policies import POLICIES
+from dynamix.arbitrator.policies.registry import policy_names
 from dynamix.lab.simulator.scenario import Scenario
 from dynamix.reward.formula import Formula, Weights
 from dynamix.schemas.fields import Token
@@ -51,8 +51,8 @@ class LearningPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def __post_init__(self) -> None:
         """Raise ValueError for a plan that cannot be: nothing to learn from, a name or seeds that are taken."""
-        if self.policy in POLICIES:
-            raise ValueError(f"policy {self.policy!r} is one of the program itself: give the learned one another name")
+        if self.policy in policy_names():
+            raise ValueError(f"{self.policy!r} is the name of a policy in code: give the learned one another name")
         if self.num_episodes > SEEDS_PER_LEARNING:
             raise ValueError(
                 f"num_episodes={self.num_episodes}: at most {SEEDS_PER_LEARNING}, or their seeds are those of seed "

@@ -1,12 +1,13 @@
 """Which policy decides a generation of a job: chosen at its start, and found again, exactly, after every restart."""
 
+import asyncio
 import hashlib
 import logging
 from typing import NamedTuple, Protocol
 
-from dynamix.arbitrator.policies import POLICIES
 from dynamix.arbitrator.policies.options import check_options
 from dynamix.arbitrator.policies.policy import NamedPolicy, Policy, digest_of
+from dynamix.arbitrator.policies.registry import POLICIES, extension_policy, policy_names
 from dynamix.runtime.bus import ObjectBrokenError, ObjectMissingError, PermissionDeniedError
 from dynamix.schemas.messages import Action, Job
 
@@ -38,7 +39,7 @@ class PolicyFromFile(LearnedPolicy):
         """Read and check it.
 
         Raises:
-            PolicyFileError: when it cannot be used, for example because its features are not this program's.
+            PolicyFileError: when it cannot be used, for example because it names an input that this program lacks.
         """
         super().__init__(PolicyFile.from_bytes(data, f"version {version} of policy {name!r}"), version=version)
         self.name = name
@@ -69,12 +70,18 @@ class PolicySource:
             ValueError: when there is none that may decide, or it has not the options of the job; the text says why.
         """
         wanted = _wanted(job, recorded)
-        policy: NamedPolicy = POLICIES.get(job.policy) or await self._learned(job.policy, wanted)
+        policy = await self._code(job.policy) or await self._learned(job.policy, wanted)
         fault = _fault(policy, wanted)
         if fault is not None:
             raise ValueError(fault)
         check_options(policy.name, {**policy.options, VERSION_OPTION: VERSION}, job.policy_options)
         return policy
+
+    async def _code(self, name: str) -> NamedPolicy | None:
+        """The policy of that name that is code; another package is imported apart from the event loop."""
+        if name in POLICIES or name in shipped_names():
+            return POLICIES.get(name)
+        return await asyncio.to_thread(extension_policy, name)
 
     async def _learned(self, name: str, wanted: _Wanted) -> NamedPolicy:
         held = self._held.get((name, wanted.version or 0, wanted.digest or b""))
@@ -115,7 +122,7 @@ class PolicySource:
         versions = [str(stored.version) for stored in await self._store.versions(name)]
         versions += [str(SHIPPED_VERSION)] if name in shipped_names() else []
         if not versions:
-            known = {*POLICIES, *shipped_names(), *(stored.name for stored in await self._store.versions())}
+            known = {*policy_names(), *shipped_names(), *(stored.name for stored in await self._store.versions())}
             return f"no policy is called {name!r}: choose one of {', '.join(sorted(known))}"
         reason = "which decided this generation so far, is gone" if wanted.digest else "does not exist"
         return f"version {wanted.version} of policy {name!r} {reason}: there is {', '.join(versions)}"

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from dynamix.arbitrator import policies
+from dynamix.arbitrator.policies.registry import policy_names
 from dynamix.runtime.bus import (
     ObjectBrokenError,
     ObjectInfo,
@@ -97,8 +97,8 @@ class PolicyStore:
             ValueError: when `name` cannot be a learned policy's, or the file is too large.
             BusError: when the bus cannot store it.
         """
-        if check_token(name) in policies.POLICIES:
-            raise ValueError(f"{name!r} is a policy of the program itself: give the learned one another name")
+        if check_token(name) in policy_names():
+            raise ValueError(f"{name!r} is the name of a policy in code: give the learned one another name")
         if len(data) > MAX_BYTES:
             raise ValueError(f"a policy of {len(data)} bytes is over the limit of {MAX_BYTES}")
         least, stored = 1, None

@@ -1,33 +1,10 @@
-"""The policies, by name."""
+"""Policies: all that an author of a policy needs, and the policies that come with the package.
 
-from collections.abc import Mapping
-from types import MappingProxyType
+In: what is known about one job at one closed window. Out: a decision. `policy` is the protocol, `options` what a job
+may set, `model` predicts step times and the noise scale, `sizing` turns a global batch into sizes per rank. The other
+modules are one policy each, whose words make docs/policies.md. `registry` finds a policy by name, also those that
+other packages register.
 
-from .doubling import Doubling
-from .goodput import Goodput
-from .noise_scale import NoiseScale
-from .policy import NamedPolicy
-from .proportional import Proportional
-from .random import Random
-from .rule import Rule
-from .static import Static
-
-POLICIES: Mapping[str, NamedPolicy] = MappingProxyType(
-    {
-        policy.name: policy
-        for policy in (Static(), Random(), Proportional(), NoiseScale(), Goodput(), Doubling(), Rule())
-    }
-)
-"""Those that are code alone; learned ones are files."""
-
-
-def policy_named(name: str) -> NamedPolicy:
-    """The policy of that name.
-
-    Raises:
-        ValueError: when there is none; the text lists those there are.
-    """
-    try:
-        return POLICIES[name]
-    except KeyError:
-        raise ValueError(f"no policy is called {name!r}: choose one of {', '.join(sorted(POLICIES))}") from None
+You may add a policy: one module and one line in `registry`. What must stay: the same arguments give the same decision,
+without a clock or global random state; a change of decisions is a new `version`.
+"""

@@ -1,0 +1,103 @@
+"""The registry: the policies that are code, by name. Ours come first, then those that other packages register."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+from dynamix.runtime.extensions import ExtensionError, extension_names, load_extension
+from dynamix.schemas.messages import Job
+
+from .doubling import Doubling
+from .goodput import Goodput
+from .noise_scale import NoiseScale
+from .options import Option, Options
+from .policy import Array32, Decision, NamedPolicy
+from .proportional import Proportional
+from .random import Random
+from .rule import Rule
+from .static import Static
+
+POLICIES: Mapping[str, NamedPolicy] = MappingProxyType(
+    {
+        policy.name: policy
+        for policy in (Static(), Random(), Proportional(), NoiseScale(), Goodput(), Doubling(), Rule())
+    }
+)
+"""The policies of this package; learned ones are files."""
+
+
+@dataclass(frozen=True)
+class ExtensionPolicy:
+    """A policy of another package: an error in it halts the jobs that name it and no others."""
+
+    name: str
+    version: int
+    options: Options
+    policy: NamedPolicy
+
+    def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:
+        """Return the policy's own decision.
+
+        Raises:
+            ExtensionError: when it raises anything, or returns something else than a `Decision`.
+        """
+        try:
+            return _checked_decision(self.policy.decide(job, window, obs_WF, global_F, carry))
+        except (Exception, SystemExit) as error:
+            place = f"{type(self.policy).__module__}.{type(self.policy).__qualname__}"
+            raise ExtensionError(
+                f"policy {self.name!r} ({place}) failed at window {window}: {type(error).__name__}: {error}; fix or "
+                "update the package that it comes from, and restart the job"
+            ) from error
+
+
+def extension_policy(name: str) -> NamedPolicy | None:
+    """The policy that another package registers under a name; `None` when none does.
+
+    Raises:
+        ExtensionError: when it cannot be loaded, or is no policy; the text says what is missing.
+    """
+    return load_extension("dynamix.policies", name, partial(_checked_policy, name))
+
+
+def policy_named(name: str) -> NamedPolicy:
+    """The policy of that name, ours or another package's.
+
+    Raises:
+        ValueError: when there is none; the text lists those there are.
+        ExtensionError: as `extension_policy`.
+    """
+    policy = POLICIES.get(name) or extension_policy(name)
+    if policy is None:
+        raise ValueError(f"no policy is called {name!r}: choose one of {', '.join(policy_names())}")
+    return policy
+
+
+def policy_names() -> list[str]:
+    """The names of all policies that are code, sorted."""
+    return sorted({*POLICIES, *extension_names("dynamix.policies")})
+
+
+def _checked_decision(found: object) -> Decision:
+    if not isinstance(found, Decision):
+        raise TypeError(f"decide returned {type(found).__name__}, not a Decision")
+    return found
+
+
+def _checked_policy(name: str, found: Any) -> NamedPolicy:
+    """See that an object keeps the promises of `NamedPolicy` that can be seen without a job."""
+    missing = [part for part in ("name", "version", "options", "decide") if not hasattr(found, part)]
+    if missing:
+        raise TypeError(f"it lacks {', '.join(missing)}, which dynamix.arbitrator.policies.policy.NamedPolicy asks for")
+    if found.name != name:
+        raise ValueError(f"its name is {found.name!r}, not the registered one")
+    if not isinstance(found.version, int) or found.version < 1:
+        raise ValueError(f"its version is {found.version!r}, not a whole number from 1")
+    options = found.options
+    if not isinstance(options, Mapping) or not all(isinstance(option, Option) for option in options.values()):
+        raise TypeError("its options are no mapping from names to dynamix.arbitrator.policies.options.Option")
+    if not callable(found.decide):
+        raise TypeError("its decide cannot be called")
+    return ExtensionPolicy(name, found.version, options, found)

@@ -1,0 +1,126 @@
+"""Policies that other packages register: they decide their own jobs and disturb no others."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.arbitrator.test_halting import NODES, an_arbitrator, decided, report
+from tests.support import made
+from tests.support.extensions import register
+
+from dynamix.arbitrator.deciding.fold import Fold
+from dynamix.arbitrator.learned.policy_source import PolicySource
+from dynamix.arbitrator.learned.policy_store import PolicyStore
+from dynamix.arbitrator.policies.registry import POLICIES, extension_policy, policy_named, policy_names
+from dynamix.lab.experiments.comparison.contenders import parse_contender
+from dynamix.runtime.bus import Bus
+from dynamix.runtime.extensions import ExtensionError
+
+Write = Callable[[str], int]
+HALVED = made.job(NODES, policy="halving")
+THEIRS = """
+from dynamix.arbitrator.policies.static import Static as Theirs
+Theirs = type("Theirs", (Theirs,), {"name": "theirs"})
+"""
+
+
+@pytest.fixture
+def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+    """Writes the module of a policy that a package registers."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "their_module", raising=False)
+    register(tmp_path, "their-package", "dynamix.policies", theirs="their_module:Theirs", rule="their_module:Theirs")
+    return (tmp_path / "their_module.py").write_text
+
+
+@pytest.mark.usefixtures("example_extension")
+def test_a_fold_decides_with_an_installed_policy() -> None:
+    fold = Fold(HALVED, policy_named("halving"), None)
+    for sequence, (node, ranks) in enumerate(NODES.items(), start=1):
+        fold.add(sequence, made.state(node, ranks))
+    action = fold.close()
+    assert action is not None
+    assert (action.policy, action.policy_version, action.policy_digest) == ("halving", 3, b"")
+    assert action.local_batch_sizes == (64, 64, 64, 64)
+
+
+@pytest.mark.usefixtures("example_extension")
+async def test_an_arbitrator_decides_with_an_installed_policy(bus: Bus) -> None:
+    await bus.publish(HALVED)
+    async with an_arbitrator(bus) as context:
+        await report(bus, HALVED)
+        assert await decided(bus) == [HALVED.job]
+        assert "halted" not in context.counters
+
+
+@pytest.mark.usefixtures("example_extension")
+async def test_a_job_is_held_to_the_options_and_the_version_of_an_installed_policy(bus: Bus) -> None:
+    source = PolicySource(PolicyStore(bus))
+    with pytest.raises(ValueError, match=r"policy 'halving' has no option 'track': it has divisor, version"):
+        await source.choose(made.job(policy="halving", policy_options={"track": 1.0}), None)
+    with pytest.raises(ValueError, match=r"policy 'halving' has version 3, not 2"):
+        await source.choose(HALVED, made.action(policy="halving", policy_version=2, policy_digest=b""))
+    with pytest.raises(ValueError, match=r"'halving' is the name of a policy in code"):
+        await PolicyStore(bus).put("halving", b"", feature_version=1)
+
+
+@pytest.mark.usefixtures("example_extension")
+def test_a_comparison_can_have_an_installed_policy() -> None:
+    assert parse_contender("halving:divisor=4").options == {"divisor": 4}
+    with pytest.raises(ValueError, match="'halving' has no option"):
+        parse_contender("halving+track")
+
+
+def test_our_own_names_are_never_another_packages(theirs: Write) -> None:
+    theirs("raise RuntimeError")
+    assert policy_named("rule") is POLICIES["rule"]
+    assert {"rule", "theirs"} <= set(policy_names())
+    with pytest.raises(ValueError, match=r"no policy is called 'their': choose one of doubling, .*, theirs$"):
+        policy_named("their")
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("Theirs = object()", "it lacks name, version, options, decide"),
+        (THEIRS + "Theirs.name = 'mine'", "its name is 'mine', not the registered one"),
+        (THEIRS + "Theirs.version = 0", "its version is 0, not a whole number from 1"),
+        (THEIRS + "Theirs.options = {'track': 1.0}", "its options are no mapping from names to"),
+        (THEIRS + "Theirs.decide = None", "its decide cannot be called"),
+    ],
+)
+def test_what_is_no_policy_is_refused_with_the_reason(theirs: Write, source: str, reason: str) -> None:
+    theirs(source)
+    with pytest.raises(ExtensionError, match=f"their-package 1.0 registers 'theirs'.*{reason}.*; fix the package"):
+        extension_policy("theirs")
+
+
+@pytest.mark.parametrize("error", ["RuntimeError('full')", "OSError('full')", "SystemExit('full')"])
+def test_an_error_in_an_extension_names_the_policy_and_the_window(theirs: Write, error: str) -> None:
+    theirs(f"{THEIRS}\ndef decide(*arguments):\n    raise {error}\nTheirs.decide = decide")
+    policy = extension_policy("theirs")
+    assert policy is not None
+    with pytest.raises(ExtensionError, match=r"'theirs' \(their_module\.Theirs\) failed at window 4: .*: full; fix"):
+        policy.decide(HALVED, 4, None, None, b"")  # type: ignore[arg-type]  # it looks at none
+
+
+def test_something_else_than_a_decision_is_refused(theirs: Write) -> None:
+    theirs(f"{THEIRS}\nTheirs.decide = lambda *arguments: (64, 64)")
+    policy = extension_policy("theirs")
+    assert policy is not None
+    with pytest.raises(ExtensionError, match="decide returned tuple, not a Decision"):
+        policy.decide(HALVED, 4, None, None, b"")  # type: ignore[arg-type]  # it looks at none
+
+
+@pytest.mark.parametrize("source", ["raise RuntimeError('no licence')", THEIRS + "Theirs.decide = lambda *_: 1 / 0"])
+async def test_a_broken_extension_halts_only_the_jobs_that_name_it(bus: Bus, theirs: Write, source: str) -> None:
+    theirs(source)
+    broken, other = (made.job(NODES, job=f"{name}-0", policy=name) for name in ("theirs", "static"))
+    await bus.publish(broken)
+    async with an_arbitrator(bus) as context:
+        await bus.publish(other)
+        await report(bus, broken)
+        await report(bus, other)
+        assert await decided(bus) == [other.job]
+        assert context.counters["halted"] == 1
