@@ -9,11 +9,13 @@ import torch
 from tests.support import learned, made
 
 from dynamix.arbitrator.deciding.fold import Fold
-from dynamix.arbitrator.learned import inputs
-from dynamix.arbitrator.learned.actions import DELTAS, MULTIPLIERS, ActionSetName, action_set_named
+from dynamix.arbitrator.learned import inputs, policy_file
+from dynamix.arbitrator.learned.actions import ACTIONS, DELTAS, MULTIPLIERS, ActionSetName, action_set_named
 from dynamix.arbitrator.learned.forward import Forward
 from dynamix.arbitrator.learned.normalisation import Normalisation
 from dynamix.arbitrator.learned.policy import LearnedPolicy, draws, sample
+from dynamix.arbitrator.learned.policy_file import PolicyFile
+from dynamix.arbitrator.learned.shipped import shipped_policy
 from dynamix.arbitrator.learning.agent import Agent
 from dynamix.arbitrator.policies.policy import Policy
 from dynamix.arbitrator.policies.rule import Rule
@@ -171,6 +173,29 @@ def test_normalisation_of_parts_is_that_of_the_whole_and_leaves_out_the_unknown(
     assert (shown[:, :3][np.isnan(rows)] == 0).all()
     assert (shown[:, 3:] == ~np.isnan(rows)).all()
     assert np.array_equal(Normalisation.of_tensors(whole.tensors()).applied(rows), shown)
+
+
+@pytest.mark.parametrize("name", ["ppo", "ppo-paper"])
+def test_a_program_with_more_inputs_and_actions_decides_the_same_with_a_shipped_file(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    job = made.job(NODES, policy=name, policy_options={"explore": 1.0})
+    before = run(job, LearnedPolicy(PolicyFile.from_bytes(shipped_policy(name) or b"")))
+    monkeypatch.setattr(inputs, "RANK_INPUTS", ("step_time_s", *inputs.RANK_INPUTS))
+    monkeypatch.setattr(inputs, "GLOBAL_INPUTS", (*inputs.GLOBAL_INPUTS[:3], "loss", *inputs.GLOBAL_INPUTS[3:]))
+    more = {"deltas": (0.0, 7.0, *ACTIONS["deltas"][1:]), "global": (1.0, 3.0, *MULTIPLIERS[1:])}
+    monkeypatch.setattr(policy_file, "ACTIONS", more)
+    assert {len(inputs.names(action_set)) for action_set in ACTION_SETS} == {37, 83}
+    assert run(job, LearnedPolicy(PolicyFile.from_bytes(shipped_policy(name) or b""))) == before
+    assert len({action.values for action in before}) > 2
+
+
+def test_a_network_is_shown_the_inputs_that_its_file_names_in_their_order() -> None:
+    job, wanted = made.job(NODES), ("job_world_size_log2", "room_above_log2", "size_log2")
+    obs_WF = np.full((4, len(RANK_FEATURES)), np.nan, dtype=np.float32)
+    obs_WF[:, RANK_INDEX["decided_local_batch_size"]] = 128
+    shown = action_set_named("deltas", wanted, (0.0, 25.0)).situation(job, 0, obs_WF, np.full(99, np.nan), b"")
+    assert shown.inputs_DI.tolist() == [[2.0, 3.0, 7.0]] * 4
 
 
 def test_deciding_needs_no_torch() -> None:

@@ -44,7 +44,7 @@ def test_equal_policies_are_equal_bytes_and_others_are_not() -> None:
 
 def test_another_list_of_features_is_refused_and_says_what_differs() -> None:
     fields = learned.metadata("deltas").rank_features
-    with pytest.raises(PolicyFileError, match="rank features is not this program's: it has ping_ms;"):
+    with pytest.raises(PolicyFileError, match="list of rank features names ping_ms, which this program does not have"):
         PolicyFile.from_bytes(changed(rank_features=tuple("ping_ms" if n == "srtt_us" else n for n in fields)))
 
 
@@ -61,8 +61,11 @@ def test_a_policy_of_an_older_list_of_features_is_read_and_of_a_newer_one_is_not
     [
         ({"feature_version": 99}, "features of version 99, this program has version 2"),
         ({"format": 2}, "format 2, this program reads 1"),
-        ({"inputs": ()}, "list of inputs"),
-        ({"actions": (0.0, 1.0)}, "list of actions"),
+        ({"inputs": ()}, "list of inputs is empty"),
+        ({"inputs": ("size_log2", "ping_ms")}, "list of inputs names ping_ms, which this program does not have"),
+        ({"actions": (0.0, 1.0)}, "list of actions names 1.0, which this program does not have"),
+        ({"actions": (0.0, 25.0, 0.0)}, "list of actions is empty or names something twice"),
+        ({"actions": (25.0, 0.0)}, "its first action is 25, not the neutral one, 0"),
         ({"hidden_sizes": (16,)}, r"tensor 'actor.2.weight' must be of shape \(5, 16\), not \(16, 16\)"),
         ({"action_set": "global"}, "list of inputs"),
         ({"scores": {"ratio": 1e400}}, "metadata"),

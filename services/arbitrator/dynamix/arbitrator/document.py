@@ -27,9 +27,9 @@ A package registers a policy under its name, and is installed beside the arbitra
     their-policy = "their_package.policy:TheirPolicy"
 
 `TheirPolicy` is a class without arguments that has the `name`, `version`, `options` and `decide` of
-`dynamix.arbitrator.policies.policy.NamedPolicy`; `policies/static.py` is the shortest example. A change of its decisions is a
-new `version`: a generation that one version began is not continued by another. What goes wrong in it halts the jobs that name
-it, with the reason in the arbitrator's log, and no others. Names of the policies below cannot be replaced.
+`dynamix.arbitrator.policies.policy.NamedPolicy`; `policies/static.py` is the shortest example. If its decisions change,
+`version` has to: a generation that one version began is not continued by another. What goes wrong in it halts the jobs
+that name it, with the reason in the arbitrator's log, and no others. Names of the policies below cannot be replaced.
 
 {policies}
 ## Failure signatures

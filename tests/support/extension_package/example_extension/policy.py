@@ -4,6 +4,7 @@ from types import MappingProxyType
 
 from dynamix.arbitrator.policies.options import Option
 from dynamix.arbitrator.policies.policy import Decision
+from dynamix.schemas.allocation import Allocation
 
 
 class Halving:
@@ -13,4 +14,4 @@ class Halving:
 
     def decide(self, job, window, obs_WF, global_F, carry):  # noqa: ARG002 - the protocol's arguments
         divisor = int(job.policy_options.get("divisor", self.options["divisor"].default))
-        return Decision(tuple(size // divisor for size in job.initial_local_batch_sizes))
+        return Decision(Allocation(tuple(size // divisor for size in job.initial_local_batch_sizes)))

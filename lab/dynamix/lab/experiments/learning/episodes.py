@@ -6,7 +6,6 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from dynamix.arbitrator.learned.actions import action_set_named
 from dynamix.arbitrator.learned.policy import LearnedPolicy
 from dynamix.arbitrator.learned.policy_file import PolicyFile
 from dynamix.arbitrator.learning.rollout import End, NothingDecidedError, Recording, Trajectory, trajectory_of
@@ -82,7 +81,7 @@ def play(task: EpisodeTask) -> EpisodeResult:
 
 
 def _trajectory(task: EpisodeTask, episode: Episode) -> Trajectory | None:
-    action_set = action_set_named(PolicyFile.from_bytes(task.policy).metadata.action_set)
+    action_set = PolicyFile.from_bytes(task.policy).metadata.make_action_set()
     recording = Recording(
         job=episode.job,
         states=list(enumerate(episode.states, start=1)),

@@ -1,5 +1,8 @@
 """The two action sets: what the choices of a network mean, and what it is shown to choose by.
 
+A policy file lists its own inputs and actions, and both are selected by name: what a later program has more of does not
+concern it.
+
 `deltas`   one choice per rank: the published change of its local batch size, split `fixed` (method section 2).
 `global`   one choice per job: a bounded multiplier on the global batch of `rule`, divided as the rule divides.
 
@@ -7,6 +10,7 @@ Of equal logits the first choice wins, and the first is the neutral one: an untr
 """
 
 import struct
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal, NamedTuple, Protocol
 
@@ -33,6 +37,10 @@ DELTAS = tuple(sorted(random.DELTAS, key=lambda delta: (abs(delta), delta)))
 MULTIPLIERS = (1.0, 0.85, 1.2, 0.7, 1.4, 0.5, 2.0)
 """On the rule's global batch; about symmetric in doublings, and never further off than one."""
 
+ACTIONS: Mapping[ActionSetName, tuple[float, ...]] = MappingProxyType(
+    {"deltas": tuple(map(float, DELTAS)), "global": MULTIPLIERS}
+)
+"""All actions of each set, the neutral one first; a policy file has these or some of them."""
 
 NO_OPTIONS: Options = MappingProxyType({})
 
@@ -41,7 +49,7 @@ class Situation(NamedTuple):
     """One window as an action set shows it to a network."""
 
     inputs_DI: Array32
-    """Decisions x inputs (`inputs.names`), NaN where unknown. D is the number of ranks, or 1 for the whole job."""
+    """Decisions x the inputs that are wanted, NaN where unknown. D is the number of ranks, or 1 for the whole job."""
     base: Decision
     """What the neutral choice would do."""
 
@@ -50,7 +58,6 @@ class ActionSet(Protocol):
     """Between a job's observation and a network that only knows numbered choices."""
 
     name: ActionSetName
-    num_actions: int
     options: Options
     """Of the job's specification that it understands."""
 
@@ -68,19 +75,23 @@ class Deltas:
     """Changes each rank's own last size by one of `DELTAS`."""
 
     name: ActionSetName = "deltas"
-    num_actions = len(DELTAS)
     options: Options = NO_OPTIONS
+
+    def __init__(self, wanted: Sequence[str], actions: Sequence[float]) -> None:
+        """Show the inputs of these names, and take these actions."""
+        self._select = inputs.Selection(inputs.names("deltas"), wanted)
+        self._deltas = np.array(actions, dtype=np.int64)
 
     def situation(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Situation:  # noqa: ARG002 - what it needs to know of the past is in the observation
         """One row per rank: its own inputs, then the job's."""
         shared = inputs.global_inputs(job, window, obs_WF, global_F)
         own = inputs.rank_inputs(job, obs_WF)
         rows = np.concatenate([own, np.broadcast_to(shared, (len(own), len(shared)))], axis=1)
-        return Situation(rows, Decision(Allocation(decided_sizes(obs_WF))))
+        return Situation(self._select(rows), Decision(Allocation(decided_sizes(obs_WF))))
 
     def decision(self, job: Job, situation: Situation, choices_D: Choices) -> Decision:
         """Last sizes plus deltas, within the job's bounds; the carry is one byte per rank."""
-        wanted = np.asarray(situation.base.allocation.local_batch_sizes) + np.asarray(DELTAS)[choices_D]
+        wanted = np.asarray(situation.base.allocation.local_batch_sizes) + self._deltas[choices_D]
         sizes = np.clip(wanted, job.min_local_batch_size, job.max_local_batch_sizes)
         return Decision(Allocation(tuple(sizes.tolist())), carry=choices_D.astype(np.uint8).tobytes())
 
@@ -102,51 +113,55 @@ class GlobalLever:
     """
 
     name: ActionSetName = "global"
-    num_actions = len(MULTIPLIERS)
 
-    def __init__(self, rule: Policy, options: Options = NO_OPTIONS) -> None:
+    def __init__(self, wanted: Sequence[str], actions: Sequence[float], rule: Policy, options: Options) -> None:
+        """Show the inputs of these names, and take these actions; the options are the rule's."""
+        self._select = inputs.Selection(inputs.names("global"), wanted)
+        self._multipliers = actions
         self._rule = rule
         self.options = options
 
     def situation(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Situation:
         """One row: pooled inputs of the ranks, the job's, and what the rule would do."""
-        choice, last_total, rule_carry = _unpack(carry)
+        choice, last_total, rule_carry = self._unpack(carry)
         base = self._rule.decide(job, window, _as_the_rule_left_it(job, obs_WF, last_total), global_F, rule_carry)
         sizes = np.clip(base.allocation.local_batch_sizes, job.min_local_batch_size, job.max_local_batch_sizes)
         base = base._replace(allocation=base.allocation.with_sizes(tuple(sizes.tolist())))
-        lever = np.log2([max(1, sizes.sum()) / max(1, sum(decided_sizes(obs_WF))), MULTIPLIERS[choice]])
+        lever = np.log2([max(1, sizes.sum()) / max(1, sum(decided_sizes(obs_WF))), self._multipliers[choice]])
         row = [
             inputs.pooled(inputs.rank_inputs(job, obs_WF)),
             inputs.global_inputs(job, window, obs_WF, global_F),
             lever.astype(np.float32),
         ]
-        return Situation(np.concatenate(row)[None, :], base)
+        return Situation(self._select(np.concatenate(row)[None, :]), base)
 
     def decision(self, job: Job, situation: Situation, choices_D: Choices) -> Decision:
         """The rule's decision, its global batch multiplied; exactly the rule's where the multiplier is 1."""
         base, choice = situation.base, int(choices_D[0])
         allocation, total = base.allocation, base.allocation.global_batch_size
-        if MULTIPLIERS[choice] != 1:
-            sizes = _divided_alike(job, round(total * MULTIPLIERS[choice]), allocation.local_batch_sizes)
+        if self._multipliers[choice] != 1:
+            sizes = _divided_alike(job, round(total * self._multipliers[choice]), allocation.local_batch_sizes)
             allocation = allocation.with_sizes(sizes)
         return base._replace(allocation=allocation, carry=_LEVER.pack(choice, total) + base.carry)
 
     def choices(self, job: Job, carry: bytes) -> Choices:  # noqa: ARG002 - one for the whole job
         """One; neutral where the carry holds none."""
-        return np.array([_unpack(carry)[0]], dtype=np.int64)
+        return np.array([self._unpack(carry)[0]], dtype=np.int64)
+
+    def _unpack(self, carry: bytes) -> tuple[int, int | None, bytes]:
+        """Choice, the rule's last global batch (`None` when it has not decided), the rule's carry."""
+        if len(carry) < _LEVER.size:
+            return 0, None, b""
+        choice, total = _LEVER.unpack_from(carry)
+        return (choice if choice < len(self._multipliers) else 0), total, carry[_LEVER.size :]
 
 
-def action_set_named(name: ActionSetName) -> ActionSet:
-    """The action set of that name."""
-    return Deltas() if name == "deltas" else GlobalLever(Rule(), Rule.options)
-
-
-def _unpack(carry: bytes) -> tuple[int, int | None, bytes]:
-    """Choice, the rule's last global batch (`None` when it has not decided), the rule's carry."""
-    if len(carry) < _LEVER.size:
-        return 0, None, b""
-    choice, total = _LEVER.unpack_from(carry)
-    return (choice if choice < len(MULTIPLIERS) else 0), total, carry[_LEVER.size :]
+def action_set_named(
+    name: ActionSetName, wanted: Sequence[str] | None = None, actions: Sequence[float] | None = None
+) -> ActionSet:
+    """The action set of that name, with the inputs and actions of a policy file, or with all that this program has."""
+    wanted, actions = wanted or inputs.names(name), actions or ACTIONS[name]
+    return Deltas(wanted, actions) if name == "deltas" else GlobalLever(wanted, actions, Rule(), Rule.options)
 
 
 def _as_the_rule_left_it(job: Job, obs_WF: Array32, last_total: int | None) -> Array32:

@@ -4,6 +4,8 @@ Sizes become doublings, times become shares of the step or ratios to the mean ov
 slow workers is then worth something on a hundred fast ones. Unknown stays NaN; `normalisation` turns it into a bit.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from dynamix.arbitrator.policies.policy import Array32, Array64
@@ -56,16 +58,28 @@ GLOBAL_INPUTS = (
 POOLS = ("mean", "min", "max")
 """How the inputs of all ranks become one row, whatever their number."""
 
-POOLED_INPUTS = tuple(f"{pool}_{name}" for pool in POOLS for name in RANK_INPUTS)
-
 LEVER_INPUTS = ("rule_to_decided_log2", "last_multiplier_log2")
 """Of the global lever only: what the rule would do, and how it was last overruled."""
 
 
 def names(action_set: str) -> tuple[str, ...]:
-    """The inputs of one decision of an action set, in order; part of a policy file's identity."""
+    """All inputs of one decision of an action set, in order; a policy file lists those that it was learned with."""
     common = tuple(f"job_{name}" for name in GLOBAL_INPUTS)
-    return (*RANK_INPUTS, *common) if action_set == "deltas" else (*POOLED_INPUTS, *common, *LEVER_INPUTS)
+    if action_set == "deltas":
+        return (*RANK_INPUTS, *common)
+    return (*(f"{pool}_{name}" for pool in POOLS for name in RANK_INPUTS), *common, *LEVER_INPUTS)
+
+
+class Selection:
+    """Selects columns by their names, in the order of the names that are wanted."""
+
+    def __init__(self, known: Sequence[str], wanted: Sequence[str]) -> None:
+        """Find each wanted name among the known ones; ValueError when one is not there."""
+        self._columns = None if tuple(known) == tuple(wanted) else [known.index(name) for name in wanted]
+
+    def __call__(self, rows: Array32) -> Array32:
+        """The selected columns; the rows themselves when all are wanted in their order."""
+        return rows if self._columns is None else rows.take(self._columns, axis=1)
 
 
 def rank_inputs(job: Job, obs_WF: Array32) -> Array32:
@@ -114,7 +128,7 @@ def global_inputs(job: Job, window: int, obs_WF: Array32, global_F: Array32) -> 
 
 
 def pooled(inputs_WR: Array32) -> Array32:
-    """One number per `POOLED_INPUTS`: over the ranks of which the input is known; NaN when it is of none."""
+    """One number per pool and rank input, ordered as in `names`: over the ranks where it is known, NaN without any."""
     known = ~np.isnan(inputs_WR)
     count = known.sum(axis=0)
     pools = (

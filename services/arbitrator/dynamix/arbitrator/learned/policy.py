@@ -13,7 +13,7 @@ from dynamix.arbitrator.policies.options import Option, Options, option, switch
 from dynamix.arbitrator.policies.policy import Array32, Array64, Decision
 from dynamix.schemas.messages import Job
 
-from .actions import Choices, action_set_named
+from .actions import Choices
 from .forward import Forward, log_softmax
 from .normalisation import Normalisation
 from .policy_file import PolicyFile
@@ -35,7 +35,7 @@ class LearnedPolicy:
         self.name = metadata.policy
         self.version = version
         self.digest = bytes.fromhex(file.digest)
-        self.action_set = action_set_named(metadata.action_set)
+        self.action_set = metadata.make_action_set()
         self.options: Options = MappingProxyType({**OPTIONS, **self.action_set.options})
         self._explore = explore
         self._forward = Forward(file.tensors, len(metadata.hidden_sizes))

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
@@ -18,7 +18,7 @@ from dynamix.schemas.features import FEATURE_VERSION, GLOBAL_FEATURES, RANK_FEAT
 from dynamix.schemas.fields import Count, Text, Token
 
 from . import forward, inputs
-from .actions import DELTAS, MULTIPLIERS, ActionSetName
+from .actions import ACTIONS, ActionSet, ActionSetName, action_set_named
 from .ppo_settings import PPOSettings
 
 FORMAT = 1
@@ -33,7 +33,6 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 _NEVER_NEGATIVE = (".count", ".m2", ".step", ".exp_avg_sq")
 
 Array = npt.NDArray[Any]
-_ACTIONS = {"deltas": tuple(float(delta) for delta in DELTAS), "global": MULTIPLIERS}
 _KINDS: dict[str, str] = {"F32": "<f4", "F64": "<f8", "I64": "<i8"}
 
 
@@ -73,12 +72,18 @@ class PolicyMetadata(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     rank_features: tuple[str, ...] = tuple(feature.name for feature in RANK_FEATURES)
     global_features: tuple[str, ...] = tuple(feature.name for feature in GLOBAL_FEATURES)
     inputs: tuple[str, ...] = ()
+    """Names, in the order of the network's inputs."""
     actions: tuple[float, ...] = ()
+    """What the network's outputs mean, in their order; the neutral action first."""
 
     @classmethod
     def of(cls, *, action_set: ActionSetName, **fields: Any) -> Self:
         """Metadata of a policy of this program: its inputs and actions are filled in."""
-        return cls(action_set=action_set, inputs=inputs.names(action_set), actions=_ACTIONS[action_set], **fields)
+        return cls(action_set=action_set, inputs=inputs.names(action_set), actions=ACTIONS[action_set], **fields)
+
+    def make_action_set(self) -> ActionSet:
+        """The action set that shows the file's own inputs and takes its own actions."""
+        return action_set_named(self.action_set, self.inputs, self.actions)
 
     @property
     def ppo_settings(self) -> PPOSettings:
@@ -181,32 +186,24 @@ def _check_identity(metadata: PolicyMetadata) -> None:
             f"learned on features of version {metadata.feature_version}, this program has version {FEATURE_VERSION}: "
             "use the dynamix-batch that wrote it, or a newer one"
         )
-    _check_known("rank features", metadata.rank_features, (feature.name for feature in RANK_FEATURES))
-    _check_known("job features", metadata.global_features, (feature.name for feature in GLOBAL_FEATURES))
-    _check_list("inputs", metadata.inputs, inputs.names(metadata.action_set))
-    _check_list("actions", metadata.actions, _ACTIONS[metadata.action_set])
+    _check_names("rank features", metadata.rank_features, [feature.name for feature in RANK_FEATURES])
+    _check_names("job features", metadata.global_features, [feature.name for feature in GLOBAL_FEATURES])
+    _check_names("inputs", metadata.inputs, inputs.names(metadata.action_set))
+    actions = ACTIONS[metadata.action_set]
+    _check_names("actions", metadata.actions, actions)
+    if metadata.actions[0] != actions[0]:
+        raise PolicyFileError(f"its first action is {metadata.actions[0]:g}, not the neutral one, {actions[0]:g}")
 
 
-def _check_known(what: str, theirs: tuple[str, ...], ours: Iterable[str]) -> None:
-    """What it learned on must still be there; features that came later are none of its inputs."""
-    known = frozenset(ours)
-    if gone := [name for name in theirs if name not in known]:
+def _check_names(what: str, theirs: Sequence[object], ours: Sequence[object]) -> None:
+    """A file may lack what this program has, as one that is older does; what it names must be there."""
+    if unknown := [str(name) for name in theirs if name not in ours]:
         raise PolicyFileError(
-            f"its list of {what} is not this program's: it has {', '.join(gone)}; use the dynamix-batch that wrote it, "
-            "or learn it anew"
+            f"its list of {what} names {', '.join(unknown)}, which this program does not have: use the dynamix-batch "
+            "that wrote it or a newer one, or learn the policy again"
         )
-
-
-def _check_list(what: str, theirs: tuple[object, ...], ours: tuple[object, ...]) -> None:
-    if theirs == ours:
-        return
-    missing = [str(name) for name in ours if name not in theirs]
-    unknown = [str(name) for name in theirs if name not in ours]
-    parts = [f"lacks {', '.join(missing)}"] * bool(missing) + [f"has {', '.join(unknown)}"] * bool(unknown)
-    raise PolicyFileError(
-        f"its list of {what} is not this program's: it {' and '.join(parts) or 'has another order'}; "
-        "use the dynamix-batch that wrote it, or learn it anew"
-    )
+    if not theirs or len(set(theirs)) < len(theirs):
+        raise PolicyFileError(f"its list of {what} is empty or names something twice")
 
 
 def _tensors(data: bytes) -> dict[str, Array]:

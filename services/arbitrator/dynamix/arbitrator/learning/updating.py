@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from dynamix.arbitrator.learned.actions import ActionSetName, action_set_named
+from dynamix.arbitrator.learned.actions import ActionSetName
 from dynamix.arbitrator.learned.policy_file import PolicyFile, PolicyFileError, PolicyMetadata
 from dynamix.arbitrator.learned.ppo_settings import Objective, PPOSettings
 from dynamix.runtime import worker_process
@@ -58,7 +58,7 @@ def update(content: bytes, lessons: Sequence[Lesson]) -> Outcome:
     from .agent import Agent  # noqa: PLC0415 - torch: only in this process
 
     file = PolicyFile.from_bytes(content)
-    action_set = action_set_named(file.metadata.action_set)
+    action_set = file.metadata.make_action_set()
     trajectories, used, refused = [], [], []
     for lesson in lessons:
         try:
