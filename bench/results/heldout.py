@@ -9,7 +9,8 @@ from pathlib import Path
 import msgspec
 
 from dynamix.lab.experiments.comparison.contenders import BEST_STATIC
-from dynamix.lab.experiments.comparison.verdict import Interval, Verdict, VerdictFamily, VerdictRow
+from dynamix.lab.experiments.comparison.scores import RatioInterval
+from dynamix.lab.experiments.comparison.verdict import Verdict, VerdictFamily, VerdictRow
 
 from .result import NOT_RUN, with_table
 
@@ -95,7 +96,7 @@ def _per_family(verdict: Verdict, policy: str) -> list[str]:
     return [f"`{policy}`", *ratios]
 
 
-def _interval(interval: Interval | None) -> str:
+def _interval(interval: RatioInterval | None) -> str:
     if interval is None:
         return "-"
     spread = "" if interval.low is None or interval.high is None else f" [{interval.low:.2f}, {interval.high:.2f}]"

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+from scipy.special import stdtrit
 
-from dynamix.lab.experiments.comparison.scores import Mean, Ratio, student_quantile
+from dynamix.lab.experiments.comparison.scores import MeanInterval, RatioInterval
 
 NOT_RUN = "Not run yet."
 
@@ -63,16 +64,16 @@ def mean_of(values: Sequence[float]) -> Estimate:
     mean = statistics.fmean(values)
     if len(values) < 2:
         return Estimate(value=mean)
-    half = student_quantile(0.975, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    half = float(stdtrit(len(values) - 1, 0.975)) * statistics.stdev(values) / math.sqrt(len(values))
     return Estimate(value=mean, low=mean - half, high=mean + half)
 
 
-def estimate_of(ratio: Ratio | None) -> Estimate | None:
+def estimate_of(ratio: RatioInterval | None) -> Estimate | None:
     """A paired ratio as a cell."""
     return None if ratio is None else Estimate(value=ratio.ratio, low=ratio.low, high=ratio.high)
 
 
-def estimate_of_mean(mean: Mean | None) -> Estimate | None:
+def estimate_of_mean(mean: MeanInterval | None) -> Estimate | None:
     """A mean over policy seeds and scenario seeds as a cell."""
     return None if mean is None else Estimate(value=mean.value, low=mean.low, high=mean.high)
 

@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from dynamix.lab.experiments.comparison import scores
 from dynamix.lab.experiments.comparison.figure import CURVE_POINTS, mean_curve
 from dynamix.lab.experiments.comparison.outcome_table import OutcomeTable
 from dynamix.lab.simulator.scenario import Scenario
@@ -18,7 +17,7 @@ def numbers(table: OutcomeTable, label: str, scenario: Scenario) -> list[Cell]:
     outcomes = table.outcomes(label, families)
     sizes = [run.samples_seen / run.num_steps / scenario.world_size for run in outcomes]
     return [
-        scores.median(table.times(label, families)),
+        float(np.nanmedian(table.times(label, families))),
         f"{table.num_misses(label, families)} of {len(outcomes)}",
         estimate_of_mean(table.mean(label, families, lambda run: run.accuracy_at_fixed_time)),
         estimate_of_mean(table.mean(label, families, lambda run: run.test_accuracy)),

@@ -22,8 +22,9 @@ from bench.results.result import (
 from tests.support.small_suites import made_up
 
 from dynamix.lab.experiments.comparison import evaluation
+from dynamix.lab.experiments.comparison.scores import RatioInterval
 from dynamix.lab.experiments.comparison.tuned import Choice, Tuned, to_toml
-from dynamix.lab.experiments.comparison.verdict import Interval, Verdict, VerdictFamily, VerdictRow
+from dynamix.lab.experiments.comparison.verdict import Verdict, VerdictFamily, VerdictRow
 from dynamix.lab.experiments.episodes.suite import suite_named
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -98,7 +99,7 @@ def row_of(label: str, ratio: float) -> VerdictRow:
         policy=label,
         median_time_to_target_s=1.0,
         misses=0,
-        vs_best_static=Interval(ratio=ratio, low=None, high=None),
+        vs_best_static=RatioInterval(ratio=ratio, low=None, high=None),
         vs_goodput=None,
         num_runs=2,
         num_policy_seeds=1,

@@ -7,8 +7,9 @@ from rich.table import Table
 
 from dynamix.cli.formatting import UNKNOWN, formatted
 from dynamix.cli.tables import console_for, new_table, print_line
+from dynamix.lab.experiments.comparison.scores import RatioInterval
 from dynamix.lab.experiments.comparison.tuned import Choice, Tuned
-from dynamix.lab.experiments.comparison.verdict import Interval, Verdict, VerdictFamily, VerdictRow
+from dynamix.lab.experiments.comparison.verdict import Verdict, VerdictFamily, VerdictRow
 
 HEADINGS = ("median", "missed", "runs", "vs best static", "vs goodput", "at fixed time", "test", "spread")
 
@@ -67,7 +68,7 @@ def _cells(row: VerdictRow) -> tuple[str, ...]:
     )
 
 
-def _interval(found: Interval | None) -> str:
+def _interval(found: RatioInterval | None) -> str:
     if found is None:
         return UNKNOWN
     if found.low is None or found.high is None:

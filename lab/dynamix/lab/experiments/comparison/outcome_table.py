@@ -40,7 +40,7 @@ class OutcomeTable:
 
     def mean(
         self, label: str, families: Sequence[str], number: Callable[[RunOutcome], float | None]
-    ) -> scores.Mean | None:
+    ) -> scores.MeanInterval | None:
         """Mean of a number of a contender's outcomes, `None` left out, with its interval over all seeds."""
 
         def known(_: ComparisonCell, outcome: RunOutcome) -> float:
@@ -49,7 +49,7 @@ class OutcomeTable:
 
         return scores.crossed_mean(self._array(label, families, known))
 
-    def ratio(self, label: str, base: str, families: Sequence[str]) -> scores.Ratio | None:
+    def ratio(self, label: str, base: str, families: Sequence[str]) -> scores.RatioInterval | None:
         """Paired ratio of times against another contender, families counted alike; `None` without a pair."""
         weights = scores.family_weights([scenario.family for scenario in self._of(families)])
         return scores.paired_ratio(self.times(label, families), self.times(base, families)[0], weights)

@@ -2,19 +2,20 @@
 
 Axes: `P` policy seeds x `C` scenarios x `S` scenario seeds; NaN where a run is missing. A miss counts as the limit.
 
-The interval is a percentile bootstrap over BOTH sources of chance: policy seeds and scenario seeds are each drawn with
+The interval is a percentile bootstrap over policy seeds AND scenario seeds: each is drawn with
 replacement, independently (the pigeonhole bootstrap: Owen, Annals of Applied Statistics 1, 2007); scenarios are fixed.
 One draw of seeds serves all scenarios, since a seed is the same model and order of data in all of them. With a dozen
 seeds plain percentiles are too narrow, so they are expanded as Hesterberg proposes (American Statistician 69, 2015),
-with the number of draws that Satterthwaite's formula gives for the two sources together.
+with the number of draws that Satterthwaite's formula gives for the two sources together. `scipy.stats.bootstrap` has
+neither the two crossed axes nor the expansion.
 """
 
 import math
-from statistics import NormalDist
-from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
+from scipy.special import ndtr, stdtrit  # scipy.stats.norm.cdf and scipy.stats.t.ppf, without a second of import
 
 Array64 = npt.NDArray[np.float64]
 
@@ -24,21 +25,21 @@ _RESAMPLE_SEED = 20_240_601
 """Fixed: the same results give the same interval, always."""
 
 
-class Ratio(NamedTuple):
-    """Geometric mean of paired ratios of times, with its interval; below 1 is faster."""
+class RatioInterval(msgspec.Struct, frozen=True):
+    """Geometric mean of paired ratios of time to target, with its 95 % interval; below 1 is faster."""
 
     ratio: float
     low: float | None
-    """`None` where there is but one seed: then nothing is known of the spread."""
+    """`None` where there is only one seed: the spread is unknown."""
     high: float | None
 
 
-class Mean(NamedTuple):
-    """A mean with its interval."""
+class MeanInterval(msgspec.Struct, frozen=True):
+    """A mean with its 95 % interval."""
 
     value: float
     low: float | None
-    """`None` where there is but one seed."""
+    """`None` where there is only one seed: the spread is unknown."""
     high: float | None
 
 
@@ -47,31 +48,14 @@ def counted_time_s(time_to_target_s: float | None, time_limit_s: float) -> float
     return time_limit_s if time_to_target_s is None else min(time_to_target_s, time_limit_s)
 
 
-def geometric_mean(values: npt.ArrayLike) -> float:
-    """The geometric mean of positive values, NaN left out; NaN when there are none."""
-    logs = np.log(np.asarray(values, dtype=np.float64).reshape(-1))
-    known = logs[~np.isnan(logs)]
-    return float(np.exp(known.mean())) if known.size else math.nan
-
-
-def median(values: npt.ArrayLike) -> float:
-    """The median, NaN left out; NaN when there are none."""
-    array = np.asarray(values, dtype=np.float64).reshape(-1)
-    known = array[~np.isnan(array)]
-    return float(np.median(known)) if known.size else math.nan
-
-
 def relative_spread(times_PCS: Array64) -> float | None:
     """Standard deviation of a scenario's times over their mean, averaged over scenarios; `None` below two runs each."""
-    spreads = []
-    for scenario in np.moveaxis(times_PCS, 1, 0):
-        known = scenario[~np.isnan(scenario)]
-        if known.size > 1:
-            spreads.append(float(np.std(known, ddof=1) / known.mean()))
+    known_C = (scenario[~np.isnan(scenario)] for scenario in np.moveaxis(times_PCS, 1, 0))
+    spreads = [np.std(times, ddof=1) / times.mean() for times in known_C if times.size > 1]
     return float(np.mean(spreads)) if spreads else None
 
 
-def paired_ratio(times_PCS: Array64, base_CS: Array64, weights_C: Array64 | None = None) -> Ratio | None:
+def paired_ratio(times_PCS: Array64, base_CS: Array64, weights_C: Array64 | None = None) -> RatioInterval | None:
     """How a row's times compare with those of a baseline in the same scenarios under the same seeds.
 
     Args:
@@ -91,10 +75,10 @@ def paired_ratio(times_PCS: Array64, base_CS: Array64, weights_C: Array64 | None
     num_P, _, num_S = logs_PCS.shape
     (center,) = _means(logs_PCS, weights, np.ones((1, num_P)), np.ones((1, num_S)))
     low, high = _interval(logs_PCS, weights)
-    return Ratio(float(np.exp(center)), low, high)
+    return RatioInterval(float(np.exp(center)), low, high)
 
 
-def crossed_mean(values_PCS: Array64) -> Mean | None:
+def crossed_mean(values_PCS: Array64) -> MeanInterval | None:
     """The mean with Student's interval for policy seeds crossed with scenario seeds; `None` where nothing is known.
 
     Runs that share a policy or a seed are not independent: the variance is that of the means per policy seed plus that
@@ -107,10 +91,10 @@ def crossed_mean(values_PCS: Array64) -> Mean | None:
     values_PCS = values_PCS[np.ix_(known_P, known_C, known_S)]
     mean = float(np.nanmean(np.nanmean(values_PCS, axis=(0, 2))))
     if values_PCS.shape[2] == 1:
-        return Mean(mean, None, None)
+        return MeanInterval(mean, None, None)
     variance = sum(variance for variance, _ in _variances(values_PCS))
-    half = student_quantile((1 + CONFIDENCE) / 2, _effective_draws(values_PCS) - 1) * math.sqrt(variance)
-    return Mean(mean, mean - half, mean + half)
+    half = float(stdtrit(_effective_draws(values_PCS) - 1, (1 + CONFIDENCE) / 2)) * math.sqrt(variance)
+    return MeanInterval(mean, mean - half, mean + half)
 
 
 def family_weights(families: list[str]) -> Array64:
@@ -124,8 +108,7 @@ def expanded_tail(num_draws: float, confidence: float = CONFIDENCE) -> float:
 
     Phi(-sqrt(n / (n - 1)) t(n - 1)), Hesterberg's equation for the expanded percentile interval.
     """
-    quantile = math.sqrt(num_draws / (num_draws - 1)) * student_quantile((1 + confidence) / 2, num_draws - 1)
-    return NormalDist().cdf(-quantile)
+    return float(ndtr(-math.sqrt(num_draws / (num_draws - 1)) * stdtrit(num_draws - 1, (1 + confidence) / 2)))
 
 
 def _interval(logs_PCS: Array64, weights_C: Array64) -> tuple[float, float] | tuple[None, None]:
@@ -184,20 +167,3 @@ def _means(logs_PCS: Array64, weights_C: Array64, counts_BP: Array64, counts_BS:
     weighted_B = (weights_BC * means_BC).sum(axis=1)
     means_B: Array64 = np.divide(weighted_B, total_B, out=np.full_like(total_B, np.nan), where=total_B > 0)
     return means_B
-
-
-def student_quantile(probability: float, degrees: float) -> float:
-    """Quantile of Student's t: Abramowitz and Stegun 26.7.5 (0.3 % from 3 degrees on); exact below 3, rounded down."""
-    if degrees < 2:
-        return math.tan(math.pi * (probability - 0.5))
-    if degrees < 3:
-        return (2 * probability - 1) * math.sqrt(2 / (4 * probability * (1 - probability)))
-    z = NormalDist().inv_cdf(probability)
-    terms = (
-        z,
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92_160,
-    )
-    return sum(term / degrees**power for power, term in enumerate(terms))

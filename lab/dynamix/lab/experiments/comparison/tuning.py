@@ -8,13 +8,13 @@ with one setting for all families; the learned policies are built upon it. Held-
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import geometric_mean
 from types import MappingProxyType
 
 from dynamix.lab.experiments.episodes.suite import Suite
 from dynamix.recording.provenance import code_digest
 from dynamix.schemas.policies import DEFAULT_POLICY
 
-from . import scores
 from .contenders import Contender, parse_contender
 from .evaluation import ComparisonProgress, fill, plan
 from .outcome_table import OutcomeTable
@@ -94,7 +94,7 @@ def tune(
 
 def score_s(table: OutcomeTable, label: str, families: Sequence[str]) -> float:
     """Geometric mean of a setting's times, families counted alike."""
-    return scores.geometric_mean([scores.geometric_mean(table.times(label, [family])) for family in families])
+    return geometric_mean(geometric_mean(table.times(label, [family]).ravel()) for family in families)
 
 
 def _settings(baseline: str) -> tuple[str, ...]:

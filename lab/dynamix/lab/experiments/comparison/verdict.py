@@ -2,30 +2,23 @@
 
 import statistics
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import msgspec
 import numpy as np
 
 from dynamix.arbitrator.deciding.signatures import spread_signature
-from dynamix.lab.experiments.episodes.suite import Suite, digest_of, is_control
+from dynamix.arbitrator.learned.policy_file import PolicyFile
+from dynamix.lab.experiments.episodes.suite import TRAIN, Suite, digest_of, is_control, suite_named
 from dynamix.recording.provenance import code_digest, versions
 from dynamix.schemas.policies import DEFAULT_POLICY
 
-from . import scores
 from .contenders import BEST_STATIC, GOODPUT, Contender, Setting
 from .evaluation import ComparisonCell
-from .familiar import familiar_scenarios
 from .outcome_table import OutcomeTable
 from .runs import Ledger
+from .scores import RatioInterval, relative_spread
 from .tuned import Tuned
-
-
-class Interval(msgspec.Struct, frozen=True, kw_only=True):
-    """Geometric mean of paired ratios of time to target, below 1 is faster, with its 95 % interval."""
-
-    ratio: float
-    low: float | None
-    high: float | None
 
 
 class VerdictRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,8 +28,8 @@ class VerdictRow(msgspec.Struct, frozen=True, kw_only=True):
     median_time_to_target_s: float | None
     """`None`, as the ratios, where nothing was run."""
     misses: int
-    vs_best_static: Interval | None
-    vs_goodput: Interval | None
+    vs_best_static: RatioInterval | None
+    vs_goodput: RatioInterval | None
     num_runs: int
     num_policy_seeds: int
     accuracy_at_fixed_time: float | None
@@ -146,15 +139,15 @@ class VerdictBuilder:
         times = self.table.times(label, families)
         return VerdictRow(
             policy=label,
-            median_time_to_target_s=scores.median(times) if outcomes else None,
+            median_time_to_target_s=float(np.nanmedian(times)) if outcomes else None,
             misses=self.table.num_misses(label, families),
-            vs_best_static=self._ratio(label, BEST_STATIC, families),
-            vs_goodput=self._ratio(label, GOODPUT, families),
+            vs_best_static=self.table.ratio(label, BEST_STATIC, families),
+            vs_goodput=self.table.ratio(label, GOODPUT, families),
             num_runs=len(outcomes),
             num_policy_seeds=times.shape[0] if outcomes else 0,
             accuracy_at_fixed_time=_mean(outcome.accuracy_at_fixed_time for outcome in outcomes),
             test_accuracy=_mean(outcome.test_accuracy for outcome in outcomes),
-            relative_spread=scores.relative_spread(times),
+            relative_spread=relative_spread(times),
             signatures=self._spreads(label, families),
             settings=[setting.identity() for setting in settings],
             note=self._notes[label],
@@ -171,10 +164,6 @@ class VerdictBuilder:
                     found.append(f"{finding.signature} in {scenario.name}: {finding.explanation}")
         return found
 
-    def _ratio(self, label: str, base: str, families: Sequence[str]) -> Interval | None:
-        found = self.table.ratio(label, base, families)
-        return None if found is None else Interval(ratio=found.ratio, low=found.low, high=found.high)
-
 
 def note_on(contender: Contender, suite: Suite) -> str:
     """What a reader must know of a learned policy before believing its row; empty for the others."""
@@ -182,8 +171,26 @@ def note_on(contender: Contender, suite: Suite) -> str:
         return ""
     if not contender.files:
         return "no policy file comes with the package"
-    known = familiar_scenarios(contender.files, suite)
+    known = scenarios_learned_from(contender.files, suite)
     return f"learned on scenarios of this suite: {', '.join(known)}" if known else ""
+
+
+def scenarios_learned_from(files: Iterable[str], suite: Suite) -> list[str]:
+    """Names of the suite's scenarios that policy files were learned on: a comparison on these proves nothing.
+
+    A file names the train scenarios it learned on. Suites may share a name, so the suite's scenario must also have the
+    content of the train scenario.
+
+    Raises:
+        PolicyFileError: when a file is not a policy file.
+    """
+    names = {name for file in files for name in PolicyFile.read(Path(file)).metadata.scenarios}
+    train = {scenario.name: digest_of(scenario) for scenario in suite_named(TRAIN).scenarios}
+    return [
+        scenario.name
+        for scenario in suite.scenarios
+        if scenario.name in names and train.get(scenario.name) == digest_of(scenario)
+    ]
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
