@@ -57,7 +57,7 @@ async def test_an_arbitrator_decides_with_an_installed_policy(bus: Bus) -> None:
 @pytest.mark.usefixtures("example_extension")
 async def test_a_job_is_held_to_the_options_and_the_version_of_an_installed_policy(bus: Bus) -> None:
     source = PolicySource(PolicyStore(bus))
-    with pytest.raises(ValueError, match=r"policy 'halving' has no option 'track': it has divisor, version"):
+    with pytest.raises(ValueError, match=r"policy 'halving' has no option 'track': known are divisor, version"):
         await source.choose(made.job(policy="halving", policy_options={"track": 1.0}), None)
     with pytest.raises(ValueError, match=r"policy 'halving' has version 3, not 2"):
         await source.choose(HALVED, made.action(policy="halving", policy_version=2, policy_digest=b""))

@@ -49,7 +49,7 @@ def test_a_file_gives_a_scenario_with_defaults_and_the_files_name(tmp_path: Path
 @pytest.mark.parametrize(
     ("line", "replacement", "complaint"),
     [
-        ("overlap = 0.25", "overlapp = 0.25", "unknown key 'network.overlapp': did you mean 'overlap'?"),
+        ("overlap = 0.25", "overlapp = 0.25", "unknown key 'network.overlapp': did you mean overlap?"),
         ("count = 2", "number = 2", "unknown key 'workers[0].number': known are bandwidth_mbit_s, count, "),
         ("overlap = 0.25", "overlap = 1.25", "network.overlap = 1.25: it must be between 0 and 1"),
         (
@@ -74,7 +74,7 @@ def test_a_file_gives_a_scenario_with_defaults_and_the_files_name(tmp_path: Path
         ("target_accuracy = 0.8", "target_accuracy = 80", "target_accuracy = 80: it must be between 0 and 1"),
         ("fixed_time_s = 10", "fixed_time_s = 61", "fixed_time_s = 61: it must be between 0 and 60"),
         ("fixed_time_s = 10", "fixed_time_s = ", "this is not TOML"),
-        ("target_accuracy = 0.8", "target_accuracy = 0.8\nlable_noise = 0.1", "did you mean 'label_noise'?"),
+        ("target_accuracy = 0.8", "target_accuracy = 0.8\nlable_noise = 0.1", "did you mean label_noise?"),
         ("target_accuracy = 0.8", "target_accuracy = 0.8\nwindow_steps = 0", "window_steps = 0: it must be at least 1"),
         ("target_accuracy = 0.8", "target_accuracy = 0.8\noptimizer = 'sgdm'", "one of 'sgd', 'adam', 'adamw'"),
         (

@@ -84,7 +84,6 @@ def test_a_weight_that_is_no_finite_number_is_refused(value: float) -> None:
 
 def test_settings_name_every_weight() -> None:
     settings = RewardSettings(alpha=3.0, eta=0.5, formula="time-aware")
-    assert settings.weights() == Weights(alpha=3.0, eta=0.5)
+    assert (settings.alpha, settings.beta, settings.eta) == (3.0, Weights().beta, 0.5)
     assert settings.chosen_formula() == "time-aware"
     assert RewardSettings().chosen_formula() is None
-    assert math.isclose(RewardSettings().weights().beta, Weights().beta)

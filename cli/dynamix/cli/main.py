@@ -4,14 +4,15 @@
 """
 
 import argparse
-import difflib
 import importlib
 import importlib.metadata
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn, Protocol, cast
+
+from dynamix.schemas.spelling import suggestion
 
 from .errors import CommandError
 
@@ -59,7 +60,7 @@ class Parser(argparse.ArgumentParser):
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             flag = unknown[0].partition("=")[0]
-            self.error(f"unknown argument {unknown[0]!r}{nearest(flag, self._option_string_actions)}")
+            self.error(f"unknown argument {unknown[0]!r}{suggestion(flag, self._option_string_actions)}")
         return parsed
 
     def error(self, message: str) -> NoReturn:
@@ -78,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     name = given[0]
     if name not in COMMANDS:
-        print(f"dynamix: unknown command {name!r}{nearest(name, COMMANDS)}\n{overview()}", file=sys.stderr)
+        print(f"dynamix: unknown command {name!r}{suggestion(name, COMMANDS)}\n{overview()}", file=sys.stderr)
         return 2
     return guarded(name, lambda: execute(name, given[1:]))
 
@@ -134,12 +135,6 @@ def overview() -> str:
 def summary(name: str) -> str:
     """What a command does, in a line: how the docstring of its folder begins."""
     return (importlib.import_module(f"{PACKAGE}.{name}").__doc__ or "").partition("\n")[0].rstrip(".")
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """`: did you mean ...?` when something known is near, otherwise nothing."""
-    near = difflib.get_close_matches(word, sorted(known), n=1)
-    return f": did you mean {near[0]}?" if near else ""
 
 
 if __name__ == "__main__":

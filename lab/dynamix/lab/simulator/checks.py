@@ -1,12 +1,13 @@
 """Checks of a scenario's keys: each error names key and value, and the limit, or what is known instead."""
 
-import difflib
 import math
 import re
 from collections.abc import Mapping
 from typing import Any, get_args
 
 import msgspec
+
+from dynamix.schemas.spelling import suggestion
 
 
 def check_between(key: str, value: float, low: float, high: float = math.inf) -> None:
@@ -34,7 +35,7 @@ def explain_decode_error(message: str, content: Mapping[str, Any], tables: Mappi
     path = place.strip("`").removeprefix("$").removeprefix(".")
     if unknown := re.search(r"unknown field `(.*)`", text):
         table = tables[re.sub(r"\[.*", "", path)]
-        return f"unknown key {_joined(path, unknown[1])!r}{_nearest(unknown[1], table.__struct_fields__)}"
+        return f"unknown key {_joined(path, unknown[1])!r}{suggestion(unknown[1], table.__struct_fields__)}"
     if missing := re.search(r"missing required field `(.*)`", text):
         return f"the key {_joined(path, missing[1])!r} is missing"
     if text.startswith("Invalid enum value"):
@@ -46,11 +47,6 @@ def explain_decode_error(message: str, content: Mapping[str, Any], tables: Mappi
 
 def _joined(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
-
-
-def _nearest(key: str, known: tuple[str, ...]) -> str:
-    near = difflib.get_close_matches(key, known, n=1)
-    return f": did you mean {near[0]!r}?" if near else f": known are {', '.join(sorted(known))}"
 
 
 def _choices(path: str, tables: Mapping[str, type[msgspec.Struct]]) -> tuple[str, ...]:

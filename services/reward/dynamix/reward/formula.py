@@ -10,6 +10,7 @@ beta times the training seconds spent, so no choice of batch sizes earns anythin
 by time to a held-out target, never by reward.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Literal, assert_never
 
@@ -26,15 +27,26 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True):
     """Weights of the terms. None is published (method section 3): ours are of the order that balances the terms."""
 
     accuracy: float = 1.0
-    """w of A_mean (0 ... 1); the published formulas have 1."""
+    """Weight of the mean batch accuracy (w; the published formulas have 1)."""
     alpha: float = 1.0
-    """Of the rise of accuracy, 0 ... 1."""
+    """Weight of the rise of accuracy, 0 ... 1."""
     beta: float = 0.1
-    """Per second: a step of one second costs a tenth of full accuracy."""
+    """Weight per second of iteration time (time-aware: window time): a step of 1 s costs a tenth of full accuracy."""
     delta: float = 0.01
-    """Per doubling of the local batch size above 32: 0.05 at 1024."""
+    """Weight per doubling of the local batch size above 32: 0.05 at 1024."""
     eta: float = 0.01
-    """Of sigma_norm^2 + sigma_norm, which is about 2 where the global batch equals the noise scale."""
+    """Weight of the gradient noise sigma_norm^2 + sigma_norm, which is about 2 where the global batch equals the noise
+    scale (adaptive optimizers)."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a weight that is not a finite number."""
+        for name in Weights.__struct_fields__:
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name} must be a finite number, not {getattr(self, name)}")
+
+
+TIME_ONLY = Weights(accuracy=0.0, alpha=0.0, beta=1.0, delta=0.0, eta=0.0)
+"""For learning by `time-aware`: the return of an episode is minus its training time."""
 
 
 def formula_for(family: OptimizerFamily) -> Formula:

@@ -38,7 +38,7 @@ async def serve(context: Context[RewardSettings, ServiceBus]) -> None:
 async def _reward(context: Context[RewardSettings, ServiceBus], message: BusMessage) -> Reward | None:
     try:
         window = decode(MetricWindow, message.subject, message.payload)
-        reward = reward_of(window, context.settings.weights(), context.settings.chosen_formula())
+        reward = reward_of(window, context.settings, context.settings.chosen_formula())
         encode(reward)  # a sum of finite terms may still be more than a float holds
     except (MalformedMessageError, OverflowError) as error:
         await context.dead_letter(message, str(error))

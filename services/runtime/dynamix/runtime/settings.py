@@ -1,7 +1,6 @@
 """Settings: frozen structs filled from defaults, then the environment, then `--flags`; a misspelt key is an error."""
 
 import ast
-import difflib
 import hashlib
 import inspect
 import math
@@ -16,6 +15,7 @@ from typing import Annotated, Any, Generic, NamedTuple, TypeVar, get_args, get_o
 
 import msgspec
 
+from dynamix.schemas.spelling import suggestion
 from dynamix.schemas.subjects import check_token
 
 PREFIX = "DYNAMIX_"
@@ -150,7 +150,7 @@ def parse_arguments(arguments: Sequence[str], known: set[str]) -> Iterator[tuple
     while rest:
         flag, separator, value = rest.pop(0).partition("=")
         if flag not in known:
-            raise SettingsError(f"unknown argument {flag!r}{_nearest(flag, known)}")
+            raise SettingsError(f"unknown argument {flag!r}{suggestion(flag, known)}")
         if not separator:
             value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
         yield flag, value
@@ -225,12 +225,7 @@ def _refuse_unknown_keys(struct: type[msgspec.Struct], component: str, environ: 
     others = tuple(_prefix(name) for name in COMPONENTS if name != component)
     for key in sorted(environ):
         if key.startswith(PREFIX) and key not in shared | own and not key.startswith(others):
-            raise SettingsError(f"unknown setting {key}{_nearest(key, shared | own)}")
-
-
-def _nearest(key: str, known: set[str]) -> str:
-    near = difflib.get_close_matches(key, sorted(known), n=1)
-    return f": did you mean {near[0]}?" if near else f": known are {', '.join(sorted(known))}"
+            raise SettingsError(f"unknown setting {key}{suggestion(key, shared | own)}")
 
 
 def _convert(key: str, text: str, expected: Any) -> Any:

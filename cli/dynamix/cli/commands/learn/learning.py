@@ -23,7 +23,7 @@ from dynamix.lab.experiments.episodes.suite import TRAIN, read_suite, suite_name
 from dynamix.lab.experiments.learning import PRESETS, LearningPlan, LearningResult, LearningUpdate, learn, plan_named
 from dynamix.lab.experiments.learning.checkpoint import LearningCheckpointError
 from dynamix.lab.experiments.learning.workers import EpisodeError
-from dynamix.reward.formula import Weights
+from dynamix.reward.formula import TIME_ONLY, Weights
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas.messages import Message
 
@@ -96,7 +96,7 @@ def _reward(namespace: argparse.Namespace) -> dict[str, Any]:
     formula: Any = preset.get("formula", "time-aware")
     if namespace.reward is not None:
         formula = None if namespace.reward == "auto" else namespace.reward
-    plain = Weights(accuracy=0.0, alpha=0.0, beta=1.0, delta=0.0, eta=0.0) if formula == "time-aware" else Weights()
+    plain = TIME_ONLY if formula == "time-aware" else Weights()
     given = {name: value for name in WEIGHTS if (value := getattr(namespace, name)) is not None}
     return {"formula": formula, "weights": msgspec.structs.replace(plain, **given)}
 

@@ -1,6 +1,5 @@
 """The course of learning in numbers: one row per update, its failure signatures, and the same as TensorBoard curves."""
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -46,11 +45,6 @@ class LearningUpdate(msgspec.Struct, frozen=True, kw_only=True):
     def mean_return(self) -> float:
         """Over the batch."""
         return sum(self.returns) / len(self.returns)
-
-
-def geometric_mean(ratios: Sequence[float]) -> float:
-    """Of positive numbers."""
-    return math.exp(sum(map(math.log, ratios)) / len(ratios))
 
 
 def findings(history: Sequence[LearningUpdate]) -> list[Finding]:

@@ -12,7 +12,7 @@ from dynamix.arbitrator.learned.actions import ActionSetName
 from dynamix.arbitrator.learned.ppo_settings import PAPER, PPOSettings
 from dynamix.arbitrator.policies.registry import policy_names
 from dynamix.lab.simulator.scenario import Scenario
-from dynamix.reward.formula import Formula, Weights
+from dynamix.reward.formula import TIME_ONLY, Formula, Weights
 from dynamix.schemas.fields import Token
 
 AtLeastOne = Annotated[int, Meta(ge=1)]
@@ -34,7 +34,7 @@ class LearningPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     settings: PPOSettings = PPOSettings()
     formula: Formula | None = "time-aware"
     """`None`: the published one for each scenario's optimizer."""
-    weights: Weights = Weights(accuracy=0.0, alpha=0.0, beta=1.0, delta=0.0, eta=0.0)
+    weights: Weights = TIME_ONLY
     """Of the reward; for `time-aware` beta counts per time that `rule` takes to the target in that scenario, so that
     fast and slow clusters weigh alike."""
     episode_end: Literal["target", "fixed"] = "target"

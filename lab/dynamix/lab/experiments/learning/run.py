@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import geometric_mean
 from typing import NamedTuple
 
 import msgspec
@@ -17,7 +18,7 @@ from dynamix.reward.formula import Weights
 
 from .checkpoint import LearningCheckpoint
 from .episodes import EpisodeResult, EpisodeTask
-from .history import Curves, LearningUpdate, findings, geometric_mean
+from .history import Curves, LearningUpdate, findings
 from .plan import SCORE_SEEDS, VALIDATION_SEEDS, LearningPlan
 from .workers import EpisodeError, Play, players
 

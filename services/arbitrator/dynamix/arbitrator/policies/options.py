@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from dynamix.schemas.allocation import Allocation
 from dynamix.schemas.messages import Job
+from dynamix.schemas.spelling import suggestion
 
 
 class Option(NamedTuple):
@@ -48,8 +49,7 @@ def check_options(policy: str, known: Options, given: Mapping[str, float]) -> No
     """
     for name, value in given.items():
         if name not in known:
-            there_are = ", ".join(sorted(known)) or "none"
-            raise ValueError(f"policy {policy!r} has no option {name!r}: it has {there_are}")
+            raise ValueError(f"policy {policy!r} has no option {name!r}{suggestion(name, known)}")
         if fault := known[name].fault(value):
             raise ValueError(f"option {name}={value:g} of policy {policy!r} {fault}: {known[name].meaning}")
 
