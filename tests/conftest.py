@@ -1,7 +1,9 @@
 """For every test."""
 
 import logging
+import stat
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 import structlog
@@ -11,6 +13,27 @@ from dynamix.runtime.bus import Bus
 from dynamix.runtime.bus.provision import provision
 
 pytest_plugins = ["tests.support.bpf", "tests.support.extensions", "tests.support.faults"]
+
+
+DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _dev_as_it_was() -> Iterator[None]:
+    """As root a test could replace a device by a file, for everybody on the machine."""
+    before = _devices()
+    yield
+    assert _devices() == before, "a test has changed /dev"
+
+
+def _devices() -> dict[str, tuple[int, int]]:
+    """The devices that every machine has, and regular files that have no business there: type and device number."""
+    found = {path.name: path.lstat() for path in Path("/dev").iterdir()}
+    return {
+        name: (stat.S_IFMT(status.st_mode), status.st_rdev)
+        for name, status in found.items()
+        if name in DEVICES or stat.S_ISREG(status.st_mode)
+    }
 
 
 @pytest.fixture(autouse=True)

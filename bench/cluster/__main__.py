@@ -18,7 +18,7 @@ from bench.cluster.runs import run_all
 from bench.cluster.services import ClusterError
 from bench.cluster.summary import Result, missed
 from bench.hosts import HostsError
-from bench.output import exit_code, write_json
+from bench.output import add_png_argument, exit_code, write_json
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
         "--slow-link", action="append", metavar="RANK=RATE", help="such as 3=20mbit, both directions; may be repeated"
     )
     parser.add_argument("--slow-cpu", action="append", metavar="RANK=CORES", help="such as 3=0.1; may be given again")
-    parser.add_argument("--png", metavar="FILE", help="draw step times and the ranks' signals")
+    add_png_argument(parser, "draw step times and the ranks' signals")
     return parser
 
 

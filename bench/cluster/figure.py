@@ -9,6 +9,8 @@ from bench.cluster.summary import Result
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from dynamix.runtime.output_files import whole
+
 ROWS = (
     ("compute time [ms]", "compute_time_s", 1e3),
     ("sync time [ms]", "sync_time_s", 1e3),
@@ -34,8 +36,8 @@ def draw(results: Sequence[Result], plan: Plan, path: Path) -> None:
             axes.set(xlim=(0, max(1, plan.num_windows - 1)), ylim=(0, _top(results, signal, scale)))
     figure.axes[1].legend(fontsize="x-small")
     figure.suptitle(describe(plan))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    with whole(path, make_parents=True) as file:
+        figure.savefig(file, dpi=110, format="png")
 
 
 def _step_times(axes: Axes, results: Sequence[Result], plan: Plan) -> None:

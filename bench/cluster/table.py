@@ -22,6 +22,10 @@ from bench.cluster.summary import Result, missed
 from bench.hosts import HostsError
 from bench.output import exit_code, write_json
 
+from dynamix.cli.output import output_path
+from dynamix.runtime import output_files
+from dynamix.runtime.output_files import Kind
+
 EQUAL = "equal split"
 SIGNALS = (
     ("compute ms", "compute_time_s", 1e3, 1),
@@ -33,6 +37,8 @@ SIGNALS = (
     ("run-queue wait ratio", "run_queue_wait_ratio", 1.0, 3),
 )
 """Heading, signal, scale and digits."""
+
+TABLES = Kind("a file of such tables", lambda head: head.startswith(b"| one rank has |"))
 
 Cells = dict[tuple[str, str], list[Result]]
 """By condition and action, one result per repeat."""
@@ -157,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     text = markdown(cells, options.rank)
     if options.markdown:
-        Path(options.markdown).write_text(text)
+        output_files.write(Path(options.markdown), text.encode())
     if options.json != "-":
         for results in cells.values():
             print_result(results[-1])
@@ -188,7 +194,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--condition", action="append", metavar="TEXT", help="only conditions with this in their name; may be repeated"
     )
-    parser.add_argument("--markdown", metavar="FILE", help="write the tables here")
+    parser.add_argument("--markdown", metavar="FILE", type=output_path(TABLES), help="write the tables here")
     return parser
 
 

@@ -9,7 +9,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dynamix.cli.output import json_path, output_path
 from dynamix.recording.provenance import versions
+from dynamix.runtime import output_files
+from dynamix.runtime.output_files import PNG
 
 from .targets import Target
 
@@ -38,10 +41,14 @@ def benchmark_parser(name: str, description: str | None, *, has_figure: bool = F
     parser = argparse.ArgumentParser(
         prog=f"python -m bench.{name}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", metavar="FILE", help="write the figures here; - is standard output")
+    parser.add_argument(
+        "--json", metavar="FILE", type=json_path(make_parents=True), help="write the figures here; - is standard output"
+    )
     parser.add_argument("--no-targets", action="store_true", help="only report: exit code 0 also when one is missed")
     if has_figure:
-        parser.add_argument("--png", metavar="FILE", type=Path, help="draw the figure here")
+        parser.add_argument(
+            "--png", metavar="FILE", type=output_path(PNG, make_parents=True), help="draw the figure here"
+        )
     return parser
 
 
@@ -68,7 +75,7 @@ def run_benchmark(
     targets = [target.as_json() for target in report.targets]
     write_json({**found, **report.figures, "targets": targets}, options.json)
     if report.draw is not None and getattr(options, "png", None):
-        report.draw(options.png)
+        report.draw(Path(options.png))
     missed = [*(target.name for target in report.targets if not target.met), *report.missed]
     return exit_code(name, missed, options)
 
@@ -97,8 +104,7 @@ def write_json(figures: dict[str, Any], target: str | None) -> None:
     if target == "-":
         print(json.dumps(figures, indent=2))
     elif target:
-        Path(target).parent.mkdir(parents=True, exist_ok=True)
-        Path(target).write_text(json.dumps(figures, indent=2) + "\n")
+        output_files.write(Path(target), (json.dumps(figures, indent=2) + "\n").encode(), make_parents=True)
 
 
 def exit_code(name: str, missed: Sequence[str], options: argparse.Namespace) -> int:

@@ -8,6 +8,8 @@ import msgspec
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from dynamix.runtime.output_files import whole
+
 FEW_POINTS = 20
 """Up to so many points of a curve are marked."""
 PANEL_INCHES = (5.0, 4.0)
@@ -52,8 +54,8 @@ def draw(rows: Sequence[Sequence[Panel]], path: Path, title: str = "") -> None:
 
 def save(figure: Figure, path: Path) -> None:
     """Write a figure as a PNG into a folder that may not exist yet."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    with whole(path, make_parents=True) as file:
+        figure.savefig(file, dpi=110, format="png")
 
 
 def _draw_panel(axes: Axes, panel: Panel) -> None:

@@ -13,6 +13,9 @@ from pathlib import Path
 
 import msgspec
 
+from dynamix.cli.output import output_directory
+from dynamix.runtime import output_files
+
 from .baselines import cluster_sizes, static_sizes, topologies
 from .figure import draw
 from .laboratory import SCALES, Laboratory
@@ -53,11 +56,11 @@ def write(result: Result, docs: Path) -> None:
     directory = docs / "results"
     directory.mkdir(parents=True, exist_ok=True)
     text = msgspec.json.format(msgspec.json.encode(result), indent=1).decode()
-    (directory / f"{result.name}.json").write_text(text + "\n")
+    output_files.write(directory / f"{result.name}.json", (text + "\n").encode())
     if result.panels:
         draw(result, directory / f"{result.name}.png")
     document = docs / DOCUMENT
-    document.write_text(with_table(document.read_text(), result.name, markdown(result)))
+    output_files.write(document, with_table(document.read_text(), result.name, markdown(result)).encode())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -68,8 +71,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--scale", choices=SCALES, default="reduced", help="(default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: %(default)s)")
     parser.add_argument("--data", type=Path, help="directory with the data sets (default: the usual places)")
-    parser.add_argument("--output", type=Path, default=ROOT / "docs", help="(default: docs)")
-    parser.add_argument("--work", type=Path, default=ROOT / "out" / "results", help="(default: out/results)")
+    parser.add_argument("--output", type=output_directory, default=ROOT / "docs", help="(default: docs)")
+    parser.add_argument(
+        "--work", type=output_directory, default=ROOT / "out" / "results", help="(default: out/results)"
+    )
     return parser
 
 

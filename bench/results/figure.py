@@ -4,6 +4,8 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from dynamix.runtime.output_files import whole
+
 from .result import Result
 
 _COLOURS = ("#4c72b0", "#c44e52", "#0b6e4f", "#dd8452", "#8172b3", "#937860", "#da8bc3")
@@ -26,7 +28,8 @@ def draw(result: Result, path: Path) -> None:
         axes.set(title=panel.title, xlabel=panel.x, ylabel=panel.y)
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
-    figure.savefig(path, dpi=110)
+    with whole(path) as file:
+        figure.savefig(file, dpi=110, format="png")
 
 
 def _colour(number: int) -> str:

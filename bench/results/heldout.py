@@ -11,6 +11,7 @@ import msgspec
 from dynamix.lab.experiments.comparison.contenders import BEST_STATIC
 from dynamix.lab.experiments.comparison.scores import RatioInterval
 from dynamix.lab.experiments.comparison.verdict import Verdict, VerdictFamily, VerdictRow
+from dynamix.runtime import output_files
 
 from .result import NOT_RUN, with_table
 
@@ -62,7 +63,7 @@ def expected_table(docs: Path) -> str:
 def main() -> int:
     """Write the tables into docs/results.md."""
     document = DOCS / "results.md"
-    document.write_text(with_table(document.read_text(), NAME, expected_table(DOCS)))
+    output_files.write(document, with_table(document.read_text(), NAME, expected_table(DOCS)).encode())
     return 0
 
 

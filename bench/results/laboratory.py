@@ -15,6 +15,7 @@ from dynamix.lab.experiments.episodes.suite import TUNED_FILE, Suite, scenario_r
 from dynamix.lab.experiments.learning import LearningPlan, LearningUpdate, learn, plan_named
 from dynamix.lab.simulator.scenario import Network, Scenario
 from dynamix.recording.provenance import code_digest, versions
+from dynamix.runtime import output_files
 from dynamix.schemas.policies import DEFAULT_POLICY
 
 from .clusters import mixed
@@ -165,8 +166,8 @@ class Laboratory:
         if not (path.exists() and history.exists()):
             print(f"learning {stem.name}: {plan_.num_episodes} episodes", flush=True)
             done = learn(plan_, num_workers=self._jobs, checkpoint=stem.with_suffix(".checkpoint"), data=self._data)
-            done.file.write(path)
-            history.write_bytes(msgspec.json.encode(done.history))
+            output_files.write(path, done.file.to_bytes())
+            output_files.write(history, msgspec.json.encode(done.history))
         return Learned(path=str(path), history=msgspec.json.decode(history.read_bytes(), type=list[LearningUpdate]))
 
 

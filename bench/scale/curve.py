@@ -24,6 +24,9 @@ from bench.scale.measurement import measure
 from bench.scale.plan import Plan
 from bench.scale.result import Result, describe, missed
 
+from dynamix.cli.output import output_directory
+from dynamix.runtime import output_files
+
 SIZES = (32, 128, 1024, 10_000)
 POLICIES = ("static", "rule")
 """The one that does nothing shows what moving the messages costs; `rule` is the default of a job."""
@@ -58,11 +61,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def write(results: Sequence[Result], docs: Path) -> None:
     """The figures, the picture and, where there is a document, its table."""
     docs.mkdir(parents=True, exist_ok=True)
-    (docs / "scale.json").write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
+    output_files.write(docs / "scale.json", msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
     draw(results, docs / "scale.png")
     document = docs / "scale.md"
     if document.exists():
-        document.write_text(with_table(document.read_text(), results))
+        output_files.write(document, with_table(document.read_text(), results).encode())
 
 
 def too_steep(results: Sequence[Result]) -> list[str]:
@@ -98,7 +101,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--policies", nargs="+", default=POLICIES, help="(default: static rule)")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="judged of each (default: %(default)s)")
     parser.add_argument("--ingest-messages", type=int, default=NUM_MESSAGES)
-    parser.add_argument("--docs", type=Path, default=Path("docs"), help="where to write (default: %(default)s)")
+    parser.add_argument(
+        "--docs", type=output_directory, default=Path("docs"), help="where to write (default: %(default)s)"
+    )
     parser.add_argument("--no-targets", action="store_true", help="only report: exit code 0 also when one is missed")
     return parser
 

@@ -7,6 +7,8 @@ from bench.scale.result import MAX_P95_MS, Result
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from dynamix.runtime.output_files import whole
+
 _COLOURS = ("#4c72b0", "#c44e52", "#0b6e4f", "#8172b3")
 
 
@@ -36,7 +38,8 @@ def draw(results: Sequence[Result], path: Path) -> None:
     cpu.set(title="CPU time of a window: arbitrator, broker", ylabel="ms")
     _finish(latency, results, max(one.decision_latency_p50_ms for one in results))
     _finish(cpu, results, max(_cpu_ms(one, one.cpu_percent) for one in results))
-    figure.savefig(path, dpi=110)
+    with whole(path) as file:
+        figure.savefig(file, dpi=110, format="png")
 
 
 def _cpu_ms(result: Result, percent: float) -> float:

@@ -28,7 +28,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     file = learned.policy_file(
         "global", scores={"vs_rule": 0.97}, scenarios=("mixed-8", "slow-link"), parent="ab" * 32, seeds=(3, 4)
     )
-    file.write(tmp_path / "ppo.safetensors")
+    (tmp_path / "ppo.safetensors").write_bytes(file.to_bytes())
     again = PolicyFile.read(tmp_path / "ppo.safetensors")
     assert again.metadata == file.metadata
     assert again.to_bytes() == file.to_bytes()

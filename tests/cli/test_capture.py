@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from tests.support import made
 from tests.support.brokers import ConfiguredServer, consumer_names
+from tests.support.devices import device_in, identity
 from tests.support.watched import applied, event, reward
 
 from dynamix.cli.commands.capture import command as command_module
@@ -244,6 +245,11 @@ async def test_nothing_is_overwritten_unasked(tmp_path: Path) -> None:
     path.write_text("mine")
     assert await typed("capture", made.JOB, "-o", str(path)) == 2
     assert path.read_text() == "mine"
+    device = device_in(tmp_path)
+    before = identity(device)
+    for force in ((), ("--force",)):
+        assert await typed("capture", made.JOB, "-o", str(device), *force) == 2
+        assert identity(device) == before
     assert await typed("capture", made.JOB, "-o", str(tmp_path / "none" / "job.dxc"), "--windows", "0") == 2
 
 
@@ -257,7 +263,7 @@ async def test_what_cannot_be_captured_is_said(bus: Bus, tmp_path: Path, capsys:
     await bus.publish(job())
     assert await asyncio.to_thread(captured, "nobody", "-o", str(tmp_path / "a")) == 1
     assert f"jobs on this broker: {made.JOB}" in capsys.readouterr().err
-    assert await typed("capture", "mnist", "-o", str(tmp_path / "no" / "folder"), "--past") == 1
+    assert await typed("capture", "mnist", "-o", str(tmp_path / "no" / "folder"), "--past") == 2
 
 
 def test_a_job_is_found_by_how_its_id_begins_if_that_is_one() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.devices import device_in, identity
 from tests.support.learned import policy_file
 from tests.support.small_suites import made_up, tuned_for, write_suite
 
@@ -107,6 +108,40 @@ def test_what_was_typed_wrongly_is_said_in_a_sentence(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("resume", [(), ("--resume",)])
+def test_results_of_before_stay_until_there_are_new_ones(
+    place: Path, resume: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluation, "outcomes", made_up(lambda _: 1.0))
+    typed = ("--policies", "rule", "--seeds", "1", "--jobs", "1")
+    assert main(arguments(place, *typed)) == 0
+    results = place / "runs.jsonl"
+    before = results.read_bytes()
+    for wrong in (("--policies", "goodputt"), ("--tuned", "/nowhere.toml"), ("--png", str(place))):
+        assert main(arguments(place, *typed, *resume, *wrong)) in (1, 2)
+
+    def without_data(*_: object, **__: object) -> Iterator[tuple[RunTask, RunOutcome]]:
+        raise ValueError("the data are missing")
+
+    monkeypatch.setattr(evaluation, "outcomes", without_data)
+    assert main(arguments(place, *typed, "--seeds", "2", *resume)) == 1
+    assert results.read_bytes() == before
+    assert not (place / "runs.jsonl.old").exists()
+
+
+@pytest.mark.parametrize("command", ["evaluate", "tune"])
+@pytest.mark.parametrize("resume", [(), ("--resume",)])
+def test_a_device_for_results_is_refused_and_stays_what_it_is(
+    command: str, resume: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    device = device_in(tmp_path)
+    before = identity(device)
+    assert main([command, "--results", str(device), *resume]) == 2
+    assert "device is a" in capsys.readouterr().err
+    assert identity(device) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["device"]
+
+
 def test_tune_reads_train_scenarios_only_and_writes_what_evaluate_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,6 +174,7 @@ def test_tuning_a_part_does_not_take_the_place_of_the_whole(
     assert main(["tune", *option, "--results", str(place / "runs.jsonl")]) == 2
     assert "name another file with -o" in capsys.readouterr().err
     assert (place / "tuned.toml").read_text() == before
+    assert not (place / "runs.jsonl").exists()
 
 
 def test_what_makes_baselines_worse_than_they_could_be_is_said(
@@ -180,7 +216,7 @@ def test_a_killed_evaluation_leaves_no_worker_and_keeps_its_runs(place: Path) ->
     results = place / "runs.jsonl"
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         deadline_s = time.monotonic() + 90
-        while not (results.exists() and results.read_bytes().count(b"\n") >= 2):
+        while not (results.exists() and results.read_bytes().count(b"\n") >= 3):
             assert process.poll() is None
             assert time.monotonic() < deadline_s
             time.sleep(0.02)
@@ -191,7 +227,7 @@ def test_a_killed_evaluation_leaves_no_worker_and_keeps_its_runs(place: Path) ->
         assert time.monotonic() < deadline_s
         time.sleep(0.02)
     lines = results.read_bytes().splitlines()
-    assert len({json.loads(line)["key"] for line in lines[:2]}) == 2
+    assert len({json.loads(line)["key"] for line in lines[1:3]}) == 2  # behind the line that says what the file is
 
 
 def children_of(pid: int) -> list[int]:

@@ -1,14 +1,16 @@
 """Runs: what their identity covers, and a ledger that a kill cannot spoil."""
 
-import os
 from pathlib import Path
 
 import msgspec
 import pytest
+from tests.support.devices import device_in, identity
 from tests.support.small_suites import outcome, write_suite
 
 from dynamix.lab.experiments.comparison.contenders import Setting
+from dynamix.lab.experiments.comparison.results_file import HEADER
 from dynamix.lab.experiments.comparison.runs import Ledger, RunTask
+from dynamix.runtime.output_files import RefusedOutputError
 
 
 @pytest.fixture
@@ -79,28 +81,115 @@ def test_without_resume_old_results_are_put_aside_not_lost(task: RunTask, tmp_pa
     path = tmp_path / "runs.jsonl"
     with Ledger(path) as ledger:
         ledger.add(task, outcome(1.5), "first")
+    later = msgspec.structs.replace(task, seed=4)
     with Ledger(path, resume=False) as ledger:
         assert task not in ledger
+        assert path.exists()  # until there is something to take its place
+        ledger.add(later, outcome(2.5), "second")
+    with Ledger(path) as ledger:
+        assert task not in ledger
+        assert later in ledger
     with Ledger(tmp_path / "runs.jsonl.old") as ledger:
         assert task in ledger
 
 
-@pytest.mark.parametrize("resume", [False, True])
-def test_a_path_that_is_not_a_regular_file_is_neither_renamed_nor_read(
-    task: RunTask, resume: bool, tmp_path: Path
-) -> None:
-    path = tmp_path / "pipe"
-    os.mkfifo(path)  # like /dev/null, which a rename by root would take from the whole machine
-    with Ledger(path, resume=resume) as ledger:
-        ledger.add(task, outcome(1.5), "in memory")
-        assert ledger.get(task) == outcome(1.5)
-    assert path.is_fifo()
-    assert not (tmp_path / "pipe.old").exists()
+def test_its_first_line_says_what_a_ledger_is(task: RunTask, tmp_path: Path) -> None:
+    path = tmp_path / "runs.jsonl"
+    with Ledger(path) as ledger:
+        ledger.add(task, outcome(1.5), "first")
+    first, second = path.read_bytes().splitlines()
+    assert first == b'{"dynamix":"results of runs, a line each","format":1}'
+    assert second.startswith(b'{"key":"' + task.key.encode())
 
 
-def test_a_file_that_is_no_ledger_is_refused(tmp_path: Path) -> None:
+def test_a_ledger_from_before_there_was_such_a_line_is_continued(task: RunTask, tmp_path: Path) -> None:
+    path = tmp_path / "runs.jsonl"
+    later = msgspec.structs.replace(task, seed=4)
+    with Ledger(path) as ledger:
+        ledger.add(task, outcome(1.5), "first")
+    path.write_bytes(path.read_bytes().partition(b"\n")[2] + b'{"key":"torn')
+    with Ledger(path) as ledger:
+        assert task in ledger
+        ledger.add(later, outcome(2.5), "second")
+    with Ledger(path) as ledger:
+        assert ledger.get(later) == outcome(2.5)
+    assert len(path.read_bytes().splitlines()) == 2
+
+
+@pytest.mark.parametrize("length", [0, 1, 20, len(HEADER)])
+def test_a_ledger_torn_in_its_first_line_is_an_empty_one(task: RunTask, tmp_path: Path, length: int) -> None:
+    path = tmp_path / "runs.jsonl"
+    path.write_bytes(HEADER[:length])
+    with Ledger(path) as ledger:
+        assert task not in ledger
+        ledger.add(task, outcome(1.5), "first")
+    assert path.read_bytes().startswith(HEADER)
+    with Ledger(path) as ledger:
+        assert task in ledger
+
+
+FIRST_LINE = b'{"key":"' + b"0" * 64 + b'","about":"'
+
+
+@pytest.mark.parametrize("resume", [True, False])
+@pytest.mark.parametrize(
+    "content", [b"something else\n", b"without an end", b'{"key": 1}\n', b"\n", b"\x00\xff", HEADER[:-3] + b"2}\n"]
+)
+def test_a_file_that_is_no_ledger_is_refused(tmp_path: Path, content: bytes, *, resume: bool) -> None:
     path = tmp_path / "notes.txt"
-    path.write_text("something else\n")
-    with pytest.raises(ValueError, match=r"notes\.txt, line 1.*no file of results"):
+    path.write_bytes(content)
+    with pytest.raises(RefusedOutputError, match=r"notes\.txt is not a file of results and would be lost"):
+        Ledger(path, resume=resume)
+    assert path.read_bytes() == content
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (HEADER + b"something else\n", "line 2, is no result"),
+        (FIRST_LINE + b'x"}\n', "line 1, is no result"),
+        (FIRST_LINE + b"torn", "no whole line of results"),
+    ],
+)
+def test_a_ledger_with_a_foreign_line_is_not_cut_off(tmp_path: Path, content: bytes, reason: str) -> None:
+    path = tmp_path / "runs.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(RefusedOutputError, match=reason):
         Ledger(path)
-    assert path.read_text() == "something else\n"
+    assert path.read_bytes() == content
+
+
+def test_what_old_results_would_replace_must_be_results(task: RunTask, tmp_path: Path) -> None:
+    path, old = tmp_path / "runs.jsonl", tmp_path / "runs.jsonl.old"
+    with Ledger(path) as ledger:
+        ledger.add(task, outcome(1.5), "first")
+    old.write_text("mine\n")
+    with pytest.raises(RefusedOutputError, match=r"runs\.jsonl\.old is not a file of results"):
+        Ledger(path, resume=False)
+    assert old.read_text() == "mine\n"
+    with Ledger(path) as ledger:
+        assert task in ledger
+
+
+@pytest.mark.parametrize("resume", [True, False])
+@pytest.mark.parametrize("linked", [True, False])
+def test_a_device_is_no_ledger_and_stays_what_it_is(tmp_path: Path, *, resume: bool, linked: bool) -> None:
+    device = device_in(tmp_path)
+    path = tmp_path / "link" if linked else device
+    if linked:
+        path.symlink_to(device)
+    before, held = identity(device), sorted(tmp_path.iterdir())
+    with pytest.raises(RefusedOutputError, match=r"is a (device|FIFO): name a file"):
+        Ledger(path, resume=resume)
+    assert (identity(device), sorted(tmp_path.iterdir())) == (before, held)
+
+
+def test_what_came_in_the_way_after_the_check_is_left_alone(task: RunTask, tmp_path: Path) -> None:
+    path = tmp_path / "runs.jsonl"
+    with Ledger(path) as ledger:
+        device_in(tmp_path).rename(path)
+        before = identity(path)
+        with pytest.raises(RefusedOutputError):
+            ledger.add(task, outcome(1.5), "first")
+    assert identity(path) == before

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support import captured, made
+from tests.support.devices import device_in, identity
 
 from dynamix.recording import capture
 from dynamix.recording.capture import CaptureError, CaptureReader, CaptureWriter, CutOffError, Record, layout
@@ -321,6 +322,18 @@ def test_a_capture_is_not_written_over_one(tmp_path: Path) -> None:
     with CaptureWriter(path, captured.header(), overwrite=True) as writer:
         writer.add(sample()[0])
     assert list(capture.records(path)) == sample()[:1]
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_a_capture_is_not_written_into_a_device(tmp_path: Path, *, overwrite: bool) -> None:
+    device = device_in(tmp_path)
+    before = identity(device)
+    with (
+        pytest.raises(ValueError, match="name a file"),
+        CaptureWriter(device, captured.header(), overwrite=overwrite),
+    ):
+        pass
+    assert identity(device) == before
 
 
 def test_records_out_of_order_or_of_no_stream_are_not_taken(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from dynamix.runtime import output_files
 from dynamix.runtime.settings import BusSettings, SettingsError, read
 
 from .errors import CommandError
@@ -71,11 +72,7 @@ def published(settings: BusSettings, environ: Mapping[str, str]) -> Iterator[Pat
     file = path(environ)
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     content = ConnectionFile(url=settings.url, user=settings.user, password=settings.password, pid=os.getpid())
-    partial = file.with_suffix(f".{os.getpid()}")
-    partial.unlink(missing_ok=True)
-    partial.touch(mode=0o600, exist_ok=False)
-    partial.write_bytes(msgspec.json.encode(content))
-    partial.replace(file)
+    output_files.write(file, msgspec.json.encode(content), mode=0o600, streams=False)
     try:
         yield file
     finally:

@@ -15,6 +15,7 @@ from typing import NoReturn, Protocol, cast
 from dynamix.schemas.spelling import suggestion
 
 from .errors import CommandError
+from .output import check_distinct
 
 DISTRIBUTION = "dynamix-batch"
 PACKAGE = "dynamix.cli.commands"
@@ -89,7 +90,9 @@ def execute(name: str, arguments: Sequence[str]) -> int:
     module = cast("CommandModule", importlib.import_module(f"{PACKAGE}.{name}.command"))
     parser = Parser(f"dynamix {name}", module.__doc__)
     module.add_arguments(parser)
-    return module.run(parser.parse_args(arguments))
+    namespace = parser.parse_args(arguments)
+    check_distinct(namespace)
+    return module.run(namespace)
 
 
 def guarded(name: str, work: Callable[[], int]) -> int:

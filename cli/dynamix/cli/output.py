@@ -1,20 +1,86 @@
-"""Machine-readable output: every table of a command can be had as JSON."""
+"""Output of commands: where it may go, checked as the arguments are read, and every table as JSON."""
 
 import argparse
+import contextlib
+import re
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from dynamix.runtime import output_files
+from dynamix.runtime.output_files import JSON, PNG, Kind, RefusedOutputError
+
 from .errors import CommandError
 
 STANDARD_OUTPUT = "-"
 
+POLICY = Kind("a learned policy", lambda head: head[8:9] == b"{" and b'"dynamix"' in head)
+SCENARIO = Kind("a scenario", lambda head: re.search(rb"^workload\s*=", head, re.MULTILINE) is not None)
+TUNED = Kind("a file of `dynamix tune`", lambda head: b"\ncommand = " in head and b"\nnum_settings = " in head)
+
+
+class OutputPath(str):
+    """An argument that names a file to write and was found fit for it."""
+
+    __slots__ = ()
+
+
+def output_path(kind: Kind | None, *, streams: bool = True, make_parents: bool = False) -> Callable[[str], OutputPath]:
+    """An argument's type: the path of a file to write; an unfit one is an error of usage. See `output_files.check`."""
+
+    def checked(text: str) -> OutputPath:
+        try:
+            output_files.check(Path(text), kind, streams=streams, make_parents=make_parents)
+        except RefusedOutputError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+        return OutputPath(text)
+
+    return checked
+
+
+def json_path(*, make_parents: bool = False) -> Callable[[str], str]:
+    """An argument's type: where JSON goes, a file or standard output."""
+    to_file = output_path(JSON, make_parents=make_parents)
+    return lambda text: text if text == STANDARD_OUTPUT else to_file(text)
+
+
+def output_directory(text: str) -> Path:
+    """An argument's type: a directory to write in, made when it is missing."""
+    try:
+        output_files.check_directory(Path(text))
+    except RefusedOutputError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return Path(text)
+
+
+def check_distinct(namespace: argparse.Namespace) -> None:
+    """Refuse two outputs to one file.
+
+    Raises:
+        CommandError: naming the file.
+    """
+    seen: set[Path] = set()
+    for value in vars(namespace).values():
+        if isinstance(value, OutputPath) and not output_files.is_stream(Path(value)):
+            place = Path(value).resolve()
+            if place in seen:
+                raise CommandError(f"{value} is named for two outputs: name another file for one of them", exit_code=2)
+            seen.add(place)
+
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:
     """Declare `--json FILE`."""
-    parser.add_argument("--json", metavar="FILE", help="write the result as JSON ('-': standard output, nothing else)")
+    parser.add_argument(
+        "--json", metavar="FILE", type=json_path(), help="write the result as JSON ('-': standard output, nothing else)"
+    )
+
+
+def add_png_argument(parser: argparse.ArgumentParser, what: str, default: str | None = None) -> None:
+    """Declare `--png FILE`."""
+    parser.add_argument("--png", metavar="FILE", type=output_path(PNG), default=default, help=what)
 
 
 def write_json(value: Any, destination: str) -> None:
@@ -27,7 +93,18 @@ def write_json(value: Any, destination: str) -> None:
     if destination == STANDARD_OUTPUT:
         sys.stdout.write(text)
         return
+    with writing(destination):
+        output_files.write(Path(destination), text.encode())
+
+
+@contextlib.contextmanager
+def writing(path: object) -> Iterator[None]:
+    """What keeps a file from being written ends the command with a sentence."""
     try:
-        Path(destination).write_text(text)
+        yield
+    except RefusedOutputError as error:
+        raise CommandError(str(error)) from error
+    except BrokenPipeError:  # its reader has gone, which is no failure of ours
+        raise
     except OSError as error:
-        raise CommandError(f"cannot write {destination}: {error.strerror}") from error
+        raise CommandError(f"cannot write {path}: {error.strerror or error}") from error

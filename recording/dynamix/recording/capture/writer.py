@@ -8,6 +8,8 @@ from typing import BinaryIO, Self
 
 import msgspec
 
+from dynamix.runtime import output_files
+
 from . import layout
 from .record import MAX_STREAMS, CaptureEnd, CaptureHeader, EndReason, Record, StreamRange, fits
 
@@ -50,8 +52,10 @@ class CaptureWriter:
 
         Raises:
             FileExistsError: without `overwrite`, when there is one.
+            RefusedOutputError: when it is no regular file: a capture grows, and is cut off before it begins.
             OSError: when it cannot be written.
         """
+        output_files.check(self._path, streams=False)
         self._file = self._path.open(self._mode)  # type: ignore[assignment] # a binary mode
         self._write(layout.PREAMBLE)
         self._write_frame(layout.HEADER, msgspec.json.encode(self._header))

@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING
 from dynamix.cli.broker import connected
 from dynamix.cli.connection import find
 from dynamix.cli.errors import CommandError
-from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, write_json
+from dynamix.cli.output import (
+    SCENARIO,
+    STANDARD_OUTPUT,
+    add_json_argument,
+    add_png_argument,
+    output_path,
+    write_json,
+    writing,
+)
+from dynamix.runtime import output_files
 
 from .source import CalibrationInput, from_bus, from_capture
 
@@ -29,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workload", metavar="NAME", required=True, help="what the virtual cluster trains: see `dynamix simulate`"
     )
-    parser.add_argument("-o", "--output", metavar="FILE", help="write the scenario (TOML)")
+    parser.add_argument("-o", "--output", metavar="FILE", type=output_path(SCENARIO), help="write the scenario (TOML)")
     parser.add_argument("--optimizer", choices=("sgd", "adam", "adamw"), help="(default: of the job's family)")
     parser.add_argument("--learning-rate", type=float, default=0.05, help="(default: %(default)s)")
     parser.add_argument("--target", type=float, help="validation accuracy (default: the best that the job reported)")
@@ -38,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--servers", type=int, default=1, help="parameter servers (default: %(default)s)")
     add_json_argument(parser)
-    parser.add_argument("--png", metavar="FILE", help="draw virtual against real step times")
+    add_png_argument(parser, "draw virtual against real step times")
 
 
 def run(namespace: argparse.Namespace) -> int:
@@ -83,7 +92,8 @@ def _write(namespace: argparse.Namespace, calibration: "Calibration") -> None:
     if namespace.png:
         from .figure import draw  # noqa: PLC0415 - matplotlib: only once it is needed
 
-        draw(calibration, namespace.source, Path(namespace.png))
+        with writing(namespace.png):
+            draw(calibration, namespace.source, Path(namespace.png))
         _say(namespace, f"Picture: {namespace.png}")
     if namespace.json is not None:
         write_json(calibration, namespace.json)
@@ -96,10 +106,8 @@ def _write_scenario(calibration: "Calibration", source: str, path: Path) -> None
         f"Fitted to {calibration.num_windows} windows of {Path(source).name}; step times are off by "
         f"{calibration.median_error:.1%} in the median."
     )
-    try:
-        path.write_text(scenario_text(calibration.scenario, (comment,)))
-    except OSError as error:
-        raise CommandError(f"cannot write {path}: {error.strerror}") from error
+    with writing(path):
+        output_files.write(path, scenario_text(calibration.scenario, (comment,)).encode())
 
 
 def _say(namespace: argparse.Namespace, text: str) -> None:

@@ -6,6 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dynamix.lab.calibration import Calibration
+from dynamix.runtime.output_files import whole
 
 _REAL, _VIRTUAL, _DISTURBED = "#4c72b0", "#c44e52", "#ccb974"
 _BAND = 0.1
@@ -22,7 +23,8 @@ def draw(calibration: Calibration, source: str, path: Path) -> None:
         f"{source}: virtual step times are off by {calibration.median_error:.1%} in the median, "
         f"{calibration.p90_error:.1%} at the 90th percentile ({calibration.num_windows} windows)"
     )
-    figure.savefig(path, dpi=130)
+    with whole(path) as file:
+        figure.savefig(file, dpi=130, format="png")
 
 
 def _over_windows(axes: Axes, calibration: Calibration) -> None:

@@ -25,7 +25,7 @@ from dynamix.cli.broker import connected
 from dynamix.cli.connection import find
 from dynamix.cli.errors import CommandError
 from dynamix.cli.jobs import find_job
-from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, write_json
+from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, output_path, write_json
 from dynamix.recording.capture import CaptureEnd, CaptureHeader, CaptureWriter, Record, fingerprint
 from dynamix.runtime.bus import Bus
 
@@ -52,7 +52,14 @@ class Captured(msgspec.Struct, frozen=True, kw_only=True):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("job", metavar="JOB", help="the job's id, or how it begins if that is one job")
-    parser.add_argument("-o", "--output", metavar="FILE", required=True, help="where to write the capture")
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        type=output_path(None, streams=False),
+        required=True,
+        help="where to write the capture",
+    )
     parser.add_argument("--past", action="store_true", help="only what is stored now, also of a job that runs")
     parser.add_argument("--windows", type=int, metavar="N", help="end after the job's first N stored windows")
     parser.add_argument("--force", action="store_true", help="overwrite FILE")

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from dynamix.cli.errors import CommandError
-from dynamix.cli.output import add_json_argument, write_json
+from dynamix.cli.output import add_json_argument, add_png_argument, write_json, writing
 from dynamix.schemas.messages import Report
 
 from .plan import DemoPlan
@@ -33,9 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     parser.add_argument("--data", metavar="DIR", help="directory with Fashion-MNIST's four idx files")
     add_json_argument(parser)
-    parser.add_argument(
-        "--png", metavar="FILE", default="dynamix-demo.png", help="write the picture (default: %(default)s)"
-    )
+    add_png_argument(parser, "write the picture (default: %(default)s)", default="dynamix-demo.png")
     parser.add_argument(
         "--policy", default=POLICIES[1], help="what the second run is steered by (default: %(default)s)"
     )
@@ -63,7 +61,8 @@ def run(namespace: argparse.Namespace) -> int:
             runs = asyncio.run(run_demo(plan, (POLICIES[0], namespace.policy), view.say, view.watch))
     except (OSError, ValueError, TimeoutError, TrainingFailedError) as error:
         raise CommandError(str(error)) from error
-    draw(runs, plan, Path(namespace.png))
+    with writing(namespace.png):
+        draw(runs, plan, Path(namespace.png))
     _table(_console(stderr=namespace.json == "-"), runs)
     console.print(f"Picture: {namespace.png}", highlight=False)
     if namespace.json is not None:

@@ -7,6 +7,8 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from dynamix.runtime.output_files import whole
+
 from .plan import DemoPlan
 from .results import Run
 
@@ -25,7 +27,8 @@ def draw(runs: Sequence[Run], plan: DemoPlan, path: Path) -> None:
         f"{plan.num_ranks} ranks, rank {plan.slow_rank} paced {plan.slowdown:g} times slower; "
         f"global batch {plan.local_batch_size * plan.num_ranks}, Fashion-MNIST"
     )
-    figure.savefig(path, dpi=130)
+    with whole(path) as file:
+        figure.savefig(file, dpi=130, format="png")
 
 
 def _accuracy(axes: Axes, runs: Sequence[Run], plan: DemoPlan) -> None:

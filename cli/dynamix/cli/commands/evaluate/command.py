@@ -9,7 +9,8 @@ rule:noise_multiplier=2,track=0 or goodput/lr=linear. Interrupted, the command p
 import argparse
 
 from dynamix.cli.errors import CommandError
-from dynamix.cli.output import add_json_argument
+from dynamix.cli.output import add_json_argument, add_png_argument, output_path
+from dynamix.lab.experiments.comparison.results_file import LEDGER
 
 POLICIES = "rule,proportional,noise-scale,doubling,goodput+track,goodput:noise_multiplier=4,track=1"
 """Rows beside those that are always there; the last shows how much of the rule's gain its weighing of noise is."""
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tuned", metavar="FILE", help="the baselines' settings (default: scenarios/tuned.toml)")
     add_run_arguments(parser, RESULTS)
     add_json_argument(parser)
-    parser.add_argument("--png", metavar="FILE", help="draw ratios with intervals, and accuracies of one scenario")
+    add_png_argument(parser, "draw ratios with intervals, and accuracies of one scenario")
     parser.add_argument(
         "--curves", metavar="SCENARIO", help="whose accuracies --png draws (default: the first heterogeneous one)"
     )
@@ -52,7 +53,11 @@ def add_run_arguments(parser: argparse.ArgumentParser, results: str) -> None:
     parser.add_argument("--jobs", type=int, default=NUM_JOBS, help="worker processes (default: %(default)s)")
     parser.add_argument("--data", metavar="DIR", help="directory with the data sets (default: the usual places)")
     parser.add_argument(
-        "--results", metavar="FILE", default=results, help="every run's outcome, a line each (default: %(default)s)"
+        "--results",
+        metavar="FILE",
+        type=output_path(LEDGER, streams=False, make_parents=True),
+        default=results,
+        help="every run's outcome, a line each; nothing but such a file is touched (default: %(default)s)",
     )
     parser.add_argument(
         "--resume", action="store_true", help="keep the runs that FILE has; without, an old file becomes FILE.old"

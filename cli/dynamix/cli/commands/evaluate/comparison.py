@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dynamix.cli.errors import CommandError
-from dynamix.cli.output import STANDARD_OUTPUT, write_json
+from dynamix.cli.output import STANDARD_OUTPUT, TUNED, write_json
 from dynamix.cli.runs_view import RunsView
 from dynamix.lab.experiments.comparison.contenders import Contender, parse_contenders, untuned_families, with_references
 from dynamix.lab.experiments.comparison.evaluation import ComparisonCell, fill, plan
@@ -20,6 +20,8 @@ from dynamix.lab.experiments.comparison.tuning import FIRST_SEED, GRID, tune
 from dynamix.lab.experiments.comparison.verdict import VerdictBuilder, note_on
 from dynamix.lab.experiments.episodes.suite import TRAIN, TUNED_FILE, Suite, read_suite, scenario_root, suite_named
 from dynamix.recording.provenance import code_digest
+from dynamix.runtime import output_files
+from dynamix.runtime.output_files import RefusedOutputError
 
 from .view import show, show_tuned
 
@@ -69,7 +71,7 @@ def choose(namespace: argparse.Namespace) -> int:
                 data=_data(namespace),
                 on_progress=view.show,
             )
-        output.write_text(to_toml(tuned))
+        output_files.write(output, to_toml(tuned).encode())
         show_tuned(tuned, stderr=namespace.json == STANDARD_OUTPUT)
         if namespace.json is not None:
             write_json(tuned, namespace.json)
@@ -88,14 +90,17 @@ def _tuned_output(namespace: argparse.Namespace) -> Path:
                 "scenarios; name another file with -o",
                 exit_code=2,
             )
+    output_files.check(path, TUNED)
     return path
 
 
 @contextmanager
 def _sentences() -> Iterator[None]:
-    """What a person can mend is said in a sentence."""
+    """What a person can put right is said in a sentence."""
     try:
         yield
+    except RefusedOutputError as error:
+        raise CommandError(str(error), exit_code=2) from error
     except (OSError, ValueError, RunFailedError) as error:
         raise CommandError(str(error)) from error
 

@@ -12,7 +12,7 @@ from dynamix.cli.errors import CommandError
 from dynamix.cli.inspection.document import document
 from dynamix.cli.inspection.inspection import Inspection, inspect
 from dynamix.cli.inspection.window import Window
-from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, write_json
+from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, add_png_argument, write_json, writing
 from dynamix.recording.capture import CaptureError, fingerprint
 
 
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--generation", type=int, metavar="G", help="of this restart of the job (default: the last)")
     parser.add_argument("--all", action="store_true", help="every window, also of a long job")
     add_json_argument(parser)
-    parser.add_argument("--png", metavar="FILE", help="draw sizes, step time, accuracy, rewards and decisions")
+    add_png_argument(parser, "draw sizes, step time, accuracy, rewards and decisions")
 
 
 def run(namespace: argparse.Namespace) -> int:
@@ -78,7 +78,5 @@ def _draw(inspection: Inspection, path: str) -> None:
 
     if not inspection.sorted_windows():
         raise CommandError("the capture has no window to draw")
-    try:
+    with writing(path):
         draw(inspection, Path(path))
-    except OSError as error:
-        raise CommandError(f"cannot write {path}: {error.strerror}") from error

@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 
 from dynamix.cli.inspection.inspection import Inspection
 from dynamix.cli.inspection.window import Window
+from dynamix.runtime.output_files import whole
 
 SINGLE_RANKS = 16
 """Of more ranks, lines would hide each other: their range is drawn instead."""
@@ -30,7 +31,8 @@ def draw(inspection: Inspection, path: Path) -> None:
     reward.set_xlabel("window" if windows[-1].generation == windows[0].generation else "window, over all generations")
     policies = sorted({window.action.policy for window in windows if window.action})
     figure.suptitle(f"{inspection.header.job}, {len(windows)} windows under {', '.join(policies) or 'no policy'}")
-    figure.savefig(path, dpi=130, format="png")
+    with whole(path) as file:
+        figure.savefig(file, dpi=130, format="png")
 
 
 def _sizes(axes: Axes, windows: Sequence[Window]) -> None:

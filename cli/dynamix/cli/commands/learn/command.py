@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from dynamix.cli.errors import CommandError
-from dynamix.cli.output import add_json_argument
+from dynamix.cli.output import POLICY, add_json_argument, output_directory, output_path
 
 WEIGHTS = ("accuracy", "alpha", "beta", "delta", "eta")
 NUM_WORKERS = 2
@@ -28,12 +28,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--policy", default="ppo", help="ppo, ppo-paper, or another name for ppo's preset")
     parser.add_argument("--seed", type=int, default=0, help="of the learning (default: %(default)s)")
-    parser.add_argument("-o", "--output", metavar="FILE", help="default: POLICY-SEED.safetensors")
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        type=output_path(POLICY, streams=False),
+        help="default: POLICY-SEED.safetensors",
+    )
     parser.add_argument("--episodes", type=int, help="to play (default: the preset's)")
     parser.add_argument("--minutes", type=float, help="stop sooner, after this time; the same command goes on")
     parser.add_argument("--workers", type=int, default=NUM_WORKERS, help="processes (default: %(default)s)")
     parser.add_argument("--data", metavar="DIR", help="directory with the data sets (default: the usual places)")
-    parser.add_argument("--log", metavar="DIR", help="write TensorBoard curves")
+    parser.add_argument("--log", metavar="DIR", type=output_directory, help="write TensorBoard curves")
     parser.add_argument("--restart", action="store_true", help="forget what an interrupted learning had reached")
     parser.add_argument("--publish", action="store_true", help="put failure signatures and the policy on the bus")
     add_json_argument(parser)

@@ -18,12 +18,14 @@ from dynamix.arbitrator.learned.ppo_settings import PPOSettings
 from dynamix.cli.broker import connected
 from dynamix.cli.connection import find
 from dynamix.cli.errors import CommandError
-from dynamix.cli.output import STANDARD_OUTPUT, write_json
+from dynamix.cli.output import POLICY, STANDARD_OUTPUT, write_json
 from dynamix.lab.experiments.episodes.suite import TRAIN, read_suite, suite_named
 from dynamix.lab.experiments.learning import PRESETS, LearningPlan, LearningResult, LearningUpdate, learn, plan_named
-from dynamix.lab.experiments.learning.checkpoint import LearningCheckpointError
+from dynamix.lab.experiments.learning.checkpoint import KIND, LearningCheckpointError
 from dynamix.lab.experiments.learning.workers import EpisodeError
 from dynamix.reward.formula import TIME_ONLY, Weights
+from dynamix.runtime import output_files
+from dynamix.runtime.output_files import RefusedOutputError
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas.messages import Message
 
@@ -37,8 +39,7 @@ def learn_and_tell(namespace: argparse.Namespace, changes: dict[str, Any]) -> in
     """Learn what the arguments ask for; returns the exit code."""
     with _sentences():
         plan = _plan(namespace, changes)
-        output = output_of(namespace)
-        checkpoint = output.with_name(output.name + ".checkpoint")
+        output, checkpoint = _files(namespace)
         if namespace.restart:
             checkpoint.unlink(missing_ok=True)
         teller = _Teller(plan, find(os.environ) if namespace.publish else None)
@@ -47,7 +48,7 @@ def learn_and_tell(namespace: argparse.Namespace, changes: dict[str, Any]) -> in
                 plan,
                 num_workers=namespace.workers,
                 checkpoint=checkpoint,
-                log=None if namespace.log is None else Path(namespace.log),
+                log=namespace.log,
                 minutes=namespace.minutes,
                 data=None if namespace.data is None else Path(namespace.data),
                 observer=teller.tell,
@@ -55,7 +56,7 @@ def learn_and_tell(namespace: argparse.Namespace, changes: dict[str, Any]) -> in
         except KeyboardInterrupt:
             print(f"\ninterrupted: the same command goes on from {checkpoint}", file=sys.stderr)
             return INTERRUPTED
-        learned.file.write(output)
+        output_files.write(output, learned.file.to_bytes(), streams=False)
         if learned.finished:
             checkpoint.unlink(missing_ok=True)
         teller.conclude(learned, output)
@@ -68,11 +69,22 @@ def learn_and_tell(namespace: argparse.Namespace, changes: dict[str, Any]) -> in
 
 @contextlib.contextmanager
 def _sentences() -> Iterator[None]:
-    """What a person can mend is said in a sentence."""
+    """What a person can put right is said in a sentence."""
     try:
         yield
+    except RefusedOutputError as error:
+        raise CommandError(str(error), exit_code=2) from error
     except (ValueError, OSError, LearningCheckpointError, EpisodeError) as error:
         raise CommandError(str(error)) from error
+
+
+def _files(namespace: argparse.Namespace) -> tuple[Path, Path]:
+    """The policy and the checkpoint beside it, as long as both may be written."""
+    output = output_of(namespace)
+    checkpoint = output.with_name(output.name + ".checkpoint")
+    output_files.check(output, POLICY, streams=False)
+    output_files.check(checkpoint, KIND, streams=False)
+    return output, checkpoint
 
 
 def _plan(namespace: argparse.Namespace, changes: dict[str, Any]) -> LearningPlan:

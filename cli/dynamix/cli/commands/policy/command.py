@@ -15,7 +15,8 @@ from typing import NamedTuple
 from dynamix.arbitrator.learned.policy_file import SUFFIX, PolicyFile, PolicyFileError, PolicyMetadata
 from dynamix.cli.connection import find
 from dynamix.cli.errors import CommandError
-from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, write_json
+from dynamix.cli.output import POLICY, STANDARD_OUTPUT, add_json_argument, output_path, write_json, writing
+from dynamix.runtime import output_files
 from dynamix.runtime.log import configure
 
 from .catalogue import AvailablePolicy, PolicyCatalogue, opened
@@ -51,7 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for one in (showing, exporting):
         one.add_argument("policy", metavar="NAME[:VERSION]", type=reference, help="default: its newest version")
-    exporting.add_argument("-o", "--output", metavar="FILE", type=Path, required=True, help="where to write it")
+    exporting.add_argument(
+        "-o", "--output", metavar="FILE", type=output_path(POLICY), required=True, help="where to write it"
+    )
     importing.add_argument(
         "file", metavar="FILE", type=Path, help=f"a policy as `export` or `learn` wrote it ({SUFFIX})"
     )
@@ -106,10 +109,8 @@ async def _show(catalogue: PolicyCatalogue, namespace: argparse.Namespace) -> Ac
 
 async def _export(catalogue: PolicyCatalogue, namespace: argparse.Namespace) -> ActionResult:
     entry, data = await catalogue.read(*namespace.policy)
-    try:
-        await asyncio.to_thread(namespace.output.write_bytes, data)
-    except OSError as error:
-        raise CommandError(f"cannot write {namespace.output}: {error.strerror}") from error
+    with writing(namespace.output):
+        await asyncio.to_thread(output_files.write, Path(namespace.output), data)
     return _done(entry, f"written to {namespace.output}", {"file": str(namespace.output)})
 
 

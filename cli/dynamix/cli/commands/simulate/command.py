@@ -9,10 +9,11 @@ must run (`dynamix up`); the collectors of the virtual nodes are started here.
 """
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dynamix.cli.errors import CommandError
-from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, write_json
+from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, add_png_argument, write_json, writing
 from dynamix.cli.progress import ProgressLine
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--windows", action="store_true", help="show a line for each window")
     parser.add_argument("--bus", action="store_true", help="let the services on the bus decide")
     add_json_argument(parser)
-    parser.add_argument("--png", metavar="FILE", help="draw accuracy, batch sizes and step time over virtual time")
+    add_png_argument(parser, "draw accuracy, batch sizes and step time over virtual time")
 
 
 def run(namespace: argparse.Namespace) -> int:
@@ -83,7 +84,5 @@ def _show(simulation: "Simulation", namespace: argparse.Namespace) -> None:
     if namespace.png is not None:
         from .figure import draw  # noqa: PLC0415 - matplotlib: only once it is needed
 
-        try:
-            draw(simulation, namespace.png)
-        except OSError as error:
-            raise CommandError(f"cannot write {namespace.png}: {error.strerror}") from error
+        with writing(namespace.png):
+            draw(simulation, Path(namespace.png))

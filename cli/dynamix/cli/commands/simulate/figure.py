@@ -1,7 +1,11 @@
 """The picture of a simulation: accuracy, batch sizes and step time over virtual time."""
 
+from pathlib import Path
+
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+from dynamix.runtime.output_files import whole
 
 from .simulation import Simulation
 
@@ -9,7 +13,7 @@ SINGLE_WORKERS = 16
 """Of more workers, lines would hide each other: their range is drawn instead."""
 
 
-def draw(simulation: Simulation, path: str) -> None:
+def draw(simulation: Simulation, path: Path) -> None:
     """Write a PNG to `path`; raises OSError when that cannot be."""
     figure = Figure(figsize=(9, 9), layout="constrained")
     axes = figure.subplots(3, 1, sharex=True, height_ratios=(1.3, 1.3, 1))
@@ -20,7 +24,8 @@ def draw(simulation: Simulation, path: str) -> None:
     figure.suptitle(
         f"{simulation.scenario}: {simulation.workload} on {simulation.world_size} workers under {simulation.policy}"
     )
-    figure.savefig(path, dpi=130, format="png")
+    with whole(path) as file:
+        figure.savefig(file, dpi=130, format="png")
 
 
 def _accuracy(axes: Axes, simulation: Simulation) -> None:

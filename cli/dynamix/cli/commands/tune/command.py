@@ -6,7 +6,7 @@ Writes the file that `dynamix evaluate` reads them from. Held-out scenarios are 
 import argparse
 
 from dynamix.cli.commands.evaluate.command import add_run_arguments, check_counts
-from dynamix.cli.output import add_json_argument
+from dynamix.cli.output import TUNED, add_json_argument, output_path
 
 NUM_SEEDS = 2
 RESULTS = "dynamix-tune.jsonl"
@@ -23,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-o",
         "--output",
         metavar="FILE",
+        type=output_path(TUNED),
         help="the file to write (default: tuned.toml beside the train scenarios, for all baselines only)",
     )
     add_run_arguments(parser, RESULTS)

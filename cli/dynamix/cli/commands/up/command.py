@@ -18,18 +18,21 @@ from pathlib import Path
 import msgspec
 
 from dynamix.cli.broker import connected
-from dynamix.cli.connection import find, published, running
+from dynamix.cli.connection import find, path, published, running
 from dynamix.cli.errors import CommandError
 from dynamix.cli.services import SERVICES, bus_environment, wait_until_ready
+from dynamix.runtime import output_files
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.embedded import EmbeddedServer, EmbeddedServerError
 from dynamix.runtime.log import configure
+from dynamix.runtime.output_files import RefusedOutputError
 from dynamix.runtime.settings import BusSettings, SettingsError, read
 
 from .children import Broker, Service
 from .supervisor import kept
 
+LOCK = "lock"
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -64,6 +67,7 @@ def run(namespace: argparse.Namespace) -> int:
         raise CommandError(f"it runs already, as process {other.pid} at {other.url}: stop that one first")
     configure("warning")
     store = Path(settings.store_dir) if settings.store_dir else _default_store(os.environ)
+    _check_places(store, path(os.environ))
     with _locked(store):
         asyncio.run(_run_until_signal(EmbeddedServer(store_dir=store, port=settings.port), store, os.environ))
     return 0
@@ -140,11 +144,21 @@ def _default_store(environ: Mapping[str, str]) -> Path:
     return Path(state) / "dynamix" / "jetstream"
 
 
+def _check_places(store: Path, connection_file: Path) -> None:
+    """Refuse, before anything starts, places that are not what we would write there."""
+    try:
+        output_files.check_directory(store)
+        output_files.check(store / LOCK, streams=False, make_parents=True)
+        output_files.check(connection_file, streams=False, make_parents=True)
+    except RefusedOutputError as error:
+        raise CommandError(str(error), exit_code=2) from error
+
+
 @contextlib.contextmanager
 def _locked(store: Path) -> Iterator[None]:
     """Keep a second broker from the same streams: it would destroy them."""
     store.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with (store / "lock").open("w") as lock:
+    with (store / LOCK).open("a") as lock:  # nothing is written, so that a file of that name keeps its content
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -8,6 +8,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, FigureBase
 
+from dynamix.runtime.output_files import whole
+
 from .outcome_table import OutcomeTable
 from .scores import Array64
 from .verdict import Verdict, VerdictRow
@@ -35,7 +37,8 @@ def draw(verdict: Verdict, table: OutcomeTable, scenario: str, path: Path) -> No
         f"Suite {verdict.suite}: time to target against best static, geometric mean of paired ratios with 95 % "
         f"interval, {len(verdict.seeds)} seeds; left of 1 is faster"
     )
-    figure.savefig(path, dpi=110)
+    with whole(path) as file:
+        figure.savefig(file, dpi=110, format="png")
 
 
 def mean_curve(curves: Sequence[Sequence[tuple[float, float]]], times_s: Array64) -> Array64:

@@ -2,11 +2,11 @@
 
 The identity covers everything that determines the outcome: scenario, seed, policy with its options and file, the code
 and the numerical libraries. A ledger keeps outcomes by identity, one line each, so that a killed evaluation goes on
-where it was and a changed scenario, policy or program never meets an old number.
+where it was and a changed scenario, policy or program never meets an old number. Its first line says what the file is;
+ledgers written before there was such a line begin with an outcome, and are read and continued as they are.
 """
 
 import hashlib
-from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Self
@@ -15,8 +15,11 @@ import msgspec
 
 from dynamix.lab.simulator.scenario import Scenario
 from dynamix.recording.provenance import code_digest, versions
+from dynamix.runtime import output_files
+from dynamix.runtime.output_files import RefusedOutputError
 
 from .contenders import Setting
+from .results_file import HEADER, LEDGER
 
 
 class RunTask(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -83,23 +86,23 @@ class Ledger:
     """Outcomes by identity, in a file that a kill cannot spoil: a torn last line is dropped, all others stand."""
 
     def __init__(self, path: Path | None = None, *, resume: bool = True) -> None:
-        """Open `path`; without `resume` an existing file is first renamed to *.old.
+        """Read and check `path`, or keep outcomes in memory only. Without `resume` a ledger there becomes *.old.
 
-        Without a path, or with one that is not a regular file (/dev/null), outcomes are kept in memory only.
+        Nothing is written, moved or cut off before there is an outcome to add: until then a wrong argument or missing
+        data may still end the command.
+
+        Raises:
+            RefusedOutputError: when `path`, or what *.old would replace, is anything but a ledger.
         """
         self._outcomes: dict[str, RunOutcome] = {}
         self._file: IO[bytes] | None = None
-        if path is None or (path.exists() and not path.is_file()):
+        self._path = path
+        self._resume = resume
+        if path is None:
             return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not resume:
-            path.replace(path.with_name(path.name + ".old"))
-        whole = 0
-        for line, end in _lines(path):
-            self._outcomes[line.key] = line.outcome
-            whole = end
-        self._file = path.open("ab")
-        self._file.truncate(whole)
+        _check(path, resume=resume)
+        if resume:
+            self._outcomes, _ = _read(path)
 
     def __enter__(self) -> Self:
         return self
@@ -116,27 +119,68 @@ class Ledger:
         return self._outcomes.get(task.key)
 
     def add(self, task: RunTask, outcome: RunOutcome, about: str) -> None:
-        """Keep an outcome; on return the operating system has it."""
+        """Keep an outcome; on return the operating system has it.
+
+        Raises:
+            RefusedOutputError: when something else has come to be at the path meanwhile.
+            OSError: when the file cannot be written.
+        """
         self._outcomes[task.key] = outcome
-        if self._file is not None:
+        if self._path is not None:
+            self._file = self._file or _open(self._path, resume=self._resume)
             self._file.write(msgspec.json.encode(LedgerLine(key=task.key, about=about, outcome=outcome)) + b"\n")
             self._file.flush()
 
 
-def _lines(path: Path) -> Iterator[tuple[LedgerLine, int]]:
-    """The whole lines of a ledger with the position after each.
+def _old(path: Path) -> Path:
+    return path.with_name(path.name + ".old")
+
+
+def _check(path: Path, *, resume: bool) -> None:
+    output_files.check(path, LEDGER, streams=False, make_parents=True)
+    if not resume and path.exists():
+        output_files.check(_old(path), LEDGER, streams=False)
+
+
+def _open(path: Path, *, resume: bool) -> IO[bytes]:
+    """Open for appending, behind the last whole line."""
+    _check(path, resume=resume)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not resume and path.exists():
+        path.replace(_old(path))
+    _, whole = _read(path)
+    file = path.open("ab")
+    file.truncate(whole)
+    if whole == 0:
+        file.write(HEADER)
+    return file
+
+
+def _read(path: Path) -> tuple[dict[str, RunOutcome], int]:
+    """The outcomes in a ledger, and where its last whole line ends.
 
     Raises:
-        ValueError: when the file is not a ledger.
+        RefusedOutputError: when the file is not a ledger.
     """
-    if not path.exists():
-        return
+    outcomes: dict[str, RunOutcome] = {}
     end = 0
-    for number, text in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
-        if not text.endswith(b"\n"):  # torn by a kill
-            return
+    for number, text in enumerate(path.read_bytes().splitlines(keepends=True) if path.exists() else (), start=1):
+        is_header = number == 1 and HEADER.startswith(text)
+        if not text.endswith(b"\n"):  # torn by a kill, when what is before it is ours
+            if end == 0 and not is_header:
+                raise RefusedOutputError(f"{path} has no whole line of results: name another file, or remove this one")
+            break
+        if not is_header:
+            line = _line(path, number, text)
+            outcomes[line.key] = line.outcome
         end += len(text)
-        try:
-            yield msgspec.json.decode(text, type=LedgerLine), end
-        except msgspec.MsgspecError as error:
-            raise ValueError(f"{path}, line {number}: {error}; it is no file of results, name another") from error
+    return outcomes, end
+
+
+def _line(path: Path, number: int, text: bytes) -> LedgerLine:
+    try:
+        return msgspec.json.decode(text, type=LedgerLine)
+    except msgspec.MsgspecError as error:
+        raise RefusedOutputError(
+            f"{path}, line {number}, is no result ({error}): name another file, or remove this one"
+        ) from error

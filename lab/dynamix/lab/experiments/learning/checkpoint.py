@@ -1,13 +1,18 @@
 """Where a course of learning stands, in one file that is always whole: learning goes on from it to the same bits."""
 
-import os
 from pathlib import Path
 from typing import Self
 
 import msgspec
 
+from dynamix.runtime import output_files
+from dynamix.runtime.output_files import Kind
+
 from .history import LearningUpdate
 from .plan import LearningPlan
+
+KIND = Kind("a checkpoint of `dynamix learn`", lambda head: head[1:13] == b"\xabplan_digest")
+"""A map in MessagePack, its first field as below."""
 
 
 class LearningCheckpointError(ValueError):
@@ -32,12 +37,7 @@ class LearningCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
 
     def write(self, path: Path) -> None:
         """Replace the file at once, after its content is on the disk: killed at any moment, a whole one is there."""
-        partial = path.with_name(path.name + ".partial")
-        with partial.open("wb") as file:
-            file.write(msgspec.msgpack.encode(self))
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
+        output_files.write(path, msgspec.msgpack.encode(self), streams=False)
 
     @classmethod
     def read(cls, path: Path, plan: LearningPlan) -> Self | None:

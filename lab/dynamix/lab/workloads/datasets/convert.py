@@ -16,6 +16,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from dynamix.runtime import output_files
+
 from .cifar import CIFAR10_FILES, SIDE, records_of
 from .files import CorruptDataError, MissingDataError, check
 
@@ -71,9 +73,8 @@ def _pixels(path: Path) -> npt.NDArray[np.uint8]:
 
 def _write(path: Path, content: bytes) -> Path:
     """Whole or not at all: a reader never finds half a file."""
-    partial = path.with_suffix(".partial")
-    partial.write_bytes(content)
-    return partial.replace(path)
+    output_files.write(path, content, streams=False)
+    return path
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -117,12 +117,6 @@ class PolicyFile(NamedTuple):
         """SHA-256 of the content, in hexadecimal."""
         return hashlib.sha256(self.to_bytes()).hexdigest()
 
-    def write(self, path: Path) -> None:
-        """Write it whole or not at all."""
-        partial = path.with_name(f".{path.name}.partial")
-        partial.write_bytes(self.to_bytes())
-        partial.replace(path)
-
     @classmethod
     def from_bytes(cls, data: bytes, source: str = "policy file") -> Self:
         """Read and check a file's content.

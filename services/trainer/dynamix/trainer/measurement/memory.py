@@ -2,12 +2,13 @@
 
 import json
 import logging
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+
+from dynamix.runtime import output_files
 
 CAP_FACTOR = 0.8
 """A rank that ran out of memory gets at most this share of the size it failed at."""
@@ -60,11 +61,9 @@ class MemoryCaps:
         cap = max(minimum, int(failed_size * CAP_FACTOR), 1)
         if self._path is None:
             return None
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         file = self._path.with_name(f"{self._path.name}.rank{rank}.json")
-        draft = file.with_suffix(".draft")
-        draft.write_text(json.dumps({"rank": rank, "max_local_batch_size": cap, "failed_at": failed_size}) + "\n")
-        os.replace(draft, file)  # noqa: PTH105 - whole or not at all, even when the machine stops here
+        content = json.dumps({"rank": rank, "max_local_batch_size": cap, "failed_at": failed_size}) + "\n"
+        output_files.write(file, content.encode(), streams=False, make_parents=True)
         return cap
 
 

@@ -1,0 +1,201 @@
+"""Files for output: what may be there already, and that nothing is lost."""
+
+import os
+import socket
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from tests.support.devices import device_in, identity, terminal
+
+from dynamix.runtime.output_files import JSON, PNG, RefusedOutputError, check, check_directory, whole, write
+
+UNPRIVILEGED = pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+INTO_STANDARD_OUTPUT = """
+import sys
+from pathlib import Path
+from dynamix.runtime.output_files import check, write
+print("before")
+check(Path(sys.argv[1]))
+write(Path(sys.argv[1]), b"written\\n")
+print("after")
+"""
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_a_missing_file_is_made_with_the_permissions_of_any_other(tmp_path: Path) -> None:
+    write(tmp_path / "new", b"content")
+    (tmp_path / "usual").touch()
+    assert (tmp_path / "new").read_bytes() == b"content"
+    assert (tmp_path / "new").stat().st_mode == (tmp_path / "usual").stat().st_mode
+    assert names(tmp_path) == ["new", "usual"]
+
+
+def test_a_file_is_replaced_as_a_whole_and_keeps_its_permissions(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    path.chmod(0o640)
+    with path.open("rb") as reader:
+        write(path, b"new")
+        assert reader.read() == b"old"  # who reads the old one still does
+    assert path.read_bytes() == b"new"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+
+
+def test_permissions_that_are_given_hold_from_the_first_byte_on(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_bytes(b"old")
+    path.chmod(0o644)
+    write(path, b"new", mode=0o600)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_link_stays_a_link_and_its_file_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    target, link = tmp_path / "there" / "file", tmp_path / "link"
+    link.symlink_to(target)
+    for content in (b"first", b"second"):
+        write(link, content)
+        assert link.is_symlink()
+        assert target.read_bytes() == content
+
+
+def test_what_fails_half_way_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+
+    def draw_half() -> None:
+        with whole(path) as file:
+            file.write(b"half")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        draw_half()
+    assert path.read_bytes() == b"old"
+    assert names(tmp_path) == ["file"]
+
+
+def test_directories_are_made_only_where_that_is_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "some" / "where" / "file"
+    with pytest.raises(RefusedOutputError, match=r"there is no directory .*/some/where; make it first"):
+        check(path)
+    check(path, make_parents=True)
+    assert names(tmp_path) == []
+    write(path, b"content", make_parents=True)
+    assert path.read_bytes() == b"content"
+    with pytest.raises(RefusedOutputError, match="Not a directory"):
+        check(path / "below", make_parents=True)
+
+
+def test_directories_sockets_and_circles_of_links_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RefusedOutputError, match=r"is a directory: name a file"):
+        check(tmp_path)
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind("socket")
+        with pytest.raises(RefusedOutputError, match=r"socket is a socket: name a file"):
+            check(Path("socket"))
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    with pytest.raises(RefusedOutputError, match="symbolic links"):
+        check(tmp_path / "circle")
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_device_is_refused_for_what_grows_and_stays_what_it_is(tmp_path: Path, linked: bool) -> None:
+    device = device_in(tmp_path)
+    path = tmp_path / "link" if linked else device
+    if linked:
+        path.symlink_to(device)
+    before = identity(device), identity(path), names(tmp_path)
+    for refused in (check, lambda path, **how: write(path, b"content", **how)):
+        with pytest.raises(RefusedOutputError, match=r"(device|link) is a (device|FIFO): name a file"):
+            refused(path, streams=False)  # type: ignore[operator] # either is called so
+    assert (identity(device), identity(path), names(tmp_path)) == before
+
+
+def test_a_character_device_is_written_into() -> None:
+    with terminal() as device:
+        before = identity(device.path)
+        check(device.path, JSON)
+        write(device.path, b"{}\n")
+        assert os.read(device.reader, 10) == b"{}\r\n"
+        assert identity(device.path) == before
+
+
+def test_a_fifo_is_written_into(tmp_path: Path) -> None:
+    path = tmp_path / "fifo"
+    os.mkfifo(path)
+    check(path, PNG)  # opens nothing: this would wait for ever, or end the reader's file
+    writing = threading.Thread(target=write, args=(path, b"content"))
+    writing.start()
+    assert path.read_bytes() == b"content"
+    writing.join()
+    assert stat.S_ISFIFO(path.lstat().st_mode)
+
+
+@pytest.mark.parametrize("name", ["/dev/stdout", "/dev/fd/1", "/proc/self/fd/1", "link"])
+def test_standard_output_is_written_in_its_place_wherever_it_goes(tmp_path: Path, name: str) -> None:
+    (tmp_path / "link").symlink_to("/dev/stdout")
+    command = [sys.executable, "-c", INTO_STANDARD_OUTPUT, name]
+    with (tmp_path / "redirected").open("wb") as redirected:
+        subprocess.run(command, stdout=redirected, cwd=tmp_path, check=True)
+    assert (tmp_path / "redirected").read_text() == "before\nwritten\nafter\n"
+    piped = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path, check=True)
+    assert piped.stdout == "before\nwritten\nafter\n"
+    assert names(tmp_path) == ["link", "redirected"]
+
+
+def test_an_open_file_that_is_only_read_or_not_open_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"content")
+    with (tmp_path / "file").open("rb") as reader, pytest.raises(RefusedOutputError, match="for reading only"):
+        check(Path(f"/dev/fd/{reader.fileno()}"))
+    with pytest.raises(RefusedOutputError, match="not open"):
+        check(Path("/dev/fd/987"))
+    with pytest.raises(RefusedOutputError, match="open file of this process: name a file"):
+        check(Path("/dev/fd/2"), streams=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ours"),
+    [(JSON, b'{\n  "a": 1\n}\n'), (JSON, b"[\n  1\n]\n"), (JSON, b"[]\n"), (PNG, b"\x89PNG\r\n\x1a\n...")],
+)
+def test_a_file_of_the_users_is_not_taken_for_one_of_ours(tmp_path: Path, kind: object, ours: bytes) -> None:
+    path = tmp_path / "file"
+    for content in (b"", ours):
+        path.write_bytes(content)
+        check(path, kind)  # type: ignore[arg-type] # a Kind
+    for content in (b"import os\n", b'{"one": "document"}\n{"per": "line"}\n', b"\x00"):
+        path.write_bytes(content)
+        with pytest.raises(RefusedOutputError, match=r"file is not a.* and would be lost: name another file"):
+            check(path, kind)  # type: ignore[arg-type] # a Kind
+        assert path.read_bytes() == content
+
+
+def test_a_place_for_a_directory_is_one_or_can_become_one(tmp_path: Path) -> None:
+    check_directory(tmp_path)
+    check_directory(tmp_path / "some" / "where")
+    assert names(tmp_path) == []
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", device_in(tmp_path)):
+        with pytest.raises(RefusedOutputError, match="name a directory"):
+            check_directory(path)
+
+
+@UNPRIVILEGED
+def test_what_this_user_may_not_write_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "file").touch()
+    (tmp_path / "file").chmod(0o444)
+    (tmp_path / "closed").chmod(0o555)
+    with pytest.raises(RefusedOutputError, match="may not be written by this user"):
+        check(tmp_path / "file")
+    with pytest.raises(RefusedOutputError, match="is closed to this user"):
+        check(tmp_path / "closed" / "file")
+    with pytest.raises(RefusedOutputError, match="may not be written by this user"):
+        check_directory(tmp_path / "closed")
