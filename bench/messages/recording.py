@@ -85,7 +85,7 @@ def _record_window(recorder: StreamRecorder, fold: Fold, nodes: list[NodeWindow]
     for window in windows:
         recorder.store(window)
         state = state_of(window)
-        fold.add(recorder.store(state), state)
+        fold.add_state(recorder.store(state), state)
     actions = []
     while (action := fold.close()) is not None:
         recorder.store(action)

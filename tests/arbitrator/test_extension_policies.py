@@ -38,7 +38,7 @@ def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
 def test_a_fold_decides_with_an_installed_policy() -> None:
     fold = Fold(HALVED, policy_named("halving"), None)
     for sequence, (node, ranks) in enumerate(NODES.items(), start=1):
-        fold.add(sequence, made.state(node, ranks))
+        fold.add_state(sequence, made.state(node, ranks))
     action = fold.close()
     assert action is not None
     assert (action.policy, action.policy_version, action.policy_digest) == ("halving", 3, b"")

@@ -38,7 +38,7 @@ def run(fold: Fold, states: Sequence[tuple[int, State]]) -> list[Action]:
     """Feed recorded states; every decision is stored at once, as the broker would."""
     actions = []
     for sequence, state in states:
-        fold.add(sequence, state)
+        fold.add_state(sequence, state)
         while (action := fold.close()) is not None:
             fold.adopt(action)
             actions.append(action)
@@ -85,7 +85,7 @@ def test_a_node_never_heard_of_is_unknown_and_as_old_as_can_be() -> None:
 def test_a_late_state_is_counted_and_decides_nothing() -> None:
     fold = Fold(JOB, policy_named("static"), None)
     run(fold, numbered(a(0), a(1), a(2)))
-    assert fold.add(4, b(0)) is False
+    assert fold.add_state(4, b(0)) is False
     assert fold.close() is None
 
 
@@ -121,9 +121,9 @@ def test_sizes_are_clamped_to_the_bounds_and_deltas_are_to_the_own_last_decision
 def test_a_foreign_node_or_other_ranks_are_refused() -> None:
     fold = Fold(JOB, policy_named("static"), None)
     with pytest.raises(MalformedMessageError, match="not in the job's specification"):
-        fold.add(1, made.state("node-c", (0, 1)))
+        fold.add_state(1, made.state("node-c", (0, 1)))
     with pytest.raises(MalformedMessageError, match="not in the job's specification"):
-        fold.add(1, made.state("node-a", (0, 1, 2)))
+        fold.add_state(1, made.state("node-a", (0, 1, 2)))
 
 
 def test_one_absurd_window_number_does_not_move_the_job() -> None:

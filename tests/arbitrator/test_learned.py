@@ -32,7 +32,7 @@ def run(job: Job, policy: Policy, num_windows: int = 12) -> list[Action]:
     for window in range(num_windows):
         for place, (node, ranks) in enumerate(NODES.items()):
             speeds = tuple(1000.0 * (1 + rank) + 30 * (window % 5) for rank in ranks)
-            fold.add(2 * window + place + 1, made.state(node, ranks, window, throughput=speeds))
+            fold.add_state(2 * window + place + 1, made.state(node, ranks, window, throughput=speeds))
         while (action := fold.close()) is not None:
             fold.adopt(action)
             actions.append(action)

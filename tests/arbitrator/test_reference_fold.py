@@ -43,7 +43,7 @@ def actions_of(job: Job, feed: Feed, stored: Sequence[Action] = ()) -> list[Acti
     fold, actions = Fold(job, Witness(), stored[-1] if stored else None), list(stored)
     for sequence, state in feed:
         try:
-            fold.add(sequence, state)
+            fold.add_state(sequence, state)
         except MalformedMessageError:
             continue
         while (action := fold.close()) is not None:

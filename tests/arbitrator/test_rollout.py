@@ -69,7 +69,7 @@ def applied_of(pairs: Sequence[tuple[int, int]]) -> list[Applied]:
 def decide(states: Sequence[tuple[int, State]], file: PolicyFile, job: Job = JOB) -> list[Action]:
     fold, actions = Fold(job, LearnedPolicy(file), None), []
     for sequence, state in states:
-        fold.add(sequence, state)
+        fold.add_state(sequence, state)
         while (action := fold.close()) is not None:
             fold.adopt(action)
             actions.append(action)

@@ -7,7 +7,6 @@ from dynamix.arbitrator.deciding.signatures import (
     STUCK_WINDOWS,
     Finding,
     SizeWatch,
-    event_of,
     reward_signatures,
     spread_signature,
     value_signature,
@@ -20,7 +19,7 @@ JOB = made.job()  # four ranks from 32 to 1024
 
 
 def findings_of(watch: SizeWatch, decisions: list[tuple[int, ...]]) -> list[tuple[int, Finding]]:
-    found = [(index, watch.add(sizes)) for index, sizes in enumerate(decisions)]
+    found = [(index, watch.observe_sizes(sizes)) for index, sizes in enumerate(decisions)]
     return [(index, finding) for index, finding in found if finding is not None]
 
 
@@ -105,5 +104,5 @@ def test_a_value_function_that_explains_five_percent_is_reported() -> None:
     "finding", [*reward_signatures([5.0] * 30), *reward_signatures([9.0] * 10 + [0.0] * 10)], ids=lambda f: f.signature
 )
 def test_a_finding_becomes_an_event_that_can_be_sent(finding: Finding) -> None:
-    event = event_of(finding, job="ppo", generation=0, window=30, service="learner")
+    event = finding.event(job="ppo", generation=0, window=30, service="learner")
     assert decode(Event, subject_of(event), encode(event)) == event

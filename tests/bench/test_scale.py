@@ -147,7 +147,7 @@ def test_the_load_is_what_the_arbitrator_decides_by() -> None:
         parcels = [parcel(state) for state in load.states(window)]
         assert len({one.message_id for one in parcels}) == 3
         for node, one in enumerate(parcels):
-            fold.add(3 * window + node + 1, decode(State, one.subject, one.payload))
+            fold.add_state(3 * window + node + 1, decode(State, one.subject, one.payload))
         action = fold.close()
         assert action is not None
         assert action.window == window

@@ -46,7 +46,7 @@ def undisturbed(job: Job, feed: list[tuple[int, State]]) -> list[Action]:
     """The arbitrator's own fold over states with the places that they have in FEED: gives bytes, not only sizes."""
     fold, actions = Fold(job, policy_named(job.policy), None), []
     for sequence, state in feed:
-        fold.add(sequence, state)
+        fold.add_state(sequence, state)
         while (action := fold.close()) is not None:
             fold.adopt(action)
             actions.append(action)

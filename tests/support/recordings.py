@@ -8,7 +8,7 @@ from bench.messages.recording import StreamRecorder, header_of
 from tests.support import made
 
 from dynamix.arbitrator.deciding.fold import Fold
-from dynamix.arbitrator.deciding.signatures import SizeWatch, event_of
+from dynamix.arbitrator.deciding.signatures import SizeWatch
 from dynamix.arbitrator.policies.policy import Policy
 from dynamix.arbitrator.policies.registry import policy_named
 from dynamix.recording.capture import CaptureWriter, Record, read_header, records
@@ -70,15 +70,15 @@ class Recording:
 
     def decide(self, sequence: int, state: State) -> None:
         """Fold a state and store what is decided."""
-        self._fold.add(sequence, state)
+        self._fold.add_state(sequence, state)
         while (action := self._fold.close()) is not None:
             self.store(action)
             self.actions.append(action)
             self._fold.adopt(action)
-            finding = self._watch.add(action.local_batch_sizes)
+            finding = self._watch.observe_sizes(action.local_batch_sizes)
             if finding is not None:
                 identity = {"job": action.job, "generation": action.generation, "window": action.window}
-                self.store(event_of(finding, **identity, service="arbitrator"))
+                self.store(finding.event(**identity, service="arbitrator"))
 
     def restart(self, *, lost_until: int | None = None) -> None:
         """Another arbitrator goes on from the newest action, behind a gap if FEED has lost all up to a sequence."""

@@ -7,7 +7,7 @@ arbitrator did.
 
 from collections.abc import Sequence
 
-from dynamix.arbitrator.deciding.signatures import SizeWatch, event_of
+from dynamix.arbitrator.deciding.signatures import SizeWatch
 from dynamix.recording.capture import Record
 from dynamix.schemas import codec, subjects
 from dynamix.schemas.codec import MalformedMessageError, decode, encode
@@ -68,9 +68,9 @@ def _counted_anew(event: Event, job: Job | None, actions: Sequence[Action]) -> b
         return None
     watch, finding = SizeWatch(job), None
     for action in upto:
-        finding = watch.add(action.local_batch_sizes) or finding
+        finding = watch.observe_sizes(action.local_batch_sizes) or finding
     if finding is None:
         return None
-    said = event_of(finding, job=event.job, generation=event.generation, window=event.window, service="arbitrator")
+    said = finding.event(job=event.job, generation=event.generation, window=event.window, service="arbitrator")
     assert subjects.subject_of(said) == subjects.subject_of(event), "of the same job"
     return encode(said)

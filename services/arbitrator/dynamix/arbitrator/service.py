@@ -13,14 +13,14 @@ from dynamix.schemas.codec import MalformedMessageError, decode
 from dynamix.schemas.messages import Event, Job, State
 from dynamix.schemas.streams import FEED, JOBS
 
-from .deciding.action_store import ActionLog, ActionLogError
+from .deciding.action_store import ActionStore, ActionStoreError
 from .deciding.job_log import JobLog, Surroundings
 from .learned.policy_source import PolicySource
 from .learned.policy_store import ObjectBus, PolicyStore
 from .settings import ArbitratorSettings
 
 
-class ArbitratorBus(ServiceBus, ActionLog, ObjectBus, Protocol):
+class ArbitratorBus(ServiceBus, ActionStore, ObjectBus, Protocol):
     """What the arbitrator uses of the bus."""
 
     async def stream_state(self, stream: str) -> StreamState:
@@ -33,7 +33,7 @@ async def serve(context: Context[ArbitratorSettings, ArbitratorBus]) -> None:
 
 
 UNUSABLE = (
-    ActionLogError,
+    ActionStoreError,
     ArithmeticError,
     AssertionError,
     AttributeError,
@@ -99,7 +99,7 @@ class _Arbitrator:
             try:
                 log = await self._log_of(job, state.generation, before=message.sequence)
                 if log is not None:
-                    await log.add(message.sequence, state)
+                    await log.add_state(message.sequence, state)
             except MalformedMessageError as error:
                 await self._context.dead_letter(message, str(error))
             except UNUSABLE as error:
@@ -169,13 +169,13 @@ class _Arbitrator:
         try:
             state = decode(State, message.subject, message.payload)
             if state.generation == log.job.generation:
-                await log.add(message.sequence, state)
+                await log.add_state(message.sequence, state)
         except MalformedMessageError as error:
             await self._context.dead_letter(message, str(error))
 
     async def _halt(self, job: str, generation: int, error: Exception) -> None:
         """Decide nothing for this generation of a job: its training goes on with the sizes that it has."""
-        is_foreseen = isinstance(error, (ActionLogError, ValueError))
+        is_foreseen = isinstance(error, (ActionStoreError, ValueError))
         self._logs.pop(job, None)
         self._halted.pop(job, None)
         self._halted[job] = generation
@@ -189,11 +189,11 @@ class _Arbitrator:
             reason=str(error) if is_foreseen else repr(error),
             exc_info=None if is_foreseen else error,
         )
-        if isinstance(error, ActionLogError):
+        if isinstance(error, ActionStoreError):
             self._context.count("refused_logs")
             await self._say_refused(job, generation, error)
 
-    async def _say_refused(self, job: str, generation: int, error: ActionLogError) -> None:
+    async def _say_refused(self, job: str, generation: int, error: ActionStoreError) -> None:
         """Tell the watchers: what the log lost cannot be mended here."""
         event = Event(
             job=job,

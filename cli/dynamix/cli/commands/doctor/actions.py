@@ -1,6 +1,6 @@
 """Check of one job's stored actions: each as it was written, each after its predecessor, none missing at the end."""
 
-from dynamix.arbitrator.deciding.action_store import ActionLogError, check_receipt, newest_action, newest_receipt
+from dynamix.arbitrator.deciding.action_store import ActionStoreError, check_receipt, newest_action, newest_receipt
 from dynamix.cli.broker import connected
 from dynamix.cli.errors import CommandError
 from dynamix.runtime.bus import Bus, BusError
@@ -29,7 +29,7 @@ async def actions(settings: BusSettings, job: str) -> DoctorCheck:
 async def _check_job(bus: Bus, job: str) -> DoctorCheck:
     try:
         return await _check(bus, job)
-    except (ActionLogError, BrokenChainError, MalformedMessageError) as error:
+    except (ActionStoreError, BrokenChainError, MalformedMessageError) as error:
         return failed(NAME, "training", str(error), FIX)
     except (BusError, ValueError) as error:
         return failed(NAME, "training", str(error), "ask as the user `watcher`, for a job that `dynamix top` shows")

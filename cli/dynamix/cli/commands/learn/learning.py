@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from dynamix.arbitrator.deciding.signatures import Finding, event_of
+from dynamix.arbitrator.deciding.signatures import Finding
 from dynamix.arbitrator.learned.policy_file import PolicyFile
 from dynamix.arbitrator.learned.policy_store import PolicyStore
 from dynamix.arbitrator.learned.ppo_settings import PPOSettings
@@ -137,7 +137,7 @@ class _Teller:
             print(f"  {finding.signature}: {finding.explanation}", file=sys.stderr)
         if begun and self._bus is not None:
             events: list[Message] = [
-                event_of(found, job=self._plan.policy, generation=0, window=row.num_episodes, service=SERVICE)
+                found.event(job=self._plan.policy, generation=0, window=row.num_episodes, service=SERVICE)
                 for found in begun
             ]
             asyncio.run(_publish(self._bus, events))

@@ -125,7 +125,7 @@ class ControlPlane:
             rewards = [reward_of(window, weights, formula) for window in windows]
         for state in states:
             self._sequence += 1
-            self._fold.add(self._sequence, state)
+            self._fold.add_state(self._sequence, state)
         actions = []
         while (action := self._fold.close()) is not None:
             self._fold.adopt(action)

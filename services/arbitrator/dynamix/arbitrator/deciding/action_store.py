@@ -21,7 +21,7 @@ MOST_DECIDED_MEANWHILE = 256
 """Actions that others may store while a log is read."""
 
 
-class ActionLog(Protocol):
+class ActionStore(Protocol):
     """What of the bus a job's decisions need."""
 
     async def last(self, stream: str, subject: str) -> BusMessage | None:
@@ -37,7 +37,7 @@ class ActionLog(Protocol):
         """Send an event; errors are the bus's to log."""
 
 
-class ActionLogError(RuntimeError):
+class ActionStoreError(RuntimeError):
     """The log of actions is not the one that was written: the arbitrator refuses to decide on top of it.
 
     Attributes:
@@ -58,11 +58,11 @@ class Stored(NamedTuple):
     action: Action
 
 
-async def newest_action(bus: ActionLog, job: Job) -> Stored | None:
+async def newest_action(bus: ActionStore, job: Job) -> Stored | None:
     """The job's newest action, whoever wrote it.
 
     Raises:
-        ActionLogError: when it cannot be read, is not as it was written, or cannot be one of this job.
+        ActionStoreError: when it cannot be read, is not as it was written, or cannot be one of this job.
     """
     message = await bus.last(ACTIONS.name, subjects.action(job.job))
     if message is None:
@@ -80,7 +80,7 @@ async def newest_action(bus: ActionLog, job: Job) -> Stored | None:
     return stored
 
 
-async def newest_receipt(bus: ActionLog, job: Job) -> BusMessage | None:
+async def newest_receipt(bus: ActionStore, job: Job) -> BusMessage | None:
     """What the trainer says it applied last.
 
     Read it before the newest action: another arbitrator may decide in between, and no receipt is ahead of a log that
@@ -89,13 +89,13 @@ async def newest_receipt(bus: ActionLog, job: Job) -> BusMessage | None:
     return await bus.last(FEED.name, subjects.applied(job.job))
 
 
-async def check_receipt(bus: ActionLog, job: Job, newest: Stored | None, message: BusMessage | None) -> None:
+async def check_receipt(bus: ActionStore, job: Job, newest: Stored | None, message: BusMessage | None) -> None:
     """See that the log holds what the trainer says it applied, in a receipt that was read before the log.
 
     Where a recorded job is decided anew there are no receipts: those of the recording are of other actions.
 
     Raises:
-        ActionLogError: when the log ends before that, or has another action in its place.
+        ActionStoreError: when the log ends before that, or has another action in its place.
     """
     if message is None:
         return
@@ -109,7 +109,7 @@ async def check_receipt(bus: ActionLog, job: Job, newest: Stored | None, message
     stored = (-1, -1) if newest is None else (newest.action.generation, newest.action.window)
     where = f"window {receipt.decided_window} of generation {receipt.generation}"
     if stored < applied and not (newest is None and await _is_older_than_the_log(bus, message)):
-        raise ActionLogError(
+        raise ActionStoreError(
             f"{subjects.action(job.job)} ends at {_place(newest)}, but the trainer applied an action for {where}: the "
             "broker lost its end, or stands on an old copy of its store",
             window=stored[1],
@@ -119,11 +119,11 @@ async def check_receipt(bus: ActionLog, job: Job, newest: Stored | None, message
         raise _refusal(newest, f"is not the action for {where} that the trainer applied")
 
 
-async def check_goes_on(bus: ActionLog, job: Job, known: Stored | None, newest: Stored | None) -> None:
+async def check_goes_on(bus: ActionStore, job: Job, known: Stored | None, newest: Stored | None) -> None:
     """See that the log goes on from the action that was known last; `None` is a log that was empty.
 
     Raises:
-        ActionLogError: when it ends before that, or does not chain to it.
+        ActionStoreError: when it ends before that, or does not chain to it.
     """
     if known is None:
         if newest is not None and newest.action.previous_hash:
@@ -132,7 +132,7 @@ async def check_goes_on(bus: ActionLog, job: Job, known: Stored | None, newest: 
     if newest is None or newest.sequence < known.sequence:
         if newest is None and await _has_given_up(bus, known.sequence):
             return
-        raise ActionLogError(
+        raise ActionStoreError(
             f"{subjects.action(job.job)} ends at {_place(newest)}, before our own {known.sequence}: was the broker's "
             "store replaced by an old copy?",
             window=-1 if newest is None else newest.action.window,
@@ -144,7 +144,7 @@ async def check_goes_on(bus: ActionLog, job: Job, known: Stored | None, newest: 
         await _check_chain(bus, job, known, newest)
 
 
-async def _check_chain(bus: ActionLog, job: Job, known: Stored | None, newest: Stored) -> None:
+async def _check_chain(bus: ActionStore, job: Job, known: Stored | None, newest: Stored) -> None:
     """Read all that came after what was known: other arbitrators may have decided several windows."""
     check, start = ChainCheck(), 1 if known is None else known.sequence
     oldest: Stored | None = None
@@ -166,7 +166,7 @@ async def _check_chain(bus: ActionLog, job: Job, known: Stored | None, newest: S
         raise _refusal(oldest, "begins another chain than the one that was known")
 
 
-async def _messages(bus: ActionLog, job: Job, start: int, last: int) -> AsyncIterator[BusMessage]:
+async def _messages(bus: ActionStore, job: Job, start: int, last: int) -> AsyncIterator[BusMessage]:
     """The job's stored actions from one sequence to another."""
     while start <= last:
         message = await bus.first(ACTIONS.name, subjects.action(job.job), start=start)
@@ -176,13 +176,13 @@ async def _messages(bus: ActionLog, job: Job, start: int, last: int) -> AsyncIte
         start = message.sequence + 1
 
 
-async def _has_given_up(bus: ActionLog, sequence: int) -> bool:
+async def _has_given_up(bus: ActionStore, sequence: int) -> bool:
     """Whether ACTIONS was full and has dropped what stood at a sequence; a stream that was made anew begins at 1."""
     oldest = await bus.first(ACTIONS.name, subjects.action(subjects.ANY))
     return oldest is not None and oldest.sequence > sequence
 
 
-async def _is_older_than_the_log(bus: ActionLog, receipt: BusMessage) -> bool:
+async def _is_older_than_the_log(bus: ActionStore, receipt: BusMessage) -> bool:
     """Whether ACTIONS was full and may have dropped the action before the receipt: all that it holds is newer."""
     oldest = await bus.first(ACTIONS.name, subjects.action(subjects.ANY))
     return oldest is not None and oldest.sequence > 1 and oldest.timestamp_ns > receipt.timestamp_ns
@@ -192,14 +192,14 @@ def _action(message: BusMessage) -> Action:
     try:
         return decode(Action, message.subject, message.payload)
     except MalformedMessageError as error:
-        raise ActionLogError(
+        raise ActionStoreError(
             f"{message.subject} at {message.sequence} cannot be read: {error}", window=-1, known_window=-1
         ) from error
 
 
-def _refusal(stored: Stored, text: str) -> ActionLogError:
+def _refusal(stored: Stored, text: str) -> ActionStoreError:
     window = stored.action.window
-    return ActionLogError(
+    return ActionStoreError(
         f"{subjects.action(stored.action.job)} at {stored.sequence} {text}", window=window - 1, known_window=window
     )
 

@@ -64,11 +64,11 @@ class Fold:
         if last is not None:
             self.adopt(last)
 
-    def use(self, policy: Policy) -> None:
+    def use_policy(self, policy: Policy) -> None:
         """Decide with another policy from here on: the one that the stored actions of this generation name."""
         self._policy = policy
 
-    def add(self, sequence: int, state: State) -> bool:
+    def add_state(self, sequence: int, state: State) -> bool:
         """Take in one recorded state of this generation; false when its window was closed without it.
 
         Raises:

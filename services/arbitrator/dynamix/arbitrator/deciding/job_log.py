@@ -13,9 +13,17 @@ from dynamix.arbitrator.policies.static import Static
 from dynamix.runtime.bus import StaleWriterError, StreamState
 from dynamix.schemas.messages import Action, Job, State
 
-from .action_store import ActionLog, ActionLogError, Stored, check_goes_on, check_receipt, newest_action, newest_receipt
+from .action_store import (
+    ActionStore,
+    ActionStoreError,
+    Stored,
+    check_goes_on,
+    check_receipt,
+    newest_action,
+    newest_receipt,
+)
 from .fold import Fold
-from .signatures import SizeWatch, event_of
+from .signatures import SizeWatch
 
 SHOW_WAITS_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 """A broker may refuse for an action that it shows a moment later."""
@@ -25,7 +33,7 @@ SHOW_WAITS_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 class Surroundings:
     """What all jobs of an arbitrator share."""
 
-    bus: ActionLog
+    bus: ActionStore
     policies: Policies
     log: BoundLogger
     count: Callable[[str], None]
@@ -56,7 +64,7 @@ class JobLog:
             known: the newest action that this process knows of the job's earlier generations.
 
         Raises:
-            ActionLogError: when the newest action cannot be one of this job, or cannot be the newest.
+            ActionStoreError: when the newest action cannot be one of this job, or cannot be the newest.
             ValueError: when there is no such policy, or not any more.
         """
         receipt = await newest_receipt(around.bus, job)
@@ -89,14 +97,14 @@ class JobLog:
             self._log.warning("inputs after the checkpoint are gone", watermark=self.watermark, **feed._asdict())
             self._fold.start_after_gap(max(0, feed.first_sequence - 1))
 
-    async def add(self, sequence: int, state: State) -> None:
+    async def add_state(self, sequence: int, state: State) -> None:
         """Fold one state and publish every decision that it makes possible.
 
         Raises:
-            ActionLogError: when the stored actions are not the ones that we wrote.
+            ActionStoreError: when the stored actions are not the ones that we wrote.
             ValueError: when another arbitrator decided first, by a policy that is not there.
         """
-        if not self._fold.add(sequence, state):
+        if not self._fold.add_state(sequence, state):
             self._count("late_states")
         while not self._superseded and (action := self._fold.close()) is not None:
             await self._publish(action)
@@ -128,20 +136,19 @@ class JobLog:
             if wait_s is not None:
                 await asyncio.sleep(wait_s)
         window = -1 if newest is None else newest.action.window
-        raise ActionLogError(
+        raise ActionStoreError(
             f"the broker refuses an action for one that it does not show: {refusal}", window=window, known_window=window
         )
 
     async def _watch_sizes(self, action: Action) -> None:
         """Say once on the bus when sizes stick to a bound; a restarted arbitrator counts its windows anew."""
-        finding = None if self._watch is None else self._watch.add(action.local_batch_sizes)
+        finding = None if self._watch is None else self._watch.observe_sizes(action.local_batch_sizes)
         if finding is None:
             return
         self._count("size_stuck")
         self._log.warning(finding.explanation, signature=finding.signature, window=action.window)
         await self._bus.publish_soon(
-            event_of(
-                finding,
+            finding.event(
                 job=action.job,
                 generation=action.generation,
                 window=action.window,
@@ -157,7 +164,7 @@ class JobLog:
         recorded = _of_generation(newest, self.job)
         if recorded is not None and not _decided_by(recorded, self._policy):
             self._policy = await self._policies.choose(self.job, recorded)
-            self._fold.use(self._policy)
+            self._fold.use_policy(self._policy)
         self._adopt(newest)
 
     def _adopt(self, stored: Stored) -> None:

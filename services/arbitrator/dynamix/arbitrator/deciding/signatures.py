@@ -44,6 +44,10 @@ class Finding(NamedTuple):
     limit: float
     explanation: str
 
+    def event(self, *, job: str, generation: int, window: int, service: str) -> Event:
+        """The message about it. While a policy learns, its name is the job, and the window the episode."""
+        return Event(job=job, generation=generation, window=window, service=service, **self._asdict())
+
 
 class SizeWatch:
     """Watches the decisions of one generation of a job for sizes that stay at a bound."""
@@ -57,7 +61,7 @@ class SizeWatch:
         self._at_high_W: npt.NDArray[np.int64] = np.zeros(job.world_size, dtype=np.int64)
         self._reported = False
 
-    def add(self, local_batch_sizes: Sequence[int]) -> Finding | None:
+    def observe_sizes(self, local_batch_sizes: Sequence[int]) -> Finding | None:
         """Take in a decision; the finding when it makes enough sizes stuck, once until they come off again."""
         sizes_W = np.asarray(local_batch_sizes)
         self._at_low_W = np.where(sizes_W <= self._low, self._at_low_W + 1, 0)
@@ -105,28 +109,6 @@ def value_signature(explained_variances: Sequence[float]) -> Finding | None:
         return None
     text = f"the value function explained {explained:.0%} of the returns' variance over {MIN_UPDATES} updates"
     return Finding("value-unexplained", explained, MIN_EXPLAINED_VARIANCE, text)
-
-
-def event_of(finding: Finding, *, job: str, generation: int, window: int, service: str) -> Event:
-    """The message about a finding.
-
-    Args:
-        finding: what was found.
-        job: the job, or the policy that learns.
-        generation: of the job; 0 for a policy.
-        window: the window, or the episode of learning.
-        service: who found it.
-    """
-    return Event(
-        job=job,
-        generation=generation,
-        window=window,
-        signature=finding.signature,
-        service=service,
-        value=finding.value,
-        limit=finding.limit,
-        explanation=finding.explanation,
-    )
 
 
 def _plateau(returns: Sequence[float]) -> Finding | None:

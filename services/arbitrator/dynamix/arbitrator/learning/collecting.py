@@ -84,7 +84,7 @@ async def _take(consumer: Consumer, into: "_Gathering", timeout_s: float) -> int
     if batch is None:
         raise _IntakeStoppedError
     for message in batch:
-        await into.add(message)
+        await into.record_message(message)
     return batch[-1].sequence
 
 
@@ -107,7 +107,7 @@ class _Gathering:
         """States without their reward."""
         return len(self._measured - self._rewarded)
 
-    async def add(self, message: BusMessage) -> None:
+    async def record_message(self, message: BusMessage) -> None:
         """Take in a stored message; another generation's is not ours."""
         try:
             content = decode_any(message.subject, message.payload)

@@ -31,7 +31,7 @@ class Generations:
         self._pattern = pattern
         self._running: dict[str, Job] = {}
 
-    def add(self, job: Job) -> list[Finished]:
+    def observe_job(self, job: Job) -> list[Finished]:
         """Take in a specification; the generations that are known to be over by it, oldest first.
 
         A specification of a generation not after the newest one seen changes nothing, unless it ends that one.

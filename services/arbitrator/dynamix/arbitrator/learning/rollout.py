@@ -125,7 +125,7 @@ def replay(recording: Recording, action_set: ActionSet) -> dict[int, Seen]:
     try:
         for sequence, state in recording.states:
             if _of(recording.job, state):
-                fold.add(sequence, state)
+                fold.add_state(sequence, state)
             while (decided := fold.close()) is not None:
                 stored = actions.get(decided.window)
                 fold.adopt(decided if stored is None else stored)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import ParamSpec, TypeVar
 
-from dynamix.arbitrator.deciding.signatures import event_of, reward_signatures, value_signature
+from dynamix.arbitrator.deciding.signatures import reward_signatures, value_signature
 from dynamix.arbitrator.learned.policy_file import PolicyFile, PolicyMetadata
 from dynamix.arbitrator.learned.policy_store import PolicyStore
 from dynamix.arbitrator.learned.shipped import SHIPPED_VERSION, shipped_policy
@@ -104,7 +104,7 @@ class _Learner:
         except MalformedMessageError as error:
             await self._context.dead_letter(message, str(error))
             return
-        for finished in self._generations.add(job):
+        for finished in self._generations.observe_job(job):
             if finished.name not in self._learned_from:
                 await self._on_finished(finished)
 
@@ -213,8 +213,8 @@ class _Learner:
             found.append(mute)
         for finding in found:
             if finding.signature not in self._signatures:
-                event = event_of(
-                    finding, job=self._settings.policy, generation=0, window=len(self._returns), service="learner"
+                event = finding.event(
+                    job=self._settings.policy, generation=0, window=len(self._returns), service="learner"
                 )
                 await self._context.bus.publish(event)
         self._signatures = {finding.signature for finding in found}

@@ -14,7 +14,7 @@ from tests.support.brokers import ConfiguredServer, connected, operate, until
 from tests.support.stored_blocks import Record, block_of, flip_in_header, flip_in_payload, records
 
 from dynamix.arbitrator.deciding import job_log
-from dynamix.arbitrator.deciding.action_store import ActionLogError
+from dynamix.arbitrator.deciding.action_store import ActionStoreError
 from dynamix.arbitrator.deciding.job_log import JobLog, Surroundings
 from dynamix.arbitrator.learned.policy_source import PolicySource
 from dynamix.arbitrator.learned.policy_store import PolicyStore
@@ -49,7 +49,7 @@ async def decide(bus: Bus, log: JobLog, windows: range) -> None:
     """Let it decide these windows, from states as FEED numbers them."""
     for window in windows:
         published = state(log.job, window)
-        await log.add(await bus.publish(published), published)
+        await log.add_state(await bus.publish(published), published)
 
 
 async def actions(bus: Bus, job: Job = JOB) -> list[Action]:
@@ -78,7 +78,7 @@ async def test_an_action_with_another_hash_than_its_contents_is_refused(bus: Bus
     sealed = seal(made.action(3, job=JOB.job, local_batch_sizes=SIZES, deltas=(0, 0)), b"p" * 32)
     forged = msgspec.structs.replace(sealed, local_batch_sizes=(32, 1024))
     await bus.publish_action(forged, expected_last=0)
-    with pytest.raises(ActionLogError, match=r"action\.first-0 at 1 is not as it was written: its hash is another"):
+    with pytest.raises(ActionStoreError, match=r"action\.first-0 at 1 is not as it was written: its hash is another"):
         await opened(bus)
 
 
@@ -112,7 +112,7 @@ async def test_a_log_that_ends_before_what_the_trainer_applied_is_refused(bus: B
     await decide(bus, await opened(bus), range(4))
     last = (await actions(bus))[-1]
     await bus.publish(receipt(last, decided_window=7))
-    with pytest.raises(ActionLogError, match=r"ends at 4 \(window 3 .*applied an action for window 7") as caught:
+    with pytest.raises(ActionStoreError, match=r"ends at 4 \(window 3 .*applied an action for window 7") as caught:
         await opened(bus)
     assert (caught.value.window, caught.value.known_window) == (3, 7)
 
@@ -150,13 +150,15 @@ async def test_what_an_earlier_generation_lost_halts_no_later_one(bus: Bus) -> N
 async def test_a_log_with_another_action_than_the_one_applied_is_refused(bus: Bus) -> None:
     await decide(bus, await opened(bus), range(2))
     await bus.publish(receipt((await actions(bus))[1], action_hash=b"h" * 32))
-    with pytest.raises(ActionLogError, match="is not the action for window 1 of generation 0 that the trainer applied"):
+    with pytest.raises(
+        ActionStoreError, match="is not the action for window 1 of generation 0 that the trainer applied"
+    ):
         await opened(bus)
 
 
 async def test_an_empty_log_of_a_job_that_has_applied_actions_is_refused(bus: Bus) -> None:
     await bus.publish(receipt(seal(made.action(5, job=JOB.job), b"")))
-    with pytest.raises(ActionLogError, match="ends at nothing, but the trainer applied an action for window 5"):
+    with pytest.raises(ActionStoreError, match="ends at nothing, but the trainer applied an action for window 5"):
         await opened(bus)
 
 
@@ -185,7 +187,7 @@ async def test_a_running_arbitrator_refuses_a_log_that_was_made_anew(bus: Bus) -
     await decide(bus, log, range(3))
     await operate(bus, "STREAM.DELETE.ACTIONS")
     await provision(bus)
-    with pytest.raises(ActionLogError, match="ends at nothing, before our own 3") as caught:
+    with pytest.raises(ActionStoreError, match="ends at nothing, before our own 3") as caught:
         await decide(bus, log, range(3, 4))
     assert (caught.value.window, caught.value.known_window) == (-1, 2)
     assert await actions(bus) == []
@@ -202,7 +204,7 @@ async def test_a_running_arbitrator_refuses_another_chain_of_the_same_job(bus: B
     for window in range(5):
         action = seal(made.action(window, **options), previous)
         previous, sequence = action.hash, await bus.publish_action(action, expected_last=sequence)
-    with pytest.raises(ActionLogError, match=r"at 3 begins another chain than the one that was known"):
+    with pytest.raises(ActionStoreError, match=r"at 3 begins another chain than the one that was known"):
         await decide(bus, log, range(3, 4))
 
 
@@ -224,7 +226,7 @@ async def test_a_chain_broken_in_between_is_refused(bus: Bus) -> None:
     fourth = seal(made.action(3, **options), b"x" * 32)
     sequence = await bus.publish_action(third, expected_last=2)
     await bus.publish_action(fourth, expected_last=sequence)
-    with pytest.raises(ActionLogError, match="breaks the chain: the action for window 3 of generation 0 does not foll"):
+    with pytest.raises(ActionStoreError, match="breaks the chain: the action for window 3 of generation 0 does"):
         await decide(bus, log, range(2, 3))
 
 
@@ -233,7 +235,7 @@ async def test_a_new_generation_is_held_against_what_is_known_of_the_one_before(
     await decide(bus, log, range(3))
     await operate(bus, "STREAM.DELETE.ACTIONS")
     await provision(bus)
-    with pytest.raises(ActionLogError, match="ends at nothing, before our own 3"):
+    with pytest.raises(ActionStoreError, match="ends at nothing, before our own 3"):
         await opened(bus, msgspec.structs.replace(JOB, generation=1), log.known)
 
 
@@ -304,7 +306,7 @@ class TestRot:
             await server.stop()
             self.rot(tmp_path, where, index)
             await server.start()
-            with pytest.raises(ActionLogError, match="before our own 15"):
+            with pytest.raises(ActionStoreError, match="before our own 15"):
                 await decide(bus, log, range(10, 11))
             await decide(bus, others, range(5, 7))
             assert [action.window for action in await actions(bus, OTHER)] == list(range(7))
@@ -321,7 +323,7 @@ class TestRot:
             await server.start()
             log = await opened(bus)  # no receipt
             assert log.known is None
-            with pytest.raises(ActionLogError, match="ends at nothing, before our own 1"):
+            with pytest.raises(ActionStoreError, match="ends at nothing, before our own 1"):
                 await decide(bus, log, range(3))
 
 
@@ -346,6 +348,6 @@ async def test_a_broker_that_refuses_for_what_it_does_not_show_ends_the_tries(
     monkeypatch.setattr(job_log, "SHOW_WAITS_S", (0.01, 0.01))
     broken = _ShowsNothing(bus)
     log = await opened(broken)  # type: ignore[arg-type]
-    with pytest.raises(ActionLogError, match="for one that it does not show: wrong last sequence: 25"):
+    with pytest.raises(ActionStoreError, match="for one that it does not show: wrong last sequence: 25"):
         await decide(bus, log, range(1))
     assert broken.num_refused == 1
