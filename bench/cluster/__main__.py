@@ -6,55 +6,34 @@ is named trains once, one after the other. All figures were read from the bus; t
 over the windows after those to warm up. Needs Linux, iproute2 and Fashion-MNIST (`make data`).
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from bench.cluster.arguments import INTERRUPTED, add_arguments, as_json, by_rank, plan_of
-from bench.cluster.display import describe, print_result
-from bench.cluster.plan import Arm
-from bench.cluster.runs import run_all
-from bench.cluster.services import ClusterError
-from bench.cluster.summary import Result, missed
+from bench.cluster.arguments import as_json, by_rank, cluster_parser, plan_of
+from bench.cluster.display import describe, panels_of, text_of
+from bench.cluster.plan import Arm, ClusterPlan
+from bench.cluster.runner import run_all
+from bench.cluster.summary import missed
+from bench.harness.command import Report, run_benchmark
+from bench.harness.figure import draw
 from bench.hosts import HostsError
-from bench.output import add_png_argument, exit_code, write_json
+
+
+def measure(plan: ClusterPlan, arms: Sequence[Arm]) -> Report:
+    """Train once with each arm."""
+    sys.stderr.write(f"cluster: {describe(plan)}; {plan.num_windows} windows of {plan.window_steps} steps each\n")
+    results = run_all([(plan, arm) for arm in arms])
+    return Report(
+        {"plan": as_json(plan), "runs": [as_json(result) for result in results]},
+        "\n\n".join(map(text_of, results)),
+        missed=[text for result in results for text in missed(result)],
+        draw=lambda path: draw(panels_of(results, plan), path, describe(plan)),
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run, print, write; 1 when windows were lost or nothing was decided."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    try:
-        plan = plan_of(options, slow_links=by_rank(options.slow_link, str), slow_cpus=by_rank(options.slow_cpu, float))
-        arms = [Arm.parse(text, options.local_batch_size) for text in options.policy or ["rule"]]
-    except ValueError as error:
-        parser.error(str(error))
-    sys.stderr.write(f"cluster: {describe(plan)}; {plan.num_windows} windows of {plan.window_steps} steps each\n")
-    try:
-        results = run_all([(plan, arm) for arm in arms], _say_nothing if options.json == "-" else print_result)
-    except (HostsError, ClusterError, ValueError) as error:
-        sys.stderr.write(f"cluster: {error}\n")
-        return 2
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    write_json({"plan": as_json(plan), "runs": [as_json(result) for result in results]}, options.json)
-    if options.png:
-        from bench.cluster.figure import draw  # noqa: PLC0415 - matplotlib: only once it is needed
-
-        draw(results, plan, Path(options.png))
-    return exit_code("cluster", [target for result in results for target in missed(result)], options)
-
-
-def _say_nothing(result: Result) -> None:
-    """Standard output is for JSON."""
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.cluster", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_arguments(parser)
+    parser = cluster_parser("cluster", __doc__, has_figure=True)
     parser.add_argument(
         "--policy",
         action="append",
@@ -65,8 +44,13 @@ def _parser() -> argparse.ArgumentParser:
         "--slow-link", action="append", metavar="RANK=RATE", help="such as 3=20mbit, both directions; may be repeated"
     )
     parser.add_argument("--slow-cpu", action="append", metavar="RANK=CORES", help="such as 3=0.1; may be given again")
-    add_png_argument(parser, "draw step times and the ranks' signals")
-    return parser
+    options = parser.parse_args(arguments)
+    try:
+        plan = plan_of(options, slow_links=by_rank(options.slow_link, str), slow_cpus=by_rank(options.slow_cpu, float))
+        arms = [Arm.parse(text, options.local_batch_size) for text in options.policy or ["rule"]]
+    except ValueError as error:
+        parser.error(str(error))
+    return run_benchmark("cluster", options, lambda: measure(plan, arms), cannot=(HostsError, ValueError))
 
 
 if __name__ == "__main__":

@@ -4,49 +4,45 @@ import argparse
 from typing import Any, TypeVar, get_args
 
 import msgspec
-from bench.cluster.plan import Plan, Probe
-from bench.output import add_output_arguments
+from bench.cluster.plan import ClusterPlan, Probe
+from bench.harness.command import benchmark_parser
 
-DEFAULTS = Plan()
+DEFAULTS = ClusterPlan()
 NO_LIMIT = "none"
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it."""
 
 Value = TypeVar("Value", str, float)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Hosts, the length of a run, and where the results go."""
-    add_output_arguments(parser)
-    parser.add_argument("--hosts", type=int, default=DEFAULTS.num_hosts, help="(default: %(default)s)")
-    parser.add_argument(
-        "--cpu", default=str(DEFAULTS.cores), metavar="CORES", help="of each host, or none (default: %(default)s)"
-    )
+def cluster_parser(name: str, description: str | None, *, has_figure: bool = False) -> argparse.ArgumentParser:
+    """Parser with the hosts and the length of a run."""
+    parser = benchmark_parser(name, description, has_figure=has_figure)
+    for option, kind, default, meaning in (
+        ("--hosts", int, DEFAULTS.num_hosts, "number of hosts, one rank on each"),
+        ("--cpu", str, DEFAULTS.cores, "cores of each host, or none for no limit"),
+        ("--windows", int, DEFAULTS.num_windows, "of a run"),
+        ("--window-steps", int, DEFAULTS.window_steps, "steps in a window"),
+        ("--warm-up", int, DEFAULTS.num_warm_up_windows, "windows not measured"),
+        ("--local-batch-size", int, 32, "to begin with"),
+        ("--seed", int, DEFAULTS.seed, "of model and data"),
+    ):
+        parser.add_argument(option, type=kind, default=default, help=f"{meaning} (default: %(default)s)")
     parser.add_argument(
         "--queue-limit", type=int, metavar="BYTES", help="of slow links; 4500 to 10000 lose thousands of segments"
     )
-    parser.add_argument("--windows", type=int, default=DEFAULTS.num_windows, help="of a run (default: %(default)s)")
-    parser.add_argument(
-        "--window-steps", type=int, default=DEFAULTS.window_steps, help="steps in a window (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--warm-up", type=int, default=DEFAULTS.num_warm_up_windows, help="windows not measured (default: %(default)s)"
-    )
-    parser.add_argument("--local-batch-size", type=int, default=32, help="to begin with (default: %(default)s)")
     parser.add_argument(
         "--probe", choices=get_args(Probe), default=DEFAULTS.probe, help="of the collectors (default: %(default)s)"
     )
-    parser.add_argument("--seed", type=int, default=DEFAULTS.seed)
     parser.add_argument("--data", metavar="DIR", help="directory with Fashion-MNIST's four idx files")
+    return parser
 
 
-def plan_of(options: argparse.Namespace, **slow: Any) -> Plan:
+def plan_of(options: argparse.Namespace, **slow: Any) -> ClusterPlan:
     """The plan.
 
     Raises:
         ValueError: for what cannot be run.
     """
-    return Plan(
+    return ClusterPlan(
         num_hosts=options.hosts,
         cores=None if options.cpu == NO_LIMIT else float(options.cpu),
         queue_limit_bytes=options.queue_limit,

@@ -10,7 +10,7 @@ import sys
 import msgspec
 import torch
 import torch.distributed as dist
-from bench.cluster.plan import Arm, Plan
+from bench.cluster.plan import Arm, ClusterPlan
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -34,7 +34,7 @@ def make_model() -> nn.Module:
     )
 
 
-def train(plan: Plan, arm: Arm) -> None:
+def train(plan: ClusterPlan, arm: Arm) -> None:
     """Train for as many steps as the plan says."""
     torch.manual_seed(plan.seed)
     model = DistributedDataParallel(make_model())
@@ -68,7 +68,7 @@ def train(plan: Plan, arm: Arm) -> None:
 
 def main(argument: str) -> None:
     """Join the others and train."""
-    plan, arm = msgspec.json.decode(argument, type=tuple[Plan, Arm])
+    plan, arm = msgspec.json.decode(argument, type=tuple[ClusterPlan, Arm])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     train(plan, arm)

@@ -22,7 +22,7 @@ class Arm(NamedTuple):
         """From `POLICY`, or `POLICY:SIZE` for a size of its own.
 
         Raises:
-            ValueError: for a name that cannot be a policy's, and for what is no size.
+            ValueError: for a name that cannot be a policy's, and for what is not a size.
         """
         policy, separator, size = text.partition(":")
         chosen = int(size) if separator else local_batch_size
@@ -36,7 +36,7 @@ class Arm(NamedTuple):
         return f"{self.policy}:{self.local_batch_size}"
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class ClusterPlan(msgspec.Struct, frozen=True, kw_only=True):
     """A cluster and the length of a run on it; ranks are numbered as their hosts."""
 
     num_hosts: int = 4
@@ -47,7 +47,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     slow_links: dict[int, str] = {}
     """Rates of single ranks' links, in both directions, as `tc` writes them."""
     queue_limit_bytes: int | None = None
-    """Of the queues in front of slow links; `None`: long enough to lose nothing."""
+    """Length of the queues in front of slow links; `None`: long enough to lose nothing."""
     num_windows: int = 20
     window_steps: int = 10
     num_warm_up_windows: int = 5
@@ -76,7 +76,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_steps(self) -> int:
-        """Of a run."""
+        """Steps of a run."""
         return self.num_windows * self.window_steps
 
     def cores_of(self, rank: int) -> float | None:
@@ -87,7 +87,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """The link of a rank's host; `None`: as fast as memory.
 
         Raises:
-            ValueError: for a rate that is none.
+            ValueError: for a text that is not a rate.
         """
         if rank not in self.slow_links:
             return None

@@ -1,63 +1,83 @@
-"""Runs one job across hosts: a rank on each, all of them slow as planned from the first step to the last window."""
+"""Runs jobs across hosts, one after the other with the same services: a rank on each host, slow as planned."""
 
 import asyncio
 import contextlib
 import secrets
 import sys
+import tempfile
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from bench.cluster.plan import Arm, Plan
-from bench.cluster.seen import Seen, Watcher
-from bench.cluster.services import ClusterError, Services, end_of, node_of
-from bench.cluster.summary import Result, summarise
+from bench.cluster.display import describe
+from bench.cluster.plan import Arm, ClusterPlan
+from bench.cluster.services import ClusterError, ClusterServices, end_of, node_of, services
+from bench.cluster.summary import ClusterResult, JobMessages, summarise
 from bench.hosts import Host, Hosts
 
+from dynamix.cli.progress_line import ProgressLine
 from dynamix.collector.proc import NamespaceTraffic
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode_any
+from dynamix.schemas.messages import Message, MetricWindow
 from dynamix.schemas.streams import ACTIONS, FEED
 
 ROOT = Path(__file__).parents[2]
 MASTER_PORT = "29500"
-"""In a network of our own nobody else has it."""
+"""Free, since the network belongs to these hosts alone."""
 LAST_MESSAGES_TIMEOUT_S = 10.0
+PROGRESS_EVERY_S = 3.0
 
 Waiting = asyncio.Future[Any]
 
 
-async def run_job(hosts: Hosts, services: Services, plan: Plan, arm: Arm, *, directory: Path, watch: Watcher) -> Result:
-    """Train once; everything in the result was read from the bus, except the hosts' own counters.
+def run_all(runs: Sequence[tuple[ClusterPlan, Arm]]) -> list[ClusterResult]:
+    """Run one after the other; all plans have as many hosts and the same probe.
 
     Raises:
-        ClusterError: when a rank fails.
+        HostsError: when there can be no such hosts here, or this user may not make them.
+        ClusterError: when a service or a rank fails.
+        ValueError: when nothing was seen of a run.
     """
-    return await _Run(hosts, services, plan, arm, directory=directory, watch=watch).run()
+    with Hosts(runs[0][0].num_hosts) as hosts, hosts.entered():
+        return asyncio.run(_run_all(hosts, runs))
+
+
+async def _run_all(hosts: Hosts, runs: Sequence[tuple[ClusterPlan, Arm]]) -> list[ClusterResult]:
+    results = []
+    with tempfile.TemporaryDirectory(prefix="dynamix-cluster-") as name:
+        async with services(hosts, runs[0][0].probe, Path(name)) as running:
+            for plan, arm in runs:
+                results.append(await _Run(hosts, running, plan, arm, Path(name)).run())
+                step_ms = 1e3 * results[-1].step_time_s.median
+                sys.stderr.write(f"  {arm.label}, {describe(plan)}: {step_ms:.0f} ms a step\n")
+    return results
 
 
 class _Run:
-    def __init__(
-        self, hosts: Hosts, services: Services, plan: Plan, arm: Arm, *, directory: Path, watch: Watcher
-    ) -> None:
+    """One job; everything in its result was read from the bus, except the hosts' own counters."""
+
+    def __init__(self, hosts: Hosts, running: ClusterServices, plan: ClusterPlan, arm: Arm, directory: Path) -> None:
         self._hosts = hosts
-        self._services = services
+        self._services = running
         self._plan = plan
         self._arm = arm
         self._directory = directory
         self._job = f"cluster-{arm.policy}-{secrets.token_hex(4)}"
-        self._seen = Seen(plan.num_hosts, plan.num_windows, watch)
+        self._seen = JobMessages(plan.num_hosts, plan.num_windows)
+        self._complete = asyncio.Event()
+        self._progress = ProgressLine(PROGRESS_EVERY_S)
 
-    async def run(self) -> Result:
+    async def run(self) -> ClusterResult:
         before = self._traffic()
         followers = asyncio.gather(*(self._follow(stream, wanted) for stream, wanted in _wanted(self._job)))
         try:
             after = await self._train(followers)
             with contextlib.suppress(TimeoutError):  # then the result says how many are missing
                 async with asyncio.timeout(LAST_MESSAGES_TIMEOUT_S):
-                    await _reach(self._seen.complete.wait(), followers)
+                    await _reach(self._complete.wait(), followers)
         finally:
             self._free()
             await _cancel(followers)
@@ -73,7 +93,7 @@ class _Run:
             self._slow_down()
             for rank in ranks:
                 _let_go(rank)
-            await _reach(self._seen.complete.wait(), ended, followers)
+            await _reach(self._complete.wait(), ended, followers)
             traffic = self._traffic()
             self._free()
             await ended
@@ -89,7 +109,16 @@ class _Run:
         async with self._services.bus.consume(stream, wanted, start="all") as consumer:
             async for batch in consumer:
                 for message in batch:
-                    self._seen.add(decode_any(message.subject, message.payload))
+                    self._record(decode_any(message.subject, message.payload))
+
+    def _record(self, message: Message) -> None:
+        self._seen.record_message(message)
+        if self._seen.is_complete:
+            self._complete.set()
+        if isinstance(message, MetricWindow) and self._progress.is_due():
+            step_ms, num_applied = 1e3 * message.job_metrics.step_time_s, len(self._seen.applied)
+            place = f"window {message.window + 1} of {self._plan.num_windows}"
+            self._progress.show(f"  {self._arm.label}: {place}, {step_ms:.0f} ms, {num_applied} actions applied")
 
     async def _start_rank(self, host: Host) -> Process:
         argument = msgspec.json.encode((self._plan, self._arm)).decode()

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from bench.cluster.plan import Probe
+from bench.harness.broker import broker_with_bus
+from bench.harness.command import BenchmarkError
 from bench.hosts import Host, Hosts
 
 from dynamix.cli.services import ServiceProcess, bus_environment
 from dynamix.runtime.bus import Bus
-from dynamix.runtime.bus.provision import provision
-from dynamix.runtime.embedded import EmbeddedServer
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode
 from dynamix.schemas.messages import Live
@@ -31,11 +31,11 @@ Collectors = dict[str, subprocess.Popen[bytes]]
 """By node."""
 
 
-class ClusterError(RuntimeError):
-    """A service or the job failed; the text holds the end of what it said."""
+class ClusterError(BenchmarkError):
+    """A service or the job failed; the text holds the end of its log."""
 
 
-class Services(NamedTuple):
+class ClusterServices(NamedTuple):
     """What a job needs of them."""
 
     bus: Bus
@@ -49,34 +49,29 @@ def node_of(host: Host) -> str:
 
 
 def end_of(log: Path) -> str:
-    """What somebody said last, from its first traceback on where there is one."""
+    """The end of a log, from its first traceback on where there is one."""
     text = log.read_text(errors="replace")
     start = text.find("Traceback")
     return text[start : start + MAX_LOG_CHARACTERS] if start >= 0 else text[-MAX_LOG_CHARACTERS:]
 
 
 @contextlib.asynccontextmanager
-async def services(hosts: Hosts, probe: Probe, directory: Path) -> AsyncIterator[Services]:
+async def services(hosts: Hosts, probe: Probe, directory: Path) -> AsyncIterator[ClusterServices]:
     """All of them, ready; the calling thread must have entered the switch, and be the main one.
 
     Raises:
         ClusterError: when a service ends at once, or is not ready in `READY_TIMEOUT_S`.
     """
-    async with EmbeddedServer(host=hosts.address) as server:
-        bus = await Bus.connect(server.settings, name="bench-cluster")
+    log = directory / "services.log"
+    async with broker_with_bus("bench-cluster", hosts.address) as (server, bus):
         environ = {**os.environ, **bus_environment(server.settings), "OMP_NUM_THREADS": "1"}
-        log = directory / "services.log"
-        try:
-            await provision(bus)
-            with (
-                log.open("wb") as output,
-                _control(environ, output),
-                _collectors(hosts, probe, environ, output) as collectors,
-            ):
-                await _wait_until_ready(bus, collectors, log)
-                yield Services(bus, environ)
-        finally:
-            await bus.close()
+        with (
+            log.open("wb") as output,
+            _control(environ, output),
+            _collectors(hosts, probe, environ, output) as collectors,
+        ):
+            await _wait_until_ready(bus, collectors, log)
+            yield ClusterServices(bus, environ)
 
 
 @contextlib.contextmanager

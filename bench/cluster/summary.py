@@ -1,17 +1,17 @@
-"""What a run came to: from the metric windows on the bus to medians per rank. Pure."""
+"""What a run came to: from the messages on the bus to medians per rank. Pure."""
 
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import msgspec
-from bench.cluster.plan import Arm, Plan
-from bench.cluster.seen import Seen
+from bench.cluster.plan import Arm, ClusterPlan
+from bench.harness.paired import median_of
 
 from dynamix.collector.proc import NamespaceTraffic
 from dynamix.schemas.features import RANK_INDEX, state_of, unpack_ranks
-from dynamix.schemas.messages import MetricWindow
+from dynamix.schemas.messages import Action, Applied, Message, MetricWindow
 
 SIGNALS = (
     "local_batch_size",
@@ -29,8 +29,36 @@ SIGNALS = (
 """Features of the state, as a policy sees them."""
 
 
+class JobMessages:
+    """The messages of one job, as they came over the bus."""
+
+    def __init__(self, world_size: int, num_windows: int) -> None:
+        self.windows: dict[int, dict[int, MetricWindow]] = {}
+        """By window and rank; a host has one rank."""
+        self.applied: list[Applied] = []
+        self.actions: list[Action] = []
+        self._world_size = world_size
+        self._num_windows = num_windows
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all windows of all ranks are there."""
+        return sum(len(ranks) == self._world_size for ranks in self.windows.values()) >= self._num_windows
+
+    def record_message(self, message: Message) -> None:
+        """Keep one message; the job must not restart, since its windows would be counted from 0 again."""
+        match message:
+            case MetricWindow():
+                ranks = self.windows.setdefault(message.window, {})
+                ranks.update({rank.rank: message for rank in message.ranks})
+            case Applied():
+                self.applied.append(message)
+            case Action():
+                self.actions.append(message)
+
+
 class Spread(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the measured windows: the median and the quartiles."""
+    """Median and quartiles of the measured windows."""
 
     median: float
     low: float
@@ -38,7 +66,7 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread":
-        """Of at least one value."""
+        """The spread of at least one value."""
         if len(values) == 1:
             return cls(median=values[0], low=values[0], high=values[0])
         low, median, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -54,18 +82,18 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True):
     probe_notes: list[str]
     num_readings_lost: int
     medians: dict[str, float | None]
-    """Of each signal over the measured windows; `None` where it was never known."""
+    """Median of each signal over the measured windows; `None` where it was never known."""
     windows: dict[str, list[float | None]]
     """Each signal in every window, those to warm up too."""
     num_retransmits: int
-    """Segments that its sockets sent again in all windows."""
+    """Segments that its sockets retransmitted in all windows."""
     host_retransmits: int
     """RetransSegs of its host over the whole run: of all sockets, those to store and broker too."""
     host_tx_bytes: int
     host_rx_bytes: int
 
 
-class Result(msgspec.Struct, frozen=True, kw_only=True):
+class ClusterResult(msgspec.Struct, frozen=True, kw_only=True):
     """One run."""
 
     label: str
@@ -81,13 +109,13 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     num_actions: int
     num_actions_applied: int
     local_batch_sizes: list[int]
-    """Of the last window."""
+    """Sizes in the last window."""
     ranks: list[RankResult]
     step_times_s: list[float]
-    """Of every window."""
+    """Step time of every window."""
 
 
-def summarise(plan: Plan, arm: Arm, seen: Seen, traffic: Sequence[NamespaceTraffic]) -> Result:
+def summarise(plan: ClusterPlan, arm: Arm, seen: JobMessages, traffic: Sequence[NamespaceTraffic]) -> ClusterResult:
     """Put a run together; `traffic` is what each host counted meanwhile.
 
     Raises:
@@ -99,7 +127,7 @@ def summarise(plan: Plan, arm: Arm, seen: Seen, traffic: Sequence[NamespaceTraff
         raise ValueError(f"{arm.label}: none of the {plan.num_windows} windows came from all {plan.num_hosts} hosts")
     job = [ranks[0].job_metrics for ranks in whole.values()]
     measured_job = [ranks[0].job_metrics for ranks in measured]
-    return Result(
+    return ClusterResult(
         label=arm.label,
         policy=arm.policy,
         local_batch_size=arm.local_batch_size,
@@ -119,7 +147,7 @@ def summarise(plan: Plan, arm: Arm, seen: Seen, traffic: Sequence[NamespaceTraff
     )
 
 
-def missed(result: Result) -> list[str]:
+def missed(result: ClusterResult) -> list[str]:
     """What a run across hosts must show whatever it measures, and did not."""
     found = []
     if result.num_windows < result.num_windows_planned:
@@ -139,7 +167,7 @@ def _rank_result(
         probes=dict(Counter(window.probe for window in windows)),
         probe_notes=sorted({window.probe_note for window in windows} - {""}),
         num_readings_lost=windows[-1].num_readings_lost,
-        medians={name: _median(values[-num_measured:]) for name, values in signals.items()},
+        medians={name: median_of(values[-num_measured:]) for name, values in signals.items()},
         windows=signals,
         num_retransmits=sum(network.retransmits for network in networks if network is not None),
         host_retransmits=traffic.retransmits,
@@ -151,13 +179,5 @@ def _rank_result(
 def _signals(windows: Sequence[MetricWindow]) -> dict[str, list[float | None]]:
     """The state of a rank in every window, `None` where it is masked."""
     rows = [unpack_ranks(state_of(window))[0] for window in windows]
-    return {name: [_known(float(row[RANK_INDEX[name]])) for row in rows] for name in SIGNALS}
-
-
-def _known(value: float) -> float | None:
-    return None if math.isnan(value) else value
-
-
-def _median(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
+    signals = {name: [float(row[RANK_INDEX[name]]) for row in rows] for name in SIGNALS}
+    return {name: [None if math.isnan(value) else value for value in values] for name, values in signals.items()}

@@ -2,53 +2,44 @@
 
 Conditions against actions. A rank's link is slow, or it also loses packets, or its processor is slow; the job keeps its
 equal split, divides the same batch in proportion to speed, takes a larger one, or leaves both to the rule. A second
-table shows what the states said of the slow rank and of the others under the equal split. Repeats go round all
-conditions and actions, so that what the machine does meanwhile hits all alike.
+table shows the states of the slow rank and of the others under the equal split. Repeats go round all conditions and
+actions, so that other work on the machine meets all alike.
 """
 
 import argparse
 import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from bench.cluster.arguments import INTERRUPTED, add_arguments, as_json, plan_of
-from bench.cluster.display import print_result
-from bench.cluster.plan import Arm, Plan
-from bench.cluster.runs import run_all
-from bench.cluster.services import ClusterError
-from bench.cluster.summary import Result, missed
+from bench.cluster.arguments import as_json, cluster_parser, plan_of
+from bench.cluster.display import COLUMNS, scaled, text_of
+from bench.cluster.plan import Arm, ClusterPlan
+from bench.cluster.runner import run_all
+from bench.cluster.summary import ClusterResult, missed
+from bench.harness.command import Report, run_benchmark
+from bench.harness.paired import median_of
+from bench.harness.tables import markdown
 from bench.hosts import HostsError
-from bench.output import exit_code, write_json
 
 from dynamix.cli.output import output_path
 from dynamix.runtime import output_files
 from dynamix.runtime.output_files import Kind
 
-EQUAL = "equal split"
-SIGNALS = (
-    ("compute ms", "compute_time_s", 1e3, 1),
-    ("sync ms", "sync_time_s", 1e3, 1),
-    ("rx MB/s", "rx_bytes_per_s", 1e-6, 2),
-    ("retransmits per window", "retransmits", 1.0, 0),
-    ("srtt ms", "srtt_us", 1e-3, 1),
-    ("CPU time ratio", "cpu_time_ratio", 1.0, 3),
-    ("run-queue wait ratio", "run_queue_wait_ratio", 1.0, 3),
-)
-"""Heading, signal, scale and digits."""
-
 TABLES = Kind("a file of such tables", lambda head: head.startswith(b"| one rank has |"))
+EQUAL = "equal split"
+NOT_SHOWN = ("local_batch_size", "tx_bytes_per_s")
+SIGNALS = [column for column in COLUMNS if column[1] not in NOT_SHOWN]
 
-Cells = dict[tuple[str, str], list[Result]]
+Cells = dict[tuple[str, str], list[ClusterResult]]
 """By condition and action, one result per repeat."""
 
 
-def conditions(options: argparse.Namespace) -> dict[str, Plan]:
+def conditions(options: argparse.Namespace) -> dict[str, ClusterPlan]:
     """What is slow, by name.
 
     Raises:
-        ValueError: for a rank or a rate that is none.
+        ValueError: for a rank that does not exist or a text that is not a rate.
     """
     rank, rate, cores = options.rank, options.rate, options.slow_cores
     lossy = argparse.Namespace(**{**vars(options), "queue_limit": options.lossy_queue})
@@ -73,38 +64,49 @@ def actions(options: argparse.Namespace) -> dict[str, Arm]:
     }
 
 
-def measure(plans: Mapping[str, Plan], arms: Mapping[str, Arm], num_repeats: int) -> Cells:
-    """All of them, on the same hosts. Raises as `run_all`."""
+def measure(plans: Mapping[str, ClusterPlan], arms: Mapping[str, Arm], num_repeats: int) -> Cells:
+    """Run all of them on the same hosts. Raises as `run_all`."""
     order = [(condition, action) for _ in range(num_repeats) for condition in plans for action in arms]
-    upcoming = iter(order)
-
-    def report(result: Result) -> None:
-        sys.stderr.write("{}, {}: ".format(*next(upcoming)) + f"{1e3 * result.step_time_s.median:.0f} ms\n")
-
-    results = run_all([(plans[condition], arms[action]) for condition, action in order], report)
+    results = run_all([(plans[condition], arms[action]) for condition, action in order])
     cells: Cells = {}
     for place, result in zip(order, results, strict=True):
         cells.setdefault(place, []).append(result)
     return cells
 
 
-def markdown(cells: Cells, slow_rank: int) -> str:
-    """Both tables."""
-    return "\n".join([*_outcomes(cells), "", *_states(cells, slow_rank)]) + "\n"
+def report_of(plans: Mapping[str, ClusterPlan], cells: Cells, slow_rank: int) -> Report:
+    """Both tables, after the last run of each cell."""
+    runs = [
+        {"condition": condition, "action": action, "runs": [as_json(result) for result in results]}
+        for (condition, action), results in cells.items()
+    ]
+    complaints = [
+        f"{condition}, {text}" for (condition, _), found in cells.items() for one in found for text in missed(one)
+    ]
+    figures = {"plans": {name: as_json(plan) for name, plan in plans.items()}, "cells": runs}
+    texts = [text_of(results[-1]) for results in cells.values()]
+    return Report(figures, "\n\n".join([*texts, tables_of(cells, slow_rank)]), missed=complaints)
 
 
-def _outcomes(cells: Cells) -> Iterator[str]:
+def tables_of(cells: Cells, slow_rank: int) -> str:
+    """Both tables in Markdown: what each action makes of each condition, and what the states show of the slow rank."""
     names = list(dict.fromkeys(action for _, action in cells))
-    yield "| one rank has | " + " | ".join(names) + " |"
-    yield "|---" * (1 + len(names)) + "|"
-    for condition in dict.fromkeys(condition for condition, _ in cells):
-        first = _throughput(cells[condition, names[0]])
-        row = [_outcome(cells[condition, name], first) for name in names]
-        yield f"| {condition} | " + " | ".join(row) + " |"
+    found = dict.fromkeys(condition for condition, _ in cells)
+    outcomes = [
+        [condition, *(_outcome(cells[condition, name], _throughput(cells[condition, names[0]])) for name in names)]
+        for condition in found
+    ]
+    states = [
+        [condition, *(_slow_and_others(results, slow_rank, *signal[1:]) for signal in SIGNALS)]
+        for (condition, action), results in cells.items()
+        if action == EQUAL
+    ]
+    headings = ["one rank has; slow rank / the others", *(heading for heading, *_ in SIGNALS)]
+    return f"{markdown(['one rank has', *names], outcomes)}\n\n{markdown(headings, states)}\n"
 
 
-def _outcome(results: Sequence[Result], first: float) -> str:
-    """Step, throughput and what it is of the equal split's, and the last sizes."""
+def _outcome(results: Sequence[ClusterResult], first: float) -> str:
+    """Step, throughput and its ratio to the equal split's, and the last sizes."""
     steps_ms = sorted(1e3 * result.step_time_s.median for result in results)
     spread = f" ({steps_ms[0]:.0f}-{steps_ms[-1]:.0f})" if len(steps_ms) > 1 else ""
     throughput = _throughput(results)
@@ -112,41 +114,32 @@ def _outcome(results: Sequence[Result], first: float) -> str:
     return f"{statistics.median(steps_ms):.0f} ms{spread}, {throughput:.0f}/s, **{throughput / first:.2f}x** ({sizes})"
 
 
-def _throughput(results: Sequence[Result]) -> float:
+def _throughput(results: Sequence[ClusterResult]) -> float:
     return statistics.median(result.throughput.median for result in results)
 
 
-def _states(cells: Cells, slow_rank: int) -> Iterator[str]:
-    yield "| one rank has; slow rank / the others | " + " | ".join(heading for heading, *_ in SIGNALS) + " |"
-    yield "|---" * (1 + len(SIGNALS)) + "|"
-    for (condition, action), results in cells.items():
-        if action == EQUAL:
-            row = [_slow_and_others(results, slow_rank, *signal[1:]) for signal in SIGNALS]
-            yield f"| {condition} | " + " | ".join(row) + " |"
-
-
-def _slow_and_others(results: Sequence[Result], slow_rank: int, signal: str, scale: float, digits: int) -> str:
+def _slow_and_others(results: Sequence[ClusterResult], slow_rank: int, signal: str, scale: float, digits: int) -> str:
     ranks = [rank for result in results for rank in result.ranks]
-    slow = [rank.medians[signal] for rank in ranks if rank.rank == slow_rank]
-    others = [rank.medians[signal] for rank in ranks if rank.rank != slow_rank]
-    return " / ".join(_median(values, scale, digits) for values in (slow, others))
-
-
-def _median(values: Sequence[float | None], scale: float, digits: int) -> str:
-    known = [value for value in values if value is not None]
-    return f"{statistics.median(known) * scale:.{digits}f}" if known else "-"
-
-
-def _figures(cells: Cells) -> list[dict[str, Any]]:
-    return [
-        {"condition": condition, "action": action, "runs": [as_json(result) for result in results]}
-        for (condition, action), results in cells.items()
-    ]
+    groups = ([rank.medians[signal] for rank in ranks if (rank.rank == slow_rank) == slow] for slow in (True, False))
+    return " / ".join(scaled(median_of(values), scale, digits) for values in groups)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run all, print and write the tables; 1 when windows were lost or nothing was decided."""
-    parser = _parser()
+    parser = cluster_parser("cluster.table", __doc__)
+    for option, kind, default, meaning in (
+        ("--repeats", int, 1, "of everything"),
+        ("--rank", int, 3, "which is slow"),
+        ("--rate", str, "20mbit", "of its slow link"),
+        ("--lossy-queue", int, 10_000, "bytes, of the link that loses packets"),
+        ("--slow-cores", float, 0.1, "of its slow processor"),
+        ("--larger", float, 3.0, "times, the larger batch"),
+    ):
+        parser.add_argument(option, type=kind, default=default, help=f"{meaning} (default: %(default)s)")
+    parser.add_argument(
+        "--condition", action="append", metavar="TEXT", help="only conditions with this in their name; may be repeated"
+    )
+    parser.add_argument("--markdown", metavar="FILE", type=output_path(TABLES), help="write the tables here")
     options = parser.parse_args(arguments)
     try:
         plans = conditions(options)
@@ -154,48 +147,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     if not plans or options.repeats < 1:
         parser.error("nothing to run: name a part of a condition, and at least one repeat")
-    try:
+
+    def run() -> Report:
         cells = measure(plans, actions(options), options.repeats)
-    except (HostsError, ClusterError, ValueError) as error:
-        sys.stderr.write(f"cluster: {error}\n")
-        return 2
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    text = markdown(cells, options.rank)
-    if options.markdown:
-        output_files.write(Path(options.markdown), text.encode())
-    if options.json != "-":
-        for results in cells.values():
-            print_result(results[-1])
-        print("\n" + text)
-    write_json({"plans": {name: as_json(plan) for name, plan in plans.items()}, "cells": _figures(cells)}, options.json)
-    targets = [
-        f"{condition}, {target}"
-        for (condition, _), results in cells.items()
-        for result in results
-        for target in missed(result)
-    ]
-    return exit_code("cluster", targets, options)
+        if options.markdown:
+            output_files.write(Path(options.markdown), tables_of(cells, options.rank).encode())
+        return report_of(plans, cells, options.rank)
 
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.cluster.table", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_arguments(parser)
-    parser.add_argument("--repeats", type=int, default=1, help="of everything (default: %(default)s)")
-    parser.add_argument("--rank", type=int, default=3, help="which is slow (default: %(default)s)")
-    parser.add_argument("--rate", default="20mbit", help="of its slow link (default: %(default)s)")
-    parser.add_argument(
-        "--lossy-queue", type=int, default=10_000, metavar="BYTES", help="of the link that loses (default: %(default)s)"
-    )
-    parser.add_argument("--slow-cores", type=float, default=0.1, help="of its slow processor (default: %(default)s)")
-    parser.add_argument("--larger", type=float, default=3.0, help="the larger batch (default: %(default)s times)")
-    parser.add_argument(
-        "--condition", action="append", metavar="TEXT", help="only conditions with this in their name; may be repeated"
-    )
-    parser.add_argument("--markdown", metavar="FILE", type=output_path(TABLES), help="write the tables here")
-    return parser
+    return run_benchmark("cluster", options, run, cannot=(HostsError, ValueError))
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ class Hosts(Sequence[Host]):
         with janitor:
             assert janitor.stdin is not None
             janitor.stdin.close()
-            if janitor.wait(JANITOR_TIMEOUT_S):  # it was killed, or failed: what it left is left to us
+            if janitor.wait(JANITOR_TIMEOUT_S):  # it was killed, or failed: remove what it left
                 remove(self.name)
 
     def _start_janitor(self) -> subprocess.Popen[bytes]:

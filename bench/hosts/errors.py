@@ -2,4 +2,4 @@
 
 
 class HostsError(RuntimeError):
-    """Hosts could not be made, changed or removed; the text says what is missing and how to mend it."""
+    """Hosts could not be made, changed or removed; the text says what is missing and how to fix it."""

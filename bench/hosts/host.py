@@ -85,7 +85,7 @@ class Host:
         self._cgroup.set_cores(cores)
 
     def traffic(self) -> NamespaceTraffic:
-        """Bytes of its interface and segments sent again by all its sockets, since it was made."""
+        """Bytes of its interface and segments retransmitted by all its sockets, since it was made."""
         return self.namespace.traffic()
 
     def command(self, *program: str) -> list[str]:
@@ -115,7 +115,7 @@ class Host:
         return child
 
     def end_children(self) -> None:
-        """Kill what `popen` started and still runs, and take leave of it."""
+        """Kill what `popen` started and still runs, and wait for its end."""
         for child in self._children:
             child.kill()
         for child in self._children:

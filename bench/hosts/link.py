@@ -13,7 +13,7 @@ MIN_RATE = 8_000
 MIN_BURST_BYTES = 4096
 """Two packets and their headers; tbf drops what is larger than the burst."""
 BURST_S = 0.001
-"""Of a fast link: tbf then wakes up a thousand times a second, not at every packet."""
+"""Burst of a fast link: tbf then wakes up a thousand times a second, not at every packet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class Link:
     """A slow link, the same in both directions, with a token bucket and a bounded queue at each of its ends.
 
     With the default queue it only takes its time: what a job of a few megabytes has in flight fits in. With 4,500 to
-    10,000 bytes the queue overflows at every burst, and TCP sends thousands of segments again.
+    10,000 bytes the queue overflows at every burst, and TCP retransmits thousands of segments.
     """
 
     rate: float

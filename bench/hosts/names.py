@@ -16,9 +16,9 @@ class Name(NamedTuple):
     """Names everything of one set of hosts."""
 
     pid: int
-    """Of the owner."""
+    """The owner's process id."""
     start_ticks: int
-    """The owner's start time in clock ticks since boot: tells its pid from a later namesake's."""
+    """The owner's start time in clock ticks since boot: tells it from a later process with its pid."""
     number: int
     """An owner may have several sets."""
 
@@ -27,7 +27,7 @@ class Name(NamedTuple):
 
     @classmethod
     def make(cls) -> Self:
-        """A name that nobody has, owned by this process."""
+        """A new name, owned by this process."""
         return cls(os.getpid(), Proc().stat(os.getpid()).start_ticks, next(_numbers))
 
     @classmethod

@@ -58,7 +58,7 @@ class Namespace(NamedTuple):
             return NamespaceTraffic(tx_bytes, rx_bytes, parse_snmp_retransmits((here / "snmp").read_text()))
 
     def _run_if_known(self, *command: str) -> str:
-        """Somebody else may remove it at any time."""
+        """Run a command about it; the janitor may remove it at any time."""
         try:
             return run(*command)
         except HostsError:

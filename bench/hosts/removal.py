@@ -55,7 +55,7 @@ def _entries(directory: Path) -> list[Path]:
 
 
 def _end_processes(name: Name, namespaces: Collection[Namespace], directories: Collection[Path]) -> None:
-    """Kill until none is left: some may have been about to begin others. The owner may be on the switch itself."""
+    """Kill until none is left: some may have been about to start others. The owner may be on the switch itself."""
     deadline = time.monotonic() + REMOVAL_TIMEOUT_S
     while pids := _running(namespaces, directories) - {name.pid, os.getpid()}:
         for pid in pids:

@@ -8,86 +8,56 @@ nodes send a window's states at once, as after a barrier.
 The generator must keep its rate: if it does not, the exit code is 2 and no figures are written.
 """
 
-import argparse
-import asyncio
 import sys
 from collections.abc import Sequence
 
 import msgspec
-import uvloop
-from bench.output import add_output_arguments, exit_code, write_json
-from bench.scale.generator import ScaleError
+from bench.harness.broker import run_with_uvloop
+from bench.harness.command import Report, benchmark_parser, run_benchmark
 from bench.scale.ingest import NUM_MESSAGES
 from bench.scale.measurement import measure
-from bench.scale.plan import Plan
-from bench.scale.result import describe, missed
+from bench.scale.plan import ScalePlan
+from bench.scale.result import describe, missed, targets_of
 
-DEFAULTS = Plan()
+DEFAULTS = ScalePlan()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, write; 1 when a target is missed, 2 when there is nothing to judge."""
-    parser = _parser()
+    parser = benchmark_parser("scale", __doc__)
+    for option, kind, default, meaning in (
+        ("--workers", int, DEFAULTS.num_workers, "of all jobs"),
+        ("--jobs", int, DEFAULTS.num_jobs, "that share them"),
+        ("--rate", float, DEFAULTS.rate, "windows per second of each job"),
+        ("--seconds", float, DEFAULTS.seconds, "judged"),
+        ("--policy", str, DEFAULTS.policy, "of all jobs"),
+        ("--spread", float, DEFAULTS.spread_s, "seconds over which the nodes send a window's states; 0: all at once"),
+        ("--seed", int, DEFAULTS.seed, "of the load"),
+        ("--ingest-messages", int, NUM_MESSAGES, "read per run of ingest"),
+    ):
+        parser.add_argument(option, type=kind, default=default, help=f"{meaning} (default: %(default)s)")
+    parser.add_argument("--with-windows", action="store_true", help="also publish metric windows and rewards")
     options = parser.parse_args(arguments)
     try:
-        plan = plan_of(options)
+        plan = ScalePlan(
+            num_workers=options.workers,
+            num_jobs=options.jobs,
+            rate=options.rate,
+            seconds=options.seconds,
+            policy=options.policy,
+            background=options.with_windows,
+            spread_s=options.spread,
+            seed=options.seed,
+        )
     except ValueError as error:
         parser.error(str(error))
-    try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            result = runner.run(measure(plan, ingest_messages=options.ingest_messages, say=sys.stderr.isatty()))
-    except ScaleError as error:
-        sys.stderr.write(f"scale: {error}\n")
-        return 2
-    if options.json != "-":
-        print(describe(result))
-    write_json(msgspec.to_builtins(result), options.json)
-    return exit_code("scale", missed(result), options)
+    return run_benchmark("scale", options, lambda: report_of(plan, options.ingest_messages))
 
 
-def plan_of(options: argparse.Namespace) -> Plan:
-    """The plan of a command line.
-
-    Raises:
-        ValueError: for what cannot be run.
-    """
-    return Plan(
-        num_workers=options.workers,
-        num_jobs=options.jobs,
-        rate=options.rate,
-        seconds=options.seconds,
-        policy=options.policy,
-        background=options.with_windows,
-        spread_s=options.spread,
-        seed=options.seed,
-    )
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.scale", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_output_arguments(parser)
-    parser.add_argument("--workers", type=int, default=DEFAULTS.num_workers, help="of all jobs (default: %(default)s)")
-    parser.add_argument("--jobs", type=int, default=DEFAULTS.num_jobs, help="that share them (default: %(default)s)")
-    parser.add_argument(
-        "--rate", type=float, default=DEFAULTS.rate, help="windows per second of each job (default: %(default)s)"
-    )
-    parser.add_argument("--seconds", type=float, default=DEFAULTS.seconds, help="judged (default: %(default)s)")
-    parser.add_argument("--policy", default=DEFAULTS.policy, help="of all jobs (default: %(default)s)")
-    parser.add_argument("--with-windows", action="store_true", help="also publish metric windows and rewards")
-    parser.add_argument(
-        "--spread",
-        type=float,
-        default=DEFAULTS.spread_s,
-        metavar="SECONDS",
-        help="over which the nodes send a window's states (default: all at once)",
-    )
-    parser.add_argument("--seed", type=int, default=DEFAULTS.seed)
-    parser.add_argument(
-        "--ingest-messages", type=int, default=NUM_MESSAGES, help="read per run of ingest (default: %(default)s)"
-    )
-    return parser
+def report_of(plan: ScalePlan, ingest_messages: int) -> Report:
+    """Measure one plan."""
+    result = run_with_uvloop(measure(plan, ingest_messages=ingest_messages))
+    return Report(msgspec.to_builtins(result), describe(result), targets_of(result), missed(result))
 
 
 if __name__ == "__main__":

@@ -2,27 +2,25 @@
 
 Writes docs/scale.json, docs/scale.png and the table of docs/scale.md. Cost must grow no faster than the number of
 workers: CPU time of the arbitrator per window and the median latency over the whole range, and CPU time over its last
-step, where nothing fixed flatters any more. The latency of the last step is not judged: other work on the machine
+step, where the fixed cost no longer counts. The latency of the last step is not judged: other work on the machine
 lengthens what takes long by more than what is short.
 """
 
-import argparse
-import asyncio
+import itertools
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
-import uvloop
-from bench.output import exit_code
-from bench.scale.document import with_table
-from bench.scale.figure import draw
-from bench.scale.generator import ScaleError
+from bench.harness.broker import run_with_uvloop
+from bench.harness.command import Report, benchmark_parser, run_benchmark
+from bench.harness.figure import Curve, Panel, draw
+from bench.harness.tables import markdown, number, replaced
 from bench.scale.ingest import NUM_MESSAGES
 from bench.scale.measurement import measure
-from bench.scale.plan import Plan
-from bench.scale.result import Result, describe, missed
+from bench.scale.plan import ScalePlan
+from bench.scale.result import MAX_P95_MS, ScaleResult, describe, missed, targets_of
 
 from dynamix.cli.output import output_directory
 from dynamix.runtime import output_files
@@ -33,42 +31,105 @@ POLICIES = ("static", "rule")
 SECONDS = 40.0
 MAX_EXPONENT = 1.0
 MAX_LAST_EXPONENT = 1.15
-"""Of CPU time in the last step; repeated runs differ by 15 % on a shared machine."""
+"""Limit for CPU time in the last step; repeated runs differ by 15 % on a shared machine."""
+
+BEGIN, END = "<!-- the table is made by `make scale` -->", "<!-- end of the table -->"
+COLUMNS: list[tuple[str, Callable[[ScaleResult], str]]] = [
+    ("policy", lambda one: one.policy),
+    ("workers", lambda one: f"{one.workers:,}"),
+    (
+        "latency p50 / p95 / p99 [ms]",
+        lambda one: (
+            f"{one.decision_latency_p50_ms:.1f} / {one.decision_latency_p95_ms:.1f} / {one.decision_latency_p99_ms:.1f}"
+        ),
+    ),
+    ("arbitrator, % of a core", lambda one: f"{one.cpu_percent:.1f}"),
+    ("us per rank and window", lambda one: f"{one.cpu_us_per_rank_window:.1f}"),
+    ("MB", lambda one: f"{one.rss_mb:.0f}"),
+    ("broker, % of a core", lambda one: f"{one.broker_cpu_percent:.1f}"),
+    ("MB", lambda one: f"{one.broker_rss_mb:.0f}"),
+    ("ingest / raw", lambda one: f"{one.ingest_vs_raw:.2f}"),
+    ("messages/s", lambda one: f"{one.messages_per_s:,.0f}"),
+    ("MB/s", lambda one: f"{one.bytes_per_s / 1e6:.2f}"),
+    ("waited, ms per window", lambda one: number(one.wait_ms_per_window, 1)),
+    ("load average", lambda one: f"{one.load_average:.1f}"),
+]
+"""Of the table in docs/scale.md: heading and cell."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, write; 1 when a target is missed, 2 when there is nothing to judge."""
-    options = _parser().parse_args(arguments)
-    plans = [
-        Plan(num_workers=size, policy=policy, seconds=options.seconds)
-        for policy in options.policies
-        for size in options.sizes
-    ]
-    results = []
-    for number, plan in enumerate(plans, start=1):
-        sys.stderr.write(f"scale: {number} of {len(plans)}: {plan.num_workers:,} workers, {plan.policy}\n")
-        try:
-            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                results.append(runner.run(measure(plan, ingest_messages=options.ingest_messages, say=False)))
-        except ScaleError as error:
-            sys.stderr.write(f"scale: {error}\n")
-            return 2
+def report_of(plans: Sequence[ScalePlan], ingest_messages: int, docs: Path) -> Report:
+    """Measure all plans, one after the other, and write the documents."""
+    results: list[ScaleResult] = []
+    for at, plan in enumerate(plans, start=1):
+        sys.stderr.write(f"scale: {at} of {len(plans)}: {plan.num_workers:,} workers, {plan.policy}\n")
+        results.append(run_with_uvloop(measure(plan, ingest_messages=ingest_messages)))
         print(describe(results[-1]), flush=True)
-    write(results, options.docs)
-    return exit_code("scale", [*(target for one in results for target in missed(one)), *too_steep(results)], options)
+    write(results, docs)
+    targets = [target for result in results for target in targets_of(result)]
+    complaints = [text for result in results for text in missed(result)] + too_steep(results)
+    return Report({"results": msgspec.to_builtins(results)}, markdown_table(results), targets, complaints)
 
 
-def write(results: Sequence[Result], docs: Path) -> None:
+def write(results: Sequence[ScaleResult], docs: Path) -> None:
     """The figures, the picture and, where there is a document, its table."""
     docs.mkdir(parents=True, exist_ok=True)
     output_files.write(docs / "scale.json", msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
-    draw(results, docs / "scale.png")
+    draw([panels_of(results)], docs / "scale.png")
     document = docs / "scale.md"
     if document.exists():
-        output_files.write(document, with_table(document.read_text(), results).encode())
+        text = replaced(document.read_text(), BEGIN, END, f"\n{markdown_table(results)}\n")
+        output_files.write(document, text.encode())
 
 
-def too_steep(results: Sequence[Result]) -> list[str]:
+def markdown_table(results: Sequence[ScaleResult]) -> str:
+    """One row per measurement."""
+    return markdown(
+        [heading for heading, _ in COLUMNS], [[cell(one) for _, cell in COLUMNS] for one in results], num_left=2
+    )
+
+
+def panels_of(results: Sequence[ScaleResult]) -> list[Panel]:
+    """Latency and CPU time over the number of workers, both axes logarithmic."""
+
+    def curves(figures: dict[str, tuple[str, Callable[[ScaleResult], float]]]) -> list[Curve]:
+        return [
+            Curve(label=f"{policy}, {what}", style=style, points=[(one.workers, value(one)) for one in curve])
+            for policy, curve in by_policy(results)
+            for what, (style, value) in figures.items()
+        ]
+
+    latency = curves(
+        {
+            "p50": ("o-", lambda one: one.decision_latency_p50_ms),
+            "p95": ("s--", lambda one: one.decision_latency_p95_ms),
+        }
+    )
+    cpu = curves(
+        {
+            "arbitrator": ("o-", lambda one: _cpu_ms(one, one.cpu_percent)),
+            "broker": ("^:", lambda one: _cpu_ms(one, one.broker_cpu_percent)),
+        }
+    )
+    return [
+        _with_linear("Last state of a window to its action", "ms, by the broker's clock", latency, limit=MAX_P95_MS),
+        _with_linear("CPU time of a window: arbitrator, broker", "ms", cpu),
+    ]
+
+
+def _with_linear(title: str, y: str, curves: list[Curve], limit: float | None = None) -> Panel:
+    """A panel with a line that grows with the number of workers up to the top of the first curve."""
+    low, high = curves[0].points[0][0], curves[0].points[-1][0]
+    top = curves[0].points[-1][1]
+    linear = Curve(label="linear", style="-", points=[(low, top * low / high), (high, top)])
+    return Panel(title=title, x="workers", y=y, curves=[*curves, linear], logarithmic=True, limit=limit)
+
+
+def _cpu_ms(result: ScaleResult, percent: float) -> float:
+    """CPU time per window of one job; what /proc shows as 0 is below its tick and not drawn."""
+    return 10 * percent / (result.rate * result.jobs) or math.nan
+
+
+def too_steep(results: Sequence[ScaleResult]) -> list[str]:
     """Where cost grew faster than the number of workers, in words."""
     found = []
     for policy, curve in by_policy(results):
@@ -81,22 +142,21 @@ def too_steep(results: Sequence[Result]) -> list[str]:
     return found
 
 
-def by_policy(results: Sequence[Result]) -> Iterator[tuple[str, list[Result]]]:
+def by_policy(results: Sequence[ScaleResult]) -> Iterator[tuple[str, list[ScaleResult]]]:
     """The results of each policy, by size."""
     for policy in dict.fromkeys(result.policy for result in results):
         yield policy, sorted((one for one in results if one.policy == policy), key=lambda one: one.workers)
 
 
-def exponent(before: Result, after: Result, field: str) -> float:
+def exponent(before: ScaleResult, after: ScaleResult, field: str) -> float:
     """The power of the number of workers that a figure grew with; NaN where it was 0."""
     low, high = getattr(before, field), getattr(after, field)
     return math.log(high / low) / math.log(after.workers / before.workers) if low > 0 and high > 0 else math.nan
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.scale.curve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, write; 1 when a target is missed, 2 when there is nothing to judge."""
+    parser = benchmark_parser("scale.curve", __doc__)
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="numbers of workers (default: four)")
     parser.add_argument("--policies", nargs="+", default=POLICIES, help="(default: static rule)")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="judged of each (default: %(default)s)")
@@ -104,8 +164,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--docs", type=output_directory, default=Path("docs"), help="where to write (default: %(default)s)"
     )
-    parser.add_argument("--no-targets", action="store_true", help="only report: exit code 0 also when one is missed")
-    return parser
+    options = parser.parse_args(arguments)
+    plans = [
+        ScalePlan(num_workers=size, policy=policy, seconds=options.seconds)
+        for policy, size in itertools.product(options.policies, options.sizes)
+    ]
+    return run_benchmark("scale", options, lambda: report_of(plans, options.ingest_messages, options.docs))
 
 
 if __name__ == "__main__":

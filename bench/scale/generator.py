@@ -5,31 +5,28 @@ acknowledged, the broker is asked when it stored the last state: decisions are t
 """
 
 import asyncio
-import json
 import time
 from typing import NamedTuple
 
 import msgspec
-import nats
-import numpy as np
-import uvloop
+from bench.harness.broker import run_with_uvloop
+from bench.harness.command import BenchmarkError
 from bench.messages.load import Load, Parcel, parcel
 from bench.messages.nodes import job_of
-from bench.scale.plan import Plan
-from nats.aio.client import Client
+from bench.scale.plan import ScalePlan
 
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.settings import BusSettings
+from dynamix.schemas import subjects
 from dynamix.schemas.streams import FEED
 
 LEAD_S = 0.5
 """Between the last preparation and the first window."""
 SMALLEST_SLEEP_S = 0.001
 FLUSH_S = 60.0
-ANSWER_S = 10.0
 
 
-class ScaleError(RuntimeError):
+class ScaleError(BenchmarkError):
     """The measurement could not be made; the text says why."""
 
 
@@ -41,7 +38,7 @@ class _Due(NamedTuple):
     is_state: bool
 
 
-class Sent(msgspec.Struct, frozen=True):
+class SentWindow(msgspec.Struct, frozen=True):
     """One window of one job, as it was published; monotonic times in seconds."""
 
     job: str
@@ -53,70 +50,53 @@ class Sent(msgspec.Struct, frozen=True):
     """When the broker stored the last of its states, since the Unix epoch."""
 
 
-class Published(msgspec.Struct, frozen=True):
+class Published(msgspec.Struct):
     """All that a generator published."""
 
-    sent: list[Sent]
-    num_messages: int
-    num_bytes: int
-    """Of payloads."""
-    num_states: int
-    state_bytes: int
-    """Of one state of a full node."""
-    num_retries: int
+    sent: list[SentWindow] = []
+    num_messages: int = 0
+    num_bytes: int = 0
+    """Bytes of payloads."""
+    state_bytes: int = 0
+    """Bytes of one state of a full node."""
+    num_retries: int = 0
 
 
-def job_names(plan: Plan) -> list[str]:
-    """Names of the jobs."""
-    return [f"scale-{number:04d}-0a1b2c3d" for number in range(plan.num_jobs)]
-
-
-def generate(plan: Plan, settings: BusSettings) -> Published:
+def generate(plan: ScalePlan, settings: BusSettings) -> Published:
     """Publish the whole load; for a process of its own."""
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_generate(plan, settings))
+    return run_with_uvloop(_generate(plan, settings))
 
 
-async def _generate(plan: Plan, settings: BusSettings) -> Published:
+async def _generate(plan: ScalePlan, settings: BusSettings) -> Published:
     bus = await Bus.connect(settings, name="scale-generator")
-    client = await nats.connect(settings.url, user=settings.user, password=settings.password)
     try:
-        return await _Generator(plan, bus, client).run()
+        return await _Generator(plan, bus).run()
     finally:
-        await client.close()
         await bus.close()
 
 
 class _Generator:
-    def __init__(self, plan: Plan, bus: Bus, client: Client) -> None:
+    def __init__(self, plan: ScalePlan, bus: Bus) -> None:
         self._plan = plan
         self._bus = bus
-        self._client = client
-        self._sent: list[Sent] = []
-        self._num_messages = self._num_bytes = self._num_states = self._state_bytes = 0
+        self._published = Published()
 
     async def run(self) -> Published:
         """Every job at the plan's rate, one after the other within an interval."""
         plan = self._plan
-        jobs = [job_of(name, plan.workers_per_job, plan.policy, plan.seed) for name in job_names(plan)]
+        names = [f"scale-{number:04d}-0a1b2c3d" for number in range(plan.num_jobs)]
+        jobs = [job_of(name, plan.workers_per_job, plan.policy, plan.seed) for name in names]
         loads = [await asyncio.to_thread(Load, job, seed=plan.seed + number) for number, job in enumerate(jobs)]
         for job in jobs:
             await self._bus.publish(job)
         begin_s = time.monotonic() + LEAD_S
         async with asyncio.TaskGroup() as tasks:
-            for number, (job, load) in enumerate(zip(jobs, loads, strict=True)):
-                phase_s = number / len(jobs) * plan.interval_s
-                tasks.create_task(self._run_job(job.job, load, begin_s + phase_s))
+            for number, (name, load) in enumerate(zip(names, loads, strict=True)):
+                tasks.create_task(self._run_job(name, load, begin_s + number / len(jobs) * plan.interval_s))
         if not await self._bus.flush(FLUSH_S):
             raise ScaleError(f"the broker did not acknowledge everything within {FLUSH_S:g} s")
-        return Published(
-            sent=self._sent,
-            num_messages=self._num_messages,
-            num_bytes=self._num_bytes,
-            num_states=self._num_states,
-            state_bytes=self._state_bytes,
-            num_retries=self._bus.counters["retries"],
-        )
+        self._published.num_retries = self._bus.counters["retries"]
+        return self._published
 
     async def _run_job(self, job: str, load: Load, begin_s: float) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -126,21 +106,17 @@ class _Generator:
                 await asyncio.sleep(due_s - time.monotonic())
                 begun_s = time.monotonic()
                 futures = await self._publish(due, due_s)
-                tasks.create_task(self._note(job, window, due_s, begun_s, futures))
+                tasks.create_task(self._record_window(job, window, due_s, begun_s, futures))
 
     def _prepare(self, load: Load, window: int) -> list[_Due]:
         """What is published for a window, in order: each node's state, after its metric window, then all rewards."""
-        states = [parcel(state) for state in load.states(window)]
-        self._num_states += len(states)
-        self._state_bytes = len(states[0].payload)
+        states = [_Due(parcel(state), node, is_state=True) for node, state in enumerate(load.states(window))]
+        self._published.state_bytes = len(states[0].parcel.payload)
         if not self._plan.background:
-            return [_Due(state, node, is_state=True) for node, state in enumerate(states)]
-        windows = [parcel(metrics) for metrics in load.windows(window)]
-        rewards = [parcel(reward) for reward in load.rewards(window)]
-        due = []
-        for node, (metrics, state) in enumerate(zip(windows, states, strict=True)):
-            due += [_Due(metrics, node, is_state=False), _Due(state, node, is_state=True)]
-        return due + [_Due(reward, len(states), is_state=False) for reward in rewards]
+            return states
+        windows = [_Due(parcel(metrics), node, is_state=False) for node, metrics in enumerate(load.windows(window))]
+        rewards = [_Due(parcel(reward), len(states), is_state=False) for reward in load.rewards(window)]
+        return [due for pair in zip(windows, states, strict=True) for due in pair] + rewards
 
     async def _publish(self, due: list[_Due], due_s: float) -> list[asyncio.Future[int]]:
         """Publish a window over the plan's spread; returns the acknowledgements of its states."""
@@ -149,24 +125,19 @@ class _Generator:
             if step_s and (ahead_s := due_s + node * step_s - time.monotonic()) > SMALLEST_SLEEP_S:
                 await asyncio.sleep(ahead_s)
             future = await self._bus.publish_bytes_soon(*one)
-            self._num_messages += 1
-            self._num_bytes += len(one.payload)
+            self._published.num_messages += 1
+            self._published.num_bytes += len(one.payload)
             if is_state:
                 futures.append(future)
         return futures
 
-    async def _note(
+    async def _record_window(
         self, job: str, window: int, due_s: float, begun_s: float, futures: list[asyncio.Future[int]]
     ) -> None:
-        """When all states are acknowledged: ask when the last one was stored, and write the window down."""
+        """When all states are acknowledged: ask when the last one was stored, and keep the window's times."""
         last = max(await asyncio.gather(*futures))
         acknowledged_s = time.monotonic()
-        stored_ns = await self._stored_ns(last)
-        self._sent.append(Sent(job, window, due_s, begun_s, acknowledged_s, stored_ns))
-
-    async def _stored_ns(self, sequence: int) -> int:
-        subject, body = f"$JS.API.STREAM.MSG.GET.{FEED.name}", json.dumps({"seq": sequence}).encode()
-        answer = json.loads((await self._client.request(subject, body, timeout=ANSWER_S)).data)
-        if "message" not in answer:
-            raise ScaleError(f"{FEED.name} no longer holds {sequence}: {answer.get('error')}")
-        return int(np.datetime64(answer["message"]["time"].removesuffix("Z"), "ns").astype(np.int64))
+        stored = await self._bus.first(FEED.name, subjects.state(job, subjects.ANY), start=last)
+        if stored is None or stored.sequence != last:
+            raise ScaleError(f"{FEED.name} no longer holds {last}")
+        self._published.sent.append(SentWindow(job, window, due_s, begun_s, acknowledged_s, stored.timestamp_ns))

@@ -10,7 +10,7 @@ from bench.harness.rounds import Rounds, Timed
 from bench.messages.load import Load, parcel
 from bench.messages.nodes import job_of
 from bench.messages.readers import read_raw, read_with_bus
-from bench.scale.plan import Plan
+from bench.scale.plan import ScalePlan
 
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.settings import BusSettings
@@ -33,7 +33,9 @@ class Ingest(NamedTuple):
     raw_cpu_us: float
 
 
-async def measure_ingest(plan: Plan, bus: Bus, settings: BusSettings, *, num_messages: int = NUM_MESSAGES) -> Ingest:
+async def measure_ingest(
+    plan: ScalePlan, bus: Bus, settings: BusSettings, *, num_messages: int = NUM_MESSAGES
+) -> Ingest:
     """Store states of the plan's nodes, then read them in pairs."""
     first, subject = await _store(plan, bus, num_messages), subjects.state(JOB, subjects.ANY)
     rounds = Rounds((OURS, RAW), NUM_PAIRS, label="ingest")
@@ -56,7 +58,7 @@ async def measure_ingest(plan: Plan, bus: Bus, settings: BusSettings, *, num_mes
     )
 
 
-async def _store(plan: Plan, bus: Bus, num_messages: int) -> int:
+async def _store(plan: ScalePlan, bus: Bus, num_messages: int) -> int:
     """Fill the stream as the generator does, for a job without decisions; returns the first sequence."""
     first = (await bus.stream_state(FEED.name)).last_sequence + 1
     job = job_of(JOB, plan.workers_per_job, plan.policy, plan.seed)

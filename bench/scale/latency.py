@@ -3,10 +3,12 @@
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import NamedTuple
 
-from bench.scale.generator import Sent
-from bench.scale.plan import WARM_UP_WINDOWS, Plan
+import numpy as np
+from bench.scale.generator import SentWindow
+from bench.scale.plan import WARM_UP_WINDOWS, ScalePlan
 
 Decided = Mapping[tuple[str, int], int]
 """When the broker stored the action of a job's window, in nanoseconds since the Unix epoch."""
@@ -24,10 +26,10 @@ class Latency(NamedTuple):
     """Most windows of one job that were complete and not decided at once."""
 
 
-def latency_of(sent: Sequence[Sent], decided: Decided) -> Latency:
+def latency_of(sent: Sequence[SentWindow], decided: Decided) -> Latency:
     """Over all judged windows that were decided; NaN when none was."""
     judged = [one for one in sent if one.window >= WARM_UP_WINDOWS and (one.job, one.window) in decided]
-    times_ms = sorted((decided[one.job, one.window] - one.stored_ns) / 1e6 for one in judged)
+    times_ms = [(decided[one.job, one.window] - one.stored_ns) / 1e6 for one in judged]
     return Latency(
         p50_ms=percentile(times_ms, 0.5),
         p95_ms=percentile(times_ms, 0.95),
@@ -38,12 +40,12 @@ def latency_of(sent: Sequence[Sent], decided: Decided) -> Latency:
     )
 
 
-def percentile(ordered: Sequence[float], share: float) -> float:
+def percentile(values: Sequence[float], share: float) -> float:
     """Nearest rank: the smallest value that at least this share of all do not exceed."""
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan
+    return float(np.quantile(values, share, method="inverted_cdf")) if values else math.nan
 
 
-def achieved_rate(plan: Plan, sent: Sequence[Sent]) -> float:
+def achieved_rate(plan: ScalePlan, sent: Sequence[SentWindow]) -> float:
     """Windows per second of the slowest job, from the begins of its judged windows."""
     begun: dict[str, list[float]] = defaultdict(list)
     for one in sent:
@@ -53,18 +55,17 @@ def achieved_rate(plan: Plan, sent: Sequence[Sent]) -> float:
     return plan.rate if plan.num_windows < 2 else (plan.num_windows - 1) / max(spans)
 
 
-def lateness_ms(sent: Sequence[Sent]) -> float:
+def lateness_ms(sent: Sequence[SentWindow]) -> float:
     """The longest that any judged window began after it was due."""
     return max(1e3 * (one.begun_s - one.due_s) for one in sent if one.window >= WARM_UP_WINDOWS)
 
 
-def publishing_ms(sent: Sequence[Sent]) -> float:
+def publishing_ms(sent: Sequence[SentWindow]) -> float:
     """Median time from a window's first message to the acknowledgement of its last state."""
-    times_ms = sorted(1e3 * (one.acknowledged_s - one.begun_s) for one in sent if one.window >= WARM_UP_WINDOWS)
-    return percentile(times_ms, 0.5)
+    return median(1e3 * (one.acknowledged_s - one.begun_s) for one in sent if one.window >= WARM_UP_WINDOWS)
 
 
-def kept_rate(plan: Plan, sent: Sequence[Sent]) -> bool:
+def kept_rate(plan: ScalePlan, sent: Sequence[SentWindow]) -> bool:
     """Whether the load was the one that was asked for: no window late by a whole one.
 
     Windows are due at fixed times: a generator that is too slow falls behind them more and more.
@@ -72,9 +73,9 @@ def kept_rate(plan: Plan, sent: Sequence[Sent]) -> bool:
     return lateness_ms(sent) < 1e3 * plan.interval_s
 
 
-def _max_lag(sent: Sequence[Sent], decided: Decided) -> int:
+def _max_lag(sent: Sequence[SentWindow], decided: Decided) -> int:
     """Complete and undecided windows of one job, counted at each completion."""
-    by_job: dict[str, list[Sent]] = defaultdict(list)
+    by_job: dict[str, list[SentWindow]] = defaultdict(list)
     for one in sorted(sent, key=lambda one: one.window):
         by_job[one.job].append(one)
     most = 0

@@ -4,35 +4,34 @@ import asyncio
 import contextlib
 import multiprocessing
 import os
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench.harness.broker import broker_with_bus
 from bench.scale.generator import Published, ScaleError, generate
 from bench.scale.ingest import Ingest, measure_ingest
 from bench.scale.latency import achieved_rate, kept_rate, latency_of, lateness_ms, publishing_ms
 from bench.scale.meter import MIB, Meter, cpu_seconds, rss_growth_bytes, wait_seconds
-from bench.scale.plan import WARM_UP_WINDOWS, Plan
-from bench.scale.result import Result
+from bench.scale.plan import WARM_UP_WINDOWS, ScalePlan
+from bench.scale.result import ScaleResult
 from bench.scale.watch import Watch
 
+from dynamix.cli.progress_line import ProgressLine
 from dynamix.cli.services import ServiceProcess, bus_environment, wait_until_ready
 from dynamix.runtime.bus import Bus
-from dynamix.runtime.bus.provision import provision
-from dynamix.runtime.embedded import EmbeddedServer
 from dynamix.runtime.settings import BusSettings
 from dynamix.runtime.worker_process import begin
 
 ARBITRATOR, BROKER = "arbitrator", "broker"
 LAST_DECISIONS_S = 30.0
 """How long after the last state decisions are waited for; what is missing then is missing."""
-PROGRESS_S = 5.0
+PROGRESS_S = 20.0
 
 
-class _Seen(NamedTuple):
+class _Observations(NamedTuple):
     """All that the figures are made of."""
 
     published: Published
@@ -42,31 +41,26 @@ class _Seen(NamedTuple):
     load_average: float
 
 
-async def measure(plan: Plan, *, ingest_messages: int, say: bool) -> Result:
+async def measure(plan: ScalePlan, *, ingest_messages: int) -> ScaleResult:
     """Run one measurement.
 
     Raises:
         ScaleError: when the generator did not keep its rate, or the arbitrator ended; it has no figures then.
     """
-    async with EmbeddedServer() as server:
-        bus = await Bus.connect(server.settings, name="scale")
-        try:
-            await provision(bus)
-            watch = Watch(bus, plan.all_windows * plan.num_jobs)
-            async with _arbitrator(bus, server.settings) as arbitrator:
-                meter = Meter({ARBITRATOR: arbitrator.pid, BROKER: server.pid})
-                published = await _load(plan, server.settings, watch, meter, say=say)
-                load_average = os.getloadavg()[0]
-            ingest = await measure_ingest(plan, bus, server.settings, num_messages=ingest_messages)
-        finally:
-            await bus.close()
+    async with broker_with_bus("scale") as (server, bus):
+        watch = Watch(bus, plan.all_windows * plan.num_jobs)
+        async with _arbitrator(bus, server.settings) as arbitrator:
+            meter = Meter({ARBITRATOR: arbitrator.pid, BROKER: server.pid})
+            published = await _load(plan, server.settings, watch, meter)
+            load_average = os.getloadavg()[0]
+        ingest = await measure_ingest(plan, bus, server.settings, num_messages=ingest_messages)
     if not kept_rate(plan, published.sent):
         raise ScaleError(
             f"the generator did not keep its rate: asked {plan.rate:g} windows/s, achieved "
             f"{achieved_rate(plan, published.sent):.3f}, late by up to {lateness_ms(published.sent):.0f} ms; nothing "
             "that was measured counts: take fewer --workers, a lower --rate, or a quieter machine"
         )
-    return _result(plan, _Seen(published, watch, meter, ingest, load_average))
+    return _result(plan, _Observations(published, watch, meter, ingest, load_average))
 
 
 @contextlib.asynccontextmanager
@@ -93,19 +87,12 @@ def _tail(log: Path) -> str:
     return log.read_text(errors="replace")[-2000:] or "it wrote no log"
 
 
-async def _load(plan: Plan, settings: BusSettings, watch: Watch, meter: Meter, *, say: bool) -> Published:
+async def _load(plan: ScalePlan, settings: BusSettings, watch: Watch, meter: Meter) -> Published:
     """Let the generator run, and wait for the last decisions."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, context, initializer=begin, initargs=(os.getpid(),)) as pool:
-        background = [
-            asyncio.create_task(coroutine)
-            for coroutine in (
-                watch.read_actions(),
-                watch.read_heartbeats(),
-                meter.run(),
-                _progress(plan, watch, say=say),
-            )
-        ]
+        endless = (watch.read_actions(), watch.read_heartbeats(), meter.run(), _progress(plan, watch))
+        background = [asyncio.create_task(coroutine) for coroutine in endless]
         try:
             await watch.listening.wait()
             generating = asyncio.get_running_loop().run_in_executor(pool, generate, plan, settings)
@@ -131,16 +118,15 @@ async def _first_of(generating: asyncio.Future[Published], background: Sequence[
     return await generating
 
 
-async def _progress(plan: Plan, watch: Watch, *, say: bool) -> None:
-    total = plan.all_windows * plan.num_jobs
+async def _progress(plan: ScalePlan, watch: Watch) -> None:
+    line = ProgressLine(PROGRESS_S)
     while True:
-        await asyncio.sleep(PROGRESS_S)
-        if say:
-            sys.stderr.write(f"\r{len(watch.decided)} of {total} windows decided")
-            sys.stderr.flush()
+        await asyncio.sleep(1.0)
+        if line.is_due():
+            line.show(f"{len(watch.decided)} of {plan.all_windows * plan.num_jobs} windows decided")
 
 
-def _result(plan: Plan, seen: _Seen) -> Result:
+def _result(plan: ScalePlan, seen: _Observations) -> ScaleResult:
     published, watch, meter, ingest, load_average = seen
     judged = [one for one in published.sent if one.window >= WARM_UP_WINDOWS]
     begin_s, end_s = min(one.due_s for one in judged), max(one.due_s for one in judged) + plan.interval_s
@@ -148,7 +134,7 @@ def _result(plan: Plan, seen: _Seen) -> Result:
     latency = latency_of(published.sent, watch.decided)
     samples, broker = meter.samples[ARBITRATOR], meter.samples[BROKER]
     cpu_s, wait_s = cpu_seconds(samples, begin_s, end_s), wait_seconds(samples, begin_s, end_s)
-    return Result(
+    return ScaleResult(
         workers=plan.num_workers,
         jobs=plan.num_jobs,
         nodes=plan.nodes_per_job * plan.num_jobs,

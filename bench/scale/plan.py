@@ -6,12 +6,12 @@ from bench.messages.nodes import RANKS_PER_NODE
 from dynamix.schemas.fields import MAX_RANKS
 
 WARM_UP_WINDOWS = 5
-"""Of each job, before those that are judged: the first ones import, compile checkers and fill caches."""
+"""Windows of each job before those that are judged: the first ones import, compile checkers and fill caches."""
 MEMORY_WARM_UP_S = 300.0
 """Growth of memory is counted from here on, or from a fifth of a shorter run."""
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class ScalePlan(msgspec.Struct, frozen=True, kw_only=True):
     """One measurement. Workers are those of all jobs together."""
 
     num_workers: int = 1024

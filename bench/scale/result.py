@@ -1,6 +1,7 @@
 """The figures of one measurement, and which targets they miss."""
 
 import msgspec
+from bench.harness.targets import Target
 from bench.scale.plan import MEMORY_WARM_UP_S
 
 MAX_P95_MS = 100.0
@@ -10,7 +11,7 @@ MEMORY_RUN_S = MEMORY_WARM_UP_S + 1200.0
 """Runs shorter than this say nothing about the growth of memory."""
 
 
-class Result(msgspec.Struct, frozen=True, kw_only=True):
+class ScaleResult(msgspec.Struct, frozen=True, kw_only=True):
     """All figures; latencies by the broker's clock, CPU in per cent of one core, memory in MiB."""
 
     workers: int
@@ -36,16 +37,16 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     ingest_per_s: float
     raw_per_s: float
     ingest_cpu_us: float
-    """Of the reading process per message, decoding included."""
+    """CPU time of the reading process per message, decoding included."""
     raw_cpu_us: float
     cpu_percent: float
-    """Of the arbitrator, over the judged windows."""
+    """CPU time of the arbitrator over the judged windows, in per cent of a core."""
     cpu_us_per_rank_window: float
-    """The same, over ranks and windows."""
+    """The same time, over ranks and windows."""
     rss_mb: float
-    """Of the arbitrator at the end."""
+    """Memory of the arbitrator at the end."""
     rss_growth_mb: float
-    """Of the arbitrator, after a warm-up of 300 s or a fifth of the run."""
+    """Growth of the arbitrator's memory, after a warm-up of 300 s or a fifth of the run."""
     max_loop_lag_ms: int
     """The longest that the arbitrator's event loop was late."""
     broker_cpu_percent: float
@@ -58,37 +59,39 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     """Median time from a window's first message to the acknowledgement of its last state."""
     messages_per_s: float
     bytes_per_s: float
-    """Of payloads published, actions left out."""
+    """Bytes of payloads published, actions left out."""
     state_bytes: int
     action_bytes: int
     publish_retries: int
     load_average: float
-    """Of the machine over the last minute of the run, other work included."""
+    """Load of the machine over the last minute of the run, other work included."""
     wait_ms_per_window: float | None = None
-    """That the arbitrator was ready and waited for a processor, which other work had: so much of a latency is not ours.
+    """Time that the arbitrator was ready and waited for a processor: so much of a latency is not ours.
     `None` where the kernel does not count."""
 
 
-def missed(result: Result) -> list[str]:
-    """What the measurement holds against the system, in words; empty when all targets are met."""
-    found = []
-    if result.windows_decided < result.windows_expected or result.actions_out_of_chain:
-        found.append(
-            f"{result.windows_decided} of {result.windows_expected} windows decided, "
-            f"{result.actions_out_of_chain} actions out of their chain"
-        )
-    if not result.decision_latency_p95_ms <= MAX_P95_MS:
-        found.append(f"p95 of the decision latency {result.decision_latency_p95_ms:.1f} ms, not {MAX_P95_MS:g}")
-    if not result.ingest_vs_raw >= MIN_INGEST:
-        found.append(f"ingest {result.ingest_vs_raw:.2f} of raw, not {MIN_INGEST:g}")
-    if result.seconds >= MEMORY_RUN_S and result.rss_growth_mb > MAX_RSS_GROWTH_MB:
-        found.append(f"memory grew by {result.rss_growth_mb:.1f} MB, not {MAX_RSS_GROWTH_MB:g}")
-    return found
+def targets_of(result: ScaleResult) -> list[Target]:
+    """The targets of one measurement; a short one has none for memory."""
+    label = f"{result.policy}, {result.workers:,} workers:"
+    latency = Target(
+        name=f"{label} p95 of the decision latency, ms", value=result.decision_latency_p95_ms, at_most=MAX_P95_MS
+    )
+    ingest = Target(name=f"{label} ingest of raw", value=result.ingest_vs_raw, at_least=MIN_INGEST)
+    memory = Target(name=f"{label} growth of memory, MB", value=result.rss_growth_mb, at_most=MAX_RSS_GROWTH_MB)
+    return [latency, ingest, *([memory] if result.seconds >= MEMORY_RUN_S else [])]
 
 
-def describe(result: Result) -> str:
+def missed(result: ScaleResult) -> list[str]:
+    """What must hold beside the targets and does not, in words: every window is decided once, in its chain."""
+    if result.windows_decided >= result.windows_expected and not result.actions_out_of_chain:
+        return []
+    decided = f"{result.windows_decided} of {result.windows_expected} windows decided"
+    return [f"{decided}, {result.actions_out_of_chain} actions out of their chain"]
+
+
+def describe(result: ScaleResult) -> str:
     """The figures for people."""
-    return f"""
+    return f"""\
 {result.workers:,} workers on {result.nodes:,} nodes in {result.jobs} job(s), {result.policy}, \
 {result.rate:g} windows/s each, {result.seconds:g} s
   decision latency   p50 {result.decision_latency_p50_ms:.1f}, p95 {result.decision_latency_p95_ms:.1f}, \
@@ -105,7 +108,7 @@ raw {result.raw_per_s:,.0f}/s at {result.raw_cpu_us:.1f} us
   passed through     {result.messages_per_s:,.0f} messages/s, {result.bytes_per_s / 1e6:.2f} MB/s"""
 
 
-def _waited(result: Result) -> str:
+def _waited(result: ScaleResult) -> str:
     if result.wait_ms_per_window is None:
         return ""
     return (

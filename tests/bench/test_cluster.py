@@ -1,6 +1,5 @@
 """The benchmark across hosts: once as a user runs it, then its thinking on made-up windows."""
 
-import argparse
 import asyncio
 import subprocess
 import sys
@@ -9,12 +8,11 @@ from pathlib import Path
 import msgspec
 import pytest
 from bench.cluster import table
-from bench.cluster.arguments import add_arguments, by_rank, plan_of
-from bench.cluster.display import describe
-from bench.cluster.figure import draw
-from bench.cluster.plan import Arm, Plan
-from bench.cluster.seen import Seen
-from bench.cluster.summary import Result, Spread, missed, summarise
+from bench.cluster.arguments import by_rank, cluster_parser, plan_of
+from bench.cluster.display import describe, panels_of
+from bench.cluster.plan import Arm, ClusterPlan
+from bench.cluster.summary import ClusterResult, JobMessages, Spread, missed, summarise
+from bench.harness.figure import draw
 from bench.hosts.cgroups import find_hierarchies
 from bench.hosts.namespace import DIRECTORY
 from tests.support import made
@@ -24,7 +22,7 @@ from tests.support.brokers import until
 from dynamix.collector.proc import NamespaceTraffic
 from dynamix.schemas.messages import Applied, MetricWindow, NetworkMetrics, RankMetrics, SystemMetrics
 
-PLAN = Plan(num_hosts=2, num_windows=3, num_warm_up_windows=1)
+PLAN = ClusterPlan(num_hosts=2, num_windows=3, num_warm_up_windows=1)
 NO_TRAFFIC = NamespaceTraffic(0, 0, 0)
 
 
@@ -87,12 +85,12 @@ def window_of(rank: int, number: int, step_s: float = 0.1, **network: int) -> Me
     return msgspec.structs.replace(made.window(f"host-{rank}", window=number, job_metrics=job), ranks=(metrics,))
 
 
-def result_of(plan: Plan = PLAN, policy: str = "static", **network: int) -> Result:
+def result_of(plan: ClusterPlan = PLAN, policy: str = "static", **network: int) -> ClusterResult:
     """Windows of 0.3, 0.1 and 0.2 s per step."""
-    seen = Seen(plan.num_hosts, plan.num_windows, lambda *_: None)
+    seen = JobMessages(plan.num_hosts, plan.num_windows)
     for number, step_s in enumerate((0.3, 0.1, 0.2)):
         for rank in range(plan.num_hosts):
-            seen.add(window_of(rank, number, step_s, **network))
+            seen.record_message(window_of(rank, number, step_s, **network))
     return summarise(plan, Arm(policy, 32), seen, [NO_TRAFFIC] * plan.num_hosts)
 
 
@@ -113,10 +111,10 @@ def test_medians_leave_out_what_is_to_warm_up_and_windows_do_not() -> None:
 
 
 def test_a_window_counts_when_all_hosts_sent_it() -> None:
-    seen = Seen(2, 3, lambda *_: None)
+    seen = JobMessages(2, 3)
     for rank, number in ((0, 0), (1, 0), (0, 1), (0, 2), (1, 2), (1, 2)):
-        seen.add(window_of(rank, number))
-    assert not seen.complete.is_set()
+        seen.record_message(window_of(rank, number))
+    assert not seen.is_complete
     applied = Applied(
         job=made.JOB,
         generation=0,
@@ -126,7 +124,7 @@ def test_a_window_counts_when_all_hosts_sent_it() -> None:
         local_batch_sizes=(32, 32),
     )
     for message in (applied, made.action(0), made.action(1)):
-        seen.add(message)
+        seen.record_message(message)
     result = summarise(PLAN, Arm("rule", 32), seen, [NO_TRAFFIC, NamespaceTraffic(10, 20, 30)])
     assert (result.num_windows, result.num_windows_planned) == (2, 3)
     assert (result.num_actions, result.num_actions_applied) == (2, 1)
@@ -135,13 +133,13 @@ def test_a_window_counts_when_all_hosts_sent_it() -> None:
     assert (result.ranks[1].host_tx_bytes, result.ranks[1].host_rx_bytes, result.ranks[1].host_retransmits) == (
         *(10, 20, 30),
     )
-    seen.add(window_of(1, 1))
-    assert seen.complete.is_set()
+    seen.record_message(window_of(1, 1))
+    assert seen.is_complete
 
 
 def test_a_run_of_which_nothing_was_seen_is_no_result() -> None:
     with pytest.raises(ValueError, match="none of the 3 windows"):
-        summarise(PLAN, Arm("rule", 32), Seen(2, 3, lambda *_: None), [NO_TRAFFIC] * 2)
+        summarise(PLAN, Arm("rule", 32), JobMessages(2, 3), [NO_TRAFFIC] * 2)
 
 
 def test_one_window_has_no_spread() -> None:
@@ -161,7 +159,7 @@ def test_one_window_has_no_spread() -> None:
 )
 def test_a_plan_that_cannot_be_run_says_why(arguments: dict[str, object], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        Plan(**arguments)  # type: ignore[arg-type]
+        ClusterPlan(**arguments)  # type: ignore[arg-type]
 
 
 def test_a_policy_may_bring_its_own_size() -> None:
@@ -177,27 +175,26 @@ def test_what_is_slow_is_given_by_rank_and_said_in_words() -> None:
     for text in ("3", "x=1", "-1=1"):
         with pytest.raises(ValueError, match="RANK=VALUE"):
             by_rank([text], str)
-    plan = Plan(slow_cpus={1: 0.1}, slow_links={3: "20mbit"}, queue_limit_bytes=10_000)
+    plan = ClusterPlan(slow_cpus={1: 0.1}, slow_links={3: "20mbit"}, queue_limit_bytes=10_000)
     assert describe(plan) == (
         "4 hosts of 0.4 cores; rank 1 has 0.1 cores; rank 3's link has 20mbit, queues of 10000 bytes"
     )
 
 
 def test_arguments_become_a_plan() -> None:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    assert plan_of(parser.parse_args([])) == Plan()
+    parser = cluster_parser("cluster", None)
+    assert plan_of(parser.parse_args([])) == ClusterPlan()
     options = parser.parse_args(["--cpu", "none", "--queue-limit", "4500", "--windows", "30", "--probe", "ebpf"])
-    expected = Plan(cores=None, queue_limit_bytes=4500, num_windows=30, probe="ebpf")
+    expected = ClusterPlan(cores=None, queue_limit_bytes=4500, num_windows=30, probe="ebpf")
     assert plan_of(options) == expected
-    assert msgspec.json.decode(msgspec.json.encode(expected), type=Plan) == expected  # as it reaches the ranks
+    assert msgspec.json.decode(msgspec.json.encode(expected), type=ClusterPlan) == expected  # as it reaches the ranks
 
 
 def test_the_table_compares_actions_within_a_condition_and_the_slow_rank_with_the_others() -> None:
     fast, slow = result_of(policy="rule"), result_of()
     fast = msgspec.structs.replace(fast, throughput=Spread(median=1500, low=1500, high=1500))
     cells = {("slow link", table.EQUAL): [slow], ("slow link", "rule"): [fast]}
-    lines = table.markdown(cells, slow_rank=1).splitlines()
+    lines = table.tables_of(cells, slow_rank=1).splitlines()
     assert lines[0] == "| one rank has | equal split | rule |"
     assert lines[2] == "| slow link | 150 ms, 750/s, **1.00x** (32/33) | 150 ms, 1500/s, **2.00x** (32/33) |"
     state = lines[-1].split(" | ")
@@ -207,5 +204,5 @@ def test_the_table_compares_actions_within_a_condition_and_the_slow_rank_with_th
 
 
 def test_a_picture_has_a_column_for_every_run(tmp_path: Path) -> None:
-    draw([result_of(), result_of(policy="rule")], PLAN, tmp_path / "new" / "figure.png")
+    draw(panels_of([result_of(), result_of(policy="rule")], PLAN), tmp_path / "new" / "figure.png")
     assert (tmp_path / "new" / "figure.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

@@ -79,7 +79,7 @@ def connection(sender: Host, receiver: Host) -> Iterator[tuple[socket.socket, so
 def send(
     sender: Host, receiver: Host, num_bytes: int, on_first: Callable[[], None] = lambda: None
 ) -> tuple[float, int]:
-    """Seconds until all has arrived, and how many segments the socket says it sent again."""
+    """Seconds until all has arrived, and how many segments the socket says it retransmitted."""
     with connection(sender, receiver) as (client, accepted):
         thread = threading.Thread(target=client.sendall, args=(bytes(num_bytes),))
         began_s = time.monotonic()
@@ -159,7 +159,7 @@ def test_a_link_can_change_while_it_carries(pair: tuple[Host, Host]) -> None:
 
 
 @pytest.mark.bpf
-def test_a_short_queue_makes_tcp_send_segments_again_and_they_are_counted(pair: tuple[Host, Host]) -> None:
+def test_a_short_queue_makes_tcp_retransmit_and_segments_are_counted(pair: tuple[Host, Host]) -> None:
     pair[1].set_link(Link.parse("50mbit", queue_limit_bytes=10_000))
     before = pair[0].traffic()
     _, retransmits = send(*pair, 1_000_000)
@@ -272,7 +272,7 @@ def test_a_rate_is_written_as_tc_writes_it(text: str, rate: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["20", "20mbps", "-1mbit", "fast", "1bit"])
-def test_a_rate_that_is_none_is_refused(text: str) -> None:
+def test_an_invalid_rate_is_refused(text: str) -> None:
     with pytest.raises(HostsError, match=r"rate|below"):
         Link.parse(text)
 
@@ -320,7 +320,7 @@ def test_with_version_2_alone_the_share_is_in_the_same_cgroup(tmp_path: Path) ->
     assert (cgroup.unified / "cpu.max").read_text() == f"max {PERIOD_US}"
 
 
-def test_an_owner_that_nobody_has_taken_leave_of_is_dead_all_the_same() -> None:
+def test_a_zombie_owner_is_dead() -> None:
     with subprocess.Popen(["sleep", "1000"]) as process:
         name = Name(process.pid, Proc().stat(process.pid).start_ticks, 0)
         assert name.has_living_owner()
@@ -330,7 +330,7 @@ def test_an_owner_that_nobody_has_taken_leave_of_is_dead_all_the_same() -> None:
         assert Proc().stat(process.pid).start_ticks == name.start_ticks  # a zombie
 
 
-def test_a_name_says_whose_it_is() -> None:
+def test_a_name_identifies_its_owner() -> None:
     name = Name.make()
     assert Name.parse(f"{name}.switch") == name
     assert Name.parse("somebody-elses") is None
