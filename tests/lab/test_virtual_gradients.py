@@ -123,7 +123,7 @@ def test_the_noise_estimate_is_fed_as_the_hook_of_a_real_job_feeds_it() -> None:
     for rank, start in enumerate(counts.starts[:-1]):
         stop = start + counts.values[rank]
         _, _, norm = _alone(gradients, MLP, inputs[start:stop], labels[start:stop])
-        expected[rank].add(counts, rank, norm, sums.norms.reduced)
+        expected[rank].add_step(counts, rank, norm, sums.norms.reduced)
     for own, other in zip(found, expected, strict=True):
         assert own.num_steps == 1
         assert own.local_trace == pytest.approx(other.local_trace, rel=1e-12)

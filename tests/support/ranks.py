@@ -114,8 +114,8 @@ def _join(place: _Place) -> None:
         store = _tcp_store(place.directory / "port", place.rank, place.world_size)
         dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world_size)
         return
-    meeting = f"file://{place.directory}/store"
-    dist.init_process_group("gloo", init_method=meeting, rank=place.rank, world_size=place.world_size)
+    rendezvous = f"file://{place.directory}/store"
+    dist.init_process_group("gloo", init_method=rendezvous, rank=place.rank, world_size=place.world_size)
 
 
 def _tcp_store(port_file: Path, rank: int, world_size: int) -> dist.TCPStore:

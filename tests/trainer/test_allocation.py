@@ -8,8 +8,8 @@ from tests.support.ranks import run_ranks
 
 from dynamix.schemas.allocation import EXACT, Allocation, Exchange
 from dynamix.schemas.codec import decode, encode
-from dynamix.schemas.kinds import subject_of
 from dynamix.schemas.messages import Action
+from dynamix.schemas.subjects import subject_of
 from dynamix.trainer.data.schedule import Schedule
 from dynamix.trainer.steering.collectives import BroadcastDecision
 from dynamix.trainer.steering.collectives import Exchange as Collectives

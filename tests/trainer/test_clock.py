@@ -35,8 +35,8 @@ def test_the_parts_of_a_step_are_its_whole(now: list[float]) -> None:
     )
     assert clock.last == StepTimes(data_s=1, compute_s=4, sync_s=8, update_s=32)
     assert clock.last.step_s == 45
-    assert clock.take() == [StepTimes(1, 4, 8, 32)]
-    assert clock.take() == []
+    assert clock.take_times() == [StepTimes(1, 4, 8, 32)]
+    assert clock.take_times() == []
     assert clock.last == StepTimes(1, 4, 8, 32)
 
 
@@ -44,7 +44,7 @@ def test_what_lies_between_two_steps_counts_for_neither(now: list[float]) -> Non
     clock = HostClock()
     _step(clock, now, (0, "asked"), (1, "handed_out"), (1, "gradient_ready"), (1, "reduced"), (1, "end"))
     _step(clock, now, (500, "asked"), (1, "handed_out"), (1, "gradient_ready"), (1, "reduced"), (1, "end"))
-    assert clock.take() == [StepTimes(1, 1, 1, 1)] * 2
+    assert clock.take_times() == [StepTimes(1, 1, 1, 1)] * 2
 
 
 def test_our_own_work_after_a_step_is_charged_to_the_next(now: list[float]) -> None:
@@ -52,15 +52,15 @@ def test_our_own_work_after_a_step_is_charged_to_the_next(now: list[float]) -> N
     _step(clock, now, (0, "asked"), (1, "handed_out"), (1, "gradient_ready"), (1, "reduced"), (1, "end"))
     clock.charge(0.25)
     _step(clock, now, (0, "asked"), (1, "handed_out"), (1, "gradient_ready"), (1, "reduced"), (1, "end"))
-    assert [step.update_s for step in clock.take()] == [1, 1.25]
+    assert [step.update_s for step in clock.take_times()] == [1, 1.25]
 
 
 def test_without_a_bucket_computing_ends_where_the_optimizer_begins(now: list[float]) -> None:
     clock = HostClock()
     _step(clock, now, (0, "asked"), (1, "handed_out"), (4, "before_update"), (2, "end"))
-    assert clock.take() == [StepTimes(1, 4, 0, 2)]
+    assert clock.take_times() == [StepTimes(1, 4, 0, 2)]
     _step(clock, now, (0, "asked"), (1, "handed_out"), (4, "end"))
-    assert clock.take() == [StepTimes(1, 4, 0, 0)]
+    assert clock.take_times() == [StepTimes(1, 4, 0, 0)]
 
 
 def test_the_monotonic_clock_is_read() -> None:
@@ -122,7 +122,7 @@ def test_a_device_tells_its_newest_finished_step_once_and_waits_for_none(monkeyp
     assert _device_step(clock, 2, 6) == 0.0  # told already, and the next ones are not done
     _Event.device_s = 1000.0
     assert _device_step(clock, 4, 1) == 6 / 2  # the newest, not those in between
-    assert [step.compute_s for step in clock.take()] == [2, 8, 4, 6, 1]
+    assert [step.compute_s for step in clock.take_times()] == [2, 8, 4, 6, 1]
     assert _device_step(clock, 0, 3) == 1 / 4  # known when the window was taken, its events used again since
     assert _device_step(clock, 4, 5) == 0.0  # a step without samples has no time per sample
     assert _device_step(clock, 4, 5) == 5 / 4

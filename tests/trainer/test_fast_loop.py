@@ -89,8 +89,8 @@ def test_slots_come_back_with_the_gradient_in_any_format(dtype: torch.dtype, pre
     sent[0] += 7.0  # as another rank's gradient does
     assert bucket.tolist() == [1.0, -2.0]
     assert slots.receive().tolist() == [7.5, -1.0]
-    assert slots.take() == [0.0, pytest.approx(seconds, rel=precision), 0.0]
-    assert slots.take() is None
+    assert slots.take_seconds() == [0.0, pytest.approx(seconds, rel=precision), 0.0]
+    assert slots.take_seconds() is None
 
 
 def test_a_rank_without_samples_sends_zeros_whatever_its_dummy_batch_did() -> None:
@@ -130,7 +130,7 @@ def _attach(data: Numbered, **options: Any) -> tuple[Session, nn.Module, Any, li
     } | options
     session = dynamix.attach(model, optimizer, data, **chosen)
     published: list[Message] = []
-    session._parts.steering._wire = session._parts.steering._wire._replace(publish=published.append)
+    session._transport.publish = published.append  # type: ignore[method-assign]
     return session, model, optimizer, published
 
 
@@ -240,7 +240,7 @@ def _hold_times(session: Session, rank: int) -> None:
         slow = (step // 20) % 2 == rank
         return (0.003 if slow else 0.001) * (1 + step % 3 / 50)
 
-    session._parts.clock.seconds_per_sample = seconds_per_sample  # type: ignore[method-assign]
+    session._meter.clock.seconds_per_sample = seconds_per_sample  # type: ignore[method-assign]
 
 
 def _resume(rank: int, num_workers: int) -> dict[str, Any]:
@@ -352,7 +352,7 @@ def _ask_for_tracking(_rank: int, options: dict[str, Any]) -> dict[str, Any]:
         (session.scale_loss(loss) if options.get("weighting") == "loss" else loss).backward()
         optimizer.step()
         session.step(loss)
-    splits = {entry.allocation.split for entry in session._parts.schedule.entries_since(session.step_index)}
+    splits = {entry.allocation.split for entry in session._run.schedule.entries_since(session.step_index)}
     sizes = session.local_batch_sizes
     session.close()
     jobs = [message for message in published if isinstance(message, Job)]

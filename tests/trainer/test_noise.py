@@ -23,7 +23,7 @@ def _rank_sums(counts: Counts, num_steps: int, generator: np.random.Generator) -
         ]
         mean = sum(count / counts.total * gradient for count, gradient in zip(counts.values, local, strict=True))
         for rank, gradient in enumerate(local):
-            sums[rank].add(counts, rank, float(gradient @ gradient), float(mean @ mean))
+            sums[rank].add_step(counts, rank, float(gradient @ gradient), float(mean @ mean))
     return sums
 
 
@@ -55,34 +55,34 @@ def test_a_step_that_is_not_finite_is_left_out_by_all_ranks_alike() -> None:
     with_bad, without = [NoiseSums(), NoiseSums()], [NoiseSums(), NoiseSums()]
     for rank in (0, 1):
         for local, reduced in [(3.0, 2.0), (math.inf if rank else 1.0, math.nan), (5.0, 4.0)]:
-            with_bad[rank].add(counts, rank, local, reduced)
+            with_bad[rank].add_step(counts, rank, local, reduced)
         for local, reduced in [(3.0, 2.0), (5.0, 4.0)]:
-            without[rank].add(counts, rank, local, reduced)
+            without[rank].add_step(counts, rank, local, reduced)
     assert window_moments(with_bad) == window_moments(without)
 
 
 def test_a_norm_that_is_not_finite_on_one_rank_only_masks_the_window() -> None:
     sums = [NoiseSums(), NoiseSums()]
-    sums[0].add(Counts([4, 4]), 0, 1.0, 1.0)
-    sums[1].add(Counts([4, 4]), 1, math.inf, 1.0)
+    sums[0].add_step(Counts([4, 4]), 0, 1.0, 1.0)
+    sums[1].add_step(Counts([4, 4]), 1, math.inf, 1.0)
     assert window_moments(sums) is None
 
 
 def test_one_active_rank_says_nothing_about_noise() -> None:
     sums = [NoiseSums(), NoiseSums()]
     for rank, part in enumerate(sums):
-        part.add(Counts([0, 8]), rank, 1.0, 1.0)
+        part.add_step(Counts([0, 8]), rank, 1.0, 1.0)
     assert window_moments(sums) is None
     average = NoiseAverage()
-    average.add(None)
+    average.observe_window(None)
     assert average.value is None
 
 
 def test_averages_are_corrected_for_their_start() -> None:
     average = NoiseAverage(decay=0.9)
-    average.add(NoiseMoments(4.0, -1.0))
+    average.observe_window(NoiseMoments(4.0, -1.0))
     assert average.value is not None
     assert (average.value.trace, average.value.squared_norm) == pytest.approx((4.0, -1.0))
-    average.add(NoiseMoments(8.0, 3.0))
+    average.observe_window(NoiseMoments(8.0, 3.0))
     assert average.value.trace == pytest.approx((0.09 * 4 + 0.1 * 8) / 0.19)
     assert average.value.squared_norm == pytest.approx((0.09 * -1 + 0.1 * 3) / 0.19)

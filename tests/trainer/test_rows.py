@@ -10,7 +10,6 @@ from dynamix.schemas.codec import decode, encode
 from dynamix.schemas.messages import Report, SocketCounters
 from dynamix.schemas.subjects import subject_of
 from dynamix.trainer.gradient.noise import NoiseSums
-from dynamix.trainer.job.identity import Place
 from dynamix.trainer.measurement.clock import StepTimes
 from dynamix.trainer.measurement.memory import DeviceMemory
 from dynamix.trainer.measurement.process import ProcessIdentity
@@ -33,7 +32,7 @@ def _row(
     times_split: bool = True,
 ) -> Row:
     return make_row(
-        Place(rank=1, local_rank=1, node="node-a", node_ranks=(0, 1)),
+        1,
         ProcessIdentity(pid=1234, start_ticks=2**40 + 1, namespace=4026531836, uid=1000),
         num_samples=num_samples,
         loss_sum=loss_sum,

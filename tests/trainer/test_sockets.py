@@ -329,7 +329,7 @@ def _train_and_report(rank: int) -> dict[str, Any]:
     options: dict[str, Any] = {"local_batch_size": 8, "min_local_batch_size": 8, "window_steps": 2, "policy": "static"}
     session = dynamix.attach(model, optimizer, data, connect=False, **options)
     reports: list[Message] = []
-    session._parts.steering._wire = session._parts.steering._wire._replace(publish=reports.append)
+    session._transport.publish = reports.append  # type: ignore[method-assign]
     attached = _tcp_sockets(port)
     dist.barrier()  # all have looked
 
@@ -350,7 +350,7 @@ def _train_and_report(rank: int) -> dict[str, Any]:
         "closed": closed,
         "joined": matched - attached,
         "unnamed": _tcp_sockets(port) - matched,
-        "named": session._parts.steering._parts.sockets.cookies,
+        "named": session._meter.sockets.cookies,
         "reports": [report for report in reports if isinstance(report, Report)],
     }
 

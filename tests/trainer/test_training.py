@@ -184,7 +184,7 @@ def _resume(rank: int, num_workers: int) -> dict[str, Any]:
     first = train(session, model, optimizer, until=CUT)
     file = io.BytesIO()
     torch.save([model.state_dict(), optimizer.state_dict(), session.state_dict()], file)
-    pending = session._parts.schedule.newest.local_batch_sizes != session.local_batch_sizes
+    pending = session._run.schedule.newest.local_batch_sizes != session.local_batch_sizes
     session.close()
 
     file.seek(0)
@@ -193,7 +193,7 @@ def _resume(rank: int, num_workers: int) -> dict[str, Any]:
     for part, state in zip((model, optimizer, session), states, strict=True):
         part.load_state_dict(state)
     jobs: list[Message] = []
-    session._parts.steering._wire = session._parts.steering._wire._replace(publish=jobs.append)
+    session._transport.publish = jobs.append  # type: ignore[method-assign]
     second = train(session, model, optimizer, until=10**9)
     return {
         "same_indices": first + second == straight,
@@ -238,7 +238,7 @@ def _change_for_500_steps(_rank: int) -> dict[str, Any]:
             seen.add(session.local_batch_sizes)
             _train_step(session, model, optimizer, batch)
             offer(session, torch.randint(0, 24, (4,), generator=sizes).tolist())
-            noises.append(session._parts.steering.noise.value)
+            noises.append(session._run.noise.value)
             if session.step_index == 500:
                 break
     parameters = gather(flat_parameters(model))
@@ -320,10 +320,10 @@ def _run_out_of_memory(rank: int, caps: Path) -> dict[str, Any]:
         offer(session, (30, 33))
         _train_step(session, model, optimizer, batch)
         sizes.append(session.local_batch_sizes)
-    offers = session._parts.steering._offers
+    offers = session._steering._adoption._offers
     session.close()
     return {
-        "bounds": session._parts.steering.identity.max_local_batch_sizes,
+        "bounds": session._run.identity.max_local_batch_sizes,
         "sizes": set(sizes),
         "refused": None if offers is None else dict(offers.num_refused),
     }
@@ -410,7 +410,7 @@ def _count_traffic(_rank: int) -> list[Report]:
     )
     session, optimizer = _attach(data, model, window_steps=10)
     reports: list[Message] = []
-    session._parts.steering._wire = session._parts.steering._wire._replace(publish=reports.append)
+    session._transport.publish = reports.append  # type: ignore[method-assign]
     for _ in session.epochs(1):
         for batch in session.loader:
             _train_step(session, model, optimizer, batch)

@@ -69,7 +69,7 @@ def _compare(rank: int, reduction: str, options: dict[str, Any]) -> dict[str, An
     )
     order = epoch_order(NUM_SAMPLES, 0, 0, shuffle=True).tolist()
     errors, norm_errors, counts = [], [], []
-    hook = session._parts.hook
+    hook = session._hook
     for inputs, targets, _ in session.loader:
         plan = session.loader.plan
         assert plan is not None
@@ -86,7 +86,7 @@ def _compare(rank: int, reduction: str, options: dict[str, Any]) -> dict[str, An
         )
         errors.append(float((weighted - whole).abs().max() / whole.abs().max()))
         if hook is not None:
-            norms = hook.take()
+            norms = hook.take_norms()
             if plan.step % 3:
                 assert norms == ([], [])  # not measured
         if hook is not None and plan.step % 3 == 0:
@@ -113,7 +113,7 @@ def _compare_fsdp(_rank: int) -> dict[str, Any]:
         sharded, optimizer, data, local_batch_size=(9, 40), min_local_batch_size=0, window_steps=1, connect=False
     )
     reports: list[Message] = []
-    session._parts.steering._wire = session._parts.steering._wire._replace(publish=reports.append)
+    session._transport.publish = reports.append  # type: ignore[method-assign]
     order = epoch_order(len(data), 0, 0, shuffle=True).tolist()
     errors = []
     for inputs, targets, _ in session.loader:

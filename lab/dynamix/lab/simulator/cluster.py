@@ -77,7 +77,7 @@ class VirtualCluster:
         self._test = data.test
         self._make_training()
         self._reporters = reporters_of(self._options, self._identity)
-        self.job = self._reporters[0].job("running", initial=self._options.initial_allocation, total_samples=None)
+        self.job = self._reporters[0].specification(total_samples=None)
 
     def _make_training(self) -> None:
         scenario, seed = self.scenario, self.seed
@@ -139,7 +139,7 @@ class VirtualCluster:
         if action.window < self.window:
             self._waiting.append(action)
         else:
-            self._offers.add(action, self.window)  # of a window yet to come: counted as refused
+            self._offers.consider(action, self.window)  # of a window yet to come: counted as refused
 
     def run_window(self) -> list[Report]:
         """Train k steps and return the reports of all nodes; nothing when the run is over."""
@@ -220,14 +220,14 @@ class VirtualCluster:
         """Let the newest action that is old enough rule from the next window on."""
         due = self.window - 1 - self.scenario.lag_windows
         while self._waiting and self._waiting[0].window <= due:
-            self._offers.add(self._waiting.popleft(), self.window)
-        action = self._offers.take(self.window)
+            self._offers.consider(self._waiting.popleft(), self.window)
+        action = self._offers.adopt(self.window)
         if action is None:
             return
         self._fast_loop.adopt(self.position.step, action.allocation)
         self._decided = True
         self.applied.append(
-            self._reporters[0].applied(
+            self._reporters[0].receipt(
                 action,
                 effective_window=self.window,
                 effective_step=self.position.step,
@@ -240,7 +240,7 @@ class VirtualCluster:
         sizes = self._schedule.counts_at(self.position.step - 1)
         accuracy = self.evaluations[-1].accuracy if self.evaluations else None
         rows, simulated = self._recorder.take(accuracy)
-        self._noise.add(window_moments(row.noise for row in rows))
+        self._noise.observe_window(window_moments(row.noise for row in rows))
         totals = job_totals(
             rows,
             window=self.window - 1,
@@ -261,5 +261,5 @@ class VirtualCluster:
             )
             own = tuple(simulated[rank] for rank in node.ranks)
             reports.append(msgspec.structs.replace(report, simulated=own))
-            reporter.remember(rows, totals)
+            reporter.keep_window(rows, totals)
         return reports

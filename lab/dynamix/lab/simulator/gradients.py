@@ -35,7 +35,7 @@ class WorkerNorms(NamedTuple):
     def add_to(self, sums: Sequence[NoiseSums], counts: Counts) -> None:
         """Add the step to every worker's sums."""
         for rank, (own, local) in enumerate(zip(sums, self.local.tolist(), strict=True)):
-            own.add(counts, rank, local, self.reduced)
+            own.add_step(counts, rank, local, self.reduced)
 
 
 class StepSums(NamedTuple):

@@ -5,9 +5,8 @@ from collections.abc import Mapping
 import torch
 
 from dynamix.lab.workloads import Data, Part, family_of_name
-from dynamix.trainer.job.identity import Attempt
+from dynamix.trainer.job.identity import Attempt, JobIdentity
 from dynamix.trainer.job.options import JobOptions
-from dynamix.trainer.job.reporting import JobIdentity
 
 from .disturbances import LABELS, generator
 from .scenario import Scenario

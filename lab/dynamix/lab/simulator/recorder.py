@@ -6,9 +6,9 @@ import numpy.typing as npt
 from dynamix.schemas.messages import SocketCounters, SystemMetrics
 from dynamix.trainer.data.sampler import StepPlan
 from dynamix.trainer.gradient.noise import NoiseSums
-from dynamix.trainer.job.identity import Place
+from dynamix.trainer.job.identity import JobIdentity, Place
 from dynamix.trainer.job.options import JobOptions
-from dynamix.trainer.job.reporting import JobIdentity, Reporter
+from dynamix.trainer.job.reporting import Reporter
 from dynamix.trainer.measurement.clock import StepTimes
 from dynamix.trainer.measurement.process import ProcessIdentity
 from dynamix.trainer.measurement.rows import Row, make_row
@@ -80,7 +80,7 @@ class WindowRecorder:
     def _row(self, rank: int, held_out_accuracy: float | None) -> Row:
         times = StepTimes(0.0, float(self._compute_s[rank]), float(self._sync_s[rank]), self._update_s)
         return make_row(
-            self._places[rank],
+            self._places[rank].local_rank,
             NO_PROCESS,
             num_samples=int(self._num_samples[rank]),
             loss_sum=float(self._loss[rank]),
@@ -108,7 +108,8 @@ class WindowRecorder:
 def reporters_of(options: JobOptions, identity: JobIdentity) -> list[Reporter]:
     """One reporter per node, as each node's local rank 0 has one."""
     return [
-        Reporter(options, identity, Place(node.ranks[0], 0, node.node, tuple(node.ranks))) for node in identity.nodes
+        Reporter(options, identity, Place(node.ranks[0], 0, node.node, tuple(node.ranks)), options.initial_allocation)
+        for node in identity.nodes
     ]
 
 

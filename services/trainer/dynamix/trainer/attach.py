@@ -1,6 +1,5 @@
 """`attach`: puts a session together around a user's model, optimizer and data set."""
 
-from collections import deque
 from collections.abc import Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any, Literal, Unpack
@@ -14,22 +13,24 @@ from dynamix.runtime.settings import BusSettings
 from dynamix.schemas.messages import OptimizerFamily
 from dynamix.schemas.policies import DEFAULT_POLICY
 
-from .checkpoint import DataIdentity
 from .data.loader import Loader, LoaderOptions, drawn_ahead
-from .data.sampler import PlanSampler
-from .data.schedule import Schedule
+from .data.sampler import DataIdentity, PlanSampler
 from .gradient.learning_rate import FACTORS, LearningRateScaler, Rule
 from .gradient.weighting import BaseHook, GradientHook, Reduction
+from .job.memory_caps import MemoryCaps
 from .job.options import JobOptions, Weighting, family_of, sizes_of
 from .measurement.clock import AnyClock, DeviceClock, HostClock
-from .measurement.memory import MemoryCaps
+from .measurement.meter import RankMeter
 from .measurement.process import this_process
-from .measurement.window import WindowRecorder
-from .rendezvous import Meeting, meet
-from .session import Session, SessionParts
+from .measurement.window import WindowSteps
+from .rendezvous import Rendezvous, meet_ranks
+from .session import ExitRules, Session
 from .settings import Environment, read_environment
-from .steering.steering import Parts, Steering, Wire
+from .steering.adoption import Adoption
+from .steering.run import Run
+from .steering.steering import Steering
 from .wire.client import BusClient
+from .wire.transport import LocalTransport, Transport
 
 SPARE_STEPS = 2
 """Steps by which an action is broadcast earlier than prefetching alone demands."""
@@ -61,7 +62,7 @@ def attach(
     noise_every: int = 4,
     noise_decay: float = 0.9,
     memory_caps_path: str | Path | None = None,
-    connect: BusSettings | Literal[False] | None = None,
+    connect: BusSettings | Transport | Literal[False] | None = None,
     **loader_options: Unpack[LoaderOptions],
 ) -> Session:
     """Attach to a training job; a collective call, after `init_process_group` and wrapping the model.
@@ -95,11 +96,11 @@ def attach(
         noise_every: steps between two measurements of the gradient noise; each costs two passes over the gradient.
         noise_decay: of the averages of the gradient noise over windows.
         memory_caps_path: beside your checkpoint; where a rank that ran out of memory notes its bound.
-        connect: the bus; None reads `DYNAMIX_NATS_...`, False trains without one.
+        connect: the bus; None reads `DYNAMIX_NATS_...`, False trains without one; or a transport of your own.
         loader_options: for `torch.utils.data.DataLoader`: num_workers, prefetch_factor, collate_fn, pin_memory, ...
 
     Raises:
-        ValueError: for what cannot work, naming the value, the limit and the mend.
+        ValueError: for what cannot work, naming the value, the limit and how to fix it.
         RuntimeError: when torch.distributed is not initialised, or the model has a communication hook already.
     """
     world_size = _world_size(model)
@@ -128,47 +129,45 @@ def attach(
     )
     data = DataIdentity(_length(dataset), seed, shuffle)
     caps = MemoryCaps(None if memory_caps_path is None else Path(memory_caps_path))
-    bus = None if connect is False else connect or environment.bus
-    meeting = meet(name=name, options=options, data=data, caps=caps, environment=environment, bus=bus)
-    rank, exchange, identity = meeting.exchange.rank, meeting.exchange, meeting.identity
+    bus = environment.bus if connect is None else connect if isinstance(connect, BusSettings) else None
+    met = meet_ranks(name=name, options=options, data=data, caps=caps, environment=environment, bus=bus)
+    run = Run(options=options, data=data, place=met.place, identity=met.identity)
 
     device = next(model.parameters()).device
     clock: AnyClock = DeviceClock() if device.type == "cuda" else HostClock()
-    bounded = tuple(map(min, sizes, identity.max_local_batch_sizes))
-    schedule = Schedule(options.initial_allocation.with_sizes(bounded))
-    sampler = PlanSampler(data.num_samples, schedule, rank=rank, seed=seed, shuffle=shuffle, drop_last=drop_last)
+    sampler = PlanSampler(
+        data.num_samples, run.schedule, rank=met.place.rank, seed=seed, shuffle=shuffle, drop_last=drop_last
+    )
     loader = Loader(dataset, sampler, clock, options=loader_options)
     hook = _hook(model, weighting, clock, options, base_hook=base_hook, base_state=base_hook_state)
-    recorder = WindowRecorder(rank, reduction)
-    client = _client(bus, meeting, environment)
-    wire = _wire(client)
-    parts = Parts(exchange, schedule, sampler, clock, recorder, meeting.sockets, device, times_split=hook is not None)
-    steering = Steering(
-        options=options, identity=identity, place=meeting.place, process=this_process(), parts=parts, wire=wire
+    meter = RankMeter(
+        local_rank=met.place.local_rank,
+        process=this_process(),
+        clock=clock,
+        steps=WindowSteps(met.place.rank, reduction),
+        sockets=met.sockets,
+        device=device,
+        times_split=hook is not None,
     )
+    transport = _transport(connect, bus, met, environment)
+    adoption = Adoption(run, sampler, met.collectives, transport)
     rule = FACTORS[learning_rate_rule]
     scaler = LearningRateScaler(
-        optimizer, lambda: rule(schedule.counts_at(loader.position.step).total / options.base_global_batch_size)
+        optimizer, lambda: rule(run.schedule.counts_at(loader.position.step).total / options.base_global_batch_size)
     )
-    update = optimizer.register_step_pre_hook(lambda *_: clock.before_update())
     return Session(
-        SessionParts(
-            rank=rank,
-            options=options,
-            data=data,
-            schedule=schedule,
-            loader=loader,
-            clock=clock,
-            recorder=recorder,
-            steering=steering,
-            hook=hook,
-            memory_caps=caps,
-            client=client,
-            actions=wire.actions,
-            removables=(scaler, update),
+        run,
+        loader=loader,
+        meter=meter,
+        steering=Steering(run, meter, adoption, met.collectives, transport),
+        transport=transport,
+        hook=hook,
+        memory_caps=caps,
+        optimizer_hooks=(scaler, optimizer.register_step_pre_hook(lambda *_: clock.before_update())),
+        exit_rules=ExitRules(
             close_timeout_s=environment.trainer.close_timeout_s,
             may_restart=environment.launch.restart_count < environment.launch.max_restarts,
-        )
+        ),
     )
 
 
@@ -238,27 +237,25 @@ def _registers_hook(model: torch.nn.Module, weighting: Weighting) -> bool:
     return isinstance(model, DistributedDataParallel) and weighting != "loss"
 
 
-def _client(bus: BusSettings | None, meeting: Meeting, environment: Environment) -> BusClient | None:
-    """The bus client of a rank that speaks: the first of each node reports, rank 0 also listens."""
-    place = meeting.place
-    if bus is None or place.local_rank != 0:
-        return None
+def _transport(
+    connect: BusSettings | Transport | Literal[False] | None,
+    bus: BusSettings | None,
+    met: Rendezvous,
+    environment: Environment,
+) -> Transport:
+    """The way to the bus of a rank that speaks: the first of each node reports, rank 0 also listens."""
+    place = met.place
+    if place.local_rank != 0 or connect is False:
+        return LocalTransport()
+    if bus is None:
+        assert connect is not None, "without a connection of the caller's own the settings are the environment's"
+        assert not isinstance(connect, BusSettings), "its settings are the bus"
+        return connect
     client = BusClient(
         bus,
         node=place.node,
         outbox_messages=environment.trainer.outbox_messages,
-        actions_of=meeting.identity.job if place.rank == 0 else None,
+        actions_of=met.identity.job if place.rank == 0 else None,
     )
     client.start()
     return client
-
-
-def _wire(client: BusClient | None) -> Wire:
-    if client is None:
-        return Wire(publish=lambda _: None, actions=deque(), num_reports_dropped=lambda: 0, num_malformed=lambda: 0)
-    return Wire(
-        publish=client.publish,
-        actions=client.actions,
-        num_reports_dropped=lambda: client.outbox.num_dropped,
-        num_malformed=lambda: client.num_malformed,
-    )

@@ -7,26 +7,19 @@ import msgspec
 from dynamix.schemas.allocation import Allocation
 from dynamix.schemas.apportion import apportion
 
-from .data.sampler import Position
-from .data.schedule import Schedule, ScheduleEntry
-from .gradient.noise import NoiseAverage
-from .job.identity import Attempt
-from .steering.tracking import FilterState, RateFilter
+from .data.sampler import DataIdentity, Position
+from .data.schedule import ScheduleEntry
+from .job.identity import Attempt, generation_after
+from .job.memory_caps import merge_caps
+from .steering.run import Run
+from .steering.tracking import FilterState
 
 VERSION = 4
 READABLE = (3, 4)
-"""Version 3 knew sizes and split of an allocation only."""
+"""In version 3 an allocation had sizes and a split only."""
 
 
-class DataIdentity(NamedTuple):
-    """What the order of the samples depends on; a position means nothing in another order."""
-
-    num_samples: int
-    seed: int
-    shuffle: bool
-
-
-class Checkpoint(NamedTuple):
+class SessionCheckpoint(NamedTuple):
     """A saved session."""
 
     job: str
@@ -36,42 +29,44 @@ class Checkpoint(NamedTuple):
     position: Position
     world_size: int
     schedule: list[ScheduleEntry]
-    """The sizes in force at the position, and those already adopted for later."""
+    """The allocation in force at the position, and those already adopted for later."""
     speeds: FilterState
     """What tracking knows of each rank's speed."""
     noise: tuple[float, float, float]
     memory_caps: tuple[int, ...]
 
 
-def dump(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The checkpoint as plain containers."""
+def save(run: Run, position: Position) -> dict[str, Any]:
+    """What a resumed run needs of `run`, as plain containers."""
     return {
         "version": VERSION,
-        "job": checkpoint.job,
-        "generation": checkpoint.generation,
-        "attempt": checkpoint.attempt._asdict(),
-        "data": checkpoint.data._asdict(),
-        "position": checkpoint.position._asdict(),
-        "world_size": checkpoint.world_size,
-        "schedule": [[step, *msgspec.to_builtins(allocation)] for step, allocation in checkpoint.schedule],
-        "speeds": [list(part) for part in checkpoint.speeds],
-        "noise": list(checkpoint.noise),
-        "memory_caps": list(checkpoint.memory_caps),
+        "job": run.identity.job,
+        "generation": run.identity.generation,
+        "attempt": run.identity.attempt._asdict(),
+        "data": run.data._asdict(),
+        "position": position._asdict(),
+        "world_size": len(run.options.local_batch_sizes),
+        "schedule": [
+            [step, *msgspec.to_builtins(allocation)] for step, allocation in run.schedule.entries_since(position.step)
+        ],
+        "speeds": [list(part) for part in run.fast_loop.tracker.filter.state],
+        "noise": [run.noise.trace, run.noise.squared_norm, run.noise.weight],
+        "memory_caps": list(run.identity.max_local_batch_sizes),
     }
 
 
-def parse(state: dict[str, Any], data: DataIdentity) -> Checkpoint:
-    """The checkpoint in what `dump` returned.
+def parse(state: dict[str, Any], data: DataIdentity) -> SessionCheckpoint:
+    """The checkpoint in what `save` returned.
 
     Raises:
         ValueError: when it is of another version, or was saved over other data.
     """
     if state.get("version") not in READABLE:
-        raise ValueError(f"session state of version {state.get('version')!r}: this program reads 3 and 4")
+        raise ValueError(f"session state of version {state.get('version')!r}: this program reads versions 3 and 4")
     saved = DataIdentity(**state["data"])
     if saved != data:
         raise ValueError(f"the session state was saved with {saved}, but this session has {data}: attach alike")
-    return Checkpoint(
+    return SessionCheckpoint(
         job=state["job"],
         generation=state["generation"],
         attempt=Attempt(**state["attempt"]),
@@ -85,27 +80,36 @@ def parse(state: dict[str, Any], data: DataIdentity) -> Checkpoint:
     )
 
 
-def restore_schedule(schedule: Schedule, checkpoint: Checkpoint, lower: int, caps: tuple[int, ...]) -> None:
-    """Put the saved sizes in force, none above its rank's bound. A world of another size starts with its own sizes.
+def restore(run: Run, saved: SessionCheckpoint) -> None:
+    """Go on where a session was saved, in a generation above every one used before.
+
+    Sizes and speeds of a world of another size mean nothing here: such a run starts with its own.
+    """
+    after = generation_after(saved.generation, saved.attempt, run.identity.attempt)
+    is_same_job, is_same_world = saved.job == run.identity.job, saved.world_size == len(run.options.local_batch_sizes)
+    generation = max(run.identity.generation, after) if is_same_job else run.identity.generation
+    caps = _merged_caps(run, saved) if is_same_world else run.identity.max_local_batch_sizes
+    run.use_identity(run.identity._replace(generation=generation, max_local_batch_sizes=caps))
+    if is_same_world:
+        _restore_schedule(run, saved)
+        run.fast_loop.tracker.filter.restore(saved.speeds)
+    else:
+        run.schedule.reset(saved.position.step, run.schedule.newest)
+    run.noise.trace, run.noise.squared_norm, run.noise.weight = saved.noise
+
+
+def _restore_schedule(run: Run, saved: SessionCheckpoint) -> None:
+    """Put the saved sizes in force, none above its rank's bound.
 
     Who divides the global batch is what the job says now: it may go on under another policy, or with a hook that
     cannot carry times.
     """
-    if checkpoint.world_size != len(caps):
-        schedule.reset(checkpoint.position.step, schedule.newest)
-        return
-    split = schedule.newest.split
-    saved = [(step, msgspec.structs.replace(allocation, split=split)) for step, allocation in checkpoint.schedule]
-    (first_step, first), *later = [(step, _capped(allocation, lower, caps)) for step, allocation in saved]
-    schedule.reset(max(first_step, 0), first)
+    split, lower, caps = run.schedule.newest.split, run.options.min_local_batch_size, run.identity.max_local_batch_sizes
+    entries = [(step, msgspec.structs.replace(allocation, split=split)) for step, allocation in saved.schedule]
+    (first_step, first), *later = [(step, _capped(allocation, lower, caps)) for step, allocation in entries]
+    run.schedule.reset(max(first_step, 0), first)
     for step, allocation in later:
-        schedule.schedule(step, allocation)
-
-
-def restore_speeds(speeds: RateFilter, checkpoint: Checkpoint, world_size: int) -> None:
-    """Go on with the saved speeds; of a world of another size they say nothing."""
-    if checkpoint.world_size == world_size:
-        speeds.restore(checkpoint.speeds)
+        run.schedule.schedule(step, allocation)
 
 
 def _capped(allocation: Allocation, lower: int, caps: tuple[int, ...]) -> Allocation:
@@ -116,6 +120,11 @@ def _capped(allocation: Allocation, lower: int, caps: tuple[int, ...]) -> Alloca
     return allocation.with_sizes(tuple(map(min, sizes, caps)))
 
 
-def restore_noise(average: NoiseAverage, checkpoint: Checkpoint) -> None:
-    """Go on with the saved averages."""
-    average.trace, average.squared_norm, average.weight = checkpoint.noise
+def _merged_caps(run: Run, saved: SessionCheckpoint) -> tuple[int, ...]:
+    current, options = run.identity.max_local_batch_sizes, run.options
+    return merge_caps(
+        (dict(enumerate(current)), dict(enumerate(saved.memory_caps))),
+        len(current),
+        options.max_local_batch_size,
+        options.min_local_batch_size,
+    )

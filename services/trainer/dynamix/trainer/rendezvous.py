@@ -1,4 +1,4 @@
-"""The one round of introductions when ranks attach: who we are, where, and with which options."""
+"""The rendezvous when ranks attach: identities, places and options of all ranks, in one gather."""
 
 import logging
 from typing import NamedTuple
@@ -9,35 +9,45 @@ from torch.distributed import distributed_c10d
 
 from dynamix.runtime.settings import BusSettings, node_name
 
-from .checkpoint import DataIdentity
-from .job.identity import Peer, Place, attempt_of, check_alike, generation_of, is_fresh, nodes_of, place_of, propose_job
+from .data.sampler import DataIdentity
+from .job.identity import (
+    JobIdentity,
+    Peer,
+    Place,
+    attempt_of,
+    check_alike,
+    generation_of,
+    is_fresh,
+    nodes_of,
+    place_of,
+    propose_job,
+)
+from .job.memory_caps import MemoryCaps, merge_caps
 from .job.options import JobOptions
-from .job.reporting import JobIdentity
-from .measurement.memory import MemoryCaps, merge_caps
 from .measurement.process import this_process
 from .measurement.sockets import PeerSockets
 from .settings import Environment
-from .steering.collectives import Exchange
+from .steering.collectives import Collectives
 from .wire.client import SERVICE
 from .wire.earlier_starts import last_generation
 
 NATS_PORT = 4222
-"""Of a broker whose URL names none."""
+"""Default port of a broker URL without one."""
 
 
 _log = logging.getLogger("dynamix.trainer")
 
 
-class Meeting(NamedTuple):
+class Rendezvous(NamedTuple):
     """What the ranks found out about each other."""
 
-    exchange: Exchange
+    collectives: Collectives
     sockets: PeerSockets
     identity: JobIdentity
     place: Place
 
 
-def meet(
+def meet_ranks(
     *,
     name: str,
     options: JobOptions,
@@ -45,17 +55,17 @@ def meet(
     caps: MemoryCaps,
     environment: Environment,
     bus: BusSettings | None,
-) -> Meeting:
-    """Meet all other ranks; a collective call.
+) -> Rendezvous:
+    """Exchange identities, places and options with all other ranks; a collective call.
 
     Raises:
         ValueError: on all ranks alike, when they attached with different options.
     """
     launch = environment.launch
     job = propose_job(name, environment.shared.job, launch)
-    exchange = Exchange()
+    collectives = Collectives()
     sockets = PeerSockets(_foreign_ports(bus))
-    peers = exchange.gather_objects(
+    peers = collectives.gather_objects(
         Peer(
             node=node_name(environment.shared),
             process=this_process(),
@@ -63,14 +73,14 @@ def meet(
             launch=launch.id,
             restart_count=launch.restart_count,
             max_restarts=launch.max_restarts,
-            last_generation=_last_generation(job, environment, bus) if exchange.rank == 0 else None,
+            last_generation=_last_generation(job, environment, bus) if collectives.rank == 0 else None,
             connections=sockets.candidates(),
             memory_caps=caps.read(),
             options=(*options.fingerprint, data),
         )
     )
     check_alike(peers)
-    place = place_of(peers, exchange.rank)
+    place = place_of(peers, collectives.rank)
     sockets.match([peer.connections for peer in peers], place.rank, place.node_ranks)
     identity = JobIdentity(
         job=peers[0].job,
@@ -79,14 +89,14 @@ def meet(
         nodes=nodes_of(peers),
         max_local_batch_sizes=merge_caps(
             (peer.memory_caps for peer in peers),
-            exchange.world_size,
+            collectives.world_size,
             options.max_local_batch_size,
             options.min_local_batch_size,
         ),
     )
-    if exchange.rank == 0 and not environment.shared.job:
+    if collectives.rank == 0 and not environment.shared.job:
         _warn_of_several_nodes(identity)
-    return Meeting(exchange, sockets, identity, place)
+    return Rendezvous(collectives, sockets, identity, place)
 
 
 def _last_generation(job: str, environment: Environment, bus: BusSettings | None) -> int | None:

@@ -1,54 +1,38 @@
-"""The session: what the user's training loop holds in its hands."""
+"""The session: what the user's training loop calls."""
 
 import logging
 import weakref
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import torch
 
+from dynamix.schemas.allocation import Allocation
 from dynamix.schemas.messages import Action
 
-from .checkpoint import Checkpoint, DataIdentity, dump, parse, restore_noise, restore_schedule, restore_speeds
+from .checkpoint import parse, restore, save
 from .data.loader import Loader
 from .data.sampler import StepPlan
-from .data.schedule import Schedule
 from .gradient.learning_rate import Handle
 from .gradient.weighting import NOT_MEASURED, GradientHook, loss_factor
-from .job.identity import generation_after
-from .job.options import JobOptions
+from .job.memory_caps import OUT_OF_MEMORY, MemoryCaps
 from .job.shutdown import error_of_script, reason_after
-from .measurement.clock import AnyClock, StepTimes
-from .measurement.memory import OUT_OF_MEMORY, MemoryCaps, merge_caps
-from .measurement.window import Scalar, WindowRecorder
+from .measurement.clock import StepTimes
+from .measurement.meter import RankMeter
+from .measurement.window import Scalar
+from .steering.run import Run
 from .steering.steering import Steering
-from .wire.client import BusClient
+from .wire.transport import Transport
 
 _log = logging.getLogger("dynamix.trainer")
 
 
-class SessionParts(NamedTuple):
-    """What `attach` puts together."""
+class ExitRules(NamedTuple):
+    """How a session ends."""
 
-    rank: int
-    options: JobOptions
-    data: DataIdentity
-    schedule: Schedule
-    loader: Loader
-    clock: AnyClock
-    recorder: WindowRecorder
-    steering: Steering
-    hook: GradientHook | None
-    """`None` where the loss is scaled instead."""
-    memory_caps: MemoryCaps
-    client: BusClient | None
-    """Only in ranks that speak on the bus."""
-    actions: deque[Action]
-    removables: tuple[Handle, ...]
-    """What was put on the user's optimizer."""
     close_timeout_s: float
+    """Longest wait for the last messages to leave."""
     may_restart: bool
     """Whether a launcher would start the job again after a failure."""
 
@@ -59,30 +43,48 @@ class Session:
     As a context manager it closes itself, and remembers the size at which a rank ran out of memory.
     """
 
-    def __init__(self, parts: SessionParts) -> None:
-        self._parts = parts
-        parts.loader.bind(on_start=self._on_start, on_batch=self._on_batch)
+    def __init__(
+        self,
+        run: Run,
+        *,
+        loader: Loader,
+        meter: RankMeter,
+        steering: Steering,
+        transport: Transport,
+        hook: GradientHook | None,
+        memory_caps: MemoryCaps,
+        optimizer_hooks: Sequence[Handle],
+        exit_rules: ExitRules,
+    ) -> None:
+        """Made by `attach`; `hook` is `None` where the loss is scaled, `optimizer_hooks` are removed on close."""
+        self._run = run
+        self._loader = loader
+        self._meter = meter
+        self._steering = steering
+        self._transport = transport
+        self._hook = hook
+        self._memory_caps = memory_caps
+        self._optimizer_hooks = optimizer_hooks
+        self._exit_rules = exit_rules
+        loader.bind(on_start=self._on_start, on_batch=self._on_batch)
         self._loss_scaled = False
         self._closed = False
-        self._leave: weakref.finalize[..., Session] | None = None
-        if parts.hook is not None:
-            weakref.finalize(self, parts.hook.settle)
-        if parts.client is not None:  # the end is told, and the last messages leave, also when the script just ends
-            self._leave = weakref.finalize(
-                self, _leave, parts.steering, parts.client, parts.close_timeout_s, may_restart=parts.may_restart
-            )
+        if hook is not None:
+            weakref.finalize(self, hook.settle)
+        # the end is published, and the last messages leave, also when the script just ends
+        self._leave = weakref.finalize(self, _leave, steering, transport, exit_rules)
 
     # --- the training loop -------------------------------------------------------------------------------------
 
     @property
     def loader(self) -> Loader:
         """Iterate over it for the batches of an epoch, or for what a resumed epoch still has."""
-        return self._parts.loader
+        return self._loader
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
         """The numbers of the epochs that are left, 0 to `num_epochs` - 1; after the last one the job is over."""
-        self._parts.steering.total_samples = num_epochs * self._parts.data.num_samples
-        loader = self._parts.loader
+        self._run.total_samples = num_epochs * self._run.data.num_samples
+        loader = self._loader
         first = loader.position.epoch + (1 if loader.epoch_is_over else 0)
         for epoch in range(first, num_epochs):
             loader.begin_epoch(epoch)
@@ -99,15 +101,14 @@ class Session:
         Raises:
             RuntimeError: without a batch, or when weighting by the loss and `scale_loss` was not called.
         """
-        parts = self._parts
-        if parts.hook is None and not self._loss_scaled:
+        if self._hook is None and not self._loss_scaled:
             raise RuntimeError("the gradient of this step is not weighted: use session.scale_loss(loss).backward()")
-        plan = parts.loader.finish_step()
+        plan = self._loader.finish_step()
         self._loss_scaled = False
-        norms = NOT_MEASURED if parts.hook is None else parts.hook.take()
-        parts.recorder.add(plan, loss, num_correct, norms)
-        parts.clock.end()
-        parts.steering.after_step(parts.loader.position, None if parts.hook is None else parts.hook.take_times())
+        norms = NOT_MEASURED if self._hook is None else self._hook.take_norms()
+        self._meter.steps.record_step(plan, loss, num_correct, norms)
+        self._meter.clock.end()
+        self._steering.after_step(self._loader.position, None if self._hook is None else self._hook.take_times())
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss to call `backward` on where a framework averages gradients over ranks: FSDP2, Accelerate, Lightning.
@@ -115,68 +116,73 @@ class Session:
         Raises:
             RuntimeError: when the communication hook weighs already, or there is no current batch.
         """
-        if self._parts.hook is not None:
+        if self._hook is not None:
             raise RuntimeError(
                 'the DDP hook weighs the gradients already: attach with weighting="loss" to scale the loss'
             )
         self._loss_scaled = True
-        return loss * loss_factor(self._plan(), self._parts.rank, self._parts.options.reduction)
+        return loss * loss_factor(self._plan(), self._run.place.rank, self._run.options.reduction)
 
     def evaluated(self, accuracy: float) -> None:
         """Tell the newest accuracy on held-out data, 0 ... 1; it travels with the next window's report."""
-        self._parts.steering.held_out_accuracy = float(accuracy)
+        self._run.held_out_accuracy = float(accuracy)
 
     def offer(self, action: Action) -> None:
         """Offer an action from within the process, as if the bus had delivered it; it counts in rank 0 only."""
-        self._parts.actions.append(action)
+        self._transport.offer(action)
 
     # --- where it stands ---------------------------------------------------------------------------------------
 
     @property
     def job(self) -> str:
         """The job's id on the bus."""
-        return self._parts.steering.identity.job
+        return self._run.identity.job
 
     @property
     def generation(self) -> int:
         """Which start of the job this is, from 0; never the same twice, but numbers may be left out."""
-        return self._parts.steering.identity.generation
+        return self._run.identity.generation
 
     @property
     def step_index(self) -> int:
         """Optimizer steps done so far, over all generations: the number of the current or next step."""
-        return self._parts.loader.position.step
+        return self._loader.position.step
 
     @property
     def window(self) -> int:
         """Window of the current or next step, from 0 in each generation."""
-        return self._parts.steering.window_of(self.step_index)
+        return self._run.window_of(self.step_index)
 
     @property
     def position(self) -> int:
         """Samples used so far, over all epochs and ranks."""
-        return self._parts.loader.position.samples_seen
+        return self._loader.position.samples_seen
+
+    @property
+    def allocation(self) -> Allocation:
+        """What rules the current or next step: sizes, who divides them, how gradients travel."""
+        return self._run.schedule.allocation_at(self.step_index)
 
     @property
     def local_batch_sizes(self) -> tuple[int, ...]:
         """The sizes that rule the current or next step, by rank."""
-        return self._parts.schedule.allocation_at(self.step_index).local_batch_sizes
+        return self.allocation.local_batch_sizes
 
     @property
     def global_batch_size(self) -> int:
         """Samples of the current step over all ranks: at the end of an epoch less than the sizes say."""
-        plan = self._parts.loader.plan
+        plan = self._loader.plan
         return sum(self.local_batch_sizes) if plan is None else plan.counts.total
 
     @property
     def num_samples(self) -> int:
         """This rank's samples in the current step: 0 when its batch is a dummy that counts for nothing."""
-        return self._plan().counts.values[self._parts.rank]
+        return self._plan().counts.values[self._run.place.rank]
 
     @property
     def times(self) -> StepTimes | None:
-        """Times of the newest step that they are known of; on a GPU that is a window's last."""
-        return self._parts.clock.last
+        """Times of the newest step that was timed; on a GPU that is a window's last."""
+        return self._meter.clock.last
 
     # --- stopping and going on ---------------------------------------------------------------------------------
 
@@ -188,28 +194,13 @@ class Session:
         Raises:
             RuntimeError: between a batch and `session.step()`: the resumed run would use that batch twice.
         """
-        parts = self._parts
-        if parts.loader.plan is not None:
+        if self._loader.plan is not None:
             raise RuntimeError(
-                f"step {parts.loader.plan.step} is not finished, a run resumed from here would repeat its batch: save "
+                f"step {self._loader.plan.step} is not finished, a run resumed from here would repeat its batch: save "
                 "after session.step()"
             )
-        parts.steering.finish()
-        noise = parts.steering.noise
-        return dump(
-            Checkpoint(
-                job=self.job,
-                generation=self.generation,
-                attempt=parts.steering.identity.attempt,
-                data=parts.data,
-                position=parts.loader.position,
-                world_size=len(parts.options.local_batch_sizes),
-                schedule=parts.schedule.entries_since(self.step_index),
-                speeds=parts.steering.fast_loop.tracker.filter.state,
-                noise=(noise.trace, noise.squared_norm, noise.weight),
-                memory_caps=parts.steering.identity.max_local_batch_sizes,
-            )
-        )
+        self._steering.complete_posted()
+        return save(self._run, self._loader.position)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was saved: the next sample, the sizes in force and those already adopted.
@@ -218,21 +209,11 @@ class Session:
             RuntimeError: when the training has begun.
             ValueError: when the state is of other data, or cannot be read.
         """
-        parts, steering = self._parts, self._parts.steering
-        if steering.started:
+        if self._run.started:
             raise RuntimeError("load_state_dict after the first step: attach again to go back in a run")
-        saved = parse(state, parts.data)
-        after = generation_after(saved.generation, saved.attempt, steering.identity.attempt)
-        steering.identity = steering.identity._replace(
-            generation=max(self.generation, after) if saved.job == self.job else self.generation,
-            max_local_batch_sizes=self._merged_caps(saved),
-        )
-        bounds = parts.options.min_local_batch_size, steering.identity.max_local_batch_sizes
-        steering.reset_bounds()
-        restore_schedule(parts.schedule, saved, *bounds)
-        restore_speeds(steering.fast_loop.tracker.filter, saved, len(bounds[1]))
-        restore_noise(steering.noise, saved)
-        parts.loader.position = saved.position
+        saved = parse(state, self._run.data)
+        restore(self._run, saved)
+        self._loader.position = saved.position
 
     def close(self) -> None:
         """End the job on the bus and let the last messages leave, for a short and bounded time."""
@@ -250,42 +231,30 @@ class Session:
         if error is None:
             self._end("closed")
         else:  # nothing is waited for: the others may never come to the collective
-            self._parts.steering.end(reason_after(error, may_restart=self._parts.may_restart))
+            self._steering.end(reason_after(error, may_restart=self._exit_rules.may_restart))
         self._release()
 
     def _on_start(self) -> None:
         """Begin with the first batch: only now is it known whether a state was loaded."""
-        if self._parts.steering.ended:
+        if self._run.ended:
             raise RuntimeError("this session has ended: attach again to train on")
-        if not self._parts.steering.started:
-            self._parts.steering.start(self._parts.loader.position)
+        if not self._run.started:
+            self._steering.start(self._loader.position)
 
     def _on_batch(self, plan: StepPlan) -> None:
         self._loss_scaled = False
-        if self._parts.hook is not None:
-            shares_times = self._parts.schedule.allocation_at(plan.step).split == "tracking"
-            self._parts.hook.begin(plan, shares_times=shares_times)
+        if self._hook is not None:
+            shares_times = self._run.schedule.allocation_at(plan.step).split == "tracking"
+            self._hook.begin(plan, shares_times=shares_times)
 
     def _plan(self) -> StepPlan:
-        if self._parts.loader.plan is None:
+        if self._loader.plan is None:
             raise RuntimeError("there is no current batch: this is known between a batch and session.step()")
-        return self._parts.loader.plan
-
-    def _merged_caps(self, saved: Checkpoint) -> tuple[int, ...]:
-        current = self._parts.steering.identity.max_local_batch_sizes
-        if saved.world_size != len(current):
-            return current
-        options = self._parts.options
-        return merge_caps(
-            (dict(enumerate(current)), dict(enumerate(saved.memory_caps))),
-            len(current),
-            options.max_local_batch_size,
-            options.min_local_batch_size,
-        )
+        return self._loader.plan
 
     def _remember_failure(self) -> None:
-        size = self.local_batch_sizes[self._parts.rank]
-        cap = self._parts.memory_caps.lower(self._parts.rank, size, self._parts.options.min_local_batch_size)
+        size = self.local_batch_sizes[self._run.place.rank]
+        cap = self._memory_caps.lower(self._run.place.rank, size, self._run.options.min_local_batch_size)
         if cap is None:
             _log.error(
                 "out of memory at a local batch of %d: attach with memory_caps_path to start again below it", size
@@ -294,27 +263,24 @@ class Session:
             _log.error("out of memory at a local batch of %d: a restarted job gives this rank at most %d", size, cap)
 
     def _end(self, reason: str) -> None:
-        if not self._parts.steering.ended:
-            self._parts.steering.finish()
-            self._parts.steering.end(reason)
-            if self._parts.client is not None:
-                self._parts.client.begin_close(self._parts.close_timeout_s)
+        if not self._run.ended:
+            self._steering.complete_posted()
+            self._steering.end(reason)
+            self._transport.begin_close(self._exit_rules.close_timeout_s)
 
     def _release(self) -> None:
         if self._closed:
             return
         self._closed = True
-        for handle in self._parts.removables:
+        for handle in self._optimizer_hooks:
             handle.remove()
-        if self._parts.hook is not None:
-            self._parts.hook.settle()
-        if self._leave is not None:
-            self._leave.detach()
-        if self._parts.client is not None:
-            self._parts.client.close(self._parts.close_timeout_s)
+        if self._hook is not None:
+            self._hook.settle()
+        self._leave.detach()
+        self._transport.close(self._exit_rules.close_timeout_s)
 
 
-def _leave(steering: Steering, client: BusClient, timeout_s: float, *, may_restart: bool) -> None:
-    """End what nobody closed: when the session is forgotten, or at the end of the process."""
-    steering.end(reason_after(error_of_script(), may_restart=may_restart))
-    client.close(timeout_s)
+def _leave(steering: Steering, transport: Transport, rules: ExitRules) -> None:
+    """End a session that was not closed: when it is garbage-collected, or at the end of the process."""
+    steering.end(reason_after(error_of_script(), may_restart=rules.may_restart))
+    transport.close(rules.close_timeout_s)

@@ -5,13 +5,21 @@ done, not when a batch is drawn, so that a saved state never counts what was onl
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, TypedDict
+from typing import Any, Protocol, TypedDict
 
 from torch.utils.data import DataLoader, Dataset
 
-from dynamix.trainer.measurement.clock import AnyClock
-
 from .sampler import PlanSampler, Position, StepPlan
+
+
+class BatchClock(Protocol):
+    """What the loader tells of the times of a step."""
+
+    def asked(self) -> None:
+        """The loader is asked for a batch."""
+
+    def handed_out(self, num_samples: int = 0) -> None:
+        """The batch goes to the user's code; `num_samples` of it count."""
 
 
 class LoaderOptions(TypedDict, total=False):
@@ -45,7 +53,7 @@ class Loader:
         self,
         dataset: Dataset[Any],
         sampler: PlanSampler,
-        clock: AnyClock,
+        clock: BatchClock,
         *,
         options: LoaderOptions,
     ) -> None:

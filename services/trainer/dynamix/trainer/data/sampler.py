@@ -20,6 +20,14 @@ from .split import Counts, largest_remainder
 Order = npt.NDArray[np.int64]
 
 
+class DataIdentity(NamedTuple):
+    """What the order of the samples depends on; a position means nothing in another order."""
+
+    num_samples: int
+    seed: int
+    shuffle: bool
+
+
 class StepPlan(NamedTuple):
     """What one step uses: equal on all ranks."""
 

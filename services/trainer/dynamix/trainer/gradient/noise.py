@@ -39,7 +39,7 @@ class NoiseSums:
     global_signal: float = 0.0
     """sum over steps of |G|^2 N / (N - 1); the same on all ranks"""
 
-    def add(self, counts: Counts, rank: int, local_squared_norm: float, global_squared_norm: float) -> None:
+    def add_step(self, counts: Counts, rank: int, local_squared_norm: float, global_squared_norm: float) -> None:
         """Add a step. One whose |G|^2 is not finite, or with less than two active ranks, is left out by all alike."""
         if counts.num_active < 2 or not math.isfinite(global_squared_norm):
             return
@@ -78,8 +78,8 @@ class NoiseAverage:
     squared_norm: float = 0.0
     weight: float = 0.0
 
-    def add(self, moments: NoiseMoments | None) -> None:
-        """Add a window; one without moments changes nothing."""
+    def observe_window(self, moments: NoiseMoments | None) -> None:
+        """Take in a window; one without moments changes nothing."""
         if moments is None:
             return
         self.trace += (1 - self.decay) * (moments.trace - self.trace)

@@ -16,7 +16,7 @@ SLOT_PER_S = 1000.0
 
 
 class TimeSlots:
-    """The buffer of one model's last bucket, and what came back in it."""
+    """Slots behind one model's last bucket: written before the all-reduce, read after it."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank = rank
@@ -42,7 +42,7 @@ class TimeSlots:
         self._received = _Received(self._slots)
         return self._gradient
 
-    def take(self) -> list[float] | None:
+    def take_seconds(self) -> list[float] | None:
         """Seconds per sample by rank, 0 where unknown, at the end of a step; `None` when none came back.
 
         On the CPU they are this step's. On a GPU they are those of the step before, which it has done by the time that

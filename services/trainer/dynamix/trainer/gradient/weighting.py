@@ -9,7 +9,7 @@ Under tracking it also carries every rank's compute time (`time_slots`). Elsewhe
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 from weakref import WeakSet
 
 import torch
@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket  # = dist.GradBucket, which torch's own stubs do not know
 
 from dynamix.trainer.data.sampler import StepPlan
-from dynamix.trainer.measurement.clock import AnyClock
 
 from .time_slots import TimeSlots
 
@@ -35,8 +34,21 @@ SETTLE_S = 1.0
 """The longest that closing waits for threads of the process group; they need microseconds."""
 
 
+class GradientClock(Protocol):
+    """What the hook tells of the times of a step, and what it asks for."""
+
+    def gradient_ready(self) -> None:
+        """This rank's last bucket is ready to be reduced."""
+
+    def reduced(self) -> None:
+        """A reduced bucket came back; the last one counts."""
+
+    def seconds_per_sample(self) -> float:
+        """Compute time over samples of the newest step completed and not yet returned; 0 without one."""
+
+
 class SquaredNorms(NamedTuple):
-    """Of one step: |g_i|^2 of this rank's mean gradient and |G|^2, per bucket; on a GPU still on the device.
+    """Per bucket of one step, |g_i|^2 of this rank's mean gradient and |G|^2; on a GPU still on the device.
 
     Both are empty on a step that was not measured.
     """
@@ -68,7 +80,7 @@ class GradientHook:
     def __init__(
         self,
         group: dist.ProcessGroup,
-        clock: AnyClock,
+        clock: GradientClock,
         *,
         reduction: Reduction,
         noise_every: int = 1,
@@ -107,7 +119,7 @@ class GradientHook:
         self._local.clear()
         self._reduced.clear()
 
-    def take(self) -> SquaredNorms:
+    def take_norms(self) -> SquaredNorms:
         """The squared norms of the step that ends; empty when it was not measured or no gradient was reduced."""
         if not self._reduced:
             return NOT_MEASURED
@@ -115,8 +127,8 @@ class GradientHook:
         return SquaredNorms([value * self._to_mean for value in local], reduced)
 
     def take_times(self) -> list[float] | None:
-        """Seconds per sample by rank as the all-reduce brought them, 0 where unknown (`TimeSlots.take`)."""
-        return self._slots.take()
+        """Seconds per sample by rank as the all-reduce brought them, 0 where unknown (`TimeSlots.take_seconds`)."""
+        return self._slots.take_seconds()
 
     def reduce(
         self,

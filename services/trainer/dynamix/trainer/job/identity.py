@@ -80,6 +80,16 @@ class Place(NamedTuple):
     """All ranks of its node."""
 
 
+class JobIdentity(NamedTuple):
+    """The job, as all ranks agreed on it when they attached."""
+
+    job: str
+    generation: int
+    attempt: Attempt
+    nodes: tuple[NodeRanks, ...]
+    max_local_batch_sizes: tuple[int, ...]
+
+
 def propose_job(name: str, configured: str, launch: Launch) -> str:
     """The job id this rank would choose: the configured one, else the name and 8 hexadecimal digits.
 

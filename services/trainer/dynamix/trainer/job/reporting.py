@@ -2,57 +2,40 @@
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Literal, NamedTuple
 
 import msgspec
 
 from dynamix.schemas.allocation import Allocation
-from dynamix.schemas.messages import Action, Applied, Job, JobTotals, NodeRanks, RankRow, Report, SocketCounters
+from dynamix.schemas.messages import Action, Applied, Job, JobTotals, RankRow, Report, SocketCounters
 from dynamix.trainer.data.sampler import Position
 from dynamix.trainer.data.split import Counts
 from dynamix.trainer.measurement.rows import Row, held_out_accuracy, rank_row
 
-from .identity import Attempt, Place
+from .identity import JobIdentity, Place
 from .options import JobOptions
 
 MAX_REASON = 1024
-"""Characters of `Job.end_reason`."""
-
-
-class JobIdentity(NamedTuple):
-    """The job, as all ranks agreed on it when they attached."""
-
-    job: str
-    generation: int
-    attempt: Attempt
-    nodes: tuple[NodeRanks, ...]
-    max_local_batch_sizes: tuple[int, ...]
+"""Most characters of `Job.end_reason`."""
 
 
 class Reporter:
-    """Remembers one window, so that nobody who reads the reports has to."""
+    """Builds this rank's messages; it remembers one window, so that the readers of its reports need not."""
 
-    def __init__(self, options: JobOptions, identity: JobIdentity, place: Place) -> None:
+    def __init__(self, options: JobOptions, identity: JobIdentity, place: Place, initial: Allocation) -> None:
         self._options = options
+        self._initial = initial
         self._identity = identity
         self._place = place
         self._rows_before: Sequence[Row] | None = None
         self._totals_before: JobTotals | None = None
 
-    def job(
-        self,
-        phase: Literal["running", "ended"],
-        *,
-        initial: Allocation,
-        total_samples: int | None,
-        end_reason: str = "",
-    ) -> Job:
-        """The job's specification."""
-        options = self._options
+    def specification(self, *, total_samples: int | None, end_reason: str | None = None) -> Job:
+        """The job's specification: running, or ended for a reason."""
+        options, initial = self._options, self._initial
         return Job(
             job=self._identity.job,
             generation=self._identity.generation,
-            phase=phase,
+            phase="running" if end_reason is None else "ended",
             world_size=len(initial.local_batch_sizes),
             nodes=self._identity.nodes,
             window_steps=options.window_steps,
@@ -66,7 +49,7 @@ class Reporter:
             total_samples=total_samples,
             max_lag_windows=options.max_lag_windows,
             policy_options=dict(options.policy_options),
-            end_reason=end_reason[:MAX_REASON],
+            end_reason=(end_reason or "")[:MAX_REASON],
             supports_tracking=options.supports_tracking,
             initial_split=initial.split,
             learning_rate_rule=options.learning_rate_rule,
@@ -108,11 +91,11 @@ class Reporter:
             num_reports_dropped=num_reports_dropped,
         )
 
-    def remember(self, rows: Sequence[Row], totals: JobTotals) -> None:
+    def keep_window(self, rows: Sequence[Row], totals: JobTotals) -> None:
         """Keep a window for the next one's report."""
         self._rows_before, self._totals_before = rows, totals
 
-    def applied(
+    def receipt(
         self, action: Action, *, effective_window: int, effective_step: int, num_refused: Mapping[str, int]
     ) -> Applied:
         """The receipt of an adopted action, with its own sizes: under tracking the windows say which were used."""

@@ -88,7 +88,7 @@ class Clock(ABC, Generic[Moment]):
         """Add our own work after a step's end to the next step's update."""
         self._charged_s += seconds
 
-    def take(self) -> list[StepTimes]:
+    def take_times(self) -> list[StepTimes]:
         """The steps ended since the last call; waits for the device where there is one."""
         if self._ended:
             self._wait_for(self._ended[-1].moments[-1])
@@ -111,7 +111,7 @@ class Clock(ABC, Generic[Moment]):
 
     @abstractmethod
     def seconds_per_sample(self) -> float:
-        """Compute time over samples of the newest step of which it is known and not yet told; 0 without one.
+        """Compute time over samples of the newest step completed and not yet returned; 0 without one.
 
         To be called in the step, once its gradient is ready; waits for nothing.
         """
@@ -135,7 +135,7 @@ class Clock(ABC, Generic[Moment]):
 
 
 class HostClock(Clock[float]):
-    """Clock of a training on the CPU: one read of the monotonic clock per moment, some 50 ns each."""
+    """Clock for training on the CPU: one read of the monotonic clock per moment, some 50 ns each."""
 
     @property
     def last(self) -> StepTimes | None:
@@ -143,7 +143,7 @@ class HostClock(Clock[float]):
         return self._times(self._ended[-1]) if self._ended else self._last
 
     def seconds_per_sample(self) -> float:
-        """Of the step under way."""
+        """Compute time over samples of the step under way."""
         if self._num_samples == 0 or self._handed_out is None or self._ready is None:
             return 0.0
         return max(self._ready - self._handed_out, 0.0) / self._num_samples
@@ -156,7 +156,7 @@ class HostClock(Clock[float]):
 
 
 class DeviceClock(Clock[torch.cuda.Event]):
-    """Clock of a training on a GPU: one CUDA event per moment, read when the window ends, never a wait per step.
+    """Clock for training on a GPU: one CUDA event per moment, read when the window ends, never a wait per step.
 
     Events stand in the stream, so a batch that was ready while the device was still busy shows no data time, and a
     host that runs ahead is not mistaken for a fast device.
@@ -165,29 +165,29 @@ class DeviceClock(Clock[torch.cuda.Event]):
     def __init__(self) -> None:
         super().__init__()
         self._free: list[torch.cuda.Event] = []
-        self._num_told = 0
-        """Of the steps ended, those that are told or that a newer one was told instead of."""
-        self._untold = 0.0
+        self._num_returned = 0
+        """How many of the ended steps were returned, or skipped because a newer one was returned."""
+        self._unreturned = 0.0
 
     def seconds_per_sample(self) -> float:
-        """Of the newest step that the device has done: usually the one before the step under way."""
-        for index in range(len(self._ended) - 1, self._num_told - 1, -1):
+        """Compute time over samples of the newest step that the device has done: usually the one before this."""
+        for index in range(len(self._ended) - 1, self._num_returned - 1, -1):
             if self._ended[index].moments[-1].query():  # type: ignore[no-untyped-call]
-                self._untold = self._rate(self._ended[index])
-                self._num_told = index + 1
+                self._unreturned = self._rate(self._ended[index])
+                self._num_returned = index + 1
                 break
-        told, self._untold = self._untold, 0.0
-        return told
+        value, self._unreturned = self._unreturned, 0.0
+        return value
 
     def _rate(self, step: Ended[torch.cuda.Event]) -> float:
         _, handed_out, ready, _, _ = step.moments
         return self._between(handed_out, ready) / step.num_samples if step.num_samples else 0.0
 
     def _before_take(self) -> None:
-        """Their events will be used again: what is not told yet has to be read now."""
-        if len(self._ended) > self._num_told:
-            self._untold = self._rate(self._ended[-1])
-        self._num_told = 0
+        """Read what was not returned yet: its events are about to be used again."""
+        if len(self._ended) > self._num_returned:
+            self._unreturned = self._rate(self._ended[-1])
+        self._num_returned = 0
 
     def _now(self, replaced: torch.cuda.Event | None) -> torch.cuda.Event:
         event = replaced or (self._free.pop() if self._free else torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]

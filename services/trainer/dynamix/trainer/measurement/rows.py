@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from dynamix.schemas.messages import GradientNoise, JobTotals, RankRow, SocketCounters
 from dynamix.trainer.gradient.noise import NoiseSums
-from dynamix.trainer.job.identity import Place
 
 from .clock import StepTimes
 from .memory import DeviceMemory
@@ -86,7 +85,7 @@ NUM_COLUMNS = len(Row._fields)
 
 
 def make_row(
-    place: Place,
+    local_rank: int,
     process: ProcessIdentity,
     *,
     num_samples: int,
@@ -102,7 +101,7 @@ def make_row(
     """One rank's row. A loss that is not finite is as good as none: messages carry finite numbers only."""
     steps = list(times)
     return Row(
-        local_rank=place.local_rank,
+        local_rank=local_rank,
         pid=process.pid,
         pid_start_ticks=process.start_ticks,
         pid_namespace=process.namespace,

@@ -34,16 +34,16 @@ class WindowSums(NamedTuple):
     noise: NoiseSums
 
 
-class WindowRecorder:
-    """Collects steps until the window ends."""
+class WindowSteps:
+    """The steps since the last window ended."""
 
     def __init__(self, rank: int, reduction: Reduction) -> None:
         self._rank = rank
         self._reduction = reduction
         self._steps: list[_Step] = []
 
-    def add(self, plan: StepPlan, loss: Scalar | None, num_correct: Scalar | None, norms: SquaredNorms) -> None:
-        """Add a step: its loss as the user's criterion reduced it. A dummy batch counts for nothing."""
+    def record_step(self, plan: StepPlan, loss: Scalar | None, num_correct: Scalar | None, norms: SquaredNorms) -> None:
+        """Record a step: its loss as the user's criterion reduced it. A dummy batch counts for nothing."""
         count = plan.counts.values[self._rank]
         if count == 0:
             self._steps.append(_Step(plan, 0.0, 0.0, norms))
@@ -52,7 +52,7 @@ class WindowRecorder:
         correct = None if num_correct is None else detached(num_correct)
         self._steps.append(_Step(plan, loss_sum, correct, norms))
 
-    def take(self) -> WindowSums:
+    def take_sums(self) -> WindowSums:
         """The sums since the last call; reads what is still on the device in one transfer."""
         steps, self._steps = self._steps, []
         return WindowSums(
@@ -70,7 +70,7 @@ class WindowRecorder:
             local = sum(next(values) for _ in step.norms.local)
             reduced = sum(next(values) for _ in step.norms.reduced)
             if step.norms.reduced:
-                sums.add(step.plan.counts, self._rank, local, reduced)
+                sums.add_step(step.plan.counts, self._rank, local, reduced)
         return sums
 
 

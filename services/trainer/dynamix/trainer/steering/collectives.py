@@ -30,7 +30,7 @@ class BroadcastDecision(NamedTuple):
     allocation: Allocation
 
 
-class Exchange:
+class Collectives:
     """All ranks must call the same methods in the same order."""
 
     def __init__(self) -> None:

@@ -40,7 +40,7 @@ class Offers:
         self.num_refused: Counter[str] = Counter()
         """Refused so far, by reason; under `tracking` actions of which only the split was."""
 
-    def add(self, action: Action, effective_window: int) -> Refusal | None:
+    def consider(self, action: Action, effective_window: int) -> Refusal | None:
         """Consider an action to start at `effective_window`; returns why it was refused, or `None`."""
         reason = self._refusal(action, effective_window)
         if reason is None:
@@ -49,7 +49,7 @@ class Offers:
             self.num_refused[reason] += 1
         return reason
 
-    def take(self, effective_window: int) -> Action | None:
+    def adopt(self, effective_window: int) -> Action | None:
         """The action to start at `effective_window`, which then counts as adopted; `None` when there is none.
 
         One decided more than `max_lag_windows` windows earlier is refused as stale.

@@ -9,7 +9,6 @@ import contextlib
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
@@ -25,6 +24,7 @@ from dynamix.schemas.messages import Action, Message
 from dynamix.schemas.streams import ACTIONS
 
 from .outbox import Outbox
+from .transport import ActionInbox
 
 SERVICE = "trainer"
 RETRY_S = 1.0
@@ -32,21 +32,17 @@ RETRY_S = 1.0
 
 CANCEL_AGAIN_S = 0.5
 
-INBOX_MESSAGES = 64
-"""Only the newest action counts; the rest is slack for one window."""
-
 _log = logging.getLogger("dynamix.trainer")
 
 
-class BusClient:
-    """Publishes what the training side says and, in global rank 0, listens to its job's actions."""
+class BusClient(ActionInbox):
+    """The transport over the bus: publishes this rank's messages and, in global rank 0, receives its job's actions."""
 
     def __init__(self, settings: BusSettings, *, node: str, outbox_messages: int, actions_of: str | None) -> None:
+        super().__init__()
         self.outbox = Outbox(outbox_messages)
-        self.actions: deque[Action] = deque(maxlen=INBOX_MESSAGES)
-        """Actions received and not yet looked at, oldest first."""
         self.num_malformed = 0
-        """Messages on the job's action subject that were no action."""
+        """Messages on the job's action subject that were not valid actions."""
         self._settings = settings
         self._node = node
         self._started_s = time.monotonic()
@@ -64,6 +60,11 @@ class BusClient:
     def start(self) -> None:
         """Start the thread; the connection is made, and made again, in the background."""
         self._thread.start()
+
+    @property
+    def num_reports_dropped(self) -> int:
+        """Reports dropped so far because the bus was away for too long."""
+        return self.outbox.num_dropped
 
     def publish(self, message: Message) -> None:
         """Hand a message over; returns at once."""
@@ -193,7 +194,7 @@ class BusClient:
     async def _receive(self, batch: Sequence[BusMessage], dead_letters: DeadLetters) -> None:
         for message in batch:
             try:
-                self.actions.append(_decode(message))
+                self.offer(_decode(message))
             except MalformedMessageError as error:
                 self.num_malformed += 1
                 await dead_letters.set_aside(message, str(error))

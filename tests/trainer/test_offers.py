@@ -47,66 +47,66 @@ def _with(**changes: Any) -> Action:
 )
 def test_an_action_that_does_not_fit_is_refused_and_counted(action: Action, reason: str) -> None:
     offers = Offers(TERMS)
-    assert offers.add(action, 7) == reason
+    assert offers.consider(action, 7) == reason
     assert offers.num_refused == {reason: 1}
-    assert offers.take(7) is None
+    assert offers.adopt(7) is None
 
 
 def test_the_newest_action_is_adopted_once() -> None:
     offers = Offers(TERMS)
-    assert offers.add(ACTION, 7) is None
+    assert offers.consider(ACTION, 7) is None
     newer = _with(window=6, local_batch_sizes=(32, 512))
-    assert offers.add(newer, 8) is None
-    assert offers.take(8) == newer
-    assert offers.take(9) is None
+    assert offers.consider(newer, 8) is None
+    assert offers.adopt(8) == newer
+    assert offers.adopt(9) is None
     assert offers.num_refused == {}
 
 
 @pytest.mark.parametrize("window", [0, 4, 5])
 def test_what_is_not_newer_than_the_adopted_is_refused(window: int) -> None:
     offers = Offers(TERMS)
-    offers.add(ACTION, 7)
-    assert offers.take(7) == ACTION
-    assert offers.add(_with(window=window), 8) == "not_newer"
-    assert offers.add(_with(window=6), 8) is None
+    offers.consider(ACTION, 7)
+    assert offers.adopt(7) == ACTION
+    assert offers.consider(_with(window=window), 8) == "not_newer"
+    assert offers.consider(_with(window=6), 8) is None
 
 
 def test_an_action_may_be_four_windows_old_and_no_more() -> None:
     offers = Offers(TERMS)
-    offers.add(ACTION, 7)
-    assert offers.take(9) == ACTION
+    offers.consider(ACTION, 7)
+    assert offers.adopt(9) == ACTION
 
     offers = Offers(TERMS)
-    offers.add(ACTION, 7)
-    assert offers.take(10) is None
+    offers.consider(ACTION, 7)
+    assert offers.adopt(10) is None
     assert offers.num_refused == {"stale": 1}
 
 
 def test_a_step_without_any_sample_is_out_of_bounds() -> None:
     offers = Offers(TERMS._replace(min_local_batch_size=0))
-    assert offers.add(_with(local_batch_sizes=(0, 0)), 7) == "bounds"
-    assert offers.add(_with(local_batch_sizes=(0, 1)), 7) is None
+    assert offers.consider(_with(local_batch_sizes=(0, 0)), 7) == "bounds"
+    assert offers.consider(_with(local_batch_sizes=(0, 1)), 7) is None
 
 
 @pytest.mark.parametrize("window", [7, 8, 57])
 def test_an_action_of_a_window_yet_to_come_is_refused_and_keeps_no_other_out(window: int) -> None:
     offers = Offers(TERMS)
-    assert offers.add(_with(window=window), 7) == "future"
-    assert offers.take(7) is None
-    assert offers.add(_with(window=6), 7) is None
-    assert offers.take(7) == _with(window=6)
+    assert offers.consider(_with(window=window), 7) == "future"
+    assert offers.adopt(7) is None
+    assert offers.consider(_with(window=6), 7) is None
+    assert offers.adopt(7) == _with(window=6)
     assert offers.num_refused == {"future": 1}
 
 
 def test_a_split_by_tracking_is_adopted_where_the_ranks_can() -> None:
     offers, action = Offers(TERMS), _with(split="tracking")
-    assert offers.add(action, 7) is None
-    assert offers.take(7) == action
+    assert offers.consider(action, 7) is None
+    assert offers.adopt(7) == action
     assert offers.num_refused == {}
 
 
 def test_where_they_cannot_it_is_adopted_for_its_sizes_and_counted() -> None:
     offers = Offers(TERMS._replace(supports_tracking=False))
-    assert offers.add(_with(split="tracking"), 7) is None
-    assert offers.take(7) == ACTION
+    assert offers.consider(_with(split="tracking"), 7) is None
+    assert offers.adopt(7) == ACTION
     assert offers.num_refused == {"tracking": 1}

@@ -22,7 +22,7 @@ from dynamix.schemas.codec import decode, message_id
 from dynamix.schemas.messages import Job, Message
 from dynamix.trainer import Session
 from dynamix.trainer.job.shutdown import reason_after
-from dynamix.trainer.steering.steering import SPECIFIED_EVERY
+from dynamix.trainer.steering.window_end import SPECIFIED_EVERY
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ async def test_a_script_that_somebody_interrupts_ends_its_job_although_restarts_
 def _train_many_windows(_rank: int) -> tuple[int, list[Message]]:
     session, step = _train(window_steps=1, connect=False)
     said: list[Message] = []
-    session._parts.steering._wire = session._parts.steering._wire._replace(publish=said.append)
+    session._transport.publish = said.append  # type: ignore[method-assign]
     for _ in session.epochs(1):
         for batch in session.loader:
             step(batch)

@@ -1,0 +1,109 @@
+"""Adoption: an action becomes the allocation of all ranks, from one step on, or of none.
+
+Two phases, one step apart, so that no rank waits for a collective that is still under way:
+
+1. `post`, `margin_steps` before a window begins: rank 0 offers its newest acceptable action to all.
+2. `complete`, after the next step: every rank writes the same allocation into its schedule.
+"""
+
+import logging
+from typing import NamedTuple
+
+from dynamix.schemas.messages import Action
+from dynamix.trainer.data.sampler import PlanSampler, Position
+from dynamix.trainer.wire.transport import Transport
+
+from .collectives import BroadcastDecision, Collectives
+from .offers import Offers, Terms
+from .run import Run
+
+_log = logging.getLogger("dynamix.trainer")
+
+
+class _Posted(NamedTuple):
+    """A decision that is on its way to all ranks."""
+
+    effective_step: int
+    action: Action | None
+    """Known in rank 0."""
+
+
+class Adoption:
+    """One rank's side of adopting actions, and of the fast loop's own splits."""
+
+    def __init__(self, run: Run, sampler: PlanSampler, collectives: Collectives, transport: Transport) -> None:
+        self._run = run
+        self._sampler = sampler
+        self._collectives = collectives
+        self._transport = transport
+        self._offers: Offers | None = None
+        self._posted: _Posted | None = None
+
+    def begin(self) -> None:
+        """Accept actions from now on: only rank 0 does."""
+        identity, options = self._run.identity, self._run.options
+        self._offers = Offers(
+            Terms(
+                identity.job,
+                identity.generation,
+                options.min_local_batch_size,
+                identity.max_local_batch_sizes,
+                options.max_lag_windows,
+                options.supports_tracking,
+            )
+        )
+
+    @property
+    def is_posted(self) -> bool:
+        """Whether `complete` has something to do."""
+        return self._posted is not None
+
+    def post(self, effective_step: int) -> None:
+        """Send rank 0's newest action to all ranks, to rule from `effective_step` on."""
+        action = self._newest_action(self._run.window_of(effective_step))
+        decision = None if action is None else BroadcastDecision(action.window, action.allocation)
+        self._collectives.post_decision(decision)
+        self._posted = _Posted(effective_step, action)
+
+    def complete(self) -> None:
+        """Adopt, or not, what rank 0 sent: every rank the same, at the same step. Nothing where nothing was posted."""
+        posted, self._posted = self._posted, None
+        decision = None if posted is None else self._collectives.take_decision()
+        if posted is None or decision is None:
+            return
+        self._assert_not_drawn(posted.effective_step)
+        self._run.schedule.drop_before(posted.effective_step - self._run.options.margin_steps)
+        self._run.fast_loop.adopt(posted.effective_step, decision.allocation)
+        if posted.action is not None:
+            self._publish_receipt(posted.action, posted.effective_step)
+
+    def track(self, position: Position, seconds_per_sample: list[float]) -> None:
+        """Let the fast loop split again; one step less ahead than `post`, since nothing has to be sent first."""
+        effective_step = position.step - 1 + self._run.options.margin_steps - 1
+        self._assert_not_drawn(effective_step)
+        self._run.schedule.drop_before(position.step - 1)
+        self._run.fast_loop.observe_times(seconds_per_sample, effective_step)
+
+    def _newest_action(self, effective_window: int) -> Action | None:
+        """In rank 0, the action to offer to all."""
+        if self._offers is None:
+            return None
+        for action in self._transport.take_actions():
+            if (reason := self._offers.consider(action, effective_window)) is not None:
+                _log.info("refused the action of window %d: %s", action.window, reason)
+        return self._offers.adopt(effective_window)
+
+    def _publish_receipt(self, action: Action, effective_step: int) -> None:
+        assert self._offers is not None
+        malformed = self._transport.num_malformed
+        receipt = self._run.reporter.receipt(
+            action,
+            effective_window=self._run.window_of(effective_step),
+            effective_step=effective_step,
+            num_refused={**self._offers.num_refused, **({"malformed": malformed} if malformed else {})},
+        )
+        self._transport.publish(receipt)
+
+    def _assert_not_drawn(self, effective_step: int) -> None:
+        drawn = self._sampler.last_drawn_step
+        assert effective_step > drawn, f"step {effective_step} may change, but step {drawn} is drawn already"

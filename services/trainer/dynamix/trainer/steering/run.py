@@ -1,0 +1,69 @@
+"""The run: what is true of this job on this rank right now. Session, steering and checkpoint share this one state."""
+
+from dataclasses import dataclass, field
+
+from dynamix.schemas.messages import Job
+from dynamix.trainer.data.sampler import DataIdentity
+from dynamix.trainer.data.schedule import Schedule
+from dynamix.trainer.gradient.noise import NoiseAverage
+from dynamix.trainer.job.identity import JobIdentity, Place
+from dynamix.trainer.job.options import JobOptions
+from dynamix.trainer.job.reporting import Reporter
+
+from .fast_loop import FastLoop
+from .tracking import Tracker
+
+
+@dataclass(kw_only=True)
+class Run:
+    """One generation of a job, as this rank knows it.
+
+    `options`, `data` and `place` never change. `identity` may be raised to a later generation, or its upper bounds
+    lowered, by a loaded state before the first step.
+    """
+
+    options: JobOptions
+    data: DataIdentity
+    place: Place
+    identity: JobIdentity
+    schedule: Schedule = field(init=False)
+    noise: NoiseAverage = field(init=False)
+    fast_loop: FastLoop = field(init=False)
+    reporter: Reporter = field(init=False)
+    first_step: int = 0
+    """The generation's first step, from which windows are counted."""
+    started: bool = False
+    ended: bool = False
+    held_out_accuracy: float | None = None
+    """The newest that the script reported."""
+    total_samples: int | None = None
+    """Samples of the whole planned run, all epochs; `None` when the end is open."""
+
+    def __post_init__(self) -> None:
+        """Begin with what `attach` was told, within the bounds that all ranks know."""
+        initial = self.options.initial_allocation
+        bounded = tuple(map(min, initial.local_batch_sizes, self.identity.max_local_batch_sizes))
+        self.schedule = Schedule(initial.with_sizes(bounded))
+        self.noise = NoiseAverage(self.options.noise_decay)
+        self.use_identity(self.identity)
+
+    def use_identity(self, identity: JobIdentity) -> None:
+        """Take another generation or other upper bounds; speeds tracked so far are dropped."""
+        self.identity = identity
+        tracker = Tracker(self.options.min_local_batch_size, identity.max_local_batch_sizes)
+        self.fast_loop = FastLoop(self.schedule, tracker)
+        self.reporter = Reporter(self.options, identity, self.place, self.schedule.newest)
+
+    def begin(self, first_step: int) -> None:
+        """Count windows from a step; the job's specification names what rules it as the initial allocation."""
+        self.first_step, self.started = first_step, True
+        initial = self.schedule.allocation_at(first_step)
+        self.reporter = Reporter(self.options, self.identity, self.place, initial)
+
+    def window_of(self, step: int) -> int:
+        """The window that a step belongs to."""
+        return (step - self.first_step) // self.options.window_steps
+
+    def specification(self, end_reason: str | None = None) -> Job:
+        """The job's specification: running, or ended for a reason."""
+        return self.reporter.specification(total_samples=self.total_samples, end_reason=end_reason)

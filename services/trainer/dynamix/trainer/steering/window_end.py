@@ -1,0 +1,92 @@
+"""The end of a window: all ranks gather their rows, and the first rank of each node reports them.
+
+Two phases, one step apart, as in `adoption`: `post` after the window's last step sends this rank's row, `complete`
+after the next step has the rows of all ranks and publishes the report.
+"""
+
+from typing import NamedTuple
+
+from dynamix.trainer.data.sampler import Position
+from dynamix.trainer.data.split import Counts
+from dynamix.trainer.gradient.noise import window_moments
+from dynamix.trainer.measurement.clock import StepTimes
+from dynamix.trainer.measurement.meter import RankMeter
+from dynamix.trainer.measurement.rows import job_totals
+from dynamix.trainer.wire.transport import Transport
+
+from .collectives import Collectives
+from .run import Run
+
+SPECIFIED_EVERY = 64
+"""Windows after which the job's specification is published again. While the broker remembers it, it drops this one as a
+duplicate; one that lost or evicted the entry has it back."""
+
+
+class _PostedWindow(NamedTuple):
+    """A window whose rows are on their way."""
+
+    position: Position
+    sizes: Counts
+
+
+class WindowEnd:
+    """One rank's side of ending windows."""
+
+    def __init__(self, run: Run, meter: RankMeter, collectives: Collectives, transport: Transport) -> None:
+        self._run = run
+        self._meter = meter
+        self._collectives = collectives
+        self._transport = transport
+        self._posted: _PostedWindow | None = None
+        self._sockets_due = False
+
+    @property
+    def is_posted(self) -> bool:
+        """Whether `complete` or `match_sockets` has something to do."""
+        return self._posted is not None or self._sockets_due
+
+    def post(self, position: Position, times: list[StepTimes]) -> None:
+        """Send this rank's row of the window that ended at `position`."""
+        self._collectives.post_row(self._meter.take_row(times, self._run.held_out_accuracy))
+        self._posted = _PostedWindow(position, self._run.schedule.counts_at(position.step - 1))
+
+    def complete(self) -> None:
+        """Report the window whose rows have arrived. Nothing where nothing was posted."""
+        posted, self._posted = self._posted, None
+        if posted is None:
+            return
+        run, rows = self._run, self._collectives.take_rows()
+        run.noise.observe_window(window_moments(row.noise for row in rows))
+        window = run.window_of(posted.position.step - 1)
+        totals = job_totals(
+            rows,
+            window=window,
+            num_steps=run.options.window_steps,
+            global_batch_size=posted.sizes.total,
+            noise=run.noise.value,
+        )
+        if run.place.local_rank == 0:
+            report = run.reporter.report(
+                posted.position,
+                rows,
+                totals,
+                sizes=posted.sizes,
+                pending=run.schedule.newest,
+                total_samples=run.total_samples,
+                num_reports_dropped=self._transport.num_reports_dropped,
+                cookies=self._meter.sockets.cookies,
+            )
+            self._transport.publish(report)
+        if run.place.rank == 0 and (window + 1) % SPECIFIED_EVERY == 0:
+            self._transport.publish(run.specification())
+        run.reporter.keep_window(rows, totals)
+        self._sockets_due = window == 0
+
+    def match_sockets(self) -> None:
+        """Find the sockets to other ranks again after the first window: some back ends connect at first use."""
+        if not self._sockets_due:
+            return
+        self._sockets_due = False
+        sockets, place = self._meter.sockets, self._run.place
+        listings = self._collectives.gather_objects(sockets.candidates())
+        sockets.match(listings, place.rank, place.node_ranks)
