@@ -19,7 +19,7 @@ from bench.harness.targets import Target
 from bench.messages.recording import write_recording
 
 from dynamix.recording.capture import records
-from dynamix.recording.replay import OtherPolicy, Replay, replay
+from dynamix.recording.replay import OtherPolicy, ReplayRequest, ReplayTarget, replay
 
 TARGET = 50.0
 """Times real time, of every service."""
@@ -67,15 +67,16 @@ Arm = Callable[[], tuple[float, bool]]
 def arms(path: Path) -> dict[str, Arm]:
     """What is measured, by name."""
 
-    def playing(asked: Replay) -> Arm:
+    def playing(request: ReplayRequest) -> Arm:
         def play() -> tuple[float, bool]:
-            outcome = asyncio.run(replay(asked))
+            outcome = asyncio.run(replay(request))
             return outcome.recorded_s, outcome.bytes_equal
 
         return play
 
-    services: dict[str, Arm] = {into: playing(Replay(path, into)) for into in ("collector", "reward", "arbitrator")}
-    asked = playing(Replay(path, "arbitrator", other=OtherPolicy("proportional", {})))
+    targets: tuple[ReplayTarget, ...] = ("collector", "reward", "arbitrator")
+    services = {str(into): playing(ReplayRequest(path, into)) for into in targets}
+    asked = playing(ReplayRequest(path, "arbitrator", other=OtherPolicy("proportional", {})))
     return {**services, "arbitrator, asked": asked, "(reading alone)": lambda: _read(path)}
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dynamix.cli.output import json_path, output_path
-from dynamix.recording.provenance import versions
+from dynamix.lab.experiments.episodes.provenance import versions
 from dynamix.runtime import output_files
 from dynamix.runtime.output_files import PNG
 

@@ -45,7 +45,7 @@ class StreamRecorder:
         sequence = self._sequences[stream] = self._sequences.get(stream, 0) + 1
         self.now_ns += STEP_NS
         named = (subjects.subject_of(message), codec.message_id(message), codec.encode(message))
-        self._writer.add(Record(stream, sequence, self.now_ns, *named))
+        self._writer.write_record(Record(stream, sequence, self.now_ns, *named))
         return sequence
 
 

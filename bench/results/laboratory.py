@@ -11,10 +11,10 @@ from dynamix.lab.experiments.comparison.evaluation import ComparisonProgress, fi
 from dynamix.lab.experiments.comparison.outcome_table import OutcomeTable
 from dynamix.lab.experiments.comparison.runs import Ledger
 from dynamix.lab.experiments.comparison.tuned import Tuned, read_tuned
+from dynamix.lab.experiments.episodes.provenance import code_digest, versions
 from dynamix.lab.experiments.episodes.suite import TUNED_FILE, Suite, scenario_root
 from dynamix.lab.experiments.learning import LearningPlan, LearningUpdate, learn, plan_named
 from dynamix.lab.simulator.scenario import Network, Scenario
-from dynamix.recording.provenance import code_digest, versions
 from dynamix.runtime import output_files
 from dynamix.schemas.policies import DEFAULT_POLICY
 

@@ -21,8 +21,8 @@ from dynamix.lab.experiments.comparison import evaluation
 from dynamix.lab.experiments.comparison.runs import RunOutcome, RunTask
 from dynamix.lab.experiments.comparison.tuned import Choice, Tuned, read_tuned, to_toml
 from dynamix.lab.experiments.comparison.tuning import GRID
+from dynamix.lab.experiments.episodes.provenance import code_digest
 from dynamix.lab.experiments.episodes.suite import Scenario, scenario_root, suite_named
-from dynamix.recording.provenance import code_digest
 
 ROW = {"policy", "median_time_to_target_s", "misses", "vs_best_static", "vs_goodput"}
 

@@ -47,7 +47,7 @@ def test_different_is_one_and_shows_both_sides(tmp_path: Path, capsys: pytest.Ca
     assert row.split() == ["!=", "local_batch_sizes[3]", "54", "53"]
     document = json.loads(target.read_text())
     assert (document["equal"], document["bytes_equal"], document["decisions_equal"]) == (False, False, False)
-    assert document["tally"]["first"]["window"] == 5
+    assert document["counts"]["first"]["window"] == 5
 
 
 def test_equal_decisions_are_enough_for_another_processor_unless_bytes_are_asked_for(
@@ -64,7 +64,7 @@ def test_equal_decisions_are_enough_for_another_processor_unless_bytes_are_asked
     path = tmp_path / "elsewhere.dxc"
     with CaptureWriter(path, msgspec.structs.replace(header, fingerprint=elsewhere)) as writer:
         for record in records(DEMO):
-            writer.add(with_other_carry(record))
+            writer.write_record(with_other_carry(record))
     assert played(path) == 0
     output = capsys.readouterr().out
     assert "captured by another build or processor" in output
@@ -127,7 +127,7 @@ def test_the_recorded_policy_can_be_asked_with_other_options(tmp_path: Path) -> 
 
 def test_json_on_standard_output_stands_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert played(DEMO, "--json", "-") == 0
-    assert json.loads(capsys.readouterr().out)["tally"]["num_equal"] == 30
+    assert json.loads(capsys.readouterr().out)["counts"]["num_equal"] == 30
 
 
 def test_an_interrupted_replay_says_so_and_leaves_cleanly() -> None:

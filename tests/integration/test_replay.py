@@ -9,7 +9,7 @@ from tests.support.control_plane import ControlPlane, control_plane, feed_window
 
 from dynamix.cli.commands.capture.source import Source
 from dynamix.recording.capture import CaptureHeader, CaptureWriter, fingerprint
-from dynamix.recording.replay import Into, Replay, replay
+from dynamix.recording.replay import ReplayRequest, ReplayTarget, replay
 from dynamix.schemas import subjects
 from dynamix.schemas.messages import Job
 from dynamix.schemas.streams import FEED
@@ -25,7 +25,7 @@ async def captured(plane: ControlPlane, job: str, path: Path) -> Path:
         async with Source(plane.bus, job, past=True, stop=asyncio.Event()) as source:
             while batch := await source.read():
                 for record in batch:
-                    writer.add(record)
+                    writer.write_record(record)
     return path
 
 
@@ -53,11 +53,11 @@ async def test_what_was_stored_through_crashes_and_a_restart_replays_byte_for_by
         await plane.wait_for_actions(2 * NUM_WINDOWS)
         await plane.wait_for(FEED.name, subjects.reward(job.job, subjects.ANY), 2 * NUM_WINDOWS)
         path = await captured(plane, job.job, tmp_path / "job.dxc")
-    compared: dict[Into, tuple[int, int, int]] = {}
+    compared: dict[ReplayTarget, tuple[int, int, int]] = {}
     for into in ("collector", "reward", "arbitrator"):
-        outcome = await replay(Replay(path, into))
-        assert outcome.bytes_equal, outcome.tally.first
-        compared[into] = (outcome.tally.num_compared, outcome.tally.num_equal, outcome.tally.num_outside)
+        outcome = await replay(ReplayRequest(path, into))
+        assert outcome.bytes_equal, outcome.counts.first
+        compared[into] = (outcome.counts.num_compared, outcome.counts.num_equal, outcome.counts.num_outside)
     assert compared == {
         "collector": (4 * NUM_WINDOWS, 4 * NUM_WINDOWS, 0),
         "reward": (2 * NUM_WINDOWS, 2 * NUM_WINDOWS, 0),

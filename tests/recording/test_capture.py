@@ -1,4 +1,4 @@
-"""The file of a capture: whole it gives back what was written; cut, flipped, foreign or hostile it says where."""
+"""The file of a capture: intact it returns what was written; otherwise the error names block and byte."""
 
 import hashlib
 import io
@@ -25,18 +25,18 @@ FILES = settings(max_examples=150, suppress_health_check=[HealthCheck.function_s
 
 
 def sample() -> list[Record]:
-    """Of all three streams."""
+    """Records of all three streams."""
     messages = [made.job(), made.report(), made.window(), made.state(), made.action(hash=bytes(32))]
     return captured.records_of(messages)
 
 
 @pytest.fixture(scope="module")
 def content(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """A whole capture of several blocks."""
+    """A complete capture of several blocks."""
     path = tmp_path_factory.mktemp("capture") / "job.dxc"
     with CaptureWriter(path, captured.header()) as writer:
         for one in sample():
-            writer.add(one)
+            writer.write_record(one)
             if one.stream != "FEED":
                 writer.flush()
     return path.read_bytes()
@@ -71,7 +71,7 @@ def an_end(num_records: int = 0) -> bytes:
 
 
 def read_all(path: Path, content: bytes) -> tuple[list[Record], CaptureError | None]:
-    """What is handed out before the end, and how reading ended."""
+    """The records before the end or the error, and the error."""
     path.write_bytes(content)
     found: list[Record] = []
     try:
@@ -82,7 +82,7 @@ def read_all(path: Path, content: bytes) -> tuple[list[Record], CaptureError | N
     return found, None
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_written_records_are_read_back(tmp_path: Path) -> None:
     path = captured.write(tmp_path / "job.dxc", sample(), reason="windows")
     assert capture.read_header(path) == captured.header()
     with CaptureReader(path) as reader:
@@ -102,7 +102,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     )
 )
 @FILES
-def test_any_records_come_back_as_they_were(tmp_path: Path, content: list[tuple[str, str, bytes]]) -> None:
+def test_arbitrary_records_are_read_back(tmp_path: Path, content: list[tuple[str, str, bytes]]) -> None:
     given_records = [
         Record(stream, sequence, sequence * 7, f"a.{name}", name, payload)
         for sequence, (stream, name, payload) in enumerate(content, start=1)
@@ -112,7 +112,7 @@ def test_any_records_come_back_as_they_were(tmp_path: Path, content: list[tuple[
     assert list(capture.records(captured.write(path, given_records))) == given_records
 
 
-def test_a_large_job_is_written_in_blocks_and_smaller_than_it_is(tmp_path: Path) -> None:
+def test_a_large_job_is_written_in_compressed_blocks(tmp_path: Path) -> None:
     records = [captured.record(made.state(window_index=window), window + 1) for window in range(3000)]
     path = captured.write(tmp_path / "job.dxc", records)
     assert list(capture.records(path)) == records
@@ -133,7 +133,7 @@ def frame_offsets(content: bytes) -> Iterator[int]:
 
 @given(data=st.data())
 @FILES
-def test_a_flipped_bit_anywhere_is_noticed(tmp_path: Path, content: bytes, data: st.DataObject) -> None:
+def test_any_flipped_bit_is_detected(tmp_path: Path, content: bytes, data: st.DataObject) -> None:
     place = data.draw(st.integers(0, len(content) - 1))
     damaged = bytearray(content)
     damaged[place] ^= 1 << data.draw(st.integers(0, 7))
@@ -146,9 +146,7 @@ def test_a_flipped_bit_anywhere_is_noticed(tmp_path: Path, content: bytes, data:
 
 @given(data=st.data())
 @FILES
-def test_a_file_cut_anywhere_is_noticed_and_good_up_to_there(
-    tmp_path: Path, content: bytes, data: st.DataObject
-) -> None:
+def test_a_truncated_file_is_detected_and_good_up_to_there(tmp_path: Path, content: bytes, data: st.DataObject) -> None:
     length = data.draw(st.integers(0, len(content) - 1))
     found, error = read_all(tmp_path / "cut.dxc", content[:length])
     assert error is not None
@@ -161,14 +159,14 @@ def test_a_file_cut_anywhere_is_noticed_and_good_up_to_there(
 
 @given(st.binary(max_size=400))
 @FILES
-def test_foreign_bytes_are_refused(tmp_path: Path, content: bytes) -> None:
+def test_arbitrary_bytes_are_refused(tmp_path: Path, content: bytes) -> None:
     for start in (b"", layout.MAGIC, layout.PREAMBLE):
         found, error = read_all(tmp_path / "foreign.dxc", start + content)
         assert error is not None
         assert found == []
 
 
-def test_blocks_can_neither_be_left_out_nor_doubled_nor_swapped(tmp_path: Path, content: bytes) -> None:
+def test_omitted_repeated_and_swapped_blocks_are_detected(tmp_path: Path, content: bytes) -> None:
     offsets = [*frame_offsets(content), len(content)]
     head, first, second, *rest = [content[at:end] for at, end in itertools.pairwise(offsets)]
     start = content[: offsets[0]] + head
@@ -176,10 +174,10 @@ def test_blocks_can_neither_be_left_out_nor_doubled_nor_swapped(tmp_path: Path, 
         found, error = read_all(tmp_path / "edited.dxc", start + b"".join(body))
         assert found == sample()[: len(found)]
         assert error is not None
-        assert "its content is not that of its checksum" in str(error)
+        assert "its content does not match its checksum" in str(error)
 
 
-HOSTILE = {
+MALICIOUS = {
     "a header that is too long": (frame(layout.HEADER, b"", length=1 << 31), "2147483648 bytes, over the limit"),
     "a header of another shape": (frame(layout.HEADER, b"[]"), "not a CaptureHeader"),
     "a header of an odd job": (a_header(job="\x1b[2J"), "not a CaptureHeader"),
@@ -189,15 +187,15 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_beginning_is_refused_before_memory_is_taken(tmp_path: Path, name: str) -> None:
-    start, reason = HOSTILE[name]
+@pytest.mark.parametrize("name", MALICIOUS)
+def test_a_malicious_header_is_refused_in_bounded_memory(tmp_path: Path, name: str) -> None:
+    start, reason = MALICIOUS[name]
     content = layout.PREAMBLE + start if name == "two headers" else file_of(start)
     assert reason in str(refusal(tmp_path, content))
 
 
 def packed(**changes: int) -> bytes:
-    """A record whose head says what is wanted."""
+    """A record whose head has the given values."""
     fields = {"stream": 1, "subject": 1, "message_id": 0, "payload": 1, "sequence": 1, "timestamp_ns": 1}
     return layout.RECORD.pack(*(fields | changes).values()) + b"sp"
 
@@ -214,13 +212,13 @@ def packed(**changes: int) -> bytes:
         (a_block(packed(subject=255)), "its last record is cut off"),
         (a_block(packed(), b"\0\0\0"), "its last record is cut off"),
         (a_block(packed(stream=3)), "a record is of stream 3, but the header names 3"),
-        (a_block(packed(), packed()), "FEED 1 comes behind 1"),
+        (a_block(packed(), packed()), "FEED 1 comes after 1"),
         (a_block(packed(subject=0, message_id=1).replace(b"sp", b"\xffp")), "invalid start byte"),
-        (an_end(7), "speaks of 7 records, 0 are there"),
+        (an_end(7), "declares 7 records, 0 are there"),
         (frame(layout.END, b'{"reason": "bored", "num_records": 0, "ranges": {}}'), "not a CaptureEnd"),
     ],
 )
-def test_a_hostile_block_is_refused_and_named(tmp_path: Path, block: bytes, reason: str) -> None:
+def test_a_malicious_block_is_refused_with_its_position(tmp_path: Path, block: bytes, reason: str) -> None:
     error = refusal(tmp_path, file_of(a_header(), block))
     assert reason in str(error)
     assert error.block == 1
@@ -230,7 +228,7 @@ def test_a_hostile_block_is_refused_and_named(tmp_path: Path, block: bytes, reas
 
 def refusal(tmp_path: Path, content: bytes) -> CaptureError:
     """How a file is refused; reading it takes less than 8 MB, whatever it claims."""
-    path = tmp_path / "hostile.dxc"
+    path = tmp_path / "malicious.dxc"
     path.write_bytes(content)
     tracemalloc.start()
     try:
@@ -242,12 +240,12 @@ def refusal(tmp_path: Path, content: bytes) -> CaptureError:
     return caught.value
 
 
-def test_what_follows_the_end_is_foreign(tmp_path: Path) -> None:
+def test_bytes_after_the_end_are_refused(tmp_path: Path) -> None:
     error = refusal(tmp_path, file_of(a_header(), an_end()) + b"\n")
     assert "ends at byte" in str(error)
 
 
-def test_another_version_of_the_format_says_which(tmp_path: Path) -> None:
+def test_another_format_version_is_named_in_the_error(tmp_path: Path) -> None:
     path = tmp_path / "later.dxc"
     path.write_bytes(layout.MAGIC + b"\x09" + b"whatever")
     with pytest.raises(CaptureError, match="a capture of version 9, this program reads 1"):
@@ -292,17 +290,17 @@ def test_an_endless_file_is_read_in_bounded_memory(tmp_path: Path, monkeypatch: 
         tracemalloc.stop()
 
 
-def test_a_killed_writer_leaves_a_good_beginning(tmp_path: Path) -> None:
+def test_records_flushed_by_a_killed_writer_are_readable(tmp_path: Path) -> None:
     path = tmp_path / "job.dxc"
     flushed = b""
 
     def interrupted() -> None:
         nonlocal flushed
         with CaptureWriter(path, captured.header()) as writer:
-            writer.add(sample()[0])
+            writer.write_record(sample()[0])
             writer.flush()
             flushed = path.read_bytes()  # what a kill -9 would leave here
-            writer.add(sample()[1])
+            writer.write_record(sample()[1])
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -314,13 +312,13 @@ def test_a_killed_writer_leaves_a_good_beginning(tmp_path: Path) -> None:
         assert f"the {number} records before it are good" in str(error)
 
 
-def test_a_capture_is_not_written_over_one(tmp_path: Path) -> None:
+def test_an_existing_capture_is_not_overwritten(tmp_path: Path) -> None:
     path = captured.write(tmp_path / "job.dxc", sample())
     with pytest.raises(FileExistsError), CaptureWriter(path, captured.header()):
         pass
     assert list(capture.records(path)) == sample()
     with CaptureWriter(path, captured.header(), overwrite=True) as writer:
-        writer.add(sample()[0])
+        writer.write_record(sample()[0])
     assert list(capture.records(path)) == sample()[:1]
 
 
@@ -336,16 +334,16 @@ def test_a_capture_is_not_written_into_a_device(tmp_path: Path, *, overwrite: bo
     assert identity(device) == before
 
 
-def test_records_out_of_order_or_of_no_stream_are_not_taken(tmp_path: Path) -> None:
+def test_records_out_of_order_or_of_an_unknown_stream_are_refused(tmp_path: Path) -> None:
     first, second, *_ = sample()
     with CaptureWriter(tmp_path / "job.dxc", captured.header()) as writer:
-        writer.add(second)
-        with pytest.raises(ValueError, match="FEED 2 comes behind 2: not in order"):
-            writer.add(second)
+        writer.write_record(second)
+        with pytest.raises(ValueError, match="FEED 2 comes after 2: not in order"):
+            writer.write_record(second)
         with pytest.raises(ValueError, match="stream 'DEAD' is not in the header"):
-            writer.add(first._replace(stream="DEAD"))
+            writer.write_record(first._replace(stream="DEAD"))
         for too_large in ({"payload": bytes((1 << 20) + 1)}, {"subject": "s" * 256}, {"message_id": "i" * 1025}):
-            writer.add(second._replace(sequence=9, **too_large))  # type: ignore[arg-type] # one of three
+            writer.write_record(second._replace(sequence=9, **too_large))  # type: ignore[arg-type] # one of three
         assert writer.finish().num_left_out == 3
     assert list(capture.records(tmp_path / "job.dxc")) == [second]
 
@@ -360,8 +358,8 @@ def test_the_largest_records_fit_into_a_block(tmp_path: Path) -> None:
     assert path.stat().st_size > layout.BLOCK_BYTES + (1 << 20)
 
 
-def test_the_layout_is_the_one_that_was_published() -> None:
-    """Golden: what an old file holds must be read for ever."""
+def test_the_layout_is_version_one() -> None:
+    """Golden bytes: old files must stay readable."""
     one = Record("FEED", 0x0102030405060708, 0x1112131415161718, "sub", "id", b"payload")
     packed = struct.pack("<BBHIQQ", 1, 3, 2, 7, one.sequence, one.timestamp_ns) + b"subidpayload"
     assert layout.pack(one, 1) == packed
@@ -369,7 +367,7 @@ def test_the_layout_is_the_one_that_was_published() -> None:
     assert layout.PREAMBLE == b"\x89DXC\r\n\x1a\n\x01"
 
 
-def test_fingerprints_differ_by_name() -> None:
+def test_fingerprint_differences_are_listed_by_name() -> None:
     ours = capture.fingerprint()
     assert ours.code != "0" * 64
     assert capture.differences(ours, ours) == []

@@ -1,4 +1,4 @@
-"""Captures played into the services that made them: equal, or the first difference and where it is."""
+"""Replays of captures: equal, or the first difference and its window."""
 
 import asyncio
 import time
@@ -13,19 +13,17 @@ from tests.support.recordings import DEMO, Recording, changed, written
 from dynamix.arbitrator.learned.policy import LearnedPolicy
 from dynamix.arbitrator.learned.policy_file import PolicyFile
 from dynamix.arbitrator.policies.proportional import Proportional
-from dynamix.recording.capture import CaptureError, Record, records
+from dynamix.recording.capture import CaptureError, Record, WindowKey, first_generation, records
+from dynamix.recording.capture.identity import identity_of, kind_of, window_key_of
+from dynamix.recording.comparison import fields
 from dynamix.recording.replay import (
-    Into,
     OtherPolicy,
-    Outcome,
-    Place,
-    Replay,
     ReplayError,
-    fields,
-    first_generation,
+    ReplayOutcome,
+    ReplayRequest,
+    ReplayTarget,
     replay,
 )
-from dynamix.recording.replay.position import identity_of, kind_of, place_of
 from dynamix.reward.settings import RewardSettings
 from dynamix.schemas import codec
 from dynamix.schemas.codec import decode
@@ -37,8 +35,8 @@ ONE_NODE = made.job({"node-a": (0, 1)})
 
 
 def window_of(record: Record) -> int | None:
-    place = place_of(identity_of(record))
-    return None if place is None else place.window
+    key = window_key_of(identity_of(record))
+    return None if key is None else key.window
 
 
 def of(kind: str, window: int) -> "Matching":
@@ -61,15 +59,15 @@ def without(source: Path, target: Path, matching: Matching) -> Path:
     return changed(source, target, lambda record: None if matching(record) else record)
 
 
-async def into_arbitrator(path: Path) -> Outcome:
-    return await replay(Replay(path, "arbitrator"))
+async def into_arbitrator(path: Path) -> ReplayOutcome:
+    return await replay(ReplayRequest(path, "arbitrator"))
 
 
 @pytest.mark.parametrize(("into", "num_outputs"), [("collector", 60), ("reward", 30), ("arbitrator", 30)])
-async def test_the_demo_replays_byte_for_byte(into: Into, num_outputs: int) -> None:
+async def test_the_demo_replays_byte_for_byte(into: ReplayTarget, num_outputs: int) -> None:
     """Whatever build made it: who changes what is decided, or how it is written, changes this file on purpose."""
-    outcome = await replay(Replay(DEMO, into))
-    tally = outcome.tally
+    outcome = await replay(ReplayRequest(DEMO, into))
+    tally = outcome.counts
     assert (tally.num_compared, tally.num_equal, tally.num_outside) == (num_outputs, num_outputs, 0)
     assert outcome.bytes_equal
     assert tally.first is None
@@ -85,14 +83,14 @@ async def test_a_changed_action_is_the_first_difference_with_both_sides(tmp_path
         return record._replace(payload=codec.encode(other))
 
     outcome = await into_arbitrator(changed(DEMO, tmp_path / "other.dxc", change))
-    first = outcome.tally.first
+    first = outcome.counts.first
     assert first is not None
     assert (first.kind, first.window, first.reason, first.agrees) == ("action", 7, "other bytes", False)
     assert [(pair.field, int(pair.recorded) - int(pair.replayed)) for pair in first.fields if pair.differs] == [
         ("local_batch_sizes[0]", 1)
     ]
-    assert outcome.tally.num_different == 1, "what stands behind it is judged by itself"
-    assert outcome.tally.num_equal == 29
+    assert outcome.counts.num_different == 1, "what stands behind it is judged by itself"
+    assert outcome.counts.num_equal == 29
 
 
 @pytest.mark.parametrize("offset", [0, 3, 60, -1])
@@ -105,24 +103,24 @@ async def test_a_flipped_bit_of_an_action_is_found_wherever_it_is(tmp_path: Path
         return record._replace(payload=bytes(payload))
 
     outcome = await into_arbitrator(changed(DEMO, tmp_path / "flipped.dxc", flip))
-    first = outcome.tally.first
+    first = outcome.counts.first
     assert first is not None
-    assert (first.window, outcome.tally.num_equal) == (7, 29)
+    assert (first.window, outcome.counts.num_equal) == (7, 29)
     assert first.first_byte == offset % len(next(r.payload for r in records(DEMO) if of("action", 7)(r)))
     assert any(pair.differs for pair in first.fields)
 
 
 async def test_until_a_window_compares_no_later_one() -> None:
-    until = Place(first_generation(DEMO), 12)
+    until = WindowKey(first_generation(DEMO), 12)
     counts = {
-        into: (await replay(Replay(DEMO, into, until=until))).tally.num_compared
+        into: (await replay(ReplayRequest(DEMO, into, until=until))).counts.num_compared
         for into in ("collector", "reward", "arbitrator")
     }
     assert counts == {"collector": 26, "reward": 13, "arbitrator": 13}
 
 
-async def test_a_capture_over_restarts_of_the_arbitrator_replays_equal(tmp_path: Path) -> None:
-    """One in the middle of a window, and one while states are stored that nobody decides on yet."""
+async def test_a_capture_with_arbitrator_restarts_replays_equal(tmp_path: Path) -> None:
+    """One restart in the middle of a window, and one while undecided states are stored."""
     with Recording(tmp_path / "job.dxc", TWO_NODES) as recording:
         for window in range(12):
             recording.state(window, "node-a", is_seen=window not in (8, 9))
@@ -133,15 +131,15 @@ async def test_a_capture_over_restarts_of_the_arbitrator_replays_equal(tmp_path:
                 recording.restart()
     assert [action.window for action in recording.actions] == list(range(12))
     outcome = await into_arbitrator(recording.path)
-    assert (outcome.tally.num_compared, outcome.tally.num_equal, outcome.tally.notes) == (12, 12, [])
+    assert (outcome.counts.num_compared, outcome.counts.num_equal, outcome.counts.notes) == (12, 12, [])
 
 
-async def test_a_restart_behind_a_gap_replays_equal(tmp_path: Path) -> None:
+async def test_a_restart_after_a_gap_replays_equal(tmp_path: Path) -> None:
     with Recording(tmp_path / "job.dxc", TWO_NODES) as recording:
         for window in range(5):
             recording.state(window, "node-a")
             recording.state(window, "node-b")
-        for window in range(5, 9):  # nobody decides, and FEED forgets them
+        for window in range(5, 9):  # no arbitrator decides, and FEED drops them
             recording.state(window, "node-a", is_seen=False)
             recording.state(window, "node-b", is_seen=False)
         recording.restart(lost_until=recording.last_sequence)
@@ -150,11 +148,11 @@ async def test_a_restart_behind_a_gap_replays_equal(tmp_path: Path) -> None:
             recording.state(window, "node-a")
     assert [(action.window, action.gap) for action in recording.actions][4:7] == [(4, False), (9, True), (10, False)]
     outcome = await into_arbitrator(recording.path)
-    assert (outcome.tally.num_compared, outcome.tally.num_equal) == (10, 10)
-    assert outcome.tally.notes == ["the recorded arbitrator began anew behind a gap, before window 9"]
+    assert (outcome.counts.num_compared, outcome.counts.num_equal) == (10, 10)
+    assert outcome.counts.notes == ["the recorded arbitrator restarted after a gap, before window 9"]
 
 
-async def test_a_node_that_falls_silent_and_one_that_jumps_ahead_replay_equal(tmp_path: Path) -> None:
+async def test_a_silent_node_and_skipped_windows_replay_equal(tmp_path: Path) -> None:
     with Recording(tmp_path / "job.dxc", TWO_NODES) as recording:
         for window in [*range(4), *range(100, 104)]:
             recording.state(window, "node-a")
@@ -163,18 +161,18 @@ async def test_a_node_that_falls_silent_and_one_that_jumps_ahead_replay_equal(tm
     assert any(action.gap for action in recording.actions)
     outcome = await into_arbitrator(recording.path)
     assert outcome.bytes_equal
-    assert outcome.tally.num_equal == len(recording.actions)
+    assert outcome.counts.num_equal == len(recording.actions)
 
 
-async def test_what_was_stored_of_an_ended_job_has_its_specification_last_and_replays_equal(tmp_path: Path) -> None:
+async def test_a_past_capture_with_the_specification_last_replays_equal(tmp_path: Path) -> None:
     found = [record for record in records(DEMO) if record.stream != JOBS.name]
     last = [record for record in records(DEMO) if record.stream == JOBS.name][-1]
     assert decode(Job, last.subject, last.payload).phase == "ended"
     outcome = await into_arbitrator(written(DEMO, tmp_path / "past.dxc", [*found, last]))
-    assert (outcome.tally.num_compared, outcome.bytes_equal) == (30, True)
+    assert (outcome.counts.num_compared, outcome.bytes_equal) == (30, True)
 
 
-async def test_a_capture_that_begins_in_the_middle_goes_on_from_an_action(tmp_path: Path) -> None:
+async def test_a_capture_from_the_middle_of_a_job_continues_from_an_action(tmp_path: Path) -> None:
     middle = next(record.sequence for record in records(DEMO) if of("report", 10)(record))
 
     def later(record: Record) -> bool:
@@ -183,9 +181,9 @@ async def test_a_capture_that_begins_in_the_middle_goes_on_from_an_action(tmp_pa
     outcome = await into_arbitrator(
         changed(DEMO, tmp_path / "middle.dxc", lambda record: record if later(record) else None)
     )
-    tally = outcome.tally
+    tally = outcome.counts
     assert (tally.num_compared, tally.num_equal) == (19, 19)
-    assert "begins behind the action at 11" in tally.notes[0], "that for window 9 needs the state of window 9"
+    assert "begins after the action at 11" in tally.notes[0], "that for window 9 needs the state of window 9"
 
 
 async def test_an_earlier_generation_without_its_specification_is_left_out(tmp_path: Path) -> None:
@@ -198,22 +196,22 @@ async def test_an_earlier_generation_without_its_specification_is_left_out(tmp_p
             if generation == 0:
                 recording.next_generation(restarted)
     both = await into_arbitrator(recording.path)
-    assert (both.tally.num_compared, both.tally.num_equal) == (12, 12)
+    assert (both.counts.num_compared, both.counts.num_equal) == (12, 12)
     first = next(record for record in records(recording.path) if record.stream == JOBS.name)
     newest = changed(recording.path, tmp_path / "newest.dxc", lambda record: None if record == first else record)
     outcome = await into_arbitrator(newest)
-    assert (outcome.tally.num_compared, outcome.tally.num_equal, outcome.tally.num_outside) == (6, 6, 6)
+    assert (outcome.counts.num_compared, outcome.counts.num_equal, outcome.counts.num_outside) == (6, 6, 6)
 
 
-async def test_an_action_that_is_missing_is_named(tmp_path: Path) -> None:
+async def test_a_missing_action_is_reported_with_its_window(tmp_path: Path) -> None:
     outcome = await into_arbitrator(without(DEMO, tmp_path / "lacking.dxc", of("action", 9)))
-    first = outcome.tally.first
+    first = outcome.counts.first
     assert first is not None
     assert (first.window, first.reason) == (9, "only replayed")
     assert not outcome.decisions_equal
 
 
-async def test_an_arbitrator_that_stops_deciding_is_a_difference_also_where_the_question_ends(
+async def test_an_arbitrator_that_stops_deciding_is_a_difference_also_with_until(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     decide = Proportional.decide
@@ -225,22 +223,22 @@ async def test_an_arbitrator_that_stops_deciding_is_a_difference_also_where_the_
 
     monkeypatch.setattr(Proportional, "decide", fails)
     generation = first_generation(DEMO)
-    for until, num_missing in ((None, 25), (Place(generation, 12), 8)):
-        outcome = await replay(Replay(DEMO, "arbitrator", until=until))
+    for until, num_missing in ((None, 25), (WindowKey(generation, 12), 8)):
+        outcome = await replay(ReplayRequest(DEMO, "arbitrator", until=until))
         assert not outcome.decisions_equal
-        assert outcome.tally.num_different == num_missing
+        assert outcome.counts.num_different == num_missing
 
 
-async def test_sizes_that_stick_are_said_in_the_same_window(tmp_path: Path) -> None:
+async def test_stuck_sizes_are_reported_in_the_same_window(tmp_path: Path) -> None:
     smallest = made.job({"node-a": (0, 1)}, initial_local_batch_sizes=(32, 32))
     with Recording(tmp_path / "job.dxc", smallest) as recording:
         for window in range(24):
             recording.state(window)
     outcome = await into_arbitrator(recording.path)
-    assert (outcome.tally.num_compared, outcome.tally.num_equal, outcome.tally.notes) == (25, 25, [])
+    assert (outcome.counts.num_compared, outcome.counts.num_equal, outcome.counts.notes) == (25, 25, [])
 
 
-async def test_an_arbitrator_that_was_restarted_counts_anew(tmp_path: Path) -> None:
+async def test_a_restarted_arbitrator_counts_stuck_sizes_from_its_start(tmp_path: Path) -> None:
     smallest = made.job({"node-a": (0, 1)}, initial_local_batch_sizes=(32, 32))
     with Recording(tmp_path / "job.dxc", smallest) as recording:
         for window in range(40):
@@ -248,11 +246,11 @@ async def test_an_arbitrator_that_was_restarted_counts_anew(tmp_path: Path) -> N
                 recording.restart()
             recording.state(window)
     outcome = await into_arbitrator(recording.path)
-    assert (outcome.tally.num_compared, outcome.tally.num_equal) == (41, 41)
-    assert [note for note in outcome.tally.notes if ":19:size-stuck is said in the replay only" in note]
+    assert (outcome.counts.num_compared, outcome.counts.num_equal) == (41, 41)
+    assert [note for note in outcome.counts.notes if ":19:size-stuck is only in the replay" in note]
 
 
-async def test_a_learned_policy_decides_again_from_its_file(tmp_path: Path) -> None:
+async def test_a_learned_policy_is_replayed_from_its_file(tmp_path: Path) -> None:
     file = tmp_path / "mine.safetensors"
     file.write_bytes(learned.policy_file("deltas", favour=2, policy="mine").to_bytes())
     policy = LearnedPolicy(PolicyFile.from_bytes(file.read_bytes()), version=3)
@@ -260,21 +258,21 @@ async def test_a_learned_policy_decides_again_from_its_file(tmp_path: Path) -> N
     with Recording(tmp_path / "job.dxc", job, policy) as recording:
         for window in range(6):
             recording.state(window)
-    outcome = await replay(Replay(recording.path, "arbitrator", policy_files=(file,)))
-    assert (outcome.tally.num_compared, outcome.bytes_equal) == (6, True)
-    with pytest.raises(ReplayError, match=r"version 3 of policy 'mine' decided here, a file that is not at hand"):
+    outcome = await replay(ReplayRequest(recording.path, "arbitrator", policy_files=(file,)))
+    assert (outcome.counts.num_compared, outcome.bytes_equal) == (6, True)
+    with pytest.raises(ReplayError, match=r"version 3 of policy 'mine' decided here, but its file .* is not given"):
         await into_arbitrator(recording.path)
 
 
-async def test_the_recorded_policy_asked_again_decides_the_same() -> None:
-    outcome = await replay(Replay(DEMO, "arbitrator", other=OtherPolicy("proportional", {})))
+async def test_asking_the_recorded_policy_gives_the_recorded_decisions() -> None:
+    outcome = await replay(ReplayRequest(DEMO, "arbitrator", other=OtherPolicy("proportional", {})))
     assert outcome.what_if is not None
     assert (outcome.what_if.num_windows, outcome.what_if.num_windows_different) == (30, 0)
 
 
-async def test_another_policy_says_what_it_would_have_decided() -> None:
+async def test_asking_another_policy_gives_its_decisions() -> None:
     initial = next(decode(Job, r.subject, r.payload) for r in records(DEMO) if r.stream == JOBS.name)
-    outcome = await replay(Replay(DEMO, "arbitrator", other=OtherPolicy("static", {})))
+    outcome = await replay(ReplayRequest(DEMO, "arbitrator", other=OtherPolicy("static", {})))
     asked = outcome.what_if
     assert asked is not None
     assert {row.other for row in asked.windows} == {initial.initial_local_batch_sizes}
@@ -285,16 +283,16 @@ async def test_another_policy_says_what_it_would_have_decided() -> None:
     )
 
 
-async def test_an_unknown_policy_or_option_is_refused_with_a_reason() -> None:
+async def test_an_unknown_policy_or_option_is_an_error_with_a_reason() -> None:
     with pytest.raises(ReplayError, match="no policy is called 'magic'"):
-        await replay(Replay(DEMO, "arbitrator", other=OtherPolicy("magic", {})))
+        await replay(ReplayRequest(DEMO, "arbitrator", other=OtherPolicy("magic", {})))
     with pytest.raises(ReplayError, match="has no option 'speed'"):
-        await replay(Replay(DEMO, "arbitrator", other=OtherPolicy("rule", {"speed": 1.0})))
+        await replay(ReplayRequest(DEMO, "arbitrator", other=OtherPolicy("rule", {"speed": 1.0})))
 
 
-async def test_other_weights_give_other_rewards_and_the_term_is_shown() -> None:
-    outcome = await replay(Replay(DEMO, "reward", reward=RewardSettings(beta=0.2)))
-    first = outcome.tally.first
+async def test_other_weights_give_other_rewards_and_the_term_is_listed() -> None:
+    outcome = await replay(ReplayRequest(DEMO, "reward", reward=RewardSettings(beta=0.2)))
+    first = outcome.counts.first
     assert first is not None
     assert (first.kind, first.window) == ("reward", 0)
     differing = {pair.field for pair in first.fields if pair.differs}
@@ -305,7 +303,7 @@ async def test_other_weights_give_other_rewards_and_the_term_is_shown() -> None:
 @pytest.mark.parametrize("num_dropped", range(10, 16))
 @pytest.mark.parametrize("into", ["collector", "reward"])
 async def test_a_capture_that_begins_in_the_middle_of_a_window_is_no_difference(
-    tmp_path: Path, into: Into, num_dropped: int
+    tmp_path: Path, into: ReplayTarget, num_dropped: int
 ) -> None:
     feed = [record.sequence for record in records(DEMO) if record.stream == FEED.name]
     dropped = frozenset(feed[:num_dropped])
@@ -314,9 +312,9 @@ async def test_a_capture_that_begins_in_the_middle_of_a_window_is_no_difference(
         tmp_path / "cut.dxc",
         lambda record: None if record.stream == FEED.name and record.sequence in dropped else record,
     )
-    outcome = await replay(Replay(cut, into))
+    outcome = await replay(ReplayRequest(cut, into))
     assert outcome.bytes_equal
-    assert outcome.tally.num_compared >= 26
+    assert outcome.counts.num_compared >= 26
 
 
 async def test_an_output_recorded_twice_is_no_difference(tmp_path: Path) -> None:
@@ -324,24 +322,24 @@ async def test_an_output_recorded_twice_is_no_difference(tmp_path: Path) -> None
     reward = next(record for record in records(DEMO) if of("reward", 3)(record))
     newest = max(record.sequence for record in records(DEMO) if record.stream == FEED.name)
     again = reward._replace(sequence=newest + 1, timestamp_ns=last.timestamp_ns)
-    outcome = await replay(Replay(written(DEMO, tmp_path / "twice.dxc", [*records(DEMO), again]), "reward"))
-    assert (outcome.tally.num_repeated, outcome.bytes_equal) == (1, True)
+    outcome = await replay(ReplayRequest(written(DEMO, tmp_path / "twice.dxc", [*records(DEMO), again]), "reward"))
+    assert (outcome.counts.num_repeated, outcome.bytes_equal) == (1, True)
 
 
-async def test_a_reward_that_is_missing_in_the_middle_is_a_difference_and_at_the_end_none(tmp_path: Path) -> None:
-    lacking = await replay(Replay(without(DEMO, tmp_path / "a.dxc", of("reward", 11)), "reward"))
-    assert lacking.tally.first is not None
-    assert (lacking.tally.first.window, lacking.tally.first.reason) == (11, "only replayed")
-    short = await replay(Replay(without(DEMO, tmp_path / "b.dxc", of("reward", 29)), "reward"))
-    assert (short.tally.num_outside, short.bytes_equal) == (1, True)
+async def test_a_missing_reward_is_a_difference_except_at_the_end(tmp_path: Path) -> None:
+    lacking = await replay(ReplayRequest(without(DEMO, tmp_path / "a.dxc", of("reward", 11)), "reward"))
+    assert lacking.counts.first is not None
+    assert (lacking.counts.first.window, lacking.counts.first.reason) == (11, "only replayed")
+    short = await replay(ReplayRequest(without(DEMO, tmp_path / "b.dxc", of("reward", 29)), "reward"))
+    assert (short.counts.num_outside, short.bytes_equal) == (1, True)
 
 
-async def test_a_window_that_was_given_up_takes_its_state_out_of_the_comparison(tmp_path: Path) -> None:
-    outcome = await replay(Replay(without(DEMO, tmp_path / "shed.dxc", of("window", 11)), "collector"))
-    assert (outcome.tally.num_compared, outcome.tally.num_outside, outcome.bytes_equal) == (58, 2, True)
+async def test_the_state_of_a_dropped_window_is_not_compared(tmp_path: Path) -> None:
+    outcome = await replay(ReplayRequest(without(DEMO, tmp_path / "shed.dxc", of("window", 11)), "collector"))
+    assert (outcome.counts.num_compared, outcome.counts.num_outside, outcome.bytes_equal) == (58, 2, True)
 
 
-async def test_a_changed_feature_is_shown_by_its_name(tmp_path: Path) -> None:
+async def test_a_changed_feature_is_listed_by_its_name(tmp_path: Path) -> None:
     def change(record: Record) -> Record:
         if not of("state", 5)(record):
             return record
@@ -349,8 +347,8 @@ async def test_a_changed_feature_is_shown_by_its_name(tmp_path: Path) -> None:
         payload[120] ^= 0x40
         return record._replace(payload=bytes(payload))
 
-    outcome = await replay(Replay(changed(DEMO, tmp_path / "other.dxc", change), "collector"))
-    first = outcome.tally.first
+    outcome = await replay(ReplayRequest(changed(DEMO, tmp_path / "other.dxc", change), "collector"))
+    first = outcome.counts.first
     assert first is not None
     assert (first.kind, first.window) == ("state", 5)
     differing = [pair.field for pair in first.fields if pair.differs]
@@ -358,7 +356,7 @@ async def test_a_changed_feature_is_shown_by_its_name(tmp_path: Path) -> None:
     assert differing[0].startswith("rank ")
 
 
-async def test_a_damaged_capture_is_refused_with_its_place_and_a_cut_one_replayed_as_far_as_it_goes(
+async def test_a_damaged_capture_is_an_error_and_a_cut_off_one_is_replayed(
     tmp_path: Path,
 ) -> None:
     data = bytearray(DEMO.read_bytes())
@@ -366,7 +364,7 @@ async def test_a_damaged_capture_is_refused_with_its_place_and_a_cut_one_replaye
     cut.write_bytes(data[:-40])
     outcome = await into_arbitrator(cut)
     assert outcome.cut_off
-    assert (outcome.tally.num_compared, outcome.bytes_equal) == (30, True)
+    assert (outcome.counts.num_compared, outcome.bytes_equal) == (30, True)
     data[len(data) // 2] ^= 1
     damaged = tmp_path / "damaged.dxc"
     damaged.write_bytes(data)
@@ -384,24 +382,26 @@ async def test_a_capture_without_actions_cannot_be_compared(tmp_path: Path) -> N
         )
 
 
-async def test_the_original_speed_is_that_of_the_brokers_clock(tmp_path: Path) -> None:
+async def test_original_speed_follows_the_brokers_clock(tmp_path: Path) -> None:
     with Recording(tmp_path / "job.dxc", ONE_NODE) as recording:
         for window in range(100):  # two messages of a millisecond each
             recording.state(window)
     begun_s = time.monotonic()
-    outcome = await replay(Replay(recording.path, "arbitrator", speed="original"))
+    outcome = await replay(ReplayRequest(recording.path, "arbitrator", speed="original"))
     assert outcome.bytes_equal
     assert time.monotonic() - begun_s >= outcome.recorded_s > 0.2
 
 
-async def test_a_replay_that_is_stopped_says_what_it_had_compared() -> None:
+async def test_a_stopped_replay_returns_what_was_compared() -> None:
     stop = asyncio.Event()
-    outcome = await replay(Replay(DEMO, "arbitrator", speed="original"), stop=stop, on_progress=lambda _: stop.set())
+    outcome = await replay(
+        ReplayRequest(DEMO, "arbitrator", speed="original"), stop=stop, on_progress=lambda _: stop.set()
+    )
     assert outcome.interrupted
-    assert outcome.tally.num_different == 0
+    assert outcome.counts.num_different == 0
 
 
-def test_numbers_of_another_processor_agree_and_decisions_must_be_the_same() -> None:
+def test_close_numbers_agree_and_decisions_must_be_equal() -> None:
     near = made.state(throughput=(1000.0, 2000.0))
     far = made.state(throughput=(1000.0004, 2000.0))
     assert near != far

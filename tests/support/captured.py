@@ -43,6 +43,6 @@ def write(path: Path, records: Sequence[Record], *, reason: EndReason = "ended",
     """A whole capture of some records."""
     with CaptureWriter(path, header(job)) as writer:
         for one in records:
-            writer.add(one)
+            writer.write_record(one)
         writer.finish(reason)
     return path

@@ -54,7 +54,7 @@ async def _capture(bus: Bus, job: str, path: Path) -> CaptureEnd:
         async with Source(bus, job, past=False, stop=asyncio.Event()) as source:
             while batch := await source.read():
                 for record in batch:
-                    writer.add(record)
+                    writer.write_record(record)
         return writer.finish(source.reason)
 
 

@@ -28,7 +28,7 @@ def written(source: Path, target: Path, found: Iterable[Record]) -> Path:
     """A capture with the header of another."""
     with CaptureWriter(target, read_header(source), overwrite=True) as writer:
         for record in found:
-            writer.add(record)
+            writer.write_record(record)
     return target
 
 

@@ -1,5 +1,9 @@
-"""Recording: a job's messages captured in one file, and played back into the services.
+"""Recording: a job's messages in one file, and a replay of them into the services.
 
-`capture` is the file format, `replay` plays a capture into a service and compares what it publishes with what was
-recorded, `provenance` says which code and libraries made a number or a file.
+- `capture`: the file. Records in, a checked file out, and back. Change it only with a new version of the format.
+- `comparison`: recorded and replayed outputs in, counts and the first difference out. Pure.
+- `playback`: a capture in, the bus of a service out, which delivers the recorded messages.
+- `replay`: a request in, an outcome out; it runs the collector, the reward service or the arbitrator over a capture.
+
+Each folder uses only those above it. The views of results are in `dynamix.cli`.
 """

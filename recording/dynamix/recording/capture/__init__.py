@@ -1,18 +1,29 @@
-"""Captures: what the streams held of one job, in a file that says what it is, checks itself, and reads as a stream.
+"""Captures: what the broker stored of one job, in a file with checksums that is read block by block.
 
 with CaptureWriter(path, header) as writer:   # records in, in the order in which the broker stored them
-    writer.add(record)
+    writer.write_record(record)
     writer.finish("ended")
 
-for record in records(path):                  # checked as they come; CaptureError names the place
+for record in records(path):                  # checked as they are read; CaptureError names block and byte
     ...
+
+`layout` is the byte format (docs/replay.md); a change of it needs a new `VERSION`, and old files must stay readable.
 """
 
-from .errors import CaptureError, CutOffError
 from .fingerprint import Fingerprint, differences, fingerprint
-from .merge import Merge
+from .identity import WindowKey, first_generation
+from .merge import RecordMerge
 from .reader import CaptureReader, read_header, records
-from .record import CaptureEnd, CaptureHeader, EndReason, Record, StreamRange, fits
+from .record import (
+    CaptureEnd,
+    CaptureError,
+    CaptureHeader,
+    CutOffError,
+    EndReason,
+    Record,
+    StreamRange,
+    fits,
+)
 from .writer import CaptureWriter
 
 __all__ = [
@@ -24,11 +35,13 @@ __all__ = [
     "CutOffError",
     "EndReason",
     "Fingerprint",
-    "Merge",
     "Record",
+    "RecordMerge",
     "StreamRange",
+    "WindowKey",
     "differences",
     "fingerprint",
+    "first_generation",
     "fits",
     "read_header",
     "records",

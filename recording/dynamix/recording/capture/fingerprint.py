@@ -1,56 +1,81 @@
 """The build and the processor that results depend on to the last bit."""
 
+import hashlib
 import importlib.metadata
+import importlib.util
 import platform
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from dynamix.recording.provenance import code_digest
+DECIDING_PACKAGES = ("dynamix.schemas", "dynamix.collector", "dynamix.reward", "dynamix.arbitrator")
+"""Packages whose code a replay runs through."""
 
 CPU_INFO = Path("/proc/cpuinfo")
-_IDENTITY = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part")
+_CPU_FIELDS = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part")
 """The lines that tell processor families apart, on x86 and on ARM."""
 
 
 class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
-    """Where it is the same, the same input gives the same bytes."""
+    """Build and processor of a program: where it is equal, equal input gives equal bytes."""
 
     dynamix: str
     code: str
-    """SHA-256 over the sources that decide (`dynamix.recording.provenance`)."""
+    """SHA-256 over the sources of `DECIDING_PACKAGES`."""
     python: str
     numpy: str
     machine: str
     """Instruction set, for example x86_64."""
     cpu: str
-    """Vendor, family and model as the kernel numbers them; empty where it does not say."""
+    """Vendor, family and model as the kernel numbers them; empty where the kernel does not report them."""
     simd: tuple[str, ...]
-    """What numpy found beyond its baseline: its kernels differ by it."""
+    """Vector extensions that numpy found beyond its baseline; numpy chooses its kernels by them."""
 
 
 def fingerprint() -> Fingerprint:
-    """That of this process."""
+    """Fingerprint of this process."""
+    simd: Any = np.show_config(mode="dicts")
     return Fingerprint(
         dynamix=importlib.metadata.version("dynamix-batch"),
-        code=code_digest(),
+        code=source_digest(DECIDING_PACKAGES),
         python=platform.python_version(),
         numpy=np.__version__,
         machine=platform.machine(),
         cpu=_cpu(CPU_INFO),
-        simd=_simd(),
+        simd=tuple(simd.get("SIMD Extensions", {}).get("found", ())),
     )
 
 
 def differences(theirs: Fingerprint, ours: Fingerprint) -> list[str]:
-    """What differs, a line each; empty where byte-identical results are to be expected."""
+    """Fields that differ, one line each; empty where equal bytes are to be expected."""
     return [
         f"{field}: {_shown(there)} there, {_shown(here)} here"
         for field in Fingerprint.__struct_fields__
         if (there := getattr(theirs, field)) != (here := getattr(ours, field))
     ]
+
+
+@lru_cache(maxsize=4)
+def source_digest(packages: tuple[str, ...]) -> str:
+    """SHA-256 over the Python sources of some packages: names and content, in order."""
+    total = hashlib.sha256()
+    for package in packages:
+        directory = _directory(package)
+        for path in sorted(directory.rglob("*.py")):
+            total.update(f"{package}/{path.relative_to(directory)}\0".encode())
+            total.update(path.read_bytes())
+    return total.hexdigest()
+
+
+def _directory(package: str) -> Path:
+    """Folder of a package's sources, found without importing the package: the trainer would import torch."""
+    spec = importlib.util.find_spec(package)
+    assert spec is not None, "our own packages are installed"
+    assert spec.origin is not None, "and are files"
+    return Path(spec.origin).parent
 
 
 def _shown(value: str | tuple[str, ...]) -> str:
@@ -61,13 +86,8 @@ def _shown(value: str | tuple[str, ...]) -> str:
 def _cpu(path: Path) -> str:
     try:
         first = path.read_text().partition("\n\n")[0]
-    except OSError:  # not Linux: `machine` says what can be said
+    except OSError:  # not Linux: `machine` is all that is known
         return ""
     found = dict(line.split(":", 1) for line in first.splitlines() if ":" in line)
     values = {name.strip(): value.strip() for name, value in found.items()}
-    return "/".join(values[name] for name in _IDENTITY if name in values)
-
-
-def _simd() -> tuple[str, ...]:
-    shown: Any = np.show_config(mode="dicts")
-    return tuple(shown.get("SIMD Extensions", {}).get("found", ()))
+    return "/".join(values[name] for name in _CPU_FIELDS if name in values)

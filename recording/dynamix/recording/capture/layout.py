@@ -10,8 +10,8 @@ A file is `MAGIC`, a version byte, then frames: one header, blocks, one end. All
              sequence (8), time in ns (8), subject, message id, payload
     end      JSON, a CaptureEnd
 
-A block is worth nothing until its digest was checked, and the digest vouches for all blocks before it: none can be
-changed, left out, doubled or brought from another file. Each length has a limit that is checked before memory is taken.
+A block is used only after its digest was checked. The digest covers all blocks before it, so that none can be changed,
+left out, doubled or copied from another file. Each length has a limit that is checked before memory is allocated.
 """
 
 import struct
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from .record import MAX_MESSAGE_ID_BYTES, MAX_PAYLOAD_BYTES, Record
 
 MAGIC = b"\x89DXC\r\n\x1a\n"
-"""Not text, and broken by whatever changes line ends."""
+"""Not text, and damaged by any tool that converts line ends."""
 VERSION = 1
 PREAMBLE = MAGIC + bytes((VERSION,))
 
@@ -43,22 +43,22 @@ COMPRESSION_LEVEL = 6
 
 
 def pack(record: Record, stream: int) -> bytes:
-    """Bytes of a record of the stream with that index; the caller has seen that it `fits`."""
+    """Pack a record of the stream with that index; the caller has checked that it `fits`."""
     subject, message_id = record.subject.encode(), record.message_id.encode()
     head = RECORD.pack(stream, len(subject), len(message_id), len(record.payload), record.sequence, record.timestamp_ns)
     return b"".join((head, subject, message_id, record.payload))
 
 
 def compress(block: bytes | bytearray) -> bytes:
-    """The body of a block's frame."""
+    """Compress packed records to the body of a block's frame."""
     return zlib.compress(block, COMPRESSION_LEVEL)
 
 
 def decompress(body: bytes) -> bytes:
-    """The records of a block's frame, packed.
+    """Decompress the body of a block's frame to packed records.
 
     Raises:
-        ValueError: when it is not what `compress` gives, or would be larger than a block can be.
+        ValueError: when the body is not the output of `compress`, or larger than a block may be.
     """
     inflater = zlib.decompressobj()
     try:
@@ -73,7 +73,7 @@ def decompress(body: bytes) -> bytes:
 
 
 def unpack(block: bytes, streams: Sequence[str]) -> list[Record]:
-    """The records of a block.
+    """Unpack the records of a block.
 
     Raises:
         ValueError: when lengths or names are not those of records.

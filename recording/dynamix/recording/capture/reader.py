@@ -1,4 +1,4 @@
-"""Reads a capture as a stream: a block at a time, and none before its digest is right."""
+"""Reads a capture block by block, each only after its digest was checked."""
 
 import hashlib
 from collections.abc import Iterator
@@ -9,20 +9,19 @@ from typing import BinaryIO, Self, TypeVar
 import msgspec
 
 from . import layout
-from .errors import CaptureError, CutOffError
-from .record import CaptureEnd, CaptureHeader, Record
+from .record import CaptureEnd, CaptureError, CaptureHeader, CutOffError, Record
 
 S = TypeVar("S", bound=msgspec.Struct)
 
 
 def read_header(path: Path | str) -> CaptureHeader:
-    """What a capture says of itself. Raises as `CaptureReader`."""
+    """Read the header of a capture. Raises as `CaptureReader`."""
     with CaptureReader(path) as reader:
         return reader.header
 
 
 def records(path: Path | str) -> Iterator[Record]:
-    """The records of a capture in their order. Raises as `CaptureReader`, also behind the last good record."""
+    """Read the records of a capture in order. Raises as `CaptureReader`, also after the last good record."""
     with CaptureReader(path) as reader:
         yield from reader
 
@@ -38,7 +37,7 @@ class CaptureReader:
     Attributes:
         header: known once the context is entered.
         end: known once the last record was read, `None` before.
-        num_records: records handed out so far, to the block.
+        num_records: records of the blocks read so far.
     """
 
     header: CaptureHeader
@@ -49,7 +48,7 @@ class CaptureReader:
         self._digest = hashlib.sha256()
         self._frame_index = -1
         self._frame_offset = 0
-        self._position = 0
+        self._offset = 0
         self._last_sequences: dict[str, int] = {}
         self.end: CaptureEnd | None = None
         self.num_records = 0
@@ -58,7 +57,7 @@ class CaptureReader:
         self._file = self._path.open("rb")
         try:
             self._check_preamble()
-            self.header = self._json(self._frame(layout.HEADER), CaptureHeader)
+            self.header = self._read_header()
         except BaseException:
             self._file.close()
             raise
@@ -71,15 +70,15 @@ class CaptureReader:
             self._file.close()
 
     def __iter__(self) -> Iterator[Record]:
-        """Records, once; what is read again is read by another reader."""
+        """Iterate over the records, once per reader."""
         while self.end is None:
             block = self._next_block()
             self.num_records += len(block)
             yield from block
 
     def _next_block(self) -> list[Record]:
-        """The next block's records, none at the end."""
-        kind, body = self._any_frame()
+        """Read the next block's records; none at the end."""
+        kind, body = self._read_frame()
         if kind == layout.BLOCK:
             try:
                 block = layout.unpack(layout.decompress(body), self.header.streams)
@@ -89,13 +88,16 @@ class CaptureReader:
             return block
         if kind != layout.END:
             raise self._damage("a second header")
-        end = self._json(body, CaptureEnd)
-        self._check_end(end)
+        end = self._decode_json(body, CaptureEnd)
+        if end.num_records != self.num_records:
+            raise self._damage(f"the end declares {end.num_records} records, {self.num_records} are there")
+        if self._read_some(1):
+            raise self._damage(f"the capture ends at byte {self._offset - 1}, but the file goes on")
         self.end = end
         return []
 
     def _check_preamble(self) -> None:
-        preamble = self._take(len(layout.PREAMBLE))
+        preamble = self._read_some(len(layout.PREAMBLE))
         if preamble[: len(layout.MAGIC)] != layout.MAGIC:
             raise CaptureError(self._path, "this is no capture; `dynamix capture JOB -o FILE` makes one")
         if preamble != layout.PREAMBLE:
@@ -104,44 +106,45 @@ class CaptureReader:
             raise CaptureError(self._path, f"a capture of {version}, this program reads {layout.VERSION}")
         self._digest.update(preamble)
 
-    def _frame(self, kind: bytes) -> bytes:
-        found, body = self._any_frame()
-        if found != kind:
+    def _read_header(self) -> CaptureHeader:
+        kind, body = self._read_frame()
+        if kind != layout.HEADER:
             raise self._damage("the header is missing")
-        return body
+        return self._decode_json(body, CaptureHeader)
 
-    def _any_frame(self) -> tuple[bytes, bytes]:
-        """The next frame's kind and body, with its digest checked."""
+    def _read_frame(self) -> tuple[bytes, bytes]:
+        """Read the next frame's kind and body, and check its digest."""
         self._frame_index += 1
-        self._frame_offset = self._position
-        head = self._read(layout.FRAME.size)
+        self._frame_offset = self._offset
+        head = self._read_exactly(layout.FRAME.size)
         kind, length = layout.FRAME.unpack(head)
         limit = layout.MAX_BODY_BYTES.get(kind)
         if limit is None:
             raise self._damage(f"a block of unknown kind {kind!r}")
         if length > limit:
             raise self._damage(f"a length of {length} bytes, over the limit of {limit}")
-        body = self._read(length)
+        body = self._read_exactly(length)
         self._digest.update(head + body)
         expected = self._digest.digest()
-        digest = self._read(layout.DIGEST_BYTES)
+        digest = self._read_exactly(layout.DIGEST_BYTES)
         if digest != expected:
-            raise self._damage("its content is not that of its checksum")
+            raise self._damage("its content does not match its checksum")
         self._digest.update(digest)
         return kind, body
 
-    def _read(self, length: int) -> bytes:
-        data = self._take(length)
+    def _read_exactly(self, length: int) -> bytes:
+        data = self._read_some(length)
         if len(data) < length:
-            raise CutOffError(self._path, "the file is cut off here", **self._place())
+            raise CutOffError(self._path, "the file is cut off here", **self._location())
         return data
 
-    def _take(self, length: int) -> bytes:
-        data = self._opened.read(length)
-        self._position += len(data)
+    def _read_some(self, length: int) -> bytes:
+        assert self._file is not None, "used within its context"
+        data = self._file.read(length)
+        self._offset += len(data)
         return data
 
-    def _json(self, body: bytes, kind: type[S]) -> S:
+    def _decode_json(self, body: bytes, kind: type[S]) -> S:
         try:
             return msgspec.json.decode(body, type=kind)
         except msgspec.DecodeError as error:
@@ -151,22 +154,11 @@ class CaptureReader:
         last = self._last_sequences
         for record in block:
             if record.sequence <= last.get(record.stream, 0):
-                raise ValueError(f"{record.stream} {record.sequence} comes behind {last[record.stream]}: not in order")
+                raise ValueError(f"{record.stream} {record.sequence} comes after {last[record.stream]}: not in order")
             last[record.stream] = record.sequence
 
-    def _check_end(self, end: CaptureEnd) -> None:
-        if end.num_records != self.num_records:
-            raise self._damage(f"the end speaks of {end.num_records} records, {self.num_records} are there")
-        if self._take(1):
-            raise self._damage(f"the capture ends at byte {self._position - 1}, but the file goes on")
-
     def _damage(self, reason: str) -> CaptureError:
-        return CaptureError(self._path, reason, **self._place())
+        return CaptureError(self._path, reason, **self._location())
 
-    def _place(self) -> dict[str, int]:
+    def _location(self) -> dict[str, int]:
         return {"block": self._frame_index, "offset": self._frame_offset, "num_records": self.num_records}
-
-    @property
-    def _opened(self) -> BinaryIO:
-        assert self._file is not None, "used within its context"
-        return self._file

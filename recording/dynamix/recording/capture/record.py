@@ -1,5 +1,6 @@
-"""What a capture holds: a header, records, and at the end what should have been read."""
+"""What a capture holds - a header, records, an end with their number - and the errors of reading it."""
 
+from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 import msgspec
@@ -16,44 +17,44 @@ STREAMS = (JOBS.name, FEED.name, ACTIONS.name)
 MAX_SUBJECT_BYTES = 255
 MAX_MESSAGE_ID_BYTES = 1024
 MAX_PAYLOAD_BYTES = 1 << 20
-"""The broker's own limit for a message; ours have at most half of it."""
+"""The broker's limit for a message; messages of DYNAMIX have at most half of it."""
 
 MAX_STREAMS = 256
 """A record refers to its stream by one byte."""
 StreamName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}\Z")]
 
 EndReason = Literal["ended", "stored", "windows", "interrupted"]
-"""Why a capture ends: with the job, with what was stored when it began, after so many windows, or by a signal."""
+"""Why a capture ends: the job has ended, everything stored was read, enough windows were read, or a signal came."""
 
 
 class Record(NamedTuple):
-    """One message as the broker kept it."""
+    """One message as the broker stored it."""
 
     stream: str
     sequence: int
-    """Its place in the stream."""
+    """Its number in the stream."""
     timestamp_ns: int
     """When the broker stored it, since the Unix epoch."""
     subject: str
     message_id: str
-    """`Nats-Msg-Id`, the one header of ours that means something; empty where there was none."""
+    """The header `Nats-Msg-Id`; empty where there was none."""
     payload: bytes
 
 
 class CaptureHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """What a capture says of itself before the first record."""
+    """Description of a capture before its first record."""
 
     job: Token
     created: Annotated[str, Meta(pattern=r"^[0-9T:.+Z-]{10,40}\Z")]
     """When the capture began, UTC, RFC 3339."""
     fingerprint: Fingerprint
-    """Of the program that captured; a replay is byte-identical where its own is the same."""
+    """Fingerprint of the program that captured; a replay is byte-identical where its own is equal."""
     streams: Annotated[tuple[StreamName, ...], Meta(min_length=1, max_length=MAX_STREAMS)] = STREAMS
-    """Names that the records refer to."""
+    """Names of streams; a record refers to them by index."""
 
 
 class StreamRange(msgspec.Struct, frozen=True, kw_only=True):
-    """What a capture holds of one stream."""
+    """Sequences that a capture has of one stream."""
 
     first_sequence: int
     last_sequence: int
@@ -61,14 +62,14 @@ class StreamRange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CaptureEnd(msgspec.Struct, frozen=True, kw_only=True):
-    """What a whole capture says at its end."""
+    """Summary at the end of a complete capture."""
 
     reason: EndReason
     num_records: int
     ranges: dict[str, StreamRange]
-    """By stream; one without records has no range."""
+    """By stream; a stream without records has no range."""
     num_left_out: int = 0
-    """Messages that are larger than a record can be: none of ours are."""
+    """Messages that are larger than a record may be; no message of DYNAMIX is."""
 
 
 def fits(record: Record) -> bool:
@@ -78,3 +79,25 @@ def fits(record: Record) -> bool:
         and len(record.subject.encode()) <= MAX_SUBJECT_BYTES
         and len(record.message_id.encode()) <= MAX_MESSAGE_ID_BYTES
     )
+
+
+class CaptureError(ValueError):
+    """A file that is no capture, or a damaged one; the text names the damage and how many records are good.
+
+    Attributes:
+        block: index of the block that cannot be used: 0 is the header, -1 where there is no header.
+        offset: byte at which that block begins.
+        num_records: records before it; all of them are good.
+    """
+
+    def __init__(self, path: Path, reason: str, *, block: int = -1, offset: int = 0, num_records: int = 0) -> None:
+        location = f" at block {block} (byte {offset}): " if block >= 0 else ": "
+        good = f"; the {num_records} records before it are good" if block > 0 else ""
+        super().__init__(f"{path}{location}{reason}{good}")
+        self.block = block
+        self.offset = offset
+        self.num_records = num_records
+
+
+class CutOffError(CaptureError):
+    """A capture without its end: the writer was killed, or the file was truncated. Its records are good."""

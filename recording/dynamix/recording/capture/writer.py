@@ -1,4 +1,4 @@
-"""Writes a capture; what was flushed can be read whatever happens to the writer."""
+"""Writes a capture; flushed records stay readable when the writer is killed."""
 
 import hashlib
 import os
@@ -15,19 +15,19 @@ from .record import MAX_STREAMS, CaptureEnd, CaptureHeader, EndReason, Record, S
 
 
 class CaptureWriter:
-    """`with CaptureWriter(path, header) as writer: writer.add(record)`; the file is whole once `finish` was called.
+    """`with CaptureWriter(path, header) as writer: writer.write_record(record)`; `finish` completes the file.
 
-    Leaving the context without an error finishes it, too; after an error, or a kill, the file is a good beginning that
-    a reader reports as cut off.
+    Leaving the context without an error finishes it, too. After an error or a kill a reader finds the records so far,
+    and reports the file as cut off.
 
     Attributes:
-        num_records: records added.
-        num_bytes: bytes of the file so far, without the block that is being filled.
-        num_left_out: records that were refused since they do not fit, see `dynamix.recording.capture.fits`.
+        num_records: records written.
+        num_bytes: bytes of the file so far, without the block that is not complete.
+        num_left_out: records that do not fit (`dynamix.recording.capture.fits`).
     """
 
     def __init__(self, path: Path | str, header: CaptureHeader, *, overwrite: bool = False) -> None:
-        """Nothing is opened yet.
+        """Set up without opening the file.
 
         Raises:
             ValueError: when the header names more streams than a record can refer to, or one twice.
@@ -59,13 +59,13 @@ class CaptureWriter:
         self._file = self._path.open(self._mode)  # type: ignore[assignment] # a binary mode
         self._write(layout.PREAMBLE)
         self._write_frame(layout.HEADER, msgspec.json.encode(self._header))
-        self._push()
+        self._opened.flush()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the file: whole without an error, otherwise as far as it got."""
+        """Close the file: complete without an error, otherwise with the records so far."""
         try:
             if kind is None:
                 self.finish()
@@ -75,18 +75,18 @@ class CaptureWriter:
             if self._file is not None:
                 self._file.close()
 
-    def add(self, record: Record) -> None:
-        """Append a record; one that does not fit is left out and counted.
+    def write_record(self, record: Record) -> None:
+        """Append a record; a record that does not fit is left out and counted.
 
         Raises:
-            ValueError: when its stream is not in the header, or its sequence not behind the stream's last one.
+            ValueError: when its stream is not in the header, or its sequence is not after the stream's last one.
             OSError: when the file cannot be written.
         """
         if (index := self._streams.get(record.stream)) is None:
             raise ValueError(f"stream {record.stream!r} is not in the header, which has {', '.join(self._streams)}")
         known = self._ranges.get(record.stream)
         if known is not None and record.sequence <= known.last_sequence:
-            raise ValueError(f"{record.stream} {record.sequence} comes behind {known.last_sequence}: not in order")
+            raise ValueError(f"{record.stream} {record.sequence} comes after {known.last_sequence}: not in order")
         if not fits(record):
             self.num_left_out += 1
             return
@@ -101,19 +101,19 @@ class CaptureWriter:
             self._close_block()
 
     def flush(self) -> None:
-        """Hand everything added so far to the system: a reader sees it even if this process is killed."""
+        """Pass all records so far to the system: a reader sees them even if this process is killed."""
         self._close_block()
-        self._push()
+        self._opened.flush()
 
     def finish(self, reason: EndReason = "ended") -> CaptureEnd:
-        """Write the end; nothing can be added after it. A second call changes nothing."""
+        """Write the end; no record can follow it. A second call changes nothing."""
         end = CaptureEnd(
             reason=reason, num_records=self.num_records, ranges=self._ranges, num_left_out=self.num_left_out
         )
         if not self._is_finished:
             self._close_block()
             self._write_frame(layout.END, msgspec.json.encode(end))
-            self._push()
+            self._opened.flush()
             os.fsync(self._opened.fileno())
             self._is_finished = True
         return end
@@ -133,9 +133,6 @@ class CaptureWriter:
         self._opened.write(data)
         self._digest.update(data)
         self.num_bytes += len(data)
-
-    def _push(self) -> None:
-        self._opened.flush()
 
     @property
     def _opened(self) -> BinaryIO:

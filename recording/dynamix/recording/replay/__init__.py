@@ -1,31 +1,26 @@
-"""Replay: a capture played into the very services that made it, their outputs held against the recorded ones.
+"""Replay: a capture in, the service that made it run over it, an outcome that compares every output out.
 
-outcome = await replay(Replay(path, "arbitrator"))
+outcome = await replay(ReplayRequest(path, "arbitrator"))
 outcome.bytes_equal
+
+`session` sets a service up, `stateless` has the bus of collector and reward service, `arbitrator` that of the
+arbitrator. A service is run unchanged; what it reads that no capture holds (kernel counters, policy files) comes from
+the recorded messages or from the request.
 """
 
-from .counts import Difference, Tally
-from .errors import ReplayError
-from .fields import FieldPair
-from .player import Speed, Tape
-from .position import Place, first_generation
-from .session import Into, Outcome, Replay, replay
-from .what_if import Comparison, DecidedBeside, OtherPolicy
+from dynamix.recording.playback import RecordPlayer, ReplayError
+
+from .arbitrator.what_if import OtherPolicy, PolicyComparison, WindowComparison
+from .session import ReplayOutcome, ReplayRequest, ReplayTarget, replay
 
 __all__ = [
-    "Comparison",
-    "DecidedBeside",
-    "Difference",
-    "FieldPair",
-    "Into",
     "OtherPolicy",
-    "Outcome",
-    "Place",
-    "Replay",
+    "PolicyComparison",
+    "RecordPlayer",
     "ReplayError",
-    "Speed",
-    "Tally",
-    "Tape",
-    "first_generation",
+    "ReplayOutcome",
+    "ReplayRequest",
+    "ReplayTarget",
+    "WindowComparison",
     "replay",
 ]

@@ -1,4 +1,4 @@
-"""One replay: the service itself, over a capture instead of a bus."""
+"""One replay: the service itself, run over a capture instead of a broker."""
 
 import asyncio
 import time
@@ -14,58 +14,56 @@ from dynamix.arbitrator import service as arbitrator
 from dynamix.arbitrator.settings import ArbitratorSettings
 from dynamix.collector import service as collector
 from dynamix.collector.settings import CollectorSettings
-from dynamix.recording.capture import differences, fingerprint, read_header
+from dynamix.recording.capture import WindowKey, differences, fingerprint, read_header
+from dynamix.recording.comparison.counts import OutputCounts
+from dynamix.recording.comparison.pairing import OutputPairing
+from dynamix.recording.playback import RecordPlayer, ReplayError, Speed
+from dynamix.recording.playback.player import OnProgress
 from dynamix.reward import service as reward
 from dynamix.reward.settings import RewardSettings
 from dynamix.runtime.bus.service_bus import ServiceBus
 from dynamix.runtime.service import Context
-from dynamix.schemas.messages import Action
+from dynamix.schemas.messages import Action, Job
 
-from .action_store import Book, ComparedBook, FreeBook
-from .bus import ReplayBus
-from .counts import Tally
-from .errors import RecordedRestartError, ReplayError
-from .events import Events
-from .pairing import Pairing
-from .plan import Plan, plan
-from .player import OnProgress, Speed, Tape
-from .policies import PolicyFiles
-from .position import Place
-from .recorded import RecordedActions
-from .stateless import Reports, Until, Windows
-from .streams import StreamsBus
-from .what_if import Beside, Comparison, OtherPolicy, changes
+from .arbitrator.action_store import ComparedActions, RecordedRestartError, ReplayedActions, WhatIfActions
+from .arbitrator.bus import ArbitratorReplayBus
+from .arbitrator.events import EventComparer
+from .arbitrator.policy_files import ReplayPolicyFiles
+from .arbitrator.recorded_actions import RecordedActions, window_of
+from .arbitrator.start import StartPoint, find_start
+from .arbitrator.what_if import OtherPolicy, PolicyComparer, PolicyComparison
+from .stateless import CollectorTraffic, RewardTraffic, StatelessReplayBus, WindowLimit
 
 S = TypeVar("S", bound=msgspec.Struct)
 B = TypeVar("B", bound=ServiceBus)
 
-Into = Literal["collector", "reward", "arbitrator"]
+ReplayTarget = Literal["collector", "reward", "arbitrator"]
 
 
-class Replay(NamedTuple):
-    """What is asked for."""
+class ReplayRequest(NamedTuple):
+    """What to replay into which service."""
 
     path: Path
-    into: Into
+    into: ReplayTarget
     speed: Speed = "max"
-    until: Place | None = None
+    until: WindowKey | None = None
     """The last window."""
     other: OtherPolicy | None = None
-    """Who shall decide instead of the recorded policy."""
+    """The policy that decides instead of the recorded one."""
     policy_files: tuple[Path, ...] = ()
     collector: CollectorSettings = CollectorSettings()
     reward: RewardSettings = RewardSettings()
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of it."""
+class ReplayOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of a replay."""
 
     file: str
     job: str
-    into: Into
+    into: ReplayTarget
     fingerprint_differences: list[str]
-    """What differs between the program that captured and this one; empty where equal bytes are to be expected."""
-    tally: Tally
+    """Differences between the program that captured and this one; empty where equal bytes are to be expected."""
+    counts: OutputCounts
     recorded_s: float
     """From the first record to the last that was replayed, by the broker's clock."""
     wall_s: float
@@ -73,17 +71,17 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     cut_off: str = ""
     """Why the file ends early."""
     interrupted: bool = False
-    what_if: Comparison | None = None
+    what_if: PolicyComparison | None = None
 
     @property
     def bytes_equal(self) -> bool:
-        """Whether every output is byte for byte the recorded one."""
-        return not self.tally.num_different and not self.tally.num_agreeing
+        """Whether every output equals the recorded one byte for byte."""
+        return not self.counts.num_different and not self.counts.num_agreeing
 
     @property
     def decisions_equal(self) -> bool:
         """Whether every output says the same as the recorded one: decisions equal, numbers equal to six digits."""
-        return not self.tally.num_different
+        return not self.counts.num_different
 
     @property
     def is_as_promised(self) -> bool:
@@ -91,163 +89,172 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         return self.decisions_equal if self.fingerprint_differences else self.bytes_equal
 
 
-async def replay(asked: Replay, *, stop: asyncio.Event | None = None, on_progress: OnProgress | None = None) -> Outcome:
-    """Replay a capture into a service.
+async def replay(
+    request: ReplayRequest, *, stop: asyncio.Event | None = None, on_progress: OnProgress | None = None
+) -> ReplayOutcome:
+    """Replay a capture into a service and compare its outputs with the recorded ones.
 
     Args:
-        asked: what into what.
-        stop: ends the replay at the next message; what was compared so far is the outcome.
-        on_progress: called with the tape as it plays.
+        request: what to replay.
+        stop: ends the replay at the next message; the outcome holds what was compared by then.
+        on_progress: called with the player after each batch of records.
 
     Raises:
-        ReplayError: when the capture has not what this takes.
-        CaptureError: when it is damaged; how far it is good, the text says.
-        ValueError: when a policy file is none.
+        ReplayError: when the capture lacks what this replay needs.
+        CaptureError: when the capture is damaged; the text names how far it is good.
+        ValueError: when a policy file is invalid.
         OSError: when the capture cannot be read.
     """
-    header = read_header(asked.path)
-    stage = _Stage(asked, stop or asyncio.Event(), on_progress)
+    header = read_header(request.path)
+    session = _ReplaySession(request, stop or asyncio.Event(), on_progress)
     begun_s = time.perf_counter()
-    comparison = await stage.play()
-    tape, tally = stage.tape, stage.tally
-    outcome = Outcome(
-        file=str(asked.path),
+    comparison = await session.run()
+    player = session.player
+    outcome = ReplayOutcome(
+        file=str(request.path),
         job=header.job,
-        into=asked.into,
+        into=request.into,
         fingerprint_differences=differences(header.fingerprint, fingerprint()),
-        tally=tally,
-        recorded_s=tape.recorded_s,
+        counts=session.counts,
+        recorded_s=player.recorded_s,
         wall_s=time.perf_counter() - begun_s,
-        num_records=tape.num_records,
-        cut_off=tape.cut_off,
-        interrupted=stage.stop.is_set(),
+        num_records=player.num_records,
+        cut_off=player.cut_off,
+        interrupted=session.stop.is_set(),
         what_if=comparison,
     )
     if not outcome.interrupted:
-        _check_compared(asked, outcome)
+        _check_compared(request, outcome)
     return outcome
 
 
-def _check_compared(asked: Replay, outcome: Outcome) -> None:
-    tally = outcome.tally
-    if asked.other is not None and outcome.what_if is None:
-        raise ReplayError(" ".join(["no window was decided by both policies", *tally.notes]))
-    if asked.other is None and not tally.num_compared and not tally.num_different:
-        reasons = "; ".join(tally.notes) or f"it has no output of the {asked.into} whose input it has, too"
+def _check_compared(request: ReplayRequest, outcome: ReplayOutcome) -> None:
+    counts = outcome.counts
+    if request.other is not None and outcome.what_if is None:
+        raise ReplayError(" ".join(["no window was decided by both policies", *counts.notes]))
+    if request.other is None and not counts.num_compared and not counts.num_different:
+        reasons = "; ".join(counts.notes) or f"it has no output of the {request.into} together with its input"
         raise ReplayError(f"nothing in the capture can be compared: {reasons}")
 
 
-class _Stage:
-    """Sets a service up for one replay."""
+class _ReplaySession:
+    """Sets a service up for one replay and runs it."""
 
-    def __init__(self, asked: Replay, stop: asyncio.Event, on_progress: OnProgress | None) -> None:
+    def __init__(self, request: ReplayRequest, stop: asyncio.Event, on_progress: OnProgress | None) -> None:
         self.stop = stop
-        self.tally = Tally()
-        self.tape = Tape(asked.path, speed=asked.speed, stop=stop, on_progress=on_progress)
-        self._asked = asked
+        self.counts = OutputCounts()
+        self.player = RecordPlayer(request.path, speed=request.speed, stop=stop, on_progress=on_progress)
+        self._request = request
 
-    async def play(self) -> Comparison | None:
+    async def run(self) -> PolicyComparison | None:
         """Run the service to the end of the capture."""
-        match self._asked.into:
+        match self._request.into:
             case "collector":
-                await self._collector()
+                await self._replay_collector()
             case "reward":
-                await self._reward()
+                await self._replay_reward()
             case "arbitrator":
-                return await self._arbitrator()
+                start, other = find_start(self._request.path), self._request.other
+                if other is not None:
+                    return await self._ask(other, start)
+                await self._replay_arbitrator(start)
         return None
 
-    async def _collector(self) -> None:
-        reports = Reports(Until(self.tape, self._asked.until), self.tally)
-        pairing = Pairing(self.tally)
-        bus = ReplayBus(self.tape, reports, pairing)
-        await collector.serve_observed(self._context(bus, self._asked.collector), reports)
-        reports.finish()
-        self._finish(pairing)
-
-    async def _reward(self) -> None:
-        pairing = Pairing(self.tally)
-        bus = ReplayBus(self.tape, Windows(Until(self.tape, self._asked.until)), pairing)
-        await reward.serve(self._context(bus, self._asked.reward))
-        self._finish(pairing)
-
-    def _finish(self, pairing: Pairing) -> None:
+    async def _replay_collector(self) -> None:
+        traffic = CollectorTraffic(WindowLimit(self.player, self._request.until), self.counts)
+        pairing = OutputPairing(self.counts)
+        bus = StatelessReplayBus(self.player, traffic, pairing)
+        await collector.serve_observed(self._context(bus, self._request.collector), traffic)
+        traffic.finish()
         if not self.stop.is_set():
             pairing.finish()
 
-    async def _arbitrator(self) -> Comparison | None:
-        begins = plan(self._asked.path)
-        return await (self._recorded_policy(begins) if self._asked.other is None else self._other_policy(begins))
+    async def _replay_reward(self) -> None:
+        pairing = OutputPairing(self.counts)
+        traffic = RewardTraffic(WindowLimit(self.player, self._request.until))
+        bus = StatelessReplayBus(self.player, traffic, pairing)
+        await reward.serve(self._context(bus, self._request.reward))
+        if not self.stop.is_set():
+            pairing.finish()
 
-    async def _recorded_policy(self, begins: Plan) -> None:
-        checkpoint = 0 if begins.checkpoint is None else begins.checkpoint.record.sequence
-        recorded = RecordedActions(self._asked.path, behind=checkpoint)
-        book = ComparedBook(recorded, self.tally, lambda action: self._stored(bus, action))
-        bus = self._streams(begins, book, Events(self.tally))
+    async def _replay_arbitrator(self, start: StartPoint) -> None:
+        """Let the recorded policy decide, and compare."""
+        checkpoint = 0 if start.checkpoint is None else start.checkpoint.record.sequence
+        recorded = RecordedActions(self._request.path, after=checkpoint)
+        actions = ComparedActions(recorded, self.counts, lambda action: self._on_stored(bus, action))
+        events = EventComparer(self.counts)
+        bus = self._arbitrator_bus(start, actions, events)
         if checkpoint:
-            self.tally.note(f"begins behind the action at {checkpoint}: what was before is not in the capture")
-            await bus.skip_to(checkpoint)
-        await self._decide(bus, book, lambda: bus.lose(book.lost_until))
+            self.counts.add_note(f"begins after the action at {checkpoint}: what was before is not in the capture")
+            await bus.play_to_action(checkpoint)
+        await self._decide(bus, actions, lambda: bus.lose_feed(actions.lost_until))
         if self.stop.is_set():
             return
-        book.finish(self._asked.until)
-        if self._asked.until is None:
-            bus.finish()
+        actions.finish(self._request.until)
+        if self._request.until is None:
+            events.finish()
 
-    async def _other_policy(self, begins: Plan) -> Comparison | None:
-        assert self._asked.other is not None, "asked for another"
-        beside = Beside(RecordedActions(self._asked.path))
+    async def _ask(self, other: OtherPolicy, start: StartPoint) -> PolicyComparison | None:
+        """Let another policy decide, and put its decisions beside the recorded ones."""
+        comparer = PolicyComparer(RecordedActions(self._request.path))
+        checkpoint = None if start.checkpoint is None else start.checkpoint.action
 
-        def stored(action: Action) -> None:
-            beside.add(action)
-            self._stored(bus, action)
+        def on_stored(action: Action) -> None:
+            comparer.add_decision(action)
+            self._on_stored(bus, action)
 
-        book = FreeBook(stored)
-        bus = self._streams(begins, book, Events(Tally()), changes(self._asked.other, begins.checkpoint))
-        await self._decide(bus, book, lambda: None)
-        return beside.comparison()
+        actions = WhatIfActions(on_stored)
+        events = EventComparer(OutputCounts())
+        bus = self._arbitrator_bus(start, actions, events, lambda job: other.specification(job, checkpoint))
+        await self._decide(bus, actions, lambda: None)
+        return comparer.comparison()
 
-    def _streams(self, begins: Plan, book: Book, events: Events, change: Any = None) -> StreamsBus:
-        policies = PolicyFiles(self._asked.policy_files)
-        return StreamsBus(self.tape, begins, book, policies=policies, events=events, change=change)
+    def _arbitrator_bus(
+        self,
+        start: StartPoint,
+        actions: ReplayedActions,
+        events: EventComparer,
+        change: Callable[[Job], Job] | None = None,
+    ) -> ArbitratorReplayBus:
+        policies = ReplayPolicyFiles(self._request.policy_files)
+        return ArbitratorReplayBus(self.player, start, actions, policies=policies, events=events, change=change)
 
-    def _stored(self, bus: StreamsBus, action: Action) -> None:
-        bus.forget(action.watermark)
-        until = self._asked.until
-        if until is not None and (action.generation, action.window) >= until:
+    def _on_stored(self, bus: ArbitratorReplayBus, action: Action) -> None:
+        bus.forget_states(action.watermark)
+        if self._request.until is not None and window_of(action) >= self._request.until:
             bus.end()
 
-    async def _decide(self, bus: StreamsBus, book: Book, on_restart: Callable[[], None]) -> None:
-        """Run the arbitrator, and again wherever the recorded one was started again behind a gap."""
+    async def _decide(self, bus: ArbitratorReplayBus, actions: ReplayedActions, on_restart: Callable[[], None]) -> None:
+        """Run the arbitrator, and again wherever the recorded one was restarted after a gap."""
 
         def on_error(event: Mapping[str, Any]) -> None:
-            book.halted.add(event["generation"])
-            self.tally.note(f"generation {event['generation']} is not decided any more: {event['reason']}")
+            actions.halted.add(event["generation"])
+            self.counts.add_note(f"generation {event['generation']} is not decided any more: {event['reason']}")
 
         context = self._context(bus, ArbitratorSettings(), on_error)
         while True:
             try:
                 return await arbitrator.serve(context)
             except RecordedRestartError as restart:
-                self.tally.note(f"the recorded arbitrator {restart}")
+                self.counts.add_note(f"the recorded arbitrator {restart}")
                 on_restart()
 
     def _context(
         self, bus: B, settings: S, on_error: Callable[[Mapping[str, Any]], None] | None = None
     ) -> Context[S, B]:
         return Context(
-            service=self._asked.into,
+            service=self._request.into,
             instance="replay",
             node="replay",
             bus=bus,
             settings=settings,
             stop=self.stop,
-            log=_quiet(on_error),
+            log=_silent_logger(on_error),
         )
 
 
-def _quiet(on_error: Callable[[Mapping[str, Any]], None] | None) -> BoundLogger:
-    """A log that only tells what ends the decisions for a job; a replay shows its findings otherwise."""
+def _silent_logger(on_error: Callable[[Mapping[str, Any]], None] | None) -> BoundLogger:
+    """A logger that drops all events; `on_error` gets those that end the decisions for a generation."""
 
     def drop(_: Any, method: str, event: Any) -> Any:
         if method == "error" and on_error is not None and "generation" in event and "reason" in event:

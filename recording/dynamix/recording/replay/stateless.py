@@ -1,94 +1,168 @@
-"""What the reward service and the collector consumed and published, chosen from a capture."""
+"""The bus of the collector and of the reward service, whose outputs each follow from one message."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Protocol
 
 from dynamix.collector.observing import Observation
 from dynamix.collector.probes import Traffic
-from dynamix.recording.capture import Record
-from dynamix.runtime.bus import BusMessage
+from dynamix.recording.capture import Record, WindowKey
+from dynamix.recording.capture.identity import identity_of, kind_of, window_key_of
+from dynamix.recording.comparison.counts import OutputCounts
+from dynamix.recording.comparison.pairing import OutputPairing
+from dynamix.recording.playback import RecordPlayer, ReplayError
+from dynamix.recording.playback.consumer import ReplayedConsumer, acknowledgement, bus_message_of
+from dynamix.runtime.bus import BusMessage, Start
+from dynamix.runtime.bus.streams.statistics import StatisticsByKind
+from dynamix.schemas import codec, subjects
 from dynamix.schemas.codec import MalformedMessageError, decode
-from dynamix.schemas.messages import MetricWindow, Report
-
-from .bus import message_of
-from .counts import Tally
-from .errors import ReplayError
-from .player import Tape
-from .position import Place, identity_of, kind_of, place_of
+from dynamix.schemas.messages import Message, MetricWindow, Report
+from dynamix.schemas.subjects import ROOT
 
 READ_ON_WINDOWS = 3
-"""Behind the last wanted window: no rank is further ahead than this, since each window ends at a barrier."""
-MAX_HELD = 10_000
-"""Reports that wait for what the collector made of them."""
+"""Windows read after the last requested one: no rank is further ahead, since each window ends at a barrier."""
+MAX_PENDING = 10_000
+"""Reports that wait for the window that the collector made of them."""
+_DEAD = f"{ROOT}.dead."
 
 
-class Until:
-    """The last wanted window; ends the tape behind it."""
+class ServiceTraffic(Protocol):
+    """Chooses from the records what a service consumed and what it published."""
 
-    def __init__(self, tape: Tape, last: Place | None) -> None:
-        self._tape = tape
+    def inputs_of(self, record: Record) -> list[BusMessage]:
+        """Messages to deliver now that this record was read."""
+
+    def outputs_of(self, record: Record) -> list[Record]:
+        """Outputs of the recorded service, to compare once the inputs are handled. Called before `inputs_of`."""
+
+
+class StatelessReplayBus:
+    """A bus that delivers recorded inputs and compares what is published with the recorded outputs."""
+
+    def __init__(self, player: RecordPlayer, traffic: ServiceTraffic, pairing: OutputPairing) -> None:
+        self.handled = StatisticsByKind()
+        self._player = player
+        self._traffic = traffic
+        self._pairing = pairing
+        self._outputs: list[Record] = []
+        """Recorded outputs that were read together with the batch that is being handled."""
+
+    def consume(
+        self,
+        stream: str,  # noqa: ARG002 - the arguments of `Bus.consume`; `ServiceTraffic` chooses stream and subjects
+        subjects: Sequence[str],  # noqa: ARG002
+        *,
+        start: Start,  # noqa: ARG002
+        durable: str | None = None,  # noqa: ARG002
+        max_batch: int = 512,  # noqa: ARG002
+    ) -> ReplayedConsumer:
+        """Consume the service's inputs from the beginning of the capture."""
+        return ReplayedConsumer(self)
+
+    async def next_batch(self) -> list[BusMessage]:
+        """Read up to the next inputs; the outputs of the previous ones are published by now, and compared."""
+        self._compare_outputs()
+        batch: list[BusMessage] = []
+        while not batch and (records := await self._player.next_records()):
+            for record in records:
+                self._outputs += self._traffic.outputs_of(record)
+                batch += self._traffic.inputs_of(record)
+            if not batch:
+                self._compare_outputs()
+        return batch
+
+    async def publish(self, message: Message) -> int:
+        """Add an output to the comparison; returns 0, since nothing is stored."""
+        payload, identity = codec.encode(message), codec.message_id(message)
+        return await (await self.publish_bytes_soon(subjects.subject_of(message), payload, identity))
+
+    async def publish_bytes_soon(self, subject: str, payload: bytes, message_id: str) -> asyncio.Future[int]:
+        """Add an output to the comparison, unless it is a dead letter; the service counts those."""
+        if not subject.startswith(_DEAD):
+            self._pairing.add_replayed(message_id, subject, payload)
+        return acknowledgement(0)
+
+    def _compare_outputs(self) -> None:
+        for record in self._outputs:
+            self._pairing.add_recorded(record)
+        self._outputs.clear()
+
+
+class WindowLimit:
+    """The last requested window; ends the playback after it."""
+
+    def __init__(self, player: RecordPlayer, last: WindowKey | None) -> None:
+        self._player = player
         self._last = last
 
-    def wants(self, record: Record) -> bool:
-        """Whether a record is about a wanted window; one that is about none is."""
-        if self._last is None or (place := place_of(identity_of(record))) is None:
+    def includes(self, record: Record) -> bool:
+        """Whether a record is about a requested window, or about no window."""
+        if self._last is None or (key := window_key_of(identity_of(record))) is None:
             return True
-        if place > self._last._replace(window=self._last.window + READ_ON_WINDOWS):
-            self._tape.end()
-        return place <= self._last
+        if key > self._last._replace(window=self._last.window + READ_ON_WINDOWS):
+            self._player.end()
+        return key <= self._last
 
 
-class Windows:
-    """The reward service: metric windows in, rewards out."""
+class RewardTraffic:
+    """Traffic of the reward service: metric windows in, rewards out."""
 
-    def __init__(self, until: Until) -> None:
-        self._until = until
+    def __init__(self, limit: WindowLimit) -> None:
+        self._limit = limit
 
-    def take(self, record: Record) -> list[BusMessage]:
-        """Each window as it comes."""
-        return [message_of(record)] if kind_of(record) == "window" and self._until.wants(record) else []
+    def inputs_of(self, record: Record) -> list[BusMessage]:
+        """Return each metric window."""
+        return [bus_message_of(record)] if kind_of(record) == "window" and self._limit.includes(record) else []
 
-    def outputs(self, record: Record) -> list[Record]:
-        """Rewards."""
-        return [record] if kind_of(record) == "reward" and self._until.wants(record) else []
+    def outputs_of(self, record: Record) -> list[Record]:
+        """Return each reward."""
+        return [record] if kind_of(record) == "reward" and self._limit.includes(record) else []
 
 
-class Reports:
-    """The collector: reports in, metric windows and states out.
+class CollectorTraffic:
+    """Traffic of the collector: reports in, metric windows and states out.
 
-    What the kernel said cannot be asked again: it is taken from the recorded window, and a report is delivered once
-    that is known (a virtual cluster's says all itself). A collector whose stream is full gives up windows, never
-    states: such a state cannot be made again, and is not compared.
+    Kernel counters cannot be read again. They are taken from the recorded window, so a report is delivered once its
+    window was read. (A report of a virtual cluster carries all counters itself.) A collector drops windows, never
+    states, while its stream is full; the state of a dropped window cannot be computed again, and is not compared.
     """
 
-    def __init__(self, until: Until, tally: Tally) -> None:
-        self._until = until
-        self._tally = tally
-        self._held: dict[str, list[Record]] = {}
-        """A report, and its state if that came before the window, by what follows the kind in their identity."""
-        self._seen: dict[tuple[str, Place], MetricWindow] = {}
+    def __init__(self, limit: WindowLimit, counts: OutputCounts) -> None:
+        self._limit = limit
+        self._counts = counts
+        self._pending: dict[str, list[Record]] = {}
+        """A report, and its state if that came before the window, by the part of their identity after the kind."""
+        self._windows: dict[tuple[str, WindowKey], MetricWindow] = {}
         """Windows whose report is delivered, by node."""
 
-    def take(self, record: Record) -> list[BusMessage]:
-        """A report whose window is known now."""
+    def inputs_of(self, record: Record) -> list[BusMessage]:
+        """Return the report of a window that was read."""
         kind = kind_of(record)
-        if kind not in ("report", "window") or not self._until.wants(record):
+        if kind not in ("report", "window") or not self._limit.includes(record):
             return []
-        return self._report(record) if kind == "report" else self._window(record)
-
-    def outputs(self, record: Record) -> list[Record]:
-        """A state whose window is known; a window, and its state if that came first. Called before `take`."""
-        kind = kind_of(record)
-        if kind not in ("window", "state") or not self._until.wants(record):
-            return []
-        held = self._held.get(_about(record))
         if kind == "window":
-            return [record, *(held or ())[1:]]
-        if held is None:
-            return [record]
-        held.append(record)
+            return self._report_of(record)
+        self._pending.setdefault(_node_window(record), [record])
+        if len(self._pending) > MAX_PENDING:
+            self._counts.num_outside += len(self._pending.pop(next(iter(self._pending))))
         return []
 
-    def observe(self, report: Report, *, fresh: bool) -> Observation:  # noqa: ARG002 - what was recorded does not age
-        """What the recorded collector saw of the processes in a report."""
-        window = self._seen.pop((report.node, Place(report.generation, report.window)), None)
+    def outputs_of(self, record: Record) -> list[Record]:
+        """Return a state whose window was read; a window, with its state if that came first."""
+        kind = kind_of(record)
+        if kind not in ("window", "state") or not self._limit.includes(record):
+            return []
+        pending = self._pending.get(_node_window(record))
+        if kind == "window":
+            return [record, *(pending or ())[1:]]
+        if pending is None:
+            return [record]
+        pending.append(record)
+        return []
+
+    def observe(self, report: Report, *, fresh: bool) -> Observation:  # noqa: ARG002 - recorded counters do not age
+        """Return what the recorded collector read of the processes in a report."""
+        window = self._windows.pop((report.node, WindowKey(report.generation, report.window)), None)
         if window is None:
             raise ReplayError(
                 f"a report of node {report.node!r} was delivered before its window: the capture is not one of ours"
@@ -96,33 +170,27 @@ class Reports:
         return observation_in(window)
 
     def finish(self) -> None:
-        """Count what hangs on windows that are not there."""
-        self._tally.num_outside += sum(len(held) for held in self._held.values())
-        self._held.clear()
+        """Count what belongs to windows that are not in the capture."""
+        self._counts.num_outside += sum(len(pending) for pending in self._pending.values())
+        self._pending.clear()
 
-    def _report(self, record: Record) -> list[BusMessage]:
-        self._held.setdefault(_about(record), [record])
-        if len(self._held) > MAX_HELD:
-            self._tally.num_outside += len(self._held.pop(next(iter(self._held))))
-        return []
-
-    def _window(self, record: Record) -> list[BusMessage]:
-        held = self._held.pop(_about(record), None)
-        if held is None:
+    def _report_of(self, record: Record) -> list[BusMessage]:
+        pending = self._pending.pop(_node_window(record), None)
+        if pending is None:
             return []
         try:
             window = decode(MetricWindow, record.subject, record.payload)
         except MalformedMessageError as error:
-            self._tally.note(f"the window at {record.sequence} cannot be decoded ({error}): nothing can be made of it")
+            self._counts.add_note(f"the window at {record.sequence} cannot be decoded and is left out: {error}")
             return []
-        self._seen[window.node, Place(window.generation, window.window)] = window
-        if len(self._seen) > MAX_HELD:
-            self._seen.pop(next(iter(self._seen)))  # of a virtual cluster: nobody asks for it
-        return [message_of(held[0])]
+        self._windows[window.node, WindowKey(window.generation, window.window)] = window
+        if len(self._windows) > MAX_PENDING:
+            self._windows.pop(next(iter(self._windows)))  # of a virtual cluster: it is never observed
+        return [bus_message_of(pending[0])]
 
 
 def observation_in(window: MetricWindow) -> Observation:
-    """The kernel's part of a metric window, as it went in; the interval is in the node's metrics already."""
+    """Extract the kernel's part of a metric window; the node's metrics include the interval already."""
     by_rank = {rank.rank: rank.network for rank in window.ranks if rank.network is not None}
     return Observation(
         systems={rank.rank: rank.system for rank in window.ranks},
@@ -133,5 +201,5 @@ def observation_in(window: MetricWindow) -> Observation:
     )
 
 
-def _about(record: Record) -> str:
+def _node_window(record: Record) -> str:
     return identity_of(record).partition(":")[2]

@@ -127,7 +127,7 @@ async def _write(source: Source, writer: CaptureWriter, counts: CaptureCounts, p
             for record in batch:
                 if not counts.count_record(record):
                     return num_bytes, True
-                writer.add(record)
+                writer.write_record(record)
                 num_bytes += len(record.payload)
             progress.show(counts.num_windows, writer.num_records, num_bytes, writer.num_bytes)
     return num_bytes, False

@@ -10,7 +10,7 @@ import contextlib
 from types import TracebackType
 from typing import Any, Self
 
-from dynamix.recording.capture import EndReason, Merge, Record
+from dynamix.recording.capture import EndReason, Record, RecordMerge
 from dynamix.runtime.bus import Bus
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode
@@ -46,7 +46,7 @@ class Source:
         self._tails = (self._jobs, self._feed, self._actions)
         self._past = past
         self._stop = stop
-        self._merge = Merge()
+        self._merge = RecordMerge()
         self._ends: dict[str, int] = {}
         """By stream, where to stop; empty while the job runs."""
         self._job_ended = False
@@ -87,14 +87,14 @@ class Source:
         if not await self._hear(self._feed, self._jobs) or self._feed.sequence == before:
             return []
         up_to = self._merge.newest_ns(FEED.name)
-        return list(self._merge.until(up_to)) if await self._read_up_to(up_to) else []
+        return list(self._merge.pop_until(up_to)) if await self._read_up_to(up_to) else []
 
     async def _finish(self) -> list[Record]:
         """All that is left, once FEED was read to its end."""
         if not await self._read_up_to(None):
             return []
         self._is_over = True
-        return list(self._merge.until())
+        return list(self._merge.pop_until())
 
     async def _read_up_to(self, time_ns: int | None) -> bool:
         """Have JOBS and ACTIONS read up to a time, `None` for all there is; False when told to stop meanwhile."""
@@ -124,7 +124,7 @@ class Source:
 
     def _take(self, tail: Tail) -> None:
         for record in tail.take():
-            self._merge.add(record)
+            self._merge.add_record(record)
             if tail is self._jobs:
                 self._job_ended = _is_end(record)
 

@@ -18,8 +18,8 @@ from dynamix.lab.experiments.comparison.runs import Ledger
 from dynamix.lab.experiments.comparison.tuned import Tuned, read_tuned, to_toml
 from dynamix.lab.experiments.comparison.tuning import FIRST_SEED, GRID, tune
 from dynamix.lab.experiments.comparison.verdict import VerdictBuilder, note_on
+from dynamix.lab.experiments.episodes.provenance import code_digest
 from dynamix.lab.experiments.episodes.suite import TRAIN, TUNED_FILE, Suite, read_suite, scenario_root, suite_named
-from dynamix.recording.provenance import code_digest
 from dynamix.runtime import output_files
 from dynamix.runtime.output_files import RefusedOutputError
 

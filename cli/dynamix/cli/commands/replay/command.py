@@ -21,8 +21,15 @@ from dynamix.cli.interrupts import stop_event
 from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, write_json
 from dynamix.cli.progress import ProgressLine
 from dynamix.collector.settings import CollectorSettings
-from dynamix.recording.capture import CaptureError, differences, fingerprint, read_header
-from dynamix.recording.replay import OtherPolicy, Outcome, Place, Replay, ReplayError, Tape, first_generation, replay
+from dynamix.recording.capture import (
+    CaptureError,
+    WindowKey,
+    differences,
+    fingerprint,
+    first_generation,
+    read_header,
+)
+from dynamix.recording.replay import OtherPolicy, RecordPlayer, ReplayError, ReplayOutcome, ReplayRequest, replay
 from dynamix.reward.settings import RewardSettings
 from dynamix.runtime.settings import load
 
@@ -80,32 +87,32 @@ def run(namespace: argparse.Namespace) -> int:
     return EQUAL if outcome.what_if is not None or _is_equal(outcome, strict=namespace.strict) else DIFFERENT
 
 
-def _is_equal(outcome: Outcome, *, strict: bool) -> bool:
+def _is_equal(outcome: ReplayOutcome, *, strict: bool) -> bool:
     """Strictly, a capture that was cut off is not known to be equal."""
     return outcome.bytes_equal and not outcome.cut_off if strict else outcome.is_as_promised
 
 
-def _guarded(namespace: argparse.Namespace, *, to_stderr: bool) -> Outcome:
+def _guarded(namespace: argparse.Namespace, *, to_stderr: bool) -> ReplayOutcome:
     try:
-        asked = _asked(namespace)
-        _say_beforehand(asked.path, to_stderr=to_stderr)
-        return asyncio.run(_replayed(asked))
+        request = _request(namespace)
+        _say_beforehand(request.path, to_stderr=to_stderr)
+        return asyncio.run(_replayed(request))
     except (CaptureError, ReplayError, ValueError) as error:
         raise CommandError(str(error), exit_code=UNUSABLE) from error
     except OSError as error:
         raise CommandError(f"cannot read {namespace.file}: {error.strerror}", exit_code=UNUSABLE) from error
 
 
-def _asked(namespace: argparse.Namespace) -> Replay:
+def _request(namespace: argparse.Namespace) -> ReplayRequest:
     path, options = Path(namespace.file), dict(_option(text) for text in namespace.policy_option)
     asks_another = namespace.policy is not None or bool(options)
     if asks_another and namespace.into != "arbitrator":
         raise CommandError(f"--policy asks the arbitrator, not the {namespace.into}", exit_code=UNUSABLE)
-    return Replay(
+    return ReplayRequest(
         path=path,
         into=namespace.into,
         speed=namespace.speed,
-        until=None if namespace.until is None else _place(path, namespace.until),
+        until=None if namespace.until is None else _window_key(path, namespace.until),
         other=OtherPolicy(namespace.policy, options) if asks_another else None,
         policy_files=tuple(Path(file) for file in namespace.policy_file),
         collector=load("collector", CollectorSettings, []).own,
@@ -122,11 +129,11 @@ def _option(text: str) -> tuple[str, float]:
         raise CommandError(f"--policy-option {text!r}: give a number, {given}", exit_code=UNUSABLE) from None
 
 
-def _place(path: Path, text: str) -> Place:
+def _window_key(path: Path, text: str) -> WindowKey:
     generation, separator, window = text.rpartition(":")
     if not window.isdecimal() or (separator and not generation.isdecimal()):
         raise CommandError(f"--until {text}: say a window as N or GENERATION:N", exit_code=UNUSABLE)
-    return Place(int(generation) if separator else first_generation(path), int(window))
+    return WindowKey(int(generation) if separator else first_generation(path), int(window))
 
 
 def _say_beforehand(path: Path, *, to_stderr: bool) -> None:
@@ -135,15 +142,15 @@ def _say_beforehand(path: Path, *, to_stderr: bool) -> None:
     view.show_fingerprint(differences(read_header(path).fingerprint, fingerprint()), to_stderr=to_stderr)
 
 
-async def _replayed(asked: Replay) -> Outcome:
+async def _replayed(request: ReplayRequest) -> ReplayOutcome:
     with stop_event() as stop, ProgressLine() as progress:
-        progress.say(f"replaying {asked.path} into the {asked.into}")
+        progress.say(f"replaying {request.path} into the {request.into}")
         begun_s = time.monotonic()
 
-        def show(tape: Tape) -> None:
-            pace = tape.recorded_s / max(1e-9, time.monotonic() - begun_s)
+        def show(player: RecordPlayer) -> None:
+            pace = player.recorded_s / max(1e-9, time.monotonic() - begun_s)
             progress.show(
-                f"{tape.num_records} messages, {tape.recorded_s:.0f} s of the recording, {pace:.1f} times its pace"
+                f"{player.num_records} messages, {player.recorded_s:.0f} s of the recording, {pace:.1f} times its pace"
             )
 
-        return await replay(asked, stop=stop, on_progress=show)
+        return await replay(request, stop=stop, on_progress=show)

@@ -4,10 +4,10 @@ from typing import Any
 
 import msgspec
 
-from dynamix.recording.replay import Outcome
+from dynamix.recording.replay import ReplayOutcome
 
 
-def document(outcome: Outcome, *, strict: bool) -> dict[str, Any]:
+def document(outcome: ReplayOutcome, *, strict: bool) -> dict[str, Any]:
     """All of it; `equal` is what the exit code says, `null` where another policy was asked or it was interrupted."""
     asked = outcome.what_if is not None or outcome.interrupted
     verdict = outcome.bytes_equal if strict else outcome.is_as_promised

@@ -8,7 +8,8 @@ from rich.text import Text
 
 from dynamix.cli.formatting import sizes_text
 from dynamix.cli.tables import console_for, new_table, print_line
-from dynamix.recording.replay import Comparison, DecidedBeside, Difference, FieldPair, Outcome
+from dynamix.recording.comparison import Difference, FieldPair
+from dynamix.recording.replay import PolicyComparison, ReplayOutcome, WindowComparison
 
 MAX_FIELDS = 40
 """Differing fields that are shown."""
@@ -27,19 +28,19 @@ def show_fingerprint(found: Sequence[str], *, to_stderr: bool) -> None:
             print_line(console, f"  {line}")
 
 
-def show(outcome: Outcome, *, strict: bool, to_stderr: bool) -> None:
+def show(outcome: ReplayOutcome, *, strict: bool, to_stderr: bool) -> None:
     """Print it."""
     console = console_for(stderr=to_stderr)
     for line in lines(outcome, strict=strict):
         print_line(console, line)
     if outcome.what_if is not None:
         console.print(_windows(outcome.what_if))
-    first = outcome.tally.first_disagreeing or outcome.tally.first
+    first = outcome.counts.first_disagreeing or outcome.counts.first
     if first is not None and outcome.what_if is None:
         _show_difference(console, first)
 
 
-def lines(outcome: Outcome, *, strict: bool) -> Iterator[str]:
+def lines(outcome: ReplayOutcome, *, strict: bool) -> Iterator[str]:
     """The outcome in sentences."""
     ratio = outcome.recorded_s / max(1e-9, outcome.wall_s)
     yield (
@@ -48,30 +49,30 @@ def lines(outcome: Outcome, *, strict: bool) -> Iterator[str]:
     )
     if outcome.cut_off:
         yield f"cut off: {outcome.cut_off}"
-    yield from (f"note: {note}" for note in outcome.tally.notes)
+    yield from (f"note: {note}" for note in outcome.counts.notes)
     if outcome.interrupted:
         yield "interrupted: what follows is of the part before"
     yield from _compared(outcome, strict=strict) if outcome.what_if is None else _asked(outcome.what_if)
 
 
-def _compared(outcome: Outcome, *, strict: bool) -> Iterator[str]:
-    tally, what = outcome.tally, CONCERNED[outcome.into]
+def _compared(outcome: ReplayOutcome, *, strict: bool) -> Iterator[str]:
+    counts, what = outcome.counts, CONCERNED[outcome.into]
     equal = outcome.bytes_equal if strict else outcome.is_as_promised
     yield (
-        f"{'EQUAL' if equal else 'DIFFERENT'}: of {tally.num_compared} {what} {tally.num_equal} are equal byte for "
-        f"byte, {tally.num_agreeing} in what they say only, {tally.num_different} differ or are missing"
+        f"{'EQUAL' if equal else 'DIFFERENT'}: of {counts.num_compared} {what} {counts.num_equal} are equal byte for "
+        f"byte, {counts.num_agreeing} in what they say only, {counts.num_different} differ or are missing"
     )
-    if tally.num_repeated:
-        yield f"{tally.num_repeated} were recorded twice"
-    if tally.num_outside:
-        yield f"{tally.num_outside} were not compared: what they follow from, or go with, is not in the capture"
-    if tally.differing:
-        named = [f"{window} ({kind})" for _, window, kind in tally.differing[:12]]
-        more = " ..." if tally.num_agreeing + tally.num_different > len(named) else ""
+    if counts.num_repeated:
+        yield f"{counts.num_repeated} were recorded twice"
+    if counts.num_outside:
+        yield f"{counts.num_outside} were not compared: what they follow from, or go with, is not in the capture"
+    if counts.differing:
+        named = [f"{window} ({kind})" for _, window, kind in counts.differing[:12]]
+        more = " ..." if counts.num_agreeing + counts.num_different > len(named) else ""
         yield f"windows that differ: {', '.join(named)}{more}"
 
 
-def _asked(comparison: Comparison) -> Iterator[str]:
+def _asked(comparison: PolicyComparison) -> Iterator[str]:
     yield (
         f"{comparison.policy} (version {comparison.policy_version}) would have decided otherwise in "
         f"{comparison.num_windows_different} of {comparison.num_windows} windows: {comparison.mean_difference:.1f} "
@@ -81,7 +82,7 @@ def _asked(comparison: Comparison) -> Iterator[str]:
     yield "open loop: it saw what was recorded, not what its own sizes would have led to"
 
 
-def _windows(comparison: Comparison) -> Table:
+def _windows(comparison: PolicyComparison) -> Table:
     """Windows that differ, else the first ones."""
     sizes = ("recorded sizes", "its sizes")
     table = new_table("window", "recorded batch", "its batch", "change", "a rank, mean", *sizes, left=sizes)
@@ -94,7 +95,7 @@ def _windows(comparison: Comparison) -> Table:
     return table
 
 
-def _cells(row: DecidedBeside, *, several: bool) -> tuple[str, ...]:
+def _cells(row: WindowComparison, *, several: bool) -> tuple[str, ...]:
     recorded, other = row.global_batch_sizes
     return (
         f"{row.generation}:{row.window}" if several else str(row.window),
@@ -110,7 +111,7 @@ def _cells(row: DecidedBeside, *, several: bool) -> tuple[str, ...]:
 def _show_difference(console: Console, first: Difference) -> None:
     at = "" if first.sequence is None else f", recorded at {first.sequence}"
     byte = "" if first.first_byte is None else f"; the first other byte is the {first.first_byte}th, from 0"
-    print_line(console, f"first difference: {first.kind} for {first.place} ({first.subject}{at}): {first.reason}{byte}")
+    print_line(console, f"first difference: {first.kind} for {first.key} ({first.subject}{at}): {first.reason}{byte}")
     if first.fields:
         console.print(_fields(first.fields))
 

@@ -13,8 +13,8 @@ from typing import IO, Self
 
 import msgspec
 
+from dynamix.lab.experiments.episodes.provenance import code_digest, versions
 from dynamix.lab.simulator.scenario import Scenario
-from dynamix.recording.provenance import code_digest, versions
 from dynamix.runtime import output_files
 from dynamix.runtime.output_files import RefusedOutputError
 

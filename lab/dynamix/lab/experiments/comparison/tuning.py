@@ -11,8 +11,8 @@ from pathlib import Path
 from statistics import geometric_mean
 from types import MappingProxyType
 
+from dynamix.lab.experiments.episodes.provenance import code_digest
 from dynamix.lab.experiments.episodes.suite import Suite
-from dynamix.recording.provenance import code_digest
 from dynamix.schemas.policies import DEFAULT_POLICY
 
 from .contenders import Contender, parse_contender

@@ -1,16 +1,18 @@
-"""Which window a record is about, told without decoding it."""
+"""What a record is about - kind, identity, window - without decoding it."""
 
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from dynamix.recording.capture import Record, records
 from dynamix.schemas import codec
 from dynamix.schemas.codec import MalformedMessageError
 
+from .reader import records
+from .record import Record
 
-class Place(NamedTuple):
-    """A window of a generation; places have the order of time."""
+
+class WindowKey(NamedTuple):
+    """A window of a generation; keys compare in the order of time."""
 
     generation: int
     window: int
@@ -24,15 +26,15 @@ def kind_of(record: Record) -> str:
     return _kind(record.subject)
 
 
-@lru_cache(maxsize=16384)  # the same few come with every window
+@lru_cache(maxsize=16384)  # the same few subjects come with every window
 def _kind(subject: str) -> str:
     return subject.split(".", 3)[2] if subject.count(".") > 2 else ""
 
 
 def identity_of(record: Record) -> str:
-    """The content's identity, as `codec.message_id` gives it; empty when the record cannot be decoded.
+    """The identity of a record's content, as `codec.message_id` gives it; empty when the record cannot be decoded.
 
-    A capture has it from the headers, so that nothing is decoded for it; only what came without is.
+    It is the record's message id; only a record without one is decoded.
     """
     if record.message_id:
         return record.message_id
@@ -42,15 +44,15 @@ def identity_of(record: Record) -> str:
         return ""
 
 
-def place_of(identity: str) -> Place | None:
-    """Where an identity that ends in generation and window belongs; `None` for others."""
+def window_key_of(identity: str) -> WindowKey | None:
+    """The window in an identity that ends in generation and window; `None` for other identities."""
     parts = identity.rsplit(":", 2)
     if len(parts) < 3 or not (parts[1].isdecimal() and parts[2].isdecimal()):
         return None
-    return Place(int(parts[1]), int(parts[2]))
+    return WindowKey(int(parts[1]), int(parts[2]))
 
 
 def first_generation(path: Path) -> int:
-    """The first generation that a capture has something of, 0 when it has nothing. Raises as `records`."""
-    found = (place_of(identity_of(record)) for record in records(path))
-    return next((place.generation for place in found if place is not None), 0)
+    """The first generation that a capture has a message of, 0 when it has none. Raises as `records`."""
+    found = (window_key_of(identity_of(record)) for record in records(path))
+    return next((key.generation for key in found if key is not None), 0)

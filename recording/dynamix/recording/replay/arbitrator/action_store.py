@@ -1,0 +1,169 @@
+"""The job's subject in ACTIONS for a replayed arbitrator: compare-and-set as on the broker. No I/O.
+
+The recorded log is authoritative. An action that equals the recorded one byte for byte is stored. Another one is a
+difference and is refused as the broker would refuse it, since the recorded action is stored there: the arbitrator
+adopts the recorded action and continues from it, so that each window is compared by itself.
+"""
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+
+from dynamix.arbitrator.deciding.signatures import STUCK_WINDOWS
+from dynamix.recording.capture import WindowKey
+from dynamix.recording.comparison.counts import OutputCounts
+from dynamix.recording.playback.consumer import bus_message_of
+from dynamix.runtime.bus import BusError, BusMessage, StaleWriterError
+from dynamix.schemas import codec, subjects
+from dynamix.schemas.chain import is_intact
+from dynamix.schemas.messages import Action
+
+from .recorded_actions import RecordedAction, RecordedActions, window_of
+
+
+class RecordedRestartError(BusError):
+    """The recorded arbitrator was restarted here and continued after a gap; the replayed one has to do so, too."""
+
+
+class ReplayedActions(ABC):
+    """The actions of one job.
+
+    Attributes:
+        stored: the newest ones, oldest first; as many as a failure signature needs.
+        history: those of `stored` that belong to the newest generation, decoded.
+        halted: generations for which the replayed arbitrator refuses to decide.
+    """
+
+    def __init__(self, on_stored: Callable[[Action], None]) -> None:
+        self.stored: deque[BusMessage] = deque(maxlen=STUCK_WINDOWS)
+        self.history: deque[Action] = deque(maxlen=STUCK_WINDOWS)
+        self.halted: set[int] = set()
+        self._on_stored = on_stored
+
+    def publish(self, action: Action, expected_last: int) -> int:
+        """Store an action if the newest one has the sequence `expected_last`. Raises StaleWriterError otherwise."""
+        last = self.stored[-1].sequence if self.stored else 0
+        if last != expected_last:
+            raise StaleWriterError(f"{subjects.subject_of(action)} ends at {last}, not at {expected_last}", last)
+        return self._publish_next(action, last + 1)
+
+    @abstractmethod
+    def _publish_next(self, action: Action, sequence: int) -> int:
+        """Store an action after the newest one; `sequence` is free where the recording has no action."""
+
+    @abstractmethod
+    def adopt(self, found: RecordedAction) -> None:
+        """Store a recorded action that the replayed arbitrator cannot decide."""
+
+    @abstractmethod
+    def next_recorded(self) -> Action | None:
+        """The recorded action that is due next, when it can be decoded."""
+
+    def _store(self, message: BusMessage, action: Action) -> None:
+        self.stored.append(message)
+        if self.history and self.history[-1].generation != action.generation:
+            self.history.clear()
+        self.history.append(action)
+        self._on_stored(action)
+
+    def _store_as(self, sequence: int, action: Action) -> int:
+        self._store(BusMessage(subjects.subject_of(action), codec.encode(action), sequence, 0, 0), action)
+        return sequence
+
+
+class ComparedActions(ReplayedActions):
+    """Compares each action with the recorded one.
+
+    Attributes:
+        lost_until: FEED sequence up to which the restarted arbitrator found no messages; set before a restart.
+    """
+
+    def __init__(self, recorded: RecordedActions, counts: OutputCounts, on_stored: Callable[[Action], None]) -> None:
+        super().__init__(on_stored)
+        self.lost_until = 0
+        self._recorded = recorded
+        self._counts = counts
+        self._restarted_before = 0
+
+    def _publish_next(self, action: Action, sequence: int) -> int:
+        """Compare and store an action.
+
+        Raises:
+            StaleWriterError: when another action was recorded; that one is stored.
+            RecordedRestartError: when the recorded arbitrator had lost inputs here: restart without them.
+        """
+        found = self._recorded.peek()
+        if found is None:  # the capture was ended before the action was stored
+            self._counts.num_outside += 1
+            return self._store_as(sequence, action)
+        self._restart_where_recorded(action, found)
+        self._recorded.skip()
+        payload = codec.encode(action)
+        if self._is_equal(action, payload, found) or found.action is None or not is_intact(found.record.payload):
+            self._store(bus_message_of(found.record)._replace(payload=payload), action)
+            return found.record.sequence
+        self._store(bus_message_of(found.record), found.action)
+        raise StaleWriterError(f"{found.record.subject} has another action", found.record.sequence)
+
+    def adopt(self, found: RecordedAction) -> None:
+        """Store a recorded action uncompared; it counts as missing where the arbitrator refused to decide."""
+        while (due := self._recorded.peek()) is not None and due.record.sequence <= found.record.sequence:
+            self._recorded.skip()
+            if due.action is not None and due.action.generation in self.halted:
+                self._count_missing(due, due.action)
+            else:
+                self._counts.num_outside += 1
+        if found.action is not None:
+            self._store(bus_message_of(found.record), found.action)
+
+    def next_recorded(self) -> Action | None:
+        """The recorded action that is due next, when it can be decoded."""
+        found = self._recorded.peek()
+        return None if found is None else found.action
+
+    def finish(self, until: WindowKey | None = None) -> None:
+        """Count the recorded actions that the replay did not reach as missing, up to a window."""
+        while (found := self._recorded.peek()) is not None:
+            self._recorded.skip()
+            if found.action is None:
+                self._counts.num_outside += 1
+            elif until is None or window_of(found.action) <= until:
+                self._count_missing(found, found.action)
+
+    def _count_missing(self, found: RecordedAction, action: Action) -> None:
+        record = found.record
+        self._counts.count_missing("action", record.subject, window_of(action), "only recorded", record.sequence)
+
+    def _is_equal(self, action: Action, payload: bytes, found: RecordedAction) -> bool:
+        """Compare with the recorded action; an action for another window has no counterpart."""
+        key, record = window_of(action), found.record
+        if found.action is not None and key != window_of(found.action):
+            self._counts.count_missing("action", record.subject, key, "only replayed")
+            self._counts.num_outside += 1
+            return False
+        return self._counts.count_pair(
+            "action", record.subject, key, recorded=record.payload, replayed=payload, sequence=record.sequence
+        )
+
+    def _restart_where_recorded(self, action: Action, found: RecordedAction) -> None:
+        recorded = found.action
+        if recorded is None or not recorded.gap or action.gap or recorded.generation != action.generation:
+            return
+        if self._restarted_before != found.record.sequence:  # once: if that does not help, it is a difference
+            self._restarted_before = found.record.sequence
+            self.lost_until = recorded.watermark
+            raise RecordedRestartError(f"restarted after a gap, before window {recorded.window}")
+
+
+class WhatIfActions(ReplayedActions):
+    """Stores every action: those of another policy follow each other, whatever was recorded."""
+
+    def _publish_next(self, action: Action, sequence: int) -> int:
+        return self._store_as(sequence, action)
+
+    def adopt(self, found: RecordedAction) -> None:
+        """Do nothing: the action was decided by the recorded policy."""
+
+    def next_recorded(self) -> Action | None:
+        """None: the recorded policy does not decide here."""
+        return None

@@ -1,0 +1,239 @@
+"""The bus of a replayed arbitrator: the streams of one job as they stood at each recorded message."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+from dynamix.recording.capture import Record
+from dynamix.recording.capture.identity import kind_of
+from dynamix.recording.playback import RecordPlayer
+from dynamix.recording.playback.consumer import ReplayedConsumer, StoredBatch, acknowledgement, bus_message_of
+from dynamix.runtime.bus import (
+    BusMessage,
+    ObjectInfo,
+    PermissionDeniedError,
+    PublishError,
+    Start,
+    StoredObject,
+    StreamState,
+)
+from dynamix.runtime.bus.streams.statistics import StatisticsByKind
+from dynamix.schemas.codec import MalformedMessageError, decode, encode
+from dynamix.schemas.messages import Action, Event, Job, Message
+from dynamix.schemas.streams import ACTIONS, FEED, JOBS
+
+from .action_store import ReplayedActions
+from .events import EventComparer
+from .policy_files import ReplayPolicyFiles
+from .recorded_actions import RecordedAction
+from .start import StartPoint
+
+_READ_ONLY = "a replay publishes nothing but actions and events"
+
+
+class ArbitratorReplayBus:
+    """Delivers states with their recorded sequences, and compares what the arbitrator publishes.
+
+    What an arbitrator reads beside the states - specification, receipts, actions - is as it was when they were stored:
+    a batch of states ends wherever one of those changes.
+    """
+
+    def __init__(
+        self,
+        player: RecordPlayer,
+        start: StartPoint,
+        actions: ReplayedActions,
+        *,
+        policies: ReplayPolicyFiles,
+        events: EventComparer,
+        change: Callable[[Job], Job] | None = None,
+    ) -> None:
+        """Begin before the first record.
+
+        Args:
+            player: plays the capture.
+            start: start point in the same capture.
+            actions: takes the actions.
+            policies: the given policy files.
+            events: takes the events.
+            change: replaces each specification; then the recorded receipts, for other actions, are hidden.
+        """
+        self.handled = StatisticsByKind()
+        self.job: Job | None = None
+        self._player = player
+        self._actions = actions
+        self._policies = policies
+        self._events = events
+        self._change = change
+        self._late = dict(start.specifications.values())
+        self._generations = set(start.specifications)
+        self._ahead: deque[Record] = deque()
+        self._feed_first = start.feed_first
+        self._feed_last = start.feed_first - 1
+        self._states: deque[BusMessage] = deque()
+        """States that a restarted arbitrator may read again."""
+        self._newest_state: BusMessage | None = None
+        self._receipt: BusMessage | None = None
+        self._specification: BusMessage | None = None
+
+    async def play_to_action(self, sequence: int) -> None:
+        """Play up to the action at a sequence, which is then the newest one."""
+        while records := await self._player.next_records():
+            self._ahead.extend(records)
+            while self._ahead:
+                record = self._ahead.popleft()
+                if record.stream != ACTIONS.name:
+                    self._apply(record)
+                    continue
+                self._actions.adopt(RecordedAction.of(record))
+                if record.sequence >= sequence:
+                    return
+
+    def forget_states(self, watermark: int) -> None:
+        """Drop the states up to a watermark: no restart needs them."""
+        while self._states and self._states[0].sequence <= watermark:
+            self._states.popleft()
+
+    def lose_feed(self, until: int) -> None:
+        """From now on FEED begins after a sequence."""
+        self._feed_first = until + 1
+
+    def end(self) -> None:
+        """Deliver no more states."""
+        self._ahead.clear()
+        self._player.end()
+
+    def consume(
+        self,
+        stream: str,
+        subjects: Sequence[str],  # noqa: ARG002 - the arguments of `Bus.consume`; there is one job
+        *,
+        start: Start,
+        durable: str | None = None,  # noqa: ARG002
+        max_batch: int = 512,  # noqa: ARG002
+    ) -> ReplayedConsumer:
+        """Consume the specification from JOBS, or states: those already stored from a sequence on, or the next ones."""
+        if stream == JOBS.name:
+            return ReplayedConsumer(StoredBatch([] if self._specification is None else [self._specification]))
+        assert isinstance(start, int), "an arbitrator reads FEED from a sequence"
+        if start > self._feed_last:
+            return ReplayedConsumer(self)
+        return ReplayedConsumer(StoredBatch([state for state in self._states if state.sequence >= start]))
+
+    async def next_batch(self) -> list[BusMessage]:
+        """Return the states up to the next change of anything else."""
+        batch: list[BusMessage] = []
+        while True:
+            if not self._ahead:
+                if batch:
+                    return batch
+                self._ahead.extend(await self._player.next_records())
+                if not self._ahead:
+                    return []
+            if batch and self._ends_batch(self._ahead[0]):
+                return batch
+            state = self._apply(self._ahead.popleft())
+            if state is not None:
+                batch.append(state)
+
+    async def stream_state(self, stream: str) -> StreamState:
+        """Sequences of this job's messages in a stream."""
+        if stream == FEED.name:
+            return StreamState(self._feed_first, self._feed_last, len(self._states))
+        return StreamState(1, 1, 1) if self._specification is not None else StreamState(1, 0, 0)
+
+    async def last(self, stream: str, subject: str) -> BusMessage | None:
+        """The newest specification, receipt, state or action."""
+        if stream == ACTIONS.name:
+            return self._actions.stored[-1] if self._actions.stored else None
+        if stream == JOBS.name:
+            return self._specification
+        return self._receipt if ".applied." in subject else self._newest_state
+
+    async def first(self, stream: str, subject: str, *, start: int = 1) -> BusMessage | None:  # noqa: ARG002 - as `Bus.first`
+        """The oldest stored action at or after a sequence."""
+        return next((stored for stored in self._actions.stored if stored.sequence >= start), None)
+
+    async def publish_action(self, action: Action, *, expected_last: int) -> int:
+        """Store an action, as `ReplayedActions.publish`."""
+        return self._actions.publish(action, expected_last)
+
+    async def publish_soon(self, message: Event) -> asyncio.Future[int]:
+        """Add an event to the comparison."""
+        self._events.add_replayed(message)
+        return acknowledgement(0)
+
+    async def publish_bytes_soon(self, subject: str, payload: bytes, message_id: str) -> asyncio.Future[int]:  # noqa: ARG002 - as `Bus` has them
+        """Drop a dead letter: the service counts them."""
+        return acknowledgement(0)
+
+    async def publish(self, message: Message) -> int:  # noqa: ARG002 - as `Bus.publish`
+        """Refuse: an arbitrator publishes nothing else."""
+        raise PublishError(_READ_ONLY)
+
+    async def list_objects(self, bucket: str) -> list[ObjectInfo]:  # noqa: ARG002 - there is one
+        """List the given policy files. Raises ReplayError when the file that decided here is not given."""
+        return self._policies.list_for(self._actions.next_recorded())
+
+    async def get_object(self, bucket: str, name: str, *, max_bytes: int = 0) -> StoredObject:  # noqa: ARG002 - as above
+        """Return a policy file."""
+        return self._policies.get(name)
+
+    async def put_object(
+        self,
+        bucket: str,  # noqa: ARG002 - as `Bus.put_object`
+        name: str,  # noqa: ARG002
+        data: bytes,  # noqa: ARG002
+        *,
+        metadata: Mapping[str, str] | None = None,  # noqa: ARG002
+        create_only: bool = False,  # noqa: ARG002
+    ) -> ObjectInfo:
+        """Refuse, as the broker refuses an arbitrator that stores a policy."""
+        raise PermissionDeniedError(_READ_ONLY)
+
+    async def delete_object(self, bucket: str, name: str) -> None:  # noqa: ARG002 - as `Bus.delete_object`
+        """Refuse, as `put_object`."""
+        raise PermissionDeniedError(_READ_ONLY)
+
+    def _ends_batch(self, record: Record) -> bool:
+        return record.stream != FEED.name or record.sequence in self._late or kind_of(record) in ("applied", "event")
+
+    def _apply(self, record: Record) -> BusMessage | None:
+        """Store a record; returns the message when it is a state."""
+        if record.stream == FEED.name:
+            return self._apply_feed(record)
+        if record.stream == JOBS.name:
+            self._specify(record)
+        else:
+            found = RecordedAction.of(record)
+            generation = None if found.action is None else found.action.generation
+            if generation in self._actions.halted or generation not in self._generations:
+                self._actions.adopt(found)  # the replayed arbitrator does not decide for it
+        return None
+
+    def _apply_feed(self, record: Record) -> BusMessage | None:
+        self._feed_last = record.sequence
+        if (late := self._late.pop(record.sequence, None)) is not None:
+            self._specify(late)
+        kind = kind_of(record)
+        if kind == "state":
+            self._newest_state = bus_message_of(record)
+            self._states.append(self._newest_state)
+            return self._newest_state
+        if kind == "applied" and self._change is None:
+            self._receipt = bus_message_of(record)
+        if kind == "event":
+            self._events.add_recorded(record, self.job, self._actions.history)
+        return None
+
+    def _specify(self, record: Record) -> None:
+        """Make a record the newest specification, changed if requested."""
+        self._specification = bus_message_of(record)
+        try:
+            self.job = decode(Job, record.subject, record.payload)
+        except MalformedMessageError:
+            return  # the arbitrator sets it aside
+        self._generations.add(self.job.generation)
+        if self._change is not None:
+            self.job = self._change(self.job)
+            self._specification = self._specification._replace(payload=encode(self.job))
