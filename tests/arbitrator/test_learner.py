@@ -12,7 +12,7 @@ from tests.support import learned, made, odd_policies
 
 from dynamix.arbitrator.learned.policy_file import PolicyFile
 from dynamix.arbitrator.learned.policy_store import PolicyStore
-from dynamix.arbitrator.learning import rewards, service, updating
+from dynamix.arbitrator.learning import service, updating
 from dynamix.arbitrator.learning.collecting import Collected
 from dynamix.arbitrator.learning.generations import Finished
 from dynamix.arbitrator.learning.rollout import Recording
@@ -168,20 +168,20 @@ async def test_what_no_patience_mends_ends_the_learner(
 
 @pytest.mark.parametrize("family", ["sgd", "adam"])
 def test_auto_means_the_published_formula_of_the_jobs_optimizer(family: Any) -> None:
-    metadata = learned.metadata(reward_formula=rewards.AUTO)
-    assert rewards.foreign_formulas(metadata, recording(formula_for(family), optimizer_family=family)) == []
+    metadata = learned.metadata(reward_formula=updating.AUTO)
+    assert updating.foreign_formulas(metadata, recording(formula_for(family), optimizer_family=family)) == []
     other = "adam" if family == "sgd" else "sgd"
     foreign = recording(formula_for(other), "time-aware", optimizer_family=family)  # type: ignore[arg-type]
-    assert rewards.foreign_formulas(metadata, foreign) == sorted({formula_for(other), "time-aware"})  # type: ignore[arg-type]
+    assert updating.foreign_formulas(metadata, foreign) == sorted({formula_for(other), "time-aware"})  # type: ignore[arg-type]
 
 
 def test_a_policy_says_of_which_formulas_it_has_learned() -> None:
-    auto = learned.metadata(reward_formula=rewards.AUTO)
-    assert rewards.formula_after(auto, [recording("paper-sgd"), recording()]) == "auto"
-    assert rewards.formula_after(auto, [recording("paper-sgd"), recording("time-aware")]) == "auto, time-aware"
+    auto = learned.metadata(reward_formula=updating.AUTO)
+    assert updating.formula_after(auto, [recording("paper-sgd"), recording()]) == "auto"
+    assert updating.formula_after(auto, [recording("paper-sgd"), recording("time-aware")]) == "auto, time-aware"
     mixed = learned.metadata(reward_formula="auto, time-aware")
-    assert rewards.foreign_formulas(mixed, recording("paper-sgd", "time-aware")) == []
-    assert rewards.formula_after(learned.metadata(), [recording("time-aware")]) == "time-aware"
+    assert updating.foreign_formulas(mixed, recording("paper-sgd", "time-aware")) == []
+    assert updating.formula_after(learned.metadata(), [recording("time-aware")]) == "time-aware"
 
 
 def test_a_version_says_truly_what_its_rewards_were(monkeypatch: pytest.MonkeyPatch) -> None:

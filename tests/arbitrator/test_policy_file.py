@@ -94,8 +94,11 @@ def test_metadata_that_are_no_text_of_ours_are_refused(metadata: object) -> None
         ({"clip_coeff": 0.1}, "its settings are not PPO's: .*clip_coeff"),
         ({"update_epochs": 0}, "its settings are not PPO's: .*update_epochs"),
         ({"gamma": "much"}, "its settings are not PPO's: .*gamma"),
-        ({"hidden_sizes": [64, 64]}, r"speak of another network: clipped, hidden_sizes \(64, 64\), where .*\(16, 16\)"),
-        ({"objective": "simplified"}, "speak of another network: simplified"),
+        (
+            {"hidden_sizes": [64, 64]},
+            r"those of another network: clipped, hidden_sizes \(64, 64\), where .*\(16, 16\)",
+        ),
+        ({"objective": "simplified"}, "are those of another network: simplified"),
     ],
 )
 def test_settings_that_nobody_could_learn_on_with_are_refused(settings: dict[str, Any], reason: str) -> None:

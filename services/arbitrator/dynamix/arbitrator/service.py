@@ -1,4 +1,4 @@
-"""The shell of the arbitrator: reads specifications and states, hands each state to its job's log."""
+"""The arbitrator's service: reads specifications and states, and gives each state to its job's log."""
 
 import asyncio
 from collections import defaultdict
@@ -32,19 +32,10 @@ async def serve(context: Context[ArbitratorSettings, ArbitratorBus]) -> None:
     await _Arbitrator(context).run()
 
 
-UNUSABLE = (
-    ActionStoreError,
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
-"""What a policy that cannot decide may raise, or a log of decisions that is not this job's. It ends the decisions for
-its own generation, never those for other jobs; an error of the bus ends the process, which a restart mends."""
-
+_MISTAKES = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+HALTING_ERRORS = (ActionStoreError, *_MISTAKES)
+"""Errors of a policy, or of a job's stored actions. They halt one generation of that job and no other job; an error of
+the bus ends the process, and a restart fixes it."""
 
 MAX_EXPLANATION = 1024
 
@@ -55,13 +46,13 @@ class _Arbitrator:
         self._bus = context.bus
         cache = context.settings.policy_cache
         policies = PolicySource(PolicyStore(context.bus, Path(cache) if cache else None))
-        self._around = Surroundings(context.bus, policies, context.log, context.count)
+        self._surroundings = Surroundings(context.bus, policies, context.log, context.count)
         self._logs: dict[str, JobLog] = {}
         self._halted: dict[str, int] = {}
-        """The generation for which nothing may be decided, by job."""
+        """The generation without decisions, by job."""
 
     async def run(self) -> None:
-        last = (await self._bus.stream_state(FEED.name)).last_sequence  # first: what comes later is read below
+        last = (await self._bus.stream_state(FEED.name)).last_sequence  # first: later states are read below
         for message in await self._newest_specifications():
             job = await self._specification(message)
             if job is not None and job.phase == "running":
@@ -84,7 +75,7 @@ class _Arbitrator:
         return found
 
     async def _fold(self, batch: list[BusMessage]) -> None:
-        """Jobs beside each other, the states of one job in order."""
+        """Fold a batch: jobs concurrently, the states of one job in order."""
         by_job: dict[str, list[tuple[BusMessage, State]]] = defaultdict(list)
         for message in batch:
             try:
@@ -102,25 +93,25 @@ class _Arbitrator:
                     await log.add_state(message.sequence, state)
             except MalformedMessageError as error:
                 await self._context.dead_letter(message, str(error))
-            except UNUSABLE as error:
+            except HALTING_ERRORS as error:
                 await self._halt(job, state.generation, error)
 
     async def _log_of(self, job: str, generation: int, *, before: int) -> JobLog | None:
-        """The log for a generation of a job; `None` when it is over, or nothing may be decided for it."""
+        """The log for a generation of a job; `None` when the generation is over or halted."""
         if generation <= self._halted.get(job, -1):
             return None
         log = self._logs.pop(job, None)
         if log is not None:
-            self._logs[job] = log  # the last to be forgotten
+            self._logs[job] = log  # the newest, which is dropped last
         if log is None or log.job.generation < generation:
-            log = await self._look_up(job, before)
+            log = await self._read_and_open(job, before)
         if generation <= self._halted.get(job, -1):
             return None
         if log is None or log.job.generation < generation:
             raise MalformedMessageError(f"generation {generation} of job {job!r} has no specification")
         return log if log.job.generation == generation else None
 
-    async def _look_up(self, job: str, before: int) -> JobLog | None:
+    async def _read_and_open(self, job: str, before: int) -> JobLog | None:
         """Read a job's newest specification; rank 0 publishes it before its ranks' first report."""
         message = await self._bus.last(JOBS.name, subjects.job(job))
         specification = None if message is None else await self._specification(message)
@@ -134,13 +125,13 @@ class _Arbitrator:
             return None
 
     async def _open(self, job: Job, *, until: int) -> JobLog | None:
-        """Resume a job and fold what FEED holds of it up to a sequence; `None` when nothing may be decided for it."""
+        """Resume a job and fold its states in FEED up to a sequence; `None` when that halts it."""
         try:
             earlier = self._logs.get(job.job)
-            log = await JobLog.open(job, self._around, None if earlier is None else earlier.known)
+            log = await JobLog.open(job, self._surroundings, None if earlier is None else earlier.known)
             log.check_inputs(await self._bus.stream_state(FEED.name))
             await self._catch_up(log, until)
-        except UNUSABLE as error:
+        except HALTING_ERRORS as error:
             await self._halt(job.job, job.generation, error)
             return None
         self._logs.pop(job.job, None)
@@ -151,7 +142,7 @@ class _Arbitrator:
         return log
 
     async def _catch_up(self, log: JobLog, until: int) -> None:
-        """Fold a job's own states from its checkpoint to `until`: one that died long ago costs the others nothing."""
+        """Fold a job's own states from its checkpoint to `until`; a job that ended long ago costs nothing."""
         states = subjects.state(log.job.job, subjects.ANY)
         newest = await self._bus.last(FEED.name, states)
         if newest is None or newest.sequence <= log.watermark:
@@ -174,7 +165,7 @@ class _Arbitrator:
             await self._context.dead_letter(message, str(error))
 
     async def _halt(self, job: str, generation: int, error: Exception) -> None:
-        """Decide nothing for this generation of a job: its training goes on with the sizes that it has."""
+        """Decide nothing for this generation of a job: its training continues with the sizes that it has."""
         is_foreseen = isinstance(error, (ActionStoreError, ValueError))
         self._logs.pop(job, None)
         self._halted.pop(job, None)
@@ -191,10 +182,10 @@ class _Arbitrator:
         )
         if isinstance(error, ActionStoreError):
             self._context.count("refused_logs")
-            await self._say_refused(job, generation, error)
+            await self._publish_refusal(job, generation, error)
 
-    async def _say_refused(self, job: str, generation: int, error: ActionStoreError) -> None:
-        """Tell the watchers: what the log lost cannot be mended here."""
+    async def _publish_refusal(self, job: str, generation: int, error: ActionStoreError) -> None:
+        """Publish the event: people have to fix what the broker lost."""
         event = Event(
             job=job,
             generation=generation,

@@ -1,9 +1,9 @@
-"""A job's actions as the broker has them, held against everything else that is known of them.
+"""The stored actions of a job, checked against everything else that is known about them.
 
-A broker can lose the end of a stream (a flipped bit in a stored block cuts it off in silence), or stand on an old copy
-of its store. Deciding on top of that would decide windows again that trainers have applied, so the log is believed only
-as far as nothing contradicts it: its own hashes, what this arbitrator wrote or read before, and what the trainer says
-it applied, which stands in another stream.
+A broker can lose the end of a stream (a flipped bit in a stored block cuts it off without an error), or run on an old
+copy of its files. Deciding on top of that would decide windows again that trainers have applied. So three things are
+compared with the stored actions: their own hashes, what this arbitrator wrote or read before, and the trainer's
+receipts (`Applied`), which are in another stream.
 """
 
 from asyncio import Future
@@ -18,11 +18,11 @@ from dynamix.schemas.messages import Action, Applied, Event, Job
 from dynamix.schemas.streams import ACTIONS, FEED
 
 MOST_DECIDED_MEANWHILE = 256
-"""Actions that others may store while a log is read."""
+"""Actions that other arbitrators may store while the actions of a job are read."""
 
 
 class ActionStore(Protocol):
-    """What of the bus a job's decisions need."""
+    """The part of the bus that a job's decisions use."""
 
     async def last(self, stream: str, subject: str) -> BusMessage | None:
         """The newest message on a subject."""
@@ -38,10 +38,10 @@ class ActionStore(Protocol):
 
 
 class ActionStoreError(RuntimeError):
-    """The log of actions is not the one that was written: the arbitrator refuses to decide on top of it.
+    """The stored actions are not those that were written: the arbitrator refuses to decide on top of them.
 
     Attributes:
-        window: the last window that the log can be believed for, -1 for none.
+        window: the last window whose stored action is consistent, -1 for none.
         known_window: the window that is known to have been decided.
     """
 
@@ -52,14 +52,14 @@ class ActionStoreError(RuntimeError):
 
 
 class Stored(NamedTuple):
-    """An action, and where it stands in ACTIONS."""
+    """An action and its sequence in ACTIONS."""
 
     sequence: int
     action: Action
 
 
 async def newest_action(bus: ActionStore, job: Job) -> Stored | None:
-    """The job's newest action, whoever wrote it.
+    """The job's newest action, of any arbitrator.
 
     Raises:
         ActionStoreError: when it cannot be read, is not as it was written, or cannot be one of this job.
@@ -81,37 +81,37 @@ async def newest_action(bus: ActionStore, job: Job) -> Stored | None:
 
 
 async def newest_receipt(bus: ActionStore, job: Job) -> BusMessage | None:
-    """What the trainer says it applied last.
+    """The trainer's newest receipt: what it applied last.
 
-    Read it before the newest action: another arbitrator may decide in between, and no receipt is ahead of a log that
-    was read after it.
+    Read it before the newest action: another arbitrator may decide in between, and a receipt is never ahead of actions
+    that were read after it.
     """
     return await bus.last(FEED.name, subjects.applied(job.job))
 
 
 async def check_receipt(bus: ActionStore, job: Job, newest: Stored | None, message: BusMessage | None) -> None:
-    """See that the log holds what the trainer says it applied, in a receipt that was read before the log.
+    """Check that the action is stored that the trainer's receipt names; read the receipt before the actions.
 
-    Where a recorded job is decided anew there are no receipts: those of the recording are of other actions.
+    A replay of a recorded job has no receipts: those of the recording belong to other actions.
 
     Raises:
-        ActionStoreError: when the log ends before that, or has another action in its place.
+        ActionStoreError: when the stored actions end before it, or another one is in its place.
     """
     if message is None:
         return
     try:
         receipt = decode(Applied, message.subject, message.payload)
     except MalformedMessageError:
-        return  # whoever may publish it says nothing: no evidence
+        return  # an unreadable receipt is no evidence
     if receipt.generation != job.generation:
-        return  # what an earlier generation lost is past: trainers refuse its actions anyway
+        return  # trainers refuse actions of an earlier generation, so its loss has no effect
     applied = (receipt.generation, receipt.decided_window)
     stored = (-1, -1) if newest is None else (newest.action.generation, newest.action.window)
     where = f"window {receipt.decided_window} of generation {receipt.generation}"
-    if stored < applied and not (newest is None and await _is_older_than_the_log(bus, message)):
+    if stored < applied and not (newest is None and await _is_older_than_actions(bus, message)):
         raise ActionStoreError(
             f"{subjects.action(job.job)} ends at {_place(newest)}, but the trainer applied an action for {where}: the "
-            "broker lost its end, or stands on an old copy of its store",
+            "broker lost its end, or runs on an old copy of its store",
             window=stored[1],
             known_window=receipt.decided_window,
         )
@@ -120,17 +120,17 @@ async def check_receipt(bus: ActionStore, job: Job, newest: Stored | None, messa
 
 
 async def check_goes_on(bus: ActionStore, job: Job, known: Stored | None, newest: Stored | None) -> None:
-    """See that the log goes on from the action that was known last; `None` is a log that was empty.
+    """Check that the stored actions continue after the action known last; `None`: there was none.
 
     Raises:
-        ActionStoreError: when it ends before that, or does not chain to it.
+        ActionStoreError: when they end before it, or do not chain to it.
     """
     if known is None:
         if newest is not None and newest.action.previous_hash:
             await _check_chain(bus, job, None, newest)
         return
     if newest is None or newest.sequence < known.sequence:
-        if newest is None and await _has_given_up(bus, known.sequence):
+        if newest is None and await _has_dropped(bus, known.sequence):
             return
         raise ActionStoreError(
             f"{subjects.action(job.job)} ends at {_place(newest)}, before our own {known.sequence}: was the broker's "
@@ -139,13 +139,13 @@ async def check_goes_on(bus: ActionStore, job: Job, known: Stored | None, newest
             known_window=known.action.window,
         )
     if newest.sequence == known.sequence and newest.action.hash != known.action.hash:
-        raise _refusal(newest, "is not the one that stood there before")
+        raise _refusal(newest, "is not the one that was there before")
     if newest.sequence > known.sequence and newest.action.previous_hash != known.action.hash:
         await _check_chain(bus, job, known, newest)
 
 
 async def _check_chain(bus: ActionStore, job: Job, known: Stored | None, newest: Stored) -> None:
-    """Read all that came after what was known: other arbitrators may have decided several windows."""
+    """Read all actions after the known one: other arbitrators may have decided several windows."""
     check, start = ChainCheck(), 1 if known is None else known.sequence
     oldest: Stored | None = None
     async for message in _messages(bus, job, start, newest.sequence):
@@ -155,13 +155,13 @@ async def _check_chain(bus: ActionStore, job: Job, known: Stored | None, newest:
             check.add(stored.action, message.payload)
         except BrokenChainError as error:
             raise _refusal(stored, f"breaks the chain: {error}") from error
-    assert oldest is not None, "the newest action is in its own log"
+    assert oldest is not None, "the newest action is stored"
     if known is None:
         is_ours = not oldest.action.previous_hash
     else:
         is_ours = (oldest.sequence, oldest.action.hash) == (known.sequence, known.action.hash)
     num_kept = ACTIONS.max_messages_per_subject - MOST_DECIDED_MEANWHILE  # each new action drops the job's oldest one
-    may_be_gone = check.num_actions >= num_kept or await _has_given_up(bus, start)
+    may_be_gone = check.num_actions >= num_kept or await _has_dropped(bus, start)
     if not is_ours and not may_be_gone:
         raise _refusal(oldest, "begins another chain than the one that was known")
 
@@ -176,14 +176,14 @@ async def _messages(bus: ActionStore, job: Job, start: int, last: int) -> AsyncI
         start = message.sequence + 1
 
 
-async def _has_given_up(bus: ActionStore, sequence: int) -> bool:
-    """Whether ACTIONS was full and has dropped what stood at a sequence; a stream that was made anew begins at 1."""
+async def _has_dropped(bus: ActionStore, sequence: int) -> bool:
+    """Whether ACTIONS was full and dropped what was at a sequence; a stream that was made again begins at 1."""
     oldest = await bus.first(ACTIONS.name, subjects.action(subjects.ANY))
     return oldest is not None and oldest.sequence > sequence
 
 
-async def _is_older_than_the_log(bus: ActionStore, receipt: BusMessage) -> bool:
-    """Whether ACTIONS was full and may have dropped the action before the receipt: all that it holds is newer."""
+async def _is_older_than_actions(bus: ActionStore, receipt: BusMessage) -> bool:
+    """Whether ACTIONS was full and may have dropped the receipt's action: all that it holds is newer."""
     oldest = await bus.first(ACTIONS.name, subjects.action(subjects.ANY))
     return oldest is not None and oldest.sequence > 1 and oldest.timestamp_ns > receipt.timestamp_ns
 

@@ -1,4 +1,4 @@
-"""The fold: recorded states of one job in, decisions out. Pure: no clock, no bus, nothing but its arguments.
+"""The fold: recorded states of one job in, decisions out. Pure: no clock, no bus, only its arguments.
 
 decision = f(recorded order of states, job specification, policy version, carry). When a window closes, which rows
 count and what a restart must read again are decided here; `service.py` only moves messages.
@@ -25,14 +25,14 @@ from dynamix.schemas.features import (
 from dynamix.schemas.messages import Action, Job, State
 
 MAX_AGE_WINDOWS = 16
-"""A row older than this is forgotten: it says little, and a restart would have to read back to it."""
+"""A row older than this is dropped: it says little, and a restart would have to read back to it."""
 
 MAX_SKIP_WINDOWS = 64
 """A jump further ahead than this is believed only when the node's next state confirms it."""
 
 
 class _Row(NamedTuple):
-    """One node's state of one window, checked and not unpacked yet, and where it stands in FEED."""
+    """One node's state of one window, checked but not yet unpacked, and its sequence in FEED."""
 
     sequence: int
     state: State
@@ -52,7 +52,7 @@ class Fold:
         self._indices = {node.node: np.array(node.ranks) for node in job.nodes}
         self._rows: dict[str, dict[int, _Row]] = {node.node: {} for node in job.nodes}
         self._num_nodes: dict[int, int] = {}
-        """Nodes that have a row of a window: counted, so that a state costs the same in a job of any size."""
+        """Number of nodes with a row, by window: a state then costs the same in a job of any size."""
         self._ahead: dict[str, tuple[int, State]] = {}
         self._newest_window = -1
         self._gap = False
@@ -65,11 +65,11 @@ class Fold:
             self.adopt(last)
 
     def use_policy(self, policy: Policy) -> None:
-        """Decide with another policy from here on: the one that the stored actions of this generation name."""
+        """Decide with another policy from now on: the one that the stored actions of this generation name."""
         self._policy = policy
 
     def add_state(self, sequence: int, state: State) -> bool:
-        """Take in one recorded state of this generation; false when its window was closed without it.
+        """Add one recorded state of this generation; false when its window was already closed.
 
         Raises:
             MalformedMessageError: when it does not fit the job's specification.
@@ -94,7 +94,7 @@ class Fold:
         return not late
 
     def start_after_gap(self, watermark: int) -> None:
-        """Inputs after the checkpoint are gone: go on after `watermark`, with the next window that all nodes report."""
+        """Continue after `watermark`, with the next window that all nodes report, since inputs are lost."""
         self._gap = True
         self.watermark = watermark
 
@@ -129,7 +129,7 @@ class Fold:
         return seal(action, self.previous_hash)
 
     def adopt(self, action: Action) -> None:
-        """Make a stored action, one's own or another arbitrator's, the point to go on from."""
+        """Continue after a stored action, this process's own or another arbitrator's."""
         self.previous_hash = action.hash
         if action.generation != self.job.generation:
             return
@@ -139,7 +139,7 @@ class Fold:
         self._decided = action.local_batch_sizes
         self._gap = False
         for rows in self._rows.values():
-            self._forget(rows)
+            self._drop_closed(rows)
 
     def _insert(self, node: str, window: int, row: _Row) -> None:
         rows = self._rows[node]
@@ -148,10 +148,10 @@ class Fold:
             self._num_nodes[window] = self._num_nodes.get(window, 0) + 1
             self._newest_window = max(self._newest_window, window)
             if window < self.next_window:
-                self._forget(rows)
+                self._drop_closed(rows)
 
-    def _forget(self, rows: dict[int, _Row]) -> None:
-        """Of the closed windows only the newest row may still be needed, and not for ever."""
+    def _drop_closed(self, rows: dict[int, _Row]) -> None:
+        """Drop rows of closed windows, except a node's newest one until it is too old."""
         closed = sorted(window for window in rows if window < self.next_window)
         for window in closed:
             if window != closed[-1] or self.next_window - window > MAX_AGE_WINDOWS:
@@ -161,10 +161,10 @@ class Fold:
                     del self._num_nodes[window]
 
     def _closed_window(self) -> int | None:
-        """The next window, if it is closed: all nodes have sent it, or some rank is known to be two windows on.
+        """The next window, if it is closed: all nodes have sent it, or some node is two windows ahead.
 
         After a gap the next window is the first one that all nodes report, or the first reported at all once the job is
-        two windows past it: a dead collector never stops decisions.
+        two windows past it, so that a dead collector never stops decisions.
         """
         window = self._first_window_after_gap() if self._gap else self.next_window
         if self._num_nodes.get(window) == len(self._rows) or self._newest_window >= window + 2:
@@ -177,7 +177,7 @@ class Fold:
         return min(full or some, default=self.next_window)
 
     def _observe(self, window: int) -> tuple[Array32, Array32]:
-        """What is known at the close of a window: each node's newest row not after it, unless it is forgotten."""
+        """What is known when a window closes: each node's newest row up to it, unless it is too old."""
         obs_WF = np.full((self.job.world_size, len(RANK_FEATURES)), np.nan, dtype=np.float32)
         global_F = np.full(len(GLOBAL_FEATURES), np.nan, dtype=np.float32)
         obs_WF[:, RANK_INDEX["age_windows"]] = MAX_AGE_WINDOWS
@@ -212,7 +212,7 @@ class Fold:
 
 
 def _newest(rows: Mapping[int, _Row], window: int) -> int | None:
-    """The newest window, not after this one, of which there is a row that is not forgotten."""
+    """The newest window up to this one with a row that is not too old."""
     if window in rows:  # nearly always
         return window
     return max((at for at in rows if window - MAX_AGE_WINDOWS <= at <= window), default=None)

@@ -1,4 +1,4 @@
-"""One job's decisions on the bus: folds its states, publishes its actions under compare-and-set, adopts another's."""
+"""A job's decisions on the bus: folds states, publishes actions by compare-and-set, adopts another arbitrator's."""
 
 import asyncio
 from collections.abc import Callable
@@ -26,12 +26,12 @@ from .fold import Fold
 from .signatures import SizeWatch
 
 SHOW_WAITS_S = (0.05, 0.1, 0.2, 0.4, 0.8)
-"""A broker may refuse for an action that it shows a moment later."""
+"""Waits before the newest action is read again: a broker may refuse for an action that it shows a moment later."""
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What all jobs of an arbitrator share."""
+    """What all jobs of an arbitrator use: the bus, the policies, the log and the counters."""
 
     bus: ActionStore
     policies: Policies
@@ -52,15 +52,15 @@ class JobLog:
         self._known: Stored | None = None
         self._superseded = False
         self._fold = Fold(job, policy, None)
-        self._watch = None if job.policy == Static.name else SizeWatch(job)  # who never decides is not stuck
+        self._watch = None if job.policy == Static.name else SizeWatch(job)  # static sizes are not stuck
 
     @classmethod
     async def open(cls, job: Job, around: Surroundings, known: Stored | None = None) -> Self:
-        """Start from the job's newest action, with the policy that decided it or, at a start, the one of choice.
+        """Start from the job's newest action, with its policy; a generation without actions chooses its policy here.
 
         Args:
             job: the generation to decide for.
-            around: what all jobs share.
+            around: what all jobs use.
             known: the newest action that this process knows of the job's earlier generations.
 
         Raises:
@@ -80,18 +80,18 @@ class JobLog:
 
     @property
     def known(self) -> Stored | None:
-        """The newest action that we wrote or read."""
+        """The newest action that this process wrote or read."""
         return self._known
 
     @property
     def watermark(self) -> int:
-        """FEED sequence that a restart reads on after."""
+        """FEED sequence after which a restart continues to read."""
         return self._fold.watermark
 
     def check_inputs(self, feed: StreamState) -> None:
         """Go on after a gap if FEED no longer holds what follows the watermark.
 
-        A watermark behind FEED's end is one of another FEED: the stream was made anew.
+        A watermark behind FEED's end belongs to another FEED: the stream was made again.
         """
         if self._fold.next_window > 0 and not feed.first_sequence - 1 <= self.watermark <= feed.last_sequence:
             self._log.warning("inputs after the checkpoint are gone", watermark=self.watermark, **feed._asdict())
@@ -101,7 +101,7 @@ class JobLog:
         """Fold one state and publish every decision that it makes possible.
 
         Raises:
-            ActionStoreError: when the stored actions are not the ones that we wrote.
+            ActionStoreError: when the stored actions are not those that this process wrote.
             ValueError: when another arbitrator decided first, by a policy that is not there.
         """
         if not self._fold.add_state(sequence, state):
@@ -125,8 +125,8 @@ class JobLog:
     async def _decided_by_another(self, expected_last: int, refusal: StaleWriterError) -> Stored | None:
         """The newest action, after ours was refused for it; `None` when ours was dropped to make room.
 
-        A leader of a cluster may refuse for what it is about to store; a broker whose disk has rotten may refuse for
-        what it cannot read any more.
+        The leader of a cluster may refuse for an action that it is about to store; a broker with a damaged disk may
+        refuse for one that it can no longer read.
         """
         for wait_s in (*SHOW_WAITS_S, None):
             newest = await newest_action(self._bus, self.job)
@@ -141,7 +141,7 @@ class JobLog:
         )
 
     async def _watch_sizes(self, action: Action) -> None:
-        """Say once on the bus when sizes stick to a bound; a restarted arbitrator counts its windows anew."""
+        """Publish an event when sizes stick to a bound; a restarted arbitrator counts windows from zero."""
         finding = None if self._watch is None else self._watch.observe_sizes(action.local_batch_sizes)
         if finding is None:
             return
@@ -157,7 +157,7 @@ class JobLog:
         )
 
     async def _adopt_newest(self, newest: Stored | None) -> None:
-        """Take the newest stored action, another arbitrator's, as the point to go on from, and its policy with it."""
+        """Continue after another arbitrator's action, with the policy that decided it."""
         if newest is None:
             self._known = None
             return

@@ -1,7 +1,7 @@
-"""Failure signatures of batch-size control (method section 3), found in decisions and in the course of learning. Pure.
+"""Failure signatures of batch-size control (method section 3), found in decisions and learning curves. Pure.
 
-They say that something looks like a known failure, never why: sizes at a bound may be right. Limits are constants here,
-each finding carries the number and the limit that it crossed.
+They say that something looks like a known failure, not why: sizes at a bound may be right. Limits are constants here,
+and each finding has the number and the limit that it crossed.
 """
 
 import math
@@ -19,7 +19,7 @@ STUCK_WINDOWS = 20
 STUCK_SHARE = 0.5
 """Share of the ranks that have a choice, from which stuck sizes are a signature."""
 MIN_EPISODES = 12
-"""Fewer say nothing about a course of learning."""
+"""Fewer are too few for a learning curve."""
 PLATEAU_GAIN = 0.5
 """The last third of the returns must be this many standard deviations above the first third."""
 COLLAPSE_EPISODES = 5
@@ -33,7 +33,7 @@ MIN_EXPLAINED_VARIANCE = 0.1
 """Mean over the last `MIN_UPDATES` updates; 1 is a perfect value function, 0 one that knows nothing."""
 
 _MOST = 1e6
-"""What is infinitely many standard deviations is reported as this."""
+"""Reported instead of an infinite number of standard deviations."""
 
 
 class Finding(NamedTuple):
@@ -57,12 +57,12 @@ class SizeWatch:
         self._high_W = np.asarray(job.max_local_batch_sizes, dtype=np.int64)
         self._movable_W = self._high_W > self._low
         self._at_low_W: npt.NDArray[np.int64] = np.zeros(job.world_size, dtype=np.int64)
-        """Decisions running at the lower bound; the next at the upper one."""
+        """Consecutive decisions at the lower bound; below, at the upper one."""
         self._at_high_W: npt.NDArray[np.int64] = np.zeros(job.world_size, dtype=np.int64)
         self._reported = False
 
     def observe_sizes(self, local_batch_sizes: Sequence[int]) -> Finding | None:
-        """Take in a decision; the finding when it makes enough sizes stuck, once until they come off again."""
+        """Observe a decision; the finding when enough sizes become stuck, once until they leave the bound."""
         sizes_W = np.asarray(local_batch_sizes)
         self._at_low_W = np.where(sizes_W <= self._low, self._at_low_W + 1, 0)
         self._at_high_W = np.where(sizes_W >= self._high_W, self._at_high_W + 1, 0)
@@ -77,7 +77,7 @@ class SizeWatch:
         return Finding("size-stuck", share, STUCK_SHARE, text)
 
     def _share(self, running_W: npt.NDArray[np.int64]) -> float:
-        """Of the ranks whose bounds leave a choice, those stuck."""
+        """The share of stuck ranks among those whose bounds leave a choice."""
         num_movable = int(self._movable_W.sum())
         return int((running_W[self._movable_W] >= STUCK_WINDOWS).sum()) / num_movable if num_movable else 0.0
 
@@ -101,7 +101,7 @@ def spread_signature(times: Sequence[float]) -> Finding | None:
 
 
 def value_signature(explained_variances: Sequence[float]) -> Finding | None:
-    """A value function that explains next to nothing of the returns, update after update; oldest first."""
+    """A critic that explains hardly any of the returns' variance over many updates; oldest first."""
     if len(explained_variances) < MIN_UPDATES:
         return None
     explained = fmean(explained_variances[-MIN_UPDATES:])

@@ -59,7 +59,7 @@ class ActionSet(Protocol):
 
     name: ActionSetName
     options: Options
-    """Of the job's specification that it understands."""
+    """The options of a job that it understands."""
 
     def situation(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Situation:
         """What there is to decide; arguments as `Policy.decide`."""

@@ -59,7 +59,7 @@ POOLS = ("mean", "min", "max")
 """How the inputs of all ranks become one row, whatever their number."""
 
 LEVER_INPUTS = ("rule_to_decided_log2", "last_multiplier_log2")
-"""Of the global lever only: what the rule would do, and how it was last overruled."""
+"""Inputs of the global lever only: what the rule would do, and the multiplier that was last applied to it."""
 
 
 def names(action_set: str) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""`ppo`, `ppo-paper` and whatever else was learned: a network from a policy file, evaluated in numpy.
+"""Learned policies (`ppo`, `ppo-paper` and others): a network from a policy file, evaluated in numpy.
 
 Greedy by default: of equal logits the neutral action. With the job's option `explore` 1 it samples, and the decision
 carries log-probabilities and values for learning.
@@ -23,16 +23,16 @@ VERSION = Option(1, 1, 2**53 - 1, "of the policy; without it the newest when a g
 OPTIONS: Options = MappingProxyType(
     {"explore": switch(0, "1: sample actions, for learning; 0: take the likeliest"), "version": VERSION}
 )
-"""Of every learned policy; one that scales the rule has the rule's as well."""
+"""The options of every learned policy; one that scales the rule has the rule's as well."""
 
 
 class LearnedPolicy:
-    """A policy file at work; pure like every policy."""
+    """A policy that decides with the network of a file; pure like every policy."""
 
-    def __init__(self, file: PolicyFile, *, version: int = 1, explore: bool = False) -> None:
-        """Prepare the network; `explore` samples even where the job does not ask for it."""
+    def __init__(self, file: PolicyFile, *, name: str = "", version: int = 1, explore: bool = False) -> None:
+        """Prepare the network; `name` replaces the file's, `explore` samples even where the job does not ask for it."""
         metadata = file.metadata
-        self.name = metadata.policy
+        self.name = name or metadata.policy
         self.version = version
         self.digest = bytes.fromhex(file.digest)
         self.action_set = metadata.make_action_set()

@@ -27,7 +27,7 @@ MAX_BYTES = 32 << 20
 """Our networks take a few hundred KB; what is larger is something else."""
 METADATA_KEY = "dynamix"
 OPTIMIZER = "optimizer."
-"""What a learner needs to go on: Adam's moments of each parameter that has learned, and its steps so far."""
+"""Prefix of the tensors with which learning continues: Adam's moments of each parameter, and its steps so far."""
 OPTIMIZER_STEP = OPTIMIZER + "step"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _NEVER_NEGATIVE = (".count", ".m2", ".step", ".exp_avg_sq")
@@ -37,7 +37,7 @@ _KINDS: dict[str, str] = {"F32": "<f4", "F64": "<f8", "I64": "<i8"}
 
 
 class PolicyFileError(ValueError):
-    """A policy file that cannot be used; the text says what is wrong with it and what would mend it."""
+    """A policy file that cannot be used; the text says what is wrong with it and how to fix it."""
 
 
 class PolicyMetadata(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -52,19 +52,19 @@ class PolicyMetadata(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """`auto`: the published one for each job's optimizer."""
     reward_weights: dict[str, float] = {}
     settings: dict[str, Any] = {}
-    """Of the learning (`PPOSettings`); what they do not say is its default."""
+    """Settings of the learning (`PPOSettings`); missing ones have their defaults."""
     num_updates: Count = 0
     num_episodes: Count = 0
     scenarios: tuple[Text, ...] = ()
-    """What it learned on."""
+    """The scenarios that it learned on."""
     seeds: tuple[Count, ...] = ()
-    """Of the learning."""
+    """The seeds of the learning."""
     scores: dict[str, float] = {}
     """By name, as measured at the end of learning; lower is better for times and ratios."""
     learned_from: tuple[Text, ...] = ()
     """The newest live runs, `<job>:<generation>`, that this version learned from."""
     parent: Text = ""
-    """SHA-256 of the file that it went on from; empty when it began anew."""
+    """SHA-256 of the file that the learning continued from; empty for a new policy."""
     created_by: Text = ""
     """The program that wrote it."""
     format: int = FORMAT
@@ -97,7 +97,7 @@ class PolicyMetadata(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class PolicyFile(NamedTuple):
-    """Metadata and tensors; what the learner needs to go on is kept under `optimizer.`."""
+    """Metadata and tensors; those with which learning continues begin with `optimizer.`."""
 
     metadata: PolicyMetadata
     tensors: Mapping[str, Array]
@@ -242,7 +242,7 @@ def _check_tensors(file: PolicyFile) -> None:
 
 
 def _check_learning(file: PolicyFile) -> None:
-    """What learning on would stumble over, long after the file was taken."""
+    """Check what would only fail when learning continues, long after the file was accepted."""
     metadata = file.metadata
     try:
         settings = metadata.ppo_settings
@@ -250,7 +250,7 @@ def _check_learning(file: PolicyFile) -> None:
         raise PolicyFileError(f"its settings are not PPO's: {error}") from error
     if (settings.objective, settings.hidden_sizes) != (metadata.algorithm, metadata.hidden_sizes):
         raise PolicyFileError(
-            f"its settings speak of another network: {settings.objective}, hidden_sizes {settings.hidden_sizes}, "
+            f"its settings are those of another network: {settings.objective}, hidden_sizes {settings.hidden_sizes}, "
             f"where its metadata say {metadata.algorithm}, {metadata.hidden_sizes}"
         )
     for name, array in file.tensors.items():

@@ -1,7 +1,6 @@
-"""Which policy decides a generation of a job: chosen at its start, and found again, exactly, after every restart."""
+"""Chooses the policy of a generation at its start, and finds exactly that one again after every restart."""
 
 import asyncio
-import hashlib
 import logging
 from typing import NamedTuple, Protocol
 
@@ -22,43 +21,29 @@ VERSION_OPTION = "version"
 """The option of a job that asks for one version of its policy instead of the newest."""
 
 NUM_HELD = 64
-"""Networks kept ready in memory."""
+"""Learned policies kept in memory."""
 
 
 class Policies(Protocol):
-    """What chooses policies."""
+    """Chooses policies."""
 
     async def choose(self, job: Job, recorded: Action | None) -> Policy:
         """The policy for a generation, of which `recorded` is a stored action if there is one."""
 
 
-class PolicyFromFile(LearnedPolicy):
-    """A learned policy under the name and version that it is stored by, with the digest of its file."""
-
-    def __init__(self, name: str, version: int, data: bytes) -> None:
-        """Read and check it.
-
-        Raises:
-            PolicyFileError: when it cannot be used, for example because it names an input that this program lacks.
-        """
-        super().__init__(PolicyFile.from_bytes(data, f"version {version} of policy {name!r}"), version=version)
-        self.name = name
-        self.digest = hashlib.sha256(data).digest()
-
-
 class _Wanted(NamedTuple):
-    """What the generation asks for; `None`: anything."""
+    """The version and digest that a generation asks for; `None`: any."""
 
     version: int | None
     digest: bytes | None
 
 
 class PolicySource:
-    """Policies that are code, that came with the package, and that the bus has."""
+    """Chooses among policies in code, files of the package and files on the bus."""
 
     def __init__(self, store: PolicyStore) -> None:
         self._store = store
-        self._held: dict[tuple[str, int, bytes], PolicyFromFile] = {}
+        self._held: dict[tuple[str, int, bytes], LearnedPolicy] = {}
 
     async def choose(self, job: Job, recorded: Action | None) -> Policy:
         """The policy for a generation of a job.
@@ -67,7 +52,7 @@ class PolicySource:
         shipped one. With an action of this generation: exactly the policy that decided it.
 
         Raises:
-            ValueError: when there is none that may decide, or it has not the options of the job; the text says why.
+            ValueError: when there is none that may decide, or it lacks an option of the job; the text says why.
         """
         wanted = _wanted(job, recorded)
         policy = await self._code(job.policy) or await self._learned(job.policy, wanted)
@@ -96,19 +81,19 @@ class PolicySource:
             self._held.pop(next(iter(self._held)))
         return policy
 
-    async def _read(self, name: str, wanted: _Wanted) -> PolicyFromFile:
+    async def _read(self, name: str, wanted: _Wanted) -> LearnedPolicy:
         """The bus first: its learners began with the shipped file. A cached file serves when the bus has lost it."""
         stored = (
             None if wanted.version == SHIPPED_VERSION and name in shipped_names() else await self._find(name, wanted)
         )
         if stored is not None:
             held = self._held.get((name, stored.version, stored.digest))
-            return held or PolicyFromFile(name, stored.version, await self._store.read(stored))
+            return held or _loaded(name, stored.version, await self._store.read(stored))
         if wanted.version is not None and wanted.digest and (data := self._store.cached(wanted.digest)) is not None:
-            return PolicyFromFile(name, wanted.version, data)
+            return _loaded(name, wanted.version, data)
         shipped = shipped_policy(name) if wanted.version in (None, SHIPPED_VERSION) else None
         if shipped is not None:
-            return PolicyFromFile(name, SHIPPED_VERSION, shipped)
+            return _loaded(name, SHIPPED_VERSION, shipped)
         raise ValueError(await self._absence(name, wanted))
 
     async def _find(self, name: str, wanted: _Wanted) -> StoredPolicy | None:
@@ -128,6 +113,12 @@ class PolicySource:
         return f"version {wanted.version} of policy {name!r} {reason}: there is {', '.join(versions)}"
 
 
+def _loaded(name: str, version: int, data: bytes) -> LearnedPolicy:
+    """The policy in a file, under the name and version that it is stored by; raises PolicyFileError."""
+    file = PolicyFile.from_bytes(data, f"version {version} of policy {name!r}")
+    return LearnedPolicy(file, name=name, version=version)
+
+
 def _wanted(job: Job, recorded: Action | None) -> _Wanted:
     if recorded is not None:
         if recorded.policy != job.policy:
@@ -145,7 +136,7 @@ def _wanted(job: Job, recorded: Action | None) -> _Wanted:
 
 
 def _fault(policy: Policy, wanted: _Wanted) -> str | None:
-    """Why a policy is not the one that is wanted."""
+    """Why a policy is not the wanted one; `None` when it is."""
     if wanted.version not in (None, policy.version):
         return f"policy {policy.name!r} has version {policy.version}, not {wanted.version}"
     found = digest_of(policy)

@@ -1,7 +1,7 @@
 """Learned policies on the bus: files under a name and a version, each stored once and never changed.
 
 A policy's version is the object `<policy>/<version>` in the bucket. The broker refuses a second writer of one version;
-who is refused takes the next. What is read has the digest that was asked for, or is refused.
+the refused one takes the next. A file whose digest is not the expected one is refused.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 BUCKET = POLICIES.bucket
 NUM_KEPT_VERSIONS = 200
-"""Of each name, the newest; older ones make room. A generation that outlives so many newer versions can no longer be
+"""The newest versions of each name are kept. A generation that outlives so many newer versions can no longer be
 decided after a restart without a cache."""
 
 _OBJECT = re.compile(r"([a-z0-9-]{1,63})/([1-9][0-9]{0,14})")
@@ -48,13 +48,13 @@ class StoredPolicy(NamedTuple):
     """SHA-256 of the file; empty when the bucket's description of it is broken."""
     num_bytes: int
     feature_version: int
-    """Of the features that it was learned on; 0 when whoever stored it did not say."""
+    """The version of the features that it was learned on; 0 when the bucket does not say."""
     stored_at: str
     """RFC 3339."""
 
 
 class ObjectBus(Protocol):
-    """What of the bus a store needs."""
+    """The part of the bus that a store uses."""
 
     async def put_object(
         self,
@@ -91,7 +91,7 @@ class PolicyStore:
         """Store a file as the next version of a policy, and announce it.
 
         Putting the content of the newest version again stores nothing and only repeats the announcement, so that a
-        caller who does not know whether it came through may simply try again.
+        caller that does not know whether it succeeded may simply try again.
 
         Raises:
             ValueError: when `name` cannot be a learned policy's, or the file is too large.
@@ -179,7 +179,7 @@ class PolicyStore:
                 metadata={_FEATURE_VERSION: str(feature_version)},
                 create_only=True,
             )
-        except StaleWriterError:  # by somebody faster, or by what the listing leaves out
+        except StaleWriterError:  # another writer was faster, or the listing leaves it out
             return version + 1, None
         self._keep(digest, data)
         return version, _stored(info)
@@ -190,7 +190,7 @@ class PolicyStore:
             try:
                 await self._bus.delete_object(BUCKET, _object(old.name, old.version))
             except (StaleWriterError, ObjectBrokenError) as error:
-                logger.info("left to others to remove: %s", error)
+                logger.info("an old version was not removed: %s", error)
 
     async def _ever_stored(self, name: str | None) -> list[tuple[StoredPolicy, bool]]:
         """Every version ever stored, and whether it is deleted; foreign objects of the bucket are left alone."""

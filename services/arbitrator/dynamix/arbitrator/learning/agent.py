@@ -22,16 +22,16 @@ from .rollout import Trajectory
 
 
 class Learned(NamedTuple):
-    """What one call of `learn` did."""
+    """The result of one call of `learn`."""
 
     stats: UpdateStats
     explained_variance: float
-    """Of the critic before it learned from this batch."""
+    """Explained variance of the critic before it learned from this batch."""
     num_decisions: int
 
 
 class Agent:
-    """Learns; not for deciding, which `policies.learned` does from the file."""
+    """Learns from trajectories. It does not decide: `learned.policy` does, with the file."""
 
     def __init__(
         self, metadata: PolicyMetadata, network: ActorCritic, normalisation: Normalisation, moments: Mapping[str, Any]
@@ -59,7 +59,7 @@ class Agent:
 
     @classmethod
     def of(cls, file: PolicyFile) -> Self:
-        """The agent that wrote a file, to go on exactly where it stood."""
+        """The agent that wrote a file; it continues exactly where it stopped."""
         network = _network(file.metadata, file.metadata.ppo_settings, torch.Generator())
         names = list(network.state_dict())
         network.load_state_dict({name: torch.from_numpy(np.array(file.tensors[name])) for name in names})
@@ -77,7 +77,7 @@ class Agent:
         raw = np.concatenate([t.inputs_TDI.reshape(-1, t.inputs_TDI.shape[-1]) for t in trajectories])
         if self.metadata.num_updates == 0:
             self.normalisation = self.normalisation.updated(raw)
-            trajectories = [self._seen_anew(trajectory) for trajectory in trajectories]
+            trajectories = [self._renormalised(trajectory) for trajectory in trajectories]
         batch, explained = self._batch(trajectories, raw)
         generator = torch.Generator().manual_seed(_seed(self.metadata) + 1_000_003 * (self.metadata.num_updates + 1))
         stats = update(self._network, self._optimizer, batch, self.settings, generator=generator, progress=progress)
@@ -115,11 +115,11 @@ class Agent:
         batch = Batch(torch.from_numpy(inputs.astype(np.float32)), torch.from_numpy(actions), *floats)
         return batch, gae.explained_variance(values, returns)
 
-    def _seen_anew(self, trajectory: Trajectory) -> Trajectory:
-        """With the first normalisation, before anything was learned.
+    def _renormalised(self, trajectory: Trajectory) -> Trajectory:
+        """The trajectory with the first normalisation, before anything was learned.
 
-        Without this the critic would be asked to agree with what it said of inputs on another scale. An untrained actor
-        is as good as blind, so that its probabilities hardly change.
+        Otherwise the critic would be compared with its own values for inputs on another scale. An untrained
+        actor hardly depends on its inputs, so its probabilities hardly change.
         """
         T, D, num_inputs = trajectory.inputs_TDI.shape
         inputs = self.normalisation.applied(trajectory.inputs_TDI.reshape(-1, num_inputs))
@@ -133,7 +133,7 @@ class Agent:
         )
 
     def _moments(self) -> dict[str, npt.NDArray[np.float32]]:
-        """Adam's moments and step count, so that learning goes on exactly where it stood."""
+        """Adam's moments and step count, so that learning continues exactly where it stopped."""
         found: dict[str, npt.NDArray[np.float32]] = {}
         for name, parameter in self._network.named_parameters():
             state = self._optimizer.state.get(parameter)
@@ -143,7 +143,7 @@ class Agent:
         return found
 
     def _restore(self, moments: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Of the heads that have learned: the simplified objective leaves the critic alone."""
+        """Restore Adam's moments for the heads that have any: the simplified objective does not train the critic."""
         for name, parameter in self._network.named_parameters():
             own = {moment: moments.get(f"{OPTIMIZER}{name}.{moment}") for moment in MOMENTS}
             known = {moment: torch.from_numpy(np.array(array)) for moment, array in own.items() if array is not None}

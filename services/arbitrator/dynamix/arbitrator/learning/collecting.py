@@ -17,7 +17,7 @@ Refuse = Callable[[BusMessage, str], Awaitable[None]]
 
 
 STALL_TIMEOUT_S = 60.0
-"""As long as a request waits for a broker that restarts."""
+"""A broker that restarts is waited for as long as a request waits."""
 
 
 class Collected(NamedTuple):
@@ -37,13 +37,13 @@ async def collect(bus: Bus, job: Job, *, grace_s: float, refuse: Refuse) -> Coll
     Raises:
         BusError: when the streams cannot be read.
     """
-    feed = _Gathering(job, refuse)
+    feed = _GenerationMessages(job, refuse)
     wanted = [
         subjects.state(job.job, subjects.ANY),
         subjects.reward(job.job, subjects.ANY),
         subjects.applied(job.job),
     ]
-    actions = _Gathering(job, refuse)
+    actions = _GenerationMessages(job, refuse)
     try:
         await _read(bus, FEED.name, wanted, feed, grace_s)
         await _read(bus, ACTIONS.name, [subjects.action(job.job)], actions, grace_s)
@@ -53,7 +53,7 @@ async def collect(bus: Bus, job: Job, *, grace_s: float, refuse: Refuse) -> Coll
     return Collected(recording, feed.num_unrewarded)
 
 
-async def _read(bus: Bus, stream: str, wanted: list[str], into: "_Gathering", grace_s: float) -> None:
+async def _read(bus: Bus, stream: str, wanted: list[str], into: "_GenerationMessages", grace_s: float) -> None:
     """All stored messages of some subjects; then more, until each state has its reward or the time is over."""
     newest = [message.sequence for subject in wanted if (message := await bus.last(stream, subject)) is not None]
     if not newest:
@@ -74,10 +74,10 @@ async def _read(bus: Bus, stream: str, wanted: list[str], into: "_Gathering", gr
 
 
 class _IntakeStoppedError(Exception):
-    """The process is about to end."""
+    """The process stops."""
 
 
-async def _take(consumer: Consumer, into: "_Gathering", timeout_s: float) -> int:
+async def _take(consumer: Consumer, into: "_GenerationMessages", timeout_s: float) -> int:
     """Take in the next batch, which has to be there within some time; the sequence that it ends with."""
     async with asyncio.timeout(timeout_s):
         batch = await anext(consumer, None)
@@ -88,8 +88,8 @@ async def _take(consumer: Consumer, into: "_Gathering", timeout_s: float) -> int
     return batch[-1].sequence
 
 
-class _Gathering:
-    """Messages of one generation, by kind."""
+class _GenerationMessages:
+    """The messages of one generation, by kind."""
 
     def __init__(self, job: Job, refuse: Refuse) -> None:
         self._job = job

@@ -48,15 +48,11 @@ def gae(
 
 def discounted_returns(rewards_TD: Array64, discounts_T: Array64) -> Array64:
     """The discounted sum of rewards from each transition on: the weight of the paper's objective, without a critic."""
-    returns = np.zeros_like(rewards_TD)
-    following = np.zeros(rewards_TD.shape[1])
-    for t in reversed(range(len(rewards_TD))):
-        following = rewards_TD[t] + discounts_T[t] * following
-        returns[t] = following
-    return returns
+    no_values = np.zeros_like(rewards_TD)
+    return gae(rewards_TD, no_values, np.zeros(rewards_TD.shape[1]), discounts_T, gae_lambda=1.0).returns
 
 
 def explained_variance(values: Array64, returns: Array64) -> float:
-    """1 - Var(returns - values) / Var(returns): 1 is a perfect critic, 0 a mute one; NaN without variance."""
+    """1 - Var(returns - values) / Var(returns): 1 is a perfect critic, 0 an uninformative one; NaN without variance."""
     variance = float(np.var(returns))
     return float("nan") if variance == 0 else 1 - float(np.var(returns - values)) / variance

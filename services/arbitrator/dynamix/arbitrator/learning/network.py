@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 HIDDEN_GAIN = 2**0.5
 ACTOR_GAIN = 0.01
-"""Of the last layer: all actions about equally likely at first."""
+"""Gain of the actor's last layer: all actions are about equally likely at first."""
 CRITIC_GAIN = 1.0
 
 

@@ -1,6 +1,6 @@
 """PPO, in the two variants of the method (section IV-A), with the names and details of cleanrl.
 
-`clipped`     the clipped surrogate with generalised advantages and a critic, as everybody means it.
+`clipped`     the clipped surrogate with generalised advantages and a critic: what PPO usually means.
 `simplified`  the paper's: no clipping, no advantage, the discounted return as the weight; its critic learns nothing.
 
 Parameters are shared over workers: a batch holds every decision of every worker, T x W rows.
@@ -23,12 +23,12 @@ class Batch(NamedTuple):
     """Normalised."""
     actions_N: Tensor
     logprobs_N: Tensor
-    """Of the policy that acted."""
+    """Log-probabilities under the policy that acted."""
     advantages_N: Tensor
     """For `simplified` unused."""
     returns_N: Tensor
     values_N: Tensor
-    """Of the critic that looked on."""
+    """The critic's values when it acted."""
 
 
 class Losses(NamedTuple):

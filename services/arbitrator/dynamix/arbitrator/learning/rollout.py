@@ -43,9 +43,9 @@ class End(NamedTuple):
     last_window: int | None = None
     """Later windows do not count; `None`: all do."""
     terminated: bool = False
-    """Nothing comes after: the target is reached. Otherwise it was cut off, and the critic's last value stands in."""
+    """Nothing comes after: the target is reached. Otherwise it was cut off, and the critic's last value follows."""
     last_share: float = 1.0
-    """Of the last window's reward: the target is reached inside of it."""
+    """Share of the last window's reward that counts: the target is reached inside of it."""
 
 
 class Trajectory(NamedTuple):
@@ -60,10 +60,10 @@ class Trajectory(NamedTuple):
     """Summed over the windows of the transition."""
     num_windows_T: Choices
     next_values_D: Array64
-    """Of what comes after the last transition; zeros when it terminated."""
+    """Values of what comes after the last transition; zeros when it terminated."""
     terminated: bool
     num_unrewarded_windows: int
-    """Windows whose reward was never seen; the mean over the known windows stands in."""
+    """Windows without a reward; the mean over the known windows replaces it."""
 
     @property
     def total_reward(self) -> float:
@@ -71,13 +71,13 @@ class Trajectory(NamedTuple):
         return float(self.rewards_TD.mean(axis=1).sum())
 
 
-class Seen(NamedTuple):
-    """What a decision saw, and what was decided."""
+class SampledDecision(NamedTuple):
+    """The inputs of a sampled decision, and its action."""
 
     inputs_DI: Array32
     action: Action
     carry: bytes
-    """Of the decision before."""
+    """Carry of the decision before."""
 
 
 def trajectory_of(recording: Recording, action_set: ActionSet, end: End | None = None) -> Trajectory:
@@ -113,15 +113,15 @@ def trajectory_of(recording: Recording, action_set: ActionSet, end: End | None =
     )
 
 
-def replay(recording: Recording, action_set: ActionSet) -> dict[int, Seen]:
+def replay(recording: Recording, action_set: ActionSet) -> dict[int, SampledDecision]:
     """What each recorded, sampled decision saw, by the window it was decided for.
 
     Raises:
         RolloutError: when a state does not fit the job.
     """
     actions = {action.window: action for action in recording.actions if _of(recording.job, action)}
-    answers = _Answers(actions, action_set)
-    fold = Fold(recording.job, answers, None)
+    recorded = _RecordedPolicy(actions, action_set)
+    fold = Fold(recording.job, recorded, None)
     try:
         for sequence, state in recording.states:
             if _of(recording.job, state):
@@ -131,11 +131,11 @@ def replay(recording: Recording, action_set: ActionSet) -> dict[int, Seen]:
                 fold.adopt(decided if stored is None else stored)
     except ValueError as error:
         raise RolloutError(f"{_name(recording.job)}: {error}") from error
-    return answers.seen
+    return recorded.seen
 
 
-class _Answers:
-    """A policy that answers with what was decided then, and notes what there was to see."""
+class _RecordedPolicy:
+    """Repeats the recorded decisions, and keeps the inputs that they were made from."""
 
     name = "recorded"
     version = 1
@@ -143,7 +143,7 @@ class _Answers:
     def __init__(self, actions: Mapping[int, Action], action_set: ActionSet) -> None:
         self._actions = actions
         self._action_set = action_set
-        self.seen: dict[int, Seen] = {}
+        self.seen: dict[int, SampledDecision] = {}
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:
         """The recorded decision; the last sizes where there is none."""
@@ -152,7 +152,7 @@ class _Answers:
         if action is None:
             return situation.base._replace(carry=carry)
         if action.logprobs is not None:
-            self.seen[window] = Seen(situation.inputs_DI, action, carry)
+            self.seen[window] = SampledDecision(situation.inputs_DI, action, carry)
         return Decision(action.allocation, carry=action.carry)
 
 

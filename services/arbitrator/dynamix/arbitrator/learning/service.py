@@ -1,4 +1,4 @@
-"""The shell of the learner: waits until generations are over, has them learned from, stores new versions."""
+"""The learner's service: waits until generations are over, learns from them in a process, stores new versions."""
 
 import asyncio
 import functools
@@ -27,7 +27,7 @@ from dynamix.schemas.codec import MalformedMessageError, decode
 from dynamix.schemas.messages import Job
 from dynamix.schemas.streams import JOBS
 
-from . import rewards, updating
+from . import updating
 from .collecting import Collected, collect
 from .generations import Finished, Generations
 from .rollout import Recording
@@ -35,7 +35,7 @@ from .settings import LearnerSettings
 from .updating import Lesson, Outcome
 
 NUM_KEPT_UPDATES = 4
-"""Lessons for so many updates are kept while the bus takes none."""
+"""Lessons for so many updates are kept while nothing can be stored on the bus."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -60,7 +60,7 @@ class _Learner:
         self._generations = Generations(context.settings.policy, context.settings.jobs)
         self._lessons: list[Lesson] = []
         self._unstored: Outcome | None = None
-        """An update that the bus has not taken yet."""
+        """An update that is not stored on the bus yet."""
         self._content = b""
         self._metadata: PolicyMetadata
         self._version = 0
@@ -79,7 +79,7 @@ class _Learner:
                     await self._on_job(message)
 
     async def _start(self) -> None:
-        """Find the newest version; a policy that has none begins anew, and is stored, so that jobs can explore it."""
+        """Find the newest version; without one, store a new policy, so that jobs can explore it."""
         name = self._settings.policy
         stored = await self._store.find(name)
         if stored is not None:
@@ -112,7 +112,7 @@ class _Learner:
         collected = await collect(
             self._context.bus, finished.job, grace_s=self._settings.grace_s, refuse=self._context.dead_letter
         )
-        if collected is None:  # about to end: after a restart the generation is found again
+        if collected is None:  # the process stops: after a restart the generation is found again
             return
         self._learned_from.add(finished.name)
         await self._store_update()
@@ -132,7 +132,7 @@ class _Learner:
             self._context.count("generations_left_out")
             self._context.log.info("left out", generation=finished.name, versions_behind=behind)
             return False
-        foreign = rewards.foreign_formulas(self._metadata, recording)
+        foreign = updating.foreign_formulas(self._metadata, recording)
         if foreign and self._settings.rewards == "own":
             self._context.count("generations_left_out")
             self._context.count("generations_of_other_rewards")
@@ -147,7 +147,7 @@ class _Learner:
         return True
 
     def _lesson(self, finished: Finished, collected: Collected) -> Lesson:
-        """A generation whose last rewards are missing counts as cut off: nobody knows what came of it."""
+        """What to learn from; a generation without its last rewards counts as cut off, since its outcome is unknown."""
         if collected.num_unrewarded:
             self._context.count("generations_without_last_rewards")
             self._context.log.warning(
@@ -169,7 +169,7 @@ class _Learner:
             await self._store_update()
 
     async def _store_update(self) -> None:
-        """Store the update at hand; what the bus refuses is kept, and offered again after the next generation."""
+        """Store the update that is not stored yet; when the bus refuses it, retry after the next generation."""
         outcome = self._unstored
         if outcome is None or outcome.content is None:
             return
@@ -209,8 +209,8 @@ class _Learner:
         if math.isfinite(outcome.explained_variance):
             self._explained.append(outcome.explained_variance)
         found = reward_signatures(self._returns)
-        if (mute := value_signature(self._explained)) is not None:
-            found.append(mute)
+        if (unexplained := value_signature(self._explained)) is not None:
+            found.append(unexplained)
         for finding in found:
             if finding.signature not in self._signatures:
                 event = finding.event(
@@ -220,6 +220,6 @@ class _Learner:
         self._signatures = {finding.signature for finding in found}
 
     async def _in_process(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """In the process that has torch: an update of seconds must not keep the heartbeat waiting."""
+        """Run in the process that has torch: an update takes seconds and must not delay the heartbeat."""
         call = functools.partial(work, *args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(self._executor, call)

@@ -14,9 +14,9 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """One learner learns one policy, from the jobs that run under it with the option `explore`."""
 
     policy: str = "ppo"
-    """The name of the policy. It goes on from its newest version on the bus, else from the shipped one, else anew."""
+    """The name of the policy. It continues from the newest version on the bus, else from the shipped one, else new."""
     jobs: str = "*"
-    """Which jobs to learn from: a pattern of their names, as of files."""
+    """Which jobs to learn from: a pattern of their names, with `*` and `?`."""
     generations_per_update: Annotated[int, Meta(ge=1)] = 4
     """Generations in a batch; each update makes a new version."""
     max_staleness: Annotated[int, Meta(ge=0)] = 2
@@ -26,13 +26,13 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     rewards: Literal["own", "any"] = "own"
     """`own`: generations whose rewards are of another formula than the policy's are left out; `any`: they are not."""
     reward_formula: Literal["auto", "paper-sgd", "paper-adam", "time-aware"] = "auto"
-    """Of a policy that begins anew: as DYNAMIX_REWARD_FORMULA of the jobs that it shall learn from."""
+    """For a new policy: the value of DYNAMIX_REWARD_FORMULA of the jobs that it will learn from."""
     action_set: Literal["deltas", "global"] = "global"
-    """Of a policy that begins anew: one choice per rank, or one for the job."""
+    """For a new policy: one choice per rank, or one for the job."""
     objective: Literal["clipped", "simplified"] = "clipped"
-    """Of a policy that begins anew: PPO's, or the paper's."""
+    """For a new policy: PPO's, or the paper's."""
     seed: Annotated[int, Meta(ge=0)] = 0
-    """Of a policy that begins anew."""
+    """For a new policy: the seed of its initial parameters."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for a name that cannot be a policy's."""

@@ -1,6 +1,6 @@
 """One update in a process of its own: recordings and a policy file in, the next version out."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from dynamix.arbitrator.learned.actions import ActionSetName
@@ -8,11 +8,13 @@ from dynamix.arbitrator.learned.policy_file import PolicyFile, PolicyFileError, 
 from dynamix.arbitrator.learned.ppo_settings import Objective, PPOSettings
 from dynamix.runtime import worker_process
 
-from . import rewards
 from .rollout import End, Recording, RolloutError, trajectory_of
 
 MAX_REMEMBERED = 1000
 """Names of generations learned from that a policy file keeps, so that a restarted learner learns from none twice."""
+AUTO = "auto"
+"""The published formula of each job's optimizer."""
+_SEPARATOR = ", "
 
 
 class Lesson(NamedTuple):
@@ -36,7 +38,7 @@ class Outcome(NamedTuple):
 
 
 def first_version(
-    policy: str, action_set: ActionSetName, objective: Objective, seed: int, reward_formula: str = rewards.AUTO
+    policy: str, action_set: ActionSetName, objective: Objective, seed: int, reward_formula: str = AUTO
 ) -> bytes:
     """The file of an untrained policy."""
     from .agent import Agent  # noqa: PLC0415 - torch: only in this process
@@ -77,7 +79,7 @@ def update(content: bytes, lessons: Sequence[Lesson]) -> Outcome:
     version = agent.file(
         parent=file.digest,
         learned_from=names[-MAX_REMEMBERED:],
-        reward_formula=rewards.formula_after(file.metadata, [lesson.recording for lesson in used]),
+        reward_formula=formula_after(file.metadata, [lesson.recording for lesson in used]),
         reward_weights={},  # rewards on the bus name their formula, not its weights
         scores={},
     ).to_bytes()
@@ -93,6 +95,20 @@ def _refused(lessons: Sequence[Lesson], others: Sequence[str], error: Exception)
     """No version: learning from these cannot be done, and must not end the learner, again after each restart."""
     names = ", ".join(lesson.name for lesson in lessons)
     return Outcome(None, [], float("nan"), 0.0, [*others, f"{names}: {error}"])
+
+
+def foreign_formulas(metadata: PolicyMetadata, recording: Recording) -> list[str]:
+    """The formulas of a generation's rewards that are not the policy's, sorted."""
+    own = set(metadata.reward_formula.split(_SEPARATOR))
+    if AUTO in own:
+        own.add(f"paper-{recording.job.optimizer_family}")
+    return sorted({reward.formula for reward in recording.rewards} - own)
+
+
+def formula_after(metadata: PolicyMetadata, recordings: Iterable[Recording]) -> str:
+    """What a policy says of its rewards once it has learned from these generations as well."""
+    foreign = {formula for recording in recordings for formula in foreign_formulas(metadata, recording)}
+    return _SEPARATOR.join(sorted({*metadata.reward_formula.split(_SEPARATOR), *foreign}))
 
 
 def begin(parent: int) -> None:

@@ -35,7 +35,7 @@ def switch(default: float, meaning: str) -> Option:
 
 
 def track(default: float) -> Option:
-    """The option that every policy has: who divides the global batch among the ranks."""
+    """The option that all our policies have: whether the training processes divide the global batch."""
     return switch(
         default, "1: the training processes divide it, every step, where the job supports that; 0: the policy"
     )

@@ -2,7 +2,7 @@
 
 - Seconds per sample of a rank: (compute time - overhead) / samples, filtered: a change of more than `JUMP` is believed
   at once, a smaller one averaged. A rank that was never measured counts as the mean of the others.
-- Exposed communication: the smallest sync time of any rank, for the slowest waits for nobody; filtered alike.
+- Exposed communication: the smallest sync time of any rank, since the slowest rank does not wait; filtered alike.
 - Overhead: least squares over pairs of neighbouring windows between which the global batch changed, forgetting old
   pairs. A rank whose SHARE of the batch changed as well is left out: under a fast split its size follows its speed,
   and would be taken for a fixed cost.
@@ -86,7 +86,7 @@ class StepTimeFit:
 
     seconds_per_sample_W: Array64
     samples_W: Array64
-    """Of the newest window in which the rank was measured, as `compute_W`."""
+    """Samples per step in the newest window in which the rank was measured; `compute_W` is of the same window."""
     compute_W: Array64
     overhead_s: float = 0.0
     sync_intercept_s: float = math.nan
