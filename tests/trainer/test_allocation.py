@@ -11,8 +11,7 @@ from dynamix.schemas.codec import decode, encode
 from dynamix.schemas.messages import Action
 from dynamix.schemas.subjects import subject_of
 from dynamix.trainer.data.schedule import Schedule
-from dynamix.trainer.steering.collectives import BroadcastDecision
-from dynamix.trainer.steering.collectives import Exchange as Collectives
+from dynamix.trainer.steering.collectives import BroadcastDecision, Collectives
 
 EVERY_LEVER = Allocation((24, 40), "tracking", Exchange(every=4, codec="bf16", route="shares"))
 """Another value than the default in every field."""

@@ -1,4 +1,4 @@
-"""What the bus hears of a job that nobody closed."""
+"""What is published for a job whose session was not closed."""
 
 import asyncio
 import gc

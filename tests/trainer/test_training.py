@@ -17,7 +17,7 @@ from dynamix.runtime.settings import BusSettings
 from dynamix.schemas.messages import Job, Message, Report
 from dynamix.trainer import Session
 
-NOBODY = BusSettings(url="nats://127.0.0.1:1")
+NO_BROKER = BusSettings(url="nats://127.0.0.1:1")
 """A port on which nothing listens."""
 
 
@@ -28,7 +28,7 @@ def _attach(data: Numbered, model: nn.Module, *, rate: float = 0.05, **options: 
 
 
 def _workers(num_workers: int) -> dict[str, Any]:
-    """Loader options: one worker starts anew with each epoch, several stay."""
+    """Loader options: one worker restarts with each epoch, several stay."""
     return {"num_workers": num_workers, "persistent_workers": num_workers > 1}
 
 
@@ -281,7 +281,7 @@ def _parameters_with(_rank: int, connect: Any) -> dict[str, Any]:
 
 def test_without_a_bus_training_runs_unchanged() -> None:
     alone = run_ranks(_parameters_with, 2, False)
-    away = run_ranks(_parameters_with, 2, NOBODY, environ={"DYNAMIX_TRAINER_CLOSE_TIMEOUT_S": "0.1"})
+    away = run_ranks(_parameters_with, 2, NO_BROKER, environ={"DYNAMIX_TRAINER_CLOSE_TIMEOUT_S": "0.1"})
     for rank in range(2):
         assert torch.equal(alone[rank]["parameters"], away[rank]["parameters"])
         assert away[rank]["sizes"] == (8, 8)

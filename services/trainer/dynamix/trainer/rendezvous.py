@@ -100,7 +100,7 @@ def meet_ranks(
 
 
 def _last_generation(job: str, environment: Environment, bus: BusSettings | None) -> int | None:
-    """Rank 0's question to the bus; an id that nobody can have used needs none."""
+    """Rank 0's question to the bus; an id that cannot have been used before needs none."""
     if bus is None or is_fresh(environment.shared.job, environment.launch):
         return None
     return last_generation(bus, job, name=f"{SERVICE}-{node_name(environment.shared)}")

@@ -124,7 +124,7 @@ class Session:
         return loss * loss_factor(self._plan(), self._run.place.rank, self._run.options.reduction)
 
     def evaluated(self, accuracy: float) -> None:
-        """Tell the newest accuracy on held-out data, 0 ... 1; it travels with the next window's report."""
+        """Report the newest accuracy on held-out data, 0 ... 1; it travels with the next window's report."""
         self._run.held_out_accuracy = float(accuracy)
 
     def offer(self, action: Action) -> None:

@@ -1,4 +1,4 @@
-"""What the environment says: our own settings, and what `torchrun` tells its workers. The only reader of it."""
+"""Settings from the environment: our own, and what `torchrun` exports to its workers. Its only reader."""
 
 import os
 from collections.abc import Mapping

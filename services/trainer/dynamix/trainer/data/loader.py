@@ -13,7 +13,7 @@ from .sampler import PlanSampler, Position, StepPlan
 
 
 class BatchClock(Protocol):
-    """What the loader tells of the times of a step."""
+    """What the loader reports of the times of a step."""
 
     def asked(self) -> None:
         """The loader is asked for a batch."""

@@ -32,7 +32,7 @@ def largest_remainder(total: int, weights: Sequence[int]) -> tuple[int, ...]:
     """Divide `total` in proportion to `weights`; equal remainders favour the lower rank.
 
     In integers throughout, so that all ranks come to the same result. A weight of zero gets nothing, and with
-    `total` at most the sum of the weights nobody gets more than its weight.
+    `total` at most the sum of the weights no rank gets more than its weight.
 
     Raises:
         ValueError: when the total is negative, a weight is negative, or there is something to divide and no weight.

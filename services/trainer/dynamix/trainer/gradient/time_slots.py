@@ -28,7 +28,7 @@ class TimeSlots:
     def extend(self, bucket: torch.Tensor, scale: float, seconds_per_sample: float) -> torch.Tensor:
         """The bucket times `scale`, all zero for 0, and the slots behind it: to be summed over ranks in place."""
         if self._gradient.numel() != bucket.numel() or self._gradient.dtype != bucket.dtype:
-            self._make_room(bucket)  # DDP makes its buckets anew after the first step
+            self._make_room(bucket)  # DDP rebuilds its buckets after the first step
         if scale:
             torch.mul(bucket, scale, out=self._gradient)
         else:

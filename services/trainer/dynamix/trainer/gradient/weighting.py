@@ -35,7 +35,7 @@ SETTLE_S = 1.0
 
 
 class GradientClock(Protocol):
-    """What the hook tells of the times of a step, and what it asks for."""
+    """What the hook reports of the times of a step, and what it asks for."""
 
     def gradient_ready(self) -> None:
         """This rank's last bucket is ready to be reduced."""

@@ -1,8 +1,8 @@
 """Who we are: the job's name on the bus, its generation, and which ranks share a node.
 
 The job id is made once per run and survives the restarts of `torchrun`. It comes from the run id, which `--standalone`
-makes anew and `--rdzv-id` sets for all nodes alike; without one from the launch: the directory that `torchrun` makes
-for its logs, or the agent itself, whose boot id, pid and start time no other process ever has.
+makes for each run and `--rdzv-id` sets for all nodes alike; without one from the launch: the directory that `torchrun`
+makes for its logs, or the agent itself, whose boot id, pid and start time no other process ever has.
 
 A run id or a `DYNAMIX_JOB` that is used again goes on with the same job. Its generations never repeat: each start asks
 the bus for the last one (`history`), and a checkpoint says which ones its launch may have used (`generation_after`).
@@ -33,11 +33,11 @@ class Launch(NamedTuple):
     """Whether an elastic agent started this process."""
 
     log_directory: str = ""
-    """Made anew by the agent for its launch; known to its workers also when a wrapper stands between."""
+    """Created by the agent for its launch; known to its workers also when a wrapper script stands between."""
 
     @property
     def id(self) -> str:
-        """Names this launch. A start of which nobody can tell that it is a restart is a launch of its own."""
+        """Names this launch. A start that cannot be recognised as a restart is a launch of its own."""
         return _digest(f"{boot_id()}/{self.log_directory}" if self.log_directory else fingerprint(os.getpid()))
 
 
@@ -50,7 +50,7 @@ class Attempt(NamedTuple):
 
 
 class Peer(NamedTuple):
-    """What one rank tells the others when it attaches."""
+    """What one rank sends to the others when it attaches."""
 
     node: str
     process: ProcessIdentity
@@ -61,7 +61,7 @@ class Peer(NamedTuple):
     restart_count: int
     max_restarts: int
     last_generation: int | None
-    """Of the job's last start, if rank 0 could learn of one."""
+    """Generation of the job's last start, if rank 0 could learn of one."""
     connections: tuple[Connection, ...]
     """Its TCP connections that may lead to another rank."""
     memory_caps: dict[int, int]
@@ -107,7 +107,7 @@ def propose_job(name: str, configured: str, launch: Launch) -> str:
 
 
 def is_fresh(configured: str, launch: Launch) -> bool:
-    """Whether `propose_job` makes an id that nobody can have used."""
+    """Whether `propose_job` makes an id that cannot have been used before."""
     return not configured and not launch.elastic
 
 

@@ -1,4 +1,4 @@
-"""What `attach` can be told about a job, checked where it is said."""
+"""The options of `attach`, checked where they are given."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -53,7 +53,7 @@ class JobOptions:
         return Allocation(self.local_batch_sizes, split)
 
     def __post_init__(self) -> None:
-        """Raise ValueError for what cannot work, naming the value, the limit and the mend."""
+        """Raise ValueError for what cannot work, naming the value, the limit and how to fix it."""
         if self.window_steps < 1:
             raise ValueError(f"window_steps={self.window_steps}: a window has at least 1 step")
         if not 0 <= self.min_local_batch_size <= self.max_local_batch_size or self.max_local_batch_size < 1:

@@ -1,11 +1,11 @@
-"""How a job ended, in the words that go to the bus."""
+"""The reason of a job's end, as it is published."""
 
 import sys
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
 ASKED_TO_STOP = (KeyboardInterrupt, SignalException)
-"""Somebody stopped the run: no launcher is meant to start it again, however many restarts are left."""
+"""A user stopped the run: no launcher is meant to start it again, however many restarts are left."""
 
 LEFT = "left"
 """The script ended, or let go of its session, without `close`."""

@@ -18,7 +18,7 @@ TCP_ESTABLISHED = 1
 INFO_BYTES = 136
 """struct tcp_info up to tcpi_bytes_received (linux/tcp.h, since 4.1)."""
 SO_COOKIE = 57
-"""Of asm-generic/socket.h, since Linux 4.12; `socket` has no name for it."""
+"""Socket option of asm-generic/socket.h, since Linux 4.12; Python's `socket` has no name for it."""
 
 
 class Endpoint(NamedTuple):
@@ -29,12 +29,12 @@ class Endpoint(NamedTuple):
 
 
 class Connection(NamedTuple):
-    """An established TCP connection, as its process tells the other ranks of it."""
+    """An established TCP connection, as its process reports it to the other ranks."""
 
     local: Endpoint
     remote: Endpoint
     cookie: int | None
-    """Its socket's number in the kernel, never given twice (SO_COOKIE); `None` where the kernel does not tell."""
+    """Its socket's number in the kernel, never given twice (SO_COOKIE); `None` where the kernel has no cookies."""
 
 
 class TcpInfo(NamedTuple):
@@ -91,7 +91,7 @@ def _tcp_info(fd: int) -> TcpInfo | None:
 
 
 def _cookie(fd: int) -> int | None:
-    """The number of a socket in the kernel; `None` for what is no socket, or from a kernel that does not tell."""
+    """The number of a socket in the kernel; `None` for what is not a socket, or where the kernel has no cookies."""
     cookie, length = ctypes.c_uint64(), ctypes.c_uint32(8)
     failed = _libc().getsockopt(fd, socket.SOL_SOCKET, SO_COOKIE, ctypes.byref(cookie), ctypes.byref(length))
     return None if failed or cookie.value == 0 else cookie.value

@@ -1,4 +1,4 @@
-"""This process as the kernel knows it: what tells a pid from its later namesake (Linux)."""
+"""This process as the kernel identifies it: what distinguishes a pid from a later one of that number (Linux)."""
 
 import os
 from pathlib import Path

@@ -45,7 +45,7 @@ class Row(NamedTuple):
     noise_global_trace: float
     noise_global_signal: float
     times_split: float
-    """1 where compute and sync were told apart, else 0."""
+    """1 where compute and sync were measured separately, else 0."""
 
     @property
     def time_s(self) -> float:

@@ -41,7 +41,7 @@ class _Counted(NamedTuple):
 class PeerSockets:
     """Cumulative counters over the connections to other ranks, and the cookies of the whole node's.
 
-    Which connections those are is known once all ranks told theirs: `match` takes them. Call it again when
+    Which connections those are is known once all ranks listed theirs: `match` takes the lists. Call it again when
     connections may have been added; counters never go back, and a cookie stays when its connection closes.
     """
 
@@ -60,7 +60,7 @@ class PeerSockets:
         )
 
     def match(self, listings: Sequence[Collection[Connection]], rank: int, node_ranks: Iterable[int]) -> None:
-        """Count and name what two ranks told of from both ends; linear in the number of connections.
+        """Count and name the connections that two ranks listed from both ends; linear in their number.
 
         `listings` holds the candidates of all ranks, in rank order. `rank` is this one, whose connections are counted
         from now on; those of `node_ranks`, it among them, are named.
@@ -110,7 +110,7 @@ class PeerSockets:
         descriptors = own_connections()
         for connection in connections:
             fd = descriptors.get(connection)
-            if fd is None or connection in self._counted:  # closed since it was told, or known
+            if fd is None or connection in self._counted:  # closed since it was listed, or known
                 continue
             info = tcp_info(fd, connection)
             if info is not None:
@@ -132,19 +132,19 @@ class PeerSockets:
 
 
 def mutual_connections(listings: Sequence[Collection[Connection]], ranks: Iterable[int]) -> dict[int, list[Connection]]:
-    """Of each of `ranks`, the connections whose two ends some other rank told the other way round.
+    """For each of `ranks`, its connections that another rank listed from the other end.
 
     A connection between two sockets of one process is none; two ranks with the same addresses, in network namespaces
     of their own, do not hide each other.
     """
     several = -1
-    tellers: dict[tuple[Endpoint, Endpoint], int] = {}
-    for rank, told in enumerate(listings):
-        for connection in told:
+    owners: dict[tuple[Endpoint, Endpoint], int] = {}
+    for rank, listed in enumerate(listings):
+        for connection in listed:
             ends = (connection.remote, connection.local)
-            if tellers.setdefault(ends, rank) != rank:
-                tellers[ends] = several
+            if owners.setdefault(ends, rank) != rank:
+                owners[ends] = several
     return {
-        rank: [found for found in listings[rank] if tellers.get((found.local, found.remote), rank) != rank]
+        rank: [found for found in listings[rank] if owners.get((found.local, found.remote), rank) != rank]
         for rank in ranks
     }

@@ -1,8 +1,8 @@
 """The collectives of the job: on a gloo group of their own, so that they never mix with the user's.
 
 Two per window, a few hundred bytes each: one gather at its end, one broadcast `margin` steps before the next boundary.
-Both are posted at the end of one step and taken at the end of the next, when they are long done: nobody waits for the
-slowest rank at a place where it had not to wait anyway.
+Both are posted at the end of one step and taken at the end of the next, when they are long done: no rank waits for the
+slowest where it would not have waited anyway.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ T = TypeVar("T")
 LENGTH_BYTES = 4
 HEAD_BYTES = 256
 SIZE_BYTES = 9
-"""Of a broadcast decision: at most 9 bytes per size in msgpack, and room for the window and every other lever."""
+"""Most bytes of a broadcast decision: 9 per size in msgpack, and room for the window and every other lever."""
 
 
 class BroadcastDecision(NamedTuple):

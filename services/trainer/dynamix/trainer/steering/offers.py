@@ -1,9 +1,9 @@
 """Which action, if any, the job adopts at its next boundary: pure, and in global rank 0 only.
 
-Nothing is repaired: an action that does not fit this job, this generation and its bounds, that pulls a lever we do not
-have, is too old, not newer than what was adopted, or of a window yet to come, is refused and counted by reason. No
-action, no change. One thing is less than a refusal: where the ranks cannot divide a global batch among themselves, an
-action that asks for it is adopted for its sizes, and counted as `tracking`.
+Nothing is repaired: an action that does not fit this job, this generation and its bounds, that names an exchange which
+the trainer cannot carry out, is too old, not newer than what was adopted, or of a window yet to come, is refused and
+counted by reason. No action, no change. One thing is less than a refusal: where the ranks cannot divide a global batch
+among themselves, an action that asks for it is adopted for its sizes, and counted as `tracking`.
 """
 
 from collections import Counter
@@ -69,7 +69,7 @@ class Offers:
             return "job"
         if action.generation != terms.generation:
             return "generation"
-        if action.window >= effective_window:  # nobody has seen that window; kept, it would keep out all before it
+        if action.window >= effective_window:  # that window has not ended; kept, it would keep out all before it
             return "future"
         if action.window <= max(self._adopted_window, -1 if self._newest is None else self._newest.window):
             return "not_newer"

@@ -40,7 +40,7 @@ class Run:
     """Samples of the whole planned run, all epochs; `None` when the end is open."""
 
     def __post_init__(self) -> None:
-        """Begin with what `attach` was told, within the bounds that all ranks know."""
+        """Begin with the options of `attach`, within the bounds that all ranks know."""
         initial = self.options.initial_allocation
         bounded = tuple(map(min, initial.local_batch_sizes, self.identity.max_local_batch_sizes))
         self.schedule = Schedule(initial.with_sizes(bounded))

@@ -53,7 +53,7 @@ class Steering:
     def after_step(self, position: Position, seconds_per_sample: list[float] | None = None) -> None:
         """Do what is due after the step that led to `position`; its time counts as the next step's update.
 
-        `seconds_per_sample` is what the ranks told each other in that step; all have the same, or none has.
+        `seconds_per_sample` is what the ranks exchanged in that step; all have the same, or none has.
         """
         options, done = self._run.options, position.step - self._run.first_step
         ends = done % options.window_steps == 0

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from dynamix.schemas.apportion import apportion
 
 WEIGHT = 0.3
-"""Of the newest measurement in the moving average."""
+"""Weight of the newest measurement in the moving average."""
 
 SLOWER = 1.2214027581601699
 """e^0.2: a ratio above it is a change, not noise."""

@@ -28,7 +28,7 @@ from .transport import ActionInbox
 
 SERVICE = "trainer"
 RETRY_S = 1.0
-"""Pause after the bus refused something that an operator may mend."""
+"""Pause after the bus refused something that an operator may fix."""
 
 CANCEL_AGAIN_S = 0.5
 
@@ -200,7 +200,7 @@ class BusClient(ActionInbox):
                 await dead_letters.set_aside(message, str(error))
 
     def _complain(self, what: str, error: BaseException) -> None:
-        """Log a trouble once, until it is another one."""
+        """Log a problem once, until it is another one."""
         text = f"{what}: {error}"
         if text != self._last_error:
             self._last_error = text

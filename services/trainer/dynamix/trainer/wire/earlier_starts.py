@@ -18,7 +18,7 @@ _log = logging.getLogger("dynamix.trainer")
 
 
 def last_generation(settings: BusSettings, job: str, *, name: str) -> int | None:
-    """The generation of the job's last start; `None` when there was none, or the bus does not tell in time.
+    """The generation of the job's last start; `None` when there was none, or the bus does not answer in time.
 
     In a thread of its own: the caller may run an event loop.
     """
