@@ -5,7 +5,7 @@
 #   <user>.password   for the service (DYNAMIX_NATS_PASSWORD_FILE)
 #   nats.env          all of them, for the broker
 #
-# The directory is closed to everybody else. Inside it the password files are readable, because a container mounts
+# Only its owner can open the directory. Inside it the password files are readable, because a container mounts
 # just the one it needs and reads it as a user of its own.
 set -eu
 directory=${1:?usage: make-secrets.sh DIRECTORY}

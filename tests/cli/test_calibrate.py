@@ -88,4 +88,4 @@ def test_what_cannot_be_used_is_said(file: Path, tmp_path: Path, capsys: pytest.
     short = captured.write(tmp_path / "short.dxc", records[:7])
     assert "2 of 3 windows can be used, 8 are the least" in calibrated(short)
     forged = captured.write(tmp_path / "forged.dxc", [records[1]._replace(payload=b"XX" + records[1].payload[2:])])
-    assert "holds what cannot be decoded: not a message of ours" in calibrated(forged)
+    assert "holds what cannot be decoded: not a DYNAMIX message" in calibrated(forged)

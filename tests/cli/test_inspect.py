@@ -125,7 +125,9 @@ def test_a_changed_action_breaks_the_chain(tmp_path: Path) -> None:
     (tmp_path / "job.dxc").unlink()
     actions[1] = msgspec.structs.replace(chained(3)[1], local_batch_sizes=(1, 2, 3, 4))
     fault = inspected(tmp_path, actions).chain_fault
-    assert fault == "the action for window 1 of generation 0 is not as it was written: its hash is another"
+    assert (
+        fault == "the action for window 1 of generation 0 is not as it was written: its hash does not match its content"
+    )
 
 
 def test_restarts_stand_one_after_the_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,7 +150,7 @@ def test_doubles_and_what_cannot_be_read_are_said(tmp_path: Path, capsys: pytest
     assert shown(path) == 0
     output = capsys.readouterr().out
     assert "doubles: 1 messages had been there before" in output
-    assert f"not readable: 'dynamix.v1.report.{made.JOB}.node-a': not a message of ours" in output
+    assert f"not readable: 'dynamix.v1.report.{made.JOB}.node-a': not a DYNAMIX message" in output
 
 
 def test_a_capture_that_is_cut_off_is_shown_as_far_as_it_goes(

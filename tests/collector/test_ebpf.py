@@ -151,7 +151,9 @@ def test_the_programs_of_a_living_collector_are_not_taken_for_leftovers(group: P
         assert len(attached_to(group)) == 4
         assert process.poll() is None
         process.communicate("\n")
-        assert len(attached_to(group)) == 4, "the older way leaves them with whoever ends without detaching"
+        assert len(attached_to(group)) == 4, (
+            "the older way leaves the programs of a process that ends without detaching"
+        )
     with SocketProbe(group) as probe:
         assert probe.leftovers_removed == 2
 

@@ -108,7 +108,7 @@ def test_bytes_agree_with_the_interface_within_one_percent_where_nothing_is_lost
 def bytes_there_and_back(
     hosts: Hosts, probe: SocketProbe, num_bytes: int
 ) -> tuple[tuple[int, int], tuple[int, int]] | None:
-    """What host 2 received and sent, by the probe and by its interface; `None` where segments were sent again."""
+    """What host 2 received and sent, by the probe and by its interface; `None` where segments were retransmitted."""
     with ExitStack() as stack:
         there, back = pair(stack, hosts[0], hosts[2]), pair(stack, hosts[2], hosts[0])
         before = [host.traffic() for host in hosts]

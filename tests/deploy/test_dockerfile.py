@@ -1,4 +1,4 @@
-"""The Dockerfile: a target per service, nobody runs as root by default, torch only where it trains."""
+"""The Dockerfile: a target per service, none runs as root by default, torch only where it trains."""
 
 import re
 from pathlib import Path

@@ -340,7 +340,7 @@ async def test_a_jobs_last_start_is_looked_up_by_those_who_need_it_only(connect:
             await bus.last(JOBS.name, subjects.job("looked-up"))
 
 
-@pytest.mark.parametrize(("user", "password"), [("collector", "wrong"), ("nobody", "wrong"), ("", "")])
+@pytest.mark.parametrize(("user", "password"), [("collector", "wrong"), ("unknown", "wrong"), ("", "")])
 async def test_without_the_right_password_nobody_gets_in(broker: DeployedBroker, user: str, password: str) -> None:
     settings = msgspec.structs.replace(broker.settings("collector"), user=user, password=password, password_file="")
     with pytest.raises(BusError):

@@ -1,4 +1,4 @@
-"""Messages that nobody could use."""
+"""Messages that could not be used."""
 
 import pytest
 from tests.support.brokers import ConfiguredServer, until

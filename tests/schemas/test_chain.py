@@ -29,7 +29,7 @@ PAYLOAD = encode(SEALED)
 def check(actions: list[Action]) -> int:
     taken = ChainCheck()
     for action in actions:
-        taken.add(action, encode(action))
+        taken.check_next(action, encode(action))
     return taken.num_actions
 
 

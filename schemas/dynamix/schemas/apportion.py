@@ -62,7 +62,7 @@ def apportion(
 
 
 def _narrow(total: int, weights: list[float], lower: list[int], upper: list[int]) -> tuple[int, ...]:
-    """For few ranks, or very many samples."""
+    """Apportion for few ranks, or very many samples."""
     if any(map(int.__gt__, lower, upper)):
         raise ValueError(_crossed(lower, upper))
     total = min(max(total, sum(lower)), sum(upper))
@@ -81,7 +81,7 @@ def _narrow(total: int, weights: list[float], lower: list[int], upper: list[int]
 
 
 def _wide(total: int, weights: Floats, lower: Integers, upper: Integers) -> tuple[int, ...]:
-    """The same for many ranks; only those that come first can be among the first `excess` samples."""
+    """Apportion for many ranks, on arrays; only ranks that come first can be among the first `excess` samples."""
     if (lower > upper).any():
         raise ValueError(_crossed(lower.tolist(), upper.tolist()))
     total = min(max(total, int(lower.sum())), int(upper.sum()))
@@ -131,7 +131,7 @@ def _level(total: int, free: list[tuple[int, int, int]]) -> tuple[int, int]:
 
 
 def _wide_level(total: int, whole: Integers, lower: Integers, upper: Integers) -> tuple[int, int]:
-    """The same on arrays, in float64: near enough."""
+    """Find the level on arrays, in float64, which is near enough."""
     left, share, free = total, int(whole.sum()), np.ones(len(whole), dtype=bool)
     while True:
         shares = (left / share) * whole
@@ -166,7 +166,7 @@ def _take(count: int, sizes: list[int], whole: list[int], lower: list[int], rank
 
 
 def _listed(values: Sequence[Number] | npt.NDArray[Any]) -> list[Number]:
-    """Plain numbers: those of an array are slow one by one."""
+    """Convert to plain numbers: those of an array are slow one by one."""
     listed: list[Number] = values.tolist() if isinstance(values, np.ndarray) else list(values)
     return listed
 

@@ -22,7 +22,7 @@ from .subjects import ROOT, template
 ASYNCAPI_VERSION = "3.0.0"
 CONTENT_TYPE = "application/x-msgpack"
 SCHEMA_DIALECT = "application/schema+json;version=draft-2020-12"
-"""Of JSON Schema 2020-12: `prefixItems` is newer than the draft 7 that AsyncAPI takes without a word."""
+"""JSON Schema 2020-12 must be named: AsyncAPI assumes draft 7, which has no `prefixItems`."""
 REFERENCE = "#/components/schemas/{name}/schema"
 
 _DESCRIPTION = f"""Generated from `dynamix.schemas`; do not edit.
@@ -45,7 +45,7 @@ _HEADERS = {
 
 
 def document() -> dict[str, Any]:
-    """The document, as JSON can hold it."""
+    """Build the AsyncAPI document from plain dicts, lists and numbers."""
     return {
         "asyncapi": ASYNCAPI_VERSION,
         "info": {
@@ -142,7 +142,7 @@ def _schemas() -> dict[str, Any]:
 
 
 def _held(structs: Iterable[type[Message]]) -> dict[str, StructType]:
-    """These Structs and all that they hold, by name."""
+    """Find these Structs and all that they contain, by name."""
     found: dict[str, StructType] = {}
     waiting: list[Any] = [msgspec.inspect.type_info(struct) for struct in structs]
     while waiting:

@@ -29,8 +29,8 @@ def is_sealed(action: Action) -> bool:
 def is_intact(payload: bytes) -> bool:
     """Whether the hash in an encoded action is the one of its bytes.
 
-    It holds for the bytes as they are, also those of a version of ours with fewer or more fields at the end: whoever
-    decodes and encodes them again has other bytes.
+    It holds for the bytes as they are, also those of another version with fewer or more fields at the end. Decoding and
+    encoding them again would give other bytes.
     """
     try:
         fields: Any = msgspec.msgpack.decode(memoryview(payload)[HEADER_BYTES:])
@@ -41,25 +41,25 @@ def is_intact(payload: bytes) -> bool:
 
 
 class ChainCheck:
-    """Takes the actions of one job in their order, and sees that each is whole and follows the one before it.
+    """Check that the actions of one job are intact and each follows its predecessor.
 
     Attributes:
-        num_actions: taken so far.
+        num_actions: checked so far.
     """
 
     def __init__(self) -> None:
         self.num_actions = 0
         self._last: Action | None = None
 
-    def add(self, action: Action, payload: bytes) -> None:
-        """Take the next action and the bytes that it was decoded from.
+    def check_next(self, action: Action, payload: bytes) -> None:
+        """Check the next action against the bytes that it was decoded from and the action before it.
 
         Raises:
             BrokenChainError: when it is not what was written, or not what follows.
         """
         where = f"the action for window {action.window} of generation {action.generation}"
         if not is_intact(payload):
-            raise BrokenChainError(f"{where} is not as it was written: its hash is another")
+            raise BrokenChainError(f"{where} is not as it was written: its hash does not match its content")
         if self._last is not None:
             before = f"window {self._last.window} of generation {self._last.generation}"
             if (action.generation, action.window) <= (self._last.generation, self._last.window):

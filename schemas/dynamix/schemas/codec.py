@@ -103,7 +103,7 @@ def _check_header(payload: bytes, header: bytes, kind: str) -> None:
     if len(payload) > MAX_MESSAGE_BYTES:
         raise MalformedMessageError(f"{len(payload)} bytes are over the limit of {MAX_MESSAGE_BYTES}")
     if payload[:2] != MAGIC:
-        raise MalformedMessageError("not a message of ours: it does not begin with DX")
+        raise MalformedMessageError("not a DYNAMIX message: it does not begin with DX")
     if payload[:HEADER_BYTES] == header:
         return
     if len(payload) < HEADER_BYTES:

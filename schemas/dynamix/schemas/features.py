@@ -120,7 +120,7 @@ def state_of(window: MetricWindow) -> State:
 
 
 def check_state(state: State) -> None:
-    """See that a state can be unpacked. It costs a tenth of unpacking, and is all that need be done at once.
+    """Check that a state can be unpacked, at a tenth of the cost of unpacking it.
 
     Raises:
         MalformedMessageError: when the version is another, the bytes do not fit the number of ranks, or a feature is
@@ -144,7 +144,7 @@ def unpack_ranks(state: State) -> Array32:
 
 
 def stack_ranks(states: Sequence[State]) -> Array32:
-    """The same of several states that were checked, one below the other: one pass, however many there are."""
+    """Unpack the ranks of several checked states, one below the other, in one pass."""
     masks = [(state.known, len(state.ranks)) for state in states]
     return _unpack(b"".join(state.features for state in states), masks, len(RANK_FEATURES))
 

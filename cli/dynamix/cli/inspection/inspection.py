@@ -113,7 +113,7 @@ class Inspection:
         if self.chain_fault:
             return
         try:
-            self._chain.add(action, payload)
+            self._chain.check_next(action, payload)
         except BrokenChainError as error:
             self.chain_fault = str(error)
 

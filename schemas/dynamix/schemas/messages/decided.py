@@ -68,7 +68,7 @@ class Action(Message, frozen=True, kw_only=True, array_like=True):
 
 
 class Applied(Message, frozen=True, kw_only=True, array_like=True):
-    """An action that all ranks adopted, and when it starts to rule."""
+    """An action that all ranks adopted, and from when on it holds."""
 
     job: Token
     generation: Count

@@ -34,7 +34,7 @@ class RankRow(Message, frozen=True, kw_only=True, array_like=True):
     local_rank: Count
     pid: Count
     pid_start_ticks: Count
-    """Start time of the process in clock ticks since boot: tells a pid from its later namesake."""
+    """Start time of the process in clock ticks since boot: tells a reused pid apart."""
     pid_namespace: Count
     """Inode of the pid namespace in which `pid` counts."""
     uid: Count
@@ -56,16 +56,16 @@ class RankRow(Message, frozen=True, kw_only=True, array_like=True):
     """From there to the end of the step: the optimizer and the user's own code."""
     sockets: SocketCounters | None = None
     sockets_before: SocketCounters | None = None
-    """The counters one window earlier, so that nobody downstream needs a memory."""
+    """The counters one window earlier, so that readers need no memory."""
     accuracy_before: float | None = None
     """This rank's mean training accuracy one window earlier."""
     device_memory_bytes: Count | None = None
     device_memory_total_bytes: Count | None = None
     times_split: bool = True
-    """Whether compute and sync could be told apart; if not, their sum stands in `compute_time_s`."""
+    """Whether compute and sync were measured separately; if not, `compute_time_s` is their sum."""
     cookies: Cookies = ()
-    """The kernel's cookies (SO_COOKIE) of the rank's sockets to other ranks, closed ones too: what a probe finds
-    their traffic by."""
+    """The kernel's cookies (SO_COOKIE) of the rank's sockets to other ranks, also of closed ones: a probe finds their
+    traffic by them."""
 
 
 class GradientNoise(Message, frozen=True, kw_only=True, array_like=True):
@@ -104,7 +104,7 @@ class SystemMetrics(Message, frozen=True, kw_only=True, array_like=True):
     run_queue_wait_ratio: float | None = None
     """Seconds that its threads were ready and waited for a processor, per second: 2.0 is two threads waiting."""
     context_switches_per_s: float | None = None
-    """Of all its threads, whether they gave the processor up or it was taken from them."""
+    """Voluntary and involuntary switches of all its threads."""
 
 
 class Report(Message, frozen=True, kw_only=True, array_like=True):
@@ -126,7 +126,7 @@ class Report(Message, frozen=True, kw_only=True, array_like=True):
     held_out_accuracy: float | None = None
     """The newest evaluation that the user's script reported."""
     num_reports_dropped: Count = 0
-    """Reports of this node that were given up because the bus was away for too long."""
+    """Reports of this node that were dropped because the bus was unavailable for too long."""
     simulated: tuple[SystemMetrics, ...] = ()
     """From a virtual cluster only: what a kernel would have shown of each row's process, which does not exist."""
 
@@ -154,7 +154,7 @@ class TrainingMetrics(Message, frozen=True, kw_only=True, array_like=True):
     accuracy_change: float | None
     step_time_s: Seconds
     compute_time_s: Seconds | None
-    """`None`, as `sync_time_s`, where the two could not be told apart; the step is known all the same."""
+    """`None`, as `sync_time_s`, where the two were not measured separately; `step_time_s` is known."""
     sync_time_s: Seconds | None
     data_time_s: Seconds
     update_time_s: Seconds
@@ -223,12 +223,12 @@ class MetricWindow(Message, frozen=True, kw_only=True, array_like=True):
     node_metrics: NodeMetrics
     num_reports_dropped: Count = 0
     refused_pids: tuple[Count, ...] = ()
-    """Reported processes that the collector did not believe: see its log for the reason."""
+    """Reported processes that were not what their rank said, and so were not read: see the collector's log."""
     probe_note: Text = ""
-    """Why a better probe than `probe` was passed over for this window."""
+    """Why no better probe than `probe` was used for this window."""
     num_readings_lost: Count = 0
-    """Windows since the collector started, but for first ones, of which the kernel's counters could not be told: their
-    report came late, or that of the window before had. They are masked."""
+    """Windows without kernel counters since the collector started, because their report or the one before came late.
+    Their counters are masked; a generation's first window is not counted."""
 
 
 class State(Message, frozen=True, kw_only=True, array_like=True):

@@ -10,7 +10,7 @@ from .base import Message
 
 
 class PolicyVersion(Message, frozen=True, kw_only=True, array_like=True):
-    """A learner's announcement: this version of a policy can be had."""
+    """A learner's announcement that a version of a policy is stored."""
 
     policy: Token
     version: Count
@@ -22,7 +22,7 @@ class PolicyVersion(Message, frozen=True, kw_only=True, array_like=True):
 Signature = Literal[
     "size-stuck", "reward-collapse", "reward-plateau", "spread-between-runs", "value-unexplained", "log-refused"
 ]
-"""Ways in which batch-size control is known to fail (method section 3); a log of actions that cannot be believed."""
+"""Known failures of batch-size control (method section 3), and a log of actions that is not trustworthy."""
 
 
 class Event(Message, frozen=True, kw_only=True, array_like=True):
@@ -35,7 +35,7 @@ class Event(Message, frozen=True, kw_only=True, array_like=True):
     """The window, or the episode of learning, in which it was seen."""
     signature: Signature
     service: Token
-    """Who saw it."""
+    """The service that reports it."""
     value: float
     """The number that crossed the limit."""
     limit: float
@@ -43,7 +43,7 @@ class Event(Message, frozen=True, kw_only=True, array_like=True):
 
 
 class Dead(Message, frozen=True, kw_only=True, array_like=True):
-    """A message that somebody could not use: where it came from, why, and its first 4 KB."""
+    """A message that a service could not use: where it came from, why, and its first 4 KB."""
 
     service: Token
     subject: Text

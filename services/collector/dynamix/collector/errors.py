@@ -2,4 +2,4 @@
 
 
 class ProbeError(RuntimeError):
-    """A probe cannot work here; the text says why and what would mend it."""
+    """A probe cannot work here; the text says why and how to fix it."""

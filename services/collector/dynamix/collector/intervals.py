@@ -9,10 +9,10 @@ from collections.abc import Callable, Hashable
 from typing import Generic, NamedTuple, TypeVar
 
 FORGET_AFTER_S = 3600.0
-"""A counter not read for so long belongs to a job that is gone; a window may last that long and no longer."""
+"""A counter not read for so long belongs to a job that ended; no window may last longer."""
 
 MAX_KEYS = 65_536
-"""Ranks and jobs of one node: whoever may send reports could name any number."""
+"""Ranks and jobs of one node: reports could name any number."""
 
 V = TypeVar("V")
 

@@ -17,7 +17,7 @@ from .settings import CollectorSettings
 from .trust import reason_to_refuse
 
 MOST_SAID = 256
-"""Different reasons in the log: whoever may send reports can name any pid."""
+"""Different reasons in the log: reports can name any pid."""
 
 
 class Observation(NamedTuple):
@@ -52,7 +52,7 @@ class KernelObserver:
         self._num_readings_lost = 0
 
     def observe(self, report: Report, *, fresh: bool) -> Observation:
-        """A report that waited is not read against: what /proc says now is not of its window."""
+        """Observe the processes of a report; not of a late one, since /proc has moved on from its window."""
         believed = [row for row in report.rows if self._believes(row)] if fresh else []
         at = WindowId(report.job, report.generation, report.window)
         processes = {row.pid: row for row in believed}  # each once, however many rows name it

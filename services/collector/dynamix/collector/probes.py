@@ -1,7 +1,7 @@
 """Network probes: each gives the traffic of every rank of a node in one window, or the reason why it cannot.
 
-A probe is chosen per window, the first in the order of `PROBES` that knows it; the window names it, and says why better
-ones were passed over.
+A probe is chosen per window, the first in the order of `PROBES` that knows it; the window names it, and says why no
+better one was used.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,7 +32,7 @@ class Traffic(NamedTuple):
     interval_s: float | None
     """The collector's own interval, over which it was counted; `None` for what the ranks counted themselves."""
     note: str
-    """Why better probes were passed over."""
+    """Why no better probe was used."""
 
 
 class _NamedProbe(NamedTuple):
@@ -55,7 +55,7 @@ def tcp_info(evidence: Evidence) -> NetworkByRank | str:
 
 
 def proc(evidence: Evidence) -> KernelWindow | str:
-    """From the namespace's counters, whoever caused them: only where the node has a single rank."""
+    """From the counters of the whole network namespace: only where the node has a single rank."""
     rows, node = evidence.report.rows, evidence.node
     if len(rows) != 1:
         return f"{len(rows)} ranks share the node's counters"

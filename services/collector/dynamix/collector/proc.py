@@ -11,7 +11,7 @@ Documentation/scheduler/sched-stats.rst). The numbers of another layout would be
 
 
 class ProcessStat(NamedTuple):
-    """Of /proc/<pid>/stat: CPU time in clock ticks, with the time of children that were waited for."""
+    """Fields of /proc/<pid>/stat; CPU time in clock ticks, including that of children that were waited for."""
 
     cpu_ticks: int
     start_ticks: int
@@ -20,7 +20,7 @@ class ProcessStat(NamedTuple):
 
 
 class ThreadCounters(NamedTuple):
-    """Of /proc/<pid>/task/<tid>/schedstat, since the thread began."""
+    """Fields of /proc/<pid>/task/<tid>/schedstat, since the thread began."""
 
     wait_ns: int
     """Ready to run, waiting for a processor; time in which a CPU quota kept it from one is in it (tried on 6.18).
@@ -118,7 +118,7 @@ def parse_net_dev(text: str) -> tuple[int, int]:
 
 
 def parse_snmp_retransmits(text: str) -> int:
-    """RetransSegs of /proc/<pid>/net/snmp: segments sent again by the whole namespace."""
+    """RetransSegs of /proc/<pid>/net/snmp: retransmitted segments of the whole namespace."""
     names, values = (line.split()[1:] for line in text.splitlines() if line.startswith("Tcp:"))
     return int(values[names.index("RetransSegs")])
 

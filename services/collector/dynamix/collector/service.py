@@ -77,7 +77,7 @@ class _Collector:
         self._observer = observer
 
     async def collect(self, batch: list[BusMessage]) -> bool:
-        """Publish what a batch of reports gives; only each job's newest report is recent enough to be read against.
+        """Publish what a batch of reports gives; only each job's newest report is recent enough to read /proc for.
 
         False when the service is to stop before all states could be stored.
         """
@@ -108,7 +108,7 @@ class _Collector:
         return [(output, await send(*parcel)) for output, parcel in zip(outputs, packed, strict=True)]
 
     async def _stored(self, output: Message, acknowledged: asyncio.Future[int]) -> bool:
-        """Where FEED has no room, a window is given up, which only informs; a state waits, which decides."""
+        """When FEED is full, drop metric windows; retry states, which decisions need."""
         try:
             await acknowledged
         except StreamFullError:
@@ -120,7 +120,7 @@ class _Collector:
     async def _without_blocking(self, report: Report, *, fresh: bool) -> MetricWindow:
         """The window of a report; what is read of the kernel is read in a thread.
 
-        8 ranks of 300 threads each take 44 ms. Who is cancelled waits for the thread: the probe is closed behind it.
+        8 ranks of 300 threads each take 44 ms. A cancelled caller waits for the thread, since the probe is closed next.
         """
         if report.simulated or not fresh:
             return self._window(report, fresh=fresh)

@@ -1,7 +1,7 @@
 """The terms of the reward, each with its unit and its place in the method (section IV-D).
 
 A term is a number, or `None` where the window does not know enough to compute it: a missing term is left out of the
-message, so that nobody mistakes "not measured" for "worth nothing".
+message, so that "not measured" cannot be mistaken for 0.
 """
 
 import math
@@ -24,7 +24,7 @@ def accuracy_rise(rank: RankMetrics) -> float | None:
 
 
 def iteration_time_s(rank: RankMetrics) -> float:
-    """T_iter: mean time of a step in seconds. Under a barrier it is everybody's, so it cannot tell who was slow."""
+    """T_iter: mean time of a step in seconds; under a barrier the same for all ranks, whichever was slow."""
     return rank.training.step_time_s
 
 

@@ -1,4 +1,4 @@
-"""Logs: structlog set up once per process, JSON when nobody looks at a terminal, and never a password."""
+"""Logs: structlog set up once per process, JSON unless stderr is a TTY, and never a password."""
 
 import logging
 import sys

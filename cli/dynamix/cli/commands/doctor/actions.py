@@ -58,7 +58,7 @@ async def _check_chain(bus: Bus, name: str, last: int) -> int:
         async for batch in consumer:
             for message in batch:
                 if message.sequence <= last:
-                    check.add(decode(Action, message.subject, message.payload), message.payload)
+                    check.check_next(decode(Action, message.subject, message.payload), message.payload)
             if batch[-1].sequence >= last:
                 break
     return check.num_actions

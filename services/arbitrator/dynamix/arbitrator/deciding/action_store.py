@@ -76,7 +76,7 @@ async def newest_action(bus: ActionStore, job: Job) -> Stored | None:
             "this one under another",
         )
     if not is_intact(message.payload):
-        raise _refusal(stored, "is not as it was written: its hash is another")
+        raise _refusal(stored, "is not as it was written: its hash does not match its content")
     return stored
 
 
@@ -152,7 +152,7 @@ async def _check_chain(bus: ActionStore, job: Job, known: Stored | None, newest:
         stored = Stored(message.sequence, _action(message))
         oldest = oldest or stored
         try:
-            check.add(stored.action, message.payload)
+            check.check_next(stored.action, message.payload)
         except BrokenChainError as error:
             raise _refusal(stored, f"breaks the chain: {error}") from error
     assert oldest is not None, "the newest action is stored"

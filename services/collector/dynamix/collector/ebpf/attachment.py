@@ -1,4 +1,4 @@
-"""Programs on a control group: attached by links, which the kernel drops with us, or in the way of before Linux 5.7."""
+"""Programs on a control group: attached by links, which end with this process, or as before Linux 5.7."""
 
 import os
 from collections.abc import Iterator

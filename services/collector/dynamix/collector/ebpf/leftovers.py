@@ -77,7 +77,7 @@ def _owner(map_ids: tuple[int, ...]) -> Owner | None:
 
 
 def _detached(program: int, group: int, kind: int) -> bool:
-    """Detach; False where somebody else was faster, or a living link holds it."""
+    """Detach; False where it is detached already, or a living link holds it."""
     try:
         syscall.detach(program, group, kind)
     except (FileNotFoundError, ValueError):

@@ -11,7 +11,7 @@ NUM_WAYS = 8
 """Slots that a socket may be in: where it is and the order of the ways are as in the C program."""
 SCATTER = 0x9E3779B97F4A7C15
 MAX_CLOSED = 4096
-"""Of the sockets that closed, so many of the newest are kept for the next reading."""
+"""Closed sockets kept for the next reading, the newest."""
 
 INGRESS, SOCKETS = "dynamix_ingress", "dynamix_sockets"
 PROGRAMS = (INGRESS, SOCKETS)
@@ -26,14 +26,14 @@ OWNER = struct.Struct("=QQQ")
 
 
 class Counters(NamedTuple):
-    """Of one socket, since its connection began."""
+    """Counters of one socket since its connection began."""
 
     received_bytes: int
     acked_bytes: int
     retransmits: int
-    """Segments sent again."""
+    """Retransmitted segments."""
     srtt_sum_us: int
-    """Of the smoothed round trip times, as they stood before each of `num_rtts` but the very first."""
+    """Sum of the smoothed round trip times before each of `num_rtts` samples but the first."""
     num_rtts: int
 
 

@@ -136,7 +136,7 @@ int dynamix_ingress(struct __sk_buff *skb)
             acked_bytes += acked;
     }
     /* Out of order the highest counts: TCP gets the rest too. No atomics: where two processors meet on one socket, the
-     * next packet mends it. */
+     * next packet fixes it. */
     if (received_bytes > counters->received_bytes)
         counters->received_bytes = received_bytes;
     if (acked_bytes > counters->acked_bytes)
@@ -160,7 +160,7 @@ static inline void on_open(struct bpf_sock_ops *event)
     u64 cookie = bpf_get_socket_cookie(event);
     struct counters fresh = {.cookie = cookie, .uid = UID_UNKNOWN};
     /* Where all ways are taken this socket is left out, and never drops another: its ranks' windows are then TCP_INFO's.
-     * Where two processors claim one slot at once, the later has it. A socket that connects a second time begins anew. */
+     * Where two processors claim one slot at once, the later has it. A socket that connects a second time begins again. */
     struct counters *slot = find(cookie);
     if (!slot)
         slot = find_slot(cookie, 0);

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from dynamix.collector.errors import ProbeError
 
 NUMBERS = {"x86_64": 321, "aarch64": 280, "riscv64": 280, "ppc64le": 361, "s390x": 351}
-"""Of the call, by machine."""
+"""Number of the system call, by machine."""
 
 INGRESS, SOCK_OPS = 0, 3
 """Types of attachment to a control group (enum bpf_attach_type)."""
@@ -26,7 +26,7 @@ _INFO_BYTES = 256
 
 
 class ProgramInfo(NamedTuple):
-    """Of a loaded program."""
+    """The kernel's record of a loaded program."""
 
     name: str
     map_ids: tuple[int, ...]
@@ -41,7 +41,7 @@ def attach_link(program: int, directory: int, kind: int) -> int:
 
 
 def attach(program: int, directory: int, kind: int) -> None:
-    """Attach until somebody detaches, beside what is attached already."""
+    """Attach until it is detached, beside what is attached already."""
     _call(_PROG_ATTACH, _attribute("=IIII", directory, program, kind, _ALLOW_MULTI))
 
 

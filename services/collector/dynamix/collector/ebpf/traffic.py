@@ -1,4 +1,4 @@
-"""From counters of sockets to the traffic of ranks in one window. Pure: whoever reads the sockets is handed in."""
+"""From counters of sockets to the traffic of ranks in one window. Pure: the socket reader is injected."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -10,7 +10,7 @@ from dynamix.schemas.messages import NetworkMetrics, RankRow, Report
 from .program import Counters
 
 MAX_JOBS = 1024
-"""On one node, of which readings are remembered: whoever may send reports could name any number."""
+"""Jobs of one node whose readings are remembered: reports could name any number."""
 
 BySocket = Mapping[int, Counters]
 
@@ -43,7 +43,7 @@ class _Newest(NamedTuple):
 class SocketTraffic:
     """Reads the sockets that a report's ranks name, and remembers the previous reading.
 
-    A window is told for all of the node's ranks or for none, so that their numbers mean the same.
+    A window is known for all of the node's ranks or for none, so that their numbers are comparable.
     """
 
     def __init__(self, sockets: Sockets, clock: Callable[[], float] = time.monotonic) -> None:
@@ -83,7 +83,7 @@ class SocketTraffic:
                 continue
             if any(now < last for now, last in zip(counters, newest.get(cookie, counters), strict=True)):
                 del newest[cookie]
-                return f"a socket of rank {row.rank} began anew"
+                return f"a socket of rank {row.rank} has smaller counters than before"
             newest[cookie] = counters
         known = {cookie: newest[cookie] for cookie in cookies if cookie in newest}
         if unknown := len(cookies) - len(known):

@@ -55,7 +55,7 @@ class Bus:
             settings: where and as whom.
             name: shown by the broker, and part of our inbox (see `BrokerConnection.inbox`): `<service>-<instance>`.
             on_closed: called with the reason when the broker closes the connection for good; the process should end
-                with a non-zero code so that its supervisor starts it anew.
+                with a non-zero code so that its supervisor restarts it.
             wait: try the first connection for ever, too.
 
         Raises:
@@ -102,8 +102,8 @@ class Bus:
     async def publish_soon(self, message: Message) -> asyncio.Future[int]:
         """Publish without waiting for the acknowledgement; waits only while 2,000 messages are in flight.
 
-        The future is the sequence, or the error as `publish` raises it; errors are logged and counted even when nobody
-        looks. A message that had to be sent again may come after later ones.
+        The future is the sequence, or the error as `publish` raises it; errors are logged and counted even when no
+        caller awaits it. A retransmitted message may come after later ones.
         """
         payload = codec.encode(message)
         return await self.publish_bytes_soon(subjects.subject_of(message), payload, codec.message_id(message))
@@ -137,7 +137,7 @@ class Bus:
             raise
 
     async def publish_live(self, message: Live) -> None:
-        """Publish on core NATS: nobody stores it, and while disconnected it is dropped and counted."""
+        """Publish on core NATS, unstored; while disconnected it is dropped and counted."""
         sent = await self._connection.send(subjects.live(message.service, message.instance), codec.encode(message))
         if not sent:
             self._live["dropped_live"] += 1
@@ -182,8 +182,8 @@ class Bus:
         writers one succeeds.
 
         Raises:
-            StaleWriterError: when somebody else has written this name since, or before with `create_only`.
-            ValueError: when `data` is over 64 MiB, or bucket or name are none.
+            StaleWriterError: when another writer has written this name since, or before with `create_only`.
+            ValueError: when `data` is over 64 MiB, or bucket or name is invalid.
             StreamMissingError: when there is no such bucket.
             BusError: as `publish`.
         """
@@ -204,7 +204,7 @@ class Bus:
         """Remove an object; its description stays and says so. Harmless when there is none.
 
         Raises:
-            StaleWriterError: when somebody else has written this name meanwhile.
+            StaleWriterError: when another writer has written this name meanwhile.
             BusError: as `publish`.
         """
         await self._objects.delete(bucket, name)

@@ -2,7 +2,7 @@
 
 A service answers on `$SRV.PING`, `$SRV.INFO` and `$SRV.STATS`, each for all, for its name, and for its id. nats-py's
 `add_service` needs callbacks that our client takes away, knows requests only, and would put our streams' messages
-nowhere: here an endpoint is a kind of message that the service reads from a stream, which nobody can call.
+nowhere: here an endpoint is a kind of message that the service reads from a stream, and cannot be called.
 """
 
 import asyncio
@@ -27,13 +27,13 @@ logger = logging.getLogger(__name__)
 PREFIX = "$SRV"
 VERBS = ("PING", "INFO", "STATS")
 MAX_QUEUED = 64
-"""Questions that wait; who asks more at once is not answered."""
+"""Requests that wait; further ones are not answered."""
 REPLIES = "_INBOX."
-"""An answer goes to an inbox only: who asks could otherwise have us publish on any subject that is ours."""
+"""Answers go to inboxes only: otherwise a request could have us publish on any subject that is ours."""
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
-    """Who a service says it is."""
+    """The identity that a service answers with."""
 
     name: str
     """Shared by all its instances: `dynamix-<service>`."""
@@ -41,12 +41,12 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     description: str
     metadata: dict[str, str]
     id: str = msgspec.field(default_factory=lambda: secrets.token_hex(8))
-    """Of this process only."""
+    """Names this process."""
     started: dt.datetime = msgspec.field(default_factory=lambda: dt.datetime.now(dt.UTC))
 
 
 class Discovery:
-    """Answers who we are and what we have handled, while `answer` runs."""
+    """Answers with the service's identity and statistics while `answer` runs."""
 
     def __init__(self, connection: BrokerConnection, identity: Identity, handled: StatisticsByKind) -> None:
         self._connection = connection

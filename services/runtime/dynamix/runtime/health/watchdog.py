@@ -1,7 +1,7 @@
 """The watchdog: measures how late the event loop runs, and ends a process whose loop is stuck.
 
-A loop that waits for ever in a call that blocks looks alive from outside: the connection stays, nothing is said. A
-supervisor can only restart what has ended.
+A loop that waits for ever in a blocking call looks alive from outside: the connection stays open and nothing is logged.
+A supervisor can only restart a process that has ended.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ LOOKS = 20
 """How often the watching thread looks within the limit."""
 MAX_LOOK_S = 0.5
 SAYING_TIMEOUT_S = 2.0
-"""A log that nobody reads must not keep a stuck process alive."""
+"""A log whose reader has stopped must not keep a stuck process alive."""
 EXIT_STUCK = 1
 
 
@@ -118,7 +118,7 @@ class Blocked:
         self._blocked_s = 0.0
 
     def look(self, num_ticks: int, now_s: float) -> float:
-        """Seconds without a tick. A look that comes late because nobody ran counts as two intervals, not more."""
+        """Seconds without a tick. A late look, because the process did not run, counts as two intervals at most."""
         lived_s = min(now_s - self._last_s, 2 * self._look_s)
         self._blocked_s = self._blocked_s + lived_s if num_ticks == self._num_ticks else 0.0
         self._last_s, self._num_ticks = now_s, num_ticks
@@ -128,12 +128,12 @@ class Blocked:
 def end_stuck_process(blocked_s: float) -> None:
     """Say what the threads are doing, and end the process at once: nothing of it can be trusted to end in order.
 
-    Nobody may be reading our log: writing to a full pipe waits for ever, with the interpreter lock held. So another
+    The log's reader may have stopped: writing to a full pipe waits for ever, with the interpreter lock held. So another
     thread, one of C that needs no lock, ends the process soon in any case.
     """
     with Path(os.devnull).open("wb") as nowhere:
         faulthandler.dump_traceback_later(SAYING_TIMEOUT_S, exit=True, file=nowhere)
-        # the stacks first: whoever is stuck in writing a log holds the lock that our own line waits for
+        # the stacks first: a thread that is stuck in writing a log holds the lock that our own line waits for
         faulthandler.dump_traceback(sys.stderr.fileno(), all_threads=True)
         logger.critical(
             "the event loop has been blocked for %.1f s: this process ends, so that it is started again; "

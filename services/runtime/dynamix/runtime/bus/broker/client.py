@@ -1,8 +1,8 @@
 """nats-py's client with a shorter way in: each message goes straight to its handler.
 
 nats-py parses the headers of every message, builds an object for it, puts that in a queue and wakes a task that awaits
-a callback: more than half of the cost of receiving a message. Nobody here reads headers beyond the status line, and no
-handler waits. The price is one overridden private method; `check_nats_py` sees that it is still what we override.
+a callback: more than half of the cost of receiving a message. No reader here needs headers beyond the status line, and
+no handler waits. The price is one overridden private method; `check_nats_py` sees that it is still what we override.
 """
 
 import asyncio

@@ -273,7 +273,7 @@ class BrokerConnection:
             callback(subject.lower(), denial)
 
     def _note_refused_login(self) -> None:
-        """A broker that came back with other passwords will not change its mind: end, so that ours are read anew."""
+        """A broker that came back with other passwords will not change its mind: end, so that ours are read again."""
         self._refused_logins += 1
         if self._refused_logins >= MAX_REFUSED_LOGINS:
             self._report_closed("the broker refuses our user or password")

@@ -22,11 +22,11 @@ class PublishError(BusError):
 
 
 class StreamFullError(PublishError):
-    """The stream has no room and gives up nothing that is older; it may have room again later."""
+    """The stream is full and discards no older message; it may have room again later."""
 
 
 class StaleWriterError(BusError):
-    """Compare-and-set was refused: somebody else has written since.
+    """Compare-and-set was refused: another writer has written since.
 
     Attributes:
         last_sequence: the subject's last sequence as the broker says, `None` when it does not say.
@@ -46,7 +46,7 @@ class ObjectBrokenError(BusError):
 
 
 class SequenceRegressError(BusError):
-    """A stream ends before what was already read from it: the broker lost data, or the stream was made anew."""
+    """A stream ends before what was already read from it: the broker lost data, or the stream was recreated."""
 
 
 class ApiError(BusError):

@@ -109,7 +109,7 @@ class Requests:
         return result
 
     async def _round_trip(self, subject: str, payload: bytes) -> bytes | None:
-        """The answer's payload, `None` when nobody listens."""
+        """The answer's payload, `None` when no server listens."""
         if self._inbox_denial is not None:
             raise self._inbox_denial
         token = b"%d" % next(self._tokens)

@@ -94,7 +94,7 @@ class Objects:
             await self._clean_up(stream, chunks)
             raise
         if before is not None:
-            with contextlib.suppress(ObjectBrokenError):  # a description that nobody can read names no chunks
+            with contextlib.suppress(ObjectBrokenError):  # an unreadable description names no chunks
                 await self._clean_up(stream, layout.chunk_subject(bucket, layout.read_description(before.payload).nuid))
         return info
 
@@ -110,7 +110,7 @@ class Objects:
                 newer = await self.info(bucket, name)
                 if newer is None or newer.nuid == info.nuid:
                     raise
-                info = newer  # replaced while we were reading it
+                info = newer  # replaced during the read
 
     async def info(self, bucket: str, name: str) -> ObjectInfo | None:
         """What is written about an object, also about a deleted one; see `Bus.object_info`."""
@@ -181,7 +181,7 @@ class Objects:
                 raise
 
     async def _clean_up(self, stream: str, subject: str) -> None:
-        """Free the room of chunks that nothing describes; they harm nobody if that fails."""
+        """Free the room of chunks that nothing describes; they are harmless if that fails."""
         try:
             async with asyncio.timeout(CLEAN_UP_TIMEOUT_S):
                 await self._requests.ask(f"STREAM.PURGE.{stream}", {"filter": subject}, _PurgeAnswer)

@@ -115,7 +115,7 @@ class BrokerConsumer:
         if last > state.last_sequence:
             raise SequenceRegressError(
                 f"{self._stream} ends at {state.last_sequence}, but {last} was already read from it: the broker lost "
-                "data or the stream was made anew; restart this service to begin again"
+                "data or the stream was recreated; restart this service to begin again"
             )
         if last and last + 1 < state.first_sequence:
             logger.warning("%s no longer holds what follows %d; on from %d", self._stream, last, state.first_sequence)

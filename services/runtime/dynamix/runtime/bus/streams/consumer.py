@@ -36,7 +36,7 @@ MAX_REOPEN_WAIT_S = 2.0
 class Consumer:
     """`async with bus.consume(...) as consumer: async for batch in consumer: ...`; made by `Bus.consume`.
 
-    Without `durable` the broker keeps an unnamed consumer that we make anew behind the last message after each
+    Without `durable` the broker keeps an unnamed consumer, recreated behind the last message after each
     interruption. With `durable` it keeps what was acknowledged; one process at a time uses a durable name.
     """
 
@@ -203,7 +203,7 @@ class Consumer:
         """Give up the present pull; the keeper opens a new one."""
         if self._broken:
             return
-        logger.info("consumer of %s starts anew: %s", self._stream, reason)
+        logger.info("consumer of %s is reopened: %s", self._stream, reason)
         if self._pull is not None:
             self._pull.stop()
         self._broken = True

@@ -1,8 +1,8 @@
-"""Publishing to JetStream: our own table of messages in flight, each with a deadline and retries under one identity.
+"""Publishing to JetStream: our own table of messages in flight, each with a deadline, an identity and retries.
 
 nats-py's `publish_async` has no time-out and never gives the slots of lost messages back; its `publish` makes a request
-per message. Here an acknowledgement that does not come is a message sent again with the same `Nats-Msg-Id`, which the
-stream drops when it has it already.
+per message. Here a message without an acknowledgement is retransmitted with the same `Nats-Msg-Id`, which the stream
+drops when it has it already.
 """
 
 import asyncio
@@ -78,7 +78,7 @@ _decode_ack = msgspec.json.Decoder(_Ack).decode
 
 
 class InFlight:
-    """One message on its way: what to send again, until when, and who waits."""
+    """One message in flight: what to retransmit, its deadline, and the future that waits for it."""
 
     __slots__ = ("due", "future", "headers", "no_stream", "num_retries", "payload", "since", "size", "subject")
 
@@ -229,7 +229,7 @@ class Publisher:
             self._fail(token, entry, PublishError(text))
 
     def _on_reconnected(self) -> None:
-        """What was in flight may be lost, or only its acknowledgement: send all of it again."""
+        """What was in flight may be lost, or only its acknowledgement: retransmit all of it."""
         for entry in self._table.values():
             entry.due = 0.0
 
@@ -249,9 +249,9 @@ class Publisher:
                 if entry.future.cancelled() or now >= entry.since + BUDGET_S:
                     self._give_up(token, entry)
                 elif now >= entry.due and self._connection.connected.is_set():
-                    await self._send_again(token, entry, now)
+                    await self._retransmit(token, entry, now)
 
-    async def _send_again(self, token: bytes, entry: InFlight, now: float) -> None:
+    async def _retransmit(self, token: bytes, entry: InFlight, now: float) -> None:
         entry.num_retries += 1
         entry.due = now + min(ACK_TIMEOUT_S * 2**entry.num_retries, MAX_ACK_TIMEOUT_S)
         self.counters["retries"] += 1

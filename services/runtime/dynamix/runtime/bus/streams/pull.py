@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_S = 2.0
 EXPIRES_S = 30.0
 MAX_BYTES = 4 << 20
-"""Of one request: bounds what can be on its way to us. The broker cuts a connection that owes 64 MB to it."""
+"""Limit of one request: bounds what is in flight. The broker cuts a connection with 64 MB of pending data."""
 
 REQUEST_ENDED = {"Batch Completed", "Message Size Exceeds MaxBytes"}
 """Descriptions of status 409 that end one request; all others end the consumer or its leader's reign."""
