@@ -22,7 +22,8 @@ from dynamix.arbitrator.learned.actions import ActionSetName
 from dynamix.arbitrator.learned.policy import LearnedPolicy
 from dynamix.arbitrator.learned.policy_file import PolicyFile, PolicyMetadata
 from dynamix.arbitrator.learned.ppo_settings import PPOSettings
-from dynamix.arbitrator.policies.policy import Array32, Policy
+from dynamix.arbitrator.policies.model.observation import Array32
+from dynamix.arbitrator.policies.policy import Policy
 from dynamix.arbitrator.policies.registry import POLICIES
 from dynamix.schemas.features import GLOBAL_FEATURES, GLOBAL_INDEX, RANK_FEATURES, RANK_INDEX
 

@@ -2,13 +2,18 @@ import numpy as np
 import pytest
 from tests.support import made
 
+from dynamix.arbitrator.learned.policy import LearnedPolicy
+from dynamix.arbitrator.learned.policy_file import PolicyFile
+from dynamix.arbitrator.learned.shipped import SHIPPED_POLICIES, shipped_names, shipped_policy
+from dynamix.arbitrator.learning.settings import LearnerSettings
+from dynamix.arbitrator.policies.model.observation import Array32
 from dynamix.arbitrator.policies.options import allocation_of
-from dynamix.arbitrator.policies.policy import Array32
 from dynamix.arbitrator.policies.proportional import Proportional
 from dynamix.arbitrator.policies.random import DELTAS, Random
 from dynamix.arbitrator.policies.registry import POLICIES, policy_named
+from dynamix.lab.experiments.learning.plan import PRESETS
 from dynamix.schemas.features import GLOBAL_FEATURES, RANK_FEATURES, RANK_INDEX
-from dynamix.schemas.policies import initial_split
+from dynamix.schemas.policies import DEFAULT_POLICY, DIVIDED_BY_RANKS, initial_split
 
 GLOBAL_F = np.full(len(GLOBAL_FEATURES), np.nan, dtype=np.float32)
 JOB = made.job()
@@ -100,6 +105,19 @@ def test_an_unknown_policy_is_refused_with_the_list_of_known_ones() -> None:
     with pytest.raises(ValueError, match="proportional, random, rule, static"):
         policy_named("ppo-9000")
     assert set(POLICIES) == {"static", "random", "proportional", "noise-scale", "goodput", "doubling", "rule"}
+
+
+def test_the_schemas_name_exactly_the_policies_that_leave_the_division_to_the_ranks() -> None:
+    shipped = {name: PolicyFile.from_bytes(shipped_policy(name) or b"") for name in SHIPPED_POLICIES}
+    policies = [*POLICIES.values(), *(LearnedPolicy(file) for file in shipped.values())]
+    found = {policy.name for policy in policies if "track" in policy.options and policy.options["track"].default == 1}
+    assert found == DIVIDED_BY_RANKS
+    assert DEFAULT_POLICY in POLICIES
+
+
+def test_every_learned_policy_is_shipped_and_has_a_preset_for_learning() -> None:
+    assert {name for name in shipped_names() if not name[-1].isdigit()} == set(SHIPPED_POLICIES) == set(PRESETS)
+    assert LearnerSettings().policy in SHIPPED_POLICIES
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))

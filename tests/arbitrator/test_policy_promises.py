@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support import made
 
+from dynamix.arbitrator.policies.model.observation import Array32
 from dynamix.arbitrator.policies.options import option
-from dynamix.arbitrator.policies.policy import Array32
 from dynamix.arbitrator.policies.registry import POLICIES
 from dynamix.schemas.features import GLOBAL_FEATURES, RANK_FEATURES, RANK_INDEX
 from dynamix.schemas.fields import MAX_CARRY_BYTES

@@ -10,7 +10,8 @@ from tests.support import made
 from tests.support.reference_fold import reference_decisions
 
 from dynamix.arbitrator.deciding.fold import Fold
-from dynamix.arbitrator.policies.policy import Array32, Decision
+from dynamix.arbitrator.policies.model.observation import Array32
+from dynamix.arbitrator.policies.policy import Decision
 from dynamix.arbitrator.policies.registry import policy_named
 from dynamix.schemas.allocation import Allocation
 from dynamix.schemas.codec import MalformedMessageError

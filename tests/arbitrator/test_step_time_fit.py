@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 from tests.support import made
 
+from dynamix.arbitrator.policies.model.observation import Array64
 from dynamix.arbitrator.policies.model.step_time_fit import StepTimeFit, Window, filtered, window_of
-from dynamix.arbitrator.policies.policy import Array64
 from dynamix.schemas.features import RANK_FEATURES, RANK_INDEX
 from dynamix.schemas.fields import MAX_CARRY_BYTES
 

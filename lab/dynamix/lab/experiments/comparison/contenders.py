@@ -17,9 +17,10 @@ from typing import cast
 
 import msgspec
 
+from dynamix.arbitrator.learned.shipped import SHIPPED_POLICIES
 from dynamix.arbitrator.policies.options import check_options
 from dynamix.arbitrator.policies.registry import policy_named
-from dynamix.lab.experiments.episodes.policy_files import LEARNED, file_digest, shipped_files
+from dynamix.lab.experiments.episodes.policy_files import file_digest, shipped_files
 from dynamix.schemas.policies import DEFAULT_POLICY
 from dynamix.trainer.gradient.learning_rate import FACTORS, Rule
 
@@ -28,7 +29,7 @@ from .tuned import Choice, Tuned
 BEST_STATIC = "best-static"
 GOODPUT = "goodput"
 RANDOM = "random"
-ALWAYS = tuple(dict.fromkeys((BEST_STATIC, RANDOM, GOODPUT, DEFAULT_POLICY, "ppo", "ppo-paper")))
+ALWAYS = tuple(dict.fromkeys((BEST_STATIC, RANDOM, GOODPUT, DEFAULT_POLICY, *SHIPPED_POLICIES)))
 """Rows of every comparison, whatever they show: the baselines, the null, the default and the learned policies."""
 
 _SPELLING = re.compile(
@@ -76,7 +77,7 @@ class Contender(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_learned(self) -> bool:
         """Whether it comes from files."""
-        return self.policy in LEARNED or bool(self.files)
+        return self.policy in SHIPPED_POLICIES or bool(self.files)
 
     def settings(self, family: str, tuned: Tuned) -> tuple[Setting, ...]:
         """What it runs with in a family: one setting per policy seed, none where a learned policy has no file.
@@ -128,7 +129,7 @@ def parse_contender(text: str, files: Mapping[str, Sequence[str]] | None = None)
     if match["track"]:
         options["track"] = 1.0
     policy = "static" if match["name"] == BEST_STATIC else match["name"]
-    if policy not in LEARNED and policy not in (files or {}):
+    if policy not in SHIPPED_POLICIES and policy not in (files or {}):
         check_options(policy, policy_named(policy).options, options)
     return Contender(
         label=text,
@@ -189,4 +190,4 @@ def _rule(text: str | None, whole: str) -> Rule | None:
 def _files(name: str, files: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
     if name in files:
         return tuple(files[name])
-    return tuple(map(str, shipped_files(name))) if name in LEARNED else ()
+    return tuple(map(str, shipped_files(name))) if name in SHIPPED_POLICIES else ()

@@ -5,11 +5,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from dynamix.arbitrator.learned.policy_file import SUFFIX
-from dynamix.arbitrator.learned.shipped import shipped_directory
-
-LEARNED = ("ppo", "ppo-paper")
-"""Names of the learned policies. NAME.safetensors is what a job of that name gets, NAME-SEED.safetensors the same
-learning begun with another seed: the policy seeds of a comparison."""
+from dynamix.arbitrator.learned.shipped import SHIPPED_POLICIES, shipped_directory
 
 
 def shipped_files(name: str, directory: Path | None = None) -> list[Path]:
@@ -32,5 +28,5 @@ def file_digest(path: Path) -> str:
 
 
 def _owner(stem: str) -> str | None:
-    owners = [name for name in LEARNED if stem == name or stem.startswith(f"{name}-")]
+    owners = [name for name in SHIPPED_POLICIES if stem == name or stem.startswith(f"{name}-")]
     return max(owners, key=len, default=None)

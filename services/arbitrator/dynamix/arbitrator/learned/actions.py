@@ -18,8 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from dynamix.arbitrator.policies import random
+from dynamix.arbitrator.policies.model.observation import Array32, decided_sizes
 from dynamix.arbitrator.policies.options import Options
-from dynamix.arbitrator.policies.policy import Array32, Decision, Policy, decided_sizes
+from dynamix.arbitrator.policies.policy import Decision, Policy
 from dynamix.arbitrator.policies.rule import Rule
 from dynamix.schemas.allocation import Allocation
 from dynamix.schemas.apportion import apportion

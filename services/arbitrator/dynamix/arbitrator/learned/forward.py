@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from dynamix.arbitrator.policies.policy import Array64
+from dynamix.arbitrator.policies.model.observation import Array64
 
 Tensors = Mapping[str, npt.NDArray[np.generic]]
 HEADS = ("actor", "critic")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dynamix.arbitrator.policies.policy import Array32, Array64
+from dynamix.arbitrator.policies.model.observation import Array32, Array64
 from dynamix.schemas.features import GLOBAL_INDEX, RANK_INDEX
 from dynamix.schemas.messages import Job
 

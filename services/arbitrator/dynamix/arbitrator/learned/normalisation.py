@@ -6,7 +6,7 @@ from typing import NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
-from dynamix.arbitrator.policies.policy import Array32, Array64
+from dynamix.arbitrator.policies.model.observation import Array32, Array64
 
 CLIP = 5.0
 """Standard deviations beyond which an input says no more: a cluster unlike any seen must not drive the network mad."""

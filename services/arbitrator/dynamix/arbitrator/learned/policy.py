@@ -9,8 +9,9 @@ from types import MappingProxyType
 
 import numpy as np
 
+from dynamix.arbitrator.policies.model.observation import Array32, Array64
 from dynamix.arbitrator.policies.options import Option, Options, option, switch
-from dynamix.arbitrator.policies.policy import Array32, Array64, Decision
+from dynamix.arbitrator.policies.policy import Decision
 from dynamix.schemas.messages import Job
 
 from .actions import Choices

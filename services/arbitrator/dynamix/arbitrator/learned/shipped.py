@@ -7,12 +7,16 @@ from dynamix.schemas.subjects import check_token
 
 from .policy_file import SUFFIX
 
+SHIPPED_POLICIES = ("ppo", "ppo-paper")
+"""The learned policies. NAME.safetensors is what a job of that name gets, NAME-SEED.safetensors the same learning begun
+with another seed: the policy seeds of a comparison."""
+
 SHIPPED_VERSION = 1
-"""Versions on the bus begin behind it, so that a name and a number never mean two policies."""
+"""Versions on the bus are higher, so that a name and a number never mean two policies."""
 
 
 def shipped_directory() -> Path:
-    """Where the files lie."""
+    """The folder of the files."""
     return Path(str(resources.files("dynamix.arbitrator.learned"))) / "shipped_policies"
 
 

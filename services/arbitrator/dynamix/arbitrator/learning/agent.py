@@ -13,7 +13,7 @@ from dynamix.arbitrator.learned import forward
 from dynamix.arbitrator.learned.normalisation import Normalisation
 from dynamix.arbitrator.learned.policy_file import MOMENTS, OPTIMIZER, OPTIMIZER_STEP, PolicyFile, PolicyMetadata
 from dynamix.arbitrator.learned.ppo_settings import PPOSettings
-from dynamix.arbitrator.policies.policy import Array64
+from dynamix.arbitrator.policies.model.observation import Array64
 
 from . import gae
 from .network import ActorCritic

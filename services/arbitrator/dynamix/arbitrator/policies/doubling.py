@@ -10,9 +10,10 @@ from typing import ClassVar, NamedTuple
 
 from dynamix.schemas.messages import Job
 
+from .model.observation import Array32, decided_sizes, job_value
 from .model.step_time_fit import StepTimeFit, window_of
 from .options import Option, Options, allocation_of, option, switch, track
-from .policy import Array32, Decision, decided_sizes, job_value
+from .policy import Decision
 from .sizing import by_speed, clamp_total, scaled
 
 LOSS_SMOOTHING = 0.2

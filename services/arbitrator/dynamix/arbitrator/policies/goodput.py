@@ -19,10 +19,11 @@ import numpy as np
 from dynamix.schemas.messages import Job
 
 from .model.noise_memory import PACKED_BYTES, NoiseMemory
+from .model.observation import Array32, Array64, decided_sizes, job_value
 from .model.step_time import StepTime
 from .model.step_time_fit import StepTimeFit, window_of
 from .options import Option, Options, allocation_of, option, switch, track, tracks
-from .policy import Array32, Array64, Decision, decided_sizes, job_value
+from .policy import Decision
 from .sizing import by_speed, divided, equally
 
 NUM_CANDIDATES = 50

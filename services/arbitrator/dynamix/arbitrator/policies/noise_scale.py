@@ -10,9 +10,10 @@ from typing import ClassVar
 from dynamix.schemas.messages import Job
 
 from .model.noise_memory import PACKED_BYTES, NoiseMemory
+from .model.observation import Array32, decided_sizes, job_value
 from .model.step_time_fit import StepTimeFit, window_of
 from .options import Option, Options, allocation_of, option, switch, track
-from .policy import Array32, Decision, decided_sizes, job_value
+from .policy import Decision
 from .sizing import Pace, by_speed, clamp_total, equally
 
 _PACE = Pace()

@@ -13,9 +13,10 @@ import numpy.typing as npt
 from dynamix.schemas.apportion import apportion
 from dynamix.schemas.messages import Job
 
+from .model.observation import Array32, Array64, decided_sizes
 from .model.step_time_fit import window_of
 from .options import Option, Options, allocation_of, option, track
-from .policy import Array32, Array64, Decision, decided_sizes
+from .policy import Decision
 
 
 class Proportional:

@@ -8,8 +8,9 @@ import numpy as np
 
 from dynamix.schemas.messages import Job
 
+from .model.observation import Array32, decided_sizes
 from .options import Options, allocation_of, track
-from .policy import Array32, Decision, decided_sizes
+from .policy import Decision
 
 DELTAS = (-100, -25, 0, 25, 100)
 """The published action set in samples (method section 2), in the order in which it is drawn from."""

@@ -11,9 +11,10 @@ from dynamix.schemas.messages import Job
 
 from .doubling import Doubling
 from .goodput import Goodput
+from .model.observation import Array32
 from .noise_scale import NoiseScale
 from .options import Option, Options
-from .policy import Array32, Decision, NamedPolicy
+from .policy import Decision, NamedPolicy
 from .proportional import Proportional
 from .random import Random
 from .rule import Rule

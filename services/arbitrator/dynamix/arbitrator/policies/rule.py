@@ -18,10 +18,11 @@ from typing import ClassVar, NamedTuple
 from dynamix.schemas.messages import Job
 
 from .model.noise_memory import PACKED_BYTES, NoiseMemory
+from .model.observation import Array32, decided_sizes, job_value
 from .model.step_time import StepTime, best_global_batch
 from .model.step_time_fit import StepTimeFit, window_of
 from .options import Option, Options, allocation_of, option, track
-from .policy import Array32, Decision, decided_sizes, job_value
+from .policy import Decision
 from .sizing import Pace, by_speed, clamp_total
 
 RATE_EXPONENTS = MappingProxyType({"none": 0.0, "sqrt": 0.5, "linear": 1.0})

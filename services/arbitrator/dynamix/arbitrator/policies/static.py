@@ -8,8 +8,9 @@ from typing import ClassVar
 
 from dynamix.schemas.messages import Job
 
+from .model.observation import Array32
 from .options import Options, allocation_of, track
-from .policy import Array32, Decision
+from .policy import Decision
 
 
 class Static:

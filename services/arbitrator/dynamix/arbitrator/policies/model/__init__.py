@@ -1,5 +1,7 @@
-"""Model: how long a step of a given batch takes, and what the gradient noise scale is, fitted to recorded windows.
+"""Model: what is observed of a window, and fitted to it: the time of a step and the gradient noise scale.
 
-In: the times and sizes of a window. Out: `StepTime`, T(B) of a job, and the last known B_noise. Both are packed into a
-policy's carry. Any policy may use them; none must.
+In: an observation. Out: its columns by name (`observation`), T(B) of a job (`step_time`, fitted by `step_time_fit`) and
+the last known B_noise (`noise_memory`). The fits are packed into a policy's carry. No policy has to use them.
+
+You may improve a fit; policies that use it then need a new `version`. Nothing here knows of policies.
 """

@@ -19,7 +19,7 @@ from functools import cached_property
 
 import numpy as np
 
-from dynamix.arbitrator.policies.policy import Array64
+from .observation import Array64
 
 SYNC_FLOOR = 0.1
 """Share of the communication that no overlap hides: the last bucket is ready only when compute ends."""

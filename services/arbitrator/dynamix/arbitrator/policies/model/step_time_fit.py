@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dynamix.arbitrator.policies.policy import Array32, Array64, column
 from dynamix.schemas.messages import Job
 
+from .observation import Array32, Array64, column
 from .step_time import StepTime
 
 JUMP = math.exp(0.2)
