@@ -17,7 +17,7 @@ from bench.cluster.services import ClusterError, ClusterServices, end_of, node_o
 from bench.cluster.summary import ClusterResult, JobMessages, summarise
 from bench.hosts import Host, Hosts
 
-from dynamix.cli.progress_line import ProgressLine
+from dynamix.cli.progress import ProgressLine
 from dynamix.collector.proc import NamespaceTraffic
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode_any
@@ -115,7 +115,7 @@ class _Run:
         self._seen.record_message(message)
         if self._seen.is_complete:
             self._complete.set()
-        if isinstance(message, MetricWindow) and self._progress.is_due():
+        if isinstance(message, MetricWindow):
             step_ms, num_applied = 1e3 * message.job_metrics.step_time_s, len(self._seen.applied)
             place = f"window {message.window + 1} of {self._plan.num_windows}"
             self._progress.show(f"  {self._arm.label}: {place}, {step_ms:.0f} ms, {num_applied} actions applied")

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Self
 
-from dynamix.cli.progress_line import ProgressLine
+from dynamix.cli.progress import ProgressLine
 
 PROGRESS_EVERY_S = 5.0
 
@@ -98,9 +98,9 @@ class Rounds:
                 yield self._arm
             if number >= 0:
                 self._after_round(number)
-            if not self._is_quiet and progress.is_due():
+            if not self._is_quiet:
                 progress.show(f"  {self._label}: {number + 1} of {self._numbers.stop} rounds")
-        progress.wipe()
+        progress.finish()
 
     def record(self, timing: Timing) -> None:
         """Keep the timing of the arm that is being run."""

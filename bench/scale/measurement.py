@@ -19,7 +19,7 @@ from bench.scale.plan import WARM_UP_WINDOWS, ScalePlan
 from bench.scale.result import ScaleResult
 from bench.scale.watch import Watch
 
-from dynamix.cli.progress_line import ProgressLine
+from dynamix.cli.progress import ProgressLine
 from dynamix.cli.services import ServiceProcess, bus_environment, wait_until_ready
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.settings import BusSettings
@@ -122,8 +122,7 @@ async def _progress(plan: ScalePlan, watch: Watch) -> None:
     line = ProgressLine(PROGRESS_S)
     while True:
         await asyncio.sleep(1.0)
-        if line.is_due():
-            line.show(f"{len(watch.decided)} of {plan.all_windows * plan.num_jobs} windows decided")
+        line.show(f"{len(watch.decided)} of {plan.all_windows * plan.num_jobs} windows decided")
 
 
 def _result(plan: ScalePlan, seen: _Observations) -> ScaleResult:

@@ -186,9 +186,9 @@ def test_what_makes_baselines_worse_than_they_could_be_is_said(
     told = " ".join(capsys.readouterr().err.split())
     assert "The train scenarios have changed" in told
     assert "The code has changed since the baselines were tuned" in told
-    assert "doubling runs with defaults in alike, mixed" in told
-    assert "static runs with defaults" not in told
-    assert "goodput runs with defaults" not in told
+    assert "doubling is not tuned for alike, mixed" in told
+    assert "static is not tuned" not in told
+    assert "goodput is not tuned" not in told
     choices = {baseline: Choice(setting=baseline, initial_local_batch_size=64) for baseline in GRID}
     whole = Tuned(overall=choices, scenarios=suite_named("train").digest, code=code_digest())
     (place / "tuned.toml").write_text(to_toml(whole))

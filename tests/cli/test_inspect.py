@@ -83,7 +83,7 @@ def test_one_window_is_shown_with_every_rank(capsys: pytest.CaptureFixture[str],
     assert shown(DEMO, "--window", "2", "--json", str(report)) == 0
     output = capsys.readouterr().out
     assert "from step 20 on under the action of window 0: 153/153/153/53" in output
-    assert "by proportional version 1 (fixed), read up to 12" in output
+    assert "by proportional version 1 (fixed), watermark 12" in output
     assert [window["window"] for window in json.loads(report.read_text())["windows"]] == [2]
     assert shown(DEMO, "--window", "30") == 2
     assert "no such window; it has 0 to 29" in capsys.readouterr().err
@@ -149,8 +149,8 @@ def test_doubles_and_what_cannot_be_read_are_said(tmp_path: Path, capsys: pytest
     path = captured.write(tmp_path / "job.dxc", records)
     assert shown(path) == 0
     output = capsys.readouterr().out
-    assert "doubles: 1 messages had been there before" in output
-    assert f"not readable: 'dynamix.v1.report.{made.JOB}.node-a': not a DYNAMIX message" in output
+    assert "repeated: 1 messages" in output
+    assert f"malformed: 'dynamix.v1.report.{made.JOB}.node-a': not a DYNAMIX message" in output
 
 
 def test_a_capture_that_is_cut_off_is_shown_as_far_as_it_goes(

@@ -96,7 +96,7 @@ def test_time_that_is_over_is_said_and_the_same_command_goes_on(
 ) -> None:
     command = ["learn", "--scenarios", str(scenarios), "-o", str(tmp_path / "ppo.safetensors"), *TINY]
     assert main([*command, "--minutes", "0"]) == 0
-    assert "goes on from" in capsys.readouterr().out
+    assert "continues from" in capsys.readouterr().out
     assert main(command) == 0
     assert (tmp_path / "ppo.safetensors").exists()
     assert not (tmp_path / "ppo.safetensors.checkpoint").exists()

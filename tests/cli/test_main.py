@@ -16,7 +16,7 @@ from dynamix.cli.errors import CommandError
 def command(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     """A command `test` whose `run` a test may replace."""
     module = types.ModuleType(f"{cli.PACKAGE}.test.command", "Does as it is told.")
-    module.add_arguments = lambda parser: parser.add_argument("--number", type=int)  # type: ignore[attr-defined]
+    module.configure = lambda parser: parser.add_argument("--number", type=int)  # type: ignore[attr-defined]
     module.run = lambda namespace: namespace.number or 0  # type: ignore[attr-defined]
     folder = types.ModuleType(f"{cli.PACKAGE}.test", "Does as it is told.")
     monkeypatch.setitem(sys.modules, folder.__name__, folder)

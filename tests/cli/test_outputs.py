@@ -40,7 +40,7 @@ def options() -> Iterator[Option]:
     """All output options, found in the commands' own parsers."""
     for name in cli.COMMANDS:
         parser = argparse.ArgumentParser(prog=name)
-        importlib.import_module(f"{cli.PACKAGE}.{name}.command").add_arguments(parser)
+        importlib.import_module(f"{cli.PACKAGE}.{name}.command").configure(parser)
         yield from _options_of(parser, (name,))
 
 

@@ -13,7 +13,8 @@ from tests.support import made
 from tests.support.control_plane import NODE, ControlPlane, control_plane, one_node_job, report_of
 from tests.support.watched import applied, event
 
-from dynamix.cli.board.feed import Feed, chosen_job
+from dynamix.cli.board.feed import Feed
+from dynamix.cli.jobs import newest_job
 from dynamix.cli.main import main
 from dynamix.cli.services import SERVICES, bus_environment
 from dynamix.runtime.bus import Bus
@@ -174,12 +175,12 @@ async def test_a_broker_without_streams_says_what_to_run() -> None:
 )
 def test_the_job_shown_is_the_one_meant(wanted: str | None, expected: str | None) -> None:
     jobs = {
-        "a-00000001": (1, job_called("a-00000001", "ended")),
-        "b-00000002": (2, job_called("b-00000002")),
-        "c-00000003": (3, job_called("c-00000003", "ended")),
-        "a-00000004": (4, job_called("a-00000004", "ended")),
+        "a-00000001": job_called("a-00000001", "ended"),
+        "b-00000002": job_called("b-00000002"),
+        "c-00000003": job_called("c-00000003", "ended"),
+        "a-00000004": job_called("a-00000004", "ended"),
     }
-    assert chosen_job(jobs, wanted) == expected
+    assert newest_job(jobs, wanted) == expected
 
 
 def test_without_a_broker_it_says_where_it_looked(

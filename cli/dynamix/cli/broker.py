@@ -20,20 +20,21 @@ class NoBrokerError(CommandError):
 
 @contextlib.asynccontextmanager
 async def connected(
-    settings: BusSettings, name: str, *, timeout_s: float = CONNECT_TIMEOUT_S, wait: bool = True
+    settings: BusSettings, name: str, *, timeout_s: float | None = None, wait: bool = True
 ) -> AsyncIterator[Bus]:
     """A bus for one command, closed at the end; the broker sees `<name>-<pid>`.
 
     Args:
         settings: address and credentials.
         name: of the command.
-        timeout_s: for the broker's answer.
+        timeout_s: for the broker's answer; 10 by default.
         wait: try again until `timeout_s` when nothing listens at the address.
 
     Raises:
         NoBrokerError: when the broker cannot be reached.
         CommandError: when it refuses the user, or an error of the bus leaves the context.
     """
+    timeout_s = CONNECT_TIMEOUT_S if timeout_s is None else timeout_s
     try:
         async with asyncio.timeout(timeout_s):
             bus = await Bus.connect(settings, name=f"{name}-{os.getpid()}", wait=wait)

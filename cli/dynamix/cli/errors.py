@@ -3,6 +3,8 @@
 import contextlib
 from collections.abc import Iterator
 
+from dynamix.runtime.output_files import RefusedOutputError
+
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
 """Exit codes: the environment was not as needed, the command was typed wrongly, Ctrl-C."""
 
@@ -21,8 +23,19 @@ class CommandError(Exception):
 
 @contextlib.contextmanager
 def explained(*kinds: type[Exception], exit_code: int = FAILED) -> Iterator[None]:
-    """End the command with the text of an exception of these kinds."""
+    """End the command with the text of an exception of these kinds; a refused output is always an error of usage."""
     try:
         yield
+    except RefusedOutputError as error:
+        raise CommandError(str(error), exit_code=MISUSED) from error
     except kinds as error:
         raise CommandError(str(error), exit_code=exit_code) from error
+
+
+@contextlib.contextmanager
+def reading(path: object, *, exit_code: int = FAILED) -> Iterator[None]:
+    """End the command with a sentence when the file cannot be read."""
+    try:
+        yield
+    except OSError as error:
+        raise CommandError(f"cannot read {path}: {error.strerror or error}", exit_code=exit_code) from error

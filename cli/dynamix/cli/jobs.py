@@ -1,4 +1,4 @@
-"""Which job a person means."""
+"""The jobs on the broker, and which of them a person means."""
 
 from collections.abc import Mapping
 
@@ -15,7 +15,7 @@ MAX_NAMED = 12
 
 
 async def find_job(bus: Bus, wanted: str) -> Job:
-    """The newest specification of the job that is wanted. Raises as `chosen`."""
+    """The newest specification of the wanted job. Raises as `chosen`."""
     return chosen(await known_jobs(bus), wanted)
 
 
@@ -30,7 +30,7 @@ async def known_jobs(bus: Bus) -> dict[str, Job]:
                 try:
                     job = decode(Job, message.subject, message.payload)
                 except MalformedMessageError:
-                    continue  # of another version perhaps; if it is the one that is asked for, it is missed by name
+                    continue  # perhaps of another version; if this job is wanted, the error says that it is missing
                 jobs[job.job] = job
             if batch[-1].num_pending == 0:
                 break
@@ -52,6 +52,19 @@ def chosen(jobs: Mapping[str, Job], wanted: str) -> Job:
     if only:
         raise CommandError(f"{wanted!r} may be any of {_listed([job.job for job in only])}: say which", exit_code=2)
     raise CommandError(f"no job is called {wanted!r}; jobs on this broker: {_listed(list(jobs)) or 'none'}")
+
+
+def newest_job(jobs: dict[str, Job], wanted: str | None) -> str | None:
+    """The id to watch: the wanted one; of several the one that runs, and of those the newest; `None` without any.
+
+    Args:
+        jobs: by id, oldest first.
+        wanted: an id, a name without run id, or `None` for any.
+    """
+    if wanted is not None and wanted in jobs:
+        return wanted
+    fitting = [name for name in reversed(jobs) if wanted is None or name.rpartition("-")[0] == wanted]
+    return next((name for name in fitting if jobs[name].phase == "running"), fitting[0] if fitting else None)
 
 
 def _listed(names: list[str]) -> str:

@@ -35,10 +35,10 @@ class CommandModule(Protocol):
 
     __doc__: str | None
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+    def configure(self, parser: argparse.ArgumentParser) -> None:
         """Declare the command's arguments."""
 
-    def run(self, namespace: argparse.Namespace) -> int:
+    def run(self, arguments: argparse.Namespace) -> int:
         """Do it; returns the exit code."""
 
 
@@ -89,10 +89,10 @@ def execute(name: str, arguments: Sequence[str]) -> int:
     """Import the command's module, parse its arguments, run it."""
     module = cast("CommandModule", importlib.import_module(f"{PACKAGE}.{name}.command"))
     parser = Parser(f"dynamix {name}", module.__doc__)
-    module.add_arguments(parser)
-    namespace = parser.parse_args(arguments)
-    check_distinct(namespace)
-    return module.run(namespace)
+    module.configure(parser)
+    parsed = parser.parse_args(arguments)
+    check_distinct(parsed)
+    return module.run(parsed)
 
 
 def guarded(name: str, work: Callable[[], int]) -> int:

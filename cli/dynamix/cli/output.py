@@ -4,7 +4,7 @@ import argparse
 import contextlib
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from dynamix.runtime.output_files import JSON, PNG, Kind, RefusedOutputError
 from .errors import CommandError
 
 STANDARD_OUTPUT = "-"
+Document = dict[str, Any]
+"""An object of JSON."""
 
 POLICY = Kind("a learned policy", lambda head: head[8:9] == b"{" and b'"dynamix"' in head)
 SCENARIO = Kind("a scenario", lambda head: re.search(rb"^workload\s*=", head, re.MULTILINE) is not None)
@@ -23,7 +25,7 @@ TUNED = Kind("a file of `dynamix tune`", lambda head: b"\ncommand = " in head an
 
 
 class OutputPath(str):
-    """An argument that names a file to write and was found fit for it."""
+    """An argument that names a file to write, checked."""
 
     __slots__ = ()
 
@@ -56,14 +58,14 @@ def output_directory(text: str) -> Path:
     return Path(text)
 
 
-def check_distinct(namespace: argparse.Namespace) -> None:
+def check_distinct(arguments: argparse.Namespace) -> None:
     """Refuse two outputs to one file.
 
     Raises:
         CommandError: naming the file.
     """
     seen: set[Path] = set()
-    for value in vars(namespace).values():
+    for value in vars(arguments).values():
         if isinstance(value, OutputPath) and not output_files.is_stream(Path(value)):
             place = Path(value).resolve()
             if place in seen:
@@ -99,12 +101,25 @@ def write_json(value: Any, destination: str) -> None:
 
 @contextlib.contextmanager
 def writing(path: object) -> Iterator[None]:
-    """What keeps a file from being written ends the command with a sentence."""
+    """End the command with a sentence when the file cannot be written."""
     try:
         yield
     except RefusedOutputError as error:
         raise CommandError(str(error)) from error
-    except BrokenPipeError:  # its reader has gone, which is no failure of ours
+    except BrokenPipeError:  # its reader ended, which is no failure
         raise
     except OSError as error:
         raise CommandError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def document_of(message: msgspec.Struct, leave_out: Container[str] = ()) -> Document:
+    """A message by field name, which the wire leaves out; digests and packed numbers as hexadecimal text."""
+    return {name: _value(value) for name, value in msgspec.structs.asdict(message).items() if name not in leave_out}
+
+
+def _value(value: Any) -> Any:
+    if isinstance(value, msgspec.Struct):
+        return document_of(value)
+    if isinstance(value, bytes):
+        return value.hex()
+    return [_value(item) for item in value] if isinstance(value, tuple) else value

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import time
 
+from dynamix.cli.jobs import known_jobs, newest_job
 from dynamix.runtime.bus import Bus, BusMessage, Consumer
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode, decode_any
@@ -32,7 +33,7 @@ class Feed:
         """Follow the job `wanted` (an id, or the name in front of the run id), else the newest one that runs."""
         self._bus = bus
         self._wanted = wanted
-        self._jobs: dict[str, tuple[int, Job]] = {}
+        self._jobs: dict[str, Job] = {}  # oldest first
         self._following: asyncio.Task[None] | None = None
         self.board: Board | None = None
         self.heartbeats = Heartbeats()
@@ -48,7 +49,7 @@ class Feed:
         """Read what is stored now, and listen for one round of heartbeats."""
         heartbeats = asyncio.create_task(self._follow_heartbeats())
         try:
-            await self._read_jobs()
+            self._jobs = await known_jobs(self._bus)
             self._choose()
             if self.board is not None:
                 await self._read_stored(self.board)
@@ -75,13 +76,12 @@ class Feed:
                 self.changed.set()
 
     async def _follow_jobs(self, group: asyncio.TaskGroup) -> None:
-        await self._read_jobs()
-        self._switch_job(group)
-        async with self._consume_jobs() as consumer:
+        async with self._bus.consume(JOBS.name, [subjects.job(subjects.ANY)], start="last_per_subject") as consumer:
             async for batch in consumer:
                 for message in batch:
                     self._record_job(message)
-                self._switch_job(group)
+                if batch[-1].num_pending == 0:
+                    self._switch_job(group)
 
     def _switch_job(self, group: asyncio.TaskGroup) -> None:
         """Follow the chosen job from now on, when it is another one than before."""
@@ -103,16 +103,6 @@ class Feed:
         async with self._bus.consume(ACTIONS.name, [subject], start="last_per_subject") as consumer:
             async for batch in consumer:
                 self._fold(board, batch)
-
-    async def _read_jobs(self) -> None:
-        if (await self._bus.stream_state(JOBS.name)).num_messages == 0:
-            return
-        async with self._consume_jobs() as consumer:
-            async for batch in consumer:
-                for message in batch:
-                    self._record_job(message)
-                if batch[-1].num_pending == 0:
-                    return
 
     async def _read_stored(self, board: Board) -> None:
         """Fold what FEED and ACTIONS hold of the job now."""
@@ -140,9 +130,6 @@ class Feed:
         last = newest.sequence if newest is not None else (await self._bus.stream_state(FEED.name)).last_sequence
         return max(1, last - HISTORY_MESSAGES)
 
-    def _consume_jobs(self) -> Consumer:
-        return self._bus.consume(JOBS.name, [subjects.job(subjects.ANY)], start="last_per_subject")
-
     def _consume_feed(self, board: Board, start: int) -> Consumer:
         return self._bus.consume(FEED.name, _feed_subjects(board), start=start)
 
@@ -151,7 +138,8 @@ class Feed:
             job = decode(Job, message.subject, message.payload)
         except MalformedMessageError:
             return
-        self._jobs[job.job] = (message.sequence, job)
+        self._jobs.pop(job.job, None)
+        self._jobs[job.job] = job
         if self.board is not None:
             self.board.fold(job)
         self.changed.set()
@@ -166,27 +154,13 @@ class Feed:
 
     def _choose(self) -> bool:
         """Choose the job and begin its board; False when it is the one that is shown already."""
-        name = chosen_job(self._jobs, self._wanted)
+        name = newest_job(self._jobs, self._wanted)
         if name is None or (self.board is not None and self.board.name == name):
             return False
         self.board = Board(name)
-        if name in self._jobs:
-            self.board.fold(self._jobs[name][1])
+        self.board.fold(self._jobs[name])
         self.changed.set()
         return True
-
-
-def chosen_job(jobs: dict[str, tuple[int, Job]], wanted: str | None) -> str | None:
-    """The job to show: the wanted one; of several the one that runs, and of those the newest.
-
-    Args:
-        jobs: by id, the sequence of the newest specification, and that.
-        wanted: an id, a name without run id, or `None` for any.
-    """
-    if wanted is not None and wanted in jobs:
-        return wanted
-    fitting = {name: entry for name, entry in jobs.items() if wanted is None or name.rpartition("-")[0] == wanted}
-    return max(fitting, key=lambda name: (fitting[name][1].phase == "running", fitting[name][0]), default=None)
 
 
 def _feed_subjects(board: Board) -> list[str]:

@@ -2,13 +2,13 @@
 
 import msgspec
 
-from dynamix.cli.plain import Plain, plain
+from dynamix.cli.output import Document, document_of
 
 from .board import Board, BoardRank
 from .heartbeats import Heartbeats
 
 
-def snapshot(board: Board | None, heartbeats: Heartbeats, now_s: float) -> Plain:
+def snapshot(board: Board | None, heartbeats: Heartbeats, now_s: float) -> Document:
     """Everything that the view shows, with the units in the names; `job` is `None` while there is none."""
     return {
         "job": None if board is None else _job(board),
@@ -20,33 +20,34 @@ def snapshot(board: Board | None, heartbeats: Heartbeats, now_s: float) -> Plain
     }
 
 
-def _job(board: Board) -> Plain:
+def _job(board: Board) -> Document:
     return {
         "name": board.name,
-        "specification": None if board.job is None else plain(board.job),
+        "specification": None if board.job is None else document_of(board.job),
         "generation": board.generation,
         "window": None if board.window < 0 else board.window,
         "updated_ns": board.updated_ns or None,
         "local_batch_sizes": list(board.local_batch_sizes),
-        "metrics": None if board.metrics is None else plain(board.metrics),
+        "metrics": None if board.metrics is None else document_of(board.metrics),
         "ranks": [_rank(row) for _, row in sorted(board.ranks.items())],
-        "action": None if board.action is None else plain(board.action, leave_out=("carry",)),
-        "applied": None if board.applied is None else plain(board.applied),
-        "event": None if board.event is None else plain(board.event),
+        "action": None if board.action is None else document_of(board.action, leave_out=("carry",)),
+        "applied": None if board.applied is None else document_of(board.applied),
+        "event": None if board.event is None else document_of(board.event),
         "reward": {"formula": board.formula, "mean": board.mean_reward(), "terms": board.reward_terms()},
         "history": [
-            {"generation": point.generation, "window": point.window, **plain(point.metrics)} for point in board.history
+            {"generation": point.generation, "window": point.window, **document_of(point.metrics)}
+            for point in board.history
         ],
     }
 
 
-def _rank(row: BoardRank) -> Plain:
+def _rank(row: BoardRank) -> Document:
     return {
         "rank": row.rank,
         "node": row.node,
         "window": row.window,
-        "training": plain(row.metrics.training),
-        "system": plain(row.metrics.system),
-        "network": None if row.metrics.network is None else plain(row.metrics.network),
+        "training": document_of(row.metrics.training),
+        "system": document_of(row.metrics.system),
+        "network": None if row.metrics.network is None else document_of(row.metrics.network),
         "reward": None if row.reward is None else row.reward.reward,
     }

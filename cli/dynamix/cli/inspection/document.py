@@ -4,17 +4,17 @@ from collections.abc import Iterable
 
 import msgspec
 
-from dynamix.cli.plain import Plain, plain
+from dynamix.cli.output import Document, document_of
 from dynamix.recording.capture import Fingerprint, differences
 
 from .inspection import Inspection
-from .window import Window
+from .window import CapturedWindow
 
 OPAQUE = ("carry",)
 """A policy's memory means something to that policy only."""
 
 
-def document(inspection: Inspection, here: Fingerprint, windows: Iterable[Window]) -> Plain:
+def document(inspection: Inspection, here: Fingerprint, windows: Iterable[CapturedWindow]) -> Document:
     """The capture and some of its windows, with the units in the names."""
     nodes = inspection.nodes
     return {
@@ -29,8 +29,8 @@ def document(inspection: Inspection, here: Fingerprint, windows: Iterable[Window
         "kinds": dict(sorted(inspection.kinds.items())),
         "malformed": [{"subject": subject, "reason": reason} for subject, reason in inspection.malformed],
         "chain_fault": inspection.chain_fault or None,
-        "jobs": [plain(job) for job in inspection.jobs],
-        "events": [plain(event) for event in inspection.events],
+        "jobs": [document_of(job) for job in inspection.jobs],
+        "events": [document_of(event) for event in inspection.events],
         "gaps": [
             {"generation": gap.generation, "window": gap.window, "missing": list(gap.missing(nodes[gap.generation]))}
             for gap in inspection.gaps()
@@ -39,25 +39,25 @@ def document(inspection: Inspection, here: Fingerprint, windows: Iterable[Window
     }
 
 
-def _window(window: Window) -> Plain:
+def _window(window: CapturedWindow) -> Document:
     return {
         "generation": window.generation,
         "window": window.window,
         "started_ns": window.started_ns or None,
-        "metrics": None if window.metrics is None else plain(window.metrics),
+        "metrics": None if window.metrics is None else document_of(window.metrics),
         "local_batch_sizes": list(window.sizes),
         "probes": sorted(window.probes),
         "mean_reward": window.mean_reward,
-        "action": None if window.action is None else plain(window.action, leave_out=OPAQUE),
+        "action": None if window.action is None else document_of(window.action, leave_out=OPAQUE),
         "decided_ns": window.decided_ns or None,
         "decision_s": window.decision_s,
-        "applied": [plain(applied) for applied in window.applied],
+        "applied": [document_of(applied) for applied in window.applied],
         "num_doubles": window.num_doubles,
         "ranks": [
             {
                 "rank": rank,
-                "metrics": None if metrics is None else plain(metrics),
-                "reward": None if reward is None else plain(reward),
+                "metrics": None if metrics is None else document_of(metrics),
+                "reward": None if reward is None else document_of(reward),
             }
             for rank, (metrics, reward) in sorted(window.detailed.items())
         ],

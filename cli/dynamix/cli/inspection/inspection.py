@@ -9,7 +9,7 @@ from dynamix.schemas.chain import BrokenChainError, ChainCheck
 from dynamix.schemas.codec import MalformedMessageError, decode_any
 from dynamix.schemas.messages import Action, Applied, Event, Job, MetricWindow, Report, Reward, State
 
-from .window import Window
+from .window import CapturedWindow
 
 MOST_MISSING = 1000
 """Windows in a row that are listed as lacking all: a message may name any number."""
@@ -43,7 +43,7 @@ class Inspection:
         self.kinds: Counter[str] = Counter()
         self.malformed: list[tuple[str, str]] = []
         self.jobs: list[Job] = []
-        self.windows: dict[tuple[int, int], Window] = {}
+        self.windows: dict[tuple[int, int], CapturedWindow] = {}
         self.events: list[Event] = []
         self.chain_fault = ""
         self.first_ns = 0
@@ -61,11 +61,11 @@ class Inspection:
             found[job.generation] = {node.node for node in job.nodes}
         return found
 
-    def sorted_windows(self) -> list[Window]:
+    def sorted_windows(self) -> list[CapturedWindow]:
         """All windows that the job has run, in order; not those for which there is only what would rule them."""
         return [window for _, window in sorted(self.windows.items()) if window.was_run]
 
-    def gaps(self) -> list[Window]:
+    def gaps(self) -> list[CapturedWindow]:
         """Windows that lack something, and those between two others that lack all, of a long stretch the first ones."""
         found = []
         nodes = self.nodes
@@ -75,7 +75,7 @@ class Inspection:
                 missing = range(index + 1, min(following, index + 1 + MOST_MISSING))
                 window = self.windows[generation, index]
                 found += [window] if any(window.missing(nodes[generation])) else []
-                found += [Window(generation, absent) for absent in missing]
+                found += [CapturedWindow(generation, absent) for absent in missing]
         return found
 
     def record(self, record: Record) -> None:
@@ -103,10 +103,10 @@ class Inspection:
             case Event():
                 self.events.append(message)
 
-    def _window(self, generation: int, window: int) -> Window:
+    def _window(self, generation: int, window: int) -> CapturedWindow:
         key = (generation, window)
         if key not in self.windows:
-            self.windows[key] = Window(generation, window, keep_details=self._keep_details)
+            self.windows[key] = CapturedWindow(generation, window, keep_details=self._keep_details)
         return self.windows[key]
 
     def _follow(self, action: Action, payload: bytes) -> None:

@@ -19,7 +19,7 @@ NODE_KINDS = ("report", "window", "state", "reward")
 """Of each of these every node sends one message a window."""
 
 
-class Window:
+class CapturedWindow:
     """One window; its messages may come in any order.
 
     Attributes:

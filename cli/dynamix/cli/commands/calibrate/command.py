@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from dynamix.lab.calibration import Calibration
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("source", metavar="SOURCE", help="a job's id or how it begins, or a capture")
     parser.add_argument(
@@ -50,11 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_png_argument(parser, "draw virtual against real step times")
 
 
-def run(namespace: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Read, fit and write what is asked for."""
-    path = Path(namespace.source)
-    found = from_capture(path) if path.is_file() else asyncio.run(_from_bus(namespace.source))
-    _calibrate(namespace, found)
+    path = Path(arguments.source)
+    found = from_capture(path) if path.is_file() else asyncio.run(_from_bus(arguments.source))
+    _calibrate(arguments, found)
     return 0
 
 
@@ -63,44 +63,44 @@ async def _from_bus(wanted: str) -> CalibrationInput:
         return await from_bus(bus, wanted)
 
 
-def _calibrate(namespace: argparse.Namespace, found: CalibrationInput) -> None:
-    from dynamix.lab.calibration import CalibrationSettings, calibrate  # noqa: PLC0415 - torch: only once it is needed
+def _calibrate(arguments: argparse.Namespace, found: CalibrationInput) -> None:
+    from dynamix.lab.calibration import CalibrationSettings, calibrate
 
     settings = CalibrationSettings(
-        workload=namespace.workload,
-        name=Path(namespace.output).stem if namespace.output else "calibrated",
-        optimizer=namespace.optimizer,
-        learning_rate=namespace.learning_rate,
-        target_accuracy=namespace.target,
-        topology=namespace.topology,
-        num_servers=namespace.servers,
+        workload=arguments.workload,
+        name=Path(arguments.output).stem if arguments.output else "calibrated",
+        optimizer=arguments.optimizer,
+        learning_rate=arguments.learning_rate,
+        target_accuracy=arguments.target,
+        topology=arguments.topology,
+        num_servers=arguments.servers,
     )
     try:
         calibration = calibrate(found.windows, settings, found.job)
     except ValueError as error:
-        raise CommandError(f"{namespace.source}: {error}") from error
-    _write(namespace, calibration)
+        raise CommandError(f"{arguments.source}: {error}") from error
+    _write(arguments, calibration)
 
 
-def _write(namespace: argparse.Namespace, calibration: "Calibration") -> None:
-    from .view import show  # noqa: PLC0415 - rich: only once it is needed
+def _write(arguments: argparse.Namespace, calibration: "Calibration") -> None:
+    from .view import show
 
-    show(calibration, stderr=namespace.json == STANDARD_OUTPUT)
-    if namespace.output:
-        _write_scenario(calibration, namespace.source, Path(namespace.output))
-        _say(namespace, f"Scenario: {namespace.output}; try it: dynamix simulate {namespace.output}")
-    if namespace.png:
-        from .figure import draw  # noqa: PLC0415 - matplotlib: only once it is needed
+    show(calibration, stderr=arguments.json == STANDARD_OUTPUT)
+    if arguments.output:
+        _write_scenario(calibration, arguments.source, Path(arguments.output))
+        _say(arguments, f"Scenario: {arguments.output}; try it: dynamix simulate {arguments.output}")
+    if arguments.png:
+        from .figure import draw
 
-        with writing(namespace.png):
-            draw(calibration, namespace.source, Path(namespace.png))
-        _say(namespace, f"Picture: {namespace.png}")
-    if namespace.json is not None:
-        write_json(calibration, namespace.json)
+        with writing(arguments.png):
+            draw(calibration, arguments.source, Path(arguments.png))
+        _say(arguments, f"Picture: {arguments.png}")
+    if arguments.json is not None:
+        write_json(calibration, arguments.json)
 
 
 def _write_scenario(calibration: "Calibration", source: str, path: Path) -> None:
-    from dynamix.lab.calibration import scenario_text  # noqa: PLC0415 - torch: only once it is needed
+    from dynamix.lab.calibration import scenario_text
 
     comment = (
         f"Fitted to {calibration.num_windows} windows of {Path(source).name}; step times are off by "
@@ -110,6 +110,6 @@ def _write_scenario(calibration: "Calibration", source: str, path: Path) -> None
         output_files.write(path, scenario_text(calibration.scenario, (comment,)).encode())
 
 
-def _say(namespace: argparse.Namespace, text: str) -> None:
-    if namespace.json != STANDARD_OUTPUT:
+def _say(arguments: argparse.Namespace, text: str) -> None:
+    if arguments.json != STANDARD_OUTPUT:
         print(text)

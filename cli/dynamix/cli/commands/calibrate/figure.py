@@ -1,14 +1,14 @@
-"""The picture of a calibration: virtual and real step times, window by window and against each other."""
+"""The figure of a calibration: virtual and real step times, window by window and against each other."""
 
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from dynamix.cli.figures import COLOURS, finish, save
 from dynamix.lab.calibration import Calibration
-from dynamix.runtime.output_files import whole
 
-_REAL, _VIRTUAL, _DISTURBED = "#4c72b0", "#c44e52", "#ccb974"
+_REAL, _VIRTUAL, _DISTURBED = COLOURS[0], COLOURS[3], COLOURS[4]
 _BAND = 0.1
 """Drawn around the diagonal, relative."""
 
@@ -23,8 +23,7 @@ def draw(calibration: Calibration, source: str, path: Path) -> None:
         f"{source}: virtual step times are off by {calibration.median_error:.1%} in the median, "
         f"{calibration.p90_error:.1%} at the 90th percentile ({calibration.num_windows} windows)"
     )
-    with whole(path) as file:
-        figure.savefig(file, dpi=130, format="png")
+    save(figure, path)
 
 
 def _over_windows(axes: Axes, calibration: Calibration) -> None:
@@ -33,10 +32,7 @@ def _over_windows(axes: Axes, calibration: Calibration) -> None:
     virtual = [comparison.virtual_step_time_s * 1000 for comparison in calibration.comparisons]
     axes.plot(windows, real, color=_REAL, label="real", linewidth=1.5)
     axes.plot(windows, virtual, color=_VIRTUAL, label="virtual, fitted to other windows", linewidth=1)
-    axes.set(title="Step time, mean of each window", xlabel="window", ylabel="ms")
-    axes.set_ylim(bottom=0)
-    axes.legend()
-    axes.grid(alpha=0.3)
+    finish(axes, title="Step time, mean of each window", xlabel="window", ylabel="ms")
 
 
 def _against(axes: Axes, calibration: Calibration) -> None:
@@ -53,8 +49,6 @@ def _against(axes: Axes, calibration: Calibration) -> None:
     axes.plot([0, most], [0, most], color="black", linewidth=0.8)
     for factor in (1 - _BAND, 1 + _BAND):
         axes.plot([0, most], [0, factor * most], color="black", linewidth=0.6, linestyle=":")
-    axes.set(title=f"Virtual against real, ±{_BAND:.0%} dotted", xlabel="real, ms", ylabel="virtual, ms")
+    finish(axes, title=f"Virtual against real, ±{_BAND:.0%} dotted", xlabel="real, ms", ylabel="virtual, ms")
     axes.set_xlim(0, most)
     axes.set_ylim(0, most)
-    axes.legend(fontsize="small")
-    axes.grid(alpha=0.3)

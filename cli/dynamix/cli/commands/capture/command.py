@@ -13,8 +13,6 @@ import asyncio
 import contextlib
 import datetime as dt
 import os
-import signal
-import sys
 import time
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -23,18 +21,20 @@ import msgspec
 
 from dynamix.cli.broker import connected
 from dynamix.cli.connection import find
-from dynamix.cli.errors import CommandError
+from dynamix.cli.errors import MISUSED, CommandError
+from dynamix.cli.interrupts import stop_event
 from dynamix.cli.jobs import find_job
-from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, output_path, write_json
+from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, output_path, write_json, writing
+from dynamix.cli.progress import ProgressLine
 from dynamix.recording.capture import CaptureEnd, CaptureHeader, CaptureWriter, Record, fingerprint
 from dynamix.runtime.bus import Bus
 
 from .counts import CaptureCounts
-from .progress import Progress
 from .source import Source
 
+PLAIN_EVERY_S = 5.0
 FLUSH_EVERY_S = 5.0
-"""At most so much of a live capture is lost when this process is killed."""
+"""At most these last seconds of a live capture are lost when the process is killed."""
 
 
 class Captured(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,7 +49,7 @@ class Captured(msgspec.Struct, frozen=True, kw_only=True):
     end: CaptureEnd
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("job", metavar="JOB", help="the job's id, or how it begins if that is one job")
     parser.add_argument(
@@ -66,46 +66,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json_argument(parser)
 
 
-def run(namespace: argparse.Namespace) -> int:
-    """Capture until there is no more; 0 when the file is whole."""
-    if namespace.windows is not None and namespace.windows < 1:
-        raise CommandError(f"--windows {namespace.windows}: say a number from 1 on", exit_code=2)
-    path = Path(namespace.output)
-    if path.exists() and not namespace.force:
-        raise CommandError(f"{path} exists: choose another name, or overwrite it with --force", exit_code=2)
-    try:
-        found = asyncio.run(_from_bus(namespace, path))
-    except OSError as error:
-        raise CommandError(f"cannot write {path}: {error.strerror or error}") from error
-    if namespace.json is not None:
-        write_json(found, namespace.json)
-    if namespace.json != STANDARD_OUTPUT:
+def run(arguments: argparse.Namespace) -> int:
+    """Capture to the end; 0 when the file is complete."""
+    if arguments.windows is not None and arguments.windows < 1:
+        raise CommandError(f"--windows {arguments.windows}: at least 1 is needed", exit_code=MISUSED)
+    path = Path(arguments.output)
+    if path.exists() and not arguments.force:
+        raise CommandError(f"{path} exists: choose another name, or overwrite it with --force", exit_code=MISUSED)
+    with writing(path):
+        found = asyncio.run(_from_bus(arguments, path))
+    if arguments.json is not None:
+        write_json(found, arguments.json)
+    if arguments.json != STANDARD_OUTPUT:
         print(_sentence(found))
     return 0
 
 
-async def _from_bus(namespace: argparse.Namespace, path: Path) -> Captured:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
+async def _from_bus(arguments: argparse.Namespace, path: Path) -> Captured:
     async with connected(find(os.environ), "capture") as bus:
-        job = (await find_job(bus, namespace.job)).job
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, stop.set)
-        try:
-            return await _capture(bus, job, path, namespace, stop)
-        finally:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.remove_signal_handler(number)
+        job = (await find_job(bus, arguments.job)).job
+        with stop_event() as stop:
+            return await _capture(bus, job, path, arguments, stop)
 
 
-async def _capture(bus: Bus, job: str, path: Path, namespace: argparse.Namespace, stop: asyncio.Event) -> Captured:
-    counts = CaptureCounts(namespace.windows)
+async def _capture(bus: Bus, job: str, path: Path, arguments: argparse.Namespace, stop: asyncio.Event) -> Captured:
+    counts = CaptureCounts(arguments.windows)
     created = dt.datetime.now(dt.UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
     header = CaptureHeader(job=job, created=created, fingerprint=fingerprint())
-    with CaptureWriter(path, header, overwrite=namespace.force) as writer, Progress(job) as progress:
-        async with Source(bus, job, past=namespace.past, stop=stop) as source:
-            if not namespace.past:
-                print(f"Capturing {job} until it has ended; Ctrl-C finishes {path} before.", file=sys.stderr)
+    with (
+        CaptureWriter(path, header, overwrite=arguments.force) as writer,
+        ProgressLine(PLAIN_EVERY_S, keep=True) as progress,
+    ):
+        async with Source(bus, job, past=arguments.past, stop=stop) as source:
+            if not arguments.past:
+                progress.say(f"Capturing {job} until it has ended; Ctrl-C finishes {path} before.")
             num_bytes, is_full = await _write(source, writer, counts, progress)
         end = writer.finish("windows" if is_full else source.reason)
     return Captured(
@@ -119,8 +113,10 @@ async def _capture(bus: Bus, job: str, path: Path, namespace: argparse.Namespace
     )
 
 
-async def _write(source: Source, writer: CaptureWriter, counts: CaptureCounts, progress: Progress) -> tuple[int, bool]:
-    """Write until there is no more; the bytes of all payloads, and whether the wanted windows are full."""
+async def _write(
+    source: Source, writer: CaptureWriter, counts: CaptureCounts, progress: ProgressLine
+) -> tuple[int, bool]:
+    """Write all records; returns the bytes of all payloads, and whether the wanted windows are complete."""
     num_bytes = 0
     async with contextlib.aclosing(_flushing(source, writer)) as batches:
         async for batch in batches:
@@ -129,12 +125,15 @@ async def _write(source: Source, writer: CaptureWriter, counts: CaptureCounts, p
                     return num_bytes, True
                 writer.write_record(record)
                 num_bytes += len(record.payload)
-            progress.show(counts.num_windows, writer.num_records, num_bytes, writer.num_bytes)
+            progress.show(
+                f"{counts.num_windows} windows, {writer.num_records} messages, "
+                f"{num_bytes / 1024:.0f} KiB ({writer.num_bytes / 1024:.0f} in the file)"
+            )
     return num_bytes, False
 
 
 async def _flushing(source: Source, writer: CaptureWriter) -> AsyncGenerator[list[Record], None]:
-    """What the source gives; meanwhile what was written is flushed, also while nothing comes."""
+    """The batches of the source; the file is flushed every few seconds, also while no batch comes."""
     due_s = time.monotonic() + FLUSH_EVERY_S
     reading = asyncio.create_task(source.read())
     try:

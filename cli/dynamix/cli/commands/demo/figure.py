@@ -1,4 +1,4 @@
-"""The demo's picture: accuracy over training time, local batch sizes and step time over windows."""
+"""The demo's figure: accuracy over training time, local batch sizes and step time over windows."""
 
 import statistics
 from collections.abc import Sequence
@@ -7,13 +7,12 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dynamix.runtime.output_files import whole
+from dynamix.cli.figures import COLOURS, finish, save
 
 from .plan import DemoPlan
 from .results import Run
 
-_COLOURS = {"static": "#888888", "proportional": "#0b6e4f"}
-_RANK_COLOURS = ("#4c72b0", "#55a868", "#8172b3", "#c44e52", "#ccb974", "#64b5cd")
+_POLICY_COLOURS = {"static": "#888888", "proportional": "#0b6e4f"}
 
 
 def draw(runs: Sequence[Run], plan: DemoPlan, path: Path) -> None:
@@ -27,14 +26,13 @@ def draw(runs: Sequence[Run], plan: DemoPlan, path: Path) -> None:
         f"{plan.num_ranks} ranks, rank {plan.slow_rank} paced {plan.slowdown:g} times slower; "
         f"global batch {plan.local_batch_size * plan.num_ranks}, Fashion-MNIST"
     )
-    with whole(path) as file:
-        figure.savefig(file, dpi=130, format="png")
+    save(figure, path)
 
 
 def _accuracy(axes: Axes, runs: Sequence[Run], plan: DemoPlan) -> None:
     for run in runs:
         times, accuracies = zip(*run.accuracies, strict=True) if run.accuracies else ((), ())
-        colour = _COLOURS.get(run.summary.policy)
+        colour = _POLICY_COLOURS.get(run.summary.policy)
         reached = run.summary.time_to_target_s
         label = run.summary.policy + (": target not reached" if reached is None else f": {reached:.1f} s to the target")
         axes.plot(times, accuracies, marker="o", markersize=3, color=colour, label=label)
@@ -47,19 +45,15 @@ def _accuracy(axes: Axes, runs: Sequence[Run], plan: DemoPlan) -> None:
         xycoords=("axes fraction", "data"),
         va="bottom",
     )
-    axes.set(title="Held-out accuracy", xlabel="training time [s], evaluation left out", ylabel="accuracy")
-    axes.legend(loc="lower right")
-    axes.grid(alpha=0.3)
+    axes.set_xlabel("training time [s], evaluation left out")
+    finish(axes, from_zero=False, title="Held-out accuracy", ylabel="accuracy")
 
 
 def _batch_sizes(axes: Axes, run: Run, plan: DemoPlan) -> None:
     for rank, sizes in enumerate(zip(*run.summary.local_batch_sizes, strict=True)):
         label = f"rank {rank}" + (f" ({plan.slowdown:g}x slower)" if rank == plan.slow_rank else "")
-        axes.step(range(len(sizes)), sizes, where="post", label=label, color=_RANK_COLOURS[rank % len(_RANK_COLOURS)])
-    axes.set(title=f"Local batch sizes, {run.summary.policy}", xlabel="window", ylabel="samples per step")
-    axes.set_ylim(bottom=0)
-    axes.legend(fontsize="small", loc="lower right")
-    axes.grid(alpha=0.3)
+        axes.step(range(len(sizes)), sizes, where="post", label=label, color=COLOURS[rank % len(COLOURS)])
+    finish(axes, title=f"Local batch sizes, {run.summary.policy}", xlabel="window", ylabel="samples per step")
 
 
 def _step_time(axes: Axes, runs: Sequence[Run], plan: DemoPlan) -> None:
@@ -67,8 +61,5 @@ def _step_time(axes: Axes, runs: Sequence[Run], plan: DemoPlan) -> None:
         steps = [line.step_time_s * 1000 for line in run.progress]
         k = plan.window_steps
         medians = [statistics.median(steps[start : start + k]) for start in range(0, len(steps) - k + 1, k)]
-        axes.plot(medians, color=_COLOURS.get(run.summary.policy), label=run.summary.policy)
-    axes.set(title="Step time, median of each window", xlabel="window", ylabel="ms")
-    axes.set_ylim(bottom=0)
-    axes.legend(fontsize="small")
-    axes.grid(alpha=0.3)
+        axes.plot(medians, color=_POLICY_COLOURS.get(run.summary.policy), label=run.summary.policy)
+    finish(axes, title="Step time, median of each window", xlabel="window", ylabel="ms")

@@ -17,7 +17,7 @@ from dynamix.cli.errors import explained
 from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, write_json
 from dynamix.cli.services import SERVICES
 from dynamix.collector.settings import CollectorSettings
-from dynamix.runtime.log import configure
+from dynamix.runtime.log import configure as configure_log
 from dynamix.runtime.settings import SettingsError, read
 
 from .actions import actions
@@ -33,7 +33,7 @@ WIDEST = 110
 EBPF = "eBPF, which the collector uses where it can"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add_json_argument(parser)
     only = parser.add_mutually_exclusive_group()
@@ -55,17 +55,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(namespace: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Check everything, or what one option names; 1 when something fatal, or anything named, is missing."""
-    configure("critical")  # the checks say what is wrong
-    if namespace.alive is not None:
-        return 0 if asyncio.run(is_alive(find(os.environ), namespace.alive, os.environ)) else 1
-    if namespace.actions is not None:
-        checks = [asyncio.run(actions(find(os.environ), namespace.actions))]
-        return _show([CheckSection("Stored actions", checks)], {}, namespace.json, all_fatal=True)
+    configure_log("critical")  # the checks say what is wrong
+    if arguments.alive is not None:
+        return 0 if asyncio.run(is_alive(find(os.environ), arguments.alive, os.environ)) else 1
+    if arguments.actions is not None:
+        checks = [asyncio.run(actions(find(os.environ), arguments.actions))]
+        return _show([CheckSection("Stored actions", checks)], {}, arguments.json, all_fatal=True)
     settings = _collector_settings(os.environ)
-    if namespace.ebpf:
-        return _show([CheckSection(EBPF, [*ebpf(), try_ebpf(settings.cgroup)])], {}, namespace.json, all_fatal=True)
+    if arguments.ebpf:
+        return _show([CheckSection(EBPF, [*ebpf(), try_ebpf(settings.cgroup)])], {}, arguments.json, all_fatal=True)
     open_to_all, programs = kernel(), ebpf()
     sections = [
         CheckSection("Software", software()),
@@ -73,7 +73,7 @@ def run(namespace: argparse.Namespace) -> int:
         CheckSection("Kernel, as every user sees it", open_to_all),
         CheckSection(EBPF, [*programs, chosen(open_to_all, programs, settings.probe)]),
     ]
-    return _show(sections, {"probe": choice(open_to_all, programs, settings.probe)}, namespace.json)
+    return _show(sections, {"probe": choice(open_to_all, programs, settings.probe)}, arguments.json)
 
 
 def _bus(environ: Mapping[str, str]) -> list[DoctorCheck]:

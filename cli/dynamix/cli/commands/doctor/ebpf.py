@@ -124,7 +124,7 @@ def _refusal(root: Path, status: str, error: OSError) -> DoctorCheck:
         return failed("bpf()", "ebpf", f"{refused}, for want of rights", "the capabilities above")
     if _text(root / "proc/self/uid_map").split() not in ([], INITIAL_USER_NAMESPACE):
         fix = "start the collector outside of it: rootless containers cannot load programs"
-        return failed("bpf()", "ebpf", f"{refused}: the rights count in this user namespace only", fix)
+        return failed("bpf()", "ebpf", f"{refused}: the rights count in this user arguments only", fix)
     if _field(status, "Seccomp") == FILTERED:
         fix = "allow it: SystemCallFilter=bpf in a unit; Docker 23 and containerd 1.7 or newer do, with CAP_BPF"
         return failed("bpf()", "ebpf", f"{refused} by a system call filter", fix)
@@ -165,13 +165,13 @@ def headers(root: Path, system: os.uname_result) -> DoctorCheck:
 
 
 def _hides_the_host(root: Path, mountinfo: str, mount: Path) -> bool:
-    """Whether we live in a control group namespace and the mount shows nothing above it."""
+    """Whether we live in a control group arguments and the mount shows nothing above it."""
     try:
-        namespace = str((root / "proc/self/ns/cgroup").readlink())
+        arguments = str((root / "proc/self/ns/cgroup").readlink())
     except OSError:
         return False
     seen = [line.split()[3] for line in mountinfo.splitlines() if line.split()[4] == str(mount)]
-    return namespace != INITIAL_CGROUP_NAMESPACE and seen[-1:] == ["/"]  # a later mount covers an earlier one
+    return arguments != INITIAL_CGROUP_NAMESPACE and seen[-1:] == ["/"]  # a later mount covers an earlier one
 
 
 def _has(status: str, capability: Capability) -> bool:

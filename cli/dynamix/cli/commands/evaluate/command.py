@@ -7,25 +7,33 @@ rule:noise_multiplier=2,track=0 or goodput/lr=linear. Interrupted, the command p
 """
 
 import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from dynamix.cli.errors import CommandError
-from dynamix.cli.output import add_json_argument, add_png_argument, output_path
-from dynamix.lab.experiments.comparison.results_file import LEDGER
+from dynamix.cli.errors import INTERRUPTED, explained
+from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, add_png_argument, write_json
+from dynamix.cli.runs import RunsProgress, add_run_arguments, check_counts, command_line
+
+if TYPE_CHECKING:
+    from dynamix.lab.experiments.comparison.runs import Ledger
+
+    from .comparison import PlannedComparison
 
 POLICIES = "rule,proportional,noise-scale,doubling,goodput+track,goodput:noise_multiplier=4,track=1"
-"""Rows beside those that are always there; the last shows how much of the rule's gain its weighing of noise is."""
+"""Compared with the references; the last shows how much of the rule's gain comes from weighing the noise."""
 
 NUM_SEEDS = 12
-NUM_JOBS = 2
 RESULTS = "dynamix-evaluate.jsonl"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--suite", choices=("heldout", "train"), default="heldout", help="(default: %(default)s)")
     which.add_argument("--scenarios", metavar="DIR", help="a directory of scenario files of your own instead")
-    parser.add_argument("--policies", metavar="LIST", default=POLICIES, help="with commas (default: %(default)s)")
+    parser.add_argument(
+        "--policies", metavar="LIST", default=POLICIES, help="with commas between (default: %(default)s)"
+    )
     parser.add_argument(
         "--policy-file",
         metavar="NAME=PATH[,PATH...]",
@@ -37,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--crossed",
         action="store_true",
-        help="run every policy seed under every scenario seed; by default each scenario seed meets one, in turn",
+        help="run every policy seed under every scenario seed; by default each scenario seed runs with one, in turn",
     )
     parser.add_argument("--tuned", metavar="FILE", help="the baselines' settings (default: scenarios/tuned.toml)")
     add_run_arguments(parser, RESULTS)
@@ -48,32 +56,51 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_run_arguments(parser: argparse.ArgumentParser, results: str) -> None:
-    """Declare what every command has that runs many episodes."""
-    parser.add_argument("--jobs", type=int, default=NUM_JOBS, help="worker processes (default: %(default)s)")
-    parser.add_argument("--data", metavar="DIR", help="directory with the data sets (default: the usual places)")
-    parser.add_argument(
-        "--results",
-        metavar="FILE",
-        type=output_path(LEDGER, streams=False, make_parents=True),
-        default=results,
-        help="every run's outcome, a line each; nothing but such a file is touched (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--resume", action="store_true", help="keep the runs that FILE has; without, an old file becomes FILE.old"
-    )
+def run(arguments: argparse.Namespace) -> int:
+    """Run the comparison and show the verdict; an interrupt shows what there is and returns 130."""
+    check_counts(arguments, "seeds", "jobs")
+    from dynamix.lab.experiments.comparison.figure import draw
+    from dynamix.lab.experiments.comparison.pool import RunFailedError
+    from dynamix.lab.experiments.comparison.runs import Ledger
+    from dynamix.lab.experiments.comparison.verdict import VerdictBuilder
+
+    from .comparison import curves_of, planned
+    from .view import show
+
+    with explained(OSError, ValueError, RunFailedError):
+        comparison = planned(arguments)
+        suite, contenders, tuned, cells = comparison
+        with Ledger(Path(arguments.results), resume=arguments.resume) as ledger:
+            exit_code = _fill(comparison, ledger, arguments)
+            builder = VerdictBuilder(suite, contenders, cells, ledger, tuned)
+        verdict = builder.verdict(_command_line(arguments))
+        show(verdict, stderr=arguments.json == STANDARD_OUTPUT)
+        if arguments.json is not None:
+            write_json(verdict, arguments.json)
+        if arguments.png is not None:
+            draw(verdict, builder.table, curves_of(arguments, suite), Path(arguments.png))
+    return exit_code
 
 
-def run(namespace: argparse.Namespace) -> int:
-    """Run the comparison; 0, or 130 when it was interrupted."""
-    check_counts(namespace)
-    from .comparison import compare  # noqa: PLC0415 - torch and rich: only once they are needed
+def _fill(comparison: "PlannedComparison", ledger: "Ledger", arguments: argparse.Namespace) -> int:
+    """Run what the ledger does not have; the command's exit code."""
+    from dynamix.lab.experiments.comparison.evaluation import fill
 
-    return compare(namespace)
+    from .comparison import warnings
+
+    with RunsProgress() as progress:
+        for warning in warnings(comparison):
+            progress.say(warning)
+        try:
+            fill(comparison.cells, ledger, jobs=arguments.jobs, data=arguments.data, on_progress=progress.show_run)
+        except KeyboardInterrupt:
+            progress.say("Interrupted: the verdict is on the finished runs; --resume continues.")
+            return INTERRUPTED
+    return 0
 
 
-def check_counts(namespace: argparse.Namespace) -> None:
-    """Refuse numbers of seeds and jobs that make no sense."""
-    for name in ("seeds", "jobs"):
-        if getattr(namespace, name) < 1:
-            raise CommandError(f"--{name} {getattr(namespace, name)}: at least 1 is needed", exit_code=2)
+def _command_line(arguments: argparse.Namespace) -> str:
+    """The command that makes these numbers again, without options that do not change them."""
+    which = ["--scenarios", arguments.scenarios] if arguments.scenarios else ["--suite", arguments.suite]
+    files = [word for text in arguments.policy_file for word in ("--policy-file", text)]
+    return command_line("evaluate", which, "--policies", arguments.policies, files, "--seeds", arguments.seeds)

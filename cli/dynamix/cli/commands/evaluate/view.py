@@ -8,7 +8,6 @@ from rich.table import Table
 from dynamix.cli.formatting import UNKNOWN, formatted
 from dynamix.cli.tables import console_for, new_table, print_line
 from dynamix.lab.experiments.comparison.scores import RatioInterval
-from dynamix.lab.experiments.comparison.tuned import Choice, Tuned
 from dynamix.lab.experiments.comparison.verdict import Verdict, VerdictFamily, VerdictRow
 
 HEADINGS = ("median", "missed", "runs", "vs best static", "vs goodput", "at fixed time", "test", "spread")
@@ -27,20 +26,6 @@ def show(verdict: Verdict, *, stderr: bool) -> None:
             print_line(console, f"{row.policy}: {row.note}")
         for signature in row.signatures:
             print_line(console, f"{row.policy}: {signature}")
-
-
-def show_tuned(tuned: Tuned, *, stderr: bool) -> None:
-    """Print what was chosen for every baseline in every family, with its score."""
-    baselines = list(tuned.overall)
-    headings = ("family", *baselines)
-    table = new_table(*headings, left=headings, title=f"Best of {tuned.num_settings} settings each")
-    for family, choices in [*tuned.families.items(), ("all", tuned.overall)]:
-        table.add_row(family, *(_choice(baseline, choices[baseline]) for baseline in baselines))
-    console_for(stderr=stderr).print(table)
-
-
-def _choice(baseline: str, choice: Choice) -> str:
-    return f"{choice.setting.removeprefix(baseline).lstrip(':@')}: {choice.score_s:.1f} s"
 
 
 def _table(title: str, rows: Sequence[VerdictRow], default: str) -> Table:

@@ -8,15 +8,15 @@ dynamix inspect FILE --png FILE        the job as a picture
 import argparse
 from pathlib import Path
 
-from dynamix.cli.errors import CommandError
+from dynamix.cli.errors import MISUSED, CommandError, explained, reading
 from dynamix.cli.inspection.document import document
 from dynamix.cli.inspection.inspection import Inspection, inspect
-from dynamix.cli.inspection.window import Window
+from dynamix.cli.inspection.window import CapturedWindow
 from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, add_png_argument, write_json, writing
 from dynamix.recording.capture import CaptureError, fingerprint
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("file", metavar="FILE", help="a capture: `dynamix capture JOB -o FILE` makes one")
     parser.add_argument("--window", type=int, metavar="N", help="this window only, with every rank")
@@ -26,32 +26,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_png_argument(parser, "draw sizes, step time, accuracy, rewards and decisions")
 
 
-def run(namespace: argparse.Namespace) -> int:
-    """Read and show; 0 when the capture is whole, 1 when it is cut off or damaged."""
-    if namespace.generation is not None and namespace.window is None:
-        raise CommandError("--generation says of which restart --window N is: add that", exit_code=2)
-    path = Path(namespace.file)
-    inspection = _inspected(path, keep_details=namespace.window is not None or namespace.json is not None)
-    chosen = None if namespace.window is None else _chosen(inspection, namespace.window, namespace.generation)
-    _show(namespace, inspection, chosen)
-    if namespace.png:
-        _draw(inspection, namespace.png)
-    if namespace.json is not None:
+def run(arguments: argparse.Namespace) -> int:
+    """Read and show; 0 when the capture is complete, 1 when it is cut off or damaged."""
+    if arguments.generation is not None and arguments.window is None:
+        raise CommandError("--generation selects the restart of --window N: add --window", exit_code=MISUSED)
+    path = Path(arguments.file)
+    inspection = _inspected(path, keep_details=arguments.window is not None or arguments.json is not None)
+    chosen = None if arguments.window is None else _chosen(inspection, arguments.window, arguments.generation)
+    _show(arguments, inspection, chosen)
+    if arguments.png:
+        _draw(inspection, arguments.png)
+    if arguments.json is not None:
         windows = [window for _, window in sorted(inspection.windows.items())] if chosen is None else [chosen]
-        write_json(document(inspection, fingerprint(), windows), namespace.json)
+        write_json(document(inspection, fingerprint(), windows), arguments.json)
     return 1 if inspection.cut_off else 0
 
 
 def _inspected(path: Path, *, keep_details: bool) -> Inspection:
-    try:
+    with explained(CaptureError), reading(path):
         return inspect(path, keep_details=keep_details)
-    except CaptureError as error:
-        raise CommandError(str(error)) from error
-    except OSError as error:
-        raise CommandError(f"cannot read {path}: {error.strerror}") from error
 
 
-def _chosen(inspection: Inspection, window: int, generation: int | None) -> Window:
+def _chosen(inspection: Inspection, window: int, generation: int | None) -> CapturedWindow:
     """The window that was asked for; of several generations that have it, the last."""
     found = [known for known in inspection.sorted_windows() if known.window == window]
     if generation is not None:
@@ -59,22 +55,22 @@ def _chosen(inspection: Inspection, window: int, generation: int | None) -> Wind
     if not found:
         known = inspection.sorted_windows()
         held = f"{known[0].window} to {known[-1].window}" if known else "none"
-        raise CommandError(f"the capture has no such window; it has {held}", exit_code=2)
+        raise CommandError(f"the capture has no such window; it has {held}", exit_code=MISUSED)
     return found[-1]
 
 
-def _show(namespace: argparse.Namespace, inspection: Inspection, chosen: Window | None) -> None:
-    from . import one_window, view  # noqa: PLC0415 - rich: only once it is needed
+def _show(arguments: argparse.Namespace, inspection: Inspection, chosen: CapturedWindow | None) -> None:
+    from . import view
 
-    stderr = namespace.json == STANDARD_OUTPUT
+    stderr = arguments.json == STANDARD_OUTPUT
     if chosen is None:
-        view.show(inspection, fingerprint(), every=namespace.all, stderr=stderr)
+        view.show(inspection, fingerprint(), every=arguments.all, stderr=stderr)
     else:
-        one_window.show(chosen, stderr=stderr)
+        view.show_window(chosen, stderr=stderr)
 
 
 def _draw(inspection: Inspection, path: str) -> None:
-    from .figure import draw  # noqa: PLC0415 - matplotlib: only once it is needed
+    from .figure import draw
 
     if not inspection.sorted_windows():
         raise CommandError("the capture has no window to draw")

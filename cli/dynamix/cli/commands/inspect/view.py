@@ -1,15 +1,16 @@
 """An inspection for reading: what the file is, what is wrong with it, and a line for each window."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from rich.table import Table
 
 from dynamix.cli.formatting import UNKNOWN, formatted, ranges, sizes_text
 from dynamix.cli.inspection.inspection import Inspection
-from dynamix.cli.inspection.window import Window
+from dynamix.cli.inspection.window import CapturedWindow
 from dynamix.cli.tables import console_for, new_table, print_line
 from dynamix.recording.capture import Fingerprint, differences
-from dynamix.schemas.messages import Job
+from dynamix.schemas.messages import Action, Job, RankMetrics, RankReward
 
 MOST_LINES = 60
 """Of more windows the first and the last are shown, unless all are asked for."""
@@ -21,13 +22,39 @@ ENDS = {
 }
 HEADINGS = (
     *("window", "at, s", "batch", "step, ms", "loss", "accuracy", "held out", "sizes", "probe"),
-    *("decided", "after, ms", "ruled by", "reward"),
+    *("decided", "after, ms", "under", "reward"),
 )
 LEFT = ("sizes", "probe", "decided")
 
 
+class DetailColumn(NamedTuple):
+    """A column of the table of ranks."""
+
+    title: str
+    cell: Callable[[RankMetrics], str]
+
+
+DETAIL_COLUMNS = (
+    DetailColumn("size", lambda rank: str(rank.training.local_batch_size)),
+    DetailColumn("next", lambda rank: str(rank.training.pending_local_batch_size)),
+    DetailColumn("samples", lambda rank: str(rank.training.num_samples)),
+    DetailColumn("loss", lambda rank: formatted(rank.training.loss, "{:.3f}")),
+    DetailColumn("accuracy", lambda rank: formatted(rank.training.accuracy, "{:.1%}")),
+    DetailColumn("step, ms", lambda rank: formatted(rank.training.step_time_s, "{:.2f}", 1000)),
+    DetailColumn("data", lambda rank: formatted(rank.training.data_time_s, "{:.2f}", 1000)),
+    DetailColumn("compute", lambda rank: formatted(rank.training.compute_time_s, "{:.2f}", 1000)),
+    DetailColumn("sync", lambda rank: formatted(rank.training.sync_time_s, "{:.2f}", 1000)),
+    DetailColumn("update", lambda rank: formatted(rank.training.update_time_s, "{:.2f}", 1000)),
+    DetailColumn("cpu", lambda rank: formatted(rank.system.cpu_time_ratio, "{:.2f}")),
+    DetailColumn("memory", lambda rank: formatted(rank.system.memory_ratio, "{:.1%}")),
+    DetailColumn("sent, B", lambda rank: str(rank.network.tx_bytes) if rank.network else UNKNOWN),
+    DetailColumn("retrans", lambda rank: str(rank.network.retransmits) if rank.network else UNKNOWN),
+    DetailColumn("rtt, us", lambda rank: formatted(rank.network.srtt_us if rank.network else None, "{:.0f}")),
+)
+
+
 def show(inspection: Inspection, here: Fingerprint, *, every: bool, stderr: bool) -> None:
-    """Print it."""
+    """Print what the file is and a line for each window."""
     console = console_for(stderr=stderr)
     for line in lines(inspection, here):
         print_line(console, line)
@@ -60,9 +87,9 @@ def lines(inspection: Inspection, here: Fingerprint) -> Iterator[str]:
     yield "chain of actions: " + (inspection.chain_fault or f"unbroken over {inspection.kinds['action']}")
     yield from _gaps(inspection)
     for subject, reason in inspection.malformed:
-        yield f"not readable: {subject!r}: {reason}"
+        yield f"malformed: {subject!r}: {reason}"
     if num_doubles := sum(window.num_doubles for window in inspection.windows.values()):
-        yield f"doubles: {num_doubles} messages had been there before"
+        yield f"repeated: {num_doubles} messages"
 
 
 def _job(job: Job) -> str:
@@ -78,9 +105,9 @@ def _job(job: Job) -> str:
 def _build(inspection: Inspection, here: Fingerprint) -> Iterator[str]:
     others = differences(inspection.header.fingerprint, here)
     if not others:
-        yield "build and processor: as here, a replay gives the same bytes"
+        yield "build and processor: the same as here, a replay gives the same bytes"
         return
-    yield "build or processor: not as here, a replay may differ in its last digits"
+    yield "build or processor: another than here, a replay may differ in its last digits"
     yield from (f"  {line}" for line in others)
 
 
@@ -93,12 +120,12 @@ def _gaps(inspection: Inspection) -> Iterator[str]:
     for (generation, what), windows in lacking.items():
         yield f"missing in generation {generation}: {what} of windows {ranges(windows)}"
     if not inspection.windows:
-        yield "gaps: not known, there is no window"
+        yield "gaps: unknown, there is no window"
     elif not lacking:
         yield "gaps: none, every window has all its messages"
 
 
-def _table(inspection: Inspection, windows: Sequence[Window], *, every: bool) -> Table:
+def _table(inspection: Inspection, windows: Sequence[CapturedWindow], *, every: bool) -> Table:
     several = len({window.generation for window in windows}) > 1
     table = new_table(*(("generation",) if several else ()), *HEADINGS, left=LEFT)
     shown = list(enumerate(windows))
@@ -112,7 +139,7 @@ def _table(inspection: Inspection, windows: Sequence[Window], *, every: bool) ->
     return table
 
 
-def _cells(window: Window, before: Window | None, first_ns: int) -> tuple[str, ...]:
+def _cells(window: CapturedWindow, before: CapturedWindow | None, first_ns: int) -> tuple[str, ...]:
     metrics, action = window.metrics, window.action
     same = action and before and before.action and action.local_batch_sizes == before.action.local_batch_sizes
     return (
@@ -130,3 +157,55 @@ def _cells(window: Window, before: Window | None, first_ns: int) -> tuple[str, .
         ", ".join(f"{applied.decided_window}" for applied in window.applied) or "",
         formatted(window.mean_reward),
     )
+
+
+def show_window(window: CapturedWindow, *, stderr: bool) -> None:
+    """Print one window with every rank."""
+    console = console_for(stderr=stderr)
+    if window.detailed:
+        console.print(_ranks(window))
+    for line in window_lines(window):
+        print_line(console, line)
+
+
+def window_lines(window: CapturedWindow) -> Iterator[str]:
+    """The window's metrics, the decision made on it, and the decisions adopted in it."""
+    where = f"window {window.window} of generation {window.generation}"
+    if (metrics := window.metrics) is not None:
+        yield (
+            f"{where}: global batch {metrics.global_batch_size}, step {metrics.step_time_s * 1000:.1f} ms, "
+            f"{formatted(metrics.throughput, '{:.0f}')} samples/s, "
+            f"noise scale {formatted(metrics.noise_scale, '{:.0f}')}, mean reward {formatted(window.mean_reward)}"
+        )
+    yield f"decided: {_action(window.action)}" if window.action else f"no action for {where}"
+    for applied in window.applied:
+        refused = ", ".join(f"{count} {reason}" for reason, count in applied.num_refused.items())
+        yield (
+            f"from step {applied.effective_step} on under the action of window {applied.decided_window}: "
+            f"{sizes_text(applied.local_batch_sizes)}" + (f"; refused so far: {refused}" if refused else "")
+        )
+
+
+def _action(action: Action) -> str:
+    levers = "".join(f", {name} {value:g}" for name, value in action.levers.items())
+    gap = ", after a gap" if action.gap else ""
+    return (
+        f"{sizes_text(action.local_batch_sizes)} by {action.policy} version {action.policy_version} ({action.split}), "
+        f"watermark {action.watermark}{gap}{levers}, {len(action.carry)} bytes of memory, "
+        f"{action.hash.hex()[:16]} after {action.previous_hash.hex()[:16] or 'nothing'}"
+    )
+
+
+def _ranks(window: CapturedWindow) -> Table:
+    terms = list(dict.fromkeys(name for _, reward in window.detailed.values() if reward for name in reward.terms))
+    table = new_table("rank", *(column.title for column in DETAIL_COLUMNS), "reward", *terms)
+    for rank, (metrics, reward) in sorted(window.detailed.items()):
+        cells = [column.cell(metrics) if metrics else UNKNOWN for column in DETAIL_COLUMNS]
+        table.add_row(str(rank), *cells, *_reward(reward, terms))
+    return table
+
+
+def _reward(reward: RankReward | None, terms: list[str]) -> list[str]:
+    if reward is None:
+        return [UNKNOWN] * (1 + len(terms))
+    return [formatted(reward.reward), *(formatted(reward.terms.get(name)) for name in terms)]

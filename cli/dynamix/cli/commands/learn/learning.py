@@ -1,11 +1,10 @@
-"""What `dynamix learn` does: make the plan, learn it with a line per update, write and tell what came of it."""
+"""Learning a policy: the plan from the arguments, a line per update, and the files."""
 
 import argparse
 import asyncio
-import contextlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from dynamix.arbitrator.learned.policy_store import PolicyStore
 from dynamix.arbitrator.learned.ppo_settings import PPOSettings
 from dynamix.cli.broker import connected
 from dynamix.cli.connection import find
-from dynamix.cli.errors import CommandError
+from dynamix.cli.errors import INTERRUPTED, MISUSED, CommandError, explained
 from dynamix.cli.output import POLICY, STANDARD_OUTPUT, write_json
 from dynamix.lab.experiments.episodes.suite import TRAIN, read_suite, suite_named
 from dynamix.lab.experiments.learning import PRESETS, LearningPlan, LearningResult, LearningUpdate, learn, plan_named
@@ -25,103 +24,87 @@ from dynamix.lab.experiments.learning.checkpoint import KIND, LearningCheckpoint
 from dynamix.lab.experiments.learning.workers import EpisodeError
 from dynamix.reward.formula import TIME_ONLY, Weights
 from dynamix.runtime import output_files
-from dynamix.runtime.output_files import RefusedOutputError
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas.messages import Message
 
-from .command import WEIGHTS, output_of, settings_given
+from .presets import WEIGHTS, changes, settings_given
 
-INTERRUPTED = 130
 SERVICE = "learn"
 
 
-def learn_and_tell(namespace: argparse.Namespace, changes: dict[str, Any]) -> int:
-    """Learn what the arguments ask for; returns the exit code."""
-    with _sentences():
-        plan = _plan(namespace, changes)
-        output, checkpoint = _files(namespace)
-        if namespace.restart:
+def learn_policy(arguments: argparse.Namespace) -> int:
+    """Learn what the arguments ask for; the exit code."""
+    with explained(ValueError, OSError, LearningCheckpointError, EpisodeError):
+        plan = _plan(arguments)
+        output, checkpoint = _files(arguments)
+        if arguments.restart:
             checkpoint.unlink(missing_ok=True)
-        teller = _Teller(plan, find(os.environ) if namespace.publish else None)
+        reporter = _LearningReporter(plan, find(os.environ) if arguments.publish else None)
         try:
             learned = learn(
                 plan,
-                num_workers=namespace.workers,
+                num_workers=arguments.workers,
                 checkpoint=checkpoint,
-                log=namespace.log,
-                minutes=namespace.minutes,
-                data=None if namespace.data is None else Path(namespace.data),
-                observer=teller.tell,
+                log=arguments.log,
+                minutes=arguments.minutes,
+                data=arguments.data,
+                observer=reporter.report,
             )
         except KeyboardInterrupt:
-            print(f"\ninterrupted: the same command goes on from {checkpoint}", file=sys.stderr)
+            print(f"\ninterrupted: the same command continues from {checkpoint}", file=sys.stderr)
             return INTERRUPTED
         output_files.write(output, learned.file.to_bytes(), streams=False)
         if learned.finished:
             checkpoint.unlink(missing_ok=True)
-        teller.conclude(learned, output)
-        if namespace.json is not None:
-            write_json(_as_json(learned), namespace.json)
-        if namespace.json != STANDARD_OUTPUT:
+        reporter.store(learned, output)
+        if arguments.json is not None:
+            write_json(_as_json(learned), arguments.json)
+        if arguments.json != STANDARD_OUTPUT:
             print(_summary(learned, output, checkpoint))
     return 0
 
 
-@contextlib.contextmanager
-def _sentences() -> Iterator[None]:
-    """What a person can put right is said in a sentence."""
-    try:
-        yield
-    except RefusedOutputError as error:
-        raise CommandError(str(error), exit_code=2) from error
-    except (ValueError, OSError, LearningCheckpointError, EpisodeError) as error:
-        raise CommandError(str(error)) from error
-
-
-def _files(namespace: argparse.Namespace) -> tuple[Path, Path]:
-    """The policy and the checkpoint beside it, as long as both may be written."""
-    output = output_of(namespace)
+def _files(arguments: argparse.Namespace) -> tuple[Path, Path]:
+    """The policy file and the checkpoint beside it, checked."""
+    output = Path(arguments.output or f"{arguments.policy}-{arguments.seed}.safetensors")
     checkpoint = output.with_name(output.name + ".checkpoint")
     output_files.check(output, POLICY, streams=False)
     output_files.check(checkpoint, KIND, streams=False)
     return output, checkpoint
 
 
-def _plan(namespace: argparse.Namespace, changes: dict[str, Any]) -> LearningPlan:
-    suite = suite_named(TRAIN) if namespace.scenarios == TRAIN else read_suite(Path(namespace.scenarios))
-    try:
-        plan = plan_named(namespace.policy, suite.scenarios, **changes, **_reward(namespace))
-    except ValueError as error:
-        raise CommandError(str(error), exit_code=2) from error
-    settings = {**msgspec.to_builtins(plan.settings), **settings_given(namespace)}
+def _plan(arguments: argparse.Namespace) -> LearningPlan:
+    suite = suite_named(TRAIN) if arguments.scenarios == TRAIN else read_suite(Path(arguments.scenarios))
+    with explained(ValueError, exit_code=MISUSED):
+        plan = plan_named(arguments.policy, suite.scenarios, **changes(arguments), **_reward(arguments))
+    settings = {**msgspec.to_builtins(plan.settings), **settings_given(arguments)}
     try:
         return msgspec.structs.replace(plan, settings=msgspec.convert(settings, PPOSettings))
     except msgspec.ValidationError as error:
-        raise CommandError(
-            f"--ppo: {error}: known are {', '.join(PPOSettings.__struct_fields__)}", exit_code=2
-        ) from error
+        known = ", ".join(PPOSettings.__struct_fields__)
+        raise CommandError(f"--ppo: {error}: known are {known}", exit_code=MISUSED) from error
 
 
-def _reward(namespace: argparse.Namespace) -> dict[str, Any]:
-    """Formula and weights: given ones replace the defaults of the formula that is used."""
-    preset = PRESETS.get(namespace.policy, PRESETS["ppo"])
+def _reward(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Formula and weights: those given replace the defaults of the formula."""
+    preset = PRESETS.get(arguments.policy, PRESETS["ppo"])
     formula: Any = preset.get("formula", "time-aware")
-    if namespace.reward is not None:
-        formula = None if namespace.reward == "auto" else namespace.reward
-    plain = TIME_ONLY if formula == "time-aware" else Weights()
-    given = {name: value for name in WEIGHTS if (value := getattr(namespace, name)) is not None}
-    return {"formula": formula, "weights": msgspec.structs.replace(plain, **given)}
+    if arguments.reward is not None:
+        formula = None if arguments.reward == "auto" else arguments.reward
+    defaults = TIME_ONLY if formula == "time-aware" else Weights()
+    given = {name: value for name in WEIGHTS if (value := getattr(arguments, name)) is not None}
+    return {"formula": formula, "weights": msgspec.structs.replace(defaults, **given)}
 
 
-class _Teller:
+class _LearningReporter:
     """A line per update on standard error, and events on the bus when it was asked for."""
 
     def __init__(self, plan: LearningPlan, bus: BusSettings | None) -> None:
         self._plan = plan
         self._bus = bus
 
-    def tell(self, row: LearningUpdate, begun: Sequence[Finding]) -> None:
-        """One update."""
+    def report(self, row: LearningUpdate, begun: Sequence[Finding]) -> None:
+        """Print one update, and publish the failure signatures that began with it."""
         validated = "" if row.validation_vs_rule is None else f", validated {row.validation_vs_rule:.3f}"
         explained = "" if row.explained_variance is None else f"  explained {row.explained_variance:+.2f}"
         num_updates = self._plan.num_updates
@@ -142,7 +125,7 @@ class _Teller:
             ]
             asyncio.run(_publish(self._bus, events))
 
-    def conclude(self, learned: LearningResult, output: Path) -> None:
+    def store(self, learned: LearningResult, output: Path) -> None:
         """Store the policy on the bus, when that was asked for and the plan is done."""
         if self._bus is not None and learned.finished:
             version = asyncio.run(_store(self._bus, learned.file))
@@ -165,7 +148,7 @@ async def _store(settings: BusSettings, file: PolicyFile) -> int:
 
 def _summary(learned: LearningResult, output: Path, checkpoint: Path) -> str:
     scores = learned.file.metadata.scores
-    lines = [f"{'scenario':<28}time to target over rule's"]
+    lines = [f"{'scenario':<28}time to target / time of rule"]
     lines += [
         f"{name.removeprefix('vs_rule/'):<28}{ratio:.3f}"
         for name, ratio in sorted(scores.items())
@@ -174,7 +157,7 @@ def _summary(learned: LearningResult, output: Path, checkpoint: Path) -> str:
     lines.append(f"{'all (geometric mean)':<28}{scores['vs_rule']:.3f}  ({scores['num_runs']:.0f} runs each)")
     lines.append(f"wrote {output}")
     if not learned.finished:
-        lines.append(f"the time was over before the plan was done: the same command goes on from {checkpoint}")
+        lines.append(f"the time limit ended the plan early: the same command continues from {checkpoint}")
     return "\n".join(lines)
 
 

@@ -17,7 +17,7 @@ from dynamix.cli.connection import find
 from dynamix.cli.errors import CommandError
 from dynamix.cli.output import POLICY, STANDARD_OUTPUT, add_json_argument, output_path, write_json, writing
 from dynamix.runtime import output_files
-from dynamix.runtime.log import configure
+from dynamix.runtime.log import configure as configure_log
 
 from .catalogue import AvailablePolicy, PolicyCatalogue, opened
 from .view import details, table
@@ -37,7 +37,7 @@ class PolicyReference(NamedTuple):
     version: int | None
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's actions."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     listing = actions.add_parser("list", help="all versions that can be had", description="List all versions.")
@@ -63,13 +63,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add_json_argument(one)
 
 
-def run(namespace: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Do one action."""
-    configure("critical")  # what goes wrong is said in a sentence
-    outcome = asyncio.run(_act(namespace))
-    if namespace.json is not None:
-        write_json(outcome.result, namespace.json)
-    if namespace.json != STANDARD_OUTPUT:
+    configure_log("critical")  # what goes wrong is said in a sentence
+    outcome = asyncio.run(_act(arguments))
+    if arguments.json is not None:
+        write_json(outcome.result, arguments.json)
+    if arguments.json != STANDARD_OUTPUT:
         print(outcome.text)
     return 0
 
@@ -88,9 +88,9 @@ def reference(text: str) -> PolicyReference:
     return PolicyReference(name, int(version))
 
 
-async def _act(namespace: argparse.Namespace) -> ActionResult:
+async def _act(arguments: argparse.Namespace) -> ActionResult:
     async with opened(find(os.environ)) as catalogue:
-        return await _ACTIONS[namespace.action](catalogue, namespace)
+        return await _ACTIONS[arguments.action](catalogue, arguments)
 
 
 async def _list(catalogue: PolicyCatalogue, _: argparse.Namespace) -> ActionResult:
@@ -100,29 +100,29 @@ async def _list(catalogue: PolicyCatalogue, _: argparse.Namespace) -> ActionResu
     return ActionResult(table(entries), {"broker": not catalogue.absence, "policies": entries})
 
 
-async def _show(catalogue: PolicyCatalogue, namespace: argparse.Namespace) -> ActionResult:
-    entry, data = await catalogue.read(*namespace.policy)
+async def _show(catalogue: PolicyCatalogue, arguments: argparse.Namespace) -> ActionResult:
+    entry, data = await catalogue.read(*arguments.policy)
     metadata, fault = _read(data)
     result = {"policy": entry, "usable": not fault, "reason": fault, "metadata": metadata}
     return ActionResult(details(entry, metadata, fault), result)
 
 
-async def _export(catalogue: PolicyCatalogue, namespace: argparse.Namespace) -> ActionResult:
-    entry, data = await catalogue.read(*namespace.policy)
-    with writing(namespace.output):
-        await asyncio.to_thread(output_files.write, Path(namespace.output), data)
-    return _done(entry, f"written to {namespace.output}", {"file": str(namespace.output)})
+async def _export(catalogue: PolicyCatalogue, arguments: argparse.Namespace) -> ActionResult:
+    entry, data = await catalogue.read(*arguments.policy)
+    with writing(arguments.output):
+        await asyncio.to_thread(output_files.write, Path(arguments.output), data)
+    return _done(entry, f"written to {arguments.output}", {"file": str(arguments.output)})
 
 
-async def _import(catalogue: PolicyCatalogue, namespace: argparse.Namespace) -> ActionResult:
+async def _import(catalogue: PolicyCatalogue, arguments: argparse.Namespace) -> ActionResult:
     try:
-        data = await asyncio.to_thread(namespace.file.read_bytes)
-        metadata = PolicyFile.from_bytes(data, str(namespace.file)).metadata
+        data = await asyncio.to_thread(arguments.file.read_bytes)
+        metadata = PolicyFile.from_bytes(data, str(arguments.file)).metadata
     except OSError as error:
-        raise CommandError(f"cannot read {namespace.file}: {error.strerror}") from error
+        raise CommandError(f"cannot read {arguments.file}: {error.strerror}") from error
     except PolicyFileError as error:
         raise CommandError(str(error)) from error
-    name = namespace.name or metadata.policy
+    name = arguments.name or metadata.policy
     stored = await catalogue.store.put(name, data, feature_version=metadata.feature_version)
     entry, _ = await catalogue.read(stored.name, stored.version)
     return _done(entry, "stored on the bus: jobs of this policy that start from now on take it", {})

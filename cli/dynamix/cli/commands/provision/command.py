@@ -12,11 +12,11 @@ from dynamix.cli.broker import connected
 from dynamix.cli.connection import find
 from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, write_json
 from dynamix.runtime.bus.provision import provision
-from dynamix.runtime.log import configure
+from dynamix.runtime.log import configure as configure_log
 from dynamix.runtime.settings import BusSettings
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument(
         "--replicas", type=int, choices=(1, 3, 5), help="copies of each stream in a cluster (default: as it is, or 1)"
@@ -27,14 +27,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json_argument(parser)
 
 
-def run(namespace: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Provision; one line per stream."""
-    configure("warning")
-    lines = asyncio.run(_provision(find(os.environ), namespace.replicas, namespace.wait))
-    if namespace.json is not None:
+    configure_log("warning")
+    lines = asyncio.run(_provision(find(os.environ), arguments.replicas, arguments.wait))
+    if arguments.json is not None:
         streams = [dict(zip(("stream", "result"), line.split(": ", 1), strict=True)) for line in lines]
-        write_json({"streams": streams}, namespace.json)
-    if namespace.json != STANDARD_OUTPUT:
+        write_json({"streams": streams}, arguments.json)
+    if arguments.json != STANDARD_OUTPUT:
         print("\n".join(lines))
     return 0
 

@@ -16,7 +16,7 @@ import asyncio
 import time
 from pathlib import Path
 
-from dynamix.cli.errors import CommandError
+from dynamix.cli.errors import INTERRUPTED, CommandError, explained, reading
 from dynamix.cli.interrupts import stop_event
 from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, write_json
 from dynamix.cli.progress import ProgressLine
@@ -35,10 +35,10 @@ from dynamix.runtime.settings import load
 
 from .document import document
 
-EQUAL, DIFFERENT, UNUSABLE, INTERRUPTED = 0, 1, 2, 130
+EQUAL, DIFFERENT, UNUSABLE = 0, 1, 2
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("file", metavar="FILE", help="a capture: `dynamix capture JOB -o FILE` makes one")
     parser.add_argument(
@@ -70,21 +70,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json_argument(parser)
 
 
-def run(namespace: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Replay and show; the exit code says equal or not."""
-    from . import view  # noqa: PLC0415 - rich: only once it is needed
+    from . import view
 
-    to_stderr = namespace.json == STANDARD_OUTPUT
-    outcome = _guarded(namespace, to_stderr=to_stderr)
-    view.show(outcome, strict=namespace.strict, to_stderr=to_stderr)
-    if namespace.json is not None:
+    to_stderr = arguments.json == STANDARD_OUTPUT
+    outcome = _guarded(arguments, to_stderr=to_stderr)
+    view.show(outcome, strict=arguments.strict, to_stderr=to_stderr)
+    if arguments.json is not None:
         try:
-            write_json(document(outcome, strict=namespace.strict), namespace.json)
+            write_json(document(outcome, strict=arguments.strict), arguments.json)
         except CommandError as error:  # 1 would say that something differs
             raise CommandError(str(error), exit_code=UNUSABLE) from error
     if outcome.interrupted:
         return INTERRUPTED
-    return EQUAL if outcome.what_if is not None or _is_equal(outcome, strict=namespace.strict) else DIFFERENT
+    return EQUAL if outcome.what_if is not None or _is_equal(outcome, strict=arguments.strict) else DIFFERENT
 
 
 def _is_equal(outcome: ReplayOutcome, *, strict: bool) -> bool:
@@ -92,29 +92,31 @@ def _is_equal(outcome: ReplayOutcome, *, strict: bool) -> bool:
     return outcome.bytes_equal and not outcome.cut_off if strict else outcome.is_as_promised
 
 
-def _guarded(namespace: argparse.Namespace, *, to_stderr: bool) -> ReplayOutcome:
-    try:
-        request = _request(namespace)
-        _say_beforehand(request.path, to_stderr=to_stderr)
+def _guarded(arguments: argparse.Namespace, *, to_stderr: bool) -> ReplayOutcome:
+    from . import view
+
+    with (
+        explained(CaptureError, ReplayError, ValueError, exit_code=UNUSABLE),
+        reading(arguments.file, exit_code=UNUSABLE),
+    ):
+        request = _request(arguments)
+        found = differences(read_header(request.path).fingerprint, fingerprint())
+        view.show_fingerprint(found, to_stderr=to_stderr)
         return asyncio.run(_replayed(request))
-    except (CaptureError, ReplayError, ValueError) as error:
-        raise CommandError(str(error), exit_code=UNUSABLE) from error
-    except OSError as error:
-        raise CommandError(f"cannot read {namespace.file}: {error.strerror}", exit_code=UNUSABLE) from error
 
 
-def _request(namespace: argparse.Namespace) -> ReplayRequest:
-    path, options = Path(namespace.file), dict(_option(text) for text in namespace.policy_option)
-    asks_another = namespace.policy is not None or bool(options)
-    if asks_another and namespace.into != "arbitrator":
-        raise CommandError(f"--policy asks the arbitrator, not the {namespace.into}", exit_code=UNUSABLE)
+def _request(arguments: argparse.Namespace) -> ReplayRequest:
+    path, options = Path(arguments.file), dict(_option(text) for text in arguments.policy_option)
+    asks_another = arguments.policy is not None or bool(options)
+    if asks_another and arguments.into != "arbitrator":
+        raise CommandError(f"--policy asks the arbitrator, not the {arguments.into}", exit_code=UNUSABLE)
     return ReplayRequest(
         path=path,
-        into=namespace.into,
-        speed=namespace.speed,
-        until=None if namespace.until is None else _window_key(path, namespace.until),
-        other=OtherPolicy(namespace.policy, options) if asks_another else None,
-        policy_files=tuple(Path(file) for file in namespace.policy_file),
+        into=arguments.into,
+        speed=arguments.speed,
+        until=None if arguments.until is None else _window_key(path, arguments.until),
+        other=OtherPolicy(arguments.policy, options) if asks_another else None,
+        policy_files=tuple(Path(file) for file in arguments.policy_file),
         collector=load("collector", CollectorSettings, []).own,
         reward=load("reward", RewardSettings, []).own,
     )
@@ -134,12 +136,6 @@ def _window_key(path: Path, text: str) -> WindowKey:
     if not window.isdecimal() or (separator and not generation.isdecimal()):
         raise CommandError(f"--until {text}: say a window as N or GENERATION:N", exit_code=UNUSABLE)
     return WindowKey(int(generation) if separator else first_generation(path), int(window))
-
-
-def _say_beforehand(path: Path, *, to_stderr: bool) -> None:
-    from . import view  # noqa: PLC0415 - as in `run`
-
-    view.show_fingerprint(differences(read_header(path).fingerprint, fingerprint()), to_stderr=to_stderr)
 
 
 async def _replayed(request: ReplayRequest) -> ReplayOutcome:

@@ -12,9 +12,10 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dynamix.cli.errors import CommandError
+from dynamix.cli.errors import MISUSED, CommandError, explained
 from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, add_png_argument, write_json, writing
 from dynamix.cli.progress import ProgressLine
+from dynamix.cli.runs import add_data_argument
 
 if TYPE_CHECKING:
     from .simulation import SimulatedWindow, Simulation, SimulationPlan
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 POLICY = "rule"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("scenario", metavar="SCENARIO", help="a scenario file, or a name such as train/mixed-8")
     parser.add_argument(
@@ -32,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed", type=int, default=0, help="of weights, order of the data and disturbances (default: %(default)s)"
     )
-    parser.add_argument("--data", metavar="DIR", help="directory with the data sets (default: the usual places)")
+    add_data_argument(parser)
     parser.add_argument("--device", default="cpu", help="where the gradients are computed (default: %(default)s)")
     parser.add_argument("--windows", action="store_true", help="show a line for each window")
     parser.add_argument("--bus", action="store_true", help="let the services on the bus decide")
@@ -40,49 +41,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_png_argument(parser, "draw accuracy, batch sizes and step time over virtual time")
 
 
-def run(namespace: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Run the job and show what came of it."""
-    if namespace.seed < 0:
-        raise CommandError(f"--seed {namespace.seed}: it must not be negative", exit_code=2)
-    if namespace.bus and namespace.policy_file:
-        raise CommandError("--policy-file: on the bus, policies come from there (`dynamix policy import`)", exit_code=2)
-    from .simulation import plan  # noqa: PLC0415 - torch: only once it is needed
+    if arguments.seed < 0:
+        raise CommandError(f"--seed {arguments.seed}: it must not be negative", exit_code=MISUSED)
+    if arguments.bus and arguments.policy_file:
+        raise CommandError(
+            "--policy-file: on the bus, policies come from there (`dynamix policy import`)", exit_code=MISUSED
+        )
+    from .simulation import plan
 
-    try:
-        planned = plan(namespace.scenario, namespace.policy, namespace.policy_file, seed=namespace.seed)
-    except ValueError as error:
-        raise CommandError(str(error), exit_code=2) from error
-    simulation = _run(planned, namespace)
-    _show(simulation, namespace)
+    with explained(ValueError, exit_code=MISUSED):
+        planned = plan(arguments.scenario, arguments.policy, arguments.policy_file, seed=arguments.seed)
+    simulation = _run(planned, arguments)
+    _show(simulation, arguments)
     return 0
 
 
-def _run(planned: "SimulationPlan", namespace: argparse.Namespace) -> "Simulation":
-    from .simulation import simulate  # noqa: PLC0415 - see above
-    from .view import window_text  # noqa: PLC0415 - rich: only once it is needed
+def _run(planned: "SimulationPlan", arguments: argparse.Namespace) -> "Simulation":
+    from .simulation import simulate
+    from .view import window_text
 
     scenario = planned.scenario
-    try:
-        with ProgressLine() as progress:
-            progress.show(f"{scenario.name} under {planned.label}: loading {scenario.workload}")
+    with explained(ValueError, OSError), ProgressLine() as progress:
+        progress.show(f"{scenario.name} under {planned.label}: loading {scenario.workload}")
 
-            def show(line: "SimulatedWindow") -> None:
-                text = window_text(line, scenario.time_limit_s)
-                (progress.say if namespace.windows else progress.show)(text)
+        def show(line: "SimulatedWindow") -> None:
+            text = window_text(line, scenario.time_limit_s)
+            (progress.say if arguments.windows else progress.show)(text)
 
-            return simulate(planned, namespace.data, device=namespace.device, on_window=show, bus=namespace.bus)
-    except (ValueError, OSError) as error:  # data that is missing, a device; the text says how to mend it
-        raise CommandError(str(error)) from error
+        return simulate(planned, arguments.data, device=arguments.device, on_window=show, bus=arguments.bus)
 
 
-def _show(simulation: "Simulation", namespace: argparse.Namespace) -> None:
-    from .view import show_summary  # noqa: PLC0415 - see above
+def _show(simulation: "Simulation", arguments: argparse.Namespace) -> None:
+    from .view import show_summary
 
-    show_summary(simulation, stderr=namespace.json == STANDARD_OUTPUT)
-    if namespace.json is not None:
-        write_json(simulation, namespace.json)
-    if namespace.png is not None:
-        from .figure import draw  # noqa: PLC0415 - matplotlib: only once it is needed
+    show_summary(simulation, stderr=arguments.json == STANDARD_OUTPUT)
+    if arguments.json is not None:
+        write_json(simulation, arguments.json)
+    if arguments.png is not None:
+        from .figure import draw
 
-        with writing(namespace.png):
-            draw(simulation, Path(namespace.png))
+        with writing(arguments.png):
+            draw(simulation, Path(arguments.png))

@@ -134,7 +134,7 @@ def scenario_named(text: str) -> Scenario:
     return Scenario.read(shipped[fitting[0]])
 
 
-def simulate(planned: SimulationPlan, data: str | None, *, device: str, on_window: OnWindow, bus: bool) -> Simulation:
+def simulate(planned: SimulationPlan, data: Path | None, *, device: str, on_window: OnWindow, bus: bool) -> Simulation:
     """Run the job to its end.
 
     Raises:
@@ -145,7 +145,7 @@ def simulate(planned: SimulationPlan, data: str | None, *, device: str, on_windo
     """
     torch.set_num_threads(1)  # this process is the command's own; a virtual worker's batch is too small for two
     place = _device(device)
-    loaded = workload_named(planned.scenario.workload).load(None if data is None else Path(data))
+    loaded = workload_named(planned.scenario.workload).load(data)
     loaded = Data(*(Part(*(tensor.to(place) for tensor in part)) for part in loaded))
     recorder = _WindowRecorder(on_window)
     episode = asyncio.run(_on_bus(planned, loaded, recorder)) if bus else _in_process(planned, loaded, recorder)

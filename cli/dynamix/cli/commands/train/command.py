@@ -2,8 +2,8 @@
 
   dynamix train --name mnist -- --standalone --nproc-per-node 4 --max-restarts 3 train.py --epochs 10
 
-What stands behind `--` goes to torchrun as it is: torchrun's options, the script, the script's arguments. The job's id
-is made once here, so that it stays the same when torchrun restarts the ranks.
+Everything behind `--` goes to torchrun unchanged: its options, the script, the script's arguments. The job's id is made
+once here, so that it stays the same when torchrun restarts the ranks.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dynamix.cli.connection import find
-from dynamix.cli.errors import CommandError
+from dynamix.cli.errors import MISUSED, CommandError
 from dynamix.cli.services import bus_environment
 from dynamix.runtime.settings import BusSettings, redact_url
 from dynamix.schemas.subjects import check_token
@@ -24,58 +24,63 @@ from dynamix.schemas.subjects import check_token
 RUN_ID_BYTES = 4
 MAX_NAME = 63 - 1 - 2 * RUN_ID_BYTES
 ELASTIC_RESTART = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-"""Without it gloo ranks that torchrun restarts look for each other at the addresses of dead processes."""
+"""Without it, gloo ranks that torchrun restarts connect to the addresses of dead processes."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("--name", help="the job's name; its id is the name and 8 digits (default: the script's name)")
     parser.add_argument("--job", metavar="ID", help="the whole id, where several nodes must name the same job")
-    parser.add_argument("--policy", help="overrules the policy that the script asks for")
+    parser.add_argument("--policy", help="instead of the policy that the script asks for")
     parser.add_argument("torchrun", nargs="*", metavar="-- ARGUMENT", help="torchrun's options, script, its arguments")
 
 
-def run(namespace: argparse.Namespace) -> int:
-    """Become torchrun; returns only when that fails."""
-    arguments: list[str] = namespace.torchrun
-    if not arguments:
-        raise CommandError("no script: put torchrun's options, the script and its arguments behind --", exit_code=2)
+def run(arguments: argparse.Namespace) -> int:
+    """Replace this process by torchrun; returns only when that fails."""
+    words: list[str] = arguments.torchrun
+    if not words:
+        raise CommandError(
+            "no script: put torchrun's options, the script and its arguments behind --", exit_code=MISUSED
+        )
     if importlib.util.find_spec("torch") is None:
         raise CommandError(
             "PyTorch is not installed in this environment: pip install torch, or 'dynamix-batch[train]' "
             "(https://pytorch.org says which build fits your GPU)"
         )
-    job = job_id(arguments, name=namespace.name, given=namespace.job or os.environ.get("DYNAMIX_JOB", ""))
+    job = job_id(words, name=arguments.name, given=arguments.job or os.environ.get("DYNAMIX_JOB", ""))
     bus = find(os.environ)
     print(f"job {job}, bus {redact_url(bus.url)}; watch it with: dynamix top {job}", file=sys.stderr, flush=True)
-    command = [sys.executable, "-m", "torch.distributed.run", *arguments]
-    os.execve(sys.executable, command, environment(os.environ, job, bus, namespace.policy))  # noqa: S606 - no shell
+    command = [sys.executable, "-m", "torch.distributed.run", *words]
+    os.execve(sys.executable, command, environment(os.environ, job, bus, arguments.policy))  # noqa: S606 - no shell
 
 
 def job_id(arguments: Sequence[str], *, name: str | None, given: str) -> str:
-    """The job's id: the one given, else the name and a run id that no run had before.
+    """The job's id: the one given, else the name and a random run id.
 
     Raises:
-        CommandError: when it cannot be part of a subject, or several nodes would each make one of their own.
+        CommandError: when it is invalid in a subject, or when each of several nodes would make a different one.
     """
     try:
         if given:
             return check_token(given)
         chosen = check_token(name or _script_name(arguments))
     except ValueError as error:
-        raise CommandError(str(error), exit_code=2) from error
+        raise CommandError(str(error), exit_code=MISUSED) from error
     if len(chosen) > MAX_NAME:
-        raise CommandError(f"the name {chosen!r} has {len(chosen)} characters: use at most {MAX_NAME}", exit_code=2)
+        raise CommandError(
+            f"the name {chosen!r} has {len(chosen)} characters: use at most {MAX_NAME}", exit_code=MISUSED
+        )
     made = f"{chosen}-{secrets.token_hex(RUN_ID_BYTES)}"
     if spans_nodes(arguments):
         raise CommandError(
-            f"a job on several nodes needs one id on all of them: pass, for example, --job {made} on each", exit_code=2
+            f"a job on several nodes needs one id on all of them: pass, for example, --job {made} on each",
+            exit_code=MISUSED,
         )
     return made
 
 
 def environment(environ: Mapping[str, str], job: str, bus: BusSettings, policy: str | None) -> dict[str, str]:
-    """The environment of torchrun: ours, the bus, the job, and what torchrun's ranks need to live together."""
+    """The environment of torchrun: ours, the bus, the job, and what torchrun needs to restart ranks under gloo."""
     defaults = {ELASTIC_RESTART: "1", "OMP_NUM_THREADS": "1"}
     chosen = {"DYNAMIX_JOB": job} | ({"DYNAMIX_TRAINER_POLICY": policy} if policy else {})
     return defaults | dict(environ) | bus_environment(bus) | chosen
@@ -83,12 +88,12 @@ def environment(environ: Mapping[str, str], job: str, bus: BusSettings, policy: 
 
 def spans_nodes(arguments: Sequence[str]) -> bool:
     """Whether torchrun is asked for more than one node."""
-    found = re.search(r"(?:^|\s)--nnodes[=\s](\S+)", " ".join(_of_torchrun(arguments)))
+    found = re.search(r"(?:^|\s)--nnodes[=\s](\S+)", " ".join(_before_script(arguments)))
     return found is not None and found[1] not in ("1", "1:1")
 
 
-def _of_torchrun(arguments: Sequence[str]) -> Sequence[str]:
-    """What stands in front of the script."""
+def _before_script(arguments: Sequence[str]) -> Sequence[str]:
+    """The arguments before the script."""
     script = next((index for index, argument in enumerate(arguments) if argument.endswith(".py")), len(arguments))
     return arguments[:script]
 

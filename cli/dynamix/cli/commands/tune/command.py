@@ -1,38 +1,88 @@
-"""Choose the baselines' settings on train scenarios: six settings each, the same scenarios and seeds for all.
+"""Choose the baselines' settings on the train scenarios: six settings each, the same scenarios and seeds for all.
 
 Writes the file that `dynamix evaluate` reads them from. Held-out scenarios are never read.
 """
 
 import argparse
+from pathlib import Path
 
-from dynamix.cli.commands.evaluate.command import add_run_arguments, check_counts
-from dynamix.cli.output import TUNED, add_json_argument, output_path
+from dynamix.cli.errors import MISUSED, CommandError, explained
+from dynamix.cli.output import STANDARD_OUTPUT, TUNED, add_json_argument, output_path, write_json
+from dynamix.cli.runs import RunsProgress, add_run_arguments, check_counts, command_line, suite_of
+from dynamix.runtime import output_files
 
 NUM_SEEDS = 2
 RESULTS = "dynamix-tune.jsonl"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument(
         "--scenarios", metavar="DIR", help="a directory of scenario files (default: the train scenarios)"
     )
-    parser.add_argument("--baselines", metavar="LIST", help="with commas (default: all that have settings)")
+    parser.add_argument("--baselines", metavar="LIST", help="separated by commas (default: all that have settings)")
     parser.add_argument("--seeds", type=int, default=NUM_SEEDS, help="seeds per scenario (default: %(default)s)")
     parser.add_argument(
         "-o",
         "--output",
         metavar="FILE",
         type=output_path(TUNED),
-        help="the file to write (default: tuned.toml beside the train scenarios, for all baselines only)",
+        help="the file to write (default, for all baselines only: tuned.toml beside the train scenarios)",
     )
     add_run_arguments(parser, RESULTS)
     add_json_argument(parser)
 
 
-def run(namespace: argparse.Namespace) -> int:
-    """Run all settings and choose; 0, or 130 when it was interrupted: then nothing is chosen."""
-    check_counts(namespace)
-    from dynamix.cli.commands.evaluate.comparison import choose  # noqa: PLC0415 - torch and rich: only once they are needed
+def run(arguments: argparse.Namespace) -> int:
+    """Run all settings and choose; an interrupt chooses nothing."""
+    check_counts(arguments, "seeds", "jobs")
+    from dynamix.lab.experiments.comparison.pool import RunFailedError
+    from dynamix.lab.experiments.comparison.runs import Ledger
+    from dynamix.lab.experiments.comparison.tuned import to_toml
+    from dynamix.lab.experiments.comparison.tuning import FIRST_SEED, GRID, tune
+    from dynamix.lab.experiments.episodes.suite import TRAIN
 
-    return choose(namespace)
+    from .view import show
+
+    with explained(OSError, ValueError, RunFailedError):
+        suite, output = suite_of(arguments, TRAIN), _output(arguments)
+        with Ledger(Path(arguments.results), resume=arguments.resume) as ledger, RunsProgress() as progress:
+            tuned = tune(
+                suite,
+                ledger,
+                seeds=range(FIRST_SEED, FIRST_SEED + arguments.seeds),
+                baselines=tuple(arguments.baselines.split(",")) if arguments.baselines else tuple(GRID),
+                command=_command_line(arguments),
+                jobs=arguments.jobs,
+                data=arguments.data,
+                on_progress=progress.show_run,
+            )
+        output_files.write(output, to_toml(tuned).encode())
+        show(tuned, stderr=arguments.json == STANDARD_OUTPUT)
+        if arguments.json is not None:
+            write_json(tuned, arguments.json)
+    return 0
+
+
+def _output(arguments: argparse.Namespace) -> Path:
+    """The file to write: choices for some baselines, or on other scenarios, never replace those for all."""
+    if arguments.output:
+        return Path(arguments.output)
+    from dynamix.lab.experiments.episodes.suite import TUNED_FILE, scenario_root
+
+    path = scenario_root() / TUNED_FILE
+    for option in ("baselines", "scenarios"):
+        if value := getattr(arguments, option):
+            raise CommandError(
+                f"--{option} {value}: {path} holds the choices for all baselines on the train scenarios; name another "
+                "file with -o",
+                exit_code=MISUSED,
+            )
+    output_files.check(path, TUNED)
+    return path
+
+
+def _command_line(arguments: argparse.Namespace) -> str:
+    scenarios = ["--scenarios", arguments.scenarios] if arguments.scenarios else []
+    baselines = ["--baselines", arguments.baselines] if arguments.baselines else []
+    return command_line("tune", scenarios, baselines, "--seeds", arguments.seeds)

@@ -1,7 +1,7 @@
 """Run the broker and the three services on this machine until interrupted.
 
-What dies is started again. Other `dynamix` commands of the same user find the broker by themselves; the streams are
-kept for the next time.
+A process that ends is started again. Other `dynamix` commands of the same user find the broker by themselves; the
+streams are kept for the next start.
 """
 
 import argparse
@@ -19,21 +19,20 @@ import msgspec
 
 from dynamix.cli.broker import connected
 from dynamix.cli.connection import find, path, published, running
-from dynamix.cli.errors import CommandError
+from dynamix.cli.errors import MISUSED, CommandError, explained
+from dynamix.cli.interrupts import stop_event
 from dynamix.cli.services import SERVICES, bus_environment, wait_until_ready
 from dynamix.runtime import output_files
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.embedded import EmbeddedServer, EmbeddedServerError
-from dynamix.runtime.log import configure
-from dynamix.runtime.output_files import RefusedOutputError
+from dynamix.runtime.log import configure as configure_log
 from dynamix.runtime.settings import BusSettings, SettingsError, read
 
 from .children import Broker, Service
 from .supervisor import kept
 
 LOCK = "lock"
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class UpSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +44,7 @@ class UpSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Port of the broker on 127.0.0.1; 0 takes a free one."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument(
         "--store-dir", metavar="DIR", help="keep the streams here (default: ~/.local/state/dynamix/jetstream)"
@@ -58,14 +57,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(namespace: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Run until a signal; 0 after one."""
-    if namespace.print_env:
+    if arguments.print_env:
         return _print_environment(os.environ)
-    settings = _settings(namespace, os.environ)
+    settings = _settings(arguments, os.environ)
     if (other := running(os.environ)) is not None:
         raise CommandError(f"it runs already, as process {other.pid} at {other.url}: stop that one first")
-    configure("warning")
+    configure_log("warning")
     store = Path(settings.store_dir) if settings.store_dir else _default_store(os.environ)
     _check_places(store, path(os.environ))
     with _locked(store):
@@ -75,16 +74,12 @@ def run(namespace: argparse.Namespace) -> int:
 
 async def _run_until_signal(server: EmbeddedServer, store: Path, environ: Mapping[str, str]) -> None:
     """The broker outside, then our own connection, then the services: each needs what is around it to end well."""
-    stop = asyncio.Event()
-    with _signals(stop):
-        try:
-            async with server, kept([Broker(server)], _say, stop), connected(server.settings, "up") as bus:
-                await provision(bus)
-                _say("broker", f"{server.settings.url} as process {server.pid}, streams in {store}")
-                with published(server.settings, environ) as file:
-                    await _serve(bus, server.settings, file, environ, stop)
-        except EmbeddedServerError as error:
-            raise CommandError(str(error)) from error
+    with stop_event(signal.SIGHUP) as stop, explained(EmbeddedServerError):
+        async with server, kept([Broker(server)], _say, stop), connected(server.settings, "up") as bus:
+            await provision(bus)
+            _say("broker", f"{server.settings.url} as process {server.pid}, streams in {store}")
+            with published(server.settings, environ) as file:
+                await _serve(bus, server.settings, file, environ, stop)
     _say("stopped", "")
 
 
@@ -118,24 +113,22 @@ async def _announce(bus: Bus, services: list[Service], file: Path) -> None:
     _say("stop", "Ctrl-C")
 
 
-def _settings(namespace: argparse.Namespace, environ: Mapping[str, str]) -> UpSettings:
-    given = {"--store-dir": namespace.store_dir, "--port": namespace.port}
-    try:
+def _settings(arguments: argparse.Namespace, environ: Mapping[str, str]) -> UpSettings:
+    given = {"--store-dir": arguments.store_dir, "--port": arguments.port}
+    with explained(SettingsError, exit_code=MISUSED):
         return read(UpSettings, "up", environ, [f"{flag}={value}" for flag, value in given.items() if value])
-    except SettingsError as error:
-        raise CommandError(str(error), exit_code=2) from error
 
 
 def _print_environment(environ: Mapping[str, str]) -> int:
     if running(environ) is None:
-        raise CommandError("nothing runs: start it with `dynamix up`")
+        raise CommandError("no broker of `dynamix up` runs: start one with `dynamix up`")
     quoted = {key: shlex.quote(value) for key, value in bus_environment(find(_without_bus(environ))).items()}
     print("\n".join(f"export {key}={value}" for key, value in quoted.items()))
     return 0
 
 
 def _without_bus(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment as it is for somebody who has set nothing: the running one counts, not what was exported."""
+    """The environment without the variables of the bus: the running broker counts, not what was exported."""
     return {key: value for key, value in environ.items() if not key.startswith("DYNAMIX_NATS_")}
 
 
@@ -146,12 +139,10 @@ def _default_store(environ: Mapping[str, str]) -> Path:
 
 def _check_places(store: Path, connection_file: Path) -> None:
     """Refuse, before anything starts, places that are not what we would write there."""
-    try:
+    with explained():
         output_files.check_directory(store)
         output_files.check(store / LOCK, streams=False, make_parents=True)
         output_files.check(connection_file, streams=False, make_parents=True)
-    except RefusedOutputError as error:
-        raise CommandError(str(error), exit_code=2) from error
 
 
 @contextlib.contextmanager
@@ -164,18 +155,6 @@ def _locked(store: Path) -> Iterator[None]:
         except BlockingIOError:
             raise CommandError(f"{store} is in use by another `dynamix up`: stop it or pass --store-dir") from None
         yield
-
-
-@contextlib.contextmanager
-def _signals(stop: asyncio.Event) -> Iterator[None]:
-    loop = asyncio.get_running_loop()
-    for number in STOP_SIGNALS:
-        loop.add_signal_handler(number, stop.set)
-    try:
-        yield
-    finally:
-        for number in STOP_SIGNALS:
-            loop.remove_signal_handler(number)
 
 
 def _say(what: str, text: str) -> None:

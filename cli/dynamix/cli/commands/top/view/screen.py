@@ -24,8 +24,15 @@ QUIT_KEYS = (b"q", b"Q", b"\x1b", b"")
 """Escape alone, not an arrow's sequence; nothing read is a terminal that is gone."""
 
 
-async def watch(feed: Feed, console: Console) -> None:
+def show(feed: Feed) -> None:
+    """Print one frame."""
+    console = Console()
+    console.print(current(feed, console))
+
+
+async def watch(feed: Feed) -> None:
     """Draw until the person leaves."""
+    console = Console()
     left = asyncio.Event()
     following = asyncio.create_task(feed.follow())
     following.add_done_callback(lambda _: left.set())

@@ -1,0 +1,80 @@
+"""What commands that run many episodes share: arguments, progress, and the command line that repeats them."""
+
+import argparse
+import shlex
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dynamix.lab.experiments.comparison.results_file import LEDGER
+
+from .errors import MISUSED, CommandError
+from .formatting import bar, duration
+from .output import output_path
+from .progress import ProgressLine
+
+if TYPE_CHECKING:
+    from dynamix.lab.experiments.comparison.evaluation import ComparisonProgress
+    from dynamix.lab.experiments.episodes.suite import Suite
+
+NUM_JOBS = 2
+BAR_WIDTH = 20
+
+
+def add_run_arguments(parser: argparse.ArgumentParser, results: str) -> None:
+    """Declare the arguments of a command that runs many episodes."""
+    parser.add_argument("--jobs", type=int, default=NUM_JOBS, help="worker processes (default: %(default)s)")
+    add_data_argument(parser)
+    parser.add_argument(
+        "--results",
+        metavar="FILE",
+        type=output_path(LEDGER, streams=False, make_parents=True),
+        default=results,
+        help="the results of all runs, one per line; only such a file is replaced (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the runs that FILE has; without it, an old file becomes FILE.old"
+    )
+
+
+def add_data_argument(parser: argparse.ArgumentParser) -> None:
+    """Declare `--data DIR`."""
+    what = "directory with the data sets (default: the usual places)"
+    parser.add_argument("--data", metavar="DIR", type=Path, help=what)
+
+
+def check_counts(arguments: argparse.Namespace, *names: str) -> None:
+    """Refuse counts below 1."""
+    for name in names:
+        if (value := getattr(arguments, name)) is not None and value < 1:
+            raise CommandError(f"--{name} {value}: at least 1 is needed", exit_code=MISUSED)
+
+
+def command_line(*words: str | int | Iterable[str]) -> str:
+    """A command line that makes the same numbers again, for the result."""
+    flat = [[str(word)] if isinstance(word, (str, int)) else list(word) for word in words]
+    return shlex.join(["dynamix", *(word for part in flat for word in part)])
+
+
+def suite_of(arguments: argparse.Namespace, name: str) -> "Suite":
+    """The suite of `--scenarios DIR`, else the one called `name`."""
+    from dynamix.lab.experiments.episodes.suite import read_suite, suite_named  # noqa: PLC0415 - torch
+
+    return read_suite(Path(arguments.scenarios)) if arguments.scenarios else suite_named(name)
+
+
+class RunsProgress(ProgressLine):
+    """How many runs are done, what is left, and which one was the last."""
+
+    def __init__(self) -> None:
+        super().__init__(keep=True)
+        self._begun_s = time.monotonic()
+
+    def show_run(self, progress: "ComparisonProgress") -> None:
+        """One run is over."""
+        done, total = progress.num_done, progress.num_total
+        passed = duration(time.monotonic() - self._begun_s)
+        left = "" if progress.left_s is None else f", {duration(progress.left_s)} left"
+        text = f"{bar(done / total, BAR_WIDTH)} {done}/{total} runs, {passed}{left}: {progress.newest}"
+        self.show(text, now=done == total)
