@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import structlog
-from tests.support import made
+from tests.support import examples
 from tests.support.brokers import ConfiguredServer, connected, operate, until
 from tests.support.stored_blocks import Record, block_of, flip_in_header, flip_in_payload, records
 
@@ -30,8 +30,8 @@ from dynamix.schemas.messages import Action, Applied, Event, Job, State
 from dynamix.schemas.streams import ACTIONS, FEED
 
 NODES: dict[str, tuple[int, ...]] = {"node-a": (0, 1)}
-JOB = made.job(NODES, job="first-0", policy="static")
-OTHER = made.job(NODES, job="other-0", policy="static")
+JOB = examples.job(NODES, job="first-0", policy="static")
+OTHER = examples.job(NODES, job="other-0", policy="static")
 SIZES = (128, 128)
 
 
@@ -42,7 +42,7 @@ async def opened(bus: Bus, job: Job = JOB, known: Any = None) -> JobLog:
 
 
 def state(job: Job, window: int) -> State:
-    return msgspec.structs.replace(made.state("node-a", (0, 1), window), job=job.job)
+    return msgspec.structs.replace(examples.state("node-a", (0, 1), window), job=job.job)
 
 
 async def decide(bus: Bus, log: JobLog, windows: range) -> None:
@@ -75,7 +75,7 @@ def receipt(action: Action, **changes: Any) -> Applied:
 
 
 async def test_an_action_with_another_hash_than_its_contents_is_refused(bus: Bus) -> None:
-    sealed = seal(made.action(3, job=JOB.job, local_batch_sizes=SIZES, deltas=(0, 0)), b"p" * 32)
+    sealed = seal(examples.action(3, job=JOB.job, local_batch_sizes=SIZES, deltas=(0, 0)), b"p" * 32)
     forged = msgspec.structs.replace(sealed, local_batch_sizes=(32, 1024))
     await bus.publish_action(forged, expected_last=0)
     with pytest.raises(
@@ -159,7 +159,7 @@ async def test_a_log_with_another_action_than_the_one_applied_is_refused(bus: Bu
 
 
 async def test_an_empty_log_of_a_job_that_has_applied_actions_is_refused(bus: Bus) -> None:
-    await bus.publish(receipt(seal(made.action(5, job=JOB.job), b"")))
+    await bus.publish(receipt(seal(examples.action(5, job=JOB.job), b"")))
     with pytest.raises(ActionStoreError, match="ends at nothing, but the trainer applied an action for window 5"):
         await opened(bus)
 
@@ -204,7 +204,7 @@ async def test_a_running_arbitrator_refuses_another_chain_of_the_same_job(bus: B
     options = {"job": JOB.job, "local_batch_sizes": SIZES, "deltas": (0, 0), "policy_version": 7}
     previous, sequence = b"", 0
     for window in range(5):
-        action = seal(made.action(window, **options), previous)
+        action = seal(examples.action(window, **options), previous)
         previous, sequence = action.hash, await bus.publish_action(action, expected_last=sequence)
     with pytest.raises(ActionStoreError, match=r"at 3 begins another chain than the one that was known"):
         await decide(bus, log, range(3, 4))
@@ -224,8 +224,8 @@ async def test_a_chain_broken_in_between_is_refused(bus: Bus) -> None:
     log = await opened(bus)
     await decide(bus, log, range(2))
     options = {"job": JOB.job, "local_batch_sizes": SIZES, "deltas": (0, 0)}
-    third = seal(made.action(2, **options), (await actions(bus))[-1].hash)
-    fourth = seal(made.action(3, **options), b"x" * 32)
+    third = seal(examples.action(2, **options), (await actions(bus))[-1].hash)
+    fourth = seal(examples.action(3, **options), b"x" * 32)
     sequence = await bus.publish_action(third, expected_last=2)
     await bus.publish_action(fourth, expected_last=sequence)
     with pytest.raises(ActionStoreError, match="breaks the chain: the action for window 3 of generation 0 does"):

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from tests.support import made
+from tests.support import examples
 from tests.support.toy_cluster import ToyCluster
 
 from dynamix.arbitrator.policies.goodput import NUM_CANDIDATES, goodput
@@ -17,7 +17,7 @@ RATES = np.array([3000.0, 3000.0, 1000.0, 1000.0])
 
 def job_of(policy: str, **options: float) -> Job:
     nodes = {"node-a": (0, 1, 2, 3)}
-    return made.job(nodes, policy=policy, policy_options=options, min_local_batch_size=8)
+    return examples.job(nodes, policy=policy, policy_options=options, min_local_batch_size=8)
 
 
 def run(policy: str, cluster: ToyCluster, windows: int = 30, **options: float) -> list[Decision]:
@@ -111,7 +111,7 @@ def test_the_batch_doubles_so_often_at_most() -> None:
 
 
 def test_doubling_keeps_the_shares_that_the_user_chose() -> None:
-    job = made.job(
+    job = examples.job(
         policy="doubling", initial_local_batch_sizes=(200, 100, 50, 50), policy_options={"patience_windows": 1.0}
     )
     cluster = ToyCluster(RATES)
@@ -129,16 +129,16 @@ def test_doubling_keeps_the_shares_that_the_user_chose() -> None:
 def test_with_track_every_policy_leaves_the_division_to_the_job(policy: str) -> None:
     obs_WF, global_F = _window()
     for supported, track, split in ((True, 1, "tracking"), (True, 0, "fixed"), (False, 1, "fixed")):
-        job = made.job(policy=policy, policy_options={"track": float(track)}, supports_tracking=supported)
+        job = examples.job(policy=policy, policy_options={"track": float(track)}, supports_tracking=supported)
         assert POLICIES[policy].decide(job, 0, obs_WF, global_F, b"").allocation.split == split
 
 
 def test_static_and_proportional_keep_their_global_batch_under_the_fast_loop() -> None:
     obs_WF, global_F = _window()
     for policy in ("static", "proportional"):
-        job = made.job(policy=policy, policy_options={"track": 1.0}, supports_tracking=True)
+        job = examples.job(policy=policy, policy_options={"track": 1.0}, supports_tracking=True)
         assert sum(POLICIES[policy].decide(job, 0, obs_WF, global_F, b"").allocation.local_batch_sizes) == 512
 
 
 def _window() -> tuple[Array32, Array32]:
-    return ToyCluster(RATES).observe(np.full(4, 128.0), made.job(), (128,) * 4)
+    return ToyCluster(RATES).observe(np.full(4, 128.0), examples.job(), (128,) * 4)

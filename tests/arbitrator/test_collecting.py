@@ -3,7 +3,7 @@
 import asyncio
 
 import msgspec
-from tests.support import made
+from tests.support import examples
 
 from dynamix.arbitrator.learning.collecting import collect
 from dynamix.runtime.bus import Bus, BusMessage
@@ -11,7 +11,7 @@ from dynamix.schemas.messages import RankReward, Reward
 
 NUM_WINDOWS = 1500
 NO_TIME_S = 1e-9
-JOB = made.job({"node-a": (0, 1)})
+JOB = examples.job({"node-a": (0, 1)})
 
 
 async def refuse(message: BusMessage, reason: str) -> None:
@@ -25,7 +25,7 @@ def reward(window: int) -> Reward:
 
 async def record(bus: Bus, windows: range, rewarded: range) -> None:
     for window in windows:
-        await bus.publish_soon(made.state(window_index=window))
+        await bus.publish_soon(examples.state(window_index=window))
     for window in rewarded:
         await bus.publish_soon(reward(window))
     await bus.flush()
@@ -33,7 +33,7 @@ async def record(bus: Bus, windows: range, rewarded: range) -> None:
 
 async def test_a_long_generation_is_read_whole_whatever_the_grace(bus: Bus) -> None:
     await record(bus, range(NUM_WINDOWS), range(NUM_WINDOWS))
-    await bus.publish(made.action())
+    await bus.publish(examples.action())
     found = await collect(bus, JOB, grace_s=NO_TIME_S, refuse=refuse)
     assert found is not None
     assert (len(found.recording.states), len(found.recording.rewards)) == (NUM_WINDOWS, NUM_WINDOWS)

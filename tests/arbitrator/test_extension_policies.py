@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.arbitrator.test_halting import NODES, an_arbitrator, decided, report
-from tests.support import made
+from tests.support import examples
 from tests.support.extensions import register
 
 from dynamix.arbitrator.deciding.fold import Fold
@@ -18,7 +18,7 @@ from dynamix.runtime.bus import Bus
 from dynamix.runtime.extensions import ExtensionError
 
 Write = Callable[[str], int]
-HALVED = made.job(NODES, policy="halving")
+HALVED = examples.job(NODES, policy="halving")
 THEIRS = """
 from dynamix.arbitrator.policies.static import Static as Theirs
 Theirs = type("Theirs", (Theirs,), {"name": "theirs"})
@@ -38,7 +38,7 @@ def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
 def test_a_fold_decides_with_an_installed_policy() -> None:
     fold = Fold(HALVED, policy_named("halving"), None)
     for sequence, (node, ranks) in enumerate(NODES.items(), start=1):
-        fold.add_state(sequence, made.state(node, ranks))
+        fold.add_state(sequence, examples.state(node, ranks))
     action = fold.close()
     assert action is not None
     assert (action.policy, action.policy_version, action.policy_digest) == ("halving", 3, b"")
@@ -58,9 +58,9 @@ async def test_an_arbitrator_decides_with_an_installed_policy(bus: Bus) -> None:
 async def test_a_job_is_held_to_the_options_and_the_version_of_an_installed_policy(bus: Bus) -> None:
     source = PolicySource(PolicyStore(bus))
     with pytest.raises(ValueError, match=r"policy 'halving' has no option 'track': known are divisor, version"):
-        await source.choose(made.job(policy="halving", policy_options={"track": 1.0}), None)
+        await source.choose(examples.job(policy="halving", policy_options={"track": 1.0}), None)
     with pytest.raises(ValueError, match=r"policy 'halving' has version 3, not 2"):
-        await source.choose(HALVED, made.action(policy="halving", policy_version=2, policy_digest=b""))
+        await source.choose(HALVED, examples.action(policy="halving", policy_version=2, policy_digest=b""))
     with pytest.raises(ValueError, match=r"'halving' is the name of a policy in code"):
         await PolicyStore(bus).put("halving", b"", feature_version=1)
 
@@ -116,7 +116,7 @@ def test_something_else_than_a_decision_is_refused(theirs: Write) -> None:
 @pytest.mark.parametrize("source", ["raise RuntimeError('no licence')", THEIRS + "Theirs.decide = lambda *_: 1 / 0"])
 async def test_a_broken_extension_halts_only_the_jobs_that_name_it(bus: Bus, theirs: Write, source: str) -> None:
     theirs(source)
-    broken, other = (made.job(NODES, job=f"{name}-0", policy=name) for name in ("theirs", "static"))
+    broken, other = (examples.job(NODES, job=f"{name}-0", policy=name) for name in ("theirs", "static"))
     await bus.publish(broken)
     async with an_arbitrator(bus) as context:
         await bus.publish(other)

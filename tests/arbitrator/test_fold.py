@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support import made
+from tests.support import examples
 
 from dynamix.arbitrator.deciding.fold import MAX_AGE_WINDOWS, MAX_SKIP_WINDOWS, Fold
 from dynamix.arbitrator.policies.model.observation import Array32
@@ -18,7 +18,7 @@ from dynamix.schemas.features import RANK_INDEX
 from dynamix.schemas.messages import Action, Job, State
 
 NODES = {"node-a": (0, 1), "node-b": (2, 3)}
-JOB = made.job(NODES)
+JOB = examples.job(NODES)
 
 
 class Recorder:
@@ -47,11 +47,11 @@ def run(fold: Fold, states: Sequence[tuple[int, State]]) -> list[Action]:
 
 
 def a(window: int) -> State:
-    return made.state("node-a", (0, 1), window)
+    return examples.state("node-a", (0, 1), window)
 
 
 def b(window: int) -> State:
-    return made.state("node-b", (2, 3), window)
+    return examples.state("node-b", (2, 3), window)
 
 
 def numbered(*states: State) -> list[tuple[int, State]]:
@@ -107,7 +107,7 @@ def test_actions_chain_and_carry() -> None:
 
 
 def test_sizes_are_clamped_to_the_bounds_and_deltas_are_to_the_own_last_decision() -> None:
-    job = made.job(NODES, max_local_batch_sizes=(1024, 1024, 1024, 140), policy="random")
+    job = examples.job(NODES, max_local_batch_sizes=(1024, 1024, 1024, 140), policy="random")
     fold = Fold(job, policy_named("random"), None)
     states = [state for window in range(60) for state in (a(window), b(window))]
     previous = job.initial_local_batch_sizes
@@ -122,9 +122,9 @@ def test_sizes_are_clamped_to_the_bounds_and_deltas_are_to_the_own_last_decision
 def test_a_foreign_node_or_other_ranks_are_refused() -> None:
     fold = Fold(JOB, policy_named("static"), None)
     with pytest.raises(MalformedMessageError, match="not in the job's specification"):
-        fold.add_state(1, made.state("node-c", (0, 1)))
+        fold.add_state(1, examples.state("node-c", (0, 1)))
     with pytest.raises(MalformedMessageError, match="not in the job's specification"):
-        fold.add_state(1, made.state("node-a", (0, 1, 2)))
+        fold.add_state(1, examples.state("node-a", (0, 1, 2)))
 
 
 def test_one_absurd_window_number_does_not_move_the_job() -> None:
@@ -157,8 +157,8 @@ def test_after_a_gap_a_dead_collector_does_not_stop_decisions() -> None:
 
 def test_an_action_of_an_earlier_generation_only_gives_the_chain_its_predecessor() -> None:
     last = run(Fold(JOB, policy_named("static"), None), numbered(a(0), b(0)))[-1]
-    fold = Fold(made.job(NODES, generation=1), policy_named("static"), last)
-    states = [made.state(node, ranks, 0, generation=1) for node, ranks in NODES.items()]
+    fold = Fold(examples.job(NODES, generation=1), policy_named("static"), last)
+    states = [examples.state(node, ranks, 0, generation=1) for node, ranks in NODES.items()]
     (action,) = run(fold, [(10, states[0]), (11, states[1])])
     assert (action.generation, action.window, action.previous_hash) == (1, 0, last.hash)
 
@@ -173,7 +173,7 @@ def feeds(draw: Callable[..., int]) -> list[tuple[int, State]]:
             for _ in range(draw(st.sampled_from([0, 1, 1, 1, 1, 1, 2]))):
                 delay = draw(st.sampled_from([0, 0, 0, 0, 1, 3, 20]))
                 speeds = tuple(float(draw(st.integers(500, 4000))) for _ in ranks)
-                keyed.append((window + delay, len(keyed), made.state(node, ranks, window, throughput=speeds)))
+                keyed.append((window + delay, len(keyed), examples.state(node, ranks, window, throughput=speeds)))
     return numbered(*[state for _, _, state in sorted(keyed, key=lambda item: item[:2])])
 
 
@@ -183,7 +183,7 @@ def test_a_restart_after_any_message_gives_the_same_bytes(
     feed: list[tuple[int, State]], data: st.DataObject, policy: str
 ) -> None:
     """The stored action is the whole checkpoint: read on from its watermark, decide the same, decide nothing twice."""
-    job = made.job(NODES, policy=policy)
+    job = examples.job(NODES, policy=policy)
     reference = run(Fold(job, policy_named(policy), None), feed)
     cuts = data.draw(st.lists(st.integers(0, len(feed)), max_size=4).map(sorted))
     stored: list[Action] = []

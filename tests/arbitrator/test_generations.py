@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.support import made
+from tests.support import examples
 
 from dynamix.arbitrator.learning.generations import Finished, Generations
 from dynamix.schemas.messages import Job
@@ -10,7 +10,7 @@ from dynamix.schemas.messages import Job
 
 def job(generation: int = 0, phase: str = "running", **changes: Any) -> Job:
     fields: dict[str, Any] = {"policy": "ppo", "policy_options": {"explore": 1.0}}
-    return made.job(generation=generation, phase=phase, **(fields | changes))
+    return examples.job(generation=generation, phase=phase, **(fields | changes))
 
 
 def test_an_ended_job_is_over_and_terminated_only_when_it_completed() -> None:
@@ -49,4 +49,4 @@ def test_jobs_that_do_not_explore_or_are_another_policys_or_not_wanted_are_left_
     for changes in ({"policy_options": {}}, {"policy": "rule"}, {"job": "cifar-0a1b2c3d"}):
         assert watch.observe_job(job(phase="ended", end_reason="completed", **changes)) == []
     (finished,) = watch.observe_job(job(phase="ended", end_reason="completed"))
-    assert finished.name == f"{made.JOB}:0"
+    assert finished.name == f"{examples.JOB}:0"

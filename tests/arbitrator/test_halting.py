@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 import structlog
-from tests.support import made, odd_policies
+from tests.support import examples, trained_policies
 
 from dynamix.arbitrator.learned.policy_source import PolicySource
 from dynamix.arbitrator.learned.policy_store import PolicyStore
@@ -23,7 +23,7 @@ from dynamix.schemas.messages import Action, Job
 from dynamix.schemas.streams import ACTIONS
 
 NODES: dict[str, tuple[int, ...]] = {"node-a": (0, 1), "node-b": (2, 3)}
-ODD, OTHER = made.job(NODES, job="odd-0", policy="odd"), made.job(NODES, job="other-0", policy="static")
+ODD, OTHER = examples.job(NODES, job="odd-0", policy="odd"), examples.job(NODES, job="other-0", policy="static")
 
 
 @contextlib.asynccontextmanager
@@ -42,7 +42,7 @@ async def an_arbitrator(bus: Bus) -> AsyncIterator[Context[ArbitratorSettings, B
 async def report(bus: Bus, job: Job) -> None:
     """One window of all nodes."""
     for node, ranks in NODES.items():
-        await bus.publish(msgspec.structs.replace(made.state(node, ranks), job=job.job))
+        await bus.publish(msgspec.structs.replace(examples.state(node, ranks), job=job.job))
 
 
 async def decided(bus: Bus) -> list[str]:
@@ -56,7 +56,7 @@ async def decided(bus: Bus) -> list[str]:
 async def test_a_file_with_odd_metadata_halts_its_own_generation_only(
     bus: Bus, metadata: object, is_there_first: bool
 ) -> None:
-    await PolicyStore(bus).put("odd", odd_policies.with_metadata(metadata), feature_version=1)
+    await PolicyStore(bus).put("odd", trained_policies.with_metadata(metadata), feature_version=1)
     await bus.publish(ODD)
     await bus.publish(OTHER)
     if is_there_first:

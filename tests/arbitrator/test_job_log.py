@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import structlog
-from tests.support import learned, made
+from tests.support import examples, learned
 
 from dynamix.arbitrator.deciding.action_store import ActionStoreError
 from dynamix.arbitrator.deciding.job_log import JobLog, Surroundings
@@ -16,7 +16,7 @@ from dynamix.schemas.codec import decode
 from dynamix.schemas.messages import Action, Event, Job
 from dynamix.schemas.streams import ACTIONS, FEED
 
-JOB = made.job({"node-a": (0, 1)}, policy="mine")
+JOB = examples.job({"node-a": (0, 1)}, policy="mine")
 SHRINKS, GROWS = (learned.policy_file("deltas", favour=choice).to_bytes() for choice in (1, 2))
 
 
@@ -43,10 +43,10 @@ async def test_of_two_that_began_with_different_versions_the_second_takes_over_t
     first = await opened(bus, counts)
     await store.put("mine", GROWS, feature_version=1)
     second = await opened(bus, counts)
-    await first.add_state(1, made.state())
-    await second.add_state(1, made.state())  # refused by the broker: window 0 is decided
+    await first.add_state(1, examples.state())
+    await second.add_state(1, examples.state())  # refused by the broker: window 0 is decided
     assert counts == {"decided": 1, "adopted": 1}
-    await second.add_state(2, made.state(window_index=1))
+    await second.add_state(2, examples.state(window_index=1))
     action = await newest_action(bus)
     assert (action.window, action.policy_version, action.policy_digest) == (1, 1, stored.digest)
     assert action.deltas == (-25, -25)
@@ -58,15 +58,15 @@ async def test_the_second_decides_nothing_when_the_version_of_the_first_is_gone(
     first = await opened(bus, Counter())
     await store.put("mine", GROWS, feature_version=1)
     second = await opened(bus, Counter())
-    await first.add_state(1, made.state())
+    await first.add_state(1, examples.state())
     await bus.delete_object(BUCKET, "mine/1")
     with pytest.raises(ValueError, match="version 1 of policy 'mine' which decided this generation so far, is gone"):
-        await second.add_state(1, made.state())
+        await second.add_state(1, examples.state())
     assert (await newest_action(bus)).window == 0
 
 
 async def test_an_action_for_another_number_of_ranks_is_not_this_jobs(bus: Bus) -> None:
-    await bus.publish_action(made.action(policy="mine"), expected_last=0)
+    await bus.publish_action(examples.action(policy="mine"), expected_last=0)
     with pytest.raises(ActionStoreError, match="sizes 4 ranks, the job has 2"):
         await opened(bus, Counter())
 
@@ -77,7 +77,7 @@ async def test_sizes_that_stick_to_their_minimum_are_an_event_once(bus: Bus) -> 
     await PolicyStore(bus).put("mine", SHRINKS, feature_version=1)
     log = await opened(bus, counts)
     for window in range(30):
-        await log.add_state(window + 1, made.state(window_index=window))
+        await log.add_state(window + 1, examples.state(window_index=window))
     assert (counts["decided"], counts["size_stuck"]) == (30, 1)
     subject = subjects.event(JOB.job)
     async with bus.consume(FEED.name, [subject], start="all") as consumer:
@@ -90,7 +90,9 @@ async def test_sizes_that_stick_to_their_minimum_are_an_event_once(bus: Bus) -> 
 
 async def test_a_job_that_nobody_decides_for_is_never_stuck(bus: Bus) -> None:
     counts = Counter[str]()
-    log = await opened(bus, counts, made.job({"node-a": (0, 1)}, policy="static", initial_local_batch_sizes=(32, 32)))
+    log = await opened(
+        bus, counts, examples.job({"node-a": (0, 1)}, policy="static", initial_local_batch_sizes=(32, 32))
+    )
     for window in range(30):
-        await log.add_state(window + 1, made.state(window_index=window))
+        await log.add_state(window + 1, examples.state(window_index=window))
     assert counts == {"decided": 30}

@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from tests.support import learned, made
+from tests.support import examples, learned
 
 from dynamix.arbitrator.deciding.fold import Fold
 from dynamix.arbitrator.learned import inputs, policy_file
@@ -32,7 +32,7 @@ def run(job: Job, policy: Policy, num_windows: int = 12) -> list[Action]:
     for window in range(num_windows):
         for place, (node, ranks) in enumerate(NODES.items()):
             speeds = tuple(1000.0 * (1 + rank) + 30 * (window % 5) for rank in ranks)
-            fold.add_state(2 * window + place + 1, made.state(node, ranks, window, throughput=speeds))
+            fold.add_state(2 * window + place + 1, examples.state(node, ranks, window, throughput=speeds))
         while (action := fold.close()) is not None:
             fold.adopt(action)
             actions.append(action)
@@ -41,7 +41,7 @@ def run(job: Job, policy: Policy, num_windows: int = 12) -> list[Action]:
 
 @pytest.mark.parametrize("supports_tracking", [False, True])
 def test_an_untrained_global_policy_is_the_rule_itself(supports_tracking: bool) -> None:
-    job = made.job(NODES, policy="ppo", supports_tracking=supports_tracking)
+    job = examples.job(NODES, policy="ppo", supports_tracking=supports_tracking)
     ruled = run(job, Rule())
     decided = run(job, LearnedPolicy(learned.policy_file("global")))
     assert [(a.local_batch_sizes, a.split) for a in decided] == [(a.local_batch_sizes, a.split) for a in ruled]
@@ -49,7 +49,7 @@ def test_an_untrained_global_policy_is_the_rule_itself(supports_tracking: bool) 
 
 
 def test_an_untrained_deltas_policy_changes_nothing() -> None:
-    job = made.job(NODES, policy="ppo-paper", policy_options={})
+    job = examples.job(NODES, policy="ppo-paper", policy_options={})
     file = learned.policy_file("deltas")
     zeros = {name: np.zeros_like(array) for name, array in file.tensors.items() if name.startswith("actor.4")}
     policy = LearnedPolicy(file._replace(tensors={**file.tensors, **zeros}))
@@ -58,7 +58,7 @@ def test_an_untrained_deltas_policy_changes_nothing() -> None:
 
 @pytest.mark.parametrize("choice", range(1, len(MULTIPLIERS)))
 def test_a_multiplier_scales_the_rule_and_does_not_compound(choice: int) -> None:
-    job = made.job(NODES, policy="ppo", min_local_batch_size=1, max_local_batch_sizes=(100_000,) * 4)
+    job = examples.job(NODES, policy="ppo", min_local_batch_size=1, max_local_batch_sizes=(100_000,) * 4)
     ruled = run(job, Rule())
     decided = run(job, LearnedPolicy(learned.policy_file("global", favour=choice)))
     for own, rule in zip(decided, ruled, strict=True):
@@ -68,7 +68,7 @@ def test_a_multiplier_scales_the_rule_and_does_not_compound(choice: int) -> None
 
 @pytest.mark.parametrize("choice", range(len(DELTAS)))
 def test_a_delta_is_added_to_each_ranks_own_last_size(choice: int) -> None:
-    job = made.job(NODES, policy="ppo-paper")
+    job = examples.job(NODES, policy="ppo-paper")
     action = run(job, LearnedPolicy(learned.policy_file("deltas", favour=choice)), num_windows=1)[0]
     assert action.local_batch_sizes == (max(32, 128 + DELTAS[choice]),) * 4
     assert action.split == "fixed"
@@ -89,11 +89,11 @@ def test_numpy_and_torch_compute_the_same(action_set: ActionSetName) -> None:
 
 @pytest.mark.parametrize("action_set", ACTION_SETS)
 def test_decisions_are_pure_and_sampling_is_keyed_by_the_window(action_set: ActionSetName) -> None:
-    job = made.job(NODES, policy="ppo", policy_options={"explore": 1.0})
+    job = examples.job(NODES, policy="ppo", policy_options={"explore": 1.0})
     first, second = (run(job, LearnedPolicy(learned.policy_file(action_set))) for _ in range(2))
     assert first == second
     other = run(
-        made.job(NODES, policy="ppo", policy_options={"explore": 1.0}, seed=8),
+        examples.job(NODES, policy="ppo", policy_options={"explore": 1.0}, seed=8),
         LearnedPolicy(learned.policy_file(action_set)),
     )
     assert [a.carry for a in other] != [a.carry for a in first]
@@ -102,13 +102,13 @@ def test_decisions_are_pure_and_sampling_is_keyed_by_the_window(action_set: Acti
 @pytest.mark.parametrize("action_set", ACTION_SETS)
 def test_a_sampled_decision_says_how_likely_it_was_and_a_greedy_one_does_not(action_set: ActionSetName) -> None:
     policy = LearnedPolicy(learned.policy_file(action_set))
-    sampled = run(made.job(NODES, policy_options={"explore": 1.0}), policy, num_windows=1)[0]
+    sampled = run(examples.job(NODES, policy_options={"explore": 1.0}), policy, num_windows=1)[0]
     num = 4 if action_set == "deltas" else 1
     assert sampled.logprobs is not None
     assert sampled.values is not None
     assert len(sampled.logprobs) == len(sampled.values) == num
     assert all(-5 < logprob < 0 for logprob in sampled.logprobs)
-    greedy = run(made.job(NODES), policy, num_windows=1)[0]
+    greedy = run(examples.job(NODES), policy, num_windows=1)[0]
     assert (greedy.logprobs, greedy.values) == (None, None)
 
 
@@ -116,14 +116,14 @@ def test_actions_are_sampled_as_often_as_they_are_likely() -> None:
     probabilities = np.array([0.1, 0.6, 0.0, 0.3])
     with np.errstate(divide="ignore"):
         logprobs = np.log(np.tile(probabilities, (20_000, 1)))
-    counts = np.bincount(sample(logprobs, draws(made.job(), 3, 20_000)), minlength=4) / 20_000
+    counts = np.bincount(sample(logprobs, draws(examples.job(), 3, 20_000)), minlength=4) / 20_000
     assert counts == pytest.approx(probabilities, abs=0.015)
     assert counts[2] == 0
 
 
 @pytest.mark.parametrize("action_set", ACTION_SETS)
 def test_with_nothing_known_a_policy_still_decides_within_bounds(action_set: ActionSetName) -> None:
-    job = made.job(NODES)
+    job = examples.job(NODES)
     obs_WF = np.full((4, len(RANK_FEATURES)), np.nan, dtype=np.float32)
     obs_WF[:, RANK_INDEX["decided_local_batch_size"]] = 128
     obs_WF[:, RANK_INDEX["age_windows"]] = 16
@@ -136,7 +136,7 @@ def test_with_nothing_known_a_policy_still_decides_within_bounds(action_set: Act
 @pytest.mark.parametrize("action_set", ACTION_SETS)
 def test_inputs_are_the_ones_of_the_list_whatever_the_number_of_ranks(action_set: ActionSetName) -> None:
     for world_size in (1, 4, 33):
-        job = made.job({"node-a": tuple(range(world_size))})
+        job = examples.job({"node-a": tuple(range(world_size))})
         obs_WF = np.abs(np.random.default_rng(0).normal(100, 20, (world_size, len(RANK_FEATURES)))).astype(np.float32)
         global_F = np.ones(len(GLOBAL_FEATURES), dtype=np.float32)
         found = action_set_named(action_set).situation(job, 3, obs_WF, global_F, b"").inputs_DI
@@ -149,7 +149,7 @@ def test_ratios_of_a_rank_by_hand() -> None:
     columns = {"decided_local_batch_size": (64, 192), "compute_time_s": (0.1, 0.3), "step_time_s": (0.4, 0.4)}
     for name, values in columns.items():
         obs_WF[:, RANK_INDEX[name]] = values
-    job = made.job({"node-a": (0, 1)})
+    job = examples.job({"node-a": (0, 1)})
     found = dict(zip(inputs.RANK_INPUTS, inputs.rank_inputs(job, obs_WF).T, strict=True))
     assert found["size_to_mean_log2"] == pytest.approx([-1, np.log2(1.5)])
     assert found["room_above_log2"] == pytest.approx([4, np.log2(1024 / 192)])
@@ -179,7 +179,7 @@ def test_normalisation_of_parts_is_that_of_the_whole_and_leaves_out_the_unknown(
 def test_a_program_with_more_inputs_and_actions_decides_the_same_with_a_shipped_file(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    job = made.job(NODES, policy=name, policy_options={"explore": 1.0})
+    job = examples.job(NODES, policy=name, policy_options={"explore": 1.0})
     before = run(job, LearnedPolicy(PolicyFile.from_bytes(shipped_policy(name) or b"")))
     monkeypatch.setattr(inputs, "RANK_INPUTS", ("step_time_s", *inputs.RANK_INPUTS))
     monkeypatch.setattr(inputs, "GLOBAL_INPUTS", (*inputs.GLOBAL_INPUTS[:3], "loss", *inputs.GLOBAL_INPUTS[3:]))
@@ -191,7 +191,7 @@ def test_a_program_with_more_inputs_and_actions_decides_the_same_with_a_shipped_
 
 
 def test_a_network_is_shown_the_inputs_that_its_file_names_in_their_order() -> None:
-    job, wanted = made.job(NODES), ("job_world_size_log2", "room_above_log2", "size_log2")
+    job, wanted = examples.job(NODES), ("job_world_size_log2", "room_above_log2", "size_log2")
     obs_WF = np.full((4, len(RANK_FEATURES)), np.nan, dtype=np.float32)
     obs_WF[:, RANK_INDEX["decided_local_batch_size"]] = 128
     shown = action_set_named("deltas", wanted, (0.0, 25.0)).situation(job, 0, obs_WF, np.full(99, np.nan), b"")

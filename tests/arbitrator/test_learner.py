@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 import structlog
-from tests.support import learned, made, odd_policies
+from tests.support import examples, learned, trained_policies
 
 from dynamix.arbitrator.learned.policy_file import PolicyFile
 from dynamix.arbitrator.learned.policy_store import PolicyStore
@@ -29,13 +29,13 @@ NEXT = [learned.policy_file(seeds=(seed,)).to_bytes() for seed in range(2, 9)]
 
 
 def recording(*formulas: str, **changes: Any) -> Recording:
-    job = made.job(policy="mine", **changes)
+    job = examples.job(policy="mine", **changes)
     ranks = (RankReward(rank=0, reward=1.0, terms={}),)
     found = [
         Reward(job=job.job, generation=job.generation, window=window, node="node-a", formula=formula, ranks=ranks)
         for window, formula in enumerate(formulas)
     ]
-    return Recording(job, [], [made.action(generation=job.generation)], [], found)
+    return Recording(job, [], [examples.action(generation=job.generation)], [], found)
 
 
 class Updates:
@@ -186,7 +186,7 @@ def test_a_policy_says_of_which_formulas_it_has_learned() -> None:
 
 def test_a_version_says_truly_what_its_rewards_were(monkeypatch: pytest.MonkeyPatch) -> None:
     file = learned.policy_file(reward_weights={"beta": 1.0})
-    monkeypatch.setattr(updating, "trajectory_of", lambda *_: odd_policies.trajectory(file.metadata))
+    monkeypatch.setattr(updating, "trajectory_of", lambda *_: trained_policies.trajectory(file.metadata))
     lessons = [Lesson("job:0", recording("time-aware"), terminated=True)]
     outcome = updating.update(file.to_bytes(), lessons)
     assert outcome.content is not None
@@ -200,7 +200,7 @@ def test_an_update_in_numbers_that_are_too_large_is_refused(
 ) -> None:
     hasty = msgspec.structs.replace(learned.SMALL, learning_rate=learning_rate)
     file = learned.agent(settings=hasty).file()
-    monkeypatch.setattr(updating, "trajectory_of", lambda *_: odd_policies.trajectory(file.metadata))
+    monkeypatch.setattr(updating, "trajectory_of", lambda *_: trained_policies.trajectory(file.metadata))
     outcome = updating.update(file.to_bytes(), [Lesson("job:0", recording("time-aware"), terminated=True)])
     assert outcome.content is None
     assert outcome.refused[0].startswith("job:0: ")

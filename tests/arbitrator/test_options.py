@@ -1,5 +1,5 @@
 import pytest
-from tests.support import made
+from tests.support import examples
 
 from dynamix.arbitrator.policies.options import Option, check_options, option, switch, tracks
 from dynamix.arbitrator.policies.registry import POLICIES
@@ -27,14 +27,14 @@ def test_a_switch_is_on_or_off() -> None:
 
 
 def test_what_the_job_does_not_say_has_its_default() -> None:
-    assert option(OPTIONS, made.job(), "smoothing") == 0.3
-    assert option(OPTIONS, made.job(policy_options={"smoothing": 0.7}), "smoothing") == 0.7
+    assert option(OPTIONS, examples.job(), "smoothing") == 0.3
+    assert option(OPTIONS, examples.job(policy_options={"smoothing": 0.7}), "smoothing") == 0.7
 
 
 def test_only_a_job_that_can_is_left_to_divide_its_batch() -> None:
-    able, unable = made.job(supports_tracking=True), made.job()
+    able, unable = examples.job(supports_tracking=True), examples.job()
     assert (tracks(OPTIONS, able), tracks(OPTIONS, unable)) == (True, False)
-    assert not tracks(OPTIONS, made.job(supports_tracking=True, policy_options={"track": 0.0}))
+    assert not tracks(OPTIONS, examples.job(supports_tracking=True, policy_options={"track": 0.0}))
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)

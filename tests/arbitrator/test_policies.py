@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from tests.support import made
+from tests.support import examples
 
 from dynamix.arbitrator.learned.policy import LearnedPolicy
 from dynamix.arbitrator.learned.policy_file import PolicyFile
@@ -16,7 +16,7 @@ from dynamix.schemas.features import GLOBAL_FEATURES, RANK_FEATURES, RANK_INDEX
 from dynamix.schemas.policies import DEFAULT_POLICY, DIVIDED_BY_RANKS, initial_split
 
 GLOBAL_F = np.full(len(GLOBAL_FEATURES), np.nan, dtype=np.float32)
-JOB = made.job()
+JOB = examples.job()
 
 
 def observe(sizes: tuple[int, ...], throughput: tuple[float, ...], *, age: int = 0) -> Array32:
@@ -74,7 +74,7 @@ def test_proportional_without_any_measurement_splits_equally() -> None:
 
 
 def test_proportional_leaves_a_rank_it_never_measured_as_it_is_and_shares_the_rest() -> None:
-    job = made.job(initial_local_batch_sizes=(150, 150, 161, 51))
+    job = examples.job(initial_local_batch_sizes=(150, 150, 161, 51))
     obs_WF = observe((150, 150, 161, 51), (2000.0, 1000.0, 1.0, 1.0))
     obs_WF[2:, RANK_INDEX["num_samples"]] = np.nan
     decision = Proportional().decide(job, 0, obs_WF, GLOBAL_F, b"")
@@ -94,7 +94,7 @@ def test_random_draws_published_deltas_and_the_same_ones_in_a_replay() -> None:
 
 def test_random_differs_between_generations() -> None:
     obs_WF = observe((500,) * 4, (1.0,) * 4)
-    other = made.job(generation=1)
+    other = examples.job(generation=1)
     assert any(
         Random().decide(JOB, w, obs_WF, GLOBAL_F, b"") != Random().decide(other, w, obs_WF, GLOBAL_F, b"")
         for w in range(5)
@@ -124,6 +124,6 @@ def test_every_learned_policy_is_shipped_and_has_a_preset_for_learning() -> None
 @pytest.mark.parametrize("track", [None, 0.0, 1.0])
 def test_a_job_begins_with_the_split_that_its_policy_decides(name: str, track: float | None) -> None:
     options = {} if track is None else {"track": track}
-    job = made.job(policy=name, policy_options=options, supports_tracking=True)
+    job = examples.job(policy=name, policy_options=options, supports_tracking=True)
     expected = initial_split(name, options, supports_tracking=True)
     assert allocation_of(POLICIES[name].options, job, (1,)).split == expected

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support import learned, odd_policies
+from tests.support import learned, trained_policies
 
 from dynamix.arbitrator.learned.policy import LearnedPolicy
 from dynamix.arbitrator.learned.policy_file import PolicyFile, PolicyFileError
@@ -79,13 +79,13 @@ def test_what_does_not_fit_is_refused(fields: dict[str, Any], reason: str) -> No
 def test_an_unknown_word_in_the_metadata_is_refused() -> None:
     metadata = msgspec.to_builtins(learned.metadata()) | {"colour": "red"}
     with pytest.raises(PolicyFileError, match="colour"):
-        PolicyFile.from_bytes(odd_policies.with_metadata(json.dumps(metadata)))
+        PolicyFile.from_bytes(trained_policies.with_metadata(json.dumps(metadata)))
 
 
 @pytest.mark.parametrize("metadata", [5, None, [], {}, True, 1.5, "\ud800", "", "[" * 100_000])
 def test_metadata_that_are_no_text_of_ours_are_refused(metadata: object) -> None:
     with pytest.raises(PolicyFileError, match="metadata"):
-        PolicyFile.from_bytes(odd_policies.with_metadata(metadata))
+        PolicyFile.from_bytes(trained_policies.with_metadata(metadata))
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_a_file_without_settings_is_learned_on_with_the_defaults() -> None:
     ],
 )
 def test_half_an_optimizer_is_refused(tensors: dict[str, Any], reason: str) -> None:
-    file = odd_policies.that_has_learned()
+    file = trained_policies.that_has_learned()
     kept = {name: array for name, array in {**file.tensors, **tensors}.items() if array is not None}
     with pytest.raises(PolicyFileError, match=reason):
         PolicyFile.from_bytes(PolicyFile(file.metadata, kept).to_bytes())
@@ -141,10 +141,10 @@ def test_steps_of_an_optimizer_without_moments_are_refused() -> None:
 
 @pytest.mark.parametrize("objective", ["clipped", "simplified"])
 def test_who_has_learned_goes_on_from_its_file_where_it_stood(objective: Literal["clipped", "simplified"]) -> None:
-    file = odd_policies.that_has_learned(objective)
+    file = trained_policies.that_has_learned(objective)
     again = Agent.of(PolicyFile.from_bytes(file.to_bytes()))
     assert again.file().digest == file.digest
-    assert odd_policies.learn_once(again).digest == odd_policies.that_has_learned(objective, updates=2).digest
+    assert trained_policies.learn_once(again).digest == trained_policies.that_has_learned(objective, updates=2).digest
 
 
 def test_a_number_that_is_not_finite_is_refused() -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support import made
+from tests.support import examples
 
 from dynamix.arbitrator.policies.model.observation import Array32
 from dynamix.arbitrator.policies.options import option
@@ -23,7 +23,7 @@ def jobs(draw: st.DrawFn) -> Job:
     world_size = draw(st.integers(1, 6))
     low = draw(st.integers(0, 64))
     upper = tuple(draw(st.integers(low, low + 2000)) for _ in range(world_size))
-    return made.job(
+    return examples.job(
         {"node-a": tuple(range(world_size))},
         min_local_batch_size=low,
         max_local_batch_sizes=upper,
@@ -61,7 +61,7 @@ def test_sizes_are_within_the_bounds_and_the_same_for_the_same_input(
 @pytest.mark.parametrize("policy", THINKING)
 @pytest.mark.parametrize("carry", [b"", b"\x00", bytes(1000)])
 def test_without_any_measurement_the_last_sizes_stay(policy: str, carry: bytes) -> None:
-    job = made.job(initial_local_batch_sizes=(100, 150, 161, 51), supports_tracking=True)
+    job = examples.job(initial_local_batch_sizes=(100, 150, 161, 51), supports_tracking=True)
     obs_WF = np.full((4, len(RANK_FEATURES)), np.nan, dtype=np.float32)
     obs_WF[:, RANK_INDEX["decided_local_batch_size"]] = job.initial_local_batch_sizes
     global_F = np.full(len(GLOBAL_FEATURES), np.nan, dtype=np.float32)
@@ -73,7 +73,7 @@ def test_without_any_measurement_the_last_sizes_stay(policy: str, carry: bytes) 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_carry_of_10000_ranks_fits(policy: str) -> None:
-    job = made.job({"node-a": tuple(range(10_000))}, policy=policy)
+    job = examples.job({"node-a": tuple(range(10_000))}, policy=policy)
     obs_WF = np.ones((10_000, len(RANK_FEATURES)), dtype=np.float32)
     decision = POLICIES[policy].decide(job, 0, obs_WF, np.ones(len(GLOBAL_FEATURES), dtype=np.float32), b"")
     assert len(decision.carry) <= MAX_CARRY_BYTES
@@ -83,5 +83,5 @@ def test_the_carry_of_10000_ranks_fits(policy: str) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_option_of_a_policy_is_one_that_it_reads(policy: str) -> None:
     options = POLICIES[policy].options
-    job = made.job(policy_options={name: one.high for name, one in options.items()})
+    job = examples.job(policy_options={name: one.high for name, one in options.items()})
     assert [option(options, job, name) for name in options] == [one.high for one in options.values()]

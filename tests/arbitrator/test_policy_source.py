@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.support import learned, made
+from tests.support import examples, learned
 from tests.support.brokers import operate
 from tests.support.foreign_policy import of_other_features
 
@@ -20,7 +20,7 @@ from dynamix.schemas import streams
 from dynamix.schemas.messages import Action
 
 Ship = Callable[[str, bytes], None]
-JOB = made.job(policy="mine")
+JOB = examples.job(policy="mine")
 FIRST, SECOND, THIRD = (learned.policy_file(seeds=(seed,)).to_bytes() for seed in (1, 2, 3))
 
 
@@ -43,7 +43,7 @@ def ship(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ship:
 def decided_by(policy: Policy, **changes: object) -> Action:
     """An action of this generation, decided by a policy."""
     identity = {"policy": policy.name, "policy_version": policy.version, "policy_digest": digest_of(policy)}
-    return made.action(**(identity | changes))
+    return examples.action(**(identity | changes))
 
 
 async def test_a_generation_begins_with_the_newest_version_and_keeps_it(bus: Bus, source: PolicySource) -> None:
@@ -62,21 +62,21 @@ async def test_a_generation_begins_with_the_newest_version_and_keeps_it(bus: Bus
 async def test_a_job_may_ask_for_a_version(bus: Bus, source: PolicySource) -> None:
     for data in (FIRST, SECOND):
         await PolicyStore(bus).put("mine", data, feature_version=1)
-    assert (await source.choose(made.job(policy="mine", policy_options={"version": 1.0}), None)).version == 1
+    assert (await source.choose(examples.job(policy="mine", policy_options={"version": 1.0}), None)).version == 1
     with pytest.raises(ValueError, match=r"version 7 of policy 'mine' does not exist: there is 2, 1"):
-        await source.choose(made.job(policy="mine", policy_options={"version": 7.0}), None)
+        await source.choose(examples.job(policy="mine", policy_options={"version": 7.0}), None)
     for version in (1.5, 0.0, 1e300, float("inf"), float("nan")):
         with pytest.raises(ValueError, match=r"option version=.* of policy 'mine' must be a whole number from 1"):
-            await source.choose(made.job(policy="mine", policy_options={"version": version}), None)
+            await source.choose(examples.job(policy="mine", policy_options={"version": version}), None)
 
 
 async def test_a_job_with_an_option_that_its_policy_has_not_is_refused(source: PolicySource) -> None:
     known = {"dead_band": 0.05, "track": 1.0, "version": 1.0}
-    assert (await source.choose(made.job(policy_options=known), None)).name == "proportional"
+    assert (await source.choose(examples.job(policy_options=known), None)).name == "proportional"
     with pytest.raises(ValueError, match="'proportional' has no option 'deadband': did you mean dead_band"):
-        await source.choose(made.job(policy_options={"deadband": 0.05}), None)
+        await source.choose(examples.job(policy_options={"deadband": 0.05}), None)
     with pytest.raises(ValueError, match=r"smoothing=2 of policy 'proportional' must be from 0\.01 to 1"):
-        await source.choose(made.job(policy_options={"smoothing": 2.0}), None)
+        await source.choose(examples.job(policy_options={"smoothing": 2.0}), None)
 
 
 async def test_the_shipped_file_is_version_1_and_serves_until_the_bus_has_a_newer_one(
@@ -88,7 +88,7 @@ async def test_the_shipped_file_is_version_1_and_serves_until_the_bus_has_a_newe
     await PolicyStore(bus).put("mine", FIRST, feature_version=1)
     assert (await source.choose(JOB, None)).version == 2
     assert (await source.choose(JOB, decided_by(policy))).version == 1
-    assert (await source.choose(made.job(policy="mine", policy_options={"version": 1.0}), None)).version == 1
+    assert (await source.choose(examples.job(policy="mine", policy_options={"version": 1.0}), None)).version == 1
 
 
 async def test_a_version_that_is_gone_is_refused(bus: Bus, source: PolicySource) -> None:
@@ -135,19 +135,19 @@ async def test_a_shipped_file_that_an_upgrade_changed_is_refused_within_a_genera
 
 
 async def test_a_policy_that_is_code_has_version_1_and_no_file(source: PolicySource) -> None:
-    job = made.job(policy="static")
+    job = examples.job(policy="static")
     policy = await source.choose(job, None)
     assert policy is POLICIES["static"]
     assert await source.choose(job, decided_by(policy)) is policy
     with pytest.raises(ValueError, match="policy 'static' has version 1, not 2"):
-        await source.choose(made.job(policy="static", policy_options={"version": 2.0}), None)
+        await source.choose(examples.job(policy="static", policy_options={"version": 2.0}), None)
 
 
 async def test_a_generation_that_another_policy_decided_is_refused(source: PolicySource) -> None:
     with pytest.raises(
         ValueError, match="policy 'random' decided this generation so far, its specification says 'static'"
     ):
-        await source.choose(made.job(policy="static"), made.action(policy="random"))
+        await source.choose(examples.job(policy="static"), examples.action(policy="random"))
 
 
 async def test_a_policy_of_other_features_is_refused_and_says_what_differs(bus: Bus, source: PolicySource) -> None:
@@ -160,7 +160,7 @@ async def test_an_unknown_policy_is_answered_with_those_there_are(bus: Bus, sour
     ship("with-us", THIRD)
     await PolicyStore(bus).put("mine", FIRST, feature_version=1)
     with pytest.raises(ValueError, match=r"no policy is called 'astrology': choose one of .*mine.*static.*with-us"):
-        await source.choose(made.job(policy="astrology"), None)
+        await source.choose(examples.job(policy="astrology"), None)
 
 
 async def test_networks_in_memory_are_bounded_and_used_again(
@@ -171,7 +171,7 @@ async def test_networks_in_memory_are_bounded_and_used_again(
     await PolicyStore(bus).put("other", SECOND, feature_version=1)
     policy = await source.choose(JOB, None)
     assert await source.choose(JOB, None) is policy
-    await source.choose(made.job(policy="other"), None)
+    await source.choose(examples.job(policy="other"), None)
     assert len(source._held) == 1
     assert await source.choose(JOB, None) is not policy
 
@@ -180,8 +180,8 @@ async def test_actions_carry_the_digest_of_the_file_that_decided(bus: Bus, sourc
     await PolicyStore(bus).put("mine", FIRST, feature_version=1)
     policy = await source.choose(JOB, None)
     fold = Fold(JOB, policy, None)
-    fold.add_state(1, made.state("node-a", (0, 1)))
-    fold.add_state(2, made.state("node-b", (2, 3)))
+    fold.add_state(1, examples.state("node-a", (0, 1)))
+    fold.add_state(2, examples.state("node-b", (2, 3)))
     action = fold.close()
     assert action is not None
     assert (action.policy_version, action.policy_digest) == (1, digest_of(policy))

@@ -6,7 +6,7 @@ from functools import cache
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support import made
+from tests.support import examples
 from tests.support.reference_fold import reference_decisions
 
 from dynamix.arbitrator.deciding.fold import Fold
@@ -19,7 +19,7 @@ from dynamix.schemas.features import RANK_INDEX
 from dynamix.schemas.messages import Action, Job, State
 
 NODES = {"node-a": (0, 1), "node-b": (2, 3), "node-c": (4,)}
-JOB = made.job(NODES)
+JOB = examples.job(NODES)
 Feed = list[tuple[int, State]]
 
 
@@ -60,7 +60,7 @@ def numbered(*states: State) -> Feed:
 @cache
 def of(node: str, window: int, speed: float = 900.0) -> State:
     ranks = NODES[node]
-    return made.state(node, ranks, window, throughput=tuple(speed + rank for rank in ranks))
+    return examples.state(node, ranks, window, throughput=tuple(speed + rank for rank in ranks))
 
 
 def all_of(window: int) -> list[State]:
@@ -83,8 +83,8 @@ def test_a_dead_node_holds_a_window_for_two_and_is_forgotten_after_sixteen() -> 
 
 
 def test_sizes_are_clamped_and_other_generations_and_strangers_passed_over() -> None:
-    stranger = made.state("node-x", (0, 1), 0)
-    feed = numbered(stranger, made.state("node-a", (0, 1), 0, generation=3), *all_of(0))
+    stranger = examples.state("node-x", (0, 1), 0)
+    feed = numbered(stranger, examples.state("node-a", (0, 1), 0, generation=3), *all_of(0))
     (decided,) = reference_decisions(JOB, Witness(), feed)
     assert decided.sequence == 5
     assert all(32 <= size <= 1024 for size in decided.local_batch_sizes)
@@ -100,7 +100,7 @@ def feeds(draw: st.DrawFn, odd: Sequence[str]) -> Feed:
         at[node] += {"next": 1, "skip": draw(st.integers(2, 20)), "leap": draw(st.integers(60, 140))}.get(kind, 0)
         window = {"late": max(0, at[node] - draw(st.integers(1, 5))), "absurd": 2**40}.get(kind, at[node])
         speed = draw(st.sampled_from([500.0, 900.0, 2000.0]))
-        states.append(made.state("node-a", (9,), window) if kind == "stranger" else of(node, window, speed))
+        states.append(examples.state("node-a", (9,), window) if kind == "stranger" else of(node, window, speed))
     return numbered(*states)
 
 

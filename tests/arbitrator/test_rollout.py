@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support import learned, made
+from tests.support import examples, learned
 
 from dynamix.arbitrator.deciding.fold import Fold
 from dynamix.arbitrator.learned.actions import ActionSetName, action_set_named
@@ -20,14 +20,14 @@ from dynamix.arbitrator.learning.rollout import End, Recording, RolloutError, Tr
 from dynamix.schemas.messages import Action, Applied, Job, RankReward, Reward, State
 
 NODES = {"node-a": (0, 1), "node-b": (2, 3)}
-JOB = made.job(NODES, policy="ppo", policy_options={"explore": 1.0})
+JOB = examples.job(NODES, policy="ppo", policy_options={"explore": 1.0})
 ACTION_SETS: tuple[ActionSetName, ...] = ("deltas", "global")
 
 
 def states_of(num_windows: int, generation: int = 0) -> list[State]:
     """Of two nodes, in order."""
     return [
-        made.state(
+        examples.state(
             node, ranks, window, generation=generation, throughput=tuple(900.0 + 100 * r + 7 * window for r in ranks)
         )
         for window in range(num_windows)
@@ -39,7 +39,7 @@ def rewards_of(windows: Sequence[int], generation: int = 0) -> list[Reward]:
     """Rank r earns 100 t + r in window t."""
     return [
         Reward(
-            job=made.JOB,
+            job=examples.JOB,
             generation=generation,
             window=window,
             node=node,
@@ -55,7 +55,7 @@ def applied_of(pairs: Sequence[tuple[int, int]]) -> list[Applied]:
     """(decided window, effective window)."""
     return [
         Applied(
-            job=made.JOB,
+            job=examples.JOB,
             generation=0,
             decided_window=decided,
             effective_window=effective,

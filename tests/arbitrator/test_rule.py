@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from tests.support import made
+from tests.support import examples
 from tests.support.toy_cluster import ToyCluster
 
 from dynamix.arbitrator.policies.model.noise_memory import NoiseMemory
@@ -20,7 +20,7 @@ def job_of(num_ranks: int = 8, size: int = 64, **changes: object) -> Job:
         "policy": "rule",
         "supports_tracking": True,
     }
-    return made.job({f"node-{rank}": (rank,) for rank in range(num_ranks)}, **(fields | changes))
+    return examples.job({f"node-{rank}": (rank,) for rank in range(num_ranks)}, **(fields | changes))
 
 
 def totals(cluster: ToyCluster, job: Job, windows: int = 40) -> list[int]:

@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from tests.support import made
+from tests.support import examples
 
 from dynamix.arbitrator.deciding.signatures import (
     MIN_EPISODES,
@@ -15,7 +15,7 @@ from dynamix.schemas.codec import decode, encode
 from dynamix.schemas.messages import Event
 from dynamix.schemas.subjects import subject_of
 
-JOB = made.job()  # four ranks from 32 to 1024
+JOB = examples.job()  # four ranks from 32 to 1024
 
 
 def findings_of(watch: SizeWatch, decisions: list[tuple[int, ...]]) -> list[tuple[int, Finding]]:
@@ -47,10 +47,10 @@ def test_sizes_that_jump_between_the_bounds_are_not_stuck() -> None:
 
 
 def test_ranks_whose_bounds_leave_no_choice_do_not_count() -> None:
-    job = made.job(max_local_batch_sizes=(32, 32, 32, 1024))
+    job = examples.job(max_local_batch_sizes=(32, 32, 32, 1024))
     assert findings_of(SizeWatch(job), [(32, 32, 32, 500)] * 50) == []
     assert [finding.value for _, finding in findings_of(SizeWatch(job), [(32,) * 4] * 50)] == [1.0]
-    assert findings_of(SizeWatch(made.job(max_local_batch_sizes=(32,) * 4)), [(32,) * 4] * 50) == []
+    assert findings_of(SizeWatch(examples.job(max_local_batch_sizes=(32,) * 4)), [(32,) * 4] * 50) == []
 
 
 def noisy(means: list[float]) -> list[float]:

@@ -15,7 +15,7 @@ from bench.cluster.summary import ClusterResult, JobMessages, Spread, missed, su
 from bench.harness.figure import draw
 from bench.hosts.cgroups import find_hierarchies
 from bench.hosts.namespace import DIRECTORY
-from tests.support import made
+from tests.support import examples
 from tests.support.benches import ROOT, run_bench
 from tests.support.brokers import until
 
@@ -77,12 +77,12 @@ def window_of(rank: int, number: int, step_s: float = 0.1, **network: int) -> Me
     """A window of one rank on a host of its own."""
     metrics = RankMetrics(
         rank=rank,
-        training=made.training(step_time_s=step_s, local_batch_size=32 + rank),
+        training=examples.training(step_time_s=step_s, local_batch_size=32 + rank),
         system=SystemMetrics(cpu_time_ratio=0.25 * (1 + rank)),
         network=NetworkMetrics(**{"tx_bytes": 1000, "rx_bytes": 2000, "retransmits": 5} | network),
     )
-    job = made.job_metrics(step_time_s=step_s, throughput=100 / step_s)
-    return msgspec.structs.replace(made.window(f"host-{rank}", window=number, job_metrics=job), ranks=(metrics,))
+    job = examples.job_metrics(step_time_s=step_s, throughput=100 / step_s)
+    return msgspec.structs.replace(examples.window(f"host-{rank}", window=number, job_metrics=job), ranks=(metrics,))
 
 
 def result_of(plan: ClusterPlan = PLAN, policy: str = "static", **network: int) -> ClusterResult:
@@ -116,14 +116,14 @@ def test_a_window_counts_when_all_hosts_sent_it() -> None:
         seen.record_message(window_of(rank, number))
     assert not seen.is_complete
     applied = Applied(
-        job=made.JOB,
+        job=examples.JOB,
         generation=0,
         decided_window=0,
         effective_window=2,
         effective_step=20,
         local_batch_sizes=(32, 32),
     )
-    for message in (applied, made.action(0), made.action(1)):
+    for message in (applied, examples.action(0), examples.action(1)):
         seen.record_message(message)
     result = summarise(PLAN, Arm("rule", 32), seen, [NO_TRAFFIC, NamespaceTraffic(10, 20, 30)])
     assert (result.num_windows, result.num_windows_planned) == (2, 3)

@@ -5,8 +5,8 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.support import captured
-from tests.support.calibrated import known_job, known_scenario
+from tests.support import capture_files
+from tests.support.calibration_job import known_job, known_scenario
 
 from dynamix.cli.commands.calibrate.source import from_bus, from_capture
 from dynamix.cli.errors import CommandError
@@ -22,7 +22,7 @@ from dynamix.runtime.embedded import EmbeddedServer
 def file(tmp_path: Path) -> Path:
     """The capture of a known job."""
     job = known_job(known_scenario())
-    return captured.write(tmp_path / "job.dxc", captured.records_of([job.job, *job.windows]), job=job.job.job)
+    return capture_files.write(tmp_path / "job.dxc", capture_files.records_of([job.job, *job.windows]), job=job.job.job)
 
 
 def test_a_capture_becomes_a_scenario_a_report_and_a_picture(
@@ -85,7 +85,7 @@ def test_what_cannot_be_used_is_said(file: Path, tmp_path: Path, capsys: pytest.
     assert "this is no capture; `dynamix capture JOB -o FILE` makes one" in calibrated(foreign)
     assert "workload 'vgg' is not known" in calibrated(file, "vgg")
     records = list(capture.records(file))
-    short = captured.write(tmp_path / "short.dxc", records[:7])
+    short = capture_files.write(tmp_path / "short.dxc", records[:7])
     assert "2 of 3 windows can be used, 8 are the least" in calibrated(short)
-    forged = captured.write(tmp_path / "forged.dxc", [records[1]._replace(payload=b"XX" + records[1].payload[2:])])
+    forged = capture_files.write(tmp_path / "forged.dxc", [records[1]._replace(payload=b"XX" + records[1].payload[2:])])
     assert "holds what cannot be decoded: not a DYNAMIX message" in calibrated(forged)

@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.support import made
+from tests.support import examples
 from tests.support.brokers import ConfiguredServer, consumer_names
 from tests.support.devices import device_in, identity
-from tests.support.watched import applied, event, reward
+from tests.support.examples import applied, event, reward
 
 from dynamix.cli.commands.capture import command as command_module
 from dynamix.cli.commands.capture import source as source_module
@@ -37,16 +37,16 @@ NODES = {"node-a": (0, 1), "node-b": (2, 3)}
 
 
 def job(phase: str = "running", **changes: Any) -> Job:
-    return made.job(**({"phase": phase, "end_reason": "" if phase == "running" else "done"} | changes))
+    return examples.job(**({"phase": phase, "end_reason": "" if phase == "running" else "done"} | changes))
 
 
 def window_of(window: int) -> list[Message]:
     """What a window of two nodes brings, in order."""
     found: list[Message] = []
     for node, ranks in NODES.items():
-        found += [made.report(node, ranks, window), made.window(node, ranks, window)]
-        found += [made.state(node, ranks, window), reward(node, ranks, window)]
-    return [*found, made.action(window, hash=window.to_bytes(32, "big")), applied(window, window + 2)]
+        found += [examples.report(node, ranks, window), examples.window(node, ranks, window)]
+        found += [examples.state(node, ranks, window), reward(node, ranks, window)]
+    return [*found, examples.action(window, hash=window.to_bytes(32, "big")), applied(window, window + 2)]
 
 
 def story(num_windows: int) -> list[Message]:
@@ -81,7 +81,7 @@ async def typed(*arguments: str) -> int:
     return await command.wait()
 
 
-async def read(bus: Bus, *, past: bool, name: str = made.JOB) -> list[Record]:
+async def read(bus: Bus, *, past: bool, name: str = examples.JOB) -> list[Record]:
     found: list[Record] = []
     async with asyncio.timeout(20), Source(bus, name, past=past, stop=asyncio.Event()) as source:
         while batch := await source.read():
@@ -102,7 +102,7 @@ async def test_the_past_is_all_that_is_stored_of_the_job_in_the_order_of_storing
     assert reader.end is not None
     assert reader.end.reason == "stored"
     assert reader.end.ranges["ACTIONS"].num_records == 3
-    assert reader.header.job == made.JOB
+    assert reader.header.job == examples.JOB
     assert reader.header.fingerprint == capture.fingerprint()
     said = json.loads(report.read_text())
     assert said["num_windows"] == 3
@@ -118,7 +118,7 @@ async def test_a_capture_made_live_ends_with_the_job_and_agrees_with_one_of_the_
     told = story(4)
     await publish(bus, told[:12])
     live: list[Record] = []
-    async with asyncio.timeout(20), Source(bus, made.JOB, past=False, stop=asyncio.Event()) as source:
+    async with asyncio.timeout(20), Source(bus, examples.JOB, past=False, stop=asyncio.Event()) as source:
         while len(live) < 9:
             live += await source.read()
         await publish(bus, told[12:])
@@ -151,7 +151,7 @@ async def test_a_restarted_broker_is_bridged(
     told = story(3)
     await publish(bus, told[:12])
     found: list[Record] = []
-    async with asyncio.timeout(30), Source(bus, made.JOB, past=False, stop=asyncio.Event()) as source:
+    async with asyncio.timeout(30), Source(bus, examples.JOB, past=False, stop=asyncio.Event()) as source:
         while len(found) < 9:
             found += await source.read()
         await server.kill()
@@ -168,7 +168,7 @@ async def test_a_signal_finishes_the_file(bus: Bus, tmp_path: Path) -> None:
     await publish(bus, told := story(3))
     path = tmp_path / "job.dxc"
     command = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "dynamix.cli.main", "capture", made.JOB, "-o", str(path),
+        sys.executable, "-m", "dynamix.cli.main", "capture", examples.JOB, "-o", str(path),
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     async with asyncio.timeout(30):
@@ -191,7 +191,7 @@ async def test_what_was_written_survives_a_kill_while_nothing_comes(
     await publish(bus, told := story(1))
     path, stop = tmp_path / "job.dxc", asyncio.Event()
     namespace = argparse.Namespace(windows=None, force=False, past=False)
-    capturing = asyncio.create_task(command_module._capture(bus, made.JOB, path, namespace, stop))
+    capturing = asyncio.create_task(command_module._capture(bus, examples.JOB, path, namespace, stop))
     async with asyncio.timeout(20):
         while len(beginning(path)) < len(told):  # noqa: ASYNC110 - a file tells nobody that it grows
             await asyncio.sleep(0.02)
@@ -213,12 +213,12 @@ def beginning(path: Path) -> list[Record]:
 async def test_so_many_windows_and_no_more(bus: Bus, tmp_path: Path) -> None:
     await publish(bus, told := story(5))
     path = tmp_path / "job.dxc"
-    assert await typed("capture", made.JOB, "--windows", "2", "-o", str(path)) == 0
+    assert await typed("capture", examples.JOB, "--windows", "2", "-o", str(path)) == 0
     with CaptureReader(path) as reader:
         assert identities(list(reader)) == expected(told[: 1 + 2 * len(window_of(0))])
     assert reader.end is not None
     assert reader.end.reason == "windows"
-    assert await typed("capture", made.JOB, "--past", "--windows", "9", "-o", str(path), "--force") == 0
+    assert await typed("capture", examples.JOB, "--past", "--windows", "9", "-o", str(path), "--force") == 0
     assert identities(capture.records(path)) == expected(told)
 
 
@@ -226,11 +226,11 @@ async def test_so_many_windows_and_no_more(bus: Bus, tmp_path: Path) -> None:
 async def test_what_cannot_be_decoded_is_kept_as_it_is(bus: Bus, tmp_path: Path) -> None:
     told = story(1)
     await publish(bus, told)
-    await bus.publish_bytes(f"dynamix.v1.report.{made.JOB}.node-a", b"\xff not ours", "forged")
+    await bus.publish_bytes(f"dynamix.v1.report.{examples.JOB}.node-a", b"\xff not ours", "forged")
     path = tmp_path / "job.dxc"
-    assert await typed("capture", made.JOB, "--past", "-o", str(path)) == 0
+    assert await typed("capture", examples.JOB, "--past", "-o", str(path)) == 0
     found = identities(capture.records(path))
-    assert found[-1] == (f"dynamix.v1.report.{made.JOB}.node-a", "forged", b"\xff not ours")
+    assert found[-1] == (f"dynamix.v1.report.{examples.JOB}.node-a", "forged", b"\xff not ours")
     assert found[:-1] == expected(told)
 
 
@@ -243,14 +243,14 @@ async def test_a_job_without_messages_is_a_capture_of_its_specification(bus: Bus
 async def test_nothing_is_overwritten_unasked(tmp_path: Path) -> None:
     path = tmp_path / "precious"
     path.write_text("mine")
-    assert await typed("capture", made.JOB, "-o", str(path)) == 2
+    assert await typed("capture", examples.JOB, "-o", str(path)) == 2
     assert path.read_text() == "mine"
     device = device_in(tmp_path)
     before = identity(device)
     for force in ((), ("--force",)):
-        assert await typed("capture", made.JOB, "-o", str(device), *force) == 2
+        assert await typed("capture", examples.JOB, "-o", str(device), *force) == 2
         assert identity(device) == before
-    assert await typed("capture", made.JOB, "-o", str(tmp_path / "none" / "job.dxc"), "--windows", "0") == 2
+    assert await typed("capture", examples.JOB, "-o", str(tmp_path / "none" / "job.dxc"), "--windows", "0") == 2
 
 
 @pytest.mark.usefixtures("address")
@@ -262,7 +262,7 @@ async def test_what_cannot_be_captured_is_said(bus: Bus, tmp_path: Path, capsys:
     assert "no job is called 'nobody'; jobs on this broker: none" in capsys.readouterr().err
     await bus.publish(job())
     assert await asyncio.to_thread(captured, "nobody", "-o", str(tmp_path / "a")) == 1
-    assert f"jobs on this broker: {made.JOB}" in capsys.readouterr().err
+    assert f"jobs on this broker: {examples.JOB}" in capsys.readouterr().err
     assert await typed("capture", "mnist", "-o", str(tmp_path / "no" / "folder"), "--past") == 2
 
 

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.support import made
+from tests.support import examples
 
 from dynamix.cli.commands.demo.figure import draw
 from dynamix.cli.commands.demo.plan import DemoPlan, DemoStep
@@ -27,7 +27,9 @@ def progress(step_time_s: float, accuracies: dict[int, float]) -> list[DemoStep]
 
 def reports(sizes: list[tuple[int, int]]) -> list[Report]:
     return [
-        made.report(window=window, rows=(made.row(1, local_batch_size=second), made.row(0, local_batch_size=first)))
+        examples.report(
+            window=window, rows=(examples.row(1, local_batch_size=second), examples.row(0, local_batch_size=first))
+        )
         for window, (first, second) in enumerate(sizes)
     ]
 
@@ -35,7 +37,7 @@ def reports(sizes: list[tuple[int, int]]) -> list[Report]:
 def applied(*windows: int) -> list[Applied]:
     return [
         Applied(
-            job=made.JOB,
+            job=examples.JOB,
             generation=0,
             decided_window=window,
             effective_window=window + 2,

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.support import made
+from tests.support import examples
 from tests.support.brokers import ConfiguredServer
 
 from dynamix.cli.commands.doctor.actions import actions
@@ -20,11 +20,11 @@ from dynamix.schemas.messages import Action, Applied
 
 async def store(bus: Bus, num: int, *, broken_at: int | None = None) -> list[Action]:
     """A chain of a job's actions; from `broken_at` on it is another one."""
-    await bus.publish(made.job())
+    await bus.publish(examples.job())
     stored: list[Action] = []
     previous, sequence = b"", 0
     for window in range(num):
-        stored.append(seal(made.action(window), b"x" * 32 if window == broken_at else previous))
+        stored.append(seal(examples.action(window), b"x" * 32 if window == broken_at else previous))
         previous = stored[-1].hash
         sequence = await bus.publish_action(stored[-1], expected_last=sequence)
     return stored
@@ -32,7 +32,7 @@ async def store(bus: Bus, num: int, *, broken_at: int | None = None) -> list[Act
 
 def receipt(action: Action, **changes: Any) -> Applied:
     fields = {
-        "job": made.JOB,
+        "job": examples.JOB,
         "generation": 0,
         "decided_window": action.window,
         "effective_window": action.window + 2,
@@ -45,14 +45,14 @@ def receipt(action: Action, **changes: Any) -> Applied:
 
 async def test_a_whole_chain_is_there_with_its_length(server: ConfiguredServer, bus: Bus) -> None:
     await bus.publish(receipt((await store(bus, 1200))[-2]))
-    found = await actions(server.settings, made.JOB)
+    found = await actions(server.settings, examples.JOB)
     assert found.present
-    assert found.found == f"1,200 of {made.JOB}, a whole chain up to window 1199 of generation 0"
+    assert found.found == f"1,200 of {examples.JOB}, a whole chain up to window 1199 of generation 0"
 
 
 async def test_a_broken_chain_is_named_with_its_place(server: ConfiguredServer, bus: Bus) -> None:
     await store(bus, 9, broken_at=4)
-    found = await actions(server.settings, made.JOB)
+    found = await actions(server.settings, examples.JOB)
     assert not found.present
     assert "the action for window 4 of generation 0 does not follow the one before it" in found.found
     assert "start the run under a new id" in found.fix
@@ -60,25 +60,25 @@ async def test_a_broken_chain_is_named_with_its_place(server: ConfiguredServer, 
 
 async def test_a_forged_action_in_the_middle_is_found(server: ConfiguredServer, bus: Bus) -> None:
     stored = await store(bus, 2)
-    forged = msgspec.structs.replace(seal(made.action(2), stored[-1].hash), local_batch_sizes=(32,) * 4)
+    forged = msgspec.structs.replace(seal(examples.action(2), stored[-1].hash), local_batch_sizes=(32,) * 4)
     sequence = await bus.publish_action(forged, expected_last=2)
-    await bus.publish_action(seal(made.action(3), forged.hash), expected_last=sequence)
-    found = await actions(server.settings, made.JOB)
+    await bus.publish_action(seal(examples.action(3), forged.hash), expected_last=sequence)
+    found = await actions(server.settings, examples.JOB)
     assert "the action for window 2 of generation 0 is not as it was written" in found.found
 
 
 async def test_an_end_that_the_trainer_is_ahead_of_is_found(server: ConfiguredServer, bus: Bus) -> None:
     await bus.publish(receipt((await store(bus, 3))[-1], decided_window=8))
-    found = await actions(server.settings, made.JOB)
+    found = await actions(server.settings, examples.JOB)
     assert "the trainer applied an action for window 8" in found.found
 
 
 async def test_no_job_no_action_and_no_broker_are_told_apart(server: ConfiguredServer, bus: Bus) -> None:
     assert (await actions(server.settings, "nobody-0")).found == "no job is called 'nobody-0'"
     assert not (await actions(server.settings, "No Token")).present
-    await bus.publish(made.job())
-    assert (await actions(server.settings, made.JOB)).found == f"none yet of {made.JOB}"
-    assert not (await actions(BusSettings(url="nats://127.0.0.1:1"), made.JOB)).present
+    await bus.publish(examples.job())
+    assert (await actions(server.settings, examples.JOB)).found == f"none yet of {examples.JOB}"
+    assert not (await actions(BusSettings(url="nats://127.0.0.1:1"), examples.JOB)).present
 
 
 @pytest.mark.parametrize(("present", "code"), [(True, 0), (False, 1)])
@@ -87,6 +87,6 @@ def test_the_exit_code_tells(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pr
         return DoctorCheck(name="actions", present=present, needed_for="training", found=job)
 
     monkeypatch.setattr("dynamix.cli.commands.doctor.command.actions", found)
-    assert main(["doctor", "--actions", made.JOB, "--json", str(tmp_path / "found.json")]) == code
+    assert main(["doctor", "--actions", examples.JOB, "--json", str(tmp_path / "found.json")]) == code
     (written,) = json.loads((tmp_path / "found.json").read_text())["findings"]
-    assert (written["name"], written["found"]) == ("actions", made.JOB)
+    assert (written["name"], written["found"]) == ("actions", examples.JOB)

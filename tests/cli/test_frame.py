@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support import made
-from tests.support.watched import applied, event, reward
+from tests.support import examples
+from tests.support.examples import applied, event, reward
 
 from dynamix.cli.board.board import Board
 from dynamix.cli.board.heartbeats import Heartbeats
@@ -21,14 +21,16 @@ SECOND_NS = 1_000_000_000
 
 def window_of(ranks: dict[int, dict[str, Any]], index: int = 0, node: str = "node-a") -> MetricWindow:
     """A window whose ranks have the given training metrics."""
-    plain = made.window(node, tuple(ranks), index)
-    changed = tuple(msgspec.structs.replace(rank, training=made.training(**ranks[rank.rank])) for rank in plain.ranks)
+    plain = examples.window(node, tuple(ranks), index)
+    changed = tuple(
+        msgspec.structs.replace(rank, training=examples.training(**ranks[rank.rank])) for rank in plain.ranks
+    )
     return msgspec.structs.replace(plain, ranks=changed)
 
 
 def board_with(num_ranks: int = 4, num_windows: int = 3) -> Board:
-    board = Board(made.JOB)
-    board.fold(made.job({"node-a": tuple(range(num_ranks))}))
+    board = Board(examples.JOB)
+    board.fold(examples.job({"node-a": tuple(range(num_ranks))}))
     for index in range(num_windows):
         ranks = {
             rank: {"local_batch_size": 100 + rank, "compute_time_s": 0.01 * (1 + rank % 7), "sync_time_s": 0.02}
@@ -37,7 +39,7 @@ def board_with(num_ranks: int = 4, num_windows: int = 3) -> Board:
         board.fold(window_of(ranks, index), timestamp_ns=index * SECOND_NS)
         board.fold(reward("node-a", tuple(range(num_ranks)), index))
     deltas = tuple(25 if rank else -25 for rank in range(num_ranks))
-    board.fold(made.action(2, deltas=deltas, policy="proportional", local_batch_sizes=(128,) * num_ranks))
+    board.fold(examples.action(2, deltas=deltas, policy="proportional", local_batch_sizes=(128,) * num_ranks))
     board.fold(applied(0, 2, num_refused={"stale": 2, "generation": 0}))
     return board
 
@@ -79,7 +81,7 @@ def test_each_rank_has_its_size_its_times_and_its_reward() -> None:
 
 
 def test_a_size_that_is_already_scheduled_is_shown_beside_the_one_in_force() -> None:
-    board = Board(made.JOB)
+    board = Board(examples.JOB)
     board.fold(window_of({0: {"local_batch_size": 128, "pending_local_batch_size": 153}}))
     assert "128  →153" in shown(board)
 
@@ -92,7 +94,7 @@ def test_the_decision_its_adoption_and_the_refusals_are_there() -> None:
 
 def test_a_decision_that_changes_nothing_says_so() -> None:
     board = board_with()
-    board.fold(made.action(3, deltas=(0, 0, 0, 0)))
+    board.fold(examples.action(3, deltas=(0, 0, 0, 0)))
     assert "decision  no change  of window 3" in shown(board)
 
 
@@ -130,7 +132,7 @@ def test_with_more_ranks_than_lines_the_slowest_are_shown_and_what_all_are_like(
 
 @pytest.mark.parametrize("num_ranks", [2, 64])
 def test_times_that_nobody_could_tell_apart_are_shown_as_not_known(num_ranks: int) -> None:
-    board = Board(made.JOB)
+    board = Board(examples.JOB)
     whole: dict[str, Any] = {"compute_time_s": None, "sync_time_s": None, "step_time_s": 0.1}
     board.fold(window_of(dict.fromkeys(range(num_ranks), whole)))
     lines = shown(board, width=160).splitlines()
@@ -163,14 +165,14 @@ def test_a_broker_without_jobs_says_how_to_start_one() -> None:
 
 
 def test_a_job_without_windows_shows_what_it_begins_with() -> None:
-    board = Board(made.JOB)
-    board.fold(made.job())
+    board = Board(examples.JOB)
+    board.fold(examples.job())
     assert "waiting for the first window; local batch sizes 128 128 128 128" in shown(board)
 
 
 def test_an_ended_job_says_why() -> None:
     board = board_with()
-    board.fold(made.job({"node-a": (0, 1, 2, 3)}, phase="ended", end_reason="all epochs done"))
+    board.fold(examples.job({"node-a": (0, 1, 2, 3)}, phase="ended", end_reason="all epochs done"))
     assert "■ ended" in shown(board, width=120)
     assert "all epochs done" in shown(board, width=120)
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.support import captured, made
-from tests.support.watched import applied, event, reward
+from tests.support import capture_files, examples
+from tests.support.examples import applied, event, reward
 
 from dynamix.cli.inspection.inspection import Inspection, inspect
 from dynamix.cli.main import main
@@ -22,8 +22,8 @@ def window_of(window: int, **changes: int) -> list[Message]:
     """What two nodes send of a window, without an action."""
     found: list[Message] = []
     for node, ranks in NODES.items():
-        found += [made.report(node, ranks, window, **changes), made.window(node, ranks, window, **changes)]
-        found += [msgspec.structs.replace(made.state(node, ranks, window), **changes)]
+        found += [examples.report(node, ranks, window, **changes), examples.window(node, ranks, window, **changes)]
+        found += [msgspec.structs.replace(examples.state(node, ranks, window), **changes)]
         found += [reward(node, ranks, window, 0.5 if node == "node-a" else 0.7, **changes)]
     return found
 
@@ -33,13 +33,13 @@ def chained(num_windows: int) -> list[Action]:
     actions: list[Action] = []
     for window in range(num_windows):
         sizes = (128, 128, 128, 128 - 8 * window)
-        action = made.action(window, local_batch_sizes=sizes, deltas=(0, 0, 0, -8))
+        action = examples.action(window, local_batch_sizes=sizes, deltas=(0, 0, 0, -8))
         actions.append(seal(action, actions[-1].hash if actions else b""))
     return actions
 
 
 def inspected(tmp_path: Path, messages: list[Message]) -> Inspection:
-    return inspect(captured.write(tmp_path / "job.dxc", captured.records_of(messages)), keep_details=True)
+    return inspect(capture_files.write(tmp_path / "job.dxc", capture_files.records_of(messages)), keep_details=True)
 
 
 def shown(path: Path, *arguments: str) -> int:
@@ -92,12 +92,12 @@ def test_one_window_is_shown_with_every_rank(capsys: pytest.CaptureFixture[str],
 
 def test_means_and_times_are_those_of_the_messages(tmp_path: Path) -> None:
     action, *_ = chained(1)
-    found = inspected(tmp_path, [made.job(), *window_of(0), action, applied(0, 2), event(0)])
+    found = inspected(tmp_path, [examples.job(), *window_of(0), action, applied(0, 2), event(0)])
     window = found.windows[0, 0]
     assert window.mean_reward == pytest.approx(0.6)
     assert window.decision_s == pytest.approx(0.002)  # node-b's state, its reward, the action: a millisecond each
     assert window.sizes == (128,) * 4
-    assert window.started_ns == captured.STARTED_NS + 2_000_000
+    assert window.started_ns == capture_files.STARTED_NS + 2_000_000
     assert [one.window for one in found.sorted_windows()] == [0]  # window 2 was never run
     assert found.windows[0, 2].applied == [applied(0, 2)]
     assert found.events == [event(0)]
@@ -106,7 +106,7 @@ def test_means_and_times_are_those_of_the_messages(tmp_path: Path) -> None:
 
 def test_what_is_missing_is_named_by_kind_node_and_window(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     actions = chained(6)
-    messages: list[Message] = [made.job(), *window_of(0), actions[0], *window_of(1)[:-1], actions[1]]
+    messages: list[Message] = [examples.job(), *window_of(0), actions[0], *window_of(1)[:-1], actions[1]]
     messages += [*window_of(4), actions[4], *window_of(5)]
     found = inspected(tmp_path, messages)
     assert [gap.window for gap in found.gaps()] == [1, 2, 3, 5]
@@ -131,8 +131,8 @@ def test_a_changed_action_breaks_the_chain(tmp_path: Path) -> None:
 
 
 def test_restarts_stand_one_after_the_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    again = made.job(generation=1)
-    found = inspected(tmp_path, [made.job(), *window_of(0), *window_of(1), again, *window_of(0, generation=1)])
+    again = examples.job(generation=1)
+    found = inspected(tmp_path, [examples.job(), *window_of(0), *window_of(1), again, *window_of(0, generation=1)])
     assert [(one.generation, one.window) for one in found.sorted_windows()] == [(0, 0), (0, 1), (1, 0)]
     path = tmp_path / "job.dxc"
     assert shown(path, "--png", str(tmp_path / "restart.png")) == 0
@@ -144,13 +144,13 @@ def test_restarts_stand_one_after_the_other(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_doubles_and_what_cannot_be_read_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    records = captured.records_of([made.job(), *window_of(0), made.report(window=0)])
+    records = capture_files.records_of([examples.job(), *window_of(0), examples.report(window=0)])
     records.append(records[-1]._replace(sequence=99, payload=b"\xff not ours"))
-    path = captured.write(tmp_path / "job.dxc", records)
+    path = capture_files.write(tmp_path / "job.dxc", records)
     assert shown(path) == 0
     output = capsys.readouterr().out
     assert "repeated: 1 messages" in output
-    assert f"malformed: 'dynamix.v1.report.{made.JOB}.node-a': not a DYNAMIX message" in output
+    assert f"malformed: 'dynamix.v1.report.{examples.JOB}.node-a': not a DYNAMIX message" in output
 
 
 def test_a_capture_that_is_cut_off_is_shown_as_far_as_it_goes(
@@ -173,16 +173,16 @@ def test_what_is_no_capture_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
     assert "block 1" in capsys.readouterr().err
     assert shown(tmp_path / "nowhere") == 1
     assert "cannot read" in capsys.readouterr().err
-    empty = captured.write(tmp_path / "empty.dxc", [])
+    empty = capture_files.write(tmp_path / "empty.dxc", [])
     assert shown(empty) == 0
     assert shown(empty, "--png", str(tmp_path / "no.png")) == 1
 
 
 def test_long_jobs_are_shown_by_their_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     many = {f"node-{index}": (index,) for index in range(20)}
-    messages: list[Message] = [made.report(node, ranks, 0) for node, ranks in many.items()]
-    messages += [made.report("node-0", (0,), window) for window in range(1, 100)]
-    path = captured.write(tmp_path / "job.dxc", captured.records_of(messages))
+    messages: list[Message] = [examples.report(node, ranks, 0) for node, ranks in many.items()]
+    messages += [examples.report("node-0", (0,), window) for window in range(1, 100)]
+    path = capture_files.write(tmp_path / "job.dxc", capture_files.records_of(messages))
     assert shown(path, "--png", str(tmp_path / "many.png")) == 0
     output = capsys.readouterr().out
     assert "40 windows are not shown: --all" in output

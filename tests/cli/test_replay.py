@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.support import made
+from tests.support import examples
 from tests.support.recordings import DEMO, Recording, changed
 
 from dynamix.cli.main import main
@@ -115,7 +115,7 @@ def test_another_policy_is_a_question_and_zero(tmp_path: Path, capsys: pytest.Ca
 
 def test_the_recorded_policy_can_be_asked_with_other_options(tmp_path: Path) -> None:
     target = tmp_path / "out.json"
-    job = made.job({"node-a": (0, 1)}, policy="rule", policy_options={"noise_multiplier": 1.0})
+    job = examples.job({"node-a": (0, 1)}, policy="rule", policy_options={"noise_multiplier": 1.0})
     with Recording(tmp_path / "job.dxc", job) as recording:
         for window in range(6):
             recording.state(window)

@@ -10,7 +10,7 @@ import termios
 from collections.abc import AsyncIterator
 
 import pytest
-from tests.support import made
+from tests.support import examples
 
 from dynamix.cli.services import bus_environment
 from dynamix.runtime.bus import Bus
@@ -57,7 +57,7 @@ async def server() -> AsyncIterator[EmbeddedServer]:
     async with EmbeddedServer() as running:
         bus = await Bus.connect(running.settings, name="test")
         await provision(bus)
-        for message in (made.job(), made.window(), made.action()):
+        for message in (examples.job(), examples.window(), examples.action()):
             await bus.publish(message)
         await bus.close()
         yield running

@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Callable
 
 import msgspec
 import pytest
-from tests.support import made
+from tests.support import examples
 from tests.support.control_plane import NODE, ControlPlane, control_plane, one_node_job, report_of
-from tests.support.watched import applied, event
+from tests.support.examples import applied, event
 
 from dynamix.cli.board.feed import Feed
 from dynamix.cli.jobs import newest_job
@@ -36,7 +36,7 @@ async def bus() -> AsyncIterator[Bus]:
 
 
 def job_called(name: str, phase: str = "running") -> Job:
-    return msgspec.structs.replace(made.job(), job=name, phase=phase)
+    return msgspec.structs.replace(examples.job(), job=name, phase=phase)
 
 
 async def until(feed: Feed, holds: Callable[[], bool]) -> None:
@@ -122,7 +122,7 @@ async def test_it_turns_to_a_job_that_starts_and_not_to_one_that_ends(bus: Bus) 
         await bus.publish(job_called(name))
         await until(feed, lambda name=name: feed.board is not None and feed.board.name == name)
     await bus.publish(job_called("first-00000001", "ended"))
-    window = made.window(job="second-00000002")
+    window = examples.window(job="second-00000002")
     await bus.publish(window)
     await until(feed, lambda: feed.board is not None and feed.board.window == 0)
     assert feed.board is not None

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.support import made
+from tests.support import examples
 from tests.support.captured_proc import CAPTURED, captured_row, copy_with
 
 from dynamix.collector.proc import (
@@ -32,7 +32,7 @@ def own_row(**changes: object) -> RankRow:
         "pid_namespace": proc.pid_namespace(pid),
         "uid": os.getuid(),
     }
-    return made.row(0, **(fields | changes))
+    return examples.row(0, **(fields | changes))
 
 
 def test_a_command_name_with_spaces_and_parentheses_does_not_shift_the_fields() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from msgspec.structs import replace
-from tests.support import made
+from tests.support import examples
 from tests.support.captured_proc import CAPTURED, Clock, captured_row, copy_with
 
 from dynamix.collector.intervals import WindowId
@@ -185,9 +185,9 @@ def test_what_is_unknown_is_masked_in_the_state(machine: Machine) -> None:
     row = captured_row()
     known_at = {}
     for window in (0, 1):
-        rank = RankMetrics(rank=0, training=made.training(), system=machine.readings.process(row, at(window)))
+        rank = RankMetrics(rank=0, training=examples.training(), system=machine.readings.process(row, at(window)))
         node = machine.readings.node(row, at(window))
-        features = unpack_ranks(state_of(replace(made.window(), ranks=(rank,), node_metrics=node)))[0]
+        features = unpack_ranks(state_of(replace(examples.window(), ranks=(rank,), node_metrics=node)))[0]
         known_at[window] = {name for name, index in RANK_INDEX.items() if not np.isnan(features[index])}
         machine.passes(1.0, {"stat": ("cpu  300 ", "cpu  400 ")})
     since_the_window_before = {
@@ -214,7 +214,7 @@ def busy() -> Iterator[list[subprocess.Popen[str]]]:
 )
 def test_two_processes_that_share_a_processor_are_both_seen_to_wait_for_it(busy: list[subprocess.Popen[str]]) -> None:
     readings = Readings(Proc())
-    rows = [made.row(rank, pid=child.pid, pid_start_ticks=1) for rank, child in enumerate(busy)]
+    rows = [examples.row(rank, pid=child.pid, pid_start_ticks=1) for rank, child in enumerate(busy)]
     for child in busy:
         _next_line(child)
     for row in rows:

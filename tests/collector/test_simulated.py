@@ -1,5 +1,5 @@
 import pytest
-from tests.support import made
+from tests.support import examples
 
 from dynamix.collector.simulated import simulated_window
 from dynamix.schemas.codec import MalformedMessageError
@@ -9,9 +9,12 @@ SYSTEMS = (SystemMetrics(cpu_time_ratio=0.9, memory_ratio=0.25), SystemMetrics(c
 
 
 def test_a_virtual_clusters_window_says_what_the_report_says_and_nothing_of_this_machine() -> None:
-    sockets = {"sockets": made.sockets(3000, 2000), "sockets_before": made.sockets(1000, 500)}
-    rows = (made.row(0, pid=1, **sockets), made.row(1, pid=1, **sockets))  # pid 1 runs here, and is not looked at
-    window = simulated_window(made.report(rows=rows, simulated=SYSTEMS))
+    sockets = {"sockets": examples.sockets(3000, 2000), "sockets_before": examples.sockets(1000, 500)}
+    rows = (
+        examples.row(0, pid=1, **sockets),
+        examples.row(1, pid=1, **sockets),
+    )  # pid 1 runs here, and is not looked at
+    window = simulated_window(examples.report(rows=rows, simulated=SYSTEMS))
     assert tuple(rank.system for rank in window.ranks) == SYSTEMS
     assert window.node_metrics == NodeMetrics()
     assert window.refused_pids == ()
@@ -21,10 +24,10 @@ def test_a_virtual_clusters_window_says_what_the_report_says_and_nothing_of_this
 
 
 def test_a_virtual_worker_alone_has_no_network() -> None:
-    window = simulated_window(made.report(rows=(made.row(0),), simulated=SYSTEMS[:1]))
+    window = simulated_window(examples.report(rows=(examples.row(0),), simulated=SYSTEMS[:1]))
     assert (window.probe, window.ranks[0].network) == ("none", None)
 
 
 def test_simulated_metrics_that_do_not_fit_the_rows_are_refused() -> None:
     with pytest.raises(MalformedMessageError, match="1 simulated processes for 2 rows"):
-        simulated_window(made.report(rows=(made.row(0), made.row(1)), simulated=SYSTEMS[:1]))
+        simulated_window(examples.report(rows=(examples.row(0), examples.row(1)), simulated=SYSTEMS[:1]))

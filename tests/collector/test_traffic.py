@@ -1,7 +1,7 @@
 """From counters of sockets to the traffic of ranks, with a kernel that says what it is told to."""
 
 import pytest
-from tests.support import made
+from tests.support import examples
 
 from dynamix.collector.ebpf.program import Counters
 from dynamix.collector.ebpf.traffic import MAX_JOBS, KernelWindow, SocketTraffic
@@ -35,9 +35,9 @@ class Clock:
         return self.now_s
 
 
-def report_of(window: int, *cookies: tuple[int, ...], generation: int = 0, job: str = made.JOB) -> Report:
-    rows = tuple(made.row(rank, cookies=named) for rank, named in enumerate(cookies))
-    return made.report(window=window, generation=generation, job=job, rows=rows, totals=made.totals(window))
+def report_of(window: int, *cookies: tuple[int, ...], generation: int = 0, job: str = examples.JOB) -> Report:
+    rows = tuple(examples.row(rank, cookies=named) for rank, named in enumerate(cookies))
+    return examples.report(window=window, generation=generation, job=job, rows=rows, totals=examples.totals(window))
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 import msgspec
 import numpy as np
 import pytest
-from tests.support import made
+from tests.support import examples
 
 from dynamix.collector.ebpf.traffic import KernelWindow
 from dynamix.collector.probes import Evidence, Traffic, read_network
@@ -18,7 +18,7 @@ def window_of(report: Report) -> MetricWindow:
 
 
 def test_sums_become_means_once() -> None:
-    metrics = window_of(made.report())
+    metrics = window_of(examples.report())
     training = metrics.ranks[0].training
     assert training.loss == 0.5
     assert training.accuracy == 0.75
@@ -33,8 +33,8 @@ def test_sums_become_means_once() -> None:
 
 
 def test_times_that_were_not_told_apart_are_unknown_and_their_sum_is_kept() -> None:
-    whole = made.row(0, compute_time_s=0.8, sync_time_s=0.0, times_split=False)
-    window = window_of(made.report(rows=(whole, made.row(1))))
+    whole = examples.row(0, compute_time_s=0.8, sync_time_s=0.0, times_split=False)
+    window = window_of(examples.report(rows=(whole, examples.row(1))))
     training = window.ranks[0].training
     assert (training.compute_time_s, training.sync_time_s) == (None, None)
     assert training.step_time_s == pytest.approx(0.1)
@@ -46,26 +46,26 @@ def test_times_that_were_not_told_apart_are_unknown_and_their_sum_is_kept() -> N
 
 
 def test_a_rank_without_samples_has_no_loss_and_no_accuracy() -> None:
-    empty = made.row(0, num_samples=0, loss_sum=0.0, num_correct=0.0)
-    training = window_of(made.report(rows=(empty,))).ranks[0].training
+    empty = examples.row(0, num_samples=0, loss_sum=0.0, num_correct=0.0)
+    training = window_of(examples.report(rows=(empty,))).ranks[0].training
     assert (training.loss, training.accuracy, training.num_samples) == (None, None, 0)
 
 
 def test_changes_come_from_the_report_itself_so_that_the_collector_needs_no_memory() -> None:
-    report = made.report(
+    report = examples.report(
         window=1,
-        rows=(made.row(0, accuracy_before=0.70),),
-        totals_before=made.totals(0, loss_sum=5120.0, num_correct=2560.0),
+        rows=(examples.row(0, accuracy_before=0.70),),
+        totals_before=examples.totals(0, loss_sum=5120.0, num_correct=2560.0),
     )
     metrics = window_of(report)
     assert metrics.ranks[0].training.accuracy_change == pytest.approx(0.05)
     assert metrics.job_metrics.loss_change == pytest.approx(-0.5)
     assert metrics.job_metrics.accuracy_change == pytest.approx(0.25)
-    assert window_of(made.report()).job_metrics.accuracy_change is None
+    assert window_of(examples.report()).job_metrics.accuracy_change is None
 
 
 def test_the_noise_scale_and_sigma_norm_are_those_of_the_method() -> None:
-    metrics = window_of(made.report()).job_metrics
+    metrics = window_of(examples.report()).job_metrics
     assert metrics.noise_scale == pytest.approx(100.0 / 0.05)
     assert metrics.sigma_norm_sq == pytest.approx(100.0 / (512 * 0.05))
 
@@ -74,26 +74,26 @@ def test_the_noise_scale_and_sigma_norm_are_those_of_the_method() -> None:
     "noise", [None, GradientNoise(trace=1.0, squared_norm=0.0), GradientNoise(trace=1.0, squared_norm=-1.0)]
 )
 def test_the_noise_is_masked_while_it_drowns_the_signal(noise: GradientNoise | None) -> None:
-    metrics = window_of(made.report(totals=made.totals(noise=noise))).job_metrics
+    metrics = window_of(examples.report(totals=examples.totals(noise=noise))).job_metrics
     assert (metrics.noise_scale, metrics.sigma_norm_sq) == (None, None)
 
 
 def test_a_quotient_that_overflows_is_unknown() -> None:
-    metrics = window_of(made.report(totals=made.totals(time_s=1e-308))).job_metrics
+    metrics = window_of(examples.report(totals=examples.totals(time_s=1e-308))).job_metrics
     assert metrics.throughput is None
 
 
 def test_progress_is_a_share_of_the_planned_samples() -> None:
-    assert window_of(made.report(total_samples=10240)).job_metrics.progress == 0.5
-    assert window_of(made.report()).job_metrics.progress is None
+    assert window_of(examples.report(total_samples=10240)).job_metrics.progress == 0.5
+    assert window_of(examples.report()).job_metrics.progress is None
 
 
 def test_tcp_info_gives_each_rank_its_own_traffic_of_the_window() -> None:
     rows = (
-        made.row(0, sockets=made.sockets(5000, 7000, 30), sockets_before=made.sockets(1000, 2000, 7)),
-        made.row(1, sockets=made.sockets(10, 20, 0)),
+        examples.row(0, sockets=examples.sockets(5000, 7000, 30), sockets_before=examples.sockets(1000, 2000, 7)),
+        examples.row(1, sockets=examples.sockets(10, 20, 0)),
     )
-    traffic = read_network(Evidence(made.report(rows=rows), NODE), "auto")
+    traffic = read_network(Evidence(examples.report(rows=rows), NODE), "auto")
     assert (traffic.probe, traffic.interval_s) == ("tcp_info", None)
     first = traffic.by_rank[0]
     assert (first.tx_bytes, first.rx_bytes, first.retransmits) == (4000, 5000, 23)
@@ -101,7 +101,7 @@ def test_tcp_info_gives_each_rank_its_own_traffic_of_the_window() -> None:
 
 
 def test_what_the_kernel_counted_comes_first_and_over_the_collectors_own_interval() -> None:
-    report = made.report(rows=(made.row(0, sockets=made.sockets(5000, 7000, 30)),))
+    report = examples.report(rows=(examples.row(0, sockets=examples.sockets(5000, 7000, 30)),))
     counted = NetworkMetrics(tx_bytes=600, rx_bytes=300, retransmits=2)
     traffic = read_network(Evidence(report, NODE, KernelWindow({0: counted}, 1.5)), "auto")
     assert traffic == Traffic("ebpf", {0: counted}, 1.5, "")
@@ -114,7 +114,9 @@ def test_what_the_kernel_counted_comes_first_and_over_the_collectors_own_interva
 
 
 def test_a_window_says_why_a_better_probe_was_passed_over() -> None:
-    report = made.report(rows=(made.row(0, sockets=made.sockets(5, 7, 3)), made.row(1, sockets=made.sockets(5, 7, 3))))
+    report = examples.report(
+        rows=(examples.row(0, sockets=examples.sockets(5, 7, 3)), examples.row(1, sockets=examples.sockets(5, 7, 3)))
+    )
     traffic = read_network(Evidence(report, NODE, "2 of 3 sockets of rank 0 are older than the probe"), "auto")
     assert traffic.probe == "tcp_info"
     assert traffic.note == "ebpf: 2 of 3 sockets of rank 0 are older than the probe"
@@ -122,7 +124,7 @@ def test_a_window_says_why_a_better_probe_was_passed_over() -> None:
 
 
 def test_a_window_of_a_probe_that_is_insisted_on_is_masked_where_it_knows_nothing() -> None:
-    report = made.report(rows=(made.row(0, sockets=made.sockets(5, 7, 3)),))
+    report = examples.report(rows=(examples.row(0, sockets=examples.sockets(5, 7, 3)),))
     traffic = read_network(Evidence(report, NODE, "the report came late"), "ebpf")
     assert traffic == Traffic("none", {}, None, "ebpf: the report came late")
     features = unpack_ranks(state_of(metric_window(report, systems={}, node=NODE, network=traffic)))
@@ -131,15 +133,15 @@ def test_a_window_of_a_probe_that_is_insisted_on_is_masked_where_it_knows_nothin
 
 
 def test_without_tcp_info_the_namespaces_counters_serve_a_node_of_one_rank_and_no_other() -> None:
-    alone = made.report(rows=(made.row(0),))
+    alone = examples.report(rows=(examples.row(0),))
     traffic = read_network(Evidence(alone, NODE), "auto")
     assert (traffic.probe, traffic.by_rank[0].retransmits, traffic.interval_s) == ("proc", 4, 1.0)
-    assert read_network(Evidence(made.report(), NODE), "auto").probe == "none"
+    assert read_network(Evidence(examples.report(), NODE), "auto").probe == "none"
     assert read_network(Evidence(alone, NodeMetrics()), "auto").probe == "none"
 
 
 def test_the_probe_can_be_chosen() -> None:
-    report = made.report(rows=(made.row(0, sockets=made.sockets()),))
+    report = examples.report(rows=(examples.row(0, sockets=examples.sockets()),))
     assert read_network(Evidence(report, NODE), "proc").probe == "proc"
     assert read_network(Evidence(report, NODE), "tcp_info").probe == "tcp_info"
 
@@ -147,7 +149,7 @@ def test_the_probe_can_be_chosen() -> None:
 def test_the_window_keeps_what_the_kernel_saw_and_what_it_did_not() -> None:
     seen = SystemMetrics(cpu_time_ratio=1.5)
     metrics = metric_window(
-        made.report(), systems={1: seen}, node=NODE, network=NO_TRAFFIC, num_readings_lost=3, refused_pids=(1000,)
+        examples.report(), systems={1: seen}, node=NODE, network=NO_TRAFFIC, num_readings_lost=3, refused_pids=(1000,)
     )
     assert metrics.ranks[0].system == SystemMetrics()
     assert metrics.ranks[1].system == seen

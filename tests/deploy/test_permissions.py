@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.support import made
+from tests.support import examples
 from tests.support.deployed_broker import DeployedBroker
 
 from dynamix.runtime.bus import Bus, BusError, Identity, PermissionDeniedError
@@ -39,16 +39,16 @@ for _name in ("report", "window", "policy", "event"):
     MAY_READ[_name].add("learner")  # its one consumer of FEED has several filters, which permissions cannot limit
 
 
-def message(kind: str, job: str = made.JOB) -> Message:
+def message(kind: str, job: str = examples.JOB) -> Message:
     """A message of a kind, of a job."""
     where: dict[str, Any] = {"job": job, "generation": 0, "window": 0, "node": "node-a"}
     made_up: dict[str, Message] = {
-        "job": made.job(job=job),
-        "report": made.report(job=job),
-        "window": made.window(job=job),
-        "state": msgspec.structs.replace(made.state(), job=job),
+        "job": examples.job(job=job),
+        "report": examples.report(job=job),
+        "window": examples.window(job=job),
+        "state": msgspec.structs.replace(examples.state(), job=job),
         "reward": Reward(**where, formula="paper-sgd", ranks=(RankReward(rank=0, reward=1.0, terms={"alpha": 1.0}),)),
-        "action": made.action(job=job, hash=bytes(32)),
+        "action": examples.action(job=job, hash=bytes(32)),
         "applied": Applied(
             job=job,
             generation=0,
@@ -312,7 +312,7 @@ async def test_a_durable_consumer_works_with_the_collectors_rights(connect: Any)
         await consumer.ack(batch[-1])
         await collector._connection.round_trip(5.0)
     async with collector.consume(FEED.name, [wanted], start="new", durable="collector-node-a") as consumer:
-        report = msgspec.structs.replace(made.report(), job="durable", window=1)
+        report = msgspec.structs.replace(examples.report(), job="durable", window=1)
         second = await trainer.publish(report)
         assert [message.sequence for message in await anext(consumer)] == [second]
     assert collector.counters["permission_denials"] == 0
@@ -320,11 +320,11 @@ async def test_a_durable_consumer_works_with_the_collectors_rights(connect: Any)
 
 async def test_the_arbitrators_compare_and_set_works_with_its_rights(connect: Any) -> None:
     arbitrator = await connect("arbitrator")
-    first = await arbitrator.publish_action(made.action(0, job="cas", hash=bytes(32)), expected_last=0)
+    first = await arbitrator.publish_action(examples.action(0, job="cas", hash=bytes(32)), expected_last=0)
     stored = await arbitrator.last(ACTIONS.name, subjects.action("cas"))
     assert stored is not None
     assert stored.sequence == first
-    assert await arbitrator.publish_action(made.action(1, job="cas", hash=bytes(31)), expected_last=first) > first
+    assert await arbitrator.publish_action(examples.action(1, job="cas", hash=bytes(31)), expected_last=first) > first
 
 
 @pytest.mark.parametrize("user", USERS)

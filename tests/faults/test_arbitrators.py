@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 from tests.support.arbitrators import Feeding, crew, feed_states, two_node_job
+from tests.support.bus_watch import Watch, watching
 from tests.support.control_plane import ControlPlane, control_plane
+from tests.support.decision_checks import check_decisions
 from tests.support.faults import Figure, Scale
-from tests.support.oracle import check_decisions
-from tests.support.watching import Watch, watching
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

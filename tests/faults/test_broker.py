@@ -5,10 +5,10 @@ import random
 from collections.abc import AsyncIterator
 
 import pytest
+from tests.support.bus_watch import watching
 from tests.support.control_plane import ControlPlane, control_plane, one_node_job, report_of
+from tests.support.decision_checks import check_decisions, stored
 from tests.support.faults import Figure, Scale
-from tests.support.oracle import check_decisions, stored
-from tests.support.watching import watching
 
 from dynamix.runtime.bus import Bus
 from dynamix.schemas import subjects

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import IO
 
 import pytest
+from tests.support.bus_watch import watching
 from tests.support.control_plane import ControlPlane, control_plane, feed_windows, one_node_job
+from tests.support.decision_checks import check_decisions
 from tests.support.faults import Figure, Scale
-from tests.support.oracle import check_decisions
-from tests.support.watching import watching
 
 from dynamix.cli.services import SERVICES as NAMES
 from dynamix.cli.services import ServiceProcess, wait_until_ready

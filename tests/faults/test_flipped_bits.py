@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 from tests.support.arbitrators import Crew, crew, feed_states, two_node_job
+from tests.support.bus_watch import Watch, watching
 from tests.support.control_plane import ControlPlane, control_plane
+from tests.support.decision_checks import recorded_states, stored
+from tests.support.examples import applied
 from tests.support.faults import Figure, Scale
-from tests.support.oracle import recorded_states, stored
 from tests.support.reference_fold import reference_decisions
 from tests.support.stored_blocks import block_of
-from tests.support.watched import applied
-from tests.support.watching import Watch, watching
 
 from dynamix.arbitrator.policies.registry import policy_named
 from dynamix.schemas import subjects

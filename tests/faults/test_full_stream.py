@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator
 
 import msgspec
 import pytest
+from tests.support.bus_watch import watching
 from tests.support.control_plane import NODE, ControlPlane, control_plane, feed_windows, one_node_job, report_of
+from tests.support.decision_checks import check_decisions, recorded_states
 from tests.support.faults import Figure, Scale
-from tests.support.oracle import check_decisions, recorded_states
-from tests.support.watching import watching
 
 from dynamix.runtime.bus import StreamFullError
 from dynamix.runtime.bus.broker.requests import Answer

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
+from tests.support.bus_watch import watching
 from tests.support.control_plane import NODE, ControlPlane, control_plane, one_node_job, report_of
+from tests.support.decision_checks import check_decisions
 from tests.support.faults import Figure, Scale
-from tests.support.hostile import READERS, Hostile, hostile
-from tests.support.oracle import check_decisions
-from tests.support.watching import watching
+from tests.support.undecodable_payloads import READERS, Hostile, hostile
 
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode_any

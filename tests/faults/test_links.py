@@ -5,11 +5,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 from tests.support.arbitrators import Feeding, crew, feed_states, two_node_job
+from tests.support.bus_watch import watching
 from tests.support.control_plane import NODE, ControlPlane, control_plane, feed_windows, one_node_job
+from tests.support.decision_checks import check_decisions
 from tests.support.faults import Figure, Scale
-from tests.support.oracle import check_decisions
 from tests.support.proxy import Proxy
-from tests.support.watching import watching
 
 from dynamix.schemas import subjects
 from dynamix.schemas.streams import FEED

@@ -5,10 +5,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 from tests.support.arbitrators import crew, states_of, two_node_job
+from tests.support.bus_watch import watching
 from tests.support.control_plane import ControlPlane, control_plane
+from tests.support.decision_checks import check_decisions, recorded_states
 from tests.support.faults import Figure, Scale
-from tests.support.oracle import check_decisions, recorded_states
-from tests.support.watching import watching
 
 from dynamix.arbitrator.deciding.fold import Fold
 from dynamix.arbitrator.policies.registry import policy_named

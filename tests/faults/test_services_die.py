@@ -5,10 +5,10 @@ import random
 from collections.abc import AsyncIterator
 
 import pytest
+from tests.support.bus_watch import watching
 from tests.support.control_plane import ControlPlane, control_plane, feed_windows, one_node_job
+from tests.support.decision_checks import check_decisions
 from tests.support.faults import Figure, Scale
-from tests.support.oracle import check_decisions
-from tests.support.watching import watching
 
 from dynamix.schemas import subjects
 from dynamix.schemas.messages import Job

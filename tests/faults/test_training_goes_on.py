@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from tests.support.control_plane import ControlPlane, control_plane
-from tests.support.oracle import check_decisions
+from tests.support.decision_checks import check_decisions
 from tests.support.steady_job import CHECKPOINT_EVERY, NUM_SAMPLES
 from tests.support.steady_training import JOB, TrainingJob, training
 

@@ -4,7 +4,7 @@ import asyncio
 import json
 from urllib.parse import urlsplit
 
-from tests.support import made
+from tests.support import examples
 from tests.support.brokers import operate
 from tests.support.control_plane import (
     ControlPlane,
@@ -58,8 +58,10 @@ async def test_a_report_whose_quotients_overflow_gives_a_window_with_unknown_val
         job = one_node_job(policy="static")
         await plane.bus.publish(job)
         report = report_of(job, 0, SIZES, SPEEDS)
-        tiny = made.totals(0, time_s=1e-308, loss_sum=1e300)
-        poison = made.report("node-a", window=0, rows=report.rows, totals=tiny, held_out_accuracy=1e300, job=job.job)
+        tiny = examples.totals(0, time_s=1e-308, loss_sum=1e300)
+        poison = examples.report(
+            "node-a", window=0, rows=report.rows, totals=tiny, held_out_accuracy=1e300, job=job.job
+        )
         await plane.bus.publish(poison)
         assert len(await plane.wait_for_actions(1)) == 1
         (window,) = await plane.wait_for(FEED.name, subjects.window(job.job, "*"), 1)
@@ -91,7 +93,7 @@ async def test_an_action_log_of_another_run_halts_that_job_alone() -> None:
     async with control_plane("collector") as plane:
         other = one_node_job(job="other-00000000")
         await plane.bus.publish_action(
-            seal(made.action(5, local_batch_sizes=(64, 64), deltas=(0, 0)), b""), expected_last=0
+            seal(examples.action(5, local_batch_sizes=(64, 64), deltas=(0, 0)), b""), expected_last=0
         )
         await publish_raw(plane, b"dynamix.v1.action.third-00000000", b"no action at all")
         for job in (one_node_job(), one_node_job(job="third-00000000"), other):

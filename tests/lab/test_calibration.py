@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from tests.support.calibrated import COMMUNICATION_S, NETWORK, WORKERS, known_job, known_scenario
+from tests.support.calibration_job import COMMUNICATION_S, NETWORK, WORKERS, known_job, known_scenario
 
 from dynamix.lab.calibration import Calibration, CalibrationSettings, NotEnoughWindowsError, calibrate, scenario_text
 from dynamix.lab.calibration.dwell_times import fit_dwell_times

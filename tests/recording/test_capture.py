@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.support import captured, made
+from tests.support import capture_files, examples
 from tests.support.devices import device_in, identity
 
 from dynamix.recording import capture
@@ -26,15 +26,15 @@ FILES = settings(max_examples=150, suppress_health_check=[HealthCheck.function_s
 
 def sample() -> list[Record]:
     """Records of all three streams."""
-    messages = [made.job(), made.report(), made.window(), made.state(), made.action(hash=bytes(32))]
-    return captured.records_of(messages)
+    messages = [examples.job(), examples.report(), examples.window(), examples.state(), examples.action(hash=bytes(32))]
+    return capture_files.records_of(messages)
 
 
 @pytest.fixture(scope="module")
 def content(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """A complete capture of several blocks."""
     path = tmp_path_factory.mktemp("capture") / "job.dxc"
-    with CaptureWriter(path, captured.header()) as writer:
+    with CaptureWriter(path, capture_files.header()) as writer:
         for one in sample():
             writer.write_record(one)
             if one.stream != "FEED":
@@ -56,7 +56,7 @@ def file_of(*frames: bytes) -> bytes:
 
 
 def a_header(**changes: Any) -> bytes:
-    fields = {"job": made.JOB, "created": "2026-11-20T12:00:00Z", "streams": ["JOBS", "FEED", "ACTIONS"]}
+    fields = {"job": examples.JOB, "created": "2026-11-20T12:00:00Z", "streams": ["JOBS", "FEED", "ACTIONS"]}
     fields["fingerprint"] = {"simd": [], **dict.fromkeys(("dynamix", "code", "python", "numpy", "machine", "cpu"), "x")}
     return frame(layout.HEADER, json.dumps(fields | changes).encode())
 
@@ -83,8 +83,8 @@ def read_all(path: Path, content: bytes) -> tuple[list[Record], CaptureError | N
 
 
 def test_written_records_are_read_back(tmp_path: Path) -> None:
-    path = captured.write(tmp_path / "job.dxc", sample(), reason="windows")
-    assert capture.read_header(path) == captured.header()
+    path = capture_files.write(tmp_path / "job.dxc", sample(), reason="windows")
+    assert capture.read_header(path) == capture_files.header()
     with CaptureReader(path) as reader:
         assert reader.end is None
         assert list(reader) == sample()
@@ -109,12 +109,12 @@ def test_arbitrary_records_are_read_back(tmp_path: Path, content: list[tuple[str
     ]
     path = tmp_path / "any.dxc"
     path.unlink(missing_ok=True)
-    assert list(capture.records(captured.write(path, given_records))) == given_records
+    assert list(capture.records(capture_files.write(path, given_records))) == given_records
 
 
 def test_a_large_job_is_written_in_compressed_blocks(tmp_path: Path) -> None:
-    records = [captured.record(made.state(window_index=window), window + 1) for window in range(3000)]
-    path = captured.write(tmp_path / "job.dxc", records)
+    records = [capture_files.record(examples.state(window_index=window), window + 1) for window in range(3000)]
+    path = capture_files.write(tmp_path / "job.dxc", records)
     assert list(capture.records(path)) == records
     content = path.read_bytes()
     assert len(content) < sum(len(one.payload) for one in records) / 3
@@ -296,7 +296,7 @@ def test_records_flushed_by_a_killed_writer_are_readable(tmp_path: Path) -> None
 
     def interrupted() -> None:
         nonlocal flushed
-        with CaptureWriter(path, captured.header()) as writer:
+        with CaptureWriter(path, capture_files.header()) as writer:
             writer.write_record(sample()[0])
             writer.flush()
             flushed = path.read_bytes()  # what a kill -9 would leave here
@@ -313,11 +313,11 @@ def test_records_flushed_by_a_killed_writer_are_readable(tmp_path: Path) -> None
 
 
 def test_an_existing_capture_is_not_overwritten(tmp_path: Path) -> None:
-    path = captured.write(tmp_path / "job.dxc", sample())
-    with pytest.raises(FileExistsError), CaptureWriter(path, captured.header()):
+    path = capture_files.write(tmp_path / "job.dxc", sample())
+    with pytest.raises(FileExistsError), CaptureWriter(path, capture_files.header()):
         pass
     assert list(capture.records(path)) == sample()
-    with CaptureWriter(path, captured.header(), overwrite=True) as writer:
+    with CaptureWriter(path, capture_files.header(), overwrite=True) as writer:
         writer.write_record(sample()[0])
     assert list(capture.records(path)) == sample()[:1]
 
@@ -328,7 +328,7 @@ def test_a_capture_is_not_written_into_a_device(tmp_path: Path, *, overwrite: bo
     before = identity(device)
     with (
         pytest.raises(ValueError, match="name a file"),
-        CaptureWriter(device, captured.header(), overwrite=overwrite),
+        CaptureWriter(device, capture_files.header(), overwrite=overwrite),
     ):
         pass
     assert identity(device) == before
@@ -336,7 +336,7 @@ def test_a_capture_is_not_written_into_a_device(tmp_path: Path, *, overwrite: bo
 
 def test_records_out_of_order_or_of_an_unknown_stream_are_refused(tmp_path: Path) -> None:
     first, second, *_ = sample()
-    with CaptureWriter(tmp_path / "job.dxc", captured.header()) as writer:
+    with CaptureWriter(tmp_path / "job.dxc", capture_files.header()) as writer:
         writer.write_record(second)
         with pytest.raises(ValueError, match="FEED 2 comes after 2: not in order"):
             writer.write_record(second)
@@ -353,7 +353,7 @@ def test_the_largest_records_fit_into_a_block(tmp_path: Path) -> None:
     noise = hashlib.shake_256(b"noise").digest(1 << 20)
     records = [Record("FEED", 1, 1, "a", "", noise[: layout.BLOCK_BYTES - 26])]
     records.append(Record("FEED", 2, 2, "s" * 255, "i" * 1024, noise))
-    path = captured.write(tmp_path / "job.dxc", records)
+    path = capture_files.write(tmp_path / "job.dxc", records)
     assert list(capture.records(path)) == records
     assert path.stat().st_size > layout.BLOCK_BYTES + (1 << 20)
 
@@ -371,6 +371,6 @@ def test_fingerprint_differences_are_listed_by_name() -> None:
     ours = capture.fingerprint()
     assert ours.code != "0" * 64
     assert capture.differences(ours, ours) == []
-    found = capture.differences(captured.FINGERPRINT, ours)
+    found = capture.differences(capture_files.FINGERPRINT, ours)
     assert f"code: {'0' * 16}... there, {ours.code[:16]}... here" in found
     assert capture.fingerprint() == ours

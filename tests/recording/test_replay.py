@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.support import learned, made
+from tests.support import examples, learned
 from tests.support.recordings import DEMO, Recording, changed, written
 
 from dynamix.arbitrator.learned.policy import LearnedPolicy
@@ -30,8 +30,8 @@ from dynamix.schemas.codec import decode
 from dynamix.schemas.messages import Action, Job
 from dynamix.schemas.streams import ACTIONS, FEED, JOBS
 
-TWO_NODES = made.job()
-ONE_NODE = made.job({"node-a": (0, 1)})
+TWO_NODES = examples.job()
+ONE_NODE = examples.job({"node-a": (0, 1)})
 
 
 def window_of(record: Record) -> int | None:
@@ -230,7 +230,7 @@ async def test_an_arbitrator_that_stops_deciding_is_a_difference_also_with_until
 
 
 async def test_stuck_sizes_are_reported_in_the_same_window(tmp_path: Path) -> None:
-    smallest = made.job({"node-a": (0, 1)}, initial_local_batch_sizes=(32, 32))
+    smallest = examples.job({"node-a": (0, 1)}, initial_local_batch_sizes=(32, 32))
     with Recording(tmp_path / "job.dxc", smallest) as recording:
         for window in range(24):
             recording.state(window)
@@ -239,7 +239,7 @@ async def test_stuck_sizes_are_reported_in_the_same_window(tmp_path: Path) -> No
 
 
 async def test_a_restarted_arbitrator_counts_stuck_sizes_from_its_start(tmp_path: Path) -> None:
-    smallest = made.job({"node-a": (0, 1)}, initial_local_batch_sizes=(32, 32))
+    smallest = examples.job({"node-a": (0, 1)}, initial_local_batch_sizes=(32, 32))
     with Recording(tmp_path / "job.dxc", smallest) as recording:
         for window in range(40):
             if window == 10:
@@ -254,7 +254,7 @@ async def test_a_learned_policy_is_replayed_from_its_file(tmp_path: Path) -> Non
     file = tmp_path / "mine.safetensors"
     file.write_bytes(learned.policy_file("deltas", favour=2, policy="mine").to_bytes())
     policy = LearnedPolicy(PolicyFile.from_bytes(file.read_bytes()), version=3)
-    job = made.job({"node-a": (0, 1)}, policy="mine")
+    job = examples.job({"node-a": (0, 1)}, policy="mine")
     with Recording(tmp_path / "job.dxc", job, policy) as recording:
         for window in range(6):
             recording.state(window)
@@ -402,12 +402,12 @@ async def test_a_stopped_replay_returns_what_was_compared() -> None:
 
 
 def test_close_numbers_agree_and_decisions_must_be_equal() -> None:
-    near = made.state(throughput=(1000.0, 2000.0))
-    far = made.state(throughput=(1000.0004, 2000.0))
+    near = examples.state(throughput=(1000.0, 2000.0))
+    far = examples.state(throughput=(1000.0004, 2000.0))
     assert near != far
-    other = made.state(throughput=(1010.0, 2000.0))
+    other = examples.state(throughput=(1010.0, 2000.0))
     assert fields.agree(near, far)
     assert not fields.agree(near, other)
-    assert fields.agree(made.action(carry=b"a", hash=b"b"), made.action(carry=b"c", hash=b"d"))
-    assert not fields.agree(made.action(), made.action(local_batch_sizes=(128, 128, 128, 129)))
-    assert not fields.agree(made.action(), "cannot be decoded")
+    assert fields.agree(examples.action(carry=b"a", hash=b"b"), examples.action(carry=b"c", hash=b"d"))
+    assert not fields.agree(examples.action(), examples.action(local_batch_sizes=(128, 128, 128, 129)))
+    assert not fields.agree(examples.action(), "cannot be decoded")

@@ -2,7 +2,7 @@ import math
 
 import msgspec
 import pytest
-from tests.support import made
+from tests.support import examples
 
 from dynamix.reward.formula import Weights, reward_of
 from dynamix.reward.settings import RewardSettings
@@ -12,8 +12,8 @@ WEIGHTS = Weights(accuracy=1.0, alpha=2.0, beta=0.5, delta=0.1, eta=0.01)
 
 
 def window_with(family: str = "sgd", **training: object) -> MetricWindow:
-    rank = RankMetrics(rank=0, training=made.training(**training), system=SystemMetrics())
-    return msgspec.structs.replace(made.window(optimizer_family=family), ranks=(rank,))
+    rank = RankMetrics(rank=0, training=examples.training(**training), system=SystemMetrics())
+    return msgspec.structs.replace(examples.window(optimizer_family=family), ranks=(rank,))
 
 
 def test_the_published_reward_for_sgd_is_the_sum_of_its_named_terms() -> None:
@@ -44,7 +44,7 @@ def test_a_term_that_was_not_measured_is_left_out() -> None:
     reward = reward_of(window_with(accuracy=None, accuracy_change=None), WEIGHTS).ranks[0]
     assert set(reward.terms) == {"iteration_time", "size"}
     assert reward.reward == pytest.approx(sum(reward.terms.values()))
-    masked = made.window(ranks=(0,), optimizer_family="adam", job_metrics=made.job_metrics(sigma_norm_sq=None))
+    masked = examples.window(ranks=(0,), optimizer_family="adam", job_metrics=examples.job_metrics(sigma_norm_sq=None))
     assert "gradient_noise" not in reward_of(masked, WEIGHTS).ranks[0].terms
 
 
@@ -52,7 +52,7 @@ def test_the_time_aware_reward_of_a_run_is_its_accuracy_less_its_seconds() -> No
     changes, times = [0.3, 0.2, -0.05, 0.1], [0.1, 0.2, 0.05, 0.1]
     total = sum(
         reward_of(
-            made.window(ranks=(0,), job_metrics=made.job_metrics(accuracy_change=change, step_time_s=time)),
+            examples.window(ranks=(0,), job_metrics=examples.job_metrics(accuracy_change=change, step_time_s=time)),
             WEIGHTS,
             "time-aware",
         )
@@ -65,8 +65,8 @@ def test_the_time_aware_reward_of_a_run_is_its_accuracy_less_its_seconds() -> No
 
 def test_shrinking_the_batch_raises_the_published_reward_but_not_the_time_aware_one() -> None:
     """The known weakness of the published design: a quarter of the samples in a third of the time."""
-    large = made.window(ranks=(0,), job_metrics=made.job_metrics(accuracy_change=0.04, step_time_s=0.3))
-    small = made.window(ranks=(0,), job_metrics=made.job_metrics(accuracy_change=0.01, step_time_s=0.1))
+    large = examples.window(ranks=(0,), job_metrics=examples.job_metrics(accuracy_change=0.04, step_time_s=0.3))
+    small = examples.window(ranks=(0,), job_metrics=examples.job_metrics(accuracy_change=0.01, step_time_s=0.1))
     published = [
         reward_of(window_with(local_batch_size=size, step_time_s=time), WEIGHTS).ranks[0].reward
         for size, time in ((512, 0.3), (128, 0.1))

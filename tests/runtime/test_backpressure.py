@@ -4,7 +4,7 @@ import asyncio
 
 import msgspec
 import structlog
-from tests.support import made
+from tests.support import examples
 from tests.support.brokers import until
 
 from dynamix.runtime.bus import Bus
@@ -34,7 +34,7 @@ async def waiting(context: Context[NoSettings, Bus]) -> asyncio.Task[bool]:
     """A publisher that has been refused for want of room."""
     full = msgspec.structs.replace(FEED, max_bytes=100, discard="new")
     await provision(context.bus, [full])
-    task = asyncio.create_task(publish_when_room(context, made.state()))
+    task = asyncio.create_task(publish_when_room(context, examples.state()))
     await until(lambda: context.counters.get("waits_for_room"))
     return task
 

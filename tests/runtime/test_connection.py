@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tests.support import made
+from tests.support import examples
 from tests.support.brokers import STATE, ConfiguredServer, connected, publish_unstored, until
 
 import dynamix.runtime.bus.broker.client as client_module
@@ -70,7 +70,7 @@ async def test_it_reconnects_beyond_the_sixty_attempts_after_which_nats_py_would
     await server.kill()
     await until(lambda: bus.counters["errors"] > 100)
     await server.start()
-    assert await bus.publish(made.state()) == 1
+    assert await bus.publish(examples.state()) == 1
 
 
 async def test_a_password_file_is_read_at_every_connection(server: ConfiguredServer, tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ async def test_credentials_revoked_on_a_running_broker_close_the_connection_with
         server.reload()
         await until(lambda: reasons)
         with pytest.raises(BusError, match="closed"):
-            await bus.publish(made.state())
+            await bus.publish(examples.state())
     assert len(reasons) == 1
     assert any(word in reasons[0] for word in ("authentication", "authorization", "refuses our user"))
 
@@ -131,7 +131,7 @@ async def test_an_error_while_noting_an_error_leaves_the_connection_alive(
                 patch.setattr(connection.logger, "exception", lambda *_: noted.set())
                 await publish_unstored(bus, "forbidden", b"")  # the broker's answer calls the broken function
                 await noted.wait()
-            assert await bus.publish(made.state()) == 1
+            assert await bus.publish(examples.state()) == 1
             assert bus.counters["reconnects"] == 0
 
 
@@ -142,7 +142,7 @@ async def test_a_handler_that_raises_leaves_the_connection_alive(bus: Bus, caplo
     await bus._connection.subscribe("somewhere", broken)
     await publish_unstored(bus, "somewhere", b"")
     await until(lambda: "error while handling a message on somewhere" in caplog.text)
-    assert await bus.publish(made.state()) == 1
+    assert await bus.publish(examples.state()) == 1
 
 
 async def test_another_nats_py_than_ours_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,12 +162,12 @@ async def test_a_denied_publish_fails_at_once_and_names_the_subject(guarded: Con
                 with pytest.raises(
                     PermissionDeniedError, match=r"'writer' publish to dynamix.v1.action.mnist-0a1b2c3d"
                 ):
-                    await bus.publish_action(made.action(), expected_last=0)
+                    await bus.publish_action(examples.action(), expected_last=0)
                 with pytest.raises(PermissionDeniedError, match=r"STREAM.INFO.JOBS|stream.info.jobs"):
                     await bus.stream_state("JOBS")
             assert bus.counters["permission_denials"] == 2
             assert bus.counters["in_flight"] == 0
-            assert await bus.publish(made.state()) == 1
+            assert await bus.publish(examples.state()) == 1
 
 
 async def test_a_denied_consumer_fails_at_once(guarded: ConfiguredServer) -> None:

@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from tests.support import made
+from tests.support import examples
 from tests.support.brokers import ConfiguredServer, connected
 
 from dynamix.runtime.bus import Bus, PublishError
@@ -39,14 +39,14 @@ async def test_what_jetstream_never_changes_is_refused_with_what_to_do(bus: Bus)
 
 
 async def test_messages_survive_a_change(bus: Bus) -> None:
-    await bus.publish(made.state())
+    await bus.publish(examples.state())
     await provision(bus, [msgspec.structs.replace(FEED, max_bytes=FEED.max_bytes // 2)])
     assert (await bus.stream_state("FEED")).num_messages == 1
 
 
 async def test_only_the_last_specification_of_a_job_is_kept(bus: Bus) -> None:
     for generation in range(3):
-        await bus.publish(made.job(generation=generation))
+        await bus.publish(examples.job(generation=generation))
     state = await bus.stream_state(JOBS.name)
     assert (state.num_messages, state.last_sequence) == (1, 3)
 

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 
 import pytest
-from tests.support import made
+from tests.support import examples
 from tests.support.brokers import STATE, ConfiguredServer, connected, publish_states, until
 from tests.support.proxy import Proxy
 
@@ -21,18 +21,18 @@ def through(proxy: Proxy, server: ConfiguredServer) -> BusSettings:
 
 
 async def test_a_message_is_stored_under_its_subject_and_returns_its_sequence(bus: Bus) -> None:
-    first = await bus.publish(made.state(window_index=0))
-    second = await bus.publish(made.state(window_index=1))
-    stored = await bus.last("FEED", subjects.state(made.JOB, "node-a"))
+    first = await bus.publish(examples.state(window_index=0))
+    second = await bus.publish(examples.state(window_index=1))
+    stored = await bus.last("FEED", subjects.state(examples.JOB, "node-a"))
     assert (first, second) == (1, 2)
     assert stored is not None
-    assert codec.decode_any(stored.subject, stored.payload) == made.state(window_index=1)
+    assert codec.decode_any(stored.subject, stored.payload) == examples.state(window_index=1)
     assert stored.sequence == 2
     assert stored.timestamp_ns > 1_700_000_000 * 10**9
 
 
 async def test_equal_content_is_stored_once(bus: Bus) -> None:
-    assert await bus.publish(made.state()) == await bus.publish(made.state()) == 1
+    assert await bus.publish(examples.state()) == await bus.publish(examples.state()) == 1
     assert (await bus.stream_state("FEED")).num_messages == 1
     assert bus.counters["duplicates"] == 1
 
@@ -60,7 +60,7 @@ async def test_an_acknowledgement_that_never_comes_is_an_error_and_gives_its_slo
     monkeypatch.setattr(publisher, "BUDGET_S", 0.3)
     await server.kill()
     with pytest.raises(PublishError, match=r"no acknowledgement in 0\.3 s"):
-        await bus.publish(made.state())
+        await bus.publish(examples.state())
     assert bus.counters["in_flight"] == 0
     assert bus.counters["publish_errors"] == 1
 
@@ -96,7 +96,7 @@ async def test_the_table_is_bounded_in_bytes_too(bus: Bus, monkeypatch: pytest.M
 async def test_a_message_that_fits_only_without_its_headers_is_refused_and_the_connection_lives(bus: Bus) -> None:
     with pytest.raises(ValueError, match="over the broker's limit of 1048576"):
         await bus.publish_bytes(STATE, bytes(1_048_576 - 10), "large")
-    assert await bus.publish(made.state()) == 1
+    assert await bus.publish(examples.state()) == 1
     assert bus.counters["reconnects"] == 0
 
 
@@ -122,7 +122,7 @@ async def test_an_error_that_nobody_looks_at_is_counted(bus: Bus, monkeypatch: p
 
 async def test_a_cancelled_publisher_gives_its_slot_back(server: ConfiguredServer, bus: Bus) -> None:
     await server.kill()
-    publishing = asyncio.create_task(bus.publish(made.state()))
+    publishing = asyncio.create_task(bus.publish(examples.state()))
     await until(lambda: bus.counters["in_flight"])
     publishing.cancel()
     await until(lambda: bus.counters["in_flight"] == 0)
@@ -141,12 +141,12 @@ async def test_drain_works_while_reconnecting_and_fails_what_was_not_acknowledge
 ) -> None:
     await server.kill()
     await until(lambda: not bus.is_connected)
-    future = await bus.publish_soon(made.state())
+    future = await bus.publish_soon(examples.state())
     await bus.drain(timeout_s=0.1)
     with pytest.raises(ConnectionClosedError):
         await future
     with pytest.raises(ConnectionClosedError):
-        await bus.publish(made.state())
+        await bus.publish(examples.state())
 
 
 async def test_everything_acknowledged_over_two_killed_brokers_is_stored_once(
@@ -177,17 +177,17 @@ async def test_core_messages_are_dropped_and_counted_while_there_is_no_broker(
 
 
 async def test_the_broker_refuses_the_action_of_a_stale_writer(bus: Bus) -> None:
-    first = chain.seal(made.action(0), b"")
+    first = chain.seal(examples.action(0), b"")
     sequence = await bus.publish_action(first, expected_last=0)
     with pytest.raises(StaleWriterError) as refused:
-        await bus.publish_action(chain.seal(made.action(1), b"another history"), expected_last=0)
+        await bus.publish_action(chain.seal(examples.action(1), b"another history"), expected_last=0)
     assert refused.value.last_sequence == sequence
-    await bus.publish_action(chain.seal(made.action(1), first.hash), expected_last=sequence)
+    await bus.publish_action(chain.seal(examples.action(1), first.hash), expected_last=sequence)
     assert (await bus.stream_state("ACTIONS")).num_messages == 2
 
 
 async def test_the_same_action_again_is_a_success_not_a_stale_writer(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    action = chain.seal(made.action(0), b"")
+    action = chain.seal(examples.action(0), b"")
     sequence = await bus.publish_action(action, expected_last=0)
     assert await bus.publish_action(action, expected_last=0) == sequence
     monkeypatch.setattr(codec, "message_id", lambda _: "forgotten")  # as if the window of duplicates had passed
@@ -199,7 +199,7 @@ async def test_of_racing_writers_exactly_one_writes_each_action(server: Configur
     async def write(writer: int, other: Bus) -> list[int]:
         won, last = [], 0
         while len(won) < 5:
-            action = chain.seal(made.action(last, policy=f"writer-{writer}"), b"")
+            action = chain.seal(examples.action(last, policy=f"writer-{writer}"), b"")
             try:
                 last = await other.publish_action(action, expected_last=last)
                 won.append(last)

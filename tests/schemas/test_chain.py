@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support import made
+from tests.support import examples
 
 from dynamix.schemas.chain import BrokenChainError, ChainCheck, is_intact, seal
 from dynamix.schemas.codec import encode
@@ -17,7 +17,7 @@ def chain(*places: tuple[int, int]) -> list[Action]:
     """Actions for these generations and windows."""
     found: list[Action] = []
     for generation, window in places:
-        action = made.action(window, generation=generation, carry=b"\x00\x80", logprobs=(-0.5,))
+        action = examples.action(window, generation=generation, carry=b"\x00\x80", logprobs=(-0.5,))
         found.append(seal(action, found[-1].hash if found else b""))
     return found
 

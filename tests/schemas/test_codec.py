@@ -5,14 +5,14 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support import made
+from tests.support import examples
 
 from dynamix.schemas import codec, subjects
 from dynamix.schemas.allocation import Exchange
 from dynamix.schemas.codec import MalformedMessageError, decode, decode_any, encode, message_id
 from dynamix.schemas.messages import Action, Applied, Job, Message, Report
 
-ONE_OF_EACH: list[Message] = [made.job(), made.report(), made.window(), made.state(), made.action()]
+ONE_OF_EACH: list[Message] = [examples.job(), examples.report(), examples.window(), examples.state(), examples.action()]
 
 
 @pytest.mark.parametrize("message", ONE_OF_EACH, ids=lambda message: type(message).__name__)
@@ -22,60 +22,60 @@ def test_a_message_comes_back_equal(message: Message) -> None:
 
 def test_the_subject_is_the_identity_and_a_payload_that_disagrees_is_refused() -> None:
     with pytest.raises(MalformedMessageError, match=r"identity mnist-0a1b2c3d\.node-a"):
-        decode_any(subjects.report(made.JOB, "node-b"), encode(made.report("node-a")))
+        decode_any(subjects.report(examples.JOB, "node-b"), encode(examples.report("node-a")))
 
 
 def test_a_message_of_another_kind_is_refused() -> None:
-    action = made.action()
+    action = examples.action()
     with pytest.raises(MalformedMessageError, match="kind 6 is not job"):
-        decode(Job, subjects.job(made.JOB), encode(action))
+        decode(Job, subjects.job(examples.JOB), encode(action))
     with pytest.raises(MalformedMessageError, match="carries a Action, not a Report"):
         decode(Report, subjects.subject_of(action), encode(action))
 
 
 def test_a_later_version_is_refused_by_its_number() -> None:
-    data = bytearray(encode(made.action()))
+    data = bytearray(encode(examples.action()))
     data[2] = 9
     with pytest.raises(MalformedMessageError, match="version 9"):
-        decode_any(subjects.action(made.JOB), bytes(data))
+        decode_any(subjects.action(examples.JOB), bytes(data))
 
 
 def test_a_field_appended_by_a_later_program_is_ignored() -> None:
-    action = msgspec.structs.replace(made.action(), exchange=Exchange(every=2))  # EXACT is left out of the bytes
+    action = msgspec.structs.replace(examples.action(), exchange=Exchange(every=2))  # EXACT is left out of the bytes
     fields = msgspec.msgpack.decode(encode(action)[codec.HEADER_BYTES :])
     longer = encode(action)[: codec.HEADER_BYTES] + msgspec.msgpack.encode([*fields, "new"])
-    assert decode(Action, subjects.action(made.JOB), longer) == action
+    assert decode(Action, subjects.action(examples.JOB), longer) == action
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_a_value_that_is_not_finite_is_named_and_refused_on_both_sides(value: float) -> None:
-    bad = made.report(rows=(made.row(0), made.row(1, loss_sum=value)))
+    bad = examples.report(rows=(examples.row(0), examples.row(1, loss_sum=value)))
     with pytest.raises(MalformedMessageError, match=r"rows\[1\]\.loss_sum"):
         encode(bad)
-    foreign = encode(made.report())[: codec.HEADER_BYTES] + msgspec.msgpack.encode(bad)
+    foreign = encode(examples.report())[: codec.HEADER_BYTES] + msgspec.msgpack.encode(bad)
     with pytest.raises(MalformedMessageError, match=r"rows\[1\]\.loss_sum"):
-        decode_any(subjects.report(made.JOB, "node-a"), foreign)
+        decode_any(subjects.report(examples.JOB, "node-a"), foreign)
 
 
 def test_a_message_over_the_limit_is_refused_on_both_sides() -> None:
-    huge = made.action(policy="p", logprobs=(0.0,) * 70_000)
+    huge = examples.action(policy="p", logprobs=(0.0,) * 70_000)
     with pytest.raises(MalformedMessageError, match="is over 524288"):
         encode(huge)
     with pytest.raises(MalformedMessageError, match="over the limit"):
-        decode_any(subjects.action(made.JOB), b"DX" + bytes(codec.MAX_MESSAGE_BYTES))
+        decode_any(subjects.action(examples.JOB), b"DX" + bytes(codec.MAX_MESSAGE_BYTES))
 
 
 def test_a_carry_over_256_kb_is_refused() -> None:
-    data = encode(made.action(carry=bytes(256 * 1024 + 1)))
+    data = encode(examples.action(carry=bytes(256 * 1024 + 1)))
     with pytest.raises(MalformedMessageError, match="262144"):
-        decode_any(subjects.action(made.JOB), data)
+        decode_any(subjects.action(examples.JOB), data)
 
 
 @given(st.binary(max_size=400))
 def test_random_bytes_are_refused_never_anything_else(data: bytes) -> None:
     for payload in (data, b"DX\x01\x06" + data):
         try:
-            decode_any(subjects.action(made.JOB), payload)
+            decode_any(subjects.action(examples.JOB), payload)
         except MalformedMessageError:
             continue
         pytest.fail("random bytes were taken for an action")
@@ -83,22 +83,22 @@ def test_random_bytes_are_refused_never_anything_else(data: bytes) -> None:
 
 @given(st.integers(min_value=0, max_value=200))
 def test_a_truncated_message_is_refused(length: int) -> None:
-    data = encode(made.report())
+    data = encode(examples.report())
     with pytest.raises(MalformedMessageError):
-        decode_any(subjects.report(made.JOB, "node-a"), data[: min(length, len(data) - 1)])
+        decode_any(subjects.report(examples.JOB, "node-a"), data[: min(length, len(data) - 1)])
 
 
 def test_message_ids_name_the_content() -> None:
-    assert message_id(made.state(window_index=3)) == "state:mnist-0a1b2c3d:node-a:0:3"
-    assert message_id(made.job()) == "job:mnist-0a1b2c3d:0:running"
+    assert message_id(examples.state(window_index=3)) == "state:mnist-0a1b2c3d:node-a:0:3"
+    assert message_id(examples.job()) == "job:mnist-0a1b2c3d:0:running"
     applied = Applied(
-        job=made.JOB, generation=1, decided_window=4, effective_window=6, effective_step=60, local_batch_sizes=(1,)
+        job=examples.JOB, generation=1, decided_window=4, effective_window=6, effective_step=60, local_batch_sizes=(1,)
     )
     assert message_id(applied) == "applied:mnist-0a1b2c3d:1:4"
 
 
 def test_two_different_actions_for_one_window_have_different_ids() -> None:
-    first, second = made.action(hash=b"a" * 32), made.action(hash=b"b" * 32)
+    first, second = examples.action(hash=b"a" * 32), examples.action(hash=b"b" * 32)
     assert message_id(first) != message_id(second)
 
 
@@ -112,14 +112,14 @@ def test_two_different_actions_for_one_window_have_different_ids() -> None:
 )
 def test_a_contradictory_specification_is_refused(changes: dict[str, object], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        made.job(**changes)
+        examples.job(**changes)
 
 
 @given(st.lists(st.floats(width=32) | st.floats(), min_size=1, max_size=6), st.binary(max_size=40))
 def test_no_float_that_is_not_finite_slips_through_whatever_stands_beside_it(values: list[float], carry: bytes) -> None:
-    message = made.action(logprobs=tuple(values), carry=carry)
+    message = examples.action(logprobs=tuple(values), carry=carry)
     if all(math.isfinite(value) for value in values):
-        assert decode_any(subjects.action(made.JOB), encode(message)) == message
+        assert decode_any(subjects.action(examples.JOB), encode(message)) == message
     else:
         with pytest.raises(MalformedMessageError, match="not finite"):
             encode(message)
@@ -128,9 +128,9 @@ def test_no_float_that_is_not_finite_slips_through_whatever_stands_beside_it(val
 @pytest.mark.parametrize("value", [float("nan"), -float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("form", [">f", ">d"])
 def test_a_foreign_float_of_either_width_is_refused_when_it_is_not_finite(form: str, value: float) -> None:
-    good = encode(made.action(logprobs=(0.125,)))
+    good = encode(examples.action(logprobs=(0.125,)))
     packed = (b"\xca" if form == ">f" else b"\xcb") + struct.pack(form, value)
     foreign = good.replace(b"\xcb" + struct.pack(">d", 0.125), packed)
     assert foreign != good
     with pytest.raises(MalformedMessageError, match=r"logprobs\[0\]"):
-        decode_any(subjects.action(made.JOB), foreign)
+        decode_any(subjects.action(examples.JOB), foreign)

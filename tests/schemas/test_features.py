@@ -1,7 +1,7 @@
 import msgspec
 import numpy as np
 import pytest
-from tests.support import made
+from tests.support import examples
 
 from dynamix.schemas.codec import MalformedMessageError
 from dynamix.schemas.features import (
@@ -17,7 +17,7 @@ from dynamix.schemas.features import (
 
 
 def test_the_packed_state_carries_each_value_under_its_name() -> None:
-    rows = unpack_ranks(state_of(made.window()))
+    rows = unpack_ranks(state_of(examples.window()))
     assert rows.shape == (2, len(RANK_FEATURES))
     expected = {
         "tx_bytes_per_s": 4_000_000.0,  # 4 MB in a window of 10 steps of 0.1 s
@@ -35,13 +35,13 @@ def test_the_packed_state_carries_each_value_under_its_name() -> None:
 
 
 def test_the_global_features_are_equal_in_the_messages_of_all_nodes() -> None:
-    first, second = state_of(made.window("node-a", (0, 1))), state_of(made.window("node-b", (2, 3)))
+    first, second = state_of(examples.window("node-a", (0, 1))), state_of(examples.window("node-b", (2, 3)))
     assert first.global_features == second.global_features
     assert unpack_global(first)[GLOBAL_INDEX["noise_scale"]] == 2000.0
 
 
 def test_what_is_not_known_is_nan_and_never_a_silent_zero() -> None:
-    window = made.window(ranks=(0,), job_metrics=made.job_metrics(sigma_norm_sq=None, accuracy_change=None))
+    window = examples.window(ranks=(0,), job_metrics=examples.job_metrics(sigma_norm_sq=None, accuracy_change=None))
     state = state_of(window)
     rows = unpack_ranks(state)
     assert np.isnan(rows[0, RANK_INDEX["sigma_norm"]])
@@ -51,23 +51,23 @@ def test_what_is_not_known_is_nan_and_never_a_silent_zero() -> None:
 
 
 def test_what_float32_cannot_hold_is_unknown() -> None:
-    state = state_of(made.window(ranks=(0,), job_metrics=made.job_metrics(loss=1e300)))
+    state = state_of(examples.window(ranks=(0,), job_metrics=examples.job_metrics(loss=1e300)))
     assert np.isnan(unpack_global(state)[GLOBAL_INDEX["loss"]])
 
 
 def test_traffic_of_the_namespace_is_a_rate_over_the_collectors_interval() -> None:
-    node = made.NodeMetrics(interval_s=4.0)
-    rows = unpack_ranks(state_of(made.window(ranks=(0,), probe="proc", node_metrics=node)))
+    node = examples.NodeMetrics(interval_s=4.0)
+    rows = unpack_ranks(state_of(examples.window(ranks=(0,), probe="proc", node_metrics=node)))
     assert rows[0, RANK_INDEX["tx_bytes_per_s"]] == 1_000_000.0
 
 
 def test_values_are_rounded_once_from_float64() -> None:
-    window = made.window(ranks=(0,), job_metrics=made.job_metrics(loss=1 / 3))
+    window = examples.window(ranks=(0,), job_metrics=examples.job_metrics(loss=1 / 3))
     assert unpack_global(state_of(window))[GLOBAL_INDEX["loss"]] == np.float32(1 / 3)
 
 
 def test_states_are_unpacked_together_as_each_alone_also_where_masks_are_padded() -> None:
-    states = [made.state(f"node-{number}", tuple(range(number))) for number in (1, 2, 3, 5)]
+    states = [examples.state(f"node-{number}", tuple(range(number))) for number in (1, 2, 3, 5)]
     assert any(len(RANK_FEATURES) * len(state.ranks) % 8 for state in states)
     rows = stack_ranks(states)
     np.testing.assert_array_equal(rows, np.concatenate([unpack_ranks(state) for state in states]))
@@ -75,7 +75,7 @@ def test_states_are_unpacked_together_as_each_alone_also_where_masks_are_padded(
 
 
 def test_a_state_whose_job_part_is_broken_is_refused_before_it_is_unpacked() -> None:
-    state = made.state()
+    state = examples.state()
     infinite = np.full(len(state.global_features) // 4, np.inf, "<f4").tobytes()
     with pytest.raises(MalformedMessageError, match="not finite"):
         check_state(msgspec.structs.replace(state, global_features=infinite))
@@ -85,7 +85,7 @@ def test_a_state_whose_job_part_is_broken_is_refused_before_it_is_unpacked() -> 
 
 
 def test_bytes_that_do_not_fit_the_ranks_are_refused() -> None:
-    state = made.state()
+    state = examples.state()
     with pytest.raises(MalformedMessageError, match="do not fit"):
         unpack_ranks(msgspec.structs.replace(state, features=state.features[:-4]))
     with pytest.raises(MalformedMessageError, match="version 99"):

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.support import made
+from tests.support import examples
 
 from dynamix.schemas import subjects
 from dynamix.schemas.chain import is_sealed, seal
@@ -15,27 +15,29 @@ from dynamix.schemas.messages import Applied, Dead, Event, Live, Message, Policy
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "golden_messages.json").read_text())
 
 MESSAGES: dict[str, Message] = {
-    "job": made.job(),
-    "report": made.report(
+    "job": examples.job(),
+    "report": examples.report(
         rows=(
-            made.row(0, sockets=made.sockets(5, 6, 1), sockets_before=made.sockets(1, 2), accuracy_before=0.5),
-            made.row(1),
+            examples.row(
+                0, sockets=examples.sockets(5, 6, 1), sockets_before=examples.sockets(1, 2), accuracy_before=0.5
+            ),
+            examples.row(1),
         ),
-        totals_before=made.totals(),
+        totals_before=examples.totals(),
     ),
-    "window": made.window(),
-    "state": made.state(),
+    "window": examples.window(),
+    "state": examples.state(),
     "reward": Reward(
-        job=made.JOB,
+        job=examples.JOB,
         generation=0,
         window=3,
         node="node-a",
         formula="paper-sgd",
         ranks=(RankReward(rank=0, reward=0.5, terms={"accuracy": 0.75, "iteration_time": -0.25}),),
     ),
-    "action": seal(made.action(5, carry=b"\x01\x02"), b"p" * 32),
+    "action": seal(examples.action(5, carry=b"\x01\x02"), b"p" * 32),
     "applied": Applied(
-        job=made.JOB,
+        job=examples.JOB,
         generation=0,
         decided_window=3,
         effective_window=5,
@@ -47,7 +49,7 @@ MESSAGES: dict[str, Message] = {
     "dead": Dead(service="reward", subject="dynamix.v1.window.a.b", sequence=9, reason="why", payload=b"x"),
     "live": Live(service="reward", instance="node-a", uptime_s=1.5, counters={"rewards": 4}),
     "event": Event(
-        job=made.JOB,
+        job=examples.JOB,
         generation=0,
         window=9,
         signature="size-stuck",
@@ -68,7 +70,7 @@ def test_the_wire_bytes_are_the_golden_ones(kind: str) -> None:
 
 
 def test_an_action_is_bound_to_its_content_and_predecessor() -> None:
-    sealed = seal(made.action(5), b"p" * 32)
+    sealed = seal(examples.action(5), b"p" * 32)
     assert is_sealed(sealed)
-    assert not is_sealed(made.action(5, hash=sealed.hash, previous_hash=b"q" * 32))
-    assert seal(made.action(5), b"q" * 32).hash != sealed.hash
+    assert not is_sealed(examples.action(5, hash=sealed.hash, previous_hash=b"q" * 32))
+    assert seal(examples.action(5), b"q" * 32).hash != sealed.hash

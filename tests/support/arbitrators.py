@@ -7,7 +7,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Iterable, Mapping
 
-from tests.support import made
+from tests.support import examples
 from tests.support.control_plane import ControlPlane
 
 from dynamix.cli.services import ServiceProcess
@@ -18,13 +18,13 @@ NODES = {"node-a": (0, 1), "node-b": (2, 3)}
 
 def two_node_job(**changes: object) -> Job:
     """Four ranks on two nodes."""
-    return made.job(NODES, **changes)
+    return examples.job(NODES, **changes)
 
 
 def states_of(window: int) -> list[State]:
     """Both nodes' states of a window; the ranks' throughput wanders."""
     return [
-        made.state(node, ranks, window, throughput=tuple(800.0 + 40 * ((window * 7 + r * 13) % 23) for r in ranks))
+        examples.state(node, ranks, window, throughput=tuple(800.0 + 40 * ((window * 7 + r * 13) % 23) for r in ranks))
         for node, ranks in NODES.items()
     ]
 

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
+from tests.support import examples
+
 from dynamix.collector.proc import Proc
 from dynamix.schemas.messages import RankRow
-
-from . import made
 
 CAPTURED = Path(__file__).parents[1] / "data" / "proc"
 
@@ -23,7 +23,7 @@ class Clock:
 def captured_row(**changes: object) -> RankRow:
     """The row of the captured process 4242."""
     fields = {"pid": 4242, "pid_start_ticks": 8812345, "pid_namespace": Proc(CAPTURED).pid_namespace(4242), "uid": 1000}
-    return made.row(0, **(fields | changes))
+    return examples.row(0, **(fields | changes))
 
 
 def copy_with(target: Path, changes: dict[str, tuple[str, str]], without: tuple[str, ...] = ()) -> Path:

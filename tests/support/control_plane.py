@@ -6,7 +6,7 @@ import os
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from tests.support import made
+from tests.support import examples
 
 from dynamix.cli.services import ServiceProcess, bus_environment, wait_until_ready
 from dynamix.collector.proc import Proc
@@ -53,7 +53,7 @@ class ControlPlane:
                         break
         return found
 
-    async def actions(self, job: str = made.JOB) -> list[Action]:
+    async def actions(self, job: str = examples.JOB) -> list[Action]:
         """The job's actions so far."""
         return [message for _, message in await self.messages(ACTIONS.name, subjects.action(job))]  # type: ignore[misc]
 
@@ -67,7 +67,7 @@ class ControlPlane:
                     return found
         raise AssertionError("the consumer ended")
 
-    async def wait_for_actions(self, count: int, job: str = made.JOB) -> list[Action]:
+    async def wait_for_actions(self, count: int, job: str = examples.JOB) -> list[Action]:
         """The job's first actions, once there are `count`."""
         return await self.wait_for(ACTIONS.name, subjects.action(job), count)  # type: ignore[return-value]
 
@@ -90,7 +90,7 @@ async def control_plane(*services: str) -> AsyncIterator[ControlPlane]:
 
 def one_node_job(**changes: Any) -> Job:
     """Four ranks on the node of the control plane."""
-    return made.job({NODE: (0, 1, 2, 3)}, **changes)
+    return examples.job({NODE: (0, 1, 2, 3)}, **changes)
 
 
 def report_of(job: Job, window: int, sizes: tuple[int, ...], throughput: tuple[float, ...]) -> Report:
@@ -99,7 +99,7 @@ def report_of(job: Job, window: int, sizes: tuple[int, ...], throughput: tuple[f
     k = job.window_steps
     times = [size / speed for size, speed in zip(sizes, throughput, strict=True)]
     rows = tuple(
-        made.row(
+        examples.row(
             rank,
             pid=pid,
             pid_start_ticks=Proc().stat(pid).start_ticks,
@@ -112,18 +112,18 @@ def report_of(job: Job, window: int, sizes: tuple[int, ...], throughput: tuple[f
             num_correct=size * k * 0.75,
             compute_time_s=times[rank] * k,
             sync_time_s=(max(times) - times[rank]) * k,
-            sockets=made.sockets(1000 * (window + 1), 1000 * (window + 1)),
-            sockets_before=made.sockets(1000 * window, 1000 * window),
+            sockets=examples.sockets(1000 * (window + 1), 1000 * (window + 1)),
+            sockets_before=examples.sockets(1000 * window, 1000 * window),
         )
         for rank, size in enumerate(sizes)
     )
-    return made.report(
+    return examples.report(
         NODE,
         window=window,
         job=job.job,
         generation=job.generation,
         rows=rows,
-        totals=made.totals(window, global_batch_size=sum(sizes), num_samples=sum(sizes) * k, time_s=max(times) * k),
+        totals=examples.totals(window, global_batch_size=sum(sizes), num_samples=sum(sizes) * k, time_s=max(times) * k),
     )
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Self
 
 from bench.messages.recording import StreamRecorder, header_of
-from tests.support import made
+from tests.support import examples
 
 from dynamix.arbitrator.deciding.fold import Fold
 from dynamix.arbitrator.deciding.signatures import SizeWatch
@@ -62,7 +62,7 @@ class Recording:
         """A node's state, seen by the arbitrator or not, and what it decides then."""
         layout = {one.node: one.ranks for one in self._job.nodes}
         speeds = tuple(1000.0 + 100 * ((7 * window + 3 * rank) % 5) for rank in layout[node])
-        state = made.state(node, layout[node], window, generation=self._job.generation, throughput=speeds)
+        state = examples.state(node, layout[node], window, generation=self._job.generation, throughput=speeds)
         self.last_sequence = self.store(state)
         self._states.append((self.last_sequence, state))
         if is_seen:

@@ -3,7 +3,7 @@
 from typing import Any
 
 import msgspec
-from tests.support import made
+from tests.support import examples
 from tests.support.ranks import run_ranks
 
 from dynamix.schemas.allocation import EXACT, Allocation, Exchange
@@ -19,7 +19,7 @@ EVERY_LEVER = Allocation((24, 40), "tracking", Exchange(every=4, codec="bf16", r
 
 def _action(allocation: Allocation) -> Action:
     levers = {name: getattr(allocation, name) for name in Allocation.__struct_fields__}
-    return msgspec.structs.replace(made.action(5), **levers)
+    return msgspec.structs.replace(examples.action(5), **levers)
 
 
 def test_no_field_of_the_example_has_its_default() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.support import made
+from tests.support import examples
 from tests.support.brokers import ConfiguredServer, connected, until
 
 from dynamix.runtime.bus import Bus
@@ -23,7 +23,7 @@ NODE = "node-a"
 
 
 def _client(settings: BusSettings) -> BusClient:
-    client = BusClient(settings, node=NODE, outbox_messages=16, actions_of=made.JOB)
+    client = BusClient(settings, node=NODE, outbox_messages=16, actions_of=examples.JOB)
     client.start()
     return client
 
@@ -41,16 +41,16 @@ async def test_a_connection_that_the_broker_closed_for_good_is_made_anew(tmp_pat
     ):
         await provision(operator)
         client = _client(BusSettings(url=server.settings.url, user="trainer", password_file=str(secret)))
-        client.publish(made.job())
+        client.publish(examples.job())
         await until(lambda: not len(client.outbox))
 
         server.authorization = _users("new")
         secret.write_text("new")
         server.reload()  # it closes the connections of users whose password changed
-        client.publish(made.report(window=0))
+        client.publish(examples.report(window=0))
         await until(lambda: not len(client.outbox))
-        assert await operator.last("JOBS", subjects.job(made.JOB)) is not None
-        assert await operator.last("FEED", subjects.report(made.JOB, NODE)) is not None
+        assert await operator.last("JOBS", subjects.job(examples.JOB)) is not None
+        assert await operator.last("FEED", subjects.report(examples.JOB, NODE)) is not None
         await asyncio.to_thread(client.close, 1.0)
 
 
@@ -59,7 +59,7 @@ async def test_a_refused_password_is_logged_and_stops_nothing(
 ) -> None:
     with caplog.at_level(logging.WARNING, "dynamix.trainer"):
         client = _client(server.user("dynamix", "wrong"))
-        client.publish(made.job())
+        client.publish(examples.job())
         await until(lambda: "cannot connect to the bus" in caplog.text)
         await asyncio.to_thread(client.close, 0.0)
     assert len(client.outbox) == 1
@@ -68,14 +68,14 @@ async def test_a_refused_password_is_logged_and_stops_nothing(
 
 async def test_streams_that_are_made_later_get_what_was_waiting(server: ConfiguredServer) -> None:
     client = _client(server.settings)
-    client.publish(made.job())
-    client.publish(made.report(window=0))
+    client.publish(examples.job())
+    client.publish(examples.report(window=0))
     await until(lambda: "run `dynamix provision`" in client._last_error)
     async with connected(server.settings) as operator:
         await provision(operator)
         await until(lambda: not len(client.outbox))
-        assert await operator.last("JOBS", subjects.job(made.JOB)) is not None
-        assert await operator.last("FEED", subjects.report(made.JOB, NODE)) is not None
+        assert await operator.last("JOBS", subjects.job(examples.JOB)) is not None
+        assert await operator.last("FEED", subjects.report(examples.JOB, NODE)) is not None
     await asyncio.to_thread(client.close, 1.0)
 
 
@@ -94,7 +94,7 @@ async def test_a_full_stream_is_asked_again_after_a_pause_not_at_once(
     monkeypatch.setattr(Bus, "publish", count)
     monkeypatch.setattr(client_module, "RETRY_S", 60.0)
     client = _client(server.settings)
-    client.publish(made.report(window=0))
+    client.publish(examples.report(window=0))
     await until(lambda: "maximum bytes exceeded" in client._last_error)
     for _ in range(20):
         await bus.stream_state(FEED.name)  # time enough for twenty more tries
@@ -119,7 +119,7 @@ async def test_a_trouble_that_nobody_foresaw_is_said_and_tried_again_and_the_end
         port = server.sockets[0].getsockname()[1]
         with caplog.at_level(logging.WARNING, "dynamix.trainer"):
             client = _client(BusSettings(url=f"nats://127.0.0.1:{port}"))
-            client.publish(made.job())
+            client.publish(examples.job())
             await until(lambda: "the bus client failed with AttributeError" in caplog.text)
             await asyncio.to_thread(client.close, 0.1)
     assert not client._thread.is_alive()
@@ -138,17 +138,17 @@ async def test_after_a_trouble_that_nobody_foresaw_a_broker_is_found_on_the_same
 
     monkeypatch.setattr(Bus, "connect", fail_once)
     client = _client(server.settings)
-    client.publish(made.job())
+    client.publish(examples.job())
     await until(lambda: not len(client.outbox))
     assert not failures
-    assert await bus.last("JOBS", subjects.job(made.JOB)) is not None
+    assert await bus.last("JOBS", subjects.job(examples.JOB)) is not None
     await asyncio.to_thread(client.close, 1.0)
 
 
 def test_a_client_that_never_met_a_broker_ends_when_asked() -> None:
     client = _client(BusSettings(url="nats://127.0.0.1:1"))
-    client.publish(made.job())
+    client.publish(examples.job())
     client.close(0.0)
     assert not client._thread.is_alive()
-    client.publish(made.report(window=0))  # harmless
+    client.publish(examples.report(window=0))  # harmless
     client.close(0.0)

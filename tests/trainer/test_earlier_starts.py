@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support import made
+from tests.support import examples
 from tests.support.brokers import ConfiguredServer
 from tests.support.ranks import run_ranks
 from tests.support.training import Numbered, distribute, make_model
@@ -22,14 +22,14 @@ from dynamix.trainer.wire import earlier_starts as history
 from dynamix.trainer.wire.earlier_starts import last_generation
 
 
-async def _asked(settings: BusSettings, job: str = made.JOB) -> int | None:
+async def _asked(settings: BusSettings, job: str = examples.JOB) -> int | None:
     return await asyncio.to_thread(last_generation, settings, job, name="trainer-node-a")
 
 
 async def test_the_last_start_of_a_job_is_found(server: ConfiguredServer, bus: Bus) -> None:
     assert await _asked(server.settings) is None
-    await bus.publish(made.job(generation=3))
-    await bus.publish(made.job(generation=3, phase="ended"))
+    await bus.publish(examples.job(generation=3))
+    await bus.publish(examples.job(generation=3, phase="ended"))
     assert await _asked(server.settings) == 3
     assert await _asked(server.settings, "another") is None
 
@@ -37,7 +37,7 @@ async def test_the_last_start_of_a_job_is_found(server: ConfiguredServer, bus: B
 async def test_a_job_entry_that_cannot_be_read_is_none(
     server: ConfiguredServer, bus: Bus, caplog: pytest.LogCaptureFixture
 ) -> None:
-    await bus.publish_bytes(subjects.job(made.JOB), b"no job", "bad")
+    await bus.publish_bytes(subjects.job(examples.JOB), b"no job", "bad")
     with caplog.at_level(logging.INFO, "dynamix.trainer"):
         assert await _asked(server.settings) is None
     assert "MalformedMessageError" in caplog.text
@@ -54,8 +54,8 @@ def test_without_a_broker_there_is_no_answer_and_no_error(
     settings: BusSettings, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "dynamix.trainer"):
-        assert last_generation(settings, made.JOB, name="trainer-node-a") is None
-    assert f"cannot ask the bus for earlier starts of {made.JOB}" in caplog.text
+        assert last_generation(settings, examples.JOB, name="trainer-node-a") is None
+    assert f"cannot ask the bus for earlier starts of {examples.JOB}" in caplog.text
     assert reason in caplog.text
 
 

@@ -1,4 +1,4 @@
-from tests.support import made
+from tests.support import examples
 
 from dynamix.schemas.messages import Applied, Message
 from dynamix.trainer.wire.outbox import Outbox
@@ -13,11 +13,11 @@ def _all(outbox: Outbox) -> list[Message]:
 
 
 def test_a_full_outbox_gives_up_its_oldest_report_and_nothing_else() -> None:
-    job = made.job()
+    job = examples.job()
     applied = Applied(
-        job=made.JOB, generation=0, decided_window=0, effective_window=2, effective_step=40, local_batch_sizes=(1,)
+        job=examples.JOB, generation=0, decided_window=0, effective_window=2, effective_step=40, local_batch_sizes=(1,)
     )
-    reports = [made.report(window=window) for window in range(4)]
+    reports = [examples.report(window=window) for window in range(4)]
     outbox = Outbox(4)
     for message in (job, reports[0], applied, reports[1], reports[2], reports[3]):
         outbox.put(message)
@@ -27,7 +27,7 @@ def test_a_full_outbox_gives_up_its_oldest_report_and_nothing_else() -> None:
 
 def test_the_message_that_is_on_its_way_is_not_given_up() -> None:
     outbox = Outbox(2)
-    first, second, third = (made.report(window=window) for window in range(3))
+    first, second, third = (examples.report(window=window) for window in range(3))
     outbox.put(first)
     leaving = outbox.oldest()
     assert leaving is first

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support import made
+from tests.support import examples
 
 from dynamix.schemas.codec import decode, encode
 from dynamix.schemas.messages import Report, SocketCounters
@@ -92,7 +92,7 @@ def test_a_loss_that_is_missing_or_diverged_is_unknown_and_still_makes_a_message
     row = _row(loss_sum=loss_sum)
     assert math.isnan(row.loss_sum)
     assert job_totals([row, _row()], window=0, num_steps=2, global_batch_size=128).loss_sum is None
-    message = made.report(
+    message = examples.report(
         rows=(rank_row(1, row, None, local_batch_size=64, pending_local_batch_size=64),),
         totals=job_totals([row, row], window=0, num_steps=2, global_batch_size=128),
     )

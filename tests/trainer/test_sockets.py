@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support import made
+from tests.support import examples
 from tests.support.ranks import run_ranks
 from tests.support.training import Numbered, distribute, make_model
 from torch import nn
@@ -268,8 +268,8 @@ def test_the_report_of_eight_ranks_of_128_is_far_below_the_limit() -> None:
     sockets = PeerSockets()
     sockets.match(_mesh(128, 3), 0, range(8))
     assert {len(cookies) for cookies in sockets.cookies.values()} == {3 * 127}
-    rows = tuple(made.row(rank, cookies=cookies) for rank, cookies in sockets.cookies.items())
-    assert len(encode(made.report(rows=rows))) < MAX_MESSAGE_BYTES // 10
+    rows = tuple(examples.row(rank, cookies=cookies) for rank, cookies in sockets.cookies.items())
+    assert len(encode(examples.report(rows=rows))) < MAX_MESSAGE_BYTES // 10
 
 
 def test_more_sockets_than_a_report_can_name_are_not_named_in_part(caplog: pytest.LogCaptureFixture) -> None:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 from hypothesis import strategies as st
-from tests.support import made
+from tests.support import examples
 from tests.support.control_plane import NODE, one_node_job, report_of
 
 from dynamix.schemas import subjects
@@ -25,7 +25,7 @@ class Hostile(NamedTuple):
     @property
     def subject(self) -> str:
         build: Callable[[str, str], str] = getattr(subjects, self.kind)
-        return build(made.JOB, NODE)
+        return build(examples.JOB, NODE)
 
 
 def valid(kind: str, window: int = 0) -> Message:
@@ -33,8 +33,8 @@ def valid(kind: str, window: int = 0) -> Message:
     if kind == "report":
         return report_of(one_node_job(), window, (128,) * 4, (1000.0,) * 4)
     if kind == "window":
-        return made.window(NODE, RANKS, window)
-    return made.state(NODE, RANKS, window)
+        return examples.window(NODE, RANKS, window)
+    return examples.state(NODE, RANKS, window)
 
 
 def hostile() -> st.SearchStrategy[Hostile]:

@@ -1,4 +1,4 @@
-"""Messages made up for tests: plausible, with every field that matters open to change."""
+"""Example messages: plausible values, and every field that matters can be changed."""
 
 from typing import Any
 
@@ -7,6 +7,8 @@ import msgspec
 from dynamix.schemas.features import state_of
 from dynamix.schemas.messages import (
     Action,
+    Applied,
+    Event,
     GlobalMetrics,
     GradientNoise,
     Job,
@@ -16,8 +18,10 @@ from dynamix.schemas.messages import (
     NodeMetrics,
     NodeRanks,
     RankMetrics,
+    RankReward,
     RankRow,
     Report,
+    Reward,
     SocketCounters,
     State,
     SystemMetrics,
@@ -195,3 +199,43 @@ def sockets(
     tx_bytes: int = 1000, rx_bytes: int = 2000, retransmits: int = 0, srtt_us: float | None = 50.0
 ) -> SocketCounters:
     return SocketCounters(tx_bytes=tx_bytes, rx_bytes=rx_bytes, retransmits=retransmits, srtt_us=srtt_us)
+
+
+def reward(node: str, ranks: tuple[int, ...], window: int = 0, value: float = 0.5, **changes: Any) -> Reward:
+    fields: dict[str, Any] = {
+        "job": JOB,
+        "generation": 0,
+        "window": window,
+        "node": node,
+        "formula": "paper-sgd",
+        "ranks": tuple(
+            RankReward(rank=rank, reward=value, terms={"accuracy": value + 0.1, "size": -0.1}) for rank in ranks
+        ),
+    }
+    return Reward(**(fields | changes))
+
+
+def applied(decided: int, effective: int, **changes: Any) -> Applied:
+    fields: dict[str, Any] = {
+        "job": JOB,
+        "generation": 0,
+        "decided_window": decided,
+        "effective_window": effective,
+        "effective_step": effective * 10,
+        "local_batch_sizes": (128,) * 4,
+    }
+    return Applied(**(fields | changes))
+
+
+def event(window: int, **changes: Any) -> Event:
+    fields: dict[str, Any] = {
+        "job": JOB,
+        "generation": 0,
+        "window": window,
+        "signature": "size-stuck",
+        "service": "arbitrator",
+        "value": 0.75,
+        "limit": 0.5,
+        "explanation": "75% of the ranks were at their minimum of 32",
+    }
+    return Event(**(fields | changes))

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from tests.support import made
+from tests.support import examples
 
 from dynamix.recording.capture import CaptureHeader, CaptureWriter, EndReason, Fingerprint, Record
 from dynamix.schemas.codec import encode, message_id
@@ -17,7 +17,7 @@ FINGERPRINT = Fingerprint(
 )
 
 
-def header(job: str = made.JOB) -> CaptureHeader:
+def header(job: str = examples.JOB) -> CaptureHeader:
     """Of a program that nobody runs."""
     return CaptureHeader(job=job, created="2026-11-20T12:00:00Z", fingerprint=FINGERPRINT)
 
@@ -39,7 +39,7 @@ def records_of(messages: Iterable[Message]) -> list[Record]:
     return [record(message, sequence) for sequence, message in enumerate(messages, start=1)]
 
 
-def write(path: Path, records: Sequence[Record], *, reason: EndReason = "ended", job: str = made.JOB) -> Path:
+def write(path: Path, records: Sequence[Record], *, reason: EndReason = "ended", job: str = examples.JOB) -> Path:
     """A whole capture of some records."""
     with CaptureWriter(path, header(job)) as writer:
         for one in records:
