@@ -29,7 +29,9 @@ from .settings import Environment, read_environment
 from .steering.adoption import Adoption
 from .steering.run import Run
 from .steering.steering import Steering
+from .steering.window_end import WindowEnd
 from .wire.client import BusClient
+from .wire.loggers import Loggers, MetricLogger, find_loggers
 from .wire.transport import LocalTransport, Transport
 
 SPARE_STEPS = 2
@@ -63,6 +65,7 @@ def attach(
     noise_decay: float = 0.9,
     memory_caps_path: str | Path | None = None,
     connect: BusSettings | Transport | Literal[False] | None = None,
+    loggers: Sequence[str | MetricLogger] = (),
     **loader_options: Unpack[LoaderOptions],
 ) -> Session:
     """Attach to a training job; a collective call, after `init_process_group` and wrapping the model.
@@ -97,6 +100,8 @@ def attach(
         noise_decay: of the averages of the gradient noise over windows.
         memory_caps_path: beside your checkpoint; where a rank that ran out of memory notes its bound.
         connect: the bus; None reads `DYNAMIX_NATS_...`, False trains without one; or a transport of your own.
+        loggers: what receives each window's metrics in global rank 0: names registered in the entry-point group
+            `dynamix.loggers`, or objects with `log(metrics, *, step)` and `close()`.
         loader_options: for `torch.utils.data.DataLoader`: num_workers, prefetch_factor, collate_fn, pin_memory, ...
 
     Raises:
@@ -107,6 +112,7 @@ def attach(
     _check_loader_options(loader_options)
     environment = read_environment()
     sizes = sizes_of(local_batch_size, world_size)
+    metric_loggers = Loggers(find_loggers(loggers, rank=dist.get_rank()))
     options = JobOptions(
         local_batch_sizes=sizes,
         base_global_batch_size=sum(sizes) if base_global_batch_size is None else base_global_batch_size,
@@ -151,6 +157,7 @@ def attach(
     )
     transport = _transport(connect, bus, met, environment)
     adoption = Adoption(run, sampler, met.collectives, transport)
+    window_end = WindowEnd(run, meter, met.collectives, transport, metric_loggers)
     rule = FACTORS[learning_rate_rule]
     scaler = LearningRateScaler(
         optimizer, lambda: rule(run.schedule.counts_at(loader.position.step).total / options.base_global_batch_size)
@@ -159,8 +166,9 @@ def attach(
         run,
         loader=loader,
         meter=meter,
-        steering=Steering(run, meter, adoption, met.collectives, transport),
+        steering=Steering(run, window_end, adoption, clock=clock, collectives=met.collectives, transport=transport),
         transport=transport,
+        loggers=metric_loggers,
         hook=hook,
         memory_caps=caps,
         optimizer_hooks=(scaler, optimizer.register_step_pre_hook(lambda *_: clock.before_update())),

@@ -23,6 +23,7 @@ from .measurement.meter import RankMeter
 from .measurement.window import Scalar
 from .steering.run import Run
 from .steering.steering import Steering
+from .wire.loggers import Loggers
 from .wire.transport import Transport
 
 _log = logging.getLogger("dynamix.trainer")
@@ -51,6 +52,7 @@ class Session:
         meter: RankMeter,
         steering: Steering,
         transport: Transport,
+        loggers: Loggers,
         hook: GradientHook | None,
         memory_caps: MemoryCaps,
         optimizer_hooks: Sequence[Handle],
@@ -62,6 +64,7 @@ class Session:
         self._meter = meter
         self._steering = steering
         self._transport = transport
+        self._loggers = loggers
         self._hook = hook
         self._memory_caps = memory_caps
         self._optimizer_hooks = optimizer_hooks
@@ -72,7 +75,7 @@ class Session:
         if hook is not None:
             weakref.finalize(self, hook.settle)
         # the end is published, and the last messages leave, also when the script just ends
-        self._leave = weakref.finalize(self, _leave, steering, transport, exit_rules)
+        self._leave = weakref.finalize(self, _leave, steering, transport, loggers, exit_rules)
 
     # --- the training loop -------------------------------------------------------------------------------------
 
@@ -277,10 +280,12 @@ class Session:
         if self._hook is not None:
             self._hook.settle()
         self._leave.detach()
+        self._loggers.close(self._exit_rules.close_timeout_s)
         self._transport.close(self._exit_rules.close_timeout_s)
 
 
-def _leave(steering: Steering, transport: Transport, rules: ExitRules) -> None:
+def _leave(steering: Steering, transport: Transport, loggers: Loggers, rules: ExitRules) -> None:
     """End a session that was not closed: when it is garbage-collected, or at the end of the process."""
     steering.end(reason_after(error_of_script(), may_restart=rules.may_restart))
+    loggers.close(rules.close_timeout_s)
     transport.close(rules.close_timeout_s)

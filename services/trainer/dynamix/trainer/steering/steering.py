@@ -11,7 +11,7 @@ does not enter. Each collective is posted after one step and completed after the
 import time
 
 from dynamix.trainer.data.sampler import Position
-from dynamix.trainer.measurement.meter import RankMeter
+from dynamix.trainer.measurement.clock import AnyClock
 from dynamix.trainer.wire.transport import Transport
 
 from .adoption import Adoption
@@ -24,14 +24,21 @@ class Steering:
     """One rank's side of both loops."""
 
     def __init__(
-        self, run: Run, meter: RankMeter, adoption: Adoption, collectives: Collectives, transport: Transport
+        self,
+        run: Run,
+        window_end: WindowEnd,
+        adoption: Adoption,
+        *,
+        clock: AnyClock,
+        collectives: Collectives,
+        transport: Transport,
     ) -> None:
         self._run = run
-        self._meter = meter
+        self._window_end = window_end
+        self._adoption = adoption
+        self._clock = clock
         self._collectives = collectives
         self._transport = transport
-        self._window_end = WindowEnd(run, meter, collectives, transport)
-        self._adoption = adoption
 
     def start(self, position: Position) -> None:
         """Begin the generation: all ranks make sure that they stand at the same place, rank 0 publishes the job."""
@@ -61,7 +68,7 @@ class Steering:
         tracks = seconds_per_sample is not None
         if not (ends or adopts or tracks or self._window_end.is_posted or self._adoption.is_posted):
             return
-        times = self._meter.clock.take_times() if ends else []  # waits for a GPU: before the time that is charged
+        times = self._clock.take_times() if ends else []  # waits for a GPU: before the time that is charged
         began = time.perf_counter()
         self.complete_posted()
         if seconds_per_sample is not None:  # after `complete_posted`, which may have run before this step on all ranks
@@ -71,7 +78,7 @@ class Steering:
             self._window_end.post(position, times)
         if adopts:
             self._adoption.post(position.step - 1 + options.margin_steps)
-        self._meter.clock.charge(time.perf_counter() - began)
+        self._clock.charge(time.perf_counter() - began)
 
     def complete_posted(self) -> None:
         """Complete what the last step posted; no new collective, so that a rank may do it alone, for a checkpoint."""

@@ -11,7 +11,8 @@ from dynamix.trainer.data.split import Counts
 from dynamix.trainer.gradient.noise import window_moments
 from dynamix.trainer.measurement.clock import StepTimes
 from dynamix.trainer.measurement.meter import RankMeter
-from dynamix.trainer.measurement.rows import job_totals
+from dynamix.trainer.measurement.rows import held_out_accuracy, job_totals
+from dynamix.trainer.wire.loggers import Loggers
 from dynamix.trainer.wire.transport import Transport
 
 from .collectives import Collectives
@@ -32,11 +33,14 @@ class _PostedWindow(NamedTuple):
 class WindowEnd:
     """One rank's side of ending windows."""
 
-    def __init__(self, run: Run, meter: RankMeter, collectives: Collectives, transport: Transport) -> None:
+    def __init__(
+        self, run: Run, meter: RankMeter, collectives: Collectives, transport: Transport, loggers: Loggers
+    ) -> None:
         self._run = run
         self._meter = meter
         self._collectives = collectives
         self._transport = transport
+        self._loggers = loggers
         self._posted: _PostedWindow | None = None
         self._sockets_due = False
 
@@ -77,6 +81,7 @@ class WindowEnd:
                 cookies=self._meter.sockets.cookies,
             )
             self._transport.publish(report)
+        self._loggers.publish(posted.position.step, totals, held_out_accuracy(rows))
         if run.place.rank == 0 and (window + 1) % SPECIFIED_EVERY == 0:
             self._transport.publish(run.specification())
         run.reporter.keep_window(rows, totals)
