@@ -1,4 +1,4 @@
-"""Whether a log of actions is believed: held against its hashes, the trainer's receipts and what was known before."""
+"""Stored actions are checked against their hashes, the trainer's receipts and what was known before."""
 
 import asyncio
 import hashlib
@@ -164,13 +164,13 @@ async def test_an_empty_log_of_a_job_that_has_applied_actions_is_refused(bus: Bu
         await opened(bus)
 
 
-async def test_a_receipt_that_nobody_can_read_proves_nothing(bus: Bus) -> None:
+async def test_an_unreadable_receipt_is_no_evidence(bus: Bus) -> None:
     await bus.publish_bytes(subjects.applied(JOB.job), b"garbage", "garbage")
     await decide(bus, await opened(bus), range(1))
     assert len(await actions(bus)) == 1
 
 
-async def test_a_job_whose_actions_made_room_for_others_goes_on(bus: Bus) -> None:
+async def test_a_job_whose_actions_were_dropped_for_room_continues(bus: Bus) -> None:
     """At the first start and for an arbitrator that ran all the while; a full stream is no lost one."""
     await provision(bus, [msgspec.structs.replace(ACTIONS, max_bytes=2000)])
     log = await opened(bus)
@@ -184,7 +184,7 @@ async def test_a_job_whose_actions_made_room_for_others_goes_on(bus: Bus) -> Non
     await opened(bus)
 
 
-async def test_a_running_arbitrator_refuses_a_log_that_was_made_anew(bus: Bus) -> None:
+async def test_a_running_arbitrator_refuses_actions_that_were_stored_again_from_the_start(bus: Bus) -> None:
     log = await opened(bus)
     await decide(bus, log, range(3))
     await operate(bus, "STREAM.DELETE.ACTIONS")
@@ -196,7 +196,7 @@ async def test_a_running_arbitrator_refuses_a_log_that_was_made_anew(bus: Bus) -
 
 
 async def test_a_running_arbitrator_refuses_another_chain_of_the_same_job(bus: Bus) -> None:
-    """The stream was made anew, and somebody who knew nothing has begun the job again."""
+    """The stream was made again, and an arbitrator without memory decided the job from its start."""
     log = await opened(bus)
     await decide(bus, log, range(3))
     await operate(bus, "STREAM.DELETE.ACTIONS")
@@ -210,7 +210,7 @@ async def test_a_running_arbitrator_refuses_another_chain_of_the_same_job(bus: B
         await decide(bus, log, range(3, 4))
 
 
-async def test_who_was_stopped_while_another_decided_several_windows_adopts_their_chain(bus: Bus) -> None:
+async def test_an_arbitrator_that_was_stopped_adopts_the_windows_that_another_decided(bus: Bus) -> None:
     first, second = await opened(bus), await opened(bus)
     await decide(bus, first, range(2))
     await decide(bus, second, range(6))
@@ -264,7 +264,7 @@ class TestRot:
 
     @pytest.mark.parametrize("how", ["stop", "kill"])
     @pytest.mark.parametrize(("where", "index"), [("header", 9), ("payload", -1)])
-    async def test_after_a_restart_of_both_the_job_is_refused_and_the_others_go_on(
+    async def test_after_a_restart_of_both_the_job_is_refused_and_the_others_continue(
         self, server: ConfiguredServer, tmp_path: Path, how: str, where: str, index: int
     ) -> None:
         async with connected(server.settings) as bus:
@@ -313,7 +313,7 @@ class TestRot:
             await decide(bus, others, range(5, 7))
             assert [action.window for action in await actions(bus, OTHER)] == list(range(7))
 
-    async def test_with_nothing_else_known_a_job_whose_newest_action_rotted_is_refused_at_its_second_window(
+    async def test_a_job_whose_newest_action_is_damaged_is_refused_at_its_second_window_without_other_evidence(
         self, server: ConfiguredServer, tmp_path: Path
     ) -> None:
         """Its first one is acknowledged as a duplicate: the broker still knows the identity, not the action."""
@@ -330,7 +330,7 @@ class TestRot:
 
 
 class _ShowsNothing:
-    """Stands in for a broker that refuses an action for one that it does not show: ours does so for moments only."""
+    """A broker that refuses an action for one that it does not show; the real one does so for moments only."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus

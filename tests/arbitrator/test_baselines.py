@@ -1,4 +1,4 @@
-"""The field's controllers, each held to its published formula on a cluster whose numbers are known."""
+"""The baselines, each compared with its published formula on a cluster whose numbers are known."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""All that the bus holds of a generation is read, however long it is, and what is missing is said."""
+"""Everything that the bus has of a generation is read, and what is missing is counted."""
 
 import asyncio
 
@@ -31,7 +31,7 @@ async def record(bus: Bus, windows: range, rewarded: range) -> None:
     await bus.flush()
 
 
-async def test_a_long_generation_is_read_whole_whatever_the_grace(bus: Bus) -> None:
+async def test_a_long_generation_is_read_completely_with_any_grace_period(bus: Bus) -> None:
     await record(bus, range(NUM_WINDOWS), range(NUM_WINDOWS))
     await bus.publish(examples.action())
     found = await collect(bus, JOB, grace_s=NO_TIME_S, refuse=refuse)

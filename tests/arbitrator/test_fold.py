@@ -140,7 +140,7 @@ def test_a_jump_that_the_next_state_confirms_is_followed_with_a_gap() -> None:
     assert [(action.window, action.gap) for action in actions] == [(0, False), (far + 1, True), (far + 2, False)]
 
 
-def test_after_a_gap_the_first_full_window_is_decided_and_says_so() -> None:
+def test_after_a_gap_the_first_full_window_is_decided_and_marked() -> None:
     last = run(Fold(JOB, policy_named("static"), None), numbered(a(0), b(0)))[-1]
     fold = Fold(JOB, policy_named("static"), last)
     fold.start_after_gap(40)

@@ -45,7 +45,7 @@ def test_advantages_and_returns_equal_their_definition(
     assert found.returns[:, 0] == pytest.approx(np.add(expected, values), abs=1e-9)
 
 
-def test_a_truncated_trajectory_goes_on_with_the_critics_value_and_a_terminated_one_does_not() -> None:
+def test_a_truncated_trajectory_ends_with_the_critics_value_and_a_terminated_one_with_zero() -> None:
     rewards, values, discounts = np.array([[1.0]]), np.array([[0.5]]), np.array([0.9])
     cut_off = gae(rewards, values, np.array([2.0]), discounts, 0.95)
     assert cut_off.returns[0, 0] == pytest.approx(1 + 0.9 * 2)

@@ -1,4 +1,4 @@
-"""What goes wrong with one job's policy ends the decisions for that generation, and no others."""
+"""An error of one job's policy halts the decisions for that generation only."""
 
 import asyncio
 import contextlib
@@ -70,14 +70,14 @@ async def test_a_file_with_odd_metadata_halts_its_own_generation_only(
 
 
 class Broken(Static):
-    """Falls over when it shall decide."""
+    """Raises in every window."""
 
     def decide(self, *arguments: object) -> Decision:
         raise TypeError(arguments)
 
 
 @pytest.mark.parametrize("error", [TypeError("no text"), KeyError("actor"), OverflowError("1e400"), RecursionError()])
-async def test_an_error_that_nobody_foresaw_does_the_same(
+async def test_an_unexpected_error_halts_its_own_generation_only(
     bus: Bus, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     choose = PolicySource.choose
@@ -97,7 +97,7 @@ async def test_an_error_that_nobody_foresaw_does_the_same(
         assert context.counters["halted"] == 1
 
 
-async def test_a_policy_that_falls_over_in_a_window_does_the_same(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_policy_that_raises_halts_its_own_generation_only(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
     async def broken(self: PolicySource, job: Job, recorded: Action | None) -> Policy:  # noqa: ARG001 - as it is called
         return Broken() if job.job == ODD.job else Static()
 

@@ -1,4 +1,4 @@
-"""A job's decisions on a real bus: who was first decides, also by which policy."""
+"""A job's decisions on a real bus: the first arbitrator decides, also by which policy."""
 
 from collections import Counter
 
@@ -36,7 +36,7 @@ async def newest_action(bus: Bus) -> Action:
     return decode(Action, message.subject, message.payload)
 
 
-async def test_of_two_that_began_with_different_versions_the_second_takes_over_the_firsts(bus: Bus) -> None:
+async def test_the_second_of_two_arbitrators_adopts_the_policy_version_of_the_first(bus: Bus) -> None:
     counts = Counter[str]()
     store = PolicyStore(bus)
     stored = await store.put("mine", SHRINKS, feature_version=1)
@@ -88,7 +88,7 @@ async def test_sizes_that_stick_to_their_minimum_are_an_event_once(bus: Bus) -> 
     ]
 
 
-async def test_a_job_that_nobody_decides_for_is_never_stuck(bus: Bus) -> None:
+async def test_static_sizes_are_never_reported_as_stuck(bus: Bus) -> None:
     counts = Counter[str]()
     log = await opened(
         bus, counts, examples.job({"node-a": (0, 1)}, policy="static", initial_local_batch_sizes=(32, 32))

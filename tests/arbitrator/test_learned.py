@@ -100,7 +100,7 @@ def test_decisions_are_pure_and_sampling_is_keyed_by_the_window(action_set: Acti
 
 
 @pytest.mark.parametrize("action_set", ACTION_SETS)
-def test_a_sampled_decision_says_how_likely_it_was_and_a_greedy_one_does_not(action_set: ActionSetName) -> None:
+def test_a_sampled_decision_has_log_probabilities_and_a_greedy_one_has_none(action_set: ActionSetName) -> None:
     policy = LearnedPolicy(learned.policy_file(action_set))
     sampled = run(examples.job(NODES, policy_options={"explore": 1.0}), policy, num_windows=1)[0]
     num = 4 if action_set == "deltas" else 1
@@ -134,7 +134,7 @@ def test_with_nothing_known_a_policy_still_decides_within_bounds(action_set: Act
 
 
 @pytest.mark.parametrize("action_set", ACTION_SETS)
-def test_inputs_are_the_ones_of_the_list_whatever_the_number_of_ranks(action_set: ActionSetName) -> None:
+def test_inputs_match_the_list_of_names_for_any_number_of_ranks(action_set: ActionSetName) -> None:
     for world_size in (1, 4, 33):
         job = examples.job({"node-a": tuple(range(world_size))})
         obs_WF = np.abs(np.random.default_rng(0).normal(100, 20, (world_size, len(RANK_FEATURES)))).astype(np.float32)
@@ -158,7 +158,7 @@ def test_ratios_of_a_rank_by_hand() -> None:
     assert np.isnan(found["accuracy"]).all()
 
 
-def test_normalisation_of_parts_is_that_of_the_whole_and_leaves_out_the_unknown() -> None:
+def test_normalisation_by_parts_equals_normalisation_of_the_whole_and_ignores_unknown_values() -> None:
     rng = np.random.default_rng(0)
     rows = rng.normal(5, 3, (500, 3)).astype(np.float32)
     rows[rng.random(rows.shape) < 0.3] = np.nan
@@ -203,7 +203,7 @@ def test_deciding_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
-def test_an_agent_goes_on_from_its_file_exactly() -> None:
+def test_an_agent_restored_from_its_file_writes_the_same_file() -> None:
     agent = learned.agent("global")
     again = Agent.of(agent.file())
     assert again.file().to_bytes() == agent.file().to_bytes()

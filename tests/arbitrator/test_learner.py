@@ -39,7 +39,7 @@ def recording(*formulas: str, **changes: Any) -> Recording:
 
 
 class Updates:
-    """Stands in for learning: notes the lessons, hands out the next made-up version."""
+    """Replaces learning: records the lessons and returns the next made-up version."""
 
     def __init__(self) -> None:
         self.lessons: list[list[Lesson]] = []
@@ -152,7 +152,7 @@ async def test_an_announcement_that_was_refused_is_made_good_under_the_same_vers
     assert [stored.version for stored in await PolicyStore(bus).versions("mine")] == [3, 2, 1]
 
 
-async def test_what_no_patience_mends_ends_the_learner(
+async def test_an_error_that_retrying_cannot_fix_ends_the_learner(
     bus: Bus, updates: Updates, executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learner, _ = await a_learner(bus, executor)
@@ -175,7 +175,7 @@ def test_auto_means_the_published_formula_of_the_jobs_optimizer(family: Any) -> 
     assert updating.foreign_formulas(metadata, foreign) == sorted({formula_for(other), "time-aware"})  # type: ignore[arg-type]
 
 
-def test_a_policy_says_of_which_formulas_it_has_learned() -> None:
+def test_a_policy_names_the_reward_formulas_that_it_was_learned_by() -> None:
     auto = learned.metadata(reward_formula=updating.AUTO)
     assert updating.formula_after(auto, [recording("paper-sgd"), recording()]) == "auto"
     assert updating.formula_after(auto, [recording("paper-sgd"), recording("time-aware")]) == "auto, time-aware"
@@ -184,7 +184,7 @@ def test_a_policy_says_of_which_formulas_it_has_learned() -> None:
     assert updating.formula_after(learned.metadata(), [recording("time-aware")]) == "time-aware"
 
 
-def test_a_version_says_truly_what_its_rewards_were(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_names_the_reward_formulas_of_its_generations(monkeypatch: pytest.MonkeyPatch) -> None:
     file = learned.policy_file(reward_weights={"beta": 1.0})
     monkeypatch.setattr(updating, "trajectory_of", lambda *_: trained_policies.trajectory(file.metadata))
     lessons = [Lesson("job:0", recording("time-aware"), terminated=True)]

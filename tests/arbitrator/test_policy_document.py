@@ -6,8 +6,8 @@ from dynamix.arbitrator.policies.registry import POLICIES
 PATH = Path(__file__).parents[2] / "docs" / "policies.md"
 
 
-def test_the_document_is_what_the_code_says() -> None:
-    assert PATH.read_text() == document(), "make it anew: python -m dynamix.arbitrator.policies > docs/policies.md"
+def test_the_document_is_up_to_date() -> None:
+    assert PATH.read_text() == document(), "run: python -m dynamix.arbitrator.document > docs/policies.md"
 
 
 def test_every_option_of_every_policy_is_in_it() -> None:

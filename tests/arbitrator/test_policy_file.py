@@ -42,7 +42,7 @@ def test_equal_policies_are_equal_bytes_and_others_are_not() -> None:
     assert learned.policy_file(seeds=(12,)).digest != learned.policy_file().digest
 
 
-def test_another_list_of_features_is_refused_and_says_what_differs() -> None:
+def test_a_file_that_names_an_unknown_feature_is_refused_by_its_name() -> None:
     fields = learned.metadata("deltas").rank_features
     with pytest.raises(PolicyFileError, match="list of rank features names ping_ms, which this program does not have"):
         PolicyFile.from_bytes(changed(rank_features=tuple("ping_ms" if n == "srtt_us" else n for n in fields)))
@@ -101,7 +101,7 @@ def test_metadata_that_are_no_text_of_ours_are_refused(metadata: object) -> None
         ({"objective": "simplified"}, "are those of another network: simplified"),
     ],
 )
-def test_settings_that_nobody_could_learn_on_with_are_refused(settings: dict[str, Any], reason: str) -> None:
+def test_settings_that_learning_cannot_continue_with_are_refused(settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(PolicyFileError, match=reason):
         PolicyFile.from_bytes(changed(settings=settings))
 
@@ -122,7 +122,7 @@ def test_a_file_without_settings_is_learned_on_with_the_defaults() -> None:
         ({"optimizer.critic.4.bias.exp_avg_sq": np.zeros(3, np.float32)}, r"exp_avg_sq' must be of shape \(1,\)"),
         ({"optimizer.critic.4.bias.exp_avg_sq": -np.ones(1, np.float32)}, "exp_avg_sq' holds a negative number"),
         ({"optimizer.critic.4.bias.exp_avg": np.ones(1, np.float64)}, "must be of type F32"),
-        ({"optimizer.actor.6.bias.exp_avg": np.zeros(1, np.float32)}, "no network of ours has: optimizer.actor.6"),
+        ({"optimizer.actor.6.bias.exp_avg": np.zeros(1, np.float32)}, "its network does not have: optimizer.actor.6"),
     ],
 )
 def test_half_an_optimizer_is_refused(tensors: dict[str, Any], reason: str) -> None:
@@ -135,12 +135,12 @@ def test_half_an_optimizer_is_refused(tensors: dict[str, Any], reason: str) -> N
 def test_steps_of_an_optimizer_without_moments_are_refused() -> None:
     file = learned.policy_file()
     tensors = {**file.tensors, "optimizer.step": np.ones(1, np.float32)}
-    with pytest.raises(PolicyFileError, match=r"no network of ours has: optimizer\.step"):
+    with pytest.raises(PolicyFileError, match=r"its network does not have: optimizer\.step"):
         PolicyFile.from_bytes(PolicyFile(file.metadata, tensors).to_bytes())
 
 
 @pytest.mark.parametrize("objective", ["clipped", "simplified"])
-def test_who_has_learned_goes_on_from_its_file_where_it_stood(objective: Literal["clipped", "simplified"]) -> None:
+def test_learning_continues_from_a_file_where_it_stopped(objective: Literal["clipped", "simplified"]) -> None:
     file = trained_policies.that_has_learned(objective)
     again = Agent.of(PolicyFile.from_bytes(file.to_bytes()))
     assert again.file().digest == file.digest

@@ -101,10 +101,10 @@ async def test_a_version_that_is_gone_is_refused(bus: Bus, source: PolicySource)
         ValueError, match="version 1 of policy 'mine' which decided this generation so far, is gone: there is 2"
     ):
         await PolicySource(PolicyStore(bus)).choose(JOB, recorded)
-    assert (await source.choose(JOB, recorded)).version == 1  # who has it in memory goes on
+    assert (await source.choose(JOB, recorded)).version == 1  # it is still in memory
 
 
-async def test_a_version_whose_file_was_exchanged_is_refused(bus: Bus, source: PolicySource) -> None:
+async def test_a_version_whose_file_was_replaced_is_refused(bus: Bus, source: PolicySource) -> None:
     await PolicyStore(bus).put("mine", FIRST, feature_version=1)
     recorded = decided_by(await source.choose(JOB, None))
     await bus.put_object(BUCKET, "mine/1", SECOND)
@@ -150,7 +150,7 @@ async def test_a_generation_that_another_policy_decided_is_refused(source: Polic
         await source.choose(examples.job(policy="static"), examples.action(policy="random"))
 
 
-async def test_a_policy_of_other_features_is_refused_and_says_what_differs(bus: Bus, source: PolicySource) -> None:
+async def test_a_policy_that_names_an_unknown_feature_is_refused_by_its_name(bus: Bus, source: PolicySource) -> None:
     await PolicyStore(bus).put("mine", of_other_features(), feature_version=1)
     with pytest.raises(ValueError, match=r"version 1 of policy 'mine': its list of rank features names ping_ms"):
         await source.choose(JOB, None)

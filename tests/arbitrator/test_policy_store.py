@@ -84,7 +84,7 @@ async def test_names_do_not_mix_and_foreign_objects_are_left_alone(bus: Bus) -> 
     assert [(stored.name, stored.version) for stored in await store.versions()] == [("mine", 1), ("mine-2", 1)]
 
 
-async def test_a_description_that_says_nonsense_spoils_no_listing_and_its_number_is_not_used_again(bus: Bus) -> None:
+async def test_an_invalid_description_does_not_break_the_listing_and_its_number_is_not_reused(bus: Bus) -> None:
     for version, said in enumerate(("9" * 5000, "\u00b2", "-1", "one"), start=1):
         await bus.put_object(BUCKET, f"mine/{version}", FIRST, metadata={"feature_version": said})
     store = PolicyStore(bus)
@@ -105,7 +105,7 @@ async def test_a_description_filed_under_another_name_is_left_out_and_stepped_ov
     assert (await store.get("other"))[1] == FIRST
 
 
-async def test_a_shipped_name_goes_on_behind_the_shipped_version(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_versions_of_a_shipped_name_follow_the_shipped_one(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy_store, "shipped_names", lambda: ["mine"])
     assert (await PolicyStore(bus).put("mine", FIRST, feature_version=1)).version == 2
 
@@ -125,7 +125,7 @@ async def test_old_versions_make_room_and_their_numbers_are_not_used_again(
     assert (await store.put("mine", FIRST, feature_version=1)).version == 5
 
 
-@pytest.mark.parametrize("error", [StaleWriterError("somebody else was faster", 7), ObjectBrokenError("unreadable")])
+@pytest.mark.parametrize("error", [StaleWriterError("another writer was faster", 7), ObjectBrokenError("unreadable")])
 async def test_room_is_made_before_the_new_version_comes_and_may_be_made_by_others(
     bus: Bus, monkeypatch: pytest.MonkeyPatch, error: BusError
 ) -> None:

@@ -40,7 +40,7 @@ class Witness:
 
 
 def actions_of(job: Job, feed: Feed, stored: Sequence[Action] = ()) -> list[Action]:
-    """What the arbitrator's own fold makes of a feed, started anew after these actions."""
+    """The decisions of the arbitrator's own fold, restarted after these actions."""
     fold, actions = Fold(job, Witness(), stored[-1] if stored else None), list(stored)
     for sequence, state in feed:
         try:

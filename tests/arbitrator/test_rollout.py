@@ -25,7 +25,7 @@ ACTION_SETS: tuple[ActionSetName, ...] = ("deltas", "global")
 
 
 def states_of(num_windows: int, generation: int = 0) -> list[State]:
-    """Of two nodes, in order."""
+    """States of two nodes, in order."""
     return [
         examples.state(
             node, ranks, window, generation=generation, throughput=tuple(900.0 + 100 * r + 7 * window for r in ranks)
@@ -111,7 +111,7 @@ def test_windows_without_a_new_decision_extend_the_transition() -> None:
     assert found.num_windows_T.tolist() == [3, 3]
 
 
-def test_of_two_decisions_for_one_window_the_later_rules() -> None:
+def test_the_later_of_two_decisions_for_one_window_rules() -> None:
     record = recording([(0, 4), (2, 4), (3, 5)])
     found = trajectory_of(record, action_set_named("global"))
     chosen = [record.actions[2].logprobs, record.actions[3].logprobs]
@@ -205,7 +205,7 @@ def test_disorder_inside_a_window_and_duplicates_change_nothing(data: st.DataObj
 
 
 @pytest.mark.parametrize("action_set", ACTION_SETS)
-def test_an_agent_learns_from_trajectories_and_goes_on_from_its_file_exactly(action_set: ActionSetName) -> None:
+def test_an_agent_learns_from_trajectories_and_continues_exactly_from_its_file(action_set: ActionSetName) -> None:
     found = trajectory_of(
         recording([(t, t + 2) for t in range(6)], action_set=action_set), action_set_named(action_set)
     )

@@ -104,7 +104,7 @@ def test_foreign_bytes_are_an_empty_memory(packed: bytes) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 10_000, 20_000, 50_000, 131_072])
-def test_the_memory_fits_the_carry_whatever_the_number_of_ranks(world_size: int) -> None:
+def test_the_memory_fits_the_carry_for_any_number_of_ranks(world_size: int) -> None:
     packed = StepTimeFit.empty(world_size).pack()
     assert len(packed) <= MAX_CARRY_BYTES - 64
     assert StepTimeFit.unpack(packed, world_size).pack() == packed

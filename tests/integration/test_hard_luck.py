@@ -70,7 +70,7 @@ async def test_a_report_whose_quotients_overflow_gives_a_window_with_unknown_val
         assert all(service.exit_code() is None for service in plane.services.values())
 
 
-async def test_a_feed_made_anew_is_a_gap_that_is_seen() -> None:
+async def test_a_feed_that_was_made_again_is_detected_as_a_gap() -> None:
     """The checkpoint's watermark is of the old FEED, far behind the end of the new one."""
     async with control_plane("collector", "arbitrator") as plane:
         job = one_node_job(policy="static")

@@ -1,4 +1,4 @@
-"""Every fault test's end: what is stored, against what the reference fold makes of what FEED recorded."""
+"""The comparison that ends a fault test: stored actions with the reference fold of what FEED recorded."""
 
 import contextlib
 import itertools
@@ -28,7 +28,7 @@ async def stored(bus: Bus, stream: str, subject: str) -> list[BusMessage]:
 
 
 async def recorded_states(bus: Bus, job: Job) -> list[tuple[int, State]]:
-    """A job's states as FEED has them; what cannot be read is passed over, as whoever folds it must."""
+    """A job's states as FEED has them; unreadable messages are skipped, as in every fold."""
     states = []
     for message in await stored(bus, FEED.name, subjects.state(job.job, subjects.ANY)):
         with contextlib.suppress(MalformedMessageError):

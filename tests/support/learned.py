@@ -13,7 +13,7 @@ SMALL = PPOSettings(hidden_sizes=(16, 16))
 
 
 def metadata(action_set: ActionSetName = "global", **fields: Any) -> PolicyMetadata:
-    """Of a policy that nobody trained."""
+    """Metadata of an untrained policy."""
     defaults: dict[str, Any] = {
         "policy": "ppo",
         "algorithm": "clipped",

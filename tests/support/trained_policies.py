@@ -1,4 +1,4 @@
-"""Policy files that somebody else made, or that have gone some way."""
+"""Policy files with unusual metadata, or with some updates behind them."""
 
 import json
 import struct
@@ -14,7 +14,7 @@ from dynamix.arbitrator.learning.rollout import Trajectory
 
 
 def with_metadata(metadata: object) -> bytes:
-    """A policy whose header has these metadata, whatever they are."""
+    """A policy file with these metadata in its header, valid or not."""
     data = learned.policy_file().to_bytes()
     (length,) = struct.unpack_from("<Q", data)
     header = json.loads(data[8 : 8 + length])

@@ -89,7 +89,7 @@ class JobLog:
         return self._fold.watermark
 
     def check_inputs(self, feed: StreamState) -> None:
-        """Go on after a gap if FEED no longer holds what follows the watermark.
+        """Continue after a gap if FEED no longer holds what follows the watermark.
 
         A watermark behind FEED's end belongs to another FEED: the stream was made again.
         """

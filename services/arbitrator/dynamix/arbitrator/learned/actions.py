@@ -150,7 +150,7 @@ class GlobalLever:
         return np.array([self._unpack(carry)[0]], dtype=np.int64)
 
     def _unpack(self, carry: bytes) -> tuple[int, int | None, bytes]:
-        """Choice, the rule's last global batch (`None` when it has not decided), the rule's carry."""
+        """Choice, the rule's last global batch (`None` before its first decision), the rule's carry."""
         if len(carry) < _LEVER.size:
             return 0, None, b""
         choice, total = _LEVER.unpack_from(carry)

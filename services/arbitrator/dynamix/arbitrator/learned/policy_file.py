@@ -162,9 +162,9 @@ def _metadata(data: bytes) -> PolicyMetadata:
         header: Any = json.loads(data[8 : 8 + length])
         text = header["__metadata__"][METADATA_KEY]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise PolicyFileError(f"not a policy of ours: its header has no {METADATA_KEY!r} metadata") from error
+        raise PolicyFileError(f"not a policy file of DYNAMIX: its header has no {METADATA_KEY!r} metadata") from error
     if not isinstance(text, str):
-        raise PolicyFileError(f"not a policy of ours: its {METADATA_KEY!r} metadata is no text")
+        raise PolicyFileError(f"not a policy file of DYNAMIX: its {METADATA_KEY!r} metadata is not a text")
     try:
         return msgspec.json.decode(text, type=PolicyMetadata)
     except (ValueError, RecursionError) as error:  # a text of half characters cannot even be encoded
@@ -232,7 +232,7 @@ def _check_tensors(file: PolicyFile) -> None:
             raise PolicyFileError(f"tensor {name!r} must be of shape {shape}, not {getattr(found, 'shape', 'missing')}")
     foreign = sorted(name for name in file.tensors if name not in expected)
     if foreign:
-        raise PolicyFileError(f"tensors that no network of ours has: {', '.join(foreign[:4])}")
+        raise PolicyFileError(f"tensors that its network does not have: {', '.join(foreign[:4])}")
     for name, array in file.tensors.items():
         if name.endswith(_NEVER_NEGATIVE) and (array < 0).any():
             raise PolicyFileError(f"tensor {name!r} holds a negative number")

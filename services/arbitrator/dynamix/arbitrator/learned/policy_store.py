@@ -233,7 +233,7 @@ def _called(name: str, version: int | None) -> str:
 
 
 def _stored(info: ObjectInfo) -> StoredPolicy | None:
-    """`None` for an object that is no policy of ours."""
+    """`None` for an object that is not a policy."""
     match = _OBJECT.fullmatch(info.name)
     if match is None:
         return None

@@ -33,7 +33,7 @@ def gae(
         rewards_TD: sum over the windows of each transition.
         values_TD: the critic's, when the decision was made.
         next_values_D: the critic's at the end; zeros when the trajectory terminated, since nothing comes after. A
-            trajectory that was only cut off goes on with what the critic expects.
+            trajectory that was cut off ends with what the critic expects.
         discounts_T: gamma ** windows of each transition.
         gae_lambda: 0 trusts the critic alone, 1 the rewards alone.
     """

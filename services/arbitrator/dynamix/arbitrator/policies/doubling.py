@@ -26,10 +26,10 @@ _HEAD = struct.Struct("<dIddI")
 
 
 class _Schedule(NamedTuple):
-    """Where the schedule stands."""
+    """The progress of the schedule."""
 
     samples: float = 0.0
-    """Seen since the last doubling."""
+    """Samples since the last doubling."""
     num_doublings: int = 0
     loss: float = math.nan
     best_loss: float = math.inf

@@ -13,7 +13,7 @@ class Decision(NamedTuple):
     """What a policy wants from the next windows, and what it wants to remember."""
 
     allocation: Allocation
-    """How the job goes on; the fold clamps its sizes to the job's bounds."""
+    """The sizes that the job continues with; the fold clamps its sizes to the job's bounds."""
     carry: bytes = b""
     """The policy's whole memory, at most 256 KB: handed back at the next window, also after a restart."""
     logprobs: tuple[float, ...] | None = None
@@ -32,7 +32,7 @@ class Policy(Protocol):
         """Fixed within a generation; 1 for policies that do not learn."""
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:
-        """How a job goes on after `window`.
+        """Decide how a job continues after `window`.
 
         Args:
             job: the specification: bounds, initial sizes, options.
