@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from dynamix.collector.ebpf.cgroup import v2_mount
+from dynamix.collector.ebpf.attachment import v2_mount
 
 from .errors import HostsError
 from .names import Name

@@ -15,7 +15,7 @@ from .errors import HostsError
 from .host import Host
 from .names import Name
 from .namespace import Namespace
-from .removal import remove, remove_leftovers
+from .removal import remove, remove_stale_programs
 
 NETWORK = IPv4Network("10.75.0.0/16")
 """Seen by these hosts alone: the machine's own network may use the same addresses."""
@@ -53,7 +53,7 @@ class Hosts(Sequence[Host]):
 
     def __enter__(self) -> Self:
         check_requirements()
-        remove_leftovers()
+        remove_stale_programs()
         self._janitor = self._start_janitor()
         try:
             self._make()

@@ -31,7 +31,7 @@ def remove(name: Name) -> None:
         namespace.remove()
 
 
-def remove_leftovers() -> list[Name]:
+def remove_stale_programs() -> list[Name]:
     """Remove all hosts whose owner and janitor both died; their names."""
     entries = [path for place in (DIRECTORY, *find_hierarchies().roots) for path in _entries(place)]
     names = {name for path in entries if (name := Name.parse(path.name)) is not None}

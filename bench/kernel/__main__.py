@@ -33,9 +33,9 @@ from bench.kernel.run_times import BULK, CONNECTIONS, ECHO, measure_loopback, me
 from bench.kernel.tables import text_of
 from bench.kernel.training import LARGE, PACED, TRAINING, training
 
-from dynamix.collector.ebpf.cgroup import v2_mount
+from dynamix.collector.ebpf.attachment import v2_mount
 from dynamix.collector.ebpf.program import INGRESS
-from dynamix.collector.errors import ProbeError
+from dynamix.collector.ebpf.syscall import ProbeError
 
 MIN_GBIT_PER_S = 10.0
 MAX_BULK_PERCENT = 1.0

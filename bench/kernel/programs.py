@@ -10,8 +10,8 @@ from bench.kernel import bpf
 
 from dynamix.collector.ebpf import syscall
 from dynamix.collector.ebpf.attachment import KINDS, Attachment, opened
-from dynamix.collector.ebpf.leftovers import remove_leftovers
 from dynamix.collector.ebpf.probe import SocketProbe
+from dynamix.collector.ebpf.stale_programs import remove_stale_programs
 from dynamix.collector.proc import Proc
 
 
@@ -92,7 +92,7 @@ def others_attached(directories: Sequence[Path]) -> int:
     """Programs on control groups above ours, which would cost our sockets too; what dead collectors left is removed."""
     num = 0
     for directory in directories:
-        remove_leftovers(directory, Proc())
+        remove_stale_programs(directory, Proc())
         with opened(directory) as group:
             num += sum(len(syscall.attached(group, kind)) for kind in KINDS)
     return num

@@ -17,7 +17,7 @@ from bench.hosts import Host, Hosts, HostsError, Link
 from bench.hosts.cgroups import PERIOD_US, Cgroup, Hierarchies, find_hierarchies, v1_cpu_mount
 from bench.hosts.names import Name
 from bench.hosts.namespace import DIRECTORY
-from bench.hosts.removal import remove_leftovers
+from bench.hosts.removal import remove_stale_programs
 from tests.support.benches import ROOT
 from tests.support.brokers import until
 
@@ -250,7 +250,7 @@ async def test_what_an_owner_and_its_janitor_left_the_next_one_removes() -> None
     owner.kill()
     owner.communicate()
     assert not name.has_living_owner()
-    remove_leftovers()
+    remove_stale_programs()
     assert left_of(name) == []
     await until(lambda: not any(map(is_running, pids)))
 

@@ -14,7 +14,7 @@ from bench.kernel.run_times import BULK, CONNECTIONS, DATAGRAMS, TRAFFIC, UNKNOW
 from bench.kernel.training import PACED, TRAINING
 from tests.support.benches import run_bench
 
-from dynamix.collector.ebpf.cgroup import v2_mount
+from dynamix.collector.ebpf.attachment import v2_mount
 from dynamix.collector.ebpf.program import INGRESS, MAPS, SOCKETS
 
 MIB = 1 << 20

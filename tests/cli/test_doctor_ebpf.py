@@ -15,7 +15,7 @@ from dynamix.cli.commands.doctor import ebpf as checks
 from dynamix.cli.commands.doctor import ebpf_trial
 from dynamix.cli.commands.doctor.check import DoctorCheck, failed, passed
 from dynamix.cli.commands.doctor.ebpf import load_smallest_program
-from dynamix.collector.errors import ProbeError
+from dynamix.collector.ebpf.syscall import ProbeError
 from dynamix.collector.probes import WantedProbe
 
 ROOT = Path(__file__).parents[2]

@@ -13,11 +13,9 @@ import pytest
 from tests.support.sockets import connected, cookie, read, send, tcp_info
 
 from dynamix.collector.ebpf import syscall
-from dynamix.collector.ebpf.attachment import KINDS, opened
-from dynamix.collector.ebpf.cgroup import v2_mount
-from dynamix.collector.ebpf.opening import open_probe
-from dynamix.collector.ebpf.probe import SocketProbe
-from dynamix.collector.errors import ProbeError
+from dynamix.collector.ebpf.attachment import KINDS, opened, v2_mount
+from dynamix.collector.ebpf.probe import SocketProbe, open_probe
+from dynamix.collector.ebpf.syscall import ProbeError
 
 pytestmark = pytest.mark.bpf
 
@@ -140,14 +138,14 @@ def test_what_was_attached_in_the_older_way_is_removed_at_the_next_start(group: 
         process.wait()
     assert len(attached_to(group)) == 2
     with SocketProbe(group) as probe:
-        assert probe.leftovers_removed == 2
+        assert probe.num_stale_removed == 2
         assert len(attached_to(group)) == 2
     assert attached_to(group) == []
 
 
-def test_the_programs_of_a_living_collector_are_not_taken_for_leftovers(group: Path) -> None:
+def test_the_programs_of_a_living_collector_are_not_removed(group: Path) -> None:
     with holder(group, links=False) as process, SocketProbe(group) as probe:
-        assert probe.leftovers_removed == 0
+        assert probe.num_stale_removed == 0
         assert len(attached_to(group)) == 4
         assert process.poll() is None
         process.communicate("\n")
@@ -155,7 +153,7 @@ def test_the_programs_of_a_living_collector_are_not_taken_for_leftovers(group: P
             "the older way leaves the programs of a process that ends without detaching"
         )
     with SocketProbe(group) as probe:
-        assert probe.leftovers_removed == 2
+        assert probe.num_stale_removed == 2
 
 
 def run_with(capabilities: str, program: str) -> subprocess.CompletedProcess[str]:
@@ -166,7 +164,7 @@ def run_with(capabilities: str, program: str) -> subprocess.CompletedProcess[str
 
 def test_three_capabilities_are_enough_and_none_is_not() -> None:
     program = (
-        "from dynamix.collector.ebpf.opening import open_probe\n"
+        "from dynamix.collector.ebpf.probe import open_probe\n"
         "with open_probe() as probe: print(probe.num_left_out() == 0)"
     )
     enough = run_with(THREE, program)

@@ -11,8 +11,7 @@ import pytest
 from bench.hosts import Host, Hosts, Link
 from tests.support.sockets import Pair, connected_over, read, send
 
-from dynamix.collector.ebpf.opening import open_probe
-from dynamix.collector.ebpf.probe import SocketProbe
+from dynamix.collector.ebpf.probe import SocketProbe, open_probe
 
 pytestmark = pytest.mark.bpf
 

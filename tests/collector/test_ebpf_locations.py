@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from dynamix.collector.ebpf import bcc_location
-from dynamix.collector.ebpf.bcc_location import find_bcc
-from dynamix.collector.ebpf.cgroup import v2_mount
-from dynamix.collector.ebpf.headers import Headers, find_headers
-from dynamix.collector.ebpf.opening import open_probe
-from dynamix.collector.ebpf.probe import _reason
-from dynamix.collector.errors import ProbeError
+from dynamix.collector.ebpf import toolchain
+from dynamix.collector.ebpf.attachment import v2_mount
+from dynamix.collector.ebpf.probe import _reason, open_probe
+from dynamix.collector.ebpf.syscall import ProbeError
+from dynamix.collector.ebpf.toolchain import Headers, find_bcc, find_headers
 
 SYSTEM = os.uname_result(("Linux", "host", "6.1.0-30-amd64", "#1", "x86_64"))
 
@@ -86,9 +84,9 @@ def test_bcc_is_known_by_a_part_that_its_namesake_on_pypi_lacks(
         (directory / "__init__.py").touch()
     (distribution / "libbcc.py").touch()
     monkeypatch.syspath_prepend(namesake.parent)
-    monkeypatch.setattr(bcc_location, "DISTRIBUTION_DIRECTORIES", (distribution,))
+    monkeypatch.setattr(toolchain, "DISTRIBUTION_DIRECTORIES", (distribution,))
     assert find_bcc() == distribution
-    monkeypatch.setattr(bcc_location, "DISTRIBUTION_DIRECTORIES", (namesake,))
+    monkeypatch.setattr(toolchain, "DISTRIBUTION_DIRECTORIES", (namesake,))
     assert find_bcc() != namesake
 
 

@@ -9,6 +9,7 @@ import pytest
 from tests.support import examples
 from tests.support.captured_proc import CAPTURED, captured_row, copy_with
 
+from dynamix.collector.observation import reason_to_refuse
 from dynamix.collector.proc import (
     FamilyCounters,
     HostCounters,
@@ -18,7 +19,6 @@ from dynamix.collector.proc import (
     parse_host_schedstat,
     parse_stat,
 )
-from dynamix.collector.trust import reason_to_refuse
 from dynamix.schemas.messages import RankRow
 
 GIB = 1 << 30

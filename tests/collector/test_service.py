@@ -8,7 +8,7 @@ import structlog
 from tests.support import control_plane
 from tests.support.brokers import consumer_names
 
-from dynamix.collector import observing, service
+from dynamix.collector import observation, service
 from dynamix.collector.proc import Proc
 from dynamix.collector.settings import CollectorSettings
 from dynamix.runtime.bus import Bus
@@ -35,7 +35,7 @@ class SlowProc(Proc):
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> SlowProc:
     proc = SlowProc()
-    monkeypatch.setattr(observing, "Proc", lambda: proc)
+    monkeypatch.setattr(observation, "Proc", lambda: proc)
     return proc
 
 

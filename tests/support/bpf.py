@@ -13,9 +13,8 @@ from typing import cast
 
 import pytest
 
-from dynamix.collector.ebpf.bcc_location import find_bcc
-from dynamix.collector.ebpf.cgroup import v2_mount
-from dynamix.collector.ebpf.headers import find_headers
+from dynamix.collector.ebpf.attachment import v2_mount
+from dynamix.collector.ebpf.toolchain import find_bcc, find_headers
 
 MARK = "bpf"
 REQUIRED = "REQUIRE_BPF_TESTS"

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Protocol
 
-from dynamix.collector.observing import Observation
+from dynamix.collector.observation import Observation
 from dynamix.collector.probes import Traffic
 from dynamix.recording.capture import Record, WindowKey
 from dynamix.recording.capture.identity import identity_of, kind_of, window_key_of

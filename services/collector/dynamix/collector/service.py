@@ -13,10 +13,9 @@ from dynamix.schemas.features import state_of
 from dynamix.schemas.messages import Message, MetricWindow, Report
 from dynamix.schemas.streams import FEED
 
-from .ebpf.opening import open_probe
-from .ebpf.probe import SocketProbe
-from .errors import ProbeError
-from .observing import KernelObserver, Observer
+from .ebpf.probe import SocketProbe, open_probe
+from .ebpf.syscall import ProbeError
+from .observation import KernelObserver, Observer
 from .settings import CollectorSettings
 from .simulated import simulated_window
 from .window import metric_window
@@ -67,7 +66,7 @@ def _open_probe(context: Context[CollectorSettings, ServiceBus]) -> SocketProbe 
             raise StartError(f"DYNAMIX_COLLECTOR_PROBE=ebpf: {error}; `dynamix doctor` says how to get it") from error
         context.log.info("no eBPF probe; TCP_INFO and /proc serve", reason=str(error))
         return "not available: see `dynamix doctor`"
-    context.log.info("eBPF probe attached", leftovers_removed=probe.leftovers_removed)
+    context.log.info("eBPF probe attached", stale_programs_removed=probe.num_stale_removed)
     return probe
 
 

@@ -1,1 +1,7 @@
-"""What every service shares: the bus, the life of a process, settings, logging, an embedded broker."""
+"""What all services share: bus, frame of a service, heartbeat and watchdog, settings, logs, an embedded broker.
+
+`bus` reaches NATS, `health` shows a process's state on it, `service` runs a process from settings to exit code; each
+imports only those before it and the modules of this folder: `settings`, `log`, `rate_limit`, `extensions` (other
+packages' code by name), `embedded` (nats-server on loopback), `die_with_parent`. Nothing here knows windows or
+policies.
+"""

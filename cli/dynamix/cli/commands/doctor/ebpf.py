@@ -9,10 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from dynamix.collector.ebpf.bcc_location import DISTRIBUTION_DIRECTORIES, find_bcc
-from dynamix.collector.ebpf.cgroup import v2_mount
-from dynamix.collector.ebpf.headers import find_headers
+from dynamix.collector.ebpf.attachment import v2_mount
 from dynamix.collector.ebpf.syscall import NUMBERS
+from dynamix.collector.ebpf.toolchain import DISTRIBUTION_DIRECTORIES, find_bcc, find_headers
 from dynamix.collector.probes import WantedProbe
 
 from .check import DoctorCheck, failed, passed

@@ -7,9 +7,8 @@ import time
 
 import msgspec
 
-from dynamix.collector.ebpf.opening import open_probe
-from dynamix.collector.ebpf.probe import SocketProbe
-from dynamix.collector.errors import ProbeError
+from dynamix.collector.ebpf.probe import SocketProbe, open_probe
+from dynamix.collector.ebpf.syscall import ProbeError
 
 from .check import DoctorCheck, failed, passed
 

@@ -1,6 +1,7 @@
 """Programs on a control group: attached by links, which end with this process, or as before Linux 5.7."""
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -9,6 +10,18 @@ from . import syscall
 
 KINDS = (syscall.INGRESS, syscall.SOCK_OPS)
 """Where `program.PROGRAMS` are attached, in their order."""
+
+
+_ESCAPED = re.compile(r"\\([0-7]{3})")
+
+
+def v2_mount(mountinfo: str) -> Path | None:
+    """Mount point of the version 2 hierarchy, also beside version 1 (hybrid), by /proc/<pid>/mountinfo (proc(5))."""
+    for line in mountinfo.splitlines():
+        fields, _, kind = line.partition(" - ")
+        if kind.startswith("cgroup2 "):
+            return Path(_ESCAPED.sub(lambda octal: chr(int(octal[1], 8)), fields.split()[4]))
+    return None
 
 
 @contextmanager
@@ -27,7 +40,7 @@ class Attachment:
     Args:
         directory: of a control group, version 2.
         programs: descriptors, in the order of `KINDS`; they stay the caller's.
-        links: False attaches as before Linux 5.7. What a killed process attached so stays: see `leftovers`.
+        links: False attaches as before Linux 5.7. What a killed process attached so stays: see `stale_programs`.
     """
 
     def __init__(self, directory: Path, programs: tuple[int, ...], *, links: bool = True) -> None:

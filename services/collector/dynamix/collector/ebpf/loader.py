@@ -11,9 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .bcc_location import find_bcc
-from .headers import Headers, find_headers
 from .program import MAPS, MAX_CLOSED, MAX_OPEN, NUM_WAYS, PROGRAMS, SOURCE
+from .toolchain import Headers, find_bcc, find_headers
 
 
 def main(arguments: list[str]) -> int:

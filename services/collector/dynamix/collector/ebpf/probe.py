@@ -8,18 +8,19 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
-from dynamix.collector.errors import ProbeError
 from dynamix.collector.proc import Proc
 
 from . import syscall
-from .attachment import Attachment
-from .leftovers import remove_leftovers, this_owner
+from .attachment import Attachment, v2_mount
 from .program import COUNTERS, INDEX, KEY, MAPS, MAX_OPEN, NUM_WAYS, NUMBER, OWNER, PROGRAMS, SCATTER, Counters
+from .stale_programs import remove_stale_programs, this_owner
+from .syscall import ProbeError
 
 LOAD_TIMEOUT_S = 60.0
 _LOADER = f"{__package__}.loader"
 _ERROR_CHARACTERS = 600
 _UID_UNKNOWN = 2**64 - 1
+_MOUNTINFO = Path("/proc/self/mountinfo")
 
 
 class SocketProbe:
@@ -35,17 +36,17 @@ class SocketProbe:
 
     def __init__(self, directory: Path, *, links: bool = True) -> None:
         with ExitStack() as stack:
-            self.leftovers_removed = self._clean(directory)
+            self.num_stale_removed = self._clean(directory)
             descriptors = _load()
             for descriptor in descriptors:
                 stack.callback(os.close, descriptor)
             self._programs = tuple(descriptors[: len(PROGRAMS)])
             maps = dict(zip(MAPS, descriptors[len(PROGRAMS) :], strict=True))
-            self._sockets = syscall.Table(maps["sockets"], INDEX, COUNTERS)
-            self._closed = syscall.Table(maps["closed"], KEY, COUNTERS)
-            self._left_out = syscall.Table(maps["left_out"], INDEX, NUMBER)
+            self._sockets = syscall.BpfMap(maps["sockets"], INDEX, COUNTERS)
+            self._closed = syscall.BpfMap(maps["closed"], KEY, COUNTERS)
+            self._left_out = syscall.BpfMap(maps["left_out"], INDEX, NUMBER)
             try:
-                syscall.Table(maps["owner"], INDEX, OWNER).update(0, *this_owner(Proc()))
+                syscall.BpfMap(maps["owner"], INDEX, OWNER).update(0, *this_owner(Proc()))
                 attachment = Attachment(directory, self._programs, links=links)
             except OSError as error:
                 raise ProbeError(f"cannot attach to {directory}: {error.strerror}; see `dynamix doctor`") from error
@@ -95,9 +96,33 @@ class SocketProbe:
     @staticmethod
     def _clean(directory: Path) -> int:
         try:
-            return remove_leftovers(directory, Proc())
+            return remove_stale_programs(directory, Proc())
         except PermissionError:  # without CAP_SYS_ADMIN; then links are used, which leave nothing
             return 0
+
+
+def open_probe(cgroup: str = "") -> SocketProbe:
+    """A probe on the sockets of a control group, or of the whole hierarchy; blocks for half a second.
+
+    Raises:
+        ProbeError: saying what is missing.
+    """
+    try:
+        return SocketProbe(_directory(cgroup))
+    except OSError as error:
+        raise ProbeError(f"{error.filename or cgroup or 'eBPF'}: {error.strerror}") from error
+
+
+def _directory(cgroup: str) -> Path:
+    mount = v2_mount(_MOUNTINFO.read_text())
+    if mount is None:
+        raise ProbeError("no control groups of version 2 are mounted")
+    directory = Path(cgroup) if cgroup else mount
+    if not (directory / "cgroup.procs").is_file():
+        raise ProbeError(
+            f"{directory} is no control group of version 2: DYNAMIX_COLLECTOR_CGROUP names one under {mount}"
+        )
+    return directory
 
 
 def _load() -> list[int]:

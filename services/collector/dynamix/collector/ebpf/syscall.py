@@ -7,8 +7,6 @@ import struct
 from functools import cache
 from typing import NamedTuple
 
-from dynamix.collector.errors import ProbeError
-
 NUMBERS = {"x86_64": 321, "aarch64": 280, "riscv64": 280, "ppc64le": 361, "s390x": 351}
 """Number of the system call, by machine."""
 
@@ -23,6 +21,10 @@ _MAX_PROGRAMS = 64
 """That the kernel allows at one place (BPF_CGROUP_MAX_PROGS)."""
 _MAX_MAPS = 64
 _INFO_BYTES = 256
+
+
+class ProbeError(RuntimeError):
+    """The probe cannot work here; the text says why and how to fix it."""
 
 
 class ProgramInfo(NamedTuple):
@@ -87,7 +89,7 @@ def map_name(table: int) -> str:
     return _name(info.raw[24:40])
 
 
-class Table:
+class BpfMap:
     """A map by its descriptor. Its buffers are made once: a look-up takes 3 us, most of them not the system call's."""
 
     def __init__(self, descriptor: int, key: struct.Struct, value: struct.Struct) -> None:

@@ -1,5 +1,6 @@
-"""Kernel headers for BCC. Our programs touch UAPI structures only, which never change: any kernel's headers will do."""
+"""What compiling takes: BCC's Python module and kernel headers, wherever the distribution installed them."""
 
+import importlib.util
 import os
 import re
 from pathlib import Path
@@ -8,6 +9,12 @@ from typing import NamedTuple
 ARCHITECTURES = {"x86_64": "x86", "aarch64": "arm64", "ppc64le": "powerpc", "s390x": "s390", "riscv64": "riscv"}
 """The kernel's own names, by what uname says."""
 _GENERATED = Path("include/generated/autoconf.h")
+DISTRIBUTION_DIRECTORIES = (
+    Path("/usr/lib/python3/dist-packages/bcc"),
+    Path("/usr/lib/python3/site-packages/bcc"),
+)
+_PART = "libbcc.py"
+"""PyPI has a `bcc` too, about lattices: it lacks this."""
 
 
 class Headers(NamedTuple):
@@ -29,8 +36,20 @@ class Headers(NamedTuple):
         ]
 
 
+def find_bcc() -> Path | None:
+    """The directory of BCC's Python module, as the distribution installed it or else in this environment."""
+    spec = importlib.util.find_spec("bcc")
+    visible = [] if spec is None else [Path(path) for path in spec.submodule_search_locations or ()]
+    fedora = sorted(Path("/usr/lib").glob("python3.*/site-packages/bcc"), reverse=True)
+    found = (path for path in (*DISTRIBUTION_DIRECTORIES, *fedora, *visible) if (path / _PART).is_file())
+    return next(found, None)
+
+
 def find_headers(root: Path = Path("/"), system: os.uname_result | None = None) -> Headers | None:
-    """The running kernel's headers, or else the newest of the same architecture, or `None`."""
+    """The running kernel's headers, or else the newest of the same architecture, or `None`.
+
+    Our programs use UAPI structures only, which never change: any kernel's headers will do.
+    """
     system = system or os.uname()
     own = _tree(root / "lib/modules" / system.release / "build", system.machine)
     if own is not None:

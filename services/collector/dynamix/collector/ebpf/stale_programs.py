@@ -20,7 +20,7 @@ _ENDED = ("Z", "X")
 """States of a process that is dead, whether or not its parent has taken notice."""
 
 
-def remove_leftovers(directory: Path, proc: Proc) -> int:
+def remove_stale_programs(directory: Path, proc: Proc) -> int:
     """Detach what dead collectors left on a control group; how many programs that were.
 
     Raises:
@@ -69,7 +69,7 @@ def _owner(map_ids: tuple[int, ...]) -> Owner | None:
         try:
             if syscall.map_name(table) != "owner":
                 continue
-            found = Owner(*syscall.Table(table, INDEX, OWNER).look_up(0) or (0, 0, 0))
+            found = Owner(*syscall.BpfMap(table, INDEX, OWNER).look_up(0) or (0, 0, 0))
         finally:
             os.close(table)
         return found if found.pid else None

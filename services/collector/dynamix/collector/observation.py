@@ -1,6 +1,6 @@
 """What is seen of a report's processes and sockets, beside what the ranks say themselves."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple, Protocol
 
 from dynamix.runtime.bus.service_bus import ServiceBus
@@ -14,7 +14,6 @@ from .probes import Evidence, Traffic, read_network
 from .proc import Proc
 from .readings import Readings
 from .settings import CollectorSettings
-from .trust import reason_to_refuse
 
 MOST_SAID = 256
 """Different reasons in the log: reports can name any pid."""
@@ -88,3 +87,24 @@ class KernelObserver:
             self._said.add(reason)
             self._context.log.warning("a reported process is not read", rank=row.rank, reason=reason)
         return False
+
+
+def reason_to_refuse(row: RankRow, proc: Proc, uids: Collection[int]) -> str | None:
+    """Why the process that a row names is not read, or `None` when it is what the row says.
+
+    The pid must exist here, with the start time, pid namespace and user that the rank reported of itself; where `uids`
+    is not empty, only those users' processes are read at all.
+    """
+    try:
+        if proc.stat(row.pid).start_ticks != row.pid_start_ticks:
+            return f"pid {row.pid} belongs to another process now"
+        if proc.pid_namespace(row.pid) != row.pid_namespace:
+            return f"pid {row.pid} counts in another pid namespace: run the collector in the ranks' namespace"
+        uid = proc.uid(row.pid)
+    except OSError:
+        return f"pid {row.pid} is not running here, or hidden from this collector (hidepid)"
+    if uid != row.uid:
+        return f"pid {row.pid} belongs to uid {uid}, not to {row.uid}"
+    if uids and uid not in uids:
+        return f"uid {uid} is not among the users this collector serves: see DYNAMIX_COLLECTOR_UIDS"
+    return None
