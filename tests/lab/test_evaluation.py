@@ -164,7 +164,7 @@ def test_the_forecast_goes_by_what_the_same_family_took(suite: Suite) -> None:
     tasks = [cell.task for cell in plan(suite, parse_contenders("static"), range(4), TUNED)]
     forecast = Forecast(tasks, jobs=2)
     assert forecast.left_s() is None
-    forecast.saw(tasks[0], outcome(1.0))  # 0.5 s; the other family is taken to be as quick
+    forecast.record_run(tasks[0], outcome(1.0))  # 0.5 s; the other family is taken to be as quick
     assert forecast.left_s() == pytest.approx(7 * 0.5 / 2)
 
 

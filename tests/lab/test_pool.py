@@ -1,6 +1,7 @@
 """Worker processes: the same outcomes as in one process, failures that name the run, nothing left behind."""
 
 import multiprocessing
+import operator
 from pathlib import Path
 
 import msgspec
@@ -8,8 +9,9 @@ import pytest
 from tests.support.small_suites import write_suite
 
 from dynamix.lab.experiments.comparison.contenders import Setting
-from dynamix.lab.experiments.comparison.pool import RunFailedError, outcomes, parallel_outcomes, run_task
+from dynamix.lab.experiments.comparison.runner import outcomes
 from dynamix.lab.experiments.comparison.runs import RunOutcome, RunTask
+from dynamix.lab.experiments.episodes.pool import EpisodeError, EpisodePool
 
 
 @pytest.fixture
@@ -26,13 +28,11 @@ def without_clock(outcome: RunOutcome) -> RunOutcome:
     return msgspec.structs.replace(outcome, wall_s=0.0)
 
 
-def test_workers_find_what_one_process_finds_and_end_when_nobody_asks_any_more(tasks: list[RunTask]) -> None:
+def test_workers_find_what_one_process_finds_and_end_when_the_iterator_is_closed(tasks: list[RunTask]) -> None:
     before = set(multiprocessing.active_children())
-    running = parallel_outcomes(tasks, run_task, jobs=1)
+    running = outcomes(tasks, jobs=2)
     task, outcome = next(running)
-    running.close()
-    for child in set(multiprocessing.active_children()) - before:
-        child.join(30)  # its pool has told it to end; who does not is found below
+    running.close()  # type: ignore[attr-defined] - it is a generator
     assert set(multiprocessing.active_children()) <= before
     ((_, alone),) = outcomes([task], jobs=1)
     assert without_clock(outcome) == without_clock(alone)
@@ -40,7 +40,12 @@ def test_workers_find_what_one_process_finds_and_end_when_nobody_asks_any_more(t
     assert outcome.num_steps > 0
 
 
+def test_results_of_a_pool_are_in_the_order_of_its_tasks(tasks: list[RunTask]) -> None:
+    with EpisodePool(2) as pool:
+        assert pool.run_all(operator.attrgetter("name"), tasks) == [task.name for task in tasks]
+
+
 def test_a_run_that_fails_is_named(tasks: list[RunTask]) -> None:
     broken = msgspec.structs.replace(tasks[0], setting=Setting(policy="no-such-policy"))
-    with pytest.raises(RunFailedError, match="no-such-policy in scenario mixed-2, seed 0: ValueError: no policy"):
+    with pytest.raises(EpisodeError, match="no-such-policy in scenario mixed-2, seed 0: ValueError: no policy"):
         list(outcomes([broken], jobs=1))

@@ -47,4 +47,4 @@ def with_made_up_data(monkeypatch: pytest.MonkeyPatch) -> None:
     def data(workload: str, directory: Path | None) -> Data:  # noqa: ARG001 - the loader's arguments
         return made
 
-    monkeypatch.setattr(episodes, "_data", data)
+    monkeypatch.setattr(episodes, "workload_data", data)

@@ -60,14 +60,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the comparison and show the verdict; an interrupt shows what there is and returns 130."""
     check_counts(arguments, "seeds", "jobs")
     from dynamix.lab.experiments.comparison.figure import draw
-    from dynamix.lab.experiments.comparison.pool import RunFailedError
     from dynamix.lab.experiments.comparison.runs import Ledger
     from dynamix.lab.experiments.comparison.verdict import VerdictBuilder
+    from dynamix.lab.experiments.episodes.pool import EpisodeError
 
     from .comparison import curves_of, planned
     from .view import show
 
-    with explained(OSError, ValueError, RunFailedError):
+    with explained(OSError, ValueError, EpisodeError):
         comparison = planned(arguments)
         suite, contenders, tuned, cells = comparison
         with Ledger(Path(arguments.results), resume=arguments.resume) as ledger:

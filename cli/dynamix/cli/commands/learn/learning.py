@@ -18,10 +18,10 @@ from dynamix.cli.broker import connected
 from dynamix.cli.connection import find
 from dynamix.cli.errors import INTERRUPTED, MISUSED, CommandError, explained
 from dynamix.cli.output import POLICY, STANDARD_OUTPUT, write_json
+from dynamix.lab.experiments.episodes.pool import EpisodeError
 from dynamix.lab.experiments.episodes.suite import TRAIN, read_suite, suite_named
 from dynamix.lab.experiments.learning import PRESETS, LearningPlan, LearningResult, LearningUpdate, learn, plan_named
 from dynamix.lab.experiments.learning.checkpoint import KIND, LearningCheckpointError
-from dynamix.lab.experiments.learning.workers import EpisodeError
 from dynamix.reward.formula import TIME_ONLY, Weights
 from dynamix.runtime import output_files
 from dynamix.runtime.settings import BusSettings

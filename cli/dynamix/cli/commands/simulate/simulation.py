@@ -16,7 +16,7 @@ from dynamix.cli.connection import find
 from dynamix.cli.errors import CommandError
 from dynamix.cli.services import ServiceProcess, bus_environment
 from dynamix.lab.experiments.comparison.contenders import Contender, Setting, parse_contender
-from dynamix.lab.experiments.comparison.pool import policy_of
+from dynamix.lab.experiments.comparison.runner import policy_of
 from dynamix.lab.experiments.comparison.tuned import Tuned
 from dynamix.lab.experiments.episodes.episode import Episode, EpisodeMessages, episode_of, run_episode
 from dynamix.lab.experiments.episodes.suite import SUITES, scenario_root

@@ -36,15 +36,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run all settings and choose; an interrupt chooses nothing."""
     check_counts(arguments, "seeds", "jobs")
-    from dynamix.lab.experiments.comparison.pool import RunFailedError
     from dynamix.lab.experiments.comparison.runs import Ledger
     from dynamix.lab.experiments.comparison.tuned import to_toml
     from dynamix.lab.experiments.comparison.tuning import FIRST_SEED, GRID, tune
+    from dynamix.lab.experiments.episodes.pool import EpisodeError
     from dynamix.lab.experiments.episodes.suite import TRAIN
 
     from .view import show
 
-    with explained(OSError, ValueError, RunFailedError):
+    with explained(OSError, ValueError, EpisodeError):
         suite, output = suite_of(arguments, TRAIN), _output(arguments)
         with Ledger(Path(arguments.results), resume=arguments.resume) as ledger, RunsProgress() as progress:
             tuned = tune(

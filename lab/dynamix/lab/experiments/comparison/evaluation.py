@@ -1,6 +1,7 @@
 """An evaluation: which episodes a comparison needs, and running those whose outcome is not known yet."""
 
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -8,7 +9,7 @@ from typing import NamedTuple
 from dynamix.lab.experiments.episodes.suite import Suite
 
 from .contenders import Contender, Setting
-from .pool import outcomes
+from .runner import outcomes
 from .runs import Ledger, RunOutcome, RunTask
 from .tuned import Tuned
 
@@ -86,46 +87,38 @@ def fill(
     """Run what the ledger does not know yet; each run once, however many cells need it.
 
     Raises:
-        RunFailedError: when an episode raises. What was done before is in the ledger.
+        EpisodeError: when an episode raises. What was done before is in the ledger.
     """
     needed = {cell.task.key: cell for cell in cells}
     missing = {key: cell for key, cell in needed.items() if cell.task not in ledger}
-    forecast = Forecast([cell.task for cell in missing.values()], jobs)
-    num_known = len(needed) - len(missing)
-    for number, (task, outcome) in enumerate(
-        outcomes((cell.task for cell in missing.values()), jobs=jobs, data=data), start=num_known + 1
-    ):
+    tasks = [cell.task for cell in missing.values()]
+    forecast = Forecast(tasks, jobs)
+    first = len(needed) - len(missing) + 1
+    for number, (task, outcome) in enumerate(outcomes(tasks, jobs=jobs, data=data), start=first):
         cell = missing[task.key]
         ledger.add(task, outcome, cell.about)
-        forecast.saw(task, outcome)
+        forecast.record_run(task, outcome)
         if on_progress is not None:
             on_progress(ComparisonProgress(number, len(needed), forecast.left_s(), cell.about))
 
 
 class Forecast:
-    """Wall-clock time left: what is still to run, at the mean of what the same scenario took so far."""
+    """Wall-clock time left: the runs that are left, at the mean duration of the runs so far in the same family."""
 
     def __init__(self, tasks: Iterable[RunTask], jobs: int) -> None:
         self._jobs = jobs
-        self._left: dict[str, int] = {}
+        self._left = Counter(task.scenario.family for task in tasks)
         self._walls_s: dict[str, list[float]] = {}
-        for task in tasks:
-            self._left[_kind(task)] = self._left.get(_kind(task), 0) + 1
 
-    def saw(self, task: RunTask, outcome: RunOutcome) -> None:
-        """A run is over."""
-        self._left[_kind(task)] -= 1
-        self._walls_s.setdefault(_kind(task), []).append(outcome.wall_s)
+    def record_run(self, task: RunTask, outcome: RunOutcome) -> None:
+        """Count a run that is over."""
+        self._left[task.scenario.family] -= 1
+        self._walls_s.setdefault(task.scenario.family, []).append(outcome.wall_s)
 
     def left_s(self) -> float | None:
-        """Seconds left; `None` while nothing was seen."""
+        """Seconds left; `None` before the first run."""
         if not self._walls_s:
             return None
-        means = {kind: statistics.fmean(walls) for kind, walls in self._walls_s.items()}
+        means = {family: statistics.fmean(walls) for family, walls in self._walls_s.items()}
         unseen = statistics.fmean(means.values())
-        return sum(number * means.get(kind, unseen) for kind, number in self._left.items()) / self._jobs
-
-
-def _kind(task: RunTask) -> str:
-    """Runs that take about as long: of one family."""
-    return task.scenario.family
+        return sum(number * means.get(family, unseen) for family, number in self._left.items()) / self._jobs

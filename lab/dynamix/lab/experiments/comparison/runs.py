@@ -42,6 +42,11 @@ class RunTask(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return hashlib.sha256(msgspec.json.encode(about, order="sorted")).hexdigest()
 
     @property
+    def name(self) -> str:
+        """For messages."""
+        return f"{self.setting.policy} in scenario {self.scenario.name}, seed {self.seed}"
+
+    @property
     def initial_local_batch_size(self) -> int | None:
         """The size to start with, within the scenario's bounds; `None`: the scenario's own."""
         size = self.setting.initial_local_batch_size

@@ -75,7 +75,7 @@ def tune(
 
     Raises:
         ValueError: when a baseline has no grid.
-        RunFailedError: when an episode raises.
+        EpisodeError: when an episode raises.
     """
     grid = {baseline: [parse_contender(text) for text in _settings(baseline)] for baseline in baselines}
     cells = plan(suite, [setting for settings in grid.values() for setting in settings], seeds, Tuned())

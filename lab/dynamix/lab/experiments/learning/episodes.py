@@ -1,6 +1,5 @@
 """One episode of learning: run it, and make of its messages what a learner learns from."""
 
-from functools import lru_cache
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -11,8 +10,8 @@ from dynamix.arbitrator.learned.policy_file import PolicyFile
 from dynamix.arbitrator.learning.rollout import End, NothingDecidedError, Recording, Trajectory, trajectory_of
 from dynamix.arbitrator.policies.registry import policy_named
 from dynamix.lab.experiments.episodes.episode import Episode, run_episode
+from dynamix.lab.experiments.episodes.pool import workload_data
 from dynamix.lab.simulator.scenario import Scenario
-from dynamix.lab.workloads import Data, workload_named
 from dynamix.reward.formula import Formula, Weights
 
 RULE = "rule"
@@ -67,7 +66,7 @@ def play(task: EpisodeTask) -> EpisodeResult:
     episode = run_episode(
         scenario,
         policy,
-        data=_data(scenario.workload, task.data),
+        data=workload_data(scenario.workload, task.data),
         seed=task.seed,
         reward=(task.formula, task.weights) if explores else None,
         keep_messages=explores,
@@ -106,8 +105,3 @@ def end_of(episode: Episode) -> End:
             return End(number, terminated=True, last_share=max(0.0, episode.time_to_target_s - begin_s) / time_s)
         begin_s += time_s
     return End(terminated=True)
-
-
-@lru_cache(maxsize=2)
-def _data(workload: str, directory: Path | None) -> Data:
-    return workload_named(workload).load(directory)

@@ -13,14 +13,13 @@ import numpy as np
 from dynamix.arbitrator.deciding.signatures import Finding
 from dynamix.arbitrator.learned.policy_file import PolicyFile, PolicyMetadata
 from dynamix.arbitrator.learning.agent import Agent
-from dynamix.lab.simulator.scenario import Scenario
+from dynamix.lab.experiments.episodes.pool import EpisodeError, EpisodePool
 from dynamix.reward.formula import Weights
 
 from .checkpoint import LearningCheckpoint
-from .episodes import EpisodeResult, EpisodeTask
+from .episodes import EpisodeResult, EpisodeTask, play
 from .history import Curves, LearningUpdate, findings
 from .plan import SCORE_SEEDS, VALIDATION_SEEDS, LearningPlan
-from .workers import EpisodeError, Play, players
 
 Observer = Callable[[LearningUpdate, Sequence[Finding]], None]
 """Called after each update with its row and the failure signatures that began with it."""
@@ -61,8 +60,8 @@ def learn(
         EpisodeError: when an episode cannot be played, for example for want of data, or teaches nothing.
     """
     found = LearningCheckpoint.read(checkpoint, plan) if checkpoint else None
-    with players(num_workers) as play, Curves(log) as curves:
-        course = _Course(plan, play, data, found)
+    with EpisodePool(num_workers) as pool, Curves(log) as curves:
+        course = _Course(plan, pool, data, found)
         while not course.is_done and not (minutes is not None and course.elapsed_s > 60 * minutes):
             row, begun = course.update()
             if checkpoint is not None:
@@ -76,9 +75,11 @@ def learn(
 class _Course:
     """The state between two updates, and how to do the next one."""
 
-    def __init__(self, plan: LearningPlan, play: Play, data: Path | None, found: LearningCheckpoint | None) -> None:
+    def __init__(
+        self, plan: LearningPlan, pool: EpisodePool, data: Path | None, found: LearningCheckpoint | None
+    ) -> None:
         self._plan = plan
-        self._play = play
+        self._pool = pool
         self._data = data
         self._begin_s = time.monotonic()
         if found is None:
@@ -142,7 +143,7 @@ class _Course:
         }
         flat = [run for found in runs.values() for run in found]
         scores = {f"vs_rule/{name}": ratio for name, ratio in ratios.items()}
-        scores |= {"vs_rule": geometric_mean(list(ratios.values())), "missed": float(sum(run.missed for run in flat))}
+        scores |= {"vs_rule": geometric_mean(ratios.values()), "missed": float(sum(run.missed for run in flat))}
         scores["num_runs"] = float(len(flat))
         file = PolicyFile.from_bytes(content)
         done = self.history[: file.metadata.num_updates]
@@ -154,7 +155,7 @@ class _Course:
     def _learned(self, number: int) -> LearningUpdate:
         plan, file = self._plan, self._agent.file().to_bytes()
         tasks = [self._training_task(episode, file) for episode in plan.episodes_of(number)]
-        played = self._play(tasks)
+        played = self._pool.run_all(play, tasks)
         trajectories = [found.trajectory for found in played if found.trajectory is not None]
         if not trajectories:
             raise EpisodeError(
@@ -176,7 +177,7 @@ class _Course:
             entropy=stats.entropy,
             approx_kl=stats.approx_kl,
             clipfrac=stats.clipfrac,
-            explained_variance=explained if np.isfinite(explained) and plan.settings.objective == "clipped" else None,
+            explained_variance=explained if math.isfinite(explained) and plan.settings.objective == "clipped" else None,
             learning_rate=stats.learning_rate,
             num_decisions=learned.num_decisions,
             validation_vs_rule=self._validated(number),
@@ -223,13 +224,13 @@ class _Course:
 
     def _times(self, policy: bytes, first_seed: int, num_seeds: int) -> dict[str, list[EpisodeResult]]:
         """Greedy runs in every scenario that is learned from; no bytes: of the rule."""
-        scenarios: tuple[Scenario, ...] = self._plan.learned_from
+        scenarios = self._plan.learned_from
         tasks = [
             EpisodeTask(scenario=scenario, seed=first_seed + number, policy=policy, mode="greedy", data=self._data)
             for scenario in scenarios
             for number in range(num_seeds)
         ]
-        played = iter(self._play(tasks))
+        played = iter(self._pool.run_all(play, tasks))
         return {scenario.name: [next(played) for _ in range(num_seeds)] for scenario in scenarios}
 
 
