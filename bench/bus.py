@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 from bench.harness.broker import broker_with_bus, raw_client, run_with_uvloop
-from bench.harness.command import Report, benchmark_parser, run_benchmark
+from bench.harness.command import BenchmarkReport, benchmark_parser, run_benchmark
 from bench.harness.paired import ratios
 from bench.harness.rounds import Rounds, Timed
 from bench.harness.tables import aligned
@@ -108,8 +108,8 @@ class BusArms:
         await read_raw(self._raw, STATES, self.num_consumed, first=1)
 
 
-async def compare(
-    arms: BusArms, name: str, ours: Arm, raw: Arm, *, num_messages: int, target: float | None, num_pairs: int
+async def compare(  # noqa: PLR0917 - a row of a table
+    arms: BusArms, name: str, ours: Arm, raw: Arm, num_messages: int, target: float | None, num_pairs: int
 ) -> dict[str, Any]:
     """One row: pairs of ours and raw."""
     rounds = Rounds(("ours", "raw"), num_pairs, label=name)
@@ -126,25 +126,23 @@ async def compare(
     return row | ratios(rates["ours"], rates["raw"])
 
 
-async def measure(num_pairs: int, num_messages: int) -> Report:
+async def measure(num_pairs: int, num_messages: int) -> BenchmarkReport:
     """All comparisons over one broker."""
     async with broker_with_bus("bench") as (server, bus), raw_client(server.settings) as raw:
         arms = BusArms(bus, raw, num_messages)
         arms.prepare(arms.num_consumed)
         await arms.publish_ours()  # what `consume` reads
-        rows = [
-            await compare(arms, *row, num_messages=num, target=target, num_pairs=num_pairs)
-            for *row, num, target in (
-                ("consume", arms.consume_ours, arms.consume_raw, arms.num_consumed, TARGET),
-                ("publish", arms.publish_ours, arms.publish_raw, num_messages, TARGET),
-                ("publish, encoding", arms.publish_messages, arms.publish_raw, num_messages, None),
-            )
+        table: list[tuple[str, Arm, Arm, int, float | None]] = [
+            ("consume", arms.consume_ours, arms.consume_raw, arms.num_consumed, TARGET),
+            ("publish", arms.publish_ours, arms.publish_raw, num_messages, TARGET),
+            ("publish, encoding", arms.publish_messages, arms.publish_raw, num_messages, None),
         ]
+        rows = [await compare(arms, *row, num_pairs) for row in table]
         sizes = {"message_bytes": arms.message_bytes, "num_ranks": RANKS_PER_NODE, "retries": bus.counters["retries"]}
     targets = [
         Target(name=f"{row['name']}, ratio", value=row["ratio"], at_least=TARGET) for row in rows if row["target"]
     ]
-    return Report({**sizes, "comparisons": rows}, text_of(sizes, rows), targets)
+    return BenchmarkReport({**sizes, "comparisons": rows}, text_of(sizes, rows), targets)
 
 
 def text_of(sizes: dict[str, Any], rows: list[dict[str, Any]]) -> str:

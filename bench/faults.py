@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.harness.command import Report, benchmark_parser, run_benchmark
+from bench.harness.command import BenchmarkReport, benchmark_parser, run_benchmark
 
 ROUNDS = 5
 WORKERS = 3
@@ -32,7 +32,7 @@ class FaultOutcome(NamedTuple):
     figures: dict[str, str]
 
 
-def measure(options: argparse.Namespace) -> Report:
+def measure(options: argparse.Namespace) -> BenchmarkReport:
     """Run all rounds; a test that failed in any of them is missed."""
     begin_s, rounds = time.monotonic(), []
     seeds = [options.seed + number for number in range(options.rounds)]
@@ -45,7 +45,7 @@ def measure(options: argparse.Namespace) -> Report:
     rows = summed(rounds)
     missed = [row["name"] for row in rows if row["passed"] < options.rounds] or ([] if rows else ["no test ran"])
     figures = {"seeds": seeds, "seconds": round(time.monotonic() - begin_s, 1), "faults": rows}
-    return Report(figures, _text(rows, options.rounds), missed=missed)
+    return BenchmarkReport(figures, _text(rows, options.rounds), missed=missed)
 
 
 def summed(rounds: Iterable[list[FaultOutcome]]) -> list[dict[str, Any]]:

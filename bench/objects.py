@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench.harness.broker import broker_with_bus, raw_client, run_with_uvloop
-from bench.harness.command import Report, benchmark_parser, run_benchmark
+from bench.harness.command import BenchmarkReport, benchmark_parser, run_benchmark
 from bench.harness.paired import ratios
 from bench.harness.rounds import Rounds, Timed, Timing
 from bench.harness.tables import aligned
@@ -58,7 +58,7 @@ class ObjectArms:
             if arm == OURS:
                 found = (await self._bus.get_object(POLICIES.bucket, "stored")).data
             else:
-                found = (await self._theirs.get("stored")).data
+                found = (await self._theirs.get("stored")).data or b""
         assert found == data, "what was read is what was stored"
         return done.timing
 
@@ -72,7 +72,7 @@ class ObjectArms:
         return {"name": name, "size_mb": size_mb, "target": TARGET} | medians | ratios(rates[OURS], rates[THEIRS])
 
 
-async def measure(num_pairs: int, sizes_mb: Sequence[int]) -> Report:
+async def measure(num_pairs: int, sizes_mb: Sequence[int]) -> BenchmarkReport:
     """All comparisons over one broker."""
     async with broker_with_bus("bench") as (server, bus), raw_client(server.settings) as client:
         arms = ObjectArms(bus, await client.jetstream().object_store(POLICIES.bucket))
@@ -85,7 +85,7 @@ async def measure(num_pairs: int, sizes_mb: Sequence[int]) -> Report:
     targets = [
         Target(name=f"{row['name']} {row['size_mb']} MB, ratio", value=row["ratio"], at_least=TARGET) for row in rows
     ]
-    return Report({"retries": retries, "comparisons": rows}, f"{retries} retries\n{table_of(rows)}", targets)
+    return BenchmarkReport({"retries": retries, "comparisons": rows}, f"{retries} retries\n{table_of(rows)}", targets)
 
 
 def table_of(rows: list[dict[str, Any]]) -> str:

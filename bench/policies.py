@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 import numpy as np
-from bench.harness.command import Report, benchmark_parser, run_benchmark
+from bench.harness.command import BenchmarkReport, benchmark_parser, run_benchmark
 from bench.harness.tables import aligned
 from bench.harness.targets import Target
 from bench.messages.nodes import job_of
@@ -43,7 +43,7 @@ def main() -> int:
     return run_benchmark("policies", options, lambda: measure(options.repeats))
 
 
-def measure(num_repeats: int) -> Report:
+def measure(num_repeats: int) -> BenchmarkReport:
     """Time all policies for all sizes of job."""
     policies = [*POLICIES.values(), *(learned(name, action_set) for name, action_set in LEARNED.items())]
     rows = [time_decisions(policy, size, num_repeats) for policy in policies for size in WORLD_SIZES]
@@ -52,7 +52,7 @@ def measure(num_repeats: int) -> Report:
         for row in rows
         if row["world_size"] == WORLD_SIZES[-1]
     ]
-    return Report({"decisions": rows}, table_of(rows), targets)
+    return BenchmarkReport({"decisions": rows}, table_of(rows), targets)
 
 
 def learned(name: str, action_set: ActionSetName) -> LearnedPolicy:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.harness.command import Report, benchmark_parser, run_benchmark
+from bench.harness.command import BenchmarkReport, benchmark_parser, run_benchmark
 from bench.harness.rounds import Timed
 from bench.harness.tables import aligned
 from bench.harness.targets import Target
@@ -36,7 +36,7 @@ def main() -> int:
     return run_benchmark("replay", options, lambda: measure(options.workers, options.windows, options.policy))
 
 
-def measure(num_workers: int, num_windows: int, policy: str) -> Report:
+def measure(num_workers: int, num_windows: int, policy: str) -> BenchmarkReport:
     """Write the recording and replay it into every service."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "recording.dxc"
@@ -45,7 +45,7 @@ def measure(num_workers: int, num_windows: int, policy: str) -> Report:
         size_mb = path.stat().st_size / 1e6
     cells = [[one["into"], f"{one['wall_s']:.2f}", f"{one['times_real_time']:.1f}", str(one["equal"])] for one in rows]
     title = f"{num_workers} workers, {num_windows} windows, {size_mb:.1f} MB\n"
-    return Report(
+    return BenchmarkReport(
         {
             "num_workers": num_workers,
             "num_windows": num_windows,

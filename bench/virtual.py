@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from bench.harness.command import Report, benchmark_parser, run_benchmark
+from bench.harness.command import BenchmarkReport, benchmark_parser, run_benchmark
 from bench.harness.paired import ratios
 from bench.harness.rounds import Rounds, Timed
 from bench.harness.tables import aligned
@@ -130,7 +130,7 @@ def compare(name: str, arm: Arm, raw: Arm, *, num_pairs: int, num_steps: int) ->
     return row | ratios(per_cpu_s["ours"], per_cpu_s["plain"])
 
 
-def measure(num_pairs: int, num_steps: int) -> Report:
+def measure(num_pairs: int, num_steps: int) -> BenchmarkReport:
     """All comparisons."""
     torch.set_num_threads(1)
     data = made_data()
@@ -150,7 +150,7 @@ def measure(num_pairs: int, num_steps: int) -> Report:
         for row in rows
         if row["target"]
     ]
-    return Report({"workload": WORKLOAD, **sizes, "comparisons": rows}, title + table_of(rows), targets)
+    return BenchmarkReport({"workload": WORKLOAD, **sizes, "comparisons": rows}, title + table_of(rows), targets)
 
 
 def table_of(rows: list[dict[str, Any]]) -> str:

@@ -14,16 +14,16 @@ from bench.cluster.display import describe, panels_of, text_of
 from bench.cluster.plan import Arm, ClusterPlan
 from bench.cluster.runner import run_all
 from bench.cluster.summary import missed
-from bench.harness.command import Report, run_benchmark
+from bench.harness.command import BenchmarkReport, run_benchmark
 from bench.harness.figure import draw
 from bench.hosts import HostsError
 
 
-def measure(plan: ClusterPlan, arms: Sequence[Arm]) -> Report:
+def measure(plan: ClusterPlan, arms: Sequence[Arm]) -> BenchmarkReport:
     """Train once with each arm."""
     sys.stderr.write(f"cluster: {describe(plan)}; {plan.num_windows} windows of {plan.window_steps} steps each\n")
     results = run_all([(plan, arm) for arm in arms])
-    return Report(
+    return BenchmarkReport(
         {"plan": as_json(plan), "runs": [as_json(result) for result in results]},
         "\n\n".join(map(text_of, results)),
         missed=[text for result in results for text in missed(result)],

@@ -57,7 +57,7 @@ class JobMessages:
                 self.actions.append(message)
 
 
-class Spread(msgspec.Struct, frozen=True, kw_only=True):
+class WindowSpread(msgspec.Struct, frozen=True, kw_only=True):
     """Median and quartiles of the measured windows."""
 
     median: float
@@ -65,7 +65,7 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
     high: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> "Spread":
+    def of(cls, values: Sequence[float]) -> "WindowSpread":
         """The spread of at least one value."""
         if len(values) == 1:
             return cls(median=values[0], low=values[0], high=values[0])
@@ -99,8 +99,8 @@ class ClusterResult(msgspec.Struct, frozen=True, kw_only=True):
     label: str
     policy: str
     local_batch_size: int
-    step_time_s: Spread
-    throughput: Spread
+    step_time_s: WindowSpread
+    throughput: WindowSpread
     """Samples per second."""
     final_loss: float | None
     num_windows: int
@@ -131,8 +131,8 @@ def summarise(plan: ClusterPlan, arm: Arm, seen: JobMessages, traffic: Sequence[
         label=arm.label,
         policy=arm.policy,
         local_batch_size=arm.local_batch_size,
-        step_time_s=Spread.of([metrics.step_time_s for metrics in measured_job]),
-        throughput=Spread.of([metrics.throughput for metrics in measured_job if metrics.throughput is not None]),
+        step_time_s=WindowSpread.of([metrics.step_time_s for metrics in measured_job]),
+        throughput=WindowSpread.of([metrics.throughput for metrics in measured_job if metrics.throughput is not None]),
         final_loss=job[-1].loss,
         num_windows=len(whole),
         num_windows_planned=plan.num_windows,

@@ -17,7 +17,7 @@ from bench.cluster.display import COLUMNS, scaled, text_of
 from bench.cluster.plan import Arm, ClusterPlan
 from bench.cluster.runner import run_all
 from bench.cluster.summary import ClusterResult, missed
-from bench.harness.command import Report, run_benchmark
+from bench.harness.command import BenchmarkReport, run_benchmark
 from bench.harness.paired import median_of
 from bench.harness.tables import markdown
 from bench.hosts import HostsError
@@ -74,7 +74,7 @@ def measure(plans: Mapping[str, ClusterPlan], arms: Mapping[str, Arm], num_repea
     return cells
 
 
-def report_of(plans: Mapping[str, ClusterPlan], cells: Cells, slow_rank: int) -> Report:
+def report_of(plans: Mapping[str, ClusterPlan], cells: Cells, slow_rank: int) -> BenchmarkReport:
     """Both tables, after the last run of each cell."""
     runs = [
         {"condition": condition, "action": action, "runs": [as_json(result) for result in results]}
@@ -85,7 +85,7 @@ def report_of(plans: Mapping[str, ClusterPlan], cells: Cells, slow_rank: int) ->
     ]
     figures = {"plans": {name: as_json(plan) for name, plan in plans.items()}, "cells": runs}
     texts = [text_of(results[-1]) for results in cells.values()]
-    return Report(figures, "\n\n".join([*texts, tables_of(cells, slow_rank)]), missed=complaints)
+    return BenchmarkReport(figures, "\n\n".join([*texts, tables_of(cells, slow_rank)]), missed=complaints)
 
 
 def tables_of(cells: Cells, slow_rank: int) -> str:
@@ -148,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not plans or options.repeats < 1:
         parser.error("nothing to run: name a part of a condition, and at least one repeat")
 
-    def run() -> Report:
+    def run() -> BenchmarkReport:
         cells = measure(plans, actions(options), options.repeats)
         if options.markdown:
             output_files.write(Path(options.markdown), tables_of(cells, options.rank).encode())

@@ -24,7 +24,7 @@ class BenchmarkError(RuntimeError):
     """Nothing could be measured; the text says why and what to change."""
 
 
-class Report(NamedTuple):
+class BenchmarkReport(NamedTuple):
     """What a benchmark found."""
 
     figures: dict[str, Any]
@@ -55,15 +55,16 @@ def benchmark_parser(name: str, description: str | None, *, has_figure: bool = F
 def run_benchmark(
     name: str,
     options: argparse.Namespace,
-    measure: Callable[[], Report],
+    measure: Callable[[], BenchmarkReport],
     *,
-    cannot: tuple[type[Exception], ...] = (),
+    cannot: Sequence[type[Exception]] = (),
 ) -> int:
     """Measure, print, write and draw; returns the exit code. Errors in `cannot` are said in a sentence, as ours are."""
+    expected: tuple[type[Exception], ...] = (BenchmarkError, *cannot)
     load_before = os.getloadavg()[0]
     try:
         report = measure()
-    except (BenchmarkError, *cannot) as error:
+    except expected as error:
         sys.stderr.write(f"{name}: {error}\n")
         return CANNOT_RUN
     except KeyboardInterrupt:

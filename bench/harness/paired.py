@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from scipy.stats import bootstrap
 
 Values = npt.NDArray[np.float64]
 
@@ -38,8 +39,8 @@ def difference(on: Values, off: Values) -> dict[str, Any]:
 
 def bootstrap_interval(values: Values) -> list[float]:
     """95 % interval of the mean, by resampling pairs with a fixed seed."""
-    drawn = np.random.default_rng(0).integers(0, len(values), (NUM_RESAMPLES, len(values)))
-    return np.percentile(values[drawn].mean(axis=1), [2.5, 97.5]).tolist()
+    found = bootstrap((values,), np.mean, n_resamples=NUM_RESAMPLES, method="percentile", random_state=0)
+    return [float(found.confidence_interval.low), float(found.confidence_interval.high)]
 
 
 def median_of(values: Sequence[float | None]) -> float | None:

@@ -42,9 +42,9 @@ class PartTimer:
         self._inside = _TimeInside()
         self._lock = threading.Lock()
 
-    def wrap(self, owner: Any, name: str, part: str) -> None:
+    def wrap(self, owner: Any, function: Callable[..., Any], part: str) -> None:
         """Time every call of a class's method, or of a module's function."""
-        setattr(owner, name, self.timed(getattr(owner, name), part))
+        setattr(owner, function.__name__, self.timed(function, part))
 
     def wrap_iteration(self, owner: Any, part: str) -> None:
         """Time what iterating over the objects of a class takes; not what is done with the items."""

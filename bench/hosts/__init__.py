@@ -7,7 +7,7 @@ Only root can make hosts; nothing of the machine's own network is changed, and n
 """
 
 from .cluster import Hosts
-from .errors import HostsError
+from .commands import HostsError
 from .host import Host
 from .link import Link
 

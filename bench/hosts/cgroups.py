@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dynamix.collector.ebpf.attachment import v2_mount
 
-from .errors import HostsError
+from .commands import HostsError
 from .names import Name
 
 PERIOD_US = 20_000

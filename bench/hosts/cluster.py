@@ -3,15 +3,13 @@
 import contextlib
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from ipaddress import IPv4Interface, IPv4Network
 from pathlib import Path
-from types import TracebackType
-from typing import Self, overload
+from typing import Self
 
 from .cgroups import Cgroup, find_hierarchies
-from .commands import check_requirements
-from .errors import HostsError
+from .commands import HostsError, check_requirements
 from .host import Host
 from .names import Name
 from .namespace import Namespace
@@ -27,7 +25,7 @@ REPOSITORY = Path(__file__).parents[2]
 """Where `python -m` finds the janitor, whatever the current directory of this process is."""
 
 
-class Hosts(Sequence[Host]):
+class Hosts(list[Host]):
     """Hosts `0 ... num_hosts - 1` and the switch between them; a context manager, for root.
 
     The bridge is in a namespace of its own, the switch, where a control plane may live too: `address` is its address
@@ -43,9 +41,9 @@ class Hosts(Sequence[Host]):
     def __init__(self, num_hosts: int, *, cores: float | None = None) -> None:
         if not 1 <= num_hosts <= MAX_HOSTS:
             raise HostsError(f"{num_hosts} hosts: use 1 to {MAX_HOSTS}, the ports of a bridge")
+        super().__init__()
         self._num_hosts = num_hosts
         self._cores = cores
-        self._hosts: list[Host] = []
         self._janitor: subprocess.Popen[bytes] | None = None
         self.name = Name.make()
         self.switch = Namespace(f"{self.name}.switch")
@@ -62,20 +60,8 @@ class Hosts(Sequence[Host]):
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-    def __len__(self) -> int:
-        return len(self._hosts)
-
-    @overload
-    def __getitem__(self, index: int) -> Host: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Host]: ...
-    def __getitem__(self, index: int | slice) -> Host | Sequence[Host]:
-        return self._hosts[index]
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
@@ -92,9 +78,9 @@ class Hosts(Sequence[Host]):
         janitor, self._janitor = self._janitor, None
         if janitor is None:
             return
-        for host in self._hosts:
+        for host in self:
             host.end_children()
-        self._hosts.clear()
+        self.clear()
         with janitor:
             assert janitor.stdin is not None
             janitor.stdin.close()
@@ -130,4 +116,4 @@ class Hosts(Sequence[Host]):
             )
             host.add(BRIDGE)
             host.set_cores(self._cores)
-            self._hosts.append(host)
+            self.append(host)

@@ -4,10 +4,12 @@ import os
 import shutil
 import subprocess
 
-from .errors import HostsError
-
 PACKAGES = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux"}
 TIMEOUT_S = 20.0
+
+
+class HostsError(RuntimeError):
+    """Hosts could not be made, changed or removed; the text says what is missing and how to fix it."""
 
 
 def check_requirements() -> None:

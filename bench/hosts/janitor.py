@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from .errors import HostsError
+from .commands import HostsError
 from .names import Name
 from .removal import remove
 

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from dynamix.collector.proc import NamespaceTraffic, parse_net_dev, parse_snmp_retransmits
 
-from .commands import run
-from .errors import HostsError
+from .commands import HostsError, run
 
 DIRECTORY = Path("/run/netns")
 """Where `ip netns` keeps a file for each."""

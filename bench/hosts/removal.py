@@ -8,7 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from .cgroups import REMOVAL_PAUSE_S, REMOVAL_TIMEOUT_S, find_hierarchies, pids_below, remove_cgroup
-from .errors import HostsError
+from .commands import HostsError
 from .host import INTERFACE
 from .names import Name
 from .namespace import DIRECTORY, Namespace

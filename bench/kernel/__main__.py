@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.harness.command import BenchmarkError, Report, benchmark_parser, run_benchmark
+from bench.harness.command import BenchmarkError, BenchmarkReport, benchmark_parser, run_benchmark
 from bench.harness.targets import Target
 from bench.hosts import HostsError
 from bench.kernel.arms import OFF, ON, Switch, compare_arms
@@ -63,7 +63,7 @@ FULL = KernelPlan(3.0, 200, 24, 1.0, 0.5, 16, 3, 200)
 QUICK = KernelPlan(0.1, 2, 2, 0.05, 0.05, 1, 1, 5)
 
 
-def measure(mount: Path, plan: KernelPlan) -> Report:
+def measure(mount: Path, plan: KernelPlan) -> BenchmarkReport:
     """Measure all four parts, one after the other."""
     others = [others_attached([mount])]
     with made_groups(mount) as groups, Programs(groups.empty) as programs:
@@ -84,7 +84,7 @@ def measure(mount: Path, plan: KernelPlan) -> Report:
         "memory": found,
         "reading": read,
     }
-    return Report(figures, text_of(figures), targets_of(rows), draw=lambda path: draw(figures, path))
+    return BenchmarkReport(figures, text_of(figures), targets_of(rows), draw=lambda path: draw(figures, path))
 
 
 def targets_of(rows: list[dict[str, Any]]) -> list[Target]:

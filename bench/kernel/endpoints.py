@@ -10,13 +10,13 @@ from typing import Any
 
 from bench.harness.rounds import Timing
 from bench.kernel.groups import join
-from bench.kernel.traffic import Receiver, Sender, SideTiming, TrafficKind
+from bench.kernel.traffic import Receiver, Sender, Side, TrafficKind
 
 from dynamix.runtime.worker_process import begin
 
 REPLY_TIMEOUT_S = 60.0
 
-_sides: list[Receiver | Sender] = []
+_sides: list[Side] = []
 """In a process of its own: its side of the traffic."""
 
 
@@ -30,11 +30,11 @@ class Endpoints:
         """Connect; the cookies of all sockets."""
         port = _ask(self._receiver, "listen", kind).get(REPLY_TIMEOUT_S)
         cookies: list[int] = _ask(self._sender, "connect", kind, port).get(REPLY_TIMEOUT_S)
-        return cookies + list(_ask(self._receiver, "accept").get(REPLY_TIMEOUT_S))
+        return cookies + list(_ask(self._receiver, "accept", kind).get(REPLY_TIMEOUT_S))
 
     def run(self, kind: TrafficKind, duration_s: float) -> Timing:
         """Send for so long over what is open, and close it; CPU time is of both processes."""
-        sides = [_ask(side, "run", duration_s) for side in (self._receiver, self._sender)]
+        sides = [_ask(side, "run", kind, duration_s) for side in (self._receiver, self._sender)]
         received, sent = (side.get(REPLY_TIMEOUT_S) for side in sides)
         self.close()
         return _timing(kind, sent, received)
@@ -61,9 +61,9 @@ def endpoints(group: Path) -> Iterator[Endpoints]:
         yield Endpoints(receiver, sender)
 
 
-def _timing(kind: TrafficKind, sent: SideTiming, received: SideTiming) -> Timing:
+def _timing(kind: TrafficKind, sent: Timing, received: Timing) -> Timing:
     arrived = received if kind.way in ("stream", "datagram") else sent
-    items = arrived.num_bytes / kind.item_bytes if kind.item_bytes else arrived.num_messages
+    items = arrived.num_bytes / kind.item_bytes if kind.item_bytes else arrived.num_items
     wall_s = received.wall_s if kind.way == "stream" else sent.wall_s
     return Timing(wall_s, sent.cpu_s + received.cpu_s, items, arrived.num_bytes)
 
@@ -72,7 +72,7 @@ def _ask(process: Pool, method: str, *arguments: object) -> "AsyncResult[Any]":
     return process.apply_async(_do, (method, *arguments))
 
 
-def _begin_side(side: type[Receiver] | type[Sender], group: Path, parent: int) -> None:
+def _begin_side(side: type[Side], group: Path, parent: int) -> None:
     begin(parent)
     join(group)
     _sides.append(side())

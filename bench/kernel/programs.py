@@ -16,7 +16,7 @@ from dynamix.collector.proc import Proc
 
 
 class RunTime(NamedTuple):
-    """Of one program, since it was loaded or between two moments."""
+    """Runs of one program, since it was loaded or between two moments."""
 
     time_ns: int
     num_runs: int

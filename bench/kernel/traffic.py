@@ -1,7 +1,6 @@
 """Loopback traffic of several kinds: what the sending and the receiving process do."""
 
 import contextlib
-import resource
 import socket
 import struct
 import time
@@ -10,11 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Literal, NamedTuple
 
+from bench.harness.rounds import Timed, Timing
+
 Way = Literal["stream", "echo", "datagram", "connection"]
 
 SO_COOKIE = 57
 QUIET_S = 0.3
-"""Datagrams may be lost, the last one too: silence for so long ends them."""
+"""Datagrams may be lost, the last one too: the receiver stops after silence of this length."""
 _LAST, _ANOTHER = b"\0", b"\1"
 CONNECT_TIMEOUT_S = 20.0
 
@@ -33,92 +34,66 @@ class TrafficKind(NamedTuple):
     max_segment_bytes: int | None = None
 
 
-class SideTiming(NamedTuple):
-    """What one process did in a block."""
-
-    num_bytes: int
-    num_messages: int
-    wall_s: float
-    cpu_s: float
-    """CPU time of the process; what the kernel does for it on loopback is charged to it, nearly all."""
-
-
 Work = Callable[[socket.socket], tuple[int, int]]
-"""On one socket: bytes and messages."""
+"""Work on one socket: bytes and messages."""
 
 
-class Receiver:
-    """The side that listens."""
+class Side:
+    """The sockets of one process."""
 
     def __init__(self) -> None:
-        self._kind: TrafficKind | None = None
         self._sockets: list[socket.socket] = []
-
-    def listen(self, kind: TrafficKind) -> int:
-        """Open the port to which the sender shall connect."""
-        self._kind = kind
-        datagrams = kind.way == "datagram"
-        listening = socket.socket(socket.AF_INET, socket.SOCK_DGRAM if datagrams else socket.SOCK_STREAM)
-        self._sockets = [listening]
-        _limit_segments(listening, kind)
-        listening.bind(("0.0.0.0" if kind.way == "connection" else "127.0.0.1", 0))
-        if not datagrams:
-            listening.listen(1024)
-        return int(listening.getsockname()[1])
-
-    def accept(self) -> list[int]:
-        """Take the sender's connections; their cookies."""
-        assert self._kind is not None, "listen first"
-        if self._kind.way in ("stream", "echo"):
-            listening = self._sockets.pop()
-            with listening:
-                self._sockets = [listening.accept()[0] for _ in range(self._kind.num_streams)]
-        return [cookie(end) for end in self._sockets]
-
-    def run(self, duration_s: float) -> SideTiming:
-        """Receive until the sender ends; it knows for how long."""
-        del duration_s
-        assert self._kind is not None, "listen first"
-        works: dict[Way, Work] = {"stream": _drain, "echo": _echo, "datagram": _drain_datagrams, "connection": _serve}
-        ends = self._sockets
-        if self._kind.way == "connection":
-            ends = ends * self._kind.num_streams
-        return _timed([partial(works[self._kind.way], end) for end in ends])
 
     def close(self) -> None:
         """Close whatever is open."""
-        _close(self._sockets)
+        while self._sockets:
+            self._sockets.pop().close()
 
 
-class Sender:
+class Receiver(Side):
+    """The side that listens."""
+
+    def listen(self, kind: TrafficKind) -> int:
+        """Open the port to which the sender shall connect."""
+        listening = _new_socket(kind)
+        self._sockets = [listening]
+        listening.bind(("0.0.0.0" if kind.way == "connection" else "127.0.0.1", 0))
+        if kind.way != "datagram":
+            listening.listen(1024)
+        return int(listening.getsockname()[1])
+
+    def accept(self, kind: TrafficKind) -> list[int]:
+        """Accept the sender's connections; their cookies."""
+        if kind.way in ("stream", "echo"):
+            with self._sockets.pop() as listening:
+                self._sockets = [listening.accept()[0] for _ in range(kind.num_streams)]
+        return [cookie(end) for end in self._sockets]
+
+    def run(self, kind: TrafficKind, _duration_s: float) -> Timing:
+        """Receive until the sender ends; it knows for how long."""
+        works: dict[Way, Work] = {"stream": _drain, "echo": _echo, "datagram": _drain_datagrams, "connection": _serve}
+        ends = self._sockets * (kind.num_streams if kind.way == "connection" else 1)
+        return _timed([partial(works[kind.way], end) for end in ends])
+
+
+class Sender(Side):
     """The side that connects."""
-
-    def __init__(self) -> None:
-        self._kind: TrafficKind | None = None
-        self._port = 0
-        self._sockets: list[socket.socket] = []
 
     def connect(self, kind: TrafficKind, port: int) -> list[int]:
         """Open the sockets; their cookies. Those that only exist to be opened and closed come later."""
-        self._kind, self._port = kind, port
+        self._port = port
         if kind.way != "connection":
             self._sockets = [_connected(kind, port) for _ in range(kind.num_streams)]
         return [cookie(end) for end in self._sockets]
 
-    def run(self, duration_s: float) -> SideTiming:
+    def run(self, kind: TrafficKind, duration_s: float) -> Timing:
         """Send for so long."""
-        assert self._kind is not None, "connect first"
-        kind, until_s = self._kind, time.monotonic() + duration_s
+        until_s = time.monotonic() + duration_s
         if kind.way == "connection":
-            starts = range(kind.num_streams)
-            return _timed([partial(_open_and_close, self._port, start, until_s) for start in starts])
+            return _timed([partial(_open_and_close, self._port, at, until_s) for at in range(kind.num_streams)])
         chunk = bytes(kind.chunk_bytes)
         work = _exchange if kind.way == "echo" else _send
         return _timed([partial(work, end, chunk, until_s) for end in self._sockets])
-
-    def close(self) -> None:
-        """Close whatever is open."""
-        _close(self._sockets)
 
 
 def cookie(end: socket.socket) -> int:
@@ -128,37 +103,29 @@ def cookie(end: socket.socket) -> int:
 
 
 def _connected(kind: TrafficKind, port: int) -> socket.socket:
-    end = socket.socket(socket.AF_INET, socket.SOCK_DGRAM if kind.way == "datagram" else socket.SOCK_STREAM)
-    _limit_segments(end, kind)
+    end = _new_socket(kind)
     end.connect(("127.0.0.1", port))
     if kind.way == "echo":
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return end
 
 
-def _limit_segments(end: socket.socket, kind: TrafficKind) -> None:
+def _new_socket(kind: TrafficKind) -> socket.socket:
+    end = socket.socket(socket.AF_INET, socket.SOCK_DGRAM if kind.way == "datagram" else socket.SOCK_STREAM)
     if kind.max_segment_bytes is not None:
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, kind.max_segment_bytes)
+    return end
 
 
-def _timed(calls: Sequence[Callable[[], tuple[int, int]]]) -> SideTiming:
-    """A thread for each; sending and receiving let go of the interpreter."""
-    cpu_s, start_s = _cpu_s(), time.perf_counter()
-    with ThreadPoolExecutor(len(calls)) as pool:
-        done = [future.result() for future in [pool.submit(call) for call in calls]]
-    wall_s = time.perf_counter() - start_s
-    num_bytes, num_messages = (sum(column) for column in zip(*done, strict=True))
-    return SideTiming(num_bytes, num_messages, wall_s, _cpu_s() - cpu_s)
+def _timed(calls: Sequence[Callable[[], tuple[int, int]]]) -> Timing:
+    """Run a thread for each; sending and receiving release the interpreter. Items are messages.
 
-
-def _cpu_s() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
-
-
-def _close(sockets: list[socket.socket]) -> None:
-    while sockets:
-        sockets.pop().close()
+    CPU time is that of this process; nearly all that the kernel does for it on loopback is charged to it.
+    """
+    with Timed() as done, ThreadPoolExecutor(len(calls)) as pool:
+        found = [future.result() for future in [pool.submit(call) for call in calls]]
+    num_bytes, num_messages = (sum(column) for column in zip(*found, strict=True))
+    return done.timing._replace(num_items=num_messages, num_bytes=num_bytes)
 
 
 def _send(end: socket.socket, chunk: bytes, until_s: float) -> tuple[int, int]:

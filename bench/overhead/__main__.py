@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 import numpy as np
 from bench.harness.broker import broker_with_bus
-from bench.harness.command import BenchmarkError, Report, benchmark_parser, run_benchmark
+from bench.harness.command import BenchmarkError, BenchmarkReport, benchmark_parser, run_benchmark
 from bench.harness.paired import difference
 from bench.harness.part_timer import TimerClock
 from bench.harness.tables import aligned, number
@@ -39,8 +39,7 @@ from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import subjects
 from dynamix.schemas.chain import seal
 from dynamix.schemas.codec import decode_any
-from dynamix.schemas.messages import Action, Applied
-from dynamix.schemas.messages import Report as WindowReport
+from dynamix.schemas.messages import Action, Applied, Report
 from dynamix.schemas.streams import FEED
 
 TARGET_DIRECT_PERCENT = 1.0
@@ -75,19 +74,19 @@ class Answerer:
             async for batch in consumer:
                 for message in batch:
                     match decode_any(message.subject, message.payload):
-                        case WindowReport() as report:
+                        case Report() as report:
                             await self._answer(report, message.sequence)
                         case Applied():
                             self.num_applied += 1
 
-    async def _answer(self, report: WindowReport, sequence: int) -> None:
+    async def _answer(self, report: Report, sequence: int) -> None:
         self.num_reports += 1
         action = msgspec.structs.replace(self._last, job=report.job, window=report.window, watermark=sequence)
         self._last = seal(action, self._last.hash)
         self._last_sequence = await self._bus.publish_action(self._last, expected_last=self._last_sequence)
 
 
-async def measure(plan: OverheadPlan) -> Report:
+async def measure(plan: OverheadPlan) -> BenchmarkReport:
     """Run the job beside a broker."""
     async with broker_with_bus("bench") as (server, bus):
         answerer = Answerer(bus, tracking=plan.tracking)
@@ -109,7 +108,7 @@ async def measure(plan: OverheadPlan) -> Report:
             at_most=TARGET_PAIRED_PERCENT,
         ),
     ]
-    return Report(figures, text_of(figures), targets)
+    return BenchmarkReport(figures, text_of(figures), targets)
 
 
 def run_job(plan: OverheadPlan, bus: BusSettings) -> RankTimings:

@@ -12,21 +12,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
+from bench.harness.figure import draw
 
 from dynamix.cli.output import output_directory
 from dynamix.runtime import output_files
 
 from .baselines import cluster_sizes, static_sizes, topologies
-from .figure import draw
 from .laboratory import SCALES, Laboratory
 from .learned import cost, other_models, other_optimizer, reward_curve
-from .result import Result, markdown, with_table
+from .result import ExperimentResult, markdown, write_table
 from .rewards import published_reward, sensitivity
 
 ROOT = Path(__file__).parents[2]
-DOCUMENT = "results.md"
 
-EXPERIMENTS: dict[str, Callable[[Laboratory], Result]] = {
+EXPERIMENTS: dict[str, Callable[[Laboratory], ExperimentResult]] = {
     "static": static_sizes,
     "learning": reward_curve,
     "adam": other_optimizer,
@@ -39,31 +38,19 @@ EXPERIMENTS: dict[str, Callable[[Laboratory], Result]] = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what is asked for."""
-    options = _parser().parse_args(arguments)
-    laboratory = Laboratory(SCALES[options.scale], options.work / options.scale, jobs=options.jobs, data=options.data)
-    for name in options.only or EXPERIMENTS:
-        began_s = time.monotonic()
-        print(f"{name}: {EXPERIMENTS[name].__doc__}", flush=True)
-        write(EXPERIMENTS[name](laboratory), options.output)
-        print(f"{name}: {time.monotonic() - began_s:.0f} s", flush=True)
-    return 0
-
-
-def write(result: Result, docs: Path) -> None:
+def write(result: ExperimentResult, docs: Path) -> None:
     """Write JSON and picture, and the table into the document."""
     directory = docs / "results"
     directory.mkdir(parents=True, exist_ok=True)
     text = msgspec.json.format(msgspec.json.encode(result), indent=1).decode()
     output_files.write(directory / f"{result.name}.json", (text + "\n").encode())
     if result.panels:
-        draw(result, directory / f"{result.name}.png")
-    document = docs / DOCUMENT
-    output_files.write(document, with_table(document.read_text(), result.name, markdown(result)).encode())
+        draw([result.panels], directory / f"{result.name}.png")
+    write_table(docs / "results.md", result.name, markdown(result))
 
 
-def _parser() -> argparse.ArgumentParser:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what is asked for."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.results", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -75,7 +62,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--work", type=output_directory, default=ROOT / "out" / "results", help="(default: out/results)"
     )
-    return parser
+    options = parser.parse_args(arguments)
+    laboratory = Laboratory(SCALES[options.scale], options.work / options.scale, jobs=options.jobs, data=options.data)
+    for name in options.only or EXPERIMENTS:
+        began_s = time.monotonic()
+        print(f"{name}: {EXPERIMENTS[name].__doc__}", flush=True)
+        write(EXPERIMENTS[name](laboratory), options.output)
+        print(f"{name}: {time.monotonic() - began_s:.0f} s", flush=True)
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """Experiments without learning: static sizes, cluster sizes, topologies."""
 
+from bench.harness.figure import Curve, Panel
+
 from dynamix.lab.simulator.scenario import Network
 
 from .laboratory import Laboratory
-from .result import Cell, Curve, Panel, Result
-from .tables import COLUMNS, accuracy_panel, against, numbers
+from .result import ExperimentResult
+from .tables import COLUMNS, accuracy_panel, against, rows_of
 
 STATICS = ("static@32", "static@64", "static@128")
 """The published baselines."""
@@ -16,14 +18,12 @@ SLOW_MBIT_S = 1000.0
 """A network on which the topology matters."""
 
 
-def static_sizes(laboratory: Laboratory) -> Result:
+def static_sizes(laboratory: Laboratory) -> ExperimentResult:
     """Static 32, 64 and 128 per worker with SGD, and the default policy beside them."""
     scenario = laboratory.image_job("image-sgd")
     labels = [*STATICS, "rule"]
     table = laboratory.compare([scenario], ",".join(labels))
-    rows: list[list[Cell]] = [
-        [label, *numbers(table, label, scenario), against(table, label, BASE, scenario)] for label in labels
-    ]
+    rows = [row[1:] for row in rows_of(table, {"": scenario}, labels, BASE)]
     return laboratory.result(
         "static",
         ["policy", *COLUMNS, f"time vs {BASE}"],
@@ -33,18 +33,16 @@ def static_sizes(laboratory: Laboratory) -> Result:
     )
 
 
-def cluster_sizes(laboratory: Laboratory) -> Result:
+def cluster_sizes(laboratory: Laboratory) -> ExperimentResult:
     """8 to 128 workers of the same four speeds: what steering is worth as the cluster grows."""
     counts = WORKER_COUNTS[:1] if laboratory.scale.name == "smoke" else WORKER_COUNTS
     scenarios = {number: laboratory.cluster(f"n{number}", num_workers=number) for number in counts}
     table = laboratory.compare(list(scenarios.values()), ",".join(ROWS))
-    rows: list[list[Cell]] = []
+    rows = rows_of(table, scenarios, ROWS, BASE)
     points: dict[str, list[tuple[float, float]]] = {label: [] for label in ROWS}
     for number, scenario in scenarios.items():
         for label in ROWS:
-            ratio = against(table, label, BASE, scenario)
-            rows.append([number, label, *numbers(table, label, scenario), ratio])
-            if ratio is not None:
+            if (ratio := against(table, label, BASE, scenario)) is not None:
                 points[label].append((number, ratio.value))
     panel = Panel(
         title=f"Time to target against {BASE}",
@@ -62,7 +60,7 @@ def cluster_sizes(laboratory: Laboratory) -> Result:
     )
 
 
-def topologies(laboratory: Laboratory) -> Result:
+def topologies(laboratory: Laboratory) -> ExperimentResult:
     """Ring all-reduce against parameter servers, on a network of 1 Gbit/s with gradients of 8 MB."""
     ring = Network(bandwidth_mbit_s=SLOW_MBIT_S, gradient_bytes=GRADIENT_BYTES)
     networks = {"ring all-reduce": ring} | {
@@ -81,11 +79,7 @@ def topologies(laboratory: Laboratory) -> Result:
         for name, network in networks.items()
     }
     table = laboratory.compare(list(scenarios.values()), ",".join(ROWS))
-    rows: list[list[Cell]] = [
-        [name, label, *numbers(table, label, scenario), against(table, label, BASE, scenario)]
-        for name, scenario in scenarios.items()
-        for label in ROWS
-    ]
+    rows = rows_of(table, scenarios, ROWS, BASE)
     panels = [accuracy_panel(table, list(ROWS), scenario) for scenario in scenarios.values()]
     return laboratory.result(
         "topology",

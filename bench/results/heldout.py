@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 
 import msgspec
+from bench.harness.tables import markdown
 
 from dynamix.lab.experiments.comparison.contenders import BEST_STATIC
 from dynamix.lab.experiments.comparison.scores import RatioInterval
-from dynamix.lab.experiments.comparison.verdict import Verdict, VerdictFamily, VerdictRow
-from dynamix.runtime import output_files
+from dynamix.lab.experiments.comparison.verdict import Verdict, VerdictRow
 
-from .result import NOT_RUN, with_table
+from .result import NOT_RUN, write_table
 
 DOCS = Path(__file__).parents[2] / "docs"
 NAME = "heldout"
@@ -32,26 +32,20 @@ def read_verdict(path: Path) -> Verdict:
 def tables(verdict: Verdict) -> str:
     """All rows over the heterogeneous families, and the ratio of each to best static in every family."""
     seeds = f"seeds {min(verdict.seeds)} to {max(verdict.seeds)}"
-    lines = [
-        (
-            f"Default policy: `{verdict.default_policy}`. Over the heterogeneous families "
-            f"({', '.join(verdict.heterogeneous_families)}), {seeds}; brackets: 95 % interval; below 1 is faster."
-        ),
-        "",
-        *_table(OVERALL, [_overall(row) for row in verdict.policies]),
-        "",
+    intro = (
+        f"Default policy: `{verdict.default_policy}`. Over the heterogeneous families "
+        f"({', '.join(verdict.heterogeneous_families)}), {seeds}; brackets: 95 % interval; below 1 is faster."
+    )
+    headings = ["policy", *(f"{name} (control)" if one.control else name for name, one in verdict.families.items())]
+    parts = [
+        intro,
+        markdown(OVERALL, [_overall(row) for row in verdict.policies]),
         "Per family, time to target over that of the best static size:",
-        "",
-        *_table(
-            ["policy", *map(_heading, verdict.families.items())],
-            [_per_family(verdict, row.policy) for row in verdict.policies],
-        ),
-        "",
+        markdown(headings, [_per_family(verdict, row.policy) for row in verdict.policies]),
         f"`{verdict.command}`",
-        "",
         f"![{NAME}](results/{NAME}.png)",
     ]
-    return "\n".join(lines)
+    return "\n\n".join(parts)
 
 
 def expected_table(docs: Path) -> str:
@@ -62,13 +56,8 @@ def expected_table(docs: Path) -> str:
 
 def main() -> int:
     """Write the tables into docs/results.md."""
-    document = DOCS / "results.md"
-    output_files.write(document, with_table(document.read_text(), NAME, expected_table(DOCS)).encode())
+    write_table(DOCS / "results.md", NAME, expected_table(DOCS))
     return 0
-
-
-def _table(columns: list[str], rows: list[list[str]]) -> list[str]:
-    return [f"| {' | '.join(cells)} |" for cells in (columns, ["---"] * len(columns), *rows)]
 
 
 def _overall(row: VerdictRow) -> list[str]:
@@ -76,11 +65,6 @@ def _overall(row: VerdictRow) -> list[str]:
     median = "-" if row.median_time_to_target_s is None else f"{row.median_time_to_target_s:.1f}"
     ratios = [_interval(row.vs_best_static), _interval(row.vs_goodput)]
     return [f"`{row.policy}`", median, str(row.misses), *ratios, accuracy, str(row.num_runs)]
-
-
-def _heading(family: tuple[str, VerdictFamily]) -> str:
-    name, found = family
-    return f"{name} (control)" if found.control else name
 
 
 def _per_family(verdict: Verdict, policy: str) -> list[str]:

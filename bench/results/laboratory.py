@@ -1,10 +1,11 @@
 """What all experiments share: runs that are kept, policies that are learned once, and how much of each."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+from bench.harness.figure import Curve
 
 from dynamix.lab.experiments.comparison.contenders import Contender, parse_contenders
 from dynamix.lab.experiments.comparison.evaluation import ComparisonProgress, fill, plan
@@ -14,12 +15,17 @@ from dynamix.lab.experiments.comparison.tuned import Tuned, read_tuned
 from dynamix.lab.experiments.episodes.provenance import code_digest, versions
 from dynamix.lab.experiments.episodes.suite import TUNED_FILE, Suite, scenario_root
 from dynamix.lab.experiments.learning import LearningPlan, LearningUpdate, learn, plan_named
-from dynamix.lab.simulator.scenario import Network, Scenario
+from dynamix.lab.simulator.scenario import Network, Scenario, Stragglers, Workers
 from dynamix.runtime import output_files
 from dynamix.schemas.policies import DEFAULT_POLICY
 
-from .clusters import mixed
-from .result import Cell, Result
+from .result import Cell, ExperimentResult
+
+SPEEDS = (4000.0, 2000.0, 1000.0, 500.0)
+"""Samples per second of the four kinds of workers."""
+OVERHEAD_S = 0.002
+LEARNING_RATES = {"sgd": 0.1, "adam": 0.002, "adamw": 0.002}
+"""As in the scenarios: for a global batch of 512."""
 
 ScaleName = Literal["smoke", "reduced", "full"]
 
@@ -31,7 +37,7 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True):
     num_seeds: int
     num_policy_seeds: int
     num_episodes: int
-    """Of each learning."""
+    """Episodes of each learning."""
 
 
 SCALES: Mapping[str, Scale] = {
@@ -70,7 +76,7 @@ SMOKE = {
 }
 
 
-class Learned(msgspec.Struct, frozen=True, kw_only=True):
+class LearningRun(msgspec.Struct, frozen=True, kw_only=True):
     """A policy that was learned, with the course of its learning."""
 
     path: str
@@ -134,7 +140,7 @@ class Laboratory:
             fill(cells, ledger, jobs=self._jobs, data=self._data, on_progress=_say)
             return OutcomeTable(scenarios, cells, ledger)
 
-    def learned(self, policy: str, scenarios: Sequence[Scenario], **changes: Any) -> list[Learned]:
+    def learned(self, policy: str, scenarios: Sequence[Scenario], **changes: Any) -> list[LearningRun]:
         """A policy learned on scenarios, once per policy seed; a killed learning goes on where it was."""
         sized = {"num_episodes": self.scale.num_episodes} | changes
         sized["validate_every"] = sized["num_episodes"]  # validation steers nothing here: the last version counts
@@ -143,11 +149,21 @@ class Laboratory:
             for seed in self.policy_seeds
         ]
 
+    def curves(self, learned: Sequence[LearningRun], value: Callable[[LearningUpdate], float]) -> list[Curve]:
+        """A figure of every update, one curve per learning seed."""
+        return [
+            Curve(
+                label=f"learning seed {seed}",
+                points=[(float(update.num_episodes), value(update)) for update in run.history],
+            )
+            for seed, run in zip(self.policy_seeds, learned, strict=True)
+        ]
+
     def result(
         self, name: str, columns: list[str], rows: list[list[Cell]], *, learned: bool = False, **more: Any
-    ) -> Result:
+    ) -> ExperimentResult:
         """A result with its origin."""
-        return Result(
+        return ExperimentResult(
             name=name,
             command=f"python -m bench.results --only {name} --scale {self.scale.name}",
             scale=self.scale.name,
@@ -160,7 +176,7 @@ class Laboratory:
             **more,
         )
 
-    def _learned(self, plan_: LearningPlan) -> Learned:
+    def _learned(self, plan_: LearningPlan) -> LearningRun:
         stem = self._directory / f"{plan_.policy}-{plan_.digest[:12]}-{code_digest()[:12]}"
         path, history = stem.with_suffix(".safetensors"), stem.with_suffix(".history.json")
         if not (path.exists() and history.exists()):
@@ -168,7 +184,31 @@ class Laboratory:
             done = learn(plan_, num_workers=self._jobs, checkpoint=stem.with_suffix(".checkpoint"), data=self._data)
             output_files.write(path, done.file.to_bytes())
             output_files.write(history, msgspec.json.encode(done.history))
-        return Learned(path=str(path), history=msgspec.json.decode(history.read_bytes(), type=list[LearningUpdate]))
+        return LearningRun(path=str(path), history=msgspec.json.decode(history.read_bytes(), type=list[LearningUpdate]))
+
+
+def mixed(name: str, *, num_workers: int = 8, **changes: Any) -> Scenario:
+    """A cluster with as many workers of each speed, on a fast network; any key of a scenario can be changed."""
+    scenario = Scenario(
+        family=name,
+        name=name,
+        workload="fashion-14-mlp",
+        workers=tuple(
+            Workers(samples_per_s=speed, count=num_workers // len(SPEEDS), overhead_s=OVERHEAD_S) for speed in SPEEDS
+        ),
+        learning_rate=LEARNING_RATES[changes.get("optimizer", "sgd")],
+        base_global_batch_size=512,
+        initial_local_batch_size=64,
+        target_accuracy=0.86,
+        fixed_time_s=10.0,
+        time_limit_s=240.0,
+        evaluate_every_s=0.25,
+        evaluation_samples=5000,
+        noise_every=4,
+        network=Network(gradient_bytes=8_000_000),
+        stragglers=Stragglers(jitter=0.05),
+    )
+    return msgspec.structs.replace(scenario, **changes)
 
 
 def chosen_settings() -> Tuned:

@@ -1,14 +1,15 @@
 """Experiments with learned policies: the curve of the reward, another optimizer, another model, the cost."""
 
 import statistics
-from collections.abc import Sequence
+
+from bench.harness.figure import Panel
 
 from dynamix.lab.experiments.learning import LearningUpdate
 from dynamix.lab.simulator.scenario import Scenario
 
-from .laboratory import IMAGE_JOB, Laboratory, Learned
-from .result import Cell, Curve, Panel, Result, mean_of
-from .tables import COLUMNS, against, numbers
+from .laboratory import IMAGE_JOB, Laboratory, LearningRun
+from .result import Cell, ExperimentResult, mean_of
+from .tables import COLUMNS, rows_of
 
 PAPER = "ppo-paper"
 OURS = "ppo"
@@ -27,38 +28,29 @@ IMAGES = {name: value for name, value in IMAGE_JOB.items() if name != "workload"
 ADAM = {"optimizer": "adam"}
 
 
-def reward_curve(laboratory: Laboratory) -> Result:
+def reward_curve(laboratory: Laboratory) -> ExperimentResult:
     """Episodes of learning by the published method with the published reward, one curve per learning seed."""
     learned = _on_images(laboratory)
-    rows: list[list[Cell]] = [
-        [
-            seed,
-            len(run.history),
-            statistics.fmean(update.mean_return for update in run.history[:FIRST_EPISODES]),
-            statistics.fmean(update.mean_return for update in run.history[-FIRST_EPISODES:]),
-            statistics.fmean(_time_s(update) for update in run.history[:FIRST_EPISODES]),
-            statistics.fmean(_time_s(update) for update in run.history[-FIRST_EPISODES:]),
-        ]
-        for seed, run in zip(laboratory.policy_seeds, learned, strict=True)
-    ]
-    columns = [
-        "learning seed",
-        "episodes",
-        "return, first 5",
-        "return, last 5",
-        "time to target, first 5, s",
-        "last 5, s",
-    ]
+    rows: list[list[Cell]] = []
+    for seed, run in zip(laboratory.policy_seeds, learned, strict=True):
+        ends = (run.history[:FIRST_EPISODES], run.history[-FIRST_EPISODES:])
+        returns = [statistics.fmean(update.mean_return for update in updates) for updates in ends]
+        rows.append([seed, len(run.history), *returns, *(statistics.fmean(map(_time_s, updates)) for updates in ends)])
+    columns = ["learning seed", "episodes", "return, first 5", "return, last 5"]
+    columns += ["time to target, first 5, s", "last 5, s"]
     panels = [
-        _history_panel(laboratory, learned, "Cumulative reward of an episode", "return"),
-        _history_panel(laboratory, learned, "Time to target of an episode", "virtual time [s]"),
+        Panel(title=title, x="episode", y=y, curves=laboratory.curves(learned, value))
+        for title, y, value in (
+            ("Cumulative reward of an episode", "return", lambda update: update.mean_return),
+            ("Time to target of an episode", "virtual time [s]", _time_s),
+        )
     ]
     return laboratory.result(
         "learning", columns, rows, learned=True, panels=panels, notes=laboratory.image_notes("learning")
     )
 
 
-def other_optimizer(laboratory: Laboratory) -> Result:
+def other_optimizer(laboratory: Laboratory) -> ExperimentResult:
     """The policy learned with SGD, unchanged, on the same job with Adam."""
     learned = _on_images(laboratory)
     scenarios = {
@@ -70,7 +62,7 @@ def other_optimizer(laboratory: Laboratory) -> Result:
     return laboratory.result("adam", TRANSFER_COLUMNS, rows, learned=True, notes=notes)
 
 
-def other_models(laboratory: Laboratory) -> Result:
+def other_models(laboratory: Laboratory) -> ExperimentResult:
     """Policies learned on one model, unchanged, on a deeper or wider one and on a Transformer."""
     full = laboratory.scale.name == "full"
     home = {"workload": "cifar10-resnet20"} if full else {}
@@ -100,7 +92,7 @@ def other_models(laboratory: Laboratory) -> Result:
     )
 
 
-def cost(laboratory: Laboratory) -> Result:
+def cost(laboratory: Laboratory) -> ExperimentResult:
     """What learning costs, and how many runs must be steered until it has paid."""
     scenario = laboratory.cluster("home")
     learned = _both(laboratory, scenario)
@@ -140,45 +132,27 @@ def cost(laboratory: Laboratory) -> Result:
     return laboratory.result("cost", columns, rows, learned=True, notes=[note])
 
 
-def _both(laboratory: Laboratory, scenario: Scenario) -> dict[str, list[Learned]]:
+def _both(laboratory: Laboratory, scenario: Scenario) -> dict[str, list[LearningRun]]:
     """The paper's policy, and ours, which learns from more episodes, several at a time."""
     num_episodes = OUR_EPISODES_RATIO * laboratory.scale.num_episodes
     ours = laboratory.learned(OURS, [scenario], num_episodes=num_episodes, episodes_per_update=OUR_EPISODES_RATIO)
     return {PAPER: laboratory.learned(PAPER, [scenario]), OURS: ours}
 
 
-def _on_images(laboratory: Laboratory) -> list[Learned]:
+def _on_images(laboratory: Laboratory) -> list[LearningRun]:
     return laboratory.learned(PAPER, [laboratory.image_job("image-sgd")])
 
 
 def _transferred(
-    laboratory: Laboratory, scenarios: dict[str, Scenario], learned: dict[str, list[Learned]]
+    laboratory: Laboratory, scenarios: dict[str, Scenario], learned: dict[str, list[LearningRun]]
 ) -> list[list[Cell]]:
     """Rows of learned policies and baselines in several jobs, against static 64 in each."""
     files = {policy: [run.path for run in runs] for policy, runs in learned.items()}
     labels = [*learned, *BASELINES]
     table = laboratory.compare(list(scenarios.values()), ",".join(labels), files)
-    return [
-        [title, label, *numbers(table, label, scenario), against(table, label, BASE, scenario)]
-        for title, scenario in scenarios.items()
-        for label in labels
-    ]
+    return rows_of(table, scenarios, labels, BASE)
 
 
 def _time_s(update: LearningUpdate) -> float:
     """Mean time to target of the update's episodes."""
     return statistics.fmean(update.times_s)
-
-
-def _history_panel(laboratory: Laboratory, learned: Sequence[Learned], title: str, y: str) -> Panel:
-    def number(update: LearningUpdate) -> float:
-        return update.mean_return if y == "return" else _time_s(update)
-
-    curves = [
-        Curve(
-            label=f"learning seed {seed}",
-            points=[(float(update.num_episodes), number(update)) for update in run.history],
-        )
-        for seed, run in zip(laboratory.policy_seeds, learned, strict=True)
-    ]
-    return Panel(title=title, x="episode", y=y, curves=curves)

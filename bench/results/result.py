@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+from bench.harness import tables
+from bench.harness.figure import Panel
 from scipy.special import stdtrit
 
 from dynamix.lab.experiments.comparison.scores import MeanInterval, RatioInterval
+from dynamix.runtime import output_files
 
 NOT_RUN = "Not run yet."
 
@@ -24,24 +27,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
 Cell = Estimate | str | int | float | None
 
 
-class Curve(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the figure."""
-
-    label: str
-    points: list[tuple[float, float]]
-
-
-class Panel(msgspec.Struct, frozen=True, kw_only=True):
-    """One part of the figure."""
-
-    title: str
-    x: str
-    y: str
-    curves: list[Curve]
-    logarithmic: bool = False
-
-
-class Result(msgspec.Struct, frozen=True, kw_only=True):
+class ExperimentResult(msgspec.Struct, frozen=True, kw_only=True):
     """One experiment, as docs/results/NAME.json holds it."""
 
     name: str
@@ -49,7 +35,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     scale: str
     seeds: list[int]
     policy_seeds: list[int] = []
-    """Of the learning, where something was learned."""
+    """Seeds of the learning, where something was learned."""
     columns: list[str]
     rows: list[list[Cell]]
     panels: list[Panel] = []
@@ -78,19 +64,18 @@ def estimate_of_mean(mean: MeanInterval | None) -> Estimate | None:
     return None if mean is None else Estimate(value=mean.value, low=mean.low, high=mean.high)
 
 
-def read_result(path: Path) -> Result:
+def read_result(path: Path) -> ExperimentResult:
     """The result in a JSON file.
 
     Raises:
         ValueError: when it is no result.
     """
-    return msgspec.json.decode(path.read_bytes(), type=Result)
+    return msgspec.json.decode(path.read_bytes(), type=ExperimentResult)
 
 
-def markdown(result: Result) -> str:
+def markdown(result: ExperimentResult) -> str:
     """The part of docs/results.md: the table, the seeds, the command, the notes."""
-    lines = [f"| {' | '.join(result.columns)} |", f"|{'---|' * len(result.columns)}"]
-    lines += [f"| {' | '.join(map(_text, row))} |" for row in result.rows]
+    lines = [tables.markdown(result.columns, [[_text(cell) for cell in row] for row in result.rows])]
     learned = f", learning seeds {_list(result.policy_seeds)}" if result.policy_seeds else ""
     lines += ["", f"Seeds {_list(result.seeds)}{learned}; brackets: 95 % interval. `{result.command}`"]
     lines += [line for note in result.notes for line in ("", note)]
@@ -99,18 +84,13 @@ def markdown(result: Result) -> str:
     return "\n".join(lines)
 
 
-def with_table(document: str, name: str, table: str) -> str:
-    """The document with the table of one experiment between its markers.
+def write_table(document: Path, name: str, table: str) -> None:
+    """Put the table of one experiment between its markers in a document.
 
     Raises:
         ValueError: when the document has no markers of that name.
     """
-    begin, end = markers(name)
-    before, found, rest = document.partition(begin)
-    _, found_end, after = rest.partition(end)
-    if not found or not found_end:
-        raise ValueError(f"docs/results.md has no place for {name!r}: it needs the lines {begin} and {end}")
-    return f"{before}{begin}\n{table}\n{end}{after}"
+    output_files.write(document, tables.replaced(document.read_text(), *markers(name), table).encode())
 
 
 def table_in(document: str, name: str) -> str:

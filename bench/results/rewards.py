@@ -4,14 +4,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+from bench.harness.figure import Curve, Panel
 
 from dynamix.lab.experiments.comparison.outcome_table import OutcomeTable
 from dynamix.lab.simulator.scenario import Scenario
 from dynamix.reward.formula import Weights
 
-from .laboratory import Laboratory, Learned
+from .laboratory import Laboratory, LearningRun
 from .learned import ADAM, BASE, PAPER
-from .result import Cell, Curve, Panel, Result
+from .result import Cell, ExperimentResult
 from .tables import COLUMNS, against, numbers
 
 FACTORS = (0.0, 1.0, 10.0)
@@ -22,7 +23,7 @@ DEFAULT_WINDOW = 10
 PUBLISHED = Weights()
 
 
-def sensitivity(laboratory: Laboratory) -> Result:
+def sensitivity(laboratory: Laboratory) -> ExperimentResult:
     """Each weight at 0, 1 and 10 times its default, the others unchanged, and k at 5, 10, 20; eta with Adam."""
     rows: list[list[Cell]] = []
     points: dict[str, list[tuple[float, float]]] = {}
@@ -45,7 +46,7 @@ def sensitivity(laboratory: Laboratory) -> Result:
     )
 
 
-def published_reward(laboratory: Laboratory) -> Result:
+def published_reward(laboratory: Laboratory) -> ExperimentResult:
     """Why the published reward does what it does: episodes that end at the target or after a fixed time, by weights."""
     scenario = laboratory.cluster("home")
     variants = {
@@ -86,7 +87,7 @@ def _settings(laboratory: Laboratory) -> list[tuple[str, float, Scenario, dict[s
     return found
 
 
-def _compared(laboratory: Laboratory, scenario: Scenario, learned: Sequence[Learned]) -> OutcomeTable:
+def _compared(laboratory: Laboratory, scenario: Scenario, learned: Sequence[LearningRun]) -> OutcomeTable:
     return laboratory.compare([scenario], f"{PAPER},{BASE}", {PAPER: [run.path for run in learned]})
 
 
@@ -96,16 +97,16 @@ def _with(**changes: float) -> Weights:
 
 def _default_weights() -> str:
     weights = ", ".join(f"{name} = {getattr(PUBLISHED, name):g}" for name in Weights.__struct_fields__)
-    return f"No weight is published; ours by default: {weights}. Learned by `{PAPER}`, evaluated without exploring."
+    return f"No weight is published; ours by default: {weights}. LearningRun by `{PAPER}`, evaluated without exploring."
 
 
-def _return(learned: Sequence[Learned]) -> float:
+def _return(learned: Sequence[LearningRun]) -> float:
     """Mean of the last quarter of the episodes, over learning seeds."""
     values = [update.mean_return for run in learned for update in run.history[-max(1, len(run.history) // 4) :]]
     return sum(values) / len(values)
 
 
-def _mean_return_curve(label: str, learned: Sequence[Learned]) -> Curve:
+def _mean_return_curve(label: str, learned: Sequence[LearningRun]) -> Curve:
     rows = zip(*(run.history for run in learned), strict=True)
     points = [
         (float(updates[0].num_episodes), sum(update.mean_return for update in updates) / len(updates))

@@ -1,12 +1,16 @@
 """Rows and curves that several experiments share."""
 
+from collections.abc import Iterable, Mapping
+from typing import Any
+
 import numpy as np
+from bench.harness.figure import Curve, Panel
 
 from dynamix.lab.experiments.comparison.figure import CURVE_POINTS, mean_curve
 from dynamix.lab.experiments.comparison.outcome_table import OutcomeTable
 from dynamix.lab.simulator.scenario import Scenario
 
-from .result import Cell, Curve, Estimate, Panel, estimate_of, estimate_of_mean
+from .result import Cell, Estimate, estimate_of, estimate_of_mean
 
 COLUMNS = ["median time to target, s", "missed", "accuracy at fixed time", "test accuracy", "mean local batch"]
 
@@ -28,6 +32,17 @@ def numbers(table: OutcomeTable, label: str, scenario: Scenario) -> list[Cell]:
 def against(table: OutcomeTable, label: str, base: str, scenario: Scenario) -> Estimate | None:
     """Time to target of a contender over that of another, in pairs."""
     return estimate_of(table.ratio(label, base, [scenario.family]))
+
+
+def rows_of(
+    table: OutcomeTable, scenarios: Mapping[Any, Scenario], labels: Iterable[str], base: str
+) -> list[list[Cell]]:
+    """A row for each scenario and contender: title, label, the cells of `COLUMNS`, and the ratio to `base`."""
+    return [
+        [title, label, *numbers(table, label, scenario), against(table, label, base, scenario)]
+        for title, scenario in scenarios.items()
+        for label in labels
+    ]
 
 
 def accuracy_panel(table: OutcomeTable, labels: list[str], scenario: Scenario) -> Panel:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 from bench.harness.broker import run_with_uvloop
-from bench.harness.command import Report, benchmark_parser, run_benchmark
+from bench.harness.command import BenchmarkReport, benchmark_parser, run_benchmark
 from bench.scale.ingest import NUM_MESSAGES
 from bench.scale.measurement import measure
 from bench.scale.plan import ScalePlan
@@ -54,10 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_benchmark("scale", options, lambda: report_of(plan, options.ingest_messages))
 
 
-def report_of(plan: ScalePlan, ingest_messages: int) -> Report:
+def report_of(plan: ScalePlan, ingest_messages: int) -> BenchmarkReport:
     """Measure one plan."""
     result = run_with_uvloop(measure(plan, ingest_messages=ingest_messages))
-    return Report(msgspec.to_builtins(result), describe(result), targets_of(result), missed(result))
+    return BenchmarkReport(msgspec.to_builtins(result), describe(result), targets_of(result), missed(result))
 
 
 if __name__ == "__main__":

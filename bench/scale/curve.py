@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 from bench.harness.broker import run_with_uvloop
-from bench.harness.command import Report, benchmark_parser, run_benchmark
+from bench.harness.command import BenchmarkReport, benchmark_parser, run_benchmark
 from bench.harness.figure import Curve, Panel, draw
 from bench.harness.tables import markdown, number, replaced
 from bench.scale.ingest import NUM_MESSAGES
@@ -57,7 +57,7 @@ COLUMNS: list[tuple[str, Callable[[ScaleResult], str]]] = [
 """Of the table in docs/scale.md: heading and cell."""
 
 
-def report_of(plans: Sequence[ScalePlan], ingest_messages: int, docs: Path) -> Report:
+def report_of(plans: Sequence[ScalePlan], ingest_messages: int, docs: Path) -> BenchmarkReport:
     """Measure all plans, one after the other, and write the documents."""
     results: list[ScaleResult] = []
     for at, plan in enumerate(plans, start=1):
@@ -67,7 +67,7 @@ def report_of(plans: Sequence[ScalePlan], ingest_messages: int, docs: Path) -> R
     write(results, docs)
     targets = [target for result in results for target in targets_of(result)]
     complaints = [text for result in results for text in missed(result)] + too_steep(results)
-    return Report({"results": msgspec.to_builtins(results)}, markdown_table(results), targets, complaints)
+    return BenchmarkReport({"results": msgspec.to_builtins(results)}, markdown_table(results), targets, complaints)
 
 
 def write(results: Sequence[ScaleResult], docs: Path) -> None:

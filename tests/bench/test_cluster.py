@@ -11,7 +11,7 @@ from bench.cluster import table
 from bench.cluster.arguments import by_rank, cluster_parser, plan_of
 from bench.cluster.display import describe, panels_of
 from bench.cluster.plan import Arm, ClusterPlan
-from bench.cluster.summary import ClusterResult, JobMessages, Spread, missed, summarise
+from bench.cluster.summary import ClusterResult, JobMessages, WindowSpread, missed, summarise
 from bench.harness.figure import draw
 from bench.hosts.cgroups import find_hierarchies
 from bench.hosts.namespace import DIRECTORY
@@ -143,7 +143,7 @@ def test_a_run_of_which_nothing_was_seen_is_no_result() -> None:
 
 
 def test_one_window_has_no_spread() -> None:
-    assert Spread.of([0.5]) == Spread(median=0.5, low=0.5, high=0.5)
+    assert WindowSpread.of([0.5]) == WindowSpread(median=0.5, low=0.5, high=0.5)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_arguments_become_a_plan() -> None:
 
 def test_the_table_compares_actions_within_a_condition_and_the_slow_rank_with_the_others() -> None:
     fast, slow = result_of(policy="rule"), result_of()
-    fast = msgspec.structs.replace(fast, throughput=Spread(median=1500, low=1500, high=1500))
+    fast = msgspec.structs.replace(fast, throughput=WindowSpread(median=1500, low=1500, high=1500))
     cells = {("slow link", table.EQUAL): [slow], ("slow link", "rule"): [fast]}
     lines = table.tables_of(cells, slow_rank=1).splitlines()
     assert lines[0] == "| one rank has | equal split | rule |"

@@ -12,12 +12,12 @@ from bench.results.learned import ADAM
 from bench.results.result import (
     NOT_RUN,
     Estimate,
-    Result,
+    ExperimentResult,
     markdown,
     mean_of,
     read_result,
     table_in,
-    with_table,
+    write_table,
 )
 from tests.support.small_suites import made_up
 
@@ -31,8 +31,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 EMPTY = "\n".join(f"<!-- {name}: made by `make results` -->\n{NOT_RUN}\n<!-- end of {name} -->" for name in EXPERIMENTS)
 
 
-def made(rows: list[list[Estimate | str | int | float | None]], columns: list[str]) -> Result:
-    return Result(
+def made(rows: list[list[Estimate | str | int | float | None]], columns: list[str]) -> ExperimentResult:
+    return ExperimentResult(
         name="static",
         command="python -m bench.results --only static",
         scale="reduced",
@@ -88,7 +88,7 @@ def test_every_row_of_the_verdict_stands_in_the_table_per_family() -> None:
     lines = heldout.tables(verdict).partition("Per family")[2].splitlines()
     assert lines[2:10] == [
         "| policy | mixed | alike (control) |",
-        "| --- | --- | --- |",
+        "|---|---|---|",
         "| `best-static` | 1 (size 128) | 1 (size 128) |",
         *(f"| `{label}` | {ratio:.2f} | {ratio:.2f} |" for label, ratio in list(ratios.items())[1:]),
     ]
@@ -133,13 +133,17 @@ def test_a_mean_has_students_interval() -> None:
     assert mean_of([4.0]) == Estimate(value=4.0)
 
 
-def test_a_table_goes_between_its_own_markers_and_twice_is_once() -> None:
-    once = with_table(EMPTY, "adam", "| a |")
+def test_a_table_goes_between_its_own_markers_and_twice_is_once(tmp_path: Path) -> None:
+    document = tmp_path / "results.md"
+    document.write_text(EMPTY)
+    write_table(document, "adam", "| a |")
+    once = document.read_text()
     assert table_in(once, "adam") == "| a |"
     assert table_in(once, "static") == NOT_RUN
-    assert with_table(once, "adam", "| a |") == once
-    with pytest.raises(ValueError, match="no place for 'weather'"):
-        with_table(EMPTY, "weather", "")
+    write_table(document, "adam", "| a |")
+    assert document.read_text() == once
+    with pytest.raises(ValueError, match="no place for the table: it needs the lines <!-- weather"):
+        write_table(document, "weather", "")
 
 
 def test_the_clusters_learn_at_the_rates_of_the_scenarios_with_gradients_of_the_images_model(tmp_path: Path) -> None:
@@ -151,7 +155,7 @@ def test_the_clusters_learn_at_the_rates_of_the_scenarios_with_gradients_of_the_
     assert full.image_job("images").network.gradient_bytes == 0
 
 
-def test_rivals_run_with_what_was_tuned_and_the_notes_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_baselines_run_with_tuned_settings_and_notes_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(laboratory, "scenario_root", lambda: tmp_path)
     rows = "static@64,random,goodput"
     assert "Nothing was tuned" in Laboratory(SCALES["smoke"], tmp_path).tuning_note(rows)
