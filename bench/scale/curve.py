@@ -54,7 +54,7 @@ COLUMNS: list[tuple[str, Callable[[ScaleResult], str]]] = [
     ("waited, ms per window", lambda one: number(one.wait_ms_per_window, 1)),
     ("load average", lambda one: f"{one.load_average:.1f}"),
 ]
-"""Of the table in docs/scale.md: heading and cell."""
+"""Heading and cell of each column of the table in docs/scale.md."""
 
 
 def report_of(plans: Sequence[ScalePlan], ingest_messages: int, docs: Path) -> BenchmarkReport:

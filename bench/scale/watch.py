@@ -45,7 +45,7 @@ class Watch:
         """Keep the arbitrator's newest counters."""
         async with self._bus.subscribe(subjects.live("arbitrator", subjects.ANY)) as beats:
             async for message in beats:
-                with contextlib.suppress(MalformedMessageError):  # anybody may say anything here
+                with contextlib.suppress(MalformedMessageError):  # any client may publish anything here
                     self.counters = decode(Live, message.subject, message.payload).counters
 
     def _add(self, action: Action, stored_ns: int) -> None:

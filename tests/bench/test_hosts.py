@@ -333,7 +333,7 @@ def test_a_zombie_owner_is_dead() -> None:
 def test_a_name_identifies_its_owner() -> None:
     name = Name.make()
     assert Name.parse(f"{name}.switch") == name
-    assert Name.parse("somebody-elses") is None
+    assert Name.parse("another-name") is None
     assert name.has_living_owner()
     assert not name._replace(start_ticks=name.start_ticks + 1).has_living_owner()
     assert not name._replace(pid=2**22 + 1).has_living_owner()
