@@ -126,7 +126,7 @@ def test_a_file_without_settings_is_learned_on_with_the_defaults() -> None:
     ],
 )
 def test_half_an_optimizer_is_refused(tensors: dict[str, Any], reason: str) -> None:
-    file = trained_policies.that_has_learned()
+    file = trained_policies.trained_policy()
     kept = {name: array for name, array in {**file.tensors, **tensors}.items() if array is not None}
     with pytest.raises(PolicyFileError, match=reason):
         PolicyFile.from_bytes(PolicyFile(file.metadata, kept).to_bytes())
@@ -141,10 +141,10 @@ def test_steps_of_an_optimizer_without_moments_are_refused() -> None:
 
 @pytest.mark.parametrize("objective", ["clipped", "simplified"])
 def test_learning_continues_from_a_file_where_it_stopped(objective: Literal["clipped", "simplified"]) -> None:
-    file = trained_policies.that_has_learned(objective)
+    file = trained_policies.trained_policy(objective)
     again = Agent.of(PolicyFile.from_bytes(file.to_bytes()))
     assert again.file().digest == file.digest
-    assert trained_policies.learn_once(again).digest == trained_policies.that_has_learned(objective, updates=2).digest
+    assert trained_policies.learn_once(again).digest == trained_policies.trained_policy(objective, updates=2).digest
 
 
 def test_a_number_that_is_not_finite_is_refused() -> None:

@@ -11,7 +11,7 @@ import pytest
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(170)]
 
 
-def test_the_demo_steers_a_real_job_and_writes_what_it_saw(tmp_path: Path) -> None:
+def test_the_demo_steers_a_real_job_and_writes_results(tmp_path: Path) -> None:
     result = subprocess.run(
         [
             *(sys.executable, "-m", "dynamix.cli.main", "demo", "--json", "out.json", "--png", "out.png"),
@@ -37,7 +37,7 @@ def test_the_demo_steers_a_real_job_and_writes_what_it_saw(tmp_path: Path) -> No
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_job_that_fails_is_told_in_its_own_words(tmp_path: Path) -> None:
+def test_a_failing_job_is_reported_with_its_own_message(tmp_path: Path) -> None:
     """A misspelt setting: the ranks refuse it, and the demo says what they said."""
     result = subprocess.run(
         [sys.executable, "-m", "dynamix.cli.main", "demo", "--data", str(Path(".data/fashion-mnist").resolve())],
@@ -52,7 +52,7 @@ def test_a_job_that_fails_is_told_in_its_own_words(tmp_path: Path) -> None:
     assert "ExceptionGroup" not in result.stderr
 
 
-def test_without_the_data_the_demo_says_how_to_get_it(tmp_path: Path) -> None:
+def test_without_data_the_demo_explains_how_to_get_it(tmp_path: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-m", "dynamix.cli.main", "demo", "--data", str(tmp_path)],
         capture_output=True,

@@ -47,7 +47,7 @@ ATTEMPTS = 2
 
 
 def torchrun(directory: Path, script: Path, *arguments: str) -> str:
-    """What two ranks of the script print; nobody listens at the broker's address."""
+    """What two ranks of the script print; there is no broker at the address."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("DYNAMIX_")}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
     for _ in range(ATTEMPTS):

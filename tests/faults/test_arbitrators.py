@@ -1,4 +1,4 @@
-"""Several arbitrators and no lease: kill -9, SIGSTOP and standby. The broker's compare-and-set is the only referee."""
+"""Several arbitrators without a lease: kill -9, SIGSTOP, standby; compare-and-set decides between them."""
 
 import asyncio
 import itertools
@@ -15,7 +15,7 @@ from tests.support.faults import Figure, Scale
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 HANG_S = 10.0
-"""Where a takeover is asserted: no limit of performance, only that it comes."""
+"""Time limit of a takeover in the assertions; no statement about performance."""
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ async def plane() -> AsyncIterator[ControlPlane]:
         yield running
 
 
-async def test_thirty_kills_in_three_hundred_windows_decide_each_window_exactly_once(
+async def test_each_window_is_decided_once_over_thirty_kills(
     plane: ControlPlane, scale: Scale, chance: random.Random, figure: Figure
 ) -> None:
     rounds, job, num_kills = scale(4, 30), two_node_job(), 0
@@ -47,7 +47,7 @@ async def test_thirty_kills_in_three_hundred_windows_decide_each_window_exactly_
 
 
 def _longest_wait_s(watch: Watch) -> float:
-    """Between two actions; whole crews died meanwhile, and a process needs a second to start."""
+    """The longest time between two actions; both arbitrators may be dead, and a start takes a second."""
     times = [seen.at_s for seen in watch.actions]
     return round(max(later - earlier for earlier, later in itertools.pairwise(times)), 3)
 
@@ -76,13 +76,13 @@ async def test_a_standby_takes_over_without_a_lease(
 
 
 async def _next_decision_s(watch: Watch) -> float:
-    """How long from now until an action is stored."""
+    """Seconds from now until the next action is stored."""
     begin, count = asyncio.get_running_loop().time(), len(watch.actions) + 1
     await watch.until_decided(count)
     return watch.actions[count - 1].at_s - begin
 
 
-async def test_a_stopped_arbitrator_that_goes_on_writes_nothing_stale(
+async def test_a_continued_arbitrator_writes_nothing_stale(
     plane: ControlPlane, scale: Scale, chance: random.Random, figure: Figure
 ) -> None:
     """SIGSTOP in mid-stream until the other has decided on; the broker refuses what it wakes up with."""

@@ -1,4 +1,4 @@
-"""The wall clock jumps by an hour and back under running services: nothing changes but the times in their logs."""
+"""The wall clock jumps by an hour and back under running services: only the times in their logs change."""
 
 import ast
 import json
@@ -34,7 +34,7 @@ async def plane() -> AsyncIterator[ControlPlane]:
         yield running
 
 
-async def test_clock_steps_of_an_hour_change_nothing(
+async def test_clock_steps_of_an_hour_change_no_decision(
     plane: ControlPlane, scale: Scale, tmp_path: Path, figure: Figure
 ) -> None:
     steps_s, job, per_step = (HOUR_S, -HOUR_S, 24 * HOUR_S, 0), one_node_job(), scale(10, 50)

@@ -1,4 +1,4 @@
-"""One bit of the broker's file of actions turns: the job is refused, or it did not matter; nothing is decided on it."""
+"""One flipped bit in the broker's file of actions: the job is refused, or the bit has no effect."""
 
 import asyncio
 import contextlib
@@ -24,12 +24,10 @@ from dynamix.schemas.streams import ACTIONS
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 BEFORE, AFTER = 12, 6
-"""Windows decided before the bit turns, and fed afterwards."""
+"""Windows decided before the bit is flipped, and fed afterwards."""
 
 
-async def test_a_flipped_bit_in_the_log_of_actions_is_detected_and_never_acted_upon(
-    scale: Scale, chance: random.Random, figure: Figure
-) -> None:
+async def test_a_flipped_bit_in_the_action_log_is_detected(scale: Scale, chance: random.Random, figure: Figure) -> None:
     """Any bit of the file, by chance; the broker crashes and starts on it, with a new arbitrator and maybe the old."""
     num_flips = scale(2, 10)
     refused = [await _flip_once(chance) for _ in range(num_flips)]
@@ -88,12 +86,12 @@ async def _go_on(plane: ControlPlane, arbitrators: Crew, job: Job, original: dic
 
 
 def _refused(watch: Watch, arbitrators: Crew) -> bool:
-    """Whether everybody said that this log is not believed."""
+    """Whether every arbitrator reported that it refuses this log."""
     return all(watch.counter(name, "refused_logs") > 0 for name in arbitrators.members)
 
 
 async def _end_of_it(plane: ControlPlane, arbitrators: Crew, watch: Watch, job: Job) -> None:
-    """Wait until all windows are decided, or everybody has refused to."""
+    """Wait until all windows are decided, or every arbitrator has refused to."""
     async with asyncio.timeout(30):
         while not _refused(watch, arbitrators):
             newest = await plane.bus.last(ACTIONS.name, subjects.action(job.job))

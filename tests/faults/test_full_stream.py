@@ -1,4 +1,4 @@
-"""FEED has no more room: decisions are stored, metric windows given up first, and all resume by themselves."""
+"""FEED is full: decisions are stored, metric windows are dropped first, and all services resume."""
 
 import asyncio
 import os
@@ -48,7 +48,7 @@ async def leave_room_for(plane: ControlPlane, num_bytes: int) -> None:
 
 
 async def report_until_stored(plane: ControlPlane, job: Job, window: int) -> None:
-    """As a trainer does: its outbox tries again until the bus has taken it."""
+    """Publish as a trainer does: its outbox retries until the bus has stored the report."""
     while True:
         try:
             await plane.bus.publish(report_of(job, window, SIZES, SPEEDS))
@@ -58,10 +58,10 @@ async def report_until_stored(plane: ControlPlane, job: Job, window: int) -> Non
             return
 
 
-async def test_a_feed_that_refuses_sheds_windows_first_and_stores_every_decision(
+async def test_a_full_feed_drops_windows_first_and_stores_every_decision(
     plane: ControlPlane, scale: Scale, figure: Figure
 ) -> None:
-    """Room is left for one report: its window is given up, its state and the next report wait until there is more."""
+    """Room is left for one report: its window is dropped, its state and the next report wait until there is more."""
     job, rounds, num_windows = one_node_job(), scale(2, 10), 0
     await plane.bus.publish(job)
     async with watching(plane.bus, job.job) as watch:
@@ -92,7 +92,9 @@ async def test_a_feed_that_refuses_sheds_windows_first_and_stores_every_decision
     figure("states_missing", num_windows - len(states))
 
 
-async def test_a_feed_that_forgets_the_old_decides_on_and_on(plane: ControlPlane, scale: Scale, figure: Figure) -> None:
+async def test_decisions_continue_while_feed_drops_old_messages(
+    plane: ControlPlane, scale: Scale, figure: Figure
+) -> None:
     """At its limit FEED drops its oldest messages, long read; ACTIONS has its own reserved room."""
     job, num_windows = one_node_job(), scale(150, 600)
     small = msgspec.structs.replace(FEED, max_bytes=128 * 1024)
@@ -111,7 +113,7 @@ async def test_a_feed_that_forgets_the_old_decides_on_and_on(plane: ControlPlane
 
 
 async def _read_states(plane: ControlPlane, job: Job, seen: list[tuple[int, State]], num_windows: int) -> None:
-    """What FEED will have forgotten when the oracle is asked."""
+    """Read the states before FEED drops them, for the reference fold."""
     async with plane.bus.consume(FEED.name, [subjects.state(job.job, NODE)], start="all") as consumer:
         async for batch in consumer:
             seen += [(one.sequence, decode(State, one.subject, one.payload)) for one in batch]

@@ -1,4 +1,4 @@
-"""Links that lose, delay or forget: through a TCP proxy between the services and the broker."""
+"""Links that lose, delay or drop connections: a TCP proxy between the services and the broker."""
 
 import random
 from collections.abc import AsyncIterator
@@ -29,7 +29,7 @@ async def proxy(plane: ControlPlane) -> AsyncIterator[Proxy]:
         yield running
 
 
-async def test_a_delay_that_the_publisher_does_not_wait_for_loses_and_repeats_nothing(
+async def test_a_delay_over_the_publish_timeout_loses_and_repeats_nothing(
     plane: ControlPlane, proxy: Proxy, scale: Scale, figure: Figure
 ) -> None:
     """0.5 s each way; a publisher sends again after as much, and the broker drops what it has."""
@@ -49,7 +49,7 @@ async def test_a_delay_that_the_publisher_does_not_wait_for_loses_and_repeats_no
     await check_decisions(plane.bus, job, num_windows=num_windows)
 
 
-async def test_an_arbitrator_behind_a_half_open_link_is_replaced_and_comes_back_without_harm(
+async def test_an_arbitrator_behind_a_half_open_link_is_replaced_and_returns(
     plane: ControlPlane, proxy: Proxy, scale: Scale, chance: random.Random, figure: Figure
 ) -> None:
     """The full run waits until pings find it out (10 s, twice); in the quick one a reset comes with the heal."""
@@ -77,7 +77,7 @@ async def test_an_arbitrator_behind_a_half_open_link_is_replaced_and_comes_back_
     assert proxy.num_bytes_lost > 0
 
 
-async def test_actions_whose_acknowledgements_are_lost_are_found_stored_not_written_twice(
+async def test_actions_with_lost_acknowledgements_are_not_written_twice(
     plane: ControlPlane, proxy: Proxy, scale: Scale, chance: random.Random, figure: Figure
 ) -> None:
     """The one arbitrator hears nothing of what it wrote, then loses the line; it must not think its action failed."""

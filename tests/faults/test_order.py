@@ -1,4 +1,4 @@
-"""Duplicates, late returns and reordering on the bus: what is decided does not depend on them."""
+"""Duplicates, late copies and reordering on the bus do not change decisions."""
 
 import random
 from collections.abc import AsyncIterator

@@ -24,7 +24,7 @@ async def plane() -> AsyncIterator[ControlPlane]:
 
 
 async def check_all_there(plane: ControlPlane, job: Job, num_windows: int) -> None:
-    """Each window has one metric window, one state and one reward, and one decision: the oracle's."""
+    """Each window has one metric window, one state and one reward, and one decision, that of the reference fold."""
     for kind in (subjects.window, subjects.state, subjects.reward):
         messages = await plane.wait_for(FEED.name, kind(job.job, "*"), num_windows)
         assert sorted(message.window for message in messages) == list(range(num_windows))  # type: ignore[attr-defined]
@@ -33,7 +33,7 @@ async def check_all_there(plane: ControlPlane, job: Job, num_windows: int) -> No
     await check_decisions(plane.bus, job, num_windows=num_windows)
 
 
-async def test_killed_collectors_and_rewards_go_on_where_they_were(
+async def test_killed_collectors_and_reward_services_resume_where_they_stopped(
     plane: ControlPlane, scale: Scale, chance: random.Random, figure: Figure
 ) -> None:
     """A kill every 20 windows or so, then some windows without the service, then its next start."""
@@ -53,7 +53,7 @@ async def test_killed_collectors_and_rewards_go_on_where_they_were(
     figure("windows", window)
 
 
-async def test_replicas_of_collector_and_reward_are_harmless_and_one_survives_the_other(
+async def test_replicas_of_collector_and_reward_give_each_output_once(
     plane: ControlPlane, scale: Scale, figure: Figure
 ) -> None:
     """Equal identities: the broker keeps one. Which of two collectors read the kernel is no matter."""

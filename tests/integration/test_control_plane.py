@@ -1,4 +1,4 @@
-"""Real services and a real broker, fed by a made-up trainer."""
+"""Real services and a real broker, fed by a synthetic trainer."""
 
 import hashlib
 
@@ -49,7 +49,7 @@ def _check_window(window: object) -> None:
     assert rank.system.memory_bytes > 1 << 20
 
 
-async def test_windows_whose_kernel_counters_came_too_late_are_masked_and_counted() -> None:
+async def test_windows_with_late_kernel_counters_are_masked_and_counted() -> None:
     async with control_plane("collector") as plane:
         job = one_node_job(policy="static")
         for number, window in enumerate((0, 1, 5, 2**40), start=1):
@@ -60,7 +60,7 @@ async def test_windows_whose_kernel_counters_came_too_late_are_masked_and_counte
         assert told == [(False, 0), (True, 0), (False, 1), (False, 2)]
 
 
-async def test_what_cannot_be_used_goes_to_dead_with_its_reason_and_nothing_else_happens() -> None:
+async def test_unusable_messages_go_to_dead_with_a_reason() -> None:
     async with control_plane("collector", "reward", "arbitrator") as plane:
         job = one_node_job(policy="static")
         await plane.bus.publish(job)
@@ -94,7 +94,7 @@ async def _publish_rubbish(plane: ControlPlane) -> None:
     await put(subjects.state(examples.JOB, "node-a"), encode(examples.state("node-a", (0, 1, 2, 3), generation=5)))
 
 
-async def test_a_job_with_an_unknown_policy_is_left_alone_and_others_are_not() -> None:
+async def test_a_job_with_an_unknown_policy_is_not_decided_and_others_are() -> None:
     async with control_plane("collector", "arbitrator") as plane:
         for job in (one_node_job(job="odd-00000000", policy="astrology"), one_node_job()):
             await plane.bus.publish(job)

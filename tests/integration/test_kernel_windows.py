@@ -21,7 +21,7 @@ async def started(plane: ControlPlane) -> ServiceProcess:
     return collector
 
 
-async def test_windows_come_from_the_kernel_until_a_collector_starts_after_the_job(tmp_path: Path) -> None:
+async def test_windows_use_the_kernel_probe_unless_the_collector_starts_after_the_job(tmp_path: Path) -> None:
     async with control_plane() as plane:
         collector = await started(plane)
         try:

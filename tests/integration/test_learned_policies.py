@@ -54,7 +54,7 @@ async def test_a_restarted_arbitrator_keeps_the_version_and_the_next_generation_
         assert (action.policy_version, action.policy_digest, action.deltas) == (2, second.digest, (25,) * 4)
 
 
-async def test_a_policy_that_cannot_decide_halts_its_generation_and_neither_the_next_one_nor_other_jobs() -> None:
+async def test_a_policy_that_cannot_decide_halts_only_its_generation() -> None:
     async with control_plane("collector", "arbitrator") as plane:
         store = PolicyStore(plane.bus)
         await store.put("mine", SHRINKS, feature_version=1)

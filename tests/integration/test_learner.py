@@ -66,7 +66,7 @@ def in_one_process(file: PolicyFile, seed: int) -> Trajectory:
     return trajectory_of(recording, action_set_named("global"), End(terminated=True))
 
 
-async def test_a_learner_makes_of_live_jobs_what_learning_in_one_process_makes_of_them() -> None:
+async def test_a_learner_on_the_bus_gives_the_policies_of_learning_in_one_process() -> None:
     async with control_plane("reward", "arbitrator") as plane:
         plane.environ |= {
             "DYNAMIX_NODE": "virtual-0",

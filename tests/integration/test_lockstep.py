@@ -54,7 +54,7 @@ async def _listening(bus: Bus, instance: str) -> None:
             return
 
 
-async def test_the_bus_and_one_process_go_the_same_way() -> None:
+async def test_the_bus_and_one_process_give_equal_results() -> None:
     async with control_plane("reward", "arbitrator") as plane, collectors(plane):
         for policy in ("rule", "random"):
             await _check_policy(plane, policy)
@@ -106,6 +106,6 @@ def _adoption(message: object) -> tuple[object, ...]:
     return message.decided_window, message.effective_step, message.local_batch_sizes
 
 
-async def test_without_services_it_says_what_may_be_missing(bus: Bus) -> None:
+async def test_without_services_the_error_names_what_may_be_missing(bus: Bus) -> None:
     with pytest.raises(NoActionError, match=r"no action for window 0 of job-static .*=virtual-0 \.\.\. virtual-1\)"):
         await run_lockstep(make_cluster("static"), bus, patience_s=0.2)

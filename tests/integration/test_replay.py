@@ -1,4 +1,4 @@
-"""What real services stored, through crashes and a restart of the job, replays byte for byte."""
+"""What real services stored over crashes and a restart of the job replays byte for byte."""
 
 import asyncio
 from pathlib import Path
@@ -15,11 +15,11 @@ from dynamix.schemas.messages import Job
 from dynamix.schemas.streams import FEED
 
 NUM_WINDOWS = 12
-"""Of each of two generations."""
+"""In each of two generations."""
 
 
 async def captured(plane: ControlPlane, job: str, path: Path) -> Path:
-    """What the broker has of a job, in a file."""
+    """Capture what the broker has stored of a job."""
     header = CaptureHeader(job=job, created="2026-11-20T12:00:00Z", fingerprint=fingerprint())
     with CaptureWriter(path, header) as writer:
         async with Source(plane.bus, job, past=True, stop=asyncio.Event()) as source:
@@ -41,7 +41,7 @@ async def through_crashes(plane: ControlPlane, job: Job) -> None:
 
 
 @pytest.mark.slow
-async def test_what_was_stored_through_crashes_and_a_restart_replays_byte_for_byte(tmp_path: Path) -> None:
+async def test_a_job_with_crashes_and_a_restart_replays_byte_for_byte(tmp_path: Path) -> None:
     async with control_plane("collector", "reward", "arbitrator") as plane:
         job = one_node_job(policy="rule")
         await plane.bus.publish(job)

@@ -67,10 +67,10 @@ async def into_arbitrator(path: Path) -> ReplayOutcome:
 async def test_the_demo_replays_byte_for_byte(into: ReplayTarget, num_outputs: int) -> None:
     """Whatever build made it: who changes what is decided, or how it is written, changes this file on purpose."""
     outcome = await replay(ReplayRequest(DEMO, into))
-    tally = outcome.counts
-    assert (tally.num_compared, tally.num_equal, tally.num_outside) == (num_outputs, num_outputs, 0)
+    counts = outcome.counts
+    assert (counts.num_compared, counts.num_equal, counts.num_outside) == (num_outputs, num_outputs, 0)
     assert outcome.bytes_equal
-    assert tally.first is None
+    assert counts.first is None
 
 
 async def test_a_changed_action_is_the_first_difference_with_both_sides(tmp_path: Path) -> None:
@@ -181,9 +181,9 @@ async def test_a_capture_from_the_middle_of_a_job_continues_from_an_action(tmp_p
     outcome = await into_arbitrator(
         changed(DEMO, tmp_path / "middle.dxc", lambda record: record if later(record) else None)
     )
-    tally = outcome.counts
-    assert (tally.num_compared, tally.num_equal) == (19, 19)
-    assert "begins after the action at 11" in tally.notes[0], "that for window 9 needs the state of window 9"
+    counts = outcome.counts
+    assert (counts.num_compared, counts.num_equal) == (19, 19)
+    assert "begins after the action at 11" in counts.notes[0], "that for window 9 needs the state of window 9"
 
 
 async def test_an_earlier_generation_without_its_specification_is_left_out(tmp_path: Path) -> None:

@@ -87,13 +87,13 @@ class Crew:
         os.kill(self.members[name].pid, signal.SIGCONT)
 
     def all_alive(self) -> bool:
-        """Whether nobody ended by itself."""
+        """Whether all processes are running."""
         return all(process.exit_code() is None for process in self.members.values())
 
 
 @contextlib.asynccontextmanager
 async def crew(plane: ControlPlane) -> AsyncIterator[Crew]:
-    """Nobody at first; whoever is left at the end is stopped."""
+    """An empty crew; processes that are left at the end are stopped."""
     arbitrators = Crew(plane)
     try:
         yield arbitrators

@@ -32,7 +32,7 @@ class ConfiguredServer(EmbeddedServer):
         return text + self.extra + "\n"
 
     def reload(self) -> None:
-        """Write the configuration anew and have the running server read it."""
+        """Write the configuration again and let the running server read it."""
         self._write_config()
         os.kill(self.pid, signal.SIGHUP)
 

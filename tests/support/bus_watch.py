@@ -1,4 +1,4 @@
-"""Looking on: every action as it is stored, and every service's newest heartbeat."""
+"""Watches the bus: every action as it is stored, and every service's newest heartbeat."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ class Seen(NamedTuple):
 
 
 class Watch:
-    """What one onlooker has seen so far; it can wait for more."""
+    """What was seen so far; a test can wait for more."""
 
     def __init__(self, bus: Bus, job: str) -> None:
         self._bus = bus
@@ -31,7 +31,7 @@ class Watch:
         """The newest of each, by service and instance."""
 
     async def until(self, condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
-        """Wait for something seen."""
+        """Wait for a condition on what was seen."""
         async with asyncio.timeout(timeout_s), self._news:
             await self._news.wait_for(condition)
 
@@ -49,7 +49,7 @@ class Watch:
         return 0 if beat is None else beat.counters.get(name, 0)
 
     async def follow_actions(self) -> None:
-        """Read on for ever."""
+        """Read actions until cancelled."""
         loop = asyncio.get_running_loop()
         async with self._bus.consume(ACTIONS.name, [subjects.action(self._job)], start="all") as consumer:
             async for batch in consumer:
@@ -58,7 +58,7 @@ class Watch:
                     self._news.notify_all()
 
     async def follow_beats(self) -> None:
-        """Listen for ever."""
+        """Listen to heartbeats until cancelled."""
         async with self._bus.subscribe(subjects.live(subjects.ANY, subjects.ANY)) as beats:
             async for message in beats:
                 beat = decode(Live, message.subject, message.payload)
@@ -69,7 +69,7 @@ class Watch:
 
 @contextlib.asynccontextmanager
 async def watching(bus: Bus, job: str) -> AsyncIterator[Watch]:
-    """Look on at a job until the end of the block; it fails when we cannot look on."""
+    """Watch a job until the end of the block; the block fails when watching fails."""
     watch = Watch(bus, job)
     async with asyncio.TaskGroup() as tasks:
         following = [tasks.create_task(watch.follow_actions()), tasks.create_task(watch.follow_beats())]

@@ -1,4 +1,4 @@
-"""Captures made up for tests: records of every stream, and files of them."""
+"""Captures for tests: records of every stream, and files of them."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ FINGERPRINT = Fingerprint(
 
 
 def header(job: str = examples.JOB) -> CaptureHeader:
-    """Of a program that nobody runs."""
+    """A header with the fingerprint of a program that does not exist."""
     return CaptureHeader(job=job, created="2026-11-20T12:00:00Z", fingerprint=FINGERPRINT)
 
 
@@ -40,7 +40,7 @@ def records_of(messages: Iterable[Message]) -> list[Record]:
 
 
 def write(path: Path, records: Sequence[Record], *, reason: EndReason = "ended", job: str = examples.JOB) -> Path:
-    """A whole capture of some records."""
+    """Write a complete capture of some records."""
     with CaptureWriter(path, header(job)) as writer:
         for one in records:
             writer.write_record(one)

@@ -15,7 +15,7 @@ from dynamix.schemas.streams import ACTIONS, FEED
 
 
 async def stored(bus: Bus, stream: str, subject: str) -> list[BusMessage]:
-    """Everything on a subject up to what is its last message now."""
+    """All messages on a subject, up to the newest one now."""
     newest, found = await bus.last(stream, subject), []
     if newest is None:
         return []
@@ -39,13 +39,13 @@ async def recorded_states(bus: Bus, job: Job) -> list[tuple[int, State]]:
 async def check_decisions(
     bus: Bus, *generations: Job, num_windows: int | None = None, feed: list[tuple[int, State]] | None = None
 ) -> list[Action]:
-    """All that a job's arbitrators stored is what one that never failed decides, in its order, each window once.
+    """Check that a job's stored actions are those of one arbitrator that never failed: in order, each window once.
 
     Args:
         bus: to read with.
         generations: the job's specifications, one per generation.
         num_windows: when given, the actions are exactly those of the windows from 0 on.
-        feed: the recorded states, where FEED has forgotten them.
+        feed: the recorded states, where FEED has dropped them.
 
     Returns the stored actions.
     """
@@ -56,22 +56,22 @@ async def check_decisions(
     for job in generations:
         states = await recorded_states(bus, job) if feed is None else feed
         expected += [(job.generation, one) for one in reference_decisions(job, policy_named(job.policy), states)]
-    assert [_of_stored(action) for action in actions] == [_of_oracle(*one) for one in expected]
+    assert [_stored_fields(action) for action in actions] == [_reference_fields(*one) for one in expected]
     if num_windows is not None:
         assert [action.window for action in actions] == list(range(num_windows))
     return actions
 
 
 def check_chain(actions: list[Action]) -> None:
-    """Every action is as it was sealed, and follows its predecessor."""
+    """Check that every action is unchanged since it was sealed, and follows its predecessor."""
     assert all(is_sealed(action) for action in actions)
     assert actions[0].previous_hash == b""
     assert all(new.previous_hash == old.hash for old, new in itertools.pairwise(actions))
 
 
-def _of_stored(action: Action) -> tuple[object, ...]:
+def _stored_fields(action: Action) -> tuple[object, ...]:
     return action.generation, action.window, action.local_batch_sizes, action.split, action.gap, action.carry
 
 
-def _of_oracle(generation: int, one: Decided) -> tuple[object, ...]:
+def _reference_fields(generation: int, one: Decided) -> tuple[object, ...]:
     return generation, one.window, one.local_batch_sizes, one.decision.allocation.split, one.gap, one.decision.carry

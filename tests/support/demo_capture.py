@@ -1,9 +1,9 @@
-"""Makes tests/data/demo.dxc anew: the demo's steered job, captured while it runs.
+"""Makes tests/data/demo.dxc again: the demo's steered job, captured while it runs.
 
     python -m tests.support.demo_capture tests/data/demo.dxc [DATA]
 
-Real processes, gradients and services; half a minute. To be done again only when messages change their meaning: an old
-capture that no longer replays equal is what the fixture is there to find.
+Real processes, gradients and services; half a minute. Run it only when messages change their meaning: the fixture
+is there to detect an old capture that no longer replays equal.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Learned policies made up for tests: real networks, untrained or with weights that favour something."""
+"""Learned policies for tests: real networks, untrained or with weights that favour something."""
 
 from typing import Any
 

@@ -27,7 +27,7 @@ class PlainPPO:
         self._num_steps = 0
 
     def loss_and_gradient(self, batch: Sequence[npt.NDArray[Any]]) -> tuple[float, Parameters]:
-        """Of one minibatch: inputs, actions, logprobs, advantages, returns, values."""
+        """Arrays of one minibatch: inputs, actions, logprobs, advantages, returns, values."""
         s = self._settings
         inputs, actions, old_logprobs, advantages, returns, old_values = batch
         advantages = advantages.astype(np.float64)

@@ -52,7 +52,7 @@ class Proxy:
             writer.transport.abort()
 
     def half_open(self) -> None:
-        """Pass nothing more, either way, and tell nobody: as when a middlebox forgets its connections."""
+        """Pass nothing more in either direction, without closing: as when a middlebox forgets its connections."""
         self._silent = True
         self._dead |= self._writers
 

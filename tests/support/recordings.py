@@ -1,4 +1,4 @@
-"""Captures made up for tests: copies of others with something changed, and jobs decided as the services would."""
+"""Captures for tests: changed copies of others, and jobs decided as the services would."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path

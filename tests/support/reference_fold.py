@@ -1,7 +1,7 @@
-"""The reference fold: the oracle that recorded decisions are held against.
+"""The reference fold: what recorded decisions are compared with.
 
 Written from docs/architecture.md ("Deciding each window once"), not from the arbitrator's fold: one thread, no bus, no
-checkpoint, nothing forgotten (age is arithmetic). Chain and watermarks concern storing, not deciding.
+checkpoint, nothing dropped (age is computed). Chain and watermarks concern storing, not deciding.
 """
 
 from collections.abc import Iterable
@@ -15,8 +15,8 @@ from dynamix.schemas.codec import MalformedMessageError
 from dynamix.schemas.features import GLOBAL_FEATURES, RANK_FEATURES, RANK_INDEX, unpack_global, unpack_ranks
 from dynamix.schemas.messages import Job, State
 
-FORGOTTEN_AFTER = 16  # windows: an older row counts no more
-BELIEVED_AHEAD = 64  # windows: a jump further ahead needs the node's next state to confirm it
+FORGOTTEN_AFTER = 16  # windows: an older row is not used
+BELIEVED_AHEAD = 64  # windows: the node's next state has to confirm a larger jump
 
 
 class Decided(NamedTuple):
@@ -30,7 +30,7 @@ class Decided(NamedTuple):
 
 
 class _Job:
-    """What the oracle remembers of one generation: everything."""
+    """All states of one generation, and the decisions so far."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -39,8 +39,8 @@ class _Job:
         self.window, self.newest, self.gap = 0, -1, False
         self.sizes, self.carry = job.initial_local_batch_sizes, b""
 
-    def take(self, state: State) -> None:
-        """Remember a state; of two for one node and window, the first. What cannot be the job's is passed over."""
+    def add_state(self, state: State) -> None:
+        """Keep a state, the first for each node and window; skip one that cannot belong to the job."""
         try:
             row = unpack_ranks(state), unpack_global(state)
         except MalformedMessageError:
@@ -57,14 +57,14 @@ class _Job:
         self.newest = max(self.newest, state.window)
 
     def closed_window(self) -> int | None:
-        """The window to decide now: all nodes have sent it, or some node is two windows on."""
+        """The window to decide now: all nodes have sent it, or some node is two windows ahead."""
         reported = [{at for at in rows if at >= self.window} for rows in self.rows.values()]
         complete = set.intersection(*reported)
         window = min(complete or set.union(*reported), default=self.window) if self.gap else self.window
         return window if window in complete or self.newest >= window + 2 else None
 
     def decide(self, sequence: int, window: int, policy: Policy) -> Decided:
-        """Ask the policy about a closed window, and take its answer as the state of things."""
+        """Let the policy decide a closed window, and keep its sizes and carry for the next one."""
         decision = policy.decide(self.job, window, *self._seen_at(window), self.carry)
         bounds = zip(decision.allocation.local_batch_sizes, self.job.max_local_batch_sizes, strict=True)
         sizes = tuple(min(max(size, self.job.min_local_batch_size), top) for size, top in bounds)
@@ -89,11 +89,11 @@ class _Job:
 
 
 def reference_decisions(job: Job, policy: Policy, feed: Iterable[tuple[int, State]]) -> list[Decided]:
-    """What an arbitrator that never failed decides for a generation, from the states as FEED recorded them."""
+    """Decide a generation as an arbitrator that never failed, from the states in their order in FEED."""
     known, decided = _Job(job), []
     for sequence, state in feed:
         if (state.job, state.generation) == (job.job, job.generation):
-            known.take(state)
+            known.add_state(state)
             while (window := known.closed_window()) is not None:
                 decided.append(known.decide(sequence, window, policy))
     return decided

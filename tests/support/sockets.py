@@ -1,4 +1,4 @@
-"""Real TCP connections whose two ends are both the test's, and what the kernel says of them."""
+"""Real TCP connections whose two ends are both the test's, and what the kernel reports about them."""
 
 import os
 import socket
@@ -45,7 +45,7 @@ def cookie(end: socket.socket) -> int:
 
 
 def tcp_info(end: socket.socket) -> tuple[int, int, int]:
-    """Bytes received and acknowledged, and segments sent again, by the kernel's own record of the connection."""
+    """Bytes received and acknowledged, and retransmitted segments, by the kernel's own record of the connection."""
     info = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
     acked_bytes, received_bytes = struct.unpack_from("=QQ", info, 120)
     (retransmits,) = struct.unpack_from("=I", info, 100)
@@ -53,7 +53,7 @@ def tcp_info(end: socket.socket) -> tuple[int, int, int]:
 
 
 def send(sender: socket.socket, receiver: socket.socket, num_bytes: int) -> None:
-    """Until all of it has been received, and acknowledged to the sender."""
+    """Send bytes until all are received, and acknowledged to the sender."""
     thread = threading.Thread(target=sender.sendall, args=(bytes(num_bytes),))
     thread.start()
     left = num_bytes

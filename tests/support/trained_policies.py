@@ -23,8 +23,8 @@ def with_metadata(metadata: object) -> bytes:
     return struct.pack("<Q", len(text)) + text + data[8 + length :]
 
 
-def that_has_learned(objective: Objective = "clipped", updates: int = 1) -> PolicyFile:
-    """After some updates from made-up decisions; the simplified objective leaves the critic alone."""
+def trained_policy(objective: Objective = "clipped", updates: int = 1) -> PolicyFile:
+    """A policy after some updates from synthetic decisions; the simplified objective does not change the critic."""
     agent = learned.agent("global", msgspec.structs.replace(learned.SMALL, objective=objective))
     for _ in range(updates):
         learn_once(agent)
@@ -38,7 +38,7 @@ def learn_once(agent: Agent) -> PolicyFile:
 
 
 def trajectory(metadata: PolicyMetadata, num: int = 8) -> Trajectory:
-    """Made-up decisions of a job."""
+    """Synthetic decisions of a job."""
     rng = np.random.default_rng(metadata.num_updates)
     return Trajectory(
         inputs_TDI=rng.standard_normal((num, 1, len(metadata.inputs))).astype(np.float32),

@@ -1,4 +1,4 @@
-"""Payloads that nobody can use, by hypothesis: each is of a kind that a service reads, and none is decodable."""
+"""Payloads by hypothesis: each is of a kind that a service reads, and none can be decoded."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,8 +16,8 @@ RANKS = (0, 1, 2, 3)
 READERS = {"report": "collector", "window": "reward", "state": "arbitrator"}
 
 
-class Hostile(NamedTuple):
-    """One payload, and where it is published."""
+class UndecodablePayload(NamedTuple):
+    """One payload and the kind of its subject."""
 
     kind: str
     payload: bytes
@@ -29,7 +29,7 @@ class Hostile(NamedTuple):
 
 
 def valid(kind: str, window: int = 0) -> Message:
-    """A message of the kind that its reader would use."""
+    """A valid message of the kind."""
     if kind == "report":
         return report_of(one_node_job(), window, (128,) * 4, (1000.0,) * 4)
     if kind == "window":
@@ -37,9 +37,10 @@ def valid(kind: str, window: int = 0) -> Message:
     return examples.state(NODE, RANKS, window)
 
 
-def hostile() -> st.SearchStrategy[Hostile]:
-    """One of all sorts, for one of all readers."""
-    return st.sampled_from(sorted(READERS)).flatmap(lambda kind: _payloads(kind).map(lambda data: Hostile(kind, data)))
+def undecodable_payloads() -> st.SearchStrategy[UndecodablePayload]:
+    """Payloads with every kind of defect, for every reader."""
+    kinds = st.sampled_from(sorted(READERS))
+    return kinds.flatmap(lambda kind: _payloads(kind).map(lambda data: UndecodablePayload(kind, data)))
 
 
 def _payloads(kind: str) -> st.SearchStrategy[bytes]:
@@ -56,12 +57,12 @@ def _payloads(kind: str) -> st.SearchStrategy[bytes]:
         st.integers(20, 100_000).map(lambda depth: header + b"\x91" * depth),
         st.sampled_from([2**53, 2**63, 2**64 - 1, -1, -(2**63)]).map(lambda n: header + _with(fields, 2, n)),
         st.sampled_from([None, 1.5, "7", [], {}, b"x"]).map(lambda value: header + _with(fields, 2, value)),
-        st.sampled_from(_float_places(fields)).flatmap(
-            lambda place: st.sampled_from(["nan", "inf", "-inf"]).map(
-                lambda name: header + _with_at(fields, place, float(name))
+        st.sampled_from(_float_paths(fields)).flatmap(
+            lambda path: st.sampled_from(["nan", "inf", "-inf"]).map(
+                lambda name: header + _with_at(fields, path, float(name))
             )
         )
-        if _float_places(fields)
+        if _float_paths(fields)
         else st.just(header + body[:-1]),
         st.sampled_from(["node-z", "", "a.b", "*", "x" * 64, "\x00"]).map(lambda name: header + _with(fields, 3, name)),
     )
@@ -71,19 +72,19 @@ def _with(fields: list[Any], index: int, value: Any) -> bytes:
     return msgspec.msgpack.encode([*fields[:index], value, *fields[index + 1 :]])
 
 
-def _float_places(value: Any, place: tuple[int, ...] = ()) -> list[tuple[int, ...]]:
-    """Where in nested arrays the floats are."""
+def _float_paths(value: Any, path: tuple[int, ...] = ()) -> list[tuple[int, ...]]:
+    """Paths to the floats in nested arrays."""
     if isinstance(value, float):
-        return [place]
+        return [path]
     if not isinstance(value, list):
         return []
-    return [found for index, item in enumerate(value) for found in _float_places(item, (*place, index))]
+    return [found for index, item in enumerate(value) for found in _float_paths(item, (*path, index))]
 
 
-def _with_at(fields: Any, place: tuple[int, ...], value: float) -> bytes:
+def _with_at(fields: Any, path: tuple[int, ...], value: float) -> bytes:
     def replaced(part: Any, rest: tuple[int, ...]) -> Any:
         if not rest:
             return value
         return [replaced(item, rest[1:]) if index == rest[0] else item for index, item in enumerate(part)]
 
-    return msgspec.msgpack.encode(replaced(fields, place))
+    return msgspec.msgpack.encode(replaced(fields, path))

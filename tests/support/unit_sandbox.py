@@ -35,7 +35,7 @@ class Unit(NamedTuple):
 
 
 def read_unit(*files: Path) -> Unit:
-    """A unit and its drop-ins, in order: an empty value begins a list anew."""
+    """A unit and its drop-ins, in order: an empty value begins a new list."""
     lines = [line for file in files for line in file.read_text().splitlines() if re.match(r"\w+=", line)]
     capabilities: list[str] = []
     calls: set[str] = set()

@@ -1,4 +1,4 @@
-"""Messages and stores that once stopped a service: each costs one dead letter, one job, or a gap that says so."""
+"""Messages and stores that once stopped a service: each leads to a dead letter, a halted job, or a gap."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ SIZES = (128, 128, 128, 128)
 
 
 async def publish_raw(plane: ControlPlane, subject: bytes, payload: bytes) -> None:
-    """As any client of the broker may: no check of ours in between."""
+    """Publish as any client of the broker can, without our checks."""
     settings = plane.server.settings
     url = urlsplit(settings.url)
     reader, writer = await asyncio.open_connection(url.hostname, url.port)
@@ -39,7 +39,7 @@ async def publish_raw(plane: ControlPlane, subject: bytes, payload: bytes) -> No
     await writer.wait_closed()
 
 
-async def test_a_subject_that_is_not_utf8_is_a_dead_letter_and_not_the_end_of_reading() -> None:
+async def test_a_subject_that_is_not_utf8_is_a_dead_letter_and_reading_continues() -> None:
     async with control_plane("collector", "arbitrator") as plane:
         job = one_node_job(policy="static")
         await publish_raw(plane, b"dynamix.v1.job.\xff\xfe", b"?")
@@ -89,7 +89,7 @@ async def test_a_feed_that_was_made_again_is_detected_as_a_gap() -> None:
         assert [action.window for action in actions] == list(range(len(actions)))
 
 
-async def test_an_action_log_of_another_run_halts_that_job_alone() -> None:
+async def test_an_action_log_of_another_run_halts_only_that_job() -> None:
     async with control_plane("collector") as plane:
         other = one_node_job(job="other-00000000")
         await plane.bus.publish_action(
@@ -106,7 +106,7 @@ async def test_an_action_log_of_another_run_halts_that_job_alone() -> None:
         assert plane.services["arbitrator"].exit_code() is None
 
 
-async def test_an_arbitrator_that_starts_late_catches_up_with_every_job_and_with_no_dead_one() -> None:
+async def test_an_arbitrator_that_starts_late_catches_up_with_every_running_job() -> None:
     async with control_plane("collector") as plane:
         jobs = [one_node_job(job=f"job-{index}", policy="random") for index in range(3)]
         for job in jobs:

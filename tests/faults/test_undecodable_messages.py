@@ -1,4 +1,4 @@
-"""Anything at all on the subjects that services read: they live, count it in DEAD, and decide as if it had not come."""
+"""Undecodable messages on the subjects that services read: they are counted, stored in DEAD, and change no decision."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,7 @@ from tests.support.bus_watch import watching
 from tests.support.control_plane import NODE, ControlPlane, control_plane, one_node_job, report_of
 from tests.support.decision_checks import check_decisions
 from tests.support.faults import Figure, Scale
-from tests.support.undecodable_payloads import READERS, Hostile, hostile
+from tests.support.undecodable_payloads import READERS, UndecodablePayload, undecodable_payloads
 
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode_any
@@ -26,20 +26,20 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 SIZES, SPEEDS = (128,) * 4, (3000.0, 3000.0, 2000.0, 1000.0)
 
 
-class Siege:
-    """A running control plane under attack, driven from a test that hypothesis calls again and again."""
+class PayloadInjector:
+    """Publishes payloads to a running control plane; hypothesis calls it once per example."""
 
     def __init__(self, plane: ControlPlane) -> None:
         self._plane = plane
         self._windows = itertools.count()
         self._numbers = itertools.count()
         self.sent: Counter[str] = Counter()
-        """By the service that reads it."""
+        """Payloads published, by the service that reads them."""
 
-    async def attack(self, payloads: list[Hostile]) -> None:
-        """Publish them all, then one good report, which must come through to the reward and to the action."""
+    async def inject(self, payloads: list[UndecodablePayload]) -> None:
+        """Publish the payloads, then one valid report, which must lead to a reward and an action."""
         for one in payloads:
-            await self._plane.bus.publish_bytes(one.subject, one.payload, f"hostile:{next(self._numbers)}")
+            await self._plane.bus.publish_bytes(one.subject, one.payload, f"undecodable:{next(self._numbers)}")
             self.sent[READERS[one.kind]] += 1
         window = next(self._windows)
         await self._plane.bus.publish(report_of(one_node_job(), window, SIZES, SPEEDS))
@@ -48,7 +48,7 @@ class Siege:
         await self._plane.wait_for(FEED.name, reward, window + 1)
 
     async def check(self) -> None:
-        """Every payload was counted by its reader and DEAD holds reasons; the decisions are the oracle's."""
+        """Check that every payload was counted, DEAD has reasons, and the decisions are those of the reference fold."""
         plane, job, num_windows = self._plane, one_node_job(), next(self._windows)
         async with watching(plane.bus, job.job) as watch:
             for service, count in self.sent.items():
@@ -62,22 +62,22 @@ class Siege:
 
 
 @contextlib.contextmanager
-def besieged() -> Iterator[tuple[asyncio.Runner, Siege]]:
-    """Services under attack in an event loop of their own: hypothesis calls plain functions."""
+def running_injector() -> Iterator[tuple[asyncio.Runner, PayloadInjector]]:
+    """Services in an event loop of their own, since hypothesis calls plain functions."""
     with asyncio.Runner() as runner:
         stack = contextlib.AsyncExitStack()
         plane = runner.run(stack.enter_async_context(control_plane("collector", "reward", "arbitrator")))
         try:
             runner.run(plane.bus.publish(one_node_job()))
-            yield runner, Siege(plane)
+            yield runner, PayloadInjector(plane)
         finally:
             runner.run(stack.aclose())
 
 
-def test_every_service_lives_through_whatever_is_published_and_counts_it(
+def test_every_service_counts_undecodable_messages_and_continues(
     scale: Scale, figure: Figure, request: pytest.FixtureRequest
 ) -> None:
-    with besieged() as (runner, siege):
+    with running_injector() as (runner, injector):
 
         @seed(request.config.getoption("--faults-seed"))
         @settings(
@@ -87,13 +87,13 @@ def test_every_service_lives_through_whatever_is_published_and_counts_it(
             phases=[Phase.generate],
             suppress_health_check=[HealthCheck.data_too_large, HealthCheck.too_slow],
         )
-        @given(st.lists(hostile(), min_size=1, max_size=8))
-        def besiege(payloads: list[Hostile]) -> None:
+        @given(st.lists(undecodable_payloads(), min_size=1, max_size=8))
+        def publish(payloads: list[UndecodablePayload]) -> None:
             for one in payloads:
                 with pytest.raises(MalformedMessageError):
                     decode_any(one.subject, one.payload)
-            runner.run(siege.attack(payloads))
+            runner.run(injector.inject(payloads))
 
-        besiege()
-        runner.run(siege.check())
-    figure("hostile_messages", sum(siege.sent.values()))
+        publish()
+        runner.run(injector.check())
+    figure("undecodable_messages", sum(injector.sent.values()))
