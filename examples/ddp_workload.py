@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 from dynamix import trainer as dynamix
 from dynamix.lab.workloads import OPTIMIZERS, WORKLOADS, Part, Workload, make_optimizer, workload_named
-from dynamix.schemas.policies import DEFAULT_POLICY
+from dynamix.schemas.messages.policies import DEFAULT_POLICY
 
 EVALUATION_BATCH = 500
 

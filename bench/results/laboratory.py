@@ -17,7 +17,7 @@ from dynamix.lab.experiments.episodes.suite import TUNED_FILE, Suite, scenario_r
 from dynamix.lab.experiments.learning import LearningPlan, LearningUpdate, learn, plan_named
 from dynamix.lab.simulator.scenario import Network, Scenario, Stragglers, Workers
 from dynamix.runtime import output_files
-from dynamix.schemas.policies import DEFAULT_POLICY
+from dynamix.schemas.messages.policies import DEFAULT_POLICY
 
 from .result import Cell, ExperimentResult
 

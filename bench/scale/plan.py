@@ -3,7 +3,7 @@
 import msgspec
 from bench.messages.nodes import RANKS_PER_NODE
 
-from dynamix.schemas.fields import MAX_RANKS
+from dynamix.schemas.messages.fields import MAX_RANKS
 
 WARM_UP_WINDOWS = 5
 """Windows of each job before those that are judged: the first ones import, compile checkers and fill caches."""

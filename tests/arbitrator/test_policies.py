@@ -13,7 +13,7 @@ from dynamix.arbitrator.policies.random import DELTAS, Random
 from dynamix.arbitrator.policies.registry import POLICIES, policy_named
 from dynamix.lab.experiments.learning.plan import PRESETS
 from dynamix.schemas.features import GLOBAL_FEATURES, RANK_FEATURES, RANK_INDEX
-from dynamix.schemas.policies import DEFAULT_POLICY, DIVIDED_BY_RANKS, initial_split
+from dynamix.schemas.messages.policies import DEFAULT_POLICY, DIVIDED_BY_RANKS, initial_split
 
 GLOBAL_F = np.full(len(GLOBAL_FEATURES), np.nan, dtype=np.float32)
 JOB = examples.job()

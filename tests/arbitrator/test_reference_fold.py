@@ -13,10 +13,10 @@ from dynamix.arbitrator.deciding.fold import Fold
 from dynamix.arbitrator.policies.model.observation import Array32
 from dynamix.arbitrator.policies.policy import Decision
 from dynamix.arbitrator.policies.registry import policy_named
-from dynamix.schemas.allocation import Allocation
 from dynamix.schemas.codec import MalformedMessageError
 from dynamix.schemas.features import RANK_INDEX
 from dynamix.schemas.messages import Action, Job, State
+from dynamix.schemas.messages.allocation import Allocation
 
 NODES = {"node-a": (0, 1), "node-b": (2, 3), "node-c": (4,)}
 JOB = examples.job(NODES)

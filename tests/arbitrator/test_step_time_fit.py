@@ -5,7 +5,7 @@ from tests.support import examples
 from dynamix.arbitrator.policies.model.observation import Array64
 from dynamix.arbitrator.policies.model.step_time_fit import StepTimeFit, Window, filtered, window_of
 from dynamix.schemas.features import RANK_FEATURES, RANK_INDEX
-from dynamix.schemas.fields import MAX_CARRY_BYTES
+from dynamix.schemas.messages.fields import MAX_CARRY_BYTES
 
 JOB = examples.job(min_local_batch_size=8)
 RATES = np.array([4000.0, 2000.0, 1000.0, 500.0])

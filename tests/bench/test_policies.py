@@ -3,7 +3,7 @@ from pathlib import Path
 from tests.support.benches import run_bench
 
 from dynamix.arbitrator.policies.registry import POLICIES
-from dynamix.schemas.fields import MAX_CARRY_BYTES
+from dynamix.schemas.messages.fields import MAX_CARRY_BYTES
 
 
 def test_it_times_every_policy_up_to_10000_ranks(tmp_path: Path) -> None:

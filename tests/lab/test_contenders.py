@@ -15,7 +15,7 @@ from dynamix.lab.experiments.comparison.contenders import (
 )
 from dynamix.lab.experiments.comparison.tuned import Choice, Tuned
 from dynamix.lab.experiments.episodes.policy_files import shipped_files
-from dynamix.schemas.policies import DEFAULT_POLICY
+from dynamix.schemas.messages.policies import DEFAULT_POLICY
 
 
 def only_setting(text: str, tuned: Tuned | None = None) -> Setting:

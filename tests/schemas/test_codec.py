@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from tests.support import examples
 
 from dynamix.schemas import codec, subjects
-from dynamix.schemas.allocation import Exchange
 from dynamix.schemas.codec import MalformedMessageError, decode, decode_any, encode, message_id
 from dynamix.schemas.messages import Action, Applied, Job, Message, Report
+from dynamix.schemas.messages.allocation import Exchange
 
 ONE_OF_EACH: list[Message] = [examples.job(), examples.report(), examples.window(), examples.state(), examples.action()]
 

@@ -1,6 +1,6 @@
 import pytest
 
-from dynamix.schemas.policies import DEFAULT_POLICY, DIVIDED_BY_RANKS, initial_split
+from dynamix.schemas.messages.policies import DEFAULT_POLICY, DIVIDED_BY_RANKS, initial_split
 
 
 @pytest.mark.parametrize(

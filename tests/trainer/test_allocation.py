@@ -6,9 +6,9 @@ import msgspec
 from tests.support import examples
 from tests.support.ranks import run_ranks
 
-from dynamix.schemas.allocation import EXACT, Allocation, Exchange
 from dynamix.schemas.codec import decode, encode
 from dynamix.schemas.messages import Action
+from dynamix.schemas.messages.allocation import EXACT, Allocation, Exchange
 from dynamix.schemas.subjects import subject_of
 from dynamix.trainer.data.schedule import Schedule
 from dynamix.trainer.steering.collectives import BroadcastDecision, Collectives

@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from dynamix import trainer as dynamix
-from dynamix.schemas.allocation import Allocation
 from dynamix.schemas.messages import Applied, Job, Message, Report
+from dynamix.schemas.messages.allocation import Allocation
 from dynamix.trainer import Session
 from dynamix.trainer.data.schedule import Schedule
 from dynamix.trainer.gradient.time_slots import TimeSlots

@@ -3,8 +3,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from dynamix.schemas.allocation import Exchange
 from dynamix.schemas.messages import Action
+from dynamix.schemas.messages.allocation import Exchange
 from dynamix.trainer.steering.offers import Offers, Terms
 
 TERMS = Terms(

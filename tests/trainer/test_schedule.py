@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamix.schemas.allocation import Allocation
+from dynamix.schemas.messages.allocation import Allocation
 from dynamix.trainer.data.schedule import Schedule
 
 ENTRIES = st.lists(

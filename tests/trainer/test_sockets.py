@@ -18,8 +18,8 @@ from torch import nn
 
 from dynamix import trainer as dynamix
 from dynamix.schemas.codec import MAX_MESSAGE_BYTES, encode
-from dynamix.schemas.fields import MAX_SOCKETS
 from dynamix.schemas.messages import Message, Report
+from dynamix.schemas.messages.fields import MAX_SOCKETS
 from dynamix.trainer.measurement import connections
 from dynamix.trainer.measurement.connections import Connection, Endpoint, own_connections
 from dynamix.trainer.measurement.sockets import MAX_NODE_SOCKETS, PeerSockets, mutual_connections

@@ -4,8 +4,8 @@ import sys
 
 from . import asyncapi, features, subjects
 from .codec import MAX_MESSAGE_BYTES, VERSION
-from .fields import TOKEN_PATTERN
 from .kinds import KINDS
+from .messages.fields import TOKEN_PATTERN
 from .streams import STREAMS, Stream
 
 _DOCUMENT = """# Subjects, streams and features

@@ -13,9 +13,9 @@ import msgspec
 from msgspec.inspect import BytesType, StructType, Type
 
 from .codec import HEADER_BYTES, MAGIC, MAX_MESSAGE_BYTES, VERSION
-from .fields import TOKEN_PATTERN
 from .kinds import KINDS, SERVICES, WATCHER, Kind
 from .messages import Message
+from .messages.fields import TOKEN_PATTERN
 from .streams import Stream
 from .subjects import ROOT, template
 

@@ -9,10 +9,10 @@ from typing import TypeVar
 import msgspec
 
 from . import subjects
-from .allocation import EXACT
 from .finite import non_finite_fields
 from .kinds import BY_NAME, BY_STRUCT, KINDS
 from .messages import Action, Message
+from .messages.allocation import EXACT
 
 MAGIC = b"DX"
 VERSION = 1

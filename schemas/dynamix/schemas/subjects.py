@@ -4,9 +4,9 @@ import re
 from functools import lru_cache
 from typing import NamedTuple
 
-from .fields import TOKEN_PATTERN
 from .kinds import BY_STRUCT, KINDS, Kind
 from .messages import Message
+from .messages.fields import TOKEN_PATTERN
 from .streams import Stream
 
 ROOT = "dynamix.v1"

@@ -12,8 +12,8 @@ from typing import Literal, Self
 
 import msgspec
 
-from dynamix.schemas.fields import MAX_RANKS
 from dynamix.schemas.messages import NodeRanks
+from dynamix.schemas.messages.fields import MAX_RANKS
 from dynamix.schemas.subjects import check_token
 from dynamix.trainer.gradient.learning_rate import Rule
 

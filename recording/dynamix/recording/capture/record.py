@@ -6,7 +6,7 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from dynamix.schemas.fields import Token
+from dynamix.schemas.messages.fields import Token
 from dynamix.schemas.streams import ACTIONS, FEED, JOBS
 
 from .fingerprint import Fingerprint

@@ -4,10 +4,11 @@
 operators read. Every message names its job, generation (restart count) and, where it has one, its window (index from 0
 in each generation). A new field goes at the end and has a default; a changed meaning is a new version of the codec.
 The kinds of message, with their subjects, senders and receivers, are in `dynamix.schemas.kinds`.
+
+`allocation`, `fields` and `policies` hold the values that messages are made of: this room imports no other of schemas.
 """
 
-from dynamix.schemas.allocation import Sizes
-
+from .allocation import Sizes
 from .base import Message, OptimizerFamily
 from .decided import Action, Applied, RankReward, Reward
 from .job import Job, NodeRanks

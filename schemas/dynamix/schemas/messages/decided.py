@@ -4,11 +4,10 @@ from typing import Annotated
 
 from msgspec import Meta, field
 
-from dynamix.schemas.allocation import EXACT, Allocation, Exchange, Sizes
-from dynamix.schemas.fields import MAX_RANKS, Carry, Count, Digest, Token
-from dynamix.schemas.policies import Split
-
+from .allocation import EXACT, Allocation, Exchange, Sizes
 from .base import Message
+from .fields import MAX_RANKS, Carry, Count, Digest, Token
+from .policies import Split
 
 
 class RankReward(Message, frozen=True, kw_only=True, array_like=True):

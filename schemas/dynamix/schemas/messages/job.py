@@ -4,11 +4,10 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, field
 
-from dynamix.schemas.allocation import Allocation, Sizes
-from dynamix.schemas.fields import MAX_RANKS, Count, Text, Token
-from dynamix.schemas.policies import Split
-
+from .allocation import Allocation, Sizes
 from .base import Message, OptimizerFamily
+from .fields import MAX_RANKS, Count, Text, Token
+from .policies import Split
 
 
 class NodeRanks(Message, frozen=True, kw_only=True, array_like=True):

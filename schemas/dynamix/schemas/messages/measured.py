@@ -7,9 +7,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from dynamix.schemas.fields import MAX_SOCKETS, Cookie, Count, Seconds, Text, Token
-
 from .base import Message, OptimizerFamily
+from .fields import MAX_SOCKETS, Cookie, Count, Seconds, Text, Token
 
 Probe = Literal["ebpf", "tcp_info", "proc", "none"]
 Cookies = Annotated[tuple[Cookie, ...], Meta(max_length=MAX_SOCKETS)]

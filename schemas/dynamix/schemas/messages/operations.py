@@ -4,9 +4,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, field
 
-from dynamix.schemas.fields import Count, Digest, Seconds, Text, Token
-
 from .base import Message
+from .fields import Count, Digest, Seconds, Text, Token
 
 
 class PolicyVersion(Message, frozen=True, kw_only=True, array_like=True):

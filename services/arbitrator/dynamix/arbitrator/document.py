@@ -3,7 +3,7 @@
 import inspect
 import sys
 
-from dynamix.schemas.policies import DEFAULT_POLICY
+from dynamix.schemas.messages.policies import DEFAULT_POLICY
 
 from .deciding import signatures
 from .policies.options import Options

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas.messages import OptimizerFamily
-from dynamix.schemas.policies import DEFAULT_POLICY
+from dynamix.schemas.messages.policies import DEFAULT_POLICY
 
 from .data.loader import Loader, LoaderOptions, drawn_ahead
 from .data.sampler import DataIdentity, PlanSampler

@@ -4,8 +4,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from dynamix.schemas.allocation import Allocation
 from dynamix.schemas.apportion import apportion
+from dynamix.schemas.messages.allocation import Allocation
 
 from .data.sampler import DataIdentity, Position
 from .data.schedule import ScheduleEntry

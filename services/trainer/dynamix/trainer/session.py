@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from dynamix.schemas.allocation import Allocation
 from dynamix.schemas.messages import Action
+from dynamix.schemas.messages.allocation import Allocation
 
 from .checkpoint import parse, restore, save
 from .data.loader import Loader

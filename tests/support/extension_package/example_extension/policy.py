@@ -4,7 +4,7 @@ from types import MappingProxyType
 
 from dynamix.arbitrator.policies.options import Option
 from dynamix.arbitrator.policies.policy import Decision
-from dynamix.schemas.allocation import Allocation
+from dynamix.schemas.messages.allocation import Allocation
 
 
 class Halving:

@@ -21,7 +21,7 @@ from dynamix.arbitrator.learned.shipped import SHIPPED_POLICIES
 from dynamix.arbitrator.policies.options import check_options
 from dynamix.arbitrator.policies.registry import policy_named
 from dynamix.lab.experiments.episodes.policy_files import file_digest, shipped_files
-from dynamix.schemas.policies import DEFAULT_POLICY
+from dynamix.schemas.messages.policies import DEFAULT_POLICY
 from dynamix.trainer.gradient.learning_rate import FACTORS, Rule
 
 from .tuned import Choice, Tuned

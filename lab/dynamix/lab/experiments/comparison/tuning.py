@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from dynamix.lab.experiments.episodes.provenance import code_digest
 from dynamix.lab.experiments.episodes.suite import Suite
-from dynamix.schemas.policies import DEFAULT_POLICY
+from dynamix.schemas.messages.policies import DEFAULT_POLICY
 
 from .contenders import Contender, parse_contender
 from .evaluation import ComparisonProgress, fill, plan

@@ -11,7 +11,7 @@ from dynamix.arbitrator.deciding.signatures import spread_signature
 from dynamix.arbitrator.learned.policy_file import PolicyFile
 from dynamix.lab.experiments.episodes.provenance import code_digest, versions
 from dynamix.lab.experiments.episodes.suite import TRAIN, Suite, digest_of, is_control, suite_named
-from dynamix.schemas.policies import DEFAULT_POLICY
+from dynamix.schemas.messages.policies import DEFAULT_POLICY
 
 from .contenders import BEST_STATIC, GOODPUT, Contender, Setting
 from .evaluation import ComparisonCell

@@ -13,7 +13,7 @@ from dynamix.arbitrator.learned.ppo_settings import PAPER, PPOSettings
 from dynamix.arbitrator.policies.registry import policy_names
 from dynamix.lab.simulator.scenario import Scenario
 from dynamix.reward.formula import TIME_ONLY, Formula, Weights
-from dynamix.schemas.fields import Token
+from dynamix.schemas.messages.fields import Token
 
 AtLeastOne = Annotated[int, Meta(ge=1)]
 TRAINING_SEEDS, VALIDATION_SEEDS, SCORE_SEEDS = 1_000_000, 500_000, 600_000

@@ -22,10 +22,10 @@ from dynamix.arbitrator.policies.model.observation import Array32, decided_sizes
 from dynamix.arbitrator.policies.options import Options
 from dynamix.arbitrator.policies.policy import Decision, Policy
 from dynamix.arbitrator.policies.rule import Rule
-from dynamix.schemas.allocation import Allocation
 from dynamix.schemas.apportion import apportion
 from dynamix.schemas.features import RANK_INDEX
 from dynamix.schemas.messages import Job
+from dynamix.schemas.messages.allocation import Allocation
 
 from . import inputs
 

@@ -15,7 +15,7 @@ from msgspec import Meta
 from safetensors.numpy import save
 
 from dynamix.schemas.features import FEATURE_VERSION, GLOBAL_FEATURES, RANK_FEATURES
-from dynamix.schemas.fields import Count, Text, Token
+from dynamix.schemas.messages.fields import Count, Text, Token
 
 from . import forward, inputs
 from .actions import ACTIONS, ActionSet, ActionSetName, action_set_named

@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from dynamix.schemas.allocation import Allocation
 from dynamix.schemas.messages import Job
+from dynamix.schemas.messages.allocation import Allocation
 from dynamix.schemas.spelling import suggestion
 
 

@@ -2,8 +2,8 @@
 
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from dynamix.schemas.allocation import Allocation
 from dynamix.schemas.messages import Job
+from dynamix.schemas.messages.allocation import Allocation
 
 from .model.observation import Array32
 from .options import Options

@@ -4,7 +4,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from dynamix.schemas.allocation import Allocation
+from dynamix.schemas.messages.allocation import Allocation
 
 from .split import Counts
 

@@ -6,9 +6,9 @@ from typing import Literal
 
 import torch
 
-from dynamix.schemas.allocation import Allocation
 from dynamix.schemas.messages import OptimizerFamily
-from dynamix.schemas.policies import initial_split
+from dynamix.schemas.messages.allocation import Allocation
+from dynamix.schemas.messages.policies import initial_split
 from dynamix.schemas.subjects import check_token
 from dynamix.trainer.gradient.learning_rate import FACTORS, Rule
 from dynamix.trainer.gradient.weighting import Reduction

@@ -5,8 +5,8 @@ from types import MappingProxyType
 
 import msgspec
 
-from dynamix.schemas.allocation import Allocation
 from dynamix.schemas.messages import Action, Applied, Job, JobTotals, RankRow, Report, SocketCounters
+from dynamix.schemas.messages.allocation import Allocation
 from dynamix.trainer.data.sampler import Position
 from dynamix.trainer.data.split import Counts
 from dynamix.trainer.measurement.rows import Row, held_out_accuracy, rank_row

@@ -9,8 +9,8 @@ import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from dynamix.schemas.fields import MAX_SOCKETS
 from dynamix.schemas.messages import SocketCounters
+from dynamix.schemas.messages.fields import MAX_SOCKETS
 
 from .connections import Connection, Endpoint, TcpInfo, own_connections, tcp_info
 

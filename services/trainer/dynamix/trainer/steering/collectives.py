@@ -12,7 +12,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from dynamix.schemas.allocation import Allocation
+from dynamix.schemas.messages.allocation import Allocation
 from dynamix.trainer.measurement.rows import NUM_COLUMNS, Row
 
 T = TypeVar("T")

@@ -6,7 +6,7 @@ say so, until the slow loop decides again. All ranks write the same; real traini
 
 from collections.abc import Sequence
 
-from dynamix.schemas.allocation import Allocation
+from dynamix.schemas.messages.allocation import Allocation
 from dynamix.trainer.data.schedule import Schedule
 
 from .tracking import Tracker

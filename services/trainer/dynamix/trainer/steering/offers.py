@@ -12,8 +12,8 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from dynamix.schemas.allocation import EXACT
 from dynamix.schemas.messages import Action
+from dynamix.schemas.messages.allocation import EXACT
 
 Refusal = Literal["job", "generation", "length", "bounds", "lever", "stale", "not_newer", "future", "malformed"]
 
