@@ -12,7 +12,7 @@ from bench.harness.rounds import Timing
 from bench.kernel.groups import join
 from bench.kernel.traffic import Receiver, Sender, Side, TrafficKind
 
-from dynamix.runtime.worker_process import begin
+from dynamix.runtime.die_with_parent import begin_worker
 
 REPLY_TIMEOUT_S = 60.0
 
@@ -73,7 +73,7 @@ def _ask(process: Pool, method: str, *arguments: object) -> "AsyncResult[Any]":
 
 
 def _begin_side(side: type[Side], group: Path, parent: int) -> None:
-    begin(parent)
+    begin_worker(parent)
     join(group)
     _sides.append(side())
 

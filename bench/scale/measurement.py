@@ -22,8 +22,8 @@ from bench.scale.watch import Watch
 from dynamix.cli.progress import ProgressLine
 from dynamix.cli.services import ServiceProcess, bus_environment, wait_until_ready
 from dynamix.runtime.bus import Bus
+from dynamix.runtime.die_with_parent import begin_worker
 from dynamix.runtime.settings import BusSettings
-from dynamix.runtime.worker_process import begin
 
 ARBITRATOR, BROKER = "arbitrator", "broker"
 LAST_DECISIONS_S = 30.0
@@ -90,7 +90,7 @@ def _tail(log: Path) -> str:
 async def _load(plan: ScalePlan, settings: BusSettings, watch: Watch, meter: Meter) -> Published:
     """Let the generator run, and wait for the last decisions."""
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, context, initializer=begin, initargs=(os.getpid(),)) as pool:
+    with ProcessPoolExecutor(1, context, initializer=begin_worker, initargs=(os.getpid(),)) as pool:
         endless = (watch.read_actions(), watch.read_heartbeats(), meter.run(), _progress(plan, watch))
         background = [asyncio.create_task(coroutine) for coroutine in endless]
         try:

@@ -14,7 +14,7 @@ from typing import Protocol, Self, TypeVar
 import torch
 
 from dynamix.lab.workloads import Data, workload_named
-from dynamix.runtime import worker_process
+from dynamix.runtime.die_with_parent import begin_worker
 
 
 class NamedTask(Protocol):
@@ -115,7 +115,7 @@ def _worker_processes(num_workers: int) -> Iterator[ProcessPoolExecutor]:
 
 
 def _start_worker(parent: int) -> None:
-    worker_process.begin(parent)
+    begin_worker(parent)
     torch.set_num_threads(1)
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from dynamix.arbitrator.learned.actions import ActionSetName
 from dynamix.arbitrator.learned.policy_file import PolicyFile, PolicyFileError, PolicyMetadata
 from dynamix.arbitrator.learned.ppo_settings import Objective, PPOSettings
-from dynamix.runtime import worker_process
+from dynamix.runtime.die_with_parent import begin_worker
 
 from .rollout import End, Recording, RolloutError, trajectory_of
 
@@ -113,7 +113,7 @@ def formula_after(metadata: PolicyMetadata, recordings: Iterable[Recording]) -> 
 
 def begin(parent: int) -> None:
     """Prepare the process: one thread, for equal bits, and an end with its parent."""
-    worker_process.begin(parent)
+    begin_worker(parent)
     import torch  # noqa: PLC0415 - see above
 
     torch.set_num_threads(1)

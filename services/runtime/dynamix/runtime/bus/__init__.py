@@ -1,4 +1,4 @@
-"""The bus: NATS behind one package. Nothing else imports nats; the README says what we do about each of its traps."""
+"""The bus: NATS behind one package. Nothing else imports nats; the README lists its faults and how each is handled."""
 
 from .broker.address import check_url
 from .broker.errors import (
