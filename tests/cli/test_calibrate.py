@@ -57,8 +57,8 @@ async def test_a_job_on_the_bus_is_read_as_it_is_kept(
     arguments = ["--workload", "fashion-14-mlp"]
     assert await asyncio.to_thread(main, ["calibrate", job.job.job, *arguments]) == 1
     assert "6 of 7 windows can be used, 8 are the least" in capsys.readouterr().err
-    assert await asyncio.to_thread(main, ["calibrate", "nobody", *arguments]) == 1
-    assert f"no job is called 'nobody'; jobs on this broker: {job.job.job}" in capsys.readouterr().err
+    assert await asyncio.to_thread(main, ["calibrate", "missing", *arguments]) == 1
+    assert f"no job is called 'missing'; jobs on this broker: {job.job.job}" in capsys.readouterr().err
 
 
 async def test_a_job_without_windows_needs_a_collector(bus: Bus) -> None:

@@ -172,7 +172,7 @@ async def test_a_signal_finishes_the_file(bus: Bus, tmp_path: Path) -> None:
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     async with asyncio.timeout(30):
-        while not await consumer_names(bus, "ACTIONS"):  # noqa: ASYNC110 - the broker tells nobody of a new consumer
+        while not await consumer_names(bus, "ACTIONS"):  # noqa: ASYNC110 - the broker does not announce a new consumer
             await asyncio.sleep(0.02)
         command.send_signal(signal.SIGINT)  # else it would go on until the job ends
         output, errors = await command.communicate()
@@ -193,7 +193,7 @@ async def test_what_was_written_survives_a_kill_while_nothing_comes(
     namespace = argparse.Namespace(windows=None, force=False, past=False)
     capturing = asyncio.create_task(command_module._capture(bus, examples.JOB, path, namespace, stop))
     async with asyncio.timeout(20):
-        while len(beginning(path)) < len(told):  # noqa: ASYNC110 - a file tells nobody that it grows
+        while len(beginning(path)) < len(told):  # noqa: ASYNC110 - a growing file sends no event
             await asyncio.sleep(0.02)
         stop.set()
         assert (await capturing).end.reason == "interrupted"
@@ -258,10 +258,10 @@ async def test_what_cannot_be_captured_is_said(bus: Bus, tmp_path: Path, capsys:
     def captured(*arguments: str) -> int:
         return main(["capture", *arguments])
 
-    assert await asyncio.to_thread(captured, "nobody", "-o", str(tmp_path / "a")) == 1
-    assert "no job is called 'nobody'; jobs on this broker: none" in capsys.readouterr().err
+    assert await asyncio.to_thread(captured, "missing", "-o", str(tmp_path / "a")) == 1
+    assert "no job is called 'missing'; jobs on this broker: none" in capsys.readouterr().err
     await bus.publish(job())
-    assert await asyncio.to_thread(captured, "nobody", "-o", str(tmp_path / "a")) == 1
+    assert await asyncio.to_thread(captured, "missing", "-o", str(tmp_path / "a")) == 1
     assert f"jobs on this broker: {examples.JOB}" in capsys.readouterr().err
     assert await typed("capture", "mnist", "-o", str(tmp_path / "no" / "folder"), "--past") == 2
 

@@ -74,7 +74,7 @@ async def test_an_end_that_the_trainer_is_ahead_of_is_found(server: ConfiguredSe
 
 
 async def test_no_job_no_action_and_no_broker_are_told_apart(server: ConfiguredServer, bus: Bus) -> None:
-    assert (await actions(server.settings, "nobody-0")).found == "no job is called 'nobody-0'"
+    assert (await actions(server.settings, "missing-0")).found == "no job is called 'missing-0'"
     assert not (await actions(server.settings, "No Token")).present
     await bus.publish(examples.job())
     assert (await actions(server.settings, examples.JOB)).found == f"none yet of {examples.JOB}"

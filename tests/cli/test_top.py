@@ -27,7 +27,7 @@ SPEEDS = (1000.0, 1000.0, 1000.0, 300.0)
 
 @pytest.fixture
 async def bus() -> AsyncIterator[Bus]:
-    """A broker with streams and nobody on it."""
+    """A broker with streams and no clients."""
     async with EmbeddedServer() as server:
         connection = await Bus.connect(server.settings, name="test")
         await provision(connection)
@@ -170,7 +170,7 @@ async def test_a_broker_without_streams_says_what_to_run() -> None:
         ("a", "a-00000004"),
         ("c", "c-00000003"),
         ("a-0000", None),
-        ("nobody", None),
+        ("missing", None),
     ],
 )
 def test_the_job_shown_is_the_one_meant(wanted: str | None, expected: str | None) -> None:

@@ -1,4 +1,4 @@
-"""`dynamix up` as a real process: it starts, says how to use it, mends what dies, and leaves nothing behind."""
+"""`dynamix up` as a real process: it starts, prints how to use it, restarts what ends, and leaves nothing behind."""
 
 import asyncio
 import json
