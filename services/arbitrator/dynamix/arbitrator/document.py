@@ -39,31 +39,19 @@ Known failures of batch-size control are detected and published once per onset a
 
 | signature | seen by | when |
 |---|---|---|
-| `size-stuck` | arbitrator | over {stuck_share:.0%} of the ranks at the same bound, {stuck_windows} decisions running |
-| `reward-plateau` | learner | last third of {episodes} returns or more not {gain:g} deviations above the first third |
-| `reward-collapse` | learner | last {collapse} returns over {drop:g} deviations below the best {collapse} before |
-| `value-unexplained` | learner | explained variance below {explained:g} over {updates} updates |
-| `spread-between-runs` | evaluation | coefficient of variation above {spread:g} between {runs} runs or more |
+| `size-stuck` | arbitrator | over {STUCK_SHARE:.0%} of the ranks at the same bound, {STUCK_WINDOWS} decisions running |
+| `reward-plateau` | learner | last third of {MIN_EPISODES}+ returns under {PLATEAU_GAIN:g} deviations above the first |
+| `reward-collapse` | learner | last {COLLAPSE_EPISODES} returns {COLLAPSE_DROP:g} deviations below the best before |
+| `value-unexplained` | learner | explained variance below {MIN_EXPLAINED_VARIANCE:g} over {MIN_UPDATES} updates |
+| `spread-between-runs` | evaluation | coefficient of variation above {SPREAD:g} between {MIN_RUNS} runs or more |
 | `log-refused` | arbitrator | stored actions are missing or differ from known ones; no decisions for this generation |
 """
 
 
 def document() -> str:
     """The text of docs/policies.md."""
-    return _DOCUMENT.format(
-        default=DEFAULT_POLICY,
-        policies="\n".join(_section(policy) for policy in POLICIES.values()),
-        stuck_share=signatures.STUCK_SHARE,
-        stuck_windows=signatures.STUCK_WINDOWS,
-        episodes=signatures.MIN_EPISODES,
-        gain=signatures.PLATEAU_GAIN,
-        collapse=signatures.COLLAPSE_EPISODES,
-        drop=signatures.COLLAPSE_DROP,
-        explained=signatures.MIN_EXPLAINED_VARIANCE,
-        updates=signatures.MIN_UPDATES,
-        spread=signatures.SPREAD,
-        runs=signatures.MIN_RUNS,
-    )
+    policies = "\n".join(_section(policy) for policy in POLICIES.values())
+    return _DOCUMENT.format(default=DEFAULT_POLICY, policies=policies, **vars(signatures))
 
 
 def _section(policy: NamedPolicy) -> str:

@@ -100,8 +100,7 @@ class _Arbitrator:
         """The log for a generation of a job; `None` when the generation is over or halted."""
         if generation <= self._halted.get(job, -1):
             return None
-        log = self._logs.pop(job, None)
-        if log is not None:
+        if (log := self._logs.pop(job, None)) is not None:
             self._logs[job] = log  # the newest, which is dropped last
         if log is None or log.job.generation < generation:
             log = await self._read_and_open(job, before)

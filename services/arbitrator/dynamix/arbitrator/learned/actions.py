@@ -36,7 +36,7 @@ DELTAS = tuple(sorted(random.DELTAS, key=lambda delta: (abs(delta), delta)))
 """Samples; the published set, the neutral one first."""
 
 MULTIPLIERS = (1.0, 0.85, 1.2, 0.7, 1.4, 0.5, 2.0)
-"""On the rule's global batch; about symmetric in doublings, and never further off than one."""
+"""Factors on the rule's global batch; about symmetric in doublings, and at most one doubling."""
 
 ACTIONS: Mapping[ActionSetName, tuple[float, ...]] = MappingProxyType(
     {"deltas": tuple(map(float, DELTAS)), "global": MULTIPLIERS}

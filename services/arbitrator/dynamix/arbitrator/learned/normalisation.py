@@ -29,7 +29,7 @@ class Normalisation(NamedTuple):
         return cls(np.zeros(num_inputs), np.zeros(num_inputs), np.zeros(num_inputs))
 
     def updated(self, inputs_NI: Array32) -> "Normalisation":
-        """With the known values of more rows."""
+        """The moments with the known values of more rows added."""
         values, known = inputs_NI.astype(np.float64), ~np.isnan(inputs_NI)
         num = known.sum(axis=0).astype(np.float64)
         mean = np.where(known, values, 0.0).sum(axis=0) / np.maximum(num, 1)
@@ -50,10 +50,10 @@ class Normalisation(NamedTuple):
         return np.concatenate([np.where(known, normal, 0.0), known.astype(np.float64)], axis=1)
 
     def tensors(self) -> dict[str, Array64]:
-        """As a policy file keeps them."""
+        """The moments as tensors of a policy file."""
         return {f"normalisation.{name.removesuffix('_I')}": array for name, array in self._asdict().items()}
 
     @classmethod
     def of_tensors(cls, tensors: Mapping[str, npt.NDArray[np.generic]]) -> Self:
-        """From a policy file."""
+        """The moments in the tensors of a policy file."""
         return cls(*(tensors[f"normalisation.{name}"].astype(np.float64) for name in ("count", "mean", "m2")))

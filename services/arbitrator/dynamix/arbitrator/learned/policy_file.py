@@ -60,7 +60,7 @@ class PolicyMetadata(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     seeds: tuple[Count, ...] = ()
     """The seeds of the learning."""
     scores: dict[str, float] = {}
-    """By name, as measured at the end of learning; lower is better for times and ratios."""
+    """Scores by name, as measured at the end of learning; lower is better for times and ratios."""
     learned_from: tuple[Text, ...] = ()
     """The newest live runs, `<job>:<generation>`, that this version learned from."""
     parent: Text = ""
@@ -102,7 +102,7 @@ class PolicyFile(NamedTuple):
     metadata: PolicyMetadata
     tensors: Mapping[str, Array]
     content: bytes = b""
-    """As it was read; empty for one that was never a file."""
+    """The bytes that were read; empty for a policy that was never a file."""
 
     def to_bytes(self) -> bytes:
         """The file's content, byte for byte as it was read; equal new policies give equal bytes."""

@@ -21,7 +21,7 @@ from .ppo import Batch, UpdateStats, update
 from .rollout import Trajectory
 
 
-class Learned(NamedTuple):
+class LearningStep(NamedTuple):
     """The result of one call of `learn`."""
 
     stats: UpdateStats
@@ -71,7 +71,7 @@ class Agent:
         metadata = msgspec.structs.replace(self.metadata, **changes)
         return PolicyFile(metadata, self._network.tensors() | self.normalisation.tensors() | self._moments())
 
-    def learn(self, trajectories: Sequence[Trajectory], *, progress: float = 0.0) -> Learned:
+    def learn(self, trajectories: Sequence[Trajectory], *, progress: float = 0.0) -> LearningStep:
         """One update from a batch of trajectories, which the present policy decided."""
         assert trajectories, "nothing to learn from"
         raw = np.concatenate([t.inputs_TDI.reshape(-1, t.inputs_TDI.shape[-1]) for t in trajectories])
@@ -88,7 +88,7 @@ class Agent:
             num_updates=self.metadata.num_updates + 1,
             num_episodes=self.metadata.num_episodes + len(trajectories),
         )
-        return Learned(stats, explained, len(batch.actions_N))
+        return LearningStep(stats, explained, len(batch.actions_N))
 
     def _batch(self, trajectories: Sequence[Trajectory], raw: npt.NDArray[np.float32]) -> tuple[Batch, float]:
         settings, columns = self.settings, []

@@ -32,7 +32,7 @@ async def collect(bus: Bus, job: Job, *, grace_s: float, refuse: Refuse) -> Coll
     """The recorded messages of a generation that is over; `None` when the intake was stopped meanwhile.
 
     All that is stored is read, however long that takes. Rewards travel one service further than states: for the last
-    ones at most `grace_s` are waited then. What FEED no longer holds is missing, and counted as such in the trajectory.
+    ones this then waits at most `grace_s`. What FEED no longer holds is missing, and counted in the trajectory.
 
     Raises:
         BusError: when the streams cannot be read.
@@ -54,7 +54,7 @@ async def collect(bus: Bus, job: Job, *, grace_s: float, refuse: Refuse) -> Coll
 
 
 async def _read(bus: Bus, stream: str, wanted: list[str], into: "_GenerationMessages", grace_s: float) -> None:
-    """All stored messages of some subjects; then more, until each state has its reward or the time is over."""
+    """Read all stored messages of some subjects, then more until each state has its reward or time is over."""
     newest = [message.sequence for subject in wanted if (message := await bus.last(stream, subject)) is not None]
     if not newest:
         return
@@ -62,13 +62,13 @@ async def _read(bus: Bus, stream: str, wanted: list[str], into: "_GenerationMess
         position = 0
         while position < max(newest):
             try:
-                position = await _take(consumer, into, STALL_TIMEOUT_S)
+                position = await _read_batch(consumer, into, STALL_TIMEOUT_S)
             except TimeoutError:
                 raise BusError(f"nothing more of {stream} came within {STALL_TIMEOUT_S:g} s") from None
         deadline_s = asyncio.get_running_loop().time() + grace_s
         while into.num_unrewarded and (left_s := deadline_s - asyncio.get_running_loop().time()) > 0:
             try:
-                await _take(consumer, into, left_s)
+                await _read_batch(consumer, into, left_s)
             except TimeoutError:
                 return
 
@@ -77,8 +77,8 @@ class _IntakeStoppedError(Exception):
     """The process stops."""
 
 
-async def _take(consumer: Consumer, into: "_GenerationMessages", timeout_s: float) -> int:
-    """Take in the next batch, which has to be there within some time; the sequence that it ends with."""
+async def _read_batch(consumer: Consumer, into: "_GenerationMessages", timeout_s: float) -> int:
+    """Record the next batch, which has to come within the time-out; returns its last sequence."""
     async with asyncio.timeout(timeout_s):
         batch = await anext(consumer, None)
     if batch is None:

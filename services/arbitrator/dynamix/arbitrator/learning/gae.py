@@ -13,7 +13,7 @@ Array64 = npt.NDArray[np.float64]
 
 
 class Advantages(NamedTuple):
-    """Both T x D."""
+    """Advantages and returns, T x D each."""
 
     advantages: Array64
     returns: Array64

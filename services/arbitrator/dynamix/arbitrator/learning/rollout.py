@@ -1,4 +1,4 @@
-"""From the recorded messages of one generation to what a learner learns from. Pure.
+"""Turns the recorded messages of one generation into a trajectory to learn from. Pure.
 
 Credit under lag: the reward of window t scores what ruled in window t. So a decision is paired with the first window
 that ran under it (`applied` says which), and its transition lasts until the next adopted decision rules: windows
@@ -32,7 +32,7 @@ class Recording(NamedTuple):
 
     job: Job
     states: Sequence[tuple[int, State]]
-    """With their sequence in FEED, in its order: the order in which the arbitrator folded them."""
+    """States with their sequence in FEED, in its order: the order in which the arbitrator folded them."""
     actions: Sequence[Action]
     applied: Sequence[Applied]
     rewards: Sequence[Reward]
@@ -53,7 +53,7 @@ class Trajectory(NamedTuple):
     """T transitions of D decisions each (the ranks, or 1 for the job)."""
 
     inputs_TDI: Array32
-    """As the action set shows them, not normalised; NaN where unknown."""
+    """Inputs as the action set selects them, not normalised; NaN where unknown."""
     actions_TD: Choices
     logprobs_TD: Array64
     values_TD: Array64

@@ -133,18 +133,18 @@ class _Learner:
             self._context.log.info("left out", generation=finished.name, versions_behind=behind)
             return False
         foreign = updating.foreign_formulas(self._metadata, recording)
-        if foreign and self._settings.rewards == "own":
-            self._context.count("generations_left_out")
-            self._context.count("generations_of_other_rewards")
-            self._context.log.warning(
-                "left out: rewards of another formula than the policy's; set DYNAMIX_REWARD_FORMULA of the reward "
-                "service, or DYNAMIX_LEARNER_REWARDS=any",
-                generation=finished.name,
-                formulas=foreign,
-                wanted=self._metadata.reward_formula,
-            )
-            return False
-        return True
+        if not foreign or self._settings.rewards == "any":
+            return True
+        self._context.count("generations_left_out")
+        self._context.count("generations_of_other_rewards")
+        self._context.log.warning(
+            "left out: rewards of another formula than the policy's; set DYNAMIX_REWARD_FORMULA of the reward service, "
+            "or DYNAMIX_LEARNER_REWARDS=any",
+            generation=finished.name,
+            formulas=foreign,
+            wanted=self._metadata.reward_formula,
+        )
+        return False
 
     def _lesson(self, finished: Finished, collected: Collected) -> Lesson:
         """What to learn from; a generation without its last rewards counts as cut off, since its outcome is unknown."""

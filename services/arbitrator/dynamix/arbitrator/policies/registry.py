@@ -88,17 +88,15 @@ def _checked_decision(found: object) -> Decision:
 
 
 def _checked_policy(name: str, found: Any) -> NamedPolicy:
-    """See that an object keeps the promises of `NamedPolicy` that can be seen without a job."""
-    missing = [part for part in ("name", "version", "options", "decide") if not hasattr(found, part)]
-    if missing:
+    """Check what `NamedPolicy` promises and can be seen without a job."""
+    if missing := [part for part in ("name", "version", "options", "decide") if not hasattr(found, part)]:
         raise TypeError(f"it lacks {', '.join(missing)}, which dynamix.arbitrator.policies.policy.NamedPolicy asks for")
     if found.name != name:
         raise ValueError(f"its name is {found.name!r}, not the registered one")
     if not isinstance(found.version, int) or found.version < 1:
         raise ValueError(f"its version is {found.version!r}, not a whole number from 1")
-    options = found.options
-    if not isinstance(options, Mapping) or not all(isinstance(option, Option) for option in options.values()):
+    if not isinstance(found.options, Mapping) or not all(isinstance(one, Option) for one in found.options.values()):
         raise TypeError("its options are no mapping from names to dynamix.arbitrator.policies.options.Option")
     if not callable(found.decide):
         raise TypeError("its decide cannot be called")
-    return ExtensionPolicy(name, found.version, options, found)
+    return ExtensionPolicy(name, found.version, found.options, found)

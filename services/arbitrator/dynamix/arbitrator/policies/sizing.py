@@ -1,4 +1,4 @@
-"""From a wanted global batch to sizes: limited steps, and the division among the ranks."""
+"""Sizes for a wanted global batch: limited steps, and the division among the ranks."""
 
 import math
 from typing import NamedTuple

@@ -82,7 +82,7 @@ def window_of(job: Job, obs_WF: Array32) -> Window:
 
 @dataclass(frozen=True)
 class StepTimeFit:
-    """All that is remembered of the windows so far."""
+    """The fit to the windows so far."""
 
     seconds_per_sample_W: Array64
     samples_W: Array64
@@ -179,7 +179,7 @@ class StepTimeFit:
         return cls(per_sample, samples, compute, overhead, intercept, slope, rest, (qp, qq), (ce, cc), sync)
 
     def _pairs(self, window: Window) -> tuple[tuple[float, float], tuple[float, float]]:
-        """Both sums of products with the pair of the last window and this one added."""
+        """Add the pair of the last window and this one to both sums of products."""
         both = np.isfinite(self.samples_W) & np.isfinite(window.samples_W)
         if not both.any():
             return self.overhead_sums, self.slope_sums
