@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "cli": {"schemas", "runtime", "collector", "reward", "arbitrator", "trainer", "recording", "lab"},
 }
 PURE_CORES = {
-    "collector": {"window", "probes", "proc", "intervals", "readings", "ebpf"},
+    "collector": {"window", "probes", "procfs", "ebpf"},
     "reward": {"terms", "formula"},
     "schemas": {"apportion", "features"},
     "arbitrator": {

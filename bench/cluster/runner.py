@@ -18,7 +18,7 @@ from bench.cluster.summary import ClusterResult, JobMessages, summarise
 from bench.hosts import Host, Hosts
 
 from dynamix.cli.progress import ProgressLine
-from dynamix.collector.proc import NamespaceTraffic
+from dynamix.collector.procfs.proc import NamespaceTraffic
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode_any
 from dynamix.schemas.messages import Message, MetricWindow

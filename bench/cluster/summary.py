@@ -9,7 +9,7 @@ import msgspec
 from bench.cluster.plan import Arm, ClusterPlan
 from bench.harness.paired import median_of
 
-from dynamix.collector.proc import NamespaceTraffic
+from dynamix.collector.procfs.proc import NamespaceTraffic
 from dynamix.schemas.features import RANK_INDEX, state_of, unpack_ranks
 from dynamix.schemas.messages import Action, Applied, Message, MetricWindow
 

@@ -8,7 +8,7 @@ from ipaddress import IPv4Interface
 from pathlib import Path
 from typing import IO
 
-from dynamix.collector.proc import NamespaceTraffic
+from dynamix.collector.procfs.proc import NamespaceTraffic
 from dynamix.runtime.embedded import DIE_WITH_PARENT
 
 from .cgroups import Cgroup

@@ -6,7 +6,7 @@ import re
 import select
 from typing import NamedTuple, Self
 
-from dynamix.collector.proc import Proc
+from dynamix.collector.procfs.proc import Proc
 
 _PATTERN = re.compile(r"dynamix-hosts-(\d+)-(\d+)-(\d+)")
 _numbers = itertools.count()

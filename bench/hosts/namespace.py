@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from dynamix.collector.proc import NamespaceTraffic, parse_net_dev, parse_snmp_retransmits
+from dynamix.collector.procfs.proc import NamespaceTraffic, parse_net_dev, parse_snmp_retransmits
 
 from .commands import HostsError, run
 

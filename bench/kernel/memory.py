@@ -12,7 +12,7 @@ from bench.harness.broker import broker_with_bus
 
 from dynamix.cli.services import ServiceProcess, bus_environment, wait_until_ready
 from dynamix.collector.ebpf.program import MAPS, PROGRAMS
-from dynamix.collector.proc import Proc
+from dynamix.collector.procfs.proc import Proc
 from dynamix.runtime.bus import Bus
 
 PROBES = ("tcp_info", "ebpf")

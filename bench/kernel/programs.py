@@ -12,7 +12,7 @@ from dynamix.collector.ebpf import syscall
 from dynamix.collector.ebpf.attachment import KINDS, Attachment, opened
 from dynamix.collector.ebpf.probe import SocketProbe
 from dynamix.collector.ebpf.stale_programs import remove_stale_programs
-from dynamix.collector.proc import Proc
+from dynamix.collector.procfs.proc import Proc
 
 
 class RunTime(NamedTuple):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dynamix.collector.proc import Proc
+from dynamix.collector.procfs.proc import Proc
 
 INTERVAL_S = 1.0
 MIB = 1 << 20

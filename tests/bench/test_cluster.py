@@ -19,7 +19,7 @@ from tests.support import examples
 from tests.support.benches import ROOT, run_bench
 from tests.support.brokers import until
 
-from dynamix.collector.proc import NamespaceTraffic
+from dynamix.collector.procfs.proc import NamespaceTraffic
 from dynamix.schemas.messages import Applied, MetricWindow, NetworkMetrics, RankMetrics, SystemMetrics
 
 PLAN = ClusterPlan(num_hosts=2, num_windows=3, num_warm_up_windows=1)

@@ -21,7 +21,7 @@ from bench.hosts.removal import remove_stale_programs
 from tests.support.benches import ROOT
 from tests.support.brokers import until
 
-from dynamix.collector.proc import Proc
+from dynamix.collector.procfs.proc import Proc
 
 HYBRID = """\
 36 29 0:31 / /sys/fs/cgroup/cpuset rw,relatime shared:9 - cgroup cgroup rw,cpuset

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.captured_proc import Clock
 
-from dynamix.collector.intervals import FORGET_AFTER_S, MAX_KEYS, Intervals, WindowId
+from dynamix.collector.procfs.intervals import FORGET_AFTER_S, MAX_KEYS, Intervals, WindowId
 
 
 def at(window: int, job: str = "job", generation: int = 0) -> WindowId:

@@ -10,7 +10,7 @@ from tests.support import examples
 from tests.support.captured_proc import CAPTURED, captured_row, copy_with
 
 from dynamix.collector.observation import reason_to_refuse
-from dynamix.collector.proc import (
+from dynamix.collector.procfs.proc import (
     FamilyCounters,
     HostCounters,
     NamespaceTraffic,

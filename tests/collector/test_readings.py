@@ -12,9 +12,9 @@ from msgspec.structs import replace
 from tests.support import examples
 from tests.support.captured_proc import CAPTURED, Clock, captured_row, copy_with
 
-from dynamix.collector.intervals import WindowId
-from dynamix.collector.proc import Proc
-from dynamix.collector.readings import Readings
+from dynamix.collector.procfs.intervals import WindowId
+from dynamix.collector.procfs.proc import Proc
+from dynamix.collector.procfs.readings import Readings
 from dynamix.schemas.features import RANK_INDEX, state_of, unpack_ranks
 from dynamix.schemas.messages import NodeMetrics, RankMetrics, SystemMetrics
 

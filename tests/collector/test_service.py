@@ -9,7 +9,7 @@ from tests.support import control_plane
 from tests.support.brokers import consumer_names
 
 from dynamix.collector import observation, service
-from dynamix.collector.proc import Proc
+from dynamix.collector.procfs.proc import Proc
 from dynamix.collector.settings import CollectorSettings
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.service import Context

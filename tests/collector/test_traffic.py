@@ -5,7 +5,7 @@ from tests.support import examples
 
 from dynamix.collector.ebpf.program import Counters
 from dynamix.collector.ebpf.traffic import MAX_JOBS, KernelWindow, SocketTraffic
-from dynamix.collector.intervals import FORGET_AFTER_S
+from dynamix.collector.procfs.intervals import FORGET_AFTER_S
 from dynamix.schemas.messages import NetworkMetrics, Report
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tests.support import examples
 
-from dynamix.collector.proc import Proc
+from dynamix.collector.procfs.proc import Proc
 from dynamix.schemas.messages import RankRow
 
 CAPTURED = Path(__file__).parents[1] / "data" / "proc"

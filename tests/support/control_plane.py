@@ -9,7 +9,7 @@ from typing import Any
 from tests.support import examples
 
 from dynamix.cli.services import ServiceProcess, bus_environment, wait_until_ready
-from dynamix.collector.proc import Proc
+from dynamix.collector.procfs.proc import Proc
 from dynamix.runtime.bus import Bus, BusMessage
 from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.embedded import EmbeddedServer

@@ -1,7 +1,7 @@
 """The collector, one per node: reports in, metric windows and states out, with what the kernel knows of the ranks.
 
-`service` consumes and publishes; `observation` decides which processes are read, `readings` and `intervals` turn what
-`proc` reads into differences between windows, `probes` chooses where network metrics come from, `window` (pure) puts a
-metric window together. To add a measured feature: its source, the trainer's rows, `schemas.messages.measured`, `window`
-and `schemas.features`. `simulated` serves virtual clusters. Nothing here may slow training or trust a report's pids.
+`service` consumes and publishes; `observation` decides which processes are read, `procfs` reads them, `ebpf` counts
+their sockets' traffic, `probes` chooses where network metrics come from, `window` (pure) puts a metric window together.
+To add a measured feature: its source, the trainer's rows, `schemas.messages.measured`, `window` and `schemas.features`.
+`simulated` serves virtual clusters. Nothing here may slow training or trust a report's pids.
 """

@@ -9,10 +9,10 @@ from dynamix.schemas.messages import NodeMetrics, RankRow, Report, SystemMetrics
 
 from .ebpf.probe import SocketProbe
 from .ebpf.traffic import KernelWindow, SocketTraffic
-from .intervals import WindowId
 from .probes import Evidence, Traffic, read_network
-from .proc import Proc
-from .readings import Readings
+from .procfs.intervals import WindowId
+from .procfs.proc import Proc
+from .procfs.readings import Readings
 from .settings import CollectorSettings
 
 MOST_SAID = 256

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
-from dynamix.collector.proc import Proc
+from dynamix.collector.procfs.proc import Proc
 
 from . import syscall
 from .attachment import Attachment, v2_mount

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dynamix.collector.proc import Proc
+from dynamix.collector.procfs.proc import Proc
 
 from . import syscall
 from .attachment import KINDS, opened

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
-from dynamix.collector.intervals import FORGET_AFTER_S, Intervals, WindowId
+from dynamix.collector.procfs.intervals import FORGET_AFTER_S, Intervals, WindowId
 from dynamix.schemas.messages import NetworkMetrics, RankRow, Report
 
 from .program import Counters
