@@ -78,12 +78,12 @@ class PartTimer:
                 return function(*args, **kwargs)
             finally:
                 took = now() - began
-                self._add(clock, part, took - inside.seconds)
+                self._record_time(clock, part, took - inside.seconds)
                 inside.seconds = outer + took
 
         return call
 
-    def _add(self, clock: TimerClock, part: str, seconds: float) -> None:
+    def _record_time(self, clock: TimerClock, part: str, seconds: float) -> None:
         if threading.get_ident() == self._thread:
             self.here[clock][part] += seconds
         else:

@@ -68,7 +68,7 @@ def find_hierarchies(mountinfo: Path = MOUNTINFO) -> Hierarchies:
 
 
 class Cgroup:
-    """The cgroups of one host, made by `add`; processes join both."""
+    """The cgroups of one host, made by `create`; processes join both."""
 
     def __init__(self, hierarchies: Hierarchies, name: Name, index: int) -> None:
         part = Path(str(name), str(index))
@@ -76,7 +76,7 @@ class Cgroup:
         self.unified = hierarchies.unified / part
         self._cpu = None if hierarchies.cpu is None else hierarchies.cpu / part
 
-    def add(self) -> None:
+    def create(self) -> None:
         """Make them.
 
         Raises:

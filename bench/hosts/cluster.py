@@ -102,7 +102,7 @@ class Hosts(list[Host]):
 
     def _make(self) -> None:
         hierarchies = find_hierarchies()
-        self.switch.add()
+        self.switch.create()
         self.switch.ip("link", "add", BRIDGE, "type", "bridge", "mcast_snooping", "0")
         self.switch.ip("address", "add", f"{self.address}/{NETWORK.prefixlen}", "dev", BRIDGE)
         self.switch.ip("link", "set", BRIDGE, "up")
@@ -114,6 +114,6 @@ class Hosts(list[Host]):
                 switch=self.switch,
                 cgroup=Cgroup(hierarchies, self.name, index),
             )
-            host.add(BRIDGE)
+            host.create(BRIDGE)
             host.set_cores(self._cores)
             self.append(host)

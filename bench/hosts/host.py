@@ -51,10 +51,10 @@ class Host:
         """The switch's end of its link."""
         return f"port{self.index}"
 
-    def add(self, bridge: str) -> None:
+    def create(self, bridge: str) -> None:
         """Make it, and join it to a bridge in the switch's namespace."""
-        self._cgroup.add()
-        self.namespace.add()
+        self._cgroup.create()
+        self.namespace.create()
         peer = ("peer", "name", INTERFACE, "netns", self.namespace.name)
         self._switch.ip("link", "add", self.port, "type", "veth", *peer)
         self._switch.ip("link", "set", self.port, "master", bridge, "up")

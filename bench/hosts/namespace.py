@@ -28,7 +28,7 @@ class Namespace(NamedTuple):
         """The file that stands for it."""
         return DIRECTORY / self.name
 
-    def add(self) -> None:
+    def create(self) -> None:
         """Make it, with its loopback up. Raises HostsError, as all commands here."""
         run("ip", "netns", "add", self.name)
         self.ip("link", "set", "lo", "up")

@@ -39,7 +39,7 @@ class Watch:
             async for batch in consumer:
                 for message in batch:
                     self.action_bytes = len(message.payload)
-                    self._add(decode(Action, message.subject, message.payload), message.timestamp_ns)
+                    self._record_action(decode(Action, message.subject, message.payload), message.timestamp_ns)
 
     async def read_heartbeats(self) -> None:
         """Keep the arbitrator's newest counters."""
@@ -48,7 +48,7 @@ class Watch:
                 with contextlib.suppress(MalformedMessageError):  # any client may publish anything here
                     self.counters = decode(Live, message.subject, message.payload).counters
 
-    def _add(self, action: Action, stored_ns: int) -> None:
+    def _record_action(self, action: Action, stored_ns: int) -> None:
         follows = action.previous_hash == self._hashes.get(action.job, b"")
         if not follows or (action.job, action.window) in self.decided:
             self.num_out_of_chain += 1

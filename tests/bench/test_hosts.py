@@ -310,7 +310,7 @@ def test_a_version_2_with_the_controller_is_used_for_both(tmp_path: Path) -> Non
 def test_with_version_2_alone_the_share_is_in_the_same_cgroup(tmp_path: Path) -> None:
     name = Name.make()
     cgroup = Cgroup(Hierarchies(tmp_path, tmp_path), name, 1)
-    cgroup.add()
+    cgroup.create()
     assert cgroup.procs == (tmp_path / str(name) / "1" / "cgroup.procs",)
     for directory in (tmp_path, tmp_path / str(name)):
         assert (directory / "cgroup.subtree_control").read_text() == "+cpu"
