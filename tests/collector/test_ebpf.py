@@ -103,13 +103,13 @@ def test_a_socket_of_another_control_group_is_not_known(group: Path) -> None:
         assert elsewhere.read(cookie(server), os.getuid()) is None
 
 
-def test_a_socket_is_shown_to_nobody_who_names_another_user(probe: SocketProbe) -> None:
+def test_a_socket_is_not_readable_under_another_user(probe: SocketProbe) -> None:
     with connected() as (client, server):
         send(client, server, 1000)
         assert probe.read(cookie(server), os.getuid() + 1) is None
 
 
-def test_a_socket_that_closed_of_late_is_still_known(probe: SocketProbe) -> None:
+def test_a_recently_closed_socket_is_still_known(probe: SocketProbe) -> None:
     with connected() as (client, server):
         number = cookie(server)
         send(client, server, 1000)
@@ -162,7 +162,7 @@ def run_with(capabilities: str, program: str) -> subprocess.CompletedProcess[str
     return subprocess.run([*command, program], capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_three_capabilities_are_enough_and_none_is_not() -> None:
+def test_three_capabilities_are_enough_and_fewer_are_not() -> None:
     program = (
         "from dynamix.collector.ebpf.probe import open_probe\n"
         "with open_probe() as probe: print(probe.num_left_out() == 0)"
@@ -173,6 +173,6 @@ def test_three_capabilities_are_enough_and_none_is_not() -> None:
     assert "it lacks one of CAP_BPF, CAP_PERFMON and CAP_NET_ADMIN" in refused.stderr
 
 
-def test_what_is_no_control_group_is_said_to_be_none(tmp_path: Path) -> None:
+def test_a_path_that_is_no_control_group_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ProbeError, match="is no control group of version 2: DYNAMIX_COLLECTOR_CGROUP"):
         open_probe(str(tmp_path))

@@ -73,7 +73,7 @@ def one_retransmission_each(hosts: Hosts, probe: SocketProbe, num_sockets: int) 
         return counted
 
 
-def test_segments_sent_again_equal_the_kernels_statistics_on_each_host(hosts: Hosts, probe: SocketProbe) -> None:
+def test_retransmitted_segments_equal_the_kernels_statistics_on_each_host(hosts: Hosts, probe: SocketProbe) -> None:
     with ExitStack() as stack:
         ring = [pair(stack, hosts[rank], hosts[(rank + 1) % 3]) for rank in range(3)]
         hosts[1].set_link(LOSSY)

@@ -54,7 +54,7 @@ def test_of_other_kernels_headers_the_newest_of_this_architecture_are_taken(tmp_
     assert find_headers(tmp_path, SYSTEM) == Headers(newest, newest, own=False)
 
 
-def test_without_any_there_are_none(tmp_path: Path) -> None:
+def test_no_ranks_give_no_sizes(tmp_path: Path) -> None:
     link_as_own(tmp_path, tmp_path / "gone")
     assert find_headers(tmp_path, SYSTEM) is None
 
@@ -75,7 +75,7 @@ def test_the_mount_of_version_2_is_found_alone_and_beside_version_1(mountinfo: s
     assert v2_mount(mountinfo) == (None if directory is None else Path(directory))
 
 
-def test_bcc_is_known_by_a_part_that_its_namesake_on_pypi_lacks(
+def test_bcc_is_not_confused_with_the_pypi_package_of_that_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     namesake, distribution = tmp_path / "environment/bcc", tmp_path / "distribution/bcc"
@@ -90,7 +90,7 @@ def test_bcc_is_known_by_a_part_that_its_namesake_on_pypi_lacks(
     assert find_bcc() != namesake
 
 
-def test_whatever_keeps_the_probe_from_opening_is_said_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_probe_that_cannot_open_gives_the_reason_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", "/somewhere/cgroup.procs")
 

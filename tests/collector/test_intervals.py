@@ -41,7 +41,7 @@ def test_a_window_delivered_again_changes_nothing() -> None:
     assert found == [None, (40, 1.0), None, None, (50, 3.0)]
 
 
-def test_a_restarted_job_begins_anew_and_a_late_word_of_its_past_life_is_ignored() -> None:
+def test_a_restarted_job_starts_without_history_and_late_reports_are_ignored() -> None:
     clock = Clock()
     intervals = Intervals[int](clock)
     order = (at(7), at(0, generation=1), at(8), at(1, generation=1))
@@ -95,7 +95,7 @@ def test_of_endless_keys_the_oldest_is_forgotten() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 1), st.integers(0, 12)), max_size=60))
-def test_a_difference_is_told_exactly_where_the_window_before_was_the_newest_read(
+def test_a_difference_is_known_only_after_a_reading_of_the_previous_window(
     deliveries: list[tuple[str, int, int]],
 ) -> None:
     clock = Clock()

@@ -101,7 +101,7 @@ def test_a_kernel_without_schedstat_says_nothing_of_waiting(tmp_path: Path) -> N
     assert (host.wait_ns, host.num_switches) == (None, 70_000)
 
 
-def test_the_running_kernel_is_read_as_the_captured_one() -> None:
+def test_the_running_kernels_proc_files_parse_like_the_captured_ones() -> None:
     proc, pid = Proc(), os.getpid()
     family = proc.family(pid)
     assert family.cpu_ticks > 0

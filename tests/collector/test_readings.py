@@ -71,7 +71,7 @@ def test_rates_are_unknown_until_there_are_two_readings_and_then_over_the_collec
     assert metrics.context_switches_per_s == pytest.approx((200 + 100) / 2.0)
 
 
-def test_a_thread_that_ended_takes_no_more_than_its_last_piece_with_it(machine: Machine) -> None:
+def test_an_ended_thread_loses_only_its_last_interval(machine: Machine) -> None:
     machine.readings.process(captured_row(), at(0))
     changes = {"4242/task/4242/schedstat": ("30000000 500", "50000000 510")}
     machine.passes(1.0, changes, without=("4242/task/4250/",))

@@ -61,7 +61,7 @@ async def test_the_loop_runs_while_the_kernel_is_read(bus: Bus, slow: SlowProc) 
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_who_is_cancelled_leaves_no_reading_behind(bus: Bus, slow: SlowProc) -> None:
+async def test_a_cancelled_caller_waits_for_its_reading_thread(bus: Bus, slow: SlowProc) -> None:
     """The probe is closed next: a thread that still read from it would fall over."""
     task = collector(bus)
     await listening(bus)

@@ -8,7 +8,7 @@ from dynamix.schemas.messages import NodeMetrics, SystemMetrics
 SYSTEMS = (SystemMetrics(cpu_time_ratio=0.9, memory_ratio=0.25), SystemMetrics(cpu_time_ratio=0.4))
 
 
-def test_a_virtual_clusters_window_says_what_the_report_says_and_nothing_of_this_machine() -> None:
+def test_a_virtual_clusters_window_holds_only_the_reports_values() -> None:
     sockets = {"sockets": examples.sockets(3000, 2000), "sockets_before": examples.sockets(1000, 500)}
     rows = (
         examples.row(0, pid=1, **sockets),

@@ -100,7 +100,7 @@ def test_a_socket_named_twice_counts_once(kernel: Kernel, clock: Clock, sockets:
     assert window.by_rank[0].rx_bytes == 7
 
 
-def test_a_socket_that_began_anew_masks_one_window_and_is_never_counted_backwards(
+def test_a_socket_whose_counters_fell_masks_one_window_and_is_never_negative(
     kernel: Kernel, clock: Clock, sockets: SocketTraffic
 ) -> None:
     said = []
@@ -159,7 +159,7 @@ def test_a_window_that_was_not_read_masks_the_next_one_too(clock: Clock, sockets
     assert isinstance(sockets.window(report_of(3, (11,))), KernelWindow)
 
 
-def test_a_generation_that_is_over_is_not_read_and_the_next_begins_anew(
+def test_an_earlier_generation_is_not_read_and_the_next_starts_without_history(
     kernel: Kernel, clock: Clock, sockets: SocketTraffic
 ) -> None:
     sockets.window(report_of(5, (11,)))
@@ -175,7 +175,7 @@ def test_a_generation_that_is_over_is_not_read_and_the_next_begins_anew(
     assert "does not know" in str(sockets.window(report_of(0, (12,), generation=2)))
 
 
-def test_a_job_that_is_not_heard_of_any_more_is_forgotten(kernel: Kernel, clock: Clock, sockets: SocketTraffic) -> None:
+def test_a_job_without_reports_is_forgotten(kernel: Kernel, clock: Clock, sockets: SocketTraffic) -> None:
     sockets.window(report_of(0, (11,)))
     del kernel.counters[11]
     clock.now_s += FORGET_AFTER_S + 1

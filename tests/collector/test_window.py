@@ -32,7 +32,7 @@ def test_sums_become_means_once() -> None:
     assert metrics.job_metrics.step_time_s == pytest.approx(0.1)
 
 
-def test_times_that_were_not_told_apart_are_unknown_and_their_sum_is_kept() -> None:
+def test_times_that_were_not_measured_separately_are_unknown_and_their_sum_is_kept() -> None:
     whole = examples.row(0, compute_time_s=0.8, sync_time_s=0.0, times_split=False)
     window = window_of(examples.report(rows=(whole, examples.row(1))))
     training = window.ranks[0].training
@@ -113,7 +113,7 @@ def test_what_the_kernel_counted_comes_first_and_over_the_collectors_own_interva
     assert np.isnan(features[0, RANK_INDEX["srtt_us"]])
 
 
-def test_a_window_says_why_a_better_probe_was_passed_over() -> None:
+def test_a_window_names_the_reason_why_no_better_probe_was_used() -> None:
     report = examples.report(
         rows=(examples.row(0, sockets=examples.sockets(5, 7, 3)), examples.row(1, sockets=examples.sockets(5, 7, 3)))
     )
@@ -123,7 +123,7 @@ def test_a_window_says_why_a_better_probe_was_passed_over() -> None:
     assert metric_window(report, systems={}, node=NODE, network=traffic).probe_note == traffic.note
 
 
-def test_a_window_of_a_probe_that_is_insisted_on_is_masked_where_it_knows_nothing() -> None:
+def test_a_window_is_masked_when_the_required_probe_has_no_data() -> None:
     report = examples.report(rows=(examples.row(0, sockets=examples.sockets(5, 7, 3)),))
     traffic = read_network(Evidence(report, NODE, "the report came late"), "ebpf")
     assert traffic == Traffic("none", {}, None, "ebpf: the report came late")
@@ -140,7 +140,7 @@ def test_without_tcp_info_the_namespaces_counters_serve_a_node_of_one_rank_and_n
     assert read_network(Evidence(alone, NodeMetrics()), "auto").probe == "none"
 
 
-def test_the_probe_can_be_chosen() -> None:
+def test_the_setting_chooses_the_probe() -> None:
     report = examples.report(rows=(examples.row(0, sockets=examples.sockets()),))
     assert read_network(Evidence(report, NODE), "proc").probe == "proc"
     assert read_network(Evidence(report, NODE), "tcp_info").probe == "tcp_info"

@@ -136,7 +136,7 @@ async def read_up_to(bus: Bus, stream: str, subject: str, sequence: int) -> int:
 
 
 @pytest.mark.parametrize("user", [user for user in USERS if user != "provision"])
-async def test_nobody_but_provision_changes_a_stream(connect: Any, user: str) -> None:
+async def test_only_provision_changes_a_stream(connect: Any, user: str) -> None:
     bus = await connect(user)
     with pytest.raises(PermissionDeniedError):
         await bus.write_stream("CREATE", {"name": "MINE", "subjects": ["mine"]})
@@ -147,7 +147,7 @@ async def test_nobody_but_provision_changes_a_stream(connect: Any, user: str) ->
             await bus._requests.ask(operation, {}, Answer)
 
 
-async def test_not_even_provision_takes_back_an_action(connect: Any) -> None:
+async def test_provision_cannot_delete_an_action(connect: Any) -> None:
     arbitrator, provisioner = await connect("arbitrator"), await connect("provision")
     sequence = await publish(arbitrator, "action", "kept")
     for operation, body in (("STREAM.MSG.DELETE", {"seq": sequence}), ("STREAM.PURGE", {})):
@@ -159,7 +159,7 @@ async def test_not_even_provision_takes_back_an_action(connect: Any) -> None:
 
 
 @pytest.mark.parametrize("user", USERS)
-async def test_nobody_listens_to_anothers_inbox_or_to_the_messages_as_they_pass(connect: Any, user: str) -> None:
+async def test_no_user_subscribes_to_anothers_inbox_or_to_live_messages(connect: Any, user: str) -> None:
     bus = await connect(user)
     others = [f"_INBOX.{other}.>" for other in USERS if other != user]
     for subject in (*others, "_INBOX.>", ">", f"{subjects.ROOT}.>", "$JS.>", wildcard("action")):
@@ -231,7 +231,7 @@ async def test_a_service_is_found_by_the_watcher_with_its_statistics(connect: An
 
 
 @pytest.mark.parametrize("user", [user for user in USERS if user != "watcher"])
-async def test_nobody_but_the_watcher_asks_who_is_there(connect: Any, user: str) -> None:
+async def test_only_the_watcher_sends_discovery_requests(connect: Any, user: str) -> None:
     bus = await connect(user)
     await bus._connection.send("$SRV.PING", b"", f"{bus._connection.inbox}.x")
     await bus._connection.round_trip(5.0)
@@ -341,7 +341,7 @@ async def test_a_jobs_last_start_is_looked_up_by_those_who_need_it_only(connect:
 
 
 @pytest.mark.parametrize(("user", "password"), [("collector", "wrong"), ("unknown", "wrong"), ("", "")])
-async def test_without_the_right_password_nobody_gets_in(broker: DeployedBroker, user: str, password: str) -> None:
+async def test_a_wrong_password_is_refused(broker: DeployedBroker, user: str, password: str) -> None:
     settings = msgspec.structs.replace(broker.settings("collector"), user=user, password=password, password_file="")
     with pytest.raises(BusError):
         await Bus.connect(settings, name="test-1", wait=False)

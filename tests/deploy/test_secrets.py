@@ -39,7 +39,7 @@ def test_the_directory_is_closed_to_others(secrets: Path) -> None:
     assert (secrets / "nats.env").stat().st_mode & 0o777 == 0o600
 
 
-def test_a_second_run_changes_nothing_and_a_deleted_password_is_made_anew(secrets: Path) -> None:
+def test_a_second_run_changes_nothing_and_recreates_a_deleted_password(secrets: Path) -> None:
     before = make_secrets(secrets)
     assert make_secrets(secrets) == before
     (secrets / "reward.password").unlink()

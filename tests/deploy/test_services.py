@@ -43,9 +43,7 @@ async def watcher(broker: DeployedBroker) -> AsyncIterator[Bus]:
         await bus.close()
 
 
-async def test_a_window_goes_all_the_way_round_and_nobody_is_denied_anything(
-    broker: DeployedBroker, watcher: Bus
-) -> None:
+async def test_a_window_passes_all_services_without_a_denied_permission(broker: DeployedBroker, watcher: Bus) -> None:
     trainer = await Bus.connect(broker.settings("trainer"), name="trainer-1")
     job = one_node_job()
     try:

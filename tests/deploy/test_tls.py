@@ -41,13 +41,13 @@ def settings(broker: DeployedBroker, scheme: str, ca_file: Path) -> BusSettings:
     return msgspec.structs.replace(broker.settings("watcher"), url=url, ca_file=str(ca_file))
 
 
-async def test_who_knows_the_certificate_gets_in(broker: DeployedBroker, tmp_path: Path) -> None:
+async def test_a_client_with_the_ca_certificate_connects(broker: DeployedBroker, tmp_path: Path) -> None:
     bus = await Bus.connect(settings(broker, "tls", tmp_path / "localhost.pem"), name="test-1", wait=False)
     assert bus.is_connected
     await bus.close()
 
 
-async def test_another_certificate_is_not_taken_for_it(broker: DeployedBroker, tmp_path: Path) -> None:
+async def test_a_certificate_of_another_authority_is_refused(broker: DeployedBroker, tmp_path: Path) -> None:
     other = certificate(tmp_path, "other")
     with pytest.raises(BusError, match="certificate"):
         await Bus.connect(settings(broker, "tls", other), name="test-1", wait=False)

@@ -69,7 +69,7 @@ def test_there_are_five_units_beside_the_broker_and_its_streams() -> None:
 
 
 @needs_systemd
-def test_systemd_has_nothing_to_say_against_any_unit(installed: Path) -> None:
+def test_systemd_verifies_every_unit(installed: Path) -> None:
     found = verify(installed)
     assert (found.returncode, found.stdout + found.stderr) == (0, "")
 
@@ -108,7 +108,7 @@ def test_no_unit_leaves_out_what_every_unit_can_have(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*(f"dynamix-{service}.service" for service in SERVICES), "dynamix-nats.service"])
-def test_systemd_never_gives_up_on_a_service(name: str) -> None:
+def test_systemd_restarts_a_service_for_ever(name: str) -> None:
     unit, service = text(name).split("[Service]")
     assert "StartLimitIntervalSec=0" in unit.splitlines()
     assert "Restart=always" in service.splitlines()

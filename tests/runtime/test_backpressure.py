@@ -39,7 +39,7 @@ async def waiting(context: Context[NoSettings, Bus]) -> asyncio.Task[bool]:
     return task
 
 
-async def test_what_waits_is_stored_once_there_is_room(bus: Bus) -> None:
+async def test_waiting_messages_are_stored_once_there_is_room(bus: Bus) -> None:
     context = context_on(bus)
     task = await waiting(context)
     await provision(bus, [FEED])

@@ -30,7 +30,7 @@ async def guarded() -> ConfiguredServer:
     return ConfiguredServer(authorization=f"users: [{ALLOWED}]")
 
 
-async def test_a_wrong_password_is_said_at_once_and_not_retried(server: ConfiguredServer) -> None:
+async def test_a_wrong_password_is_raised_at_once_and_not_retried(server: ConfiguredServer) -> None:
     with pytest.raises(PermissionDeniedError, match=r"refuses user 'dynamix': check DYNAMIX_NATS_USER") as refused:
         await Bus.connect(server.user("dynamix", "wrong-password"), name="test")
     assert "wrong-password" not in str(refused.value)
@@ -99,7 +99,7 @@ async def test_credentials_revoked_on_a_running_broker_close_the_connection_with
     assert any(word in reasons[0] for word in ("authentication", "authorization", "refuses our user"))
 
 
-async def test_a_broker_that_comes_back_with_another_password_closes_the_connection(server: ConfiguredServer) -> None:
+async def test_a_broker_restarted_with_another_password_closes_the_connection(server: ConfiguredServer) -> None:
     reasons: list[str] = []
     async with connected(server.settings, on_closed=reasons.append):
         await server.stop()
@@ -109,7 +109,7 @@ async def test_a_broker_that_comes_back_with_another_password_closes_the_connect
     assert reasons == ["the broker refuses our user or password"]  # and once only
 
 
-async def test_closing_it_ourselves_is_no_event(server: ConfiguredServer) -> None:
+async def test_closing_by_the_owner_does_not_call_on_closed(server: ConfiguredServer) -> None:
     reasons: list[str] = []
     async with connected(server.settings, on_closed=reasons.append):
         pass
@@ -189,7 +189,9 @@ async def test_a_denied_subscription_fails_at_once(guarded: ConfiguredServer) ->
                 await anext(messages)
 
 
-async def test_a_user_who_may_not_listen_to_its_own_inbox_is_told_when_connecting(guarded: ConfiguredServer) -> None:
+async def test_a_user_without_inbox_permission_gets_an_error_when_connecting(
+    guarded: ConfiguredServer,
+) -> None:
     async with guarded, asyncio.timeout(5):
         with pytest.raises(PermissionDeniedError, match=r"'deaf' listen to _inbox.deaf.test"):
             await Bus.connect(guarded.user("deaf", "deaf-pw"), name="test")
@@ -224,7 +226,7 @@ async def test_credentials_in_the_url_log_in(server: ConfiguredServer) -> None:
         assert bus.is_connected
 
 
-async def test_no_password_is_sent_in_clear_when_tls_is_demanded(server: ConfiguredServer) -> None:
+async def test_no_password_is_sent_in_clear_text_when_tls_is_required(server: ConfiguredServer) -> None:
     settings = BusSettings(url=f"tls://127.0.0.1:{server.port}", user="dynamix", password=server.settings.password)
     with pytest.raises(BusError, match="offers no TLS although it is demanded"):
         await Bus.connect(settings, name="test", wait=False)

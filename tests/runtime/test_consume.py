@@ -141,7 +141,7 @@ async def test_nothing_is_lost_or_repeated_when_deliveries_vanish_with_the_conne
     assert numbers(found) == list(range(90))
 
 
-async def test_a_lost_delivery_is_noticed_and_read_again(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_lost_delivery_is_detected_and_read_again(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
     original, seen = pull.parse_delivery, 0
 
     def losing_the_fifth(subject: bytes, payload: bytes, reply: bytes, headers: bytes | None) -> tuple[int, BusMessage]:
@@ -158,7 +158,7 @@ async def test_a_lost_delivery_is_noticed_and_read_again(bus: Bus, monkeypatch: 
     assert bus.counters["consumer_resets"] >= 1
 
 
-async def test_a_deleted_consumer_is_made_anew(server: ConfiguredServer, bus: Bus) -> None:
+async def test_a_deleted_consumer_is_recreated(server: ConfiguredServer, bus: Bus) -> None:
     async with bus.consume("FEED", STATES, start=ALL) as reader:
         await publish_states(bus, range(3))
         assert numbers(await read(reader, 3)) == [0, 1, 2]
@@ -170,7 +170,7 @@ async def test_a_deleted_consumer_is_made_anew(server: ConfiguredServer, bus: Bu
         assert numbers(await read(reader, 3)) == [3, 4, 5]
 
 
-async def test_a_broker_that_falls_silent_is_noticed_by_missing_heartbeats(
+async def test_a_silent_broker_is_detected_by_missing_heartbeats(
     server: ConfiguredServer, bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pull, "HEARTBEAT_S", 0.1)

@@ -108,7 +108,7 @@ async def test_it_answers_again_after_the_broker_was_restarted(server: Configure
             assert (await ask(client, "$SRV.PING"))["id"] == ME.id
 
 
-async def test_nobody_has_it_publish_on_a_subject_of_ours(server: ConfiguredServer, bus: Bus) -> None:
+async def test_a_discovery_request_cannot_name_another_reply_subject(server: ConfiguredServer, bus: Bus) -> None:
     """A question's reply subject is the asker's choice: an answer there would be stored as an action."""
     async with answering(server, ME), asking(server) as client:
         await client.publish("$SRV.PING", reply="dynamix.v1.action.job-1")
@@ -116,7 +116,7 @@ async def test_nobody_has_it_publish_on_a_subject_of_ours(server: ConfiguredServ
         assert (await bus.stream_state("ACTIONS")).num_messages == 0
 
 
-async def test_what_nobody_of_ours_sends_has_one_place_together() -> None:
+async def test_unknown_kinds_share_one_entry_of_the_statistics() -> None:
     handled = StatisticsByKind()
     for subject in ("foreign.a", "foreign.b", "dynamix.v1.foreign.c", "dynamix.v1.state.a.b", "dynamix.v1.state.>"):
         handled.of(subject).refuse("bad")
@@ -125,7 +125,7 @@ async def test_what_nobody_of_ours_sends_has_one_place_together() -> None:
     assert [(one.name, one.num_errors) for one in stats.endpoints] == [("other", 4), ("state", 2)]
 
 
-async def test_without_the_right_to_be_found_a_service_still_works(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_service_without_discovery_permissions_still_works(caplog: pytest.LogCaptureFixture) -> None:
     server = ConfiguredServer(
         authorization='users: [{user: "a", password: "b", permissions: {publish: ">", subscribe: "_INBOX.>"}}]'
     )

@@ -163,7 +163,7 @@ async def test_a_description_that_is_wrong_is_refused(bus: Bus, change: dict[str
         await bus.get_object(BUCKET, "a")
 
 
-async def test_a_description_that_cannot_be_read_spoils_no_other_object(bus: Bus) -> None:
+async def test_an_unreadable_description_does_not_affect_other_objects(bus: Bus) -> None:
     await bus.put_object(BUCKET, "a", b"1")
     await bus.publish_bytes(object_layout.description_subject(BUCKET, "b"), b"{", "broken")
     assert [info.name for info in await bus.list_objects(BUCKET)] == ["a"]
@@ -171,7 +171,7 @@ async def test_a_description_that_cannot_be_read_spoils_no_other_object(bus: Bus
         await bus.get_object(BUCKET, "b")
 
 
-async def test_what_is_not_there_is_said(server: ConfiguredServer, bus: Bus) -> None:
+async def test_missing_parts_are_named(server: ConfiguredServer, bus: Bus) -> None:
     assert await bus.list_objects(BUCKET) == []
     assert await bus.object_info(BUCKET, "a") is None
     with pytest.raises(ObjectMissingError, match="bucket policies has no object 'a'"):
@@ -227,7 +227,7 @@ async def test_an_object_replaced_while_it_is_read_is_read_as_the_new_one(
     assert (await bus.get_object(BUCKET, "a")).data == b"new"
 
 
-async def test_an_upload_that_is_given_up_leaves_nothing(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cancelled_upload_leaves_nothing(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
     begun = asyncio.Event()
     real = bus._publisher.publish
 
@@ -290,7 +290,7 @@ async def test_a_reader_finishes_when_the_intake_ends_but_not_when_the_bus_is_cl
 
 
 @given(st.binary(max_size=200))
-def test_arbitrary_bytes_are_no_description_or_a_sound_one(payload: bytes) -> None:
+def test_arbitrary_bytes_are_refused_or_decode_to_a_valid_description(payload: bytes) -> None:
     with contextlib.suppress(ObjectBrokenError):
         info = object_layout.read_description(payload)
         assert info.size >= 0
@@ -306,7 +306,7 @@ async def test_a_description_under_another_objects_name_is_refused_and_left_out_
     assert (await bus.get_object(BUCKET, "true")).data == b"content"
 
 
-async def test_a_description_with_a_name_that_cannot_be_spoils_no_listing(bus: Bus) -> None:
+async def test_a_description_with_an_invalid_name_is_left_out_of_the_listing(bus: Bus) -> None:
     info = await bus.put_object(BUCKET, "true", b"content")
     for name in ("", "x" * 600):
         other = msgspec.structs.replace(info, name=name)

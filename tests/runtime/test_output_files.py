@@ -165,7 +165,7 @@ def test_an_open_file_that_is_only_read_or_not_open_is_refused(tmp_path: Path) -
     ("kind", "ours"),
     [(JSON, b'{\n  "a": 1\n}\n'), (JSON, b"[\n  1\n]\n"), (JSON, b"[]\n"), (PNG, b"\x89PNG\r\n\x1a\n...")],
 )
-def test_a_file_of_the_users_is_not_taken_for_one_of_ours(tmp_path: Path, kind: object, ours: bytes) -> None:
+def test_a_user_file_is_not_taken_for_a_temporary_one(tmp_path: Path, kind: object, ours: bytes) -> None:
     path = tmp_path / "file"
     for content in (b"", ours):
         path.write_bytes(content)

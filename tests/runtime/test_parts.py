@@ -27,7 +27,7 @@ from dynamix.runtime.rate_limit import RateLimit
         b"$JS.ACK.hub.hash.FEED.name.1.42.7.1700000000123456789.3.random",
     ],
 )
-def test_both_forms_of_acknowledgement_subjects_say_the_same(reply: bytes) -> None:
+def test_both_forms_of_acknowledgement_subjects_parse_alike(reply: bytes) -> None:
     message = BusMessage("s", b"p", sequence=42, timestamp_ns=1700000000123456789, num_pending=3)
     assert parse_delivery(b"s", b"p", reply) == (7, message)
 
@@ -42,7 +42,7 @@ def test_both_forms_of_acknowledgement_subjects_say_the_same(reply: bytes) -> No
         (None, ""),
     ],
 )
-def test_a_delivery_tells_the_identity_it_was_published_under(headers: bytes | None, expected: str) -> None:
+def test_a_delivery_holds_its_message_id(headers: bytes | None, expected: str) -> None:
     _, message = parse_delivery(b"s", b"p", b"$JS.ACK.FEED.name.1.42.7.1700000000123456789.3", headers)
     assert message.message_id == expected
 
@@ -54,7 +54,7 @@ def test_another_reply_subject_is_refused(reply: bytes) -> None:
 
 
 @given(st.binary())
-def test_arbitrary_bytes_from_the_line_are_refused_or_understood_never_worse(data: bytes) -> None:
+def test_arbitrary_deliveries_are_parsed_or_raise_value_error(data: bytes) -> None:
     with contextlib.suppress(ValueError):
         parse_delivery(b"s", b"p", b"$JS.ACK." + data)
     assert parse_status(data).num_pending >= 0
@@ -143,7 +143,7 @@ def stream() -> Iterator[io.StringIO]:
     structlog.reset_defaults()
 
 
-def test_logs_are_json_lines_when_nobody_looks_at_a_terminal(stream: io.StringIO) -> None:
+def test_logs_are_json_lines_unless_stderr_is_a_tty(stream: io.StringIO) -> None:
     log.configure("info", stream)
     structlog.get_logger("dynamix.test").info("window closed", job="a", window=3)
     logging.getLogger("elsewhere").warning("lost %d", 2, extra={"subject": "s"})

@@ -27,7 +27,7 @@ async def test_each_kind_of_message_has_its_stream(bus: Bus) -> None:
         assert await bus.publish_bytes(subject, b"", f"id-{kind.name}") == before + 1
 
 
-async def test_a_changed_limit_is_changed_and_said(bus: Bus) -> None:
+async def test_a_changed_limit_is_updated_and_reported(bus: Bus) -> None:
     shorter = msgspec.structs.replace(FEED, max_age_s=3600.0)
     assert await provision(bus, [shorter]) == ["FEED: updated max_age 86400000000000 -> 3600000000000"]
     assert await provision(bus, [shorter]) == ["FEED: unchanged"]

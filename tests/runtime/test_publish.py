@@ -37,7 +37,7 @@ async def test_equal_content_is_stored_once(bus: Bus) -> None:
     assert bus.counters["duplicates"] == 1
 
 
-async def test_messages_whose_acknowledgements_are_lost_are_sent_again_and_stored_once(
+async def test_messages_whose_acknowledgements_are_lost_are_retransmitted_and_stored_once(
     server: ConfiguredServer,
 ) -> None:
     async with Proxy(server.port) as proxy, connected(through(proxy, server)) as bus:
@@ -113,7 +113,7 @@ async def test_a_subject_that_no_stream_takes_is_named(bus: Bus, monkeypatch: py
         await bus.publish_bytes("elsewhere", b"", "m")
 
 
-async def test_an_error_that_nobody_looks_at_is_counted(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unawaited_error_is_counted(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publisher, "BUDGET_S", 0.1)
     await bus.publish_bytes_soon("elsewhere", b"", "m")
     assert await bus.flush()

@@ -103,7 +103,7 @@ async def test_a_service_whose_work_fails_exits_with_1_and_says_why(server: Conf
     assert "RuntimeError: made to fail" in failure["exception"]
 
 
-async def test_a_service_that_cannot_work_as_it_is_set_up_says_so_in_a_sentence(server: ConfiguredServer) -> None:
+async def test_a_start_error_is_one_sentence_in_the_log(server: ConfiguredServer) -> None:
     async with started(server, "--mode", "refuse") as process:
         code, _, lines = await end(process)
     assert code == 1

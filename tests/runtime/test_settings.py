@@ -105,7 +105,7 @@ def test_a_misspelt_flag_is_an_error_that_names_the_nearest() -> None:
         reward({}, "--window-step", "3")
 
 
-def test_what_is_no_flag_is_refused() -> None:
+def test_a_word_that_is_no_flag_is_refused() -> None:
     with pytest.raises(SettingsError, match="unknown argument 'alpha'"):
         reward({}, "alpha", "3")
 

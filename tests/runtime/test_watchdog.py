@@ -103,7 +103,7 @@ def test_a_loop_without_ticks_is_blocked_for_as_long_as_the_thread_looked() -> N
     assert [blocked.look(0, 100.0 + 0.5 * look) for look in range(1, 5)] == [0.5, 1.0, 1.5, 2.0]
 
 
-def test_a_tick_begins_anew() -> None:
+def test_a_tick_resets_the_blocked_time() -> None:
     blocked = Blocked(0.5, now_s=100.0)
     assert [blocked.look(ticks, 100.5 + 0.5 * ticks) for ticks in (0, 1, 2)] == [0.5, 0.0, 0.0]
     assert blocked.look(2, 102.0) == 0.5

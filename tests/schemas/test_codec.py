@@ -72,7 +72,7 @@ def test_a_carry_over_256_kb_is_refused() -> None:
 
 
 @given(st.binary(max_size=400))
-def test_random_bytes_are_refused_never_anything_else(data: bytes) -> None:
+def test_random_bytes_are_refused_with_the_codecs_own_error(data: bytes) -> None:
     for payload in (data, b"DX\x01\x06" + data):
         try:
             decode_any(subjects.action(examples.JOB), payload)
@@ -116,7 +116,7 @@ def test_a_contradictory_specification_is_refused(changes: dict[str, object], re
 
 
 @given(st.lists(st.floats(width=32) | st.floats(), min_size=1, max_size=6), st.binary(max_size=40))
-def test_no_float_that_is_not_finite_slips_through_whatever_stands_beside_it(values: list[float], carry: bytes) -> None:
+def test_a_non_finite_float_is_refused_beside_any_other_content(values: list[float], carry: bytes) -> None:
     message = examples.action(logprobs=tuple(values), carry=carry)
     if all(math.isfinite(value) for value in values):
         assert decode_any(subjects.action(examples.JOB), encode(message)) == message
