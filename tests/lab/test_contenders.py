@@ -11,10 +11,10 @@ from dynamix.lab.experiments.comparison.contenders import (
     Setting,
     parse_contender,
     parse_contenders,
+    shipped_files,
     with_references,
 )
 from dynamix.lab.experiments.comparison.tuned import Choice, Tuned
-from dynamix.lab.experiments.episodes.policy_files import shipped_files
 from dynamix.schemas.messages.policies import DEFAULT_POLICY
 
 

@@ -2,8 +2,7 @@
 
 from .observations import NotEnoughWindowsError
 from .result import Calibration, RankSpeed, StepTimeComparison, calibrate
-from .scenario import CalibrationSettings
-from .scenario_file import scenario_text
+from .scenario import CalibrationSettings, scenario_text
 
 __all__ = [
     "Calibration",

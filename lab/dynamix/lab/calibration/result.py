@@ -1,6 +1,6 @@
 """The calibration as a whole, and how far a virtual cluster made of it is from the real one, step time by step time."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -11,9 +11,9 @@ from dynamix.lab.simulator.scenario import Scenario
 from dynamix.lab.workloads import workload_named
 from dynamix.schemas.messages import Job, MetricWindow
 
-from .fit import CalibrationFit, fit_observations
+from .fit import MAX_JITTER, CalibrationFit, fit_observations
+from .lines import MIN_SPREAD
 from .observations import Array64, Observations, observe
-from .remarks import remarks_on
 from .scenario import CalibrationSettings, scenario_of
 
 NUM_DRAWS = 64
@@ -101,7 +101,7 @@ def calibrate(windows: Iterable[MetricWindow], settings: CalibrationSettings, jo
         p90_error=float(np.quantile(errors, 0.9)),
         steady_median_error=float(np.median(steady)) if steady else None,
         steady_p90_error=float(np.quantile(steady, 0.9)) if steady else None,
-        remarks=remarks_on(fit, scenario),
+        remarks=tuple(_remarks(fit, scenario)),
         comparisons=comparisons,
     )
 
@@ -170,3 +170,29 @@ def _speed(fit: CalibrationFit, rank: int) -> RankSpeed:
         overhead_s=line.overhead_s,
         overhead_error_s=line.overhead_error_s if line.is_distinct else None,
     )
+
+
+def _remarks(fit: CalibrationFit, scenario: Scenario) -> Iterator[str]:
+    """What the calibration could not determine, in sentences, most important first."""
+    if flat := [str(rank) for rank, line in enumerate(fit.lines) if not line.is_distinct]:
+        yield (
+            f"The sizes of rank{'s' * (len(flat) > 1)} {', '.join(flat)} did not vary enough to tell overhead from "
+            f"rate (by a factor of {MIN_SPREAD:g}, and more than the times scatter): all of the time is taken to grow "
+            "with the samples. Run the job with the policy `random`."
+        )
+    if fit.exposure is not None and not fit.exposure.is_distinct:
+        yield (
+            "No overlap of communication with computing was visible: what is exposed does not change with the compute "
+            "time. The communication is taken to be exposed whole."
+        )
+    if fit.jitter >= MAX_JITTER:
+        yield f"The windows scatter more than a jitter of {MAX_JITTER:g} explains: it is written as that."
+    if fit.stragglers is None:
+        yield "No stragglers were visible: no rank was slower than usual for some windows."
+    if fit.exposure is not None and fit.congestion is None:
+        yield "No congestion was visible: no windows waited much longer for the network, or nothing was retransmitted."
+    if scenario.network.gradient_bytes:
+        yield (
+            f"The sockets carried gradients of {scenario.network.gradient_bytes} bytes, not the workload's: the "
+            "scenario sends as much."
+        )

@@ -1,6 +1,7 @@
 """Optimizers by name, with the settings that scenarios, examples and benchmarks share."""
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -10,23 +11,9 @@ from dynamix.schemas.messages import OptimizerFamily
 MOMENTUM = 0.9
 
 
-def _sgd(parameters: Iterable[torch.nn.Parameter], learning_rate: float, weight_decay: float) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=learning_rate, momentum=MOMENTUM, weight_decay=weight_decay)
-
-
-def _adam(parameters: Iterable[torch.nn.Parameter], learning_rate: float, weight_decay: float) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=learning_rate, weight_decay=weight_decay)
-
-
-def _adamw(
-    parameters: Iterable[torch.nn.Parameter], learning_rate: float, weight_decay: float
-) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=weight_decay)
-
-
-Maker = Callable[[Iterable[torch.nn.Parameter], float, float], torch.optim.Optimizer]
-
-OPTIMIZERS: Mapping[str, Maker] = MappingProxyType({"sgd": _sgd, "adam": _adam, "adamw": _adamw})
+OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = MappingProxyType(
+    {"sgd": partial(torch.optim.SGD, momentum=MOMENTUM), "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+)
 """By name: SGD with momentum 0.9; Adam and AdamW with PyTorch's decay rates, 0.9 and 0.999."""
 
 _FAMILIES: Mapping[str, OptimizerFamily] = MappingProxyType({"sgd": "sgd", "adam": "adam", "adamw": "adam"})
@@ -44,7 +31,7 @@ def make_optimizer(
     Raises:
         ValueError: when the name is none of `OPTIMIZERS`.
     """
-    return OPTIMIZERS[_checked(name)](parameters, learning_rate, weight_decay)
+    return OPTIMIZERS[_checked(name)](parameters, lr=learning_rate, weight_decay=weight_decay)
 
 
 def family_of_name(name: str) -> OptimizerFamily:

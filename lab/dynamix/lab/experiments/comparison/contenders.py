@@ -10,17 +10,19 @@ A baseline's options are those that were tuned for the family on train scenarios
 learned policy has one file per policy seed, and each of them runs.
 """
 
+import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import cast
 
 import msgspec
 
-from dynamix.arbitrator.learned.shipped import SHIPPED_POLICIES
+from dynamix.arbitrator.learned.policy_file import SUFFIX
+from dynamix.arbitrator.learned.shipped import SHIPPED_POLICIES, shipped_directory
 from dynamix.arbitrator.policies.options import check_options
 from dynamix.arbitrator.policies.registry import policy_named
-from dynamix.lab.experiments.episodes.policy_files import file_digest, shipped_files
 from dynamix.schemas.messages.policies import DEFAULT_POLICY
 from dynamix.trainer.gradient.learning_rate import FACTORS, Rule
 
@@ -191,3 +193,27 @@ def _files(name: str, files: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
     if name in files:
         return tuple(files[name])
     return tuple(map(str, shipped_files(name))) if name in SHIPPED_POLICIES else ()
+
+
+def shipped_files(name: str, directory: Path | None = None) -> list[Path]:
+    """The shipped files of a learned policy, one per policy seed; a file belongs to the longest name that it bears."""
+    found = sorted((directory or shipped_directory()).glob(f"{name}*{SUFFIX}"))
+    return [path for path in found if _owner(path.stem) == name]
+
+
+@lru_cache(maxsize=256)
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file.
+
+    Raises:
+        ValueError: when it cannot be read.
+    """
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise ValueError(f"cannot read the policy file {path}: {error.strerror}") from error
+
+
+def _owner(stem: str) -> str | None:
+    owners = [name for name in SHIPPED_POLICIES if stem == name or stem.startswith(f"{name}-")]
+    return max(owners, key=len, default=None)

@@ -1,9 +1,8 @@
 """Data sets in their publishers' own format, read from a directory and checked by hash. Nothing is downloaded."""
 
 from .cifar import CIFAR10_DIRECTORIES, CIFAR10_FILES, cifar10
-from .fashion import FASHION_MNIST_DIRECTORIES, FASHION_MNIST_FILES, fashion_mnist
+from .fashion import FASHION_MNIST_DIRECTORIES, FASHION_MNIST_FILES, fashion_mnist, read_idx
 from .files import CorruptDataError, MissingDataError, PublishedFile
-from .idx import read_idx
 from .text import TEXT_DIRECTORIES, read_text
 
 __all__ = [

@@ -1,12 +1,14 @@
 """Fashion-MNIST (Zalando Research, MIT): 70,000 grey images of 28 x 28 pixels, ten kinds of clothing."""
 
+import struct
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import TensorDataset
 
-from .files import PublishedFile, places, read_published
-from .idx import read_idx
+from .files import CorruptDataError, PublishedFile, places, read_published
 
 FASHION_MNIST_DIRECTORIES = (
     Path(".data/fashion-mnist"),
@@ -61,3 +63,21 @@ def fashion_mnist_bytes(split: str, directory: str | Path | None = None) -> tupl
         for file in FASHION_MNIST_FILES[split]
     )
     return torch.from_numpy(images).unsqueeze(1), torch.from_numpy(labels).long()
+
+
+def read_idx(content: bytes, name: str) -> npt.NDArray[np.uint8]:
+    """The array in an idx file of unsigned bytes: 0, 0, type, number of dimensions, sizes (big-endian), values.
+
+    Raises:
+        CorruptDataError: when the header is another's, or the length does not fit it.
+    """
+    if len(content) < 4 or content[:2] != b"\0\0" or content[2] != 0x08:
+        raise CorruptDataError(f"{name} is no idx file of unsigned bytes")
+    num_dimensions = content[3]
+    start = 4 + 4 * num_dimensions
+    if len(content) < start:
+        raise CorruptDataError(f"{name} ends in its header")
+    shape = struct.unpack(f">{num_dimensions}I", content[4:start])
+    if len(content) - start != int(np.prod(shape, dtype=np.int64)):
+        raise CorruptDataError(f"{name} holds {len(content) - start} values, its header says {shape}")
+    return np.frombuffer(content, dtype=np.uint8, offset=start).reshape(shape).copy()
