@@ -1,6 +1,7 @@
 """The shape of the repository, held: the namespace, who imports whom, and who may touch the outside world."""
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -111,3 +112,69 @@ def test_nothing_happens_on_import(package: str) -> None:
             assert not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)), (
                 f"{package}.{name} acts on import"
             )
+
+
+# --- what keeps the folders easy to enter ----------------------------------------------------------------------------
+
+MAX_MODULES = 14
+"""Modules of one folder: more, and it wants to become two."""
+
+
+def product_files() -> list[Path]:
+    """Every module of the product and of the benchmarks."""
+    return [path for top in (*ROOTS.values(), ROOT / "bench") for path in sorted(top.rglob("*.py"))]
+
+
+def module_name(path: Path) -> str:
+    """As it is imported; a package for its `__init__.py`."""
+    top = next((top for top in ROOTS.values() if path.is_relative_to(top)), ROOT)
+    return ".".join(path.relative_to(top).with_suffix("").parts).removesuffix(".__init__")
+
+
+def folder_edges() -> dict[str, set[str]]:
+    """Which folders a folder's modules import from; what an `__init__.py` re-exports from below is left out."""
+    modules = {module_name(path): path for path in product_files()}
+    edges: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        own = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        for imported in absolute_imports(name, path):
+            module = imported if imported in modules else imported.rpartition(".")[0]
+            if module not in modules:
+                continue
+            folder = module if modules[module].name == "__init__.py" else module.rpartition(".")[0]
+            reexported = path.name == "__init__.py" and folder.startswith(f"{own}.")
+            if folder != own and not reexported:
+                edges.setdefault(own, set()).add(folder)
+    return edges
+
+
+def absolute_imports(name: str, path: Path) -> Iterator[str]:
+    """Absolute names of everything a module imports from, relative imports resolved."""
+    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            where = ".".join([*base, *([node.module] if node.module else [])])
+            yield from (f"{where}.{alias.name}" for alias in node.names)
+
+
+def test_no_folder_has_too_many_modules() -> None:
+    counts = Counter(path.parent for path in product_files())
+    assert {str(folder.relative_to(ROOT)): count for folder, count in counts.items() if count > MAX_MODULES} == {}
+
+
+def test_folders_never_import_each_other_in_a_circle() -> None:
+    edges = folder_edges()
+    while leaves := {folder for folder in edges if not edges[folder] & edges.keys()}:
+        edges = {folder: targets for folder, targets in edges.items() if folder not in leaves}
+    assert edges == {}, "each of these folders imports another of them"
+
+
+def test_no_two_classes_have_the_same_name() -> None:
+    names = Counter(
+        node.name
+        for path in product_files()
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef)
+    )
+    assert sorted(name for name, count in names.items() if count > 1) == []

@@ -24,9 +24,9 @@ from bench.hosts import HostsError
 
 from dynamix.cli.output import output_path
 from dynamix.runtime import output_files
-from dynamix.runtime.output_files import Kind
+from dynamix.runtime.output_files import FileKind
 
-TABLES = Kind("a file of such tables", lambda head: head.startswith(b"| one rank has |"))
+TABLES = FileKind("a file of such tables", lambda head: head.startswith(b"| one rank has |"))
 EQUAL = "equal split"
 NOT_SHOWN = ("local_batch_size", "tx_bytes_per_s")
 SIGNALS = [column for column in COLUMNS if column[1] not in NOT_SHOWN]

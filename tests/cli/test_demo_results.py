@@ -6,7 +6,7 @@ from tests.support import examples
 
 from dynamix.cli.commands.demo.figure import draw
 from dynamix.cli.commands.demo.plan import DemoPlan, DemoStep
-from dynamix.cli.commands.demo.results import Run, Summary, read_progress, summarise
+from dynamix.cli.commands.demo.results import DemoRun, Summary, read_progress, summarise
 from dynamix.schemas.messages import Applied, Report
 
 PLAN = DemoPlan(target_accuracy=0.8, window_steps=2)
@@ -48,7 +48,7 @@ def applied(*windows: int) -> list[Applied]:
     ]
 
 
-def a_run(policy: str = "static", step_time_s: float = 0.1) -> Run:
+def a_run(policy: str = "static", step_time_s: float = 0.1) -> DemoRun:
     sizes = [(128, 128), (150, 106), (154, 102), (154, 102)]
     return summarise(PLAN, policy, progress(step_time_s, {2: 0.5, 5: 0.81, 7: 0.79}), reports(sizes), applied(0, 1, 1))
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from dynamix.runtime import output_files
-from dynamix.runtime.output_files import JSON, PNG, Kind, RefusedOutputError
+from dynamix.runtime.output_files import JSON, PNG, FileKind, RefusedOutputError
 
 from .errors import CommandError
 
@@ -19,9 +19,9 @@ STANDARD_OUTPUT = "-"
 Document = dict[str, Any]
 """An object of JSON."""
 
-POLICY = Kind("a learned policy", lambda head: head[8:9] == b"{" and b'"dynamix"' in head)
-SCENARIO = Kind("a scenario", lambda head: re.search(rb"^workload\s*=", head, re.MULTILINE) is not None)
-TUNED = Kind("a file of `dynamix tune`", lambda head: b"\ncommand = " in head and b"\nnum_settings = " in head)
+POLICY = FileKind("a learned policy", lambda head: head[8:9] == b"{" and b'"dynamix"' in head)
+SCENARIO = FileKind("a scenario", lambda head: re.search(rb"^workload\s*=", head, re.MULTILINE) is not None)
+TUNED = FileKind("a file of `dynamix tune`", lambda head: b"\ncommand = " in head and b"\nnum_settings = " in head)
 
 
 class OutputPath(str):
@@ -30,7 +30,9 @@ class OutputPath(str):
     __slots__ = ()
 
 
-def output_path(kind: Kind | None, *, streams: bool = True, make_parents: bool = False) -> Callable[[str], OutputPath]:
+def output_path(
+    kind: FileKind | None, *, streams: bool = True, make_parents: bool = False
+) -> Callable[[str], OutputPath]:
     """An argument's type: the path of a file to write; an unfit one is an error of usage. See `output_files.check`."""
 
     def checked(text: str) -> OutputPath:

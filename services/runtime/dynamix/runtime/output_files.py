@@ -27,7 +27,7 @@ class RefusedOutputError(ValueError):
     """A path that is not written to; the text says what is there and what to do."""
 
 
-class Kind(NamedTuple):
+class FileKind(NamedTuple):
     """What a command writes, and how to recognise a file of it."""
 
     noun: str
@@ -35,12 +35,12 @@ class Kind(NamedTuple):
     """Told the first `HEAD_BYTES` of a file that is not empty."""
 
 
-JSON = Kind("a JSON file of this program", lambda head: head[:2] in (b"{\n", b"[\n", b"{}", b"[]"))
+JSON = FileKind("a JSON file of this program", lambda head: head[:2] in (b"{\n", b"[\n", b"{}", b"[]"))
 """Indented; a file with a document per line, such as results, is none."""
-PNG = Kind("a PNG picture", lambda head: head.startswith(b"\x89PNG\r\n\x1a\n"))
+PNG = FileKind("a PNG picture", lambda head: head.startswith(b"\x89PNG\r\n\x1a\n"))
 
 
-def check(path: Path, kind: Kind | None = None, *, streams: bool = True, make_parents: bool = False) -> None:
+def check(path: Path, kind: FileKind | None = None, *, streams: bool = True, make_parents: bool = False) -> None:
     """Refuse a path that must not, or cannot, be written. Touches nothing.
 
     Args:
@@ -153,7 +153,7 @@ def _check_parent(path: Path, *, make_parents: bool) -> None:
         raise RefusedOutputError(f"{path} cannot be written: directory {directory} is closed to this user")
 
 
-def _check_existing(path: Path, kind: Kind | None) -> None:
+def _check_existing(path: Path, kind: FileKind | None) -> None:
     if not os.access(path, os.W_OK):
         raise RefusedOutputError(f"{path} may not be written by this user: name another file")
     if kind is None:

@@ -10,12 +10,12 @@ from matplotlib.figure import Figure
 from dynamix.cli.figures import COLOURS, finish, save
 
 from .plan import DemoPlan
-from .results import Run
+from .results import DemoRun
 
 _POLICY_COLOURS = {"static": "#888888", "proportional": "#0b6e4f"}
 
 
-def draw(runs: Sequence[Run], plan: DemoPlan, path: Path) -> None:
+def draw(runs: Sequence[DemoRun], plan: DemoPlan, path: Path) -> None:
     """Write a PNG of the runs to `path`."""
     figure = Figure(figsize=(12, 7), layout="constrained")
     grid = figure.add_gridspec(2, 2, width_ratios=(1.15, 1))
@@ -29,7 +29,7 @@ def draw(runs: Sequence[Run], plan: DemoPlan, path: Path) -> None:
     save(figure, path)
 
 
-def _accuracy(axes: Axes, runs: Sequence[Run], plan: DemoPlan) -> None:
+def _accuracy(axes: Axes, runs: Sequence[DemoRun], plan: DemoPlan) -> None:
     for run in runs:
         times, accuracies = zip(*run.accuracies, strict=True) if run.accuracies else ((), ())
         colour = _POLICY_COLOURS.get(run.summary.policy)
@@ -49,14 +49,14 @@ def _accuracy(axes: Axes, runs: Sequence[Run], plan: DemoPlan) -> None:
     finish(axes, from_zero=False, title="Held-out accuracy", ylabel="accuracy")
 
 
-def _batch_sizes(axes: Axes, run: Run, plan: DemoPlan) -> None:
+def _batch_sizes(axes: Axes, run: DemoRun, plan: DemoPlan) -> None:
     for rank, sizes in enumerate(zip(*run.summary.local_batch_sizes, strict=True)):
         label = f"rank {rank}" + (f" ({plan.slowdown:g}x slower)" if rank == plan.slow_rank else "")
         axes.step(range(len(sizes)), sizes, where="post", label=label, color=COLOURS[rank % len(COLOURS)])
     finish(axes, title=f"Local batch sizes, {run.summary.policy}", xlabel="window", ylabel="samples per step")
 
 
-def _step_time(axes: Axes, runs: Sequence[Run], plan: DemoPlan) -> None:
+def _step_time(axes: Axes, runs: Sequence[DemoRun], plan: DemoPlan) -> None:
     for run in runs:
         steps = [line.step_time_s * 1000 for line in run.progress]
         k = plan.window_steps

@@ -33,7 +33,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     runs: list[RunSummary]
 
 
-class Run(msgspec.Struct, frozen=True, kw_only=True):
+class DemoRun(msgspec.Struct, frozen=True, kw_only=True):
     """One run with everything its figure needs."""
 
     summary: RunSummary
@@ -47,7 +47,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
 def summarise(
     plan: DemoPlan, policy: str, progress: Sequence[DemoStep], reports: Sequence[Report], applied: Sequence[Applied]
-) -> Run:
+) -> DemoRun:
     """Put a run's parts together; `reports` may hold windows of several nodes, in any order."""
     evaluated = [line for line in progress if line.accuracy is not None]
     reached = next((line for line in evaluated if line.accuracy >= plan.target_accuracy), None)  # type: ignore[operator] # not None: just filtered
@@ -64,7 +64,7 @@ def summarise(
         num_actions_applied=len({message.decided_window for message in applied}),
         local_batch_sizes=sizes,
     )
-    return Run(summary=summary, progress=list(progress))
+    return DemoRun(summary=summary, progress=list(progress))
 
 
 def read_progress(lines: bytes) -> list[DemoStep]:

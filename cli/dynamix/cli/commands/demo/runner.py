@@ -21,7 +21,7 @@ from dynamix.schemas.messages import Applied, Message, Report
 from dynamix.schemas.streams import FEED
 
 from .plan import DemoPlan, DemoStep
-from .results import Run, read_progress, summarise
+from .results import DemoRun, read_progress, summarise
 
 LAST_MESSAGES_TIMEOUT_S = 5.0
 MAX_ERROR_CHARACTERS = 3000
@@ -39,7 +39,9 @@ class TrainingFailedError(RuntimeError):
     """The training job ended with an error; the text holds what its first failing rank said."""
 
 
-async def run_demo(plan: DemoPlan, policies: Sequence[str], say: Callable[[str], None], watch: Watcher) -> list[Run]:
+async def run_demo(
+    plan: DemoPlan, policies: Sequence[str], say: Callable[[str], None], watch: Watcher
+) -> list[DemoRun]:
     """Carry out the plan once per policy, one after the other, against the same services.
 
     Raises:
@@ -88,7 +90,7 @@ class _Demo:
         self._directory = directory
         self._watch = watch
 
-    async def run(self, policy: str) -> Run:
+    async def run(self, policy: str) -> DemoRun:
         """One training job under a policy, watched on the bus."""
         job = f"demo-{policy}-{secrets.token_hex(4)}"
         messages = _RunMessages(policy, self._watch)

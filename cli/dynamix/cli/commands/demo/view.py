@@ -8,7 +8,7 @@ from dynamix.cli.tables import console_for, new_table
 from dynamix.schemas.messages import Report
 
 from .plan import DemoPlan
-from .results import Run
+from .results import DemoRun
 
 PLAIN_EVERY_S = 5.0
 BAR_WIDTH = 10
@@ -48,7 +48,7 @@ class DemoProgress(ProgressLine):
         )
 
 
-def show(runs: Sequence[Run], *, stderr: bool) -> None:
+def show(runs: Sequence[DemoRun], *, stderr: bool) -> None:
     """Print a line for each run, with ratios to the first."""
     headings = ("policy", "to target", "final", "median step", "applied", "last sizes")
     table = new_table(*headings, left=("policy",), title="Same seed, same global batch, same target")

@@ -2,7 +2,7 @@
 
 import re
 
-from dynamix.runtime.output_files import Kind
+from dynamix.runtime.output_files import FileKind
 
 HEADER = b'{"dynamix":"results of runs, a line each","format":1}\n'
 _LINE = re.compile(rb'\{"key":"[0-9a-f]{64}","about":"')
@@ -14,4 +14,4 @@ def is_ledger(head: bytes) -> bool:
     return head.startswith(HEADER) or HEADER.startswith(head) or _LINE.match(head) is not None
 
 
-LEDGER = Kind("a file of results", is_ledger)
+LEDGER = FileKind("a file of results", is_ledger)

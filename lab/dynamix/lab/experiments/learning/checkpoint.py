@@ -6,12 +6,12 @@ from typing import Self
 import msgspec
 
 from dynamix.runtime import output_files
-from dynamix.runtime.output_files import Kind
+from dynamix.runtime.output_files import FileKind
 
 from .history import LearningUpdate
 from .plan import LearningPlan
 
-KIND = Kind("a checkpoint of `dynamix learn`", lambda head: head[1:13] == b"\xabplan_digest")
+KIND = FileKind("a checkpoint of `dynamix learn`", lambda head: head[1:13] == b"\xabplan_digest")
 """A map in MessagePack, its first field as below."""
 
 
