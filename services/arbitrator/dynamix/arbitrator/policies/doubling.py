@@ -1,6 +1,6 @@
-"""`doubling`: the initial batch, doubled again and again (Smith et al., arXiv 1711.00489).
+"""`doubling`: the initial batch, doubled repeatedly (Smith et al., arXiv 1711.00489).
 
-Either after every so many samples, as schedules in the field are written, or when the training loss stalls.
+It doubles after a number of samples, as published schedules do, or when the training loss stalls.
 """
 
 import math

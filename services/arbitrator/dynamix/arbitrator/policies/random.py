@@ -1,4 +1,4 @@
-"""`random`: a published delta action per rank, drawn uniformly. The null that a learned policy must beat."""
+"""`random`: a published delta action per rank, drawn uniformly. The least that a learned policy has to beat."""
 
 import hashlib
 from types import MappingProxyType

@@ -1,4 +1,4 @@
-"""`static`: the sizes the job started with, for ever. The baseline everything is compared with.
+"""`static`: the sizes that the job started with. The baseline of every comparison.
 
 With the fast loop (option `track`) their sum stays and the training processes divide it.
 """
