@@ -117,11 +117,11 @@ async def test_a_discovery_request_cannot_name_another_reply_subject(server: Con
 
 
 async def test_unknown_kinds_share_one_entry_of_the_statistics() -> None:
-    handled = StatisticsByKind()
+    statistics = StatisticsByKind()
     for subject in ("foreign.a", "foreign.b", "dynamix.v1.foreign.c", "dynamix.v1.state.a.b", "dynamix.v1.state.>"):
-        handled.of(subject).refuse("bad")
-    handled.of("dynamix.v1.state.>", "dynamix.v1.action.*").refuse("bad")
-    stats = ServiceStats.from_dict(json.loads(json.dumps(answer_to("STATS", ME, handled))))
+        statistics.of_subjects(subject).record_error("bad")
+    statistics.of_subjects("dynamix.v1.state.>", "dynamix.v1.action.*").record_error("bad")
+    stats = ServiceStats.from_dict(json.loads(json.dumps(answer_to("STATS", ME, statistics))))
     assert [(one.name, one.num_errors) for one in stats.endpoints] == [("other", 4), ("state", 2)]
 
 

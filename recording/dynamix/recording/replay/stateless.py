@@ -40,7 +40,7 @@ class StatelessReplayBus:
     """A bus that delivers recorded inputs and compares what is published with the recorded outputs."""
 
     def __init__(self, player: RecordPlayer, traffic: ServiceTraffic, pairing: OutputPairing) -> None:
-        self.handled = StatisticsByKind()
+        self.statistics = StatisticsByKind()
         self._player = player
         self._traffic = traffic
         self._pairing = pairing

@@ -58,7 +58,7 @@ class ArbitratorReplayBus:
             events: takes the events.
             change: replaces each specification; then the recorded receipts, for other actions, are hidden.
         """
-        self.handled = StatisticsByKind()
+        self.statistics = StatisticsByKind()
         self.job: Job | None = None
         self._player = player
         self._actions = actions

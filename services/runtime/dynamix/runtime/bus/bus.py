@@ -29,12 +29,12 @@ class Bus:
     """One connection to the broker; make it with `Bus.connect`. It belongs to the event loop that made it.
 
     Attributes:
-        handled: what consumers handed out and what became of it, by kind of message.
+        statistics: what consumers handed out and what became of it, by kind of message.
     """
 
     def __init__(self, connection: BrokerConnection) -> None:
         self._connection = connection
-        self.handled = StatisticsByKind()
+        self.statistics = StatisticsByKind()
         self._requests = Requests(connection)
         self._publisher = Publisher(connection)
         self._objects = Objects(self._requests, self._publisher, self._read)
@@ -232,8 +232,8 @@ class Bus:
         sequence once. Broker restarts and lost connections are bridged without loss. `start` counts for a durable
         consumer only when the broker does not know it yet.
         """
-        handled = self.handled.of(*subjects)
-        consumer = self._consumer(stream, subjects, start, durable, max_batch, handled)
+        statistics = self.statistics.of_subjects(*subjects)
+        consumer = self._consumer(stream, subjects, start, durable, max_batch, statistics)
         self._consumers.add(consumer)
         if self._intake_stopped:
             consumer.end()
@@ -249,7 +249,7 @@ class Bus:
 
     async def answer_discovery(self, identity: Identity) -> None:
         """Let `nats micro` find us and see what we have handled; runs until cancelled."""
-        await Discovery(self._connection, identity, self.handled).answer()
+        await Discovery(self._connection, identity, self.statistics).answer()
 
     def stop_intake(self) -> None:
         """Let every loop over a consumer or a subscription end, also one that begins later; publishing still works."""
@@ -296,7 +296,7 @@ class Bus:
         start: Start,
         durable: str | None,
         max_batch: int,
-        handled: HandlingStatistics | None = None,
+        statistics: HandlingStatistics | None = None,
     ) -> Consumer:
         return Consumer(
             self._connection,
@@ -307,5 +307,5 @@ class Bus:
             durable=durable,
             max_batch=max_batch,
             counters=self._consumed,
-            handled=handled,
+            statistics=statistics,
         )

@@ -48,10 +48,10 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
 class Discovery:
     """Answers with the service's identity and statistics while `answer` runs."""
 
-    def __init__(self, connection: BrokerConnection, identity: Identity, handled: StatisticsByKind) -> None:
+    def __init__(self, connection: BrokerConnection, identity: Identity, statistics: StatisticsByKind) -> None:
         self._connection = connection
         self._identity = identity
-        self._handled = handled
+        self._statistics = statistics
         self._questions: collections.deque[tuple[str, str]] = collections.deque(maxlen=MAX_QUEUED)
         self._asked = asyncio.Event()
         self._limit = RateLimit(per_s=1.0)
@@ -91,7 +91,7 @@ class Discovery:
 
     async def _answer_one(self, verb: str, reply: str) -> None:
         try:
-            await self._connection.send(reply, msgspec.json.encode(answer_to(verb, self._identity, self._handled)))
+            await self._connection.send(reply, msgspec.json.encode(answer_to(verb, self._identity, self._statistics)))
         except BusError as error:
             logger.debug("no answer to %s: %s", verb, error)
 
@@ -106,7 +106,7 @@ def subjects_of(verb: str, identity: Identity) -> tuple[str, str, str]:
     return everybody, f"{everybody}.{identity.name}", f"{everybody}.{identity.name}.{identity.id}"
 
 
-def answer_to(verb: str, identity: Identity, handled: StatisticsByKind) -> dict[str, Any]:
+def answer_to(verb: str, identity: Identity, statistics: StatisticsByKind) -> dict[str, Any]:
     """The answer to a verb, in the protocol's words."""
     answer: dict[str, Any] = {
         "type": f"io.nats.micro.v1.{verb.lower()}_response",
@@ -116,29 +116,29 @@ def answer_to(verb: str, identity: Identity, handled: StatisticsByKind) -> dict[
         "metadata": identity.metadata,
     }
     if verb == "INFO":
-        answer |= {"description": identity.description, "endpoints": [_described(kind) for kind in handled.all()]}
+        answer |= {"description": identity.description, "endpoints": [_described(kind) for kind in statistics.all()]}
     elif verb == "STATS":
         answer |= {
             "started": identity.started.strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
-            "endpoints": [_counted(kind) for kind in handled.all()],
+            "endpoints": [_counted(kind) for kind in statistics.all()],
         }
     return answer
 
 
-def _described(handled: HandlingStatistics) -> Mapping[str, Any]:
-    metadata = {"stream": handled.carrier, "answers_requests": "no"}
-    return {"name": handled.kind, "subject": handled.subject, "queue_group": "", "metadata": metadata}
+def _described(statistics: HandlingStatistics) -> Mapping[str, Any]:
+    metadata = {"stream": statistics.carrier, "answers_requests": "no"}
+    return {"name": statistics.kind, "subject": statistics.subject, "queue_group": "", "metadata": metadata}
 
 
-def _counted(handled: HandlingStatistics) -> Mapping[str, Any]:
+def _counted(statistics: HandlingStatistics) -> Mapping[str, Any]:
     return {
-        "name": handled.kind,
-        "subject": handled.subject,
+        "name": statistics.kind,
+        "subject": statistics.subject,
         "queue_group": "",
-        "num_requests": handled.num_messages,
-        "num_errors": handled.num_errors,
-        "last_error": handled.last_error,
-        "processing_time": handled.processing_ns,
-        "average_processing_time": handled.processing_ns // max(1, handled.num_messages),
+        "num_requests": statistics.num_messages,
+        "num_errors": statistics.num_errors,
+        "last_error": statistics.last_error,
+        "processing_time": statistics.processing_ns,
+        "average_processing_time": statistics.processing_ns // max(1, statistics.num_messages),
         "data": None,
     }

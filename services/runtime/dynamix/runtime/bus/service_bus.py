@@ -32,7 +32,7 @@ class BatchConsumer(Protocol):
 class ServiceBus(Protocol):
     """What every service needs: consume messages, publish messages, set aside what it cannot use."""
 
-    handled: StatisticsByKind
+    statistics: StatisticsByKind
 
     def consume(
         self,

@@ -36,7 +36,7 @@ class DeadLetters:
     async def set_aside(self, message: BusMessage, reason: str) -> None:
         """Set a message aside; never raises."""
         self._count("dead_letters")
-        self._bus.handled.of(message.subject).refuse(reason)
+        self._bus.statistics.of_subjects(message.subject).record_error(reason)
         kind, job = tokens_of(message.subject)
         if not self._limit.allow(kind):
             self._count("dead_letters_not_kept")

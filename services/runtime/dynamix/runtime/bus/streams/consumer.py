@@ -51,7 +51,7 @@ class Consumer:
         durable: str | None,
         max_batch: int,
         counters: dict[str, int],
-        handled: HandlingStatistics | None = None,
+        statistics: HandlingStatistics | None = None,
     ) -> None:
         if max_batch < 1 or not subjects:
             raise ValueError(f"a consumer needs at least one subject and max_batch >= 1, not {subjects}, {max_batch}")
@@ -79,7 +79,7 @@ class Consumer:
         self._pull: Pull | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._counters = counters
-        self._stopwatch = Stopwatch(handled)
+        self._stopwatch = Stopwatch(statistics)
         self._forget: list[Callable[[], None]] = []
 
     async def __aenter__(self) -> Self:

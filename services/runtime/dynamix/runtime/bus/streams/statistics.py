@@ -1,4 +1,4 @@
-"""What was handled so far, by kind of message: numbers, errors, time; for discovery (`micro`)."""
+"""Statistics of handled messages by kind: numbers, errors, time; shown by `discovery`."""
 
 import time
 
@@ -28,7 +28,7 @@ class HandlingStatistics:
         self.last_error = ""
         self.processing_ns = 0
 
-    def refuse(self, reason: str) -> None:
+    def record_error(self, reason: str) -> None:
         """Note that one of the messages could not be used."""
         self.num_errors += 1
         self.last_error = reason[:MAX_ERROR_TEXT]
@@ -50,14 +50,14 @@ class StatisticsByKind:
     def __init__(self) -> None:
         self._by_kind: dict[str, HandlingStatistics] = {}
 
-    def of(self, *subjects: str) -> HandlingStatistics:
-        """The one for a subject or some filters; those of several kinds have one together."""
+    def of_subjects(self, *subjects: str) -> HandlingStatistics:
+        """Statistics for a subject or some filters; filters of several kinds share one entry."""
         kinds = {_kind_of(subject) for subject in subjects}
         kind = kinds.pop() if len(kinds) == 1 else OTHER
         return self._by_kind.setdefault(kind, HandlingStatistics(kind))
 
     def all(self) -> list[HandlingStatistics]:
-        """By kind, in the order of the alphabet."""
+        """List the statistics, sorted by kind."""
         return [self._by_kind[kind] for kind in sorted(self._by_kind)]
 
 
@@ -69,18 +69,18 @@ def _kind_of(subject: str) -> str:
 class Stopwatch:
     """Times the handling of batches, one at a time."""
 
-    def __init__(self, handled: HandlingStatistics | None) -> None:
-        self._handled = handled
+    def __init__(self, statistics: HandlingStatistics | None) -> None:
+        self._statistics = statistics
         self._since_ns = 0
 
     def begin(self, num_messages: int) -> None:
         """A batch is handed out."""
-        if self._handled is not None:
-            self._handled.num_messages += num_messages
+        if self._statistics is not None:
+            self._statistics.num_messages += num_messages
             self._since_ns = time.monotonic_ns()
 
     def end(self) -> None:
         """The next batch is asked for, or none any more."""
-        if self._handled is not None and self._since_ns:
-            self._handled.processing_ns += time.monotonic_ns() - self._since_ns
+        if self._statistics is not None and self._since_ns:
+            self._statistics.processing_ns += time.monotonic_ns() - self._since_ns
             self._since_ns = 0
