@@ -3,7 +3,6 @@
 Every message is what the services' own functions give for the one before it, so that a replay of it must be equal.
 """
 
-import datetime as dt
 from pathlib import Path
 
 import msgspec
@@ -11,7 +10,7 @@ import numpy as np
 
 from dynamix.arbitrator.deciding.fold import Fold
 from dynamix.arbitrator.policies.registry import policy_named
-from dynamix.recording.capture import CaptureHeader, CaptureWriter, Record, fingerprint
+from dynamix.recording.capture import CaptureHeader, CaptureWriter, Record
 from dynamix.reward.formula import Weights, reward_of
 from dynamix.schemas import codec, subjects
 from dynamix.schemas.features import state_of
@@ -49,18 +48,12 @@ class StreamRecorder:
         return sequence
 
 
-def header_of(job: Job) -> CaptureHeader:
-    """The header of a capture made now."""
-    created = dt.datetime.now(dt.UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
-    return CaptureHeader(job=job.job, created=created, fingerprint=fingerprint())
-
-
 def write_recording(path: Path, *, num_workers: int, num_windows: int, policy: str = "rule", seed: int = 0) -> None:
     """Write a capture of a job of nodes of eight ranks, one window a second, from its start to its end."""
     job = job_of("bench-0a1b2c3d", num_workers, policy)
     nodes = [_variants(job, node, (seed, index)) for index, node in enumerate(job.nodes)]
     fold = Fold(job, policy_named(policy), None)
-    with CaptureWriter(path, header_of(job), overwrite=True) as writer:
+    with CaptureWriter(path, CaptureHeader.of(job.job), overwrite=True) as writer:
         recorder = StreamRecorder(writer)
         recorder.store(job)
         decided: list[Action] = []

@@ -11,7 +11,7 @@ import pytest
 import structlog
 from tests.support import examples
 from tests.support.brokers import ConfiguredServer, connected, operate, until
-from tests.support.stored_blocks import Record, block_of, flip_in_header, flip_in_payload, records
+from tests.support.stored_blocks import BlockRecord, block_of, flip_in_header, flip_in_payload, records
 
 from dynamix.arbitrator.deciding import job_log
 from dynamix.arbitrator.deciding.action_store import ActionStoreError
@@ -256,7 +256,7 @@ class TestRot:
             await decide(bus, await opened(bus, job), windows)
         await bus.publish(receipt((await actions(bus))[-1]))
 
-    def rot(self, tmp_path: Path, where: str, index: int) -> Record:
+    def rot(self, tmp_path: Path, where: str, index: int) -> BlockRecord:
         block = block_of(tmp_path / "store", ACTIONS.name)
         record = records(block)[index]
         {"header": flip_in_header, "payload": flip_in_payload}[where](block, record)

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from tests.support import examples
-from tests.support.recordings import DEMO, Recording, changed
+from tests.support.recordings import DEMO, JobRecording, changed
 
 from dynamix.cli.main import main
 from dynamix.recording.capture import CaptureWriter, Record, read_header, records
@@ -116,7 +116,7 @@ def test_another_policy_is_a_question_and_zero(tmp_path: Path, capsys: pytest.Ca
 def test_the_recorded_policy_can_be_asked_with_other_options(tmp_path: Path) -> None:
     target = tmp_path / "out.json"
     job = examples.job({"node-a": (0, 1)}, policy="rule", policy_options={"noise_multiplier": 1.0})
-    with Recording(tmp_path / "job.dxc", job) as recording:
+    with JobRecording(tmp_path / "job.dxc", job) as recording:
         for window in range(6):
             recording.state(window)
     assert played(recording.path, "--policy-option", "noise_multiplier=8", "--json", str(target)) == 0

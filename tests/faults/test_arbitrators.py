@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 from tests.support.arbitrators import Feeding, crew, feed_states, two_node_job
-from tests.support.bus_watch import Watch, watching
+from tests.support.bus_watch import BusWatch, watching
 from tests.support.control_plane import ControlPlane, control_plane
 from tests.support.decision_checks import check_decisions
 from tests.support.faults import Figure, Scale
@@ -46,7 +46,7 @@ async def test_each_window_is_decided_once_over_thirty_kills(
     figure("longest_without_decision_s", _longest_wait_s(watch))
 
 
-def _longest_wait_s(watch: Watch) -> float:
+def _longest_wait_s(watch: BusWatch) -> float:
     """The longest time between two actions; both arbitrators may be dead, and a start takes a second."""
     times = [seen.at_s for seen in watch.actions]
     return round(max(later - earlier for earlier, later in itertools.pairwise(times)), 3)
@@ -75,7 +75,7 @@ async def test_a_standby_takes_over_without_a_lease(
     figure("worst_takeover_s", round(max(waits_s), 3))
 
 
-async def _next_decision_s(watch: Watch) -> float:
+async def _next_decision_s(watch: BusWatch) -> float:
     """Seconds from now until the next action is stored."""
     begin, count = asyncio.get_running_loop().time(), len(watch.actions) + 1
     await watch.until_decided(count)

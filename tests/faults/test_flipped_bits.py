@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.arbitrators import Crew, crew, feed_states, two_node_job
-from tests.support.bus_watch import Watch, watching
+from tests.support.bus_watch import BusWatch, watching
 from tests.support.control_plane import ControlPlane, control_plane
 from tests.support.decision_checks import recorded_states, stored
 from tests.support.examples import applied
@@ -85,12 +85,12 @@ async def _go_on(plane: ControlPlane, arbitrators: Crew, job: Job, original: dic
     return refused
 
 
-def _refused(watch: Watch, arbitrators: Crew) -> bool:
+def _refused(watch: BusWatch, arbitrators: Crew) -> bool:
     """Whether every arbitrator reported that it refuses this log."""
     return all(watch.counter(name, "refused_logs") > 0 for name in arbitrators.members)
 
 
-async def _end_of_it(plane: ControlPlane, arbitrators: Crew, watch: Watch, job: Job) -> None:
+async def _end_of_it(plane: ControlPlane, arbitrators: Crew, watch: BusWatch, job: Job) -> None:
     """Wait until all windows are decided, or every arbitrator has refused to."""
     async with asyncio.timeout(30):
         while not _refused(watch, arbitrators):

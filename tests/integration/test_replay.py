@@ -1,14 +1,12 @@
 """What real services stored over crashes and a restart of the job replays byte for byte."""
 
-import asyncio
 from pathlib import Path
 
 import msgspec
 import pytest
+from tests.support.capture_files import capture_job
 from tests.support.control_plane import ControlPlane, control_plane, feed_windows, one_node_job
 
-from dynamix.cli.commands.capture.source import Source
-from dynamix.recording.capture import CaptureHeader, CaptureWriter, fingerprint
 from dynamix.recording.replay import ReplayRequest, ReplayTarget, replay
 from dynamix.schemas import subjects
 from dynamix.schemas.messages import Job
@@ -16,17 +14,6 @@ from dynamix.schemas.streams import FEED
 
 NUM_WINDOWS = 12
 """In each of two generations."""
-
-
-async def captured(plane: ControlPlane, job: str, path: Path) -> Path:
-    """Capture what the broker has stored of a job."""
-    header = CaptureHeader(job=job, created="2026-11-20T12:00:00Z", fingerprint=fingerprint())
-    with CaptureWriter(path, header) as writer:
-        async with Source(plane.bus, job, past=True, stop=asyncio.Event()) as source:
-            while batch := await source.read():
-                for record in batch:
-                    writer.write_record(record)
-    return path
 
 
 async def through_crashes(plane: ControlPlane, job: Job) -> None:
@@ -52,7 +39,8 @@ async def test_a_job_with_crashes_and_a_restart_replays_byte_for_byte(tmp_path: 
         await through_crashes(plane, again)
         await plane.wait_for_actions(2 * NUM_WINDOWS)
         await plane.wait_for(FEED.name, subjects.reward(job.job, subjects.ANY), 2 * NUM_WINDOWS)
-        path = await captured(plane, job.job, tmp_path / "job.dxc")
+        path = tmp_path / "job.dxc"
+        await capture_job(plane.bus, job.job, path, past=True)
     compared: dict[ReplayTarget, tuple[int, int, int]] = {}
     for into in ("collector", "reward", "arbitrator"):
         outcome = await replay(ReplayRequest(path, into))

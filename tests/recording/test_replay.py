@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 from tests.support import examples, learned
-from tests.support.recordings import DEMO, Recording, changed, written
+from tests.support.recordings import DEMO, JobRecording, changed, written
 
 from dynamix.arbitrator.learned.policy import LearnedPolicy
 from dynamix.arbitrator.learned.policy_file import PolicyFile
@@ -121,7 +121,7 @@ async def test_until_a_window_compares_no_later_one() -> None:
 
 async def test_a_capture_with_arbitrator_restarts_replays_equal(tmp_path: Path) -> None:
     """One restart in the middle of a window, and one while undecided states are stored."""
-    with Recording(tmp_path / "job.dxc", TWO_NODES) as recording:
+    with JobRecording(tmp_path / "job.dxc", TWO_NODES) as recording:
         for window in range(12):
             recording.state(window, "node-a", is_seen=window not in (8, 9))
             if window == 3:
@@ -135,7 +135,7 @@ async def test_a_capture_with_arbitrator_restarts_replays_equal(tmp_path: Path) 
 
 
 async def test_a_restart_after_a_gap_replays_equal(tmp_path: Path) -> None:
-    with Recording(tmp_path / "job.dxc", TWO_NODES) as recording:
+    with JobRecording(tmp_path / "job.dxc", TWO_NODES) as recording:
         for window in range(5):
             recording.state(window, "node-a")
             recording.state(window, "node-b")
@@ -153,7 +153,7 @@ async def test_a_restart_after_a_gap_replays_equal(tmp_path: Path) -> None:
 
 
 async def test_a_silent_node_and_skipped_windows_replay_equal(tmp_path: Path) -> None:
-    with Recording(tmp_path / "job.dxc", TWO_NODES) as recording:
+    with JobRecording(tmp_path / "job.dxc", TWO_NODES) as recording:
         for window in [*range(4), *range(100, 104)]:
             recording.state(window, "node-a")
             if window < 2:
@@ -188,7 +188,7 @@ async def test_a_capture_from_the_middle_of_a_job_continues_from_an_action(tmp_p
 
 async def test_an_earlier_generation_without_its_specification_is_left_out(tmp_path: Path) -> None:
     restarted = msgspec.structs.replace(TWO_NODES, generation=1)
-    with Recording(tmp_path / "job.dxc", TWO_NODES) as recording:
+    with JobRecording(tmp_path / "job.dxc", TWO_NODES) as recording:
         for generation in range(2):
             for window in range(6):
                 recording.state(window, "node-a")
@@ -231,7 +231,7 @@ async def test_an_arbitrator_that_stops_deciding_is_a_difference_also_with_until
 
 async def test_stuck_sizes_are_reported_in_the_same_window(tmp_path: Path) -> None:
     smallest = examples.job({"node-a": (0, 1)}, initial_local_batch_sizes=(32, 32))
-    with Recording(tmp_path / "job.dxc", smallest) as recording:
+    with JobRecording(tmp_path / "job.dxc", smallest) as recording:
         for window in range(24):
             recording.state(window)
     outcome = await into_arbitrator(recording.path)
@@ -240,7 +240,7 @@ async def test_stuck_sizes_are_reported_in_the_same_window(tmp_path: Path) -> No
 
 async def test_a_restarted_arbitrator_counts_stuck_sizes_from_its_start(tmp_path: Path) -> None:
     smallest = examples.job({"node-a": (0, 1)}, initial_local_batch_sizes=(32, 32))
-    with Recording(tmp_path / "job.dxc", smallest) as recording:
+    with JobRecording(tmp_path / "job.dxc", smallest) as recording:
         for window in range(40):
             if window == 10:
                 recording.restart()
@@ -255,7 +255,7 @@ async def test_a_learned_policy_is_replayed_from_its_file(tmp_path: Path) -> Non
     file.write_bytes(learned.policy_file("deltas", favour=2, policy="mine").to_bytes())
     policy = LearnedPolicy(PolicyFile.from_bytes(file.read_bytes()), version=3)
     job = examples.job({"node-a": (0, 1)}, policy="mine")
-    with Recording(tmp_path / "job.dxc", job, policy) as recording:
+    with JobRecording(tmp_path / "job.dxc", job, policy) as recording:
         for window in range(6):
             recording.state(window)
     outcome = await replay(ReplayRequest(recording.path, "arbitrator", policy_files=(file,)))
@@ -383,7 +383,7 @@ async def test_a_capture_without_actions_cannot_be_compared(tmp_path: Path) -> N
 
 
 async def test_original_speed_follows_the_brokers_clock(tmp_path: Path) -> None:
-    with Recording(tmp_path / "job.dxc", ONE_NODE) as recording:
+    with JobRecording(tmp_path / "job.dxc", ONE_NODE) as recording:
         for window in range(100):  # two messages of a millisecond each
             recording.state(window)
     begun_s = time.monotonic()

@@ -19,7 +19,7 @@ class Seen(NamedTuple):
     action: Action
 
 
-class Watch:
+class BusWatch:
     """What was seen so far; a test can wait for more."""
 
     def __init__(self, bus: Bus, job: str) -> None:
@@ -68,9 +68,9 @@ class Watch:
 
 
 @contextlib.asynccontextmanager
-async def watching(bus: Bus, job: str) -> AsyncIterator[Watch]:
-    """Watch a job until the end of the block; the block fails when watching fails."""
-    watch = Watch(bus, job)
+async def watching(bus: Bus, job: str) -> AsyncIterator[BusWatch]:
+    """BusWatch a job until the end of the block; the block fails when watching fails."""
+    watch = BusWatch(bus, job)
     async with asyncio.TaskGroup() as tasks:
         following = [tasks.create_task(watch.follow_actions()), tasks.create_task(watch.follow_beats())]
         yield watch

@@ -1,11 +1,14 @@
 """Captures for tests: records of every stream, and files of them."""
 
+import asyncio
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tests.support import examples
 
-from dynamix.recording.capture import CaptureHeader, CaptureWriter, EndReason, Fingerprint, Record
+from dynamix.cli.commands.capture.source import Source
+from dynamix.recording.capture import CaptureEnd, CaptureHeader, CaptureWriter, EndReason, Fingerprint, Record
+from dynamix.runtime.bus import Bus
 from dynamix.schemas.codec import encode, message_id
 from dynamix.schemas.kinds import BY_STRUCT
 from dynamix.schemas.messages import Message
@@ -37,6 +40,16 @@ def record(message: Message, sequence: int, timestamp_ns: int | None = None) -> 
 def records_of(messages: Iterable[Message]) -> list[Record]:
     """In one order, each with the next sequence: as on a broker whose streams count together."""
     return [record(message, sequence) for sequence, message in enumerate(messages, start=1)]
+
+
+async def capture_job(bus: Bus, job: str, path: Path, *, past: bool) -> CaptureEnd:
+    """Capture a job from a broker: what is stored now, or until the job has ended."""
+    with CaptureWriter(path, CaptureHeader.of(job), overwrite=True) as writer:
+        async with Source(bus, job, past=past, stop=asyncio.Event()) as source:
+            while batch := await source.read():
+                for one in batch:
+                    writer.write_record(one)
+        return writer.finish(source.reason)
 
 
 def write(path: Path, records: Sequence[Record], *, reason: EndReason = "ended", job: str = examples.JOB) -> Path:

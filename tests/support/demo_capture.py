@@ -7,15 +7,15 @@ is there to detect an old capture that no longer replays equal.
 """
 
 import asyncio
-import datetime as dt
 import sys
 import tempfile
 from pathlib import Path
 
-from dynamix.cli.commands.capture.source import Source
+from tests.support.capture_files import capture_job
+
 from dynamix.cli.commands.demo.plan import DemoPlan
 from dynamix.cli.commands.demo.runner import _Demo, services
-from dynamix.recording.capture import CaptureEnd, CaptureHeader, CaptureWriter, fingerprint
+from dynamix.recording.capture import CaptureEnd
 from dynamix.runtime.bus import Bus
 from dynamix.schemas import subjects
 from dynamix.schemas.messages import Report
@@ -30,7 +30,7 @@ async def captured(path: Path, plan: DemoPlan) -> CaptureEnd:
         async with services(Path(directory), sys.stderr.write) as (bus, environ):
             demo = _Demo(plan, bus, environ, Path(directory), _show)
             training = asyncio.create_task(demo.run(POLICY))
-            end = await _capture(bus, await _announced(bus), path)
+            end = await capture_job(bus, await _announced(bus), path, past=False)
             await training
     return end
 
@@ -45,17 +45,6 @@ async def _announced(bus: Bus) -> str:
         async for batch in consumer:
             return subjects.parse(batch[0].subject).tokens[0]
     raise AssertionError("a consumer ends only when it is told to")
-
-
-async def _capture(bus: Bus, job: str, path: Path) -> CaptureEnd:
-    created = dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    header = CaptureHeader(job=job, created=created, fingerprint=fingerprint())
-    with CaptureWriter(path, header, overwrite=True) as writer:
-        async with Source(bus, job, past=False, stop=asyncio.Event()) as source:
-            while batch := await source.read():
-                for record in batch:
-                    writer.write_record(record)
-        return writer.finish(source.reason)
 
 
 if __name__ == "__main__":

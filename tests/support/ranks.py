@@ -25,7 +25,7 @@ _context.set_forkserver_preload(
 )
 
 
-class _Place(NamedTuple):
+class _RankStart(NamedTuple):
     rank: int
     world_size: int
     directory: Path
@@ -56,8 +56,8 @@ def run_ranks(
         ends, processes = [], []
         for rank in range(world_size):
             ours, theirs = _context.Pipe(duplex=False)
-            place = _Place(rank, world_size, Path(directory), store, settings)
-            process = _context.Process(target=_rank_main, args=(theirs, function, place, args))
+            start = _RankStart(rank, world_size, Path(directory), store, settings)
+            process = _context.Process(target=_rank_main, args=(theirs, function, start, args))
             process.start()
             theirs.close()
             ends.append(ours)
@@ -90,12 +90,12 @@ def _receive(end: Connection) -> tuple[bool, Any]:
     return outcome
 
 
-def _rank_main(end: Connection, function: Callable[..., Any], place: _Place, args: tuple[Any, ...]) -> None:
-    os.environ.update(place.environ)
+def _rank_main(end: Connection, function: Callable[..., Any], start: _RankStart, args: tuple[Any, ...]) -> None:
+    os.environ.update(start.environ)
     torch.set_num_threads(1)
     try:
-        _join(place)
-        _send(end, ok=True, value=function(place.rank, *args))
+        _join(start)
+        _send(end, ok=True, value=function(start.rank, *args))
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:  # noqa: BLE001 - the parent shows it
@@ -109,13 +109,13 @@ def _send(end: Connection, *, ok: bool, value: Any) -> None:
     end.send_bytes(pickle.dumps((ok, value)))
 
 
-def _join(place: _Place) -> None:
-    if place.store == "tcp":
-        store = _tcp_store(place.directory / "port", place.rank, place.world_size)
-        dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world_size)
+def _join(start: _RankStart) -> None:
+    if start.store == "tcp":
+        store = _tcp_store(start.directory / "port", start.rank, start.world_size)
+        dist.init_process_group("gloo", store=store, rank=start.rank, world_size=start.world_size)
         return
-    rendezvous = f"file://{place.directory}/store"
-    dist.init_process_group("gloo", init_method=rendezvous, rank=place.rank, world_size=place.world_size)
+    rendezvous = f"file://{start.directory}/store"
+    dist.init_process_group("gloo", init_method=rendezvous, rank=start.rank, world_size=start.world_size)
 
 
 def _tcp_store(port_file: Path, rank: int, world_size: int) -> dist.TCPStore:

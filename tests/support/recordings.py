@@ -4,14 +4,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Self
 
-from bench.messages.recording import StreamRecorder, header_of
+from bench.messages.recording import StreamRecorder
 from tests.support import examples
 
 from dynamix.arbitrator.deciding.fold import Fold
 from dynamix.arbitrator.deciding.signatures import SizeWatch
 from dynamix.arbitrator.policies.policy import Policy
 from dynamix.arbitrator.policies.registry import policy_named
-from dynamix.recording.capture import CaptureWriter, Record, read_header, records
+from dynamix.recording.capture import CaptureHeader, CaptureWriter, Record, read_header, records
 from dynamix.schemas.messages import Action, Job, Message, State
 
 DEMO = Path(__file__).parents[1] / "data/demo.dxc"
@@ -32,14 +32,14 @@ def written(source: Path, target: Path, found: Iterable[Record]) -> Path:
     return target
 
 
-class Recording:
-    """Writes a job's messages as they come, and decides as an arbitrator would: `with Recording(path, job) as r:`."""
+class JobRecording:
+    """Writes a job's messages and decides as an arbitrator would: `with JobRecording(path, job) as r: ...`."""
 
     def __init__(self, path: Path, job: Job, policy: Policy | None = None) -> None:
         self.path = path
         self.actions: list[Action] = []
         self.last_sequence = 0
-        self._writer = CaptureWriter(path, header_of(job), overwrite=True)
+        self._writer = CaptureWriter(path, CaptureHeader.of(job.job), overwrite=True)
         self._policy = policy
         self._states: list[tuple[int, State]] = []
         self._begin(job)

@@ -29,7 +29,7 @@ class Decided(NamedTuple):
     decision: Decision
 
 
-class _Job:
+class _GenerationFold:
     """All states of one generation, and the decisions so far."""
 
     def __init__(self, job: Job) -> None:
@@ -90,7 +90,7 @@ class _Job:
 
 def reference_decisions(job: Job, policy: Policy, feed: Iterable[tuple[int, State]]) -> list[Decided]:
     """Decide a generation as an arbitrator that never failed, from the states in their order in FEED."""
-    known, decided = _Job(job), []
+    known, decided = _GenerationFold(job), []
     for sequence, state in feed:
         if (state.job, state.generation) == (job.job, job.generation):
             known.add_state(state)

@@ -8,7 +8,7 @@ _HEADER_BYTES = 22
 _HASH_BYTES = 8
 
 
-class Record(NamedTuple):
+class BlockRecord(NamedTuple):
     """One stored message."""
 
     offset: int
@@ -23,7 +23,7 @@ def block_of(store: Path, stream: str) -> Path:
     return block
 
 
-def records(block: Path) -> list[Record]:
+def records(block: Path) -> list[BlockRecord]:
     """All records, in order."""
     data, offset, found = block.read_bytes(), 0, []
     while offset < len(data):
@@ -32,17 +32,17 @@ def records(block: Path) -> list[Record]:
         end = offset + _HEADER_BYTES + int.from_bytes(data[offset + 20 : offset + 22], "little")
         subject = data[offset + _HEADER_BYTES : end].decode()
         assert length > _HEADER_BYTES + _HASH_BYTES, f"{block} is not in the format that this was written for"
-        found.append(Record(offset, length, sequence, subject))
+        found.append(BlockRecord(offset, length, sequence, subject))
         offset += length
     return found
 
 
-def flip_in_header(block: Path, record: Record) -> None:
+def flip_in_header(block: Path, record: BlockRecord) -> None:
     """A bit of the record's length."""
     _flip(block, record.offset, 4)
 
 
-def flip_in_payload(block: Path, record: Record) -> None:
+def flip_in_payload(block: Path, record: BlockRecord) -> None:
     """A bit in the middle of what was published."""
     _flip(block, record.offset + record.length - _HASH_BYTES - 20, 0)
 

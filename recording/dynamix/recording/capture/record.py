@@ -1,7 +1,8 @@
 """What a capture holds - a header, records, an end with their number - and the errors of reading it."""
 
+import datetime as dt
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, Self
 
 import msgspec
 from msgspec import Meta
@@ -9,7 +10,7 @@ from msgspec import Meta
 from dynamix.schemas.messages.fields import Token
 from dynamix.schemas.streams import ACTIONS, FEED, JOBS
 
-from .fingerprint import Fingerprint
+from .fingerprint import Fingerprint, fingerprint
 
 STREAMS = (JOBS.name, FEED.name, ACTIONS.name)
 """The streams of a job, in the order in which messages of the same nanosecond stand in a capture."""
@@ -51,6 +52,12 @@ class CaptureHeader(msgspec.Struct, frozen=True, kw_only=True):
     """Fingerprint of the program that captured; a replay is byte-identical where its own is equal."""
     streams: Annotated[tuple[StreamName, ...], Meta(min_length=1, max_length=MAX_STREAMS)] = STREAMS
     """Names of streams; a record refers to them by index."""
+
+    @classmethod
+    def of(cls, job: str) -> Self:
+        """The header of a capture that this program makes of a job now."""
+        created = dt.datetime.now(dt.UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+        return cls(job=job, created=created, fingerprint=fingerprint())
 
 
 class StreamRange(msgspec.Struct, frozen=True, kw_only=True):

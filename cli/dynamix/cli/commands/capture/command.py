@@ -11,7 +11,6 @@ to have its start, since the broker keeps only the newest. Ctrl-C finishes the f
 import argparse
 import asyncio
 import contextlib
-import datetime as dt
 import os
 import time
 from collections.abc import AsyncGenerator
@@ -26,7 +25,7 @@ from dynamix.cli.interrupts import stop_event
 from dynamix.cli.jobs import find_job
 from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, output_path, write_json, writing
 from dynamix.cli.progress import ProgressLine
-from dynamix.recording.capture import CaptureEnd, CaptureHeader, CaptureWriter, Record, fingerprint
+from dynamix.recording.capture import CaptureEnd, CaptureHeader, CaptureWriter, Record
 from dynamix.runtime.bus import Bus
 
 from .counts import CaptureCounts
@@ -91,10 +90,8 @@ async def _from_bus(arguments: argparse.Namespace, path: Path) -> Captured:
 
 async def _capture(bus: Bus, job: str, path: Path, arguments: argparse.Namespace, stop: asyncio.Event) -> Captured:
     counts = CaptureCounts(arguments.windows)
-    created = dt.datetime.now(dt.UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
-    header = CaptureHeader(job=job, created=created, fingerprint=fingerprint())
     with (
-        CaptureWriter(path, header, overwrite=arguments.force) as writer,
+        CaptureWriter(path, CaptureHeader.of(job), overwrite=arguments.force) as writer,
         ProgressLine(PLAIN_EVERY_S, keep=True) as progress,
     ):
         async with Source(bus, job, past=arguments.past, stop=stop) as source:
