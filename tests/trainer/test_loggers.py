@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support import made
+from tests.support import examples
 from tests.support.ranks import run_ranks
 from tests.support.training import Numbered, distribute, make_model
 
@@ -43,7 +43,7 @@ def test_every_logger_gets_every_window_in_order_and_is_closed_once() -> None:
     both = Recorded(), Recorded()
     loggers = Loggers(both)
     for step in (20, 40, 60):
-        loggers.publish(step, made.totals(), None)
+        loggers.publish(step, examples.totals(), None)
     loggers.close(TIMEOUT_S)
     loggers.close(TIMEOUT_S)
     assert [(one.steps, one.num_closed) for one in both] == [([20, 40, 60], 1)] * 2
@@ -54,7 +54,7 @@ def test_a_logger_that_raises_is_closed_and_the_others_go_on(caplog: pytest.LogC
     loggers = Loggers([failing, working])
     with caplog.at_level(logging.ERROR):
         for step in (20, 40, 60):
-            loggers.publish(step, made.totals(), None)
+            loggers.publish(step, examples.totals(), None)
         loggers.close(TIMEOUT_S)
     assert (failing.steps, failing.num_closed) == ([20], 1)
     assert working.steps == [20, 40, 60]
@@ -68,7 +68,7 @@ def test_a_slow_logger_loses_the_oldest_windows_and_training_does_not_wait() -> 
     slow.may_go_on.clear()
     loggers = Loggers([slow])
     for step in range(3 * QUEUED_WINDOWS):
-        loggers.publish(step, made.totals(), None)
+        loggers.publish(step, examples.totals(), None)
     slow.may_go_on.set()
     loggers.close(TIMEOUT_S)
     assert slow.steps[-1] == 3 * QUEUED_WINDOWS - 1
@@ -76,7 +76,7 @@ def test_a_slow_logger_loses_the_oldest_windows_and_training_does_not_wait() -> 
 
 
 def test_metrics_have_units_in_their_names_and_leave_out_what_is_not_known() -> None:
-    totals = made.totals(num_steps=10, num_samples=1000, time_s=2.0, loss_sum=500.0, num_correct=None)
+    totals = examples.totals(num_steps=10, num_samples=1000, time_s=2.0, loss_sum=500.0, num_correct=None)
     found = window_metrics(totals, 0.75)
     assert {name: found[name] for name in ("loss", "step_time_s", "samples_per_s", "held_out_accuracy")} == {
         "loss": 0.5,
