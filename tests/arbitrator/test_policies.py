@@ -1,7 +1,12 @@
+import inspect
+from importlib import import_module
+from pathlib import Path
+
 import numpy as np
 import pytest
 from tests.support import examples
 
+from dynamix.arbitrator import policies
 from dynamix.arbitrator.learned.policy import LearnedPolicy
 from dynamix.arbitrator.learned.policy_file import PolicyFile
 from dynamix.arbitrator.learned.shipped import SHIPPED_POLICIES, shipped_names, shipped_policy
@@ -107,10 +112,18 @@ def test_an_unknown_policy_is_refused_with_the_list_of_known_ones() -> None:
     assert set(POLICIES) == {"static", "random", "proportional", "noise-scale", "goodput", "doubling", "rule"}
 
 
+def test_every_policy_of_the_folder_is_registered() -> None:
+    paths = Path(policies.__file__).parent.glob("*.py")
+    modules = [import_module(f"{policies.__name__}.{path.stem}") for path in paths if path.stem != "__init__"]
+    classes = {one for module in modules for _, one in inspect.getmembers(module, inspect.isclass)}
+    found = {one.name for one in classes if hasattr(one, "decide") and isinstance(getattr(one, "name", None), str)}
+    assert found == set(POLICIES), "registry.POLICIES does not list every policy of this folder"
+
+
 def test_the_schemas_name_exactly_the_policies_that_leave_the_division_to_the_ranks() -> None:
     shipped = {name: PolicyFile.from_bytes(shipped_policy(name) or b"") for name in SHIPPED_POLICIES}
-    policies = [*POLICIES.values(), *(LearnedPolicy(file) for file in shipped.values())]
-    found = {policy.name for policy in policies if "track" in policy.options and policy.options["track"].default == 1}
+    every = [*POLICIES.values(), *(LearnedPolicy(file) for file in shipped.values())]
+    found = {policy.name for policy in every if "track" in policy.options and policy.options["track"].default == 1}
     assert found == DIVIDED_BY_RANKS
     assert DEFAULT_POLICY in POLICIES
 

@@ -1,0 +1,120 @@
+"""The way of a measured value from a rank's row to the state: a place that was forgotten fails here.
+
+A row (`trainer/measurement/rows.py`) becomes a message's row, a metric window (`collector/window.py`) and a state
+(`schemas/features.py`). Each test changes one value after the other and looks whether what is made of it changes.
+"""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from tests.support import examples
+
+from dynamix.collector.probes import Traffic
+from dynamix.collector.window import metric_window
+from dynamix.schemas.features import RANK_FEATURES, state_of, unpack_ranks
+from dynamix.schemas.messages import (
+    MetricWindow,
+    NetworkMetrics,
+    NodeMetrics,
+    RankMetrics,
+    RankRow,
+    State,
+    SystemMetrics,
+    TrainingMetrics,
+)
+from dynamix.trainer.measurement.rows import Row, held_out_accuracy, job_totals, rank_row
+
+Metrics = TrainingMetrics | SystemMetrics | NetworkMetrics | NodeMetrics
+
+FILLED_IN_BY_THE_FOLD = {"decided_local_batch_size", "age_windows"}
+READ_BY_READINGS_AND_PROBES = {
+    *("local_rank", "pid", "pid_start_ticks", "pid_namespace", "uid"),
+    *("device_memory_bytes", "device_memory_total_bytes"),
+    *("sockets", "sockets_before", "cookies"),
+}
+"""What the collector uses of a message's row, but not in `window`."""
+NOT_IN_THE_STATE = {
+    *((SystemMetrics, "memory_bytes"), (NodeMetrics, "tx_bytes")),
+    *((NodeMetrics, "rx_bytes"), (NodeMetrics, "retransmits")),
+}
+"""What the state holds as a ratio, or of each rank."""
+
+
+def _row(**changes: float) -> Row:
+    """Every column is known."""
+    columns = {name: float(number) for number, name in enumerate(Row._fields, 1)}
+    return Row(**(columns | {"times_split": 0.0} | changes))
+
+
+def _message_row(row: Row) -> RankRow:
+    return rank_row(0, row, _row(), local_batch_size=64, pending_local_batch_size=96, cookies=(7,))
+
+
+def _window(row: RankRow) -> MetricWindow:
+    report = examples.report(rows=(row,))
+    return metric_window(report, systems={}, node=NodeMetrics(), network=Traffic("none", {}, None, ""))
+
+
+def _full(struct: type[Metrics]) -> Any:
+    return struct(**{name: 8 + number for number, name in enumerate(struct.__struct_fields__)})
+
+
+def _state(changed: Metrics) -> State:
+    """The state in which one of the four groups of metrics is `changed`, and all is known."""
+    parts = {type(changed): changed}
+    training, system, network, node = (
+        parts.get(struct, _full(struct)) for struct in (TrainingMetrics, SystemMetrics, NetworkMetrics, NodeMetrics)
+    )
+    ranks = (RankMetrics(rank=0, training=training, system=system, network=network),)
+    window = examples.window(probe="ebpf")
+    return state_of(msgspec.structs.replace(window, ranks=ranks, node_metrics=node))
+
+
+@pytest.mark.parametrize("column", Row._fields)
+def test_every_column_of_a_row_reaches_a_message(column: str) -> None:
+    def messages(row: Row) -> Any:
+        totals = job_totals([row], window=0, num_steps=1, global_batch_size=64)
+        return _message_row(row), totals, held_out_accuracy([row]), row.noise
+
+    assert messages(_row(**{column: 0.25 if column == "held_out_accuracy" else 60.0})) != messages(_row()), column
+
+
+def test_every_field_of_a_messages_row_is_filled_in() -> None:
+    message = _message_row(_row())
+    missing = [f.name for f in msgspec.structs.fields(RankRow) if getattr(message, f.name) == f.default]
+    assert missing == [], "rank_row() leaves these at their defaults"
+
+
+@pytest.mark.parametrize("field", sorted(set(RankRow.__struct_fields__) - READ_BY_READINGS_AND_PROBES))
+def test_every_measured_field_of_a_row_reaches_the_metric_window(field: str) -> None:
+    row = msgspec.structs.replace(_message_row(_row()), times_split=True)
+    value = getattr(row, field)
+    changed = not value if isinstance(value, bool) else value + 1
+    assert _window(msgspec.structs.replace(row, **{field: changed})) != _window(row), field
+
+
+def test_every_field_of_the_training_metrics_is_filled_in() -> None:
+    training = _window(msgspec.structs.replace(_message_row(_row()), times_split=True)).ranks[0].training
+    assert [f.name for f in msgspec.structs.fields(TrainingMetrics) if getattr(training, f.name) == f.default] == []
+
+
+@pytest.mark.parametrize(
+    ("struct", "field"),
+    [
+        (struct, field)
+        for struct in (TrainingMetrics, SystemMetrics, NetworkMetrics, NodeMetrics)
+        for field in struct.__struct_fields__
+        if (struct, field) not in NOT_IN_THE_STATE
+    ],
+)
+def test_every_metric_is_a_feature(struct: type[Metrics], field: str) -> None:
+    full = _full(struct)
+    assert _state(msgspec.structs.replace(full, **{field: 100})) != _state(full), f"no feature holds {field}"
+
+
+def test_every_feature_has_a_source() -> None:
+    values = unpack_ranks(_state(_full(TrainingMetrics)))[0]
+    unknown = {feature.name for feature, value in zip(RANK_FEATURES, values, strict=True) if np.isnan(value)}
+    assert unknown == FILLED_IN_BY_THE_FOLD
