@@ -53,7 +53,7 @@ def test_the_file_is_for_its_user_only(environ: dict[str, str]) -> None:
 def test_a_file_that_others_may_read_is_refused(environ: dict[str, str]) -> None:
     with connection.published(BROKER, environ) as file:
         file.chmod(0o644)
-        with pytest.raises(CommandError, match="must be yours alone"):
+        with pytest.raises(CommandError, match="is open to other users"):
             connection.find(environ)
 
 

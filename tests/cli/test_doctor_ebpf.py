@@ -197,13 +197,13 @@ def test_it_says_which_probe_the_collector_takes_and_why(
 def test_a_trial_that_counts_wrong_is_no_success(
     monkeypatch: pytest.MonkeyPatch, received: int | None, *, present: bool, found: str
 ) -> None:
-    monkeypatch.setattr(ebpf_trial, "run_trial", lambda _: ebpf_trial.Trial(0.5, received))
+    monkeypatch.setattr(ebpf_trial, "run_trial", lambda _: ebpf_trial.ProbeTrial(0.5, received))
     check = ebpf_trial.try_ebpf("")
     assert (check.present, check.found) == (present, found)
 
 
 def test_a_probe_that_cannot_be_opened_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: str) -> ebpf_trial.Trial:
+    def fail(_: str) -> ebpf_trial.ProbeTrial:
         raise ProbeError("cannot load: no memory")
 
     monkeypatch.setattr(ebpf_trial, "run_trial", fail)

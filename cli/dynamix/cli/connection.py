@@ -90,7 +90,7 @@ def path(environ: Mapping[str, str]) -> Path:
 
 def _check_owner(file: Path, status: os.stat_result) -> None:
     if status.st_uid != os.getuid() or status.st_mode & _OPEN_TO_OTHERS:
-        raise CommandError(f"{file} holds a password and must be yours alone: remove it, or set DYNAMIX_NATS_URL")
+        raise CommandError(f"{file} holds a password and is open to other users: remove it, or set DYNAMIX_NATS_URL")
 
 
 def _is_alive(pid: int) -> bool:

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from dynamix.runtime.output_files import whole
 
 Place = Literal["mid", "post"]
-"""Of a step: around `x`, or from it to the next."""
+"""A step lies around `x`, or goes from it to the next."""
 COLOURS = ("#4c72b0", "#55a868", "#8172b3", "#c44e52", "#ccb974", "#64b5cd", "#937860", "#da8bc3")
 SINGLE_RANKS = 16
 """The range of more ranks is drawn, since their lines would hide each other."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 LEVELS = "▁▂▃▄▅▆▇█"
 UNKNOWN = "-"
 SHOWN_SIZES = 8
-"""Of more ranks, the range of the sizes is shown."""
+"""The range is shown for more ranks."""
 
 
 def formatted(value: float | None, form: str = "{:.3g}", factor: float = 1.0) -> str:

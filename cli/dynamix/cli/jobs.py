@@ -8,7 +8,7 @@ from dynamix.schemas.codec import MalformedMessageError, decode
 from dynamix.schemas.messages import Job
 from dynamix.schemas.streams import JOBS
 
-from .errors import CommandError
+from .errors import MISUSED, CommandError
 
 MAX_NAMED = 12
 """Jobs that an error lists."""
@@ -41,7 +41,7 @@ def chosen(jobs: Mapping[str, Job], wanted: str) -> Job:
     """The job of that id; else the only one whose id begins so, or the only one of those that runs.
 
     Raises:
-        CommandError: when there is none, or there are several; the text lists the ids that would do.
+        CommandError: when there is none, or there are several; the text lists the ids that fit.
     """
     if wanted in jobs:
         return jobs[wanted]
@@ -50,7 +50,9 @@ def chosen(jobs: Mapping[str, Job], wanted: str) -> Job:
     if len(only := running or fitting) == 1:
         return only[0]
     if only:
-        raise CommandError(f"{wanted!r} may be any of {_listed([job.job for job in only])}: say which", exit_code=2)
+        raise CommandError(
+            f"{wanted!r} may be any of {_listed([job.job for job in only])}: name one of them", exit_code=MISUSED
+        )
     raise CommandError(f"no job is called {wanted!r}; jobs on this broker: {_listed(list(jobs)) or 'none'}")
 
 

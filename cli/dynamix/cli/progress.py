@@ -37,7 +37,7 @@ class ProgressLine:
         if now or time.monotonic() - self._shown_s >= self._every_s:
             self._write(text)
 
-    def say(self, text: str) -> None:
+    def write_line(self, text: str) -> None:
         """Write a line that stays."""
         self._erase()
         sys.stderr.write(text + "\n")
@@ -54,7 +54,7 @@ class ProgressLine:
     def _write(self, text: str) -> None:
         self._shown_s = time.monotonic()
         if not self._is_terminal:
-            self.say(text)
+            self.write_line(text)
             return
         cut = text[: shutil.get_terminal_size().columns - 1]
         sys.stderr.write(f"\r{cut:{self._width}}")

@@ -1,4 +1,4 @@
-"""The services as child processes of a command: started with the broker's address, ended with us however we end."""
+"""The services as child processes of a command: they get the broker's address, and end when the command ends."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ from dynamix.schemas.codec import MalformedMessageError, decode
 from dynamix.schemas.messages import Live
 
 SERVICES = ("collector", "reward", "arbitrator")
-"""What steers a job, beside the broker and the training process itself."""
+"""The services that steer a job."""
 
 STOP_TIMEOUT_S = 10.0
 
@@ -77,7 +77,7 @@ class ServiceProcess:
 
 
 async def wait_until_ready(bus: Bus, names: Collection[str], timeout_s: float = 30.0) -> None:
-    """Wait until each named service has said that it listens to its streams.
+    """Wait until each named service reports in a heartbeat that it is ready.
 
     Raises:
         TimeoutError: naming the services that did not.
@@ -91,7 +91,7 @@ async def wait_until_ready(bus: Bus, names: Collection[str], timeout_s: float = 
             bus.subscribe(subjects.live(subjects.ANY, subjects.ANY)) as beats,
         ):
             async for message in beats:
-                with contextlib.suppress(MalformedMessageError):  # anybody may say anything here
+                with contextlib.suppress(MalformedMessageError):  # any client may publish here
                     beat = decode(Live, message.subject, message.payload)
                     if beat.counters.get("ready"):
                         missing.discard(beat.service)

@@ -12,7 +12,7 @@ from dynamix.schemas.messages import Action, Applied, Event, Job, MetricWindow, 
 from .window import CapturedWindow
 
 MOST_MISSING = 1000
-"""Windows in a row that are listed as lacking all: a message may name any number."""
+"""At most so many absent windows in a row are listed, since a malformed message may name any number."""
 
 
 class Inspection:

@@ -16,7 +16,7 @@ from dynamix.schemas.messages import (
 )
 
 NODE_KINDS = ("report", "window", "state", "reward")
-"""Of each of these every node sends one message a window."""
+"""Every node sends one message of each of these kinds per window."""
 
 
 class CapturedWindow:

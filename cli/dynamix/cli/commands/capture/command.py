@@ -1,4 +1,4 @@
-"""Record a job: all that the streams hold of it, into a file that can be replayed and inspected.
+"""Record a job: all its stored messages, into a file that can be replayed and inspected.
 
   dynamix capture JOB -o FILE            from the first stored message on, until the job has ended
   dynamix capture JOB -o FILE --past     what is stored now
@@ -96,7 +96,7 @@ async def _capture(bus: Bus, job: str, path: Path, arguments: argparse.Namespace
     ):
         async with Source(bus, job, past=arguments.past, stop=stop) as source:
             if not arguments.past:
-                progress.say(f"Capturing {job} until it has ended; Ctrl-C finishes {path} before.")
+                progress.write_line(f"Capturing {job} until it has ended; Ctrl-C finishes {path} before.")
             num_bytes, is_full = await _write(source, writer, counts, progress)
         end = writer.finish("windows" if is_full else source.reason)
     return Captured(

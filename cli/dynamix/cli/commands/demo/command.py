@@ -47,8 +47,10 @@ def run(arguments: argparse.Namespace) -> int:
             fashion_mnist(split, arguments.data)
         plan = _plan(arguments)
         with DemoProgress(plan) as progress:
-            progress.say(introduction(plan))
-            runs = asyncio.run(run_demo(plan, (POLICIES[0], arguments.policy), progress.say, progress.show_window))
+            progress.write_line(introduction(plan))
+            runs = asyncio.run(
+                run_demo(plan, (POLICIES[0], arguments.policy), progress.write_line, progress.show_window)
+            )
     with writing(arguments.png):
         draw(runs, plan, Path(arguments.png))
     show(runs, stderr=arguments.json == STANDARD_OUTPUT)

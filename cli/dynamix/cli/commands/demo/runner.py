@@ -40,7 +40,7 @@ class TrainingFailedError(RuntimeError):
 
 
 async def run_demo(
-    plan: DemoPlan, policies: Sequence[str], say: Callable[[str], None], watch: Watcher
+    plan: DemoPlan, policies: Sequence[str], announce: Callable[[str], None], watch: Watcher
 ) -> list[DemoRun]:
     """Carry out the plan once per policy, one after the other, against the same services.
 
@@ -49,13 +49,13 @@ async def run_demo(
         TimeoutError: when a service does not become ready.
     """
     with tempfile.TemporaryDirectory(prefix="dynamix-demo-") as directory:
-        async with services(Path(directory), say) as (bus, environ):
+        async with services(Path(directory), announce) as (bus, environ):
             demo = _Demo(plan, bus, environ, Path(directory), watch)
             return [await demo.run(policy) for policy in policies]
 
 
 @contextlib.asynccontextmanager
-async def services(directory: Path, say: Callable[[str], None]) -> AsyncIterator[tuple[Bus, dict[str, str]]]:
+async def services(directory: Path, announce: Callable[[str], None]) -> AsyncIterator[tuple[Bus, dict[str, str]]]:
     """An embedded broker with its streams and every service in a process of its own, ready."""
     async with EmbeddedServer() as server:
         bus = await Bus.connect(server.settings, name="demo")
@@ -68,7 +68,7 @@ async def services(directory: Path, say: Callable[[str], None]) -> AsyncIterator
                 for child in children:
                     child.start()
             await wait_until_ready(bus, SERVICES)
-            say(
+            announce(
                 f"nats-server (pid {server.pid}) and "
                 + ", ".join(f"{c.name} (pid {c.pid})" for c in children)
                 + " are ready"

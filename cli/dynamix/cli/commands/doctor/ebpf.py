@@ -71,7 +71,7 @@ def choice(kernel: Sequence[DoctorCheck], programs: Sequence[DoctorCheck], wante
 
 
 def chosen(kernel: Sequence[DoctorCheck], programs: Sequence[DoctorCheck], wanted: WantedProbe) -> DoctorCheck:
-    """The same, with the reason."""
+    """The probe that the collector takes, and why, as a check."""
     probe = choice(kernel, programs, wanted)
     missing = ", ".join(check.name for check in programs if not check.present)
     if probe == "ebpf" and missing:
@@ -104,7 +104,7 @@ def rights(status: str) -> DoctorCheck:
 
 
 def acceptance(root: Path, status: str, load: Callable[[], None]) -> DoctorCheck:
-    """Whether the kernel takes a program at all: filters, security modules and sandboxes have their say here."""
+    """Whether the kernel takes a program at all: a filter, a security module or a sandbox may refuse it."""
     try:
         load()
     except OSError as error:
@@ -123,7 +123,7 @@ def _refusal(root: Path, status: str, error: OSError) -> DoctorCheck:
         return failed("bpf()", "ebpf", f"{refused}, for want of rights", "the capabilities above")
     if _text(root / "proc/self/uid_map").split() not in ([], INITIAL_USER_NAMESPACE):
         fix = "start the collector outside of it: rootless containers cannot load programs"
-        return failed("bpf()", "ebpf", f"{refused}: the rights count in this user arguments only", fix)
+        return failed("bpf()", "ebpf", f"{refused}: the rights count in this user namespace only", fix)
     if _field(status, "Seccomp") == FILTERED:
         fix = "allow it: SystemCallFilter=bpf in a unit; Docker 23 and containerd 1.7 or newer do, with CAP_BPF"
         return failed("bpf()", "ebpf", f"{refused} by a system call filter", fix)
@@ -146,7 +146,7 @@ def cgroup(root: Path) -> DoctorCheck:
 
 
 def bcc(directory: Path | None) -> DoctorCheck:
-    """The module that compiles the program; it comes from the distribution, and is found by its path."""
+    """The module that compiles the program; it comes from the distribution and is found by its path."""
     if directory is not None:
         return passed("bcc", "ebpf", str(directory))
     fix = "apt-get install python3-bpfcc, dnf install python3-bcc (PyPI's `bcc` is something else)"
@@ -154,7 +154,7 @@ def bcc(directory: Path | None) -> DoctorCheck:
 
 
 def headers(root: Path, system: os.uname_result) -> DoctorCheck:
-    """What BCC compiles with. It does not take the kernel's own type information (BTF) for them."""
+    """The headers that BCC compiles with; it cannot use the kernel's type information (BTF) instead."""
     found = find_headers(root, system)
     if found is None:
         fix = "apt-get install linux-headers-amd64 (-arm64, -generic; dnf: kernel-devel): any version will do"
@@ -164,13 +164,13 @@ def headers(root: Path, system: os.uname_result) -> DoctorCheck:
 
 
 def _hides_the_host(root: Path, mountinfo: str, mount: Path) -> bool:
-    """Whether we live in a control group arguments and the mount shows nothing above it."""
+    """Whether this process is in a control group namespace and the mount shows nothing above it."""
     try:
-        arguments = str((root / "proc/self/ns/cgroup").readlink())
+        namespace = str((root / "proc/self/ns/cgroup").readlink())
     except OSError:
         return False
     seen = [line.split()[3] for line in mountinfo.splitlines() if line.split()[4] == str(mount)]
-    return arguments != INITIAL_CGROUP_NAMESPACE and seen[-1:] == ["/"]  # a later mount covers an earlier one
+    return namespace != INITIAL_CGROUP_NAMESPACE and seen[-1:] == ["/"]  # a later mount covers an earlier one
 
 
 def _has(status: str, capability: Capability) -> bool:

@@ -1,4 +1,4 @@
-"""The eBPF probe tried in earnest: loaded, attached, made to count a connection of our own, detached."""
+"""A trial of the eBPF probe: load it, attach it, let it count a connection of this process, detach it."""
 
 import os
 import socket
@@ -18,8 +18,8 @@ SO_COOKIE = 57
 """asm-generic/socket.h; Python has no name for it."""
 
 
-class Trial(msgspec.Struct, frozen=True):
-    """What happened."""
+class ProbeTrial(msgspec.Struct, frozen=True):
+    """The measured result."""
 
     open_s: float
     """Compiling, loading and attaching."""
@@ -40,7 +40,7 @@ def try_ebpf(cgroup: str) -> DoctorCheck:
     return passed("trial", "ebpf", f"loaded in {trial.open_s:.2f} s, counted {PAYLOAD_BYTES:,} bytes exactly, detached")
 
 
-def run_trial(cgroup: str) -> Trial:
+def run_trial(cgroup: str) -> ProbeTrial:
     """Load and attach, send and read, detach.
 
     Raises:
@@ -48,7 +48,7 @@ def run_trial(cgroup: str) -> Trial:
     """
     start = time.perf_counter()
     with open_probe(cgroup) as probe:
-        return Trial(time.perf_counter() - start, _count(probe))
+        return ProbeTrial(time.perf_counter() - start, _count(probe))
 
 
 def _count(probe: SocketProbe) -> int | None:

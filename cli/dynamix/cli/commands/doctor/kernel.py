@@ -47,4 +47,4 @@ def tcp_info() -> DoctorCheck:
         size = len(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256))
     if size >= TCP_INFO_BYTES:
         return passed(TCP_INFO, "training", f"{size} bytes, with traffic and retransmissions")
-    return failed(TCP_INFO, "training", f"{size} bytes only", "a newer kernel; until then traffic is per arguments")
+    return failed(TCP_INFO, "training", f"{size} bytes only", "a newer kernel; until then traffic is per namespace")

@@ -3,7 +3,7 @@
 Always shown: best static (its size chosen on train scenarios), random (the null), goodput, the default policy and the
 learned ones.
 A policy is spelled NAME[+track][:option=number,...][@SIZE][/lr=RULE], for example goodput+track, static@128,
-rule:noise_multiplier=2,track=0 or goodput/lr=linear. Interrupted, the command prints what is there; --resume goes on.
+rule:noise_multiplier=2,track=0 or goodput/lr=linear. Interrupted, it shows the finished runs; --resume continues.
 """
 
 import argparse
@@ -90,11 +90,11 @@ def _fill(comparison: "PlannedComparison", ledger: "Ledger", arguments: argparse
 
     with RunsProgress() as progress:
         for warning in warnings(comparison):
-            progress.say(warning)
+            progress.write_line(warning)
         try:
             fill(comparison.cells, ledger, jobs=arguments.jobs, data=arguments.data, on_progress=progress.show_run)
         except KeyboardInterrupt:
-            progress.say("Interrupted: the verdict is on the finished runs; --resume continues.")
+            progress.write_line("Interrupted: the verdict is on the finished runs; --resume continues.")
             return INTERRUPTED
     return 0
 

@@ -2,7 +2,7 @@
 
 dynamix inspect FILE                   a line for each window
 dynamix inspect FILE --window 12       one window with every rank
-dynamix inspect FILE --png FILE        the job as a picture
+dynamix inspect FILE --png FILE        the job as a figure
 """
 
 import argparse

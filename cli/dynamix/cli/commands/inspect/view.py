@@ -13,7 +13,7 @@ from dynamix.recording.capture import Fingerprint, differences
 from dynamix.schemas.messages import Action, Job, RankMetrics, RankReward
 
 MOST_LINES = 60
-"""Of more windows the first and the last are shown, unless all are asked for."""
+"""The first and the last windows up to this number are shown, unless all are asked for."""
 ENDS = {
     "ended": "whole, to the end of the job",
     "stored": "whole, what was stored when it was made",

@@ -24,7 +24,7 @@ from .view import details, table
 
 
 class ActionResult(NamedTuple):
-    """What an action of the command has to say: to people, and to programs."""
+    """The result of an action: text for people, data for `--json`."""
 
     text: str
     result: object
@@ -40,7 +40,7 @@ class PolicyReference(NamedTuple):
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's actions."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    listing = actions.add_parser("list", help="all versions that can be had", description="List all versions.")
+    listing = actions.add_parser("list", help="all available versions", description="List all versions.")
     showing = actions.add_parser(
         "show", help="what one is, where it comes from, its scores", description="Show what is known of one version."
     )
@@ -65,7 +65,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Do one action."""
-    configure_log("critical")  # what goes wrong is said in a sentence
+    configure_log("critical")  # errors are shown in a sentence
     outcome = asyncio.run(_act(arguments))
     if arguments.json is not None:
         write_json(outcome.result, arguments.json)

@@ -1,4 +1,4 @@
-"""Replay a capture: let a service make its outputs again, and compare them byte for byte with the recorded ones.
+"""Replay a capture: give a service the recorded inputs, and compare its outputs byte for byte with the recorded ones.
 
   dynamix replay FILE                              into the arbitrator, as fast as it goes
   dynamix replay FILE --into reward
@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         try:
             write_json(document(outcome, strict=arguments.strict), arguments.json)
-        except CommandError as error:  # 1 would say that something differs
+        except CommandError as error:  # 1 means that something differs
             raise CommandError(str(error), exit_code=UNUSABLE) from error
     if outcome.interrupted:
         return INTERRUPTED
@@ -134,13 +134,13 @@ def _option(text: str) -> tuple[str, float]:
 def _window_key(path: Path, text: str) -> WindowKey:
     generation, separator, window = text.rpartition(":")
     if not window.isdecimal() or (separator and not generation.isdecimal()):
-        raise CommandError(f"--until {text}: say a window as N or GENERATION:N", exit_code=UNUSABLE)
+        raise CommandError(f"--until {text}: write a window as N or GENERATION:N", exit_code=UNUSABLE)
     return WindowKey(int(generation) if separator else first_generation(path), int(window))
 
 
 async def _replayed(request: ReplayRequest) -> ReplayOutcome:
     with stop_event() as stop, ProgressLine() as progress:
-        progress.say(f"replaying {request.path} into the {request.into}")
+        progress.write_line(f"replaying {request.path} into the {request.into}")
         begun_s = time.monotonic()
 
         def show(player: RecordPlayer) -> None:

@@ -29,7 +29,7 @@ def show_fingerprint(found: Sequence[str], *, to_stderr: bool) -> None:
 
 
 def show(outcome: ReplayOutcome, *, strict: bool, to_stderr: bool) -> None:
-    """Print it."""
+    """Print the verdict, what was compared, and the first difference."""
     console = console_for(stderr=to_stderr)
     for line in lines(outcome, strict=strict):
         print_line(console, line)

@@ -68,7 +68,7 @@ def _run(planned: "SimulationPlan", arguments: argparse.Namespace) -> "Simulatio
 
         def show(line: "SimulatedWindow") -> None:
             text = window_text(line, scenario.time_limit_s)
-            (progress.say if arguments.windows else progress.show)(text)
+            (progress.write_line if arguments.windows else progress.show)(text)
 
         return simulate(planned, arguments.data, device=arguments.device, on_window=show, bus=arguments.bus)
 

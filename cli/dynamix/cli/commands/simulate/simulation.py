@@ -55,7 +55,7 @@ class SimulatedWindow(msgspec.Struct, frozen=True, kw_only=True):
     global_batch_size: int
     loss: float | None
     accuracy: float | None
-    """Of the training batches."""
+    """Share of the training samples classified correctly."""
     held_out_accuracy: float | None
 
 
@@ -128,7 +128,7 @@ def scenario_named(text: str) -> Scenario:
     shipped = {f"{part}/{file.stem}": file for part in SUITES for file in sorted((root / part).glob("*.toml"))}
     fitting = [name for name, file in shipped.items() if text in {name, file.stem}]
     if len(fitting) > 1:
-        raise ValueError(f"scenario {text!r} could be {' or '.join(fitting)}: say which")
+        raise ValueError(f"scenario {text!r} could be {' or '.join(fitting)}: name one of them")
     if not fitting:
         raise ValueError(f"scenario {text!r} is neither a file nor among those that are shipped: {', '.join(shipped)}")
     return Scenario.read(shipped[fitting[0]])

@@ -32,12 +32,12 @@ class Supervisor:
     """Runs children until it is stopped.
 
     Args:
-        say: told of every end and start: the child's name, and a line for a person.
+        report: called at every end and start with the child's name and a line of text.
         min_wait_s: the shortest wait before a restart.
     """
 
-    def __init__(self, say: Callable[[str, str], None], *, min_wait_s: float = MIN_WAIT_S) -> None:
-        self._say = say
+    def __init__(self, report: Callable[[str, str], None], *, min_wait_s: float = MIN_WAIT_S) -> None:
+        self._report = report
         self._min_wait_s = min_wait_s
         self._stopping = asyncio.Event()
         self.num_restarts: dict[str, int] = {}
@@ -63,11 +63,11 @@ class Supervisor:
 
     async def _again(self, child: Child, lived_s: float) -> None:
         self.num_restarts[child.name] = self.num_restarts.get(child.name, 0) + 1
-        self._say(child.name, f"ended after {lived_s:.1f} s; starting it again")
+        self._report(child.name, f"ended after {lived_s:.1f} s; starting it again")
         try:
             await child.start()
         except (OSError, RuntimeError) as error:
-            self._say(child.name, f"does not start: {error}")
+            self._report(child.name, f"does not start: {error}")
 
     async def _end_or_stop(self, pid: int) -> None:
         ended, stopping = asyncio.ensure_future(exited(pid)), asyncio.ensure_future(self._stopping.wait())
@@ -87,10 +87,14 @@ class Supervisor:
 
 @contextlib.asynccontextmanager
 async def kept(
-    children: Iterable[Child], say: Callable[[str, str], None], stop: asyncio.Event, *, min_wait_s: float = MIN_WAIT_S
+    children: Iterable[Child],
+    report: Callable[[str, str], None],
+    stop: asyncio.Event,
+    *,
+    min_wait_s: float = MIN_WAIT_S,
 ) -> AsyncIterator[Supervisor]:
     """Keep started children running for as long as the context lasts, then stop them; sets `stop` if that fails."""
-    supervisor = Supervisor(say, min_wait_s=min_wait_s)
+    supervisor = Supervisor(report, min_wait_s=min_wait_s)
     tasks = [asyncio.create_task(supervisor.keep(child), name=f"keep {child.name}") for child in children]
     for task in tasks:
         task.add_done_callback(lambda _: stop.set())
