@@ -5,7 +5,6 @@
 
 import argparse
 import importlib
-import importlib.metadata
 import os
 import signal
 import sys
@@ -15,7 +14,6 @@ from typing import NoReturn, Protocol, cast
 from dynamix.schemas.spelling import suggestion
 
 from .errors import CommandError
-from .output import check_distinct
 
 DISTRIBUTION = "dynamix-batch"
 PACKAGE = "dynamix.cli.commands"
@@ -76,7 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(overview())
         return 0 if given else 2
     if given[0] in ("-V", "--version"):
-        print(f"dynamix {importlib.metadata.version(DISTRIBUTION)}")
+        from importlib.metadata import version  # noqa: PLC0415 - half of the time of `dynamix --help`
+
+        print(f"dynamix {version(DISTRIBUTION)}")
         return 0
     name = given[0]
     if name not in COMMANDS:
@@ -87,6 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def execute(name: str, arguments: Sequence[str]) -> int:
     """Import the command's module, parse its arguments, run it."""
+    from .output import check_distinct  # noqa: PLC0415 - msgspec: only once a command runs
+
     module = cast("CommandModule", importlib.import_module(f"{PACKAGE}.{name}.command"))
     parser = Parser(f"dynamix {name}", module.__doc__)
     module.configure(parser)
