@@ -6,8 +6,11 @@ import msgspec
 from tests.support import examples
 from tests.support.ranks import run_ranks
 
+from dynamix.arbitrator.deciding.fold import Fold
+from dynamix.arbitrator.policies.model.observation import Array32
+from dynamix.arbitrator.policies.policy import Decision
 from dynamix.schemas.codec import decode, encode
-from dynamix.schemas.messages import Action
+from dynamix.schemas.messages import Action, Job
 from dynamix.schemas.messages.allocation import EXACT, Allocation, Exchange
 from dynamix.schemas.subjects import subject_of
 from dynamix.trainer.data.schedule import Schedule
@@ -26,6 +29,22 @@ def test_no_field_of_the_example_has_its_default() -> None:
     for struct in (EVERY_LEVER, EVERY_LEVER.exchange):
         for field in msgspec.structs.fields(struct):
             assert getattr(struct, field.name) != field.default, f"give {field.name} another value in EVERY_LEVER"
+
+
+class _EveryLever:
+    name = "every-lever"
+    version = 1
+
+    def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
+        return Decision(EVERY_LEVER)
+
+
+def test_an_arbitrator_writes_every_lever_of_a_decision_into_its_action() -> None:
+    fold = Fold(examples.job({"node-a": (0, 1)}, min_local_batch_size=8), _EveryLever(), None)
+    fold.add_state(1, examples.state())
+    action = fold.close()
+    assert action is not None
+    assert action.allocation == EVERY_LEVER
 
 
 def test_an_action_carries_every_lever() -> None:
