@@ -3,12 +3,15 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from dynamix.runtime.output_files import whole
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 FEW_POINTS = 20
 """Up to so many points of a curve are marked."""
@@ -42,7 +45,7 @@ class Panel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 def draw(rows: Sequence[Sequence[Panel]], path: Path, title: str = "") -> None:
     """Write a PNG. Panels of one row have the same scale, and share its width."""
     width, height = PANEL_INCHES
-    figure = Figure(figsize=(width * max(map(len, rows)), height * len(rows)), layout="constrained")
+    figure = new_figure(width * max(map(len, rows)), height * len(rows))
     for part, panels in zip(figure.subfigures(len(rows), 1, squeeze=False)[:, 0], rows, strict=True):
         grid = part.subplots(1, len(panels), squeeze=False, sharey=len({panel.y for panel in panels}) == 1)
         for axes, panel in zip(grid[0], panels, strict=True):
@@ -52,13 +55,20 @@ def draw(rows: Sequence[Sequence[Panel]], path: Path, title: str = "") -> None:
     save(figure, path)
 
 
-def save(figure: Figure, path: Path) -> None:
+def new_figure(width: float, height: float) -> "Figure":
+    """An empty figure, sizes in inches."""
+    from matplotlib.figure import Figure  # noqa: PLC0415 - a second, which each spawned process would pay, too
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save(figure: "Figure", path: Path) -> None:
     """Write a figure as a PNG into a folder that may not exist yet."""
     with whole(path, make_parents=True) as file:
         figure.savefig(file, dpi=110, format="png")
 
 
-def _draw_panel(axes: Axes, panel: Panel) -> None:
+def _draw_panel(axes: "Axes", panel: Panel) -> None:
     for curve in panel.curves:
         xs, ys = zip(*curve.points, strict=True) if curve.points else ((), ())
         style = curve.style or ("o-" if len(curve.points) <= FEW_POINTS else "-")

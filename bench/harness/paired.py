@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy.stats import bootstrap
 
 Values = npt.NDArray[np.float64]
 
@@ -39,6 +38,8 @@ def difference(on: Values, off: Values) -> dict[str, Any]:
 
 def bootstrap_interval(values: Values) -> list[float]:
     """95 % interval of the mean, by resampling pairs with a fixed seed."""
+    from scipy.stats import bootstrap  # noqa: PLC0415 - a second, which each spawned process would pay, too
+
     found = bootstrap((values,), np.mean, n_resamples=NUM_RESAMPLES, method="percentile", random_state=0)
     return [float(found.confidence_interval.low), float(found.confidence_interval.high)]
 

@@ -1,13 +1,14 @@
 """The picture of bench.kernel: nanoseconds a run under each kind of traffic, and what each arm adds from outside."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from bench.harness.figure import save
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from bench.harness.figure import new_figure, save
 
 from dynamix.collector.ebpf.program import INGRESS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 CLOCK = "CPU time"
 MAX_NS_PER_RUN = 200.0
@@ -17,7 +18,7 @@ MAX_NS_PER_RUN = 200.0
 def draw(figures: dict[str, Any], path: Path) -> None:
     """Write a PNG."""
     comparisons = figures["arms"]
-    figure = Figure(figsize=(6 + 3 * len(comparisons), 4.5), layout="constrained")
+    figure = new_figure(6 + 3 * len(comparisons), 4.5)
     grid = figure.add_gridspec(1, 2 + len(comparisons))
     _run_times(figure.add_subplot(grid[0, :2]), figures["run_times"])
     for column, comparison in enumerate(comparisons, start=2):
@@ -25,7 +26,7 @@ def draw(figures: dict[str, Any], path: Path) -> None:
     save(figure, path)
 
 
-def _run_times(axes: Axes, rows: list[dict[str, Any]]) -> None:
+def _run_times(axes: "Axes", rows: list[dict[str, Any]]) -> None:
     names = [f"{row['name']}\n{row['machine_percent']:.2f} % of the machine" for row in rows]
     axes.barh(names, [row["programs"][INGRESS]["ns_per_run"] or 0.0 for row in rows], color="#4c72b0", label="probe")
     axes.barh(names, [row["empty_ns"] or 0.0 for row in rows], color="#bbbbbb", label="a program that does nothing")
@@ -36,7 +37,7 @@ def _run_times(axes: Axes, rows: list[dict[str, Any]]) -> None:
     axes.legend(fontsize="x-small", loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=3)
 
 
-def _arms(axes: Axes, comparison: dict[str, Any]) -> None:
+def _arms(axes: "Axes", comparison: dict[str, Any]) -> None:
     """Every round, and the quartiles of all."""
     differences = comparison["clocks"][CLOCK]
     labels = [f"{row['arm']} -\n{row['against']}" for row in differences]
