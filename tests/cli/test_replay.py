@@ -76,7 +76,7 @@ def test_equal_decisions_are_enough_for_another_processor_unless_bytes_are_asked
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--until", "soon"], "say a window as N or GENERATION:N"),
+        (["--until", "soon"], "write a window as N or GENERATION:N"),
         (["--policy", "magic"], "no policy is called 'magic'"),
         (["--policy", "rule", "--policy-option", "speed"], "give a number, as NAME=NUMBER"),
         (["--policy", "rule", "--into", "reward"], "asks the arbitrator, not the reward"),
