@@ -98,7 +98,7 @@ def test_an_interrupt_tells_what_there_is_and_resume_goes_on(
         (("--policy-file", "ppo"), "write NAME=PATH"),
         (("--policy-file", "mine=/nowhere.safetensors"), "/nowhere.safetensors: No such file"),
         (("--png", "x.png", "--curves", "elsewhere"), "--curves 'elsewhere': suite suite has alike-2, mixed-2"),
-        (("--tuned", "/nowhere.toml"), "/nowhere.toml is missing: choose the baselines' settings with `dynamix tune"),
+        (("--tuned", "/nowhere.toml"), "/nowhere.toml is missing: tune the baselines with `dynamix tune"),
     ],
 )
 def test_what_was_typed_wrongly_is_said_in_a_sentence(

@@ -108,4 +108,4 @@ def _adoption(message: object) -> tuple[object, ...]:
 
 async def test_without_services_the_error_names_what_may_be_missing(bus: Bus) -> None:
     with pytest.raises(NoActionError, match=r"no action for window 0 of job-static .*=virtual-0 \.\.\. virtual-1\)"):
-        await run_lockstep(make_cluster("static"), bus, patience_s=0.2)
+        await run_lockstep(make_cluster("static"), bus, timeout_s=0.2)

@@ -44,7 +44,7 @@ def test_the_number_of_parameters_is_that_of_the_published_model(name: str) -> N
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_the_gradients_of_parts_of_a_batch_add_up_to_that_of_the_batch(name: str) -> None:
-    """No layer looks at the batch: whoever has which samples, their sum is the same."""
+    """No layer looks at the batch: the sum is the same for every division of the samples."""
     workload = workload_named(name)
     torch.manual_seed(0)
     model = workload.model().double()
@@ -91,7 +91,7 @@ def test_a_model_is_drawn_from_the_global_generator_and_counting_draws_nothing()
     state = torch.get_rng_state()
     first = nn.utils.parameters_to_vector(workload.model().parameters())
     torch.manual_seed(1)
-    vars(workload).pop("num_parameters", None)  # count anew
+    vars(workload).pop("num_parameters", None)  # count again
     assert workload.num_parameters == 13_258
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(nn.utils.parameters_to_vector(workload.model().parameters()), first)

@@ -1,4 +1,11 @@
-"""Calibration: a real job's metric windows become a scenario, and a comparison of virtual with real step times."""
+"""Calibration: fit a scenario to the metric windows of a real job, and compare virtual with real step times.
+
+In: the metric windows of one job, its specification, and settings that windows do not contain. Out: a `Calibration`:
+the scenario, its errors on windows that the fit has not seen, and remarks on what could not be determined.
+`observations` makes arrays of the windows; `lines` (time per rank), `exposure` (communication) and `dwell_times`
+(disturbances) fit one formula each; `fit` applies them in order; `scenario` solves the clock's formulas for the keys of
+a scenario; `result` compares. The formulas are those of `simulator.clock`: a change there needs its counterpart here.
+"""
 
 from .observations import NotEnoughWindowsError
 from .result import Calibration, RankSpeed, StepTimeComparison, calibrate

@@ -1,4 +1,4 @@
-"""Spells: how often a two-state disturbance comes and goes, from windows in which it was there or not. Pure."""
+"""Mean dwell times of a two-state disturbance, from windows in which it was on or off. Pure."""
 
 from typing import NamedTuple
 
@@ -9,15 +9,14 @@ from .lines import Flags
 from .observations import Array64
 
 MIN_WINDOWS = 3
-"""Disturbed windows, below which there is nothing to be said about a disturbance."""
-
+"""A disturbance is fitted from at least so many disturbed windows."""
 
 LEAST_SHARE = 0.1
-"""Share of a window's steps, below which scatter looks the same."""
+"""A smaller share of a window's steps cannot be told from scatter."""
 
 
 class DwellTimes(NamedTuple):
-    """Mean stays of a two-state Markov process in continuous time."""
+    """A two-state Markov process in continuous time: its factor while on, and the mean time in each state."""
 
     factor: float
     mean_off_s: float
@@ -25,16 +24,16 @@ class DwellTimes(NamedTuple):
 
 
 def fit_dwell_times(on: Flags, factors: Array64, duration_s: Array64) -> DwellTimes | None:
-    """The disturbance in these series; `None` when it is not to be seen in them.
+    """Fit a disturbance to some series; `None` when too few windows show it.
 
-    A mean stay is the time spent in a state over the times it was left: the maximum-likelihood estimate, in which a
-    stay that the recording cut off counts with what was seen of it. The window in which a spell begins or ends counts
-    by its mean factor. Stays shorter than a window cannot be seen.
+    The mean dwell time is the time spent in a state divided by the number of times it was left. This is the
+    maximum-likelihood estimate when the recording cuts off the last dwell time. A window in which the state changes
+    counts by its mean factor. Dwell times shorter than a window are invisible.
 
     Args:
-        on: windows x series: whether it was there.
-        factors: windows x series: what it multiplied by.
-        duration_s: per window.
+        on: windows x series: whether the disturbance was on.
+        factors: windows x series: what it multiplied times by.
+        duration_s: duration of each window, in seconds.
     """
     if on.sum() < MIN_WINDOWS:
         return None
@@ -53,7 +52,7 @@ def fit_dwell_times(on: Flags, factors: Array64, duration_s: Array64) -> DwellTi
 
 
 def _inner(on: Flags) -> npt.NDArray[np.bool_]:
-    """Windows between two that are also on: the first and the last of a spell hold other steps too."""
+    """Select windows between two that are also on: a window of a change also has undisturbed steps."""
     inner = np.zeros_like(on)
     inner[1:-1] = on[:-2] & on[1:-1] & on[2:]
     return inner

@@ -1,16 +1,16 @@
-"""The communication that steps wait for: C, overlap and buckets of the virtual clock's formula, fitted robustly. Pure.
+"""Fit the communication time C, the overlap and the buckets of the virtual clock, robust to outliers. Pure.
 
     exposed = max(C / buckets, C - overlap * slowest compute)
 
-For given overlap and buckets every window says what C must have been, C = min(buckets * exposed, exposed + overlap *
-slowest), so that C is a middle of these; overlap and buckets come from a grid. Congested windows lie above.
+For given overlap and buckets each window implies C = min(buckets * exposed, exposed + overlap * slowest); C is the
+median over the windows, overlap and buckets come from a grid. Congested windows imply a larger C.
 """
 
 from typing import NamedTuple
 
 import numpy as np
 
-from .lines import MAD_SIGMA, Flags
+from .lines import Flags, robust_std
 from .observations import Array64
 
 BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -20,17 +20,17 @@ TRUSTED_SHARE = 0.65
 """The windows that agree best are fitted; a third may be congested or disturbed."""
 TIE = 1.02
 LEAST_LOSS = 1e-4
-"""Fewer buckets are preferred when they are so much worse at most; a loss below the other is none."""
+"""Fewer buckets are preferred when their loss is at most so many times larger; `LEAST_LOSS` counts as no loss."""
 CLEARLY_BETTER = 0.8
-"""Loss over that without overlap, below which an overlap is visible at all."""
+"""An overlap is visible when the loss, divided by the loss without overlap, is below this."""
 NUM_DRAWS = 128
-"""Of jitter, for what waiting for the slowest of several uneven workers costs."""
+"""Draws of jitter, to estimate how long workers with jitter wait for the slowest of them."""
 NUM_ROUNDS = 3
 CONGESTED = 1.5
-"""C over its usual value, above which a window counts as congested."""
+"""A window counts as congested when C, divided by its usual value, is above this."""
 CONGESTED_SIGMAS = 6.0
 LEAST_S = 1e-6
-"""C is taken to be at least this, so that a bandwidth exists."""
+"""Lower bound of C, so that the bandwidth stays finite."""
 
 
 class Exposure(NamedTuple):
@@ -41,25 +41,26 @@ class Exposure(NamedTuple):
     overlap: float
     num_buckets: int
     is_distinct: bool
-    """Whether an overlap was visible; if not, an equal part may have been hidden in every window."""
+    """Whether an overlap was visible; if not, the same part of C may have been hidden in every window."""
     scatter: float
-    """Of C over the windows, relative."""
+    """Relative scatter of C over the windows."""
 
     def factor(self, exposed_s: Array64, slowest_s: Array64) -> Array64:
-        """Per window: C then, over C."""
+        """Return C of each window, divided by the fitted C."""
         return _implied(exposed_s, slowest_s, self.num_buckets, self.overlap) / self.communication_s
 
     def congested(self, exposed_s: Array64, slowest_s: Array64) -> Flags:
-        """Per window: whether communication took much longer than usual."""
+        """Return for each window whether communication took much longer than usual."""
         limit = max(CONGESTED, 1 + CONGESTED_SIGMAS * self.scatter)
         return self.factor(exposed_s, slowest_s) > limit
 
 
 def exposed(busy_s: Array64, sized_s: Array64, sync_s: Array64, jitter: float) -> Array64:
-    """Communication that each window's steps waited for, per step.
+    """Return the communication time that each window's steps waited for, in seconds per step.
 
-    The rank that is slowest in a step does not wait for others, but over a window each may have been slowest in turn:
-    the least mean of sync times holds that waiting too. What workers of this jitter cost is drawn and taken off.
+    The slowest rank of a step waits for no other rank. Over a window each rank may have been the slowest for some
+    steps, so the smallest mean sync time still contains waiting. That waiting is estimated with draws of the jitter and
+    subtracted.
 
     Args:
         busy_s: windows x ranks.
@@ -80,9 +81,9 @@ def exposed(busy_s: Array64, sized_s: Array64, sync_s: Array64, jitter: float) -
 
 
 def fit_exposure(exposed_s: Array64, slowest_s: Array64) -> Exposure:
-    """C, overlap and buckets through one exposed and one slowest compute time per window.
+    """Fit C, overlap and buckets to one exposed and one slowest compute time per window.
 
-    First through the windows that agree best; then through all but those which that fit finds congested.
+    The first fit uses the windows that agree best; the second all windows that are not congested by the first fit.
     """
     first = _fit(exposed_s, slowest_s, TRUSTED_SHARE)
     calm = np.logical_not(first.congested(exposed_s, slowest_s))
@@ -102,12 +103,12 @@ def _fit(exposed_s: Array64, slowest_s: Array64, share: float) -> Exposure:
         overlap=overlap,
         num_buckets=buckets,
         is_distinct=is_distinct,
-        scatter=MAD_SIGMA * float(np.median(np.abs(factors - np.median(factors)))),
+        scatter=robust_std(factors),
     )
 
 
 def _implied(exposed_s: Array64, slowest_s: Array64, buckets: int, overlap: float) -> Array64:
-    """C of each window, were overlap and buckets so."""
+    """Return C of each window, given overlap and buckets."""
     return np.minimum(buckets * exposed_s, exposed_s + overlap * slowest_s)
 
 
@@ -124,7 +125,7 @@ def _best_overlap(exposed_s: Array64, slowest_s: Array64, buckets: int, share: f
 
 
 def _trial(exposed_s: Array64, slowest_s: Array64, buckets: int, overlap: float, share: float) -> _Trial:
-    """C for given buckets and overlap, and what it leaves unexplained."""
+    """Fit C for given buckets and overlap; the loss is what it leaves unexplained."""
     implied = _implied(exposed_s, slowest_s, buckets, overlap)
     trusted = max(2, round(share * len(implied)))
     communication_s = float(np.quantile(implied, START_QUANTILE))

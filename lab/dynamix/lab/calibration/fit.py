@@ -1,4 +1,4 @@
-"""Everything that is fitted of a job: its workers' lines, what its steps wait for, what disturbs them. Pure."""
+"""All that is fitted to a job: compute-time lines, communication, jitter, stragglers and congestion. Pure."""
 
 import math
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ from .lines import ComputeTimeLine, Flags, fit_line
 from .observations import Array64, Observations
 
 SIZED_SHARE = 0.2
-"""A worker's scatter says something of its jitter when at least this share of its time grows with the samples."""
+"""Jitter is estimated from workers for which at least this share of the time grows with the samples."""
 MAX_JITTER = 1.0
-SENT_AGAIN = 2.0
-"""Congestion shows in segments sent again: so many times those of other windows, where they are counted."""
+RETRANSMIT_RATIO = 2.0
+"""Congested windows must have more than so many times the retransmissions of other windows, where these are counted."""
 
 
 class CalibrationFit(NamedTuple):
-    """What was found."""
+    """The fitted numbers of one job."""
 
     lines: tuple[ComputeTimeLine, ...]
     """By rank."""
@@ -30,22 +30,22 @@ class CalibrationFit(NamedTuple):
     stragglers: DwellTimes | None
     congestion: DwellTimes | None
     retransmits_per_s: float
-    """Of a rank, while the network is congested."""
+    """Retransmissions per second and rank while the network is congested."""
 
     def slow(self, seen: Observations) -> Flags:
-        """Windows x ranks: who straggled."""
+        """Return, as windows x ranks, which rank straggled."""
         columns = [line.slow(seen.samples[:, rank], seen.busy_s[:, rank]) for rank, line in enumerate(self.lines)]
         return np.stack(columns, axis=1)
 
     def congested(self, seen: Observations) -> Flags:
-        """Per window: whether the network was congested."""
+        """Return for each window whether the network was congested."""
         if self.exposure is None:
             return np.zeros(len(seen.step_s), dtype=bool)
         return self.exposure.congested(_exposed(self.lines, self.jitter, seen), seen.busy_s.max(axis=1))
 
 
 def fit_observations(seen: Observations) -> CalibrationFit:
-    """Fit lines, then jitter, then communication, then disturbances: each on what the former have explained."""
+    """Fit lines, jitter, communication and disturbances, in this order; each uses the results before it."""
     lines = tuple(fit_line(seen.samples[:, rank], seen.busy_s[:, rank]) for rank in range(seen.world_size))
     jitter = _jitter(lines, seen)
     fit = CalibrationFit(lines, jitter, None, None, None, 0.0)
@@ -58,7 +58,7 @@ def fit_observations(seen: Observations) -> CalibrationFit:
 
 
 def _jitter(lines: Sequence[ComputeTimeLine], seen: Observations) -> float:
-    """A window's mean of k steps scatters sqrt(k) times less than a step does."""
+    """Return the jitter of a step; the mean of a window of k steps scatters sqrt(k) times less."""
     sized = [
         line.scatter
         for rank, line in enumerate(lines)
@@ -68,7 +68,7 @@ def _jitter(lines: Sequence[ComputeTimeLine], seen: Observations) -> float:
 
 
 def _exposure(lines: Sequence[ComputeTimeLine], jitter: float, seen: Observations, quiet: Flags) -> Exposure:
-    """From the windows without stragglers, if enough are left."""
+    """Fit the windows without stragglers, or all windows when too few are left."""
     chosen = seen.select(np.flatnonzero(quiet)) if quiet.sum() >= len(quiet) // 3 else seen
     return fit_exposure(_exposed(lines, jitter, chosen), chosen.busy_s.max(axis=1))
 
@@ -79,19 +79,19 @@ def _exposed(lines: Sequence[ComputeTimeLine], jitter: float, seen: Observations
 
 
 def _with_congestion(fit: CalibrationFit, seen: Observations) -> CalibrationFit:
-    """The network's disturbance: from the exposed communication, if what was sent again does not speak against it."""
+    """Add congestion by the exposed communication, unless the retransmissions contradict it."""
     if fit.exposure is None:
         return fit
     congested = fit.congested(seen)
     if congested.sum() < MIN_WINDOWS or congested.all():
         return fit
     rates = seen.retransmits / seen.duration_s[:, None]
-    then, else_ = _mean_known(rates[congested]), _mean_known(rates[~congested])
-    if then is not None and else_ is not None and then <= SENT_AGAIN * else_:
+    during, calm = _mean_known(rates[congested]), _mean_known(rates[~congested])
+    if during is not None and calm is not None and during <= RETRANSMIT_RATIO * calm:
         return fit
     factors = fit.exposure.factor(_exposed(fit.lines, fit.jitter, seen), seen.busy_s.max(axis=1))
     found = fit_dwell_times(congested[:, None], factors[:, None], seen.duration_s)
-    return fit._replace(congestion=found, retransmits_per_s=max(0.0, (then or 0.0) - (else_ or 0.0)))
+    return fit._replace(congestion=found, retransmits_per_s=max(0.0, (during or 0.0) - (calm or 0.0)))
 
 
 def _mean_known(values: Array64) -> float | None:

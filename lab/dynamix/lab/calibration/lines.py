@@ -1,8 +1,8 @@
-"""A worker's time as a line in its samples, t = overhead + samples / rate, fitted through outliers. Pure.
+"""Compute time of a worker as a line, t = overhead + samples / rate, fitted robustly. Pure.
 
-A straggling worker's windows lie above the line, some of them far above. The start is that line through two of the
-windows to which half of all windows are nearest (least trimmed absolute deviations, which up to half of the windows
-cannot draw away); then least squares over the windows near it, in relative terms, until these stay the same.
+Windows in which the worker straggled lie above the line, some far above. The start is the line through two windows with
+the least trimmed absolute deviations (its breakdown point is near one half); then follow weighted least squares over
+the windows near the line, until these stay the same.
 """
 
 from typing import NamedTuple
@@ -15,27 +15,27 @@ from .observations import Array64
 Flags = npt.NDArray[np.bool_]
 
 TRUSTED_SHARE = 0.55
-"""Of the windows, those nearest to a line that judge it: fewer than half may be slow."""
+"""Share of the windows, nearest first, that a line is judged by: fewer than half may be slow."""
 MAX_PAIRS = 1500
-"""Lines that are tried: all pairs of 55 windows, a fixed choice of them where there are more."""
+"""Pairs of windows that are tried: all pairs of 55 windows, or a fixed random choice of so many."""
 MAX_ROUNDS = 20
 MAD_SIGMA = 1.4826
 """Standard deviation over median absolute deviation, of a normal distribution."""
 OUTLIER_SIGMAS = 4.0
 MIN_OUTLIER = 0.05
 MIN_SPREAD = 1.2
-"""Largest over smallest number of samples, below which overhead and rate cannot be told apart."""
+"""Overhead and rate can be told apart only when the largest over the smallest number of samples reaches this."""
 MAX_OVERHEAD_ERROR = 0.25
-"""Standard error of the overhead over the median time, above which they cannot either."""
+"""They cannot be told apart when the standard error of the overhead, over the median time, is above this."""
 SLOW = 1.3
-"""Slowdown above which a worker counts as straggling, if its usual scatter does not reach there."""
+"""A worker straggles above this slowdown, or above so many sigmas of its usual scatter if that is more."""
 SLOW_SIGMAS = 6.0
 LEAST_SIZED_SHARE = 0.01
-"""Of the longest time: the part that grows with the samples is taken to be at least this, so that a rate exists."""
+"""Lower bound of the part of the longest time that grows with the samples, so that the rate stays finite."""
 
 
 class ComputeTimeLine(NamedTuple):
-    """One worker's line."""
+    """Compute time of one worker, as a line in its samples per step."""
 
     overhead_s: float
     s_per_sample: float
@@ -48,21 +48,25 @@ class ComputeTimeLine(NamedTuple):
     """Relative standard deviation of the sized part over the windows near the line."""
 
     def time_s(self, samples: Array64) -> Array64:
-        """What the line says."""
+        """Return the fitted time for these samples, in seconds."""
         return self.overhead_s + self.s_per_sample * samples
 
     def slowdown(self, samples: Array64, busy_s: Array64) -> Array64:
-        """Time of the sized part, over what the line says of it."""
+        """Return the time of the part that grows with the samples, divided by its fitted value."""
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.where(samples > 0, (busy_s - self.overhead_s) / (self.s_per_sample * samples), 1.0)
 
     def slow(self, samples: Array64, busy_s: Array64) -> Flags:
-        """Per window: whether the worker straggled."""
+        """Return for each window whether the worker straggled."""
         return self.slowdown(samples, busy_s) > max(SLOW, 1 + SLOW_SIGMAS * self.scatter)
 
 
 def fit_line(samples: Array64, busy_s: Array64) -> ComputeTimeLine:
-    """One worker's line through its windows; those without samples say nothing of the rate and are left out."""
+    """Fit the line of one worker to its windows; windows without samples are left out.
+
+    Raises:
+        ValueError: when no window has a sample.
+    """
     used = (samples > 0) & (busy_s > 0)
     if not used.any():
         raise ValueError("a rank had no sample in any window: its speed cannot be known")
@@ -85,7 +89,7 @@ def fit_line(samples: Array64, busy_s: Array64) -> ComputeTimeLine:
 
 
 def _flat(samples: Array64, busy_s: Array64) -> ComputeTimeLine:
-    """Samples over time, where the two parts cannot be told apart."""
+    """Return a line through the origin, for when overhead and rate cannot be told apart."""
     used = samples > 0
     s_per_sample = float(np.median(busy_s[used] / samples[used]))
     near = _near(busy_s[used] / (s_per_sample * samples[used]) - 1)
@@ -99,11 +103,11 @@ def _line(
     line = ComputeTimeLine(overhead, slope, *errors, is_distinct=is_distinct)
     used = x > 0
     near = _near(y[used] / line.time_s(x[used]) - 1)
-    return line._replace(scatter=_deviation(line.slowdown(x, y)[used][near]))
+    return line._replace(scatter=robust_std(line.slowdown(x, y)[used][near]))
 
 
 def _start(x: Array64, y: Array64) -> tuple[float, float]:
-    """The line through two windows, or through the origin and one, with the least trimmed loss |log(t / line)|."""
+    """Return the line through two windows, or the origin and one, with the least trimmed loss |log(t / line)|."""
     first, second = np.triu_indices(len(x), 1)
     if len(first) > MAX_PAIRS:
         chosen = np.random.default_rng(0).choice(len(first), MAX_PAIRS, replace=False)
@@ -121,7 +125,7 @@ def _start(x: Array64, y: Array64) -> tuple[float, float]:
 
 
 def _least_squares(x: Array64, y: Array64, fitted: Array64) -> tuple[float, float]:
-    """Overhead and slope, both as a cluster can have them, with each window weighed by what is expected of it."""
+    """Return overhead >= 0 and slope > 0 by least squares, each window divided by its expected time."""
     design = np.stack([1 / fitted, x / fitted], axis=1)
     overhead, slope = np.linalg.lstsq(design, y / fitted, rcond=None)[0]
     if overhead < 0:
@@ -142,11 +146,12 @@ def _standard_errors(x: Array64, y: Array64, overhead: float, slope: float) -> t
 
 
 def _near(residuals: Array64) -> Flags:
-    """Those within some standard deviations of zero; the deviation is that of the lower, undisturbed side."""
+    """Select residuals near zero; the deviation is estimated on the lower side, which has no stragglers."""
     below = residuals[residuals <= 0]
     sigma = MAD_SIGMA * float(np.median(-below)) if len(below) else 0.0
     return np.abs(residuals) <= max(MIN_OUTLIER, OUTLIER_SIGMAS * sigma)
 
 
-def _deviation(values: Array64) -> float:
+def robust_std(values: Array64) -> float:
+    """Return the standard deviation by the median absolute deviation; 0 for fewer than two values."""
     return MAD_SIGMA * float(np.median(np.abs(values - np.median(values)))) if len(values) > 1 else 0.0

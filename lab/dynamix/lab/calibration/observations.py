@@ -1,4 +1,4 @@
-"""What a job's metric windows say about time: arrays over windows and ranks. Pure."""
+"""The metric windows of a job as arrays over windows and ranks. Pure."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ from dynamix.schemas.messages import MetricWindow, OptimizerFamily, RankMetrics
 Array64 = npt.NDArray[np.float64]
 
 MIN_WINDOWS = 8
-"""Fewer do not tell a line from its scatter."""
+"""With fewer windows a line cannot be told from scatter."""
 
 
 class NotEnoughWindowsError(ValueError):
@@ -20,58 +20,58 @@ class NotEnoughWindowsError(ValueError):
 
 
 class Observations(NamedTuple):
-    """Windows that are whole: every rank is there, and its compute and sync times are known.
+    """Complete windows: every rank is there, and its compute and sync times are known.
 
     Times are means per step, in seconds; arrays are windows x ranks unless said otherwise, NaN where unknown.
     """
 
     window: Array64
-    """Per window: its number."""
+    """Number of each window."""
     num_steps: Array64
-    """Per window."""
+    """Steps in each window."""
     samples: Array64
-    """Of a rank, per step."""
+    """Samples of a rank per step."""
     busy_s: Array64
-    """Data, compute and update: what a rank does between two barriers, and the virtual clock's compute time."""
+    """Data, compute and update time: the work of a rank between two barriers; compute time of the virtual clock."""
     sync_s: Array64
     step_s: Array64
-    """Per window: of the whole job."""
+    """Mean step time of the job in each window."""
     tx_bytes: Array64
-    """Per step."""
+    """Bytes sent by a rank per step."""
     retransmits: Array64
-    """In the whole window."""
+    """Retransmitted segments in the whole window."""
     srtt_us: Array64
     held_out_accuracy: Array64
-    """Per window: the newest evaluation."""
+    """Newest evaluation by the end of each window."""
 
     @property
     def world_size(self) -> int:
-        """N."""
+        """Number of ranks, N."""
         return int(self.samples.shape[1])
 
     @property
     def duration_s(self) -> Array64:
-        """Per window."""
+        """Duration of each window, in seconds."""
         return self.num_steps * self.step_s
 
     def select(self, index: npt.NDArray[np.intp]) -> "Observations":
-        """Some of the windows."""
+        """Return the observations of some windows."""
         return Observations(*(array[index] for array in self))
 
 
 class Origin(NamedTuple):
-    """Where observations come from."""
+    """What observations were made from."""
 
     optimizer_family: OptimizerFamily
     num_left_out: int
-    """Windows that were not whole, and the first of each generation, in which everything is still cold."""
+    """Incomplete windows, and the first of each generation: caches and connections are cold in it."""
 
 
 def observe(windows: Iterable[MetricWindow]) -> tuple[Observations, Origin]:
     """Join the nodes' windows of one job, in order of generation and window.
 
     Raises:
-        NotEnoughWindowsError: when fewer than `MIN_WINDOWS` are whole.
+        NotEnoughWindowsError: when fewer than `MIN_WINDOWS` are complete.
     """
     joined: dict[tuple[int, int], list[MetricWindow]] = defaultdict(list)
     for window in windows:
@@ -80,8 +80,8 @@ def observe(windows: Iterable[MetricWindow]) -> tuple[Observations, Origin]:
     whole = [nodes for key, nodes in sorted(joined.items()) if key[1] > 0 and _is_whole(nodes, world_size)]
     if len(whole) < MIN_WINDOWS:
         raise NotEnoughWindowsError(
-            f"{len(whole)} of {len(joined)} windows can be used, {MIN_WINDOWS} are the least: it takes every rank's "
-            "compute and sync times, which DDP's communication hook measures; let the job run for longer"
+            f"{len(whole)} of {len(joined)} windows can be used, {MIN_WINDOWS} are the least: a window needs the "
+            "compute and sync times of every rank, which DDP's communication hook measures; let the job run longer"
         )
     columns = _of_ranks(whole)
     seen = Observations(
@@ -116,7 +116,7 @@ def _is_whole(nodes: Sequence[MetricWindow], world_size: int) -> bool:
 
 
 def _of_ranks(whole: Sequence[Sequence[MetricWindow]]) -> Array64:
-    """Windows x ranks x what `_row` tells."""
+    """Return windows x ranks x the numbers of `_row`."""
     rows = [
         [_row(rank, nodes[0].num_steps) for rank in sorted(_ranks(nodes), key=lambda rank: rank.rank)]
         for nodes in whole
@@ -129,7 +129,7 @@ def _ranks(nodes: Sequence[MetricWindow]) -> Iterable[RankMetrics]:
 
 
 def _row(rank: RankMetrics, num_steps: int) -> tuple[float, ...]:
-    """Samples, busy and sync time, bytes sent per step; retransmissions, round trip time."""
+    """Return samples, busy time, sync time and bytes sent per step, then retransmissions and round trip time."""
     training, network = rank.training, rank.network
     busy_s = training.data_time_s + (training.compute_time_s or 0.0) + training.update_time_s
     traffic = (np.nan, np.nan, np.nan)

@@ -1,4 +1,4 @@
-"""The calibration as a whole, and how far a virtual cluster made of it is from the real one, step time by step time."""
+"""The result of a calibration: the scenario, and its errors against the real step times, by cross-validation."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -17,7 +17,7 @@ from .observations import Array64, Observations, observe
 from .scenario import CalibrationSettings, scenario_of
 
 NUM_DRAWS = 64
-"""Of jitter, for the mean step time of a window."""
+"""Draws of jitter, for the mean step time of a window."""
 
 
 class RankSpeed(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,7 +31,7 @@ class RankSpeed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepTimeComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """One window: the real mean step time, and what a cluster fitted to OTHER windows says for its sizes."""
+    """Mean step time of one window: measured, and predicted by a cluster that was fitted to OTHER windows."""
 
     window: int
     global_batch_size: float
@@ -42,25 +42,25 @@ class StepTimeComparison(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def error(self) -> float:
-        """Relative."""
+        """Relative error of the virtual step time."""
         return abs(self.virtual_step_time_s / self.step_time_s - 1)
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
-    """The scenario and what it is worth."""
+    """The scenario and its errors."""
 
     scenario: Scenario
     num_windows: int
     num_left_out: int
     ranks: tuple[RankSpeed, ...]
     communication_s: float
-    """C: of one step, hidden or not."""
+    """C: communication time of one step, whether exposed or hidden."""
     median_error: float
     """Relative error of virtual step times over all windows, each against a fit that has not seen it."""
     p90_error: float
     steady_median_error: float | None
-    """The same over windows that no disturbance touched: where one begins or ends within a window, its time is
-    predicted as if it had filled it."""
+    """The same over undisturbed windows: a disturbance that begins or ends within a window is predicted as if it
+    lasted the whole window."""
     steady_p90_error: float | None
     remarks: tuple[str, ...]
     comparisons: tuple[StepTimeComparison, ...]
@@ -71,7 +71,7 @@ def calibrate(windows: Iterable[MetricWindow], settings: CalibrationSettings, jo
 
     Args:
         windows: of all nodes.
-        settings: what windows do not say.
+        settings: what windows do not contain.
         job: its specification, for bounds and window length.
 
     Raises:
@@ -84,7 +84,7 @@ def calibrate(windows: Iterable[MetricWindow], settings: CalibrationSettings, jo
     scenario = scenario_of(fit, seen, origin, settings, job)
 
     def compared(others: Observations, mine: Observations) -> list[StepTimeComparison]:
-        """Some windows against a fit of others."""
+        """Compare some windows with a fit to others."""
         found = fit_observations(others)
         return compare(found, scenario_of(found, others, origin, settings, job), mine, gradient_bytes)
 
@@ -109,7 +109,7 @@ def calibrate(windows: Iterable[MetricWindow], settings: CalibrationSettings, jo
 def compare(
     fit: CalibrationFit, scenario: Scenario, seen: Observations, gradient_bytes: int
 ) -> list[StepTimeComparison]:
-    """Virtual and real step times: same sizes, same disturbances, jitter averaged over draws."""
+    """Compare virtual with real step times: same sizes, same disturbances, jitter averaged over draws."""
     slow = fit.slow(seen) if scenario.stragglers is not None else np.zeros_like(seen.samples, dtype=bool)
     congested = fit.congested(seen) & (scenario.congestion is not None)
     clock, draws = VirtualClock(scenario, gradient_bytes), _jitter_draws(scenario)
@@ -137,7 +137,7 @@ def compare(
 def _crossed(
     seen: Observations, compared: Callable[[Observations, Observations], list[StepTimeComparison]]
 ) -> tuple[StepTimeComparison, ...]:
-    """Every other window against a fit of the rest, in turn; in the order of the windows."""
+    """Compare even windows with a fit to the odd ones and odd with even; in the order of the windows."""
     indices = np.arange(len(seen.step_s))
     even, odd = seen.select(indices[::2]), seen.select(indices[1::2])
     of_even, of_odd = compared(odd, even), compared(even, odd)
@@ -145,13 +145,13 @@ def _crossed(
 
 
 def _steady(comparisons: Sequence[StepTimeComparison]) -> list[bool]:
-    """Which windows are undisturbed, as their neighbours are."""
+    """Return which windows are undisturbed, together with both neighbours."""
     quiet = [not comparison.slow_ranks and not comparison.is_congested for comparison in comparisons]
     return [all(quiet[max(0, index - 1) : index + 2]) for index in range(len(quiet))]
 
 
 def _jitter_draws(scenario: Scenario) -> Array64:
-    """Factors, draws x workers; one row of ones without jitter."""
+    """Return factors, draws x workers; a single row of ones without jitter."""
     jitter = 0.0 if scenario.stragglers is None else scenario.stragglers.jitter
     if jitter == 0:
         return np.ones((1, scenario.world_size))

@@ -1,4 +1,4 @@
-"""A scenario with the fitted numbers: the clock's formulas, solved for what the scenario holds."""
+"""The scenario of a calibration: the formulas of the virtual clock, solved for the keys of a scenario file."""
 
 import json
 import math
@@ -28,27 +28,27 @@ from .observations import Observations, Origin
 DEFAULT_TARGET = 0.8
 LATENCY_S = 5e-5
 LARGEST_LATENCY_SHARE = 0.5
-"""Of C: one time says nothing of how much of it is latency, so that a round trip measured under load is bounded."""
+"""Upper bound of the latency as a share of C: a round trip time measured under load would otherwise exceed C."""
 OTHER_MODEL = 0.2
-"""Relative difference of the bytes sent to those of the workload's model, above which another model was trained."""
+"""Another model was trained when the bytes sent differ from the workload's by more than this share."""
 
 
 class CalibrationSettings(NamedTuple):
-    """What windows do not say."""
+    """What the metric windows of a job do not contain."""
 
     workload: str
     name: str = "calibrated"
     optimizer: Literal["sgd", "adam", "adamw"] | None = None
-    """By the job's optimizer family when not given."""
+    """`None`: by the job's optimizer family."""
     learning_rate: float = 0.05
     target_accuracy: float | None = None
-    """The best that the job reported when not given, else 0.8."""
+    """`None`: the best accuracy that the job reported, else 0.8."""
     topology: Literal["ring", "parameter-server"] = "ring"
     num_servers: int = 1
 
 
 class Bounds(NamedTuple):
-    """What the job's specification says."""
+    """What the job's specification contains."""
 
     window_steps: int
     base_global_batch_size: int
@@ -61,7 +61,7 @@ class Bounds(NamedTuple):
 def scenario_of(
     fit: CalibrationFit, seen: Observations, origin: Origin, settings: CalibrationSettings, job: Job | None
 ) -> Scenario:
-    """The scenario; without the job's specification its bounds are the sizes seen."""
+    """Return the scenario; without the job's specification its bounds are the observed sizes."""
     duration_s = _rounded(float(seen.duration_s.sum()))
     bounds = _of_windows(seen) if job is None else _of_job(job)
     return Scenario(
@@ -85,7 +85,7 @@ def scenario_of(
         network=_network(fit, seen, settings),
         stragglers=_stragglers(fit),
         congestion=_congestion(fit),
-        decision=DecisionCost(cost_s=0.0, cost_per_doubling_s=0.0),  # what one costs is in the overheads already
+        decision=DecisionCost(cost_s=0.0, cost_per_doubling_s=0.0),  # the overheads contain the cost
     )
 
 
@@ -118,7 +118,7 @@ def _of_windows(seen: Observations) -> Bounds:
 
 
 def _workers(fit: CalibrationFit, job: Job | None) -> tuple[Workers, ...]:
-    """One table per rank. Jitter has a median of 1 and a mean above: the rate is that of an undisturbed step."""
+    """Return one table per rank; jitter has median 1 and a larger mean, the rate is that of an undisturbed step."""
     mean = math.exp(fit.jitter**2 / 2)
     bounds: Sequence[int | None] = [None] * len(fit.lines)
     if job is not None:
@@ -135,7 +135,7 @@ def _workers(fit: CalibrationFit, job: Job | None) -> tuple[Workers, ...]:
 
 
 def _network(fit: CalibrationFit, seen: Observations, settings: CalibrationSettings) -> Network:
-    """Bandwidth by the time C, given latency and bytes."""
+    """Return the network: its bandwidth follows from C, latency and bytes."""
     num_workers = seen.world_size
     if fit.exposure is None:
         return Network()
@@ -159,7 +159,7 @@ def _network(fit: CalibrationFit, seen: Observations, settings: CalibrationSetti
 
 
 def _gradient_bytes(seen: Observations, settings: CalibrationSettings, own_bytes: int) -> int:
-    """The workload's, unless the sockets say that another model was trained."""
+    """Return the bytes of the workload's gradient, or those of the sockets when another model was trained."""
     known = seen.tx_bytes[np.isfinite(seen.tx_bytes)]
     if not len(known):
         return own_bytes
@@ -169,7 +169,7 @@ def _gradient_bytes(seen: Observations, settings: CalibrationSettings, own_bytes
 
 
 def _latency_s(seen: Observations) -> float:
-    """Half a round trip as the kernel measured it."""
+    """Return half of the round trip time that the kernel measured."""
     known = seen.srtt_us[np.isfinite(seen.srtt_us)]
     return float(np.median(known)) / 2e6 if len(known) else LATENCY_S
 
@@ -187,7 +187,7 @@ def _stragglers(fit: CalibrationFit) -> Stragglers | None:
 
 
 def _congestion(fit: CalibrationFit) -> Congestion | None:
-    """One state for the whole network: times do not say whose link it was that all waited for."""
+    """Return one state for the whole network: step times do not show which link was congested."""
     found: DwellTimes | None = fit.congestion
     if found is None:
         return None
@@ -200,12 +200,12 @@ def _congestion(fit: CalibrationFit) -> Congestion | None:
 
 
 def _rounded(value: float) -> float:
-    """Four digits: more would be noise, and files are read by people."""
+    """Round to four significant digits: more would be noise."""
     return float(f"{value:.4g}")
 
 
 def scenario_text(scenario: Scenario, comments: tuple[str, ...] = ()) -> str:
-    """TOML that `Scenario.read` reads as an equal scenario, but for the name, which is the file's."""
+    """Return TOML that `Scenario.read` reads as an equal scenario, except for the name, which is the file's."""
     lines = [f"# {comment}" for comment in comments]
     tables = []
     for key, value in _changed(scenario):
@@ -224,7 +224,7 @@ def _pairs(struct: msgspec.Struct) -> list[str]:
 
 
 def _changed(struct: msgspec.Struct) -> Iterator[tuple[str, Any]]:
-    """Fields whose value is not the default."""
+    """Yield the fields whose value is not the default."""
     for field in msgspec.structs.fields(struct):
         value = getattr(struct, field.name)
         if field.required or value != field.default:

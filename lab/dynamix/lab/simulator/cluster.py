@@ -32,7 +32,7 @@ from .scenario import Scenario
 
 
 class Evaluation(NamedTuple):
-    """One point of the grid of virtual time."""
+    """The validation accuracy at one point of the grid of virtual time."""
 
     time_s: float
     accuracy: float
@@ -68,7 +68,7 @@ class VirtualCluster:
         """Actions adopted so far."""
         self.evaluations: list[Evaluation] = []
         self.time_to_target_s: float | None = None
-        """Of the first evaluation that reached the target."""
+        """Virtual time of the first evaluation that reached the target."""
         sizes = scenario.local_batch_sizes(initial_local_batch_size)
         self._options = job_options(scenario, seed, policy, policy_options or {}, sizes)
         self._identity = identity_of(scenario, job or f"{scenario.name or scenario.family}-{seed}")

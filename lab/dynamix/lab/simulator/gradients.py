@@ -25,7 +25,7 @@ EVALUATED_AT_ONCE = 2000
 
 
 class WorkerNorms(NamedTuple):
-    """Of one step; float64."""
+    """Squared gradient norms of one step; float64."""
 
     local: Array64
     """|g_i|^2 of each worker's mean gradient; 0 without samples."""
@@ -127,7 +127,7 @@ class Gradients(ABC):
 
 
 class AutogradGradients(Gradients):
-    """Of any model: a measured step costs a backward pass per worker, on its own samples only."""
+    """Gradients of any model: a measured step costs a backward pass per worker, on its own samples only."""
 
     def _union(self, inputs: Tensor, labels: Tensor) -> StepSums:
         self._gradient.zero_()

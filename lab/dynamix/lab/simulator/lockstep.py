@@ -16,7 +16,7 @@ from dynamix.schemas.streams import ACTIONS
 
 from .cluster import VirtualCluster
 
-PATIENCE_S = 60.0
+ACTION_TIMEOUT_S = 60.0
 """The longest wait for an action. The services need milliseconds; a broker that restarts, seconds."""
 
 
@@ -29,7 +29,7 @@ async def run_lockstep(
     bus: Bus,
     *,
     on_window: Callable[[list[Report]], None] | None = None,
-    patience_s: float = PATIENCE_S,
+    timeout_s: float = ACTION_TIMEOUT_S,
 ) -> list[Action]:
     """Run a cluster to its end and return all actions on its job; the job's name must be new on this bus.
 
@@ -37,7 +37,7 @@ async def run_lockstep(
         cluster: not yet run. Its windows are computed in a thread, so that the connection stays alive meanwhile.
         bus: with an arbitrator, and a collector for each of the cluster's nodes.
         on_window: called with the reports of each window.
-        patience_s: the longest wait for an action.
+        timeout_s: the longest wait for an action.
 
     Raises:
         NoActionError: when an action does not come.
@@ -46,7 +46,7 @@ async def run_lockstep(
     lag, num_applied = max(cluster.scenario.lag_windows, 1), 0
     await bus.publish(cluster.job)
     async with bus.consume(ACTIONS.name, [subjects.action(cluster.job.job)], start="all") as consumer:
-        inbox = _Inbox(cluster, aiter(consumer), patience_s)
+        inbox = _Inbox(cluster, aiter(consumer), timeout_s)
         while not cluster.over:
             await inbox.wait_for(cluster.window - lag)
             reports = await asyncio.to_thread(cluster.run_window)
@@ -62,22 +62,22 @@ async def run_lockstep(
 class _Inbox:
     """Hands the job's actions to the cluster as they come."""
 
-    def __init__(self, cluster: VirtualCluster, batches: AsyncIterator[list[BusMessage]], patience_s: float) -> None:
+    def __init__(self, cluster: VirtualCluster, batches: AsyncIterator[list[BusMessage]], timeout_s: float) -> None:
         self.actions: list[Action] = []
         self._cluster = cluster
         self._batches = batches
-        self._patience_s = patience_s
+        self._timeout_s = timeout_s
 
     async def wait_for(self, window: int) -> None:
         """Wait until the action of a window, or of a later one, was offered; of a negative window there is none."""
         try:
-            async with asyncio.timeout(self._patience_s):
+            async with asyncio.timeout(self._timeout_s):
                 while window >= 0 and (not self.actions or self.actions[-1].window < window):
                     self._take(await anext(self._batches))
         except (TimeoutError, StopAsyncIteration):
             first, last = self._cluster.job.nodes[0].node, self._cluster.job.nodes[-1].node
             raise NoActionError(
-                f"no action for window {window} of {self._cluster.job.job} in {self._patience_s:g} s: are the "
+                f"no action for window {window} of {self._cluster.job.job} in {self._timeout_s:g} s: are the "
                 f"arbitrator and a collector for each node (DYNAMIX_NODE={first} ... {last}) running?"
             ) from None
 

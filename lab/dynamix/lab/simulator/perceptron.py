@@ -42,7 +42,7 @@ class _Pass(NamedTuple):
 
 
 class PerceptronGradients(Gradients):
-    """Of `Sequential(Flatten, Linear, ReLU, ..., Linear)` under cross entropy, which every workload's loss is."""
+    """Gradients of `Sequential(Flatten, Linear, ReLU, ..., Linear)` under cross entropy, the loss of all workloads."""
 
     def __init__(self, model: nn.Sequential, workload: Workload) -> None:
         super().__init__(model, workload)

@@ -32,7 +32,7 @@ class Network(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     topology: Literal["ring", "parameter-server"] = "ring"
     bandwidth_mbit_s: float = 10_000.0
-    """Of each worker's link without one of its own, and of each parameter server's."""
+    """Bandwidth of each parameter server, and of each worker whose table has none."""
     latency_s: float = 5e-5
     """One way, of one message."""
     overlap: float = 0.5
@@ -60,11 +60,11 @@ class Workers(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Undisturbed, at any batch size."""
     count: int = 1
     overhead_s: float = 0.0
-    """Of a step's compute time, whatever the batch size."""
+    """Compute time of a step that does not depend on the batch size."""
     max_local_batch_size: int | None = None
     """What its memory holds; without it the scenario's upper bound."""
     bandwidth_mbit_s: float | None = None
-    """Of its own link; without it the network's."""
+    """Bandwidth of its own link; `None`: the network's."""
 
     def __post_init__(self) -> None:
         check_between("workers.count", self.count, 1, MAX_RANKS)
@@ -82,7 +82,7 @@ class Stragglers(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields
     mean_normal_s: float = 60.0
     mean_slow_s: float = 10.0
     jitter: float = 0.0
-    """Of every step's time per sample: sigma of a lognormal factor whose median is 1."""
+    """Sigma of a lognormal factor of median 1 on the time per sample of every step."""
 
     def __post_init__(self) -> None:
         check_between("stragglers.factor", self.factor, 1)
@@ -99,7 +99,7 @@ class Congestion(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields
     mean_clear_s: float = 60.0
     mean_congested_s: float = 10.0
     retransmits_per_s: float = 0.0
-    """Segments that each worker behind a congested link sends again, per second."""
+    """Segments that each worker behind a congested link retransmits, per second."""
     shared: bool = True
     """One state for the whole network, or one for each worker's link."""
 

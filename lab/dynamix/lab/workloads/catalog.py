@@ -18,14 +18,14 @@ from .workload import Data, Part, Workload
 TEXT_SHAPE = TransformerShape(num_tokens=64, width=64, num_heads=4, num_layers=2)
 """137,216 parameters: a step of a few hundred sequences takes a CPU core well under a second."""
 FASHION_14_STD = 0.3301
-"""Of all training pixels after pooling 2 x 2; the mean is that of the whole images."""
+"""Standard deviation of all training pixels after pooling 2 x 2; the mean is that of the whole images."""
 FASHION_VALIDATION = 10_000
 """The last of the 60,000 training images; the publisher's test images are the test part."""
 CIFAR10_VALIDATION = 5_000
 """The last of the 50,000 training images."""
 CIFAR10_MEAN = (0.4914, 0.4822, 0.4465)
 CIFAR10_STD = (0.2470, 0.2435, 0.2616)
-"""Of the training pixels scaled to 0 ... 1: red, green, blue."""
+"""Mean and standard deviation of the training pixels scaled to 0 ... 1: red, green, blue."""
 HELD_OUT_SHARE = 20
 """One twentieth of a text is the validation part, another the test part, in this order at its end."""
 

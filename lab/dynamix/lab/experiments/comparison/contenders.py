@@ -2,12 +2,12 @@
 
     NAME[+track][:option=number,...][@SIZE][/lr=RULE]
 
-NAME is a policy, or `best-static`; `+track` leaves the split to the fast loop; `@SIZE` is the local batch size to start
-with, within the scenario's bounds and instead of its own; RULE overrides the scenario's learning-rate rule. For example
+NAME is a policy, or `best-static`; `+track` leaves the split to the fast loop; `@SIZE` replaces the scenario's initial
+local batch size, within the scenario's bounds; RULE replaces the scenario's learning-rate rule. For example
 `goodput+track`, `rule:noise_multiplier=2,track=0`, `static@128`, `goodput/lr=linear`.
 
-A baseline's options are those that were tuned for the family on train scenarios; options that are typed come on top. A
-learned policy has one file per policy seed, and each of them runs.
+A baseline runs with the options that were tuned for the family on train scenarios; typed options replace these. A
+learned policy has one file per policy seed, and each file is run.
 """
 
 import hashlib
@@ -32,17 +32,17 @@ BEST_STATIC = "best-static"
 GOODPUT = "goodput"
 RANDOM = "random"
 ALWAYS = tuple(dict.fromkeys((BEST_STATIC, RANDOM, GOODPUT, DEFAULT_POLICY, *SHIPPED_POLICIES)))
-"""Rows of every comparison, whatever they show: the baselines, the null, the default and the learned policies."""
+"""Rows of every comparison, whatever their result: baselines, random, the default and the learned policies."""
 
 _SPELLING = re.compile(
     r"(?P<name>[a-z0-9-]+)(?P<track>\+track)?(?::(?P<options>[^@/]*))?(?:@(?P<size>[0-9]+))?(?:/lr=(?P<rule>.*))?"
 )
 _CONTINUED = re.compile(r"[a-z_][a-z0-9_]*=.*")
-"""A piece between commas that is an option of the contender before it."""
+"""Matches a piece between commas that is an option of the contender before it."""
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
-    """What one episode of a contender runs with, beside scenario and seed; equal settings are one policy seed."""
+    """Policy, options and initial size of one episode; one setting per policy seed."""
 
     policy: str
     policy_digest: str = ""
@@ -55,7 +55,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """`None`: the scenario's."""
 
     def identity(self) -> dict[str, object]:
-        """What determines its decisions: everything but where the file lies."""
+        """Return what determines the decisions: everything except the path of the file."""
         about = msgspec.to_builtins(self)
         del about["policy_file"]
         return cast("dict[str, object]", about)
@@ -71,7 +71,7 @@ class Contender(msgspec.Struct, frozen=True, kw_only=True):
     initial_local_batch_size: int | None = None
     learning_rate_rule: Rule | None = None
     files: tuple[str, ...] = ()
-    """Of a learned policy: one per policy seed."""
+    """Policy files, one per policy seed; empty for a policy that is not learned."""
 
     is_best_static: bool = False
     """Whether it starts from the static size that was chosen on train scenarios."""
@@ -82,7 +82,7 @@ class Contender(msgspec.Struct, frozen=True, kw_only=True):
         return self.policy in SHIPPED_POLICIES or bool(self.files)
 
     def settings(self, family: str, tuned: Tuned) -> tuple[Setting, ...]:
-        """What it runs with in a family: one setting per policy seed, none where a learned policy has no file.
+        """Return the settings in a family: one per policy seed, none when a learned policy has no file.
 
         Raises:
             ValueError: for `best-static` when nothing was tuned.
@@ -98,9 +98,9 @@ class Contender(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def _setting(self, choice: Choice | None) -> Setting:
-        """What was chosen for the baseline, and what was typed on top.
+        """Combine what was chosen for the baseline with what was typed.
 
-        Plain `static` starts from the scenario's size, and the default policy runs as it ships.
+        Plain `static` starts from the scenario's size, and the default policy runs as it is shipped.
         """
         if choice is None or self.policy == DEFAULT_POLICY or (self.policy == "static" and not self.is_best_static):
             choice = Choice()
@@ -114,16 +114,16 @@ class Contender(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_contenders(text: str, files: Mapping[str, Sequence[str]] | None = None) -> tuple[Contender, ...]:
-    """Contenders from a list with commas; `files` names the files of learned policies, instead of the shipped ones.
+    """Parse a list with commas; `files` names the files of learned policies that replace the shipped ones.
 
     Raises:
-        ValueError: when one is spelled wrongly, or names a policy that does not exist.
+        ValueError: when one cannot be parsed, or names a policy that does not exist.
     """
     return tuple(parse_contender(piece, files) for piece in _split(text))
 
 
 def parse_contender(text: str, files: Mapping[str, Sequence[str]] | None = None) -> Contender:
-    """One contender; raises as `parse_contenders`."""
+    """Parse one contender; raises as `parse_contenders`."""
     match = _SPELLING.fullmatch(text)
     if match is None:
         raise ValueError(f"policy {text!r}: write NAME[+track][:option=number,...][@SIZE][/lr=RULE]")
@@ -145,13 +145,13 @@ def parse_contender(text: str, files: Mapping[str, Sequence[str]] | None = None)
 
 
 def with_references(asked: Iterable[Contender], files: Mapping[str, Sequence[str]] | None = None) -> list[Contender]:
-    """The contenders asked for, after the rows that every comparison shows; each once."""
+    """Return the rows that every comparison shows, then the given contenders; each once."""
     rows = {label: parse_contender(label, files) for label in ALWAYS}
     return list((rows | {contender.label: contender for contender in asked}).values())
 
 
 def untuned_families(contender: Contender, families: Iterable[str], tuned: Tuned) -> list[str]:
-    """Families in which nothing was chosen for a baseline; plain `static` and a size that is typed need no choice."""
+    """Return the families in which nothing was tuned for a baseline; plain `static` and typed sizes need no tuning."""
     is_plain_static = contender.policy == "static" and not contender.is_best_static
     if is_plain_static or contender.is_learned:
         return []
@@ -196,14 +196,14 @@ def _files(name: str, files: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
 
 
 def shipped_files(name: str, directory: Path | None = None) -> list[Path]:
-    """The shipped files of a learned policy, one per policy seed; a file belongs to the longest name that it bears."""
+    """Return the shipped files of a learned policy, one per policy seed; the longest matching name owns a file."""
     found = sorted((directory or shipped_directory()).glob(f"{name}*{SUFFIX}"))
     return [path for path in found if _owner(path.stem) == name]
 
 
 @lru_cache(maxsize=256)
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file.
+    """Return the SHA-256 of a file.
 
     Raises:
         ValueError: when it cannot be read.

@@ -1,4 +1,4 @@
-"""An evaluation: which episodes a comparison needs, and running those whose outcome is not known yet."""
+"""An evaluation: plan the episodes that a comparison needs, and run those whose outcome is not in the ledger."""
 
 import statistics
 from collections import Counter
@@ -15,7 +15,7 @@ from .tuned import Tuned
 
 
 class ComparisonCell(NamedTuple):
-    """One place in the comparison, and the run that fills it; two cells may need the same run."""
+    """One cell of the comparison and the run that it needs; two cells may need the same run."""
 
     label: str
     policy_seed: int
@@ -24,33 +24,33 @@ class ComparisonCell(NamedTuple):
 
     @property
     def family(self) -> str:
-        """Of the scenario."""
+        """Family of the scenario."""
         return self.task.scenario.family
 
     @property
     def about(self) -> str:
-        """For a reader of the ledger."""
+        """Row, scenario and seed, for readers of the ledger."""
         return f"{self.label} #{self.policy_seed} in {self.task.scenario.name}, seed {self.task.seed}"
 
 
 class ComparisonProgress(NamedTuple):
-    """How far a comparison is."""
+    """Progress of a comparison after a run."""
 
     num_done: int
     num_total: int
     left_s: float | None
-    """Forecast of the wall-clock time left; `None` before anything is known."""
+    """Forecast of the wall-clock time left; `None` before the first run."""
     newest: str
 
 
 def plan(
     suite: Suite, contenders: Sequence[Contender], seeds: Sequence[int], tuned: Tuned, *, crossed: bool = True
 ) -> list[ComparisonCell]:
-    """Every cell of a comparison: all contenders, policy seeds, scenarios and seeds, in the order in which to run them.
+    """Return every cell of a comparison: contenders, policy seeds, scenarios and seeds, in the order to run them.
 
-    Seeds come first: what an interrupt leaves behind is whole for the seeds that were done. Without `crossed` each
-    scenario seed is run under one policy seed, in turn: as many runs per row as for a policy that never learned. The
-    interval over both kinds of seeds then covers 99 % (simulated, 5 x 12 seeds) instead of 95 %.
+    All rows of a seed come before the next seed, so that an interrupted comparison is complete for the first seeds.
+    Without `crossed` each scenario seed is run under one policy seed, in turn: as many runs per row as for a policy
+    that is not learned. The interval then covers 99 % instead of 95 % (simulated, 5 x 12 seeds).
 
     Raises:
         ValueError: when a contender lacks what it needs.
@@ -70,7 +70,7 @@ def plan(
 
 
 def _in_turn(settings: Sequence[Setting], turn: int | None) -> Iterator[tuple[int, Setting]]:
-    """The settings of a row with their policy seeds: all of them, or the one whose turn it is."""
+    """Yield the settings of a row with their policy seeds: all of them, or only the one of this turn."""
     for index, setting in enumerate(settings):
         if turn is None or index == turn % len(settings):
             yield index, setting
@@ -84,10 +84,10 @@ def fill(
     data: Path | None = None,
     on_progress: Callable[[ComparisonProgress], None] | None = None,
 ) -> None:
-    """Run what the ledger does not know yet; each run once, however many cells need it.
+    """Run the cells whose outcome is not in the ledger; a run that several cells need is run once.
 
     Raises:
-        EpisodeError: when an episode raises. What was done before is in the ledger.
+        EpisodeError: when an episode raises. Outcomes before it are in the ledger.
     """
     needed = {cell.task.key: cell for cell in cells}
     missing = {key: cell for key, cell in needed.items() if cell.task not in ledger}

@@ -42,7 +42,7 @@ def draw(verdict: Verdict, table: OutcomeTable, scenario: str, path: Path) -> No
 
 
 def mean_curve(curves: Sequence[Sequence[tuple[float, float]]], times_s: Array64) -> Array64:
-    """Mean accuracy of several runs at given times; a run that is over keeps its last accuracy."""
+    """Return the mean accuracy of several runs at given times; a finished run keeps its last accuracy."""
     points = [np.array(curve, dtype=np.float64) for curve in curves if curve]
     mean: Array64 = np.mean([np.interp(times_s, curve[:, 0], curve[:, 1]) for curve in points], axis=0)
     return mean

@@ -12,7 +12,7 @@ from .runs import Ledger, RunOutcome
 
 
 class OutcomeTable:
-    """What is known of every contender, in any choice of families."""
+    """The outcomes of every contender, selected by family."""
 
     def __init__(self, scenarios: Sequence[Scenario], cells: Sequence[ComparisonCell], ledger: Ledger) -> None:
         self._scenarios = tuple(scenarios)
@@ -23,15 +23,15 @@ class OutcomeTable:
                 self._known.setdefault(cell.label, []).append((cell, outcome))
 
     def outcomes(self, label: str, families: Sequence[str]) -> list[RunOutcome]:
-        """Every outcome of a contender in some families."""
+        """Return all outcomes of a contender in some families."""
         return [outcome for cell, outcome in self._known.get(label, []) if cell.family in families]
 
     def num_misses(self, label: str, families: Sequence[str]) -> int:
-        """Runs that did not reach the target."""
+        """Count the runs that missed the target."""
         return sum(outcome.time_to_target_s is None for outcome in self.outcomes(label, families))
 
     def times(self, label: str, families: Sequence[str]) -> scores.Array64:
-        """Times to the target, a miss counted as the time limit."""
+        """Return times to the target in seconds; a miss counts as the time limit."""
         return self._array(
             label,
             families,
@@ -41,7 +41,7 @@ class OutcomeTable:
     def mean(
         self, label: str, families: Sequence[str], number: Callable[[RunOutcome], float | None]
     ) -> scores.MeanInterval | None:
-        """Mean of a number of a contender's outcomes, `None` left out, with its interval over all seeds."""
+        """Return the mean of a number of each outcome, `None` left out, with its interval over all seeds."""
 
         def known(_: ComparisonCell, outcome: RunOutcome) -> float:
             found = number(outcome)
@@ -50,18 +50,18 @@ class OutcomeTable:
         return scores.crossed_mean(self._array(label, families, known))
 
     def ratio(self, label: str, base: str, families: Sequence[str]) -> scores.RatioInterval | None:
-        """Paired ratio of times against another contender, families counted alike; `None` without a pair."""
+        """Return the paired ratio of times to another contender, families weighted equally; `None` without a pair."""
         weights = scores.family_weights([scenario.family for scenario in self._of(families)])
         return scores.paired_ratio(self.times(label, families), self.times(base, families)[0], weights)
 
     def curves(self, label: str, scenario: str) -> list[list[tuple[float, float]]]:
-        """Accuracy over virtual time of every run of a contender in one scenario."""
+        """Return accuracy over virtual time, for each run of a contender in one scenario."""
         return [
             outcome.evaluations for cell, outcome in self._known.get(label, []) if cell.task.scenario.name == scenario
         ]
 
     def target_accuracy(self, scenario: str) -> float:
-        """What runs of a scenario have to reach."""
+        """Return the target accuracy of a scenario."""
         return next(found.target_accuracy for found in self._scenarios if found.name == scenario)
 
     def _array(

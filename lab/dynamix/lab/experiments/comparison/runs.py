@@ -1,8 +1,8 @@
 """One run of a comparison: an episode as a task with an identity, and its outcome as a line of a file.
 
 The identity covers everything that determines the outcome: scenario, seed, policy with its options and file, the code
-and the numerical libraries. A ledger keeps outcomes by identity, one line each, so that a killed evaluation goes on
-where it was and a changed scenario, policy or program never meets an old number. Its first line says what the file is;
+and the numerical libraries. A ledger keeps outcomes by identity, one line each: a killed evaluation is resumed, and a
+changed scenario, policy or program never reuses an old outcome. Its first line says what the file is;
 ledgers written before there was such a line begin with an outcome, and are read and continued as they are.
 """
 
@@ -23,7 +23,7 @@ from .results_file import HEADER, LEDGER
 
 
 class RunTask(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """An episode to run."""
+    """One episode of a comparison: what determines its outcome."""
 
     scenario: Scenario
     setting: Setting
@@ -62,7 +62,7 @@ class RunTask(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 
 class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of a run; times in virtual seconds."""
+    """Outcome of a run; times in virtual seconds."""
 
     time_to_target_s: float | None
     """`None`: the target was missed."""
@@ -75,7 +75,7 @@ class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
     evaluations: list[tuple[float, float]] = []
     """(time, accuracy on the validation part)."""
     wall_s: float = 0.0
-    """What the run took here; for the forecast, never a result."""
+    """Wall-clock duration, for the forecast; never part of a result."""
 
 
 class LedgerLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,12 +83,12 @@ class LedgerLine(msgspec.Struct, frozen=True, kw_only=True):
 
     key: str
     about: str
-    """For a reader: policy, scenario, seed."""
+    """Policy, scenario and seed, for readers."""
     outcome: RunOutcome
 
 
 class Ledger:
-    """Outcomes by identity, in a file that a kill cannot spoil: a torn last line is dropped, all others stand."""
+    """Outcomes by identity, in a file: after a kill an incomplete last line is dropped and all others are kept."""
 
     def __init__(self, path: Path | None = None, *, resume: bool = True) -> None:
         """Read and check `path`, or keep outcomes in memory only. Without `resume` a ledger there becomes *.old.
@@ -120,11 +120,11 @@ class Ledger:
         return task.key in self._outcomes
 
     def get(self, task: RunTask) -> RunOutcome | None:
-        """The outcome of a task, when it is known."""
+        """Return the outcome of a task, `None` when it was not run."""
         return self._outcomes.get(task.key)
 
     def add(self, task: RunTask, outcome: RunOutcome, about: str) -> None:
-        """Keep an outcome; on return the operating system has it.
+        """Add an outcome; it is written to the operating system before the return.
 
         Raises:
             RefusedOutputError: when something else has come to be at the path meanwhile.

@@ -1,4 +1,4 @@
-"""Scores of an evaluation: times to a target, paired ratios, their geometric mean and its interval.
+"""Statistics of an evaluation: times to a target, paired ratios, their geometric mean and its interval.
 
 Axes: `P` policy seeds x `C` scenarios x `S` scenario seeds; NaN where a run is missing. A miss counts as the limit.
 
@@ -44,24 +44,24 @@ class MeanInterval(msgspec.Struct, frozen=True):
 
 
 def counted_time_s(time_to_target_s: float | None, time_limit_s: float) -> float:
-    """Time to the target; the limit for a run that missed it."""
+    """Return the time to the target; the limit for a run that missed it."""
     return time_limit_s if time_to_target_s is None else min(time_to_target_s, time_limit_s)
 
 
 def relative_spread(times_PCS: Array64) -> float | None:
-    """Standard deviation of a scenario's times over their mean, averaged over scenarios; `None` below two runs each."""
+    """Return standard deviation over mean of the times in a scenario, averaged; `None` below two runs each."""
     known_C = (scenario[~np.isnan(scenario)] for scenario in np.moveaxis(times_PCS, 1, 0))
     spreads = [np.std(times, ddof=1) / times.mean() for times in known_C if times.size > 1]
     return float(np.mean(spreads)) if spreads else None
 
 
 def paired_ratio(times_PCS: Array64, base_CS: Array64, weights_C: Array64 | None = None) -> RatioInterval | None:
-    """How a row's times compare with those of a baseline in the same scenarios under the same seeds.
+    """Return the geometric mean ratio of a row's times to a baseline's, paired by scenario and seed.
 
     Args:
         times_PCS: the row's counted times, NaN where a run is missing.
         base_CS: the baseline's counted times.
-        weights_C: weight of each scenario, for example so that families count alike; all alike when not given.
+        weights_C: weight of each scenario, for example `family_weights`; equal when not given.
 
     Returns:
         `None` when no pair is complete.
@@ -79,7 +79,7 @@ def paired_ratio(times_PCS: Array64, base_CS: Array64, weights_C: Array64 | None
 
 
 def crossed_mean(values_PCS: Array64) -> MeanInterval | None:
-    """The mean with Student's interval for policy seeds crossed with scenario seeds; `None` where nothing is known.
+    """Return the mean with Student's interval for policy seeds crossed with scenario seeds; `None` without a value.
 
     Runs that share a policy or a seed are not independent: the variance is that of the means per policy seed plus that
     of the means per scenario seed, its degrees of freedom are Satterthwaite's. Scenarios are fixed.
@@ -98,13 +98,13 @@ def crossed_mean(values_PCS: Array64) -> MeanInterval | None:
 
 
 def family_weights(families: list[str]) -> Array64:
-    """Weight of each scenario, given its family, with which all families count alike; they sum to 1."""
+    """Return weights of scenarios, given their families, by which all families count equally; they sum to 1."""
     counts = {family: families.count(family) for family in families}
     return np.array([1 / (len(counts) * counts[family]) for family in families])
 
 
 def expanded_tail(num_draws: float, confidence: float = CONFIDENCE) -> float:
-    """Share of resamples to leave out at each end: less than (1 - confidence) / 2, as few draws demand.
+    """Return the share of resamples to leave out at each end: below (1 - confidence) / 2 for few draws.
 
     Phi(-sqrt(n / (n - 1)) t(n - 1)), Hesterberg's equation for the expanded percentile interval.
     """
@@ -125,7 +125,7 @@ def _interval(logs_PCS: Array64, weights_C: Array64) -> tuple[float, float] | tu
 
 
 def _effective_draws(logs_PCS: Array64) -> float:
-    """Number of draws behind the mean's variance: Satterthwaite's over policy seeds and scenario seeds."""
+    """Return the number of draws behind the mean's variance, by Satterthwaite's formula over both kinds of seeds."""
     pairs = _variances(logs_PCS)
     total = sum(variance for variance, _ in pairs)
     if total == 0:  # no spread at all: any tail gives the same interval
@@ -135,7 +135,7 @@ def _effective_draws(logs_PCS: Array64) -> float:
 
 
 def _variances(values_PCS: Array64) -> list[tuple[float, int]]:
-    """Variance of the mean that comes from policy seeds and from scenario seeds, with the number of each."""
+    """Return the variances of the mean by policy seeds and by scenario seeds, each with the number of seeds."""
     return [
         (float(np.var(means, ddof=1)) / means.size, means.size)
         for means in (_marginal_means(values_PCS, keep=0), _marginal_means(values_PCS, keep=2))
@@ -144,7 +144,7 @@ def _variances(values_PCS: Array64) -> list[tuple[float, int]]:
 
 
 def _marginal_means(logs_PCS: Array64, *, keep: int) -> Array64:
-    """Means over all axes but one, of what is left after taking each scenario's own mean off."""
+    """Return means over all axes but one, after subtracting the mean of each scenario."""
     centred = logs_PCS - np.nanmean(logs_PCS, axis=(0, 2), keepdims=True)
     others = tuple(axis for axis in range(3) if axis != keep)
     means: Array64 = np.nanmean(centred, axis=others)
@@ -152,12 +152,12 @@ def _marginal_means(logs_PCS: Array64, *, keep: int) -> Array64:
 
 
 def _multiplicities(generator: np.random.Generator, number: int) -> Array64:
-    """How often each of `number` things was drawn, per resample."""
+    """Return how often each of `number` seeds was drawn, per resample."""
     return generator.multinomial(number, np.full(number, 1 / number), size=NUM_RESAMPLES).astype(np.float64)
 
 
 def _means(logs_PCS: Array64, weights_C: Array64, counts_BP: Array64, counts_BS: Array64) -> Array64:
-    """Weighted mean over scenarios of the mean log ratio in each, per resample; NaN where a resample has no run."""
+    """Return per resample the weighted mean over scenarios of their mean log ratios; NaN without a run."""
     known = ~np.isnan(logs_PCS)
     sums_BC = np.einsum("bp,pcs,bs->bc", counts_BP, np.where(known, logs_PCS, 0.0), counts_BS, optimize=True)
     runs_BC = np.einsum("bp,pcs,bs->bc", counts_BP, known.astype(np.float64), counts_BS, optimize=True)

@@ -1,4 +1,4 @@
-"""What was chosen for the baselines on train scenarios: `scenarios/tuned.toml`, written by `dynamix tune`."""
+"""Settings that were chosen for the baselines on train scenarios: `scenarios/tuned.toml`, by `dynamix tune`."""
 
 from pathlib import Path
 
@@ -6,10 +6,10 @@ import msgspec
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The best of a baseline's settings in one family, and what every setting scored."""
+    """The best setting of a baseline in one family, with the scores of all settings."""
 
     setting: str = ""
-    """The winner, as a contender is spelled."""
+    """The best setting, spelled as a contender."""
     options: dict[str, float] = {}
     initial_local_batch_size: int | None = None
     score_s: float = 0.0
@@ -19,7 +19,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Tuned(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The choices, by family and policy, with everything that led to them."""
+    """All choices by family and policy, and how they were made."""
 
     command: str = ""
     scenarios: str = ""
@@ -28,17 +28,17 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """SHA-256 of the code that ran the episodes."""
     seeds: list[int] = []
     num_settings: int = 0
-    """Per baseline: the same budget for all."""
+    """Settings per baseline: the same budget for all."""
     families: dict[str, dict[str, Choice]] = {}
     overall: dict[str, Choice] = {}
-    """Over all train scenarios, families alike: for a family that has no train part."""
+    """Choices over all train scenarios, families weighted equally, for families without train scenarios."""
 
     def choice(self, policy: str, family: str) -> Choice | None:
-        """What was chosen for a policy; `None` for one that was not tuned."""
+        """Return the choice for a policy; `None` for one that was not tuned."""
         return self.families.get(family, {}).get(policy) or self.overall.get(policy)
 
     def is_fallback(self, family: str) -> bool:
-        """Whether the family has no train part, so that the choice over all train scenarios stands in."""
+        """Return whether the family has no train scenarios, so that the choice over all of them is used."""
         return bool(self.overall) and family not in self.families
 
 
@@ -51,13 +51,13 @@ def read_tuned(path: Path) -> Tuned:
     try:
         return msgspec.toml.decode(path.read_bytes(), type=Tuned)
     except FileNotFoundError:
-        raise ValueError(f"{path} is missing: choose the baselines' settings with `dynamix tune -o {path}`") from None
+        raise ValueError(f"{path} is missing: tune the baselines with `dynamix tune -o {path}`") from None
     except (OSError, msgspec.MsgspecError) as error:
-        raise ValueError(f"{path}: {error}; make it again with `dynamix tune -o {path}`") from error
+        raise ValueError(f"{path}: {error}; write it again with `dynamix tune -o {path}`") from error
 
 
 def to_toml(tuned: Tuned) -> str:
-    """The text of the file."""
+    """Return the text of the file."""
     lines = ["# Written by `dynamix tune`; do not edit. Times in virtual seconds.", ""]
     about = ("command", "scenarios", "code", "seeds", "num_settings")
     lines += [f"{name} = {_value(getattr(tuned, name))}" for name in about]
@@ -77,7 +77,7 @@ def _tables(prefix: str, choices: dict[str, Choice]) -> list[str]:
 
 
 def _value(value: object) -> str:
-    """A TOML value: text, number, list or inline table; JSON's spelling of text and numbers is TOML's too."""
+    """Return a TOML value: text, number, list or inline table; text and numbers are spelled as in JSON."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_value(key)} = {_value(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):

@@ -24,9 +24,9 @@ from .tuned import Choice, Tuned
 SIZES = (32, 64, 128, 256, 512, 1024)
 NUM_SETTINGS = 6
 DECIMALS = 3
-"""Of scores in the file, in seconds."""
+"""Decimals of scores in the file."""
 FIRST_SEED = 10_000
-"""Seeds of tuning lie far from those of evaluation, which count from 0."""
+"""First seed of tuning; seeds of evaluation count from 0."""
 
 GRID: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -51,12 +51,11 @@ GRID: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
     }
 )
-"""Six settings per baseline: those whose global batch is constant choose it, the others their most important options.
+"""Six settings per baseline: the batch size where it is constant, else the most important options.
 
-Pollux's rule has no free factor on the noise scale, so goodput's are its own knobs; `dynamix evaluate` shows it with a
-factor and with the fast loop in rows apart.
-
-A split by measured speed may be finer than equal sizes: proportional begins its sizes at half of static's.
+Pollux's goodput has no free factor on the noise scale, so its smoothing and hysteresis are tuned; `dynamix evaluate`
+has separate rows for goodput with a factor and with the fast loop. A split by measured speed can use smaller sizes than
+equal sizes can: those of proportional begin at half of those of static.
 """
 
 
@@ -71,7 +70,7 @@ def tune(
     data: Path | None = None,
     on_progress: Callable[[ComparisonProgress], None] | None = None,
 ) -> Tuned:
-    """Run the grid on the scenarios of a suite and choose.
+    """Run the grid on the scenarios of a suite and choose the best settings.
 
     Raises:
         ValueError: when a baseline has no grid.
@@ -93,7 +92,7 @@ def tune(
 
 
 def score_s(table: OutcomeTable, label: str, families: Sequence[str]) -> float:
-    """Geometric mean of a setting's times, families counted alike."""
+    """Return the geometric mean of a setting's times, families weighted equally."""
     return geometric_mean(geometric_mean(table.times(label, [family]).ravel()) for family in families)
 
 
@@ -111,7 +110,7 @@ def _choices(
 
 
 def _choice(table: OutcomeTable, settings: Sequence[Contender], families: Sequence[str]) -> Choice:
-    """The best setting; of equally good ones the first."""
+    """Return the best setting; the first of equally good ones."""
     found = {setting.label: score_s(table, setting.label, families) for setting in settings}
     best = min(settings, key=lambda setting: found[setting.label])
     return Choice(

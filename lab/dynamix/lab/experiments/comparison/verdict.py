@@ -37,9 +37,9 @@ class VerdictRow(msgspec.Struct, frozen=True, kw_only=True):
     test_accuracy: float | None
     """Mean; the test part is scored once, at the end of each run."""
     relative_spread: float | None
-    """Standard deviation of the time to target over its mean within a scenario, averaged over scenarios."""
+    """Standard deviation over mean of the times to target within a scenario, averaged over scenarios."""
     signatures: list[str] = []
-    """Failure signatures: scenarios in which the runs of this one row differ too much from each other."""
+    """Failure signatures: scenarios in which the runs of this row differ too much from each other."""
     settings: list[dict[str, object]] = []
     """One per policy seed; only in the rows of a family."""
     note: str = ""
@@ -49,13 +49,13 @@ class VerdictFamily(msgspec.Struct, frozen=True, kw_only=True):
     """The rows of one family."""
 
     control: bool
-    """All workers alike, no stragglers, no congestion: there is nothing to win, and nothing may be lost."""
+    """Identical workers without stragglers or congestion: a control, where no policy can win and none may lose."""
     scenarios: dict[str, str]
     """SHA-256 of the content, by name."""
     best_static_local_batch_size: int | None
     """Chosen on train scenarios."""
     chosen_on: str
-    """Train scenarios of the family, or all of them where it has no train part."""
+    """Train scenarios of the family, or all of them when it has none."""
     policies: list[VerdictRow]
 
 
@@ -66,11 +66,11 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     default_policy: str
     families: dict[str, VerdictFamily]
     policies: list[VerdictRow]
-    """Over the heterogeneous families, each counted alike; over all when none is heterogeneous."""
+    """Rows over the heterogeneous families, weighted equally; over all when none is heterogeneous."""
     heterogeneous_families: list[str]
     seeds: list[int]
     num_runs_missing: int
-    """Not 0 after an interrupt: rows then rest on the pairs that are there."""
+    """Above 0 after an interrupt: rows then use the pairs that exist."""
     command: str
     policy_files: dict[str, list[str]]
     """SHA-256 of each learned policy's files, in the order of policy seeds."""
@@ -81,7 +81,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VerdictBuilder:
-    """Makes rows of the outcomes that a ledger holds."""
+    """Computes a verdict from the outcomes in a ledger."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class VerdictBuilder:
         self._notes = {contender.label: note_on(contender, suite) for contender in contenders}
 
     def verdict(self, command: str) -> Verdict:
-        """Everything that is known by now."""
+        """Return the verdict on all outcomes in the ledger."""
         heterogeneous = self.suite.heterogeneous_families
         some_family = next(iter(self.suite.families))
         return Verdict(
@@ -154,7 +154,7 @@ class VerdictBuilder:
         )
 
     def _spreads(self, label: str, families: Sequence[str]) -> list[str]:
-        """Where the times of one row spread more between runs than a policy's should."""
+        """Name the scenarios in which the times of a row spread more than a policy's should."""
         found = []
         for name in families:
             times_PCS = self.table.times(label, [name])
@@ -166,7 +166,7 @@ class VerdictBuilder:
 
 
 def note_on(contender: Contender, suite: Suite) -> str:
-    """What a reader must know of a learned policy before believing its row; empty for the others."""
+    """Return a caveat on the row of a learned policy: no file, or learned on this suite; else empty."""
     if not contender.is_learned:
         return ""
     if not contender.files:

@@ -51,7 +51,7 @@ def is_homogeneous(scenario: Scenario) -> bool:
 
 
 def is_control(scenarios: Sequence[Scenario]) -> bool:
-    """Whether a family is the control: nothing in any of its scenarios gives a controller something to mend."""
+    """Whether a family is the control: nothing in any of its scenarios can be improved by a controller."""
     return all(map(is_homogeneous, scenarios))
 
 

@@ -1,4 +1,10 @@
-"""Learning a policy on virtual clusters: `learn` a `LearningPlan`."""
+"""Learning: a policy is learned in episodes on virtual clusters.
+
+In: a `LearningPlan`: everything that determines the outcome. Out: a `LearningResult`: the policy file and a row per
+update. `plan` has the presets, `run` the loop of episodes, update, validation and checkpoint, `episodes` makes a
+trajectory of an episode, `history` holds the rows and curves. Equal plans give bit-equal policies on one machine,
+whatever the number of workers and however often a run was killed.
+"""
 
 from .history import LearningUpdate
 from .plan import PRESETS, LearningPlan, plan_named

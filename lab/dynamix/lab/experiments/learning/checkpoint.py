@@ -52,10 +52,10 @@ class LearningCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
             return None
         except (OSError, msgspec.DecodeError) as error:
             raise LearningCheckpointError(
-                f"the checkpoint {path} cannot be read ({error}): remove it to begin anew"
+                f"the checkpoint {path} cannot be read ({error}): remove it to start again"
             ) from error
         if found.plan_digest != plan.digest:
             raise LearningCheckpointError(
-                f"the checkpoint {path} belongs to another plan: remove it to begin anew, or name another output"
+                f"the checkpoint {path} belongs to another plan: remove it to start again, or name another output"
             )
         return found

@@ -35,8 +35,8 @@ class LearningPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     formula: Formula | None = "time-aware"
     """`None`: the published one for each scenario's optimizer."""
     weights: Weights = TIME_ONLY
-    """Of the reward; for `time-aware` beta counts per time that `rule` takes to the target in that scenario, so that
-    fast and slow clusters weigh alike."""
+    """Weights of the reward; for `time-aware` beta is per time that `rule` takes to the target in the scenario, so that
+    fast and slow clusters weigh the same."""
     episode_end: Literal["target", "fixed"] = "target"
     """`target`: an episode ends with the target, after which nothing is lost or won. `fixed`: after the time that
     `rule` takes to the target, whatever was reached; what has not reached it by then counts as a miss."""

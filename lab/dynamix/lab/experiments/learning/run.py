@@ -49,7 +49,7 @@ def learn(
     Args:
         plan: what determines the outcome.
         num_workers: processes that play episodes; the outcome does not depend on it.
-        checkpoint: file to go on from, written after each update; removed by whoever is done with it.
+        checkpoint: file to go on from, written after each update; the caller removes it.
         log: directory for TensorBoard's curves.
         minutes: stop after the update that passes this time, counted over all starts.
         data: directory of the data sets; `None`: where they are looked for by default.

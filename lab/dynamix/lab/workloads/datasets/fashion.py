@@ -18,7 +18,7 @@ FASHION_MNIST_DIRECTORIES = (
 
 FASHION_MNIST_MEAN = 0.2860
 FASHION_MNIST_STD = 0.3530
-"""Of all training pixels scaled to 0 ... 1."""
+"""Mean and standard deviation of all training pixels scaled to 0 ... 1."""
 
 FASHION_MNIST_FILES = {
     "train": (

@@ -20,7 +20,7 @@ class PublishedFile(NamedTuple):
 
     name: str
     md5: str
-    """Of the unpacked file."""
+    """MD5 of the unpacked file."""
 
 
 def places(directory: str | Path | None, usual: Sequence[Path]) -> tuple[Path, ...]:

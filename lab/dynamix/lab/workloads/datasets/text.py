@@ -25,7 +25,7 @@ def read_text(directory: str | Path | None = None) -> torch.Tensor:
         looked = ", ".join(str(place) for place in directories)
         raise MissingDataError(
             f"no text to learn from: no *.txt in {looked}. Put any UTF-8 text of a megabyte or more there, for example "
-            "a book from https://www.gutenberg.org, or name a directory that has one."
+            "a novel from https://www.gutenberg.org, or name a directory that has one."
         )
     return torch.frombuffer(bytearray(b"".join(_read(file) for file in files)), dtype=torch.uint8)
 
