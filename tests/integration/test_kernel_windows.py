@@ -25,7 +25,7 @@ async def test_windows_use_the_kernel_probe_unless_the_collector_starts_after_th
     async with control_plane() as plane:
         collector = await started(plane)
         try:
-            async with training(plane, tmp_path, num_epochs=100) as job:  # outlives a slow start of the second collector
+            async with training(plane, tmp_path, num_epochs=100) as job:  # outlives a slow start of the second one
                 await plane.wait_for(FEED.name, subjects.window(JOB, NODE), 4, timeout_s=60)
                 collector.kill()
                 before = await windows_of(plane)
