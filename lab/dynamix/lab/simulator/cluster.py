@@ -191,7 +191,7 @@ class VirtualCluster:
         inputs, labels = (tensor.index_select(0, chosen.to(tensor.device)) for tensor in self._data)
         measured = plan.step % self.scenario.noise_every == 0
         sums = self._gradients.step(inputs, labels, plan, measured=measured)
-        self._recorder.add(plan, sums, timing, conditions)
+        self._recorder.record_step(plan, sums, timing, conditions)
         self._evaluate(self.time_s + timing.step_s)
         self._optimizer.step()
 
@@ -239,7 +239,7 @@ class VirtualCluster:
         """The reports on the window that ended; they name the sizes of its last step."""
         sizes = self._schedule.counts_at(self.position.step - 1)
         accuracy = self.evaluations[-1].accuracy if self.evaluations else None
-        rows, simulated = self._recorder.take(accuracy)
+        rows, simulated = self._recorder.take_rows(accuracy)
         self._noise.observe_window(window_moments(row.noise for row in rows))
         totals = job_totals(
             rows,

@@ -1,4 +1,4 @@
-"""The job that a scenario describes, in the words of the real trainer."""
+"""The job of a scenario, in the types of the real trainer."""
 
 from collections.abc import Mapping
 

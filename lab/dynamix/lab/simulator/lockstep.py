@@ -21,7 +21,7 @@ ACTION_TIMEOUT_S = 60.0
 
 
 class NoActionError(RuntimeError):
-    """The services did not decide; the text says what may be missing."""
+    """No action arrived in time; the text says which services may be missing."""
 
 
 async def run_lockstep(
@@ -60,7 +60,7 @@ async def run_lockstep(
 
 
 class _Inbox:
-    """Hands the job's actions to the cluster as they come."""
+    """Passes the job's actions to the cluster as they arrive."""
 
     def __init__(self, cluster: VirtualCluster, batches: AsyncIterator[list[BusMessage]], timeout_s: float) -> None:
         self.actions: list[Action] = []

@@ -47,7 +47,7 @@ class WindowRecorder:
         self._largest = np.zeros(count)
         self._noise = [NoiseSums() for _ in range(count)]
 
-    def add(self, plan: StepPlan, sums: StepSums, timing: StepTiming, conditions: Conditions) -> None:
+    def record_step(self, plan: StepPlan, sums: StepSums, timing: StepTiming, conditions: Conditions) -> None:
         """Add a step."""
         sizes = np.asarray(plan.counts.values)
         self._num_steps += 1
@@ -65,7 +65,7 @@ class WindowRecorder:
         if sums.norms is not None:
             sums.norms.add_to(self._noise, plan.counts)
 
-    def take(self, held_out_accuracy: float | None) -> tuple[list[Row], list[SystemMetrics]]:
+    def take_rows(self, held_out_accuracy: float | None) -> tuple[list[Row], list[SystemMetrics]]:
         """The rows of all ranks since the last call, and what a kernel would have shown of their processes."""
         rows = [self._row(rank, held_out_accuracy) for rank in range(len(self._places))]
         busy = self._compute_s / self._time_s

@@ -1,4 +1,9 @@
-"""Models with their data and loss, written once for real training, the virtual cluster and the benchmarks."""
+"""Workloads: models with their data and loss, shared by real training, the virtual cluster and the benchmarks.
+
+In: a name such as `fashion-14-mlp`, and a directory with the data set. Out: a `Workload` (model, data, loss, accuracy).
+Add a workload in `catalog`; its outputs must not depend on other samples of the batch (no BatchNorm), or weighted
+gradients are no longer those of one big batch. `datasets` reads published files and never downloads.
+"""
 
 from .catalog import WORKLOADS, workload_named
 from .optimizers import OPTIMIZERS, family_of_name, make_optimizer

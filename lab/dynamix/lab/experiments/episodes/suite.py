@@ -1,4 +1,4 @@
-"""Suites: the scenarios of a directory, by family, and the hash of what they say."""
+"""Suites: the scenarios of a directory, by family, and the hash of their content."""
 
 import hashlib
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class Suite(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def heterogeneous_families(self) -> list[str]:
-        """Names of the families that are no control."""
+        """Names of the families that are not a control."""
         return [name for name, scenarios in self.families.items() if not is_control(scenarios)]
 
     @cached_property
@@ -39,7 +39,7 @@ class Suite(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 
 def digest_of(scenario: Scenario) -> str:
-    """SHA-256 of what a scenario says; comments and the order of keys do not change it."""
+    """Return the SHA-256 of a scenario's content; comments and the order of keys do not change it."""
     return hashlib.sha256(msgspec.json.encode(scenario, order="sorted")).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Where a course of learning stands, in one file that is always whole: learning goes on from it to the same bits."""
+"""The state of a learning run in one file, replaced atomically; resuming from it gives bit-equal results."""
 
 from pathlib import Path
 from typing import Self
@@ -16,11 +16,11 @@ KIND = FileKind("a checkpoint of `dynamix learn`", lambda head: head[1:13] == b"
 
 
 class LearningCheckpointError(ValueError):
-    """A checkpoint that cannot be gone on from; the text says why and what to do."""
+    """A checkpoint that cannot be resumed from; the text says why and what to do."""
 
 
 class LearningCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything between two updates."""
+    """The state of a learning run between two updates."""
 
     plan_digest: str
     references_s: dict[str, float]
@@ -28,7 +28,7 @@ class LearningCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
     validation_s: dict[str, list[float]]
     """Its times on the validation seeds, by scenario."""
     current: bytes
-    """The policy file that learning goes on with; the optimizer's moments are in it."""
+    """The current policy file, with the moments of the optimizer."""
     best: bytes
     """The best by validation so far."""
     best_vs_rule: float
@@ -44,7 +44,7 @@ class LearningCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
         """The checkpoint of a plan; `None` when there is none.
 
         Raises:
-            CheckpointError: when it is another plan's, or cannot be read.
+            LearningCheckpointError: when it is another plan's, or cannot be read.
         """
         try:
             found = msgspec.msgpack.decode(path.read_bytes(), type=cls)

@@ -1,4 +1,4 @@
-"""One episode of learning: run it, and make of its messages what a learner learns from."""
+"""One episode of learning: run it, and make a trajectory of its messages."""
 
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -15,7 +15,7 @@ from dynamix.lab.simulator.scenario import Scenario
 from dynamix.reward.formula import Formula, Weights
 
 RULE = "rule"
-"""What every learned policy is measured by."""
+"""The policy that every learned policy is compared with."""
 
 
 class EpisodeTask(NamedTuple):
@@ -40,7 +40,7 @@ class EpisodeTask(NamedTuple):
 
 
 class EpisodeResult(NamedTuple):
-    """What came of it."""
+    """Result of an episode."""
 
     time_s: float
     """To the target; a miss counts as the time limit."""

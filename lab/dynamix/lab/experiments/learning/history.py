@@ -1,4 +1,4 @@
-"""The course of learning in numbers: one row per update, its failure signatures, and the same as TensorBoard curves."""
+"""The history of a learning run: one row per update, its failure signatures, and TensorBoard curves."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,12 +43,12 @@ class LearningUpdate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def mean_return(self) -> float:
-        """Over the batch."""
+        """Mean return over the batch."""
         return sum(self.returns) / len(self.returns)
 
 
 def findings(history: Sequence[LearningUpdate]) -> list[Finding]:
-    """The failure signatures of a course of learning so far (method section 3)."""
+    """Return the failure signatures of a learning run so far (method section 3)."""
     explained = [row.explained_variance for row in history if row.explained_variance is not None]
     found = reward_signatures([row.mean_return for row in history])
     if (mute := value_signature(explained)) is not None:
@@ -57,7 +57,7 @@ def findings(history: Sequence[LearningUpdate]) -> list[Finding]:
 
 
 class Curves:
-    """TensorBoard files in a directory; without one, nothing."""
+    """Writes TensorBoard files to a directory, or nothing without a directory."""
 
     def __init__(self, directory: Path | None) -> None:
         self._writer: SummaryWriter | None = None
@@ -76,8 +76,8 @@ class Curves:
         if self._writer is not None:
             self._writer.close()
 
-    def add(self, row: LearningUpdate) -> None:
-        """One point of every curve, over episodes."""
+    def write_row(self, row: LearningUpdate) -> None:
+        """Add one point to every curve, over episodes."""
         if self._writer is None:
             return
         values = {

@@ -1,4 +1,4 @@
-"""What to learn, how and on what: everything that determines the outcome, and nothing else."""
+"""The plan of a learning run: everything that determines the outcome, and nothing else."""
 
 import hashlib
 from collections.abc import Mapping
@@ -17,18 +17,18 @@ from dynamix.schemas.messages.fields import Token
 
 AtLeastOne = Annotated[int, Meta(ge=1)]
 TRAINING_SEEDS, VALIDATION_SEEDS, SCORE_SEEDS = 1_000_000, 500_000, 600_000
-"""Where the seeds of episodes begin: to learn from, to choose the best version by, to score it with. They never meet
-each other, nor those of an evaluation, which count from 0."""
+"""Where the seeds of episodes begin: to learn from, to choose the best version by, to score it with. They are
+disjoint, also from those of an evaluation, which count from 0."""
 SEEDS_PER_LEARNING = 100_000
 
 
 class LearningPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One course of learning; equal plans give bit-equal policies on one machine."""
+    """A learning run; equal plans give bit-equal policies on one machine."""
 
     policy: Token
     """The name of what is learned."""
     scenarios: tuple[Scenario, ...]
-    """Those with `learn = true` are learned from, in turn."""
+    """Scenarios with `learn = true` are learned from, in turn."""
     seed: Annotated[int, Meta(ge=0, lt=2**31)] = 0
     action_set: ActionSetName = "global"
     settings: PPOSettings = PPOSettings()
@@ -50,7 +50,7 @@ class LearningPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Which version is handed out: the best by validation, time to target against `rule`, or the last."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a plan that cannot be: nothing to learn from, a name or seeds that are taken."""
+        """Raise ValueError for an invalid plan: no scenario to learn from, a name or seeds in use."""
         if self.policy in policy_names():
             raise ValueError(f"{self.policy!r} is the name of a policy in code: give the learned one another name")
         if self.num_episodes > SEEDS_PER_LEARNING:
@@ -69,7 +69,7 @@ class LearningPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the plan: what a checkpoint belongs to."""
+        """SHA-256 of the plan, by which a checkpoint is matched."""
         return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()
 
     @property
@@ -83,7 +83,7 @@ class LearningPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return range(first, min(first + self.episodes_per_update, self.num_episodes))
 
     def training_seed(self, episode: int) -> int:
-        """The seed of an episode: another one in each, and in each course of learning."""
+        """Return the seed of an episode, unique over episodes and over learning runs."""
         return TRAINING_SEEDS + self.seed * SEEDS_PER_LEARNING + episode
 
 

@@ -1,4 +1,4 @@
-"""The course of learning: episodes, update, validation, checkpoint, until the plan is done or the time is over."""
+"""A learning run: episodes, update, validation, checkpoint, until the plan is done or the time is over."""
 
 import math
 import time
@@ -26,12 +26,12 @@ Observer = Callable[[LearningUpdate, Sequence[Finding]], None]
 
 
 class LearningResult(NamedTuple):
-    """What was learned."""
+    """The learned policy and the rows of all updates."""
 
     file: PolicyFile
     history: list[LearningUpdate]
     finished: bool
-    """Whether the plan was done; otherwise the time was over, and the checkpoint is there to go on from."""
+    """Whether the plan was done; if not, the time was over, and learning can be resumed from the checkpoint."""
 
 
 def learn(
@@ -44,35 +44,35 @@ def learn(
     data: Path | None = None,
     observer: Observer | None = None,
 ) -> LearningResult:
-    """Learn a plan, or go on with it.
+    """Learn a plan, or resume it from a checkpoint.
 
     Args:
         plan: what determines the outcome.
         num_workers: processes that play episodes; the outcome does not depend on it.
-        checkpoint: file to go on from, written after each update; the caller removes it.
+        checkpoint: file to resume from, written after each update; the caller removes it.
         log: directory for TensorBoard's curves.
         minutes: stop after the update that passes this time, counted over all starts.
         data: directory of the data sets; `None`: where they are looked for by default.
         observer: is told of each update.
 
     Raises:
-        CheckpointError: when the checkpoint belongs to another plan.
+        LearningCheckpointError: when the checkpoint belongs to another plan.
         EpisodeError: when an episode cannot be played, for example for want of data, or teaches nothing.
     """
     found = LearningCheckpoint.read(checkpoint, plan) if checkpoint else None
     with EpisodePool(num_workers) as pool, Curves(log) as curves:
-        course = _Course(plan, pool, data, found)
-        while not course.is_done and not (minutes is not None and course.elapsed_s > 60 * minutes):
-            row, begun = course.update()
+        run = _LearningRun(plan, pool, data, found)
+        while not run.is_done and not (minutes is not None and run.elapsed_s > 60 * minutes):
+            row, begun = run.update()
             if checkpoint is not None:
-                course.state().write(checkpoint)
-            curves.add(row)
+                run.state().write(checkpoint)
+            curves.write_row(row)
             if observer is not None:
                 observer(row, begun)
-        return LearningResult(course.result(), course.history, course.is_done)
+        return LearningResult(run.result(), run.history, run.is_done)
 
 
-class _Course:
+class _LearningRun:
     """The state between two updates, and how to do the next one."""
 
     def __init__(
@@ -94,7 +94,7 @@ class _Course:
                 validation_s=times,
                 current=content,
                 best=content,
-                best_vs_rule=math.inf,  # what is handed out has learned something: untrained, `ppo` is the rule itself
+                best_vs_rule=math.inf,  # never return an untrained version: that is the rule itself
                 history=[],
                 elapsed_s=0.0,
             )
@@ -110,11 +110,11 @@ class _Course:
 
     @property
     def elapsed_s(self) -> float:
-        """Over all starts."""
+        """Wall-clock time of learning over all starts, in seconds."""
         return self._before.elapsed_s + time.monotonic() - self._begin_s
 
     def state(self) -> LearningCheckpoint:
-        """As it is now."""
+        """Return the current state as a checkpoint."""
         return msgspec.structs.replace(
             self._before,
             current=self._agent.file().to_bytes(),
