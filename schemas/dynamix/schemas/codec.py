@@ -12,7 +12,6 @@ from . import subjects
 from .finite import non_finite_fields
 from .kinds import BY_NAME, BY_STRUCT, KINDS
 from .messages import Action, Message
-from .messages.allocation import EXACT
 
 MAGIC = b"DX"
 VERSION = 1
@@ -22,6 +21,9 @@ MAX_MESSAGE_BYTES = 512 * 1024
 
 _encoder = msgspec.msgpack.Encoder()
 _decoders = {kind.name: msgspec.msgpack.Decoder(kind.struct) for kind in KINDS}
+_ACTION_FIELDS = msgspec.structs.fields(Action)
+_FIRST_OMITTED = Action.__struct_fields__.index("exchange")
+"""The bytes of actions without later levers are those of programs that did not know them."""
 _headers = {kind.struct: MAGIC + bytes((VERSION, kind.code)) for kind in KINDS}
 
 M = TypeVar("M", bound=Message)
@@ -93,10 +95,14 @@ def message_id(message: Message) -> str:
 
 
 def _pack(message: Message) -> bytes:
-    """The message in msgpack; `Action.exchange`, the newest field, is left out while it says nothing new."""
-    if isinstance(message, Action) and message.exchange == EXACT:
-        return _encoder.encode(msgspec.structs.astuple(message)[:-1])
-    return _encoder.encode(message)
+    """The message in msgpack; fields at the end of an action, from `exchange` on, are left out at their defaults."""
+    if not isinstance(message, Action):
+        return _encoder.encode(message)
+    values = msgspec.structs.astuple(message)
+    end = len(values)
+    while end > _FIRST_OMITTED and values[end - 1] == _ACTION_FIELDS[end - 1].default:
+        end -= 1
+    return _encoder.encode(values[:end])
 
 
 def _check_header(payload: bytes, header: bytes, kind: str) -> None:

@@ -1,0 +1,99 @@
+"""The documents: what they name exists, lines fit a screen, and a few words that puzzle readers are avoided."""
+
+import re
+import subprocess
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from dynamix.cli.main import COMMANDS
+
+ROOT = Path(__file__).parents[1]
+MAIN_DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/architecture.md")
+MADE_BY_COMMANDS = ("out/", ".venv", "/", "~")
+MAX_WIDTH = 120
+
+AVOIDED = re.compile(r"\b(mend(s|ed|ing|able)?|anew|whoever|nobody|rivals?|sent again)\b", re.IGNORECASE)
+ALLOWED = {"CHANGELOG.md": "--rivals", "tests/test_documents.py": "AVOIDED"}
+"""Lines that may have them: the former name of an option, and the list itself."""
+
+
+def tracked(*suffixes: str) -> list[str]:
+    """The files of the repository that end so."""
+    listing = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [name for name in listing.splitlines() if name.endswith(suffixes) and (ROOT / name).is_file()]
+
+
+def code_spans(text: str) -> Iterator[str]:
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    yield from re.findall(r"`([^`\n]+)`", prose)
+
+
+def named_paths(text: str) -> set[str]:
+    spans = {span for span in code_spans(text) if re.fullmatch(r"[\w.@-]+(/[\w.@-]+)*/?", span)}
+    return {
+        span
+        for span in spans
+        if ("/" in span or span.endswith((".md", ".toml", ".txt"))) and not re.fullmatch(r"[\d/.]+", span)
+    }
+
+
+def is_path(name: str, files: str) -> bool:
+    """Whether a file or folder has this path, or this end of a path: `trainer/data/` is short for a longer one."""
+    return f"/{name}" in files if name.endswith("/") else f"/{name}\n" in files or f"/{name}/" in files
+
+
+def anchor(heading: str) -> str:
+    """As GitHub makes it of a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("document", MAIN_DOCUMENTS)
+def test_every_path_that_is_named_exists(document: str) -> None:
+    files = "".join(f"/{name}\n" for name in tracked(""))
+    names = {name for name in named_paths((ROOT / document).read_text()) if not name.startswith(MADE_BY_COMMANDS)}
+    assert names, "no path was found"
+    assert [name for name in sorted(names) if not is_path(name, files)] == []
+
+
+@pytest.mark.parametrize("document", tracked(".md"))
+def test_every_link_leads_to_a_file_and_a_heading_that_exist(document: str) -> None:
+    path = ROOT / document
+    for link in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
+        if link.startswith(("http", "nats:", "$")):
+            continue
+        target, _, fragment = link.partition("#")
+        found = path if not target else path.parent / target
+        assert found.exists(), link
+        if fragment:
+            headings = re.findall(r"^#+ (.*)$", found.read_text(), flags=re.MULTILINE)
+            assert fragment in map(anchor, headings), link
+
+
+@pytest.mark.parametrize("document", tracked(".md"))
+def test_every_module_and_command_that_is_named_exists(document: str) -> None:
+    text = (ROOT / document).read_text()
+    for name in set(re.findall(r"python -m ([a-z_][\w.]*\w)", text)):
+        spec = find_spec(name)
+        assert spec is not None, name
+        assert spec.submodule_search_locations is None or find_spec(f"{name}.__main__") is not None, name
+    for name in set(re.findall(r"(?:`|^ *)dynamix ([a-z]+)", text, flags=re.MULTILINE)):
+        assert name in COMMANDS, f"dynamix {name}"
+
+
+@pytest.mark.parametrize("document", MAIN_DOCUMENTS)
+def test_lines_are_at_most_120_wide(document: str) -> None:
+    lines = (ROOT / document).read_text().splitlines()
+    assert [number for number, line in enumerate(lines, 1) if len(line) > MAX_WIDTH] == []
+
+
+def test_words_that_puzzle_readers_are_avoided() -> None:
+    found = [
+        f"{name}:{number}: {line.strip()}"
+        for name in tracked(".md", ".py", ".toml", ".yml", ".yaml", ".conf", ".service")
+        for number, line in enumerate((ROOT / name).read_text().splitlines(), 1)
+        if AVOIDED.search(line) and ALLOWED.get(name, "\0") not in line
+    ]
+    assert found == []
