@@ -16,8 +16,8 @@ MADE_BY_COMMANDS = ("out/", ".venv", "/", "~")
 MAX_WIDTH = 120
 
 AVOIDED = re.compile(r"\b(mend(s|ed|ing|able)?|anew|whoever|nobody|rivals?|sent again)\b", re.IGNORECASE)
-ALLOWED = {"CHANGELOG.md": "--rivals", "tests/test_documents.py": "AVOIDED"}
-"""Lines that may have them: the former name of an option, and the list itself."""
+ALLOWED = {"CHANGELOG.md": ("--rivals", "`mend`"), "tests/test_documents.py": ("AVOIDED", "ALLOWED")}
+"""Lines that may have them: the former names of an option and of a field, and these lists."""
 
 
 def tracked(*suffixes: str) -> list[str]:
@@ -94,6 +94,6 @@ def test_words_that_puzzle_readers_are_avoided() -> None:
         f"{name}:{number}: {line.strip()}"
         for name in tracked(".md", ".py", ".toml", ".yml", ".yaml", ".conf", ".service")
         for number, line in enumerate((ROOT / name).read_text().splitlines(), 1)
-        if AVOIDED.search(line) and ALLOWED.get(name, "\0") not in line
+        if AVOIDED.search(line) and not any(part in line for part in ALLOWED.get(name, ()))
     ]
     assert found == []
