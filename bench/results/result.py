@@ -13,7 +13,7 @@ from scipy.special import stdtrit
 from dynamix.lab.experiments.comparison.scores import MeanInterval, RatioInterval
 from dynamix.runtime import output_files
 
-NOT_RUN = "Not run yet."
+NOT_RUN = "Not measured. The command above writes the table here."
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
