@@ -63,7 +63,7 @@ STAND_IN = {"workload": "fashion-14-cnn", "target_accuracy": 0.82, "time_limit_s
 STAND_IN_NOTE = (
     "Reduced: the small CNN on 14 x 14 Fashion-MNIST stands in for VGG11 on CIFAR-10, whose step takes seconds on a "
     "core. The full one: `python -m bench.results --only {name} --scale full`; as a real job on GPUs: `dynamix train "
-    "--nproc-per-node 8 examples/ddp_workload.py --workload cifar10-vgg11`."
+    "-- --standalone --nproc-per-node 8 examples/ddp_workload.py --workload cifar10-vgg11`."
 )
 SMOKE = {
     "workload": "fashion-14-mlp",
