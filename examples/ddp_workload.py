@@ -39,7 +39,7 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-class Evaluator:
+class PeriodicEvaluation:
     """Validation accuracy every so many seconds, each rank on its share of the samples."""
 
     def __init__(self, workload: Workload, part: Part, device: torch.device, every_s: float) -> None:
@@ -74,7 +74,9 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
     torch.manual_seed(arguments.seed)
     model = DistributedDataParallel(workload.model().to(device))
     optimizer = make_optimizer(arguments.optimizer, model.parameters(), arguments.learning_rate)
-    evaluator = Evaluator(workload, Part(*(t[some] for t in data.validation)), device, arguments.evaluate_every)
+    evaluator = PeriodicEvaluation(
+        workload, Part(*(t[some] for t in data.validation)), device, arguments.evaluate_every
+    )
     session = dynamix.attach(
         model,
         optimizer,

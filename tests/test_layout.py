@@ -178,3 +178,13 @@ def test_no_two_classes_have_the_same_name() -> None:
         if isinstance(node, ast.ClassDef)
     )
     assert sorted(name for name, count in names.items() if count > 1) == []
+
+
+def test_a_docstring_stands_alone_as_hover_text() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in product_files()
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        if line.lstrip().startswith('"""Of ')
+    ]
+    assert found == []

@@ -57,7 +57,7 @@ def test_a_ledger_knows_again_what_it_was_told(task: RunTask, tmp_path: Path) ->
     path = tmp_path / "new" / "runs.jsonl"
     with Ledger(path) as ledger:
         assert task not in ledger
-        ledger.add(task, outcome(1.5), "static in mixed")
+        ledger.record_outcome(task, outcome(1.5), "static in mixed")
     with Ledger(path) as ledger:
         assert ledger.get(task) == outcome(1.5)
 
@@ -66,13 +66,13 @@ def test_a_line_torn_by_a_kill_is_dropped_and_the_others_stand(task: RunTask, tm
     path = tmp_path / "runs.jsonl"
     later = msgspec.structs.replace(task, seed=4)
     with Ledger(path) as ledger:
-        ledger.add(task, outcome(1.5), "first")
-        ledger.add(later, outcome(None), "second")
+        ledger.record_outcome(task, outcome(1.5), "first")
+        ledger.record_outcome(later, outcome(None), "second")
     path.write_bytes(path.read_bytes()[:-20])
     with Ledger(path) as ledger:
         assert task in ledger
         assert later not in ledger
-        ledger.add(later, outcome(2.5), "second, again")
+        ledger.record_outcome(later, outcome(2.5), "second, again")
     with Ledger(path) as ledger:
         assert ledger.get(later) == outcome(2.5)
 
@@ -80,12 +80,12 @@ def test_a_line_torn_by_a_kill_is_dropped_and_the_others_stand(task: RunTask, tm
 def test_without_resume_old_results_are_put_aside_not_lost(task: RunTask, tmp_path: Path) -> None:
     path = tmp_path / "runs.jsonl"
     with Ledger(path) as ledger:
-        ledger.add(task, outcome(1.5), "first")
+        ledger.record_outcome(task, outcome(1.5), "first")
     later = msgspec.structs.replace(task, seed=4)
     with Ledger(path, resume=False) as ledger:
         assert task not in ledger
         assert path.exists()  # until there is something to take its place
-        ledger.add(later, outcome(2.5), "second")
+        ledger.record_outcome(later, outcome(2.5), "second")
     with Ledger(path) as ledger:
         assert task not in ledger
         assert later in ledger
@@ -96,7 +96,7 @@ def test_without_resume_old_results_are_put_aside_not_lost(task: RunTask, tmp_pa
 def test_its_first_line_says_what_a_ledger_is(task: RunTask, tmp_path: Path) -> None:
     path = tmp_path / "runs.jsonl"
     with Ledger(path) as ledger:
-        ledger.add(task, outcome(1.5), "first")
+        ledger.record_outcome(task, outcome(1.5), "first")
     first, second = path.read_bytes().splitlines()
     assert first == b'{"dynamix":"results of runs, a line each","format":1}'
     assert second.startswith(b'{"key":"' + task.key.encode())
@@ -106,11 +106,11 @@ def test_a_ledger_from_before_there_was_such_a_line_is_continued(task: RunTask, 
     path = tmp_path / "runs.jsonl"
     later = msgspec.structs.replace(task, seed=4)
     with Ledger(path) as ledger:
-        ledger.add(task, outcome(1.5), "first")
+        ledger.record_outcome(task, outcome(1.5), "first")
     path.write_bytes(path.read_bytes().partition(b"\n")[2] + b'{"key":"torn')
     with Ledger(path) as ledger:
         assert task in ledger
-        ledger.add(later, outcome(2.5), "second")
+        ledger.record_outcome(later, outcome(2.5), "second")
     with Ledger(path) as ledger:
         assert ledger.get(later) == outcome(2.5)
     assert len(path.read_bytes().splitlines()) == 2
@@ -122,7 +122,7 @@ def test_a_ledger_torn_in_its_first_line_is_an_empty_one(task: RunTask, tmp_path
     path.write_bytes(HEADER[:length])
     with Ledger(path) as ledger:
         assert task not in ledger
-        ledger.add(task, outcome(1.5), "first")
+        ledger.record_outcome(task, outcome(1.5), "first")
     assert path.read_bytes().startswith(HEADER)
     with Ledger(path) as ledger:
         assert task in ledger
@@ -163,7 +163,7 @@ def test_a_ledger_with_a_foreign_line_is_not_cut_off(tmp_path: Path, content: by
 def test_what_old_results_would_replace_must_be_results(task: RunTask, tmp_path: Path) -> None:
     path, old = tmp_path / "runs.jsonl", tmp_path / "runs.jsonl.old"
     with Ledger(path) as ledger:
-        ledger.add(task, outcome(1.5), "first")
+        ledger.record_outcome(task, outcome(1.5), "first")
     old.write_text("mine\n")
     with pytest.raises(RefusedOutputError, match=r"runs\.jsonl\.old is not a file of results"):
         Ledger(path, resume=False)
@@ -191,5 +191,5 @@ def test_what_came_in_the_way_after_the_check_is_left_alone(task: RunTask, tmp_p
         device_in(tmp_path).rename(path)
         before = identity(path)
         with pytest.raises(RefusedOutputError):
-            ledger.add(task, outcome(1.5), "first")
+            ledger.record_outcome(task, outcome(1.5), "first")
     assert identity(path) == before

@@ -134,7 +134,7 @@ def _noun(status: os.stat_result | None) -> str:
 
 
 def _status(path: Path) -> os.stat_result | None:
-    """Of what the path leads to; `None` where nothing is."""
+    """Status of what the path leads to; `None` where nothing is."""
     try:
         return path.stat()
     except FileNotFoundError:

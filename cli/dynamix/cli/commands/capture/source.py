@@ -123,7 +123,7 @@ class Source:
         return bool(heard)
 
     def _take(self, tail: Tail) -> None:
-        for record in tail.take():
+        for record in tail.take_records():
             self._merge.add_record(record)
             if tail is self._jobs:
                 self._job_ended = _is_end(record)

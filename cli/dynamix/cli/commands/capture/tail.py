@@ -10,7 +10,7 @@ from dynamix.runtime.bus import Bus, BusMessage
 
 
 class Tail:
-    """`async with Tail(...) as tail:`; `tail.waiting` is done when there is more, `tail.take()` hands it out.
+    """`async with Tail(...) as tail:`; `tail.waiting` is done when there is more, `tail.take_records()` hands it out.
 
     Attributes:
         stream: its name.
@@ -47,7 +47,7 @@ class Tail:
         newest = [await self._bus.last(self.stream, subject) for subject in self._subjects]
         return max((message.sequence for message in newest if message is not None), default=0)
 
-    def take(self) -> list[Record]:
+    def take_records(self) -> list[Record]:
         """The batch that was waited for. Raises BusError when the stream cannot be read any more."""
         batch = self.waiting.result()
         self.sequence = batch[-1].sequence

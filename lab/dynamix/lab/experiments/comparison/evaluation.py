@@ -96,7 +96,7 @@ def fill(
     first = len(needed) - len(missing) + 1
     for number, (task, outcome) in enumerate(outcomes(tasks, jobs=jobs, data=data), start=first):
         cell = missing[task.key]
-        ledger.add(task, outcome, cell.about)
+        ledger.record_outcome(task, outcome, cell.about)
         forecast.record_run(task, outcome)
         if on_progress is not None:
             on_progress(ComparisonProgress(number, len(needed), forecast.left_s(), cell.about))

@@ -123,7 +123,7 @@ class Ledger:
         """Return the outcome of a task, `None` when it was not run."""
         return self._outcomes.get(task.key)
 
-    def add(self, task: RunTask, outcome: RunOutcome, about: str) -> None:
+    def record_outcome(self, task: RunTask, outcome: RunOutcome, about: str) -> None:
         """Add an outcome; it is written to the operating system before the return.
 
         Raises:
