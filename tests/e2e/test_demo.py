@@ -24,7 +24,7 @@ def test_the_demo_steers_a_real_job_and_writes_results(tmp_path: Path) -> None:
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    assert "paced" in result.stderr
+    assert "PACED" in result.stderr
     static, steered = json.loads((tmp_path / "out.json").read_text())["runs"]
     for run in (static, steered):
         assert (run["num_windows"], run["num_steps"], run["target_accuracy"]) == (5, 50, 0.4)
