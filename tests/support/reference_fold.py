@@ -1,6 +1,6 @@
 """The reference fold: what recorded decisions are compared with.
 
-Written from docs/architecture.md ("Deciding each window once"), not from the arbitrator's fold: one thread, no bus, no
+Written from docs/architecture.md ("Where a window closes"), not from the arbitrator's fold: one thread, no bus, no
 checkpoint, nothing dropped (age is computed). Chain and watermarks concern storing, not deciding.
 """
 
