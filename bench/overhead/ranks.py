@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from bench.harness.part_timer import PartTimer, TimerClock
 from bench.harness.rounds import Rounds, Timed, Timing
-from torch._C import Future
 from torch.utils.data import DataLoader, TensorDataset
 
 from dynamix.runtime.settings import BusSettings
@@ -32,7 +31,10 @@ WARM_UP_BLOCKS = 2 * WINDOW_STEPS // BLOCK_STEPS
 ON, OFF = "on", "off"
 
 LAUNCH = "launch of the all-reduce"
+WAIT = "wait for the all-reduce"
+"""The hook of the last bucket waits, as DDP would right after it."""
 TORCHS_LOADER = "torch's DataLoader"
+NOT_OURS = (TORCHS_LOADER, WAIT)
 
 
 class OverheadPlan(msgspec.Struct, frozen=True):
@@ -68,9 +70,8 @@ def time_our_code() -> PartTimer:
     timer.wrap(Session, Session.step, "session.step")
     timer.wrap(GradientHook, GradientHook.weigh, "hook: weighing")
     timer.wrap(weighting, weighting.squared_norm, "hook: norms")
-    timer.wrap(Future, Future.then, "hook: callback")  # DDP takes a future from Python only with one
-    timer.wrap(GradientHook, GradientHook.finish, "hook: reduced")
-    timer.wrap(GradientHook, GradientHook.finish_measured, "hook: reduced")
+    timer.wrap(GradientHook, GradientHook.wait, WAIT)
+    timer.wrap(GradientHook, GradientHook.finish, "hook: handing over")
     timer.wrap(Steering, Steering.after_step, "session.step: end of a window")
     timer.wrap(TimeSlots, TimeSlots.extend, "hook: weighing, with times")
     timer.wrap(TimeSlots, TimeSlots.receive, "hook: times taken off")
@@ -144,4 +145,4 @@ def _agree_on_pace(data: TensorDataset, plan: OverheadPlan) -> float:
 def _per_step(seconds: dict[str, float], plan: OverheadPlan) -> dict[str, float]:
     """Seconds per step of our parts; each clock ran in every other block."""
     num_steps = plan.num_pairs // len(TimerClock) * BLOCK_STEPS
-    return {part: total / num_steps for part, total in sorted(seconds.items()) if part != TORCHS_LOADER}
+    return {part: total / num_steps for part, total in sorted(seconds.items()) if part not in NOT_OURS}

@@ -7,7 +7,7 @@ from bench.harness.part_timer import NOW, PartTimer, TimerClock
 from tests.support.benches import run_bench
 
 PAIRED = ("paired_wall", "paired_cpu")
-PARTS = ("hook: weighing", "hook: norms", "hook: callback", "loader", "sampler", "optimizer hooks", "session.step")
+PARTS = ("hook: weighing", "hook: norms", "hook: handing over", "loader", "sampler", "optimizer hooks", "session.step")
 
 
 def test_it_measures_a_real_job_and_writes_what_it_found(tmp_path: Path) -> None:

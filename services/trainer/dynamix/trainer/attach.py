@@ -16,6 +16,7 @@ from dynamix.schemas.messages.policies import DEFAULT_POLICY
 from .data.loader import Loader, LoaderOptions, drawn_ahead
 from .data.sampler import DataIdentity, PlanSampler
 from .gradient.learning_rate import FACTORS, LearningRateScaler, Rule
+from .gradient.lent import forget_imports
 from .gradient.weighting import BaseHook, GradientHook, Reduction
 from .job.memory_caps import MemoryCaps
 from .job.options import JobOptions, Weighting, family_of, sizes_of
@@ -109,6 +110,7 @@ def attach(
         RuntimeError: when torch.distributed is not initialised, or the model has a communication hook already.
     """
     world_size = _world_size(model)
+    forget_imports()
     _check_loader_options(loader_options)
     environment = read_environment()
     sizes = sizes_of(local_batch_size, world_size)
@@ -233,7 +235,7 @@ def _hook(
         base_state=base_state,
     )
     try:
-        model.register_comm_hook(None, hook.reduce)
+        model.register_comm_hook(model.process_group, hook.reduce)
     except RuntimeError as error:
         raise RuntimeError(
             "the model has a communication hook already: do not register it, pass it to attach as base_hook"

@@ -2,9 +2,9 @@
 
 import logging
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, ParamSpec, Self
 
 import torch
 
@@ -27,6 +27,8 @@ from .wire.loggers import Loggers
 from .wire.transport import Transport
 
 _log = logging.getLogger("dynamix.trainer")
+
+P = ParamSpec("P")
 
 
 class ExitRules(NamedTuple):
@@ -69,11 +71,9 @@ class Session:
         self._memory_caps = memory_caps
         self._optimizer_hooks = optimizer_hooks
         self._exit_rules = exit_rules
-        loader.bind(on_start=self._on_start, on_batch=self._on_batch)
+        loader.bind(on_start=_weakly(self._on_start), on_batch=_weakly(self._on_batch))
         self._loss_scaled = False
         self._closed = False
-        if hook is not None:
-            weakref.finalize(self, hook.settle)
         # the end is published, and the last messages leave, also when the script just ends
         self._leave = weakref.finalize(self, _leave, steering, transport, loggers, exit_rules)
 
@@ -277,15 +277,28 @@ class Session:
         self._closed = True
         for handle in self._optimizer_hooks:
             handle.remove()
-        if self._hook is not None:
-            self._hook.settle()
+        self._steering.leave_group()
         self._leave.detach()
         self._loggers.close(self._exit_rules.close_timeout_s)
         self._transport.close(self._exit_rules.close_timeout_s)
 
 
+def _weakly(method: Callable[P, None]) -> Callable[P, None]:
+    """Call it for as long as its owner lives: a session ends with its last name, not when cycles are looked for."""
+    weak = weakref.WeakMethod(method)
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> None:
+        alive = weak()
+        if alive is None:
+            raise RuntimeError("the session of this loader is gone: keep it, its step() ends each step")
+        alive(*args, **kwargs)
+
+    return call
+
+
 def _leave(steering: Steering, transport: Transport, loggers: Loggers, rules: ExitRules) -> None:
     """End a session that was not closed: when it is garbage-collected, or at the end of the process."""
     steering.end(reason_after(error_of_script(), may_restart=rules.may_restart))
+    steering.leave_group()
     loggers.close(rules.close_timeout_s)
     transport.close(rules.close_timeout_s)

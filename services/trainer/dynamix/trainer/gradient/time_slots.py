@@ -38,7 +38,7 @@ class TimeSlots:
         return self._buffer
 
     def receive(self) -> torch.Tensor:
-        """Take the slots off what was summed and return the gradient; runs in a thread of the process group."""
+        """Take the slots off what was summed and return the gradient."""
         self._received = _Received(self._slots)
         return self._gradient
 

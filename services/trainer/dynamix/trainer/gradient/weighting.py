@@ -6,11 +6,8 @@ Under tracking it also carries every rank's compute time (`time_slots`). Elsewhe
 (`loss_factor`).
 """
 
-import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -18,6 +15,7 @@ from torch._C._distributed_c10d import GradBucket  # = dist.GradBucket, which to
 
 from dynamix.trainer.data.sampler import StepPlan
 
+from .lent import LentTensor, launched
 from .time_slots import TimeSlots
 
 Reduction = Literal["mean", "sum"]
@@ -26,12 +24,7 @@ Reduction = Literal["mean", "sum"]
 BaseHook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 """A DDP communication hook that averages over ranks, as torch's own do."""
 
-Callback = partial[torch.Tensor]
-
 HALF = (torch.float16, torch.bfloat16)
-
-SETTLE_S = 1.0
-"""The longest that closing waits for threads of the process group; they need microseconds."""
 
 
 class GradientClock(Protocol):
@@ -41,7 +34,7 @@ class GradientClock(Protocol):
         """This rank's last bucket is ready to be reduced."""
 
     def reduced(self) -> None:
-        """A reduced bucket came back; the last one counts."""
+        """The gradient came back; of several backward passes the last one counts."""
 
     def seconds_per_sample(self) -> float:
         """Compute time over samples of the newest step completed and not yet returned; 0 without one."""
@@ -60,6 +53,16 @@ class SquaredNorms(NamedTuple):
 NOT_MEASURED = SquaredNorms([], [])
 
 
+class _Sent(NamedTuple):
+    """A bucket on its way, and what DDP waits for."""
+
+    number: int
+    buffer: torch.Tensor
+    under_way: dist.Work | torch.futures.Future[Any]
+    carries: bool
+    reduced: torch.futures.Future[torch.Tensor]
+
+
 def loss_factor(plan: StepPlan, rank: int, reduction: Reduction) -> float:
     """Factor on a rank's loss before a framework that averages gradients over all ranks."""
     counts = plan.counts
@@ -69,12 +72,16 @@ def loss_factor(plan: StepPlan, rank: int, reduction: Reduction) -> float:
 
 
 class GradientHook:
-    """The communication hook of one DDP model.
+    """The communication hook of one DDP model; its state, in DDP's sense, is the model's process group.
 
-    `reduce` runs in stages (`weigh`, `launch`, `finish`), which are public so that each can be timed (bench.overhead).
+    `reduce` runs in stages (`weigh`, `launch`, `wait`, `finish`), public so that each can be timed (bench.overhead).
 
     Without a base hook a bucket is scaled and summed over ranks. A base hook averages: its buckets are scaled N times
     as much. A rank without samples zeroes its bucket: its dummy batch may have any gradient, and NaN * 0 is NaN.
+
+    No thread of the process group calls Python: such a call is dropped by that thread, after the training went on, and
+    so perhaps while the interpreter is being taken down (`lent`). Instead the hook of the last bucket waits for all, in
+    the training thread, where DDP itself would wait right after it: every gradient is computed by then.
     """
 
     def __init__(
@@ -87,7 +94,6 @@ class GradientHook:
         base_hook: BaseHook | None = None,
         base_state: object = None,
     ) -> None:
-        self._group = group
         self._rank = dist.get_rank(group)
         self._clock = clock
         self._reduction = reduction
@@ -101,8 +107,9 @@ class GradientHook:
         self._to_mean = 0.0
         self._local: dict[int, float | torch.Tensor] = {}
         self._reduced: dict[int, float | torch.Tensor] = {}
-        self._lent: WeakSet[Callback] = WeakSet()
-        """Callbacks that a thread of the process group still holds."""
+        self._sent: list[_Sent] = []
+        self._lent: dict[int, LentTensor] = {}
+        """By bucket: DDP makes its buckets once, and once more after the first step."""
 
     def begin(self, plan: StepPlan, *, shares_times: bool = False) -> None:
         """Set the weights of the step that begins; with `shares_times` all ranks learn each other's compute times.
@@ -118,6 +125,7 @@ class GradientHook:
         self._measures = plan.step % self._noise_every == 0
         self._local.clear()
         self._reduced.clear()
+        self._sent.clear()  # of a backward pass that failed
 
     def take_norms(self) -> SquaredNorms:
         """The squared norms of the step that ends; empty when it was not measured or no gradient was reduced."""
@@ -132,37 +140,22 @@ class GradientHook:
 
     def reduce(
         self,
-        _state: object,
+        group: dist.ProcessGroup,
         bucket: GradBucket,  # DDP passes it by this name
     ) -> torch.futures.Future[torch.Tensor]:
         """The hook itself: called by DDP for each bucket, in order, in the thread of the backward pass."""
-        carries = False
-        if bucket.is_last():
+        is_last = bucket.is_last()
+        if is_last:
             self._clock.gradient_ready()
-            carries = self._shares
-        finish: Callback
+        number, buffer, carries = bucket.index(), bucket.buffer(), is_last and self._shares
         if self._measures:
-            index, buffer = bucket.index(), bucket.buffer()
-            self._local[index] = squared_norm(buffer) if self._scale else 0.0
-            finish = partial(self.finish_measured, index, carries=carries)
-        else:
-            finish = partial(self.finish, carries=carries)
-        sent = self.weigh(bucket.buffer(), carries=carries)
-        return self.launch(bucket, sent).then(self._lend(finish))
-
-    def settle(self, timeout_s: float = SETTLE_S) -> None:
-        """Wait until the threads of the process group have let go of what they called.
-
-        They take the interpreter once more to drop a callback that is done. A thread that asks for it while it is being
-        taken down ends the whole process (`terminate called without an active exception`), after the last step.
-        """
-        deadline_s = time.monotonic() + timeout_s
-        while self._lent and time.monotonic() < deadline_s:
-            time.sleep(0.001)
-
-    def _lend(self, callback: Callback) -> Callback:
-        self._lent.add(callback)
-        return callback
+            self._local[number] = squared_norm(buffer) if self._scale else 0.0
+        under_way = self.launch(group, bucket, self.weigh(buffer, carries=carries))
+        reduced = _future(buffer.device)
+        self._sent.append(_Sent(number, buffer, under_way, carries, reduced))
+        if is_last:
+            self.finish(self.wait())
+        return reduced
 
     def weigh(self, buffer: torch.Tensor, *, carries: bool) -> torch.Tensor:
         """First stage of `reduce`: scale the bucket; with `carries`, into a buffer with the compute times behind it."""
@@ -170,27 +163,46 @@ class GradientHook:
             return self._slots.extend(buffer, self._scale, self._clock.seconds_per_sample())
         return buffer.mul_(self._scale) if self._scale else buffer.zero_()
 
-    def launch(self, bucket: GradBucket, sent: torch.Tensor) -> torch.futures.Future[Any]:
+    def launch(
+        self, group: dist.ProcessGroup, bucket: GradBucket, weighed: torch.Tensor
+    ) -> dist.Work | torch.futures.Future[Any]:
         """Second stage: start the all-reduce as DDP does; `dist.all_reduce` checks arguments first, 20 us a bucket."""
-        if self._base_hook is not None:
-            return self._base_hook(self._base_state, bucket)
-        future: torch.futures.Future[Any] = self._group.allreduce([sent]).get_future()
-        return future
+        base_hook = self._base_hook
+        if base_hook is not None:
+            return launched(lambda: base_hook(self._base_state, bucket))
+        alias = self._lend(bucket.index(), weighed)
+        return launched(lambda: group.allreduce([alias]))
 
-    def finish(self, future: torch.futures.Future[Any], *, carries: bool) -> torch.Tensor:
-        """Last stage, in a thread of the process group, while the training waits for the last bucket."""
+    def _lend(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
+        lent = self._lent.get(index)
+        if lent is None or lent.tensor is not tensor:
+            lent = self._lent[index] = LentTensor(tensor)
+        return lent.alias
+
+    def wait(self) -> list[Any]:
+        """Third stage, with the last bucket: wait until every bucket is reduced."""
+        results = [sent.under_way.wait() for sent in self._sent]
         self._clock.reduced()
-        value = future.value()
-        if carries:
-            return self._slots.receive()
-        reduced: torch.Tensor = value if isinstance(value, torch.Tensor) else value[0]
-        return reduced
+        return results
 
-    def finish_measured(self, index: int, future: torch.futures.Future[Any], *, carries: bool) -> torch.Tensor:
-        """Last stage of a measured step; each bucket has its own place, so no two threads touch the same."""
-        reduced = self.finish(future, carries=carries)
-        self._reduced[index] = squared_norm(reduced)
-        return reduced
+    def finish(self, results: list[Any]) -> None:
+        """Last stage: hand every bucket to DDP."""
+        for sent, result in zip(self._sent, results, strict=True):
+            reduced = self._result(sent, result)
+            if self._measures:
+                self._reduced[sent.number] = squared_norm(reduced)
+            sent.reduced.set_result(reduced)
+        self._sent.clear()
+
+    def _result(self, sent: _Sent, result: Any) -> torch.Tensor:
+        if self._base_hook is not None:
+            return result if isinstance(result, torch.Tensor) else result[0]
+        return self._slots.receive() if sent.carries else sent.buffer
+
+
+def _future(device: torch.device) -> torch.futures.Future[torch.Tensor]:
+    """What DDP waits for; on a GPU its streams wait, not the training thread."""
+    return torch.futures.Future(devices=[device] if device.type == "cuda" else None)
 
 
 def squared_norm(gradient: torch.Tensor) -> float | torch.Tensor:

@@ -38,7 +38,7 @@ class Ended(NamedTuple, Generic[Moment]):
 
 
 class Clock(ABC, Generic[Moment]):
-    """Takes the moments of each step as they come, all but `reduced` in the training thread."""
+    """Takes the moments of each step as they come, in the training thread."""
 
     def __init__(self) -> None:
         self._ended: list[Ended[Moment]] = []
@@ -65,7 +65,7 @@ class Clock(ABC, Generic[Moment]):
         self._ready = self._now(self._ready)
 
     def reduced(self) -> None:
-        """A reduced bucket came back; the last one counts. Called in threads of the process group."""
+        """The gradient came back; of several backward passes the last one counts."""
         self._reduced = self._now(self._reduced)
 
     def before_update(self) -> None:

@@ -5,6 +5,8 @@ Both are posted at the end of one step and taken at the end of the next, when th
 slowest where it would not have waited anyway.
 """
 
+import contextlib
+import pickle
 from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
@@ -13,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from dynamix.schemas.messages.allocation import Allocation
+from dynamix.trainer.gradient.lent import LentTensor, keep_for_ever
 from dynamix.trainer.measurement.rows import NUM_COLUMNS, Row
 
 T = TypeVar("T")
@@ -36,17 +39,34 @@ class Collectives:
     def __init__(self) -> None:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        self._group = dist.new_group(backend="gloo")
+        self._group: dist.ProcessGroup | None = dist.new_group(backend="gloo")
         self._rows = torch.empty(self.world_size, NUM_COLUMNS, dtype=torch.float64)
-        self._decision = torch.zeros(HEAD_BYTES + SIZE_BYTES * self.world_size, dtype=torch.uint8)
+        self._lent_rows = [LentTensor(row) for row in self._rows.unbind()]
+        self._mine = LentTensor(torch.empty(NUM_COLUMNS, dtype=torch.float64))
+        self._decision = LentTensor(torch.zeros(HEAD_BYTES + SIZE_BYTES * self.world_size, dtype=torch.uint8))
         self._gathering: dist.Work | None = None
         self._broadcasting: dist.Work | None = None
+
+    def close(self) -> None:
+        """Leave the group, if nothing is under way in it: its threads and connections end. No collective.
+
+        Where something is, as after an error, waiting for the threads would be waiting for other ranks: the group is
+        left to the end of the process.
+        """
+        group, self._group = self._group, None
+        if group is None:
+            return
+        if all(work is None or work.is_completed() for work in (self._gathering, self._broadcasting)):
+            with contextlib.suppress(ValueError):  # the script has destroyed it, with all others
+                dist.destroy_process_group(group)
+        else:
+            keep_for_ever(group)
 
     def post_row(self, row: Row) -> None:
         """Send this rank's row to all others."""
         assert self._gathering is None, "a gather is under way"
-        mine = torch.tensor(row, dtype=torch.float64)
-        self._gathering = dist.all_gather(list(self._rows.unbind()), mine, group=self._group, async_op=True)
+        self._mine.tensor.copy_(torch.tensor(row, dtype=torch.float64))
+        self._gathering = self._gather(self._lent_rows, self._mine)
 
     def take_rows(self) -> list[Row]:
         """The rows of all ranks, in rank order, as they were posted last."""
@@ -61,21 +81,23 @@ class Collectives:
         if self.rank == 0:
             packed = msgspec.msgpack.encode(decision)
             packed = len(packed).to_bytes(LENGTH_BYTES) + packed
-            self._decision[: len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-        self._broadcasting = dist.broadcast(self._decision, src=0, group=self._group, async_op=True)
+            self._decision.tensor[: len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+        self._broadcasting = dist.broadcast(self._decision.alias, src=0, group=self._group, async_op=True)
 
     def take_decision(self) -> BroadcastDecision | None:
         """Rank 0's decision as it was posted last."""
         assert self._broadcasting is not None, "no broadcast is under way"
         self._broadcasting.wait()
         self._broadcasting = None
-        return _decode_decision(self._decision.numpy().tobytes())
+        return _decode_decision(self._decision.tensor.numpy().tobytes())
 
     def gather_objects(self, mine: T) -> list[T]:
         """One object of each rank, in rank order: for attaching, not for steps."""
-        objects: list[T | None] = [None] * self.world_size
-        dist.all_gather_object(objects, mine, group=self._group)
-        return [found for found in objects if found is not None]
+        payload = pickle.dumps(mine)
+        sizes = self._gather_now(torch.tensor([len(payload)]))
+        padded = bytearray(payload).ljust(max(int(size) for size in sizes), b"\0")
+        found = self._gather_now(torch.frombuffer(padded, dtype=torch.uint8))
+        return [pickle.loads(bytes(each.tolist())) for each in found]  # noqa: S301 - from the ranks of this job
 
     def agree(self, what: str, mine: Sequence[object]) -> None:
         """Make sure that all ranks hold the same, as plain numbers and tuples of them.
@@ -87,6 +109,17 @@ class Collectives:
         for rank, theirs in enumerate(everybody):
             if theirs != everybody[0]:
                 raise RuntimeError(f"{what}: rank {rank} has {theirs}, rank 0 has {everybody[0]}; load the same state")
+
+    def _gather_now(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        """Such a tensor of each rank; all have one size."""
+        found = [LentTensor(torch.empty_like(mine)) for _ in range(self.world_size)]
+        self._gather(found, LentTensor(mine)).wait()
+        return [each.tensor for each in found]
+
+    def _gather(self, found: Sequence[LentTensor], mine: LentTensor) -> dist.Work:
+        aliases = [each.alias for each in found]
+        work: dist.Work = dist.all_gather(aliases, mine.alias, group=self._group, async_op=True)
+        return work
 
 
 def _decode_decision(padded: bytes) -> BroadcastDecision | None:

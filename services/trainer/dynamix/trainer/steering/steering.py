@@ -57,6 +57,10 @@ class Steering:
             self._transport.publish(run.specification(reason))
         run.ended = True
 
+    def leave_group(self) -> None:
+        """Do without the collectives from now on; waits for nothing."""
+        self._collectives.close()
+
     def after_step(self, position: Position, seconds_per_sample: list[float] | None = None) -> None:
         """Do what is due after the step that led to `position`; its time counts as the next step's update.
 

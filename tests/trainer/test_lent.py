@@ -1,0 +1,206 @@
+"""No thread of a process group enters the interpreter because of us, and groups end when nobody needs them."""
+
+import subprocess
+import sys
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.interpreter import Entries
+from tests.support.ranks import run_ranks
+from tests.support.training import Numbered, make_model, offer
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from dynamix import trainer as dynamix
+from dynamix.trainer import Session
+from dynamix.trainer.gradient import lent
+from dynamix.trainer.gradient.lent import CONTEXT, LentTensor, launched
+from dynamix.trainer.measurement.rows import NUM_COLUMNS, Row
+from dynamix.trainer.steering.collectives import Collectives
+
+ROOT = Path(__file__).parents[2]
+
+
+def _model(group: dist.ProcessGroup) -> DistributedDataParallel:
+    """DDP on a group of its own, with several buckets."""
+    return DistributedDataParallel(make_model(), process_group=group, bucket_cap_mb=0.001)
+
+
+def _step(model: DistributedDataParallel, optimizer: torch.optim.Optimizer, batch: Any) -> torch.Tensor:
+    inputs, targets, _ = batch
+    loss = nn.functional.cross_entropy(model(inputs), targets)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def _train_steered(group: dist.ProcessGroup, *, split: Any, closes: bool) -> None:
+    """Sixty steps, each with a row, a decision and all buckets."""
+    model = _model(group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    session = dynamix.attach(
+        model, optimizer, Numbered(960), local_batch_size=8, min_local_batch_size=1, window_steps=1, connect=False
+    )
+    for batch in session.loader:
+        loss = _step(model, optimizer, batch)
+        offer(session, [(8, 8), (6, 10)][session.step_index % 2], split=split)
+        session.step(loss)
+    if closes:
+        session.close()
+
+
+def _train_with_callback(group: dist.ProcessGroup) -> None:
+    """Torch's own hook in Python, without us."""
+    model = _model(group)
+    model.register_comm_hook(group, allreduce_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    data = Numbered(16)
+    _step(model, optimizer, (data.inputs, data.targets, None))
+
+
+def _entries(rank: int, how: str) -> tuple[int, bool]:
+    """How often gloo's threads entered the interpreter until they ended, and whether their group did."""
+    del rank
+    group = dist.new_group(backend="gloo")
+    entries = Entries()
+    if how == "callback":
+        _train_with_callback(group)
+    else:
+        _train_steered(group, split="tracking" if how == "tracking" else "fixed", closes=how != "left")
+    alive = weakref.ref(group)
+    dist.destroy_process_group(group)
+    del group  # the last one: its threads are joined
+    return entries.count(), alive() is None
+
+
+@pytest.mark.parametrize("how", ["fixed", "tracking", "left"])
+def test_no_thread_of_a_process_group_enters_the_interpreter(how: str) -> None:
+    assert run_ranks(_entries, 2, how) == [(0, True)] * 2
+
+
+def test_a_callback_would_make_one_enter_it() -> None:
+    """What the others count can be counted."""
+    for entries, has_ended in run_ranks(_entries, 2, "callback"):
+        assert entries >= 2
+        assert has_ended
+
+
+def _attached() -> Session:
+    model = DistributedDataParallel(make_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    return dynamix.attach(model, optimizer, Numbered(64), local_batch_size=32, window_steps=1, connect=False)
+
+
+def _close_or_forget(_rank: int) -> list[bool]:
+    """Whether our group is gone after either."""
+    gone = []
+    for closes in (True, False):
+        session = _attached()
+        ours = weakref.ref(session._steering._collectives._group)
+        if closes:
+            session.close()
+        else:
+            del session
+        gone.append(ours() is None)
+    return gone
+
+
+def test_our_group_ends_with_the_session() -> None:
+    assert run_ranks(_close_or_forget, 2) == [[True, True]] * 2
+
+
+def _close_under_way(rank: int) -> float:
+    """Rank 0 closes while its row waits for rank 1's; returns how long that took, or what rank 1 received."""
+    collectives = Collectives()
+    row = Row(*(float(rank + 1) for _ in range(NUM_COLUMNS)))
+    found = 0.0
+    if rank == 0:
+        collectives.post_row(row)
+        began = time.monotonic()
+        collectives.close()
+        found = time.monotonic() - began
+        del collectives
+    dist.barrier()
+    if rank == 1:
+        collectives.post_row(row)
+        found = collectives.take_rows()[0][0]
+    dist.barrier()
+    return found
+
+
+def test_closing_waits_for_no_other_rank() -> None:
+    """After an error it may never come; what is under way goes on."""
+    took_s, received = run_ranks(_close_under_way, 2)
+    assert took_s < 10  # gloo itself would wait for half an hour
+    assert received == 1.0
+
+
+def test_a_tensor_is_owned_until_no_thread_has_it() -> None:
+    data = torch.arange(3.0)
+    loan = LentTensor(data)
+    alias, held = weakref.ref(loan.alias), loan.alias.detach()
+    held.grad = loan.alias  # a thread of a group has a reference in C++ too
+    assert loan.alias.data_ptr() == data.data_ptr()
+    del loan
+    assert alias() is not None
+    assert alias()._use_count() == 3  # Python's, the keeper's and the thread's: whose goes last matters to none
+    held.grad = None
+    assert alias()._use_count() == 2
+    LentTensor(data)
+    assert alias() is None
+    assert not lent._late
+
+
+def test_a_work_finds_nothing_of_the_backward_pass_that_it_began_in() -> None:
+    found: list[bool] = []
+
+    def hook(gradient: torch.Tensor) -> None:
+        assert torch._C._is_key_in_tls(CONTEXT)
+        launched(lambda: found.append(torch._C._is_key_in_tls(CONTEXT)))
+        assert torch._C._is_key_in_tls(CONTEXT)
+        del gradient
+
+    weight = torch.ones(1, requires_grad=True)
+    weight.register_hook(hook)
+    weight.sum().backward()
+    assert found == [False]
+
+
+DEFAULT_GROUP = """
+import weakref
+from dynamix import trainer
+import torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+import torch._dynamo  # as the first DDP model does
+alive = weakref.ref(dist.group.WORLD)
+dist.destroy_process_group()
+print(alive() is None)
+"""
+
+
+@pytest.mark.slow
+def test_destroying_the_default_group_ends_it() -> None:
+    assert _python("-c", DEFAULT_GROUP).split() == ["True"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "code"), [("closes", 0), ("destroys", 0), ("leaves", 0), ("fails", 1)])
+def test_a_script_may_end_in_any_way(how: str, code: int) -> None:
+    num_pairs = 3
+    assert _python("-m", "tests.support.finishing", how, str(num_pairs)).split() == [str(code)] * 2 * num_pairs
+
+
+def _python(*arguments: str) -> str:
+    environ = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *arguments], env=environ, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
