@@ -11,10 +11,12 @@ from torch.utils.data import Dataset
 
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas.messages import OptimizerFamily
+from dynamix.schemas.messages.allocation import EXACT
 from dynamix.schemas.messages.policies import DEFAULT_POLICY
 
 from .data.loader import Loader, LoaderOptions, drawn_ahead
 from .data.sampler import DataIdentity, PlanSampler
+from .gradient.codecs import GradientCodec, find_codec
 from .gradient.learning_rate import FACTORS, LearningRateScaler, Rule
 from .gradient.lent import forget_imports
 from .gradient.weighting import BaseHook, GradientHook, Reduction
@@ -56,6 +58,7 @@ def attach(
     weighting: Weighting = "auto",
     base_hook: BaseHook | None = None,
     base_hook_state: object = None,
+    codec: str = EXACT.codec,
     optimizer_family: OptimizerFamily | None = None,
     policy: str = DEFAULT_POLICY,
     policy_options: Mapping[str, float] | None = None,
@@ -90,6 +93,8 @@ def attach(
         weighting: `hook` (DDP), `loss` (call `session.scale_loss`), or `auto` by the model's type.
         base_hook: your own DDP communication hook; it must average over ranks, as torch's do.
         base_hook_state: its state.
+        codec: name of a gradient codec, registered in the entry-point group `dynamix.codecs`; `none` sends gradients as
+            they are. It needs our own hook, and leaves the division of the global batch to the policy.
         optimizer_family: `sgd` or `adam` for the reward; from the optimizer's class when not given.
         policy: name of the policy that shall steer the job. Under `rule` and `ppo` the ranks divide the global batch
             by their measured speeds from the first step on, with or without a bus; under `static` nothing ever changes.
@@ -114,6 +119,7 @@ def attach(
     _check_loader_options(loader_options)
     environment = read_environment()
     sizes = sizes_of(local_batch_size, world_size)
+    found_codec = find_codec(codec)
     metric_loggers = Loggers(find_loggers(loggers, rank=dist.get_rank()))
     options = JobOptions(
         local_batch_sizes=sizes,
@@ -133,7 +139,8 @@ def attach(
         drop_last=drop_last,
         noise_every=noise_every,
         noise_decay=noise_decay,
-        supports_tracking=base_hook is None and _registers_hook(model, weighting),
+        supports_tracking=base_hook is None and codec == EXACT.codec and _registers_hook(model, weighting),
+        codec=codec,
     )
     data = DataIdentity(_length(dataset), seed, shuffle)
     caps = MemoryCaps(None if memory_caps_path is None else Path(memory_caps_path))
@@ -147,7 +154,7 @@ def attach(
         data.num_samples, run.schedule, rank=met.place.rank, seed=seed, shuffle=shuffle, drop_last=drop_last
     )
     loader = Loader(dataset, sampler, clock, options=loader_options)
-    hook = _hook(model, weighting, clock, options, base_hook=base_hook, base_state=base_hook_state)
+    hook = _hook(model, weighting, clock, options, base_hook=base_hook, base_state=base_hook_state, codec=found_codec)
     meter = RankMeter(
         local_rank=met.place.local_rank,
         process=this_process(),
@@ -217,6 +224,7 @@ def _hook(
     *,
     base_hook: BaseHook | None,
     base_state: object,
+    codec: GradientCodec | None,
 ) -> GradientHook | None:
     """The registered communication hook; `None` where the loss is scaled instead."""
     if weighting == "hook" and not isinstance(model, DistributedDataParallel):
@@ -224,7 +232,11 @@ def _hook(
     if not _registers_hook(model, weighting):
         if base_hook is not None:
             raise ValueError('base_hook is for weighting="hook": register it on the model yourself')
+        if codec is not None:
+            raise ValueError(f'codec={options.codec!r} needs weighting="hook" on a DistributedDataParallel model')
         return None
+    if base_hook is not None and codec is not None:
+        raise ValueError(f"codec={options.codec!r} and a base_hook exclude each other: encode in the base hook")
     assert isinstance(model, DistributedDataParallel)
     hook = GradientHook(
         model.process_group,
@@ -233,6 +245,7 @@ def _hook(
         noise_every=options.noise_every,
         base_hook=base_hook,
         base_state=base_state,
+        codec=codec,
     )
     try:
         model.register_comm_hook(model.process_group, hook.reduce)

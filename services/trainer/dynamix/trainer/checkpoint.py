@@ -101,11 +101,11 @@ def restore(run: Run, saved: SessionCheckpoint) -> None:
 def _restore_schedule(run: Run, saved: SessionCheckpoint) -> None:
     """Put the saved sizes in force, none above its rank's bound.
 
-    Who divides the global batch is what the job says now: it may go on under another policy, or with a hook that
-    cannot carry times.
+    Who divides the global batch and how gradients travel is what the job says now: it may go on under another policy,
+    or with a hook that cannot carry times.
     """
-    split, lower, caps = run.schedule.newest.split, run.options.min_local_batch_size, run.identity.max_local_batch_sizes
-    entries = [(step, msgspec.structs.replace(allocation, split=split)) for step, allocation in saved.schedule]
+    now, lower, caps = run.schedule.newest, run.options.min_local_batch_size, run.identity.max_local_batch_sizes
+    entries = [(step, now.with_sizes(allocation.local_batch_sizes)) for step, allocation in saved.schedule]
     (first_step, first), *later = [(step, _capped(allocation, lower, caps)) for step, allocation in entries]
     run.schedule.reset(max(first_step, 0), first)
     for step, allocation in later:

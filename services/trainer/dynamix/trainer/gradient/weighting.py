@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import GradBucket  # = dist.GradBucket, which to
 
 from dynamix.trainer.data.sampler import StepPlan
 
+from .codecs import GradientCodec
 from .lent import LentTensor, launched
 from .time_slots import TimeSlots
 
@@ -58,6 +59,7 @@ class _Sent(NamedTuple):
 
     number: int
     buffer: torch.Tensor
+    encoded: torch.Tensor
     under_way: dist.Work | torch.futures.Future[Any]
     carries: bool
     reduced: torch.futures.Future[torch.Tensor]
@@ -93,12 +95,14 @@ class GradientHook:
         noise_every: int = 1,
         base_hook: BaseHook | None = None,
         base_state: object = None,
+        codec: GradientCodec | None = None,
     ) -> None:
         self._rank = dist.get_rank(group)
         self._clock = clock
         self._reduction = reduction
         self._base_hook = base_hook
         self._base_state = base_state
+        self._codec = codec
         self._noise_every = noise_every
         self._measures = False
         self._shares = False
@@ -116,7 +120,7 @@ class GradientHook:
 
         That must be so on all ranks or on none, and not over a base hook: what it does with slots is not known.
         """
-        assert not (shares_times and self._base_hook), "a base hook cannot carry times"
+        assert not (shares_times and (self._base_hook or self._codec)), "base hooks and codecs carry no times"
         self._shares = shares_times
         count, total = plan.counts.values[self._rank], plan.counts.total
         ranks = 1 if self._base_hook is None else len(plan.counts.values)
@@ -150,9 +154,11 @@ class GradientHook:
         number, buffer, carries = bucket.index(), bucket.buffer(), is_last and self._shares
         if self._measures:
             self._local[number] = squared_norm(buffer) if self._scale else 0.0
-        under_way = self.launch(group, bucket, self.weigh(buffer, carries=carries))
+        weighed = self.weigh(buffer, carries=carries)
+        encoded = weighed if self._codec is None else self._codec.encode(weighed, number)
+        under_way = self.launch(group, bucket, encoded)
         reduced = _future(buffer.device)
-        self._sent.append(_Sent(number, buffer, under_way, carries, reduced))
+        self._sent.append(_Sent(number, buffer, encoded, under_way, carries, reduced))
         if is_last:
             self.finish(self.wait())
         return reduced
@@ -164,13 +170,13 @@ class GradientHook:
         return buffer.mul_(self._scale) if self._scale else buffer.zero_()
 
     def launch(
-        self, group: dist.ProcessGroup, bucket: GradBucket, weighed: torch.Tensor
+        self, group: dist.ProcessGroup, bucket: GradBucket, encoded: torch.Tensor
     ) -> dist.Work | torch.futures.Future[Any]:
         """Second stage: start the all-reduce as DDP does; `dist.all_reduce` checks arguments first, 20 us a bucket."""
         base_hook = self._base_hook
         if base_hook is not None:
             return launched(lambda: base_hook(self._base_state, bucket))
-        alias = self._lend(bucket.index(), weighed)
+        alias = self._lend(bucket.index(), encoded)
         return launched(lambda: group.allreduce([alias]))
 
     def _lend(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
@@ -197,6 +203,8 @@ class GradientHook:
     def _result(self, sent: _Sent, result: Any) -> torch.Tensor:
         if self._base_hook is not None:
             return result if isinstance(result, torch.Tensor) else result[0]
+        if self._codec is not None:
+            self._codec.decode(sent.encoded, sent.buffer, sent.number)
         return self._slots.receive() if sent.carries else sent.buffer
 
 

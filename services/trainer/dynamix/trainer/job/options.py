@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from dynamix.schemas.messages import OptimizerFamily
-from dynamix.schemas.messages.allocation import Allocation
+from dynamix.schemas.messages.allocation import EXACT, Allocation, Exchange
 from dynamix.schemas.messages.policies import initial_split
 from dynamix.schemas.subjects import check_token
 from dynamix.trainer.gradient.learning_rate import FACTORS, Rule
@@ -45,12 +45,14 @@ class JobOptions:
     noise_decay: float
     supports_tracking: bool = False
     """Whether the ranks can divide a global batch among themselves."""
+    codec: str = EXACT.codec
+    """Name of the gradient codec, for the whole run."""
 
     @property
     def initial_allocation(self) -> Allocation:
         """What rules the first step: where the policy leaves the division to the ranks, they begin with it at once."""
         split = initial_split(self.policy, self.policy_options, supports_tracking=self.supports_tracking)
-        return Allocation(self.local_batch_sizes, split)
+        return Allocation(self.local_batch_sizes, split, Exchange(codec=self.codec))
 
     def __post_init__(self) -> None:
         """Raise ValueError for what cannot work, naming the value, the limit and how to fix it."""
@@ -87,7 +89,7 @@ class JobOptions:
             self.window_steps,
             (self.min_local_batch_size, self.max_local_batch_size, self.max_lag_windows, self.margin_steps),
             (self.learning_rate_rule, self.reduction, self.noise_every, self.noise_decay),
-            (self.seed, self.shuffle, self.drop_last, self.supports_tracking),
+            (self.seed, self.shuffle, self.drop_last, self.supports_tracking, self.codec),
             (self.policy, tuple(sorted(self.policy_options.items()))),
         )
 

@@ -50,6 +50,7 @@ class Adoption:
                 identity.max_local_batch_sizes,
                 options.max_lag_windows,
                 options.supports_tracking,
+                options.initial_allocation.exchange,
             )
         )
 

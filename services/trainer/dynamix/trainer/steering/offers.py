@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from dynamix.schemas.messages import Action
-from dynamix.schemas.messages.allocation import EXACT
+from dynamix.schemas.messages.allocation import EXACT, Exchange
 
 Refusal = Literal["job", "generation", "length", "bounds", "lever", "stale", "not_newer", "future", "malformed"]
 
@@ -28,6 +28,8 @@ class Terms(NamedTuple):
     max_lag_windows: int
     supports_tracking: bool = True
     """Whether the ranks can divide a global batch among themselves."""
+    exchange: Exchange = EXACT
+    """How the gradients of this job travel, whatever is decided."""
 
 
 class Offers:
@@ -79,12 +81,13 @@ class Offers:
         """What of the content does not fit this job."""
         if len(action.local_batch_sizes) != len(self._terms.max_local_batch_sizes):
             return "length"
-        if action.levers or action.exchange != EXACT:
+        if action.levers or action.exchange not in (EXACT, self._terms.exchange):
             return "lever"
         return None if self._within_bounds(action.local_batch_sizes) else "bounds"
 
     def _feasible(self, action: Action) -> Action:
-        """The action as this job can carry it out."""
+        """The action as this job can carry it out: with its own exchange, and tracking only where it can."""
+        action = msgspec.structs.replace(action, exchange=self._terms.exchange)
         if action.split == "fixed" or self._terms.supports_tracking:
             return action
         self.num_refused["tracking"] += 1
