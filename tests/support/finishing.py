@@ -40,7 +40,7 @@ def leaves(_session: dynamix.Session) -> None:
 
 
 def fails(_session: dynamix.Session) -> None:
-    """An error that nobody catches."""
+    """An error that is not caught."""
     raise RuntimeError("the script's own")
 
 

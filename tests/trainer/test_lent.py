@@ -1,4 +1,4 @@
-"""No thread of a process group enters the interpreter because of us, and groups end when nobody needs them."""
+"""No thread of a process group enters the interpreter because of us, and groups end when they are no longer needed."""
 
 import subprocess
 import sys

@@ -3,8 +3,8 @@
 In: the plan of a step (how many samples each rank has) and the gradient buckets of DDP. Out: the gradient of the
 whole batch, squared norms for the noise estimate, and each rank's compute time, carried by the same all-reduce.
 `weighting` is the DDP hook and the factor on the loss, `time_slots` the slots behind the last bucket, `lent` what is
-handed to a process group, `noise` the estimator of method section 5.2, `learning_rate` what a changed global batch does
-to the rate.
+handed to a process group, `codecs` finds the codec of a package, `noise` the estimator of method section 5.2,
+`learning_rate` what a changed global batch does to the rate.
 
 You may add a learning-rate rule or a statistic. What must stay: g = sum (b_i/B) g_i, to rounding.
 """
