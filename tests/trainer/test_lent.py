@@ -62,7 +62,8 @@ def _train_with_callback(group: dist.ProcessGroup) -> None:
     model.register_comm_hook(group, allreduce_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     data = Numbered(16)
-    _step(model, optimizer, (data.inputs, data.targets, None))
+    for _ in range(40):  # a callback is called at once, by this thread, where a bucket is back already
+        _step(model, optimizer, (data.inputs, data.targets, None))
 
 
 def _entries(rank: int, how: str) -> tuple[int, bool]:
@@ -88,7 +89,7 @@ def test_no_thread_of_a_process_group_enters_the_interpreter(how: str) -> None:
 def test_a_callback_would_make_one_enter_it() -> None:
     """What the others count can be counted."""
     for entries, has_ended in run_ranks(_entries, 2, "callback"):
-        assert entries >= 2
+        assert entries > 0
         assert has_ended
 
 
