@@ -28,7 +28,7 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fa
 
 
 EXACT = Exchange()
-"""Every gradient, as it is, by all-reduce: what the trainer can carry out today."""
+"""Every gradient, as it is, by all-reduce; the trainer refuses any other that is not the job's own codec."""
 
 
 class Allocation(msgspec.Struct, frozen=True, array_like=True, gc=False):

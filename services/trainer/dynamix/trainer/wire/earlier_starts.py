@@ -1,4 +1,4 @@
-"""What the bus knows of a job's earlier starts: asked once, when a session attaches, and never for long."""
+"""The generation of a job's last start, as the bus knows it: asked once, when a session attaches, for 2 s at most."""
 
 import asyncio
 import logging
