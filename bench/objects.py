@@ -4,8 +4,8 @@ About a minute, nearly all of it nats-py's. One broker, one process, uvloop, ran
 nats-py's own object store in pairs on the same bucket and is judged by the median of the pairs' ratios. Both write the
 same layout, check the same digest and wait for acknowledgements.
 
-put  `Bus.put_object` against `ObjectStore.put`, each time under a new name, which is deleted after the measurement.
-get  `Bus.get_object` against `ObjectStore.get` of the same stored object.
+put  `Bus.objects.put` against `ObjectStore.put`, each time under a new name, which is deleted after the measurement.
+get  `Bus.objects.get` against `ObjectStore.get` of the same stored object.
 """
 
 import itertools
@@ -46,17 +46,17 @@ class ObjectArms:
         name = next(self._names)
         with Timed(len(data) / MB) as done:
             if arm == OURS:
-                await self._bus.put_object(POLICIES.bucket, name, data)
+                await self._bus.objects.put(POLICIES.bucket, name, data)
             else:
                 await self._theirs.put(name, data)
-        await self._bus.delete_object(POLICIES.bucket, name)
+        await self._bus.objects.delete(POLICIES.bucket, name)
         return done.timing
 
     async def get(self, arm: str, data: bytes) -> Timing:
         """Read what is stored."""
         with Timed(len(data) / MB) as done:
             if arm == OURS:
-                found = (await self._bus.get_object(POLICIES.bucket, "stored")).data
+                found = (await self._bus.objects.get(POLICIES.bucket, "stored")).data
             else:
                 found = (await self._theirs.get("stored")).data or b""
         assert found == data, "what was read is what was stored"
@@ -79,7 +79,7 @@ async def measure(num_pairs: int, sizes_mb: Sequence[int]) -> BenchmarkReport:
         rows = []
         for size_mb in sizes_mb:
             data = os.urandom(size_mb * MB)
-            await bus.put_object(POLICIES.bucket, "stored", data)
+            await bus.objects.put(POLICIES.bucket, "stored", data)
             rows += [await arms.compare(name, size_mb, data, num_pairs) for name in ("put", "get")]
         retries = bus.counters["retries"]
     targets = [

@@ -59,7 +59,7 @@ async def test_the_second_decides_nothing_when_the_version_of_the_first_is_gone(
     await store.put("mine", GROWS, feature_version=1)
     second = await opened(bus, Counter())
     await first.add_state(1, examples.state())
-    await bus.delete_object(BUCKET, "mine/1")
+    await bus.objects.delete(BUCKET, "mine/1")
     with pytest.raises(ValueError, match="version 1 of policy 'mine' which decided this generation so far, is gone"):
         await second.add_state(1, examples.state())
     assert (await newest_action(bus)).window == 0

@@ -96,7 +96,7 @@ async def test_a_version_that_is_gone_is_refused(bus: Bus, source: PolicySource)
     await store.put("mine", FIRST, feature_version=1)
     recorded = decided_by(await source.choose(JOB, None))
     await store.put("mine", SECOND, feature_version=1)
-    await bus.delete_object(BUCKET, "mine/1")
+    await bus.objects.delete(BUCKET, "mine/1")
     with pytest.raises(
         ValueError, match="version 1 of policy 'mine' which decided this generation so far, is gone: there is 2"
     ):
@@ -107,7 +107,7 @@ async def test_a_version_that_is_gone_is_refused(bus: Bus, source: PolicySource)
 async def test_a_version_whose_file_was_replaced_is_refused(bus: Bus, source: PolicySource) -> None:
     await PolicyStore(bus).put("mine", FIRST, feature_version=1)
     recorded = decided_by(await source.choose(JOB, None))
-    await bus.put_object(BUCKET, "mine/1", SECOND)
+    await bus.objects.put(BUCKET, "mine/1", SECOND)
     with pytest.raises(
         ValueError, match="version 1 of policy 'mine' is not the file that decided this generation so far"
     ):
@@ -117,7 +117,7 @@ async def test_a_version_whose_file_was_replaced_is_refused(bus: Bus, source: Po
 async def test_the_cache_holds_what_the_bus_lost(bus: Bus, tmp_path: Path) -> None:
     await PolicyStore(bus).put("mine", FIRST, feature_version=1)
     recorded = decided_by(await PolicySource(PolicyStore(bus, tmp_path)).choose(JOB, None))
-    await bus.put_object(BUCKET, "mine/1", SECOND)
+    await bus.objects.put(BUCKET, "mine/1", SECOND)
     again = await PolicySource(PolicyStore(bus, tmp_path)).choose(JOB, recorded)
     await operate(bus, f"STREAM.PURGE.{streams.POLICIES.name}")
     once_more = await PolicySource(PolicyStore(bus, tmp_path)).choose(JOB, recorded)

@@ -80,13 +80,13 @@ async def test_names_do_not_mix_and_foreign_objects_are_left_alone(bus: Bus) -> 
     await store.put("mine", FIRST, feature_version=1)
     await store.put("mine-2", SECOND, feature_version=1)
     for foreign in ("mine", "mine/x", "mine/01", "mine/0", "Mine/1"):
-        await bus.put_object(BUCKET, foreign, b"something else")
+        await bus.objects.put(BUCKET, foreign, b"something else")
     assert [(stored.name, stored.version) for stored in await store.versions()] == [("mine", 1), ("mine-2", 1)]
 
 
 async def test_an_invalid_description_does_not_break_the_listing_and_its_number_is_not_reused(bus: Bus) -> None:
     for version, said in enumerate(("9" * 5000, "\u00b2", "-1", "one"), start=1):
-        await bus.put_object(BUCKET, f"mine/{version}", FIRST, metadata={"feature_version": said})
+        await bus.objects.put(BUCKET, f"mine/{version}", FIRST, metadata={"feature_version": said})
     store = PolicyStore(bus)
     assert [(stored.version, stored.feature_version) for stored in await store.versions()] == [
         (version, 0) for version in (4, 3, 2, 1)
@@ -95,7 +95,7 @@ async def test_an_invalid_description_does_not_break_the_listing_and_its_number_
 
 
 async def test_a_description_filed_under_another_name_is_left_out_and_stepped_over(bus: Bus) -> None:
-    info = await bus.put_object(BUCKET, "other/1", FIRST)
+    info = await bus.objects.put(BUCKET, "other/1", FIRST)
     subject = object_layout.description_subject(BUCKET, "mine/1")
     await bus.publish_bytes(subject, msgspec.json.encode(info), "by hand")
     store = PolicyStore(bus)
@@ -121,7 +121,7 @@ async def test_old_versions_make_room_and_their_numbers_are_not_used_again(
     with pytest.raises(ObjectMissingError, match="the bus has no version 1 of policy 'mine'"):
         await store.get("mine", 1)
     for version in (3, 4):
-        await bus.delete_object(BUCKET, f"mine/{version}")
+        await bus.objects.delete(BUCKET, f"mine/{version}")
     assert (await store.put("mine", FIRST, feature_version=1)).version == 5
 
 
@@ -135,10 +135,10 @@ async def test_room_is_made_before_the_new_version_comes_and_may_be_made_by_othe
     seen: list[tuple[str, list[str]]] = []
 
     async def refused(bucket: str, name: str) -> None:
-        seen.append((name, [info.name for info in await bus.list_objects(bucket)]))
+        seen.append((name, [info.name for info in await bus.objects.list_all(bucket)]))
         raise error
 
-    monkeypatch.setattr(bus, "delete_object", refused)
+    monkeypatch.setattr(bus.objects, "delete", refused)
     assert (await store.put("mine", SECOND, feature_version=1)).version == 2
     assert seen == [("mine/1", ["mine/1"])]
     assert [version.version for version in await announced(bus)] == [1, 2]

@@ -282,24 +282,24 @@ async def ask(bus: Bus, subject: str) -> dict[str, Any]:
 @pytest.mark.parametrize("user", USERS)
 async def test_a_policy_is_stored_by_the_learner_and_read_by_those_who_decide_or_look(connect: Any, user: str) -> None:
     learner, bus = await connect("learner"), await connect(user)
-    await learner.put_object(POLICIES.bucket, "kept/1", b"1" * 200_000)
+    await learner.objects.put(POLICIES.bucket, "kept/1", b"1" * 200_000)
     if user == "learner":
-        assert (await bus.put_object(POLICIES.bucket, "own/1", b"2")).size == 1
-        await bus.delete_object(POLICIES.bucket, "own/1")
+        assert (await bus.objects.put(POLICIES.bucket, "own/1", b"2")).size == 1
+        await bus.objects.delete(POLICIES.bucket, "own/1")
     elif user == "provision":  # it has the rights to see what is there, but not to write
         with pytest.raises(PermissionDeniedError):
-            await bus.put_object(POLICIES.bucket, f"by-{user}/1", b"2")
+            await bus.objects.put(POLICIES.bucket, f"by-{user}/1", b"2")
     else:
         with pytest.raises(PermissionDeniedError):
-            await bus.put_object(POLICIES.bucket, f"by-{user}/1", b"2")
+            await bus.objects.put(POLICIES.bucket, f"by-{user}/1", b"2")
         with pytest.raises(PermissionDeniedError):
-            await bus.delete_object(POLICIES.bucket, "kept/1")
+            await bus.objects.delete(POLICIES.bucket, "kept/1")
     if user in {"arbitrator", "learner", "watcher"}:
-        assert (await bus.get_object(POLICIES.bucket, "kept/1")).data == b"1" * 200_000
-        assert "kept/1" in {info.name for info in await bus.list_objects(POLICIES.bucket)}
+        assert (await bus.objects.get(POLICIES.bucket, "kept/1")).data == b"1" * 200_000
+        assert "kept/1" in {info.name for info in await bus.objects.list_all(POLICIES.bucket)}
     elif user != "provision":
         with pytest.raises(PermissionDeniedError):
-            await bus.get_object(POLICIES.bucket, "kept/1")
+            await bus.objects.get(POLICIES.bucket, "kept/1")
 
 
 async def test_a_durable_consumer_works_with_the_collectors_rights(connect: Any) -> None:

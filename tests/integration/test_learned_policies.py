@@ -67,7 +67,7 @@ async def test_a_policy_that_cannot_decide_halts_only_its_generation() -> None:
         assert await plane.actions(odd.job) == []
 
         await store.put("mine", STAYS, feature_version=1)
-        await plane.bus.delete_object(BUCKET, "mine/1")
+        await plane.bus.objects.delete(BUCKET, "mine/1")
         plane.services["arbitrator"].kill()
         await plane.start("arbitrator")
         assert await counter(plane, "halted") == 2

@@ -61,15 +61,15 @@ async def describe(bus: Bus, info: ObjectInfo) -> None:
 @pytest.mark.parametrize("size", [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 40 * CHUNK + 5])
 async def test_an_object_is_read_as_it_was_written(bus: Bus, size: int) -> None:
     data = os.urandom(size)
-    put = await bus.put_object(BUCKET, "ppo/1", data, metadata={"parent": "ab"})
+    put = await bus.objects.put(BUCKET, "ppo/1", data, metadata={"parent": "ab"})
     assert (put.size, put.chunks, put.metadata) == (size, -(-size // CHUNK), {"parent": "ab"})
-    assert await bus.get_object(BUCKET, "ppo/1") == (put, data)
-    assert await bus.object_info(BUCKET, "ppo/1") == put
+    assert await bus.objects.get(BUCKET, "ppo/1") == (put, data)
+    assert await bus.objects.info(BUCKET, "ppo/1") == put
 
 
 async def test_nats_py_reads_what_we_wrote(bus: Bus, official: ObjectStore) -> None:
     for name, data in (("ppo/1", LARGE), ("empty", b"")):
-        await bus.put_object(BUCKET, name, data, metadata={"key": "value"})
+        await bus.objects.put(BUCKET, name, data, metadata={"key": "value"})
         assert (await official.get(name)).data == data  # nats-py checks the digest
     assert [info.name for info in await official.list()] == ["ppo/1", "empty"]
 
@@ -78,31 +78,31 @@ async def test_we_read_what_nats_py_wrote(bus: Bus, official: ObjectStore) -> No
     await official.put("name with blanks/\N{GREEK SMALL LETTER MU}", LARGE)
     await official.put("gone", b"x")
     await official.delete("gone")
-    found = await bus.get_object(BUCKET, "name with blanks/\N{GREEK SMALL LETTER MU}")
+    found = await bus.objects.get(BUCKET, "name with blanks/\N{GREEK SMALL LETTER MU}")
     assert found.data == LARGE
-    assert [(info.name, info.deleted) for info in await bus.list_objects(BUCKET)] == [
+    assert [(info.name, info.deleted) for info in await bus.objects.list_all(BUCKET)] == [
         ("gone", True),
         ("name with blanks/\N{GREEK SMALL LETTER MU}", False),
     ]
     with pytest.raises(ObjectMissingError, match="no object 'gone'"):
-        await bus.get_object(BUCKET, "gone")
+        await bus.objects.get(BUCKET, "gone")
 
 
 async def test_a_replaced_objects_chunks_are_removed(bus: Bus) -> None:
-    await bus.put_object(BUCKET, "a", LARGE)
+    await bus.objects.put(BUCKET, "a", LARGE)
     assert await num_chunks(bus) == 7
-    await bus.put_object(BUCKET, "a", b"small")
+    await bus.objects.put(BUCKET, "a", b"small")
     assert await num_chunks(bus) == 2
-    assert (await bus.get_object(BUCKET, "a")).data == b"small"
+    assert (await bus.objects.get(BUCKET, "a")).data == b"small"
 
 
 async def test_a_name_is_created_once_however_many_try_and_the_losers_leave_nothing(bus: Bus) -> None:
-    tries = [bus.put_object(BUCKET, "ppo/1", os.urandom(3 * CHUNK), create_only=True) for _ in range(6)]
+    tries = [bus.objects.put(BUCKET, "ppo/1", os.urandom(3 * CHUNK), create_only=True) for _ in range(6)]
     results = await asyncio.gather(*tries, return_exceptions=True)
     winners = [result for result in results if isinstance(result, ObjectInfo)]
     assert len(winners) == 1
     assert all(isinstance(result, StaleWriterError) for result in results if result not in winners)
-    assert (await bus.get_object(BUCKET, "ppo/1")).info == winners[0]
+    assert (await bus.objects.get(BUCKET, "ppo/1")).info == winners[0]
     assert await num_chunks(bus) == 4
 
 
@@ -110,37 +110,37 @@ async def test_a_deleted_name_is_not_created_again(bus: Bus, official: ObjectSto
     await official.put("ppo/1", b"x")
     await official.delete("ppo/1")
     with pytest.raises(StaleWriterError, match="has an object 'ppo/1' already"):
-        await bus.put_object(BUCKET, "ppo/1", b"y", create_only=True)
+        await bus.objects.put(BUCKET, "ppo/1", b"y", create_only=True)
 
 
 async def test_a_deleted_object_is_gone_for_us_and_for_nats_py(bus: Bus, official: ObjectStore) -> None:
-    await bus.put_object(BUCKET, "a", LARGE)
+    await bus.objects.put(BUCKET, "a", LARGE)
     for _ in range(2):
-        await bus.delete_object(BUCKET, "a")
-    await bus.delete_object(BUCKET, "never there")
+        await bus.objects.delete(BUCKET, "a")
+    await bus.objects.delete(BUCKET, "never there")
     with pytest.raises(ObjectMissingError):
-        await bus.get_object(BUCKET, "a")
+        await bus.objects.get(BUCKET, "a")
     with pytest.raises(ObjectNotFoundError):
         await official.get("a")
     assert await num_chunks(bus) == 1
-    await bus.put_object(BUCKET, "a", b"again")
+    await bus.objects.put(BUCKET, "a", b"again")
     assert (await official.get("a")).data == b"again"
 
 
 async def test_an_object_that_lacks_a_chunk_is_refused_at_once(bus: Bus) -> None:
-    await bus.put_object(BUCKET, "a", LARGE)
+    await bus.objects.put(BUCKET, "a", LARGE)
     await bus._requests.ask(f"STREAM.MSG.DELETE.{POLICIES.name}", {"seq": 3}, Answer)
     with pytest.raises(ObjectBrokenError, match=r"object 'a' in bucket policies has 5 of its 6 chunks: put it again"):
-        await bus.get_object(BUCKET, "a")
+        await bus.objects.get(BUCKET, "a")
 
 
 async def test_an_object_whose_bytes_were_exchanged_is_refused(bus: Bus) -> None:
-    info = await bus.put_object(BUCKET, "a", b"what was learned")
+    info = await bus.objects.put(BUCKET, "a", b"what was learned")
     await operate(bus, f"STREAM.PURGE.{POLICIES.name}")
     await bus.publish_bytes(object_layout.chunk_subject(BUCKET, info.nuid), b"What was learned", "forged")
     await describe(bus, info)
     with pytest.raises(ObjectBrokenError, match="does not have the digest"):
-        await bus.get_object(BUCKET, "a")
+        await bus.objects.get(BUCKET, "a")
 
 
 @pytest.mark.parametrize(
@@ -157,28 +157,28 @@ async def test_an_object_whose_bytes_were_exchanged_is_refused(bus: Bus) -> None
     ],
 )
 async def test_a_description_that_is_wrong_is_refused(bus: Bus, change: dict[str, object], reason: str) -> None:
-    info = await bus.put_object(BUCKET, "a", b"12345")
+    info = await bus.objects.put(BUCKET, "a", b"12345")
     await describe(bus, msgspec.structs.replace(info, **change))
     with pytest.raises(ObjectBrokenError, match=reason):
-        await bus.get_object(BUCKET, "a")
+        await bus.objects.get(BUCKET, "a")
 
 
 async def test_an_unreadable_description_does_not_affect_other_objects(bus: Bus) -> None:
-    await bus.put_object(BUCKET, "a", b"1")
+    await bus.objects.put(BUCKET, "a", b"1")
     await bus.publish_bytes(object_layout.description_subject(BUCKET, "b"), b"{", "broken")
-    assert [info.name for info in await bus.list_objects(BUCKET)] == ["a"]
+    assert [info.name for info in await bus.objects.list_all(BUCKET)] == ["a"]
     with pytest.raises(ObjectBrokenError, match="cannot be read"):
-        await bus.get_object(BUCKET, "b")
+        await bus.objects.get(BUCKET, "b")
 
 
 async def test_missing_parts_are_named(server: ConfiguredServer, bus: Bus) -> None:
-    assert await bus.list_objects(BUCKET) == []
-    assert await bus.object_info(BUCKET, "a") is None
+    assert await bus.objects.list_all(BUCKET) == []
+    assert await bus.objects.info(BUCKET, "a") is None
     with pytest.raises(ObjectMissingError, match="bucket policies has no object 'a'"):
-        await bus.get_object(BUCKET, "a")
+        await bus.objects.get(BUCKET, "a")
     async with ConfiguredServer() as bare, connected(bare.settings) as other:
         with pytest.raises(StreamMissingError, match="dynamix provision"):
-            await other.put_object(BUCKET, "a", b"1")
+            await other.objects.put(BUCKET, "a", b"1")
     assert server.pid
 
 
@@ -188,7 +188,7 @@ async def test_missing_parts_are_named(server: ConfiguredServer, bus: Bus) -> No
 )
 async def test_a_name_that_cannot_be_is_refused(bus: Bus, bucket: str, name: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        await bus.put_object(bucket, name, b"")
+        await bus.objects.put(bucket, name, b"")
 
 
 async def test_too_large_an_object_is_refused_before_anything_is_sent(
@@ -196,10 +196,10 @@ async def test_too_large_an_object_is_refused_before_anything_is_sent(
 ) -> None:
     monkeypatch.setattr(objects, "MAX_OBJECT_BYTES", 10)
     with pytest.raises(ValueError, match="object 'a' of 11 bytes is over the limit of 10"):
-        await bus.put_object(BUCKET, "a", bytes(11))
-    await bus.put_object(BUCKET, "a", bytes(10))
+        await bus.objects.put(BUCKET, "a", bytes(11))
+    await bus.objects.put(BUCKET, "a", bytes(10))
     with pytest.raises(ObjectBrokenError, match="has 10 bytes, over the limit of 9"):
-        await bus.get_object(BUCKET, "a", max_bytes=9)
+        await bus.objects.get(BUCKET, "a", max_bytes=9)
 
 
 async def test_a_full_bucket_refuses_an_object_whole(server: ConfiguredServer) -> None:
@@ -207,24 +207,24 @@ async def test_a_full_bucket_refuses_an_object_whole(server: ConfiguredServer) -
     async with connected(server.settings) as bus:
         await provision(bus, [small])
         with pytest.raises(PublishError, match="maximum bytes exceeded"):
-            await bus.put_object(BUCKET, "a", LARGE)
+            await bus.objects.put(BUCKET, "a", LARGE)
         assert await num_chunks(bus) == 0
-        await bus.put_object(BUCKET, "a", bytes(CHUNK))
+        await bus.objects.put(BUCKET, "a", bytes(CHUNK))
 
 
 async def test_an_object_replaced_while_it_is_read_is_read_as_the_new_one(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await bus.put_object(BUCKET, "a", b"old")
+    await bus.objects.put(BUCKET, "a", b"old")
     real = objects.count_messages
 
     async def replace_first(*arguments: object) -> int:
         monkeypatch.setattr(objects, "count_messages", real)
-        await bus.put_object(BUCKET, "a", b"new")
+        await bus.objects.put(BUCKET, "a", b"new")
         return await real(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(objects, "count_messages", replace_first)
-    assert (await bus.get_object(BUCKET, "a")).data == b"new"
+    assert (await bus.objects.get(BUCKET, "a")).data == b"new"
 
 
 async def test_a_cancelled_upload_leaves_nothing(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +240,7 @@ async def test_a_cancelled_upload_leaves_nothing(bus: Bus, monkeypatch: pytest.M
         return future
 
     monkeypatch.setattr(bus._publisher, "publish", note)
-    putting = asyncio.create_task(bus.put_object(BUCKET, "a", LARGE))
+    putting = asyncio.create_task(bus.objects.put(BUCKET, "a", LARGE))
     await begun.wait()
     await asyncio.sleep(0.02)
     putting.cancel()
@@ -255,24 +255,24 @@ async def test_lost_connections_are_bridged_in_both_directions(server: Configure
     async with Proxy(server.port) as proxy:
         settings = BusSettings(url=proxy.url, user=server.settings.user, password=server.settings.password)
         async with connected(settings) as cut:
-            putting = asyncio.create_task(cut.put_object(BUCKET, "a", data))
+            putting = asyncio.create_task(cut.objects.put(BUCKET, "a", data))
             await until(lambda: cut.counters["published"] > 3)
             proxy.cut()
             await putting
             assert cut.counters["reconnects"] == 1
-            getting = asyncio.create_task(cut.get_object(BUCKET, "a"))
+            getting = asyncio.create_task(cut.objects.get(BUCKET, "a"))
             await until(lambda: cut.counters["received"] > 0)
             proxy.cut()
             assert (await getting).data == data
-    assert (await bus.get_object(BUCKET, "a")).data == data
+    assert (await bus.objects.get(BUCKET, "a")).data == data
 
 
 async def test_a_reader_finishes_when_the_intake_ends_but_not_when_the_bus_is_closed(
     server: ConfiguredServer, bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await bus.put_object(BUCKET, "a", LARGE)
+    await bus.objects.put(BUCKET, "a", LARGE)
     bus.stop_intake()
-    assert (await bus.get_object(BUCKET, "a")).data == LARGE
+    assert (await bus.objects.get(BUCKET, "a")).data == LARGE
     begun = asyncio.Event()
 
     async def claim_more(*_: object) -> int:
@@ -281,9 +281,9 @@ async def test_a_reader_finishes_when_the_intake_ends_but_not_when_the_bus_is_cl
 
     monkeypatch.setattr(objects, "count_messages", claim_more)
     async with connected(server.settings) as other:
-        info = await other.put_object(BUCKET, "b", LARGE)
+        info = await other.objects.put(BUCKET, "b", LARGE)
         await describe(bus, msgspec.structs.replace(info, chunks=7))
-        reading = asyncio.create_task(other.get_object(BUCKET, "b"))
+        reading = asyncio.create_task(other.objects.get(BUCKET, "b"))
         await begun.wait()
     with pytest.raises(BusError, match="closed"):
         await reading
@@ -297,18 +297,18 @@ def test_arbitrary_bytes_are_refused_or_decode_to_a_valid_description(payload: b
 
 
 async def test_a_description_under_another_objects_name_is_refused_and_left_out_of_the_listing(bus: Bus) -> None:
-    info = await bus.put_object(BUCKET, "true", b"content")
+    info = await bus.objects.put(BUCKET, "true", b"content")
     for subject in (object_layout.description_subject(BUCKET, "false"), f"$O.{BUCKET}.M.dHJ1ZQ"):
         await bus.publish_bytes(subject, msgspec.json.encode(info), os.urandom(4).hex())
-    assert [found.name for found in await bus.list_objects(BUCKET)] == ["true"]
+    assert [found.name for found in await bus.objects.list_all(BUCKET)] == ["true"]
     with pytest.raises(ObjectBrokenError, match="is of another object, 'true'"):
-        await bus.get_object(BUCKET, "false")
-    assert (await bus.get_object(BUCKET, "true")).data == b"content"
+        await bus.objects.get(BUCKET, "false")
+    assert (await bus.objects.get(BUCKET, "true")).data == b"content"
 
 
 async def test_a_description_with_an_invalid_name_is_left_out_of_the_listing(bus: Bus) -> None:
-    info = await bus.put_object(BUCKET, "true", b"content")
+    info = await bus.objects.put(BUCKET, "true", b"content")
     for name in ("", "x" * 600):
         other = msgspec.structs.replace(info, name=name)
         await bus.publish_bytes(f"$O.{BUCKET}.M.{len(name)}", msgspec.json.encode(other), os.urandom(4).hex())
-    assert [found.name for found in await bus.list_objects(BUCKET)] == ["true"]
+    assert [found.name for found in await bus.objects.list_all(BUCKET)] == ["true"]

@@ -216,7 +216,7 @@ class _ReplaySession:
         events: EventComparer,
         change: Callable[[Job], Job] | None = None,
     ) -> ArbitratorReplayBus:
-        policies = ReplayPolicyFiles(self._request.policy_files)
+        policies = ReplayPolicyFiles(self._request.policy_files, actions)
         return ArbitratorReplayBus(self.player, start, actions, policies=policies, events=events, change=change)
 
     def _on_stored(self, bus: ArbitratorReplayBus, action: Action) -> None:

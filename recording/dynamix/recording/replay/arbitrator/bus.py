@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from dynamix.recording.capture import Record
 from dynamix.recording.capture.identity import kind_of
@@ -10,11 +10,8 @@ from dynamix.recording.playback import RecordPlayer
 from dynamix.recording.playback.consumer import ReplayedConsumer, StoredBatch, acknowledgement, bus_message_of
 from dynamix.runtime.bus import (
     BusMessage,
-    ObjectInfo,
-    PermissionDeniedError,
     PublishError,
     Start,
-    StoredObject,
     StreamState,
 )
 from dynamix.runtime.bus.streams.statistics import StatisticsByKind
@@ -27,8 +24,6 @@ from .events import EventComparer
 from .policy_files import ReplayPolicyFiles
 from .recorded_actions import RecordedAction
 from .start import StartPoint
-
-_READ_ONLY = "a replay publishes nothing but actions and events"
 
 
 class ArbitratorReplayBus:
@@ -60,9 +55,9 @@ class ArbitratorReplayBus:
         """
         self.statistics = StatisticsByKind()
         self.job: Job | None = None
+        self.objects = policies
         self._player = player
         self._actions = actions
-        self._policies = policies
         self._events = events
         self._change = change
         self._late = dict(start.specifications.values())
@@ -169,31 +164,7 @@ class ArbitratorReplayBus:
 
     async def publish(self, message: Message) -> int:  # noqa: ARG002 - as `Bus.publish`
         """Refuse: an arbitrator publishes nothing else."""
-        raise PublishError(_READ_ONLY)
-
-    async def list_objects(self, bucket: str) -> list[ObjectInfo]:  # noqa: ARG002 - there is one
-        """List the given policy files. Raises ReplayError when the file that decided here is not given."""
-        return self._policies.list_for(self._actions.next_recorded())
-
-    async def get_object(self, bucket: str, name: str, *, max_bytes: int = 0) -> StoredObject:  # noqa: ARG002 - as above
-        """Return a policy file."""
-        return self._policies.get(name)
-
-    async def put_object(
-        self,
-        bucket: str,  # noqa: ARG002 - as `Bus.put_object`
-        name: str,  # noqa: ARG002
-        data: bytes,  # noqa: ARG002
-        *,
-        metadata: Mapping[str, str] | None = None,  # noqa: ARG002
-        create_only: bool = False,  # noqa: ARG002
-    ) -> ObjectInfo:
-        """Refuse, as the broker refuses an arbitrator that stores a policy."""
-        raise PermissionDeniedError(_READ_ONLY)
-
-    async def delete_object(self, bucket: str, name: str) -> None:  # noqa: ARG002 - as `Bus.delete_object`
-        """Refuse, as `put_object`."""
-        raise PermissionDeniedError(_READ_ONLY)
+        raise PublishError("a replay publishes nothing but actions and events")
 
     def _ends_batch(self, record: Record) -> bool:
         return record.stream != FEED.name or record.sequence in self._late or kind_of(record) in ("applied", "event")

@@ -10,9 +10,11 @@ from dynamix.arbitrator.learned.policy_file import PolicyFile
 from dynamix.arbitrator.learned.policy_store import BUCKET
 from dynamix.arbitrator.learned.shipped import SHIPPED_VERSION, shipped_policy
 from dynamix.recording.playback import ReplayError
-from dynamix.runtime.bus import ObjectInfo, ObjectMissingError, StoredObject
+from dynamix.runtime.bus import ObjectInfo, ObjectMissingError, PermissionDeniedError, StoredObject
 from dynamix.runtime.bus.objects.layout import DIGEST_PREFIX
 from dynamix.schemas.messages import Action
+
+from .action_store import ReplayedActions
 
 GIVEN_VERSION = SHIPPED_VERSION + 1
 """Version of a file that decided no recorded window: newer than the files of the package."""
@@ -27,8 +29,8 @@ class _GivenFile(NamedTuple):
 class ReplayPolicyFiles:
     """Learned policies that a replay can use beside those of the package."""
 
-    def __init__(self, paths: Sequence[Path]) -> None:
-        """Read the files.
+    def __init__(self, paths: Sequence[Path], actions: ReplayedActions) -> None:
+        """Read the files; `actions` knows which version decided next.
 
         Raises:
             ReplayError: when one cannot be read.
@@ -36,13 +38,15 @@ class ReplayPolicyFiles:
         """
         self._files = [_read(path) for path in paths]
         self._listed: dict[str, _GivenFile] = {}
+        self._actions = actions
 
-    def list_for(self, decided: Action | None) -> list[ObjectInfo]:
-        """List the bucket for the policy of a generation; `decided` is its next recorded action, if one matters.
+    async def list_all(self, bucket: str) -> list[ObjectInfo]:  # noqa: ARG002 - there is one
+        """List the bucket for the policy of the generation that is replayed.
 
         Raises:
-            ReplayError: when that action was decided by a file that is not given.
+            ReplayError: when its next recorded action, if one matters, was decided by a file that is not given.
         """
+        decided = self._actions.next_recorded()
         listed = {(file.policy, GIVEN_VERSION): file for file in self._files}
         if decided is not None and decided.policy_digest:
             found = next((file for file in self._files if file.digest == decided.policy_digest), None)
@@ -53,12 +57,20 @@ class ReplayPolicyFiles:
         self._listed = {f"{name}/{version}": file for (name, version), file in listed.items()}
         return [_info(name, file) for name, file in self._listed.items()]
 
-    def get(self, name: str) -> StoredObject:
+    async def get(self, bucket: str, name: str, *, max_bytes: int = 0) -> StoredObject:  # noqa: ARG002 - as above
         """Return a listed object. Raises ObjectMissingError when there is none of this name."""
         file = self._listed.get(name)
         if file is None:
             raise ObjectMissingError(f"no policy file was given as {name}")
         return StoredObject(_info(name, file), file.data)
+
+    async def put(self, *_: object, **__: object) -> ObjectInfo:
+        """Refuse, as the broker refuses an arbitrator that stores a policy."""
+        raise PermissionDeniedError("a replay publishes nothing but actions and events")
+
+    async def delete(self, bucket: str, name: str) -> None:  # noqa: ARG002 - as above
+        """Refuse, as `put`."""
+        raise PermissionDeniedError("a replay publishes nothing but actions and events")
 
 
 def _read(path: Path) -> _GivenFile:

@@ -53,10 +53,10 @@ class StoredPolicy(NamedTuple):
     """RFC 3339."""
 
 
-class ObjectBus(Protocol):
-    """The part of the bus that a store uses."""
+class PolicyBucket(Protocol):
+    """The part of the object stores that a store of policies uses."""
 
-    async def put_object(
+    async def put(
         self,
         bucket: str,
         name: str,
@@ -67,14 +67,22 @@ class ObjectBus(Protocol):
     ) -> ObjectInfo:
         """Store an object."""
 
-    async def get_object(self, bucket: str, name: str, *, max_bytes: int = MAX_BYTES) -> StoredObject:
+    async def get(self, bucket: str, name: str, *, max_bytes: int = MAX_BYTES) -> StoredObject:
         """Read an object, its digest checked."""
 
-    async def delete_object(self, bucket: str, name: str) -> None:
+    async def delete(self, bucket: str, name: str) -> None:
         """Remove an object."""
 
-    async def list_objects(self, bucket: str) -> list[ObjectInfo]:
+    async def list_all(self, bucket: str) -> list[ObjectInfo]:
         """All objects, also deleted ones."""
+
+
+class ObjectBus(Protocol):
+    """The part of the bus that a store uses."""
+
+    @property
+    def objects(self) -> PolicyBucket:
+        """Whole files in buckets."""
 
     async def publish(self, message: Message) -> int:
         """Publish a message."""
@@ -135,7 +143,7 @@ class PolicyStore:
         """The file of a listed version, from the cache when it is there. Raises as `get`."""
         data = self.cached(stored.digest)
         if data is None:
-            found = await self._bus.get_object(BUCKET, _object(stored.name, stored.version), max_bytes=MAX_BYTES)
+            found = await self._bus.objects.get(BUCKET, _object(stored.name, stored.version), max_bytes=MAX_BYTES)
             if found.info.sha256 != stored.digest:
                 raise ObjectBrokenError(f"{_called(stored.name, stored.version)} was exchanged while it was read")
             data = found.data
@@ -172,7 +180,7 @@ class PolicyStore:
         version = max(least, 1 + max([shipped, *(stored.version for stored, _ in versions)]))
         await self._make_room([stored for stored, is_deleted in versions if not is_deleted])
         try:
-            info = await self._bus.put_object(
+            info = await self._bus.objects.put(
                 BUCKET,
                 _object(name, version),
                 data,
@@ -188,14 +196,14 @@ class PolicyStore:
         """First, so that a full bucket takes the new version; others may make room at the same time."""
         for old in before[NUM_KEPT_VERSIONS - 1 :]:
             try:
-                await self._bus.delete_object(BUCKET, _object(old.name, old.version))
+                await self._bus.objects.delete(BUCKET, _object(old.name, old.version))
             except (StaleWriterError, ObjectBrokenError) as error:
                 logger.info("an old version was not removed: %s", error)
 
     async def _ever_stored(self, name: str | None) -> list[tuple[StoredPolicy, bool]]:
         """Every version ever stored, and whether it is deleted; foreign objects of the bucket are left alone."""
         try:
-            infos = await self._bus.list_objects(BUCKET)
+            infos = await self._bus.objects.list_all(BUCKET)
         except StreamMissingError:
             logger.warning("the broker has no bucket %s: run `dynamix provision`", BUCKET)
             return []

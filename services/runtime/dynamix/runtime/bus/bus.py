@@ -2,7 +2,7 @@
 
 import asyncio
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Self
 
 from dynamix.runtime.settings import BusSettings
@@ -14,8 +14,7 @@ from .broker.connection import BrokerConnection
 from .broker.errors import StaleWriterError
 from .broker.requests import Requests
 from .discovery import Discovery, Identity
-from .objects.layout import ObjectInfo
-from .objects.store import MAX_OBJECT_BYTES, Objects, StoredObject
+from .objects.store import Objects
 from .streams import stored
 from .streams.consumer import Consumer
 from .streams.message import BusMessage, StreamState
@@ -30,6 +29,7 @@ class Bus:
 
     Attributes:
         statistics: what consumers handed out and what became of it, by kind of message.
+        objects: whole files in buckets.
     """
 
     def __init__(self, connection: BrokerConnection) -> None:
@@ -37,7 +37,7 @@ class Bus:
         self.statistics = StatisticsByKind()
         self._requests = Requests(connection)
         self._publisher = Publisher(connection)
-        self._objects = Objects(self._requests, self._publisher, self._read)
+        self.objects = Objects(self._requests, self._publisher, self._read)
         self._readers: weakref.WeakSet[Consumer] = weakref.WeakSet()
         self._consumers: weakref.WeakSet[Consumer] = weakref.WeakSet()
         self._subscriptions: weakref.WeakSet[Subscription] = weakref.WeakSet()
@@ -166,56 +166,6 @@ class Bus:
     async def write_stream(self, action: Literal["CREATE", "UPDATE"], config: dict[str, Any]) -> None:
         """Create or update a stream: for `provision` only. Raises ApiError when JetStream refuses."""
         await stored.write_stream(self._requests, action, config)
-
-    async def put_object(
-        self,
-        bucket: str,
-        name: str,
-        data: bytes,
-        *,
-        metadata: Mapping[str, str] | None = None,
-        create_only: bool = False,
-    ) -> ObjectInfo:
-        """Store an object in a bucket. It is seen whole or not at all; the chunks of what it replaces are removed.
-
-        With `create_only` a name that was ever used, also by a deleted object, is never used again: of several
-        writers one succeeds.
-
-        Raises:
-            StaleWriterError: when another writer has written this name since, or before with `create_only`.
-            ValueError: when `data` is over 64 MiB, or bucket or name is invalid.
-            StreamMissingError: when there is no such bucket.
-            BusError: as `publish`.
-        """
-        return await self._objects.put(bucket, name, data, metadata=metadata or {}, create_only=create_only)
-
-    async def get_object(self, bucket: str, name: str, *, max_bytes: int = MAX_OBJECT_BYTES) -> StoredObject:
-        """Read an object whole, with its digest checked. Broker restarts are bridged.
-
-        Raises:
-            ObjectMissingError: when there is none of this name.
-            ObjectBrokenError: when it is truncated, over `max_bytes`, a link, or not of its digest.
-            StreamMissingError: when there is no such bucket.
-            BusError: when nothing more comes for 60 s.
-        """
-        return await self._objects.get(bucket, name, max_bytes=max_bytes)
-
-    async def delete_object(self, bucket: str, name: str) -> None:
-        """Remove an object; its description stays and says so. Harmless when there is none.
-
-        Raises:
-            StaleWriterError: when another writer has written this name meanwhile.
-            BusError: as `publish`.
-        """
-        await self._objects.delete(bucket, name)
-
-    async def object_info(self, bucket: str, name: str) -> ObjectInfo | None:
-        """What is written about an object, also about a deleted one; `None` when there is nothing."""
-        return await self._objects.info(bucket, name)
-
-    async def list_objects(self, bucket: str) -> list[ObjectInfo]:
-        """What is written about all objects of a bucket, also about deleted ones, sorted by name."""
-        return await self._objects.list_all(bucket)
 
     def consume(
         self,

@@ -63,7 +63,7 @@ class _PurgeAnswer(Answer):
 
 
 class Objects:
-    """The object stores of one connection; `Bus` shows it as `put_object`, `get_object` and so on."""
+    """The object stores of one connection: `bus.objects`."""
 
     def __init__(self, requests: Requests, publisher: Publisher, consume: Consume) -> None:
         self._requests = requests
@@ -71,9 +71,25 @@ class Objects:
         self._consume = consume
 
     async def put(
-        self, bucket: str, name: str, data: bytes, *, metadata: Mapping[str, str], create_only: bool
+        self,
+        bucket: str,
+        name: str,
+        data: bytes,
+        *,
+        metadata: Mapping[str, str] | None = None,
+        create_only: bool = False,
     ) -> ObjectInfo:
-        """Store an object: all of its chunks, then the description that makes it visible; see `Bus.put_object`."""
+        """Store an object: all of its chunks, then the description that makes it visible.
+
+        It is seen whole or not at all; the chunks of what it replaces are removed. With `create_only` a name that was
+        ever used, also by a deleted object, is never used again: of several writers one succeeds.
+
+        Raises:
+            StaleWriterError: when another writer has written this name since, or before with `create_only`.
+            ValueError: when `data` is over 64 MiB, or bucket or name is invalid.
+            StreamMissingError: when there is no such bucket.
+            BusError: as `Bus.publish`.
+        """
         if len(data) > MAX_OBJECT_BYTES:
             raise ValueError(f"object {name!r} of {len(data)} bytes is over the limit of {MAX_OBJECT_BYTES}")
         stream, subject = layout.stream_of(bucket), layout.description_subject(bucket, name)
@@ -87,7 +103,7 @@ class Objects:
         except BaseException:
             await self._clean_up(stream, chunks)
             raise
-        info = layout.describe_object(bucket, name, nuid=nuid, size=len(data), sha256=sha256, metadata=metadata)
+        info = layout.describe_object(bucket, name, nuid=nuid, size=len(data), sha256=sha256, metadata=metadata or {})
         try:
             await self._describe(stream, subject, info, expected_last=0 if before is None else before.sequence)
         except StaleWriterError:  # any other error leaves open whether the description was stored: leave its chunks
@@ -98,8 +114,15 @@ class Objects:
                 await self._clean_up(stream, layout.chunk_subject(bucket, layout.read_description(before.payload).nuid))
         return info
 
-    async def get(self, bucket: str, name: str, *, max_bytes: int) -> StoredObject:
-        """Read an object; see `Bus.get_object`."""
+    async def get(self, bucket: str, name: str, *, max_bytes: int = MAX_OBJECT_BYTES) -> StoredObject:
+        """Read an object whole, with its digest checked. Broker restarts are bridged.
+
+        Raises:
+            ObjectMissingError: when there is none of this name.
+            ObjectBrokenError: when it is truncated, over `max_bytes`, a link, or not of its digest.
+            StreamMissingError: when there is no such bucket.
+            BusError: when nothing more comes for 60 s.
+        """
         info = await self.info(bucket, name)
         while True:
             if info is None or info.deleted:
@@ -113,13 +136,13 @@ class Objects:
                 info = newer  # replaced during the read
 
     async def info(self, bucket: str, name: str) -> ObjectInfo | None:
-        """What is written about an object, also about a deleted one; see `Bus.object_info`."""
+        """What is written about an object, also about a deleted one; `None` when there is nothing."""
         stream, subject = layout.stream_of(bucket), layout.description_subject(bucket, name)
         message = await last_message(self._requests, stream, subject)
         return None if message is None else _described(bucket, message)
 
     async def list_all(self, bucket: str) -> list[ObjectInfo]:
-        """Everything that is described, also deleted objects, by name; see `Bus.list_objects`."""
+        """What is written about all objects of a bucket, also about deleted ones, sorted by name."""
         stream, subjects = layout.stream_of(bucket), layout.all_descriptions(bucket)
         newest = await last_message(self._requests, stream, subjects)
         found: dict[str, ObjectInfo] = {}
@@ -138,7 +161,12 @@ class Objects:
                     return sorted(found.values(), key=lambda info: info.name)
 
     async def delete(self, bucket: str, name: str) -> None:
-        """Remove an object; see `Bus.delete_object`."""
+        """Remove an object; its description stays and says so. Harmless when there is none.
+
+        Raises:
+            StaleWriterError: when another writer has written this name meanwhile.
+            BusError: as `Bus.publish`.
+        """
         stream, subject = layout.stream_of(bucket), layout.description_subject(bucket, name)
         last = await last_message(self._requests, stream, subject)
         info = None if last is None else layout.read_description(last.payload)
