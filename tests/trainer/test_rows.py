@@ -11,7 +11,6 @@ from dynamix.schemas.messages import Report, SocketCounters
 from dynamix.schemas.subjects import subject_of
 from dynamix.trainer.gradient.noise import NoiseSums
 from dynamix.trainer.measurement.clock import StepTimes
-from dynamix.trainer.measurement.memory import DeviceMemory
 from dynamix.trainer.measurement.process import ProcessIdentity
 from dynamix.trainer.measurement.rows import Row, held_out_accuracy, job_totals, make_row, rank_row
 
@@ -28,7 +27,7 @@ def _row(
     loss_sum: float | None = 50.0,
     num_correct: float | None = 75.0,
     accuracy: float | None = None,
-    device: DeviceMemory | None = None,
+    device: tuple[int, int] | None = None,
     times_split: bool = True,
 ) -> Row:
     return make_row(
@@ -46,15 +45,13 @@ def _row(
     )
 
 
-@given(
-    SOCKETS | st.none(), COUNT, FINITE, st.floats(0, 1e9) | st.none(), st.builds(DeviceMemory, COUNT, COUNT) | st.none()
-)
+@given(SOCKETS | st.none(), COUNT, FINITE, st.floats(0, 1e9) | st.none(), st.tuples(COUNT, COUNT) | st.none())
 def test_a_row_survives_the_gather_whole(
     sockets: SocketCounters | None,
     num_samples: int,
     loss_sum: float,
     num_correct: float | None,
-    device: DeviceMemory | None,
+    device: tuple[int, int] | None,
 ) -> None:
     row = _row(sockets=sockets, num_samples=num_samples, loss_sum=loss_sum, num_correct=num_correct, device=device)
     gathered = Row(*torch.tensor(row, dtype=torch.float64).tolist())

@@ -89,7 +89,6 @@ class WindowRecorder:
             times_split=True,
             noise=self._noise[rank],
             sockets=self._sockets(rank),
-            device=None,
             held_out_accuracy=held_out_accuracy,
         )
 

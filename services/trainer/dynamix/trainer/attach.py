@@ -24,8 +24,6 @@ from .job.memory_caps import MemoryCaps
 from .job.options import JobOptions, Weighting, family_of, sizes_of
 from .measurement.clock import AnyClock, DeviceClock, HostClock
 from .measurement.meter import RankMeter
-from .measurement.process import this_process
-from .measurement.window import WindowSteps
 from .rendezvous import Rendezvous, meet_ranks
 from .session import ExitRules, Session
 from .settings import Environment, read_environment
@@ -156,12 +154,12 @@ def attach(
     loader = Loader(dataset, sampler, clock, options=loader_options)
     hook = _hook(model, weighting, clock, options, base_hook=base_hook, base_state=base_hook_state, codec=found_codec)
     meter = RankMeter(
+        rank=met.place.rank,
         local_rank=met.place.local_rank,
-        process=this_process(),
         clock=clock,
-        steps=WindowSteps(met.place.rank, reduction),
         sockets=met.sockets,
         device=device,
+        reduction=reduction,
         times_split=hook is not None,
     )
     transport = _transport(connect, bus, met, environment)

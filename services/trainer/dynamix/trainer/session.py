@@ -19,8 +19,7 @@ from .gradient.weighting import NOT_MEASURED, GradientHook, loss_factor
 from .job.memory_caps import OUT_OF_MEMORY, MemoryCaps
 from .job.shutdown import error_of_script, reason_after
 from .measurement.clock import StepTimes
-from .measurement.meter import RankMeter
-from .measurement.window import Scalar
+from .measurement.meter import RankMeter, Scalar
 from .steering.run import Run
 from .steering.steering import Steering
 from .wire.loggers import Loggers
@@ -109,7 +108,7 @@ class Session:
         plan = self._loader.finish_step()
         self._loss_scaled = False
         norms = NOT_MEASURED if self._hook is None else self._hook.take_norms()
-        self._meter.steps.record_step(plan, loss, num_correct, norms)
+        self._meter.record_step(plan, loss, num_correct, norms)
         self._meter.clock.end()
         self._steering.after_step(self._loader.position, None if self._hook is None else self._hook.take_times())
 

@@ -3,9 +3,7 @@
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-import msgspec
-
-from dynamix.schemas.messages import Action, Applied, Job, JobTotals, RankRow, Report, SocketCounters
+from dynamix.schemas.messages import Action, Applied, Job, JobTotals, Report
 from dynamix.schemas.messages.allocation import Allocation
 from dynamix.trainer.data.sampler import Position
 from dynamix.trainer.data.split import Counts
@@ -81,7 +79,14 @@ class Reporter:
             epoch=position.epoch,
             samples_seen=position.samples_seen,
             rows=tuple(
-                self._rank_row(rank, rows[rank], sizes, pending, cookies.get(rank, ()))
+                rank_row(
+                    rank,
+                    rows[rank],
+                    None if self._rows_before is None else self._rows_before[rank],
+                    local_batch_size=sizes.values[rank],
+                    pending_local_batch_size=pending.local_batch_sizes[rank],
+                    cookies=cookies.get(rank, ()),
+                )
                 for rank in self._place.node_ranks
             ),
             totals=totals,
@@ -109,18 +114,3 @@ class Reporter:
             action_hash=action.hash,
             num_refused=dict(num_refused),
         )
-
-    def _rank_row(self, rank: int, row: Row, sizes: Counts, pending: Allocation, cookies: tuple[int, ...]) -> RankRow:
-        before = None if self._rows_before is None else self._rows_before[rank]
-        made = rank_row(
-            rank,
-            row,
-            before,
-            local_batch_size=sizes.values[rank],
-            pending_local_batch_size=pending.local_batch_sizes[rank],
-            cookies=cookies,
-        )
-        if made.sockets is None or before is not None:
-            return made
-        nothing = SocketCounters(tx_bytes=0, rx_bytes=0, retransmits=0)  # they are counted since attach
-        return msgspec.structs.replace(made, sockets_before=nothing)

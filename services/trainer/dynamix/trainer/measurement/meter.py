@@ -1,43 +1,109 @@
-"""The meter of one rank: everything that it observes of itself, taken as one row at the end of a window."""
+"""The meter of one rank: everything that it observes of itself, taken as one row at the end of a window.
 
-from dataclasses import dataclass
+Numbers that are still on a GPU stay there until the window ends: one transfer per window, no wait per step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
+from dynamix.trainer.data.sampler import StepPlan
+from dynamix.trainer.gradient.noise import NoiseSums
+from dynamix.trainer.gradient.weighting import Reduction, SquaredNorms
+
 from .clock import AnyClock, StepTimes
-from .memory import device_memory
-from .process import ProcessIdentity
+from .process import ProcessIdentity, this_process
 from .rows import Row, make_row
 from .sockets import PeerSockets
-from .window import WindowSteps
+
+Scalar = float | torch.Tensor
+"""A number, or a tensor of one element."""
 
 
-@dataclass(frozen=True, kw_only=True)
+class _Step(NamedTuple):
+    plan: StepPlan
+    loss_sum: Scalar | None
+    num_correct: Scalar | None
+    norms: SquaredNorms
+
+
+@dataclass(kw_only=True)
 class RankMeter:
-    """The instruments of one rank."""
+    """The instruments of one rank, and its steps since the last window ended."""
 
+    rank: int
     local_rank: int
-    process: ProcessIdentity
     clock: AnyClock
-    steps: WindowSteps
     sockets: PeerSockets
     device: torch.device
+    reduction: Reduction
     times_split: bool
     """Whether a hook sees the gradient's buckets, and so where waiting for others begins."""
+    process: ProcessIdentity = field(default_factory=this_process)
+    _steps: list[_Step] = field(default_factory=list, init=False)
+
+    def record_step(self, plan: StepPlan, loss: Scalar | None, num_correct: Scalar | None, norms: SquaredNorms) -> None:
+        """Record a step: its loss as the user's criterion reduced it. A dummy batch counts for nothing."""
+        count = plan.counts.values[self.rank]
+        if count == 0:
+            self._steps.append(_Step(plan, 0.0, 0.0, norms))
+            return
+        loss_sum = None if loss is None else _detached(loss) * (count if self.reduction == "mean" else 1)
+        correct = None if num_correct is None else _detached(num_correct)
+        self._steps.append(_Step(plan, loss_sum, correct, norms))
 
     def take_row(self, times: list[StepTimes], held_out_accuracy: float | None) -> Row:
-        """The row of the steps since the last call; `times` are theirs."""
-        sums = self.steps.take_sums()
+        """The row of the steps since the last call; `times` are theirs. A sum is unknown if one step's part is."""
+        steps, self._steps = self._steps, []
         return make_row(
             self.local_rank,
             self.process,
-            num_samples=sums.num_samples,
-            loss_sum=sums.loss_sum,
-            num_correct=sums.num_correct,
+            num_samples=sum(step.plan.counts.values[self.rank] for step in steps),
+            loss_sum=_sum_if_known([step.loss_sum for step in steps]),
+            num_correct=_sum_if_known([step.num_correct for step in steps]),
             times=times,
             times_split=self.times_split,
-            noise=sums.noise,
+            noise=self._noise(steps),
             sockets=self.sockets.read(),
             device=device_memory(self.device),
             held_out_accuracy=held_out_accuracy,
         )
+
+    def _noise(self, steps: Sequence[_Step]) -> NoiseSums:
+        values = iter(_to_floats([value for step in steps for part in step.norms for value in part]))
+        sums = NoiseSums()
+        for step in steps:
+            local = sum(next(values) for _ in step.norms.local)
+            reduced = sum(next(values) for _ in step.norms.reduced)
+            if step.norms.reduced:
+                sums.add_step(step.plan.counts, self.rank, local, reduced)
+        return sums
+
+
+def device_memory(device: torch.device) -> tuple[int, int] | None:
+    """Bytes in use of a whole GPU, by other processes too, and in all; `None` on the CPU, which the collector reads."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free, total
+
+
+def _sum_if_known(values: Sequence[Scalar | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(_to_floats(known)) if len(known) == len(values) else None
+
+
+def _detached(value: Scalar) -> Scalar:
+    """A number that the user's code cannot change afterwards: at once on the CPU, a copy on the device elsewhere."""
+    if not isinstance(value, torch.Tensor):
+        return float(value)
+    return value.detach().clone().float() if value.is_cuda else value.item()
+
+
+def _to_floats(values: Sequence[Scalar]) -> list[float]:
+    """The values as numbers; all that are on a device come over together."""
+    tensors = [value.reshape(()).double() for value in values if isinstance(value, torch.Tensor)]
+    fetched = iter(torch.stack(tensors).tolist() if tensors else [])
+    return [next(fetched) if isinstance(value, torch.Tensor) else float(value) for value in values]

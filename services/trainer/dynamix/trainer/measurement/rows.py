@@ -11,7 +11,6 @@ from dynamix.schemas.messages import GradientNoise, JobTotals, RankRow, SocketCo
 from dynamix.trainer.gradient.noise import NoiseSums
 
 from .clock import StepTimes
-from .memory import DeviceMemory
 from .process import ProcessIdentity
 
 UNKNOWN = math.nan
@@ -95,11 +94,12 @@ def make_row(
     times_split: bool,
     noise: NoiseSums,
     sockets: SocketCounters | None,
-    device: DeviceMemory | None,
     held_out_accuracy: float | None,
+    device: tuple[int, int] | None = None,
 ) -> Row:
-    """One rank's row. A loss that is not finite is as good as none: messages carry finite numbers only."""
+    """One rank's row; `device` is its memory in bytes, used and in all. A loss that is not finite is none."""
     steps = list(times)
+    device_memory, device_memory_total = device or (UNKNOWN, UNKNOWN)
     return Row(
         local_rank=local_rank,
         pid=process.pid,
@@ -117,8 +117,8 @@ def make_row(
         rx_bytes=UNKNOWN if sockets is None else sockets.rx_bytes,
         retransmits=UNKNOWN if sockets is None else sockets.retransmits,
         srtt_us=UNKNOWN if sockets is None else _number(sockets.srtt_us),
-        device_memory_bytes=UNKNOWN if device is None else device.used_bytes,
-        device_memory_total_bytes=UNKNOWN if device is None else device.total_bytes,
+        device_memory_bytes=device_memory,
+        device_memory_total_bytes=device_memory_total,
         held_out_accuracy=_number(held_out_accuracy),
         noise_num_steps=noise.num_steps,
         noise_local_trace=noise.local_trace,
@@ -138,7 +138,8 @@ def rank_row(
     pending_local_batch_size: int,
     cookies: tuple[int, ...] = (),
 ) -> RankRow:
-    """The message's row of a rank, with what is needed of its row one window earlier."""
+    """The message's row of a rank, with what is needed of its row one window earlier; sockets count since attach."""
+    nothing = None if row.sockets is None else SocketCounters(tx_bytes=0, rx_bytes=0, retransmits=0)
     return RankRow(
         rank=rank,
         local_rank=int(row.local_rank),
@@ -156,7 +157,7 @@ def rank_row(
         sync_time_s=row.sync_time_s,
         update_time_s=row.update_time_s,
         sockets=row.sockets,
-        sockets_before=None if before is None else before.sockets,
+        sockets_before=nothing if before is None else before.sockets,
         accuracy_before=None if before is None else before.accuracy,
         device_memory_bytes=_whole(row.device_memory_bytes),
         device_memory_total_bytes=_whole(row.device_memory_total_bytes),
