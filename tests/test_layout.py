@@ -28,7 +28,7 @@ MAY_IMPORT = {
 }
 PURE_CORES = {
     "collector": {"window", "probes", "procfs", "ebpf"},
-    "reward": {"terms", "formula"},
+    "reward": {"formula"},
     "schemas": {"apportion", "features"},
     "arbitrator": {
         *("deciding.fold", "deciding.signatures", "policies"),

@@ -18,8 +18,7 @@ from dynamix.arbitrator.deciding.action_store import ActionStoreError
 from dynamix.arbitrator.deciding.job_log import JobLog, Surroundings
 from dynamix.arbitrator.learned.policy_source import PolicySource
 from dynamix.arbitrator.learned.policy_store import PolicyStore
-from dynamix.arbitrator.service import serve
-from dynamix.arbitrator.settings import ArbitratorSettings
+from dynamix.arbitrator.service import ArbitratorSettings, serve
 from dynamix.runtime.bus import Bus, BusMessage, StaleWriterError
 from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.service import Context

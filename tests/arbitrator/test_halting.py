@@ -13,8 +13,7 @@ from dynamix.arbitrator.learned.policy_source import PolicySource
 from dynamix.arbitrator.learned.policy_store import PolicyStore
 from dynamix.arbitrator.policies.policy import Decision, Policy
 from dynamix.arbitrator.policies.static import Static
-from dynamix.arbitrator.service import serve
-from dynamix.arbitrator.settings import ArbitratorSettings
+from dynamix.arbitrator.service import ArbitratorSettings, serve
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.service import Context
 from dynamix.schemas import subjects

@@ -16,8 +16,7 @@ from dynamix.arbitrator.learning import service, updating
 from dynamix.arbitrator.learning.collecting import Collected
 from dynamix.arbitrator.learning.generations import Finished
 from dynamix.arbitrator.learning.rollout import Recording
-from dynamix.arbitrator.learning.service import _Learner
-from dynamix.arbitrator.learning.settings import LearnerSettings
+from dynamix.arbitrator.learning.service import LearnerSettings, _Learner
 from dynamix.arbitrator.learning.updating import Lesson, Outcome
 from dynamix.reward.formula import formula_for
 from dynamix.runtime.bus import Bus, PermissionDeniedError, PublishError

@@ -3,10 +3,10 @@
 import re
 from pathlib import Path
 
-from dynamix.arbitrator.learning.settings import LearnerSettings
-from dynamix.arbitrator.settings import ArbitratorSettings
+from dynamix.arbitrator.learning.service import LearnerSettings
+from dynamix.arbitrator.service import ArbitratorSettings
 from dynamix.collector.settings import CollectorSettings
-from dynamix.reward.settings import RewardSettings
+from dynamix.reward.service import RewardSettings
 from dynamix.runtime.settings import COMPONENTS, BusSettings, SharedSettings
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

@@ -24,7 +24,7 @@ from dynamix.recording.replay import (
     ReplayTarget,
     replay,
 )
-from dynamix.reward.settings import RewardSettings
+from dynamix.reward.service import RewardSettings
 from dynamix.schemas import codec
 from dynamix.schemas.codec import decode
 from dynamix.schemas.messages import Action, Job

@@ -5,7 +5,7 @@ import pytest
 from tests.support import examples
 
 from dynamix.reward.formula import Weights, reward_of
-from dynamix.reward.settings import RewardSettings
+from dynamix.reward.service import RewardSettings
 from dynamix.schemas.messages import MetricWindow, RankMetrics, SystemMetrics
 
 WEIGHTS = Weights(accuracy=1.0, alpha=2.0, beta=0.5, delta=0.1, eta=0.01)
@@ -85,5 +85,4 @@ def test_a_weight_that_is_no_finite_number_is_refused(value: float) -> None:
 def test_settings_name_every_weight() -> None:
     settings = RewardSettings(alpha=3.0, eta=0.5, formula="time-aware")
     assert (settings.alpha, settings.beta, settings.eta) == (3.0, Weights().beta, 0.5)
-    assert settings.chosen_formula() == "time-aware"
-    assert RewardSettings().chosen_formula() is None
+    assert settings.formula == "time-aware"

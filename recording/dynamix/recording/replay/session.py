@@ -11,7 +11,6 @@ import structlog
 from structlog.stdlib import BoundLogger
 
 from dynamix.arbitrator import service as arbitrator
-from dynamix.arbitrator.settings import ArbitratorSettings
 from dynamix.collector import service as collector
 from dynamix.collector.settings import CollectorSettings
 from dynamix.recording.capture import WindowKey, differences, fingerprint, read_header
@@ -20,7 +19,7 @@ from dynamix.recording.comparison.pairing import OutputPairing
 from dynamix.recording.playback import RecordPlayer, ReplayError, Speed
 from dynamix.recording.playback.player import OnProgress
 from dynamix.reward import service as reward
-from dynamix.reward.settings import RewardSettings
+from dynamix.reward.service import RewardSettings
 from dynamix.runtime.bus.service_bus import ServiceBus
 from dynamix.runtime.service import Context
 from dynamix.schemas.messages import Action, Job
@@ -231,7 +230,7 @@ class _ReplaySession:
             actions.halted.add(event["generation"])
             self.counts.add_note(f"generation {event['generation']} is not decided any more: {event['reason']}")
 
-        context = self._context(bus, ArbitratorSettings(), on_error)
+        context = self._context(bus, arbitrator.ArbitratorSettings(), on_error)
         while True:
             try:
                 return await arbitrator.serve(context)

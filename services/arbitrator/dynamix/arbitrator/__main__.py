@@ -4,8 +4,7 @@ import sys
 
 from dynamix.runtime.service import run
 
-from .service import serve
-from .settings import ArbitratorSettings
+from .service import ArbitratorSettings, serve
 
 if __name__ == "__main__":
     sys.exit(run("arbitrator", ArbitratorSettings, serve))

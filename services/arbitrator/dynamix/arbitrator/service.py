@@ -3,7 +3,10 @@
 import asyncio
 from collections import defaultdict
 from pathlib import Path
-from typing import Protocol
+from typing import Annotated, Protocol
+
+import msgspec
+from msgspec import Meta
 
 from dynamix.runtime.bus import BusMessage, StreamState
 from dynamix.runtime.bus.service_bus import ServiceBus
@@ -17,7 +20,16 @@ from .deciding.action_store import ActionStore, ActionStoreError
 from .deciding.job_log import JobLog, Surroundings
 from .learned.policy_source import PolicySource
 from .learned.policy_store import ObjectBus, PolicyStore
-from .settings import ArbitratorSettings
+
+
+class ArbitratorSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of the process, `DYNAMIX_ARBITRATOR_<FIELD>` or `--field`; a job's specification says by which policy."""
+
+    max_jobs: Annotated[int, Meta(ge=1)] = 10_000
+    """Jobs held in memory at once; the least recently used are dropped first, and read again when needed."""
+    policy_cache: str = ""
+    """Directory that keeps the learned policies that were read, by digest; empty: none. With it a restart can continue
+    with a version that the bus has lost."""
 
 
 class ArbitratorBus(ServiceBus, ActionStore, ObjectBus, Protocol):

@@ -5,22 +5,23 @@
 `time-aware`  r = alpha dA - beta T_window
 
 The published rewards can be raised by shrinking batches: T_iter is per iteration, however few samples it holds, and
-the size term is one-sided. The time-aware one telescopes: summed over a run it is alpha times the accuracy gained less
-beta times the training seconds spent, so no choice of batch sizes earns anything but accuracy sooner. Judge policies
-by time to a held-out target, never by reward.
+the size term is one-sided. Under a barrier T_iter is the same for all ranks, whichever was slow. The time-aware one
+telescopes: summed over a run it is alpha times the accuracy gained less beta times the training seconds spent, so no
+choice of batch sizes earns anything but accuracy sooner. Judge policies by time to a held-out target, never by reward.
 """
 
 import math
 from collections.abc import Iterator
-from typing import Literal, assert_never
+from typing import Literal
 
 import msgspec
 
 from dynamix.schemas.messages import MetricWindow, OptimizerFamily, RankMetrics, RankReward, Reward
 
-from . import terms
-
 Formula = Literal["paper-sgd", "paper-adam", "time-aware"]
+
+SMALLEST_PUBLISHED_SIZE_LOG2 = 5.0
+"""log2(32): the published size term is 0 at b = 32 and 5 at b = 1024, so it only ever penalises LARGE batches."""
 
 
 class Weights(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,27 +72,25 @@ def reward_of(window: MetricWindow, weights: Weights, formula: Formula | None = 
 
 
 def _rank_reward(rank: RankMetrics, window: MetricWindow, weights: Weights, formula: Formula) -> RankReward:
-    known = {name: value for name, value in _terms(rank, window, weights, formula) if value is not None}
+    known = {
+        name: weight * value for name, weight, value in _terms(rank, window, weights, formula) if value is not None
+    }
     return RankReward(rank=rank.rank, reward=sum(known.values(), 0.0), terms=known)
 
 
 def _terms(
     rank: RankMetrics, window: MetricWindow, weights: Weights, formula: Formula
-) -> Iterator[tuple[str, float | None]]:
-    match formula:
-        case "paper-sgd" | "paper-adam":
-            yield "accuracy", _weighted(weights.accuracy, terms.accuracy(rank))
-            yield "accuracy_rise", _weighted(weights.alpha, terms.accuracy_rise(rank))
-            yield "iteration_time", _weighted(-weights.beta, terms.iteration_time_s(rank))
-            yield "size", _weighted(-weights.delta, terms.size_log2(rank))
-            if formula == "paper-adam":
-                yield "gradient_noise", _weighted(-weights.eta, terms.gradient_noise(window))
-        case "time-aware":
-            yield "accuracy_change", _weighted(weights.alpha, terms.job_accuracy_change(window))
-            yield "window_time", _weighted(-weights.beta, terms.window_time_s(window))
-        case _:
-            assert_never(formula)
-
-
-def _weighted(weight: float, value: float | None) -> float | None:
-    return None if value is None else weight * value
+) -> Iterator[tuple[str, float, float | None]]:
+    """Name, weight and value; `None` where the window does not know enough, so that "not measured" is never 0."""
+    training, of_job = rank.training, window.job_metrics
+    if formula == "time-aware":
+        yield "accuracy_change", weights.alpha, of_job.accuracy_change  # of the whole job, a mean over samples
+        yield "window_time", -weights.beta, of_job.step_time_s * window.num_steps  # seconds, slowest rank
+        return
+    rise, size, noise = training.accuracy_change, training.local_batch_size, of_job.sigma_norm_sq
+    yield "accuracy", weights.accuracy, training.accuracy
+    yield "accuracy_rise", weights.alpha, None if rise is None else max(0.0, rise)
+    yield "iteration_time", -weights.beta, training.step_time_s
+    yield "size", -weights.delta, math.log2(size) - SMALLEST_PUBLISHED_SIZE_LOG2 if size > 0 else None
+    if formula == "paper-adam":  # the noise is `None` or negative while it is masked
+        yield "gradient_noise", -weights.eta, None if noise is None or noise < 0 else noise + math.sqrt(noise)

@@ -4,6 +4,7 @@ The service has no memory, so replicas are harmless: equal rewards have equal me
 """
 
 import asyncio
+from typing import Literal
 
 from dynamix.runtime.bus import BusMessage
 from dynamix.runtime.bus.service_bus import ServiceBus
@@ -14,11 +15,17 @@ from dynamix.schemas.codec import MalformedMessageError, decode, encode
 from dynamix.schemas.messages import MetricWindow, Reward
 from dynamix.schemas.streams import FEED
 
-from .formula import reward_of
-from .settings import RewardSettings
+from .formula import Weights, reward_of
 
 MAX_BATCH = 256
 """Windows that are rewarded without a pause, 65 us each for 8 ranks."""
+
+
+class RewardSettings(Weights, frozen=True, kw_only=True):
+    """The weights of the terms, and which formula they are for: `DYNAMIX_REWARD_<FIELD>` or `--field`."""
+
+    formula: Literal["auto", "paper-sgd", "paper-adam", "time-aware"] = "auto"
+    """`auto`: the published formula for each job's optimizer."""
 
 
 async def serve(context: Context[RewardSettings, ServiceBus]) -> None:
@@ -38,7 +45,8 @@ async def serve(context: Context[RewardSettings, ServiceBus]) -> None:
 async def _reward(context: Context[RewardSettings, ServiceBus], message: BusMessage) -> Reward | None:
     try:
         window = decode(MetricWindow, message.subject, message.payload)
-        reward = reward_of(window, context.settings, context.settings.chosen_formula())
+        formula = context.settings.formula
+        reward = reward_of(window, context.settings, None if formula == "auto" else formula)
         encode(reward)  # a sum of finite terms may still be more than a float holds
     except (MalformedMessageError, OverflowError) as error:
         await context.dead_letter(message, str(error))

@@ -30,7 +30,7 @@ from dynamix.recording.capture import (
     read_header,
 )
 from dynamix.recording.replay import OtherPolicy, RecordPlayer, ReplayError, ReplayOutcome, ReplayRequest, replay
-from dynamix.reward.settings import RewardSettings
+from dynamix.reward.service import RewardSettings
 from dynamix.runtime.settings import load
 
 from .document import document

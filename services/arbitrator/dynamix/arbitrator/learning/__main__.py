@@ -4,8 +4,7 @@ import sys
 
 from dynamix.runtime.service import run
 
-from .service import serve
-from .settings import LearnerSettings
+from .service import LearnerSettings, serve
 
 if __name__ == "__main__":
     sys.exit(run("learner", LearnerSettings, serve))
