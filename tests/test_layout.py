@@ -33,7 +33,7 @@ PURE_CORES = {
     "arbitrator": {
         *("deciding.fold", "deciding.signatures", "policies"),
         *(f"learned.{name}" for name in ("actions", "inputs", "forward", "normalisation", "policy", "policy_file")),
-        *(f"learning.{name}" for name in ("agent", "gae", "network", "ppo", "rollout", "generations")),
+        *(f"learning.{name}" for name in ("agent", "ppo", "rollout")),
     },
     "trainer": {
         *("data.schedule", "data.split", "data.sampler", "gradient.noise", "measurement.rows"),

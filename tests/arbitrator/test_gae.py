@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamix.arbitrator.learning.gae import discounted_returns, explained_variance, gae
+from dynamix.arbitrator.learning.ppo import discounted_returns, explained_variance, gae
 
 
 def definition(

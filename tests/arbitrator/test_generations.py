@@ -4,7 +4,7 @@ from typing import Any
 
 from tests.support import examples
 
-from dynamix.arbitrator.learning.generations import Finished, Generations
+from dynamix.arbitrator.learning.collecting import Finished, Generations
 from dynamix.schemas.messages import Job
 
 

@@ -13,8 +13,7 @@ from tests.support import examples, learned, trained_policies
 from dynamix.arbitrator.learned.policy_file import PolicyFile
 from dynamix.arbitrator.learned.policy_store import PolicyStore
 from dynamix.arbitrator.learning import service, updating
-from dynamix.arbitrator.learning.collecting import Collected
-from dynamix.arbitrator.learning.generations import Finished
+from dynamix.arbitrator.learning.collecting import Collected, Finished
 from dynamix.arbitrator.learning.rollout import Recording
 from dynamix.arbitrator.learning.service import LearnerSettings, _Learner
 from dynamix.arbitrator.learning.updating import Lesson, Outcome

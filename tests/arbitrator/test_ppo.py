@@ -10,8 +10,7 @@ from tests.support.plain_ppo import PlainPPO
 from tests.support.two_state import solved_share
 
 from dynamix.arbitrator.learned.ppo_settings import PAPER, PPOSettings
-from dynamix.arbitrator.learning.network import ActorCritic
-from dynamix.arbitrator.learning.ppo import Batch, losses, update
+from dynamix.arbitrator.learning.ppo import ActorCritic, Batch, losses, update
 
 NUM_INPUTS, NUM_ACTIONS, NUM_ROWS = 6, 5, 48
 SMALL = PPOSettings(hidden_sizes=(8, 7), num_minibatches=3, update_epochs=2, target_kl=None, learning_rate=0.01)

@@ -132,7 +132,6 @@ def test_a_window_without_reward_gets_the_mean_and_a_missing_node_that_of_the_ot
     found = trajectory_of(record._replace(rewards=rewards), action_set_named("global"))
     known = [1.5, 101.5, 200.5, 401.5, 501.5]
     assert windows_under(found) == pytest.approx([200.5, np.mean(known), 401.5 + 501.5])
-    assert found.num_unrewarded_windows == 1
 
 
 def test_what_comes_after_the_end_does_not_count_and_a_terminated_end_is_worth_nothing() -> None:

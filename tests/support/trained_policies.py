@@ -49,5 +49,4 @@ def trajectory(metadata: PolicyMetadata, num: int = 8) -> Trajectory:
         num_windows_T=np.ones(num, dtype=np.int64),
         next_values_D=np.zeros(1),
         terminated=True,
-        num_unrewarded_windows=0,
     )

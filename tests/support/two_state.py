@@ -5,9 +5,7 @@ import numpy as np
 import torch
 
 from dynamix.arbitrator.learned.ppo_settings import PPOSettings
-from dynamix.arbitrator.learning import gae
-from dynamix.arbitrator.learning.network import ActorCritic
-from dynamix.arbitrator.learning.ppo import Batch, update
+from dynamix.arbitrator.learning.ppo import ActorCritic, Batch, discounted_returns, gae, update
 
 NUM_ROUNDS, NUM_WORKERS = 16, 8
 
@@ -37,8 +35,8 @@ def _play(network: ActorCritic, settings: PPOSettings, rng: np.random.Generator)
     rewards = np.concatenate([np.zeros((1, NUM_WORKERS)), right[:-1]])
     discounts = np.full(NUM_ROUNDS, settings.gamma)
     values_TD = values.numpy().astype(np.float64).reshape(states.shape)
-    found = gae.gae(rewards, values_TD, np.zeros(NUM_WORKERS), discounts, settings.gae_lambda)
+    found = gae(rewards, values_TD, np.zeros(NUM_WORKERS), discounts, settings.gae_lambda)
     if settings.objective == "simplified":
-        found = found._replace(returns=gae.discounted_returns(rewards, discounts))
+        found = found._replace(returns=discounted_returns(rewards, discounts))
     advantages, returns = (torch.from_numpy(part.reshape(-1).astype(np.float32)) for part in found)
     return Batch(inputs, torch.from_numpy(actions), logprobs, advantages, returns, values)

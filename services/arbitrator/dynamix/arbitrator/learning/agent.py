@@ -15,9 +15,8 @@ from dynamix.arbitrator.learned.policy_file import MOMENTS, OPTIMIZER, OPTIMIZER
 from dynamix.arbitrator.learned.ppo_settings import PPOSettings
 from dynamix.arbitrator.policies.model.observation import Array64
 
-from . import gae
-from .network import ActorCritic
-from .ppo import Batch, UpdateStats, update
+from . import ppo
+from .ppo import ActorCritic, Batch, UpdateStats
 from .rollout import Trajectory
 
 
@@ -80,7 +79,7 @@ class Agent:
             trajectories = [self._renormalised(trajectory) for trajectory in trajectories]
         batch, explained = self._batch(trajectories, raw)
         generator = torch.Generator().manual_seed(_seed(self.metadata) + 1_000_003 * (self.metadata.num_updates + 1))
-        stats = update(self._network, self._optimizer, batch, self.settings, generator=generator, progress=progress)
+        stats = ppo.update(self._network, self._optimizer, batch, self.settings, generator=generator, progress=progress)
         if self.metadata.num_updates > 0:
             self.normalisation = self.normalisation.updated(raw)
         self.metadata = msgspec.structs.replace(
@@ -95,10 +94,10 @@ class Agent:
         for trajectory in trajectories:
             discounts_T = settings.gamma ** trajectory.num_windows_T.astype(np.float64)
             if settings.objective == "simplified":
-                returns = gae.discounted_returns(trajectory.rewards_TD, discounts_T)
-                found = gae.Advantages(returns, returns)
+                returns = ppo.discounted_returns(trajectory.rewards_TD, discounts_T)
+                found = ppo.Advantages(returns, returns)
             else:
-                found = gae.gae(
+                found = ppo.gae(
                     trajectory.rewards_TD,
                     trajectory.values_TD,
                     trajectory.next_values_D,
@@ -113,7 +112,7 @@ class Agent:
         inputs = self.normalisation.applied(raw)
         floats = (torch.from_numpy(part.astype(np.float32)) for part in (logprobs, advantages, returns, values))
         batch = Batch(torch.from_numpy(inputs.astype(np.float32)), torch.from_numpy(actions), *floats)
-        return batch, gae.explained_variance(values, returns)
+        return batch, ppo.explained_variance(values, returns)
 
     def _renormalised(self, trajectory: Trajectory) -> Trajectory:
         """The trajectory with the first normalisation, before anything was learned.

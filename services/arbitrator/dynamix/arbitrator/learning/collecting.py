@@ -1,13 +1,14 @@
-"""Reads what FEED and ACTIONS hold of one generation."""
+"""Which generations of which jobs are over, and what FEED and ACTIONS hold of them."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from dynamix.runtime.bus import Bus, BusError, BusMessage, Consumer
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode_any
-from dynamix.schemas.messages import Action, Applied, Job, Reward, State
+from dynamix.schemas.messages import Action, Applied, Job, Message, Reward, State
 from dynamix.schemas.streams import ACTIONS, FEED
 
 from .rollout import Recording
@@ -15,9 +16,56 @@ from .rollout import Recording
 Refuse = Callable[[BusMessage, str], Awaitable[None]]
 """What to do with a message that cannot be used."""
 
-
 STALL_TIMEOUT_S = 60.0
 """A broker that restarts is waited for as long as a request waits."""
+
+COMPLETED = "completed"
+"""The reason of a job that did all it meant to do; every other end cut it off."""
+
+
+class Finished(NamedTuple):
+    """A generation that is over."""
+
+    job: Job
+    """Its specification."""
+    terminated: bool
+    """It did all it meant to do: nothing comes after. Otherwise it was cut off."""
+
+    @property
+    def name(self) -> str:
+        """`<job>:<generation>`, which no other has."""
+        return f"{self.job.job}:{self.job.generation}"
+
+
+class Generations:
+    """Follows the jobs that a policy explores in."""
+
+    def __init__(self, policy: str, pattern: str) -> None:
+        self._policy = policy
+        self._pattern = pattern
+        self._running: dict[str, Job] = {}
+
+    def observe_job(self, job: Job) -> list[Finished]:
+        """Take in a specification; the generations that are known to be over by it, oldest first.
+
+        A specification of a generation not after the newest one seen changes nothing, unless it ends that one.
+        """
+        before = self._running.get(job.job)
+        if before is not None and job.generation < before.generation:
+            return []
+        finished = []
+        if before is not None and job.generation > before.generation:
+            finished.append(Finished(before, terminated=False))
+        if job.phase == "running":
+            self._running[job.job] = job
+        else:
+            self._running.pop(job.job, None)
+            finished.append(Finished(job, terminated=job.end_reason == COMPLETED))
+        return [generation for generation in finished if self._wanted(generation.job)]
+
+    def _wanted(self, job: Job) -> bool:
+        explores = job.policy_options.get("explore", 0) == 1
+        return explores and job.policy == self._policy and fnmatchcase(job.job, self._pattern)
 
 
 class Collected(NamedTuple):
@@ -32,71 +80,33 @@ async def collect(bus: Bus, job: Job, *, grace_s: float, refuse: Refuse) -> Coll
     """The recorded messages of a generation that is over; `None` when the intake was stopped meanwhile.
 
     All that is stored is read, however long that takes. Rewards travel one service further than states: for the last
-    ones this then waits at most `grace_s`. What FEED no longer holds is missing, and counted in the trajectory.
+    ones this then waits at most `grace_s`. What FEED no longer holds is missing.
 
     Raises:
         BusError: when the streams cannot be read.
     """
-    feed = _GenerationMessages(job, refuse)
-    wanted = [
-        subjects.state(job.job, subjects.ANY),
-        subjects.reward(job.job, subjects.ANY),
-        subjects.applied(job.job),
-    ]
-    actions = _GenerationMessages(job, refuse)
+    reader = _Reader(bus, job, refuse)
+    wanted = [subjects.state(job.job, subjects.ANY), subjects.reward(job.job, subjects.ANY), subjects.applied(job.job)]
     try:
-        await _read(bus, FEED.name, wanted, feed, grace_s)
-        await _read(bus, ACTIONS.name, [subjects.action(job.job)], actions, grace_s)
+        await reader.read(FEED.name, wanted, grace_s)
+        await reader.read(ACTIONS.name, [subjects.action(job.job)], 0.0)
     except _IntakeStoppedError:
         return None
-    recording = Recording(job, feed.states, actions.actions, feed.applied, feed.rewards)
-    return Collected(recording, feed.num_unrewarded)
-
-
-async def _read(bus: Bus, stream: str, wanted: list[str], into: "_GenerationMessages", grace_s: float) -> None:
-    """Read all stored messages of some subjects, then more until each state has its reward or time is over."""
-    newest = [message.sequence for subject in wanted if (message := await bus.last(stream, subject)) is not None]
-    if not newest:
-        return
-    async with bus.consume(stream, wanted, start="all") as consumer:
-        position = 0
-        while position < max(newest):
-            try:
-                position = await _read_batch(consumer, into, STALL_TIMEOUT_S)
-            except TimeoutError:
-                raise BusError(f"nothing more of {stream} came within {STALL_TIMEOUT_S:g} s") from None
-        deadline_s = asyncio.get_running_loop().time() + grace_s
-        while into.num_unrewarded and (left_s := deadline_s - asyncio.get_running_loop().time()) > 0:
-            try:
-                await _read_batch(consumer, into, left_s)
-            except TimeoutError:
-                return
+    recording = Recording(job, reader.states, reader.actions, reader.applied, reader.rewards)
+    return Collected(recording, reader.num_unrewarded)
 
 
 class _IntakeStoppedError(Exception):
     """The process stops."""
 
 
-async def _read_batch(consumer: Consumer, into: "_GenerationMessages", timeout_s: float) -> int:
-    """Record the next batch, which has to come within the time-out; returns its last sequence."""
-    async with asyncio.timeout(timeout_s):
-        batch = await anext(consumer, None)
-    if batch is None:
-        raise _IntakeStoppedError
-    for message in batch:
-        await into.record_message(message)
-    return batch[-1].sequence
+class _Reader:
+    """Reads the messages of one generation, by kind."""
 
-
-class _GenerationMessages:
-    """The messages of one generation, by kind."""
-
-    def __init__(self, job: Job, refuse: Refuse) -> None:
+    def __init__(self, bus: Bus, job: Job, refuse: Refuse) -> None:
+        self._bus = bus
         self._job = job
         self._refuse = refuse
-        self._measured: set[tuple[int, str]] = set()
-        """Windows of nodes with a state, and below those with a reward."""
-        self._rewarded: set[tuple[int, str]] = set()
         self.states: list[tuple[int, State]] = []
         self.rewards: list[Reward] = []
         self.applied: list[Applied] = []
@@ -104,28 +114,53 @@ class _GenerationMessages:
 
     @property
     def num_unrewarded(self) -> int:
-        """States without their reward."""
-        return len(self._measured - self._rewarded)
+        """Windows of nodes with a state and without its reward."""
+        rewarded = {(reward.window, reward.node) for reward in self.rewards}
+        return len({(state.window, state.node) for _, state in self.states} - rewarded)
 
-    async def record_message(self, message: BusMessage) -> None:
-        """Take in a stored message; another generation's is not ours."""
-        try:
-            content = decode_any(message.subject, message.payload)
-        except MalformedMessageError as error:
-            await self._refuse(message, str(error))
+    async def read(self, stream: str, wanted: list[str], grace_s: float) -> None:
+        """Read all stored messages of some subjects, then more until each state has its reward or time is over."""
+        found = [await self._bus.last(stream, subject) for subject in wanted]
+        newest = max((message.sequence for message in found if message is not None), default=0)
+        if not newest:
             return
+        async with self._bus.consume(stream, wanted, start="all") as consumer:
+            position = 0
+            while position < newest:
+                try:
+                    position = await self._read_batch(consumer, STALL_TIMEOUT_S)
+                except TimeoutError:
+                    raise BusError(f"nothing more of {stream} came within {STALL_TIMEOUT_S:g} s") from None
+            deadline_s = asyncio.get_running_loop().time() + grace_s
+            while self.num_unrewarded and (left_s := deadline_s - asyncio.get_running_loop().time()) > 0:
+                try:
+                    await self._read_batch(consumer, left_s)
+                except TimeoutError:
+                    return
+
+    async def _read_batch(self, consumer: Consumer, timeout_s: float) -> int:
+        """Record the next batch, which has to come within the time-out; returns its last sequence."""
+        async with asyncio.timeout(timeout_s):
+            batch = await anext(consumer, None)
+        if batch is None:
+            raise _IntakeStoppedError
+        for message in batch:
+            try:
+                self._record(message.sequence, decode_any(message.subject, message.payload))
+            except MalformedMessageError as error:
+                await self._refuse(message, str(error))
+        return batch[-1].sequence
+
+    def _record(self, sequence: int, content: Message) -> None:
+        """Take in a stored message; another generation's is not ours."""
         if getattr(content, "generation", None) != self._job.generation:
             return
         match content:
             case State():
-                self.states.append((message.sequence, content))
-                self._measured.add((content.window, content.node))
+                self.states.append((sequence, content))
             case Reward():
                 self.rewards.append(content)
-                self._rewarded.add((content.window, content.node))
             case Applied():
                 self.applied.append(content)
             case Action():
                 self.actions.append(content)
-            case _:
-                pass

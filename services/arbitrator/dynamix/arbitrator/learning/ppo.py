@@ -3,17 +3,124 @@
 `clipped`     the clipped surrogate with generalised advantages and a critic: what PPO usually means.
 `simplified`  the paper's: no clipping, no advantage, the discounted return as the weight; its critic learns nothing.
 
-Parameters are shared over workers: a batch holds every decision of every worker, T x W rows.
+Parameters are shared over workers: a batch holds every decision of every worker, T x W rows. A transition may last
+several windows (a decision rules until the next one does), so each has its own discount: gamma to the power of its
+windows. Within a transition rewards are summed.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dynamix.arbitrator.learned.ppo_settings import PPOSettings
+from dynamix.arbitrator.policies.model.observation import Array64
 
-from .network import ActorCritic
+HIDDEN_GAIN = 2**0.5
+ACTOR_GAIN = 0.01
+"""Gain of the actor's last layer: all actions are about equally likely at first."""
+CRITIC_GAIN = 1.0
+
+
+class ActorCritic(nn.Module):
+    """Two perceptrons with tanh, initialised orthogonally (the canonical details of PPO); `forward` is it in numpy."""
+
+    def __init__(
+        self,
+        num_inputs: int,
+        num_actions: int,
+        hidden_sizes: Sequence[int],
+        *,
+        generator: torch.Generator,
+        neutral_logit: float = 0.0,
+    ) -> None:
+        """Make the network; `neutral_logit` is the first action's initial advantage over the others."""
+        super().__init__()
+        self.actor = _perceptron(num_inputs, hidden_sizes, num_actions, ACTOR_GAIN, generator)
+        self.critic = _perceptron(num_inputs, hidden_sizes, 1, CRITIC_GAIN, generator)
+        last = self.actor[-1]
+        assert isinstance(last, nn.Linear)
+        with torch.no_grad():
+            last.bias[0] = neutral_logit
+
+    def evaluate(self, inputs_NI: Tensor, actions_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probabilities of the actions, entropies, values: one of each per decision."""
+        logprobs_NA = torch.log_softmax(self.actor(inputs_NI), dim=1)
+        entropies = -(logprobs_NA.exp() * logprobs_NA).sum(dim=1)
+        return logprobs_NA.gather(1, actions_N[:, None])[:, 0], entropies, self.critic(inputs_NI)[:, 0]
+
+    def tensors(self) -> dict[str, npt.NDArray[np.float32]]:
+        """The parameters by name, as a policy file keeps them."""
+        return {name: value.detach().numpy().copy() for name, value in self.state_dict().items()}
+
+
+def _perceptron(
+    num_inputs: int, hidden_sizes: Sequence[int], num_outputs: int, gain: float, generator: torch.Generator
+) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for size in hidden_sizes:
+        layers += [_linear(num_inputs, size, HIDDEN_GAIN, generator), nn.Tanh()]
+        num_inputs = size
+    return nn.Sequential(*layers, _linear(num_inputs, num_outputs, gain, generator))
+
+
+def _linear(num_inputs: int, num_outputs: int, gain: float, generator: torch.Generator) -> nn.Linear:
+    layer = nn.Linear(num_inputs, num_outputs, device="meta").to_empty(
+        device="cpu"
+    )  # no draw from the global generator
+    with torch.no_grad():
+        nn.init.orthogonal_(layer.weight, gain, generator=generator)
+        layer.bias.zero_()
+    return layer
+
+
+class Advantages(NamedTuple):
+    """Advantages and returns, T x D each."""
+
+    advantages: Array64
+    returns: Array64
+    """Advantages plus values: what the critic learns."""
+
+
+def gae(
+    rewards_TD: Array64,
+    values_TD: Array64,
+    next_values_D: Array64,
+    discounts_T: Array64,
+    gae_lambda: float,
+) -> Advantages:
+    """Generalised advantage estimation (Schulman et al., 2015, equation 16).
+
+    Args:
+        rewards_TD: sum over the windows of each transition.
+        values_TD: the critic's, when the decision was made.
+        next_values_D: the critic's at the end; zeros when the trajectory terminated, since nothing comes after. A
+            trajectory that was cut off ends with what the critic expects.
+        discounts_T: gamma ** windows of each transition.
+        gae_lambda: 0 trusts the critic alone, 1 the rewards alone.
+    """
+    advantages = np.zeros_like(rewards_TD)
+    following, advantage = next_values_D, np.zeros_like(next_values_D)
+    for t in reversed(range(len(rewards_TD))):
+        delta = rewards_TD[t] + discounts_T[t] * following - values_TD[t]
+        advantage = delta + discounts_T[t] * gae_lambda * advantage
+        advantages[t], following = advantage, values_TD[t]
+    return Advantages(advantages, advantages + values_TD)
+
+
+def discounted_returns(rewards_TD: Array64, discounts_T: Array64) -> Array64:
+    """The discounted sum of rewards from each transition on: the weight of the paper's objective, without a critic."""
+    no_values = np.zeros_like(rewards_TD)
+    return gae(rewards_TD, no_values, np.zeros(rewards_TD.shape[1]), discounts_T, gae_lambda=1.0).returns
+
+
+def explained_variance(values: Array64, returns: Array64) -> float:
+    """1 - Var(returns - values) / Var(returns): 1 is a perfect critic, 0 an uninformative one; NaN without variance."""
+    variance = float(np.var(returns))
+    return float("nan") if variance == 0 else 1 - float(np.var(returns - values)) / variance
 
 
 class Batch(NamedTuple):

@@ -58,13 +58,11 @@ class Trajectory(NamedTuple):
     logprobs_TD: Array64
     values_TD: Array64
     rewards_TD: Array64
-    """Summed over the windows of the transition."""
+    """Summed over the windows of the transition; the mean over the known windows stands for a missing reward."""
     num_windows_T: Choices
     next_values_D: Array64
     """Values of what comes after the last transition; zeros when it terminated."""
     terminated: bool
-    num_unrewarded_windows: int
-    """Windows without a reward; the mean over the known windows replaces it."""
 
     @property
     def total_reward(self) -> float:
@@ -77,8 +75,6 @@ class SampledDecision(NamedTuple):
 
     inputs_DI: Array32
     action: Action
-    carry: bytes
-    """Carry of the decision before."""
 
 
 def trajectory_of(recording: Recording, action_set: ActionSet, end: End | None = None) -> Trajectory:
@@ -110,7 +106,6 @@ def trajectory_of(recording: Recording, action_set: ActionSet, end: End | None =
         num_windows_T=np.array([len(span) for span in windows], dtype=np.int64),
         next_values_D=following,
         terminated=end.terminated,
-        num_unrewarded_windows=sum(at not in rewards for span in windows for at in span),
     )
 
 
@@ -153,7 +148,7 @@ class _RecordedPolicy:
         if action is None:
             return situation.base._replace(carry=carry)
         if action.logprobs is not None:
-            self.seen[window] = SampledDecision(situation.inputs_DI, action, carry)
+            self.seen[window] = SampledDecision(situation.inputs_DI, action)
         return Decision(action.allocation, carry=action.carry)
 
 

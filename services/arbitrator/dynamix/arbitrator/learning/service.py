@@ -1,13 +1,12 @@
 """The learner's service: waits until generations are over, learns from them in a process, stores new versions."""
 
 import asyncio
-import functools
 import math
 import multiprocessing
 import os
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from typing import Annotated, Literal, ParamSpec, TypeVar
+from typing import Annotated, Literal, TypeVar, TypeVarTuple
 
 import msgspec
 from msgspec import Meta
@@ -32,15 +31,14 @@ from dynamix.schemas.streams import JOBS
 from dynamix.schemas.subjects import check_token
 
 from . import updating
-from .collecting import Collected, collect
-from .generations import Finished, Generations
+from .collecting import Collected, Finished, Generations, collect
 from .rollout import Recording
 from .updating import Lesson, Outcome
 
 NUM_KEPT_UPDATES = 4
 """Lessons for so many updates are kept while nothing can be stored on the bus."""
 
-P = ParamSpec("P")
+A = TypeVarTuple("A")
 R = TypeVar("R")
 
 
@@ -122,16 +120,12 @@ class _Learner:
         elif (shipped := shipped_policy(name)) is not None:
             self._take(SHIPPED_VERSION, shipped)
         else:
-            settings = self._settings
-            content = await self._in_process(
-                updating.first_version,
-                name,
-                settings.action_set,
-                settings.objective,
-                settings.seed,
-                settings.reward_formula,
+            new = self._settings
+            await self._put(
+                await self._in_process(
+                    updating.first_version, name, new.action_set, new.objective, new.seed, new.reward_formula
+                )
             )
-            await self._put(content)
 
     async def _on_job(self, message: BusMessage) -> None:
         try:
@@ -163,14 +157,14 @@ class _Learner:
 
     def _is_wanted(self, finished: Finished, recording: Recording) -> bool:
         behind = self._version - max((action.policy_version for action in recording.actions), default=0)
-        if not recording.actions or not 0 <= behind <= self._settings.max_staleness:
-            self._context.count("generations_left_out")
-            self._context.log.info("left out", generation=finished.name, versions_behind=behind)
-            return False
+        usable = recording.actions and 0 <= behind <= self._settings.max_staleness
         foreign = updating.foreign_formulas(self._metadata, recording)
-        if not foreign or self._settings.rewards == "any":
+        if usable and (not foreign or self._settings.rewards == "any"):
             return True
         self._context.count("generations_left_out")
+        if not usable:
+            self._context.log.info("left out", generation=finished.name, versions_behind=behind)
+            return False
         self._context.count("generations_of_other_rewards")
         self._context.log.warning(
             "left out: rewards of another formula than the policy's; set DYNAMIX_REWARD_FORMULA of the reward service, "
@@ -246,15 +240,13 @@ class _Learner:
         found = reward_signatures(self._returns)
         if (unexplained := value_signature(self._explained)) is not None:
             found.append(unexplained)
+        policy, episode = self._settings.policy, len(self._returns)
         for finding in found:
             if finding.signature not in self._signatures:
-                event = finding.event(
-                    job=self._settings.policy, generation=0, window=len(self._returns), service="learner"
-                )
+                event = finding.event(job=policy, generation=0, window=episode, service="learner")
                 await self._context.bus.publish(event)
         self._signatures = {finding.signature for finding in found}
 
-    async def _in_process(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    async def _in_process(self, work: Callable[[*A], R], *args: *A) -> R:
         """Run in the process that has torch: an update takes seconds and must not delay the heartbeat."""
-        call = functools.partial(work, *args, **kwargs)
-        return await asyncio.get_running_loop().run_in_executor(self._executor, call)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work, *args)

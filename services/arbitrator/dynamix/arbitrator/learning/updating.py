@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from dynamix.arbitrator.learned.actions import ActionSetName
-from dynamix.arbitrator.learned.policy_file import PolicyFile, PolicyFileError, PolicyMetadata
+from dynamix.arbitrator.learned.policy_file import PolicyFile, PolicyMetadata
 from dynamix.arbitrator.learned.ppo_settings import Objective, PPOSettings
 from dynamix.runtime.die_with_parent import begin_worker
 
@@ -70,31 +70,22 @@ def update(content: bytes, lessons: Sequence[Lesson]) -> Outcome:
             refused.append(str(error))
     if not trajectories:
         return Outcome(None, [], float("nan"), 0.0, refused)
-    agent = Agent.of(file)
+    agent, names = Agent.of(file), [lesson.name for lesson in used]
     try:
         learned = agent.learn(trajectories)
-    except (ArithmeticError, RuntimeError, ValueError) as error:  # torch's for numbers that are too large
-        return _refused(used, refused, error)
-    names = (*file.metadata.learned_from, *(lesson.name for lesson in used))
-    version = agent.file(
-        parent=file.digest,
-        learned_from=names[-MAX_REMEMBERED:],
-        reward_formula=formula_after(file.metadata, [lesson.recording for lesson in used]),
-        reward_weights={},  # rewards on the bus name their formula, not its weights
-        scores={},
-    ).to_bytes()
-    try:
+        version = agent.file(
+            parent=file.digest,
+            learned_from=(*file.metadata.learned_from, *names)[-MAX_REMEMBERED:],
+            reward_formula=formula_after(file.metadata, [lesson.recording for lesson in used]),
+            reward_weights={},  # rewards on the bus name their formula, not its weights
+            scores={},
+        ).to_bytes()
         PolicyFile.from_bytes(version, "what an update made")
-    except PolicyFileError as error:
-        return _refused(used, refused, error)
+    except (ArithmeticError, RuntimeError, ValueError) as error:  # torch's for numbers that are too large
+        # no version: learning from these must not end the learner, again after each restart
+        return Outcome(None, [], float("nan"), 0.0, [*refused, f"{', '.join(names)}: {error}"])
     returns = [trajectory.total_reward for trajectory in trajectories]
     return Outcome(version, returns, learned.explained_variance, learned.stats.approx_kl, refused)
-
-
-def _refused(lessons: Sequence[Lesson], others: Sequence[str], error: Exception) -> Outcome:
-    """No version: learning from these cannot be done, and must not end the learner, again after each restart."""
-    names = ", ".join(lesson.name for lesson in lessons)
-    return Outcome(None, [], float("nan"), 0.0, [*others, f"{names}: {error}"])
 
 
 def foreign_formulas(metadata: PolicyMetadata, recording: Recording) -> list[str]:
