@@ -14,18 +14,15 @@ publish, encoding  `Bus.publish_soon`, which also encodes the message and builds
 
 import asyncio
 import itertools
-import statistics
 import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
 from bench.harness.broker import broker_with_bus, raw_client, run_with_uvloop
-from bench.harness.command import BenchmarkReport, benchmark_parser, run_benchmark
-from bench.harness.paired import ratios
+from bench.harness.command import BenchmarkReport, Target, benchmark_parser, run_benchmark
 from bench.harness.rounds import Rounds, Timed
-from bench.harness.tables import aligned
-from bench.harness.targets import Target
+from bench.harness.tables import formatted
 from bench.messages.load import Load, Parcel, parcel
 from bench.messages.nodes import RANKS_PER_NODE, job_of
 from bench.messages.readers import read_raw, read_with_bus
@@ -42,6 +39,15 @@ CONSUMED_PER_PUBLISHED = 2
 """Consuming is faster: with twice as many its runs are about as long."""
 TARGET = 0.6
 FLUSH_S = 60.0
+
+COLUMNS = {
+    "": "{name}",
+    "ours/s": "{ours_per_s:.0f}",
+    "raw/s": "{raw_per_s:.0f}",
+    "ratio": "{ratio:.2f}",
+    "range": "{ratio_min:.2f}-{ratio_max:.2f}",
+    "CPU us ours/raw": "{ours_cpu_us:.1f} / {raw_cpu_us:.1f}",
+}
 
 Arm = Callable[[], Awaitable[None]]
 
@@ -118,12 +124,11 @@ async def compare(  # noqa: PLR0917 - a row of a table
         with Timed(num_messages) as done:
             await (ours if arm == "ours" else raw)()
         rounds.record(done.timing)
-    rates = {arm: [timing.per_s for timing in timings] for arm, timings in rounds.timings.items()}
     row: dict[str, Any] = {"name": name, "num_messages": num_messages, "target": target}
-    for arm, timings in rounds.timings.items():
-        row[f"{arm}_per_s"] = statistics.median(rates[arm])
-        row[f"{arm}_cpu_us"] = statistics.median(timing.cpu_us for timing in timings)
-    return row | ratios(rates["ours"], rates["raw"])
+    per_s, cpu_us = rounds.medians("per_s"), rounds.medians("cpu_us")
+    for arm in per_s:
+        row |= {f"{arm}_per_s": per_s[arm], f"{arm}_cpu_us": cpu_us[arm]}
+    return row | rounds.ratios("per_s")
 
 
 async def measure(num_pairs: int, num_messages: int) -> BenchmarkReport:
@@ -142,32 +147,16 @@ async def measure(num_pairs: int, num_messages: int) -> BenchmarkReport:
     targets = [
         Target(name=f"{row['name']}, ratio", value=row["ratio"], at_least=TARGET) for row in rows if row["target"]
     ]
-    return BenchmarkReport({**sizes, "comparisons": rows}, text_of(sizes, rows), targets)
-
-
-def text_of(sizes: dict[str, Any], rows: list[dict[str, Any]]) -> str:
-    """The table."""
-    cells = [
-        [
-            row["name"],
-            f"{row['ours_per_s']:.0f}",
-            f"{row['raw_per_s']:.0f}",
-            f"{row['ratio']:.2f}",
-            f"{row['ratio_min']:.2f}-{row['ratio_max']:.2f}",
-            f"{row['ours_cpu_us']:.1f} / {row['raw_cpu_us']:.1f}",
-        ]
-        for row in rows
-    ]
-    title = f"state of {sizes['num_ranks']} ranks, {sizes['message_bytes']} bytes; {sizes['retries']} retries\n"
-    return title + aligned(["", "ours/s", "raw/s", "ratio", "range", "CPU us ours/raw"], cells)
+    title = f"state of {RANKS_PER_NODE} ranks, {sizes['message_bytes']} bytes; {sizes['retries']} retries\n"
+    return BenchmarkReport({**sizes, "comparisons": rows}, title + formatted(rows, COLUMNS), targets)
 
 
 def main() -> int:
     """Run from the command line; exit code 1 when a target is missed."""
-    parser = benchmark_parser("bus", __doc__)
-    parser.add_argument("--pairs", type=int, default=9, help="pairs per comparison (default: %(default)s)")
-    parser.add_argument(
-        "--messages", type=int, default=NUM_MESSAGES, help="published per run (default: %(default)s); consumed: twice"
+    parser = benchmark_parser(
+        *("bus", __doc__),
+        ("--pairs", 9, "pairs per comparison"),
+        ("--messages", NUM_MESSAGES, "published per run; consumed are twice as many"),
     )
     options = parser.parse_args()
     if options.pairs < 1 or options.messages < 1:

@@ -105,10 +105,12 @@ def _text(rows: list[dict[str, Any]], num_rounds: int) -> str:
 
 def main() -> int:
     """Run the rounds, print the table; 1 when a test failed."""
-    parser = benchmark_parser("faults", __doc__)
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="each with its own seed (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="of the first round (default: %(default)s)")
-    parser.add_argument("--workers", type=int, default=WORKERS, help="tests at a time (default: %(default)s)")
+    parser = benchmark_parser(
+        *("faults", __doc__),
+        ("--rounds", ROUNDS, "each with its own seed"),
+        ("--seed", 1, "of the first round"),
+        ("--workers", WORKERS, "tests at a time"),
+    )
     parser.add_argument("--faults", choices=("quick", "full"), default="full", help="how much of each fault")
     parser.add_argument("pytest", nargs="*", metavar="ARGUMENT", help="more for pytest, after --")
     options = parser.parse_args()

@@ -10,17 +10,14 @@ get  `Bus.objects.get` against `ObjectStore.get` of the same stored object.
 
 import itertools
 import os
-import statistics
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from bench.harness.broker import broker_with_bus, raw_client, run_with_uvloop
-from bench.harness.command import BenchmarkReport, benchmark_parser, run_benchmark
-from bench.harness.paired import ratios
+from bench.harness.command import BenchmarkReport, Target, benchmark_parser, run_benchmark
 from bench.harness.rounds import Rounds, Timed, Timing
-from bench.harness.tables import aligned
-from bench.harness.targets import Target
+from bench.harness.tables import formatted
 from nats.js.object_store import ObjectStore
 
 from dynamix.runtime.bus import Bus
@@ -31,6 +28,13 @@ MB = 1 << 20
 TARGET = 1.0
 """Ours must never be slower."""
 OURS, THEIRS = "ours", "nats_py"
+COLUMNS = {
+    "": "{name} {size_mb} MB",
+    "ours MB/s": "{ours_mb_per_s:.0f}",
+    "nats-py MB/s": "{nats_py_mb_per_s:.0f}",
+    "ratio": "{ratio:.2f}",
+    "range": "{ratio_min:.2f}-{ratio_max:.2f}",
+}
 
 
 class ObjectArms:
@@ -67,9 +71,8 @@ class ObjectArms:
         rounds = Rounds((OURS, THEIRS), num_pairs, label=f"{name} {size_mb} MB")
         for arm in rounds:
             rounds.record(await (self.put if name == "put" else self.get)(arm, data))
-        rates = {arm: [timing.per_s for timing in timings] for arm, timings in rounds.timings.items()}
-        medians = {f"{arm}_mb_per_s": statistics.median(found) for arm, found in rates.items()}
-        return {"name": name, "size_mb": size_mb, "target": TARGET} | medians | ratios(rates[OURS], rates[THEIRS])
+        medians = {f"{arm}_mb_per_s": median for arm, median in rounds.medians("per_s").items()}
+        return {"name": name, "size_mb": size_mb, "target": TARGET} | medians | rounds.ratios("per_s")
 
 
 async def measure(num_pairs: int, sizes_mb: Sequence[int]) -> BenchmarkReport:
@@ -85,28 +88,14 @@ async def measure(num_pairs: int, sizes_mb: Sequence[int]) -> BenchmarkReport:
     targets = [
         Target(name=f"{row['name']} {row['size_mb']} MB, ratio", value=row["ratio"], at_least=TARGET) for row in rows
     ]
-    return BenchmarkReport({"retries": retries, "comparisons": rows}, f"{retries} retries\n{table_of(rows)}", targets)
-
-
-def table_of(rows: list[dict[str, Any]]) -> str:
-    """The table."""
-    cells = [
-        [
-            f"{row['name']} {row['size_mb']} MB",
-            f"{row['ours_mb_per_s']:.0f}",
-            f"{row['nats_py_mb_per_s']:.0f}",
-            f"{row['ratio']:.2f}",
-            f"{row['ratio_min']:.2f}-{row['ratio_max']:.2f}",
-        ]
-        for row in rows
-    ]
-    return aligned(["", "ours MB/s", "nats-py MB/s", "ratio", "range"], cells)
+    return BenchmarkReport(
+        {"retries": retries, "comparisons": rows}, f"{retries} retries\n{formatted(rows, COLUMNS)}", targets
+    )
 
 
 def main() -> int:
     """Run from the command line; exit code 1 when a target is missed."""
-    parser = benchmark_parser("objects", __doc__)
-    parser.add_argument("--pairs", type=int, default=5, help="pairs per comparison (default: %(default)s)")
+    parser = benchmark_parser("objects", __doc__, ("--pairs", 5, "pairs per comparison"))
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES_MB, metavar="MB", help="(default: 1 8 32)")
     options = parser.parse_args()
     if options.pairs < 1 or not all(1 <= size <= 64 for size in options.sizes):

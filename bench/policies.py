@@ -12,9 +12,8 @@ import time
 from typing import Any
 
 import numpy as np
-from bench.harness.command import BenchmarkReport, benchmark_parser, run_benchmark
+from bench.harness.command import BenchmarkReport, Target, benchmark_parser, run_benchmark
 from bench.harness.tables import aligned
-from bench.harness.targets import Target
 from bench.messages.nodes import job_of
 
 from dynamix.arbitrator.learned import forward
@@ -37,8 +36,7 @@ LEARNED: dict[str, ActionSetName] = {"ppo": "global", "ppo-paper": "deltas"}
 
 def main() -> int:
     """Measure, print a table, write JSON; 1 when a policy misses the target."""
-    parser = benchmark_parser("policies", __doc__)
-    parser.add_argument("--repeats", type=int, default=20, help="decisions timed per policy and size")
+    parser = benchmark_parser("policies", __doc__, ("--repeats", 20, "decisions timed per policy and size"))
     options = parser.parse_args()
     return run_benchmark("policies", options, lambda: measure(options.repeats))
 

@@ -12,10 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.harness.command import BenchmarkReport, benchmark_parser, run_benchmark
+from bench.harness.command import BenchmarkReport, Target, benchmark_parser, run_benchmark
 from bench.harness.rounds import Timed
-from bench.harness.tables import aligned
-from bench.harness.targets import Target
+from bench.harness.tables import formatted
 from bench.messages.recording import write_recording
 
 from dynamix.recording.capture import records
@@ -24,14 +23,17 @@ from dynamix.recording.replay import OtherPolicy, ReplayRequest, ReplayTarget, r
 TARGET = 50.0
 """Times real time, of every service."""
 REPEATS = 3
+COLUMNS = {"into": "{into}", "seconds": "{wall_s:.2f}", "x real time": "{times_real_time:.1f}", "equal": "{equal}"}
 
 
 def main() -> int:
     """Measure, print a table, write JSON; 1 when a target is missed, or a replay is not equal."""
-    parser = benchmark_parser("replay", __doc__)
-    parser.add_argument("--workers", type=int, default=1000, help="ranks, eight to a node (default: %(default)s)")
-    parser.add_argument("--windows", type=int, default=120, help="one a second (default: %(default)s)")
-    parser.add_argument("--policy", default="rule", help="which decided (default: %(default)s)")
+    parser = benchmark_parser(
+        *("replay", __doc__),
+        ("--workers", 1000, "ranks, eight to a node"),
+        ("--windows", 120, "one a second"),
+        ("--policy", "rule", "which decided"),
+    )
     options = parser.parse_args()
     return run_benchmark("replay", options, lambda: measure(options.workers, options.windows, options.policy))
 
@@ -43,7 +45,6 @@ def measure(num_workers: int, num_windows: int, policy: str) -> BenchmarkReport:
         write_recording(path, num_workers=num_workers, num_windows=num_windows, policy=policy)
         rows = [row(name, arm) for name, arm in arms(path).items()]
         size_mb = path.stat().st_size / 1e6
-    cells = [[one["into"], f"{one['wall_s']:.2f}", f"{one['times_real_time']:.1f}", str(one["equal"])] for one in rows]
     title = f"{num_workers} workers, {num_windows} windows, {size_mb:.1f} MB\n"
     return BenchmarkReport(
         {
@@ -54,7 +55,7 @@ def measure(num_workers: int, num_windows: int, policy: str) -> BenchmarkReport:
             "target_times_real_time": TARGET,
             "replays": rows,
         },
-        title + aligned(["into", "seconds", "x real time", "equal"], cells),
+        title + formatted(rows, COLUMNS),
         [Target(name=f"{one['into']}, x real time", value=one["times_real_time"], at_least=TARGET) for one in rows],
         [f"{one['into']}: not equal" for one in rows if not one["equal"]],
     )

@@ -10,17 +10,14 @@ steered       as the first, with collector, reward and arbitrator as functions u
               keeps the global batch
 """
 
-import statistics
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from bench.harness.command import BenchmarkReport, benchmark_parser, run_benchmark
-from bench.harness.paired import ratios
+from bench.harness.command import BenchmarkReport, Target, benchmark_parser, run_benchmark
 from bench.harness.rounds import Rounds, Timed
-from bench.harness.tables import aligned
-from bench.harness.targets import Target
+from bench.harness.tables import formatted
 from torch import nn
 
 from dynamix.arbitrator.policies.registry import policy_named
@@ -36,6 +33,15 @@ LOCAL_BATCH_SIZE = 64
 NUM_SAMPLES = 50_000
 TARGET_STEPS_PER_S = 350.0
 FAR_S = 1e9
+COLUMNS = {
+    "": "{name}",
+    "ours": "{steps_per_s:.0f}",
+    "plain": "{plain_steps_per_s:.0f}",
+    "ours/CPU": "{steps_per_cpu_s:.0f}",
+    "plain/CPU": "{plain_steps_per_cpu_s:.0f}",
+    "ratio": "{ratio:.2f}",
+    "range": "{ratio_min:.2f}-{ratio_max:.2f}",
+}
 
 Arm = Callable[[int], None]
 
@@ -121,13 +127,15 @@ def compare(name: str, arm: Arm, raw: Arm, *, num_pairs: int, num_steps: int) ->
         with Timed(num_steps) as done:
             (arm if which == "ours" else raw)(num_steps)
         rounds.record(done.timing)
-    row: dict[str, Any] = {"name": name}
-    for which, prefix in (("ours", ""), ("plain", "plain_")):
-        timings = rounds.timings[which]
-        row[f"{prefix}steps_per_s"] = statistics.median(timing.per_s for timing in timings)
-        row[f"{prefix}steps_per_cpu_s"] = statistics.median(timing.per_cpu_s for timing in timings)
-    per_cpu_s = {which: [timing.per_cpu_s for timing in timings] for which, timings in rounds.timings.items()}
-    return row | ratios(per_cpu_s["ours"], per_cpu_s["plain"])
+    per_s, per_cpu_s = rounds.medians("per_s"), rounds.medians("per_cpu_s")
+    return {
+        "name": name,
+        "steps_per_s": per_s["ours"],
+        "steps_per_cpu_s": per_cpu_s["ours"],
+        "plain_steps_per_s": per_s["plain"],
+        "plain_steps_per_cpu_s": per_cpu_s["plain"],
+        **rounds.ratios("per_cpu_s"),
+    }
 
 
 def measure(num_pairs: int, num_steps: int) -> BenchmarkReport:
@@ -150,29 +158,16 @@ def measure(num_pairs: int, num_steps: int) -> BenchmarkReport:
         for row in rows
         if row["target"]
     ]
-    return BenchmarkReport({"workload": WORKLOAD, **sizes, "comparisons": rows}, title + table_of(rows), targets)
-
-
-def table_of(rows: list[dict[str, Any]]) -> str:
-    """The table."""
-    rates = ("steps_per_s", "plain_steps_per_s", "steps_per_cpu_s", "plain_steps_per_cpu_s")
-    cells = [
-        [
-            row["name"],
-            *(f"{row[rate]:.0f}" for rate in rates),
-            f"{row['ratio']:.2f}",
-            f"{row['ratio_min']:.2f}-{row['ratio_max']:.2f}",
-        ]
-        for row in rows
-    ]
-    return aligned(["", "ours", "plain", "ours/CPU", "plain/CPU", "ratio", "range"], cells)
+    return BenchmarkReport(
+        {"workload": WORKLOAD, **sizes, "comparisons": rows}, title + formatted(rows, COLUMNS), targets
+    )
 
 
 def main() -> int:
     """Run from the command line; exit code 1 when a target is missed."""
-    parser = benchmark_parser("virtual", __doc__)
-    parser.add_argument("--pairs", type=int, default=7, help="pairs per comparison (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=500, help="steps per run (default: %(default)s)")
+    parser = benchmark_parser(
+        "virtual", __doc__, ("--pairs", 7, "pairs per comparison"), ("--steps", 500, "steps per run")
+    )
     options = parser.parse_args()
     if options.pairs < 1 or options.steps < 1:
         parser.error("--pairs and --steps must be at least 1")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 from bench.cluster.plan import Arm, ClusterPlan
-from bench.harness.paired import median_of
+from bench.harness.rounds import median_of
 
 from dynamix.collector.procfs.proc import NamespaceTraffic
 from dynamix.schemas.features import RANK_INDEX, state_of, unpack_ranks

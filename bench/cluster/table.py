@@ -18,7 +18,7 @@ from bench.cluster.plan import Arm, ClusterPlan
 from bench.cluster.runner import run_all
 from bench.cluster.summary import ClusterResult, missed
 from bench.harness.command import BenchmarkReport, run_benchmark
-from bench.harness.paired import median_of
+from bench.harness.rounds import median_of
 from bench.harness.tables import markdown
 from bench.hosts import HostsError
 

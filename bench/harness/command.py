@@ -1,4 +1,4 @@
-"""The command line of a benchmark: arguments, table, JSON with the environment, figure and exit code."""
+"""The command line of a benchmark: arguments, table, targets, JSON with the environment, figure and exit code."""
 
 import argparse
 import json
@@ -9,19 +9,43 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 from dynamix.cli.output import json_path, output_path
 from dynamix.lab.experiments.episodes.provenance import versions
 from dynamix.runtime import output_files
 from dynamix.runtime.output_files import PNG
 
-from .targets import Target
-
 MISSED, CANNOT_RUN, INTERRUPTED = 1, 2, 130
 """Exit codes: a target is missed; nothing could be measured; Ctrl-C, as shells have it."""
+
+Option = tuple[str, str | float, str]
+"""Flag, default value, whose type is that of all values, and meaning."""
 
 
 class BenchmarkError(RuntimeError):
     """Nothing could be measured; the text says why and what to change."""
+
+
+class Target(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One figure with its limit; exactly one of the two limits is given. A figure that is unknown or NaN misses it."""
+
+    name: str
+    value: float | None
+    at_most: float | None = None
+    at_least: float | None = None
+
+    @property
+    def met(self) -> bool:
+        """Whether the figure keeps the limit."""
+        if self.value is None:
+            return False
+        return self.value <= self.at_most if self.at_most is not None else self.value >= (self.at_least or 0.0)
+
+    def __str__(self) -> str:
+        value = "-" if self.value is None else f"{self.value:,.4g}"
+        sign, limit = ("<=", self.at_most) if self.at_most is not None else (">=", self.at_least)
+        return f"{self.name}: {value}, target {sign} {limit:g} {'met' if self.met else 'MISSED'}"
 
 
 class BenchmarkReport(NamedTuple):
@@ -36,11 +60,15 @@ class BenchmarkReport(NamedTuple):
     draw: Callable[[Path], None] | None = None
 
 
-def benchmark_parser(name: str, description: str | None, *, has_figure: bool = False) -> argparse.ArgumentParser:
-    """Parser of `python -m bench.NAME` with `--json`, `--no-targets` and, where there is a figure, `--png`."""
+def benchmark_parser(
+    name: str, description: str | None, *options: Option, has_figure: bool = False
+) -> argparse.ArgumentParser:
+    """Parser of `python -m bench.NAME` with these options, `--json`, `--no-targets` and, with a figure, `--png`."""
     parser = argparse.ArgumentParser(
         prog=f"python -m bench.{name}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    for option, default, meaning in options:
+        parser.add_argument(option, type=type(default), default=default, help=f"{meaning} (default: %(default)s)")
     parser.add_argument(
         "--json", metavar="FILE", type=json_path(make_parents=True), help="write the figures here; - is standard output"
     )
@@ -69,48 +97,35 @@ def run_benchmark(
         return CANNOT_RUN
     except KeyboardInterrupt:
         return INTERRUPTED
-    found = environment(load_before)
-    if options.json != "-":
-        print(f"\n{report.text}\n\n{_environment_text(found)}")
-        print("\n".join(map(str, report.targets)))
-    targets = [target.as_json() for target in report.targets]
-    write_json({**found, **report.figures, "targets": targets}, options.json)
-    if report.draw is not None and getattr(options, "png", None):
+    machine = _machine([load_before, os.getloadavg()[0]])
+    targets = [{**msgspec.to_builtins(target), "met": target.met} for target in report.targets]
+    text = json.dumps({**machine, **report.figures, "targets": targets}, indent=2)
+    if options.json == "-":
+        print(text)
+    else:
+        print("\n".join(["", report.text, "", _text_of(machine), *map(str, report.targets)]))
+        if options.json:
+            output_files.write(Path(options.json), f"{text}\n".encode(), make_parents=True)
+    if report.draw is not None and options.png:
         report.draw(Path(options.png))
     missed = [*(target.name for target in report.targets if not target.met), *report.missed]
-    return exit_code(name, missed, options)
-
-
-def environment(load_before: float) -> dict[str, Any]:
-    """The machine and the versions that figures depend on."""
-    return {
-        "kernel": platform.release(),
-        "num_processors": os.cpu_count(),
-        "load_average": [load_before, os.getloadavg()[0]],
-        "versions": versions(),
-    }
-
-
-def _environment_text(found: dict[str, Any]) -> str:
-    before, after = found["load_average"]
-    packages = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    return (
-        f"{found['num_processors']} processors, kernel {found['kernel']}, load average {before:.1f} to {after:.1f}; "
-        f"{packages}"
-    )
-
-
-def write_json(figures: dict[str, Any], target: str | None) -> None:
-    """Write figures to a file, to standard output (`-`), or nowhere."""
-    if target == "-":
-        print(json.dumps(figures, indent=2))
-    elif target:
-        output_files.write(Path(target), (json.dumps(figures, indent=2) + "\n").encode(), make_parents=True)
-
-
-def exit_code(name: str, missed: Sequence[str], options: argparse.Namespace) -> int:
-    """`MISSED`, with a line on standard error, when a target was missed and targets count; else 0."""
     if not missed or options.no_targets:
         return 0
     sys.stderr.write(f"{name}: target missed: {', '.join(missed)}\n")
     return MISSED
+
+
+def _machine(load_average: list[float]) -> dict[str, Any]:
+    """The machine and the versions that figures depend on."""
+    return {
+        "kernel": platform.release(),
+        "num_processors": os.cpu_count(),
+        "load_average": load_average,
+        "versions": versions(),
+    }
+
+
+def _text_of(machine: dict[str, Any]) -> str:
+    packages = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    load = "load average {:.1f} to {:.1f}".format(*machine["load_average"])
+    return f"{machine['num_processors']} processors, kernel {machine['kernel']}, {load}; {packages}"

@@ -1,14 +1,24 @@
-"""Arms that are timed in rounds: each arm once per round, in random order, every second round mirrored."""
+"""Arms that are timed in rounds, and statistics over pairs of timings: the same round in two arms.
+
+Each arm runs once per round, in random order, every second round mirrored.
+"""
 
 import gc
 import random
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
 
 from dynamix.cli.progress import ProgressLine
 
+Values = npt.NDArray[np.float64]
+
 PROGRESS_EVERY_S = 5.0
+NUM_RESAMPLES = 10_000
 
 
 class Timing(NamedTuple):
@@ -106,3 +116,48 @@ class Rounds:
         """Keep the timing of the arm that is being run."""
         if self._is_judged:
             self.timings[self._arm].append(timing)
+
+    def medians(self, figure: str) -> dict[str, float]:
+        """Median of a figure of `Timing`, such as `per_s`, by arm."""
+        return {
+            arm: statistics.median(getattr(timing, figure) for timing in timings)
+            for arm, timings in self.timings.items()
+        }
+
+    def ratios(self, rate: str) -> dict[str, Any]:
+        """Median and range of the rounds' ratios of a rate of the first arm to that of the second."""
+        pairs = zip(*self.timings.values(), strict=True)
+        found = [getattr(ours, rate) / getattr(theirs, rate) for ours, theirs in pairs]
+        return {
+            "num_pairs": len(found),
+            "ratio": statistics.median(found),
+            "ratio_min": min(found),
+            "ratio_max": max(found),
+        }
+
+
+def difference(on: Values, off: Values) -> dict[str, Any]:
+    """What `on` takes more than `off`, in percent of the mean of `off`; both in seconds, one value per pair."""
+    percent = 100 * (on - off) / off.mean()
+    return {
+        "on_ms": 1000 * float(on.mean()),
+        "off_ms": 1000 * float(off.mean()),
+        "ratio": float(on.mean() / off.mean()),
+        "mean_percent": float(percent.mean()),
+        "median_percent": float(np.median(percent)),
+        "interval_percent": bootstrap_interval(percent),
+    }
+
+
+def bootstrap_interval(values: Values) -> list[float]:
+    """95 % interval of the mean, by resampling pairs with a fixed seed."""
+    from scipy.stats import bootstrap  # noqa: PLC0415 - a second, which each spawned process would pay, too
+
+    found = bootstrap((values,), np.mean, n_resamples=NUM_RESAMPLES, method="percentile", random_state=0)
+    return [float(found.confidence_interval.low), float(found.confidence_interval.high)]
+
+
+def median_of(values: Sequence[float | None]) -> float | None:
+    """Median of the known values; `None` when no value is known."""
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None

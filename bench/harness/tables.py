@@ -1,6 +1,7 @@
 """Tables: aligned columns for terminals, Markdown for documents, and the part of a document between two markers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 Cells = Sequence[str]
 
@@ -17,6 +18,11 @@ def aligned(headings: Cells, rows: Sequence[Cells]) -> str:
         for row in table
     )
     return "\n".join("  ".join(line).rstrip() for line in lines)
+
+
+def formatted(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> str:
+    """Aligned columns of named figures; `columns`: the format of a cell, such as `{ratio:.2f}`, by heading."""
+    return aligned([*columns], [[cell.format_map(row) for cell in columns.values()] for row in rows])
 
 
 def markdown(headings: Cells, rows: Sequence[Cells], *, num_left: int | None = None) -> str:

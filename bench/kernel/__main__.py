@@ -19,8 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.harness.command import BenchmarkError, BenchmarkReport, benchmark_parser, run_benchmark
-from bench.harness.targets import Target
+from bench.harness.command import BenchmarkError, BenchmarkReport, Target, benchmark_parser, run_benchmark
 from bench.hosts import HostsError
 from bench.kernel.arms import OFF, ON, Switch, compare_arms
 from bench.kernel.endpoints import Endpoints, endpoints

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from bench.harness.paired import Values, difference
-from bench.harness.rounds import Rounds, Timing
+from bench.harness.rounds import Rounds, Timing, Values, difference
 
 ON, OFF, PLACEBO, PLACEBO_2 = "on", "off", "placebo", "placebo 2"
 ARMS = (ON, OFF, PLACEBO, PLACEBO_2)

@@ -26,11 +26,10 @@ from typing import Any
 import msgspec
 import numpy as np
 from bench.harness.broker import broker_with_bus
-from bench.harness.command import BenchmarkError, BenchmarkReport, benchmark_parser, run_benchmark
-from bench.harness.paired import difference
-from bench.harness.part_timer import TimerClock
+from bench.harness.command import BenchmarkError, BenchmarkReport, Target, benchmark_parser, run_benchmark
+from bench.harness.part_timer import CLOCKS
+from bench.harness.rounds import difference
 from bench.harness.tables import aligned, number
-from bench.harness.targets import Target
 from bench.overhead.ranks import BLOCK_STEPS, LAUNCH, NUM_RANKS, OverheadPlan, RankTimings, run_rank
 from bench.overhead.training import HIDDEN, LOCAL_BATCH_SIZE, WINDOW_STEPS, make_model
 
@@ -44,7 +43,6 @@ from dynamix.schemas.streams import FEED
 
 TARGET_DIRECT_PERCENT = 1.0
 TARGET_PAIRED_PERCENT = 5.0
-WALL, CPU = TimerClock.WALL.value, TimerClock.CPU.value
 
 
 class Answerer:
@@ -147,7 +145,7 @@ def summarise(measured: RankTimings, plan: OverheadPlan) -> dict[str, Any]:
         "block_steps": BLOCK_STEPS,
         "launch_part": LAUNCH,
         **direct,
-        **{f"paired_{clock}": difference(on[:, at], off[:, at]) for at, clock in enumerate((WALL, CPU))},
+        **{f"paired_{clock}": difference(on[:, at], off[:, at]) for at, clock in enumerate(CLOCKS)},
     }
 
 
@@ -208,9 +206,9 @@ def _direct_rows(figures: dict[str, Any]) -> list[list[str]]:
 
 def main() -> int:
     """Measure, print, write; exit code 1 when a target is missed."""
-    parser = benchmark_parser("overhead", __doc__)
-    parser.add_argument("--pairs", type=int, default=240, help="pairs of blocks (default: %(default)s)")
-    parser.add_argument("--step-ms", type=float, default=50.0, help="length of a step (default: %(default)s)")
+    parser = benchmark_parser(
+        "overhead", __doc__, ("--pairs", 240, "pairs of blocks"), ("--step-ms", 50.0, "length of a step")
+    )
     parser.add_argument(
         "--model", choices=HIDDEN, default="small", help="27 k parameters as in the demo, or 0.4 M (default: small)"
     )

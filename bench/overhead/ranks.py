@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import torch
 import torch.distributed as dist
-from bench.harness.part_timer import PartTimer, TimerClock
+from bench.harness.part_timer import CLOCKS, PartTimer
 from bench.harness.rounds import Rounds, Timed, Timing
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -103,7 +103,7 @@ def _measure(plan: OverheadPlan, bus: BusSettings, *, is_quiet: bool) -> RankTim
     on, session = steered_arm(data, plan.hidden, pace_s, bus)
 
     def time_parts(number: int) -> None:
-        timer.clock = list(TimerClock)[number % len(TimerClock)]
+        timer.clock = list(CLOCKS)[number % len(CLOCKS)]
         _timed_block(on)
         timer.clock = None
 
@@ -118,7 +118,7 @@ def _measure(plan: OverheadPlan, bus: BusSettings, *, is_quiet: bool) -> RankTim
         rounds.record(_timed_block(on if arm == ON else off))
     session.close()
     here, elsewhere = (
-        {clock.value: _per_step(seconds, plan) for clock, seconds in by_clock.items()}
+        {clock: _per_step(seconds, plan) for clock, seconds in by_clock.items()}
         for by_clock in (timer.here, timer.elsewhere)
     )
     return RankTimings(rounds.timings[ON], rounds.timings[OFF], here, elsewhere)
@@ -144,5 +144,5 @@ def _agree_on_pace(data: TensorDataset, plan: OverheadPlan) -> float:
 
 def _per_step(seconds: dict[str, float], plan: OverheadPlan) -> dict[str, float]:
     """Seconds per step of our parts; each clock ran in every other block."""
-    num_steps = plan.num_pairs // len(TimerClock) * BLOCK_STEPS
+    num_steps = plan.num_pairs // len(CLOCKS) * BLOCK_STEPS
     return {part: total / num_steps for part, total in sorted(seconds.items()) if part not in NOT_OURS}

@@ -1,11 +1,8 @@
 """Ingest: reading as the arbitrator does, with our consumer and codec, against a raw pull of the same messages."""
 
 import asyncio
-import statistics
-from typing import NamedTuple
 
 from bench.harness.broker import raw_client
-from bench.harness.paired import ratios
 from bench.harness.rounds import Rounds, Timed
 from bench.messages.load import Load, parcel
 from bench.messages.nodes import job_of
@@ -23,20 +20,11 @@ JOB = "ingest-0a1b2c3d"
 OURS, RAW = "ours", "raw"
 
 
-class Ingest(NamedTuple):
-    """Medians over the pairs; rates in messages per second, CPU time of the reading process per message."""
+async def measure_ingest(plan: ScalePlan, bus: Bus, settings: BusSettings, num_messages: int) -> dict[str, float]:
+    """Store states of the plan's nodes, then read them in pairs.
 
-    ingest_vs_raw: float
-    ingest_per_s: float
-    raw_per_s: float
-    ingest_cpu_us: float
-    raw_cpu_us: float
-
-
-async def measure_ingest(
-    plan: ScalePlan, bus: Bus, settings: BusSettings, *, num_messages: int = NUM_MESSAGES
-) -> Ingest:
-    """Store states of the plan's nodes, then read them in pairs."""
+    Medians over the pairs: rates in messages per second, CPU time of the reading process per message.
+    """
     first, subject = await _store(plan, bus, num_messages), subjects.state(JOB, subjects.ANY)
     rounds = Rounds((OURS, RAW), NUM_PAIRS, label="ingest")
     async with raw_client(settings) as client:
@@ -47,15 +35,14 @@ async def measure_ingest(
                 else:
                     await read_raw(client, subject, num_messages, first=first)
             rounds.record(done.timing)
-    per_s = {arm: [timing.per_s for timing in timings] for arm, timings in rounds.timings.items()}
-    cpu_us = {arm: statistics.median(timing.cpu_us for timing in timings) for arm, timings in rounds.timings.items()}
-    return Ingest(
-        ingest_vs_raw=ratios(per_s[OURS], per_s[RAW])["ratio"],
-        ingest_per_s=statistics.median(per_s[OURS]),
-        raw_per_s=statistics.median(per_s[RAW]),
-        ingest_cpu_us=cpu_us[OURS],
-        raw_cpu_us=cpu_us[RAW],
-    )
+    per_s, cpu_us = rounds.medians("per_s"), rounds.medians("cpu_us")
+    return {
+        "ingest_vs_raw": rounds.ratios("per_s")["ratio"],
+        "ingest_per_s": per_s[OURS],
+        "raw_per_s": per_s[RAW],
+        "ingest_cpu_us": cpu_us[OURS],
+        "raw_cpu_us": cpu_us[RAW],
+    }
 
 
 async def _store(plan: ScalePlan, bus: Bus, num_messages: int) -> int:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from bench.harness.broker import broker_with_bus
 from bench.scale.generator import Published, ScaleError, generate
-from bench.scale.ingest import Ingest, measure_ingest
+from bench.scale.ingest import measure_ingest
 from bench.scale.latency import achieved_rate, kept_rate, latency_of, lateness_ms, publishing_ms
 from bench.scale.meter import MIB, Meter, cpu_seconds, rss_growth_bytes, wait_seconds
 from bench.scale.plan import WARM_UP_WINDOWS, ScalePlan
@@ -37,7 +37,7 @@ class _Observations(NamedTuple):
     published: Published
     watch: Watch
     meter: Meter
-    ingest: Ingest
+    ingest: dict[str, float]
     load_average: float
 
 
@@ -53,7 +53,7 @@ async def measure(plan: ScalePlan, *, ingest_messages: int) -> ScaleResult:
             meter = Meter({ARBITRATOR: arbitrator.pid, BROKER: server.pid})
             published = await _load(plan, server.settings, watch, meter)
             load_average = os.getloadavg()[0]
-        ingest = await measure_ingest(plan, bus, server.settings, num_messages=ingest_messages)
+        ingest = await measure_ingest(plan, bus, server.settings, ingest_messages)
     if not kept_rate(plan, published.sent):
         raise ScaleError(
             f"the generator did not keep its rate: asked {plan.rate:g} windows/s, achieved "
@@ -151,7 +151,7 @@ def _result(plan: ScalePlan, seen: _Observations) -> ScaleResult:
         actions_out_of_chain=watch.num_out_of_chain,
         late_states=watch.counters.get("late_states", 0),
         max_lag_windows=latency.max_lag_windows,
-        **ingest._asdict(),
+        **ingest,
         cpu_percent=100 * cpu_s / (end_s - begin_s),
         cpu_us_per_rank_window=1e6 * cpu_s / (plan.num_workers * plan.num_windows),
         rss_mb=samples[-1].rss_bytes / MIB,

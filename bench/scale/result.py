@@ -1,7 +1,7 @@
 """The figures of one measurement, and which targets they miss."""
 
 import msgspec
-from bench.harness.targets import Target
+from bench.harness.command import Target
 from bench.scale.plan import MEMORY_WARM_UP_S
 
 MAX_P95_MS = 100.0
