@@ -103,7 +103,7 @@ class _Run:
         return traffic
 
     def _traffic(self) -> list[NamespaceTraffic]:
-        return [host.traffic() for host in self._hosts]
+        return [host.namespace.traffic() for host in self._hosts]
 
     async def _follow(self, stream: str, wanted: list[str]) -> None:
         async with self._services.bus.consume(stream, wanted, start="all") as consumer:

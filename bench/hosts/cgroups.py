@@ -10,8 +10,7 @@ from pathlib import Path
 
 from dynamix.collector.ebpf.attachment import v2_mount
 
-from .commands import HostsError
-from .names import Name
+from .namespace import HostsError
 
 PERIOD_US = 20_000
 """Short, so that a throttled process stands still for milliseconds, not for tenths of a second."""
@@ -70,8 +69,8 @@ def find_hierarchies(mountinfo: Path = MOUNTINFO) -> Hierarchies:
 class Cgroup:
     """The cgroups of one host, made by `create`; processes join both."""
 
-    def __init__(self, hierarchies: Hierarchies, name: Name, index: int) -> None:
-        part = Path(str(name), str(index))
+    def __init__(self, hierarchies: Hierarchies, name: str, index: int) -> None:
+        part = Path(name, str(index))
         self._hierarchies = hierarchies
         self.unified = hierarchies.unified / part
         self._cpu = None if hierarchies.cpu is None else hierarchies.cpu / part

@@ -3,17 +3,14 @@
 import contextlib
 import subprocess
 import sys
-from collections.abc import Iterator
 from ipaddress import IPv4Interface, IPv4Network
 from pathlib import Path
 from typing import Self
 
 from .cgroups import Cgroup, find_hierarchies
-from .commands import HostsError, check_requirements
 from .host import Host
-from .names import Name
-from .namespace import Namespace
-from .removal import remove, remove_stale_programs
+from .namespace import HostsError, Namespace, check_requirements
+from .removal import Name, remove, remove_stale_programs
 
 NETWORK = IPv4Network("10.75.0.0/16")
 """Seen by these hosts alone: the machine's own network may use the same addresses."""
@@ -63,11 +60,9 @@ class Hosts(list[Host]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
+    def entered(self) -> contextlib.AbstractContextManager[None]:
         """Let the calling thread, and what it starts, live at `address`; its files and pids stay as they are."""
-        with self.switch.entered():
-            yield
+        return self.switch.entered()
 
     def close(self) -> None:
         """End what runs on the hosts, and wait until everything is removed.
@@ -112,7 +107,7 @@ class Hosts(list[Host]):
                 interface=IPv4Interface((NETWORK[2 + index], NETWORK.prefixlen)),
                 namespace=Namespace(f"{self.name}.{index}"),
                 switch=self.switch,
-                cgroup=Cgroup(hierarchies, self.name, index),
+                cgroup=Cgroup(hierarchies, str(self.name), index),
             )
             host.create(BRIDGE)
             host.set_cores(self._cores)

@@ -1,21 +1,73 @@
-"""A network namespace: commands and counters in it, and a thread that enters it for a while."""
+"""A network namespace: commands and counters in it, and a thread that enters it for a while.
+
+Made with `ip` and `tc` (iproute2); `nsenter` (util-linux) starts programs there.
+"""
 
 import contextlib
 import ctypes
 import os
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from dynamix.collector.procfs.proc import NamespaceTraffic, parse_net_dev, parse_snmp_retransmits
 
-from .commands import HostsError, run
-
 DIRECTORY = Path("/run/netns")
 """Where `ip netns` keeps a file for each."""
 
+PACKAGES = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux"}
+TIMEOUT_S = 20.0
 _CLONE_NEWNET = 0x40000000
-_OWN = "/proc/thread-self/ns/net"
+
+
+class HostsError(RuntimeError):
+    """Hosts could not be made, changed or removed; the text says what is missing and how to fix it."""
+
+
+def check_requirements() -> None:
+    """Make sure that this process may make hosts.
+
+    Raises:
+        HostsError: naming what is missing.
+    """
+    if os.geteuid() != 0:
+        raise HostsError(
+            f"hosts are made of network namespaces and cgroups, for which one must be root, not uid {os.geteuid()}: "
+            "use sudo, or a container with --privileged"
+        )
+    for program in PACKAGES:
+        program_path(program)
+
+
+def program_path(program: str) -> str:
+    """Where a program is.
+
+    Raises:
+        HostsError: when it is nowhere.
+    """
+    if found := shutil.which(program):
+        return found
+    raise HostsError(f"no {program} on PATH: apt-get install {PACKAGES[program]}")
+
+
+def _run(*command: str) -> str:
+    """Run a program; returns what it said.
+
+    Raises:
+        HostsError: when it fails, with its own words.
+    """
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise HostsError(f"{' '.join(command)}: {error}") from error
+    if done.returncode:
+        hint = ": the capabilities CAP_NET_ADMIN and CAP_SYS_ADMIN are needed" if "permitted" in done.stderr else ""
+        raise HostsError(f"{' '.join(command)} failed: {done.stderr.strip()}{hint}")
+    return done.stdout
 
 
 class Namespace(NamedTuple):
@@ -30,7 +82,7 @@ class Namespace(NamedTuple):
 
     def create(self) -> None:
         """Make it, with its loopback up. Raises HostsError, as all commands here."""
-        run("ip", "netns", "add", self.name)
+        _run("ip", "netns", "add", self.name)
         self.ip("link", "set", "lo", "up")
 
     def remove(self) -> None:
@@ -39,11 +91,11 @@ class Namespace(NamedTuple):
 
     def ip(self, *arguments: str) -> None:
         """Run `ip` in it."""
-        run("ip", "-n", self.name, *arguments)
+        _run("ip", "-n", self.name, *arguments)
 
     def tc(self, *arguments: str) -> None:
         """Run `tc` in it."""
-        run("tc", "-n", self.name, *arguments)
+        _run("tc", "-n", self.name, *arguments)
 
     def pids(self) -> list[int]:
         """The processes whose main thread is in it; none when it is gone."""
@@ -59,7 +111,7 @@ class Namespace(NamedTuple):
     def _run_if_known(self, *command: str) -> str:
         """Run a command about it; the janitor may remove it at any time."""
         try:
-            return run(*command)
+            return _run(*command)
         except HostsError:
             if self.path.exists():
                 raise
@@ -72,19 +124,12 @@ class Namespace(NamedTuple):
         Raises:
             OSError: when it may not, or the namespace is gone.
         """
-        before = os.open(_OWN, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            inside = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                _set_network(inside)
-            finally:
-                os.close(inside)
+        with Path("/proc/thread-self/ns/net").open("rb") as before, self.path.open("rb") as inside:
+            _set_network(inside.fileno())
             try:
                 yield
             finally:
-                _set_network(before)
-        finally:
-            os.close(before)
+                _set_network(before.fileno())
 
 
 def _set_network(descriptor: int) -> None:

@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 from bench.hosts import Host, Hosts, HostsError, Link
 from bench.hosts.cgroups import PERIOD_US, Cgroup, Hierarchies, find_hierarchies, v1_cpu_mount
-from bench.hosts.names import Name
 from bench.hosts.namespace import DIRECTORY
-from bench.hosts.removal import remove_stale_programs
+from bench.hosts.removal import Name, remove_stale_programs
 from tests.support.benches import ROOT
 from tests.support.brokers import until
 
@@ -161,9 +160,9 @@ def test_a_link_can_change_while_it_carries(pair: tuple[Host, Host]) -> None:
 @pytest.mark.bpf
 def test_a_short_queue_makes_tcp_retransmit_and_segments_are_counted(pair: tuple[Host, Host]) -> None:
     pair[1].set_link(Link.parse("50mbit", queue_limit_bytes=10_000))
-    before = pair[0].traffic()
+    before = pair[0].namespace.traffic()
     _, retransmits = send(*pair, 1_000_000)
-    after = pair[0].traffic()
+    after = pair[0].namespace.traffic()
     assert retransmits > 0
     assert after.retransmits - before.retransmits == retransmits
     assert after.tx_bytes - before.tx_bytes > 1_000_000
@@ -285,7 +284,7 @@ def test_a_link_becomes_tbf_with_a_burst_of_a_millisecond() -> None:
 
 
 def test_a_share_below_what_the_kernel_knows_is_refused(tmp_path: Path) -> None:
-    cgroup = Cgroup(Hierarchies(tmp_path, None), Name.make(), 0)
+    cgroup = Cgroup(Hierarchies(tmp_path, None), str(Name.make()), 0)
     with pytest.raises(HostsError, match=r"less than 0\.05"):
         cgroup.set_cores(0.01)
     with pytest.raises(HostsError, match="no cgroup hierarchy"):
@@ -308,11 +307,11 @@ def test_a_version_2_with_the_controller_is_used_for_both(tmp_path: Path) -> Non
 
 
 def test_with_version_2_alone_the_share_is_in_the_same_cgroup(tmp_path: Path) -> None:
-    name = Name.make()
+    name = str(Name.make())
     cgroup = Cgroup(Hierarchies(tmp_path, tmp_path), name, 1)
     cgroup.create()
-    assert cgroup.procs == (tmp_path / str(name) / "1" / "cgroup.procs",)
-    for directory in (tmp_path, tmp_path / str(name)):
+    assert cgroup.procs == (tmp_path / name / "1" / "cgroup.procs",)
+    for directory in (tmp_path, tmp_path / name):
         assert (directory / "cgroup.subtree_control").read_text() == "+cpu"
     cgroup.set_cores(0.4)
     assert (cgroup.unified / "cpu.max").read_text() == f"8000 {PERIOD_US}"

@@ -78,7 +78,7 @@ def test_retransmitted_segments_equal_the_kernels_statistics_on_each_host(hosts:
         ring = [pair(stack, hosts[rank], hosts[(rank + 1) % 3]) for rank in range(3)]
         hosts[1].set_link(LOSSY)
         stack.callback(hosts[1].set_link, None)
-        before = [host.traffic().retransmits for host in hosts]
+        before = [host.namespace.traffic().retransmits for host in hosts]
         threads = [threading.Thread(target=send, args=(client, server, MIB // 4)) for client, server in ring]
         for thread in threads:
             thread.start()
@@ -86,7 +86,9 @@ def test_retransmitted_segments_equal_the_kernels_statistics_on_each_host(hosts:
             thread.join()
         sockets_of = [[ring[rank][0], ring[rank - 1][1]] for rank in range(3)]
         counted = [retransmits(probe, ends) for ends in sockets_of]
-        assert counted == [host.traffic().retransmits - first for host, first in zip(hosts, before, strict=True)]
+        assert counted == [
+            host.namespace.traffic().retransmits - first for host, first in zip(hosts, before, strict=True)
+        ]
         assert counted[0] > 10, "the link must have lost something"
         assert counted[1] > 10
         assert [read(probe, server).received_bytes for _, server in ring] == [MIB // 4] * 3
@@ -110,10 +112,10 @@ def bytes_there_and_back(
     """What host 2 received and sent, by the probe and by its interface; `None` where segments were retransmitted."""
     with ExitStack() as stack:
         there, back = pair(stack, hosts[0], hosts[2]), pair(stack, hosts[2], hosts[0])
-        before = [host.traffic() for host in hosts]
+        before = [host.namespace.traffic() for host in hosts]
         for client, server in (there, back):
             send(client, server, num_bytes)
-        after = [host.traffic() for host in hosts]
+        after = [host.namespace.traffic() for host in hosts]
         if [traffic.retransmits for traffic in after] != [traffic.retransmits for traffic in before]:
             return None
         counted = read(probe, there[1]).received_bytes, read(probe, back[0]).acked_bytes
