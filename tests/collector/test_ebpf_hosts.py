@@ -58,16 +58,16 @@ def one_retransmission_each(hosts: Hosts, probe: SocketProbe, num_sockets: int) 
     with ExitStack() as stack:
         pairs = [pair(stack, sender, receiver) for _ in range(num_sockets)]
         clients = [client for client, _ in pairs]
-        before = sender.traffic().retransmits
+        before = sender.namespace.traffic().retransmits
         hosts.switch.ip("link", "set", receiver.port, "down")
         stack.callback(hosts.switch.ip, "link", "set", receiver.port, "up")
         for client in clients:
             client.sendall(b"x")
         deadline_s = time.monotonic() + TIMEOUT_S
-        while sender.traffic().retransmits - before < num_sockets and time.monotonic() < deadline_s:
+        while sender.namespace.traffic().retransmits - before < num_sockets and time.monotonic() < deadline_s:
             time.sleep(0.005)
         counted = retransmits(probe, clients)
-        if sender.traffic().retransmits - before != num_sockets:
+        if sender.namespace.traffic().retransmits - before != num_sockets:
             return None
         assert [read(probe, client).retransmits for client in clients] == [1] * num_sockets
         return counted
