@@ -36,8 +36,8 @@ PURE_CORES = {
         *(f"learning.{name}" for name in ("agent", "ppo", "rollout")),
     },
     "trainer": {
-        *("data.schedule", "data.split", "data.sampler", "gradient.noise", "measurement.rows"),
-        *("steering.offers", "steering.tracking", "steering.fast_loop"),
+        *("data.schedule", "data.sampler", "gradient.noise", "measurement.rows"),
+        *("steering.offers", "steering.tracking"),
     },
 }
 

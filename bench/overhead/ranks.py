@@ -20,8 +20,8 @@ from dynamix.trainer.gradient.learning_rate import LearningRateScaler
 from dynamix.trainer.gradient.time_slots import TimeSlots
 from dynamix.trainer.gradient.weighting import GradientHook
 from dynamix.trainer.measurement.clock import HostClock
-from dynamix.trainer.steering.fast_loop import FastLoop
 from dynamix.trainer.steering.steering import Steering
+from dynamix.trainer.steering.tracking import FastLoop
 
 from .training import WINDOW_STEPS, Step, made_data, plain_arm, steered_arm
 

@@ -13,7 +13,7 @@ from dynamix.lab.simulator.gradients import AutogradGradients, Gradients
 from dynamix.lab.simulator.perceptron import PerceptronGradients, gradients_of, is_perceptron
 from dynamix.lab.workloads import Data, Part, Workload, make_optimizer, workload_named
 from dynamix.trainer.data.sampler import StepPlan, epoch_order
-from dynamix.trainer.data.split import Counts
+from dynamix.trainer.data.schedule import Counts
 from dynamix.trainer.gradient.noise import NoiseSums
 
 MLP, CNN = workload_named("fashion-14-mlp"), workload_named("fashion-14-cnn")

@@ -18,8 +18,8 @@ from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode
 from dynamix.schemas.messages import Job
-from dynamix.trainer.wire import earlier_starts as history
-from dynamix.trainer.wire.earlier_starts import last_generation
+from dynamix.trainer import rendezvous as history
+from dynamix.trainer.rendezvous import last_generation
 
 
 async def _asked(settings: BusSettings, job: str = examples.JOB) -> int | None:

@@ -22,8 +22,7 @@ from dynamix.trainer.data.schedule import Schedule
 from dynamix.trainer.gradient.time_slots import TimeSlots
 from dynamix.trainer.measurement import clock as clock_module
 from dynamix.trainer.measurement.clock import HostClock
-from dynamix.trainer.steering.fast_loop import FastLoop
-from dynamix.trainer.steering.tracking import Tracker
+from dynamix.trainer.steering.tracking import FastLoop, Tracker
 
 HELD_FROM = 200
 SLOW_FROM = 300

@@ -104,7 +104,7 @@ def _close_or_forget(_rank: int) -> list[bool]:
     gone = []
     for closes in (True, False):
         session = _attached()
-        ours = weakref.ref(session._steering._collectives._group)
+        ours = weakref.ref(session._steering.collectives._group)
         if closes:
             session.close()
         else:

@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from dynamix.trainer.data.split import Counts
+from dynamix.trainer.data.schedule import Counts
 from dynamix.trainer.gradient.noise import NoiseAverage, NoiseMoments, NoiseSums, window_moments
 
 DIMENSIONS = 50

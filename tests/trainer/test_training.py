@@ -320,7 +320,7 @@ def _run_out_of_memory(rank: int, caps: Path) -> dict[str, Any]:
         offer(session, (30, 33))
         _train_step(session, model, optimizer, batch)
         sizes.append(session.local_batch_sizes)
-    offers = session._steering._adoption._offers
+    offers = session._steering.adoption._offers
     session.close()
     return {
         "bounds": session._run.identity.max_local_batch_sizes,

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from dynamix import trainer as dynamix
 from dynamix.schemas.messages import Message, Report
 from dynamix.trainer.data.sampler import StepPlan, epoch_order
-from dynamix.trainer.data.split import Counts
+from dynamix.trainer.data.schedule import Counts
 from dynamix.trainer.gradient.weighting import loss_factor
 
 NUM_SAMPLES = 1201

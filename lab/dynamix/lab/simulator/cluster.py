@@ -19,9 +19,8 @@ from dynamix.trainer.data.schedule import Schedule
 from dynamix.trainer.gradient.learning_rate import FACTORS, LearningRateScaler
 from dynamix.trainer.gradient.noise import NoiseAverage, window_moments
 from dynamix.trainer.measurement.rows import job_totals
-from dynamix.trainer.steering.fast_loop import FastLoop
 from dynamix.trainer.steering.offers import Offers, Terms
-from dynamix.trainer.steering.tracking import Tracker
+from dynamix.trainer.steering.tracking import FastLoop, Tracker
 
 from .clock import StepTiming, VirtualClock
 from .disturbances import Conditions, Disturbances

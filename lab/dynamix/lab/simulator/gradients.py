@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dynamix.lab.workloads import Part, Workload
 from dynamix.trainer.data.sampler import StepPlan
-from dynamix.trainer.data.split import Counts
+from dynamix.trainer.data.schedule import Counts
 from dynamix.trainer.gradient.noise import NoiseSums
 
 Array64 = npt.NDArray[np.float64]

@@ -33,7 +33,7 @@ from .steering.steering import Steering
 from .steering.window_end import WindowEnd
 from .wire.client import BusClient
 from .wire.loggers import Loggers, MetricLogger, find_loggers
-from .wire.transport import LocalTransport, Transport
+from .wire.transport import Transport
 
 SPARE_STEPS = 2
 """Steps by which an action is broadcast earlier than prefetching alone demands."""
@@ -163,8 +163,6 @@ def attach(
         times_split=hook is not None,
     )
     transport = _transport(connect, bus, met, environment)
-    adoption = Adoption(run, sampler, met.collectives, transport)
-    window_end = WindowEnd(run, meter, met.collectives, transport, metric_loggers)
     rule = FACTORS[learning_rate_rule]
     scaler = LearningRateScaler(
         optimizer, lambda: rule(run.schedule.counts_at(loader.position.step).total / options.base_global_batch_size)
@@ -173,7 +171,14 @@ def attach(
         run,
         loader=loader,
         meter=meter,
-        steering=Steering(run, window_end, adoption, clock=clock, collectives=met.collectives, transport=transport),
+        steering=Steering(
+            run=run,
+            window_end=WindowEnd(run, meter, met.collectives, transport, metric_loggers),
+            adoption=Adoption(run, sampler, met.collectives, transport),
+            clock=clock,
+            collectives=met.collectives,
+            transport=transport,
+        ),
         transport=transport,
         loggers=metric_loggers,
         hook=hook,
@@ -267,7 +272,7 @@ def _transport(
     """The way to the bus of a rank that speaks: the first of each node reports, rank 0 also listens."""
     place = met.place
     if place.local_rank != 0 or connect is False:
-        return LocalTransport()
+        return Transport()
     if bus is None:
         assert connect is not None, "without a connection of the caller's own the settings are the environment's"
         assert not isinstance(connect, BusSettings), "its settings are the bus"

@@ -25,7 +25,6 @@ class SessionCheckpoint(NamedTuple):
     job: str
     generation: int
     attempt: Attempt
-    data: DataIdentity
     position: Position
     world_size: int
     schedule: list[ScheduleEntry]
@@ -70,7 +69,6 @@ def parse(state: dict[str, Any], data: DataIdentity) -> SessionCheckpoint:
         job=state["job"],
         generation=state["generation"],
         attempt=Attempt(**state["attempt"]),
-        data=saved,
         position=Position(**state["position"]),
         world_size=state["world_size"],
         schedule=[ScheduleEntry(step, msgspec.convert(parts, Allocation)) for step, *parts in state["schedule"]],

@@ -1,13 +1,20 @@
 """The rendezvous when ranks attach: identities, places and options of all ranks, in one gather."""
 
+import asyncio
 import logging
+import threading
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from dynamix.runtime.bus import Bus
 from dynamix.runtime.settings import BusSettings, node_name
+from dynamix.schemas import subjects
+from dynamix.schemas.codec import decode
+from dynamix.schemas.messages import Job
+from dynamix.schemas.streams import JOBS
 
 from .data.sampler import DataIdentity
 from .job.identity import (
@@ -29,11 +36,12 @@ from .measurement.sockets import PeerSockets
 from .settings import Environment
 from .steering.collectives import Collectives
 from .wire.client import SERVICE
-from .wire.earlier_starts import last_generation
 
 NATS_PORT = 4222
 """Default port of a broker URL without one."""
 
+LOOKUP_S = 2.0
+"""The longest that attaching waits for the bus. Without a broker the refused connection is an answer."""
 
 _log = logging.getLogger("dynamix.trainer")
 
@@ -104,6 +112,37 @@ def _last_generation(job: str, environment: Environment, bus: BusSettings | None
     if bus is None or is_fresh(environment.shared.job, environment.launch):
         return None
     return last_generation(bus, job, name=f"{SERVICE}-{node_name(environment.shared)}")
+
+
+def last_generation(settings: BusSettings, job: str, *, name: str) -> int | None:
+    """The generation of the job's last start; `None` when there was none, or the bus does not answer in time.
+
+    In a thread of its own: the caller may run an event loop.
+    """
+    found: list[int] = []
+    thread = threading.Thread(target=_ask, args=(settings, job, name, found), name="dynamix bus look-up", daemon=True)
+    thread.start()
+    thread.join(LOOKUP_S)
+    return found[0] if found else None
+
+
+def _ask(settings: BusSettings, job: str, name: str, found: list[int]) -> None:
+    try:
+        generation = asyncio.run(_look_up(settings, job, name))
+    except Exception as error:  # noqa: BLE001 - whatever is wrong with the bus, training begins without an answer
+        _log.info("cannot ask the bus for earlier starts of %s: %s: %s", job, type(error).__name__, error)
+    else:
+        found += [] if generation is None else [generation]
+
+
+async def _look_up(settings: BusSettings, job: str, name: str) -> int | None:
+    async with asyncio.timeout(LOOKUP_S):
+        bus = await Bus.connect(settings, name=name, wait=False)
+        try:
+            message = await bus.last(JOBS.name, subjects.job(job))
+        finally:
+            await bus.close()
+    return None if message is None else decode(Job, message.subject, message.payload).generation
 
 
 def _warn_of_several_nodes(identity: JobIdentity) -> None:

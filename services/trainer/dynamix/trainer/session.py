@@ -1,6 +1,7 @@
 """The session: what the user's training loop calls."""
 
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
@@ -17,7 +18,7 @@ from .data.sampler import StepPlan
 from .gradient.learning_rate import Handle
 from .gradient.weighting import NOT_MEASURED, GradientHook, loss_factor
 from .job.memory_caps import OUT_OF_MEMORY, MemoryCaps
-from .job.shutdown import error_of_script, reason_after
+from .job.reporting import reason_after
 from .measurement.clock import StepTimes
 from .measurement.meter import RankMeter, Scalar
 from .steering.run import Run
@@ -276,7 +277,7 @@ class Session:
         self._closed = True
         for handle in self._optimizer_hooks:
             handle.remove()
-        self._steering.leave_group()
+        self._steering.collectives.close()
         self._leave.detach()
         self._loggers.close(self._exit_rules.close_timeout_s)
         self._transport.close(self._exit_rules.close_timeout_s)
@@ -297,7 +298,8 @@ def _weakly(method: Callable[P, None]) -> Callable[P, None]:
 
 def _leave(steering: Steering, transport: Transport, loggers: Loggers, rules: ExitRules) -> None:
     """End a session that was not closed: when it is garbage-collected, or at the end of the process."""
-    steering.end(reason_after(error_of_script(), may_restart=rules.may_restart))
-    steering.leave_group()
+    error = getattr(sys, "last_value", None)  # what ends the process, as far as the interpreter has noted one
+    steering.end(reason_after(error, may_restart=rules.may_restart))
+    steering.collectives.close()
     loggers.close(rules.close_timeout_s)
     transport.close(rules.close_timeout_s)

@@ -1,8 +1,8 @@
 """Data: which samples this rank uses in each step, whatever the batch sizes do.
 
 In: the user's data set, and the allocations that steering schedules. Out: batches, each with the plan of its step.
-`schedule` says which allocation rules from which step on, `sampler` cuts one permutation shared by all ranks into
-steps and ranks, `split` divides whole samples, `loader` is the `DataLoader` that the user iterates over.
+`schedule` says which allocation rules from which step on and divides whole samples, `sampler` cuts one permutation
+shared by all ranks into steps and ranks, `loader` is the `DataLoader` that the user iterates over.
 
 You may change how an epoch ends or what the loader passes on. What must stay: every sample is used once per epoch,
 all ranks make the same plan for a step without a message, and a saved position resumes at the very sample.

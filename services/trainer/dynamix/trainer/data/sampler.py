@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Sampler
 
-from .schedule import Schedule
-from .split import Counts, largest_remainder
+from .schedule import Counts, Schedule, largest_remainder
 
 Order = npt.NDArray[np.int64]
 

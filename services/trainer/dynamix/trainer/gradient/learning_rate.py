@@ -7,7 +7,7 @@ scheduler, a checkpoint or a log never sees it and nothing compounds.
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 
@@ -54,9 +54,13 @@ class LearningRateScaler:
         factor = self._factor()
         if factor == 1.0:
             return
-        self._saved = [_copy(group["lr"]) for group in optimizer.param_groups]
+        rates = [group["lr"] for group in optimizer.param_groups]
+        self._saved = [rate.clone() if isinstance(rate, torch.Tensor) else rate for rate in rates]
         for group in optimizer.param_groups:
-            _scale(group, factor)
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].mul_(factor)  # in place: captured graphs hold on to it
+            else:
+                group["lr"] *= factor
 
     def after_step(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
         """Hook after `optimizer.step`: restore the learning rates exactly."""
@@ -71,15 +75,3 @@ class LearningRateScaler:
             else:
                 group["lr"] = saved
         self._saved = None
-
-
-def _copy(rate: float | torch.Tensor) -> float | torch.Tensor:
-    return rate.clone() if isinstance(rate, torch.Tensor) else rate
-
-
-def _scale(group: dict[str, Any], factor: float) -> None:
-    """Scale in place what is a tensor: captured graphs hold on to it."""
-    if isinstance(group["lr"], torch.Tensor):
-        group["lr"].mul_(factor)
-    else:
-        group["lr"] *= factor

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from dynamix.schemas.messages import GradientNoise
-from dynamix.trainer.data.split import Counts
+from dynamix.trainer.data.schedule import Counts
 
 
 class NoiseMoments(NamedTuple):

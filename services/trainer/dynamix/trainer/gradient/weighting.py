@@ -157,7 +157,9 @@ class GradientHook:
         weighed = self.weigh(buffer, carries=carries)
         encoded = weighed if self._codec is None else self._codec.encode(weighed, number)
         under_way = self.launch(group, bucket, encoded)
-        reduced = _future(buffer.device)
+        # on a GPU its streams wait for it, not the training thread
+        devices = [buffer.device] if buffer.is_cuda else None
+        reduced: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
         self._sent.append(_Sent(number, buffer, encoded, under_way, carries, reduced))
         if is_last:
             self.finish(self.wait())
@@ -206,11 +208,6 @@ class GradientHook:
         if self._codec is not None:
             self._codec.decode(sent.encoded, sent.buffer, sent.number)
         return self._slots.receive() if sent.carries else sent.buffer
-
-
-def _future(device: torch.device) -> torch.futures.Future[torch.Tensor]:
-    """What DDP waits for; on a GPU its streams wait, not the training thread."""
-    return torch.futures.Future(devices=[device] if device.type == "cuda" else None)
 
 
 def squared_norm(gradient: torch.Tensor) -> float | torch.Tensor:

@@ -3,10 +3,12 @@
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+from torch.distributed.elastic.multiprocessing import SignalException
+
 from dynamix.schemas.messages import Action, Applied, Job, JobTotals, Report
 from dynamix.schemas.messages.allocation import Allocation
 from dynamix.trainer.data.sampler import Position
-from dynamix.trainer.data.split import Counts
+from dynamix.trainer.data.schedule import Counts
 from dynamix.trainer.measurement.rows import Row, held_out_accuracy, rank_row
 
 from .identity import JobIdentity, Place
@@ -14,6 +16,12 @@ from .options import JobOptions
 
 MAX_REASON = 1024
 """Most characters of `Job.end_reason`."""
+
+ASKED_TO_STOP = (KeyboardInterrupt, SignalException)
+"""A user stopped the run: no launcher is meant to start it again, however many restarts are left."""
+
+LEFT = "left"
+"""The script ended, or let go of its session, without `close`."""
 
 
 class Reporter:
@@ -114,3 +122,12 @@ class Reporter:
             action_hash=action.hash,
             num_refused=dict(num_refused),
         )
+
+
+def reason_after(error: BaseException | None, *, may_restart: bool) -> str | None:
+    """Why the job is over after an error, or none; `None` when a launcher starts it again."""
+    if error is None or (isinstance(error, SystemExit) and not error.code):
+        return LEFT
+    if may_restart and not isinstance(error, ASKED_TO_STOP):
+        return None
+    return f"{type(error).__name__}: {error}".removesuffix(": ")

@@ -90,13 +90,9 @@ class Clock(ABC, Generic[Moment]):
 
     def take_times(self) -> list[StepTimes]:
         """The steps ended since the last call; waits for the device where there is one."""
-        if self._ended:
-            self._wait_for(self._ended[-1].moments[-1])
-        self._before_take()
         ended, self._ended = self._ended, []
         times = [self._times(step) for step in ended]
         self._last = times[-1] if times else self._last
-        self._recycle([moment for step in ended for moment in step.moments])
         return times
 
     def _times(self, step: Ended[Moment]) -> StepTimes:
@@ -123,15 +119,6 @@ class Clock(ABC, Generic[Moment]):
     @abstractmethod
     def _between(self, earlier: Moment, later: Moment) -> float:
         """Seconds between two moments."""
-
-    def _before_take(self) -> None:
-        """The steps ended are about to be taken."""
-
-    def _wait_for(self, moment: Moment) -> None:
-        """Wait until a moment has come."""
-
-    def _recycle(self, moments: list[Moment]) -> None:
-        """Take back moments that are read."""
 
 
 class HostClock(Clock[float]):
@@ -183,11 +170,17 @@ class DeviceClock(Clock[torch.cuda.Event]):
         _, handed_out, ready, _, _ = step.moments
         return self._between(handed_out, ready) / step.num_samples if step.num_samples else 0.0
 
-    def _before_take(self) -> None:
-        """Read what was not returned yet: its events are about to be used again."""
-        if len(self._ended) > self._num_returned:
-            self._unreturned = self._rate(self._ended[-1])
+    def take_times(self) -> list[StepTimes]:
+        """The steps ended since the last call, once the device has done them; their events are used again."""
+        ended = self._ended
+        if ended:
+            ended[-1].moments[-1].synchronize()
+        if len(ended) > self._num_returned:
+            self._unreturned = self._rate(ended[-1])
         self._num_returned = 0
+        times = super().take_times()
+        self._free += {id(event): event for step in ended for event in step.moments}.values()
+        return times
 
     def _now(self, replaced: torch.cuda.Event | None) -> torch.cuda.Event:
         event = replaced or (self._free.pop() if self._free else torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
@@ -196,12 +189,6 @@ class DeviceClock(Clock[torch.cuda.Event]):
 
     def _between(self, earlier: torch.cuda.Event, later: torch.cuda.Event) -> float:
         return 0.0 if earlier is later else earlier.elapsed_time(later) / 1000
-
-    def _wait_for(self, moment: torch.cuda.Event) -> None:
-        moment.synchronize()
-
-    def _recycle(self, moments: list[torch.cuda.Event]) -> None:
-        self._free += {id(event): event for event in moments}.values()
 
 
 AnyClock = HostClock | DeviceClock

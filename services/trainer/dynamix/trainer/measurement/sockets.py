@@ -6,6 +6,7 @@ connections by: both speak of the very same sockets.
 """
 
 import logging
+import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -29,13 +30,9 @@ class _Counted(NamedTuple):
 
     @property
     def difference(self) -> TcpInfo:
-        """Counters since `first`."""
-        return TcpInfo(
-            self.newest.acked_bytes - self.first.acked_bytes,
-            self.newest.received_bytes - self.first.received_bytes,
-            self.newest.retransmits - self.first.retransmits,
-            self.newest.srtt_us,
-        )
+        """Counters since `first`, and the newest round trip time."""
+        since = TcpInfo(*map(operator.sub, self.newest, self.first))
+        return since._replace(srtt_us=self.newest.srtt_us)
 
 
 class PeerSockets:
@@ -123,12 +120,7 @@ class PeerSockets:
                 self._counted[connection] = counted._replace(newest=info)
                 continue
             part = self._counted.pop(connection).difference
-            self._closed = TcpInfo(
-                self._closed.acked_bytes + part.acked_bytes,
-                self._closed.received_bytes + part.received_bytes,
-                self._closed.retransmits + part.retransmits,
-                0,
-            )
+            self._closed = TcpInfo(*map(operator.add, self._closed, part))._replace(srtt_us=0)
 
 
 def mutual_connections(listings: Sequence[Collection[Connection]], ranks: Iterable[int]) -> dict[int, list[Connection]]:

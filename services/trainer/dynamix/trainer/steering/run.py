@@ -10,8 +10,7 @@ from dynamix.trainer.job.identity import JobIdentity, Place
 from dynamix.trainer.job.options import JobOptions
 from dynamix.trainer.job.reporting import Reporter
 
-from .fast_loop import FastLoop
-from .tracking import Tracker
+from .tracking import FastLoop, Tracker
 
 
 @dataclass(kw_only=True)

@@ -9,6 +9,7 @@ does not enter. Each collective is posted after one step and completed after the
 """
 
 import time
+from dataclasses import dataclass
 
 from dynamix.trainer.data.sampler import Position
 from dynamix.trainer.measurement.clock import AnyClock
@@ -20,71 +21,58 @@ from .run import Run
 from .window_end import WindowEnd
 
 
+@dataclass(frozen=True, kw_only=True)
 class Steering:
     """One rank's side of both loops."""
 
-    def __init__(
-        self,
-        run: Run,
-        window_end: WindowEnd,
-        adoption: Adoption,
-        *,
-        clock: AnyClock,
-        collectives: Collectives,
-        transport: Transport,
-    ) -> None:
-        self._run = run
-        self._window_end = window_end
-        self._adoption = adoption
-        self._clock = clock
-        self._collectives = collectives
-        self._transport = transport
+    run: Run
+    window_end: WindowEnd
+    adoption: Adoption
+    clock: AnyClock
+    collectives: Collectives
+    transport: Transport
 
     def start(self, position: Position) -> None:
         """Begin the generation: all ranks make sure that they stand at the same place, rank 0 publishes the job."""
-        run = self._run
+        run = self.run
         stands = (*position, *run.schedule.entries_since(position.step), run.fast_loop.tracker.filter.state)
-        self._collectives.agree("where the run stands", (run.identity.generation, *stands))
+        self.collectives.agree("where the run stands", (run.identity.generation, *stands))
         run.begin(position.step)
         if run.place.rank == 0:
-            self._adoption.begin()
-            self._transport.publish(run.specification())
+            self.adoption.begin()
+            self.transport.publish(run.specification())
 
     def end(self, reason: str | None) -> None:
         """End the job, once; rank 0 publishes the reason, `None` publishes nothing. Waits for nothing."""
-        run = self._run
+        run = self.run
         if run.started and not run.ended and run.place.rank == 0 and reason is not None:
-            self._transport.publish(run.specification(reason))
+            self.transport.publish(run.specification(reason))
         run.ended = True
-
-    def leave_group(self) -> None:
-        """Do without the collectives from now on; waits for nothing."""
-        self._collectives.close()
 
     def after_step(self, position: Position, seconds_per_sample: list[float] | None = None) -> None:
         """Do what is due after the step that led to `position`; its time counts as the next step's update.
 
         `seconds_per_sample` is what the ranks exchanged in that step; all have the same, or none has.
         """
-        options, done = self._run.options, position.step - self._run.first_step
+        options, done = self.run.options, position.step - self.run.first_step
         ends = done % options.window_steps == 0
         adopts = (done - 1 + options.margin_steps) % options.window_steps == 0
         tracks = seconds_per_sample is not None
-        if not (ends or adopts or tracks or self._window_end.is_posted or self._adoption.is_posted):
+        if not (ends or adopts or tracks or self.window_end.is_posted or self.adoption.is_posted):
             return
-        times = self._clock.take_times() if ends else []  # waits for a GPU: before the time that is charged
+        times = self.clock.take_times() if ends else []  # waits for a GPU: before the time that is charged
         began = time.perf_counter()
         self.complete_posted()
         if seconds_per_sample is not None:  # after `complete_posted`, which may have run before this step on all ranks
-            self._adoption.track(position, seconds_per_sample)
-        self._window_end.match_sockets()
+            self.adoption.track(position, seconds_per_sample)
+        self.window_end.match_sockets()
         if ends:
-            self._window_end.post(position, times)
+            self.window_end.post(position, times)
         if adopts:
-            self._adoption.post(position.step - 1 + options.margin_steps)
-        self._clock.charge(time.perf_counter() - began)
+            self.adoption.post(position.step - 1 + options.margin_steps)
+        self.clock.charge(time.perf_counter() - began)
 
     def complete_posted(self) -> None:
         """Complete what the last step posted; no new collective, so that a rank may do it alone, for a checkpoint."""
-        self._window_end.complete()
-        self._adoption.complete()
+        self.window_end.complete()
+        self.adoption.complete()

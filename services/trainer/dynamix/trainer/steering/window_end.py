@@ -7,7 +7,7 @@ after the next step has the rows of all ranks and publishes the report.
 from typing import NamedTuple
 
 from dynamix.trainer.data.sampler import Position
-from dynamix.trainer.data.split import Counts
+from dynamix.trainer.data.schedule import Counts
 from dynamix.trainer.gradient.noise import window_moments
 from dynamix.trainer.measurement.clock import StepTimes
 from dynamix.trainer.measurement.meter import RankMeter

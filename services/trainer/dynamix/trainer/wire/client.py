@@ -23,8 +23,7 @@ from dynamix.schemas.codec import MalformedMessageError, decode
 from dynamix.schemas.messages import Action, Message
 from dynamix.schemas.streams import ACTIONS
 
-from .outbox import Outbox
-from .transport import ActionInbox
+from .transport import Outbox, Transport
 
 SERVICE = "trainer"
 RETRY_S = 1.0
@@ -35,14 +34,12 @@ CANCEL_AGAIN_S = 0.5
 _log = logging.getLogger("dynamix.trainer")
 
 
-class BusClient(ActionInbox):
+class BusClient(Transport):
     """The transport over the bus: publishes this rank's messages and, in global rank 0, receives its job's actions."""
 
     def __init__(self, settings: BusSettings, *, node: str, outbox_messages: int, actions_of: str | None) -> None:
         super().__init__()
         self.outbox = Outbox(outbox_messages)
-        self.num_malformed = 0
-        """Messages on the job's action subject that were not valid actions."""
         self._settings = settings
         self._node = node
         self._started_s = time.monotonic()
@@ -72,7 +69,7 @@ class BusClient(ActionInbox):
         self._call(self._wake.set)
 
     def begin_close(self, timeout_s: float) -> None:
-        """Let the thread end once the outbox is empty, at the latest after `timeout_s`; returns at once."""
+        """Let the thread end once the outbox is empty, at the latest after `timeout_s`."""
         self._close_timeout_s = timeout_s
         self._call(self._closing.set)
 
