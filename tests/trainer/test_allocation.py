@@ -14,7 +14,7 @@ from dynamix.schemas.messages import Action, Job
 from dynamix.schemas.messages.allocation import EXACT, Allocation, Exchange
 from dynamix.schemas.subjects import subject_of
 from dynamix.trainer.data.schedule import Schedule
-from dynamix.trainer.steering.collectives import BroadcastDecision, Collectives
+from dynamix.trainer.steering.collectives import Collectives
 
 EVERY_LEVER = Allocation((24, 40), "tracking", Exchange(every=4, codec="bf16", route="shares"))
 """Another value than the default in every field."""
@@ -75,12 +75,12 @@ def test_a_checkpoint_keeps_every_lever() -> None:
 def _broadcast(rank: int) -> list[Any]:
     collectives = Collectives()
     received = []
-    for sent in (BroadcastDecision(3, EVERY_LEVER), None, BroadcastDecision(4, Allocation((1, 1)))):
+    for sent in (EVERY_LEVER, None, Allocation((1, 1))):
         collectives.post_decision(sent if rank == 0 else None)
         received.append(collectives.take_decision())
     return received
 
 
 def test_every_lever_reaches_all_ranks() -> None:
-    expected = [BroadcastDecision(3, EVERY_LEVER), None, BroadcastDecision(4, Allocation((1, 1)))]
+    expected = [EVERY_LEVER, None, Allocation((1, 1))]
     assert run_ranks(_broadcast, 2) == [expected] * 2

@@ -3,8 +3,9 @@ import math
 import numpy as np
 import pytest
 
+from dynamix.schemas.messages import GradientNoise
 from dynamix.trainer.data.schedule import Counts
-from dynamix.trainer.gradient.noise import NoiseAverage, NoiseMoments, NoiseSums, window_moments
+from dynamix.trainer.gradient.noise import NoiseAverage, NoiseSums, window_moments
 
 DIMENSIONS = 50
 MEAN = 0.2
@@ -80,9 +81,9 @@ def test_one_active_rank_says_nothing_about_noise() -> None:
 
 def test_averages_are_corrected_for_their_start() -> None:
     average = NoiseAverage(decay=0.9)
-    average.observe_window(NoiseMoments(4.0, -1.0))
+    average.observe_window(GradientNoise(trace=4.0, squared_norm=-1.0))
     assert average.value is not None
     assert (average.value.trace, average.value.squared_norm) == pytest.approx((4.0, -1.0))
-    average.observe_window(NoiseMoments(8.0, 3.0))
+    average.observe_window(GradientNoise(trace=8.0, squared_norm=3.0))
     assert average.value.trace == pytest.approx((0.09 * 4 + 0.1 * 8) / 0.19)
     assert average.value.squared_norm == pytest.approx((0.09 * -1 + 0.1 * 3) / 0.19)

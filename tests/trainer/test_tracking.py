@@ -102,7 +102,6 @@ def test_gains_within_the_dead_band_change_no_shape() -> None:
     sizes = (64,) * 4
     assert Tracker(8, [1024] * 4).better_split([1.0, 1.0, 1.0, 1.03], sizes) is None
     assert Tracker(8, [1024] * 4).better_split([1.0, 1.0, 1.0, 1.06], sizes) == (65, 65, 65, 61)
-    assert Tracker(8, [1024] * 4, dead_band=0.1).better_split([1.0, 1.0, 1.0, 1.06], sizes) is None
 
 
 def test_a_rank_never_loses_its_last_sample_while_there_are_enough() -> None:

@@ -1,6 +1,6 @@
 """The part of a checkpoint that is ours: plain numbers and lists, safe for `torch.load(weights_only=True)`."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -17,22 +17,6 @@ from .steering.tracking import FilterState
 VERSION = 4
 READABLE = (3, 4)
 """In version 3 an allocation had sizes and a split only."""
-
-
-class SessionCheckpoint(NamedTuple):
-    """A saved session."""
-
-    job: str
-    generation: int
-    attempt: Attempt
-    position: Position
-    world_size: int
-    schedule: list[ScheduleEntry]
-    """The allocation in force at the position, and those already adopted for later."""
-    speeds: FilterState
-    """What tracking knows of each rank's speed."""
-    noise: tuple[float, float, float]
-    memory_caps: tuple[int, ...]
 
 
 def save(run: Run, position: Position) -> dict[str, Any]:
@@ -54,56 +38,45 @@ def save(run: Run, position: Position) -> dict[str, Any]:
     }
 
 
-def parse(state: dict[str, Any], data: DataIdentity) -> SessionCheckpoint:
-    """The checkpoint in what `save` returned.
+def restore(run: Run, state: dict[str, Any]) -> Position:
+    """Go on where `save` returned `state`, in a generation above every one used before; returns its position.
+
+    Sizes and speeds of a world of another size mean nothing here: such a run starts with its own.
 
     Raises:
         ValueError: when it is of another version, or was saved over other data.
     """
     if state.get("version") not in READABLE:
         raise ValueError(f"session state of version {state.get('version')!r}: this program reads versions 3 and 4")
-    saved = DataIdentity(**state["data"])
-    if saved != data:
-        raise ValueError(f"the session state was saved with {saved}, but this session has {data}: attach alike")
-    return SessionCheckpoint(
-        job=state["job"],
-        generation=state["generation"],
-        attempt=Attempt(**state["attempt"]),
-        position=Position(**state["position"]),
-        world_size=state["world_size"],
-        schedule=[ScheduleEntry(step, msgspec.convert(parts, Allocation)) for step, *parts in state["schedule"]],
-        speeds=FilterState(*map(tuple, state["speeds"])),
-        noise=tuple(state["noise"]),
-        memory_caps=tuple(state["memory_caps"]),
-    )
-
-
-def restore(run: Run, saved: SessionCheckpoint) -> None:
-    """Go on where a session was saved, in a generation above every one used before.
-
-    Sizes and speeds of a world of another size mean nothing here: such a run starts with its own.
-    """
-    after = generation_after(saved.generation, saved.attempt, run.identity.attempt)
-    is_same_job, is_same_world = saved.job == run.identity.job, saved.world_size == len(run.options.local_batch_sizes)
-    generation = max(run.identity.generation, after) if is_same_job else run.identity.generation
-    caps = _merged_caps(run, saved) if is_same_world else run.identity.max_local_batch_sizes
+    if (data := DataIdentity(**state["data"])) != run.data:
+        raise ValueError(f"the session state was saved with {data}, but this session has {run.data}: attach alike")
+    position, speeds = Position(**state["position"]), FilterState(*map(tuple, state["speeds"]))
+    entries = [ScheduleEntry(step, msgspec.convert(parts, Allocation)) for step, *parts in state["schedule"]]
+    generation, caps = run.identity.generation, run.identity.max_local_batch_sizes
+    if state["job"] == run.identity.job:
+        after = generation_after(state["generation"], Attempt(**state["attempt"]), run.identity.attempt)
+        generation = max(generation, after)
+    if is_same_world := state["world_size"] == len(run.options.local_batch_sizes):
+        known = (dict(enumerate(caps)), dict(enumerate(state["memory_caps"])))
+        caps = merge_caps(known, len(caps), run.options.max_local_batch_size, run.options.min_local_batch_size)
     run.use_identity(run.identity._replace(generation=generation, max_local_batch_sizes=caps))
     if is_same_world:
-        _restore_schedule(run, saved)
-        run.fast_loop.tracker.filter.restore(saved.speeds)
+        _restore_schedule(run, entries)
+        run.fast_loop.tracker.filter.restore(speeds)
     else:
-        run.schedule.reset(saved.position.step, run.schedule.newest)
-    run.noise.trace, run.noise.squared_norm, run.noise.weight = saved.noise
+        run.schedule.reset(position.step, run.schedule.newest)
+    run.noise.trace, run.noise.squared_norm, run.noise.weight = state["noise"]
+    return position
 
 
-def _restore_schedule(run: Run, saved: SessionCheckpoint) -> None:
+def _restore_schedule(run: Run, saved: list[ScheduleEntry]) -> None:
     """Put the saved sizes in force, none above its rank's bound.
 
     Who divides the global batch and how gradients travel is what the job says now: it may go on under another policy,
     or with a hook that cannot carry times.
     """
     now, lower, caps = run.schedule.newest, run.options.min_local_batch_size, run.identity.max_local_batch_sizes
-    entries = [(step, now.with_sizes(allocation.local_batch_sizes)) for step, allocation in saved.schedule]
+    entries = [(step, now.with_sizes(allocation.local_batch_sizes)) for step, allocation in saved]
     (first_step, first), *later = [(step, _capped(allocation, lower, caps)) for step, allocation in entries]
     run.schedule.reset(max(first_step, 0), first)
     for step, allocation in later:
@@ -116,13 +89,3 @@ def _capped(allocation: Allocation, lower: int, caps: tuple[int, ...]) -> Alloca
     if allocation.split == "tracking":
         return allocation.with_sizes(apportion(sum(sizes), sizes, [min(lower, cap) for cap in caps], caps))
     return allocation.with_sizes(tuple(map(min, sizes, caps)))
-
-
-def _merged_caps(run: Run, saved: SessionCheckpoint) -> tuple[int, ...]:
-    current, options = run.identity.max_local_batch_sizes, run.options
-    return merge_caps(
-        (dict(enumerate(current)), dict(enumerate(saved.memory_caps))),
-        len(current),
-        options.max_local_batch_size,
-        options.min_local_batch_size,
-    )

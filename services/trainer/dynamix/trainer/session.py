@@ -12,7 +12,7 @@ import torch
 from dynamix.schemas.messages import Action
 from dynamix.schemas.messages.allocation import Allocation
 
-from .checkpoint import parse, restore, save
+from .checkpoint import restore, save
 from .data.loader import Loader
 from .data.sampler import StepPlan
 from .gradient.learning_rate import Handle
@@ -214,9 +214,7 @@ class Session:
         """
         if self._run.started:
             raise RuntimeError("load_state_dict after the first step: attach again to go back in a run")
-        saved = parse(state, self._run.data)
-        restore(self._run, saved)
-        self._loader.position = saved.position
+        self._loader.position = restore(self._run, state)
 
     def close(self) -> None:
         """End the job on the bus and let the last messages leave, for a short and bounded time."""

@@ -12,17 +12,9 @@ enough. They are averaged over the window's measured steps, then smoothed over w
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from dynamix.schemas.messages import GradientNoise
 from dynamix.trainer.data.schedule import Counts
-
-
-class NoiseMoments(NamedTuple):
-    """S and |G_true|^2 of one window."""
-
-    trace: float
-    squared_norm: float
 
 
 @dataclass(slots=True)
@@ -52,7 +44,7 @@ class NoiseSums:
         self.global_signal += global_squared_norm * counts.num_active / others
 
 
-def window_moments(sums: Iterable[NoiseSums]) -> NoiseMoments | None:
+def window_moments(sums: Iterable[NoiseSums]) -> GradientNoise | None:
     """The moments of a window from the sums of all ranks, in rank order; `None` when it has no usable step.
 
     What every rank should know alike (|G|^2, the number of steps) is taken from rank 0: on mixed processors the same
@@ -66,7 +58,7 @@ def window_moments(sums: Iterable[NoiseSums]) -> NoiseMoments | None:
     squared_norm = (first.global_signal - sum(row.local_signal for row in rows)) / first.num_steps
     if not (math.isfinite(trace) and math.isfinite(squared_norm)):
         return None
-    return NoiseMoments(trace, squared_norm)
+    return GradientNoise(trace=trace, squared_norm=squared_norm)
 
 
 @dataclass(slots=True)
@@ -78,7 +70,7 @@ class NoiseAverage:
     squared_norm: float = 0.0
     weight: float = 0.0
 
-    def observe_window(self, moments: NoiseMoments | None) -> None:
+    def observe_window(self, moments: GradientNoise | None) -> None:
         """Take in a window; one without moments changes nothing."""
         if moments is None:
             return

@@ -13,7 +13,7 @@ from dynamix.schemas.messages import Action
 from dynamix.trainer.data.sampler import PlanSampler, Position
 from dynamix.trainer.wire.transport import Transport
 
-from .collectives import BroadcastDecision, Collectives
+from .collectives import Collectives
 from .offers import Offers, Terms
 from .run import Run
 
@@ -62,8 +62,7 @@ class Adoption:
     def post(self, effective_step: int) -> None:
         """Send rank 0's newest action to all ranks, to rule from `effective_step` on."""
         action = self._newest_action(self._run.window_of(effective_step))
-        decision = None if action is None else BroadcastDecision(action.window, action.allocation)
-        self._collectives.post_decision(decision)
+        self._collectives.post_decision(None if action is None else action.allocation)
         self._posted = _Posted(effective_step, action)
 
     def complete(self) -> None:
@@ -74,7 +73,7 @@ class Adoption:
             return
         self._assert_not_drawn(posted.effective_step)
         self._run.schedule.drop_before(posted.effective_step - self._run.options.margin_steps)
-        self._run.fast_loop.adopt(posted.effective_step, decision.allocation)
+        self._run.fast_loop.adopt(posted.effective_step, decision)
         if posted.action is not None:
             self._publish_receipt(posted.action, posted.effective_step)
 

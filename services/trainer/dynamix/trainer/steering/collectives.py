@@ -8,7 +8,7 @@ slowest where it would not have waited anyway.
 import contextlib
 import pickle
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -23,14 +23,7 @@ T = TypeVar("T")
 LENGTH_BYTES = 4
 HEAD_BYTES = 256
 SIZE_BYTES = 9
-"""Most bytes of a broadcast decision: 9 per size in msgpack, and room for the window and every other lever."""
-
-
-class BroadcastDecision(NamedTuple):
-    """An action as it travels to all ranks."""
-
-    decided_window: int
-    allocation: Allocation
+"""Most bytes of a broadcast decision: 9 per size in msgpack, and room for every other lever."""
 
 
 class Collectives:
@@ -75,7 +68,7 @@ class Collectives:
         self._gathering = None
         return [Row(*values) for values in self._rows.tolist()]
 
-    def post_decision(self, decision: BroadcastDecision | None) -> None:
+    def post_decision(self, decision: Allocation | None) -> None:
         """Send rank 0's decision, or none, to all ranks."""
         assert self._broadcasting is None, "a broadcast is under way"
         if self.rank == 0:
@@ -84,12 +77,14 @@ class Collectives:
             self._decision.tensor[: len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
         self._broadcasting = dist.broadcast(self._decision.alias, src=0, group=self._group, async_op=True)
 
-    def take_decision(self) -> BroadcastDecision | None:
+    def take_decision(self) -> Allocation | None:
         """Rank 0's decision as it was posted last."""
         assert self._broadcasting is not None, "no broadcast is under way"
         self._broadcasting.wait()
         self._broadcasting = None
-        return _decode_decision(self._decision.tensor.numpy().tobytes())
+        padded = self._decision.tensor.numpy().tobytes()
+        length = int.from_bytes(padded[:LENGTH_BYTES])  # what follows is of earlier, longer decisions
+        return msgspec.msgpack.decode(padded[LENGTH_BYTES : LENGTH_BYTES + length], type=Allocation | None)
 
     def gather_objects(self, mine: T) -> list[T]:
         """One object of each rank, in rank order: for attaching, not for steps."""
@@ -120,9 +115,3 @@ class Collectives:
         aliases = [each.alias for each in found]
         work: dist.Work = dist.all_gather(aliases, mine.alias, group=self._group, async_op=True)
         return work
-
-
-def _decode_decision(padded: bytes) -> BroadcastDecision | None:
-    """What rank 0 packed; the rest of the buffer is of earlier, longer decisions."""
-    length = int.from_bytes(padded[:LENGTH_BYTES])
-    return msgspec.msgpack.decode(padded[LENGTH_BYTES : LENGTH_BYTES + length], type=BroadcastDecision | None)

@@ -91,13 +91,10 @@ class RateFilter:
 class Tracker:
     """Divides a global batch in proportion to filtered speeds, within each rank's bounds."""
 
-    def __init__(
-        self, min_local_batch_size: int, max_local_batch_sizes: Sequence[int], *, dead_band: float = DEAD_BAND
-    ) -> None:
+    def __init__(self, min_local_batch_size: int, max_local_batch_sizes: Sequence[int]) -> None:
         self.filter = RateFilter(len(max_local_batch_sizes))
         self._min_local_batch_size = min_local_batch_size
         self._upper = tuple(max_local_batch_sizes)
-        self._dead_band = dead_band
 
     def better_split(self, seconds_per_sample: Sequence[float], sizes: Sequence[int]) -> tuple[int, ...] | None:
         """Take in one step's compute times and return the sizes that shall replace `sizes`, or `None`.
@@ -111,7 +108,7 @@ class Tracker:
         if rates is None:
             return None
         times = _times_s(sizes, rates)
-        enough = (1.0 - self._dead_band) * max(times)
+        enough = (1.0 - DEAD_BAND) * max(times)
         if min(times) >= enough:  # samples taken from one rank go to another, which then takes longer than the fastest
             return None
         proposed = self._divide(sum(sizes), rates)

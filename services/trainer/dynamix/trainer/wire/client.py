@@ -119,10 +119,7 @@ class BusClient(Transport):
     async def _connect_and_serve(self) -> None:
         closed = asyncio.Event()
 
-        def on_closed(_reason: str) -> None:
-            closed.set()
-
-        bus = await Bus.connect(self._settings, name=f"{SERVICE}-{self._node}", on_closed=on_closed)
+        bus = await Bus.connect(self._settings, name=f"{SERVICE}-{self._node}", on_closed=lambda _reason: closed.set())
         try:
             await self._serve(bus, closed)
         finally:
