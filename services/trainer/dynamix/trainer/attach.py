@@ -151,7 +151,7 @@ def attach(
     sampler = PlanSampler(
         data.num_samples, run.schedule, rank=met.place.rank, seed=seed, shuffle=shuffle, drop_last=drop_last
     )
-    loader = Loader(dataset, sampler, clock, options=loader_options)
+    loader = Loader(dataset, sampler, options=loader_options)
     hook = _hook(model, weighting, clock, options, base_hook=base_hook, base_state=base_hook_state, codec=found_codec)
     meter = RankMeter(
         rank=met.place.rank,

@@ -71,7 +71,7 @@ class Session:
         self._memory_caps = memory_caps
         self._optimizer_hooks = optimizer_hooks
         self._exit_rules = exit_rules
-        loader.bind(on_start=_weakly(self._on_start), on_batch=_weakly(self._on_batch))
+        loader.bind(on_start=_weakly(self._on_start), on_ask=meter.clock.asked, on_batch=_weakly(self._on_batch))
         self._loss_scaled = False
         self._closed = False
         # the end is published, and the last messages leave, also when the script just ends
@@ -247,6 +247,7 @@ class Session:
         if self._hook is not None:
             shares_times = self._run.schedule.allocation_at(plan.step).split == "tracking"
             self._hook.begin(plan, shares_times=shares_times)
+        self._meter.clock.handed_out(plan.counts.values[self._run.place.rank])
 
     def _plan(self) -> StepPlan:
         if self._loader.plan is None:

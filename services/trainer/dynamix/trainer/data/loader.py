@@ -5,21 +5,11 @@ done, not when a batch is drawn, so that a saved state never counts what was onl
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypedDict
+from typing import Any, TypedDict
 
 from torch.utils.data import DataLoader, Dataset
 
 from .sampler import PlanSampler, Position, StepPlan
-
-
-class BatchClock(Protocol):
-    """What the loader reports of the times of a step."""
-
-    def asked(self) -> None:
-        """The loader is asked for a batch."""
-
-    def handed_out(self, num_samples: int = 0) -> None:
-        """The batch goes to the user's code; `num_samples` of it count."""
 
 
 class LoaderOptions(TypedDict, total=False):
@@ -49,27 +39,22 @@ def drawn_ahead(options: LoaderOptions) -> int:
 class Loader:
     """Iterating over it yields the rest of the current epoch, then the next epoch, and so on."""
 
-    def __init__(
-        self,
-        dataset: Dataset[Any],
-        sampler: PlanSampler,
-        clock: BatchClock,
-        *,
-        options: LoaderOptions,
-    ) -> None:
+    def __init__(self, dataset: Dataset[Any], sampler: PlanSampler, *, options: LoaderOptions) -> None:
         self.position = Position()
         """Where the run stands: moves with `finish_step`."""
         self.plan: StepPlan | None = None
         """The plan of the batch in the user's hands; `None` between two steps."""
         self._sampler = sampler
-        self._clock = clock
         self._on_start: Callable[[], None] = _nothing
+        self._on_ask: Callable[[], None] = _nothing
         self._on_batch: Callable[[StepPlan], None] = _nothing
         self._batches: DataLoader[Any] = DataLoader(dataset, batch_sampler=sampler, **options)
 
-    def bind(self, *, on_start: Callable[[], None], on_batch: Callable[[StepPlan], None]) -> None:
-        """Call `on_start` before anything is drawn and `on_batch` before a batch is handed out."""
-        self._on_start, self._on_batch = on_start, on_batch
+    def bind(
+        self, *, on_start: Callable[[], None], on_ask: Callable[[], None], on_batch: Callable[[StepPlan], None]
+    ) -> None:
+        """Call `on_start` before anything is drawn, `on_ask` and `on_batch` before and after each batch is."""
+        self._on_start, self._on_ask, self._on_batch = on_start, on_ask, on_batch
 
     def __len__(self) -> int:
         """Steps left in the epoch, if no further size is scheduled."""
@@ -88,14 +73,13 @@ class Loader:
         batches = iter(self._batches)
         while True:
             self._require_step()
-            self._clock.asked()
+            self._on_ask()
             try:
                 batch = next(batches)
             except StopIteration:
                 return
             self.plan = self._sampler.plans.popleft()
             self._on_batch(self.plan)
-            self._clock.handed_out(self.plan.counts.values[self._sampler.rank])
             yield batch
 
     @property

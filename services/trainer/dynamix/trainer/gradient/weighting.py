@@ -158,7 +158,7 @@ class GradientHook:
         encoded = weighed if self._codec is None else self._codec.encode(weighed, number)
         under_way = self.launch(group, bucket, encoded)
         # on a GPU its streams wait for it, not the training thread
-        devices = [buffer.device] if buffer.is_cuda else None
+        devices: list[int | str | torch.device] | None = [buffer.device] if buffer.is_cuda else None
         reduced: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
         self._sent.append(_Sent(number, buffer, encoded, under_way, carries, reduced))
         if is_last:
