@@ -34,7 +34,8 @@ def test_the_rule_does_not_compound_with_a_scheduler(as_tensor: bool) -> None:
     assert seen == pytest.approx([0.1, 0.05, 0.025, 0.0125], rel=1e-12)
     assert taken == pytest.approx([0.1, 2 * 0.05, 3 * 0.025, 0.5 * 0.0125], rel=1e-12)
 
-    scaler.remove()
+    for handle in scaler.handles:
+        handle.remove()
     before = parameter.item()
     optimizer.step()
     assert before - parameter.item() == pytest.approx(0.00625, rel=1e-12)
@@ -47,7 +48,8 @@ def test_every_group_keeps_its_own_rate() -> None:
     optimizer.step()
     assert (first.item(), second.item()) == pytest.approx((-3.0, -0.03))
     assert [group["lr"] for group in optimizer.param_groups] == [1.0, 0.01]
-    scaler.remove()
+    for handle in scaler.handles:
+        handle.remove()
 
 
 def test_a_step_that_raises_leaves_no_factor_behind() -> None:
@@ -63,4 +65,5 @@ def test_a_step_that_raises_leaves_no_factor_behind() -> None:
     optimizer.step()
     assert parameter.item() == pytest.approx(-0.2)
     assert optimizer.param_groups[0]["lr"] == 0.1
-    scaler.remove()
+    for handle in scaler.handles:
+        handle.remove()

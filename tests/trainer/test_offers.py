@@ -2,17 +2,19 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.support.job_options import job_options
 
-from dynamix.schemas.messages import Action
+from dynamix.schemas.messages import Action, NodeRanks
 from dynamix.schemas.messages.allocation import Exchange
-from dynamix.trainer.steering.offers import Offers, Terms
+from dynamix.trainer.job.identity import Attempt, JobIdentity
+from dynamix.trainer.steering.offers import Offers
 
-TERMS = Terms(
+IDENTITY = JobIdentity(
     job="mnist-0a1b2c3d",
     generation=1,
-    min_local_batch_size=32,
+    attempt=Attempt("launch", 1, 3),
+    nodes=(NodeRanks(node="node-a", ranks=(0, 1)),),
     max_local_batch_sizes=(1024, 512),
-    max_lag_windows=4,
 )
 ACTION = Action(
     job="mnist-0a1b2c3d",
@@ -24,6 +26,10 @@ ACTION = Action(
     policy_version=0,
     watermark=0,
 )
+
+
+def _offers(**options: Any) -> Offers:
+    return Offers(IDENTITY, job_options(**options))
 
 
 def _with(**changes: Any) -> Action:
@@ -46,14 +52,14 @@ def _with(**changes: Any) -> Action:
     ],
 )
 def test_an_action_that_does_not_fit_is_refused_and_counted(action: Action, reason: str) -> None:
-    offers = Offers(TERMS)
+    offers = _offers()
     assert offers.consider(action, 7) == reason
     assert offers.num_refused == {reason: 1}
     assert offers.adopt(7) is None
 
 
 def test_the_newest_action_is_adopted_once() -> None:
-    offers = Offers(TERMS)
+    offers = _offers()
     assert offers.consider(ACTION, 7) is None
     newer = _with(window=6, local_batch_sizes=(32, 512))
     assert offers.consider(newer, 8) is None
@@ -64,7 +70,7 @@ def test_the_newest_action_is_adopted_once() -> None:
 
 @pytest.mark.parametrize("window", [0, 4, 5])
 def test_what_is_not_newer_than_the_adopted_is_refused(window: int) -> None:
-    offers = Offers(TERMS)
+    offers = _offers()
     offers.consider(ACTION, 7)
     assert offers.adopt(7) == ACTION
     assert offers.consider(_with(window=window), 8) == "not_newer"
@@ -72,25 +78,25 @@ def test_what_is_not_newer_than_the_adopted_is_refused(window: int) -> None:
 
 
 def test_an_action_may_be_four_windows_old_and_no_more() -> None:
-    offers = Offers(TERMS)
+    offers = _offers()
     offers.consider(ACTION, 7)
     assert offers.adopt(9) == ACTION
 
-    offers = Offers(TERMS)
+    offers = _offers()
     offers.consider(ACTION, 7)
     assert offers.adopt(10) is None
     assert offers.num_refused == {"stale": 1}
 
 
 def test_a_step_without_any_sample_is_out_of_bounds() -> None:
-    offers = Offers(TERMS._replace(min_local_batch_size=0))
+    offers = _offers(min_local_batch_size=0)
     assert offers.consider(_with(local_batch_sizes=(0, 0)), 7) == "bounds"
     assert offers.consider(_with(local_batch_sizes=(0, 1)), 7) is None
 
 
 @pytest.mark.parametrize("window", [7, 8, 57])
 def test_an_action_of_a_window_yet_to_come_is_refused_and_keeps_no_other_out(window: int) -> None:
-    offers = Offers(TERMS)
+    offers = _offers()
     assert offers.consider(_with(window=window), 7) == "future"
     assert offers.adopt(7) is None
     assert offers.consider(_with(window=6), 7) is None
@@ -99,14 +105,14 @@ def test_an_action_of_a_window_yet_to_come_is_refused_and_keeps_no_other_out(win
 
 
 def test_a_split_by_tracking_is_adopted_where_the_ranks_can() -> None:
-    offers, action = Offers(TERMS), _with(split="tracking")
+    offers, action = _offers(supports_tracking=True), _with(split="tracking")
     assert offers.consider(action, 7) is None
     assert offers.adopt(7) == action
     assert offers.num_refused == {}
 
 
 def test_where_they_cannot_it_is_adopted_for_its_sizes_and_counted() -> None:
-    offers = Offers(TERMS._replace(supports_tracking=False))
+    offers = _offers(supports_tracking=False)
     assert offers.consider(_with(split="tracking"), 7) is None
     assert offers.adopt(7) == ACTION
     assert offers.num_refused == {"tracking": 1}

@@ -2,31 +2,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.job_options import job_options
 
-from dynamix.trainer.job.options import JobOptions, family_of, sizes_of
-
-
-def _options(**changes: Any) -> JobOptions:
-    fields: dict[str, Any] = {
-        "local_batch_sizes": (128, 128),
-        "base_global_batch_size": 256,
-        "window_steps": 20,
-        "min_local_batch_size": 32,
-        "max_local_batch_size": 1024,
-        "max_lag_windows": 4,
-        "margin_steps": 2,
-        "policy": "static",
-        "policy_options": {},
-        "optimizer_family": "sgd",
-        "learning_rate_rule": "sqrt",
-        "reduction": "mean",
-        "seed": 0,
-        "shuffle": True,
-        "drop_last": False,
-        "noise_every": 2,
-        "noise_decay": 0.9,
-    }
-    return JobOptions(**(fields | changes))
+from dynamix.trainer.job.options import family_of, sizes_of
 
 
 @pytest.mark.parametrize(
@@ -48,11 +26,11 @@ def _options(**changes: Any) -> JobOptions:
 )
 def test_what_cannot_work_is_refused_by_name(changes: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        _options(**changes)
+        job_options(**changes)
 
 
 def test_a_loader_may_draw_three_windows_ahead_by_default() -> None:
-    assert _options(window_steps=5, margin_steps=15).margin_steps == 15
+    assert job_options(window_steps=5, margin_steps=15).margin_steps == 15
 
 
 def test_one_size_is_every_ranks() -> None:

@@ -19,7 +19,7 @@ from dynamix.trainer.data.schedule import Schedule
 from dynamix.trainer.gradient.learning_rate import FACTORS, LearningRateScaler
 from dynamix.trainer.gradient.noise import NoiseAverage, window_moments
 from dynamix.trainer.measurement.rows import job_totals
-from dynamix.trainer.steering.offers import Offers, Terms
+from dynamix.trainer.steering.offers import Offers
 from dynamix.trainer.steering.tracking import FastLoop, Tracker
 
 from .clock import StepTiming, VirtualClock
@@ -101,18 +101,9 @@ class VirtualCluster:
             self._optimizer,
             lambda: rule(self._schedule.counts_at(self.position.step).total / scenario.base_global_batch_size),
         )
-        identity, options = self._identity, self._options
-        self._offers = Offers(
-            Terms(
-                identity.job,
-                identity.generation,
-                options.min_local_batch_size,
-                identity.max_local_batch_sizes,
-                options.max_lag_windows,
-            )
-        )
+        self._offers = Offers(self._identity, self._options)
         self._waiting: deque[Action] = deque()
-        tracker = Tracker(options.min_local_batch_size, identity.max_local_batch_sizes)
+        tracker = Tracker(self._options.min_local_batch_size, self._identity.max_local_batch_sizes)
         self._fast_loop = FastLoop(self._schedule, tracker)
         self._decided = False
         self._test_accuracy: float | None = None

@@ -183,7 +183,7 @@ def attach(
         loggers=metric_loggers,
         hook=hook,
         memory_caps=caps,
-        optimizer_hooks=(scaler, optimizer.register_step_pre_hook(lambda *_: clock.before_update())),
+        optimizer_hooks=(*scaler.handles, optimizer.register_step_pre_hook(lambda *_: clock.before_update())),
         exit_rules=ExitRules(
             close_timeout_s=environment.trainer.close_timeout_s,
             may_restart=environment.launch.restart_count < environment.launch.max_restarts,

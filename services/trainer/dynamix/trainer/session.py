@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, ParamSpec, Self
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from dynamix.schemas.messages import Action
 from dynamix.schemas.messages.allocation import Allocation
@@ -15,7 +16,6 @@ from dynamix.schemas.messages.allocation import Allocation
 from .checkpoint import restore, save
 from .data.loader import Loader
 from .data.sampler import StepPlan
-from .gradient.learning_rate import Handle
 from .gradient.weighting import NOT_MEASURED, GradientHook, loss_factor
 from .job.memory_caps import OUT_OF_MEMORY, MemoryCaps
 from .job.reporting import reason_after
@@ -57,7 +57,7 @@ class Session:
         loggers: Loggers,
         hook: GradientHook | None,
         memory_caps: MemoryCaps,
-        optimizer_hooks: Sequence[Handle],
+        optimizer_hooks: Sequence[RemovableHandle],
         exit_rules: ExitRules,
     ) -> None:
         """Made by `attach`; `hook` is `None` where the loss is scaled, `optimizer_hooks` are removed on close."""

@@ -7,7 +7,7 @@ scheduler, a checkpoint or a log never sees it and nothing compounds.
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 
@@ -23,29 +23,17 @@ FACTORS: Mapping[Rule, Callable[[float], float]] = MappingProxyType(
 """Factor on the learning rate, from the scheduled global batch size over the one the user's rate was chosen for."""
 
 
-class Handle(Protocol):
-    """What a registered hook is removed with."""
-
-    def remove(self) -> None:
-        """Unregister the hook."""
-
-
 class LearningRateScaler:
     """Scales the learning rates of an optimizer for the length of each step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, factor: Callable[[], float]) -> None:
         self._factor = factor
         self._saved: list[float | torch.Tensor] | None = None
-        self._handles: list[Handle] = [
+        self.handles = (
             optimizer.register_step_pre_hook(self.before_step),
             optimizer.register_step_post_hook(self.after_step),
-        ]
-
-    def remove(self) -> None:
-        """Leave the optimizer as it was."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        )
+        """Their `remove` leaves the optimizer as it was."""
 
     def before_step(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
         """Hook before `optimizer.step`: scale the learning rates."""

@@ -14,7 +14,7 @@ from dynamix.trainer.data.sampler import PlanSampler, Position
 from dynamix.trainer.wire.transport import Transport
 
 from .collectives import Collectives
-from .offers import Offers, Terms
+from .offers import Offers
 from .run import Run
 
 _log = logging.getLogger("dynamix.trainer")
@@ -41,18 +41,7 @@ class Adoption:
 
     def begin(self) -> None:
         """Accept actions from now on: only rank 0 does."""
-        identity, options = self._run.identity, self._run.options
-        self._offers = Offers(
-            Terms(
-                identity.job,
-                identity.generation,
-                options.min_local_batch_size,
-                identity.max_local_batch_sizes,
-                options.max_lag_windows,
-                options.supports_tracking,
-                options.initial_allocation.exchange,
-            )
-        )
+        self._offers = Offers(self._run.identity, self._run.options)
 
     @property
     def is_posted(self) -> bool:

@@ -8,35 +8,26 @@ among themselves, an action that asks for it is adopted for its sizes, and count
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 
 from dynamix.schemas.messages import Action
-from dynamix.schemas.messages.allocation import EXACT, Exchange
+from dynamix.schemas.messages.allocation import EXACT
+from dynamix.trainer.job.identity import JobIdentity
+from dynamix.trainer.job.options import JobOptions
 
 Refusal = Literal["job", "generation", "length", "bounds", "lever", "stale", "not_newer", "future", "malformed"]
-
-
-class Terms(NamedTuple):
-    """What an action has to fit."""
-
-    job: str
-    generation: int
-    min_local_batch_size: int
-    max_local_batch_sizes: tuple[int, ...]
-    max_lag_windows: int
-    supports_tracking: bool = True
-    """Whether the ranks can divide a global batch among themselves."""
-    exchange: Exchange = EXACT
-    """How the gradients of this job travel, whatever is decided."""
 
 
 class Offers:
     """Keeps the newest action that may be adopted."""
 
-    def __init__(self, terms: Terms) -> None:
-        self._terms = terms
+    def __init__(self, identity: JobIdentity, options: JobOptions) -> None:
+        """Accept what fits a job; how its gradients travel is not decided."""
+        self._identity = identity
+        self._options = options
+        self._exchange = options.initial_allocation.exchange
         self._newest: Action | None = None
         self._adopted_window = -1
         self.num_refused: Counter[str] = Counter()
@@ -59,17 +50,16 @@ class Offers:
         action, self._newest = self._newest, None
         if action is None:
             return None
-        if effective_window - action.window > self._terms.max_lag_windows:
+        if effective_window - action.window > self._options.max_lag_windows:
             self.num_refused["stale"] += 1
             return None
         self._adopted_window = action.window
         return action
 
     def _refusal(self, action: Action, effective_window: int) -> Refusal | None:
-        terms = self._terms
-        if action.job != terms.job:
+        if action.job != self._identity.job:
             return "job"
-        if action.generation != terms.generation:
+        if action.generation != self._identity.generation:
             return "generation"
         if action.window >= effective_window:  # that window has not ended; kept, it would keep out all before it
             return "future"
@@ -79,20 +69,20 @@ class Offers:
 
     def _misfit(self, action: Action) -> Refusal | None:
         """What of the content does not fit this job."""
-        if len(action.local_batch_sizes) != len(self._terms.max_local_batch_sizes):
+        if len(action.local_batch_sizes) != len(self._identity.max_local_batch_sizes):
             return "length"
-        if action.levers or action.exchange not in (EXACT, self._terms.exchange):
+        if action.levers or action.exchange not in (EXACT, self._exchange):
             return "lever"
         return None if self._within_bounds(action.local_batch_sizes) else "bounds"
 
     def _feasible(self, action: Action) -> Action:
         """The action as this job can carry it out: with its own exchange, and tracking only where it can."""
-        action = msgspec.structs.replace(action, exchange=self._terms.exchange)
-        if action.split == "fixed" or self._terms.supports_tracking:
+        action = msgspec.structs.replace(action, exchange=self._exchange)
+        if action.split == "fixed" or self._options.supports_tracking:
             return action
         self.num_refused["tracking"] += 1
         return msgspec.structs.replace(action, split="fixed")
 
     def _within_bounds(self, sizes: Sequence[int]) -> bool:
-        low, highs = self._terms.min_local_batch_size, self._terms.max_local_batch_sizes
+        low, highs = self._options.min_local_batch_size, self._identity.max_local_batch_sizes
         return sum(sizes) > 0 and all(low <= size <= high for size, high in zip(sizes, highs, strict=True))

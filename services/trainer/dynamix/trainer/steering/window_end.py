@@ -4,8 +4,6 @@ Two phases, one step apart, as in `adoption`: `post` after the window's last ste
 after the next step has the rows of all ranks and publishes the report.
 """
 
-from typing import NamedTuple
-
 from dynamix.trainer.data.sampler import Position
 from dynamix.trainer.data.schedule import Counts
 from dynamix.trainer.gradient.noise import window_moments
@@ -23,13 +21,6 @@ SPECIFIED_EVERY = 64
 duplicate; one that lost or evicted the entry has it back."""
 
 
-class _PostedWindow(NamedTuple):
-    """A window whose rows are on their way."""
-
-    position: Position
-    sizes: Counts
-
-
 class WindowEnd:
     """One rank's side of ending windows."""
 
@@ -41,7 +32,8 @@ class WindowEnd:
         self._collectives = collectives
         self._transport = transport
         self._loggers = loggers
-        self._posted: _PostedWindow | None = None
+        self._posted: tuple[Position, Counts] | None = None
+        """Where the window ended whose rows are on their way, and its last sizes."""
         self._sockets_due = False
 
     @property
@@ -52,36 +44,36 @@ class WindowEnd:
     def post(self, position: Position, times: list[StepTimes]) -> None:
         """Send this rank's row of the window that ended at `position`."""
         self._collectives.post_row(self._meter.take_row(times, self._run.held_out_accuracy))
-        self._posted = _PostedWindow(position, self._run.schedule.counts_at(position.step - 1))
+        self._posted = position, self._run.schedule.counts_at(position.step - 1)
 
     def complete(self) -> None:
         """Report the window whose rows have arrived. Nothing where nothing was posted."""
         posted, self._posted = self._posted, None
         if posted is None:
             return
-        run, rows = self._run, self._collectives.take_rows()
+        (position, sizes), run, rows = posted, self._run, self._collectives.take_rows()
         run.noise.observe_window(window_moments(row.noise for row in rows))
-        window = run.window_of(posted.position.step - 1)
+        window = run.window_of(position.step - 1)
         totals = job_totals(
             rows,
             window=window,
             num_steps=run.options.window_steps,
-            global_batch_size=posted.sizes.total,
+            global_batch_size=sizes.total,
             noise=run.noise.value,
         )
         if run.place.local_rank == 0:
             report = run.reporter.report(
-                posted.position,
+                position,
                 rows,
                 totals,
-                sizes=posted.sizes,
+                sizes=sizes,
                 pending=run.schedule.newest,
                 total_samples=run.total_samples,
                 num_reports_dropped=self._transport.num_reports_dropped,
                 cookies=self._meter.sockets.cookies,
             )
             self._transport.publish(report)
-        self._loggers.publish(posted.position.step, totals, held_out_accuracy(rows))
+        self._loggers.publish(position.step, totals, held_out_accuracy(rows))
         if run.place.rank == 0 and (window + 1) % SPECIFIED_EVERY == 0:
             self._transport.publish(run.specification())
         run.reporter.keep_window(rows, totals)

@@ -5,6 +5,7 @@
 loses the oldest windows, one that raises is closed and logged once: training waits for neither.
 """
 
+import contextlib
 import logging
 import math
 import queue
@@ -92,18 +93,11 @@ class Loggers:
             self._thread.start()
         while True:
             try:
-                self._queue.put_nowait(item)
+                return self._queue.put_nowait(item)
             except queue.Full:
-                self._drop_oldest()
-            else:
-                return
-
-    def _drop_oldest(self) -> None:
-        try:
-            self._queue.get_nowait()
-        except queue.Empty:
-            return
-        _log.warning("a metric logger is slower than training: the metrics of a window were dropped")
+                with contextlib.suppress(queue.Empty):
+                    self._queue.get_nowait()
+                    _log.warning("a metric logger is slower than training: the metrics of a window were dropped")
 
     def _run(self) -> None:
         working = list(self._loggers)
