@@ -13,11 +13,12 @@ from dynamix.arbitrator.learned import inputs, policy_file
 from dynamix.arbitrator.learned.actions import ACTIONS, DELTAS, MULTIPLIERS, ActionSetName, action_set_named
 from dynamix.arbitrator.learned.forward import Forward
 from dynamix.arbitrator.learned.normalisation import Normalisation
-from dynamix.arbitrator.learned.policy import LearnedPolicy, draws, sample
+from dynamix.arbitrator.learned.policy import LearnedPolicy, sample
 from dynamix.arbitrator.learned.policy_file import PolicyFile
 from dynamix.arbitrator.learned.shipped import shipped_policy
 from dynamix.arbitrator.learning.agent import Agent
 from dynamix.arbitrator.policies.policy import Policy
+from dynamix.arbitrator.policies.random import keyed_generator
 from dynamix.arbitrator.policies.rule import Rule
 from dynamix.schemas.features import GLOBAL_FEATURES, RANK_FEATURES, RANK_INDEX
 from dynamix.schemas.messages import Action, Job
@@ -116,7 +117,10 @@ def test_actions_are_sampled_as_often_as_they_are_likely() -> None:
     probabilities = np.array([0.1, 0.6, 0.0, 0.3])
     with np.errstate(divide="ignore"):
         logprobs = np.log(np.tile(probabilities, (20_000, 1)))
-    counts = np.bincount(sample(logprobs, draws(examples.job(), 3, 20_000)), minlength=4) / 20_000
+    counts = (
+        np.bincount(sample(logprobs, keyed_generator(examples.job(), 3, "explore:").random(20_000)), minlength=4)
+        / 20_000
+    )
     assert counts == pytest.approx(probabilities, abs=0.015)
     assert counts[2] == 0
 

@@ -46,14 +46,14 @@ def test_communication_hides_behind_compute_down_to_its_floor() -> None:
 def test_the_best_batch_is_the_square_root_of_noise_rate_and_fixed_cost() -> None:
     """B / (B + K) / (A + B/R) is greatest at sqrt(K A R) = sqrt(1000 * 0.012 * 12000)."""
     fitted = model([8000.0, 4000.0], overhead_s=0.002, sync_intercept_s=0.010)
-    assert best_global_batch(fitted, 1000.0, fitted.balanced) == pytest.approx(np.sqrt(144_000), rel=2e-3)
+    assert best_global_batch(fitted, 1000.0) == pytest.approx(np.sqrt(144_000), rel=2e-3)
 
 
 def test_without_fixed_cost_the_smallest_batch_is_best_and_without_end_to_the_noise_the_largest() -> None:
     free = model([1000.0, 1000.0])
-    assert best_global_batch(free, 1000.0, free.balanced) == pytest.approx(16.0)
+    assert best_global_batch(free, 1000.0) == pytest.approx(16.0)
     costly = model([1000.0, 1000.0], sync_intercept_s=10.0)
-    assert best_global_batch(costly, 1e12, costly.balanced) == pytest.approx(2048.0)
+    assert best_global_batch(costly, 1e12) == pytest.approx(2048.0)
 
 
 def test_a_small_step_is_worth_its_samples_and_a_large_one_no_more_than_one() -> None:
@@ -63,7 +63,7 @@ def test_a_small_step_is_worth_its_samples_and_a_large_one_no_more_than_one() ->
 def test_a_step_worth_its_length_is_best_where_compute_takes_as_long_as_the_fixed_cost() -> None:
     """Without noise sqrt(B) / (A + B/R) is greatest at A R = 0.1 * 12000."""
     fitted = model([8000.0, 4000.0], sync_intercept_s=0.1)
-    assert best_global_batch(fitted, 1e-6, fitted.balanced, rate_exponent=0.5) == pytest.approx(1200, rel=2e-3)
+    assert best_global_batch(fitted, 1e-6, rate_exponent=0.5) == pytest.approx(1200, rel=2e-3)
 
 
 rates = st.lists(st.floats(10, 1e5), min_size=1, max_size=12)
@@ -89,7 +89,7 @@ def test_the_best_batch_is_within_the_bounds_and_no_grid_point_beats_it(
     rates: list[float], noise: float, sync_s: float
 ) -> None:
     fitted = model(rates, overhead_s=0.001, sync_intercept_s=sync_s)
-    best = best_global_batch(fitted, noise, fitted.balanced)
+    best = best_global_batch(fitted, noise)
     assert fitted.smallest * (1 - 1e-9) <= best <= fitted.largest * (1 + 1e-9)
     grid = np.geomspace(fitted.smallest, fitted.largest, 500)
     worth = progress(grid, noise) / fitted.balanced(grid)

@@ -6,7 +6,6 @@ import sys
 from dynamix.schemas.messages.policies import DEFAULT_POLICY
 
 from .deciding import signatures
-from .policies.options import Options
 from .policies.policy import NamedPolicy
 from .policies.registry import POLICIES
 
@@ -57,15 +56,12 @@ def document() -> str:
 def _section(policy: NamedPolicy) -> str:
     """The module's own words, and the options."""
     words = inspect.cleandoc(inspect.getmodule(type(policy)).__doc__ or "")
-    return f"## {policy.name}\n\n{words}\n\n{_table(policy.options)}"
-
-
-def _table(options: Options) -> str:
-    lines = ["| option | default | from | to | meaning |", "|---|---|---|---|---|"]
-    lines += [
-        f"| `{name}` | {one.default:g} | {one.low:g} | {one.high:g} | {one.meaning} |" for name, one in options.items()
-    ]
-    return "\n".join(lines) + "\n"
+    rows = "".join(
+        f"| `{name}` | {one.default:g} | {one.low:g} | {one.high:g} | {one.meaning} |\n"
+        for name, one in policy.options.items()
+    )
+    head = "| option | default | from | to | meaning |\n|---|---|---|---|---|\n"
+    return f"## {policy.name}\n\n{words}\n\n{head}{rows}"
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ Of equal logits the first choice wins, and the first is the neutral one: an untr
 
 import struct
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -38,12 +37,11 @@ DELTAS = tuple(sorted(random.DELTAS, key=lambda delta: (abs(delta), delta)))
 MULTIPLIERS = (1.0, 0.85, 1.2, 0.7, 1.4, 0.5, 2.0)
 """Factors on the rule's global batch; about symmetric in doublings, and at most one doubling."""
 
-ACTIONS: Mapping[ActionSetName, tuple[float, ...]] = MappingProxyType(
-    {"deltas": tuple(map(float, DELTAS)), "global": MULTIPLIERS}
-)
+ACTIONS: Mapping[ActionSetName, tuple[float, ...]] = {
+    "deltas": tuple(map(float, DELTAS)),
+    "global": MULTIPLIERS,
+}
 """All actions of each set, the neutral one first; a policy file has these or some of them."""
-
-NO_OPTIONS: Options = MappingProxyType({})
 
 
 class Situation(NamedTuple):
@@ -76,12 +74,12 @@ class Deltas:
     """Changes each rank's own last size by one of `DELTAS`."""
 
     name: ActionSetName = "deltas"
-    options: Options = NO_OPTIONS
 
     def __init__(self, wanted: Sequence[str], actions: Sequence[float]) -> None:
         """Show the inputs of these names, and take these actions."""
         self._select = inputs.Selection(inputs.names("deltas"), wanted)
         self._deltas = np.array(actions, dtype=np.int64)
+        self.options: Options = {}
 
     def situation(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Situation:  # noqa: ARG002 - what it needs to know of the past is in the observation
         """One row per rank: its own inputs, then the job's."""

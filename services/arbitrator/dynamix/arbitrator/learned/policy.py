@@ -4,14 +4,12 @@ Greedy by default: of equal logits the neutral action. With the job's option `ex
 carries log-probabilities and values for learning.
 """
 
-import hashlib
-from types import MappingProxyType
-
 import numpy as np
 
 from dynamix.arbitrator.policies.model.observation import Array32, Array64
 from dynamix.arbitrator.policies.options import Option, Options, option, switch
 from dynamix.arbitrator.policies.policy import Decision
+from dynamix.arbitrator.policies.random import keyed_generator
 from dynamix.schemas.messages import Job
 
 from .actions import Choices
@@ -21,9 +19,10 @@ from .policy_file import PolicyFile
 
 VERSION = Option(1, 1, 2**53 - 1, "of the policy; without it the newest when a generation begins", whole=True)
 
-OPTIONS: Options = MappingProxyType(
-    {"explore": switch(0, "1: sample actions, for learning; 0: take the likeliest"), "version": VERSION}
-)
+OPTIONS: Options = {
+    "explore": switch(0, "1: sample actions, for learning; 0: take the likeliest"),
+    "version": VERSION,
+}
 """The options of every learned policy; one that scales the rule has the rule's as well."""
 
 
@@ -37,7 +36,7 @@ class LearnedPolicy:
         self.version = version
         self.digest = bytes.fromhex(file.digest)
         self.action_set = metadata.make_action_set()
-        self.options: Options = MappingProxyType({**OPTIONS, **self.action_set.options})
+        self.options: Options = {**OPTIONS, **self.action_set.options}
         self._explore = explore
         self._forward = Forward(file.tensors, len(metadata.hidden_sizes))
         self._normalisation = Normalisation.of_tensors(file.tensors)
@@ -50,7 +49,7 @@ class LearnedPolicy:
         if not (self._explore or option(self.options, job, "explore")):
             return self.action_set.decision(job, situation, logits_DA.argmax(axis=1))
         logprobs_DA = log_softmax(logits_DA)
-        choices_D = sample(logprobs_DA, draws(job, window, len(logprobs_DA)))
+        choices_D = sample(logprobs_DA, keyed_generator(job, window, "explore:").random(len(logprobs_DA)))
         chosen = logprobs_DA[np.arange(len(choices_D)), choices_D]
         return self.action_set.decision(job, situation, choices_D)._replace(
             logprobs=tuple(chosen.tolist()), values=tuple(self._forward.values(inputs).tolist())
@@ -63,10 +62,3 @@ def sample(logprobs_DA: Array64, draws_D: Array64) -> Choices:
     passed = cumulated <= (draws_D * cumulated[:, -1])[:, None]
     choices: Choices = passed.sum(axis=1).astype(np.int64)
     return choices
-
-
-def draws(job: Job, window: int, num: int) -> Array64:
-    """Uniform numbers keyed by job, generation, window and seed (counter-based): a replay draws the same."""
-    identity = f"explore:{job.job}:{job.generation}:{window}:{job.seed}".encode()
-    key = int.from_bytes(hashlib.sha256(identity).digest()[:16])
-    return np.random.Generator(np.random.Philox(key=key)).random(num)

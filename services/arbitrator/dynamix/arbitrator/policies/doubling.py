@@ -5,7 +5,6 @@ It doubles after a number of samples, as published schedules do, or when the tra
 
 import math
 import struct
-from types import MappingProxyType
 from typing import ClassVar, NamedTuple
 
 from dynamix.schemas.messages import Job
@@ -54,16 +53,14 @@ class Doubling:
 
     name = "doubling"
     version = 1
-    options: ClassVar[Options] = MappingProxyType(
-        {
-            "every_samples": Option(0, 0, 1e12, "double after so many samples; 0: when the loss stalls"),
-            "patience_windows": Option(20, 1, 1e6, "windows without improvement that make a stall", whole=True),
-            "min_improvement": Option(0.01, 0, 1, "relative fall of the averaged loss that counts as one"),
-            "max_doublings": Option(6, 0, MAX_DOUBLINGS, "doublings at most", whole=True),
-            "proportional": switch(0, "1: divide B by measured speed; 0: as the initial sizes are"),
-            "track": track(0),
-        }
-    )
+    options: ClassVar[Options] = {
+        "every_samples": Option(0, 0, 1e12, "double after so many samples; 0: when the loss stalls"),
+        "patience_windows": Option(20, 1, 1e6, "windows without improvement that make a stall", whole=True),
+        "min_improvement": Option(0.01, 0, 1, "relative fall of the averaged loss that counts as one"),
+        "max_doublings": Option(6, 0, MAX_DOUBLINGS, "doublings at most", whole=True),
+        "proportional": switch(0, "1: divide B by measured speed; 0: as the initial sizes are"),
+        "track": track(0),
+    }
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
         """The initial batch times a power of two. Samples are counted from the job's own totals."""

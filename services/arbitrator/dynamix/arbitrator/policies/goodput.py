@@ -11,15 +11,13 @@ than the initial one (down to the job's lower bound), and they are decided per w
 """
 
 import math
-from types import MappingProxyType
 from typing import ClassVar
 
 import numpy as np
 
 from dynamix.schemas.messages import Job
 
-from .model.noise_memory import PACKED_BYTES, NoiseMemory
-from .model.observation import Array32, Array64, decided_sizes, job_value
+from .model.observation import PACKED_BYTES, Array32, Array64, NoiseMemory, decided_sizes, job_value
 from .model.step_time import StepTime
 from .model.step_time_fit import StepTimeFit, window_of
 from .options import Option, Options, allocation_of, option, switch, track, tracks
@@ -34,15 +32,13 @@ class Goodput:
 
     name = "goodput"
     version = 1
-    options: ClassVar[Options] = MappingProxyType(
-        {
-            "smoothing": Option(0.5, 0.01, 1, "weight of the newest window in the moving averages of times"),
-            "hysteresis": Option(0.05, 0, 1, "relative gain in predicted goodput that a change must promise"),
-            "noise_multiplier": Option(1.0, 0.01, 100, "factor on B_noise; 1 as published"),
-            "proportional": switch(1, "1: divide B by measured speed; 0: equally, as AdaptDL does"),
-            "track": track(0),
-        }
-    )
+    options: ClassVar[Options] = {
+        "smoothing": Option(0.5, 0.01, 1, "weight of the newest window in the moving averages of times"),
+        "hysteresis": Option(0.05, 0, 1, "relative gain in predicted goodput that a change must promise"),
+        "noise_multiplier": Option(1.0, 0.01, 100, "factor on B_noise; 1 as published"),
+        "proportional": switch(1, "1: divide B by measured speed; 0: equally, as AdaptDL does"),
+        "track": track(0),
+    }
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
         """The best candidate, if it is enough better than the current sizes. Without B_noise the batch stays."""

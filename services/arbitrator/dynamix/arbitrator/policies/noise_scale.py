@@ -4,13 +4,11 @@ B = multiplier * B_noise, whatever a step costs: the usual rule without a model 
 """
 
 import math
-from types import MappingProxyType
 from typing import ClassVar
 
 from dynamix.schemas.messages import Job
 
-from .model.noise_memory import PACKED_BYTES, NoiseMemory
-from .model.observation import Array32, decided_sizes, job_value
+from .model.observation import PACKED_BYTES, Array32, NoiseMemory, decided_sizes, job_value
 from .model.step_time_fit import StepTimeFit, window_of
 from .options import Option, Options, allocation_of, option, switch, track
 from .policy import Decision
@@ -24,14 +22,12 @@ class NoiseScale:
 
     name = "noise-scale"
     version = 1
-    options: ClassVar[Options] = MappingProxyType(
-        {
-            "multiplier": Option(1.0, 0.01, 100, "global batch over B_noise"),
-            "max_change": Option(_PACE.max_change, 1.01, 100, "greatest factor between two decisions"),
-            "proportional": switch(1, "1: divide B by measured speed; 0: equally"),
-            "track": track(0),
-        }
-    )
+    options: ClassVar[Options] = {
+        "multiplier": Option(1.0, 0.01, 100, "global batch over B_noise"),
+        "max_change": Option(_PACE.max_change, 1.01, 100, "greatest factor between two decisions"),
+        "proportional": switch(1, "1: divide B by measured speed; 0: equally"),
+        "track": track(0),
+    }
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
         """A limited step towards the multiple. While B_noise was never known the batch stays."""

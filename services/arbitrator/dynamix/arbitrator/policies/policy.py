@@ -1,6 +1,6 @@
 """What a policy is: a pure function of what is known about one job at one closed window."""
 
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 from dynamix.schemas.messages import Job
 from dynamix.schemas.messages.allocation import Allocation
@@ -51,15 +51,7 @@ class NamedPolicy(Policy, Protocol):
         """What of `Job.policy_options` it understands."""
 
 
-@runtime_checkable
-class FromFile(Protocol):
-    """A policy that was read from a file, as learned ones are."""
-
-    @property
-    def digest(self) -> bytes:
-        """SHA-256 of the file: with name and version it tells exactly which policy decided."""
-
-
 def digest_of(policy: Policy) -> bytes:
-    """SHA-256 of the file that a policy was read from; empty for a policy that is only code."""
-    return policy.digest if isinstance(policy, FromFile) else b""
+    """SHA-256 of the file that a policy was read from, which tells exactly what decided; empty for one that is code."""
+    digest: bytes = getattr(policy, "digest", b"")
+    return digest

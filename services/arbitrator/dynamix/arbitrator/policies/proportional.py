@@ -4,17 +4,16 @@ It helps with slow processors only: a slow link carries the same gradient whatev
 only with a larger global batch. With the fast loop (option `track`) the training processes divide the same batch.
 """
 
-from types import MappingProxyType
+import math
 from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
 from dynamix.schemas.apportion import apportion
 from dynamix.schemas.messages import Job
 
 from .model.observation import Array32, Array64, decided_sizes
-from .model.step_time_fit import window_of
+from .model.step_time_fit import filtered, window_of
 from .options import Option, Options, allocation_of, option, track
 from .policy import Decision
 
@@ -24,13 +23,11 @@ class Proportional:
 
     name = "proportional"
     version = 1
-    options: ClassVar[Options] = MappingProxyType(
-        {
-            "smoothing": Option(0.5, 0.01, 1, "weight of the newest throughput in the moving average"),
-            "dead_band": Option(0.03, 0, 1, "share by which a new split must shorten the predicted step"),
-            "track": track(0),
-        }
-    )
+    options: ClassVar[Options] = {
+        "smoothing": Option(0.5, 0.01, 1, "weight of the newest throughput in the moving average"),
+        "dead_band": Option(0.03, 0, 1, "share by which a new split must shorten the predicted step"),
+        "track": track(0),
+    }
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
         """A split in proportion to smoothed throughput; the last decision while it is nearly as good.
@@ -39,7 +36,9 @@ class Proportional:
         """
         current = decided_sizes(obs_WF)
         smoothing = option(self.options, job, "smoothing")
-        smoothed = _smooth(_unpack(carry, job.world_size), _measured(job, obs_WF), smoothing)
+        measured = window_of(job, obs_WF)  # NaN for a stale row and for a rank that had no samples
+        previous = _unpack(carry, job.world_size)
+        smoothed = filtered(previous, measured.samples_W / measured.compute_W, math.inf, smoothing)
         proposed = _split(job, current, smoothed)
         gain = 1 - _step_time_s(proposed, smoothed) / max(_step_time_s(current, smoothed), 1e-12)
         settled = sum(current) == sum(proposed) and gain <= option(self.options, job, "dead_band")
@@ -59,26 +58,13 @@ def _split(job: Job, current: tuple[int, ...], throughput: Array64) -> tuple[int
     return tuple(sizes.tolist())
 
 
-def _measured(job: Job, obs_WF: Array32) -> Array64:
-    """Samples per second of compute in the window; NaN for a stale row and for a rank that had no samples."""
-    window = window_of(job, obs_WF)
-    return window.samples_W / window.compute_W
-
-
-def _smooth(previous: Array64, measured: Array64, weight: float) -> Array64:
-    """Exponential moving average that starts with its first number and keeps the last one while nothing is measured."""
-    average = (1 - weight) * previous + weight * measured
-    started: Array64 = np.where(np.isnan(previous), measured, np.where(np.isnan(measured), previous, average))
-    return started
-
-
 def _step_time_s(sizes: tuple[int, ...], throughput: Array64) -> float:
     """Compute time of the slowest rank known: what a step cannot be shorter than; 0 when none is."""
     known = ~np.isnan(throughput)
     return float(np.max(np.asarray(sizes, dtype=np.float64)[known] / throughput[known], initial=0.0))
 
 
-def _unpack(carry: bytes, world_size: int) -> npt.NDArray[np.float64]:
+def _unpack(carry: bytes, world_size: int) -> Array64:
     if len(carry) != 4 * world_size:
         return np.full(world_size, np.nan)
     throughput = np.frombuffer(carry, dtype="<f4").astype(np.float64)

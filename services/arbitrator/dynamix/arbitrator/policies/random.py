@@ -1,7 +1,6 @@
 """`random`: a published delta action per rank, drawn uniformly. The least that a learned policy has to beat."""
 
 import hashlib
-from types import MappingProxyType
 from typing import ClassVar
 
 import numpy as np
@@ -17,20 +16,21 @@ DELTAS = (-100, -25, 0, 25, 100)
 
 
 class Random:
-    """Draws from a counter-based generator keyed by job, generation and window, so that a replay draws the same."""
+    """Draws from `keyed_generator`."""
 
     name = "random"
     version = 1
-    options: ClassVar[Options] = MappingProxyType({"track": track(0)})
+    options: ClassVar[Options] = {"track": track(0)}
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
         """The last decision plus one delta per rank."""
-        draws = _generator(job, window).integers(len(DELTAS), size=job.world_size)
+        draws = keyed_generator(job, window).integers(len(DELTAS), size=job.world_size)
         sizes = tuple(max(0, size + DELTAS[draw]) for size, draw in zip(decided_sizes(obs_WF), draws, strict=True))
         logprobs = (-float(np.log(len(DELTAS))),) * job.world_size
         return Decision(allocation_of(self.options, job, sizes), logprobs=logprobs)
 
 
-def _generator(job: Job, window: int) -> np.random.Generator:
-    identity = f"{job.job}:{job.generation}:{window}:{job.seed}".encode()
+def keyed_generator(job: Job, window: int, purpose: str = "") -> np.random.Generator:
+    """A counter-based generator keyed by job, generation, window and seed: a replay draws the same."""
+    identity = f"{purpose}{job.job}:{job.generation}:{window}:{job.seed}".encode()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(hashlib.sha256(identity).digest()[:16])))

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 from dynamix.runtime.extensions import ExtensionError, extension_names, load_extension
@@ -20,12 +19,9 @@ from .random import Random
 from .rule import Rule
 from .static import Static
 
-POLICIES: Mapping[str, NamedPolicy] = MappingProxyType(
-    {
-        policy.name: policy
-        for policy in (Static(), Random(), Proportional(), NoiseScale(), Goodput(), Doubling(), Rule())
-    }
-)
+POLICIES: Mapping[str, NamedPolicy] = {
+    policy.name: policy for policy in (Static(), Random(), Proportional(), NoiseScale(), Goodput(), Doubling(), Rule())
+}
 """The policies of this package; learned ones are files."""
 
 

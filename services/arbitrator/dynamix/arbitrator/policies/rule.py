@@ -12,20 +12,19 @@ the division follows every step where the job supports tracking, otherwise this 
 
 import math
 import struct
-from types import MappingProxyType
+from collections.abc import Mapping
 from typing import ClassVar, NamedTuple
 
 from dynamix.schemas.messages import Job
 
-from .model.noise_memory import PACKED_BYTES, NoiseMemory
-from .model.observation import Array32, decided_sizes, job_value
+from .model.observation import PACKED_BYTES, Array32, NoiseMemory, decided_sizes, job_value
 from .model.step_time import StepTime, best_global_batch
 from .model.step_time_fit import StepTimeFit, window_of
 from .options import Option, Options, allocation_of, option, track
 from .policy import Decision
 from .sizing import Pace, by_speed, clamp_total
 
-RATE_EXPONENTS = MappingProxyType({"none": 0.0, "sqrt": 0.5, "linear": 1.0})
+RATE_EXPONENTS: Mapping[str, float] = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 """Power of B that each learning-rate rule sets the learning rate in proportion to."""
 
 _PACE = Pace()
@@ -58,15 +57,13 @@ class Rule:
 
     name = "rule"
     version = 1
-    options: ClassVar[Options] = MappingProxyType(
-        {
-            "noise_multiplier": Option(1.0, 0.01, 100, "factor on B_noise: above 1, larger batches count for more"),
-            "rate_weight": Option(0.5, 0, 1, "power of the learning rate in the worth of a step"),
-            "max_change": Option(_PACE.max_change, 1.01, 100, "greatest factor between two decisions"),
-            "dead_band": Option(_PACE.dead_band, 0, 1, "relative distance from the best batch at which B stays"),
-            "track": track(1),
-        }
-    )
+    options: ClassVar[Options] = {
+        "noise_multiplier": Option(1.0, 0.01, 100, "factor on B_noise: above 1, larger batches count for more"),
+        "rate_weight": Option(0.5, 0, 1, "power of the learning rate in the worth of a step"),
+        "max_change": Option(_PACE.max_change, 1.01, 100, "greatest factor between two decisions"),
+        "dead_band": Option(_PACE.dead_band, 0, 1, "relative distance from the best batch at which B stays"),
+        "track": track(1),
+    }
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
         """The next sizes. While B_noise was never known B stays, and without any measured time nothing changes."""
@@ -83,6 +80,6 @@ class Rule:
             return current
         noise_scale *= option(self.options, job, "noise_multiplier")
         exponent = option(self.options, job, "rate_weight") * RATE_EXPONENTS[job.learning_rate_rule]
-        target = best_global_batch(model, noise_scale, model.balanced, exponent)
+        target = best_global_batch(model, noise_scale, exponent)
         pace = _PACE._replace(**{name: option(self.options, job, name) for name in ("max_change", "dead_band")})
         return pace.step(max(current, 1.0), target)

@@ -3,7 +3,6 @@
 With the fast loop (option `track`) their sum stays and the training processes divide it.
 """
 
-from types import MappingProxyType
 from typing import ClassVar
 
 from dynamix.schemas.messages import Job
@@ -18,7 +17,7 @@ class Static:
 
     name = "static"
     version = 1
-    options: ClassVar[Options] = MappingProxyType({"track": track(0)})
+    options: ClassVar[Options] = {"track": track(0)}
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
         """The job's initial sizes."""

@@ -1,9 +1,18 @@
-"""The observation of a policy: columns and values by the names of the state's features."""
+"""The observation of a policy: columns and values by the names of the state's features, and the last known B_noise."""
+
+import math
+import struct
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from dynamix.schemas.features import GLOBAL_INDEX, RANK_INDEX
+
+_GROWTH = 1.1
+_MOST = 4.0
+_PACKED = struct.Struct("<dI")
+PACKED_BYTES = _PACKED.size
 
 Array32 = npt.NDArray[np.float32]
 Array64 = npt.NDArray[np.float64]
@@ -22,3 +31,38 @@ def job_value(global_F: Array32, name: str) -> float:
 def decided_sizes(obs_WF: Array32) -> tuple[int, ...]:
     """The arbitrator's own last decision, which every delta is relative to."""
     return tuple(obs_WF[:, RANK_INDEX["decided_local_batch_size"]].astype(np.int64).tolist())
+
+
+class NoiseMemory(NamedTuple):
+    """The last known B_noise, and for how many windows it has been masked since."""
+
+    last_known: float = math.nan
+    """NaN before the first: never measured is no reason to change anything."""
+    num_masked: int = 0
+
+    def observe(self, noise_scale: float) -> "NoiseMemory":
+        """The memory after a window whose B_noise is NaN when masked."""
+        if 0 < noise_scale < math.inf:
+            return NoiseMemory(noise_scale)
+        return self._replace(num_masked=self.num_masked + 1)
+
+    @property
+    def noise_scale(self) -> float:
+        """B_noise in samples, NaN when never known.
+
+        It is masked when the smoothed |G_true|^2 is not positive: the noise scale is then beyond what batches of this
+        size can measure, so the last known one is taken as too small, by 10 % more per window, at most by a factor 4.
+        """
+        return self.last_known * min(_MOST, _GROWTH ** min(self.num_masked, 100))
+
+    def pack(self) -> bytes:
+        """`PACKED_BYTES` bytes for a carry."""
+        return _PACKED.pack(self.last_known, min(self.num_masked, 100))
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> "NoiseMemory":
+        """What `pack` gave; empty from anything else."""
+        if len(packed) != PACKED_BYTES:
+            return cls()
+        last_known, num_masked = _PACKED.unpack(packed)
+        return cls(last_known, num_masked) if 0 < last_known < math.inf else cls()

@@ -13,7 +13,6 @@ With B divided so that compute times are equal within the bounds, c(B) is piecew
 which a rank leaves its lower or meets its upper bound gives it exactly, in O(W log W).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -106,15 +105,12 @@ def progress(global_batch_sizes: Array64, noise_scale: float, rate_exponent: flo
     return worth
 
 
-def best_global_batch(
-    model: StepTime, noise_scale: float, times_s: Callable[[Array64], Array64], rate_exponent: float = 0.0
-) -> float:
-    """The B of the greatest progress(B) / T(B), within the model's bounds.
+def best_global_batch(model: StepTime, noise_scale: float, rate_exponent: float = 0.0) -> float:
+    """The B of the greatest progress(B) / T(B) with B divided as `balanced` does, within the model's bounds.
 
     Args:
-        model: gives the bounds.
+        model: of the step time.
         noise_scale: of the gradient, in samples, times whatever a policy multiplies it by.
-        times_s: T of many batches: `model.balanced` or `model.equal`.
         rate_exponent: as `progress`.
     """
     low, high = max(model.smallest, 1.0), max(model.largest, 1.0)
@@ -122,7 +118,7 @@ def best_global_batch(
     for _ in range(2):
         candidates = np.geomspace(low, high, _CANDIDATES)
         worth = progress(candidates, noise_scale, rate_exponent)
-        index = int(np.argmax(worth / np.maximum(times_s(candidates), 1e-12)))
+        index = int(np.argmax(worth / np.maximum(model.balanced(candidates), 1e-12)))
         best = float(candidates[index])
         low, high = float(candidates[max(0, index - 1)]), float(candidates[min(_CANDIDATES - 1, index + 1)])
     return best

@@ -12,6 +12,7 @@
 
 import math
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -58,11 +59,6 @@ class Window(NamedTuple):
     sync_s: float
     rest_s: float
 
-    @property
-    def is_known(self) -> bool:
-        """Whether any rank was measured."""
-        return bool(np.isfinite(self.compute_W).any())
-
 
 def window_of(job: Job, obs_WF: Array32) -> Window:
     """The measurements in a policy's observation."""
@@ -75,8 +71,8 @@ def window_of(job: Job, obs_WF: Array32) -> Window:
     return Window(
         samples_W=np.where(usable, num_samples / job.window_steps, np.nan),
         compute_W=np.where(usable, compute_s, np.nan),
-        sync_s=_least(sync_s[usable]),
-        rest_s=_middle(rest_s[usable]),
+        sync_s=_of_known(np.min, sync_s[usable]),
+        rest_s=_of_known(np.median, rest_s[usable]),
     )
 
 
@@ -112,10 +108,10 @@ class StepTimeFit:
             jump: ratio of change that is believed at once; infinite for a plain moving average.
             smoothing: weight of the newest value while nothing jumps.
         """
-        if not window.is_known:
+        known = np.isfinite(window.compute_W)
+        if not known.any():
             return self
         overhead_sums, slope_sums = self._pairs(window)
-        known = np.isfinite(window.compute_W)
         shortest_s, mean_s, longest_s = (float(f(window.compute_W[known])) for f in (np.min, np.mean, np.max))
         overhead_s = _slope(overhead_sums, _PRIOR / mean_s**2, 0.0, _MAX_OVERHEAD * shortest_s)
         slope = _slope(slope_sums, _PRIOR, _SLOPE_LOW, _SLOPE_HIGH)
@@ -127,9 +123,9 @@ class StepTimeFit:
             samples_W=np.where(known, window.samples_W, self.samples_W),
             compute_W=np.where(known, window.compute_W, self.compute_W),
             overhead_s=overhead_s,
-            sync_intercept_s=_filtered_number(self.sync_intercept_s, intercept, jump, smoothing),
+            sync_intercept_s=float(filtered(self.sync_intercept_s, intercept, jump, smoothing)),
             sync_slope=slope,
-            rest_s=_filtered_number(self.rest_s, window.rest_s, math.inf, smoothing),
+            rest_s=float(filtered(self.rest_s, window.rest_s, math.inf, smoothing)),
             overhead_sums=overhead_sums,
             slope_sums=slope_sums,
             sync_s=window.sync_s if math.isfinite(window.sync_s) else self.sync_s,
@@ -188,10 +184,10 @@ class StepTimeFit:
         return _added(self.overhead_sums, overhead, _OVERHEAD_DECAY), _added(self.slope_sums, slope, _SLOPE_DECAY)
 
 
-def filtered(old: Array64, new: Array64, jump: float, smoothing: float) -> Array64:
+def filtered(old: Array64 | float, new: Array64 | float, jump: float, smoothing: float) -> Array64:
     """`new` where it jumped or is the first, else the moving average; `old` where nothing was measured."""
     with np.errstate(invalid="ignore", divide="ignore"):
-        ratio = new / old
+        ratio = np.asarray(new) / old
     average = (1 - smoothing) * old + smoothing * new
     jumped = ~((ratio <= jump) & (ratio >= 1 / jump))
     result: Array64 = np.where(np.isnan(new), old, np.where(jumped, new, average))
@@ -237,10 +233,6 @@ def _slope(sums: tuple[float, float], prior: float, low: float, high: float) -> 
     return float(min(max(sums[0] / (sums[1] + prior), low), high))
 
 
-def _filtered_number(old: float, new: float, jump: float, smoothing: float) -> float:
-    return float(filtered(np.array([old]), np.array([new]), jump, smoothing)[0])
-
-
 def _believed(obs_WF: Array32, name: str) -> Array64:
     """A column, with NaN for what no rank can have measured: squares of it must not leave the range of a float32."""
     values = column(obs_WF, name)
@@ -251,14 +243,9 @@ def _relative(old: float, new: float) -> float:
     return 2 * (new - old) / (new + old)
 
 
-def _least(values: Array64) -> float:
+def _of_known(statistic: Callable[[Array64], np.floating], values: Array64) -> float:
     known = values[np.isfinite(values)]
-    return float(known.min()) if known.size else math.nan
-
-
-def _middle(values: Array64) -> float:
-    known = values[np.isfinite(values)]
-    return float(np.median(known)) if known.size else math.nan
+    return float(statistic(known)) if known.size else math.nan
 
 
 def _or_zero(value: float) -> float:
