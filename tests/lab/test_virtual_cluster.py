@@ -8,8 +8,9 @@ from tests.support.virtual import FREE, action, cluster, data, scenario
 from dynamix.lab.simulator.cluster import VirtualCluster
 from dynamix.lab.simulator.job import training_part
 from dynamix.lab.simulator.scenario import Congestion, Network, Stragglers, Workers
-from dynamix.lab.workloads import Part
+from dynamix.lab.workloads import OPTIMIZERS, Part, make_optimizer
 from dynamix.schemas.messages import Report
+from dynamix.trainer.job.options import family_of
 
 LONG = {"fixed_time_s": 1e3, "time_limit_s": 1e6, "evaluate_every_s": 1e6}
 OTHER = (8, 24, 40, 56)
@@ -32,6 +33,12 @@ def test_the_action_of_a_window_rules_once_the_lag_is_over(lag_windows: int) -> 
     assert ruled == [(32,) * 4] * first + [OTHER] * (6 - first)
     applied = run.applied[0]
     assert (applied.decided_window, applied.effective_window, applied.effective_step) == (1, first, 5 * first)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_job_names_the_family_of_its_optimizer(optimizer: str) -> None:
+    real = make_optimizer(optimizer, [torch.nn.Parameter(torch.zeros(1))], 0.1)
+    assert cluster(scenario(optimizer=optimizer)).job.optimizer_family == family_of(real)
 
 
 def test_a_size_is_pending_in_the_report_before_it_rules() -> None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from dynamix.lab.workloads import Data, Part, family_of_name
+from dynamix.lab.workloads import Data, Part
 from dynamix.trainer.job.identity import Attempt, JobIdentity
 from dynamix.trainer.job.options import JobOptions
 
@@ -34,7 +34,7 @@ def job_options(
         margin_steps=MARGIN_STEPS,
         policy=policy,
         policy_options=policy_options,
-        optimizer_family=family_of_name(scenario.optimizer),
+        optimizer_family="sgd" if scenario.optimizer == "sgd" else "adam",
         learning_rate_rule=scenario.learning_rate_rule,
         reduction="mean",
         seed=seed,

@@ -5,17 +5,7 @@ Add a workload in `catalog`; its outputs must not depend on other samples of the
 gradients are no longer those of one big batch. `datasets` reads published files and never downloads.
 """
 
-from .catalog import WORKLOADS, workload_named
-from .optimizers import OPTIMIZERS, family_of_name, make_optimizer
+from .catalog import OPTIMIZERS, WORKLOADS, make_optimizer, workload_named
 from .workload import Data, Part, Workload
 
-__all__ = [
-    "OPTIMIZERS",
-    "WORKLOADS",
-    "Data",
-    "Part",
-    "Workload",
-    "family_of_name",
-    "make_optimizer",
-    "workload_named",
-]
+__all__ = ["OPTIMIZERS", "WORKLOADS", "Data", "Part", "Workload", "make_optimizer", "workload_named"]

@@ -1,6 +1,6 @@
-"""The workloads by name, and how published files become their data: what is trained on, steered by and tested on."""
+"""Workloads and optimizers by name, and how published files become data to train on, to steer by and to test on."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -9,12 +9,22 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - PyTorch's own habit
 from torch import Tensor
 
-from .datasets import MissingDataError, cifar10, read_text
-from .datasets.fashion import FASHION_MNIST_MEAN, FASHION_MNIST_STD, fashion_mnist_bytes
-from .language import Transformer, TransformerShape
-from .vision import mlp, resnet, small_cnn, vgg11
+from .datasets import (
+    FASHION_MNIST_MEAN,
+    FASHION_MNIST_STD,
+    MissingDataError,
+    cifar10,
+    fashion_mnist_bytes,
+    read_text,
+    standardised,
+)
+from .models import Transformer, TransformerShape, mlp, resnet, small_cnn, vgg11
 from .workload import Data, Part, Workload
 
+OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = MappingProxyType(
+    {"sgd": partial(torch.optim.SGD, momentum=0.9), "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+)
+"""SGD with momentum 0.9; Adam and AdamW with PyTorch's decay rates, 0.9 and 0.999."""
 TEXT_SHAPE = TransformerShape(num_tokens=64, width=64, num_heads=4, num_layers=2)
 """137,216 parameters: a step of a few hundred sequences takes a CPU core well under a second."""
 FASHION_14_STD = 0.3301
@@ -30,32 +40,34 @@ HELD_OUT_SHARE = 20
 """One twentieth of a text is the validation part, another the test part, in this order at its end."""
 
 
-def fashion_14(directory: Path | None, dtype: torch.dtype) -> Data:
-    """Fashion-MNIST, the mean of every 2 x 2 pixels: N x 1 x 14 x 14, 50,000 + 10,000 + 10,000."""
+def images(
+    read: Callable[[str, Path | None], tuple[Tensor, Tensor]],
+    directory: Path | None,
+    dtype: torch.dtype,
+    *,
+    means: Sequence[float],
+    stds: Sequence[float],
+    num_validation: int,
+    pool: int = 1,
+) -> Data:
+    """Images in `dtype`, standardised per channel; the last of the training images are the validation part.
 
-    def part(pixels: Tensor, labels: Tensor) -> Part:
-        pooled = F.avg_pool2d(pixels.to(dtype).div_(255), 2)
-        return Part(pooled.sub_(FASHION_MNIST_MEAN).div_(FASHION_14_STD), labels)
+    Args:
+        read: gives pixels 0 ... 255, N x channels x height x width, and labels of `train` and `test`.
+        directory: of the files.
+        dtype: of the images.
+        means: of the channels, scaled to 0 ... 1.
+        stds: of the channels, after pooling.
+        num_validation: how many are the validation part.
+        pool: each pixel is the mean of `pool` x `pool` published ones.
+    """
 
-    train, test = (part(*fashion_mnist_bytes(split, directory)) for split in ("train", "test"))
-    return Data(*_split(train, FASHION_VALIDATION), test)
+    def part(split: str) -> Part:
+        pixels, labels = read(split, directory)
+        scaled = pixels.to(dtype).div_(255)
+        return Part(standardised(F.avg_pool2d(scaled, pool) if pool > 1 else scaled, means, stds), labels)
 
-
-def fashion_28(directory: Path | None, dtype: torch.dtype) -> Data:
-    """Fashion-MNIST whole: N x 1 x 28 x 28, 50,000 + 10,000 + 10,000."""
-    train, test = (
-        _standardised(*fashion_mnist_bytes(split, directory), dtype, [FASHION_MNIST_MEAN], [FASHION_MNIST_STD])
-        for split in ("train", "test")
-    )
-    return Data(*_split(train, FASHION_VALIDATION), test)
-
-
-def cifar10_32(directory: Path | None, dtype: torch.dtype) -> Data:
-    """CIFAR-10: N x 3 x 32 x 32, 45,000 + 5,000 + 10,000; 740 MB as float32."""
-    train, test = (
-        _standardised(*cifar10(split, directory), dtype, CIFAR10_MEAN, CIFAR10_STD) for split in ("train", "test")
-    )
-    return Data(*_split(train, CIFAR10_VALIDATION), test)
+    return Data(*_split(part("train"), num_validation), part("test"))
 
 
 def text(directory: Path | None, _: torch.dtype) -> Data:
@@ -78,29 +90,23 @@ def text(directory: Path | None, _: torch.dtype) -> Data:
     return Data(*_split(rest, num_held_out), test)
 
 
-def _standardised(
-    pixels: Tensor, labels: Tensor, dtype: torch.dtype, means: Sequence[float], stds: Sequence[float]
-) -> Part:
-    """Pixels 0 ... 255, N x channels x height x width, to mean 0 and standard deviation 1 in every channel."""
-    images = pixels.to(dtype).div_(255)
-    shape = (1, -1, 1, 1)
-    images.sub_(torch.tensor(means, dtype=dtype).view(shape)).div_(torch.tensor(stds, dtype=dtype).view(shape))
-    return Part(images, labels)
-
-
 def _split(part: Part, num_last: int) -> tuple[Part, Part]:
     """The part without its last samples, and these."""
     first = len(part.labels) - num_last
     return Part(*(tensor[:first] for tensor in part)), Part(*(tensor[first:] for tensor in part))
 
 
+_FASHION = partial(images, fashion_mnist_bytes, means=[FASHION_MNIST_MEAN], num_validation=FASHION_VALIDATION)
+_FASHION_14 = partial(_FASHION, stds=[FASHION_14_STD], pool=2)
+_FASHION_28 = partial(_FASHION, stds=[FASHION_MNIST_STD])
+_CIFAR10 = partial(images, cifar10, means=CIFAR10_MEAN, stds=CIFAR10_STD, num_validation=CIFAR10_VALIDATION)
 _ALL = (
-    Workload(name="fashion-14-mlp", dataset="fashion-mnist", make_model=partial(mlp, 14 * 14, 64), read=fashion_14),
-    Workload(name="fashion-28-mlp", dataset="fashion-mnist", make_model=partial(mlp, 28 * 28, 128), read=fashion_28),
-    Workload(name="fashion-14-cnn", dataset="fashion-mnist", make_model=small_cnn, read=fashion_14),
-    Workload(name="cifar10-vgg11", dataset="cifar-10", make_model=vgg11, read=cifar10_32),
-    Workload(name="cifar10-resnet20", dataset="cifar-10", make_model=partial(resnet, 20), read=cifar10_32),
-    Workload(name="cifar10-resnet32", dataset="cifar-10", make_model=partial(resnet, 32), read=cifar10_32),
+    Workload(name="fashion-14-mlp", dataset="fashion-mnist", make_model=partial(mlp, 14 * 14, 64), read=_FASHION_14),
+    Workload(name="fashion-28-mlp", dataset="fashion-mnist", make_model=partial(mlp, 28 * 28, 128), read=_FASHION_28),
+    Workload(name="fashion-14-cnn", dataset="fashion-mnist", make_model=small_cnn, read=_FASHION_14),
+    Workload(name="cifar10-vgg11", dataset="cifar-10", make_model=vgg11, read=_CIFAR10),
+    Workload(name="cifar10-resnet20", dataset="cifar-10", make_model=partial(resnet, 20), read=_CIFAR10),
+    Workload(name="cifar10-resnet32", dataset="cifar-10", make_model=partial(resnet, 32), read=_CIFAR10),
     Workload(name="text-transformer", dataset="text", make_model=partial(Transformer, TEXT_SHAPE), read=text),
 )
 WORKLOADS: Mapping[str, Workload] = MappingProxyType({workload.name: workload for workload in _ALL})
@@ -115,3 +121,16 @@ def workload_named(name: str) -> Workload:
     if name not in WORKLOADS:
         raise ValueError(f"workload {name!r} is not known: use one of {', '.join(WORKLOADS)}")
     return WORKLOADS[name]
+
+
+def make_optimizer(
+    name: str, parameters: Iterable[torch.nn.Parameter], learning_rate: float, *, weight_decay: float = 0.0
+) -> torch.optim.Optimizer:
+    """The optimizer of that name.
+
+    Raises:
+        ValueError: when the name is none of `OPTIMIZERS`.
+    """
+    if name not in OPTIMIZERS:
+        raise ValueError(f"optimizer {name!r} is not known: use one of {', '.join(OPTIMIZERS)}")
+    return OPTIMIZERS[name](parameters, lr=learning_rate, weight_decay=weight_decay)
