@@ -119,7 +119,7 @@ def test_curves_leave_out_what_is_not_known_and_are_bounded() -> None:
 
 def test_a_collector_that_refused_processes_is_remembered() -> None:
     refused = msgspec.structs.replace(examples.window(), refused_pids=(17,))
-    assert board_of(refused).nodes["node-a"].num_refused_pids == 1
+    assert board_of(refused).nodes["node-a"].refused_pids == (17,)
 
 
 def test_the_newest_failure_signature_is_kept_until_a_restart() -> None:

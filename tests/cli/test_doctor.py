@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamix.cli.commands.doctor import kernel, software
+from dynamix.cli.commands.doctor import machine
 from dynamix.cli.commands.doctor.bus import bus, is_alive
 from dynamix.cli.commands.doctor.check import CheckSection, DoctorCheck, failed, passed
 from dynamix.cli.commands.doctor.view import BOLD, GREEN, PLAIN, RED, YELLOW, report
@@ -37,7 +37,7 @@ def shown(checks: list[DoctorCheck], width: int = 80) -> str:
 
 
 def test_what_these_tests_run_with_is_found() -> None:
-    found = by_name(software.software())
+    found = by_name(machine.software())
     assert found["Python"].present
     assert found["packages"].present
     assert found["nats-server"].present
@@ -45,7 +45,7 @@ def test_what_these_tests_run_with_is_found() -> None:
 
 
 def test_an_old_python_is_fatal() -> None:
-    check = software.python((3, 10, 4))
+    check = machine.python((3, 10, 4))
     assert check.is_fatal
     assert "3.11" in check.fix
 
@@ -61,14 +61,14 @@ def test_an_old_python_is_fatal() -> None:
     ],
 )
 def test_a_broker_with_known_holes_is_not_good_enough(shown: str, *, present: bool) -> None:
-    assert software.server_version(shown, "/bin/nats-server", "fix").present is present
+    assert machine.server_version(shown, "/bin/nats-server", "fix").present is present
 
 
 def test_data_counts_only_when_all_four_files_are_there(tmp_path: Path) -> None:
-    for name in software.FASHION_MNIST:
-        assert not software.data((tmp_path,)).present
+    for name in machine.FASHION_MNIST:
+        assert not machine.data((tmp_path,)).present
         (tmp_path / f"{name}.gz").touch()
-    check = software.data((tmp_path / "nowhere", tmp_path))
+    check = machine.data((tmp_path / "nowhere", tmp_path))
     assert check.present
     assert check.found == str(tmp_path)
 
@@ -77,24 +77,24 @@ def test_the_data_is_looked_for_where_the_trainer_looks() -> None:
     """Read, not imported: the trainer's module imports PyTorch."""
     source = (ROOT / "lab/dynamix/lab/workloads/datasets.py").read_text()
     texts = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
-    assert set(software.FASHION_MNIST) <= texts
-    assert {str(directory) for directory in software.DATA_DIRECTORIES} <= texts
+    assert set(machine.FASHION_MNIST) <= texts
+    assert {str(directory) for directory in machine.DATA_DIRECTORIES} <= texts
 
 
 def test_proc_and_tcp_info_of_this_machine_are_enough_for_these_tests() -> None:
-    assert kernel.proc(Path("/")).present
-    assert kernel.tcp_info().present
+    assert machine.proc(Path("/")).present
+    assert machine.tcp_info().present
 
 
 def test_a_machine_without_proc_is_fatal(tmp_path: Path) -> None:
-    check = kernel.proc(tmp_path)
+    check = machine.proc(tmp_path)
     assert check.is_fatal
     assert "net/snmp" in check.found
 
 
 def test_a_kernel_that_does_not_say_how_long_processes_wait_lacks_it(tmp_path: Path) -> None:
-    assert "masked" in kernel.run_queue(tmp_path).fix
-    assert kernel.run_queue(Path("/")).present == Path("/proc/self/schedstat").exists()
+    assert "masked" in machine.run_queue(tmp_path).fix
+    assert machine.run_queue(Path("/")).present == Path("/proc/self/schedstat").exists()
 
 
 FOLDED = """\

@@ -9,7 +9,7 @@ import pytest
 from tests.support import examples
 from tests.support.brokers import ConfiguredServer
 
-from dynamix.cli.commands.doctor.actions import actions
+from dynamix.cli.commands.doctor.bus import actions
 from dynamix.cli.commands.doctor.check import DoctorCheck
 from dynamix.cli.main import main
 from dynamix.runtime.bus import Bus

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import pytest
 
 from dynamix.cli.commands.doctor import ebpf as checks
-from dynamix.cli.commands.doctor import ebpf_trial
 from dynamix.cli.commands.doctor.check import DoctorCheck, failed, passed
 from dynamix.cli.commands.doctor.ebpf import load_smallest_program
 from dynamix.collector.ebpf.syscall import ProbeError
@@ -197,17 +196,17 @@ def test_it_says_which_probe_the_collector_takes_and_why(
 def test_a_trial_that_counts_wrong_is_no_success(
     monkeypatch: pytest.MonkeyPatch, received: int | None, *, present: bool, found: str
 ) -> None:
-    monkeypatch.setattr(ebpf_trial, "run_trial", lambda _: ebpf_trial.ProbeTrial(0.5, received))
-    check = ebpf_trial.try_ebpf("")
+    monkeypatch.setattr(checks, "run_trial", lambda _: (0.5, received))
+    check = checks.try_ebpf("")
     assert (check.present, check.found) == (present, found)
 
 
 def test_a_probe_that_cannot_be_opened_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: str) -> ebpf_trial.ProbeTrial:
+    def fail(_: str) -> tuple[float, int | None]:
         raise ProbeError("cannot load: no memory")
 
-    monkeypatch.setattr(ebpf_trial, "run_trial", fail)
-    assert ebpf_trial.try_ebpf("").found == "cannot load: no memory"
+    monkeypatch.setattr(checks, "run_trial", fail)
+    assert checks.try_ebpf("").found == "cannot load: no memory"
 
 
 def doctor(*command: str) -> tuple[int, dict[str, DoctorCheck]]:

@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from dynamix.cli.commands.up.supervisor import exited, kept
+from dynamix.cli.commands.up.supervisor import Child, exited, kept
 
 
 class Sleeper:
@@ -23,7 +23,6 @@ class Sleeper:
         self.fails = False
         self._process: subprocess.Popen[bytes] | None = None
 
-    @property
     def pid(self) -> int:
         assert self._process is not None
         return self._process.pid
@@ -52,7 +51,8 @@ def said() -> list[str]:
 
 
 def keeping(child: Sleeper, said: list[str], stop: asyncio.Event) -> contextlib.AbstractAsyncContextManager[object]:
-    return kept([child], lambda name, text: said.append(f"{name} {text}"), stop, min_wait_s=0.01)
+    as_child = Child(child.name, child.pid, child.start, child.stop)
+    return kept([as_child], lambda name, text: said.append(f"{name} {text}"), stop, min_wait_s=0.01)
 
 
 async def test_a_killed_child_is_started_again_and_stopped_at_the_end(said: list[str]) -> None:
@@ -61,7 +61,7 @@ async def test_a_killed_child_is_started_again_and_stopped_at_the_end(said: list
     async with keeping(child, said, asyncio.Event()):
         for expected in (2, 3):
             child.started.clear()
-            os.kill(child.pid, signal.SIGKILL)
+            os.kill(child.pid(), signal.SIGKILL)
             await asyncio.wait_for(child.started.wait(), 10)
             assert child.num_starts == expected
         assert child.is_running()
@@ -76,7 +76,7 @@ async def test_a_child_that_cannot_be_started_is_tried_again(said: list[str]) ->
     async with keeping(child, said, asyncio.Event()):
         child.fails = True
         child.started.clear()
-        os.kill(child.pid, signal.SIGKILL)
+        os.kill(child.pid(), signal.SIGKILL)
         await asyncio.wait_for(child.started.wait(), 10)
     assert "sleeper does not start: no memory" in said
     assert child.num_starts == 2
@@ -87,13 +87,12 @@ async def test_a_child_that_is_stopped_with_us_is_not_started_again(said: list[s
     await child.start()
     async with keeping(child, said, asyncio.Event()) as supervisor:
         supervisor.stop()  # type: ignore[attr-defined]
-        os.kill(child.pid, signal.SIGTERM)
+        os.kill(child.pid(), signal.SIGTERM)
     assert (child.num_starts, said) == (1, [])
 
 
 async def test_a_failure_of_the_keeping_itself_ends_everything(said: list[str]) -> None:
     class Broken(Sleeper):
-        @property
         def pid(self) -> int:
             raise ValueError("lost")
 

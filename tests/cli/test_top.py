@@ -187,6 +187,6 @@ def test_without_a_broker_it_says_where_it_looked(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("DYNAMIX_NATS_URL", "nats://127.0.0.1:1")
-    monkeypatch.setattr("dynamix.cli.broker.CONNECT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("dynamix.cli.connection.CONNECT_TIMEOUT_S", 0.2)
     assert main(["top", "--once"]) == 1
     assert "no broker at nats://127.0.0.1:1" in capsys.readouterr().err

@@ -1,24 +1,32 @@
-"""How commands find the broker: DYNAMIX_NATS_... if set, else the one that `dynamix up` started, else the default.
+"""How commands find the broker and connect to it: DYNAMIX_NATS_... if set, else `dynamix up`'s, else the default.
 
 `dynamix up` leaves a file with the broker's address and generated password, readable by its user only, in
 XDG_RUNTIME_DIR (or ~/.cache/dynamix), and removes it when it ends.
 """
 
+import asyncio
 import contextlib
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
 
 from dynamix.runtime import output_files
-from dynamix.runtime.settings import BusSettings, SettingsError, read
+from dynamix.runtime.bus import Bus, BusError, PermissionDeniedError
+from dynamix.runtime.settings import BusSettings, SettingsError, read, redact_url
 
-from .errors import CommandError
+from .errors import MISUSED, CommandError, explained
 
+CONNECT_TIMEOUT_S = 10.0
+HOW_TO_START = "start one with `dynamix up`, or set DYNAMIX_NATS_URL"
 PREFIX = "DYNAMIX_NATS_"
 _OPEN_TO_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+
+
+class NoBrokerError(CommandError):
+    """There is no broker at the address, or it does not answer."""
 
 
 class ConnectionFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,13 +45,16 @@ def find(environ: Mapping[str, str]) -> BusSettings:
     Raises:
         CommandError: when a variable is misspelt or has a wrong value, or the file is not safe to use.
     """
-    if any(key.startswith(PREFIX) and value for key, value in environ.items()):
-        try:
+    if is_configured(environ):
+        with explained(SettingsError, exit_code=MISUSED):
             return read(BusSettings, "nats", environ)
-        except SettingsError as error:
-            raise CommandError(str(error), exit_code=2) from error
     found = running(environ)
     return BusSettings(url=found.url, user=found.user, password=found.password) if found else BusSettings()
+
+
+def is_configured(environ: Mapping[str, str]) -> bool:
+    """Whether the environment says how to reach the broker."""
+    return any(key.startswith(PREFIX) and value for key, value in environ.items())
 
 
 def running(environ: Mapping[str, str]) -> ConnectionFile | None:
@@ -64,6 +75,41 @@ def running(environ: Mapping[str, str]) -> ConnectionFile | None:
     except PermissionError as error:
         raise CommandError(f"{file} may not be read by this user: set HOME to yours, or DYNAMIX_NATS_URL") from error
     return found if _is_alive(found.pid) else None
+
+
+@contextlib.asynccontextmanager
+async def connected(
+    settings: BusSettings, name: str, *, timeout_s: float | None = None, wait: bool = True
+) -> AsyncIterator[Bus]:
+    """A bus for the command `name`, closed at the end; the broker sees `<name>-<pid>`.
+
+    Args:
+        settings: address and credentials.
+        name: of the command.
+        timeout_s: for the broker's answer; 10 by default.
+        wait: try again until `timeout_s` when nothing listens at the address.
+
+    Raises:
+        NoBrokerError: when the broker cannot be reached.
+        CommandError: when it refuses the user, or an error of the bus leaves the context.
+    """
+    timeout_s = CONNECT_TIMEOUT_S if timeout_s is None else timeout_s
+    try:
+        async with asyncio.timeout(timeout_s):
+            bus = await Bus.connect(settings, name=f"{name}-{os.getpid()}", wait=wait)
+    except TimeoutError:
+        where = redact_url(settings.url)
+        raise NoBrokerError(f"no broker at {where} after {timeout_s:g} s: {HOW_TO_START}") from None
+    except (PermissionDeniedError, ValueError) as error:
+        raise CommandError(str(error)) from error
+    except (BusError, OSError) as error:
+        raise NoBrokerError(str(error)) from error
+    try:
+        yield bus
+    except BusError as error:
+        raise CommandError(str(error)) from error
+    finally:
+        await bus.close()
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """What a command could not do, in a sentence for the person who typed it."""
 
+import argparse
 import contextlib
 from collections.abc import Iterator
 
@@ -10,15 +11,18 @@ FAILED, MISUSED, INTERRUPTED = 1, 2, 130
 
 
 class CommandError(Exception):
-    """Ends the command with its text on standard error.
-
-    Attributes:
-        exit_code: `FAILED` or `MISUSED`.
-    """
+    """Ends the command with its text on standard error, and with `exit_code`."""
 
     def __init__(self, text: str, *, exit_code: int = FAILED) -> None:
         super().__init__(text)
         self.exit_code = exit_code
+
+
+def check_counts(arguments: argparse.Namespace, *names: str) -> None:
+    """Refuse counts below 1."""
+    for name in names:
+        if (value := getattr(arguments, name)) is not None and value < 1:
+            raise CommandError(f"--{name} {value}: at least 1 is needed", exit_code=MISUSED)
 
 
 @contextlib.contextmanager

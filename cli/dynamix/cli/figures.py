@@ -11,6 +11,8 @@ from matplotlib.figure import Figure
 
 from dynamix.runtime.output_files import whole
 
+from .output import writing
+
 Place = Literal["mid", "post"]
 """A step lies around `x`, or goes from it to the next."""
 COLOURS = ("#4c72b0", "#55a868", "#8172b3", "#c44e52", "#ccb974", "#64b5cd", "#937860", "#da8bc3")
@@ -18,9 +20,9 @@ SINGLE_RANKS = 16
 """The range of more ranks is drawn, since their lines would hide each other."""
 
 
-def save(figure: Figure, path: Path) -> None:
-    """Write a PNG. Raises OSError when that cannot be."""
-    with whole(path) as file:
+def save(figure: Figure, path: str) -> None:
+    """Write a PNG. Raises CommandError when that cannot be."""
+    with writing(path), whole(Path(path)) as file:
         figure.savefig(file, dpi=130, format="png")
 
 

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn, Protocol, cast
+from typing import Any, NoReturn
 
 from dynamix.schemas.spelling import suggestion
 
@@ -28,29 +28,11 @@ COMMANDS = (
 """Folders of `dynamix.cli.commands`, in the order of `dynamix --help`."""
 
 
-class CommandModule(Protocol):
-    """What the module of a sub-command offers."""
-
-    __doc__: str | None
-
-    def configure(self, parser: argparse.ArgumentParser) -> None:
-        """Declare the command's arguments."""
-
-    def run(self, arguments: argparse.Namespace) -> int:
-        """Do it; returns the exit code."""
-
-
 class Parser(argparse.ArgumentParser):
     """argparse that names the nearest flag for one it does not know, and never guesses from an abbreviation."""
 
-    def __init__(self, prog: str, description: str | None, epilog: str | None = None) -> None:
-        super().__init__(
-            prog=prog,
-            description=description,
-            epilog=epilog,
-            allow_abbrev=False,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
     def parse_args(  # type: ignore[override]  # argparse types it for namespaces of any class
         self, args: Sequence[str] | None = None, namespace: None = None
@@ -89,12 +71,13 @@ def execute(name: str, arguments: Sequence[str]) -> int:
     """Import the command's module, parse its arguments, run it."""
     from .output import check_distinct  # noqa: PLC0415 - msgspec: only once a command runs
 
-    module = cast("CommandModule", importlib.import_module(f"{PACKAGE}.{name}.command"))
-    parser = Parser(f"dynamix {name}", module.__doc__)
+    module = importlib.import_module(f"{PACKAGE}.{name}.command")
+    parser = Parser(prog=f"dynamix {name}", description=module.__doc__)
     module.configure(parser)
     parsed = parser.parse_args(arguments)
     check_distinct(parsed)
-    return module.run(parsed)
+    exit_code: int = module.run(parsed)
+    return exit_code
 
 
 def guarded(name: str, work: Callable[[], int]) -> int:
@@ -124,17 +107,10 @@ def overview() -> str:
     """The list of commands."""
     width = max(map(len, COMMANDS)) + 2
     lines = [f"  {name:{width}}{summary(name)}" for name in COMMANDS]
-    return "\n".join(
-        (
-            "usage: dynamix COMMAND [ARGUMENTS]",
-            "",
-            "Steers the batch size of every rank of a running PyTorch DDP job, over NATS.",
-            "",
-            *lines,
-            "",
-            "'dynamix COMMAND --help' says more; settings are also read from DYNAMIX_... variables.",
-        )
-    )
+    usage = "usage: dynamix COMMAND [ARGUMENTS]"
+    what = "Steers the batch size of every rank of a running PyTorch DDP job, over NATS."
+    more = "'dynamix COMMAND --help' says more; settings are also read from DYNAMIX_... variables."
+    return "\n".join((usage, "", what, "", *lines, "", more))
 
 
 def summary(name: str) -> str:

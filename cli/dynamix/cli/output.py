@@ -87,12 +87,29 @@ def add_png_argument(parser: argparse.ArgumentParser, what: str, default: str | 
     parser.add_argument("--png", metavar="FILE", type=output_path(PNG), default=default, help=what)
 
 
-def write_json(value: Any, destination: str) -> None:
-    """Write a Struct, dict or list as JSON to a file, or to standard output for `-`.
+def add_output_argument(
+    parser: argparse.ArgumentParser, kind: FileKind | None, what: str, *, streams: bool = True, required: bool = False
+) -> None:
+    """Declare `-o FILE`; `streams` as for `output_files.check`."""
+    kind_of = output_path(kind, streams=streams)
+    parser.add_argument("-o", "--output", metavar="FILE", type=kind_of, required=required, help=what)
+
+
+def write_result(value: Any, text: str, destination: str | None) -> None:
+    """Write a result as JSON, and print it as text unless the JSON is standard output. Raises as `write_json`."""
+    write_json(value, destination)
+    if destination != STANDARD_OUTPUT:
+        print(text)
+
+
+def write_json(value: Any, destination: str | None) -> None:
+    """Write a Struct, dict or list as JSON to a file, or to standard output for `-`; `None` writes nothing.
 
     Raises:
         CommandError: when the file cannot be written.
     """
+    if destination is None:
+        return
     text = msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n"
     if destination == STANDARD_OUTPUT:
         sys.stdout.write(text)
@@ -114,14 +131,11 @@ def writing(path: object) -> Iterator[None]:
         raise CommandError(f"cannot write {path}: {error.strerror or error}") from error
 
 
-def document_of(message: msgspec.Struct, leave_out: Container[str] = ()) -> Document:
+def document_of(value: Any, leave_out: Container[str] = ()) -> Any:
     """A message by field name, which the wire leaves out; digests and packed numbers as hexadecimal text."""
-    return {name: _value(value) for name, value in msgspec.structs.asdict(message).items() if name not in leave_out}
-
-
-def _value(value: Any) -> Any:
     if isinstance(value, msgspec.Struct):
-        return document_of(value)
+        fields = msgspec.structs.asdict(value).items()
+        return {name: document_of(item) for name, item in fields if name not in leave_out}
     if isinstance(value, bytes):
         return value.hex()
-    return [_value(item) for item in value] if isinstance(value, tuple) else value
+    return [document_of(item) for item in value] if isinstance(value, (tuple, list)) else value

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from dynamix.lab.experiments.comparison.results_file import LEDGER
 
-from .errors import MISUSED, CommandError
 from .formatting import bar, duration
 from .output import output_path
 from .progress import ProgressLine
@@ -42,13 +41,6 @@ def add_data_argument(parser: argparse.ArgumentParser) -> None:
     """Declare `--data DIR`."""
     what = "directory with the data sets (default: the usual places)"
     parser.add_argument("--data", metavar="DIR", type=Path, help=what)
-
-
-def check_counts(arguments: argparse.Namespace, *names: str) -> None:
-    """Refuse counts below 1."""
-    for name in names:
-        if (value := getattr(arguments, name)) is not None and value < 1:
-            raise CommandError(f"--{name} {value}: at least 1 is needed", exit_code=MISUSED)
 
 
 def command_line(*words: str | int | Iterable[str]) -> str:

@@ -5,7 +5,7 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import IO
 
 from dynamix.runtime.bus import Bus
@@ -83,19 +83,27 @@ async def wait_until_ready(bus: Bus, names: Collection[str], timeout_s: float = 
         TimeoutError: naming the services that did not.
     """
     missing = set(names)
-    if not missing:
-        return
+
+    def were_all(beat: Live) -> bool:
+        if beat.counters.get("ready"):
+            missing.discard(beat.service)
+        return not missing
+
     try:
-        async with (
-            asyncio.timeout(timeout_s),
-            bus.subscribe(subjects.live(subjects.ANY, subjects.ANY)) as beats,
-        ):
-            async for message in beats:
-                with contextlib.suppress(MalformedMessageError):  # any client may publish here
-                    beat = decode(Live, message.subject, message.payload)
-                    if beat.counters.get("ready"):
-                        missing.discard(beat.service)
-                if not missing:
-                    return
+        async with asyncio.timeout(timeout_s):
+            if missing:
+                await hear(bus, were_all)
     except TimeoutError:
         raise TimeoutError(f"not ready after {timeout_s:g} s: {', '.join(sorted(missing))}") from None
+
+
+async def hear(
+    bus: Bus, is_last: Callable[[Live], bool], service: str = subjects.ANY, instance: str = subjects.ANY
+) -> bool:
+    """Hand every heartbeat to `is_last`, until that returns True; False when the bus was closed before."""
+    async with bus.subscribe(subjects.live(service, instance)) as beats:
+        async for message in beats:
+            with contextlib.suppress(MalformedMessageError):  # any client may publish here
+                if is_last(decode(Live, message.subject, message.payload)):
+                    return True
+    return False

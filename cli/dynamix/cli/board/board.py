@@ -14,8 +14,6 @@ from dynamix.schemas.messages import (
     Job,
     Message,
     MetricWindow,
-    NodeMetrics,
-    Probe,
     RankMetrics,
     RankReward,
     Reward,
@@ -43,49 +41,32 @@ class BoardRank(msgspec.Struct, frozen=True, kw_only=True):
     reward: RankReward | None = None
 
 
-class BoardNode(msgspec.Struct, frozen=True, kw_only=True):
-    """The newest metrics of one node, and where they come from."""
+class Board(msgspec.Struct):
+    """What is known of one job; messages may come in any order and more than once."""
 
-    window: int
-    probe: Probe
-    probe_note: str
-    metrics: NodeMetrics
-    num_refused_pids: int
-    num_reports_dropped: int
-    num_readings_lost: int
-
-
-class Board:
-    """What is known of one job; messages may come in any order and more than once.
-
-    Attributes:
-        job: its specification, `None` until it is seen.
-        generation: the newest generation seen; older messages no longer count.
-        window: the newest window with a message, -1 before the first.
-        ranks: by rank, the newest row.
-        nodes: by name, the newest row.
-        history: one point per window, oldest first.
-        action: the newest decision.
-        applied: the newest decision that all ranks adopted.
-        event: the newest failure signature seen.
-        formula: of the rewards.
-        updated_ns: when the broker stored the newest window.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.job: Job | None = None
-        self.generation = 0
-        self.window = -1
-        self.ranks: dict[int, BoardRank] = {}
-        self.nodes: dict[str, BoardNode] = {}
-        self.history: deque[HistoryPoint] = deque(maxlen=HISTORY_WINDOWS)
-        self.action: Action | None = None
-        self.applied: Applied | None = None
-        self.event: Event | None = None
-        self.formula = ""
-        self.updated_ns = 0
-        self._rewards: dict[int, tuple[int, RankReward]] = {}
+    name: str
+    job: Job | None = None
+    """Its specification, `None` until it is seen."""
+    generation: int = 0
+    """The newest generation seen; older messages no longer count."""
+    window: int = -1
+    """The newest window with a message, -1 before the first."""
+    ranks: dict[int, BoardRank] = {}
+    nodes: dict[str, MetricWindow] = {}
+    """By name, the newest metric window."""
+    history: deque[HistoryPoint] = msgspec.field(default_factory=lambda: deque(maxlen=HISTORY_WINDOWS))
+    """One point per window, oldest first."""
+    action: Action | None = None
+    applied: Applied | None = None
+    """The newest decision that all ranks adopted."""
+    event: Event | None = None
+    """The newest failure signature seen."""
+    formula: str = ""
+    """The formula of the rewards."""
+    updated_ns: int = 0
+    """When the broker stored the newest window."""
+    rewards: dict[int, tuple[int, RankReward]] = {}
+    """By rank, the newest reward and its window."""
 
     def fold(self, message: Message, timestamp_ns: int = 0) -> None:
         """Take one message of this job into account; messages of other kinds and jobs change nothing."""
@@ -144,7 +125,7 @@ class Board:
         self.window = -1
         self.ranks.clear()
         self.nodes.clear()
-        self._rewards.clear()
+        self.rewards.clear()
         self.action = self.applied = self.event = None
 
     def _add_window(self, window: MetricWindow, timestamp_ns: int) -> None:
@@ -155,17 +136,9 @@ class Board:
         known = self.nodes.get(window.node)
         if known is not None and known.window > window.window:
             return
-        self.nodes[window.node] = BoardNode(
-            window=window.window,
-            probe=window.probe,
-            probe_note=window.probe_note,
-            metrics=window.node_metrics,
-            num_refused_pids=len(window.refused_pids),
-            num_reports_dropped=window.num_reports_dropped,
-            num_readings_lost=window.num_readings_lost,
-        )
+        self.nodes[window.node] = window
         for rank in window.ranks:
-            _, reward = self._rewards.get(rank.rank, (0, None))
+            _, reward = self.rewards.get(rank.rank, (0, None))
             self.ranks[rank.rank] = BoardRank(
                 rank=rank.rank, node=window.node, window=window.window, metrics=rank, reward=reward
             )
@@ -173,9 +146,9 @@ class Board:
     def _add_reward(self, reward: Reward) -> None:
         self.formula = reward.formula
         for rank in reward.ranks:
-            newest, _ = self._rewards.get(rank.rank, (-1, None))
+            newest, _ = self.rewards.get(rank.rank, (-1, None))
             if reward.window < newest:
                 continue
-            self._rewards[rank.rank] = (reward.window, rank)
+            self.rewards[rank.rank] = (reward.window, rank)
             if (row := self.ranks.get(rank.rank)) is not None:
                 self.ranks[rank.rank] = msgspec.structs.replace(row, reward=rank)

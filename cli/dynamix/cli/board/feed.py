@@ -5,6 +5,7 @@ import contextlib
 import time
 
 from dynamix.cli.jobs import known_jobs, newest_job
+from dynamix.cli.services import hear
 from dynamix.runtime.bus import Bus, BusMessage, Consumer
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode, decode_any
@@ -67,13 +68,12 @@ class Feed:
                     await self.changed.wait()
 
     async def _follow_heartbeats(self) -> None:
-        async with self._bus.subscribe(subjects.live(subjects.ANY, subjects.ANY)) as beats:
-            async for message in beats:
-                try:
-                    self.heartbeats.record(decode(Live, message.subject, message.payload), time.monotonic())
-                except MalformedMessageError:
-                    continue  # the services themselves count and log what they cannot read
-                self.changed.set()
+        def record(beat: Live) -> bool:
+            self.heartbeats.record(beat, time.monotonic())
+            self.changed.set()
+            return False
+
+        await hear(self._bus, record)
 
     async def _follow_jobs(self, group: asyncio.TaskGroup) -> None:
         async with self._bus.consume(JOBS.name, [subjects.job(subjects.ANY)], start="last_per_subject") as consumer:

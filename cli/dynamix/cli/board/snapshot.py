@@ -23,16 +23,16 @@ def snapshot(board: Board | None, heartbeats: Heartbeats, now_s: float) -> Docum
 def _job(board: Board) -> Document:
     return {
         "name": board.name,
-        "specification": None if board.job is None else document_of(board.job),
+        "specification": document_of(board.job),
         "generation": board.generation,
         "window": None if board.window < 0 else board.window,
         "updated_ns": board.updated_ns or None,
         "local_batch_sizes": list(board.local_batch_sizes),
-        "metrics": None if board.metrics is None else document_of(board.metrics),
+        "metrics": document_of(board.metrics),
         "ranks": [_rank(row) for _, row in sorted(board.ranks.items())],
-        "action": None if board.action is None else document_of(board.action, leave_out=("carry",)),
-        "applied": None if board.applied is None else document_of(board.applied),
-        "event": None if board.event is None else document_of(board.event),
+        "action": document_of(board.action, leave_out=("carry",)),
+        "applied": document_of(board.applied),
+        "event": document_of(board.event),
         "reward": {"formula": board.formula, "mean": board.mean_reward(), "terms": board.reward_terms()},
         "history": [
             {"generation": point.generation, "window": point.window, **document_of(point.metrics)}
@@ -48,6 +48,6 @@ def _rank(row: BoardRank) -> Document:
         "window": row.window,
         "training": document_of(row.metrics.training),
         "system": document_of(row.metrics.system),
-        "network": None if row.metrics.network is None else document_of(row.metrics.network),
+        "network": document_of(row.metrics.network),
         "reward": None if row.reward is None else row.reward.reward,
     }

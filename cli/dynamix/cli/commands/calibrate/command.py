@@ -12,15 +12,14 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dynamix.cli.broker import connected
-from dynamix.cli.connection import find
+from dynamix.cli.connection import connected, find
 from dynamix.cli.errors import CommandError
 from dynamix.cli.output import (
     SCENARIO,
     STANDARD_OUTPUT,
     add_json_argument,
+    add_output_argument,
     add_png_argument,
-    output_path,
     write_json,
     writing,
 )
@@ -38,7 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workload", metavar="NAME", required=True, help="what the virtual cluster trains: see `dynamix simulate`"
     )
-    parser.add_argument("-o", "--output", metavar="FILE", type=output_path(SCENARIO), help="write the scenario (TOML)")
+    add_output_argument(parser, SCENARIO, "write the scenario (TOML)")
     parser.add_argument("--optimizer", choices=("sgd", "adam", "adamw"), help="(default: of the job's family)")
     parser.add_argument("--learning-rate", type=float, default=0.05, help="(default: %(default)s)")
     parser.add_argument("--target", type=float, help="validation accuracy (default: the best that the job reported)")
@@ -52,20 +51,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Read, fit and write what is asked for."""
-    path = Path(arguments.source)
-    found = from_capture(path) if path.is_file() else asyncio.run(_from_bus(arguments.source))
-    _calibrate(arguments, found)
-    return 0
-
-
-async def _from_bus(wanted: str) -> CalibrationInput:
-    async with connected(find(os.environ), "calibrate") as bus:
-        return await from_bus(bus, wanted)
-
-
-def _calibrate(arguments: argparse.Namespace, found: CalibrationInput) -> None:
     from dynamix.lab.calibration import CalibrationSettings, calibrate
 
+    from .view import show
+
+    path = Path(arguments.source)
+    found = from_capture(path) if path.is_file() else asyncio.run(_from_bus(arguments.source))
     settings = CalibrationSettings(
         workload=arguments.workload,
         name=Path(arguments.output).stem if arguments.output else "calibrated",
@@ -79,24 +70,29 @@ def _calibrate(arguments: argparse.Namespace, found: CalibrationInput) -> None:
         calibration = calibrate(found.windows, settings, found.job)
     except ValueError as error:
         raise CommandError(f"{arguments.source}: {error}") from error
-    _write(arguments, calibration)
-
-
-def _write(arguments: argparse.Namespace, calibration: "Calibration") -> None:
-    from .view import show
-
     show(calibration, stderr=arguments.json == STANDARD_OUTPUT)
+    _write_files(arguments, calibration)
+    write_json(calibration, arguments.json)
+    return 0
+
+
+async def _from_bus(wanted: str) -> CalibrationInput:
+    async with connected(find(os.environ), "calibrate") as bus:
+        return await from_bus(bus, wanted)
+
+
+def _write_files(arguments: argparse.Namespace, calibration: "Calibration") -> None:
+    made = []
     if arguments.output:
         _write_scenario(calibration, arguments.source, Path(arguments.output))
-        _say(arguments, f"Scenario: {arguments.output}; try it: dynamix simulate {arguments.output}")
+        made.append(f"Scenario: {arguments.output}; try it: dynamix simulate {arguments.output}")
     if arguments.png:
         from .figure import draw
 
-        with writing(arguments.png):
-            draw(calibration, arguments.source, Path(arguments.png))
-        _say(arguments, f"Picture: {arguments.png}")
-    if arguments.json is not None:
-        write_json(calibration, arguments.json)
+        draw(calibration, arguments.source, arguments.png)
+        made.append(f"Picture: {arguments.png}")
+    if made and arguments.json != STANDARD_OUTPUT:
+        print("\n".join(made))
 
 
 def _write_scenario(calibration: "Calibration", source: str, path: Path) -> None:
@@ -108,8 +104,3 @@ def _write_scenario(calibration: "Calibration", source: str, path: Path) -> None
     )
     with writing(path):
         output_files.write(path, scenario_text(calibration.scenario, (comment,)).encode())
-
-
-def _say(arguments: argparse.Namespace, text: str) -> None:
-    if arguments.json != STANDARD_OUTPUT:
-        print(text)

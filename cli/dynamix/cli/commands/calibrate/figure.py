@@ -1,7 +1,5 @@
 """The figure of a calibration: virtual and real step times, window by window and against each other."""
 
-from pathlib import Path
-
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -13,7 +11,7 @@ _BAND = 0.1
 """Drawn around the diagonal, relative."""
 
 
-def draw(calibration: Calibration, source: str, path: Path) -> None:
+def draw(calibration: Calibration, source: str, path: str) -> None:
     """Write a PNG."""
     figure = Figure(figsize=(12, 5), layout="constrained")
     over_windows, against = figure.subplots(1, 2, width_ratios=(1.6, 1))

@@ -1,11 +1,11 @@
 """A job's metric windows and specification: from a capture, or as the bus keeps them."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from dynamix.cli.errors import CommandError
+from dynamix.cli.errors import CommandError, explained, reading
 from dynamix.cli.jobs import find_job
 from dynamix.recording.capture import CaptureError, CutOffError, records
 from dynamix.runtime.bus import Bus
@@ -30,27 +30,22 @@ def from_capture(path: Path) -> CalibrationInput:
         CommandError: when it cannot be read, or holds what cannot be decoded.
     """
     found: list[Message] = []
-    try:
-        for record in records(path):
-            if subjects.parse(record.subject).kind in ("job", "window"):
-                found.append(decode_any(record.subject, record.payload))  # noqa: PERF401 - what came before an error counts
-    except CutOffError as error:
-        print(f"{error}; going on with them", file=sys.stderr)
-    except CaptureError as error:
-        raise CommandError(str(error)) from error
-    except ValueError as error:  # of a subject or a message
-        raise CommandError(f"{path} holds what cannot be decoded: {error}") from error
-    except OSError as error:
-        raise CommandError(f"cannot read {path}: {error.strerror}") from error
+    with reading(path), explained(CaptureError):
+        try:
+            for record in records(path):
+                if subjects.parse(record.subject).kind in ("job", "window"):
+                    found.append(decode_any(record.subject, record.payload))  # noqa: PERF401 - what came before an error counts
+        except CutOffError as error:
+            print(f"{error}; going on with them", file=sys.stderr)
+        except CaptureError:
+            raise
+        except ValueError as error:  # of a subject or a message
+            raise CommandError(f"{path} holds what cannot be decoded: {error}") from error
     return _sorted_out(found)
 
 
 async def from_bus(bus: Bus, wanted: str) -> CalibrationInput:
-    """What the bus keeps of a job now.
-
-    Args:
-        bus: connected.
-        wanted: the job's id, or how it begins if that is one job.
+    """What the bus keeps now of the job with the id `wanted`, or whose id begins so if that is one job.
 
     Raises:
         CommandError: when there is no such job, or none of its windows are kept, or one cannot be decoded.
@@ -74,11 +69,7 @@ async def from_bus(bus: Bus, wanted: str) -> CalibrationInput:
     return _sorted_out(found)
 
 
-def _sorted_out(messages: Iterable[Message]) -> CalibrationInput:
-    found = CalibrationInput(None, [])
-    for message in messages:
-        if isinstance(message, Job):
-            found = found._replace(job=message)
-        elif isinstance(message, MetricWindow):
-            found.windows.append(message)
-    return found
+def _sorted_out(messages: Sequence[Message]) -> CalibrationInput:
+    jobs = [message for message in messages if isinstance(message, Job)]
+    windows = [message for message in messages if isinstance(message, MetricWindow)]
+    return CalibrationInput(jobs[-1] if jobs else None, windows)

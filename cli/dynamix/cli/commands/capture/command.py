@@ -13,27 +13,61 @@ import asyncio
 import contextlib
 import os
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import msgspec
 
-from dynamix.cli.broker import connected
-from dynamix.cli.connection import find
-from dynamix.cli.errors import MISUSED, CommandError
+from dynamix.cli.connection import connected, find
+from dynamix.cli.errors import MISUSED, CommandError, check_counts
 from dynamix.cli.interrupts import stop_event
 from dynamix.cli.jobs import find_job
-from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, output_path, write_json, writing
+from dynamix.cli.output import add_json_argument, add_output_argument, write_result, writing
 from dynamix.cli.progress import ProgressLine
 from dynamix.recording.capture import CaptureEnd, CaptureHeader, CaptureWriter, Record
 from dynamix.runtime.bus import Bus
+from dynamix.schemas import subjects
+from dynamix.schemas.codec import decode
+from dynamix.schemas.messages import Report
 
-from .counts import CaptureCounts
 from .source import Source
 
 PLAIN_EVERY_S = 5.0
 FLUSH_EVERY_S = 5.0
 """At most these last seconds of a live capture are lost when the process is killed."""
+
+
+class CaptureCounts:
+    """Counts records as they are written.
+
+    Attributes:
+        kinds: messages by kind.
+        windows: generation and index of the windows that some node reported.
+    """
+
+    def __init__(self, most_windows: int | None) -> None:
+        self.kinds: Counter[str] = Counter()
+        self.windows: set[tuple[int, int]] = set()
+        self._most_windows = most_windows
+
+    def count_record(self, record: Record) -> bool:
+        """Count a record; False, without counting it, when it begins a window beyond the wanted number.
+
+        The messages that follow from the last wanted window come before the next one's first report, as a rule: a
+        window takes longer than deciding on it.
+        """
+        kind = "foreign"  # the token of another program
+        with contextlib.suppress(ValueError):  # what cannot be decoded is counted, too
+            kind = subjects.parse(record.subject).kind
+            if kind == "report":
+                report = decode(Report, record.subject, record.payload)
+                window = (report.generation, report.window)
+                if window not in self.windows and len(self.windows) == self._most_windows:
+                    return False
+                self.windows.add(window)
+        self.kinds[kind] += 1
+        return True
 
 
 class Captured(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,14 +85,7 @@ class Captured(msgspec.Struct, frozen=True, kw_only=True):
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("job", metavar="JOB", help="the job's id, or how it begins if that is one job")
-    parser.add_argument(
-        "-o",
-        "--output",
-        metavar="FILE",
-        type=output_path(None, streams=False),
-        required=True,
-        help="where to write the capture",
-    )
+    add_output_argument(parser, None, "where to write the capture", streams=False, required=True)
     parser.add_argument("--past", action="store_true", help="only what is stored now, also of a job that runs")
     parser.add_argument("--windows", type=int, metavar="N", help="end after the job's first N stored windows")
     parser.add_argument("--force", action="store_true", help="overwrite FILE")
@@ -67,17 +94,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Capture to the end; 0 when the file is complete."""
-    if arguments.windows is not None and arguments.windows < 1:
-        raise CommandError(f"--windows {arguments.windows}: at least 1 is needed", exit_code=MISUSED)
+    check_counts(arguments, "windows")
     path = Path(arguments.output)
     if path.exists() and not arguments.force:
         raise CommandError(f"{path} exists: choose another name, or overwrite it with --force", exit_code=MISUSED)
     with writing(path):
         found = asyncio.run(_from_bus(arguments, path))
-    if arguments.json is not None:
-        write_json(found, arguments.json)
-    if arguments.json != STANDARD_OUTPUT:
-        print(_sentence(found))
+    write_result(found, _sentence(found), arguments.json)
     return 0
 
 
@@ -102,7 +125,7 @@ async def _capture(bus: Bus, job: str, path: Path, arguments: argparse.Namespace
     return Captured(
         file=str(path),
         job=job,
-        num_windows=counts.num_windows,
+        num_windows=len(counts.windows),
         kinds=dict(sorted(counts.kinds.items())),
         num_payload_bytes=num_bytes,
         num_file_bytes=writer.num_bytes,
@@ -123,7 +146,7 @@ async def _write(
                 writer.write_record(record)
                 num_bytes += len(record.payload)
             progress.show(
-                f"{counts.num_windows} windows, {writer.num_records} messages, "
+                f"{len(counts.windows)} windows, {writer.num_records} messages, "
                 f"{num_bytes / 1024:.0f} KiB ({writer.num_bytes / 1024:.0f} in the file)"
             )
     return num_bytes, False

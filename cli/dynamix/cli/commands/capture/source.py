@@ -7,20 +7,70 @@ their messages is later, or the broker says that there are no more - and then al
 
 import asyncio
 import contextlib
-from types import TracebackType
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Self
 
 from dynamix.recording.capture import EndReason, Record, RecordMerge
-from dynamix.runtime.bus import Bus
+from dynamix.runtime.bus import Bus, BusMessage
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode
 from dynamix.schemas.messages import Job
 from dynamix.schemas.streams import ACTIONS, FEED, JOBS
 
-from .tail import Tail
-
 QUIET_S = 2.0
 """After the end of a job its last windows are still on their way; this long after the last message they are not."""
+
+
+class Tail:
+    """One stream's messages of a job: `waiting` is done when there is more, `take_records` hands it out.
+
+    Attributes:
+        stream: its name.
+        sequence: of the last message taken, 0 before the first.
+        newest_ns: the latest time of a message taken.
+        waiting: the wait for the next batch. It is never cancelled while the context lasts: a cancelled read could
+            lose the batch that it was about to return.
+    """
+
+    waiting: asyncio.Task[list[BusMessage]]
+
+    def __init__(self, bus: Bus, stream: str, wanted: Sequence[str]) -> None:
+        self.stream = stream
+        self.sequence = 0
+        self.newest_ns = 0
+        self._bus = bus
+        self._wanted = wanted
+        self._consumer = bus.consume(stream, wanted, start="all")
+
+    @contextlib.asynccontextmanager
+    async def reading(self) -> AsyncIterator[None]:
+        """Read for as long as the context lasts."""
+        async with self._consumer:
+            self._wait()
+            try:
+                yield
+            finally:
+                self.waiting.cancel()
+                await asyncio.gather(self.waiting, return_exceptions=True)
+
+    async def stored(self) -> int:
+        """Sequence of the newest message that the stream has of the job now, 0 when it has none."""
+        newest = [await self._bus.last(self.stream, subject) for subject in self._wanted]
+        return max((message.sequence for message in newest if message is not None), default=0)
+
+    def take_records(self) -> list[Record]:
+        """The batch that was waited for. Raises BusError when the stream cannot be read any more."""
+        batch = self.waiting.result()
+        self.sequence = batch[-1].sequence
+        self.newest_ns = max(self.newest_ns, *(message.timestamp_ns for message in batch))
+        self._wait()
+        return [
+            Record(self.stream, one.sequence, one.timestamp_ns, one.subject, one.message_id, one.payload)
+            for one in batch
+        ]
+
+    def _wait(self) -> None:
+        self.waiting = asyncio.create_task(anext(self._consumer), name=f"capture of {self.stream}")
 
 
 class Source:
@@ -56,7 +106,7 @@ class Source:
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
             for tail in self._tails:
-                await stack.enter_async_context(tail)
+                await stack.enter_async_context(tail.reading())
             self._stopping = asyncio.create_task(self._stop.wait())
             stack.callback(self._stopping.cancel)
             if self._past:
@@ -64,9 +114,7 @@ class Source:
             self._stack = stack.pop_all()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
     async def read(self) -> list[Record]:

@@ -7,10 +7,9 @@ same seed and global batch. Its ranks are PACED: they sleep to a stated time per
 import argparse
 import asyncio
 import sys
-from pathlib import Path
 
 from dynamix.cli.errors import explained
-from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, add_png_argument, write_json, writing
+from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, add_png_argument, write_json
 
 from .plan import DemoPlan
 from .results import Summary
@@ -51,12 +50,10 @@ def run(arguments: argparse.Namespace) -> int:
             runs = asyncio.run(
                 run_demo(plan, (POLICIES[0], arguments.policy), progress.write_line, progress.show_window)
             )
-    with writing(arguments.png):
-        draw(runs, plan, Path(arguments.png))
+    draw(runs, plan, arguments.png)
     show(runs, stderr=arguments.json == STANDARD_OUTPUT)
     print(f"Picture: {arguments.png}", file=sys.stderr)
-    if arguments.json is not None:
-        write_json(Summary(runs=[run.summary for run in runs]), arguments.json)
+    write_json(Summary(runs=[run.summary for run in runs]), arguments.json)
     return 0 if all(run.summary.time_to_target_s is not None for run in runs) else 1
 
 

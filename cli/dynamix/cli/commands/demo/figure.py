@@ -2,7 +2,6 @@
 
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -15,7 +14,7 @@ from .results import DemoRun
 _POLICY_COLOURS = {"static": "#888888", "proportional": "#0b6e4f"}
 
 
-def draw(runs: Sequence[DemoRun], plan: DemoPlan, path: Path) -> None:
+def draw(runs: Sequence[DemoRun], plan: DemoPlan, path: str) -> None:
     """Write a PNG of the runs to `path`."""
     figure = Figure(figsize=(12, 7), layout="constrained")
     grid = figure.add_gridspec(2, 2, width_ratios=(1.15, 1))

@@ -1,18 +1,22 @@
-"""Checks of the broker: it answers, accepts the user, has the streams; the services are alive."""
+"""Checks of the broker, of the services on it, and of one job's stored actions."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Mapping
 
+from dynamix.arbitrator.deciding.action_store import ActionStoreError, check_receipt, newest_action, newest_receipt
 from dynamix.cli.board.heartbeats import Heartbeats
-from dynamix.cli.broker import connected
+from dynamix.cli.connection import connected
 from dynamix.cli.errors import CommandError
+from dynamix.cli.services import hear
 from dynamix.runtime.bus import Bus, BusError, StreamMissingError
 from dynamix.runtime.settings import BusSettings, SharedSettings, node_name, read, redact_url
 from dynamix.schemas import subjects
+from dynamix.schemas.chain import BrokenChainError, ChainCheck
 from dynamix.schemas.codec import MalformedMessageError, decode
-from dynamix.schemas.messages import Live
-from dynamix.schemas.streams import STREAMS
+from dynamix.schemas.messages import Action, Job, Live
+from dynamix.schemas.streams import ACTIONS, JOBS, STREAMS
 
 from .check import DoctorCheck, Need, failed, passed
 
@@ -20,6 +24,11 @@ CONNECT_TIMEOUT_S = 3.0
 LISTEN_S = 1.5
 """A service beats every second."""
 ALIVE_TIMEOUT_S = 5.0
+HOW_TO_CONNECT = "check DYNAMIX_NATS_URL, _USER and _PASSWORD_FILE"
+HOW_TO_ASK = "ask as the user `watcher`, for a job that `dynamix top` shows"
+HOW_TO_RESTORE = (
+    "restore the broker's store from a backup, or start the run under a new id: the arbitrator decides nothing on it"
+)
 
 
 async def bus(settings: BusSettings, *, configured: bool) -> list[DoctorCheck]:
@@ -33,26 +42,18 @@ async def bus(settings: BusSettings, *, configured: bool) -> list[DoctorCheck]:
                 await _services(connection),
             ]
     except CommandError as error:
-        fix = "check DYNAMIX_NATS_URL, _USER and _PASSWORD_FILE" if configured else "start one with `dynamix up`"
-        return [failed("broker", need, str(error), fix)]
+        return [failed("broker", need, str(error), HOW_TO_CONNECT if configured else "start one with `dynamix up`")]
 
 
 async def is_alive(settings: BusSettings, service: str, environ: Mapping[str, str]) -> bool:
     """Whether this machine's instance of a service beats and listens to its streams, for health checks."""
     shared = read(SharedSettings, "", environ)
-    wanted = subjects.live(service, shared.instance or node_name(shared))
+    instance = shared.instance or node_name(shared)
     try:
-        async with (
-            asyncio.timeout(ALIVE_TIMEOUT_S),
-            connected(settings, "doctor", wait=False) as connection,
-            connection.subscribe(wanted) as beats,
-        ):
-            async for message in beats:
-                if decode(Live, message.subject, message.payload).counters.get("ready"):
-                    return True
-    except (TimeoutError, CommandError, MalformedMessageError):
+        async with asyncio.timeout(ALIVE_TIMEOUT_S), connected(settings, "doctor", wait=False) as connection:
+            return await hear(connection, lambda beat: bool(beat.counters.get("ready")), service, instance)
+    except (TimeoutError, CommandError):
         return False
-    return False
 
 
 async def _streams(connection: Bus, need: Need) -> DoctorCheck:
@@ -67,8 +68,15 @@ async def _streams(connection: Bus, need: Need) -> DoctorCheck:
 
 async def _services(connection: Bus) -> DoctorCheck:
     heartbeats = Heartbeats()
+
+    def record(beat: Live) -> bool:
+        heartbeats.record(beat, time.monotonic())
+        return not heartbeats.missing(time.monotonic())
+
     try:
-        await _listen(connection, heartbeats)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LISTEN_S):
+                await hear(connection, record)
     except BusError as error:
         return failed("services", "training", str(error), "ask as the user `watcher`")
     missing = heartbeats.missing(time.monotonic())
@@ -82,18 +90,47 @@ async def _services(connection: Bus) -> DoctorCheck:
     return passed("services", "training", heard)
 
 
-async def _listen(connection: Bus, heartbeats: Heartbeats) -> None:
+async def actions(settings: BusSettings, job: str) -> DoctorCheck:
+    """Check a job's stored actions: each as it was written, each after its predecessor, none missing at the end."""
     try:
-        async with (
-            asyncio.timeout(LISTEN_S),
-            connection.subscribe(subjects.live(subjects.ANY, subjects.ANY)) as beats,
-        ):
-            async for message in beats:
-                try:
-                    heartbeats.record(decode(Live, message.subject, message.payload), time.monotonic())
-                except MalformedMessageError:
-                    continue  # any client may publish here
-                if not heartbeats.missing(time.monotonic()):
-                    return
-    except TimeoutError:
-        return
+        async with connected(settings, "doctor", wait=False) as connection:
+            try:
+                return await _check_actions(connection, job)
+            except (ActionStoreError, BrokenChainError, MalformedMessageError) as error:
+                return _failed_actions(str(error), HOW_TO_RESTORE)
+            except (BusError, ValueError) as error:
+                return _failed_actions(str(error), HOW_TO_ASK)
+    except CommandError as error:
+        return _failed_actions(str(error), HOW_TO_CONNECT)
+
+
+def _failed_actions(found: str, fix: str) -> DoctorCheck:
+    return failed("actions", "training", found, fix)
+
+
+async def _check_actions(connection: Bus, name: str) -> DoctorCheck:
+    message = await connection.last(JOBS.name, subjects.job(name))
+    if message is None:
+        return _failed_actions(f"no job is called {name!r}", "`dynamix top` shows the jobs")
+    job = decode(Job, message.subject, message.payload)
+    receipt = await newest_receipt(connection, job)
+    newest = await newest_action(connection, job)
+    await check_receipt(connection, job, newest, receipt)
+    if newest is None:
+        return passed("actions", "training", f"none yet of {name}")
+    num_actions = await _check_chain(connection, name, newest.sequence)
+    where = f"window {newest.action.window} of generation {newest.action.generation}"
+    return passed("actions", "training", f"{num_actions:,} of {name}, a whole chain up to {where}")
+
+
+async def _check_chain(connection: Bus, name: str, last: int) -> int:
+    """Check the chain up to a sequence; the number of actions."""
+    check = ChainCheck()
+    async with connection.consume(ACTIONS.name, [subjects.action(name)], start="all") as consumer:
+        async for batch in consumer:
+            for message in batch:
+                if message.sequence <= last:
+                    check.check_next(decode(Action, message.subject, message.payload), message.payload)
+            if batch[-1].sequence >= last:
+                break
+    return check.num_actions

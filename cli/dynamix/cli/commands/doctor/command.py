@@ -12,21 +12,18 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from dynamix.cli.connection import PREFIX, find
+from dynamix.cli.connection import find, is_configured
 from dynamix.cli.errors import explained
-from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, write_json
+from dynamix.cli.output import add_json_argument, write_result
 from dynamix.cli.services import SERVICES
 from dynamix.collector.settings import CollectorSettings
 from dynamix.runtime.log import configure as configure_log
 from dynamix.runtime.settings import SettingsError, read
 
-from .actions import actions
-from .bus import bus, is_alive
-from .check import CheckSection, DoctorCheck
-from .ebpf import choice, chosen, ebpf
-from .ebpf_trial import try_ebpf
-from .kernel import kernel
-from .software import software
+from .bus import actions, bus, is_alive
+from .check import CheckSection
+from .ebpf import choice, chosen, ebpf, try_ebpf
+from .machine import kernel, software
 from .view import report
 
 WIDEST = 110
@@ -63,27 +60,18 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.actions is not None:
         checks = [asyncio.run(actions(find(os.environ), arguments.actions))]
         return _show([CheckSection("Stored actions", checks)], {}, arguments.json, all_fatal=True)
-    settings = _collector_settings(os.environ)
+    with explained(SettingsError):
+        settings = read(CollectorSettings, "collector", os.environ)
     if arguments.ebpf:
         return _show([CheckSection(EBPF, [*ebpf(), try_ebpf(settings.cgroup)])], {}, arguments.json, all_fatal=True)
     open_to_all, programs = kernel(), ebpf()
     sections = [
         CheckSection("Software", software()),
-        CheckSection("Broker and services", _bus(os.environ)),
+        CheckSection("Broker and services", asyncio.run(bus(find(os.environ), configured=is_configured(os.environ)))),
         CheckSection("Kernel, as every user sees it", open_to_all),
         CheckSection(EBPF, [*programs, chosen(open_to_all, programs, settings.probe)]),
     ]
     return _show(sections, {"probe": choice(open_to_all, programs, settings.probe)}, arguments.json)
-
-
-def _bus(environ: Mapping[str, str]) -> list[DoctorCheck]:
-    configured = any(key.startswith(PREFIX) and value for key, value in environ.items())
-    return asyncio.run(bus(find(environ), configured=configured))
-
-
-def _collector_settings(environ: Mapping[str, str]) -> CollectorSettings:
-    with explained(SettingsError):
-        return read(CollectorSettings, "collector", environ)
 
 
 def _show(
@@ -91,10 +79,8 @@ def _show(
 ) -> int:
     """Print the checks and write them as JSON; the exit code."""
     checks = [check for section in sections for check in section.checks]
-    if destination is not None:
-        shown = [{**msgspec.structs.asdict(check), "fatal": check.is_fatal} for check in checks]
-        write_json({"findings": shown, **also}, destination)
-    if destination != STANDARD_OUTPUT:
-        width = min(WIDEST, shutil.get_terminal_size().columns)
-        print(report(sections, width=width, colours=sys.stdout.isatty() and not os.environ.get("NO_COLOR")))
+    found = [{**msgspec.structs.asdict(check), "fatal": check.is_fatal} for check in checks]
+    width = min(WIDEST, shutil.get_terminal_size().columns)
+    text = report(sections, width=width, colours=sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
+    write_result({"findings": found, **also}, text, destination)
     return 1 if any(not check.present and (all_fatal or check.is_fatal) for check in checks) else 0

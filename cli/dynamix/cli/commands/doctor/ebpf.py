@@ -1,21 +1,24 @@
-"""Checks of what the eBPF probe needs: rights, a kernel that takes programs, cgroup v2, BCC and kernel headers."""
+"""Checks of what the eBPF probe needs: rights, a kernel that takes programs, cgroup v2, BCC, headers; and a trial."""
 
 import ctypes
 import errno
 import os
 import re
+import socket
 import struct
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from dynamix.collector.ebpf.attachment import v2_mount
-from dynamix.collector.ebpf.syscall import NUMBERS
+from dynamix.collector.ebpf.probe import SocketProbe, open_probe
+from dynamix.collector.ebpf.syscall import NUMBERS, ProbeError
 from dynamix.collector.ebpf.toolchain import DISTRIBUTION_DIRECTORIES, find_bcc, find_headers
 from dynamix.collector.probes import WantedProbe
 
 from .check import DoctorCheck, failed, passed
-from .kernel import TCP_INFO
+from .machine import TCP_INFO
 
 OLDEST_WITH_CAPABILITIES, OLDEST = (5, 8), (5, 3)
 """CAP_BPF and CAP_PERFMON, and before that CAP_SYS_ADMIN only; round trip times and acknowledged bytes."""
@@ -34,6 +37,10 @@ _INSTRUCTION = struct.Struct("=BBhi")
 _MOVE, _EXIT = 0xB7, 0x95
 _LET_EVERY_PACKET_PASS = _INSTRUCTION.pack(_MOVE, 0, 0, 1) + _INSTRUCTION.pack(_EXIT, 0, 0, 0)
 """r0 = 1; return r0."""
+PAYLOAD_BYTES, NUM_PIECES = 1_000_000, 100
+"""A piece fits into the smallest of socket buffers: one thread sends and receives."""
+SO_COOKIE = 57
+"""asm-generic/socket.h; Python has no name for it."""
 
 
 class Capability(NamedTuple):
@@ -205,3 +212,44 @@ def load_smallest_program() -> None:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
     os.close(program)
+
+
+def try_ebpf(cgroup: str) -> DoctorCheck:
+    """Open the probe on a control group, as the collector would, and close it."""
+    try:
+        open_s, received_bytes = run_trial(cgroup)
+    except (ProbeError, OSError) as error:
+        return failed("trial", "ebpf", str(error), "what is lacking above; else see docs/operations.md, Kernel probes")
+    if received_bytes != PAYLOAD_BYTES:
+        counted = "nothing" if received_bytes is None else f"{received_bytes:,} bytes"
+        fix = "empty DYNAMIX_COLLECTOR_CGROUP, or run this inside of that control group"
+        return failed("trial", "ebpf", f"attached, but counted {counted} of a connection's {PAYLOAD_BYTES:,}", fix)
+    return passed("trial", "ebpf", f"loaded in {open_s:.2f} s, counted {PAYLOAD_BYTES:,} bytes exactly, detached")
+
+
+def run_trial(cgroup: str) -> tuple[float, int | None]:
+    """Load and attach, send and read, detach: the seconds to open the probe, and the bytes that it counted.
+
+    The bytes are `None` when the probe did not know the connection.
+
+    Raises:
+        ProbeError: when the probe cannot be opened.
+    """
+    start = time.perf_counter()
+    with open_probe(cgroup) as probe:
+        return time.perf_counter() - start, _count(probe)
+
+
+def _count(probe: SocketProbe) -> int | None:
+    """Send through a connection over loopback; what the probe says that its other end received."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listening,
+        socket.create_connection(listening.getsockname()) as sender,
+        listening.accept()[0] as receiver,
+    ):
+        for _ in range(NUM_PIECES):
+            sender.sendall(bytes(PAYLOAD_BYTES // NUM_PIECES))
+            receiver.recv(PAYLOAD_BYTES // NUM_PIECES, socket.MSG_WAITALL)
+        (cookie,) = struct.unpack("=Q", receiver.getsockopt(socket.SOL_SOCKET, SO_COOKIE, 8))
+        counters = probe.read(cookie, os.getuid())
+    return None if counters is None else counters.received_bytes

@@ -10,9 +10,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dynamix.cli.errors import INTERRUPTED, explained
+from dynamix.cli.errors import INTERRUPTED, check_counts, explained
 from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, add_png_argument, write_json
-from dynamix.cli.runs import RunsProgress, add_run_arguments, check_counts, command_line
+from dynamix.cli.runs import RunsProgress, add_run_arguments, command_line
 
 if TYPE_CHECKING:
     from dynamix.lab.experiments.comparison.runs import Ledger
@@ -75,8 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
             builder = VerdictBuilder(suite, contenders, cells, ledger, tuned)
         verdict = builder.verdict(_command_line(arguments))
         show(verdict, stderr=arguments.json == STANDARD_OUTPUT)
-        if arguments.json is not None:
-            write_json(verdict, arguments.json)
+        write_json(verdict, arguments.json)
         if arguments.png is not None:
             draw(verdict, builder.table, curves_of(arguments, suite), Path(arguments.png))
     return exit_code

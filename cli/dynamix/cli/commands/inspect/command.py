@@ -12,7 +12,7 @@ from dynamix.cli.errors import MISUSED, CommandError, explained, reading
 from dynamix.cli.inspection.document import document
 from dynamix.cli.inspection.inspection import Inspection, inspect
 from dynamix.cli.inspection.window import CapturedWindow
-from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, add_png_argument, write_json, writing
+from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, add_png_argument, write_json
 from dynamix.recording.capture import CaptureError, fingerprint
 
 
@@ -74,5 +74,4 @@ def _draw(inspection: Inspection, path: str) -> None:
 
     if not inspection.sorted_windows():
         raise CommandError("the capture has no window to draw")
-    with writing(path):
-        draw(inspection, Path(path))
+    draw(inspection, path)

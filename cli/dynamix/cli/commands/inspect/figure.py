@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -14,7 +13,7 @@ from dynamix.cli.inspection.window import CapturedWindow
 _DECIDED, _APPLIED, _LINE, _HELD_OUT = "#dd8452", "#0b6e4f", COLOURS[0], COLOURS[3]
 
 
-def draw(inspection: Inspection, path: Path) -> None:
+def draw(inspection: Inspection, path: str) -> None:
     """Write a PNG; the generations of a job stand one after the other."""
     windows = inspection.sorted_windows()
     figure = Figure(figsize=(12, 10), layout="constrained")

@@ -6,14 +6,14 @@ by validation (time to the target against `rule`), scored on other seeds; judge 
 """
 
 import argparse
-from pathlib import Path
 
-from dynamix.cli.output import POLICY, add_json_argument, output_directory, output_path
-from dynamix.cli.runs import check_counts
-
-from .presets import WEIGHTS
+from dynamix.cli.errors import check_counts
+from dynamix.cli.output import POLICY, add_json_argument, add_output_argument, output_directory
+from dynamix.cli.runs import add_data_argument
 
 NUM_WORKERS = 2
+WEIGHTS = ("accuracy", "alpha", "beta", "delta", "eta")
+"""Weights of the reward that are arguments."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -26,19 +26,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--policy", default="ppo", help="ppo, ppo-paper, or another name for ppo's preset")
     parser.add_argument("--seed", type=int, default=0, help="of the learning (default: %(default)s)")
-    parser.add_argument(
-        "-o",
-        "--output",
-        metavar="FILE",
-        type=output_path(POLICY, streams=False),
-        help="default: POLICY-SEED.safetensors",
-    )
+    add_output_argument(parser, POLICY, "default: POLICY-SEED.safetensors", streams=False)
     parser.add_argument("--episodes", type=int, help="to play (default: the preset's)")
     parser.add_argument("--minutes", type=float, help="stop sooner, after this time; the same command continues")
     parser.add_argument("--workers", type=int, default=NUM_WORKERS, help="processes (default: %(default)s)")
-    parser.add_argument(
-        "--data", metavar="DIR", type=Path, help="directory with the data sets (default: the usual places)"
-    )
+    add_data_argument(parser)
     parser.add_argument("--log", metavar="DIR", type=output_directory, help="write TensorBoard curves")
     parser.add_argument("--restart", action="store_true", help="discard the checkpoint of an interrupted run")
     parser.add_argument("--publish", action="store_true", help="put failure signatures and the policy on the bus")

@@ -14,10 +14,9 @@ from dynamix.arbitrator.deciding.signatures import Finding
 from dynamix.arbitrator.learned.policy_file import PolicyFile
 from dynamix.arbitrator.learned.policy_store import PolicyStore
 from dynamix.arbitrator.learned.ppo_settings import PPOSettings
-from dynamix.cli.broker import connected
-from dynamix.cli.connection import find
+from dynamix.cli.connection import connected, find
 from dynamix.cli.errors import INTERRUPTED, MISUSED, CommandError, explained
-from dynamix.cli.output import POLICY, STANDARD_OUTPUT, write_json
+from dynamix.cli.output import POLICY, write_result
 from dynamix.lab.experiments.episodes.pool import EpisodeError
 from dynamix.lab.experiments.episodes.suite import TRAIN, read_suite, suite_named
 from dynamix.lab.experiments.learning import PRESETS, LearningPlan, LearningResult, LearningUpdate, learn, plan_named
@@ -27,7 +26,7 @@ from dynamix.runtime import output_files
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas.messages import Message
 
-from .presets import WEIGHTS, changes, settings_given
+from .command import WEIGHTS
 
 SERVICE = "learn"
 
@@ -56,11 +55,8 @@ def learn_policy(arguments: argparse.Namespace) -> int:
         output_files.write(output, learned.file.to_bytes(), streams=False)
         if learned.finished:
             checkpoint.unlink(missing_ok=True)
-        reporter.store(learned, output)
-        if arguments.json is not None:
-            write_json(_as_json(learned), arguments.json)
-        if arguments.json != STANDARD_OUTPUT:
-            print(_summary(learned, output, checkpoint))
+            reporter.store(learned, output)
+        write_result(_as_json(learned), _summary(learned, output, checkpoint), arguments.json)
     return 0
 
 
@@ -76,13 +72,41 @@ def _files(arguments: argparse.Namespace) -> tuple[Path, Path]:
 def _plan(arguments: argparse.Namespace) -> LearningPlan:
     suite = suite_named(TRAIN) if arguments.scenarios == TRAIN else read_suite(Path(arguments.scenarios))
     with explained(ValueError, exit_code=MISUSED):
-        plan = plan_named(arguments.policy, suite.scenarios, **changes(arguments), **_reward(arguments))
-    settings = {**msgspec.to_builtins(plan.settings), **settings_given(arguments)}
+        plan = plan_named(arguments.policy, suite.scenarios, **_changes(arguments), **_reward(arguments))
+    settings = {**msgspec.to_builtins(plan.settings), **_settings_given(arguments)}
     try:
         return msgspec.structs.replace(plan, settings=msgspec.convert(settings, PPOSettings))
     except msgspec.ValidationError as error:
         known = ", ".join(PPOSettings.__struct_fields__)
         raise CommandError(f"--ppo: {error}: known are {known}", exit_code=MISUSED) from error
+
+
+def _changes(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The fields of the preset that the arguments change."""
+    given = {
+        "seed": arguments.seed,
+        "num_episodes": arguments.episodes,
+        "episodes_per_update": arguments.episodes_per_update,
+        "validate_every": arguments.validate_every,
+        "action_set": arguments.actions,
+        "episode_end": arguments.episode_end,
+        "select": arguments.select,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _settings_given(arguments: argparse.Namespace) -> dict[str, Any]:
+    """PPO's settings among the arguments."""
+    given: dict[str, Any] = {} if arguments.objective is None else {"objective": arguments.objective}
+    for text in arguments.ppo:
+        name, separator, value = text.partition("=")
+        if not separator:
+            raise CommandError(f"--ppo {text!r}: write NAME=VALUE, for example clip_coef=0.1", exit_code=MISUSED)
+        try:
+            given[name] = msgspec.json.decode(value)
+        except msgspec.DecodeError:
+            given[name] = value
+    return given
 
 
 def _reward(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -126,8 +150,8 @@ class _LearningReporter:
             asyncio.run(_publish(self._bus, events))
 
     def store(self, learned: LearningResult, output: Path) -> None:
-        """Store the policy on the bus, when that was asked for and the plan is done."""
-        if self._bus is not None and learned.finished:
+        """Store the policy on the bus, when that was asked for."""
+        if self._bus is not None:
             version = asyncio.run(_store(self._bus, learned.file))
             print(f"{output} is version {version} of {learned.file.metadata.policy} on the bus", file=sys.stderr)
 
@@ -139,23 +163,20 @@ async def _publish(settings: BusSettings, messages: Sequence[Message]) -> None:
 
 
 async def _store(settings: BusSettings, file: PolicyFile) -> int:
+    policy, feature_version = file.metadata.policy, file.metadata.feature_version
     async with connected(settings, SERVICE) as bus:
-        stored = await PolicyStore(bus).put(
-            file.metadata.policy, file.to_bytes(), feature_version=file.metadata.feature_version
-        )
-        return stored.version
+        return (await PolicyStore(bus).put(policy, file.to_bytes(), feature_version=feature_version)).version
 
 
 def _summary(learned: LearningResult, output: Path, checkpoint: Path) -> str:
-    scores = learned.file.metadata.scores
-    lines = [f"{'scenario':<28}time to target / time of rule"]
-    lines += [
-        f"{name.removeprefix('vs_rule/'):<28}{ratio:.3f}"
-        for name, ratio in sorted(scores.items())
-        if name.startswith("vs_rule/")
+    scores, prefix = learned.file.metadata.scores, "vs_rule/"
+    each = sorted((name.removeprefix(prefix), score) for name, score in scores.items() if name.startswith(prefix))
+    lines = [
+        f"{'scenario':<28}time to target / time of rule",
+        *(f"{scenario:<28}{ratio:.3f}" for scenario, ratio in each),
+        f"{'all (geometric mean)':<28}{scores['vs_rule']:.3f}  ({scores['num_runs']:.0f} runs each)",
+        f"wrote {output}",
     ]
-    lines.append(f"{'all (geometric mean)':<28}{scores['vs_rule']:.3f}  ({scores['num_runs']:.0f} runs each)")
-    lines.append(f"wrote {output}")
     if not learned.finished:
         lines.append(f"the time limit ended the plan early: the same command continues from {checkpoint}")
     return "\n".join(lines)
@@ -163,11 +184,10 @@ def _summary(learned: LearningResult, output: Path, checkpoint: Path) -> str:
 
 def _as_json(learned: LearningResult) -> dict[str, Any]:
     metadata = msgspec.to_builtins(learned.file.metadata)
+    shown = ("policy", "action_set", "scores", "settings", "scenarios", "seeds")
     return {
         "finished": learned.finished,
         "digest": learned.file.digest,
-        "metadata": {
-            name: metadata[name] for name in ("policy", "action_set", "scores", "settings", "scenarios", "seeds")
-        },
+        "metadata": {name: metadata[name] for name in shown},
         "updates": [{**msgspec.to_builtins(row), "mean_return": row.mean_return} for row in learned.history],
     }

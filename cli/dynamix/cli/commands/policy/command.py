@@ -15,7 +15,7 @@ from typing import NamedTuple
 from dynamix.arbitrator.learned.policy_file import SUFFIX, PolicyFile, PolicyFileError, PolicyMetadata
 from dynamix.cli.connection import find
 from dynamix.cli.errors import CommandError
-from dynamix.cli.output import POLICY, STANDARD_OUTPUT, add_json_argument, output_path, write_json, writing
+from dynamix.cli.output import POLICY, add_json_argument, add_output_argument, write_result, writing
 from dynamix.runtime import output_files
 from dynamix.runtime.log import configure as configure_log
 
@@ -52,9 +52,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     for one in (showing, exporting):
         one.add_argument("policy", metavar="NAME[:VERSION]", type=reference, help="default: its newest version")
-    exporting.add_argument(
-        "-o", "--output", metavar="FILE", type=output_path(POLICY), required=True, help="where to write it"
-    )
+    add_output_argument(exporting, POLICY, "where to write it", required=True)
     importing.add_argument(
         "file", metavar="FILE", type=Path, help=f"a policy as `export` or `learn` wrote it ({SUFFIX})"
     )
@@ -67,10 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Do one action."""
     configure_log("critical")  # errors are shown in a sentence
     outcome = asyncio.run(_act(arguments))
-    if arguments.json is not None:
-        write_json(outcome.result, arguments.json)
-    if arguments.json != STANDARD_OUTPUT:
-        print(outcome.text)
+    write_result(outcome.result, outcome.text, arguments.json)
     return 0
 
 

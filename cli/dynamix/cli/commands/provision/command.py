@@ -8,9 +8,8 @@ import argparse
 import asyncio
 import os
 
-from dynamix.cli.broker import connected
-from dynamix.cli.connection import find
-from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, write_json
+from dynamix.cli.connection import connected, find
+from dynamix.cli.output import add_json_argument, write_result
 from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.log import configure as configure_log
 from dynamix.runtime.settings import BusSettings
@@ -31,11 +30,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Provision; one line per stream."""
     configure_log("warning")
     lines = asyncio.run(_provision(find(os.environ), arguments.replicas, arguments.wait))
-    if arguments.json is not None:
-        streams = [dict(zip(("stream", "result"), line.split(": ", 1), strict=True)) for line in lines]
-        write_json({"streams": streams}, arguments.json)
-    if arguments.json != STANDARD_OUTPUT:
-        print("\n".join(lines))
+    streams = [dict(zip(("stream", "result"), line.split(": ", 1), strict=True)) for line in lines]
+    write_result({"streams": streams}, "\n".join(lines), arguments.json)
     return 0
 
 

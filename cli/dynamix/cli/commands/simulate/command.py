@@ -9,11 +9,10 @@ must run (`dynamix up`); the collectors of the virtual nodes are started here.
 """
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dynamix.cli.errors import MISUSED, CommandError, explained
-from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, add_png_argument, write_json, writing
+from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, add_png_argument, write_json
 from dynamix.cli.progress import ProgressLine
 from dynamix.cli.runs import add_data_argument
 
@@ -77,10 +76,8 @@ def _show(simulation: "Simulation", arguments: argparse.Namespace) -> None:
     from .view import show_summary
 
     show_summary(simulation, stderr=arguments.json == STANDARD_OUTPUT)
-    if arguments.json is not None:
-        write_json(simulation, arguments.json)
+    write_json(simulation.document(), arguments.json)
     if arguments.png is not None:
         from .figure import draw
 
-        with writing(arguments.png):
-            draw(simulation, Path(arguments.png))
+        draw(simulation, arguments.png)

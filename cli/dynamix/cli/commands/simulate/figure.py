@@ -1,7 +1,5 @@
 """The figure of a simulation: accuracy, batch sizes and step time over virtual time."""
 
-from pathlib import Path
-
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -12,8 +10,8 @@ from .simulation import Simulation
 _ACCURACY = "#0b6e4f"
 
 
-def draw(simulation: Simulation, path: Path) -> None:
-    """Write a PNG; raises OSError when that cannot be."""
+def draw(simulation: Simulation, path: str) -> None:
+    """Write a PNG."""
     figure = Figure(figsize=(9, 9), layout="constrained")
     accuracy, sizes, times = figure.subplots(3, 1, sharex=True, height_ratios=(1.3, 1.3, 1))
     _accuracy(accuracy, simulation)
@@ -21,21 +19,21 @@ def draw(simulation: Simulation, path: Path) -> None:
     step_times = [window.step_time_s * 1000 for window in simulation.windows]
     times.step(_starts(simulation), [*step_times, step_times[-1]], where="post", color=COLOURS[0])
     finish(times, ylabel="step time [ms]", xlabel="virtual time [s]")
-    figure.suptitle(
-        f"{simulation.scenario}: {simulation.workload} on {simulation.world_size} workers under {simulation.policy}"
-    )
+    scenario = simulation.episode.scenario
+    what = f"{scenario.name}: {scenario.workload} on {scenario.world_size} workers"
+    figure.suptitle(f"{what} under {simulation.policy}")
     save(figure, path)
 
 
 def _accuracy(axes: Axes, simulation: Simulation) -> None:
-    points, reached = simulation.evaluations, simulation.time_to_target_s
+    points, reached = simulation.episode.evaluations, simulation.episode.time_to_target_s
+    target = simulation.episode.scenario.target_accuracy
     axes.plot([point.time_s for point in points], [point.accuracy for point in points], color=_ACCURACY)
-    axes.axhline(simulation.target_accuracy, color="black", linewidth=0.8, linestyle="--")
+    axes.axhline(target, color="black", linewidth=0.8, linestyle="--")
     if reached is not None:
         axes.axvline(reached, color=_ACCURACY, linewidth=1, linestyle=":")
     result = "missed" if reached is None else f"reached at {reached:g} s"
-    title = f"target {simulation.target_accuracy:g}: {result}"
-    finish(axes, from_zero=False, ylabel="validation accuracy", title=title)
+    finish(axes, from_zero=False, ylabel="validation accuracy", title=f"target {target:g}: {result}")
 
 
 def _sizes(axes: Axes, simulation: Simulation) -> None:

@@ -11,11 +11,11 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from dynamix.cli.broker import connected
-from dynamix.cli.connection import find
+from dynamix.cli.connection import connected, find
 from dynamix.cli.errors import CommandError
-from dynamix.cli.services import ServiceProcess, bus_environment
-from dynamix.lab.experiments.comparison.contenders import Contender, Setting, parse_contender
+from dynamix.cli.output import Document
+from dynamix.cli.services import ServiceProcess, bus_environment, hear
+from dynamix.lab.experiments.comparison.contenders import Setting, parse_contender
 from dynamix.lab.experiments.comparison.runner import policy_of
 from dynamix.lab.experiments.comparison.tuned import Tuned
 from dynamix.lab.experiments.episodes.episode import Episode, EpisodeMessages, episode_of, run_episode
@@ -26,7 +26,6 @@ from dynamix.lab.simulator.scenario import Scenario
 from dynamix.lab.workloads import Data, Part, workload_named
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.settings import BusSettings
-from dynamix.schemas import subjects
 from dynamix.schemas.messages import Report
 
 COLLECTORS_READY_S = 60.0
@@ -59,35 +58,38 @@ class SimulatedWindow(msgspec.Struct, frozen=True, kw_only=True):
     held_out_accuracy: float | None
 
 
-class AccuracyPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """One point of the grid of virtual time."""
-
-    time_s: float
-    accuracy: float
-    samples_seen: int
-
-
-class Simulation(msgspec.Struct, frozen=True, kw_only=True):
+class Simulation(NamedTuple):
     """How the job went; times are virtual."""
 
-    scenario: str
-    workload: str
     policy: str
+    """As it was spelled."""
     seed: int
-    job: str
-    world_size: int
-    target_accuracy: float
-    fixed_time_s: float
-    time_to_target_s: float | None
-    accuracy_at_fixed_time: float | None
-    test_accuracy: float
-    virtual_time_s: float
-    num_windows: int
-    num_steps: int
-    samples_seen: int
-    num_applied: int
-    evaluations: list[AccuracyPoint]
+    episode: Episode
     windows: list[SimulatedWindow]
+
+    def document(self) -> Document:
+        """All of it, for JSON."""
+        scenario, episode = self.episode.scenario, self.episode
+        return {
+            "scenario": scenario.name,
+            "workload": scenario.workload,
+            "policy": self.policy,
+            "seed": self.seed,
+            "job": episode.job.job,
+            "world_size": scenario.world_size,
+            "target_accuracy": scenario.target_accuracy,
+            "fixed_time_s": scenario.fixed_time_s,
+            "time_to_target_s": episode.time_to_target_s,
+            "accuracy_at_fixed_time": episode.accuracy_at_fixed_time,
+            "test_accuracy": episode.test_accuracy,
+            "virtual_time_s": episode.virtual_time_s,
+            "num_windows": episode.num_windows,
+            "num_steps": episode.num_steps,
+            "samples_seen": episode.samples_seen,
+            "num_applied": len(episode.applied),
+            "evaluations": [point._asdict() for point in episode.evaluations],
+            "windows": self.windows,
+        }
 
 
 OnWindow = Callable[[SimulatedWindow], None]
@@ -102,18 +104,12 @@ def plan(scenario: str, policy: str, policy_file: str | None, *, seed: int) -> S
     found = scenario_named(scenario)
     files = {policy.partition(":")[0].partition("@")[0]: [policy_file]} if policy_file else None
     contender = parse_contender(policy, files)
-    settings = _settings(contender, found)
-    if contender.learning_rate_rule is not None:
-        found = msgspec.structs.replace(found, learning_rate_rule=contender.learning_rate_rule)
-    return SimulationPlan(found, settings, policy, seed)
-
-
-def _settings(contender: Contender, scenario: Scenario) -> Setting:
-    """The policy as it was typed, without tuned settings; of a learned policy's files the first one."""
-    settings = contender.settings(scenario.family, Tuned())
+    settings = contender.settings(found.family, Tuned())  # as it was typed: nothing tuned
     if not settings:
         raise ValueError(f"no file of the policy {contender.policy!r} is shipped: name one with --policy-file")
-    return settings[0]
+    if contender.learning_rate_rule is not None:
+        found = msgspec.structs.replace(found, learning_rate_rule=contender.learning_rate_rule)
+    return SimulationPlan(found, settings[0], policy, seed)
 
 
 def scenario_named(text: str) -> Scenario:
@@ -149,7 +145,7 @@ def simulate(planned: SimulationPlan, data: Path | None, *, device: str, on_wind
     loaded = Data(*(Part(*(tensor.to(place) for tensor in part)) for part in loaded))
     recorder = _WindowRecorder(on_window)
     episode = asyncio.run(_on_bus(planned, loaded, recorder)) if bus else _in_process(planned, loaded, recorder)
-    return _simulation_of(planned, episode, recorder.windows)
+    return Simulation(planned.label, planned.seed, episode, recorder.windows)
 
 
 def _device(name: str) -> torch.device:
@@ -242,30 +238,5 @@ async def _collectors(bus: Bus, settings: BusSettings, cluster: VirtualCluster) 
 async def _ready(bus: Bus, instance: str) -> None:
     """Wait until a service says that it listens."""
     with contextlib.suppress(TimeoutError):  # without it there is no action, which `run_lockstep` reports
-        async with asyncio.timeout(COLLECTORS_READY_S), bus.subscribe(subjects.live("collector", instance)) as beats:
-            async for _ in beats:
-                return
-
-
-def _simulation_of(planned: SimulationPlan, episode: Episode, windows: list[SimulatedWindow]) -> Simulation:
-    scenario = planned.scenario
-    return Simulation(
-        scenario=scenario.name,
-        workload=scenario.workload,
-        policy=planned.label,
-        seed=planned.seed,
-        job=episode.job.job,
-        world_size=scenario.world_size,
-        target_accuracy=scenario.target_accuracy,
-        fixed_time_s=scenario.fixed_time_s,
-        time_to_target_s=episode.time_to_target_s,
-        accuracy_at_fixed_time=episode.accuracy_at_fixed_time,
-        test_accuracy=episode.test_accuracy,
-        virtual_time_s=episode.virtual_time_s,
-        num_windows=episode.num_windows,
-        num_steps=episode.num_steps,
-        samples_seen=episode.samples_seen,
-        num_applied=len(episode.applied),
-        evaluations=[AccuracyPoint(**point._asdict()) for point in episode.evaluations],
-        windows=windows,
-    )
+        async with asyncio.timeout(COLLECTORS_READY_S):
+            await hear(bus, lambda _: True, "collector", instance)

@@ -18,10 +18,9 @@ def window_text(line: SimulatedWindow, limit_s: float) -> str:
 
 def show_summary(simulation: Simulation, *, stderr: bool) -> None:
     """The outcome as a table."""
-    title = (
-        f"{simulation.scenario} ({simulation.workload}, {simulation.world_size} workers) under {simulation.policy}, "
-        f"seed {simulation.seed}"
-    )
+    scenario = simulation.episode.scenario
+    what = f"{scenario.name} ({scenario.workload}, {scenario.world_size} workers)"
+    title = f"{what} under {simulation.policy}, seed {simulation.seed}"
     table = new_table("name", "value", left=("name",), title=title, show_header=False)
     for name, value in _rows(simulation):
         table.add_row(name, value)
@@ -29,15 +28,16 @@ def show_summary(simulation: Simulation, *, stderr: bool) -> None:
 
 
 def _rows(simulation: Simulation) -> list[tuple[str, str]]:
-    reached = simulation.time_to_target_s
+    episode, scenario = simulation.episode, simulation.episode.scenario
+    reached = episode.time_to_target_s
     last = simulation.windows[-1]
     return [
-        (f"time to {simulation.target_accuracy:.1%}", "missed" if reached is None else f"{reached:g} s"),
-        (f"accuracy at {simulation.fixed_time_s:g} s", formatted(simulation.accuracy_at_fixed_time, "{:.1%}")),
-        ("test accuracy at the end", f"{simulation.test_accuracy:.1%}"),
-        ("virtual time", f"{simulation.virtual_time_s:.1f} s"),
-        ("windows, steps", f"{simulation.num_windows}, {simulation.num_steps}"),
-        ("samples", f"{simulation.samples_seen:,}"),
-        ("actions applied", str(simulation.num_applied)),
+        (f"time to {scenario.target_accuracy:.1%}", "missed" if reached is None else f"{reached:g} s"),
+        (f"accuracy at {scenario.fixed_time_s:g} s", formatted(episode.accuracy_at_fixed_time, "{:.1%}")),
+        ("test accuracy at the end", f"{episode.test_accuracy:.1%}"),
+        ("virtual time", f"{episode.virtual_time_s:.1f} s"),
+        ("windows, steps", f"{episode.num_windows}, {episode.num_steps}"),
+        ("samples", f"{episode.samples_seen:,}"),
+        ("actions applied", str(len(episode.applied))),
         ("last batch", f"{last.global_batch_size} = {sizes_text(last.local_batch_sizes)}"),
     ]

@@ -12,8 +12,7 @@ import time
 
 from dynamix.cli.board.feed import Feed
 from dynamix.cli.board.snapshot import snapshot
-from dynamix.cli.broker import connected
-from dynamix.cli.connection import find
+from dynamix.cli.connection import connected, find
 from dynamix.cli.errors import CommandError
 from dynamix.cli.output import add_json_argument, write_json
 from dynamix.runtime.log import configure as configure_log

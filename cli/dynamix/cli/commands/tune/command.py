@@ -6,9 +6,9 @@ Writes the file that `dynamix evaluate` reads them from. Held-out scenarios are 
 import argparse
 from pathlib import Path
 
-from dynamix.cli.errors import MISUSED, CommandError, explained
-from dynamix.cli.output import STANDARD_OUTPUT, TUNED, add_json_argument, output_path, write_json
-from dynamix.cli.runs import RunsProgress, add_run_arguments, check_counts, command_line, suite_of
+from dynamix.cli.errors import MISUSED, CommandError, check_counts, explained
+from dynamix.cli.output import STANDARD_OUTPUT, TUNED, add_json_argument, add_output_argument, write_json
+from dynamix.cli.runs import RunsProgress, add_run_arguments, command_line, suite_of
 from dynamix.runtime import output_files
 
 NUM_SEEDS = 2
@@ -22,13 +22,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--baselines", metavar="LIST", help="separated by commas (default: all that have settings)")
     parser.add_argument("--seeds", type=int, default=NUM_SEEDS, help="seeds per scenario (default: %(default)s)")
-    parser.add_argument(
-        "-o",
-        "--output",
-        metavar="FILE",
-        type=output_path(TUNED),
-        help="the file to write (default, for all baselines only: tuned.toml beside the train scenarios)",
-    )
+    what = "the file to write (default, for all baselines only: tuned.toml beside the train scenarios)"
+    add_output_argument(parser, TUNED, what)
     add_run_arguments(parser, RESULTS)
     add_json_argument(parser)
 
@@ -59,8 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
             )
         output_files.write(output, to_toml(tuned).encode())
         show(tuned, stderr=arguments.json == STANDARD_OUTPUT)
-        if arguments.json is not None:
-            write_json(tuned, arguments.json)
+        write_json(tuned, arguments.json)
     return 0
 
 

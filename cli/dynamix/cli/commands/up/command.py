@@ -17,11 +17,10 @@ from pathlib import Path
 
 import msgspec
 
-from dynamix.cli.broker import connected
-from dynamix.cli.connection import find, path, published, running
+from dynamix.cli.connection import connected, find, path, published, running
 from dynamix.cli.errors import MISUSED, CommandError, explained
 from dynamix.cli.interrupts import stop_event
-from dynamix.cli.services import SERVICES, bus_environment, wait_until_ready
+from dynamix.cli.services import SERVICES, ServiceProcess, bus_environment, wait_until_ready
 from dynamix.runtime import output_files
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.bus.provision import provision
@@ -29,8 +28,7 @@ from dynamix.runtime.embedded import EmbeddedServer, EmbeddedServerError
 from dynamix.runtime.log import configure as configure_log
 from dynamix.runtime.settings import BusSettings, SettingsError, read
 
-from .children import Broker, Service
-from .supervisor import kept
+from .supervisor import Child, broker, kept, service
 
 LOCK = "lock"
 
@@ -75,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
 async def _run_until_signal(server: EmbeddedServer, store: Path, environ: Mapping[str, str]) -> None:
     """The broker outside, then our own connection, then the services: each needs what is around it to end well."""
     with stop_event(signal.SIGHUP) as stop, explained(EmbeddedServerError):
-        async with server, kept([Broker(server)], _say, stop), connected(server.settings, "up") as bus:
+        async with server, kept([broker(server)], _say, stop), connected(server.settings, "up") as bus:
             await provision(bus)
             _say("broker", f"{server.settings.url} as process {server.pid}, streams in {store}")
             with published(server.settings, environ) as file:
@@ -85,9 +83,9 @@ async def _run_until_signal(server: EmbeddedServer, store: Path, environ: Mappin
 
 async def _serve(bus: Bus, settings: BusSettings, file: Path, environ: Mapping[str, str], stop: asyncio.Event) -> None:
     log_level = {"DYNAMIX_LOG_LEVEL": environ.get("DYNAMIX_LOG_LEVEL") or "warning"}
-    services = [Service(name, bus_environment(settings) | log_level) for name in SERVICES]
-    for service in services:
-        await service.start()
+    services = [service(ServiceProcess(name, bus_environment(settings) | log_level)) for name in SERVICES]
+    for child in services:
+        await child.start()
     async with kept(services, _say, stop):
         announcing = asyncio.create_task(_announce(bus, services, file))
         await stop.wait()
@@ -95,18 +93,18 @@ async def _serve(bus: Bus, settings: BusSettings, file: Path, environ: Mapping[s
         await asyncio.gather(announcing, return_exceptions=True)
 
 
-async def _announce(bus: Bus, services: list[Service], file: Path) -> None:
+async def _announce(bus: Bus, services: list[Child], file: Path) -> None:
     """Say what is ready as it becomes ready, then how to use it."""
 
-    async def one(service: Service) -> None:
+    async def one(child: Child) -> None:
         try:
-            await wait_until_ready(bus, [service.name])
+            await wait_until_ready(bus, [child.name])
         except TimeoutError as error:
-            _say(service.name, f"{error}; DYNAMIX_LOG_LEVEL=info shows more")
+            _say(child.name, f"{error}; DYNAMIX_LOG_LEVEL=info shows more")
         else:
-            _say(service.name, f"ready as process {service.pid}")
+            _say(child.name, f"ready as process {child.pid()}")
 
-    await asyncio.gather(*[one(service) for service in services])
+    await asyncio.gather(*map(one, services))
     _say("train", "dynamix train -- --standalone --nproc-per-node 4 train.py")
     _say("watch", "dynamix top")
     _say("connect", f'dynamix commands read {file}; others: eval "$(dynamix up --print-env)"')

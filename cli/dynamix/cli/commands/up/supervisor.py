@@ -3,8 +3,11 @@
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from typing import NamedTuple
+
+from dynamix.cli.services import ServiceProcess
+from dynamix.runtime.embedded import EmbeddedServer
 
 MIN_WAIT_S = 0.5
 MAX_WAIT_S = 10.0
@@ -12,20 +15,31 @@ STEADY_AFTER_S = 30.0
 """A child that ran this long has recovered: its next restart waits the least again."""
 
 
-class Child(Protocol):
+class Child(NamedTuple):
     """A process that can be started again after its end."""
 
     name: str
+    pid: Callable[[], int]
+    """The running process's id."""
+    start: Callable[[], Awaitable[None]]
+    """Start it, or start it again."""
+    stop: Callable[[], Awaitable[None]]
+    """Ask it to end, and wait until it has."""
 
-    @property
-    def pid(self) -> int:
-        """The running process's id."""
 
-    async def start(self) -> None:
-        """Start it, or start it again."""
+def broker(server: EmbeddedServer) -> Child:
+    """The embedded nats-server; a restart keeps its port, password and streams, so that clients come back alone."""
+    return Child("broker", lambda: server.pid, server.restart, server.stop)
 
-    async def stop(self) -> None:
-        """Ask it to end, and wait until it has."""
+
+def service(process: ServiceProcess) -> Child:
+    """One of our services; the event loop goes on while it drains."""
+
+    async def start() -> None:
+        await asyncio.to_thread(process.stop)  # takes leave of the one that ended
+        process.start()
+
+    return Child(process.name, lambda: process.pid, start, lambda: asyncio.to_thread(process.stop))
 
 
 class Supervisor:
@@ -52,7 +66,7 @@ class Supervisor:
         try:
             while not self._stopping.is_set():
                 begin = asyncio.get_running_loop().time()
-                await self._end_or_stop(child.pid)
+                await self._end_or_stop(child.pid())
                 lived_s = asyncio.get_running_loop().time() - begin
                 wait_s = self._min_wait_s if lived_s >= STEADY_AFTER_S else wait_s
                 if not await self._stopped_within(wait_s):
@@ -70,19 +84,19 @@ class Supervisor:
             self._report(child.name, f"does not start: {error}")
 
     async def _end_or_stop(self, pid: int) -> None:
-        ended, stopping = asyncio.ensure_future(exited(pid)), asyncio.ensure_future(self._stopping.wait())
+        waits = (asyncio.ensure_future(exited(pid)), asyncio.ensure_future(self._stopping.wait()))
         try:
-            await asyncio.wait((ended, stopping), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await _cancel((ended, stopping))
+            for wait in waits:
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
 
     async def _stopped_within(self, seconds: float) -> bool:
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._stopping.wait()
-        except TimeoutError:
-            return False
-        return True
+        return self._stopping.is_set()
 
 
 @contextlib.asynccontextmanager
@@ -119,9 +133,3 @@ async def exited(pid: int) -> None:
     finally:
         loop.remove_reader(descriptor)
         os.close(descriptor)
-
-
-async def _cancel(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -7,8 +7,7 @@ from rich.text import Text
 
 from dynamix.cli.board.board import Board
 from dynamix.cli.board.heartbeats import Heartbeats
-from dynamix.cli.board.ranks import changes_text
-from dynamix.cli.formatting import bar, curve, duration, number, percent
+from dynamix.cli.formatting import bar, curve, duration, number, percent, signed_count
 
 from .rank_table import rank_lines
 
@@ -17,6 +16,7 @@ LABEL, VALUE = 13, 12
 MIN_TABLE = 8
 """Lines reserved for the table of ranks; curves get what is left."""
 STALE_AFTER_S = 30.0
+SHOWN_CHANGES = 16
 
 
 def frame(
@@ -115,7 +115,7 @@ def _decision(board: Board) -> list[Text]:
         return [_labelled("decision", Text("none yet: the initial sizes stay", "dim"))]
     version = f" v{action.policy_version}" if action.policy_version else ""
     text = Text.assemble(
-        (f"{changes_text(action.deltas)}", "bold"),
+        (f"{_changes(action.deltas)}", "bold"),
         (f"  of window {action.window} by {action.policy}{version}", "dim"),
         (", inputs missing" if action.gap else "", "yellow"),
     )
@@ -129,6 +129,16 @@ def _decision(board: Board) -> list[Text]:
             )
         )
     return lines
+
+
+def _changes(deltas: Sequence[int]) -> str:
+    """An action's changes: each where they are few, else how many ranks got more and less."""
+    if not any(deltas):
+        return "no change"
+    if len(deltas) <= SHOWN_CHANGES:
+        return " ".join(map(signed_count, deltas))
+    more, less = sum(delta > 0 for delta in deltas), sum(delta < 0 for delta in deltas)
+    return f"{more} ranks more, {less} less, {len(deltas) - more - less} the same"
 
 
 def _reward(board: Board, width: int) -> list[Text]:

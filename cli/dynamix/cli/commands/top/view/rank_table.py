@@ -1,12 +1,12 @@
 """The table of ranks: batch sizes and times as bars; with more ranks than lines the slowest, and what all are like."""
 
 from collections.abc import Callable, Sequence
+from statistics import median
 from typing import NamedTuple
 
 from rich.text import Text
 
 from dynamix.cli.board.board import Board, BoardRank
-from dynamix.cli.board.ranks import slowest, spread, total_time_s
 from dynamix.cli.formatting import UNKNOWN, duration, number, percent
 
 MIN_BAR = 12
@@ -75,9 +75,9 @@ def rank_lines(board: Board, width: int, height: int) -> list[Text]:
     if not rows or height < 2:
         return _announced(board, height)
     right = _fitting(width - _left_width(board))
-    full = max(map(total_time_s, rows))
+    full = max(map(_total_time_s, rows))
     lines = [_titles(board, right, width)]
-    shown = rows if len(rows) < height else slowest(rows, height - 2)
+    shown = rows if len(rows) < height else _slowest(rows, height - 2)
     lines += [_line(board, row, right, full, width) for row in shown]
     if len(shown) < len(rows):
         lines.append(_summary(rows, len(shown)))
@@ -168,15 +168,37 @@ def _bar(row: BoardRank, full: float, width: int) -> Text:
 
 
 def _summary(rows: Sequence[BoardRank], num_shown: int) -> Text:
-    sizes = spread([row.metrics.training.local_batch_size for row in rows])
-    times = spread([time * 1e3 for row in rows if (time := row.metrics.training.compute_time_s) is not None])
-    milliseconds = "/".join(f"{time:.1f}" for time in times or ()) or UNKNOWN
+    times = [time * 1e3 for row in rows if (time := row.metrics.training.compute_time_s) is not None]
     return Text.assemble(
         (f"slowest {num_shown} of {len(rows)}", "dim"),
-        f" · batch {'/'.join(f'{size:.0f}' for size in sizes or ())} · ",
-        (f"compute {milliseconds} ms", COMPUTE_STYLE),
+        f" · batch {_spread([row.metrics.training.local_batch_size for row in rows], '.0f')} · ",
+        (f"compute {_spread(times, '.1f')} ms", COMPUTE_STYLE),
         (" (min/med/max)", "dim"),
     )
+
+
+def _spread(values: Sequence[float], form: str) -> str:
+    """Least, median and greatest of the values."""
+    shown = (min(values), median(values), max(values)) if values else ()
+    return "/".join(format(value, form) for value in shown) or UNKNOWN
+
+
+def _busy_time_s(row: BoardRank) -> float:
+    """What tells slow ranks apart: their compute time, or the whole step where it is not known."""
+    training = row.metrics.training
+    return training.step_time_s if training.compute_time_s is None else training.compute_time_s
+
+
+def _total_time_s(row: BoardRank) -> float:
+    """Seconds of a step: as measured, or the sum of its known parts where that is more."""
+    training = row.metrics.training
+    parts = (training.data_time_s, training.compute_time_s, training.sync_time_s, training.update_time_s)
+    return max(training.step_time_s, sum(part for part in parts if part is not None))
+
+
+def _slowest(rows: Sequence[BoardRank], count: int) -> list[BoardRank]:
+    """The `count` slowest ranks, in rank order."""
+    return sorted(sorted(rows, key=_busy_time_s, reverse=True)[: max(0, count)], key=lambda row: row.rank)
 
 
 def stacked_bar(segments: Sequence[BarSegment], full: float, width: int) -> Text:

