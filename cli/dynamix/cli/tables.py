@@ -1,10 +1,11 @@
 """Tables and lines on a terminal, in one style for all commands."""
 
-from collections.abc import Container
+from collections.abc import Container, Iterable, Sequence
 
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 PLAIN_WIDTH = 240
 
@@ -15,14 +16,23 @@ def console_for(*, stderr: bool) -> Console:
     return console if console.is_terminal else Console(stderr=stderr, width=PLAIN_WIDTH)
 
 
-def new_table(*headings: str, left: Container[str] = (), title: str | None = None, show_header: bool = True) -> Table:
+def new_table(
+    *headings: str,
+    rows: Iterable[Sequence[str | Text]] = (),
+    left: Container[str] = (),
+    title: str | None = None,
+    show_header: bool = True,
+) -> Table:
     """A table of right-aligned columns that are never folded; those in `left` are left-aligned."""
     table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0), show_header=show_header)
     for heading in headings:
         table.add_column(heading, justify="left" if heading in left else "right", no_wrap=True, overflow="ellipsis")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
-def print_line(console: Console, text: str) -> None:
-    """Print a line as it is: no markup, no colours, not wrapped."""
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
+def print_lines(console: Console, lines: Iterable[str]) -> None:
+    """Print each line as it is: no markup, no colours, not wrapped."""
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -91,10 +91,10 @@ class Feed:
             self._following = group.create_task(self._follow_job(self.board))
 
     async def _follow_job(self, board: Board) -> None:
-        await self._read_event(board)
+        await self._read_newest(board)
         async with asyncio.TaskGroup() as group:
             group.create_task(self._follow_actions(board))
-            async with self._consume_feed(board, await self._history_start(board)) as consumer:
+            async with await self._consume_feed(board) as consumer:
                 async for batch in consumer:
                     self._fold(board, batch)
 
@@ -106,32 +106,28 @@ class Feed:
 
     async def _read_stored(self, board: Board) -> None:
         """Fold what FEED and ACTIONS hold of the job now."""
-        if (action := await self._bus.last(ACTIONS.name, subjects.action(board.name))) is not None:
-            self._fold(board, [action])
-        await self._read_event(board)
+        await self._read_newest(board)
         newest = [await self._bus.last(FEED.name, subject) for subject in _feed_subjects(board)]
         end = max((message.sequence for message in newest if message is not None), default=0)
         if end == 0:
             return
-        async with self._consume_feed(board, await self._history_start(board)) as consumer:
+        async with await self._consume_feed(board) as consumer:
             async for batch in consumer:
                 self._fold(board, batch)
                 if batch[-1].sequence >= end:
                     return
 
-    async def _read_event(self, board: Board) -> None:
-        """Read the newest failure signature: they are rare, so it may lie far before the history that is read."""
-        if (event := await self._bus.last(FEED.name, subjects.event(board.name))) is not None:
-            self._fold(board, [event])
+    async def _read_newest(self, board: Board) -> None:
+        """Read the newest action and failure signature: these are rare, and may lie far before what is read of FEED."""
+        for stream, subject in ((ACTIONS, subjects.action(board.name)), (FEED, subjects.event(board.name))):
+            if (message := await self._bus.last(stream.name, subject)) is not None:
+                self._fold(board, [message])
 
-    async def _history_start(self, board: Board) -> int:
-        """The sequence of FEED to read from: `HISTORY_MESSAGES` before the job's newest window, else before the end."""
+    async def _consume_feed(self, board: Board) -> Consumer:
+        """Read FEED from `HISTORY_MESSAGES` before the job's newest window on, else before the end."""
         newest = await self._bus.last(FEED.name, subjects.window(board.name, subjects.ANY))
         last = newest.sequence if newest is not None else (await self._bus.stream_state(FEED.name)).last_sequence
-        return max(1, last - HISTORY_MESSAGES)
-
-    def _consume_feed(self, board: Board, start: int) -> Consumer:
-        return self._bus.consume(FEED.name, _feed_subjects(board), start=start)
+        return self._bus.consume(FEED.name, _feed_subjects(board), start=max(1, last - HISTORY_MESSAGES))
 
     def _record_job(self, message: BusMessage) -> None:
         try:
@@ -164,9 +160,9 @@ class Feed:
 
 
 def _feed_subjects(board: Board) -> list[str]:
+    per_node = (subjects.window, subjects.reward)
     return [
-        subjects.window(board.name, subjects.ANY),
-        subjects.reward(board.name, subjects.ANY),
+        *(of(board.name, subjects.ANY) for of in per_node),
         subjects.applied(board.name),
         subjects.event(board.name),
     ]

@@ -1,9 +1,21 @@
-"""What a capture holds, folded from its records. Pure but for the reading of the file."""
+"""What a capture holds, folded from its records, and the same as a JSON document. Pure but for reading the file."""
 
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
-from dynamix.recording.capture import CaptureEnd, CaptureHeader, CaptureReader, CutOffError, Record
+import msgspec
+
+from dynamix.cli.output import Document, document_of
+from dynamix.recording.capture import (
+    CaptureEnd,
+    CaptureHeader,
+    CaptureReader,
+    CutOffError,
+    Fingerprint,
+    Record,
+    differences,
+)
 from dynamix.schemas import subjects
 from dynamix.schemas.chain import BrokenChainError, ChainCheck
 from dynamix.schemas.codec import MalformedMessageError, decode_any
@@ -13,43 +25,36 @@ from .window import CapturedWindow
 
 MOST_MISSING = 1000
 """At most so many absent windows in a row are listed, since a malformed message may name any number."""
+OPAQUE = ("carry",)
+"""A policy's memory means something to that policy only: it is not in the document."""
 
 
-class Inspection:
-    """A captured job: everything that tables, JSON and figure show.
+class Inspection(msgspec.Struct):
+    """A captured job: everything that tables, JSON and figure show."""
 
-    Attributes:
-        header: of the capture.
-        end: of the capture, `None` where it is cut off.
-        cut_off: why there is no end, empty where there is one.
-        num_records: messages read.
-        num_payload_bytes: of all of them.
-        kinds: messages by kind.
-        malformed: subject and reason of messages that cannot be decoded.
-        jobs: the specifications, in order.
-        windows: by generation and window.
-        events: failure signatures, in order.
-        chain_fault: what is wrong with the first action that breaks the chain, empty without one.
-        first_ns: when the broker stored the first message, 0 without one.
-        last_ns: when it stored the last message.
-    """
-
-    def __init__(self, header: CaptureHeader, *, keep_details: bool = False) -> None:
-        self.header = header
-        self.end: CaptureEnd | None = None
-        self.cut_off = ""
-        self.num_records = 0
-        self.num_payload_bytes = 0
-        self.kinds: Counter[str] = Counter()
-        self.malformed: list[tuple[str, str]] = []
-        self.jobs: list[Job] = []
-        self.windows: dict[tuple[int, int], CapturedWindow] = {}
-        self.events: list[Event] = []
-        self.chain_fault = ""
-        self.first_ns = 0
-        self.last_ns = 0
-        self._keep_details = keep_details
-        self._chain = ChainCheck()
+    header: CaptureHeader
+    keep_details: bool = False
+    """Keep metrics and rewards of every rank."""
+    end: CaptureEnd | None = None
+    """`None` where the capture is cut off."""
+    cut_off: str = ""
+    """Why there is no end, empty where there is one."""
+    num_records: int = 0
+    num_payload_bytes: int = 0
+    kinds: Counter[str] = msgspec.field(default_factory=Counter)
+    """Messages by kind."""
+    malformed: list[tuple[str, str]] = []
+    """Subject and reason of messages that cannot be decoded."""
+    jobs: list[Job] = []
+    windows: dict[tuple[int, int], CapturedWindow] = {}
+    """By generation and window."""
+    events: list[Event] = []
+    chain: ChainCheck = msgspec.field(default_factory=ChainCheck)
+    chain_fault: str = ""
+    """What is wrong with the first action that breaks the chain, empty without one."""
+    first_ns: int = 0
+    """When the broker stored the first message, 0 without one."""
+    last_ns: int = 0
 
     @property
     def nodes(self) -> dict[int, set[str]]:
@@ -106,14 +111,14 @@ class Inspection:
     def _window(self, generation: int, window: int) -> CapturedWindow:
         key = (generation, window)
         if key not in self.windows:
-            self.windows[key] = CapturedWindow(generation, window, keep_details=self._keep_details)
+            self.windows[key] = CapturedWindow(generation, window, keep_details=self.keep_details)
         return self.windows[key]
 
     def _follow(self, action: Action, payload: bytes) -> None:
         if self.chain_fault:
             return
         try:
-            self._chain.check_next(action, payload)
+            self.chain.check_next(action, payload)
         except BrokenChainError as error:
             self.chain_fault = str(error)
 
@@ -134,3 +139,49 @@ def inspect(path: Path, *, keep_details: bool = False) -> Inspection:
             inspection.cut_off = str(error)
         inspection.end = reader.end
     return inspection
+
+
+def document(inspection: Inspection, here: Fingerprint, windows: Iterable[CapturedWindow]) -> Document:
+    """The capture and some of its windows, with the units in the names."""
+    nodes = inspection.nodes
+    return {
+        "capture": msgspec.to_builtins(inspection.header),
+        "end": msgspec.to_builtins(inspection.end),
+        "cut_off": inspection.cut_off or None,
+        "fingerprint_differences": differences(inspection.header.fingerprint, here),
+        "num_records": inspection.num_records,
+        "num_payload_bytes": inspection.num_payload_bytes,
+        "first_ns": inspection.first_ns or None,
+        "last_ns": inspection.last_ns or None,
+        "kinds": dict(sorted(inspection.kinds.items())),
+        "malformed": [{"subject": subject, "reason": reason} for subject, reason in inspection.malformed],
+        "chain_fault": inspection.chain_fault or None,
+        "jobs": document_of(inspection.jobs),
+        "events": document_of(inspection.events),
+        "gaps": [
+            {"generation": gap.generation, "window": gap.window, "missing": list(gap.missing(nodes[gap.generation]))}
+            for gap in inspection.gaps()
+        ],
+        "windows": [_window(window) for window in windows],
+    }
+
+
+def _window(window: CapturedWindow) -> Document:
+    return {
+        "generation": window.generation,
+        "window": window.window,
+        "started_ns": window.started_ns or None,
+        "metrics": document_of(window.metrics),
+        "local_batch_sizes": list(window.sizes),
+        "probes": sorted(window.probes),
+        "mean_reward": window.mean_reward,
+        "action": document_of(window.action, leave_out=OPAQUE),
+        "decided_ns": window.decided_ns or None,
+        "decision_s": window.decision_s,
+        "applied": document_of(window.applied),
+        "num_doubles": window.num_doubles,
+        "ranks": [
+            {"rank": rank, "metrics": document_of(metrics), "reward": document_of(reward)}
+            for rank, (metrics, reward) in sorted(window.detailed.items())
+        ],
+    }

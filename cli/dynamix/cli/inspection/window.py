@@ -3,6 +3,8 @@
 import statistics
 from collections.abc import Iterator
 
+import msgspec
+
 from dynamix.schemas.messages import (
     Action,
     Applied,
@@ -19,40 +21,33 @@ NODE_KINDS = ("report", "window", "state", "reward")
 """Every node sends one message of each of these kinds per window."""
 
 
-class CapturedWindow:
-    """One window; its messages may come in any order.
+class CapturedWindow(msgspec.Struct):
+    """One window; its messages may come in any order."""
 
-    Attributes:
-        generation: restart count of the job.
-        window: index in its generation.
-        started_ns: when the broker stored the first report of it, 0 without one.
-        nodes: by kind, the nodes that a message came from.
-        num_doubles: messages that repeated an earlier one.
-        metrics: the whole job, from any node's metric window.
-        local_batch_sizes: by rank, the sizes in use, from metric windows or else from reports.
-        probes: what the nodes' network metrics came from.
-        action: what was decided on this window's states.
-        decided_ns: when the broker stored it.
-        applied: the decisions that ranks began to follow in this window.
-        detailed: with `keep_details`, metrics and rewards of every rank.
-    """
-
-    def __init__(self, generation: int, window: int, *, keep_details: bool = False) -> None:
-        self.generation = generation
-        self.window = window
-        self.started_ns = 0
-        self.state_ns = 0
-        self.nodes: dict[str, set[str]] = {kind: set() for kind in NODE_KINDS}
-        self.num_doubles = 0
-        self.metrics: GlobalMetrics | None = None
-        self.local_batch_sizes: dict[int, int] = {}
-        self.probes: set[str] = set()
-        self.action: Action | None = None
-        self.decided_ns = 0
-        self.applied: list[Applied] = []
-        self.detailed: dict[int, tuple[RankMetrics | None, RankReward | None]] = {}
-        self._keep_details = keep_details
-        self._rewards: list[float] = []
+    generation: int
+    window: int
+    keep_details: bool = False
+    started_ns: int = 0
+    """When the broker stored the first report of it, 0 without one."""
+    state_ns: int = 0
+    """When it stored the last state."""
+    nodes: dict[str, set[str]] = msgspec.field(default_factory=lambda: {kind: set() for kind in NODE_KINDS})
+    """By kind, the nodes that a message came from."""
+    num_doubles: int = 0
+    """Messages that repeated an earlier one."""
+    metrics: GlobalMetrics | None = None
+    """The whole job, from any node's metric window."""
+    local_batch_sizes: dict[int, int] = {}
+    """By rank, the sizes in use, from metric windows or else from reports."""
+    probes: set[str] = set()
+    action: Action | None = None
+    """What was decided on this window's states."""
+    decided_ns: int = 0
+    applied: list[Applied] = []
+    """The decisions that ranks began to follow in this window."""
+    rewards: list[float] = []
+    detailed: dict[int, tuple[RankMetrics | None, RankReward | None]] = {}
+    """With `keep_details`, metrics and rewards of every rank."""
 
     @property
     def was_run(self) -> bool:
@@ -62,7 +57,7 @@ class CapturedWindow:
     @property
     def mean_reward(self) -> float | None:
         """Mean over the ranks whose reward is known."""
-        return statistics.fmean(self._rewards) if self._rewards else None
+        return statistics.fmean(self.rewards) if self.rewards else None
 
     @property
     def decision_s(self) -> float | None:
@@ -95,27 +90,24 @@ class CapturedWindow:
                 for row in message.rows:
                     self.local_batch_sizes.setdefault(row.rank, row.local_batch_size)
             case MetricWindow():
-                self._add_metrics(message)
+                self.metrics = message.job_metrics
+                self.probes.add(message.probe)
+                for metrics in message.ranks:
+                    self.local_batch_sizes[metrics.rank] = metrics.training.local_batch_size
+                    self._keep(metrics.rank, metrics, None)
             case State():
                 self.state_ns = max(self.state_ns, timestamp_ns)
             case Reward():
-                self._add_rewards(message)
+                for reward in message.ranks:
+                    self.rewards.append(reward.reward)
+                    self._keep(reward.rank, None, reward)
 
     def record_action(self, action: Action, timestamp_ns: int) -> None:
         """Take the action that was decided on this window into account."""
         self.num_doubles += self.action is not None
         self.action, self.decided_ns = action, timestamp_ns
 
-    def _add_metrics(self, message: MetricWindow) -> None:
-        self.metrics = message.job_metrics
-        self.probes.add(message.probe)
-        for rank in message.ranks:
-            self.local_batch_sizes[rank.rank] = rank.training.local_batch_size
-            if self._keep_details:
-                self.detailed[rank.rank] = (rank, self.detailed.get(rank.rank, (None, None))[1])
-
-    def _add_rewards(self, message: Reward) -> None:
-        self._rewards += [rank.reward for rank in message.ranks]
-        if self._keep_details:
-            for rank in message.ranks:
-                self.detailed[rank.rank] = (self.detailed.get(rank.rank, (None, None))[0], rank)
+    def _keep(self, rank: int, metrics: RankMetrics | None, reward: RankReward | None) -> None:
+        if self.keep_details:
+            known = self.detailed.get(rank, (None, None))
+            self.detailed[rank] = (metrics or known[0], reward or known[1])

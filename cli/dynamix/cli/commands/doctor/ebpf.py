@@ -115,28 +115,28 @@ def acceptance(root: Path, status: str, load: Callable[[], None]) -> DoctorCheck
     try:
         load()
     except OSError as error:
-        return _refusal(root, status, error)
+        return failed("bpf()", "ebpf", *_refusal(root, status, error))
     return passed("bpf()", "ebpf", "the kernel took a program of two instructions")
 
 
-def _refusal(root: Path, status: str, error: OSError) -> DoctorCheck:
+def _refusal(root: Path, status: str, error: OSError) -> tuple[str, str]:
+    """What was refused by what, and how to have it allowed."""
     refused = f"refused: {error.strerror}"
     if error.errno == errno.ENOSYS:
-        return failed("bpf()", "ebpf", "there is no such call here", "run the collector outside of this sandbox")
+        return "there is no such call here", "run the collector outside of this sandbox"
     if error.errno == errno.EINVAL:
-        fix = "a kernel with CONFIG_BPF_SYSCALL and CONFIG_CGROUP_BPF"
-        return failed("bpf()", "ebpf", f"{refused}: no programs on control groups", fix)
+        return f"{refused}: no programs on control groups", "a kernel with CONFIG_BPF_SYSCALL and CONFIG_CGROUP_BPF"
     if not rights(status).present:
-        return failed("bpf()", "ebpf", f"{refused}, for want of rights", "the capabilities above")
+        return f"{refused}, for want of rights", "the capabilities above"
     if _text(root / "proc/self/uid_map").split() not in ([], INITIAL_USER_NAMESPACE):
         fix = "start the collector outside of it: rootless containers cannot load programs"
-        return failed("bpf()", "ebpf", f"{refused}: the rights count in this user namespace only", fix)
+        return f"{refused}: the rights count in this user namespace only", fix
     if _field(status, "Seccomp") == FILTERED:
         fix = "allow it: SystemCallFilter=bpf in a unit; Docker 23 and containerd 1.7 or newer do, with CAP_BPF"
-        return failed("bpf()", "ebpf", f"{refused} by a system call filter", fix)
+        return f"{refused} by a system call filter", fix
     lockdown = _text(root / "sys/kernel/security/lockdown").strip()
     because = f" (lockdown: {lockdown})" if lockdown else ""
-    return failed("bpf()", "ebpf", f"{refused} by a security module{because}", "the kernel's log says by which")
+    return f"{refused} by a security module{because}", "the kernel's log says by which"
 
 
 def cgroup(root: Path) -> DoctorCheck:

@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 
-from rich.console import Console
 from rich.table import Table
 
 from dynamix.cli.formatting import UNKNOWN, formatted
-from dynamix.cli.tables import console_for, new_table, print_line
+from dynamix.cli.tables import console_for, new_table, print_lines
 from dynamix.lab.experiments.comparison.scores import RatioInterval
 from dynamix.lab.experiments.comparison.verdict import Verdict, VerdictFamily, VerdictRow
 
@@ -20,26 +19,26 @@ def show(verdict: Verdict, *, stderr: bool) -> None:
         console.print(_table(_family_title(name, family), family.policies, verdict.default_policy))
     names = ", ".join(verdict.heterogeneous_families) or "all families: none is heterogeneous"
     console.print(_table(f"Over {names}, each counted alike", verdict.policies, verdict.default_policy))
-    _explain(console, verdict)
+    missing = f" {verdict.num_runs_missing} runs are missing." if verdict.num_runs_missing else ""
+    console.print(
+        f"Time to target in virtual seconds, a miss counts as the time limit. Ratios: geometric mean of pairs of the "
+        f"same scenario and seed, 95 % interval over {len(verdict.seeds)} seeds and the policy seeds; below 1 is "
+        f"faster.{missing}",
+        highlight=False,
+    )
     for row in verdict.policies:
-        if row.note and row.num_runs:
-            print_line(console, f"{row.policy}: {row.note}")
-        for signature in row.signatures:
-            print_line(console, f"{row.policy}: {signature}")
+        notes = [row.note] if row.note and row.num_runs else []
+        print_lines(console, [f"{row.policy}: {text}" for text in (*notes, *row.signatures)])
 
 
 def _table(title: str, rows: Sequence[VerdictRow], default: str) -> Table:
-    table = new_table("policy", *HEADINGS, left=("policy",), title=title)
-    for row in rows:
-        name = f"{row.policy} (default)" if row.policy == default else row.policy
-        if row.num_runs == 0:
-            table.add_row(name, row.note or "no runs")
-            continue
-        table.add_row(name, *_cells(row))
-    return table
+    cells = [(f"{row.policy} (default)" if row.policy == default else row.policy, *_cells(row)) for row in rows]
+    return new_table("policy", *HEADINGS, rows=cells, left=("policy",), title=title)
 
 
 def _cells(row: VerdictRow) -> tuple[str, ...]:
+    if row.num_runs == 0:
+        return (row.note or "no runs",)
     seeds = f" ({row.num_policy_seeds} policies)" if row.num_policy_seeds > 1 else ""
     return (
         f"{row.median_time_to_target_s:.1f} s",
@@ -66,13 +65,3 @@ def _family_title(name: str, family: VerdictFamily) -> str:
     size = family.best_static_local_batch_size
     best = "" if size is None else f"; best static is {size} per rank, chosen on {family.chosen_on}"
     return f"{name} ({what}{best})"
-
-
-def _explain(console: Console, verdict: Verdict) -> None:
-    missing = f" {verdict.num_runs_missing} runs are missing." if verdict.num_runs_missing else ""
-    console.print(
-        f"Time to target in virtual seconds, a miss counts as the time limit. Ratios: geometric mean of pairs of the "
-        f"same scenario and seed, 95 % interval over {len(verdict.seeds)} seeds and the policy seeds; below 1 is "
-        f"faster.{missing}",
-        highlight=False,
-    )

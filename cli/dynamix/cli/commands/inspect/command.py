@@ -9,8 +9,7 @@ import argparse
 from pathlib import Path
 
 from dynamix.cli.errors import MISUSED, CommandError, explained, reading
-from dynamix.cli.inspection.document import document
-from dynamix.cli.inspection.inspection import Inspection, inspect
+from dynamix.cli.inspection.inspection import Inspection, document, inspect
 from dynamix.cli.inspection.window import CapturedWindow
 from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, add_png_argument, write_json
 from dynamix.recording.capture import CaptureError, fingerprint
@@ -30,21 +29,23 @@ def run(arguments: argparse.Namespace) -> int:
     """Read and show; 0 when the capture is complete, 1 when it is cut off or damaged."""
     if arguments.generation is not None and arguments.window is None:
         raise CommandError("--generation selects the restart of --window N: add --window", exit_code=MISUSED)
-    path = Path(arguments.file)
-    inspection = _inspected(path, keep_details=arguments.window is not None or arguments.json is not None)
-    chosen = None if arguments.window is None else _chosen(inspection, arguments.window, arguments.generation)
-    _show(arguments, inspection, chosen)
+    from . import view
+
+    with explained(CaptureError), reading(arguments.file):
+        keep_details = arguments.window is not None or arguments.json is not None
+        inspection = inspect(Path(arguments.file), keep_details=keep_details)
+    here, stderr = fingerprint(), arguments.json == STANDARD_OUTPUT
+    windows = [window for _, window in sorted(inspection.windows.items())]
+    if arguments.window is None:
+        view.show(inspection, here, every=arguments.all, stderr=stderr)
+    else:
+        windows = [_chosen(inspection, arguments.window, arguments.generation)]
+        view.show_window(windows[0], stderr=stderr)
     if arguments.png:
         _draw(inspection, arguments.png)
     if arguments.json is not None:
-        windows = [window for _, window in sorted(inspection.windows.items())] if chosen is None else [chosen]
-        write_json(document(inspection, fingerprint(), windows), arguments.json)
+        write_json(document(inspection, here, windows), arguments.json)
     return 1 if inspection.cut_off else 0
-
-
-def _inspected(path: Path, *, keep_details: bool) -> Inspection:
-    with explained(CaptureError), reading(path):
-        return inspect(path, keep_details=keep_details)
 
 
 def _chosen(inspection: Inspection, window: int, generation: int | None) -> CapturedWindow:
@@ -57,16 +58,6 @@ def _chosen(inspection: Inspection, window: int, generation: int | None) -> Capt
         held = f"{known[0].window} to {known[-1].window}" if known else "none"
         raise CommandError(f"the capture has no such window; it has {held}", exit_code=MISUSED)
     return found[-1]
-
-
-def _show(arguments: argparse.Namespace, inspection: Inspection, chosen: CapturedWindow | None) -> None:
-    from . import view
-
-    stderr = arguments.json == STANDARD_OUTPUT
-    if chosen is None:
-        view.show(inspection, fingerprint(), every=arguments.all, stderr=stderr)
-    else:
-        view.show_window(chosen, stderr=stderr)
 
 
 def _draw(inspection: Inspection, path: str) -> None:

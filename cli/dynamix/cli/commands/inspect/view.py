@@ -1,16 +1,15 @@
 """An inspection for reading: what the file is, what is wrong with it, and a line for each window."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 from rich.table import Table
 
 from dynamix.cli.formatting import UNKNOWN, formatted, ranges, sizes_text
 from dynamix.cli.inspection.inspection import Inspection
 from dynamix.cli.inspection.window import CapturedWindow
-from dynamix.cli.tables import console_for, new_table, print_line
+from dynamix.cli.tables import console_for, new_table, print_lines
 from dynamix.recording.capture import Fingerprint, differences
-from dynamix.schemas.messages import Action, Job, RankMetrics, RankReward
+from dynamix.schemas.messages import Action, Job, RankMetrics
 
 MOST_LINES = 60
 """The first and the last windows up to this number are shown, unless all are asked for."""
@@ -27,42 +26,34 @@ HEADINGS = (
 LEFT = ("sizes", "probe", "decided")
 
 
-class DetailColumn(NamedTuple):
-    """A column of the table of ranks."""
-
-    title: str
-    cell: Callable[[RankMetrics], str]
-
-
-DETAIL_COLUMNS = (
-    DetailColumn("size", lambda rank: str(rank.training.local_batch_size)),
-    DetailColumn("next", lambda rank: str(rank.training.pending_local_batch_size)),
-    DetailColumn("samples", lambda rank: str(rank.training.num_samples)),
-    DetailColumn("loss", lambda rank: formatted(rank.training.loss, "{:.3f}")),
-    DetailColumn("accuracy", lambda rank: formatted(rank.training.accuracy, "{:.1%}")),
-    DetailColumn("step, ms", lambda rank: formatted(rank.training.step_time_s, "{:.2f}", 1000)),
-    DetailColumn("data", lambda rank: formatted(rank.training.data_time_s, "{:.2f}", 1000)),
-    DetailColumn("compute", lambda rank: formatted(rank.training.compute_time_s, "{:.2f}", 1000)),
-    DetailColumn("sync", lambda rank: formatted(rank.training.sync_time_s, "{:.2f}", 1000)),
-    DetailColumn("update", lambda rank: formatted(rank.training.update_time_s, "{:.2f}", 1000)),
-    DetailColumn("cpu", lambda rank: formatted(rank.system.cpu_time_ratio, "{:.2f}")),
-    DetailColumn("memory", lambda rank: formatted(rank.system.memory_ratio, "{:.1%}")),
-    DetailColumn("sent, B", lambda rank: str(rank.network.tx_bytes) if rank.network else UNKNOWN),
-    DetailColumn("retrans", lambda rank: str(rank.network.retransmits) if rank.network else UNKNOWN),
-    DetailColumn("rtt, us", lambda rank: formatted(rank.network.srtt_us if rank.network else None, "{:.0f}")),
-)
+DETAIL_COLUMNS: dict[str, Callable[[RankMetrics], str]] = {
+    "size": lambda rank: str(rank.training.local_batch_size),
+    "next": lambda rank: str(rank.training.pending_local_batch_size),
+    "samples": lambda rank: str(rank.training.num_samples),
+    "loss": lambda rank: formatted(rank.training.loss, "{:.3f}"),
+    "accuracy": lambda rank: formatted(rank.training.accuracy, "{:.1%}"),
+    "step, ms": lambda rank: formatted(rank.training.step_time_s, "{:.2f}", 1000),
+    "data": lambda rank: formatted(rank.training.data_time_s, "{:.2f}", 1000),
+    "compute": lambda rank: formatted(rank.training.compute_time_s, "{:.2f}", 1000),
+    "sync": lambda rank: formatted(rank.training.sync_time_s, "{:.2f}", 1000),
+    "update": lambda rank: formatted(rank.training.update_time_s, "{:.2f}", 1000),
+    "cpu": lambda rank: formatted(rank.system.cpu_time_ratio, "{:.2f}"),
+    "memory": lambda rank: formatted(rank.system.memory_ratio, "{:.1%}"),
+    "sent, B": lambda rank: str(rank.network.tx_bytes) if rank.network else UNKNOWN,
+    "retrans": lambda rank: str(rank.network.retransmits) if rank.network else UNKNOWN,
+    "rtt, us": lambda rank: formatted(rank.network.srtt_us if rank.network else None, "{:.0f}"),
+}
+"""Columns of the table of ranks, by heading."""
 
 
 def show(inspection: Inspection, here: Fingerprint, *, every: bool, stderr: bool) -> None:
     """Print what the file is and a line for each window."""
     console = console_for(stderr=stderr)
-    for line in lines(inspection, here):
-        print_line(console, line)
+    print_lines(console, lines(inspection, here))
     windows = inspection.sorted_windows()
     if windows:
         console.print(_table(inspection, windows, every=every))
-    for event in inspection.events:
-        print_line(console, f"{event.signature} at window {event.window}: {event.explanation}")
+    print_lines(console, (f"{one.signature} at window {one.window}: {one.explanation}" for one in inspection.events))
 
 
 def lines(inspection: Inspection, here: Fingerprint) -> Iterator[str]:
@@ -164,8 +155,7 @@ def show_window(window: CapturedWindow, *, stderr: bool) -> None:
     console = console_for(stderr=stderr)
     if window.detailed:
         console.print(_ranks(window))
-    for line in window_lines(window):
-        print_line(console, line)
+    print_lines(console, window_lines(window))
 
 
 def window_lines(window: CapturedWindow) -> Iterator[str]:
@@ -198,14 +188,13 @@ def _action(action: Action) -> str:
 
 def _ranks(window: CapturedWindow) -> Table:
     terms = list(dict.fromkeys(name for _, reward in window.detailed.values() if reward for name in reward.terms))
-    table = new_table("rank", *(column.title for column in DETAIL_COLUMNS), "reward", *terms)
-    for rank, (metrics, reward) in sorted(window.detailed.items()):
-        cells = [column.cell(metrics) if metrics else UNKNOWN for column in DETAIL_COLUMNS]
-        table.add_row(str(rank), *cells, *_reward(reward, terms))
-    return table
-
-
-def _reward(reward: RankReward | None, terms: list[str]) -> list[str]:
-    if reward is None:
-        return [UNKNOWN] * (1 + len(terms))
-    return [formatted(reward.reward), *(formatted(reward.terms.get(name)) for name in terms)]
+    rows = [
+        (
+            str(rank),
+            *(cell(metrics) if metrics else UNKNOWN for cell in DETAIL_COLUMNS.values()),
+            formatted(reward.reward if reward else None),
+            *(formatted(reward.terms.get(name) if reward else None) for name in terms),
+        )
+        for rank, (metrics, reward) in sorted(window.detailed.items())
+    ]
+    return new_table("rank", *DETAIL_COLUMNS, "reward", *terms, rows=rows)

@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 from collections.abc import AsyncIterator
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -33,31 +33,23 @@ class AvailablePolicy(msgspec.Struct, frozen=True, kw_only=True):
     """RFC 3339; empty for a policy of the package."""
 
 
-class PolicyCatalogue:
-    """Lists and reads learned policies.
+class PolicyCatalogue(NamedTuple):
+    """Lists and reads learned policies."""
 
-    Attributes:
-        absence: why there is no bus, in a sentence; empty when there is one.
-    """
+    store: PolicyStore | None
+    """The policies on the bus."""
+    absence: str = ""
+    """Why there is no bus, in a sentence; empty when there is one."""
 
-    def __init__(self, store: PolicyStore | None, absence: str = "") -> None:
-        self._store = store
-        self.absence = absence
-
-    @property
-    def store(self) -> PolicyStore:
-        """The policies on the bus.
-
-        Raises:
-            CommandError: when there is no bus.
-        """
-        if self._store is None:
+    def on_bus(self) -> PolicyStore:
+        """The policies on the bus; raises CommandError when there is no bus."""
+        if self.store is None:
             raise CommandError(self.absence)
-        return self._store
+        return self.store
 
     async def entries(self) -> list[AvailablePolicy]:
         """All versions: by name, the newest first."""
-        stored = [] if self._store is None else await self._store.versions()
+        stored = [] if self.store is None else await self.store.versions()
         found = [_on_bus(one) for one in stored] + [_shipped(name) for name in shipped_names()]
         return sorted(found, key=lambda entry: (entry.name, -entry.version))
 
@@ -72,7 +64,7 @@ class PolicyCatalogue:
         if entry is None:
             raise CommandError(self._absence_of(name, version, entries))
         if entry.origin == "bus":
-            return entry, (await self.store.get(entry.name, entry.version))[1]
+            return entry, (await self.on_bus().get(entry.name, entry.version))[1]
         data = shipped_policy(name)
         assert data is not None, "a listed file is there"
         return entry, data

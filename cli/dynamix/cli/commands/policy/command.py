@@ -10,52 +10,42 @@ import os
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from dynamix.arbitrator.learned.policy_file import SUFFIX, PolicyFile, PolicyFileError, PolicyMetadata
 from dynamix.cli.connection import find
-from dynamix.cli.errors import CommandError
-from dynamix.cli.output import POLICY, add_json_argument, add_output_argument, write_result, writing
+from dynamix.cli.errors import explained, reading
+from dynamix.cli.output import POLICY, Document, add_json_argument, add_output_argument, write_result, writing
 from dynamix.runtime import output_files
 from dynamix.runtime.log import configure as configure_log
 
 from .catalogue import AvailablePolicy, PolicyCatalogue, opened
 from .view import details, table
 
-
-class ActionResult(NamedTuple):
-    """The result of an action: text for people, data for `--json`."""
-
-    text: str
-    result: object
-
-
-class PolicyReference(NamedTuple):
-    """`NAME` or `NAME:VERSION` as typed."""
-
-    name: str
-    version: int | None
+ActionResult = tuple[str, Document]
+"""The result of an action: text for people, data for `--json`."""
+Act = Callable[[PolicyCatalogue, argparse.Namespace], Awaitable[ActionResult]]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's actions."""
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    listing = actions.add_parser("list", help="all available versions", description="List all versions.")
-    showing = actions.add_parser(
-        "show", help="what one is, where it comes from, its scores", description="Show what is known of one version."
-    )
-    exporting = actions.add_parser(
-        "export", help="write one to a file", description="Write one version to a file, as it is stored."
-    )
-    importing = actions.add_parser(
-        "import", help="store a file as the next version", description="Store a file on the bus as the next version."
-    )
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+
+    def add(name: str, act: Act, what: str, description: str) -> argparse.ArgumentParser:
+        one: argparse.ArgumentParser = actions.add_parser(name, help=what, description=description)
+        one.set_defaults(act=act)
+        return one
+
+    listing = add("list", _list, "all available versions", "List all versions.")
+    what = "what one is, where it comes from, its scores"
+    showing = add("show", _show, what, "Show what is known of one version.")
+    exporting = add("export", _export, "write one to a file", "Write one version to a file, as it is stored.")
+    what = "store a file as the next version"
+    importing = add("import", _import, what, "Store a file on the bus as the next version.")
     for one in (showing, exporting):
         one.add_argument("policy", metavar="NAME[:VERSION]", type=reference, help="default: its newest version")
     add_output_argument(exporting, POLICY, "where to write it", required=True)
-    importing.add_argument(
-        "file", metavar="FILE", type=Path, help=f"a policy as `export` or `learn` wrote it ({SUFFIX})"
-    )
+    what = f"a policy as `export` or `learn` wrote it ({SUFFIX})"
+    importing.add_argument("file", metavar="FILE", type=Path, help=what)
     importing.add_argument("--name", metavar="NAME", help="what jobs choose it by (default: what the file says)")
     for one in (listing, showing, exporting, importing):
         add_json_argument(one)
@@ -64,12 +54,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Do one action."""
     configure_log("critical")  # errors are shown in a sentence
-    outcome = asyncio.run(_act(arguments))
-    write_result(outcome.result, outcome.text, arguments.json)
+    text, result = asyncio.run(_act(arguments))
+    write_result(result, text, arguments.json)
     return 0
 
 
-def reference(text: str) -> PolicyReference:
+def reference(text: str) -> tuple[str, int | None]:
     """Read `NAME` or `NAME:VERSION`.
 
     Raises:
@@ -77,29 +67,30 @@ def reference(text: str) -> PolicyReference:
     """
     name, separator, version = text.partition(":")
     if not separator:
-        return PolicyReference(name, None)
+        return name, None
     if not version.isdecimal() or int(version) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: a version is a whole number from 1, as in ppo:3")
-    return PolicyReference(name, int(version))
+    return name, int(version)
 
 
 async def _act(arguments: argparse.Namespace) -> ActionResult:
     async with opened(find(os.environ)) as catalogue:
-        return await _ACTIONS[arguments.action](catalogue, arguments)
+        act: Act = arguments.act
+        return await act(catalogue, arguments)
 
 
 async def _list(catalogue: PolicyCatalogue, _: argparse.Namespace) -> ActionResult:
     entries = await catalogue.entries()
     if catalogue.absence:
         print(f"{catalogue.absence}; these come with the package", file=sys.stderr)
-    return ActionResult(table(entries), {"broker": not catalogue.absence, "policies": entries})
+    return table(entries), {"broker": not catalogue.absence, "policies": entries}
 
 
 async def _show(catalogue: PolicyCatalogue, arguments: argparse.Namespace) -> ActionResult:
     entry, data = await catalogue.read(*arguments.policy)
     metadata, fault = _read(data)
     result = {"policy": entry, "usable": not fault, "reason": fault, "metadata": metadata}
-    return ActionResult(details(entry, metadata, fault), result)
+    return details(entry, metadata, fault), result
 
 
 async def _export(catalogue: PolicyCatalogue, arguments: argparse.Namespace) -> ActionResult:
@@ -110,22 +101,18 @@ async def _export(catalogue: PolicyCatalogue, arguments: argparse.Namespace) -> 
 
 
 async def _import(catalogue: PolicyCatalogue, arguments: argparse.Namespace) -> ActionResult:
-    try:
+    with reading(arguments.file), explained(PolicyFileError):
         data = await asyncio.to_thread(arguments.file.read_bytes)
         metadata = PolicyFile.from_bytes(data, str(arguments.file)).metadata
-    except OSError as error:
-        raise CommandError(f"cannot read {arguments.file}: {error.strerror}") from error
-    except PolicyFileError as error:
-        raise CommandError(str(error)) from error
     name = arguments.name or metadata.policy
-    stored = await catalogue.store.put(name, data, feature_version=metadata.feature_version)
+    stored = await catalogue.on_bus().put(name, data, feature_version=metadata.feature_version)
     entry, _ = await catalogue.read(stored.name, stored.version)
     return _done(entry, "stored on the bus: jobs of this policy that start from now on take it", {})
 
 
 def _done(entry: AvailablePolicy, what: str, more: Mapping[str, str]) -> ActionResult:
     size = f"{entry.num_bytes:,} bytes, sha256 {entry.sha256[:12]}"
-    return ActionResult(f"{entry.name} version {entry.version} ({size}) {what}", {"policy": entry, **more})
+    return f"{entry.name} version {entry.version} ({size}) {what}", {"policy": entry, **more}
 
 
 def _read(data: bytes) -> tuple[PolicyMetadata | None, str]:
@@ -134,11 +121,3 @@ def _read(data: bytes) -> tuple[PolicyMetadata | None, str]:
         return PolicyFile.from_bytes(data, "the file").metadata, ""
     except PolicyFileError as error:
         return None, str(error)
-
-
-_ACTIONS: Mapping[str, Callable[[PolicyCatalogue, argparse.Namespace], Awaitable[ActionResult]]] = {
-    "list": _list,
-    "show": _show,
-    "export": _export,
-    "import": _import,
-}

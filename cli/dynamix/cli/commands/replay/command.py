@@ -16,9 +16,11 @@ import asyncio
 import time
 from pathlib import Path
 
+import msgspec
+
 from dynamix.cli.errors import INTERRUPTED, CommandError, explained, reading
 from dynamix.cli.interrupts import stop_event
-from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, write_json
+from dynamix.cli.output import STANDARD_OUTPUT, Document, add_json_argument, write_json
 from dynamix.cli.progress import ProgressLine
 from dynamix.collector.settings import CollectorSettings
 from dynamix.recording.capture import (
@@ -32,8 +34,6 @@ from dynamix.recording.capture import (
 from dynamix.recording.replay import OtherPolicy, RecordPlayer, ReplayError, ReplayOutcome, ReplayRequest, replay
 from dynamix.reward.service import RewardSettings
 from dynamix.runtime.settings import load
-
-from .document import document
 
 EQUAL, DIFFERENT, UNUSABLE = 0, 1, 2
 
@@ -77,11 +77,8 @@ def run(arguments: argparse.Namespace) -> int:
     to_stderr = arguments.json == STANDARD_OUTPUT
     outcome = _guarded(arguments, to_stderr=to_stderr)
     view.show(outcome, strict=arguments.strict, to_stderr=to_stderr)
-    if arguments.json is not None:
-        try:
-            write_json(document(outcome, strict=arguments.strict), arguments.json)
-        except CommandError as error:  # 1 means that something differs
-            raise CommandError(str(error), exit_code=UNUSABLE) from error
+    with explained(CommandError, exit_code=UNUSABLE):  # 1 means that something differs
+        write_json(_document(outcome, strict=arguments.strict), arguments.json)
     if outcome.interrupted:
         return INTERRUPTED
     return EQUAL if outcome.what_if is not None or _is_equal(outcome, strict=arguments.strict) else DIFFERENT
@@ -90,6 +87,18 @@ def run(arguments: argparse.Namespace) -> int:
 def _is_equal(outcome: ReplayOutcome, *, strict: bool) -> bool:
     """Strictly, a capture that was cut off is not known to be equal."""
     return outcome.bytes_equal and not outcome.cut_off if strict else outcome.is_as_promised
+
+
+def _document(outcome: ReplayOutcome, *, strict: bool) -> Document:
+    """All of it; `equal` is what the exit code says, `null` where another policy was asked or it was interrupted."""
+    asked = outcome.what_if is not None or outcome.interrupted
+    return {
+        "equal": None if asked else (outcome.bytes_equal if strict else outcome.is_as_promised),
+        "bytes_equal": None if asked else outcome.bytes_equal,
+        "decisions_equal": None if asked else outcome.decisions_equal,
+        "times_real_time": outcome.recorded_s / outcome.wall_s if outcome.wall_s > 0 else None,
+        **msgspec.to_builtins(outcome),
+    }
 
 
 def _guarded(arguments: argparse.Namespace, *, to_stderr: bool) -> ReplayOutcome:

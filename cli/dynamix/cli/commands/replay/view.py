@@ -2,12 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from dynamix.cli.formatting import sizes_text
-from dynamix.cli.tables import console_for, new_table, print_line
+from dynamix.cli.tables import console_for, new_table, print_lines
 from dynamix.recording.comparison import Difference, FieldPair
 from dynamix.recording.replay import PolicyComparison, ReplayOutcome, WindowComparison
 
@@ -22,22 +21,21 @@ CONCERNED = {"collector": "windows and states", "reward": "rewards", "arbitrator
 def show_fingerprint(found: Sequence[str], *, to_stderr: bool) -> None:
     """Say what to expect, before the replay."""
     if found:
-        console = console_for(stderr=to_stderr)
-        print_line(console, "captured by another build or processor: expect equal decisions, not equal bytes")
-        for line in found:
-            print_line(console, f"  {line}")
+        expected = "captured by another build or processor: expect equal decisions, not equal bytes"
+        print_lines(console_for(stderr=to_stderr), [expected, *(f"  {line}" for line in found)])
 
 
 def show(outcome: ReplayOutcome, *, strict: bool, to_stderr: bool) -> None:
     """Print the verdict, what was compared, and the first difference."""
     console = console_for(stderr=to_stderr)
-    for line in lines(outcome, strict=strict):
-        print_line(console, line)
+    print_lines(console, lines(outcome, strict=strict))
+    first = outcome.counts.first_disagreeing or outcome.counts.first
     if outcome.what_if is not None:
         console.print(_windows(outcome.what_if))
-    first = outcome.counts.first_disagreeing or outcome.counts.first
-    if first is not None and outcome.what_if is None:
-        _show_difference(console, first)
+    elif first is not None:
+        print_lines(console, [_difference(first)])
+        if first.fields:
+            console.print(_fields(first.fields))
 
 
 def lines(outcome: ReplayOutcome, *, strict: bool) -> Iterator[str]:
@@ -85,11 +83,10 @@ def _asked(comparison: PolicyComparison) -> Iterator[str]:
 def _windows(comparison: PolicyComparison) -> Table:
     """Windows that differ, else the first ones."""
     sizes = ("recorded sizes", "its sizes")
-    table = new_table("window", "recorded batch", "its batch", "change", "a rank, mean", *sizes, left=sizes)
+    headings = ("window", "recorded batch", "its batch", "change", "a rank, mean", *sizes)
     chosen = [row for row in comparison.windows if row.recorded != row.other] or comparison.windows
     several = len({row.generation for row in comparison.windows}) > 1
-    for row in chosen[:MAX_WINDOWS]:
-        table.add_row(*_cells(row, several=several))
+    table = new_table(*headings, rows=[_cells(row, several=several) for row in chosen[:MAX_WINDOWS]], left=sizes)
     if len(chosen) > MAX_WINDOWS:
         table.caption = f"{len(chosen) - MAX_WINDOWS} more: --json FILE has all"
     return table
@@ -108,25 +105,19 @@ def _cells(row: WindowComparison, *, several: bool) -> tuple[str, ...]:
     )
 
 
-def _show_difference(console: Console, first: Difference) -> None:
+def _difference(first: Difference) -> str:
     at = "" if first.sequence is None else f", recorded at {first.sequence}"
     byte = "" if first.first_byte is None else f"; the first other byte is the {first.first_byte}th, from 0"
-    print_line(console, f"first difference: {first.kind} for {first.key} ({first.subject}{at}): {first.reason}{byte}")
-    if first.fields:
-        console.print(_fields(first.fields))
+    return f"first difference: {first.kind} for {first.key} ({first.subject}{at}): {first.reason}{byte}"
 
 
 def _fields(pairs: Sequence[FieldPair]) -> Table:
     """What differs, highlighted, among some of what does not."""
     headings = ("", "field", "recorded", "replayed")
-    table = new_table(*headings, left=headings)
     differing = [pair for pair in pairs if pair.differs]
     alike = [pair for pair in pairs if not pair.differs]
     shown = {id(pair) for pair in [*differing[:MAX_FIELDS], *alike[:MAX_ALIKE]]}
-    for pair in pairs:
-        if id(pair) in shown:
-            style = "bold red" if pair.differs else "dim"
-            table.add_row(*(Text(cell, style) for cell in _row(pair)))
+    table = new_table(*headings, rows=[_row(pair) for pair in pairs if id(pair) in shown], left=headings)
     left = len(pairs) - len(shown)
     if left or not differing:
         more = f"{len(differing)} fields differ, {len(alike)} are alike; {left} are not shown"
@@ -134,5 +125,6 @@ def _fields(pairs: Sequence[FieldPair]) -> Table:
     return table
 
 
-def _row(pair: FieldPair) -> tuple[str, str, str, str]:
-    return ("!=" if pair.differs else "", pair.field, pair.recorded, pair.replayed)
+def _row(pair: FieldPair) -> list[Text]:
+    cells = ("!=" if pair.differs else "", pair.field, pair.recorded, pair.replayed)
+    return [Text(cell, "bold red" if pair.differs else "dim") for cell in cells]

@@ -21,9 +21,7 @@ def show_summary(simulation: Simulation, *, stderr: bool) -> None:
     scenario = simulation.episode.scenario
     what = f"{scenario.name} ({scenario.workload}, {scenario.world_size} workers)"
     title = f"{what} under {simulation.policy}, seed {simulation.seed}"
-    table = new_table("name", "value", left=("name",), title=title, show_header=False)
-    for name, value in _rows(simulation):
-        table.add_row(name, value)
+    table = new_table("name", "value", rows=_rows(simulation), left=("name",), title=title, show_header=False)
     console_for(stderr=stderr).print(table)
 
 

@@ -8,6 +8,7 @@ once here, so that it stays the same when torchrun restarts the ranks.
 
 import argparse
 import importlib.util
+import itertools
 import os
 import re
 import secrets
@@ -87,15 +88,10 @@ def environment(environ: Mapping[str, str], job: str, bus: BusSettings, policy: 
 
 
 def spans_nodes(arguments: Sequence[str]) -> bool:
-    """Whether torchrun is asked for more than one node."""
-    found = re.search(r"(?:^|\s)--nnodes[=\s](\S+)", " ".join(_before_script(arguments)))
+    """Whether torchrun is asked for more than one node: by its own arguments, before the script."""
+    own = itertools.takewhile(lambda argument: not argument.endswith(".py"), arguments)
+    found = re.search(r"(?:^|\s)--nnodes[=\s](\S+)", " ".join(own))
     return found is not None and found[1] not in ("1", "1:1")
-
-
-def _before_script(arguments: Sequence[str]) -> Sequence[str]:
-    """The arguments before the script."""
-    script = next((index for index, argument in enumerate(arguments) if argument.endswith(".py")), len(arguments))
-    return arguments[:script]
 
 
 def _script_name(arguments: Sequence[str]) -> str:

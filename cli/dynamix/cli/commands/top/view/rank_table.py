@@ -32,6 +32,14 @@ class RankColumn(NamedTuple):
     cell: Callable[[BoardRank], Text]
 
 
+class TableLayout(NamedTuple):
+    """The columns around the bars, and what they leave for the bars."""
+
+    left: Sequence[RankColumn]
+    right: Sequence[RankColumn]
+    bar_width: int
+
+
 def _pending(row: BoardRank) -> Text:
     training = row.metrics.training
     if training.pending_local_batch_size == training.local_batch_size:
@@ -74,11 +82,10 @@ def rank_lines(board: Board, width: int, height: int) -> list[Text]:
     rows = [row for _, row in sorted(board.ranks.items())]
     if not rows or height < 2:
         return _announced(board, height)
-    right = _fitting(width - _left_width(board))
+    layout = _layout(board, width)
     full = max(map(_total_time_s, rows))
-    lines = [_titles(board, right, width)]
     shown = rows if len(rows) < height else _slowest(rows, height - 2)
-    lines += [_line(board, row, right, full, width) for row in shown]
+    lines = [_titles(layout), *(_line(board, row, layout, full) for row in shown)]
     if len(shown) < len(rows):
         lines.append(_summary(rows, len(shown)))
     return lines[:height]
@@ -93,37 +100,30 @@ def _announced(board: Board, height: int) -> list[Text]:
     return [Text(f"waiting for the first window; local batch sizes {text}", "dim")]
 
 
-def _left(board: Board) -> tuple[RankColumn, ...]:
-    several = len(board.nodes) > 1
-    return (RANK, NODE, BATCH, NEXT) if several else (RANK, BATCH, NEXT)
-
-
-def _left_width(board: Board) -> int:
-    return sum(column.width + 1 for column in _left(board))
-
-
-def _fitting(room: int) -> list[RankColumn]:
-    """Columns right of the bar: times first, then what else leaves the bar its least width."""
-    chosen: list[RankColumn] = []
+def _layout(board: Board, width: int) -> TableLayout:
+    """Right of the bar times come first, then what else leaves the bar its least width."""
+    left = (RANK, NODE, BATCH, NEXT) if len(board.nodes) > 1 else (RANK, BATCH, NEXT)
+    room = width - sum(column.width + 1 for column in left)
+    right: list[RankColumn] = []
     for column in (COMPUTE, WAIT, *COLUMNS):
-        if sum(one.width + 1 for one in chosen) + column.width + 1 + MIN_BAR * (1 + len(chosen) // 3) > room:
+        if column.width + 1 + MIN_BAR * (1 + len(right) // 3) > room:
             break
-        chosen.append(column)
-    return chosen
+        right.append(column)
+        room -= column.width + 1
+    return TableLayout(left, right, max(0, room))
 
 
-def _titles(board: Board, right: Sequence[RankColumn], width: int) -> Text:
-    bar_width = _bar_width(board, right, width)
+def _titles(layout: TableLayout) -> Text:
     line = Text(style="dim")
-    for column in _left(board):
+    for column in layout.left:
         line.append(_title(column) + " ")
     legend, used = Text(), 0
     for label, style in LEGEND:
-        if used + len(label) + 2 <= bar_width:
+        if used + len(label) + 2 <= layout.bar_width:
             legend.append(label + "  ", style)
             used += len(label) + 2
-    line.append_text(legend).append(" " * (bar_width - used))
-    for column in right:
+    line.append_text(legend).append(" " * (layout.bar_width - used))
+    for column in layout.right:
         line.append(" " + _title(column))
     return line
 
@@ -132,12 +132,12 @@ def _title(column: RankColumn) -> str:
     return column.title.ljust(column.width) if column is NODE else column.title.rjust(column.width)
 
 
-def _line(board: Board, row: BoardRank, right: Sequence[RankColumn], full: float, width: int) -> Text:
+def _line(board: Board, row: BoardRank, layout: TableLayout, full: float) -> Text:
     line = Text()
-    for column in _left(board):
+    for column in layout.left:
         line.append_text(_fit(column, row)).append(" ")
-    line.append_text(_bar(row, full, _bar_width(board, right, width)))
-    for column in right:
+    line.append_text(_bar(row, full, layout.bar_width))
+    for column in layout.right:
         line.append(" ").append_text(_fit(column, row))
     if row.window < board.window:
         line.stylize("dim")  # an older window than the newest: this node is behind
@@ -149,10 +149,6 @@ def _fit(column: RankColumn, row: BoardRank) -> Text:
     cell.truncate(column.width, overflow="ellipsis")
     pad = " " * (column.width - cell.cell_len)
     return cell.append(pad) if column is NODE else Text(pad).append_text(cell)
-
-
-def _bar_width(board: Board, right: Sequence[RankColumn], width: int) -> int:
-    return max(0, width - _left_width(board) - sum(column.width + 1 for column in right))
 
 
 def _bar(row: BoardRank, full: float, width: int) -> Text:
