@@ -196,7 +196,7 @@ async def test_what_was_written_survives_a_kill_while_nothing_comes(
         while len(beginning(path)) < len(told):  # noqa: ASYNC110 - a growing file sends no event
             await asyncio.sleep(0.02)
         stop.set()
-        assert (await capturing).end.reason == "interrupted"
+        assert (await capturing)["end"].reason == "interrupted"
     assert identities(beginning(path)) == expected(told)
 
 

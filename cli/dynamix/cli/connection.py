@@ -42,8 +42,7 @@ class ConnectionFile(msgspec.Struct, frozen=True, kw_only=True):
 def find(environ: Mapping[str, str]) -> BusSettings:
     """How to reach the broker.
 
-    Raises:
-        CommandError: when a variable is misspelt or has a wrong value, or the file is not safe to use.
+    Raises CommandError when a variable is misspelt or has a wrong value, or the file is not safe to use.
     """
     if is_configured(environ):
         with explained(SettingsError, exit_code=MISUSED):
@@ -60,8 +59,7 @@ def is_configured(environ: Mapping[str, str]) -> bool:
 def running(environ: Mapping[str, str]) -> ConnectionFile | None:
     """What the `dynamix up` that runs now has left; `None` when none runs.
 
-    Raises:
-        CommandError: when others may read or could have written the file.
+    Raises CommandError when others may read or could have written the file.
     """
     file = path(environ)
     try:

@@ -40,8 +40,7 @@ async def known_jobs(bus: Bus) -> dict[str, Job]:
 def chosen(jobs: Mapping[str, Job], wanted: str) -> Job:
     """The job of that id; else the only one whose id begins so, or the only one of those that runs.
 
-    Raises:
-        CommandError: when there is none, or there are several; the text lists the ids that fit.
+    Raises CommandError when there is none, or there are several, with the ids that fit.
     """
     if wanted in jobs:
         return jobs[wanted]
@@ -59,9 +58,7 @@ def chosen(jobs: Mapping[str, Job], wanted: str) -> Job:
 def newest_job(jobs: dict[str, Job], wanted: str | None) -> str | None:
     """The id to watch: the wanted one; of several the one that runs, and of those the newest; `None` without any.
 
-    Args:
-        jobs: by id, oldest first.
-        wanted: an id, a name without run id, or `None` for any.
+    `jobs` are by id, oldest first; `wanted` is an id, a name without run id, or `None` for any.
     """
     if wanted is not None and wanted in jobs:
         return wanted

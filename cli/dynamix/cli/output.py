@@ -1,4 +1,4 @@
-"""Output of commands: where it may go, checked as the arguments are read, and every table as JSON."""
+"""Arguments of several commands; and their output: where it may go, checked as they are read, and tables as JSON."""
 
 import argparse
 import contextlib
@@ -61,11 +61,7 @@ def output_directory(text: str) -> Path:
 
 
 def check_distinct(arguments: argparse.Namespace) -> None:
-    """Refuse two outputs to one file.
-
-    Raises:
-        CommandError: naming the file.
-    """
+    """Refuse two outputs to one file. Raises CommandError, naming it."""
     seen: set[Path] = set()
     for value in vars(arguments).values():
         if isinstance(value, OutputPath) and not output_files.is_stream(Path(value)):
@@ -73,6 +69,17 @@ def check_distinct(arguments: argparse.Namespace) -> None:
             if place in seen:
                 raise CommandError(f"{value} is named for two outputs: name another file for one of them", exit_code=2)
             seen.add(place)
+
+
+def add_option(parser: argparse._ActionsContainer, flag: str, default: Any, what: str = "", **options: Any) -> None:
+    """Declare an option of the default's type; its help ends with the default."""
+    what = f"{what} (default: %(default)s)".lstrip()
+    parser.add_argument(flag, type=type(default), default=default, help=what, **options)
+
+
+def add_list(parser: argparse._ActionsContainer, flag: str, metavar: str, what: str) -> None:
+    """Declare an option that may be given again; without it the list is empty."""
+    parser.add_argument(flag, metavar=metavar, action="append", default=[], help=what)
 
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:
@@ -105,8 +112,7 @@ def write_result(value: Any, text: str, destination: str | None) -> None:
 def write_json(value: Any, destination: str | None) -> None:
     """Write a Struct, dict or list as JSON to a file, or to standard output for `-`; `None` writes nothing.
 
-    Raises:
-        CommandError: when the file cannot be written.
+    Raises CommandError when the file cannot be written.
     """
     if destination is None:
         return

@@ -1,8 +1,12 @@
-"""How far a long command is: one line on standard error, redrawn on a terminal and repeated now and then elsewhere."""
+"""What a long command shows, a line on standard error, and the signals that ask it to finish."""
 
+import asyncio
+import contextlib
 import shutil
+import signal
 import sys
 import time
+from collections.abc import Iterator
 from typing import Self
 
 TERMINAL_EVERY_S = 0.2
@@ -10,7 +14,7 @@ PLAIN_EVERY_S = 10.0
 
 
 class ProgressLine:
-    """`with ProgressLine() as progress: progress.show("12 of 40")`.
+    """A line, redrawn on a terminal and repeated now and then elsewhere: `with ProgressLine() as progress: ...`.
 
     Args:
         plain_every_s: seconds between two lines where standard error is no terminal.
@@ -66,3 +70,17 @@ class ProgressLine:
             sys.stderr.write(f"\r{'':{self._width}}\r")
             sys.stderr.flush()
             self._width = 0
+
+
+@contextlib.contextmanager
+def stop_event(*extra: signal.Signals) -> Iterator[asyncio.Event]:
+    """An event that SIGINT, SIGTERM and `extra` set while the context lasts; needs a running event loop."""
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    numbers = (signal.SIGINT, signal.SIGTERM, *extra)
+    for number in numbers:
+        loop.add_signal_handler(number, stop.set)
+    try:
+        yield stop
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from dynamix.lab.experiments.comparison.results_file import LEDGER
 
 from .formatting import bar, duration
-from .output import output_path
+from .output import add_option, output_path
 from .progress import ProgressLine
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ BAR_WIDTH = 20
 
 def add_run_arguments(parser: argparse.ArgumentParser, results: str) -> None:
     """Declare the arguments of a command that runs many episodes."""
-    parser.add_argument("--jobs", type=int, default=NUM_JOBS, help="worker processes (default: %(default)s)")
+    add_option(parser, "--jobs", NUM_JOBS, "worker processes")
     add_data_argument(parser)
     parser.add_argument(
         "--results",

@@ -77,11 +77,7 @@ class ServiceProcess:
 
 
 async def wait_until_ready(bus: Bus, names: Collection[str], timeout_s: float = 30.0) -> None:
-    """Wait until each named service reports in a heartbeat that it is ready.
-
-    Raises:
-        TimeoutError: naming the services that did not.
-    """
+    """Wait until each named service reports in a heartbeat that it is ready. Raises TimeoutError, naming the others."""
     missing = set(names)
 
     def were_all(beat: Live) -> bool:

@@ -18,6 +18,7 @@ from dynamix.cli.output import (
     SCENARIO,
     STANDARD_OUTPUT,
     add_json_argument,
+    add_option,
     add_output_argument,
     add_png_argument,
     write_json,
@@ -39,12 +40,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add_output_argument(parser, SCENARIO, "write the scenario (TOML)")
     parser.add_argument("--optimizer", choices=("sgd", "adam", "adamw"), help="(default: of the job's family)")
-    parser.add_argument("--learning-rate", type=float, default=0.05, help="(default: %(default)s)")
+    add_option(parser, "--learning-rate", 0.05)
     parser.add_argument("--target", type=float, help="validation accuracy (default: the best that the job reported)")
-    parser.add_argument(
-        "--topology", choices=("ring", "parameter-server"), default="ring", help="(default: %(default)s)"
-    )
-    parser.add_argument("--servers", type=int, default=1, help="parameter servers (default: %(default)s)")
+    add_option(parser, "--topology", "ring", choices=("ring", "parameter-server"))
+    add_option(parser, "--servers", 1, "parameter servers")
     add_json_argument(parser)
     add_png_argument(parser, "draw virtual against real step times")
 

@@ -17,15 +17,12 @@ from collections import Counter
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
-import msgspec
-
 from dynamix.cli.connection import connected, find
 from dynamix.cli.errors import MISUSED, CommandError, check_counts
-from dynamix.cli.interrupts import stop_event
 from dynamix.cli.jobs import find_job
-from dynamix.cli.output import add_json_argument, add_output_argument, write_result, writing
-from dynamix.cli.progress import ProgressLine
-from dynamix.recording.capture import CaptureEnd, CaptureHeader, CaptureWriter, Record
+from dynamix.cli.output import Document, add_json_argument, add_output_argument, write_result, writing
+from dynamix.cli.progress import ProgressLine, stop_event
+from dynamix.recording.capture import CaptureHeader, CaptureWriter, Record
 from dynamix.runtime.bus import Bus
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode
@@ -70,18 +67,6 @@ class CaptureCounts:
         return True
 
 
-class Captured(msgspec.Struct, frozen=True, kw_only=True):
-    """What was written."""
-
-    file: str
-    job: str
-    num_windows: int
-    kinds: dict[str, int]
-    num_payload_bytes: int
-    num_file_bytes: int
-    end: CaptureEnd
-
-
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("job", metavar="JOB", help="the job's id, or how it begins if that is one job")
@@ -104,14 +89,14 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-async def _from_bus(arguments: argparse.Namespace, path: Path) -> Captured:
+async def _from_bus(arguments: argparse.Namespace, path: Path) -> Document:
     async with connected(find(os.environ), "capture") as bus:
         job = (await find_job(bus, arguments.job)).job
         with stop_event() as stop:
             return await _capture(bus, job, path, arguments, stop)
 
 
-async def _capture(bus: Bus, job: str, path: Path, arguments: argparse.Namespace, stop: asyncio.Event) -> Captured:
+async def _capture(bus: Bus, job: str, path: Path, arguments: argparse.Namespace, stop: asyncio.Event) -> Document:
     counts = CaptureCounts(arguments.windows)
     with (
         CaptureWriter(path, CaptureHeader.of(job), overwrite=arguments.force) as writer,
@@ -122,15 +107,15 @@ async def _capture(bus: Bus, job: str, path: Path, arguments: argparse.Namespace
                 progress.write_line(f"Capturing {job} until it has ended; Ctrl-C finishes {path} before.")
             num_bytes, is_full = await _write(source, writer, counts, progress)
         end = writer.finish("windows" if is_full else source.reason)
-    return Captured(
-        file=str(path),
-        job=job,
-        num_windows=len(counts.windows),
-        kinds=dict(sorted(counts.kinds.items())),
-        num_payload_bytes=num_bytes,
-        num_file_bytes=writer.num_bytes,
-        end=end,
-    )
+    return {
+        "file": str(path),
+        "job": job,
+        "num_windows": len(counts.windows),
+        "kinds": dict(sorted(counts.kinds.items())),
+        "num_payload_bytes": num_bytes,
+        "num_file_bytes": writer.num_bytes,
+        "end": end,
+    }
 
 
 async def _write(
@@ -172,16 +157,17 @@ async def _flushing(source: Source, writer: CaptureWriter) -> AsyncGenerator[lis
         await asyncio.gather(reading, return_exceptions=True)
 
 
-def _sentence(found: Captured) -> str:
+def _sentence(found: Document) -> str:
     why = {
         "ended": "the job has ended",
         "stored": "as stored so far",
         "windows": "as many windows as asked for",
         "interrupted": "interrupted, all before is there",
-    }[found.end.reason]
-    kinds = ", ".join(f"{count} {kind}" for kind, count in found.kinds.items())
-    left_out = f"; {found.end.num_left_out} messages over 1 MiB left out" if found.end.num_left_out else ""
+    }[found["end"].reason]
+    kinds = ", ".join(f"{count} {kind}" for kind, count in found["kinds"].items())
+    num_left_out = found["end"].num_left_out
+    left_out = f"; {num_left_out} messages over 1 MiB left out" if num_left_out else ""
     return (
-        f"{found.file}: {found.num_windows} windows of {found.job} ({why}): {kinds}{left_out}; "
-        f"{found.num_file_bytes / 1024:.0f} KiB for {found.num_payload_bytes / 1024:.0f}"
+        f"{found['file']}: {found['num_windows']} windows of {found['job']} ({why}): {kinds}{left_out}; "
+        f"{found['num_file_bytes'] / 1024:.0f} KiB for {found['num_payload_bytes'] / 1024:.0f}"
     )

@@ -81,13 +81,9 @@ class Source:
     """
 
     def __init__(self, bus: Bus, job: str, *, past: bool, stop: asyncio.Event) -> None:
-        """Read a job's messages.
+        """Read a job's messages, until `stop`: with `past` those stored now, otherwise until the job has ended.
 
-        Args:
-            bus: connected; the permissions of a watcher are enough.
-            job: its id.
-            past: read what is stored now and no more; otherwise until the job has ended.
-            stop: ends reading at the next wait.
+        The permissions of a watcher are enough.
         """
         self.reason: EndReason = "stored" if past else "ended"
         self._jobs = Tail(bus, JOBS.name, [subjects.job(job)])
@@ -118,11 +114,7 @@ class Source:
         await self._stack.aclose()
 
     async def read(self) -> list[Record]:
-        """The next records in order, as soon as their order is known; empty when there are no more.
-
-        Raises:
-            BusError: when a stream cannot be read any more.
-        """
+        """The next records in order, as soon as their order is known; empty when there are no more."""
         while not self._is_over:
             ready = await (self._finish() if self._reached(self._feed) else self._go_on())
             if ready:

@@ -9,10 +9,9 @@ import asyncio
 import sys
 
 from dynamix.cli.errors import explained
-from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, add_png_argument, write_json
+from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, add_option, add_png_argument, write_json
 
 from .plan import DemoPlan
-from .results import Summary
 
 DEFAULTS = DemoPlan()
 POLICIES = ("static", "proportional")
@@ -23,9 +22,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", metavar="DIR", help="directory with Fashion-MNIST's four idx files")
     add_json_argument(parser)
     add_png_argument(parser, "write the picture (default: %(default)s)", default="dynamix-demo.png")
-    parser.add_argument(
-        "--policy", default=POLICIES[1], help="what the second run is steered by (default: %(default)s)"
-    )
+    add_option(parser, "--policy", POLICIES[1], "what the second run is steered by")
     parser.add_argument("--target", type=float, default=DEFAULTS.target_accuracy, help="held-out accuracy to reach")
     parser.add_argument("--windows", type=int, default=DEFAULTS.min_windows, help="least number of windows per run")
     parser.add_argument("--pace", type=float, default=DEFAULTS.pace_s_per_sample, help="seconds per sample of a rank")
@@ -53,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     draw(runs, plan, arguments.png)
     show(runs, stderr=arguments.json == STANDARD_OUTPUT)
     print(f"Picture: {arguments.png}", file=sys.stderr)
-    write_json(Summary(runs=[run.summary for run in runs]), arguments.json)
+    write_json({"runs": [run.summary for run in runs]}, arguments.json)
     return 0 if all(run.summary.time_to_target_s is not None for run in runs) else 1
 
 

@@ -5,6 +5,7 @@ real processor time on a small machine would measure its cores, not the barrier.
 messages are real. Run by `dynamix demo` under torchrun; the plan comes as JSON in the only argument.
 """
 
+import contextlib
 import sys
 import time
 from pathlib import Path
@@ -74,14 +75,8 @@ def train(plan: DemoPlan, policy: str, log: IO[bytes] | None) -> None:
                 next_evaluation += plan.evaluate_every_samples
                 accuracy = evaluator.accuracy(model.module)
                 session.evaluated(accuracy)
-            progress = DemoStep(
-                step=session.step_index,
-                trained_s=trained_s,
-                step_time_s=step_time_s,
-                samples=session.position,
-                accuracy=accuracy,
-            )
-            _write(log, progress)
+            times = {"trained_s": trained_s, "step_time_s": step_time_s}
+            _write(log, DemoStep(step=session.step_index, samples=session.position, accuracy=accuracy, **times))
             if evaluator.is_done(accuracy, session.step_index):
                 session.close()
                 return
@@ -125,11 +120,8 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     try:
-        if dist.get_rank() == 0:
-            with Path(log_path).open("wb") as log:
-                train(plan, policy, log)
-        else:
-            train(plan, policy, None)
+        with Path(log_path).open("wb") if dist.get_rank() == 0 else contextlib.nullcontext() as log:
+            train(plan, policy, log)
         dist.barrier()
     finally:
         dist.destroy_process_group()

@@ -27,12 +27,6 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Per window, per rank."""
 
 
-class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """All runs of a demo."""
-
-    runs: list[RunSummary]
-
-
 class DemoRun(msgspec.Struct, frozen=True, kw_only=True):
     """One run with everything its figure needs."""
 

@@ -44,9 +44,7 @@ async def run_demo(
 ) -> list[DemoRun]:
     """Carry out the plan once per policy, one after the other, against the same services.
 
-    Raises:
-        TrainingFailedError: when a training job fails.
-        TimeoutError: when a service does not become ready.
+    Raises TrainingFailedError, or TimeoutError when a service does not become ready.
     """
     with tempfile.TemporaryDirectory(prefix="dynamix-demo-") as directory:
         async with services(Path(directory), announce) as (bus, environ):
@@ -68,11 +66,8 @@ async def services(directory: Path, announce: Callable[[str], None]) -> AsyncIte
                 for child in children:
                     child.start()
             await wait_until_ready(bus, SERVICES)
-            announce(
-                f"nats-server (pid {server.pid}) and "
-                + ", ".join(f"{c.name} (pid {c.pid})" for c in children)
-                + " are ready"
-            )
+            named = ", ".join(f"{child.name} (pid {child.pid})" for child in children)
+            announce(f"nats-server (pid {server.pid}) and {named} are ready")
             yield bus, environ
         finally:
             for child in children:
@@ -94,7 +89,7 @@ class _Demo:
         """One training job under a policy, watched on the bus."""
         job = f"demo-{policy}-{secrets.token_hex(4)}"
         messages = _RunMessages(policy, self._watch)
-        follower = asyncio.create_task(self._follow(job, messages))
+        follower = asyncio.create_task(messages.follow(self._bus, job))
         try:
             progress = await self._train(job, policy)
             with contextlib.suppress(TimeoutError):  # the job has drained: what is missing is on its way
@@ -105,19 +100,8 @@ class _Demo:
             await asyncio.gather(follower, return_exceptions=True)
         return summarise(self._plan, policy, progress, messages.reports, messages.applied)
 
-    async def _follow(self, job: str, messages: "_RunMessages") -> None:
-        wanted = [subjects.report(job, subjects.ANY), subjects.applied(job)]
-        async with self._bus.consume(FEED.name, wanted, start="all") as consumer:
-            async for batch in consumer:
-                for message in batch:
-                    messages.record(decode_any(message.subject, message.payload))
-
     async def _train(self, job: str, policy: str) -> list[DemoStep]:
-        """Run the training script under torchrun until it ends; its own log.
-
-        Raises:
-            TrainingFailedError: when it fails, with the end of its output.
-        """
+        """Run the training script under torchrun until it ends; its own log. Raises TrainingFailedError."""
         progress_log, output = self._directory / f"{job}.jsonl", self._directory / f"{job}.log"
         argument = msgspec.json.encode((self._plan, policy, str(progress_log))).decode()
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -154,14 +138,21 @@ class _RunMessages:
         self._watch = watch
         self._more = asyncio.Event()
 
-    def record(self, message: Message) -> None:
-        """Store a report or an adopted decision."""
+    async def follow(self, bus: Bus, job: str) -> None:
+        """Store reports and adopted decisions as they come."""
+        wanted = [subjects.report(job, subjects.ANY), subjects.applied(job)]
+        async with bus.consume(FEED.name, wanted, start="all") as consumer:
+            async for batch in consumer:
+                for message in batch:
+                    self._record(decode_any(message.subject, message.payload))
+                self._more.set()
+
+    def _record(self, message: Message) -> None:
         if isinstance(message, Report):
             self.reports.append(message)
             self._watch(self._policy, len(self.applied), message)
         elif isinstance(message, Applied):
             self.applied.append(message)
-        self._more.set()
 
     async def wait_for_windows(self, count: int) -> None:
         """Wait until that many windows were reported."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dynamix.cli.errors import INTERRUPTED, check_counts, explained
-from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, add_png_argument, write_json
+from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, add_list, add_option, add_png_argument, write_json
 from dynamix.cli.runs import RunsProgress, add_run_arguments, command_line
 
 if TYPE_CHECKING:
@@ -29,19 +29,12 @@ RESULTS = "dynamix-evaluate.jsonl"
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--suite", choices=("heldout", "train"), default="heldout", help="(default: %(default)s)")
+    add_option(which, "--suite", "heldout", choices=("heldout", "train"))
     which.add_argument("--scenarios", metavar="DIR", help="a directory of scenario files of your own instead")
-    parser.add_argument(
-        "--policies", metavar="LIST", default=POLICIES, help="with commas between (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--policy-file",
-        metavar="NAME=PATH[,PATH...]",
-        action="append",
-        default=[],
-        help="files of a learned policy, one per policy seed; may be given again",
-    )
-    parser.add_argument("--seeds", type=int, default=NUM_SEEDS, help="scenario seeds, from 0 (default: %(default)s)")
+    add_option(parser, "--policies", POLICIES, "with commas between", metavar="LIST")
+    what = "files of a learned policy, one per policy seed; may be given again"
+    add_list(parser, "--policy-file", "NAME=PATH[,PATH...]", what)
+    add_option(parser, "--seeds", NUM_SEEDS, "scenario seeds, from 0")
     parser.add_argument(
         "--crossed",
         action="store_true",

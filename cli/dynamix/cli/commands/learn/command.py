@@ -8,7 +8,7 @@ by validation (time to the target against `rule`), scored on other seeds; judge 
 import argparse
 
 from dynamix.cli.errors import check_counts
-from dynamix.cli.output import POLICY, add_json_argument, add_output_argument, output_directory
+from dynamix.cli.output import POLICY, add_json_argument, add_list, add_option, add_output_argument, output_directory
 from dynamix.cli.runs import add_data_argument
 
 NUM_WORKERS = 2
@@ -18,18 +18,13 @@ WEIGHTS = ("accuracy", "alpha", "beta", "delta", "eta")
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument(
-        "--scenarios",
-        metavar="train|DIR",
-        default="train",
-        help="the train suite, or a directory (default: %(default)s)",
-    )
+    add_option(parser, "--scenarios", "train", "the train suite, or a directory", metavar="train|DIR")
     parser.add_argument("--policy", default="ppo", help="ppo, ppo-paper, or another name for ppo's preset")
-    parser.add_argument("--seed", type=int, default=0, help="of the learning (default: %(default)s)")
+    add_option(parser, "--seed", 0, "of the learning")
     add_output_argument(parser, POLICY, "default: POLICY-SEED.safetensors", streams=False)
     parser.add_argument("--episodes", type=int, help="to play (default: the preset's)")
     parser.add_argument("--minutes", type=float, help="stop sooner, after this time; the same command continues")
-    parser.add_argument("--workers", type=int, default=NUM_WORKERS, help="processes (default: %(default)s)")
+    add_option(parser, "--workers", NUM_WORKERS, "processes")
     add_data_argument(parser)
     parser.add_argument("--log", metavar="DIR", type=output_directory, help="write TensorBoard curves")
     parser.add_argument("--restart", action="store_true", help="discard the checkpoint of an interrupted run")
@@ -45,9 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--episodes-per-update", type=int, metavar="N", help="episodes in a batch")
     how.add_argument("--validate-every", type=int, metavar="N", help="updates between two validations")
     how.add_argument("--select", choices=("best", "last"), help="which version is written")
-    how.add_argument(
-        "--ppo", metavar="NAME=VALUE", action="append", default=[], help="a setting of PPO, e.g. clip_coef=0.1"
-    )
+    add_list(how, "--ppo", "NAME=VALUE", "a setting of PPO, e.g. clip_coef=0.1")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -19,9 +19,8 @@ from pathlib import Path
 import msgspec
 
 from dynamix.cli.errors import INTERRUPTED, CommandError, explained, reading
-from dynamix.cli.interrupts import stop_event
-from dynamix.cli.output import STANDARD_OUTPUT, Document, add_json_argument, write_json
-from dynamix.cli.progress import ProgressLine
+from dynamix.cli.output import STANDARD_OUTPUT, Document, add_json_argument, add_list, add_option, write_json
+from dynamix.cli.progress import ProgressLine, stop_event
 from dynamix.collector.settings import CollectorSettings
 from dynamix.recording.capture import (
     CaptureError,
@@ -41,31 +40,13 @@ EQUAL, DIFFERENT, UNUSABLE = 0, 1, 2
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("file", metavar="FILE", help="a capture: `dynamix capture JOB -o FILE` makes one")
-    parser.add_argument(
-        "--into", choices=("collector", "reward", "arbitrator"), default="arbitrator", help="(default: %(default)s)"
-    )
-    parser.add_argument(
-        "--speed",
-        choices=("original", "max"),
-        default="max",
-        help="the recording's pace or none (default: %(default)s)",
-    )
+    add_option(parser, "--into", "arbitrator", choices=("collector", "reward", "arbitrator"))
+    add_option(parser, "--speed", "max", "the recording's pace or none", choices=("original", "max"))
     parser.add_argument("--until", metavar="WINDOW", help="the last window, as N or GENERATION:N (default: all)")
     parser.add_argument("--policy", metavar="NAME", help="ask another policy what it would have decided")
-    parser.add_argument(
-        "--policy-option",
-        metavar="NAME=NUMBER",
-        action="append",
-        default=[],
-        help="of that policy, or of the recorded one asked again; may be given again",
-    )
-    parser.add_argument(
-        "--policy-file",
-        metavar="PATH",
-        action="append",
-        default=[],
-        help="a learned policy that is not in the package; may be given again",
-    )
+    what = "of that policy, or of the recorded one asked again; may be given again"
+    add_list(parser, "--policy-option", "NAME=NUMBER", what)
+    add_list(parser, "--policy-file", "PATH", "a learned policy that is not in the package; may be given again")
     parser.add_argument("--strict", action="store_true", help="other bytes are a difference on any build and processor")
     add_json_argument(parser)
 

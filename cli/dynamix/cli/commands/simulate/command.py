@@ -12,7 +12,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from dynamix.cli.errors import MISUSED, CommandError, explained
-from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, add_png_argument, write_json
+from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, add_option, add_png_argument, write_json
 from dynamix.cli.progress import ProgressLine
 from dynamix.cli.runs import add_data_argument
 
@@ -25,15 +25,11 @@ POLICY = "rule"
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("scenario", metavar="SCENARIO", help="a scenario file, or a name such as train/mixed-8")
-    parser.add_argument(
-        "--policy", default=POLICY, help="NAME[+track][:option=number,...][@SIZE] (default: %(default)s)"
-    )
+    add_option(parser, "--policy", POLICY, "NAME[+track][:option=number,...][@SIZE]")
     parser.add_argument("--policy-file", metavar="FILE", help="of a learned policy, instead of a shipped one")
-    parser.add_argument(
-        "--seed", type=int, default=0, help="of weights, order of the data and disturbances (default: %(default)s)"
-    )
+    add_option(parser, "--seed", 0, "of weights, order of the data and disturbances")
     add_data_argument(parser)
-    parser.add_argument("--device", default="cpu", help="where the gradients are computed (default: %(default)s)")
+    add_option(parser, "--device", "cpu", "where the gradients are computed")
     parser.add_argument("--windows", action="store_true", help="show a line for each window")
     parser.add_argument("--bus", action="store_true", help="let the services on the bus decide")
     add_json_argument(parser)

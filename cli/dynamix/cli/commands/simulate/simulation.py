@@ -96,11 +96,7 @@ OnWindow = Callable[[SimulatedWindow], None]
 
 
 def plan(scenario: str, policy: str, policy_file: str | None, *, seed: int) -> SimulationPlan:
-    """What was asked for.
-
-    Raises:
-        ValueError: when the scenario or the policy cannot be used.
-    """
+    """What was asked for. Raises ValueError when the scenario or the policy cannot be used."""
     found = scenario_named(scenario)
     files = {policy.partition(":")[0].partition("@")[0]: [policy_file]} if policy_file else None
     contender = parse_contender(policy, files)
@@ -115,8 +111,7 @@ def plan(scenario: str, policy: str, policy_file: str | None, *, seed: int) -> S
 def scenario_named(text: str) -> Scenario:
     """A scenario from a file, or one that comes with the package: `train/mixed-8`, or `mixed-8` in either part.
 
-    Raises:
-        ValueError: when there is none; the text lists those there are.
+    Raises ValueError when there is none, with those there are.
     """
     if Path(text).is_file():
         return Scenario.read(text)

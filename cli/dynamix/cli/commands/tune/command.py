@@ -7,7 +7,7 @@ import argparse
 from pathlib import Path
 
 from dynamix.cli.errors import MISUSED, CommandError, check_counts, explained
-from dynamix.cli.output import STANDARD_OUTPUT, TUNED, add_json_argument, add_output_argument, write_json
+from dynamix.cli.output import STANDARD_OUTPUT, TUNED, add_json_argument, add_option, add_output_argument, write_json
 from dynamix.cli.runs import RunsProgress, add_run_arguments, command_line, suite_of
 from dynamix.runtime import output_files
 
@@ -17,11 +17,10 @@ RESULTS = "dynamix-tune.jsonl"
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument(
-        "--scenarios", metavar="DIR", help="a directory of scenario files (default: the train scenarios)"
-    )
+    what = "a directory of scenario files (default: the train scenarios)"
+    parser.add_argument("--scenarios", metavar="DIR", help=what)
     parser.add_argument("--baselines", metavar="LIST", help="separated by commas (default: all that have settings)")
-    parser.add_argument("--seeds", type=int, default=NUM_SEEDS, help="seeds per scenario (default: %(default)s)")
+    add_option(parser, "--seeds", NUM_SEEDS, "seeds per scenario")
     what = "the file to write (default, for all baselines only: tuned.toml beside the train scenarios)"
     add_output_argument(parser, TUNED, what)
     add_run_arguments(parser, RESULTS)

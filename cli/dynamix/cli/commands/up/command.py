@@ -19,7 +19,7 @@ import msgspec
 
 from dynamix.cli.connection import connected, find, path, published, running
 from dynamix.cli.errors import MISUSED, CommandError, explained
-from dynamix.cli.interrupts import stop_event
+from dynamix.cli.progress import stop_event
 from dynamix.cli.services import SERVICES, ServiceProcess, bus_environment, wait_until_ready
 from dynamix.runtime import output_files
 from dynamix.runtime.bus import Bus
