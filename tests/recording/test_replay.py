@@ -14,7 +14,7 @@ from dynamix.arbitrator.learned.policy import LearnedPolicy
 from dynamix.arbitrator.learned.policy_file import PolicyFile
 from dynamix.arbitrator.policies.proportional import Proportional
 from dynamix.recording.capture import CaptureError, Record, WindowKey, first_generation, records
-from dynamix.recording.capture.identity import identity_of, kind_of, window_key_of
+from dynamix.recording.capture.record import identity_of, kind_of, window_key_of
 from dynamix.recording.comparison import fields
 from dynamix.recording.replay import (
     OtherPolicy,

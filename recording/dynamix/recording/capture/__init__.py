@@ -11,9 +11,7 @@ for record in records(path):                  # checked as they are read; Captur
 """
 
 from .fingerprint import Fingerprint, differences, fingerprint
-from .identity import WindowKey, first_generation
-from .merge import RecordMerge
-from .reader import CaptureReader, read_header, records
+from .reader import CaptureReader, first_generation, read_header, records
 from .record import (
     CaptureEnd,
     CaptureError,
@@ -21,7 +19,9 @@ from .record import (
     CutOffError,
     EndReason,
     Record,
+    RecordMerge,
     StreamRange,
+    WindowKey,
     fits,
 )
 from .writer import CaptureWriter

@@ -9,7 +9,7 @@ from typing import BinaryIO, Self, TypeVar
 import msgspec
 
 from . import layout
-from .record import CaptureEnd, CaptureError, CaptureHeader, CutOffError, Record
+from .record import CaptureEnd, CaptureError, CaptureHeader, CutOffError, Record, identity_of, window_key_of
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -24,6 +24,12 @@ def records(path: Path | str) -> Iterator[Record]:
     """Read the records of a capture in order. Raises as `CaptureReader`, also after the last good record."""
     with CaptureReader(path) as reader:
         yield from reader
+
+
+def first_generation(path: Path) -> int:
+    """The first generation that a capture has a message of, 0 when it has none. Raises as `records`."""
+    found = (window_key_of(identity_of(record)) for record in records(path))
+    return next((key.generation for key in found if key is not None), 0)
 
 
 class CaptureReader:

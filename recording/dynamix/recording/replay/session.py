@@ -14,21 +14,25 @@ from dynamix.arbitrator import service as arbitrator
 from dynamix.collector import service as collector
 from dynamix.collector.settings import CollectorSettings
 from dynamix.recording.capture import WindowKey, differences, fingerprint, read_header
-from dynamix.recording.comparison.counts import OutputCounts
-from dynamix.recording.comparison.pairing import OutputPairing
-from dynamix.recording.playback import RecordPlayer, ReplayError, Speed
-from dynamix.recording.playback.player import OnProgress
+from dynamix.recording.comparison.counts import OutputCounts, OutputPairing
+from dynamix.recording.playback import OnProgress, RecordPlayer, ReplayError, Speed
 from dynamix.reward import service as reward
 from dynamix.reward.service import RewardSettings
 from dynamix.runtime.bus.service_bus import ServiceBus
 from dynamix.runtime.service import Context
 from dynamix.schemas.messages import Action, Job
 
-from .arbitrator.action_store import ComparedActions, RecordedRestartError, ReplayedActions, WhatIfActions
+from .arbitrator.action_store import (
+    ComparedActions,
+    RecordedActions,
+    RecordedRestartError,
+    ReplayedActions,
+    WhatIfActions,
+    window_of,
+)
 from .arbitrator.bus import ArbitratorReplayBus
 from .arbitrator.events import EventComparer
 from .arbitrator.policy_files import ReplayPolicyFiles
-from .arbitrator.recorded_actions import RecordedActions, window_of
 from .arbitrator.start import StartPoint, find_start
 from .arbitrator.what_if import OtherPolicy, PolicyComparer, PolicyComparison
 from .stateless import CollectorTraffic, RewardTraffic, StatelessReplayBus, WindowLimit
@@ -148,31 +152,25 @@ class _ReplaySession:
     async def run(self) -> PolicyComparison | None:
         """Run the service to the end of the capture."""
         match self._request.into:
-            case "collector":
-                await self._replay_collector()
-            case "reward":
-                await self._replay_reward()
             case "arbitrator":
                 start, other = find_start(self._request.path), self._request.other
                 if other is not None:
                     return await self._ask(other, start)
                 await self._replay_arbitrator(start)
+            case _:
+                await self._replay_stateless()
         return None
 
-    async def _replay_collector(self) -> None:
-        traffic = CollectorTraffic(WindowLimit(self.player, self._request.until), self.counts)
-        pairing = OutputPairing(self.counts)
-        bus = StatelessReplayBus(self.player, traffic, pairing)
-        await collector.serve_observed(self._context(bus, self._request.collector), traffic)
-        traffic.finish()
-        if not self.stop.is_set():
-            pairing.finish()
-
-    async def _replay_reward(self) -> None:
-        pairing = OutputPairing(self.counts)
-        traffic = RewardTraffic(WindowLimit(self.player, self._request.until))
-        bus = StatelessReplayBus(self.player, traffic, pairing)
-        await reward.serve(self._context(bus, self._request.reward))
+    async def _replay_stateless(self) -> None:
+        pairing, limit = OutputPairing(self.counts), WindowLimit(self.player, self._request.until)
+        if self._request.into == "collector":
+            traffic = CollectorTraffic(limit, self.counts)
+            bus = StatelessReplayBus(self.player, traffic, pairing)
+            await collector.serve_observed(self._context(bus, self._request.collector), traffic)
+            traffic.finish()
+        else:
+            bus = StatelessReplayBus(self.player, RewardTraffic(limit), pairing)
+            await reward.serve(self._context(bus, self._request.reward))
         if not self.stop.is_set():
             pairing.finish()
 

@@ -1,18 +1,15 @@
 """The bus of the collector and of the reward service, whose outputs each follow from one message."""
 
 import asyncio
-from collections.abc import Sequence
 from typing import Protocol
 
 from dynamix.collector.observation import Observation
 from dynamix.collector.probes import Traffic
 from dynamix.recording.capture import Record, WindowKey
-from dynamix.recording.capture.identity import identity_of, kind_of, window_key_of
-from dynamix.recording.comparison.counts import OutputCounts
-from dynamix.recording.comparison.pairing import OutputPairing
-from dynamix.recording.playback import RecordPlayer, ReplayError
-from dynamix.recording.playback.consumer import ReplayedConsumer, acknowledgement, bus_message_of
-from dynamix.runtime.bus import BusMessage, Start
+from dynamix.recording.capture.record import identity_of, kind_of, window_key_of
+from dynamix.recording.comparison.counts import OutputCounts, OutputPairing
+from dynamix.recording.playback import RecordPlayer, ReplayedConsumer, ReplayError, acknowledgement, bus_message_of
+from dynamix.runtime.bus import BusMessage
 from dynamix.runtime.bus.streams.statistics import StatisticsByKind
 from dynamix.schemas import codec, subjects
 from dynamix.schemas.codec import MalformedMessageError, decode
@@ -47,19 +44,11 @@ class StatelessReplayBus:
         self._outputs: list[Record] = []
         """Recorded outputs that were read together with the batch that is being handled."""
 
-    def consume(
-        self,
-        stream: str,  # noqa: ARG002 - the arguments of `Bus.consume`; `ServiceTraffic` chooses stream and subjects
-        subjects: Sequence[str],  # noqa: ARG002
-        *,
-        start: Start,  # noqa: ARG002
-        durable: str | None = None,  # noqa: ARG002
-        max_batch: int = 512,  # noqa: ARG002
-    ) -> ReplayedConsumer:
-        """Consume the service's inputs from the beginning of the capture."""
-        return ReplayedConsumer(self)
+    def consume(self, *_: object, **__: object) -> ReplayedConsumer:
+        """Consume the service's inputs from the beginning of the capture, as `ServiceTraffic` chooses them."""
+        return ReplayedConsumer(self._next_batch)
 
-    async def next_batch(self) -> list[BusMessage]:
+    async def _next_batch(self) -> list[BusMessage]:
         """Read up to the next inputs; the outputs of the previous ones are published by now, and compared."""
         self._compare_outputs()
         batch: list[BusMessage] = []

@@ -2,7 +2,7 @@
 
 FEED drives: once its messages are known up to a time, JOBS and ACTIONS are read up to the same time - until one of
 their messages is later, or the broker says that there are no more - and then all of them are in order (see
-`dynamix.recording.capture.merge`). No timer takes part, so that a capture of the past and one made live agree.
+`dynamix.recording.capture.RecordMerge`). No timer takes part, so that a capture of the past and one made live agree.
 """
 
 import asyncio

@@ -7,18 +7,67 @@ adopts the recorded action and continues from it, so that each window is compare
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple, Self
 
 from dynamix.arbitrator.deciding.signatures import STUCK_WINDOWS
-from dynamix.recording.capture import WindowKey
+from dynamix.recording.capture import CutOffError, Record, WindowKey, records
 from dynamix.recording.comparison.counts import OutputCounts
-from dynamix.recording.playback.consumer import bus_message_of
+from dynamix.recording.playback import bus_message_of
 from dynamix.runtime.bus import BusError, BusMessage, StaleWriterError
 from dynamix.schemas import codec, subjects
 from dynamix.schemas.chain import is_intact
+from dynamix.schemas.codec import MalformedMessageError
 from dynamix.schemas.messages import Action
+from dynamix.schemas.streams import ACTIONS
 
-from .recorded_actions import RecordedAction, RecordedActions, window_of
+
+class RecordedAction(NamedTuple):
+    """A record of ACTIONS and its content."""
+
+    record: Record
+    action: Action | None
+    """`None` when the record cannot be decoded."""
+
+    @classmethod
+    def of(cls, record: Record) -> Self:
+        """Decode a record, if it can be decoded."""
+        try:
+            return cls(record, codec.decode(Action, record.subject, record.payload))
+        except MalformedMessageError:
+            return cls(record, None)
+
+
+class RecordedActions:
+    """The actions of a capture one after the other, read ahead of the playback; memory holds one."""
+
+    def __init__(self, path: Path, *, after: int = 0) -> None:
+        """Begin with the first action after a sequence."""
+        self._found = (RecordedAction.of(record) for record in _actions(path) if record.sequence > after)
+        self._next: RecordedAction | None = None
+
+    def peek(self) -> RecordedAction | None:
+        """Return the next action and keep it; `None` at the end."""
+        if self._next is None:
+            self._next = next(self._found, None)
+        return self._next
+
+    def skip(self) -> None:
+        """Go on to the action after the next one."""
+        self._next = None
+
+
+def window_of(action: Action) -> WindowKey:
+    """The window that an action was decided on."""
+    return WindowKey(action.generation, action.window)
+
+
+def _actions(path: Path) -> Iterator[Record]:
+    try:
+        yield from (record for record in records(path) if record.stream == ACTIONS.name)
+    except CutOffError:
+        return  # the player reports it
 
 
 class RecordedRestartError(BusError):

@@ -2,12 +2,11 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from dynamix.recording.capture import Record
-from dynamix.recording.capture.identity import kind_of
-from dynamix.recording.playback import RecordPlayer
-from dynamix.recording.playback.consumer import ReplayedConsumer, StoredBatch, acknowledgement, bus_message_of
+from dynamix.recording.capture.record import kind_of
+from dynamix.recording.playback import RecordPlayer, ReplayedConsumer, acknowledgement, bus_message_of
 from dynamix.runtime.bus import (
     BusMessage,
     PublishError,
@@ -16,13 +15,12 @@ from dynamix.runtime.bus import (
 )
 from dynamix.runtime.bus.streams.statistics import StatisticsByKind
 from dynamix.schemas.codec import MalformedMessageError, decode, encode
-from dynamix.schemas.messages import Action, Event, Job, Message
+from dynamix.schemas.messages import Action, Event, Job
 from dynamix.schemas.streams import ACTIONS, FEED, JOBS
 
-from .action_store import ReplayedActions
+from .action_store import RecordedAction, ReplayedActions
 from .events import EventComparer
 from .policy_files import ReplayPolicyFiles
-from .recorded_actions import RecordedAction
 from .start import StartPoint
 
 
@@ -98,24 +96,16 @@ class ArbitratorReplayBus:
         self._ahead.clear()
         self._player.end()
 
-    def consume(
-        self,
-        stream: str,
-        subjects: Sequence[str],  # noqa: ARG002 - the arguments of `Bus.consume`; there is one job
-        *,
-        start: Start,
-        durable: str | None = None,  # noqa: ARG002
-        max_batch: int = 512,  # noqa: ARG002
-    ) -> ReplayedConsumer:
+    def consume(self, stream: str, *_: object, start: Start, **__: object) -> ReplayedConsumer:
         """Consume the specification from JOBS, or states: those already stored from a sequence on, or the next ones."""
         if stream == JOBS.name:
-            return ReplayedConsumer(StoredBatch([] if self._specification is None else [self._specification]))
+            return ReplayedConsumer.of_stored([] if self._specification is None else [self._specification])
         assert isinstance(start, int), "an arbitrator reads FEED from a sequence"
         if start > self._feed_last:
-            return ReplayedConsumer(self)
-        return ReplayedConsumer(StoredBatch([state for state in self._states if state.sequence >= start]))
+            return ReplayedConsumer(self._next_batch)
+        return ReplayedConsumer.of_stored([state for state in self._states if state.sequence >= start])
 
-    async def next_batch(self) -> list[BusMessage]:
+    async def _next_batch(self) -> list[BusMessage]:
         """Return the states up to the next change of anything else."""
         batch: list[BusMessage] = []
         while True:
@@ -158,11 +148,11 @@ class ArbitratorReplayBus:
         self._events.add_replayed(message)
         return acknowledgement(0)
 
-    async def publish_bytes_soon(self, subject: str, payload: bytes, message_id: str) -> asyncio.Future[int]:  # noqa: ARG002 - as `Bus` has them
+    async def publish_bytes_soon(self, *_: object, **__: object) -> asyncio.Future[int]:
         """Drop a dead letter: the service counts them."""
         return acknowledgement(0)
 
-    async def publish(self, message: Message) -> int:  # noqa: ARG002 - as `Bus.publish`
+    async def publish(self, *_: object, **__: object) -> int:
         """Refuse: an arbitrator publishes nothing else."""
         raise PublishError("a replay publishes nothing but actions and events")
 

@@ -4,7 +4,7 @@ import base64
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Never
 
 from dynamix.arbitrator.learned.policy_file import PolicyFile
 from dynamix.arbitrator.learned.policy_store import BUCKET
@@ -64,13 +64,11 @@ class ReplayPolicyFiles:
             raise ObjectMissingError(f"no policy file was given as {name}")
         return StoredObject(_info(name, file), file.data)
 
-    async def put(self, *_: object, **__: object) -> ObjectInfo:
+    async def put(self, *_: object, **__: object) -> Never:
         """Refuse, as the broker refuses an arbitrator that stores a policy."""
         raise PermissionDeniedError("a replay publishes nothing but actions and events")
 
-    async def delete(self, bucket: str, name: str) -> None:  # noqa: ARG002 - as above
-        """Refuse, as `put`."""
-        raise PermissionDeniedError("a replay publishes nothing but actions and events")
+    delete = put
 
 
 def _read(path: Path) -> _GivenFile:

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dynamix.recording.capture import CutOffError, Record, records
-from dynamix.recording.capture.identity import identity_of, kind_of, window_key_of
+from dynamix.recording.capture.record import identity_of, kind_of, window_key_of
 from dynamix.recording.playback import ReplayError
 from dynamix.schemas.codec import MalformedMessageError, decode
 from dynamix.schemas.messages import Job
 from dynamix.schemas.streams import ACTIONS, FEED, JOBS
 
-from .recorded_actions import RecordedAction
+from .action_store import RecordedAction
 
 
 class StartPoint(NamedTuple):

@@ -12,7 +12,7 @@ import numpy as np
 
 from dynamix.schemas.messages import Action, Job
 
-from .recorded_actions import RecordedActions, window_of
+from .action_store import RecordedActions, window_of
 
 
 class OtherPolicy(NamedTuple):

@@ -1,13 +1,18 @@
-"""Plays the records of a capture in order, at full speed or at the recorded pace."""
+"""Playback: a capture in, its messages out as a service's bus delivers them, at full speed or at the recorded pace.
+
+Which of them a service gets, and what becomes of its outputs, is decided in `dynamix.recording.replay`.
+"""
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Literal
+from types import TracebackType
+from typing import Literal, Self
 
 from dynamix.recording.capture import CutOffError, Record, records
+from dynamix.runtime.bus import BusMessage
 
 Speed = Literal["original", "max"]
 OnProgress = Callable[["RecordPlayer"], None]
@@ -86,3 +91,53 @@ class RecordPlayer:
             yield from records(path)
         except CutOffError as error:
             self.cut_off = str(error)
+
+
+class ReplayedConsumer:
+    """`async with bus.consume(...) as consumer: async for batch in consumer: ...`, as the services use it."""
+
+    def __init__(self, next_batch: Callable[[], Awaitable[list[BusMessage]]]) -> None:
+        """Deliver what `next_batch` returns, until that is empty."""
+        self._next_batch = next_batch
+
+    @classmethod
+    def of_stored(cls, batch: list[BusMessage]) -> Self:
+        """A consumer of messages that are all known."""
+        batches = iter([batch])
+
+        async def next_batch() -> list[BusMessage]:
+            return next(batches, [])
+
+        return cls(next_batch)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> list[BusMessage]:
+        batch = await self._next_batch()
+        if not batch:
+            raise StopAsyncIteration
+        return batch
+
+    async def ack(self, message: BusMessage) -> None:
+        """Do nothing: no message is delivered twice."""
+
+
+def acknowledgement(sequence: int) -> asyncio.Future[int]:
+    """A publish acknowledgement that has already come."""
+    future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    future.set_result(sequence)
+    return future
+
+
+def bus_message_of(record: Record) -> BusMessage:
+    """A record as a consumer delivers it."""
+    return BusMessage(record.subject, record.payload, record.sequence, record.timestamp_ns, 0)
