@@ -3,6 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
+from operator import itemgetter
 from typing import NamedTuple
 
 from dynamix.schemas.messages.allocation import Allocation
@@ -43,15 +44,16 @@ class Schedule:
     """Append-only list of entries; steps count optimizer steps of the whole run from 0."""
 
     def __init__(self, allocation: Allocation, first_step: int = 0) -> None:
-        self._steps: list[int] = []
-        self._allocations: list[Allocation] = []
+        self._entries: list[ScheduleEntry] = []
         self._counts: list[Counts] = []
+        """Samples per rank, by entry."""
         self._world_size = len(allocation.local_batch_sizes)
         self.reset(first_step, allocation)
 
     def reset(self, first_step: int, allocation: Allocation) -> None:
         """Start over with an allocation that rules from `first_step` on, for example from a saved state."""
-        self._truncate(0)
+        self._entries.clear()
+        self._counts.clear()
         self._append(first_step, allocation)
 
     def schedule(self, effective_step: int, allocation: Allocation) -> None:
@@ -61,19 +63,20 @@ class Schedule:
             ValueError: when the step is not after the last entry's, the number of sizes is not the world's, or no rank
                 would have a sample.
         """
-        if effective_step <= self._steps[-1]:
+        newest = self._entries[-1].effective_step
+        if effective_step <= newest:
             raise ValueError(
-                f"an allocation for step {effective_step} comes too late: step {self._steps[-1]} is already scheduled"
+                f"an allocation for step {effective_step} comes too late: step {newest} is already scheduled"
             )
         self._append(effective_step, allocation)
 
     def revise(self, effective_step: int, allocation: Allocation) -> None:
         """The same, also in place of what was scheduled for that very step: nothing may have been drawn by it yet."""
-        if effective_step != self._steps[-1]:
+        if effective_step == self._entries[-1].effective_step:
+            del self._entries[-1], self._counts[-1]
+            self._append(effective_step, allocation)
+        else:
             self.schedule(effective_step, allocation)
-            return
-        self._truncate(len(self._steps) - 1)
-        self._append(effective_step, allocation)
 
     def counts_at(self, step: int) -> Counts:
         """Samples per rank of a step, as its allocation says.
@@ -85,39 +88,36 @@ class Schedule:
 
     def allocation_at(self, step: int) -> Allocation:
         """The allocation that rules a step. Raises as `counts_at`."""
-        return self._allocations[self._index(step)]
+        return self._entries[self._index(step)].allocation
 
     @property
     def newest(self) -> Allocation:
         """The last entry's allocation, in force or pending."""
-        return self._allocations[-1]
+        return self._entries[-1].allocation
 
     def next_change(self, step: int) -> int | None:
         """The first step after `step` at which another allocation begins to rule; `None` when none is scheduled."""
-        index = bisect_right(self._steps, step)
-        return self._steps[index] if index < len(self._steps) else None
+        later = self._entries[self._num_begun(step) :]
+        return later[0].effective_step if later else None
 
     def entries_since(self, step: int) -> list[ScheduleEntry]:
         """The entry that rules `step` and all later ones: what a resumed run needs."""
-        first = self._first_for(step)
-        return [ScheduleEntry(*entry) for entry in zip(self._steps[first:], self._allocations[first:], strict=True)]
+        return self._entries[max(self._num_begun(step) - 1, 0) :]
 
     def drop_before(self, step: int) -> None:
         """Drop the entries that no step from `step` on needs: a long run would fill the memory with them."""
-        first = self._first_for(step)
-        del self._steps[:first], self._allocations[:first], self._counts[:first]
+        first = max(self._num_begun(step) - 1, 0)
+        del self._entries[:first], self._counts[:first]
 
     def _index(self, step: int) -> int:
-        index = bisect_right(self._steps, step) - 1
+        index = self._num_begun(step) - 1
         if index < 0:
-            raise ValueError(f"step {step} lies before the schedule's first step {self._steps[0]}")
+            raise ValueError(f"step {step} lies before the schedule's first step {self._entries[0].effective_step}")
         return index
 
-    def _first_for(self, step: int) -> int:
-        return max(bisect_right(self._steps, step) - 1, 0)
-
-    def _truncate(self, length: int) -> None:
-        del self._steps[length:], self._allocations[length:], self._counts[length:]
+    def _num_begun(self, step: int) -> int:
+        """Entries that rule from `step` or an earlier one on."""
+        return bisect_right(self._entries, step, key=itemgetter(0))
 
     def _append(self, step: int, allocation: Allocation) -> None:
         sizes: Sequence[int] = allocation.local_batch_sizes
@@ -125,8 +125,7 @@ class Schedule:
             raise ValueError(f"{len(sizes)} sizes for {self._world_size} ranks")
         if min(sizes) < 0 or sum(sizes) < 1:
             raise ValueError(f"sizes {list(sizes)[:16]} leave a step without samples")
-        self._steps.append(step)
-        self._allocations.append(allocation)
+        self._entries.append(ScheduleEntry(step, allocation))
         self._counts.append(Counts(sizes))
 
 

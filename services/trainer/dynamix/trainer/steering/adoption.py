@@ -7,7 +7,6 @@ Two phases, one step apart, so that no rank waits for a collective that is still
 """
 
 import logging
-from typing import NamedTuple
 
 from dynamix.schemas.messages import Action
 from dynamix.trainer.data.sampler import PlanSampler, Position
@@ -20,14 +19,6 @@ from .run import Run
 _log = logging.getLogger("dynamix.trainer")
 
 
-class _Posted(NamedTuple):
-    """A decision that is on its way to all ranks."""
-
-    effective_step: int
-    action: Action | None
-    """Known in rank 0."""
-
-
 class Adoption:
     """One rank's side of adopting actions, and of the fast loop's own splits."""
 
@@ -37,7 +28,8 @@ class Adoption:
         self._collectives = collectives
         self._transport = transport
         self._offers: Offers | None = None
-        self._posted: _Posted | None = None
+        self._posted: tuple[int, Action | None] | None = None
+        """Effective step of the decision that is on its way to all ranks, and its action, known in rank 0."""
 
     def begin(self) -> None:
         """Accept actions from now on: only rank 0 does."""
@@ -52,19 +44,19 @@ class Adoption:
         """Send rank 0's newest action to all ranks, to rule from `effective_step` on."""
         action = self._newest_action(self._run.window_of(effective_step))
         self._collectives.post_decision(None if action is None else action.allocation)
-        self._posted = _Posted(effective_step, action)
+        self._posted = effective_step, action
 
     def complete(self) -> None:
         """Adopt, or not, what rank 0 sent: every rank the same, at the same step. Nothing where nothing was posted."""
         posted, self._posted = self._posted, None
-        decision = None if posted is None else self._collectives.take_decision()
-        if posted is None or decision is None:
+        if posted is None or (decision := self._collectives.take_decision()) is None:
             return
-        self._assert_not_drawn(posted.effective_step)
-        self._run.schedule.drop_before(posted.effective_step - self._run.options.margin_steps)
-        self._run.fast_loop.adopt(posted.effective_step, decision)
-        if posted.action is not None:
-            self._publish_receipt(posted.action, posted.effective_step)
+        effective_step, action = posted
+        self._assert_not_drawn(effective_step)
+        self._run.schedule.drop_before(effective_step - self._run.options.margin_steps)
+        self._run.fast_loop.adopt(effective_step, decision)
+        if action is not None:
+            self._publish_receipt(action, effective_step)
 
     def track(self, position: Position, seconds_per_sample: list[float]) -> None:
         """Let the fast loop split again; one step less ahead than `post`, since nothing has to be sent first."""
