@@ -107,12 +107,13 @@ def fits(record: Record) -> bool:
 
 
 def kind_of(record: Record) -> str:
-    """The kind of message that the subject names."""
-    return _kind(record.subject)
+    """The kind of message that its subject names."""
+    return kind_of_subject(record.subject)
 
 
 @lru_cache(maxsize=16384)  # the same few subjects come with every window
-def _kind(subject: str) -> str:
+def kind_of_subject(subject: str) -> str:
+    """The kind of message in a subject; empty when it names none."""
     return subject.split(".", 3)[2] if subject.count(".") > 2 else ""
 
 

@@ -5,7 +5,7 @@ from typing import Literal
 import msgspec
 
 from dynamix.recording.capture import Record, WindowKey
-from dynamix.recording.capture.record import identity_of, kind_of, window_key_of
+from dynamix.recording.capture.record import identity_of, kind_of, kind_of_subject, window_key_of
 
 from . import fields
 from .fields import FieldPair
@@ -65,37 +65,33 @@ class OutputCounts(msgspec.Struct, kw_only=True):
     """Generation, window and kind of the first `MAX_LISTED` differences."""
     notes: list[str] = []
 
-    def count_pair(
-        self, kind: str, subject: str, key: WindowKey, *, recorded: bytes, replayed: bytes, sequence: int
-    ) -> bool:
-        """Count a recorded and a replayed output; returns whether their bytes are equal."""
+    def count_pair(self, record: Record, key: WindowKey, replayed: bytes) -> bool:
+        """Count a recorded output and the payload of the replayed one; returns whether their bytes are equal."""
         self.num_compared += 1
-        if recorded == replayed:
+        if record.payload == replayed:
             self.num_equal += 1
             return True
-        sides = fields.decode_or_reason(subject, recorded), fields.decode_or_reason(subject, replayed)
+        sides = [fields.decode_or_reason(record.subject, payload) for payload in (record.payload, replayed)]
         agrees = fields.agree(*sides)
         is_first = self.first is None or (not agrees and self.first_disagreeing is None)
         self._add_difference(
             Difference(
-                kind=kind,
-                subject=subject,
+                kind=kind_of(record),
+                subject=record.subject,
                 generation=key.generation,
                 window=key.window,
                 reason="other bytes",
                 agrees=agrees,
-                sequence=sequence,
-                first_byte=fields.first_different_byte(recorded, replayed),
+                sequence=record.sequence,
+                first_byte=fields.first_different_byte(record.payload, replayed),
                 fields=fields.field_pairs(*sides) if is_first else [],
             )
         )
         return False
 
-    def count_missing(
-        self, kind: str, subject: str, key: WindowKey, reason: Reason, sequence: int | None = None
-    ) -> None:
-        """Count an output that is on one side only."""
-        where = {"kind": kind, "subject": subject, **key._asdict()}
+    def count_missing(self, reason: Reason, subject: str, key: WindowKey, sequence: int | None = None) -> None:
+        """Count an output that is on one side only; `sequence` is that of a recorded one."""
+        where = {"kind": kind_of_subject(subject), "subject": subject, **key._asdict()}
         self._add_difference(Difference(**where, reason=reason, agrees=False, sequence=sequence))
 
     def add_note(self, text: str) -> None:
@@ -147,7 +143,7 @@ class OutputPairing:
         elif key.window > 0 and key == self._first:  # the capture begins in the middle of this window
             self._counts.num_outside += 1
         else:
-            self._counts.count_missing(kind_of(record), record.subject, key, "only recorded", record.sequence)
+            self._counts.count_missing("only recorded", record.subject, key, record.sequence)
 
     def finish(self) -> None:
         """Count the replayed outputs without a recorded one: missing, or at an edge of the capture."""
@@ -159,9 +155,7 @@ class OutputPairing:
         self._paired[identity] = None
         if len(self._paired) > NUM_REMEMBERED:
             self._paired.pop(next(iter(self._paired)))
-        self._counts.count_pair(
-            kind_of(record), record.subject, key, recorded=record.payload, replayed=payload, sequence=record.sequence
-        )
+        self._counts.count_pair(record, key, payload)
 
     def _count_unpaired(self, identity: str) -> None:
         subject, _ = self._unpaired.pop(identity)
@@ -170,7 +164,7 @@ class OutputPairing:
         if self._is_at_an_edge(key):
             self._counts.num_outside += 1
         else:
-            self._counts.count_missing(identity.partition(":")[0], subject, key, "only replayed")
+            self._counts.count_missing("only replayed", subject, key)
 
     def _is_at_an_edge(self, key: WindowKey) -> bool:
         if self._first is None or self._newest is None or key <= self._first:

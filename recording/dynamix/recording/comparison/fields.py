@@ -107,13 +107,8 @@ def _is_same(left: Any, right: Any) -> bool:
 
 
 def _is_near(left: Any, right: Any) -> bool:
-    if (
-        isinstance(left, float)
-        and isinstance(right, float)
-        and math.isclose(left, right, rel_tol=REL_TOLERANCE, abs_tol=1e-12)
-    ):
-        return True
-    return _is_same(left, right)
+    numbers = isinstance(left, float) and isinstance(right, float)
+    return _is_same(left, right) or (numbers and math.isclose(left, right, rel_tol=REL_TOLERANCE, abs_tol=1e-12))
 
 
 def _shown(values: dict[str, Any], path: str) -> str:

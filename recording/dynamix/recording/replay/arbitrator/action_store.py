@@ -181,18 +181,16 @@ class ComparedActions(ReplayedActions):
 
     def _count_missing(self, found: RecordedAction, action: Action) -> None:
         record = found.record
-        self._counts.count_missing("action", record.subject, window_of(action), "only recorded", record.sequence)
+        self._counts.count_missing("only recorded", record.subject, window_of(action), record.sequence)
 
     def _is_equal(self, action: Action, payload: bytes, found: RecordedAction) -> bool:
         """Compare with the recorded action; an action for another window has no counterpart."""
         key, record = window_of(action), found.record
         if found.action is not None and key != window_of(found.action):
-            self._counts.count_missing("action", record.subject, key, "only replayed")
+            self._counts.count_missing("only replayed", record.subject, key)
             self._counts.num_outside += 1
             return False
-        return self._counts.count_pair(
-            "action", record.subject, key, recorded=record.payload, replayed=payload, sequence=record.sequence
-        )
+        return self._counts.count_pair(record, key, payload)
 
     def _restart_where_recorded(self, action: Action, found: RecordedAction) -> None:
         recorded = found.action

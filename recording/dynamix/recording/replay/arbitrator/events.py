@@ -46,11 +46,9 @@ class EventComparer:
         key = WindowKey(event.generation, event.window)
         replayed = self._replayed.pop(codec.message_id(event), None) or _after_restart(event, job, actions)
         if replayed is None:
-            self._counts.count_missing("event", record.subject, key, "only recorded", record.sequence)
-            return
-        self._counts.count_pair(
-            "event", record.subject, key, recorded=record.payload, replayed=replayed, sequence=record.sequence
-        )
+            self._counts.count_missing("only recorded", record.subject, key, record.sequence)
+        else:
+            self._counts.count_pair(record, key, replayed)
 
     def finish(self) -> None:
         """Note the events that were not recorded: the recorded arbitrator may have been restarted shortly before."""
