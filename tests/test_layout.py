@@ -32,7 +32,7 @@ PURE_CORES = {
     "schemas": {"apportion", "features"},
     "arbitrator": {
         *("deciding.fold", "deciding.signatures", "policies"),
-        *(f"learned.{name}" for name in ("actions", "inputs", "forward", "normalisation", "policy", "policy_file")),
+        *(f"learned.{name}" for name in ("actions", "inputs", "forward", "policy", "policy_file")),
         *(f"learning.{name}" for name in ("agent", "ppo", "rollout")),
     },
     "trainer": {

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from operator import itemgetter
 
 import numpy as np
 import pytest
@@ -11,11 +12,9 @@ from tests.support import examples, learned
 from dynamix.arbitrator.deciding.fold import Fold
 from dynamix.arbitrator.learned import inputs, policy_file
 from dynamix.arbitrator.learned.actions import ACTIONS, DELTAS, MULTIPLIERS, ActionSetName, action_set_named
-from dynamix.arbitrator.learned.forward import Forward
-from dynamix.arbitrator.learned.normalisation import Normalisation
+from dynamix.arbitrator.learned.forward import Forward, Normalisation
 from dynamix.arbitrator.learned.policy import LearnedPolicy, sample
-from dynamix.arbitrator.learned.policy_file import PolicyFile
-from dynamix.arbitrator.learned.shipped import shipped_policy
+from dynamix.arbitrator.learned.policy_file import PolicyFile, shipped_policy
 from dynamix.arbitrator.learning.agent import Agent
 from dynamix.arbitrator.policies.policy import Policy
 from dynamix.arbitrator.policies.random import keyed_generator
@@ -185,8 +184,10 @@ def test_a_program_with_more_inputs_and_actions_decides_the_same_with_a_shipped_
 ) -> None:
     job = examples.job(NODES, policy=name, policy_options={"explore": 1.0})
     before = run(job, LearnedPolicy(PolicyFile.from_bytes(shipped_policy(name) or b"")))
-    monkeypatch.setattr(inputs, "RANK_INPUTS", ("step_time_s", *inputs.RANK_INPUTS))
-    monkeypatch.setattr(inputs, "GLOBAL_INPUTS", (*inputs.GLOBAL_INPUTS[:3], "loss", *inputs.GLOBAL_INPUTS[3:]))
+    new = {name: itemgetter(name) for name in ("step_time_s", "loss")}
+    first, *others = inputs.GLOBAL_INPUTS.items()
+    monkeypatch.setattr(inputs, "RANK_INPUTS", {"step_time_s": new["step_time_s"], **inputs.RANK_INPUTS})
+    monkeypatch.setattr(inputs, "GLOBAL_INPUTS", dict([first, ("loss", new["loss"]), *others]))
     more = {"deltas": (0.0, 7.0, *ACTIONS["deltas"][1:]), "global": (1.0, 3.0, *MULTIPLIERS[1:])}
     monkeypatch.setattr(policy_file, "ACTIONS", more)
     assert {len(inputs.names(action_set)) for action_set in ACTION_SETS} == {37, 83}

@@ -8,8 +8,7 @@ from tests.support import examples
 
 from dynamix.arbitrator import policies
 from dynamix.arbitrator.learned.policy import LearnedPolicy
-from dynamix.arbitrator.learned.policy_file import PolicyFile
-from dynamix.arbitrator.learned.shipped import SHIPPED_POLICIES, shipped_names, shipped_policy
+from dynamix.arbitrator.learned.policy_file import SHIPPED_POLICIES, PolicyFile, shipped_names, shipped_policy
 from dynamix.arbitrator.learning.service import LearnerSettings
 from dynamix.arbitrator.policies.model.observation import Array32
 from dynamix.arbitrator.policies.options import allocation_of

@@ -9,7 +9,7 @@ from tests.support.brokers import operate
 from tests.support.foreign_policy import of_other_features
 
 from dynamix.arbitrator.deciding.fold import Fold
-from dynamix.arbitrator.learned import policy_source, shipped
+from dynamix.arbitrator.learned import policy_file, policy_source
 from dynamix.arbitrator.learned.policy_file import PolicyFile
 from dynamix.arbitrator.learned.policy_source import PolicySource
 from dynamix.arbitrator.learned.policy_store import BUCKET, PolicyStore
@@ -32,7 +32,7 @@ def source(bus: Bus) -> PolicySource:
 @pytest.fixture
 def ship(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ship:
     """Has a policy come with the package."""
-    monkeypatch.setattr(shipped, "shipped_directory", lambda: tmp_path)
+    monkeypatch.setattr(policy_file, "shipped_directory", lambda: tmp_path)
 
     def write(name: str, data: bytes) -> None:
         (tmp_path / f"{name}.safetensors").write_bytes(data)

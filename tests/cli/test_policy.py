@@ -10,7 +10,7 @@ from tests.support import learned
 from tests.support.deployed_broker import DeployedBroker, deployed_broker
 from tests.support.foreign_policy import of_other_features
 
-from dynamix.arbitrator.learned import shipped
+from dynamix.arbitrator.learned import policy_file
 from dynamix.cli.commands.policy.catalogue import AvailablePolicy
 from dynamix.cli.commands.policy.view import table
 from dynamix.cli.main import main
@@ -39,7 +39,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     directory = tmp_path / "shipped"
     directory.mkdir()
     (directory / "ppo.safetensors").write_bytes(OTHER)
-    monkeypatch.setattr(shipped, "shipped_directory", lambda: directory)
+    monkeypatch.setattr(policy_file, "shipped_directory", lambda: directory)
     return directory
 
 

@@ -7,9 +7,14 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from dynamix.arbitrator.learned.policy_file import PolicyFile, PolicyFileError
+from dynamix.arbitrator.learned.policy_file import (
+    SHIPPED_VERSION,
+    PolicyFile,
+    PolicyFileError,
+    shipped_names,
+    shipped_policy,
+)
 from dynamix.arbitrator.learned.policy_store import PolicyStore, StoredPolicy
-from dynamix.arbitrator.learned.shipped import SHIPPED_VERSION, shipped_names, shipped_policy
 from dynamix.cli.connection import HOW_TO_START, NoBrokerError, connected
 from dynamix.cli.errors import CommandError, explained
 from dynamix.runtime.bus import Bus, StreamMissingError

@@ -19,8 +19,7 @@ from typing import cast
 
 import msgspec
 
-from dynamix.arbitrator.learned.policy_file import SUFFIX
-from dynamix.arbitrator.learned.shipped import SHIPPED_POLICIES, shipped_directory
+from dynamix.arbitrator.learned.policy_file import SHIPPED_POLICIES, SUFFIX, shipped_directory
 from dynamix.arbitrator.policies.options import check_options
 from dynamix.arbitrator.policies.registry import policy_named
 from dynamix.schemas.messages.policies import DEFAULT_POLICY

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Never
 
-from dynamix.arbitrator.learned.policy_file import PolicyFile
+from dynamix.arbitrator.learned.policy_file import SHIPPED_VERSION, PolicyFile, shipped_policy
 from dynamix.arbitrator.learned.policy_store import BUCKET
-from dynamix.arbitrator.learned.shipped import SHIPPED_VERSION, shipped_policy
 from dynamix.recording.playback import ReplayError
 from dynamix.runtime.bus import ObjectInfo, ObjectMissingError, PermissionDeniedError, StoredObject
 from dynamix.runtime.bus.objects.layout import DIGEST_PREFIX

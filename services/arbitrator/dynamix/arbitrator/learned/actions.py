@@ -19,7 +19,7 @@ import numpy.typing as npt
 from dynamix.arbitrator.policies import random
 from dynamix.arbitrator.policies.model.observation import Array32, decided_sizes
 from dynamix.arbitrator.policies.options import Options
-from dynamix.arbitrator.policies.policy import Decision, Policy
+from dynamix.arbitrator.policies.policy import Decision
 from dynamix.arbitrator.policies.rule import Rule
 from dynamix.schemas.apportion import apportion
 from dynamix.schemas.features import RANK_INDEX
@@ -77,7 +77,7 @@ class Deltas:
 
     def __init__(self, wanted: Sequence[str], actions: Sequence[float]) -> None:
         """Show the inputs of these names, and take these actions."""
-        self._select = inputs.Selection(inputs.names("deltas"), wanted)
+        self._columns = inputs.columns("deltas", wanted)
         self._deltas = np.array(actions, dtype=np.int64)
         self.options: Options = {}
 
@@ -86,7 +86,7 @@ class Deltas:
         shared = inputs.global_inputs(job, window, obs_WF, global_F)
         own = inputs.rank_inputs(job, obs_WF)
         rows = np.concatenate([own, np.broadcast_to(shared, (len(own), len(shared)))], axis=1)
-        return Situation(self._select(rows), Decision(Allocation(decided_sizes(obs_WF))))
+        return Situation(rows.take(self._columns, axis=1), Decision(Allocation(decided_sizes(obs_WF))))
 
     def decision(self, job: Job, situation: Situation, choices_D: Choices) -> Decision:
         """Last sizes plus deltas, within the job's bounds; the carry is one byte per rank."""
@@ -105,20 +105,20 @@ _LEVER = struct.Struct("<BQ")
 
 
 class GlobalLever:
-    """Multiplies the global batch of another policy, which is given its own past and never sees the multiplier.
+    """Multiplies the global batch of `rule`, which is given its own past and never sees the multiplier.
 
-    The carry holds the choice, the other policy's last global batch and its carry: what it would do next does not
+    The carry holds the choice, the rule's last global batch and its carry: what the rule would do next does not
     depend on how it was overruled, so that the multipliers do not compound.
     """
 
     name: ActionSetName = "global"
 
-    def __init__(self, wanted: Sequence[str], actions: Sequence[float], rule: Policy, options: Options) -> None:
-        """Show the inputs of these names, and take these actions; the options are the rule's."""
-        self._select = inputs.Selection(inputs.names("global"), wanted)
+    def __init__(self, wanted: Sequence[str], actions: Sequence[float]) -> None:
+        """Show the inputs of these names, and take these actions."""
+        self._columns = inputs.columns("global", wanted)
         self._multipliers = actions
-        self._rule = rule
-        self.options = options
+        self._rule = Rule()
+        self.options = self._rule.options
 
     def situation(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Situation:
         """One row: pooled inputs of the ranks, the job's, and what the rule would do."""
@@ -127,12 +127,9 @@ class GlobalLever:
         sizes = np.clip(base.allocation.local_batch_sizes, job.min_local_batch_size, job.max_local_batch_sizes)
         base = base._replace(allocation=base.allocation.with_sizes(tuple(sizes.tolist())))
         lever = np.log2([max(1, sizes.sum()) / max(1, sum(decided_sizes(obs_WF))), self._multipliers[choice]])
-        row = [
-            inputs.pooled(inputs.rank_inputs(job, obs_WF)),
-            inputs.global_inputs(job, window, obs_WF, global_F),
-            lever.astype(np.float32),
-        ]
-        return Situation(self._select(np.concatenate(row)[None, :]), base)
+        pooled, shared = inputs.pooled(job, obs_WF), inputs.global_inputs(job, window, obs_WF, global_F)
+        row = np.concatenate([pooled, shared, lever.astype(np.float32)])
+        return Situation(row[None, self._columns], base)
 
     def decision(self, job: Job, situation: Situation, choices_D: Choices) -> Decision:
         """The rule's decision, its global batch multiplied; exactly the rule's where the multiplier is 1."""
@@ -160,7 +157,7 @@ def action_set_named(
 ) -> ActionSet:
     """The action set of that name, with the inputs and actions of a policy file, or with all that this program has."""
     wanted, actions = wanted or inputs.names(name), actions or ACTIONS[name]
-    return Deltas(wanted, actions) if name == "deltas" else GlobalLever(wanted, actions, Rule(), Rule.options)
+    return Deltas(wanted, actions) if name == "deltas" else GlobalLever(wanted, actions)
 
 
 def _as_the_rule_left_it(job: Job, obs_WF: Array32, last_total: int | None) -> Array32:

@@ -4,7 +4,8 @@ Sizes become doublings, times become shares of the step or ratios to the mean ov
 slow workers is then worth something on a hundred fast ones. Unknown stays NaN; `normalisation` turns it into a bit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 
 import numpy as np
 
@@ -12,48 +13,53 @@ from dynamix.arbitrator.policies.model.observation import Array32, Array64
 from dynamix.schemas.features import GLOBAL_INDEX, RANK_INDEX
 from dynamix.schemas.messages import Job
 
-RANK_INPUTS = (
-    "size_log2",
-    "size_to_mean_log2",
-    "room_above_log2",
-    "room_below_log2",
-    "running_to_decided_log2",
-    "pending_to_decided_log2",
-    "compute_share",
-    "sync_share",
-    "data_share",
-    "compute_to_mean_log2",
-    "rate_to_mean_log2",
-    "accuracy",
-    "accuracy_change",
-    "loss_to_job_log2",
-    "tx_to_mean_log2",
-    "retransmits_log2",
-    "srtt_us_log2",
-    "cpu_time_ratio",
-    "memory_ratio",
-    "load_per_cpu",
-    "age_windows",
-)
+Columns = Mapping[str, Array64]
+Input = Callable[[Columns], Array64]
+
+RANK_INPUTS: Mapping[str, Input] = {
+    "size_log2": lambda seen: _log2(seen["decided_local_batch_size"]),
+    "size_to_mean_log2": lambda seen: _log2(_to_mean(seen["decided_local_batch_size"])),
+    "room_above_log2": lambda seen: _log2(_ratio(seen["max_local_batch_size"], seen["decided_local_batch_size"])),
+    "room_below_log2": lambda seen: _log2(_ratio(seen["decided_local_batch_size"], seen["min_local_batch_size"])),
+    "running_to_decided_log2": lambda seen: _log2(_ratio(seen["local_batch_size"], seen["decided_local_batch_size"])),
+    "pending_to_decided_log2": lambda seen: _log2(
+        _ratio(seen["pending_local_batch_size"], seen["decided_local_batch_size"])
+    ),
+    "compute_share": lambda seen: _ratio(seen["compute_time_s"], seen["step_time_s"]),
+    "sync_share": lambda seen: _ratio(seen["sync_time_s"], seen["step_time_s"]),
+    "data_share": lambda seen: _ratio(seen["data_time_s"], seen["step_time_s"]),
+    "compute_to_mean_log2": lambda seen: _log2(_to_mean(seen["compute_time_s"])),
+    "rate_to_mean_log2": lambda seen: _log2(_to_mean(_ratio(seen["num_samples"], seen["compute_time_s"]))),
+    "accuracy": itemgetter("accuracy"),
+    "accuracy_change": itemgetter("accuracy_change"),
+    "loss_to_job_log2": lambda seen: _log2(_to_mean(seen["loss"])),
+    "tx_to_mean_log2": lambda seen: _log2(_to_mean(seen["tx_bytes_per_s"])),
+    "retransmits_log2": lambda seen: np.log2(1 + seen["retransmits"]),
+    "srtt_us_log2": lambda seen: _log2(seen["srtt_us"]),
+    "cpu_time_ratio": itemgetter("cpu_time_ratio"),
+    "memory_ratio": itemgetter("memory_ratio"),
+    "load_per_cpu": itemgetter("load_per_cpu"),
+    "age_windows": itemgetter("age_windows"),
+}
 """Inputs of one rank; `_log2` is in doublings, `_share` a share of the step, `_to_mean` against the mean over ranks."""
 
-GLOBAL_INPUTS = (
-    "loss_log2",
-    "loss_change_ratio",
-    "accuracy",
-    "accuracy_change",
-    "held_out_accuracy",
-    "progress",
-    "batch_to_base_log2",
-    "batch_to_noise_log2",
-    "running_to_decided_log2",
-    "step_time_s_log2",
-    "throughput_log2",
-    "world_size_log2",
-    "windows_log2",
-    "is_adam",
-)
-"""Inputs of the whole job."""
+GLOBAL_INPUTS: Mapping[str, Input] = {
+    "loss_log2": lambda seen: _log2(seen["loss"]),
+    "loss_change_ratio": lambda seen: _ratio(seen["loss_change"], seen["loss"]),
+    "accuracy": itemgetter("accuracy"),
+    "accuracy_change": itemgetter("accuracy_change"),
+    "held_out_accuracy": itemgetter("held_out_accuracy"),
+    "progress": itemgetter("progress"),
+    "batch_to_base_log2": lambda seen: _log2(_ratio(seen["decided"], seen["base_global_batch_size"])),
+    "batch_to_noise_log2": lambda seen: _log2(_ratio(seen["decided"], seen["noise_scale"])),
+    "running_to_decided_log2": lambda seen: _log2(_ratio(seen["global_batch_size"], seen["decided"])),
+    "step_time_s_log2": lambda seen: _log2(seen["step_time_s"]),
+    "throughput_log2": lambda seen: _log2(seen["throughput"]),
+    "world_size_log2": lambda seen: _log2(seen["world_size"]),
+    "windows_log2": lambda seen: _log2(seen["num_windows"]),
+    "is_adam": itemgetter("is_adam"),
+}
+"""Inputs of the whole job; each column has one row."""
 
 POOLS = ("mean", "min", "max")
 """How the inputs of all ranks become one row, whatever their number."""
@@ -70,65 +76,37 @@ def names(action_set: str) -> tuple[str, ...]:
     return (*(f"{pool}_{name}" for pool in POOLS for name in RANK_INPUTS), *common, *LEVER_INPUTS)
 
 
-class Selection:
-    """Selects columns by their names, in the order of the names that are wanted."""
-
-    def __init__(self, known: Sequence[str], wanted: Sequence[str]) -> None:
-        """Find each wanted name among the known ones; ValueError when one is not there."""
-        self._columns = None if tuple(known) == tuple(wanted) else [known.index(name) for name in wanted]
-
-    def __call__(self, rows: Array32) -> Array32:
-        """The selected columns; the rows themselves when all are wanted in their order."""
-        return rows if self._columns is None else rows.take(self._columns, axis=1)
+def columns(action_set: str, wanted: Sequence[str]) -> list[int]:
+    """The places of the wanted inputs among `names`, in the order of `wanted`; ValueError when one is not there."""
+    known = names(action_set)
+    return [known.index(name) for name in wanted]
 
 
 def rank_inputs(job: Job, obs_WF: Array32) -> Array32:
     """Ranks x `RANK_INPUTS`, NaN where unknown."""
-    known = {name: obs_WF[:, at].astype(np.float64) for name, at in RANK_INDEX.items()}
-    decided, compute_s, step_s = known["decided_local_batch_size"], known["compute_time_s"], known["step_time_s"]
-    columns = {
-        "size_log2": _log2(decided),
-        "size_to_mean_log2": _log2(_to_mean(decided)),
-        "room_above_log2": _log2(_ratio(np.asarray(job.max_local_batch_sizes, dtype=np.float64), decided)),
-        "room_below_log2": _log2(_ratio(decided, np.full_like(decided, max(1, job.min_local_batch_size)))),
-        "running_to_decided_log2": _log2(_ratio(known["local_batch_size"], decided)),
-        "pending_to_decided_log2": _log2(_ratio(known["pending_local_batch_size"], decided)),
-        "compute_share": _ratio(compute_s, step_s),
-        "sync_share": _ratio(known["sync_time_s"], step_s),
-        "data_share": _ratio(known["data_time_s"], step_s),
-        "compute_to_mean_log2": _log2(_to_mean(compute_s)),
-        "rate_to_mean_log2": _log2(_to_mean(_ratio(known["num_samples"], compute_s))),
-        "loss_to_job_log2": _log2(_to_mean(known["loss"])),
-        "tx_to_mean_log2": _log2(_to_mean(known["tx_bytes_per_s"])),
-        "retransmits_log2": np.log2(1 + known["retransmits"]),
-        "srtt_us_log2": _log2(known["srtt_us"]),
-    }
-    chosen = [columns.get(name, known.get(name)) for name in RANK_INPUTS]
-    assert all(column is not None for column in chosen)
-    return np.stack(chosen, axis=1).astype(np.float32)  # type: ignore[arg-type]  # none is None: see above
+    seen = {name: obs_WF[:, at].astype(np.float64) for name, at in RANK_INDEX.items()}
+    seen["max_local_batch_size"] = np.asarray(job.max_local_batch_sizes, dtype=np.float64)
+    seen["min_local_batch_size"] = np.full(job.world_size, float(max(1, job.min_local_batch_size)))
+    return np.stack([make(seen) for make in RANK_INPUTS.values()], axis=1).astype(np.float32)
 
 
 def global_inputs(job: Job, window: int, obs_WF: Array32, global_F: Array32) -> Array32:
     """One number per `GLOBAL_INPUTS`, NaN where unknown."""
-    known = {name: float(global_F[at]) for name, at in GLOBAL_INDEX.items()}
-    decided = float(obs_WF[:, RANK_INDEX["decided_local_batch_size"]].astype(np.float64).sum())
-    values = {
-        "loss_log2": _log2_of(known["loss"]),
-        "loss_change_ratio": _ratio_of(known["loss_change"], known["loss"]),
-        "batch_to_base_log2": _log2_of(_ratio_of(decided, float(job.base_global_batch_size))),
-        "batch_to_noise_log2": _log2_of(_ratio_of(decided, known["noise_scale"])),
-        "running_to_decided_log2": _log2_of(_ratio_of(known["global_batch_size"], decided)),
-        "step_time_s_log2": _log2_of(known["step_time_s"]),
-        "throughput_log2": _log2_of(known["throughput"]),
-        "world_size_log2": float(np.log2(job.world_size)),
-        "windows_log2": float(np.log2(1 + window)),
-        "is_adam": float(job.optimizer_family == "adam"),
+    numbers = {
+        "decided": obs_WF[:, RANK_INDEX["decided_local_batch_size"]].astype(np.float64).sum(),
+        "base_global_batch_size": job.base_global_batch_size,
+        "world_size": job.world_size,
+        "num_windows": 1 + window,
+        "is_adam": job.optimizer_family == "adam",
+        **{name: global_F[at] for name, at in GLOBAL_INDEX.items()},
     }
-    return np.array([values.get(name, known.get(name, np.nan)) for name in GLOBAL_INPUTS], dtype=np.float32)
+    seen = {name: np.array([number], dtype=np.float64) for name, number in numbers.items()}
+    return np.concatenate([make(seen) for make in GLOBAL_INPUTS.values()]).astype(np.float32)
 
 
-def pooled(inputs_WR: Array32) -> Array32:
+def pooled(job: Job, obs_WF: Array32) -> Array32:
     """One number per pool and rank input, ordered as in `names`: over the ranks where it is known, NaN without any."""
+    inputs_WR = rank_inputs(job, obs_WF)
     known = ~np.isnan(inputs_WR)
     count = known.sum(axis=0)
     pools = (
@@ -157,11 +135,3 @@ def _log2(values: Array64) -> Array64:
     result = np.full(len(values), np.nan)
     np.log2(values, out=result, where=values > 0)
     return result
-
-
-def _ratio_of(over: float, under: float) -> float:
-    return over / under if under > 0 else np.nan
-
-
-def _log2_of(value: float) -> float:
-    return float(np.log2(value)) if value > 0 else np.nan

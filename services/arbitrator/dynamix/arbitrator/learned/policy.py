@@ -13,8 +13,7 @@ from dynamix.arbitrator.policies.random import keyed_generator
 from dynamix.schemas.messages import Job
 
 from .actions import Choices
-from .forward import Forward, log_softmax
-from .normalisation import Normalisation
+from .forward import Forward, Normalisation, log_softmax
 from .policy_file import PolicyFile
 
 VERSION = Option(1, 1, 2**53 - 1, "of the policy; without it the newest when a generation begins", whole=True)

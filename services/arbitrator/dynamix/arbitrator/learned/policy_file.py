@@ -1,9 +1,13 @@
-"""A learned policy as a file: safetensors, its metadata one JSON text. Reading checks everything and runs nothing."""
+"""A learned policy as a file: safetensors, its metadata one JSON text. Reading checks everything and runs nothing.
+
+Some files come with the package, in `shipped_policies/`: version 1 of their names.
+"""
 
 import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
+from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
@@ -16,6 +20,7 @@ from safetensors.numpy import save
 
 from dynamix.schemas.features import FEATURE_VERSION, GLOBAL_FEATURES, RANK_FEATURES
 from dynamix.schemas.messages.fields import Count, Text, Token
+from dynamix.schemas.subjects import check_token
 
 from . import forward, inputs
 from .actions import ACTIONS, ActionSet, ActionSetName, action_set_named
@@ -34,6 +39,13 @@ _NEVER_NEGATIVE = (".count", ".m2", ".step", ".exp_avg_sq")
 
 Array = npt.NDArray[Any]
 _KINDS: dict[str, str] = {"F32": "<f4", "F64": "<f8", "I64": "<i8"}
+
+SHIPPED_POLICIES = ("ppo", "ppo-paper")
+"""The learned policies. NAME.safetensors is what a job of that name gets, NAME-SEED.safetensors the same learning begun
+with another seed: the policy seeds of a comparison."""
+
+SHIPPED_VERSION = 1
+"""Versions on the bus are higher, so that a name and a number never mean two policies."""
 
 
 class PolicyFileError(ValueError):
@@ -150,6 +162,22 @@ class PolicyFile(NamedTuple):
         _check_tensors(found)
         _check_learning(found)
         return found
+
+
+def shipped_directory() -> Path:
+    """The folder of the files."""
+    return Path(str(resources.files("dynamix.arbitrator.learned"))) / "shipped_policies"
+
+
+def shipped_names() -> list[str]:
+    """The names of the shipped policies, sorted."""
+    return sorted(path.stem for path in shipped_directory().glob(f"*{SUFFIX}"))
+
+
+def shipped_policy(name: str) -> bytes | None:
+    """The content of a shipped file, `None` when none has this name."""
+    path = shipped_directory() / (check_token(name) + SUFFIX)
+    return path.read_bytes() if path.is_file() else None
 
 
 def _metadata(data: bytes) -> PolicyMetadata:

@@ -11,9 +11,8 @@ from dynamix.runtime.bus import ObjectBrokenError, ObjectMissingError, Permissio
 from dynamix.schemas.messages import Action, Job
 
 from .policy import VERSION, LearnedPolicy
-from .policy_file import PolicyFile
+from .policy_file import SHIPPED_VERSION, PolicyFile, shipped_names, shipped_policy
 from .policy_store import PolicyStore, StoredPolicy
-from .shipped import SHIPPED_VERSION, shipped_names, shipped_policy
 
 logger = logging.getLogger(__name__)
 

@@ -24,8 +24,7 @@ from dynamix.schemas.messages import Message, PolicyVersion
 from dynamix.schemas.streams import POLICIES
 from dynamix.schemas.subjects import check_token
 
-from .policy_file import MAX_BYTES, SUFFIX
-from .shipped import SHIPPED_VERSION, shipped_names
+from .policy_file import MAX_BYTES, SHIPPED_VERSION, SUFFIX, shipped_names
 
 logger = logging.getLogger(__name__)
 

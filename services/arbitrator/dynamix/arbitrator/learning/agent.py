@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from dynamix.arbitrator.learned import forward
-from dynamix.arbitrator.learned.normalisation import Normalisation
+from dynamix.arbitrator.learned.forward import Normalisation
 from dynamix.arbitrator.learned.policy_file import MOMENTS, OPTIMIZER, OPTIMIZER_STEP, PolicyFile, PolicyMetadata
 from dynamix.arbitrator.learned.ppo_settings import PPOSettings
 from dynamix.arbitrator.policies.model.observation import Array64

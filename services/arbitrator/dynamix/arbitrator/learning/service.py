@@ -12,9 +12,8 @@ import msgspec
 from msgspec import Meta
 
 from dynamix.arbitrator.deciding.signatures import reward_signatures, value_signature
-from dynamix.arbitrator.learned.policy_file import PolicyFile, PolicyMetadata
+from dynamix.arbitrator.learned.policy_file import SHIPPED_VERSION, PolicyFile, PolicyMetadata, shipped_policy
 from dynamix.arbitrator.learned.policy_store import PolicyStore
-from dynamix.arbitrator.learned.shipped import SHIPPED_VERSION, shipped_policy
 from dynamix.runtime.bus import (
     Bus,
     BusError,
