@@ -3,24 +3,47 @@
 import math
 import re
 from collections.abc import Mapping
-from typing import Any, get_args
+from functools import cache
+from typing import Annotated, Any, NamedTuple, get_args
 
 import msgspec
 
 from dynamix.schemas.spelling import suggestion
 
 
-def check_between(key: str, value: float, low: float, high: float = math.inf) -> None:
-    """Raise ValueError when a number is not finite or outside [low, high]."""
-    if not (math.isfinite(value) and low <= value <= high):
-        limit = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
-        raise ValueError(f"{key} = {value:g}: it must be {limit}")
+class Limits(NamedTuple):
+    """What a number may be: finite, and within these bounds."""
+
+    low: float = 0
+    high: float = math.inf
+    is_open: bool = False
+    """Whether `low` itself is too low."""
+
+    def check(self, key: str, value: float) -> None:
+        """Raise ValueError when the number of that key is outside."""
+        if math.isfinite(value) and self.low <= value <= self.high and not (self.is_open and value == self.low):
+            return
+        limit = f"between {self.low:g} and {self.high:g}" if self.high < math.inf else f"at least {self.low:g}"
+        raise ValueError(f"{key} = {value:g}: it must be {f'above {self.low:g}' if self.is_open else limit}")
 
 
-def check_positive(key: str, value: float) -> None:
-    """Raise ValueError when a number is not finite or not above 0."""
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{key} = {value:g}: it must be above 0")
+NotNegative = Annotated[float, Limits()]
+Positive = Annotated[float, Limits(is_open=True)]
+Share = Annotated[float, Limits(0, 1)]
+Factor = Annotated[float, Limits(1)]
+WholeNumber = Annotated[int, Limits()]
+AtLeastOne = Annotated[int, Limits(1)]
+
+
+@cache
+def limits_of(table: type[msgspec.Struct]) -> dict[str, Limits]:
+    """The limits that a table's fields are annotated with, by key."""
+    return {
+        field.name: limits
+        for field in msgspec.structs.fields(table)
+        for part in (field.type, *get_args(field.type))
+        for limits in getattr(part, "__metadata__", ())
+    }
 
 
 def explain_decode_error(message: str, content: Mapping[str, Any], tables: Mapping[str, type[msgspec.Struct]]) -> str:

@@ -23,8 +23,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dynamix.trainer.measurement.clock import StepTimes
-
 from .disturbances import Conditions
 from .scenario import BYTES_PER_MBIT, Scenario
 
@@ -44,10 +42,6 @@ class StepTiming(NamedTuple):
     def seconds_per_sample(self, sizes: Sequence[int]) -> list[float]:
         """What the workers would tell each other: compute time over samples; 0 where a worker had none."""
         return [time_s / size if size else 0.0 for time_s, size in zip(self.compute_s.tolist(), sizes, strict=True)]
-
-    def of_rank(self, rank: int) -> StepTimes:
-        """One worker's step as the real clock would divide it."""
-        return StepTimes(0.0, float(self.compute_s[rank]), float(self.sync_s[rank]), self.update_s)
 
 
 class VirtualClock:

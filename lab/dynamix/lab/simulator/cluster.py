@@ -24,9 +24,8 @@ from dynamix.trainer.steering.tracking import FastLoop, Tracker
 
 from .clock import StepTiming, VirtualClock
 from .disturbances import Conditions, Disturbances
-from .job import NOISE_DECAY, identity_of, job_options, training_part
 from .perceptron import gradients_of
-from .recorder import WindowRecorder, reporters_of
+from .ranks import NOISE_DECAY, WindowRecorder, identity_of, job_options, reporters_of, training_part
 from .scenario import Scenario
 
 

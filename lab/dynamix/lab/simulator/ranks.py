@@ -1,12 +1,16 @@
-"""What the virtual ranks would have measured in a window, as the rows that real ranks gather at its end."""
+"""The virtual ranks in the types of real ones: what they agree on when they attach, and the rows that they gather."""
+
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from dynamix.lab.workloads import Data, Part
 from dynamix.schemas.messages import SocketCounters, SystemMetrics
 from dynamix.trainer.data.sampler import StepPlan
 from dynamix.trainer.gradient.noise import NoiseSums
-from dynamix.trainer.job.identity import JobIdentity, Place
+from dynamix.trainer.job.identity import Attempt, JobIdentity, Place
 from dynamix.trainer.job.options import JobOptions
 from dynamix.trainer.job.reporting import Reporter
 from dynamix.trainer.measurement.clock import StepTimes
@@ -14,13 +18,79 @@ from dynamix.trainer.measurement.process import ProcessIdentity
 from dynamix.trainer.measurement.rows import Row, make_row
 
 from .clock import StepTiming
-from .disturbances import Conditions
+from .disturbances import LABELS, Conditions, generator
 from .gradients import StepSums
 from .scenario import Scenario
 
 Array64 = npt.NDArray[np.float64]
 
+MARGIN_STEPS = 2
+"""As a real loader without workers has it: steps from knowing of a change to the first step that can follow it."""
+
+NOISE_DECAY = 0.9
+"""As `attach` has it."""
+
+MAX_LAG_WINDOWS = 4
+
 NO_PROCESS = ProcessIdentity(pid=0, start_ticks=0, namespace=0, uid=0)
+
+
+def job_options(
+    scenario: Scenario, seed: int, policy: str, policy_options: Mapping[str, float], sizes: tuple[int, ...]
+) -> JobOptions:
+    """What `attach` would have been told."""
+    return JobOptions(
+        local_batch_sizes=sizes,
+        base_global_batch_size=scenario.base_global_batch_size,
+        window_steps=scenario.window_steps,
+        min_local_batch_size=scenario.min_local_batch_size,
+        max_local_batch_size=scenario.max_local_batch_size,
+        max_lag_windows=max(MAX_LAG_WINDOWS, scenario.lag_windows + 1),
+        margin_steps=MARGIN_STEPS,
+        policy=policy,
+        policy_options=policy_options,
+        optimizer_family="sgd" if scenario.optimizer == "sgd" else "adam",
+        learning_rate_rule=scenario.learning_rate_rule,
+        reduction="mean",
+        seed=seed,
+        shuffle=True,
+        drop_last=False,
+        noise_every=scenario.noise_every,
+        noise_decay=NOISE_DECAY,
+        supports_tracking=True,
+    )
+
+
+def identity_of(scenario: Scenario, job: str) -> JobIdentity:
+    """What the ranks would have agreed on when they attached."""
+    return JobIdentity(
+        job=job,
+        generation=0,
+        attempt=Attempt(launch="virtual", restarts=0, max_restarts=0),
+        nodes=scenario.nodes,
+        max_local_batch_sizes=scenario.max_local_batch_sizes,
+    )
+
+
+def training_part(scenario: Scenario, data: Data, seed: int) -> Part:
+    """The training part as the scenario has it: its first samples, some of their labels replaced by another class."""
+    inputs, labels = (tensor[: scenario.num_train_samples or None] for tensor in data.train)
+    if scenario.label_noise > 0:
+        drawn = generator(seed, LABELS, 0)
+        flat = labels.flatten().cpu().numpy().copy()
+        wrong = drawn.random(len(flat)) < scenario.label_noise
+        num_classes = int(flat.max()) + 1
+        flat[wrong] = (flat[wrong] + drawn.integers(1, num_classes, size=len(flat))[wrong]) % num_classes
+        labels = torch.from_numpy(flat).view(labels.shape).to(inputs.device)
+    return Part(inputs, labels)
+
+
+def reporters_of(options: JobOptions, identity: JobIdentity) -> list[Reporter]:
+    """One reporter per node, as each node's local rank 0 has one."""
+    return [
+        Reporter(options, identity, Place(node.ranks[0], 0, node.node, tuple(node.ranks)), options.initial_allocation)
+        for node in identity.nodes
+    ]
 
 
 class WindowRecorder:
@@ -39,7 +109,6 @@ class WindowRecorder:
 
     def _begin(self) -> None:
         count = len(self._places)
-        self._num_steps = 0
         self._time_s = self._update_s = 0.0
         self._compute_s, self._sync_s, self._weighted_round_trip = np.zeros(count), np.zeros(count), np.zeros(count)
         self._loss, self._num_correct = np.zeros(count), np.zeros(count)
@@ -50,7 +119,6 @@ class WindowRecorder:
     def record_step(self, plan: StepPlan, sums: StepSums, timing: StepTiming, conditions: Conditions) -> None:
         """Add a step."""
         sizes = np.asarray(plan.counts.values)
-        self._num_steps += 1
         self._num_samples += sizes
         self._largest = np.maximum(self._largest, sizes)
         self._loss += sums.loss
@@ -102,14 +170,6 @@ class WindowRecorder:
             retransmits=int(self._retransmits[rank]),
             srtt_us=self._round_trip_us * float(self._weighted_round_trip[rank]) / self._time_s,
         )
-
-
-def reporters_of(options: JobOptions, identity: JobIdentity) -> list[Reporter]:
-    """One reporter per node, as each node's local rank 0 has one."""
-    return [
-        Reporter(options, identity, Place(node.ranks[0], 0, node.node, tuple(node.ranks)), options.initial_allocation)
-        for node in identity.nodes
-    ]
 
 
 def _places(scenario: Scenario) -> list[Place]:
