@@ -21,7 +21,6 @@ from dynamix.lab.simulator.scenario import (
 from dynamix.lab.workloads import workload_named
 from dynamix.schemas.messages import Job
 
-from .dwell_times import DwellTimes
 from .fit import CalibrationFit
 from .observations import Observations, Origin
 
@@ -47,23 +46,11 @@ class CalibrationSettings(NamedTuple):
     num_servers: int = 1
 
 
-class Bounds(NamedTuple):
-    """What the job's specification contains."""
-
-    window_steps: int
-    base_global_batch_size: int
-    initial_local_batch_size: int
-    min_local_batch_size: int
-    max_local_batch_size: int
-    ranks_per_node: int
-
-
 def scenario_of(
     fit: CalibrationFit, seen: Observations, origin: Origin, settings: CalibrationSettings, job: Job | None
 ) -> Scenario:
     """Return the scenario; without the job's specification its bounds are the observed sizes."""
     duration_s = _rounded(float(seen.duration_s.sum()))
-    bounds = _of_windows(seen) if job is None else _of_job(job)
     return Scenario(
         name=settings.name,
         family="calibrated",
@@ -71,12 +58,7 @@ def scenario_of(
         optimizer=settings.optimizer or origin.optimizer_family,
         learning_rate=settings.learning_rate,
         learning_rate_rule="sqrt" if job is None else job.learning_rate_rule,
-        window_steps=bounds.window_steps,
-        base_global_batch_size=bounds.base_global_batch_size,
-        initial_local_batch_size=bounds.initial_local_batch_size,
-        min_local_batch_size=bounds.min_local_batch_size,
-        max_local_batch_size=bounds.max_local_batch_size,
-        ranks_per_node=bounds.ranks_per_node,
+        **(_bounds_of_windows(seen) if job is None else _bounds_of_job(job)),
         target_accuracy=_target(seen) if settings.target_accuracy is None else settings.target_accuracy,
         fixed_time_s=duration_s,
         time_limit_s=_rounded(4 * duration_s),
@@ -94,27 +76,27 @@ def _target(seen: Observations) -> float:
     return math.floor(float(known.max()) * 1000) / 1000 if len(known) else DEFAULT_TARGET
 
 
-def _of_job(job: Job) -> Bounds:
-    return Bounds(
-        window_steps=job.window_steps,
-        base_global_batch_size=job.base_global_batch_size,
-        initial_local_batch_size=max(1, round(sum(job.initial_local_batch_sizes) / job.world_size)),
-        min_local_batch_size=job.min_local_batch_size,
-        max_local_batch_size=max(job.max_local_batch_sizes),
-        ranks_per_node=max(len(node.ranks) for node in job.nodes),
-    )
+def _bounds_of_job(job: Job) -> dict[str, Any]:
+    return {
+        "window_steps": job.window_steps,
+        "base_global_batch_size": job.base_global_batch_size,
+        "initial_local_batch_size": max(1, round(sum(job.initial_local_batch_sizes) / job.world_size)),
+        "min_local_batch_size": job.min_local_batch_size,
+        "max_local_batch_size": max(job.max_local_batch_sizes),
+        "ranks_per_node": max(len(node.ranks) for node in job.nodes),
+    }
 
 
-def _of_windows(seen: Observations) -> Bounds:
+def _bounds_of_windows(seen: Observations) -> dict[str, Any]:
     sizes = np.median(seen.samples, axis=0)
-    return Bounds(
-        window_steps=max(1, int(np.median(seen.num_steps))),
-        base_global_batch_size=max(1, round(float(sizes.sum()))),
-        initial_local_batch_size=max(1, round(float(sizes.mean()))),
-        min_local_batch_size=max(1, math.floor(seen.samples.min())),
-        max_local_batch_size=math.ceil(seen.samples.max()),
-        ranks_per_node=seen.world_size,
-    )
+    return {
+        "window_steps": max(1, int(np.median(seen.num_steps))),
+        "base_global_batch_size": max(1, round(float(sizes.sum()))),
+        "initial_local_batch_size": max(1, round(float(sizes.mean()))),
+        "min_local_batch_size": max(1, math.floor(seen.samples.min())),
+        "max_local_batch_size": math.ceil(seen.samples.max()),
+        "ranks_per_node": seen.world_size,
+    }
 
 
 def _workers(fit: CalibrationFit, job: Job | None) -> tuple[Workers, ...]:
@@ -188,7 +170,7 @@ def _stragglers(fit: CalibrationFit) -> Stragglers | None:
 
 def _congestion(fit: CalibrationFit) -> Congestion | None:
     """Return one state for the whole network: step times do not show which link was congested."""
-    found: DwellTimes | None = fit.congestion
+    found = fit.congestion
     if found is None:
         return None
     return Congestion(
