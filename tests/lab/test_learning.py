@@ -12,8 +12,8 @@ from dynamix.arbitrator.learned.policy import LearnedPolicy
 from dynamix.lab.experiments.episodes.episode import run_episode
 from dynamix.lab.experiments.episodes.pool import EpisodeError
 from dynamix.lab.experiments.learning import LearningPlan, LearningUpdate, learn, plan_named
-from dynamix.lab.experiments.learning.checkpoint import LearningCheckpoint, LearningCheckpointError
 from dynamix.lab.experiments.learning.episodes import EpisodeResult, EpisodeTask, end_of, play
+from dynamix.lab.experiments.learning.history import LearningCheckpoint, LearningCheckpointError
 from dynamix.lab.experiments.learning.plan import SCORE_SEEDS, TRAINING_SEEDS, VALIDATION_SEEDS
 from dynamix.reward.formula import TIME_ONLY
 

@@ -20,7 +20,7 @@ from dynamix.cli.output import POLICY, write_result
 from dynamix.lab.experiments.episodes.pool import EpisodeError
 from dynamix.lab.experiments.episodes.suite import TRAIN, read_suite, suite_named
 from dynamix.lab.experiments.learning import PRESETS, LearningPlan, LearningResult, LearningUpdate, learn, plan_named
-from dynamix.lab.experiments.learning.checkpoint import KIND, LearningCheckpointError
+from dynamix.lab.experiments.learning.history import KIND, LearningCheckpointError
 from dynamix.reward.formula import TIME_ONLY, Weights
 from dynamix.runtime import output_files
 from dynamix.runtime.settings import BusSettings

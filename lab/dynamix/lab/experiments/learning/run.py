@@ -16,9 +16,8 @@ from dynamix.arbitrator.learning.agent import Agent
 from dynamix.lab.experiments.episodes.pool import EpisodeError, EpisodePool
 from dynamix.reward.formula import Weights
 
-from .checkpoint import LearningCheckpoint
 from .episodes import EpisodeResult, EpisodeTask, play
-from .history import Curves, LearningUpdate, findings
+from .history import LearningCheckpoint, LearningUpdate, curves, findings
 from .plan import SCORE_SEEDS, VALIDATION_SEEDS, LearningPlan
 
 Observer = Callable[[LearningUpdate, Sequence[Finding]], None]
@@ -60,13 +59,13 @@ def learn(
         EpisodeError: when an episode cannot be played, for example for want of data, or teaches nothing.
     """
     found = LearningCheckpoint.read(checkpoint, plan) if checkpoint else None
-    with EpisodePool(num_workers) as pool, Curves(log) as curves:
+    with EpisodePool(num_workers) as pool, curves(log) as write_row:
         run = _LearningRun(plan, pool, data, found)
         while not run.is_done and not (minutes is not None and run.elapsed_s > 60 * minutes):
             row, begun = run.update()
             if checkpoint is not None:
                 run.state().write(checkpoint)
-            curves.write_row(row)
+            write_row(row)
             if observer is not None:
                 observer(row, begun)
         return LearningResult(run.result(), run.history, run.is_done)
@@ -163,7 +162,7 @@ class _LearningRun:
                 "window; raise target_accuracy, or lower window_steps"
             )
         learned = self._agent.learn(trajectories, progress=number / plan.num_updates)
-        stats = learned.stats
+        stats, references_s = learned.stats, self._before.references_s
         explained = learned.explained_variance
         return LearningUpdate(
             update=number + 1,
@@ -171,14 +170,11 @@ class _LearningRun:
             returns=tuple(trajectory.total_reward for trajectory in trajectories),
             times_s=tuple(found.time_s for found in played),
             num_missed=sum(found.missed for found in played),
-            vs_rule=self._against_rule(tasks, played),
-            policy_loss=stats.policy_loss,
-            value_loss=stats.value_loss,
-            entropy=stats.entropy,
-            approx_kl=stats.approx_kl,
-            clipfrac=stats.clipfrac,
+            vs_rule=geometric_mean(
+                run.time_s / references_s[task.scenario.name] for task, run in zip(tasks, played, strict=True)
+            ),
+            **{name: value for name, value in stats._asdict().items() if name in LearningUpdate.__struct_fields__},
             explained_variance=explained if math.isfinite(explained) and plan.settings.objective == "clipped" else None,
-            learning_rate=stats.learning_rate,
             num_decisions=learned.num_decisions,
             validation_vs_rule=self._validated(number),
             elapsed_s=self.elapsed_s,
@@ -200,12 +196,6 @@ class _LearningRun:
             weights=weights,
             fixed_s=reference_s if plan.episode_end == "fixed" else None,
             data=self._data,
-        )
-
-    def _against_rule(self, tasks: Sequence[EpisodeTask], played: Sequence[EpisodeResult]) -> float:
-        references = self._before.references_s
-        return geometric_mean(
-            [run.time_s / references[task.scenario.name] for task, run in zip(tasks, played, strict=True)]
         )
 
     def _validated(self, number: int) -> float | None:
