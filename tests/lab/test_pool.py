@@ -9,7 +9,7 @@ import pytest
 from tests.support.small_suites import write_suite
 
 from dynamix.lab.experiments.comparison.contenders import Setting
-from dynamix.lab.experiments.comparison.runner import outcomes
+from dynamix.lab.experiments.comparison.evaluation import outcomes
 from dynamix.lab.experiments.comparison.runs import RunOutcome, RunTask
 from dynamix.lab.experiments.episodes.pool import EpisodeError, EpisodePool
 

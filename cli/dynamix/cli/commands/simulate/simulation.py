@@ -16,7 +16,7 @@ from dynamix.cli.errors import CommandError
 from dynamix.cli.output import Document
 from dynamix.cli.services import ServiceProcess, bus_environment, hear
 from dynamix.lab.experiments.comparison.contenders import Setting, parse_contender
-from dynamix.lab.experiments.comparison.runner import policy_of
+from dynamix.lab.experiments.comparison.evaluation import policy_of
 from dynamix.lab.experiments.comparison.tuned import Tuned
 from dynamix.lab.experiments.episodes.episode import Episode, EpisodeMessages, episode_of, run_episode
 from dynamix.lab.experiments.episodes.suite import SUITES, scenario_root

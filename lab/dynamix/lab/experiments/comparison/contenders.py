@@ -170,13 +170,11 @@ def _split(text: str) -> list[str]:
 def _options(text: str, whole: str) -> dict[str, float]:
     options = {}
     for piece in filter(None, text.split(",")):
-        name, equals, number = piece.partition("=")
+        name, _, number = piece.partition("=")
         try:
             options[name] = float(number)
         except ValueError:
             raise ValueError(f"policy {whole!r}: option {piece!r} must be NAME=NUMBER") from None
-        if not equals:
-            raise ValueError(f"policy {whole!r}: option {piece!r} must be NAME=NUMBER")
     return options
 
 

@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager
 from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol, Self, TypeVar
 
 import torch
@@ -33,25 +32,21 @@ class EpisodeError(RuntimeError):
     """An episode raised, or its worker died; the text names the episode and says why."""
 
 
-class EpisodePool:
+class EpisodePool(ExitStack):
     """Runs tasks in worker processes, or in this process when it has one worker; results are the same."""
 
     def __init__(self, num_workers: int) -> None:
+        super().__init__()
         self._num_workers = num_workers
         self._executor: ProcessPoolExecutor | None = None
-        self._resources = ExitStack()
 
     def __enter__(self) -> Self:
         if self._num_workers == 1:
-            self._resources.enter_context(_one_torch_thread())
+            self.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(1)
         else:
-            self._executor = self._resources.enter_context(_worker_processes(self._num_workers))
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._resources.__exit__(kind, error, trace)
+            self._executor = self.enter_context(_worker_processes(self._num_workers))
+        return super().__enter__()
 
     def run(self, work: Callable[[Task], Result], tasks: Sequence[Task]) -> Iterator[tuple[int, Result]]:
         """Run tasks and yield the index of each with its result, as they complete.
@@ -84,16 +79,6 @@ class EpisodePool:
 def workload_data(workload: str, directory: Path | None) -> Data:
     """The data of a workload, loaded once per process; raises as `Workload.load`."""
     return workload_named(workload).load(directory)
-
-
-@contextmanager
-def _one_torch_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 @contextmanager
