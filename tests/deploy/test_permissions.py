@@ -17,6 +17,7 @@ from dynamix.runtime.bus.broker.requests import Answer
 from dynamix.runtime.bus.discovery import VERBS, subjects_of
 from dynamix.runtime.bus.objects.layout import description_subject
 from dynamix.runtime.bus.provision import provision
+from dynamix.runtime.bus.streams.stored import write_stream
 from dynamix.schemas import subjects
 from dynamix.schemas.kinds import BY_NAME, KINDS, SERVICES, WATCHER
 from dynamix.schemas.messages import (
@@ -139,12 +140,12 @@ async def read_up_to(bus: Bus, stream: str, subject: str, sequence: int) -> int:
 async def test_only_provision_changes_a_stream(connect: Any, user: str) -> None:
     bus = await connect(user)
     with pytest.raises(PermissionDeniedError):
-        await bus.write_stream("CREATE", {"name": "MINE", "subjects": ["mine"]})
+        await write_stream(bus.requests, "CREATE", {"name": "MINE", "subjects": ["mine"]})
     with pytest.raises(PermissionDeniedError):
-        await bus.write_stream("UPDATE", {"name": "FEED", "subjects": ["mine"]})
+        await write_stream(bus.requests, "UPDATE", {"name": "FEED", "subjects": ["mine"]})
     for operation in ("STREAM.DELETE.FEED", "STREAM.PURGE.FEED", "STREAM.MSG.DELETE.ACTIONS"):
         with pytest.raises(PermissionDeniedError):
-            await bus._requests.ask(operation, {}, Answer)
+            await bus.requests.ask(operation, {}, Answer)
 
 
 async def test_provision_cannot_delete_an_action(connect: Any) -> None:
@@ -194,7 +195,7 @@ async def push_consumer(bus: Bus, name: str, target: str, wanted: str) -> None:
         "filter_subject": wanted,
     }
     body = {"stream_name": FEED.name, "action": "create", "config": config}
-    await bus._requests.ask(f"CONSUMER.CREATE.{FEED.name}.{name}.{wanted}", body, Answer)
+    await bus.requests.ask(f"CONSUMER.CREATE.{FEED.name}.{name}.{wanted}", body, Answer)
 
 
 @pytest.mark.parametrize("user", SERVICES)

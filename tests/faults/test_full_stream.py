@@ -15,6 +15,7 @@ from tests.support.faults import Figure, Scale
 from dynamix.runtime.bus import StreamFullError
 from dynamix.runtime.bus.broker.requests import Answer
 from dynamix.runtime.bus.provision import provision
+from dynamix.runtime.bus.streams.stored import stream_config, write_stream
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode, encode
 from dynamix.schemas.messages import Job, State
@@ -42,9 +43,9 @@ class _Info(Answer):
 
 async def leave_room_for(plane: ControlPlane, num_bytes: int) -> None:
     """Let FEED refuse what comes after so many more bytes, as it does where nothing may be discarded."""
-    config = await plane.bus.stream_config(FEED.name)
-    full = (await plane.bus._requests.ask(f"STREAM.INFO.{FEED.name}", None, _Info)).state.bytes + num_bytes
-    await plane.bus.write_stream("UPDATE", {**config, "discard": "new", "max_bytes": full})
+    config = await stream_config(plane.bus.requests, FEED.name)
+    full = (await plane.bus.requests.ask(f"STREAM.INFO.{FEED.name}", None, _Info)).state.bytes + num_bytes
+    await write_stream(plane.bus.requests, "UPDATE", {**config, "discard": "new", "max_bytes": full})
 
 
 async def report_until_stored(plane: ControlPlane, job: Job, window: int) -> None:

@@ -10,7 +10,6 @@ from tests.support.brokers import until
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.service import Context
-from dynamix.runtime.service.backpressure import publish_when_room
 from dynamix.schemas.streams import FEED
 
 
@@ -34,7 +33,7 @@ async def waiting(context: Context[NoSettings, Bus]) -> asyncio.Task[bool]:
     """A publisher that has been refused for want of room."""
     full = msgspec.structs.replace(FEED, max_bytes=100, discard="new")
     await provision(context.bus, [full])
-    task = asyncio.create_task(publish_when_room(context, examples.state()))
+    task = asyncio.create_task(context.publish_when_room(examples.state()))
     await until(lambda: context.counters.get("waits_for_room"))
     return task
 

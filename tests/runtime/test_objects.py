@@ -129,7 +129,7 @@ async def test_a_deleted_object_is_gone_for_us_and_for_nats_py(bus: Bus, officia
 
 async def test_an_object_that_lacks_a_chunk_is_refused_at_once(bus: Bus) -> None:
     await bus.objects.put(BUCKET, "a", LARGE)
-    await bus._requests.ask(f"STREAM.MSG.DELETE.{POLICIES.name}", {"seq": 3}, Answer)
+    await bus.requests.ask(f"STREAM.MSG.DELETE.{POLICIES.name}", {"seq": 3}, Answer)
     with pytest.raises(ObjectBrokenError, match=r"object 'a' in bucket policies has 5 of its 6 chunks: put it again"):
         await bus.objects.get(BUCKET, "a")
 

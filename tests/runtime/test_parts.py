@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamix.runtime import log, rate_limit
-from dynamix.runtime.bus.broker.status import parse_status
+from dynamix.runtime.bus.broker.client import parse_status
+from dynamix.runtime.bus.streams.broker_consumer import ALL, LAST_PER_SUBJECT, NEW, Start, StreamPosition
 from dynamix.runtime.bus.streams.message import BusMessage, parse_delivery
-from dynamix.runtime.bus.streams.position import ALL, LAST_PER_SUBJECT, NEW, Start, StreamPosition
 from dynamix.runtime.bus.streams.stored import _nanoseconds
 from dynamix.runtime.rate_limit import RateLimit
 

@@ -70,12 +70,12 @@ class _Names(Answer):
 
 async def consumer_names(bus: Bus, stream: str) -> list[str]:
     """What the broker keeps for readers of a stream."""
-    return (await bus._requests.ask(f"CONSUMER.NAMES.{stream}", {}, _Names)).consumers or []
+    return (await bus.requests.ask(f"CONSUMER.NAMES.{stream}", {}, _Names)).consumers or []
 
 
 async def operate(bus: Bus, operation: str) -> None:
     """Ask JetStream's API for what no service asks."""
-    await bus._requests.ask(operation, None, Answer)
+    await bus.requests.ask(operation, None, Answer)
 
 
 async def publish_unstored(bus: Bus, subject: str, payload: bytes) -> None:

@@ -6,7 +6,6 @@ import itertools
 from dynamix.runtime.bus import BusMessage, StreamFullError
 from dynamix.runtime.bus.service_bus import ServiceBus
 from dynamix.runtime.service import Context, StartError
-from dynamix.runtime.service.backpressure import publish_when_room
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode, encode, message_id
 from dynamix.schemas.features import state_of
@@ -112,7 +111,7 @@ class _Collector:
             await acknowledged
         except StreamFullError:
             if not isinstance(output, MetricWindow):
-                return await publish_when_room(self._context, output)
+                return await self._context.publish_when_room(output)
             self._context.count("windows_shed")
         return True
 

@@ -9,7 +9,6 @@ from typing import Literal
 from dynamix.runtime.bus import BusMessage
 from dynamix.runtime.bus.service_bus import ServiceBus
 from dynamix.runtime.service import Context
-from dynamix.runtime.service.backpressure import publish_when_room
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode, encode
 from dynamix.schemas.messages import MetricWindow, Reward
@@ -36,7 +35,7 @@ async def serve(context: Context[RewardSettings, ServiceBus]) -> None:
         context.counters["ready"] = 1
         async for batch in consumer:
             rewards = [reward for message in batch if (reward := await _reward(context, message)) is not None]
-            if not all(await asyncio.gather(*[publish_when_room(context, reward) for reward in rewards])):
+            if not all(await asyncio.gather(*[context.publish_when_room(reward) for reward in rewards])):
                 return
             await consumer.ack(batch[-1])
             context.count("rewards", len(rewards))

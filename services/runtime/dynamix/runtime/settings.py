@@ -3,6 +3,7 @@
 import ast
 import hashlib
 import inspect
+import ipaddress
 import math
 import os
 import re
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Generic, NamedTuple, TypeVar, get_args, get_origin
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -206,6 +208,24 @@ def password_of(settings: BusSettings) -> str:
     return Path(settings.password_file).read_text().strip() if settings.password_file else settings.password
 
 
+def check_url(settings: BusSettings) -> None:
+    """Refuse a broker beyond loopback without credentials.
+
+    Raises:
+        ValueError: naming the host.
+    """
+    for url in settings.url.split(","):
+        parts = urlsplit(url.strip() if "://" in url else f"nats://{url.strip()}")
+        if parts.scheme not in {"nats", "tls"}:
+            raise ValueError(f"{redact_url(url)}: the bus speaks nats:// and tls:// only")
+        has_credentials = bool(settings.user or parts.username)
+        if not has_credentials and not _is_loopback(parts.hostname or ""):
+            raise ValueError(
+                f"{redact_url(url)} is not this machine: set DYNAMIX_NATS_USER and DYNAMIX_NATS_PASSWORD_FILE "
+                "(beyond loopback the bus is never used without credentials)"
+            )
+
+
 def redact_url(text: str) -> str:
     """The text with every password or token in front of an `@` of a URL replaced by `***`."""
     return re.sub(r"(\w+://)([^@/\s:]*)(:[^@\s]*)?@", lambda m: f"{m[1]}{m[2] if m[3] else '***'}:***@", text)
@@ -262,15 +282,15 @@ def _field_docstrings(struct: type[msgspec.Struct]) -> dict[str, str]:
         except (OSError, TypeError):
             continue
         assert isinstance(body, ast.ClassDef)
-        for statement, following in pairwise(body.body):
-            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-                text = _string_of(following)
-                if text is not None:
-                    found[statement.target.id] = " ".join(text.split())
+        for statements in pairwise(body.body):
+            match statements:
+                case (ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text)))):
+                    found[name] = " ".join(text.split())
     return found
 
 
-def _string_of(statement: ast.stmt) -> str | None:
-    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-        return statement.value.value if isinstance(statement.value.value, str) else None
-    return None
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

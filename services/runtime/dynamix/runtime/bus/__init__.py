@@ -1,6 +1,5 @@
 """The bus: NATS behind one package. Nothing else imports nats; the README lists its faults and how each is handled."""
 
-from .broker.address import check_url
 from .broker.errors import (
     BusError,
     ConnectionClosedError,
@@ -17,9 +16,9 @@ from .bus import Bus
 from .discovery import Identity
 from .objects.layout import ObjectInfo
 from .objects.store import StoredObject
+from .streams.broker_consumer import ALL, LAST_PER_SUBJECT, NEW, Start
 from .streams.consumer import Consumer
 from .streams.message import BusMessage, StreamState
-from .streams.position import ALL, LAST_PER_SUBJECT, NEW, Start
 from .streams.statistics import HandlingStatistics
 from .streams.subscription import Subscription
 
@@ -47,5 +46,4 @@ __all__ = [
     "StreamMissingError",
     "StreamState",
     "Subscription",
-    "check_url",
 ]

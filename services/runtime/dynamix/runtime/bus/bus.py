@@ -3,7 +3,7 @@
 import asyncio
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Self
+from typing import Self
 
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import codec, subjects
@@ -16,9 +16,9 @@ from .broker.requests import Requests
 from .discovery import Discovery, Identity
 from .objects.store import Objects
 from .streams import stored
+from .streams.broker_consumer import Start
 from .streams.consumer import Consumer
 from .streams.message import BusMessage, StreamState
-from .streams.position import Start
 from .streams.publisher import Publisher
 from .streams.statistics import HandlingStatistics, StatisticsByKind
 from .streams.subscription import Subscription
@@ -30,14 +30,15 @@ class Bus:
     Attributes:
         statistics: what consumers handed out and what became of it, by kind of message.
         objects: whole files in buckets.
+        requests: JetStream's API; only `provision` needs it.
     """
 
     def __init__(self, connection: BrokerConnection) -> None:
         self._connection = connection
         self.statistics = StatisticsByKind()
-        self._requests = Requests(connection)
+        self.requests = Requests(connection)
         self._publisher = Publisher(connection)
-        self.objects = Objects(self._requests, self._publisher, self._read)
+        self.objects = Objects(self.requests, self._publisher, self._read)
         self._readers: weakref.WeakSet[Consumer] = weakref.WeakSet()
         self._consumers: weakref.WeakSet[Consumer] = weakref.WeakSet()
         self._subscriptions: weakref.WeakSet[Subscription] = weakref.WeakSet()
@@ -144,11 +145,11 @@ class Bus:
 
     async def last(self, stream: str, subject: str) -> BusMessage | None:
         """The last stored message of a subject, `None` when there is none. Raises as `stream_state`."""
-        return await stored.last_message(self._requests, stream, subject)
+        return await stored.last_message(self.requests, stream, subject)
 
     async def first(self, stream: str, subject: str, *, start: int = 1) -> BusMessage | None:
         """The first stored message of a subject or filter at or after a sequence. Otherwise as `last`."""
-        return await stored.first_message(self._requests, stream, subject, start)
+        return await stored.first_message(self.requests, stream, subject, start)
 
     async def stream_state(self, stream: str) -> StreamState:
         """What the stream holds.
@@ -157,15 +158,7 @@ class Bus:
             StreamMissingError: when there is no such stream.
             BusError: when the broker does not answer in 60 s.
         """
-        return await stored.stream_state(self._requests, stream)
-
-    async def stream_config(self, stream: str) -> dict[str, Any]:
-        """The stream's configuration as the broker has it. Raises as `stream_state`."""
-        return await stored.stream_config(self._requests, stream)
-
-    async def write_stream(self, action: Literal["CREATE", "UPDATE"], config: dict[str, Any]) -> None:
-        """Create or update a stream: for `provision` only. Raises ApiError when JetStream refuses."""
-        await stored.write_stream(self._requests, action, config)
+        return await stored.stream_state(self.requests, stream)
 
     def consume(
         self,
@@ -182,8 +175,17 @@ class Bus:
         sequence once. Broker restarts and lost connections are bridged without loss. `start` counts for a durable
         consumer only when the broker does not know it yet.
         """
-        statistics = self.statistics.of_subjects(*subjects)
-        consumer = self._consumer(stream, subjects, start, durable, max_batch, statistics)
+        consumer = Consumer(
+            self._connection,
+            self.requests,
+            stream,
+            subjects,
+            start=start,
+            durable=durable,
+            max_batch=max_batch,
+            counters=self._consumed,
+            statistics=self.statistics.of_subjects(*subjects),
+        )
         self._consumers.add(consumer)
         if self._intake_stopped:
             consumer.end()
@@ -224,38 +226,26 @@ class Bus:
         self.stop_intake()
         for reader in self._readers:
             reader.end()
-        self._requests.close()
+        self.requests.close()
         await self._publisher.close()
         await self._connection.close()
 
     async def _open(self) -> None:
-        await self._requests.open()
+        await self.requests.open()
         await self._publisher.open()
-        await self._requests.check_inbox()
+        await self.requests.check_inbox()
 
-    def _read(self, stream: str, subjects: Sequence[str], *, start: Start) -> Consumer:
+    def _read(self, stream: str, subjects: Sequence[str], start: Start) -> Consumer:
         """A consumer for what has an end: the end of intake lets it finish, only `close` ends it."""
-        reader = self._consumer(stream, subjects, start, None, max_batch=512)
-        self._readers.add(reader)
-        return reader
-
-    def _consumer(  # noqa: PLR0917 - private, called twice
-        self,
-        stream: str,
-        subjects: Sequence[str],
-        start: Start,
-        durable: str | None,
-        max_batch: int,
-        statistics: HandlingStatistics | None = None,
-    ) -> Consumer:
-        return Consumer(
+        unseen = HandlingStatistics("object")
+        reader = Consumer(
             self._connection,
-            self._requests,
+            self.requests,
             stream,
             subjects,
             start=start,
-            durable=durable,
-            max_batch=max_batch,
             counters=self._consumed,
-            statistics=statistics,
+            statistics=unseen,
         )
+        self._readers.add(reader)
+        return reader

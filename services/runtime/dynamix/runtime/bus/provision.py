@@ -10,6 +10,7 @@ from dynamix.schemas.subjects import kept_by
 from . import Bus
 from .broker.errors import ApiError, BusError, StreamMissingError
 from .objects.layout import all_chunks, all_descriptions
+from .streams.stored import stream_config, write_stream
 
 
 class ProvisionError(BusError):
@@ -35,7 +36,7 @@ async def _provision_one(bus: Bus, stream: Stream, num_replicas: int | None) -> 
     if num_replicas is not None:
         wanted["num_replicas"] = num_replicas
     try:
-        present = await bus.stream_config(stream.name)
+        present = await stream_config(bus.requests, stream.name)
     except StreamMissingError:
         await _write(bus, "CREATE", {"num_replicas": 1, **wanted})
         return f"{stream.name}: created"
@@ -73,7 +74,7 @@ def _same(present: Any, wanted: Any) -> bool:
 
 async def _write(bus: Bus, action: Literal["CREATE", "UPDATE"], config: dict[str, Any]) -> None:
     try:
-        await bus.write_stream(action, config)
+        await write_stream(bus.requests, action, config)
     except ApiError as error:
         raise ProvisionError(
             f"stream {config['name']} cannot be made as wanted: {error}. "

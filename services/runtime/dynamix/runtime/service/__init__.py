@@ -2,7 +2,7 @@
 
 In come the environment, `--flags` and signals; out go a heartbeat, logs and the exit code. A service's own work is its
 `main`; what all services do alike belongs here. `lifecycle` is the way of a process from start to exit code, `context`
-what `main` gets, `backpressure` how it publishes to a stream that may be full.
+what `main` gets.
 """
 
 from .context import Context, StartError

@@ -1,15 +1,19 @@
 """What a service's `main` gets: its bus, settings, stop event, log and counters."""
 
 import asyncio
+import contextlib
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import msgspec
 import structlog
 
-from dynamix.runtime.bus import BusMessage
+from dynamix.runtime.bus import BusMessage, StreamFullError
 from dynamix.runtime.bus.service_bus import ServiceBus
 from dynamix.runtime.health.dead_letters import DeadLetters
+from dynamix.schemas.messages import Message
+
+ROOM_WAIT_S = 1.0
 
 S = TypeVar("S", bound=msgspec.Struct)
 B_co = TypeVar("B_co", bound=ServiceBus, covariant=True)
@@ -48,3 +52,22 @@ class Context(Generic[S, B_co]):
         Never raises: what is wrong with a message must not end the service.
         """
         await self._dead_letters.set_aside(message, reason)
+
+    async def publish_when_room(self, message: Message) -> bool:
+        """Publish what must not be given up to a stream that may be full: wait for room.
+
+        False when the service is to stop and there was no room. Each wait is counted as `waits_for_room`. Raises as
+        `Bus.publish`, but for StreamFullError.
+        """
+        while True:
+            try:
+                await self.bus.publish(message)
+            except StreamFullError:
+                self.count("waits_for_room")
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(ROOM_WAIT_S):
+                        await self.stop.wait()
+                if self.stop.is_set():
+                    return False
+            else:
+                return True

@@ -16,10 +16,10 @@ import structlog
 import uvloop
 
 from dynamix.runtime import log as logs
-from dynamix.runtime.bus import Bus, BusError, Identity, check_url
+from dynamix.runtime.bus import Bus, BusError, Identity
 from dynamix.runtime.health.heartbeat import send_heartbeats
 from dynamix.runtime.health.watchdog import Watchdog
-from dynamix.runtime.settings import Loaded, help_text, load, node_name
+from dynamix.runtime.settings import Loaded, check_url, help_text, load, node_name
 
 from .context import Context, StartError
 

@@ -3,6 +3,7 @@
 nats-py parses the headers of every message, builds an object for it, puts that in a queue and wakes a task that awaits
 a callback: more than half of the cost of receiving a message. No reader here needs headers beyond the status line, and
 no handler waits. The price is one overridden private method; `check_nats_py` sees that it is still what we override.
+`parse_status` reads the status line that the broker sends in place of a payload.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ import inspect
 import logging
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import nats
 import nats.aio.client
@@ -24,6 +26,13 @@ Handler = Callable[[bytes, bytes, bytes, bytes | None], None]
 """Takes subject, reply subject, payload and raw headers of a message; must not block."""
 
 CLOSE_TIMEOUT_S = 1.0
+
+HEARTBEAT = 100
+NOT_FOUND = 404
+REQUEST_EXPIRED = 408
+NO_RESPONDERS = 503
+
+_PREFIX = b"NATS/1.0 "
 
 _PARAMETERS = ["self", "sid", "subject", "reply", "data", "headers"]
 
@@ -83,3 +92,25 @@ def check_nats_py() -> None:
         raise BusError(
             f"nats-py {nats.aio.client.__version__} hands messages over in another way than 2.16: install nats-py 2.16"
         )
+
+
+class Status(NamedTuple):
+    """A status: its code, its words, and how many messages of an ended request were not delivered."""
+
+    code: int
+    text: str
+    num_pending: int
+
+
+def parse_status(headers: bytes) -> Status:
+    """The status in raw headers; code 0 when they have none."""
+    line, *fields = headers.split(b"\r\n")
+    code, _, text = line[len(_PREFIX) :].partition(b" ")
+    if not line.startswith(_PREFIX) or not code.isdigit():
+        return Status(0, "", 0)
+    num_pending = 0
+    for field in fields:
+        name, _, value = field.partition(b":")
+        if name.lower() == b"nats-pending-messages" and value.strip().isdigit():
+            num_pending = int(value)
+    return Status(int(code), text.decode(errors="replace").strip(), num_pending)

@@ -16,9 +16,8 @@ import nats.errors
 from nats.aio.subscription import Subscription as NatsSubscription
 
 from dynamix.runtime.rate_limit import RateLimit
-from dynamix.runtime.settings import BusSettings, password_of, redact_url
+from dynamix.runtime.settings import BusSettings, check_url, password_of, redact_url
 
-from .address import check_url
 from .client import Client, Handler
 from .errors import BusError, ConnectionClosedError, PermissionDeniedError
 

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from .client import NO_RESPONDERS, parse_status
 from .connection import BrokerConnection
 from .errors import (
     STREAM_NOT_FOUND,
@@ -16,7 +17,6 @@ from .errors import (
     PermissionDeniedError,
     StreamMissingError,
 )
-from .status import NO_RESPONDERS, parse_status
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
@@ -22,9 +22,9 @@ from dynamix.runtime.bus.broker.errors import (
     StaleWriterError,
 )
 from dynamix.runtime.bus.broker.requests import Answer, Requests
+from dynamix.runtime.bus.streams.broker_consumer import ALL, LAST_PER_SUBJECT, Start
 from dynamix.runtime.bus.streams.consumer import Consumer
 from dynamix.runtime.bus.streams.message import BusMessage
-from dynamix.runtime.bus.streams.position import ALL, LAST_PER_SUBJECT, Start
 from dynamix.runtime.bus.streams.publisher import Publisher
 from dynamix.runtime.bus.streams.stored import count_messages, last_message
 
@@ -44,18 +44,15 @@ ROLLUP = {"Nats-Rollup": "sub"}
 """A description replaces its predecessor."""
 
 
+Consume = Callable[[str, Sequence[str], Start], Consumer]
+"""Makes a consumer of some subjects of a stream."""
+
+
 class StoredObject(NamedTuple):
     """An object as read: its digest is that of its description."""
 
     info: ObjectInfo
     data: bytes
-
-
-class Consume(Protocol):
-    """How a consumer is made."""
-
-    def __call__(self, stream: str, subjects: Sequence[str], *, start: Start) -> Consumer:
-        """A consumer of some subjects."""
 
 
 class _PurgeAnswer(Answer):
@@ -148,7 +145,7 @@ class Objects:
         found: dict[str, ObjectInfo] = {}
         if newest is None:
             return []
-        async with self._consume(stream, [subjects], start=LAST_PER_SUBJECT) as consumer:
+        async with self._consume(stream, [subjects], LAST_PER_SUBJECT) as consumer:
             while True:
                 batch = await _next(consumer)
                 for message in batch:
@@ -237,7 +234,7 @@ class Objects:
             raise ObjectBrokenError(f"{name} has {num_stored} of its {info.chunks} chunks: put it again")
         parts: list[bytes] = []
         size = 0
-        async with self._consume(stream, [subject], start=ALL) as consumer:
+        async with self._consume(stream, [subject], ALL) as consumer:
             while len(parts) < info.chunks and size <= info.size:
                 for message in await _next(consumer):
                     parts.append(message.payload)

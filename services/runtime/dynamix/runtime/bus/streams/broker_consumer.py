@@ -1,9 +1,9 @@
-"""The broker's side of a consumer: made, or reset, so that it delivers from the right place."""
+"""The broker's side of a consumer: made, or reset, so that it delivers from the right place, `StreamPosition`."""
 
 import itertools
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -11,7 +11,6 @@ from dynamix.runtime.bus.broker.connection import BrokerConnection
 from dynamix.runtime.bus.broker.errors import CONSUMER_NOT_FOUND, ApiError, SequenceRegressError
 from dynamix.runtime.bus.broker.requests import API, Answer, Requests
 
-from .position import StreamPosition
 from .stored import stream_state
 
 logger = logging.getLogger(__name__)
@@ -21,7 +20,50 @@ MAX_ACK_PENDING = 65_536
 ACK_WAIT_S = 24 * 3600.0
 """Redelivery by time is not wanted: the reset at each opening delivers again, in order, what was not acknowledged."""
 
+Start = Literal["new", "all", "last_per_subject"] | int
+"""Where to begin: from now on, at the beginning, with each subject's last message, or at a sequence."""
+
+NEW: Literal["new"] = "new"
+ALL: Literal["all"] = "all"
+LAST_PER_SUBJECT: Literal["last_per_subject"] = "last_per_subject"
+
 _numbers = itertools.count(1)
+
+
+class StreamPosition:
+    """The last sequence handed out, and the start that was asked for as long as there is none.
+
+    `NEW` is pinned to a sequence at the first opening, so that what is published while the first consumer is lost is
+    read by the second. After an interruption `LAST_PER_SUBJECT` goes on with everything behind the last message read.
+    """
+
+    def __init__(self, start: Start) -> None:
+        self._start = start
+        self.last = 0
+
+    @property
+    def needs_pin(self) -> bool:
+        """Whether `pin` must be called before `policy`."""
+        return self._start == NEW and not self.last
+
+    def pin(self, last_sequence: int) -> None:
+        """Fix what `NEW` means: everything behind `last_sequence`."""
+        self._start = last_sequence + 1
+
+    def accepts(self, sequence: int) -> bool:
+        """Whether the message is a new one; if so it becomes the last."""
+        if sequence <= self.last:
+            return False
+        self.last = sequence
+        return True
+
+    def policy(self) -> dict[str, str | int]:
+        """The delivery policy of a consumer's configuration."""
+        if self.last:
+            return _by_sequence(self.last + 1)
+        if isinstance(self._start, int):
+            return _by_sequence(max(self._start, 1))
+        return {"deliver_policy": self._start}
 
 
 class _Sequences(msgspec.Struct):
@@ -135,3 +177,7 @@ class BrokerConsumer:
 
     def _limits(self) -> dict[str, Any]:
         return {"ack_wait": int(ACK_WAIT_S * 1e9), "max_ack_pending": MAX_ACK_PENDING}
+
+
+def _by_sequence(sequence: int) -> dict[str, str | int]:
+    return {"deliver_policy": "by_start_sequence", "opt_start_seq": sequence}

@@ -17,9 +17,8 @@ from dynamix.runtime.bus.broker.errors import (
 )
 from dynamix.runtime.bus.broker.requests import Requests
 
-from .broker_consumer import BrokerConsumer
+from .broker_consumer import BrokerConsumer, Start, StreamPosition
 from .message import BusMessage
-from .position import Start, StreamPosition
 from .pull import HEARTBEAT_S, Pull
 from .statistics import HandlingStatistics, Stopwatch
 
@@ -48,10 +47,10 @@ class Consumer:
         subjects: Sequence[str],
         *,
         start: Start,
-        durable: str | None,
-        max_batch: int,
+        durable: str | None = None,
+        max_batch: int = 512,
         counters: dict[str, int],
-        statistics: HandlingStatistics | None = None,
+        statistics: HandlingStatistics,
     ) -> None:
         if max_batch < 1 or not subjects:
             raise ValueError(f"a consumer needs at least one subject and max_batch >= 1, not {subjects}, {max_batch}")

@@ -12,10 +12,12 @@ import itertools
 import logging
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import msgspec
 
+from dynamix.runtime.bus.broker.client import NO_RESPONDERS, parse_status
 from dynamix.runtime.bus.broker.connection import BrokerConnection
 from dynamix.runtime.bus.broker.errors import (
     STORE_FAILED,
@@ -29,7 +31,6 @@ from dynamix.runtime.bus.broker.errors import (
     StreamMissingError,
 )
 from dynamix.runtime.bus.broker.requests import Refusal
-from dynamix.runtime.bus.broker.status import NO_RESPONDERS, parse_status
 from dynamix.runtime.rate_limit import RateLimit
 
 from .message import MESSAGE_ID
@@ -77,23 +78,19 @@ class _Ack(msgspec.Struct):
 _decode_ack = msgspec.json.Decoder(_Ack).decode
 
 
+@dataclass(slots=True, eq=False)
 class InFlight:
     """One message in flight: what to retransmit, its deadline, and the future that waits for it."""
 
-    __slots__ = ("due", "future", "headers", "no_stream", "num_retries", "payload", "since", "size", "subject")
-
-    def __init__(  # noqa: PLR0917 - keywords cost time here
-        self, subject: str, payload: bytes, headers: dict[str, str], size: int, future: asyncio.Future[int], now: float
-    ) -> None:
-        self.subject = subject
-        self.payload = payload
-        self.headers = headers
-        self.size = size
-        self.future = future
-        self.since = now
-        self.due = now + ACK_TIMEOUT_S
-        self.num_retries = 0
-        self.no_stream = False
+    subject: str
+    payload: bytes
+    headers: dict[str, str]
+    size: int
+    future: asyncio.Future[int]
+    since: float
+    due: float
+    num_retries: int = 0
+    no_stream: bool = False
 
 
 class Publisher:
@@ -173,8 +170,8 @@ class Publisher:
         headers = {MESSAGE_ID: message_id, **more_headers}
         if expected_last is not None:
             headers[EXPECTED_LAST] = str(expected_last)
-        loop = self._loop
-        entry = InFlight(check_subject(subject), payload, headers, size, loop.create_future(), loop.time())
+        future, now = self._loop.create_future(), self._loop.time()
+        entry = InFlight(check_subject(subject), payload, headers, size, future, now, now + ACK_TIMEOUT_S)
         token = b"%d" % next(self._tokens)
         self._table[token] = entry
         self._bytes += size

@@ -6,16 +6,19 @@ the first sign that a delivery was lost.
 
 import itertools
 import logging
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 from nats.aio.subscription import Subscription as NatsSubscription
 
+from dynamix.runtime.bus.broker.client import HEARTBEAT, NOT_FOUND, REQUEST_EXPIRED, Status, parse_status
 from dynamix.runtime.bus.broker.connection import BrokerConnection
 from dynamix.runtime.bus.broker.requests import API
-from dynamix.runtime.bus.broker.status import HEARTBEAT, NOT_FOUND, REQUEST_EXPIRED, Status, parse_status
 
-from .message import BusMessage, parse_delivery
+from .message import parse_delivery
+
+if TYPE_CHECKING:
+    from .consumer import Consumer
 
 logger = logging.getLogger(__name__)
 
@@ -30,19 +33,6 @@ REQUEST_ENDED = {"Batch Completed", "Message Size Exceeds MaxBytes"}
 _inboxes = itertools.count(1)
 
 
-class Reader(Protocol):
-    """What a pull delivers to."""
-
-    def accept(self, message: BusMessage, reply: bytes) -> None:
-        """Take one message."""
-
-    def break_off(self, reason: str) -> None:
-        """Learn that this pull must be replaced."""
-
-    def want_more(self) -> None:
-        """Learn that a request ended and another may be made."""
-
-
 class Pull:
     """Requests for the messages of one consumer.
 
@@ -53,7 +43,7 @@ class Pull:
     """
 
     def __init__(
-        self, connection: BrokerConnection, stream: str, consumer: str, next_delivery: int, reader: Reader
+        self, connection: BrokerConnection, stream: str, consumer: str, next_delivery: int, reader: "Consumer"
     ) -> None:
         self.consumer = consumer
         self.num_asked = 0

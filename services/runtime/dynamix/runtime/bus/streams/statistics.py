@@ -1,6 +1,7 @@
 """Statistics of handled messages by kind: numbers, errors, time; shown by `discovery`."""
 
 import time
+from dataclasses import dataclass
 
 from dynamix.schemas.kinds import BY_NAME
 from dynamix.schemas.subjects import ROOT, all_of
@@ -9,6 +10,7 @@ MAX_ERROR_TEXT = 200
 OTHER = "other"
 
 
+@dataclass(slots=True)
 class HandlingStatistics:
     """Messages of one kind that were handed to the service, and what became of them.
 
@@ -19,14 +21,11 @@ class HandlingStatistics:
         processing_ns: from a batch handed out until the next one was asked for; waiting for acknowledgements included.
     """
 
-    __slots__ = ("kind", "last_error", "num_errors", "num_messages", "processing_ns")
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-        self.num_messages = 0
-        self.num_errors = 0
-        self.last_error = ""
-        self.processing_ns = 0
+    kind: str
+    num_messages: int = 0
+    num_errors: int = 0
+    last_error: str = ""
+    processing_ns: int = 0
 
     def record_error(self, reason: str) -> None:
         """Note that one of the messages could not be used."""
@@ -69,18 +68,17 @@ def _kind_of(subject: str) -> str:
 class Stopwatch:
     """Times the handling of batches, one at a time."""
 
-    def __init__(self, statistics: HandlingStatistics | None) -> None:
+    def __init__(self, statistics: HandlingStatistics) -> None:
         self._statistics = statistics
         self._since_ns = 0
 
     def begin(self, num_messages: int) -> None:
         """A batch is handed out."""
-        if self._statistics is not None:
-            self._statistics.num_messages += num_messages
-            self._since_ns = time.monotonic_ns()
+        self._statistics.num_messages += num_messages
+        self._since_ns = time.monotonic_ns()
 
     def end(self) -> None:
         """The next batch is asked for, or none any more."""
-        if self._statistics is not None and self._since_ns:
+        if self._since_ns:
             self._statistics.processing_ns += time.monotonic_ns() - self._since_ns
             self._since_ns = 0
