@@ -33,7 +33,7 @@ from dynamix.runtime.bus import Bus
 from dynamix.schemas import subjects
 from dynamix.schemas.messages import State
 
-STATES = subjects.state(subjects.ANY, subjects.ANY)
+STATES = subjects.of("state", subjects.ANY, subjects.ANY)
 NUM_MESSAGES = 10_000
 CONSUMED_PER_PUBLISHED = 2
 """Consuming is faster: with twice as many its runs are about as long."""

@@ -158,8 +158,8 @@ class _Run:
 
 def _wanted(job: str) -> list[tuple[str, list[str]]]:
     return [
-        (FEED.name, [subjects.window(job, subjects.ANY), subjects.applied(job)]),
-        (ACTIONS.name, [subjects.action(job)]),
+        (FEED.name, [subjects.of("window", job, subjects.ANY), subjects.of("applied", job)]),
+        (ACTIONS.name, [subjects.of("action", job)]),
     ]
 
 

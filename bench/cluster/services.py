@@ -114,7 +114,7 @@ async def _wait_until_ready(bus: Bus, collectors: Collectors, log: Path) -> None
     """Until every service has said that it listens to its streams."""
     missing = {(name, CONTROL_NODE) for name in CONTROL_SERVICES} | {("collector", node) for node in collectors}
     try:
-        async with asyncio.timeout(READY_TIMEOUT_S), bus.subscribe(subjects.live("*", "*")) as beats:
+        async with asyncio.timeout(READY_TIMEOUT_S), bus.subscribe(subjects.of("live", "*", "*")) as beats:
             async for message in beats:
                 beat = decode(Live, message.subject, message.payload)
                 if beat.counters.get("ready"):

@@ -67,7 +67,7 @@ class Answerer:
 
     async def run(self) -> None:
         """Answer until cancelled."""
-        wanted = [subjects.report(subjects.ANY, subjects.ANY), subjects.applied(subjects.ANY)]
+        wanted = [subjects.of("report", subjects.ANY, subjects.ANY), subjects.of("applied", subjects.ANY)]
         async with self._bus.consume(FEED.name, wanted, start=ALL) as consumer:
             async for batch in consumer:
                 for message in batch:

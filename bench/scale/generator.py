@@ -137,7 +137,7 @@ class _Generator:
         """When all states are acknowledged: ask when the last one was stored, and keep the window's times."""
         last = max(await asyncio.gather(*futures))
         acknowledged_s = time.monotonic()
-        stored = await self._bus.first(FEED.name, subjects.state(job, subjects.ANY), start=last)
+        stored = await self._bus.first(FEED.name, subjects.of("state", job, subjects.ANY), start=last)
         if stored is None or stored.sequence != last:
             raise ScaleError(f"{FEED.name} no longer holds {last}")
         self._published.sent.append(SentWindow(job, window, due_s, begun_s, acknowledged_s, stored.timestamp_ns))

@@ -25,7 +25,7 @@ async def measure_ingest(plan: ScalePlan, bus: Bus, settings: BusSettings, num_m
 
     Medians over the pairs: rates in messages per second, CPU time of the reading process per message.
     """
-    first, subject = await _store(plan, bus, num_messages), subjects.state(JOB, subjects.ANY)
+    first, subject = await _store(plan, bus, num_messages), subjects.of("state", JOB, subjects.ANY)
     rounds = Rounds((OURS, RAW), NUM_PAIRS, label="ingest")
     async with raw_client(settings) as client:
         for arm in rounds:

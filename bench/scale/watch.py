@@ -33,7 +33,7 @@ class Watch:
 
     async def read_actions(self) -> None:
         """Read actions for ever."""
-        wanted = [subjects.action(subjects.ANY)]
+        wanted = [subjects.of("action", subjects.ANY)]
         async with self._bus.consume(ACTIONS.name, wanted, start="new") as consumer:
             self.listening.set()
             async for batch in consumer:
@@ -43,7 +43,7 @@ class Watch:
 
     async def read_heartbeats(self) -> None:
         """Keep the arbitrator's newest counters."""
-        async with self._bus.subscribe(subjects.live("arbitrator", subjects.ANY)) as beats:
+        async with self._bus.subscribe(subjects.of("live", "arbitrator", subjects.ANY)) as beats:
             async for message in beats:
                 with contextlib.suppress(MalformedMessageError):  # any client may publish anything here
                     self.counters = decode(Live, message.subject, message.payload).counters

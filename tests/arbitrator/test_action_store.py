@@ -53,7 +53,7 @@ async def decide(bus: Bus, log: JobLog, windows: range) -> None:
 
 async def actions(bus: Bus, job: Job = JOB) -> list[Action]:
     found, start = [], 1
-    while (message := await bus.first(ACTIONS.name, subjects.action(job.job), start=start)) is not None:
+    while (message := await bus.first(ACTIONS.name, subjects.of("action", job.job), start=start)) is not None:
         found.append(decode(Action, message.subject, message.payload))
         start = message.sequence + 1
     return found
@@ -93,7 +93,7 @@ async def test_an_action_of_a_later_version_with_one_more_field_is_believed(bus:
     header = encode(action)[:HEADER_BYTES]
     fields[place] = b""
     fields[place] = hashlib.sha256(header + msgspec.msgpack.encode(fields)).digest()
-    await bus.publish_bytes(subjects.action(JOB.job), header + msgspec.msgpack.encode(fields), "later")
+    await bus.publish_bytes(subjects.of("action", JOB.job), header + msgspec.msgpack.encode(fields), "later")
     again = await opened(bus)
     assert again.known is not None
     assert again.known.action.window == 1
@@ -164,7 +164,7 @@ async def test_an_empty_log_of_a_job_that_has_applied_actions_is_refused(bus: Bu
 
 
 async def test_an_unreadable_receipt_is_no_evidence(bus: Bus) -> None:
-    await bus.publish_bytes(subjects.applied(JOB.job), b"garbage", "garbage")
+    await bus.publish_bytes(subjects.of("applied", JOB.job), b"garbage", "garbage")
     await decide(bus, await opened(bus), range(1))
     assert len(await actions(bus)) == 1
 
@@ -288,11 +288,13 @@ class TestRot:
                 await asyncio.gather(task, return_exceptions=True)
             assert (context.counters["refused_logs"], context.counters["halted"]) == (1, 1)
             assert [action.window for action in await actions(bus, OTHER)] == list(range(7))
-            last = await bus.last(FEED.name, subjects.event(JOB.job))
+            last = await bus.last(FEED.name, subjects.of("event", JOB.job))
             assert last is not None
             event = decode(Event, last.subject, last.payload)
             assert (event.signature, event.limit) == ("log-refused", 9.0)
-            assert await bus.first(ACTIONS.name, subjects.action(JOB.job), start=before + 1) is None  # nothing on top
+            assert (
+                await bus.first(ACTIONS.name, subjects.of("action", JOB.job), start=before + 1) is None
+            )  # nothing on top
 
     @pytest.mark.parametrize(("where", "index"), [("header", 9), ("payload", -1)])
     async def test_an_arbitrator_that_ran_all_the_while_refuses_it_too(

@@ -46,7 +46,7 @@ async def report(bus: Bus, job: Job) -> None:
 
 async def decided(bus: Bus) -> list[str]:
     """The job of the first action."""
-    async with asyncio.timeout(10), bus.consume(ACTIONS.name, [subjects.action("*")], start="all") as consumer:
+    async with asyncio.timeout(10), bus.consume(ACTIONS.name, [subjects.of("action", "*")], start="all") as consumer:
         return [decode(Action, message.subject, message.payload).job for message in await anext(consumer)]
 
 

@@ -31,7 +31,7 @@ async def opened(bus: Bus, counts: Counter[str], job: Job = JOB) -> JobLog:
 
 
 async def newest_action(bus: Bus) -> Action:
-    message = await bus.last(ACTIONS.name, subjects.action(JOB.job))
+    message = await bus.last(ACTIONS.name, subjects.of("action", JOB.job))
     assert message is not None
     return decode(Action, message.subject, message.payload)
 
@@ -79,7 +79,7 @@ async def test_sizes_that_stick_to_their_minimum_are_an_event_once(bus: Bus) -> 
     for window in range(30):
         await log.add_state(window + 1, examples.state(window_index=window))
     assert (counts["decided"], counts["size_stuck"]) == (30, 1)
-    subject = subjects.event(JOB.job)
+    subject = subjects.of("event", JOB.job)
     async with bus.consume(FEED.name, [subject], start="all") as consumer:
         batch = await anext(aiter(consumer))
     events = [decode(Event, message.subject, message.payload) for message in batch]

@@ -32,7 +32,7 @@ async def announced(bus: Bus) -> list[PolicyVersion]:
     """Every announcement so far."""
     if (await bus.stream_state(FEED.name)).num_messages == 0:
         return []
-    async with bus.consume(FEED.name, [subjects.policy("*")], start="all") as consumer:
+    async with bus.consume(FEED.name, [subjects.of("policy", "*")], start="all") as consumer:
         return [decode(PolicyVersion, message.subject, message.payload) for message in await anext(consumer)]
 
 

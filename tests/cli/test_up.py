@@ -71,7 +71,7 @@ async def up(environ: dict[str, str]) -> AsyncIterator[Up]:
 
 async def beating(bus: Bus, service: str, uptime_below_s: float) -> None:
     """Wait for a heartbeat of a service that has just started and listens."""
-    async with asyncio.timeout(30), bus.subscribe(subjects.live(service, subjects.ANY)) as beats:
+    async with asyncio.timeout(30), bus.subscribe(subjects.of("live", service, subjects.ANY)) as beats:
         async for message in beats:
             beat = decode(Live, message.subject, message.payload)
             if beat.uptime_s < uptime_below_s and beat.counters.get("ready"):

@@ -50,7 +50,7 @@ def collector(bus: Bus) -> asyncio.Task[None]:
 async def test_the_loop_runs_while_the_kernel_is_read(bus: Bus, slow: SlowProc) -> None:
     task = collector(bus)
     job = control_plane.one_node_job()
-    async with bus.consume(FEED.name, [subjects.window(job.job, control_plane.NODE)], start="new") as windows:
+    async with bus.consume(FEED.name, [subjects.of("window", job.job, control_plane.NODE)], start="new") as windows:
         await listening(bus)
         await bus.publish(control_plane.report_of(job, 0, SIZES, THROUGHPUT))
         assert await asyncio.to_thread(slow.begun.wait, 20)  # this loop is the collector's, too

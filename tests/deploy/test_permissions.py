@@ -74,7 +74,7 @@ def message(kind: str, job: str = examples.JOB) -> Message:
 
 
 def subject_of(kind: str, job: str) -> str:
-    return subjects.dead("report", job) if kind == "dead" else subjects.subject_of(message(kind, job))
+    return subjects.of("dead", "report", job) if kind == "dead" else subjects.subject_of(message(kind, job))
 
 
 async def publish(bus: Bus, kind: str, job: str) -> int:
@@ -154,7 +154,7 @@ async def test_provision_cannot_delete_an_action(connect: Any) -> None:
     for operation, body in (("STREAM.MSG.DELETE", {"seq": sequence}), ("STREAM.PURGE", {})):
         with pytest.raises(BusError, match="not permitted"):
             await provisioner._requests._ask_once(f"{operation}.{ACTIONS.name}", json.dumps(body).encode(), Answer)
-    stored = await arbitrator.last(ACTIONS.name, subjects.action("kept"))
+    stored = await arbitrator.last(ACTIONS.name, subjects.of("action", "kept"))
     assert stored is not None
     assert stored.sequence == sequence
 
@@ -175,10 +175,16 @@ async def test_a_consumer_cannot_be_made_to_publish_for_its_maker(connect: Any) 
     kept = [await provisioner.stream_state(stream.name) for stream in STREAMS if stream is not FEED]
     own = f"{collector._connection.inbox}.deliveries"
     policy = description_subject(POLICIES.bucket, "forged/1")
-    targets = (subjects.action("forged"), policy, "$JS.API.STREAM.DELETE.DEAD", "$JS.API.STREAM.PURGE.ACTIONS", own)
+    targets = (
+        subjects.of("action", "forged"),
+        policy,
+        "$JS.API.STREAM.DELETE.DEAD",
+        "$JS.API.STREAM.PURGE.ACTIONS",
+        own,
+    )
     async with collector.subscribe(own) as deliveries:
         for index, target in enumerate(targets):
-            await push_consumer(collector, f"pushed-{index}", target, subjects.report("pushed", "node-a"))
+            await push_consumer(collector, f"pushed-{index}", target, subjects.of("report", "pushed", "node-a"))
         await publish(trainer, "report", "pushed")
         await anext(deliveries)  # so the others were delivered, too, if they are at all
     await provisioner._connection.round_trip(5.0)
@@ -201,12 +207,12 @@ async def push_consumer(bus: Bus, name: str, target: str, wanted: str) -> None:
 @pytest.mark.parametrize("user", SERVICES)
 async def test_a_service_beats_for_itself_only_and_the_watcher_hears_it(connect: Any, user: str) -> None:
     watcher, bus = await connect("watcher"), await connect(user)
-    async with watcher.subscribe(subjects.live("*", "*")) as beats:
+    async with watcher.subscribe(subjects.of("live", "*", "*")) as beats:
         await watcher._connection.round_trip(5.0)
         for service in (other for other in SERVICES if other != user):
             await bus.publish_live(Live(service=service, instance="forged", uptime_s=1.0))
         await bus.publish_live(Live(service=user, instance="real", uptime_s=1.0))
-        assert (await anext(beats)).subject == subjects.live(user, "real")
+        assert (await anext(beats)).subject == subjects.of("live", user, "real")
     await bus._connection.round_trip(5.0)  # the denials come before the answer
     assert bus.counters["permission_denials"] == len(SERVICES) - 1
 
@@ -214,9 +220,9 @@ async def test_a_service_beats_for_itself_only_and_the_watcher_hears_it(connect:
 @pytest.mark.parametrize("user", ["collector", "reward", "arbitrator"])
 async def test_a_service_hears_its_own_heartbeat_for_the_health_check(connect: Any, user: str) -> None:
     bus = await connect(user)
-    async with bus.subscribe(subjects.live(user, "1")) as beats:
+    async with bus.subscribe(subjects.of("live", user, "1")) as beats:
         await bus.publish_live(Live(service=user, instance="1", uptime_s=1.0))
-        assert (await anext(beats)).subject == subjects.live(user, "1")
+        assert (await anext(beats)).subject == subjects.of("live", user, "1")
 
 
 DISCOVERABLE = ("collector", "reward", "arbitrator", "learner")
@@ -305,7 +311,7 @@ async def test_a_policy_is_stored_by_the_learner_and_read_by_those_who_decide_or
 
 async def test_a_durable_consumer_works_with_the_collectors_rights(connect: Any) -> None:
     trainer, collector = await connect("trainer"), await connect("collector")
-    wanted = subjects.report("durable", "node-a")
+    wanted = subjects.of("report", "durable", "node-a")
     async with collector.consume(FEED.name, [wanted], start="new", durable="collector-node-a") as consumer:
         first = await publish(trainer, "report", "durable")
         batch = await anext(consumer)
@@ -322,7 +328,7 @@ async def test_a_durable_consumer_works_with_the_collectors_rights(connect: Any)
 async def test_the_arbitrators_compare_and_set_works_with_its_rights(connect: Any) -> None:
     arbitrator = await connect("arbitrator")
     first = await arbitrator.publish_action(examples.action(0, job="cas", hash=bytes(32)), expected_last=0)
-    stored = await arbitrator.last(ACTIONS.name, subjects.action("cas"))
+    stored = await arbitrator.last(ACTIONS.name, subjects.of("action", "cas"))
     assert stored is not None
     assert stored.sequence == first
     assert await arbitrator.publish_action(examples.action(1, job="cas", hash=bytes(31)), expected_last=first) > first
@@ -333,12 +339,12 @@ async def test_a_jobs_last_start_is_looked_up_by_those_who_need_it_only(connect:
     trainer, bus = await connect("trainer"), await connect(user)
     sequence = await publish(trainer, "job", "looked-up")
     if user in {"trainer", "arbitrator", "learner", "watcher", "provision"}:
-        stored = await bus.last(JOBS.name, subjects.job("looked-up"))
+        stored = await bus.last(JOBS.name, subjects.of("job", "looked-up"))
         assert stored is not None
         assert stored.sequence == sequence
     else:
         with pytest.raises(PermissionDeniedError):
-            await bus.last(JOBS.name, subjects.job("looked-up"))
+            await bus.last(JOBS.name, subjects.of("job", "looked-up"))
 
 
 @pytest.mark.parametrize(("user", "password"), [("collector", "wrong"), ("unknown", "wrong"), ("", "")])

@@ -49,8 +49,8 @@ async def test_a_window_passes_all_services_without_a_denied_permission(broker: 
     try:
         await trainer.publish(job)
         await trainer.publish(report_of(job, 0, job.initial_local_batch_sizes, (1000.0, 1000.0, 1000.0, 300.0)))
-        action = await first(trainer, ACTIONS.name, subjects.action(job.job), Action)
-        reward = await first(watcher, FEED.name, subjects.reward(job.job, NODE), Reward)
+        action = await first(trainer, ACTIONS.name, subjects.of("action", job.job), Action)
+        reward = await first(watcher, FEED.name, subjects.of("reward", job.job, NODE), Reward)
     finally:
         await trainer.close()
     assert (action.generation, action.window) == (0, 0)
@@ -81,7 +81,7 @@ async def first(bus: Bus, stream: str, subject: str, kind: type[M]) -> M:
 async def denials(bus: Bus) -> dict[str, int]:
     """What each service's next heartbeat says of permissions it was denied."""
     found: dict[str, int] = {}
-    async with asyncio.timeout(10), bus.subscribe(subjects.live("*", "*")) as beats:
+    async with asyncio.timeout(10), bus.subscribe(subjects.of("live", "*", "*")) as beats:
         async for message in beats:
             beat = decode(Live, message.subject, message.payload)
             found[beat.service] = beat.counters["bus_permission_denials"]

@@ -17,7 +17,7 @@ from dynamix.schemas.streams import FEED
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-SUBJECT = subjects.reward("bystander-00000000", "node-z")
+SUBJECT = subjects.of("reward", "bystander-00000000", "node-z")
 """Messages without a reader, so that the broker is storing when it is killed."""
 
 
@@ -70,8 +70,8 @@ async def test_no_acknowledged_message_is_missing_after_broker_kills(
     await bystander.finish()
     async with watching(plane.bus, job.job) as watch:
         await watch.until_decided(num_windows)
-        for kind in (subjects.window, subjects.state, subjects.reward):
-            found = await plane.wait_for(FEED.name, kind(job.job, "*"), num_windows)
+        for kind in ("window", "state", "reward"):
+            found = await plane.wait_for(FEED.name, subjects.of(kind, job.job, "*"), num_windows)
             assert sorted(message.window for message in found) == list(range(num_windows))  # type: ignore[attr-defined]
         await check_decisions(plane.bus, job, num_windows=num_windows)
     assert all(service.exit_code() is None for service in plane.services.values())

@@ -50,7 +50,7 @@ async def test_clock_steps_of_an_hour_change_no_decision(
                 await feed_windows(plane, job, range(number * per_step, (number + 1) * per_step))
                 await watch.until_decided((number + 1) * per_step)
         num_windows = len(steps_s) * per_step
-        rewards = await plane.wait_for(FEED.name, subjects.reward(job.job, "*"), num_windows)
+        rewards = await plane.wait_for(FEED.name, subjects.of("reward", job.job, "*"), num_windows)
         assert len(rewards) == num_windows
         assert all(service.exit_code() is None for service in plane.services.values())
     await check_decisions(plane.bus, job, num_windows=num_windows)

@@ -49,7 +49,7 @@ async def _flip_once(chance: random.Random) -> bool:
             receipt = applied(newest.window, newest.window + 2, action_hash=newest.hash)
             await plane.bus.publish(receipt)
         original = {
-            one.sequence: one.payload for one in await stored(plane.bus, ACTIONS.name, subjects.action(job.job))
+            one.sequence: one.payload for one in await stored(plane.bus, ACTIONS.name, subjects.of("action", job.job))
         }
         if chance.random() < 0.5:
             arbitrators.kill(first)
@@ -74,7 +74,7 @@ async def _go_on(plane: ControlPlane, arbitrators: Crew, job: Job, original: dic
         refused = _refused(watch, arbitrators)
     states = await recorded_states(plane.bus, job)
     expected = {one.window: one for one in reference_decisions(job, policy_named(job.policy), states)}
-    for message in await stored(plane.bus, ACTIONS.name, subjects.action(job.job)):
+    for message in await stored(plane.bus, ACTIONS.name, subjects.of("action", job.job)):
         if message.sequence in original:
             assert message.payload == original[message.sequence] or refused
             continue
@@ -94,7 +94,7 @@ async def _end_of_it(plane: ControlPlane, arbitrators: Crew, watch: BusWatch, jo
     """Wait until all windows are decided, or every arbitrator has refused to."""
     async with asyncio.timeout(30):
         while not _refused(watch, arbitrators):
-            newest = await plane.bus.last(ACTIONS.name, subjects.action(job.job))
+            newest = await plane.bus.last(ACTIONS.name, subjects.of("action", job.job))
             with contextlib.suppress(MalformedMessageError):
                 if newest and decode(Action, newest.subject, newest.payload).window == BEFORE + AFTER - 1:
                     return

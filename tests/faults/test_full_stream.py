@@ -71,7 +71,7 @@ async def test_a_full_feed_drops_windows_first_and_stores_every_decision(
             num_windows += 5
             for window in range(num_windows - 5, num_windows):
                 await report_until_stored(plane, job, window)
-            await plane.wait_for(FEED.name, subjects.reward(job.job, "*"), num_windows - shed)
+            await plane.wait_for(FEED.name, subjects.of("reward", job.job, "*"), num_windows - shed)
             await leave_room_for(plane, len(encode(report_of(job, num_windows, SIZES, SPEEDS))) + 300)
             await report_until_stored(plane, job, num_windows)
             waiting = asyncio.create_task(report_until_stored(plane, job, num_windows + 1))
@@ -83,7 +83,7 @@ async def test_a_full_feed_drops_windows_first_and_stores_every_decision(
             await waiting
             num_windows += 2
             await watch.until_decided(num_windows)
-        rewards = await plane.wait_for(FEED.name, subjects.reward(job.job, "*"), num_windows - rounds)
+        rewards = await plane.wait_for(FEED.name, subjects.of("reward", job.job, "*"), num_windows - rounds)
         assert len(rewards) == num_windows - rounds
         assert all(service.exit_code() is None for service in plane.services.values())
     await check_decisions(plane.bus, job, num_windows=num_windows)
@@ -115,7 +115,7 @@ async def test_decisions_continue_while_feed_drops_old_messages(
 
 async def _read_states(plane: ControlPlane, job: Job, seen: list[tuple[int, State]], num_windows: int) -> None:
     """Read the states before FEED drops them, for the reference fold."""
-    async with plane.bus.consume(FEED.name, [subjects.state(job.job, NODE)], start="all") as consumer:
+    async with plane.bus.consume(FEED.name, [subjects.of("state", job.job, NODE)], start="all") as consumer:
         async for batch in consumer:
             seen += [(one.sequence, decode(State, one.subject, one.payload)) for one in batch]
             if len(seen) >= num_windows:

@@ -41,7 +41,7 @@ async def test_a_delay_over_the_publish_timeout_loses_and_repeats_nothing(
         proxy.delay_s = delay_s
         await feed_windows(plane, job, range(num_windows))
         await watch.until_decided(num_windows, timeout_s=120)
-        rewards = await plane.wait_for(FEED.name, subjects.reward(job.job, "*"), num_windows)
+        rewards = await plane.wait_for(FEED.name, subjects.of("reward", job.job, "*"), num_windows)
         assert sorted(reward.window for reward in rewards) == list(range(num_windows))  # type: ignore[attr-defined]
         await watch.until(lambda: watch.counter(NODE, "bus_retries") > 0)
         figure("actions_sent_again", watch.counter(NODE, "bus_retries"))

@@ -27,7 +27,7 @@ async def plane() -> AsyncIterator[ControlPlane]:
 
 async def publish(plane: ControlPlane, state: State, copy: int = 0) -> None:
     """A copy has an identity of its own, as one has that comes back when the broker has forgotten the first."""
-    subject = subjects.state(state.job, state.node)
+    subject = subjects.of("state", state.job, state.node)
     await plane.bus.publish_bytes(subject, encode(state), f"{message_id(state)}:{copy}")
 
 

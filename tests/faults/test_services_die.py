@@ -25,8 +25,8 @@ async def plane() -> AsyncIterator[ControlPlane]:
 
 async def check_all_there(plane: ControlPlane, job: Job, num_windows: int) -> None:
     """Each window has one metric window, one state and one reward, and one decision, that of the reference fold."""
-    for kind in (subjects.window, subjects.state, subjects.reward):
-        messages = await plane.wait_for(FEED.name, kind(job.job, "*"), num_windows)
+    for kind in ("window", "state", "reward"):
+        messages = await plane.wait_for(FEED.name, subjects.of(kind, job.job, "*"), num_windows)
         assert sorted(message.window for message in messages) == list(range(num_windows))  # type: ignore[attr-defined]
     async with watching(plane.bus, job.job) as watch:
         await watch.until_decided(num_windows)

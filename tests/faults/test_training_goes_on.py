@@ -35,7 +35,7 @@ def used_per_epoch(job: TrainingJob) -> dict[int, list[int]]:
 
 async def specification_of(plane: ControlPlane) -> Job:
     """The specification of the job's newest generation."""
-    message = await plane.bus.last(JOBS.name, subjects.job(JOB))
+    message = await plane.bus.last(JOBS.name, subjects.of("job", JOB))
     assert message is not None
     return decode(Job, message.subject, message.payload)
 
@@ -44,7 +44,7 @@ async def test_training_continues_while_services_and_broker_are_killed(tmp_path:
     async with control_plane("collector", "reward", "arbitrator") as plane, training(plane, tmp_path, 7) as job:
         await job.wait_for_steps(25)
         specification = await specification_of(plane)
-        await plane.wait_for(FEED.name, subjects.applied(JOB), 1)
+        await plane.wait_for(FEED.name, subjects.of("applied", JOB), 1)
         for name in ("collector", "reward", "arbitrator"):
             plane.services[name].kill()
             await job.more_steps(15)
@@ -52,15 +52,15 @@ async def test_training_continues_while_services_and_broker_are_killed(tmp_path:
         await plane.server.kill()
         await job.more_steps(30)
         await plane.server.start()
-        applied = len(await plane.messages(FEED.name, subjects.applied(JOB)))
-        await plane.wait_for(FEED.name, subjects.applied(JOB), applied + 2)
+        applied = len(await plane.messages(FEED.name, subjects.of("applied", JOB)))
+        await plane.wait_for(FEED.name, subjects.of("applied", JOB), applied + 2)
         assert await job.process.wait() == 0
         assert {line["generation"] for line in job.steps()} == {0}
         for samples in used_per_epoch(job).values():
             assert sorted(samples) == list(range(NUM_SAMPLES))
         actions = await check_decisions(plane.bus, specification)
         sizes = {action.window: action.local_batch_sizes for action in actions}
-        adopted = await plane.messages(FEED.name, subjects.applied(JOB))
+        adopted = await plane.messages(FEED.name, subjects.of("applied", JOB))
         for _, message in adopted:
             assert isinstance(message, Applied)
             assert message.local_batch_sizes == sizes[message.decided_window]

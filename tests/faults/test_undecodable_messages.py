@@ -44,7 +44,7 @@ class PayloadInjector:
         window = next(self._windows)
         await self._plane.bus.publish(report_of(one_node_job(), window, SIZES, SPEEDS))
         await self._plane.wait_for_actions(window + 1)
-        reward = subjects.reward(one_node_job().job, "*")
+        reward = subjects.of("reward", one_node_job().job, "*")
         await self._plane.wait_for(FEED.name, reward, window + 1)
 
     async def check(self) -> None:

@@ -26,9 +26,9 @@ async def test_one_report_becomes_a_window_a_state_a_reward_and_an_action() -> N
         assert actions[0].local_batch_sizes == (154, 154, 153, 51)
         assert actions[0].deltas == (26, 26, 25, -77)
         assert [action.window for action in actions] == [0, 1]
-        windows = await plane.wait_for(FEED.name, subjects.window(examples.JOB, "*"), 2)
-        states = await plane.wait_for(FEED.name, subjects.state(examples.JOB, "*"), 2)
-        rewards = await plane.wait_for(FEED.name, subjects.reward(examples.JOB, "*"), 2)
+        windows = await plane.wait_for(FEED.name, subjects.of("window", examples.JOB, "*"), 2)
+        states = await plane.wait_for(FEED.name, subjects.of("state", examples.JOB, "*"), 2)
+        rewards = await plane.wait_for(FEED.name, subjects.of("reward", examples.JOB, "*"), 2)
         _check_window(windows[1])
         assert isinstance(states[0], State)
         assert isinstance(rewards[0], Reward)
@@ -54,8 +54,8 @@ async def test_windows_with_late_kernel_counters_are_masked_and_counted() -> Non
         job = one_node_job(policy="static")
         for number, window in enumerate((0, 1, 5, 2**40), start=1):
             await plane.bus.publish(report_of(job, window, (128,) * 4, SPEEDS))
-            await plane.wait_for(FEED.name, subjects.window(examples.JOB, "*"), number)
-        windows = await plane.wait_for(FEED.name, subjects.window(examples.JOB, "*"), 4)
+            await plane.wait_for(FEED.name, subjects.of("window", examples.JOB, "*"), number)
+        windows = await plane.wait_for(FEED.name, subjects.of("window", examples.JOB, "*"), 4)
         told = [(w.ranks[0].system.cpu_time_ratio is not None, w.num_readings_lost) for w in windows]  # type: ignore[attr-defined]
         assert told == [(False, 0), (True, 0), (False, 1), (False, 2)]
 
@@ -85,13 +85,17 @@ async def _publish_rubbish(plane: ControlPlane) -> None:
     async def put(subject: str, payload: bytes) -> None:
         await plane.bus.publish_bytes(subject, payload, hashlib.sha256(payload).hexdigest())
 
-    await put(subjects.report(examples.JOB, "node-a"), b"\x00\xff random")
-    await put(subjects.window(examples.JOB, "node-a"), b"not ours")
-    await put(subjects.state(examples.JOB, "node-a"), encode(examples.state("node-b", (2, 3))))  # says it is node-b's
+    await put(subjects.of("report", examples.JOB, "node-a"), b"\x00\xff random")
+    await put(subjects.of("window", examples.JOB, "node-a"), b"not ours")
     await put(
-        subjects.state(examples.JOB, "node-c"), encode(examples.state("node-c", (0, 1)))
+        subjects.of("state", examples.JOB, "node-a"), encode(examples.state("node-b", (2, 3)))
+    )  # says it is node-b's
+    await put(
+        subjects.of("state", examples.JOB, "node-c"), encode(examples.state("node-c", (0, 1)))
     )  # a node the job does not have
-    await put(subjects.state(examples.JOB, "node-a"), encode(examples.state("node-a", (0, 1, 2, 3), generation=5)))
+    await put(
+        subjects.of("state", examples.JOB, "node-a"), encode(examples.state("node-a", (0, 1, 2, 3), generation=5))
+    )
 
 
 async def test_a_job_with_an_unknown_policy_is_not_decided_and_others_are() -> None:
@@ -124,5 +128,5 @@ async def test_the_broker_refuses_a_stale_writer() -> None:
         await plane.bus.publish_action(seal(examples.action(1), b""), expected_last=first)
         with pytest.raises(StaleWriterError):
             await plane.bus.publish_action(seal(examples.action(1, policy="other"), b""), expected_last=first)
-        stored = await plane.messages(ACTIONS.name, subjects.action(examples.JOB))
+        stored = await plane.messages(ACTIONS.name, subjects.of("action", examples.JOB))
         assert len(stored) == 2

@@ -26,12 +26,12 @@ async def test_windows_use_the_kernel_probe_unless_the_collector_starts_after_th
         collector = await started(plane)
         try:
             async with training(plane, tmp_path, num_epochs=100) as job:  # outlives a slow start of the second one
-                await plane.wait_for(FEED.name, subjects.window(JOB, NODE), 4, timeout_s=60)
+                await plane.wait_for(FEED.name, subjects.of("window", JOB, NODE), 4, timeout_s=60)
                 collector.kill()
                 before = await windows_of(plane)
                 collector = await started(plane)
                 await job.more_steps(1)
-                await plane.wait_for(FEED.name, subjects.window(JOB, NODE), len(before) + 2)
+                await plane.wait_for(FEED.name, subjects.of("window", JOB, NODE), len(before) + 2)
                 after = (await windows_of(plane))[len(before) :]
         finally:
             collector.stop()
@@ -59,10 +59,10 @@ async def test_windows_use_the_kernel_probe_unless_the_collector_starts_after_th
 
 
 async def windows_of(plane: ControlPlane) -> list[MetricWindow]:
-    found = await plane.messages(FEED.name, subjects.window(JOB, NODE))
+    found = await plane.messages(FEED.name, subjects.of("window", JOB, NODE))
     return [window for _, window in found]  # type: ignore[misc]
 
 
 async def reports_of(plane: ControlPlane) -> list[Report]:
-    found = await plane.messages(FEED.name, subjects.report(JOB, NODE))
+    found = await plane.messages(FEED.name, subjects.of("report", JOB, NODE))
     return [report for _, report in found]  # type: ignore[misc]

@@ -23,7 +23,7 @@ async def next_action(plane: ControlPlane, job: Job, window: int, num_actions: i
 
 async def counter(plane: ControlPlane, name: str) -> int:
     """A counter of the arbitrator, from a heartbeat in which it has counted."""
-    async with plane.bus.subscribe(subjects.live("arbitrator", "*")) as beats:
+    async with plane.bus.subscribe(subjects.of("live", "arbitrator", "*")) as beats:
         async for message in beats:
             if value := decode(Live, message.subject, message.payload).counters.get(name):
                 return value

@@ -46,7 +46,7 @@ async def start_learner(plane: ControlPlane) -> None:
 
 async def versions(plane: ControlPlane, count: int) -> list[PolicyVersion]:
     """The announced versions, once there are so many."""
-    return await plane.wait_for(FEED.name, subjects.policy(POLICY), count)  # type: ignore[return-value]
+    return await plane.wait_for(FEED.name, subjects.of("policy", POLICY), count)  # type: ignore[return-value]
 
 
 def in_one_process(file: PolicyFile, seed: int) -> Trajectory:

@@ -49,7 +49,7 @@ async def collectors(plane: ControlPlane) -> AsyncIterator[None]:
 
 
 async def _listening(bus: Bus, instance: str) -> None:
-    async with asyncio.timeout(30), bus.subscribe(subjects.live("collector", instance)) as beats:
+    async with asyncio.timeout(30), bus.subscribe(subjects.of("live", "collector", instance)) as beats:
         async for _ in beats:
             return
 
@@ -94,9 +94,9 @@ async def _check_messages(plane: ControlPlane, expected: Episode) -> None:
         stored = await plane.wait_for(FEED.name, subject, count)
         by_place = {(message.window, message.node): message for message in stored}  # type: ignore[attr-defined]
         assert by_place == {(message.window, message.node): message for message in wanted}  # type: ignore[attr-defined]
-    applied = await plane.wait_for(FEED.name, subjects.applied(name), len(expected.applied))
+    applied = await plane.wait_for(FEED.name, subjects.of("applied", name), len(expected.applied))
     assert [_adoption(message) for message in applied] == [_adoption(message) for message in expected.applied]
-    job = await plane.wait_for(JOBS.name, subjects.job(name), 1)
+    job = await plane.wait_for(JOBS.name, subjects.of("job", name), 1)
     assert isinstance(job[0], Job)
     assert (job[0].phase, job[0].end_reason) == ("ended", "completed")
 

@@ -64,7 +64,7 @@ async def test_a_report_whose_quotients_overflow_gives_a_window_with_unknown_val
         )
         await plane.bus.publish(poison)
         assert len(await plane.wait_for_actions(1)) == 1
-        (window,) = await plane.wait_for(FEED.name, subjects.window(job.job, "*"), 1)
+        (window,) = await plane.wait_for(FEED.name, subjects.of("window", job.job, "*"), 1)
         assert isinstance(window, MetricWindow)
         assert window.job_metrics.throughput is None
         assert all(service.exit_code() is None for service in plane.services.values())
@@ -112,7 +112,7 @@ async def test_an_arbitrator_that_starts_late_catches_up_with_every_running_job(
         for job in jobs:
             await plane.bus.publish(job)
             await feed_windows(plane, job, range(20), every_s=0.0)
-        await plane.wait_for(FEED.name, subjects.state("*", "*"), 60)
+        await plane.wait_for(FEED.name, subjects.of("state", "*", "*"), 60)
         await plane.start("arbitrator")
         for job in jobs:
             actions = await plane.wait_for_actions(20, job.job)

@@ -38,7 +38,7 @@ async def test_a_job_with_crashes_and_a_restart_replays_byte_for_byte(tmp_path: 
         await plane.bus.publish(again)
         await through_crashes(plane, again)
         await plane.wait_for_actions(2 * NUM_WINDOWS)
-        await plane.wait_for(FEED.name, subjects.reward(job.job, subjects.ANY), 2 * NUM_WINDOWS)
+        await plane.wait_for(FEED.name, subjects.of("reward", job.job, subjects.ANY), 2 * NUM_WINDOWS)
         path = tmp_path / "job.dxc"
         await capture_job(plane.bus, job.job, path, past=True)
     compared: dict[ReplayTarget, tuple[int, int, int]] = {}

@@ -23,7 +23,7 @@ def through(proxy: Proxy, server: ConfiguredServer) -> BusSettings:
 async def test_a_message_is_stored_under_its_subject_and_returns_its_sequence(bus: Bus) -> None:
     first = await bus.publish(examples.state(window_index=0))
     second = await bus.publish(examples.state(window_index=1))
-    stored = await bus.last("FEED", subjects.state(examples.JOB, "node-a"))
+    stored = await bus.last("FEED", subjects.of("state", examples.JOB, "node-a"))
     assert (first, second) == (1, 2)
     assert stored is not None
     assert codec.decode_any(stored.subject, stored.payload) == examples.state(window_index=1)

@@ -21,13 +21,13 @@ def test_a_message_comes_back_equal(message: Message) -> None:
 
 def test_the_subject_is_the_identity_and_a_payload_that_disagrees_is_refused() -> None:
     with pytest.raises(MalformedMessageError, match=r"identity mnist-0a1b2c3d\.node-a"):
-        decode_any(subjects.report(examples.JOB, "node-b"), encode(examples.report("node-a")))
+        decode_any(subjects.of("report", examples.JOB, "node-b"), encode(examples.report("node-a")))
 
 
 def test_a_message_of_another_kind_is_refused() -> None:
     action = examples.action()
     with pytest.raises(MalformedMessageError, match="kind 6 is not job"):
-        decode(Job, subjects.job(examples.JOB), encode(action))
+        decode(Job, subjects.of("job", examples.JOB), encode(action))
     with pytest.raises(MalformedMessageError, match="carries a Action, not a Report"):
         decode(Report, subjects.subject_of(action), encode(action))
 
@@ -36,14 +36,14 @@ def test_a_later_version_is_refused_by_its_number() -> None:
     data = bytearray(encode(examples.action()))
     data[2] = 9
     with pytest.raises(MalformedMessageError, match="version 9"):
-        decode_any(subjects.action(examples.JOB), bytes(data))
+        decode_any(subjects.of("action", examples.JOB), bytes(data))
 
 
 def test_a_field_appended_by_a_later_program_is_ignored() -> None:
     action = examples.action()
     fields = msgspec.structs.astuple(action)  # `encode` leaves out levers at their defaults
     longer = encode(action)[: codec.HEADER_BYTES] + msgspec.msgpack.encode([*fields, "new"])
-    assert decode(Action, subjects.action(examples.JOB), longer) == action
+    assert decode(Action, subjects.of("action", examples.JOB), longer) == action
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -53,7 +53,7 @@ def test_a_value_that_is_not_finite_is_named_and_refused_on_both_sides(value: fl
         encode(bad)
     foreign = encode(examples.report())[: codec.HEADER_BYTES] + msgspec.msgpack.encode(bad)
     with pytest.raises(MalformedMessageError, match=r"rows\[1\]\.loss_sum"):
-        decode_any(subjects.report(examples.JOB, "node-a"), foreign)
+        decode_any(subjects.of("report", examples.JOB, "node-a"), foreign)
 
 
 def test_a_message_over_the_limit_is_refused_on_both_sides() -> None:
@@ -61,20 +61,20 @@ def test_a_message_over_the_limit_is_refused_on_both_sides() -> None:
     with pytest.raises(MalformedMessageError, match="is over 524288"):
         encode(huge)
     with pytest.raises(MalformedMessageError, match="over the limit"):
-        decode_any(subjects.action(examples.JOB), b"DX" + bytes(codec.MAX_MESSAGE_BYTES))
+        decode_any(subjects.of("action", examples.JOB), b"DX" + bytes(codec.MAX_MESSAGE_BYTES))
 
 
 def test_a_carry_over_256_kb_is_refused() -> None:
     data = encode(examples.action(carry=bytes(256 * 1024 + 1)))
     with pytest.raises(MalformedMessageError, match="262144"):
-        decode_any(subjects.action(examples.JOB), data)
+        decode_any(subjects.of("action", examples.JOB), data)
 
 
 @given(st.binary(max_size=400))
 def test_random_bytes_are_refused_with_the_codecs_own_error(data: bytes) -> None:
     for payload in (data, b"DX\x01\x06" + data):
         try:
-            decode_any(subjects.action(examples.JOB), payload)
+            decode_any(subjects.of("action", examples.JOB), payload)
         except MalformedMessageError:
             continue
         pytest.fail("random bytes were taken for an action")
@@ -84,7 +84,7 @@ def test_random_bytes_are_refused_with_the_codecs_own_error(data: bytes) -> None
 def test_a_truncated_message_is_refused(length: int) -> None:
     data = encode(examples.report())
     with pytest.raises(MalformedMessageError):
-        decode_any(subjects.report(examples.JOB, "node-a"), data[: min(length, len(data) - 1)])
+        decode_any(subjects.of("report", examples.JOB, "node-a"), data[: min(length, len(data) - 1)])
 
 
 def test_message_ids_name_the_content() -> None:
@@ -118,7 +118,7 @@ def test_a_contradictory_specification_is_refused(changes: dict[str, object], re
 def test_a_non_finite_float_is_refused_beside_any_other_content(values: list[float], carry: bytes) -> None:
     message = examples.action(logprobs=tuple(values), carry=carry)
     if all(math.isfinite(value) for value in values):
-        assert decode_any(subjects.action(examples.JOB), encode(message)) == message
+        assert decode_any(subjects.of("action", examples.JOB), encode(message)) == message
     else:
         with pytest.raises(MalformedMessageError, match="not finite"):
             encode(message)
@@ -132,4 +132,4 @@ def test_a_foreign_float_of_either_width_is_refused_when_it_is_not_finite(form: 
     foreign = good.replace(b"\xcb" + struct.pack(">d", 0.125), packed)
     assert foreign != good
     with pytest.raises(MalformedMessageError, match=r"logprobs\[0\]"):
-        decode_any(subjects.action(examples.JOB), foreign)
+        decode_any(subjects.of("action", examples.JOB), foreign)

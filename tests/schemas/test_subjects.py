@@ -12,9 +12,9 @@ DOCS = Path(__file__).parents[2] / "docs" / "subjects.md"
 
 
 def test_subjects_are_spelled_as_documented() -> None:
-    assert subjects.action("mnist-0a1b2c3d") == "dynamix.v1.action.mnist-0a1b2c3d"
-    assert subjects.state("j", subjects.ANY) == "dynamix.v1.state.j.*"
-    assert subjects.live("arbitrator", "node-a") == "dynamix.v1.live.arbitrator.node-a"
+    assert subjects.of("action", "mnist-0a1b2c3d") == "dynamix.v1.action.mnist-0a1b2c3d"
+    assert subjects.of("state", "j", subjects.ANY) == "dynamix.v1.state.j.*"
+    assert subjects.of("live", "arbitrator", "node-a") == "dynamix.v1.live.arbitrator.node-a"
 
 
 @pytest.mark.parametrize("token", ["", "a.b", "A", "a b", "*", ">", "x" * 64, "é", "a\n"])
@@ -25,8 +25,8 @@ def test_a_token_that_could_change_the_subject_is_refused(token: str) -> None:
 
 @given(st.from_regex(r"[a-z0-9-]{1,63}", fullmatch=True), st.from_regex(r"[a-z0-9-]{1,63}", fullmatch=True))
 def test_every_subject_is_parsed_back(job: str, node: str) -> None:
-    assert subjects.parse(subjects.window(job, node)) == ("window", (job, node))
-    assert subjects.parse(subjects.applied(job)) == ("applied", (job,))
+    assert subjects.parse(subjects.of("window", job, node)) == ("window", (job, node))
+    assert subjects.parse(subjects.of("applied", job)) == ("applied", (job,))
 
 
 @pytest.mark.parametrize(

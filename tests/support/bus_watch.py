@@ -51,7 +51,7 @@ class BusWatch:
     async def follow_actions(self) -> None:
         """Read actions until cancelled."""
         loop = asyncio.get_running_loop()
-        async with self._bus.consume(ACTIONS.name, [subjects.action(self._job)], start="all") as consumer:
+        async with self._bus.consume(ACTIONS.name, [subjects.of("action", self._job)], start="all") as consumer:
             async for batch in consumer:
                 async with self._news:
                     self.actions += [Seen(loop.time(), decode(Action, one.subject, one.payload)) for one in batch]
@@ -59,7 +59,7 @@ class BusWatch:
 
     async def follow_beats(self) -> None:
         """Listen to heartbeats until cancelled."""
-        async with self._bus.subscribe(subjects.live(subjects.ANY, subjects.ANY)) as beats:
+        async with self._bus.subscribe(subjects.of("live", subjects.ANY, subjects.ANY)) as beats:
             async for message in beats:
                 beat = decode(Live, message.subject, message.payload)
                 async with self._news:

@@ -55,7 +55,7 @@ class ControlPlane:
 
     async def actions(self, job: str = examples.JOB) -> list[Action]:
         """The job's actions so far."""
-        return [message for _, message in await self.messages(ACTIONS.name, subjects.action(job))]  # type: ignore[misc]
+        return [message for _, message in await self.messages(ACTIONS.name, subjects.of("action", job))]  # type: ignore[misc]
 
     async def wait_for(self, stream: str, subject: str, count: int, timeout_s: float = 20.0) -> list[Message]:
         """The first `count` messages on a subject, once they are there."""
@@ -69,7 +69,7 @@ class ControlPlane:
 
     async def wait_for_actions(self, count: int, job: str = examples.JOB) -> list[Action]:
         """The job's first actions, once there are `count`."""
-        return await self.wait_for(ACTIONS.name, subjects.action(job), count)  # type: ignore[return-value]
+        return await self.wait_for(ACTIONS.name, subjects.of("action", job), count)  # type: ignore[return-value]
 
 
 @contextlib.asynccontextmanager

@@ -30,7 +30,7 @@ async def stored(bus: Bus, stream: str, subject: str) -> list[BusMessage]:
 async def recorded_states(bus: Bus, job: Job) -> list[tuple[int, State]]:
     """A job's states as FEED has them; unreadable messages are skipped, as in every fold."""
     states = []
-    for message in await stored(bus, FEED.name, subjects.state(job.job, subjects.ANY)):
+    for message in await stored(bus, FEED.name, subjects.of("state", job.job, subjects.ANY)):
         with contextlib.suppress(MalformedMessageError):
             states.append((message.sequence, decode(State, message.subject, message.payload)))
     return states
@@ -49,7 +49,7 @@ async def check_decisions(
 
     Returns the stored actions.
     """
-    recorded = await stored(bus, ACTIONS.name, subjects.action(generations[0].job))
+    recorded = await stored(bus, ACTIONS.name, subjects.of("action", generations[0].job))
     actions = [decode(Action, message.subject, message.payload) for message in recorded]
     check_chain(actions)
     expected: list[tuple[int, Decided]] = []

@@ -41,7 +41,7 @@ def _show(_policy: str, num_applied: int, report: Report) -> None:
 
 async def _announced(bus: Bus) -> str:
     """The id of the first job that begins."""
-    async with bus.consume(JOBS.name, [subjects.job(subjects.ANY)], start="all") as consumer:
+    async with bus.consume(JOBS.name, [subjects.of("job", subjects.ANY)], start="all") as consumer:
         async for batch in consumer:
             return subjects.parse(batch[0].subject).tokens[0]
     raise AssertionError("a consumer ends only when it is told to")

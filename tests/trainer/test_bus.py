@@ -110,11 +110,11 @@ async def _collect(bus: Bus, kind: type[Any], stream: str, subject: str) -> list
 
 async def _arbitrate(bus: Bus) -> None:
     """Answer the first report with what must be refused, every later one with the target."""
-    async with bus.consume("FEED", [subjects.report("*", "*")], start=ALL) as reports:
+    async with bus.consume("FEED", [subjects.of("report", "*", "*")], start=ALL) as reports:
         async for batch in reports:
             for message in batch:
                 report = decode(Report, message.subject, message.payload)
-                subject = subjects.action(report.job)
+                subject = subjects.of("action", report.job)
                 if report.window == 0:
                     bad = [
                         b"no action",
@@ -146,17 +146,17 @@ async def test_a_report_goes_out_and_its_action_is_adopted_by_all_ranks_at_one_b
     assert sizes == [(8, 8)] * changed + [TARGET] * (len(sizes) - changed)
     assert changed % WINDOW_STEPS == 0
 
-    applied = (await _collect(bus, Applied, "FEED", subjects.applied(job)))[0]
+    applied = (await _collect(bus, Applied, "FEED", subjects.of("applied", job)))[0]
     assert applied.local_batch_sizes == TARGET
     assert (applied.effective_step, applied.effective_window) == (changed, changed // WINDOW_STEPS)
     assert applied.decided_window < applied.effective_window
     assert applied.action_hash == _action(job, applied.decided_window).hash
     assert applied.num_refused == {"malformed": 2, "generation": 1, "bounds": 1, "length": 1, "future": 1}
-    dead = await _collect(bus, Dead, "DEAD", subjects.dead("action", job))
+    dead = await _collect(bus, Dead, "DEAD", subjects.of("dead", "action", job))
     assert [letter.service for letter in dead] == ["trainer", "trainer"]
     assert dead[0].payload == b"no action"
 
-    reports = await _collect(bus, Report, "FEED", subjects.report(job, "node-a"))
+    reports = await _collect(bus, Report, "FEED", subjects.of("report", job, "node-a"))
     assert [report.window for report in reports] == list(range(len(sizes) // WINDOW_STEPS))
     for report in reports:
         _check_report(report, sizes)
@@ -186,7 +186,7 @@ def _check_report(report: Report, sizes: list[tuple[int, ...]]) -> None:
 
 
 async def _check_job(bus: Bus, job: str) -> None:
-    stored = await bus.last("JOBS", subjects.job(job))
+    stored = await bus.last("JOBS", subjects.of("job", job))
     assert stored is not None
     specification = decode(Job, stored.subject, stored.payload)
     assert (specification.phase, specification.generation, specification.end_reason) == ("ended", 0, "closed")
@@ -230,11 +230,11 @@ async def test_what_was_measured_while_the_broker_was_away_arrives_when_it_is_ba
     assert nothing == 0
     assert dropped >= 7  # of the ten windows and the job's specification, four messages were kept
 
-    reports = await _collect(bus, Report, "FEED", subjects.report("outage", "node-a"))
+    reports = await _collect(bus, Report, "FEED", subjects.of("report", "outage", "node-a"))
     windows = [report.window for report in reports]
     assert windows == sorted(set(windows))
     assert windows[-1] + 1 - len(windows) == dropped
     told = max(report.num_reports_dropped for report in reports)
     assert told in {dropped - 1, dropped}  # a report cannot know what its own arrival pushes out
-    stored = await bus.last("JOBS", subjects.job("outage"))
+    stored = await bus.last("JOBS", subjects.of("job", "outage"))
     assert stored is not None

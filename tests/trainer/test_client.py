@@ -49,8 +49,8 @@ async def test_a_connection_that_the_broker_closed_for_good_is_made_anew(tmp_pat
         server.reload()  # it closes the connections of users whose password changed
         client.publish(examples.report(window=0))
         await until(lambda: not len(client.outbox))
-        assert await operator.last("JOBS", subjects.job(examples.JOB)) is not None
-        assert await operator.last("FEED", subjects.report(examples.JOB, NODE)) is not None
+        assert await operator.last("JOBS", subjects.of("job", examples.JOB)) is not None
+        assert await operator.last("FEED", subjects.of("report", examples.JOB, NODE)) is not None
         await asyncio.to_thread(client.close, 1.0)
 
 
@@ -74,8 +74,8 @@ async def test_streams_that_are_made_later_get_what_was_waiting(server: Configur
     async with connected(server.settings) as operator:
         await provision(operator)
         await until(lambda: not len(client.outbox))
-        assert await operator.last("JOBS", subjects.job(examples.JOB)) is not None
-        assert await operator.last("FEED", subjects.report(examples.JOB, NODE)) is not None
+        assert await operator.last("JOBS", subjects.of("job", examples.JOB)) is not None
+        assert await operator.last("FEED", subjects.of("report", examples.JOB, NODE)) is not None
     await asyncio.to_thread(client.close, 1.0)
 
 
@@ -141,7 +141,7 @@ async def test_after_a_trouble_that_nobody_foresaw_a_broker_is_found_on_the_same
     client.publish(examples.job())
     await until(lambda: not len(client.outbox))
     assert not failures
-    assert await bus.last("JOBS", subjects.job(examples.JOB)) is not None
+    assert await bus.last("JOBS", subjects.of("job", examples.JOB)) is not None
     await asyncio.to_thread(client.close, 1.0)
 
 

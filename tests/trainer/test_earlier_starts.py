@@ -37,7 +37,7 @@ async def test_the_last_start_of_a_job_is_found(server: ConfiguredServer, bus: B
 async def test_a_job_entry_that_cannot_be_read_is_none(
     server: ConfiguredServer, bus: Bus, caplog: pytest.LogCaptureFixture
 ) -> None:
-    await bus.publish_bytes(subjects.job(examples.JOB), b"no job", "bad")
+    await bus.publish_bytes(subjects.of("job", examples.JOB), b"no job", "bad")
     with caplog.at_level(logging.INFO, "dynamix.trainer"):
         assert await _asked(server.settings) is None
     assert "MalformedMessageError" in caplog.text
@@ -129,6 +129,6 @@ async def test_no_generation_of_a_job_is_used_twice_however_it_is_started_again(
     alone = [await start("three", restarts, restarted["state"], **away) for restarts in (0, 1)]
     generations = [start["generation"] for start in (first, again, restarted, *alone)]
     assert generations == [0, 1, 2, 5, 6]  # launch two has generations 1 ... 4 at most
-    stored = await bus.last("JOBS", subjects.job("again"))
+    stored = await bus.last("JOBS", subjects.of("job", "again"))
     assert stored is not None
     assert decode(Job, stored.subject, stored.payload).generation == 2

@@ -79,7 +79,7 @@ def _leave(_rank: int) -> None:
 
 
 async def _stored(bus: Bus, job: str) -> Job:
-    message = await bus.last("JOBS", subjects.job(job))
+    message = await bus.last("JOBS", subjects.of("job", job))
     assert message is not None
     return decode(Job, message.subject, message.payload)
 

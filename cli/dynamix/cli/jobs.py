@@ -24,7 +24,7 @@ async def known_jobs(bus: Bus) -> dict[str, Job]:
     jobs: dict[str, Job] = {}
     if (await bus.stream_state(JOBS.name)).num_messages == 0:
         return jobs
-    async with bus.consume(JOBS.name, [subjects.job(subjects.ANY)], start="last_per_subject") as consumer:
+    async with bus.consume(JOBS.name, [subjects.of("job", subjects.ANY)], start="last_per_subject") as consumer:
         async for batch in consumer:
             for message in batch:
                 try:

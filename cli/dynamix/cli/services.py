@@ -97,7 +97,7 @@ async def hear(
     bus: Bus, is_last: Callable[[Live], bool], service: str = subjects.ANY, instance: str = subjects.ANY
 ) -> bool:
     """Hand every heartbeat to `is_last`, until that returns True; False when the bus was closed before."""
-    async with bus.subscribe(subjects.live(service, instance)) as beats:
+    async with bus.subscribe(subjects.of("live", service, instance)) as beats:
         async for message in beats:
             with contextlib.suppress(MalformedMessageError):  # any client may publish here
                 if is_last(decode(Live, message.subject, message.payload)):

@@ -36,65 +36,20 @@ def check_token(value: str) -> str:
     return value
 
 
-def job(job: str) -> str:
-    """Subject of a job's specification, start and end."""
-    return _subject("job", job)
+def of(kind: str, *tokens: str) -> str:
+    """Subject of a kind of message, from its tokens: `of("report", job, node)`; a filter where one is `ANY`.
 
-
-def report(job: str, node: str) -> str:
-    """Subject of what the ranks of one node measured in a window."""
-    return _subject("report", job, node)
-
-
-def window(job: str, node: str) -> str:
-    """Subject of a node's metric windows."""
-    return _subject("window", job, node)
-
-
-def state(job: str, node: str) -> str:
-    """Subject of the state vectors of a node's ranks."""
-    return _subject("state", job, node)
-
-
-def reward(job: str, node: str) -> str:
-    """Subject of the rewards of a node's ranks."""
-    return _subject("reward", job, node)
-
-
-def action(job: str) -> str:
-    """Subject of a job's actions, one per window."""
-    return _subject("action", job)
-
-
-def applied(job: str) -> str:
-    """Subject of what the trainer adopted or refused."""
-    return _subject("applied", job)
-
-
-def policy(name: str) -> str:
-    """Subject on which a new version of a policy is announced."""
-    return _subject("policy", name)
-
-
-def dead(kind: str, job: str) -> str:
-    """Subject of messages that could not be used."""
-    return _subject("dead", kind, job)
-
-
-def live(service: str, instance: str) -> str:
-    """Subject of a service's loss-tolerant heartbeat."""
-    return _subject("live", service, instance)
-
-
-def event(job: str) -> str:
-    """Subject of the failure signatures seen in a job, or in the learning of a policy."""
-    return _subject("event", job)
+    Raises:
+        ValueError: for a token that cannot stand in a subject.
+    """
+    assert _DEPTH[kind] == len(tokens), f"{kind} has {_DEPTH[kind]} tokens, not {len(tokens)}"
+    return ".".join((ROOT, kind, *(token if token == ANY else check_token(token) for token in tokens)))
 
 
 def subject_of(message: Message) -> str:
     """Subject of a message, from its own fields; not of a dead letter, whose tokens describe what it holds."""
     kind = BY_STRUCT[type(message)]
-    return _subject(kind.name, *(getattr(message, token) for token in kind.tokens))
+    return of(kind.name, *(getattr(message, token) for token in kind.tokens))
 
 
 def all_of(kind: str) -> str:
@@ -128,7 +83,3 @@ def parse(subject: str) -> Address:
     for token in tokens:
         check_token(token)
     return Address(kind, tuple(tokens))
-
-
-def _subject(kind: str, *tokens: str) -> str:
-    return ".".join((ROOT, kind, *(token if token == ANY else check_token(token) for token in tokens)))

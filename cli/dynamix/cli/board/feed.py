@@ -76,7 +76,9 @@ class Feed:
         await hear(self._bus, record)
 
     async def _follow_jobs(self, group: asyncio.TaskGroup) -> None:
-        async with self._bus.consume(JOBS.name, [subjects.job(subjects.ANY)], start="last_per_subject") as consumer:
+        async with self._bus.consume(
+            JOBS.name, [subjects.of("job", subjects.ANY)], start="last_per_subject"
+        ) as consumer:
             async for batch in consumer:
                 for message in batch:
                     self._record_job(message)
@@ -99,7 +101,7 @@ class Feed:
                     self._fold(board, batch)
 
     async def _follow_actions(self, board: Board) -> None:
-        subject = subjects.action(board.name)
+        subject = subjects.of("action", board.name)
         async with self._bus.consume(ACTIONS.name, [subject], start="last_per_subject") as consumer:
             async for batch in consumer:
                 self._fold(board, batch)
@@ -119,13 +121,13 @@ class Feed:
 
     async def _read_newest(self, board: Board) -> None:
         """Read the newest action and failure signature: these are rare, and may lie far before what is read of FEED."""
-        for stream, subject in ((ACTIONS, subjects.action(board.name)), (FEED, subjects.event(board.name))):
+        for stream, subject in ((ACTIONS, subjects.of("action", board.name)), (FEED, subjects.of("event", board.name))):
             if (message := await self._bus.last(stream.name, subject)) is not None:
                 self._fold(board, [message])
 
     async def _consume_feed(self, board: Board) -> Consumer:
         """Read FEED from `HISTORY_MESSAGES` before the job's newest window on, else before the end."""
-        newest = await self._bus.last(FEED.name, subjects.window(board.name, subjects.ANY))
+        newest = await self._bus.last(FEED.name, subjects.of("window", board.name, subjects.ANY))
         last = newest.sequence if newest is not None else (await self._bus.stream_state(FEED.name)).last_sequence
         return self._bus.consume(FEED.name, _feed_subjects(board), start=max(1, last - HISTORY_MESSAGES))
 
@@ -160,9 +162,8 @@ class Feed:
 
 
 def _feed_subjects(board: Board) -> list[str]:
-    per_node = (subjects.window, subjects.reward)
     return [
-        *(of(board.name, subjects.ANY) for of in per_node),
-        subjects.applied(board.name),
-        subjects.event(board.name),
+        *(subjects.of(kind, board.name, subjects.ANY) for kind in ("window", "reward")),
+        subjects.of("applied", board.name),
+        subjects.of("event", board.name),
     ]

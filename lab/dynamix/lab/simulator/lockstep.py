@@ -45,7 +45,7 @@ async def run_lockstep(
     """
     lag, num_applied = max(cluster.scenario.lag_windows, 1), 0
     await bus.publish(cluster.job)
-    async with bus.consume(ACTIONS.name, [subjects.action(cluster.job.job)], start="all") as consumer:
+    async with bus.consume(ACTIONS.name, [subjects.of("action", cluster.job.job)], start="all") as consumer:
         inbox = _Inbox(cluster, aiter(consumer), timeout_s)
         while not cluster.over:
             await inbox.wait_for(cluster.window - lag)

@@ -69,7 +69,7 @@ class _Arbitrator:
             job = await self._specification(message)
             if job is not None and job.phase == "running":
                 await self._open(job, until=last)
-        states = subjects.state(subjects.ANY, subjects.ANY)
+        states = subjects.of("state", subjects.ANY, subjects.ANY)
         async with self._bus.consume(FEED.name, [states], start=last + 1) as consumer:
             self._context.counters["ready"] = 1
             async for batch in consumer:
@@ -79,7 +79,9 @@ class _Arbitrator:
         if (await self._bus.stream_state(JOBS.name)).num_messages == 0:
             return []
         found: list[BusMessage] = []
-        async with self._bus.consume(JOBS.name, [subjects.job(subjects.ANY)], start="last_per_subject") as consumer:
+        async with self._bus.consume(
+            JOBS.name, [subjects.of("job", subjects.ANY)], start="last_per_subject"
+        ) as consumer:
             async for batch in consumer:
                 found += batch
                 if batch[-1].num_pending == 0:
@@ -124,7 +126,7 @@ class _Arbitrator:
 
     async def _read_and_open(self, job: str, before: int) -> JobLog | None:
         """Read a job's newest specification; rank 0 publishes it before its ranks' first report."""
-        message = await self._bus.last(JOBS.name, subjects.job(job))
+        message = await self._bus.last(JOBS.name, subjects.of("job", job))
         specification = None if message is None else await self._specification(message)
         return None if specification is None else await self._open(specification, until=before - 1)
 
@@ -154,7 +156,7 @@ class _Arbitrator:
 
     async def _catch_up(self, log: JobLog, until: int) -> None:
         """Fold a job's own states from its checkpoint to `until`; a job that ended long ago costs nothing."""
-        states = subjects.state(log.job.job, subjects.ANY)
+        states = subjects.of("state", log.job.job, subjects.ANY)
         newest = await self._bus.last(FEED.name, states)
         if newest is None or newest.sequence <= log.watermark:
             return

@@ -43,7 +43,7 @@ async def serve(context: Context[CollectorSettings, ServiceBus]) -> None:
 async def serve_observed(context: Context[CollectorSettings, ServiceBus], observer: Observer) -> None:
     """Turn every report into a metric window and a state, with what an observer sees of its processes."""
     collector = _Collector(context, observer)
-    reports = subjects.report(subjects.ANY, context.node)
+    reports = subjects.of("report", subjects.ANY, context.node)
     durable = f"collector-{context.node}"
     async with context.bus.consume(FEED.name, [reports], start="new", durable=durable, max_batch=MAX_BATCH) as consumer:
         context.counters["ready"] = 1

@@ -29,7 +29,7 @@ class RewardSettings(Weights, frozen=True, kw_only=True):
 
 async def serve(context: Context[RewardSettings, ServiceBus]) -> None:
     """Turn every metric window of every job into rewards until the context stops."""
-    windows = subjects.window(subjects.ANY, subjects.ANY)
+    windows = subjects.of("window", subjects.ANY, subjects.ANY)
     durable = f"reward-{context.instance}"
     async with context.bus.consume(FEED.name, [windows], start="new", durable=durable, max_batch=MAX_BATCH) as consumer:
         context.counters["ready"] = 1

@@ -51,7 +51,7 @@ async def from_bus(bus: Bus, wanted: str) -> CalibrationInput:
         CommandError: when there is no such job, or none of its windows are kept, or one cannot be decoded.
     """
     job = await find_job(bus, wanted)
-    subject = subjects.window(job.job, subjects.ANY)
+    subject = subjects.of("window", job.job, subjects.ANY)
     if await bus.last(FEED.name, subject) is None:
         raise CommandError(
             f"no metric window of {job.job} is kept: a collector must run beside the job (`dynamix up`), and FEED "

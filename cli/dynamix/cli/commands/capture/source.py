@@ -86,9 +86,9 @@ class Source:
         The permissions of a watcher are enough.
         """
         self.reason: EndReason = "stored" if past else "ended"
-        self._jobs = Tail(bus, JOBS.name, [subjects.job(job)])
+        self._jobs = Tail(bus, JOBS.name, [subjects.of("job", job)])
         self._feed = Tail(bus, FEED.name, feed_subjects(job))
-        self._actions = Tail(bus, ACTIONS.name, [subjects.action(job)])
+        self._actions = Tail(bus, ACTIONS.name, [subjects.of("action", job)])
         self._tails = (self._jobs, self._feed, self._actions)
         self._past = past
         self._stop = stop
@@ -177,8 +177,12 @@ class Source:
 
 def feed_subjects(job: str) -> list[str]:
     """All that FEED has of a job."""
-    per_node = (subjects.report, subjects.window, subjects.state, subjects.reward)
-    return [*(of(job, subjects.ANY) for of in per_node), subjects.applied(job), subjects.event(job)]
+    per_node = ("report", "window", "state", "reward")
+    return [
+        *(subjects.of(kind, job, subjects.ANY) for kind in per_node),
+        subjects.of("applied", job),
+        subjects.of("event", job),
+    ]
 
 
 def _is_end(record: Record) -> bool:

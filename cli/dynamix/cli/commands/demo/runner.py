@@ -140,7 +140,7 @@ class _RunMessages:
 
     async def follow(self, bus: Bus, job: str) -> None:
         """Store reports and adopted decisions as they come."""
-        wanted = [subjects.report(job, subjects.ANY), subjects.applied(job)]
+        wanted = [subjects.of("report", job, subjects.ANY), subjects.of("applied", job)]
         async with bus.consume(FEED.name, wanted, start="all") as consumer:
             async for batch in consumer:
                 for message in batch:

@@ -109,7 +109,7 @@ def _failed_actions(found: str, fix: str) -> DoctorCheck:
 
 
 async def _check_actions(connection: Bus, name: str) -> DoctorCheck:
-    message = await connection.last(JOBS.name, subjects.job(name))
+    message = await connection.last(JOBS.name, subjects.of("job", name))
     if message is None:
         return _failed_actions(f"no job is called {name!r}", "`dynamix top` shows the jobs")
     job = decode(Job, message.subject, message.payload)
@@ -126,7 +126,7 @@ async def _check_actions(connection: Bus, name: str) -> DoctorCheck:
 async def _check_chain(connection: Bus, name: str, last: int) -> int:
     """Check the chain up to a sequence; the number of actions."""
     check = ChainCheck()
-    async with connection.consume(ACTIONS.name, [subjects.action(name)], start="all") as consumer:
+    async with connection.consume(ACTIONS.name, [subjects.of("action", name)], start="all") as consumer:
         async for batch in consumer:
             for message in batch:
                 if message.sequence <= last:

@@ -64,7 +64,7 @@ async def newest_action(bus: ActionStore, job: Job) -> Stored | None:
     Raises:
         ActionStoreError: when it cannot be read, is not as it was written, or cannot be one of this job.
     """
-    message = await bus.last(ACTIONS.name, subjects.action(job.job))
+    message = await bus.last(ACTIONS.name, subjects.of("action", job.job))
     if message is None:
         return None
     stored = Stored(message.sequence, _action(message))
@@ -86,7 +86,7 @@ async def newest_receipt(bus: ActionStore, job: Job) -> BusMessage | None:
     Read it before the newest action: another arbitrator may decide in between, and a receipt is never ahead of actions
     that were read after it.
     """
-    return await bus.last(FEED.name, subjects.applied(job.job))
+    return await bus.last(FEED.name, subjects.of("applied", job.job))
 
 
 async def check_receipt(bus: ActionStore, job: Job, newest: Stored | None, message: BusMessage | None) -> None:
@@ -110,8 +110,8 @@ async def check_receipt(bus: ActionStore, job: Job, newest: Stored | None, messa
     where = f"window {receipt.decided_window} of generation {receipt.generation}"
     if stored < applied and not (newest is None and await _is_older_than_actions(bus, message)):
         raise ActionStoreError(
-            f"{subjects.action(job.job)} ends at {_place(newest)}, but the trainer applied an action for {where}: the "
-            "broker lost its end, or runs on an old copy of its store",
+            f"{subjects.of('action', job.job)} ends at {_place(newest)}, but the trainer applied an action for {where}"
+            ": the broker lost its end, or runs on an old copy of its store",
             window=stored[1],
             known_window=receipt.decided_window,
         )
@@ -133,8 +133,8 @@ async def check_goes_on(bus: ActionStore, job: Job, known: Stored | None, newest
         if newest is None and await _has_dropped(bus, known.sequence):
             return
         raise ActionStoreError(
-            f"{subjects.action(job.job)} ends at {_place(newest)}, before our own {known.sequence}: was the broker's "
-            "store replaced by an old copy?",
+            f"{subjects.of('action', job.job)} ends at {_place(newest)}, before our own {known.sequence}: was the "
+            "broker's store replaced by an old copy?",
             window=-1 if newest is None else newest.action.window,
             known_window=known.action.window,
         )
@@ -169,7 +169,7 @@ async def _check_chain(bus: ActionStore, job: Job, known: Stored | None, newest:
 async def _messages(bus: ActionStore, job: Job, start: int, last: int) -> AsyncIterator[BusMessage]:
     """The job's stored actions from one sequence to another."""
     while start <= last:
-        message = await bus.first(ACTIONS.name, subjects.action(job.job), start=start)
+        message = await bus.first(ACTIONS.name, subjects.of("action", job.job), start=start)
         if message is None:
             return
         yield message
@@ -178,13 +178,13 @@ async def _messages(bus: ActionStore, job: Job, start: int, last: int) -> AsyncI
 
 async def _has_dropped(bus: ActionStore, sequence: int) -> bool:
     """Whether ACTIONS was full and dropped what was at a sequence; a stream that was made again begins at 1."""
-    oldest = await bus.first(ACTIONS.name, subjects.action(subjects.ANY))
+    oldest = await bus.first(ACTIONS.name, subjects.of("action", subjects.ANY))
     return oldest is not None and oldest.sequence > sequence
 
 
 async def _is_older_than_actions(bus: ActionStore, receipt: BusMessage) -> bool:
     """Whether ACTIONS was full and may have dropped the receipt's action: all that it holds is newer."""
-    oldest = await bus.first(ACTIONS.name, subjects.action(subjects.ANY))
+    oldest = await bus.first(ACTIONS.name, subjects.of("action", subjects.ANY))
     return oldest is not None and oldest.sequence > 1 and oldest.timestamp_ns > receipt.timestamp_ns
 
 
@@ -200,7 +200,9 @@ def _action(message: BusMessage) -> Action:
 def _refusal(stored: Stored, text: str) -> ActionStoreError:
     window = stored.action.window
     return ActionStoreError(
-        f"{subjects.action(stored.action.job)} at {stored.sequence} {text}", window=window - 1, known_window=window
+        f"{subjects.of('action', stored.action.job)} at {stored.sequence} {text}",
+        window=window - 1,
+        known_window=window,
     )
 
 

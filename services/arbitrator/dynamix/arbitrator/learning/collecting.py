@@ -86,10 +86,14 @@ async def collect(bus: Bus, job: Job, *, grace_s: float, refuse: Refuse) -> Coll
         BusError: when the streams cannot be read.
     """
     reader = _Reader(bus, job, refuse)
-    wanted = [subjects.state(job.job, subjects.ANY), subjects.reward(job.job, subjects.ANY), subjects.applied(job.job)]
+    wanted = [
+        subjects.of("state", job.job, subjects.ANY),
+        subjects.of("reward", job.job, subjects.ANY),
+        subjects.of("applied", job.job),
+    ]
     try:
         await reader.read(FEED.name, wanted, grace_s)
-        await reader.read(ACTIONS.name, [subjects.action(job.job)], 0.0)
+        await reader.read(ACTIONS.name, [subjects.of("action", job.job)], 0.0)
     except _IntakeStoppedError:
         return None
     recording = Recording(job, reader.states, reader.actions, reader.applied, reader.rewards)

@@ -103,7 +103,7 @@ class _Learner:
 
     async def run(self) -> None:
         await self._start()
-        wanted = [subjects.job(subjects.ANY)]
+        wanted = [subjects.of("job", subjects.ANY)]
         async with self._context.bus.consume(JOBS.name, wanted, start="last_per_subject") as consumer:
             self._context.counters["ready"] = 1
             async for batch in consumer:

@@ -126,7 +126,7 @@ class Bus:
             StaleWriterError: when another action is there.
             BusError: as `publish`.
         """
-        subject = subjects.action(action.job)
+        subject = subjects.of("action", action.job)
         payload = codec.encode(action)
         try:
             return await (await self._publisher.publish(subject, payload, codec.message_id(action), expected_last))
@@ -139,7 +139,9 @@ class Bus:
 
     async def publish_live(self, message: Live) -> None:
         """Publish on core NATS, unstored; while disconnected it is dropped and counted."""
-        sent = await self._connection.send(subjects.live(message.service, message.instance), codec.encode(message))
+        sent = await self._connection.send(
+            subjects.of("live", message.service, message.instance), codec.encode(message)
+        )
         if not sent:
             self._live["dropped_live"] += 1
 

@@ -51,7 +51,7 @@ class DeadLetters:
             },
         )
         try:
-            await self._publish(message, reason, subjects.dead(kind, job))
+            await self._publish(message, reason, subjects.of("dead", kind, job))
         except (BusError, ValueError) as error:
             self._count("dead_letters_not_kept")
             logger.warning("a dead letter was not kept: %s", error)

@@ -128,7 +128,7 @@ class BusClient(Transport):
     async def _serve(self, bus: Bus, closed: asyncio.Event) -> None:
         duties: list[Coroutine[Any, Any, object]] = [closed.wait(), self._publish_all(bus), self._send_heartbeats(bus)]
         if self._actions_of is not None:
-            duties.append(self._listen(bus, subjects.action(self._actions_of)))
+            duties.append(self._listen(bus, subjects.of("action", self._actions_of)))
         tasks = [asyncio.create_task(duty) for duty in duties]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
