@@ -12,8 +12,8 @@ from dynamix.arbitrator.deciding.fold import MAX_AGE_WINDOWS, MAX_SKIP_WINDOWS, 
 from dynamix.arbitrator.policies.model.observation import Array32
 from dynamix.arbitrator.policies.policy import Decision
 from dynamix.arbitrator.policies.registry import policy_named
-from dynamix.schemas.chain import is_sealed
-from dynamix.schemas.codec import MalformedMessageError
+from dynamix.schemas.chain import is_intact
+from dynamix.schemas.codec import MalformedMessageError, encode
 from dynamix.schemas.features import RANK_INDEX
 from dynamix.schemas.messages import Action, Job, State
 
@@ -102,7 +102,7 @@ def test_actions_chain_and_carry() -> None:
     actions = run(Fold(JOB, recorder, None), numbered(a(0), b(0), a(1), b(1)))
     assert actions[0].previous_hash == b""
     assert actions[1].previous_hash == actions[0].hash
-    assert all(is_sealed(action) for action in actions)
+    assert all(is_intact(encode(action)) for action in actions)
     assert actions[1].carry == b"\x00\x01"
 
 

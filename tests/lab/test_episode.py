@@ -6,7 +6,8 @@ from dynamix.arbitrator.policies.registry import policy_named
 from dynamix.lab.experiments.episodes.episode import Episode, run_episode
 from dynamix.lab.simulator.scenario import Stragglers
 from dynamix.reward.formula import Weights, reward_of
-from dynamix.schemas.chain import is_sealed
+from dynamix.schemas.chain import is_intact
+from dynamix.schemas.codec import encode
 from dynamix.schemas.features import GLOBAL_INDEX, RANK_INDEX, state_of, unpack_global, unpack_ranks
 
 
@@ -36,7 +37,7 @@ def test_a_miss_has_no_time() -> None:
 def test_the_policy_decides_every_window_and_rules_with_the_lag() -> None:
     result = episode("proportional")
     assert [action.window for action in result.actions] == list(range(result.num_windows))
-    assert all(is_sealed(action) for action in result.actions)
+    assert all(is_intact(encode(action)) for action in result.actions)
     assert [(a.decided_window, a.effective_window) for a in result.applied] == [
         (window, window + 2) for window in range(result.num_windows - 1)
     ]

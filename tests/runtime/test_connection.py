@@ -11,11 +11,11 @@ from tests.support import examples
 from tests.support.brokers import STATE, ConfiguredServer, connected, publish_unstored, until
 
 import dynamix.runtime.bus.broker.client as client_module
-from dynamix.runtime.bus import ALL, Bus, BusError, PermissionDeniedError, check_url
+from dynamix.runtime.bus import ALL, Bus, BusError, PermissionDeniedError
 from dynamix.runtime.bus.broker import connection
 from dynamix.runtime.bus.broker.connection import BrokerConnection
 from dynamix.runtime.bus.provision import provision
-from dynamix.runtime.settings import BusSettings
+from dynamix.runtime.settings import BusSettings, check_url
 
 ALLOWED = (
     "{user: admin, password: admin-pw},"

@@ -8,8 +8,8 @@ from tests.support.reference_fold import Decided, reference_decisions
 from dynamix.arbitrator.policies.registry import policy_named
 from dynamix.runtime.bus import Bus, BusMessage
 from dynamix.schemas import subjects
-from dynamix.schemas.chain import is_sealed
-from dynamix.schemas.codec import MalformedMessageError, decode
+from dynamix.schemas.chain import is_intact
+from dynamix.schemas.codec import MalformedMessageError, decode, encode
 from dynamix.schemas.messages import Action, Job, State
 from dynamix.schemas.streams import ACTIONS, FEED
 
@@ -64,7 +64,7 @@ async def check_decisions(
 
 def check_chain(actions: list[Action]) -> None:
     """Check that every action is unchanged since it was sealed, and follows its predecessor."""
-    assert all(is_sealed(action) for action in actions)
+    assert all(is_intact(encode(action)) for action in actions)
     assert actions[0].previous_hash == b""
     assert all(new.previous_hash == old.hash for old, new in itertools.pairwise(actions))
 

@@ -21,11 +21,6 @@ def seal(action: Action, previous_hash: bytes) -> Action:
     return msgspec.structs.replace(open_action, hash=hashlib.sha256(encode(open_action)).digest())
 
 
-def is_sealed(action: Action) -> bool:
-    """Whether the action's hash is the one of its content."""
-    return is_intact(encode(action))
-
-
 def is_intact(payload: bytes) -> bool:
     """Whether the hash in an encoded action is the one of its bytes.
 

@@ -9,8 +9,8 @@ The kinds of message, with their subjects, senders and receivers, are in `dynami
 """
 
 from .allocation import Sizes
-from .base import Message, OptimizerFamily
 from .decided import Action, Applied, RankReward, Reward
+from .fields import Message, OptimizerFamily
 from .job import Job, NodeRanks
 from .measured import (
     GlobalMetrics,

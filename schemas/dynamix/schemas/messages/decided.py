@@ -5,8 +5,7 @@ from typing import Annotated
 from msgspec import Meta, field
 
 from .allocation import EXACT, Allocation, Exchange, Sizes
-from .base import Message
-from .fields import MAX_RANKS, Carry, Count, Digest, Token
+from .fields import MAX_RANKS, Carry, Count, Digest, Message, Token
 from .policies import Split
 
 

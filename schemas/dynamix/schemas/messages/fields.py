@@ -1,7 +1,8 @@
-"""The types of message fields, with the limits that a decoder enforces."""
+"""The base of all messages, and the types of their fields with the limits that a decoder enforces."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
+import msgspec
 from msgspec import Meta
 
 MAX_RANKS = 1 << 17
@@ -28,3 +29,13 @@ Seconds = Annotated[float, Meta(ge=0)]
 Digest = Annotated[bytes, Meta(max_length=32)]
 Carry = Annotated[bytes, Meta(max_length=MAX_CARRY_BYTES)]
 Text = Annotated[str, Meta(max_length=1024)]
+
+OptimizerFamily = Literal["sgd", "adam"]
+"""`adam` stands for every optimizer that divides by a running gradient norm (method section IV-D)."""
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
+    """Base of all messages: immutable, encoded as arrays in field order.
+
+    `gc=False` spares the garbage collector: an immutable object cannot become part of a reference cycle.
+    """

@@ -5,8 +5,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, field
 
 from .allocation import Allocation, Sizes
-from .base import Message, OptimizerFamily
-from .fields import MAX_RANKS, Count, Text, Token
+from .fields import MAX_RANKS, Count, Message, OptimizerFamily, Text, Token
 from .policies import Split
 
 

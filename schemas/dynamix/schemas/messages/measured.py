@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from .base import Message, OptimizerFamily
-from .fields import MAX_SOCKETS, Cookie, Count, Seconds, Text, Token
+from .fields import MAX_SOCKETS, Cookie, Count, Message, OptimizerFamily, Seconds, Text, Token
 
 Probe = Literal["ebpf", "tcp_info", "proc", "none"]
 Cookies = Annotated[tuple[Cookie, ...], Meta(max_length=MAX_SOCKETS)]

@@ -4,8 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, field
 
-from .base import Message
-from .fields import Count, Digest, Seconds, Text, Token
+from .fields import Count, Digest, Message, Seconds, Text, Token
 
 
 class PolicyVersion(Message, frozen=True, kw_only=True, array_like=True):
