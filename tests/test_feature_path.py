@@ -12,7 +12,7 @@ import pytest
 from tests.support import examples
 
 from dynamix.collector.probes import Traffic
-from dynamix.collector.window import metric_window
+from dynamix.collector.window import Observation, metric_window
 from dynamix.schemas.features import RANK_FEATURES, state_of, unpack_ranks
 from dynamix.schemas.messages import (
     MetricWindow,
@@ -54,7 +54,7 @@ def _message_row(row: Row) -> RankRow:
 
 def _window(row: RankRow) -> MetricWindow:
     report = examples.report(rows=(row,))
-    return metric_window(report, systems={}, node=NodeMetrics(), network=Traffic("none", {}, None, ""))
+    return metric_window(report, Observation(systems={}, node=NodeMetrics(), network=Traffic("none", {}, None, "")))
 
 
 def _full(struct: type[Metrics]) -> Any:

@@ -9,9 +9,8 @@ from typing import NamedTuple, Self
 from bench.kernel import bpf
 
 from dynamix.collector.ebpf import syscall
-from dynamix.collector.ebpf.attachment import KINDS, Attachment, opened
+from dynamix.collector.ebpf.attachment import KINDS, Attachment, opened, remove_stale_programs
 from dynamix.collector.ebpf.probe import SocketProbe
-from dynamix.collector.ebpf.stale_programs import remove_stale_programs
 from dynamix.collector.procfs.proc import Proc
 
 

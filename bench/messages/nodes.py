@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 
 from dynamix.collector.probes import Evidence, read_network
-from dynamix.collector.window import metric_window
+from dynamix.collector.window import Observation, metric_window
 from dynamix.schemas.messages import (
     GradientNoise,
     Job,
@@ -70,7 +70,7 @@ class NodeWindow(NamedTuple):
     def collected(self) -> MetricWindow:
         """What the node's collector publishes."""
         network = read_network(Evidence(self.report, self.node), "auto")
-        return metric_window(self.report, systems=self.systems, node=self.node, network=network)
+        return metric_window(self.report, Observation(systems=self.systems, node=self.node, network=network))
 
 
 def node_window(job: Job, node: NodeRanks, rng: np.random.Generator) -> NodeWindow:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from dynamix.collector.ebpf import toolchain
+from dynamix.collector.ebpf import loader
 from dynamix.collector.ebpf.attachment import v2_mount
+from dynamix.collector.ebpf.loader import Headers, find_bcc, find_headers
 from dynamix.collector.ebpf.probe import _reason, open_probe
 from dynamix.collector.ebpf.syscall import ProbeError
-from dynamix.collector.ebpf.toolchain import Headers, find_bcc, find_headers
 
 SYSTEM = os.uname_result(("Linux", "host", "6.1.0-30-amd64", "#1", "x86_64"))
 
@@ -84,9 +84,9 @@ def test_bcc_is_not_confused_with_the_pypi_package_of_that_name(
         (directory / "__init__.py").touch()
     (distribution / "libbcc.py").touch()
     monkeypatch.syspath_prepend(namesake.parent)
-    monkeypatch.setattr(toolchain, "DISTRIBUTION_DIRECTORIES", (distribution,))
+    monkeypatch.setattr(loader, "DISTRIBUTION_DIRECTORIES", (distribution,))
     assert find_bcc() == distribution
-    monkeypatch.setattr(toolchain, "DISTRIBUTION_DIRECTORIES", (namesake,))
+    monkeypatch.setattr(loader, "DISTRIBUTION_DIRECTORIES", (namesake,))
     assert find_bcc() != namesake
 
 

@@ -1,7 +1,7 @@
 import pytest
 from tests.support import examples
 
-from dynamix.collector.simulated import simulated_window
+from dynamix.collector.window import simulated_window
 from dynamix.schemas.codec import MalformedMessageError
 from dynamix.schemas.messages import NodeMetrics, SystemMetrics
 

@@ -5,7 +5,7 @@ from tests.support import examples
 
 from dynamix.collector.ebpf.traffic import KernelWindow
 from dynamix.collector.probes import Evidence, Traffic, read_network
-from dynamix.collector.window import metric_window
+from dynamix.collector.window import Observation, metric_window
 from dynamix.schemas.features import RANK_INDEX, state_of, unpack_ranks
 from dynamix.schemas.messages import GradientNoise, MetricWindow, NetworkMetrics, NodeMetrics, Report, SystemMetrics
 
@@ -14,7 +14,7 @@ NODE = NodeMetrics(load_per_cpu=0.5, tx_bytes=100, rx_bytes=200, retransmits=4, 
 
 
 def window_of(report: Report) -> MetricWindow:
-    return metric_window(report, systems={}, node=NODE, network=NO_TRAFFIC)
+    return metric_window(report, Observation(systems={}, node=NODE, network=NO_TRAFFIC))
 
 
 def test_sums_become_means_once() -> None:
@@ -105,7 +105,7 @@ def test_what_the_kernel_counted_comes_first_and_over_the_collectors_own_interva
     counted = NetworkMetrics(tx_bytes=600, rx_bytes=300, retransmits=2)
     traffic = read_network(Evidence(report, NODE, KernelWindow({0: counted}, 1.5)), "auto")
     assert traffic == Traffic("ebpf", {0: counted}, 1.5, "")
-    window = metric_window(report, systems={}, node=NODE, network=traffic)
+    window = metric_window(report, Observation(systems={}, node=NODE, network=traffic))
     assert (window.probe, window.ranks[0].network, window.node_metrics.interval_s) == ("ebpf", counted, 1.5)
     features = unpack_ranks(state_of(window))
     assert features[0, RANK_INDEX["tx_bytes_per_s"]] == 400.0
@@ -120,14 +120,14 @@ def test_a_window_names_the_reason_why_no_better_probe_was_used() -> None:
     traffic = read_network(Evidence(report, NODE, "2 of 3 sockets of rank 0 are older than the probe"), "auto")
     assert traffic.probe == "tcp_info"
     assert traffic.note == "ebpf: 2 of 3 sockets of rank 0 are older than the probe"
-    assert metric_window(report, systems={}, node=NODE, network=traffic).probe_note == traffic.note
+    assert metric_window(report, Observation(systems={}, node=NODE, network=traffic)).probe_note == traffic.note
 
 
 def test_a_window_is_masked_when_the_required_probe_has_no_data() -> None:
     report = examples.report(rows=(examples.row(0, sockets=examples.sockets(5, 7, 3)),))
     traffic = read_network(Evidence(report, NODE, "the report came late"), "ebpf")
     assert traffic == Traffic("none", {}, None, "ebpf: the report came late")
-    features = unpack_ranks(state_of(metric_window(report, systems={}, node=NODE, network=traffic)))
+    features = unpack_ranks(state_of(metric_window(report, Observation(systems={}, node=NODE, network=traffic))))
     network = ("tx_bytes_per_s", "rx_bytes_per_s", "retransmits", "srtt_us")
     assert np.isnan(features[0, [RANK_INDEX[name] for name in network]]).all()
 
@@ -149,7 +149,7 @@ def test_the_setting_chooses_the_probe() -> None:
 def test_the_window_keeps_what_the_kernel_saw_and_what_it_did_not() -> None:
     seen = SystemMetrics(cpu_time_ratio=1.5)
     metrics = metric_window(
-        examples.report(), systems={1: seen}, node=NODE, network=NO_TRAFFIC, num_readings_lost=3, refused_pids=(1000,)
+        examples.report(), Observation({1: seen}, NODE, NO_TRAFFIC, num_readings_lost=3, refused_pids=(1000,))
     )
     assert metrics.ranks[0].system == SystemMetrics()
     assert metrics.ranks[1].system == seen

@@ -14,7 +14,7 @@ from typing import cast
 import pytest
 
 from dynamix.collector.ebpf.attachment import v2_mount
-from dynamix.collector.ebpf.toolchain import find_bcc, find_headers
+from dynamix.collector.ebpf.loader import find_bcc, find_headers
 
 MARK = "bpf"
 REQUIRED = "REQUIRE_BPF_TESTS"

@@ -8,7 +8,6 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, Self
 
 from dynamix.recording.capture import CutOffError, Record, records
@@ -113,9 +112,7 @@ class ReplayedConsumer:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         return None
 
     def __aiter__(self) -> Self:

@@ -3,8 +3,8 @@
 import asyncio
 from typing import Protocol
 
-from dynamix.collector.observation import Observation
 from dynamix.collector.probes import Traffic
+from dynamix.collector.window import Observation
 from dynamix.recording.capture import Record, WindowKey
 from dynamix.recording.capture.record import identity_of, kind_of, window_key_of
 from dynamix.recording.comparison.counts import OutputCounts, OutputPairing

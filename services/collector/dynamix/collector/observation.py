@@ -1,33 +1,23 @@
 """What is seen of a report's processes and sockets, beside what the ranks say themselves."""
 
-from collections.abc import Collection, Mapping
-from typing import NamedTuple, Protocol
+from collections.abc import Collection
+from typing import Protocol
 
 from dynamix.runtime.bus.service_bus import ServiceBus
 from dynamix.runtime.service import Context
-from dynamix.schemas.messages import NodeMetrics, RankRow, Report, SystemMetrics
+from dynamix.schemas.messages import NodeMetrics, RankRow, Report
 
 from .ebpf.probe import SocketProbe
 from .ebpf.traffic import KernelWindow, SocketTraffic
-from .probes import Evidence, Traffic, read_network
+from .probes import Evidence, read_network
 from .procfs.intervals import WindowId
 from .procfs.proc import Proc
 from .procfs.readings import Readings
 from .settings import CollectorSettings
+from .window import Observation
 
 MOST_SAID = 256
 """Different reasons in the log: reports can name any pid."""
-
-
-class Observation(NamedTuple):
-    """All that a metric window has and its report has not; the fields are the arguments of `metric_window`."""
-
-    systems: Mapping[int, SystemMetrics]
-    """By rank; one that is not there was not seen."""
-    node: NodeMetrics
-    network: Traffic
-    num_readings_lost: int = 0
-    refused_pids: tuple[int, ...] = ()
 
 
 class Observer(Protocol):

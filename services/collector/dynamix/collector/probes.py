@@ -11,7 +11,6 @@ from dynamix.schemas.messages import NetworkMetrics, NodeMetrics, Probe, RankRow
 
 from .ebpf.traffic import KernelWindow
 
-NetworkByRank = Mapping[int, NetworkMetrics]
 WantedProbe = Literal["auto", "ebpf", "tcp_info", "proc"]
 
 
@@ -21,37 +20,27 @@ class Evidence(NamedTuple):
     report: Report
     node: NodeMetrics
     kernel: KernelWindow | str = "this collector has no eBPF probe"
-    """What the eBPF probe counted, or why it did not."""
+    """What the eBPF probe counted of each socket that a rank names, also of closed ones, or why it did not."""
 
 
 class Traffic(NamedTuple):
     """What the chosen probe says."""
 
     probe: Probe
-    by_rank: NetworkByRank
+    by_rank: Mapping[int, NetworkMetrics]
     interval_s: float | None
     """The collector's own interval, over which it was counted; `None` for what the ranks counted themselves."""
     note: str
     """Why no better probe was used."""
 
 
-class _NamedProbe(NamedTuple):
-    name: Probe
-    read: Callable[[Evidence], KernelWindow | NetworkByRank | str]
-
-
-def ebpf(evidence: Evidence) -> KernelWindow | str:
-    """From the kernel's own counts of each socket that a rank names: exact, also of sockets that have closed."""
-    return evidence.kernel
-
-
-def tcp_info(evidence: Evidence) -> NetworkByRank | str:
+def tcp_info(evidence: Evidence) -> KernelWindow | str:
     """From the counters that the ranks read of their own sockets: exact per rank, unprivileged."""
     rows = evidence.report.rows
     silent = next((row.rank for row in rows if row.sockets is None), None)
     if silent is not None:
         return f"rank {silent} has no TCP connection to another rank"
-    return {row.rank: _difference(row) for row in rows}
+    return KernelWindow({row.rank: _difference(row) for row in rows}, None)
 
 
 def proc(evidence: Evidence) -> KernelWindow | str:
@@ -65,22 +54,22 @@ def proc(evidence: Evidence) -> KernelWindow | str:
     return KernelWindow({rows[0].rank: traffic}, node.interval_s)
 
 
-PROBES = (_NamedProbe("ebpf", ebpf), _NamedProbe("tcp_info", tcp_info), _NamedProbe("proc", proc))
+PROBES: Mapping[Probe, Callable[[Evidence], KernelWindow | str]] = {
+    "ebpf": lambda evidence: evidence.kernel,
+    "tcp_info": tcp_info,
+    "proc": proc,
+}
 
 
 def read_network(evidence: Evidence, wanted: WantedProbe) -> Traffic:
     """The first wanted probe that knows this window, and what it says; `none` and nothing when none does."""
     reasons: list[str] = []
-    for probe in PROBES:
-        if wanted not in ("auto", probe.name):
-            continue
-        found = probe.read(evidence)
-        if isinstance(found, str):
-            reasons.append(f"{probe.name}: {found}")
-        elif isinstance(found, KernelWindow):
-            return Traffic(probe.name, found.by_rank, found.interval_s, "; ".join(reasons))
-        else:
-            return Traffic(probe.name, found, None, "; ".join(reasons))
+    for name, probe in PROBES.items():
+        if wanted in ("auto", name):
+            found = probe(evidence)
+            if not isinstance(found, str):
+                return Traffic(name, found.by_rank, found.interval_s, "; ".join(reasons))
+            reasons.append(f"{name}: {found}")
     return Traffic("none", {}, None, "; ".join(reasons))
 
 

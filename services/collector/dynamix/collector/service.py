@@ -16,8 +16,7 @@ from .ebpf.probe import SocketProbe, open_probe
 from .ebpf.syscall import ProbeError
 from .observation import KernelObserver, Observer
 from .settings import CollectorSettings
-from .simulated import simulated_window
-from .window import metric_window
+from .window import metric_window, simulated_window
 
 _InFlight = tuple[Message, asyncio.Future[int]]
 
@@ -132,7 +131,7 @@ class _Collector:
     def _window(self, report: Report, *, fresh: bool) -> MetricWindow:
         if report.simulated:
             return simulated_window(report, self._context.settings.probe)
-        return metric_window(report, **self._observer.observe(report, fresh=fresh)._asdict())
+        return metric_window(report, self._observer.observe(report, fresh=fresh))
 
 
 def _packed(output: Message) -> tuple[str, bytes, str]:

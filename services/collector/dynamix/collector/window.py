@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import msgspec
 
+from dynamix.schemas.codec import MalformedMessageError
 from dynamix.schemas.messages import (
     GlobalMetrics,
     JobTotals,
@@ -17,19 +19,23 @@ from dynamix.schemas.messages import (
     TrainingMetrics,
 )
 
-from .probes import Traffic
+from .probes import Evidence, Traffic, WantedProbe, read_network
 
 
-def metric_window(
-    report: Report,
-    *,
-    systems: Mapping[int, SystemMetrics],
-    node: NodeMetrics,
-    network: Traffic,
-    num_readings_lost: int = 0,
-    refused_pids: tuple[int, ...] = (),
-) -> MetricWindow:
-    """The metric window of a report; a rank without an entry in `systems` or `network` stays unknown there."""
+class Observation(NamedTuple):
+    """All that a metric window has and its report has not."""
+
+    systems: Mapping[int, SystemMetrics]
+    """By rank; one that is not there was not seen."""
+    node: NodeMetrics
+    network: Traffic
+    num_readings_lost: int = 0
+    refused_pids: tuple[int, ...] = ()
+
+
+def metric_window(report: Report, seen: Observation) -> MetricWindow:
+    """The metric window of a report; a rank without an entry in systems or network stays unknown there."""
+    node, network = seen.node, seen.network
     if network.interval_s is not None:
         node = msgspec.structs.replace(node, interval_s=network.interval_s)
     return MetricWindow(
@@ -44,7 +50,7 @@ def metric_window(
             RankMetrics(
                 rank=row.rank,
                 training=_training(row, report.totals.num_steps),
-                system=systems.get(row.rank, SystemMetrics()),
+                system=seen.systems.get(row.rank, SystemMetrics()),
                 network=network.by_rank.get(row.rank),
             )
             for row in report.rows
@@ -52,10 +58,26 @@ def metric_window(
         job_metrics=_job_metrics(report),
         node_metrics=node,
         num_reports_dropped=report.num_reports_dropped,
-        refused_pids=refused_pids,
+        refused_pids=seen.refused_pids,
         probe_note=network.note,
-        num_readings_lost=num_readings_lost,
+        num_readings_lost=seen.num_readings_lost,
     )
+
+
+def simulated_window(report: Report, probe: WantedProbe = "auto") -> MetricWindow:
+    """The window of a virtual cluster's report, which says itself what a kernel would have shown.
+
+    Raises:
+        MalformedMessageError: when the metrics are not one per row.
+    """
+    if len(report.simulated) != len(report.rows):
+        raise MalformedMessageError(
+            f"{len(report.simulated)} simulated processes for {len(report.rows)} rows: there must be one for each"
+        )
+    node = NodeMetrics()
+    network = read_network(Evidence(report, node), probe)._replace(note="")  # it has no better probe to speak of
+    systems = {row.rank: system for row, system in zip(report.rows, report.simulated, strict=True)}
+    return metric_window(report, Observation(systems, node, network))
 
 
 def _training(row: RankRow, num_steps: int) -> TrainingMetrics:

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dynamix.collector.ebpf.attachment import v2_mount
+from dynamix.collector.ebpf.loader import DISTRIBUTION_DIRECTORIES, find_bcc, find_headers
 from dynamix.collector.ebpf.probe import SocketProbe, open_probe
 from dynamix.collector.ebpf.syscall import NUMBERS, ProbeError
-from dynamix.collector.ebpf.toolchain import DISTRIBUTION_DIRECTORIES, find_bcc, find_headers
 from dynamix.collector.probes import WantedProbe
 
 from .check import DoctorCheck, failed, passed

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from dynamix.arbitrator.deciding.fold import Fold
 from dynamix.arbitrator.policies.policy import Policy
-from dynamix.collector.simulated import simulated_window
+from dynamix.collector.window import simulated_window
 from dynamix.lab.simulator.cluster import Evaluation, VirtualCluster
 from dynamix.lab.simulator.scenario import Scenario
 from dynamix.lab.workloads import Data

@@ -11,9 +11,8 @@ from typing import Self
 from dynamix.collector.procfs.proc import Proc
 
 from . import syscall
-from .attachment import Attachment, v2_mount
+from .attachment import Attachment, remove_stale_programs, this_owner, v2_mount
 from .program import COUNTERS, INDEX, KEY, MAPS, MAX_OPEN, NUM_WAYS, NUMBER, OWNER, PROGRAMS, SCATTER, Counters
-from .stale_programs import remove_stale_programs, this_owner
 from .syscall import ProbeError
 
 LOAD_TIMEOUT_S = 60.0

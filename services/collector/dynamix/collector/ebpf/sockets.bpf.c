@@ -53,7 +53,7 @@ BPF_TABLE("lru_hash", u64, struct counters, closed, MAX_CLOSED);
 BPF_TABLE("array", u32, u64, left_out, 1);
 BPF_TABLE("array", u32, struct owner, owner, 1);
 
-/* A program that is found attached leads to the maps it mentions, and so to its owner: see stale_programs.py. */
+/* A program that is found attached leads to the maps it mentions, and so to its owner: see attachment.py. */
 static inline int is_owned(void)
 {
     u32 zero = 0;

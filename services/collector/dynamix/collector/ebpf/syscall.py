@@ -1,7 +1,6 @@
 """The bpf(2) system call, as much of it as the probe needs; attributes are laid out as in linux/bpf.h."""
 
 import ctypes
-import errno
 import os
 import struct
 from functools import cache
@@ -147,8 +146,3 @@ def _number() -> int:
 
 def _name(raw: bytes) -> str:
     return raw.partition(b"\0")[0].decode("ascii", "replace")
-
-
-def says_no_links(error: OSError) -> bool:
-    """Whether a refusal of `attach_link` means that the kernel is older than links (before 5.7)."""
-    return error.errno == errno.EINVAL

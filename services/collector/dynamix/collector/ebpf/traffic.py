@@ -26,10 +26,11 @@ class Sockets(Protocol):
 
 
 class KernelWindow(NamedTuple):
-    """What the kernel counted for the ranks of a node between two readings."""
+    """What the kernel counted for the ranks of a node in a window."""
 
     by_rank: Mapping[int, NetworkMetrics]
-    interval_s: float
+    interval_s: float | None
+    """Between two readings of the collector; `None` for what the ranks read themselves."""
 
 
 class _Newest(NamedTuple):

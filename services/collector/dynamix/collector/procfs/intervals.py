@@ -48,7 +48,7 @@ class Intervals(Generic[V]):
         now_s = self._clock()
         self._forget(now_s)
         last = self._last.get(key)
-        if last is not None and _is_repeated(window, last.window):
+        if last is not None and window.job == last.window.job and window[1:] <= last.window[1:]:
             return None
         self._last.pop(key, None)
         self._last[key] = _Reading(now_s, window, value)
@@ -63,7 +63,3 @@ class Intervals(Generic[V]):
             if now_s - self._last[key].at_s <= FORGET_AFTER_S and len(self._last) < MAX_KEYS:
                 return
             del self._last[key]
-
-
-def _is_repeated(window: WindowId, last: WindowId) -> bool:
-    return window.job == last.job and (window.generation, window.window) <= (last.generation, last.window)

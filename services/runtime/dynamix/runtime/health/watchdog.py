@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from dynamix.runtime.rate_limit import RateLimit
@@ -69,9 +68,7 @@ class Watchdog:
             self._thread.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._ended.set()
         if self._timer is not None:
             self._timer.cancel()

@@ -4,7 +4,6 @@ import asyncio
 import collections
 import logging
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Self
 
 from dynamix.runtime.bus.broker.connection import BrokerConnection
@@ -95,9 +94,7 @@ class Consumer:
         self._keeper = asyncio.create_task(self._keep_alive(), name=f"consumer of {self._stream}")
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     def __aiter__(self) -> Self:

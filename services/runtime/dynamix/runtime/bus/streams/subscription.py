@@ -3,7 +3,6 @@
 import asyncio
 import collections
 import logging
-from types import TracebackType
 from typing import Self
 
 from nats.aio.subscription import Subscription as NatsSubscription
@@ -44,9 +43,7 @@ class Subscription:
         self._subscription = await self._connection.subscribe(self._subject, self._on_message)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.end()
         self._forget_denied()
         self._forget_closed()
