@@ -33,7 +33,7 @@ from bench.harness.tables import aligned, number
 from bench.overhead.ranks import BLOCK_STEPS, LAUNCH, NUM_RANKS, OverheadPlan, RankTimings, run_rank
 from bench.overhead.training import HIDDEN, LOCAL_BATCH_SIZE, WINDOW_STEPS, make_model
 
-from dynamix.runtime.bus import ALL, Bus
+from dynamix.runtime.bus import Bus
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import subjects
 from dynamix.schemas.chain import seal
@@ -68,7 +68,7 @@ class Answerer:
     async def run(self) -> None:
         """Answer until cancelled."""
         wanted = [subjects.of("report", subjects.ANY, subjects.ANY), subjects.of("applied", subjects.ANY)]
-        async with self._bus.consume(FEED.name, wanted, start=ALL) as consumer:
+        async with self._bus.consume(FEED.name, wanted, start="all") as consumer:
             async for batch in consumer:
                 for message in batch:
                     match decode_any(message.subject, message.payload):

@@ -11,7 +11,7 @@ from tests.support import examples
 from tests.support.brokers import STATE, ConfiguredServer, connected, publish_unstored, until
 
 import dynamix.runtime.bus.broker.client as client_module
-from dynamix.runtime.bus import ALL, Bus, BusError, PermissionDeniedError
+from dynamix.runtime.bus import Bus, BusError, PermissionDeniedError
 from dynamix.runtime.bus.broker import connection
 from dynamix.runtime.bus.broker.connection import BrokerConnection
 from dynamix.runtime.bus.provision import provision
@@ -175,10 +175,10 @@ async def test_a_denied_consumer_fails_at_once(guarded: ConfiguredServer) -> Non
         await provision(admin)
         async with connected(guarded.user("writer", "writer-pw")) as bus, asyncio.timeout(5):
             with pytest.raises(PermissionDeniedError, match=r"consumer\.create"):
-                async with bus.consume("FEED", ["dynamix.v1.report.>"], start=ALL):
+                async with bus.consume("FEED", ["dynamix.v1.report.>"], start="all"):
                     pass
             with pytest.raises(PermissionDeniedError, match=r"msg\.next"):
-                async with bus.consume("FEED", ["dynamix.v1.state.>"], start=ALL) as reader:
+                async with bus.consume("FEED", ["dynamix.v1.state.>"], start="all") as reader:
                     await anext(reader)
 
 

@@ -19,9 +19,6 @@ from tests.support.brokers import (
 from tests.support.proxy import Proxy
 
 from dynamix.runtime.bus import (
-    ALL,
-    LAST_PER_SUBJECT,
-    NEW,
     Bus,
     BusMessage,
     Consumer,
@@ -56,7 +53,7 @@ def numbers(messages: Sequence[BusMessage]) -> list[int]:
 async def test_all_messages_come_in_stream_order_with_what_the_broker_says_of_them(bus: Bus) -> None:
     before_ns = time.time_ns()
     await publish_states(bus, range(1500))
-    async with bus.consume("FEED", STATES, start=ALL) as reader:
+    async with bus.consume("FEED", STATES, start="all") as reader:
         found = await read(reader, 1500)
     assert numbers(found) == list(range(1500))
     assert [message.sequence for message in found] == list(range(1, 1501))
@@ -68,7 +65,7 @@ async def test_all_messages_come_in_stream_order_with_what_the_broker_says_of_th
 async def test_a_batch_holds_at_most_what_was_asked_for(bus: Bus) -> None:
     await publish_states(bus, range(50))
     sizes = []
-    async with bus.consume("FEED", STATES, start=ALL, max_batch=7) as reader:
+    async with bus.consume("FEED", STATES, start="all", max_batch=7) as reader:
         while sum(sizes) < 50:
             sizes.append(len(await anext(reader)))
             await asyncio.sleep(0)
@@ -80,11 +77,11 @@ async def test_only_the_subjects_asked_for_are_delivered(bus: Bus) -> None:
     await publish_states(bus, range(3), STATE)
     await publish_states(bus, range(3, 6), OTHER)
     await publish_states(bus, range(6, 9), "dynamix.v1.window.job-1.node-a")
-    async with bus.consume("FEED", [OTHER, "dynamix.v1.window.>"], start=ALL) as reader:
+    async with bus.consume("FEED", [OTHER, "dynamix.v1.window.>"], start="all") as reader:
         assert numbers(await read(reader, 6)) == [3, 4, 5, 6, 7, 8]
 
 
-@pytest.mark.parametrize(("start", "expected"), [(ALL, [0, 1, 2, 3]), (3, [2, 3]), (LAST_PER_SUBJECT, [1, 3])])
+@pytest.mark.parametrize(("start", "expected"), [("all", [0, 1, 2, 3]), (3, [2, 3]), ("last_per_subject", [1, 3])])
 async def test_a_consumer_starts_where_it_is_told(bus: Bus, start: Start, expected: list[int]) -> None:
     await publish_states(bus, range(2), STATE)
     await publish_states(bus, range(2, 4), OTHER)
@@ -96,7 +93,7 @@ async def test_new_means_from_the_opening_on_even_if_the_broker_dies_before_the_
     server: ConfiguredServer, bus: Bus
 ) -> None:
     await publish_states(bus, range(5))
-    async with connected(server.settings, "writer") as writer, bus.consume("FEED", STATES, start=NEW) as reader:
+    async with connected(server.settings, "writer") as writer, bus.consume("FEED", STATES, start="new") as reader:
         await server.kill()
         await until(lambda: not writer.is_connected)
         await server.start()
@@ -105,7 +102,7 @@ async def test_new_means_from_the_opening_on_even_if_the_broker_dies_before_the_
 
 
 async def test_nothing_is_lost_or_repeated_over_two_killed_brokers(server: ConfiguredServer, bus: Bus) -> None:
-    async with connected(server.settings, "writer") as writer, bus.consume("FEED", STATES, start=ALL) as reader:
+    async with connected(server.settings, "writer") as writer, bus.consume("FEED", STATES, start="all") as reader:
         reading = asyncio.create_task(read(reader, 600))
         for begin in range(0, 600, 200):
             await publish_states(writer, range(begin, begin + 100))
@@ -124,7 +121,7 @@ async def test_nothing_is_lost_or_repeated_when_deliveries_vanish_with_the_conne
     async with Proxy(server.port) as proxy, connected(server.settings, "writer") as writer:
         await provision(writer)
         settings = BusSettings(url=proxy.url, user=server.settings.user, password=server.settings.password)
-        async with connected(settings) as bus, bus.consume("FEED", STATES, start=ALL, max_batch=8) as reader:
+        async with connected(settings) as bus, bus.consume("FEED", STATES, start="all", max_batch=8) as reader:
             found: list[BusMessage] = []
             for begin in range(0, 90, 30):
                 await publish_states(writer, range(begin, begin + 10))
@@ -152,14 +149,14 @@ async def test_a_lost_delivery_is_detected_and_read_again(bus: Bus, monkeypatch:
 
     monkeypatch.setattr(pull, "parse_delivery", losing_the_fifth)
     await publish_states(bus, range(20))
-    async with bus.consume("FEED", STATES, start=ALL) as reader:
+    async with bus.consume("FEED", STATES, start="all") as reader:
         found = await read(reader, 20)
     assert numbers(found) == list(range(20))
     assert bus.counters["consumer_resets"] >= 1
 
 
 async def test_a_deleted_consumer_is_recreated(server: ConfiguredServer, bus: Bus) -> None:
-    async with bus.consume("FEED", STATES, start=ALL) as reader:
+    async with bus.consume("FEED", STATES, start="all") as reader:
         await publish_states(bus, range(3))
         assert numbers(await read(reader, 3)) == [0, 1, 2]
         async with connected(server.settings, "operator") as operator:
@@ -175,7 +172,7 @@ async def test_a_silent_broker_is_detected_by_missing_heartbeats(
 ) -> None:
     monkeypatch.setattr(pull, "HEARTBEAT_S", 0.1)
     monkeypatch.setattr(consumer, "HEARTBEAT_S", 0.1)
-    async with bus.consume("FEED", STATES, start=ALL) as reader:
+    async with bus.consume("FEED", STATES, start="all") as reader:
         server.pause()
         await until(lambda: bus.counters["consumer_resets"])
         server.go_on()
@@ -187,7 +184,7 @@ async def test_a_quiet_stream_is_not_taken_for_a_silent_broker(bus: Bus, monkeyp
     monkeypatch.setattr(pull, "HEARTBEAT_S", 0.1)
     monkeypatch.setattr(pull, "EXPIRES_S", 0.3)
     monkeypatch.setattr(consumer, "HEARTBEAT_S", 0.1)
-    async with bus.consume("FEED", STATES, start=ALL) as reader:
+    async with bus.consume("FEED", STATES, start="all") as reader:
         await asyncio.sleep(1.0)  # several heartbeats, and three requests that expire
         await publish_states(bus, range(2))
         assert numbers(await read(reader, 2)) == [0, 1]
@@ -204,7 +201,7 @@ async def test_a_blocked_event_loop_loses_nothing_even_when_the_broker_cuts_the_
 
     async with ConfiguredServer(extra="max_pending: 5MB") as server, connected(server.settings) as bus:
         await provision(bus)
-        async with bus.subscribe("dynamix.v1.live.>"), bus.consume("FEED", STATES, start=ALL) as reader:
+        async with bus.subscribe("dynamix.v1.live.>"), bus.consume("FEED", STATES, start="all") as reader:
             flooding = threading.Thread(target=lambda: asyncio.run(flood(server.settings)))
             flooding.start()
             flooding.join()  # the event loop stands still meanwhile, and 60 MB wait for it
@@ -216,7 +213,7 @@ async def test_a_blocked_event_loop_loses_nothing_even_when_the_broker_cuts_the_
 
 async def test_a_slow_reader_is_sent_no_more_than_it_has_room_for(bus: Bus) -> None:
     await publish_states(bus, range(5000))
-    async with bus.consume("FEED", STATES, start=ALL, max_batch=16) as reader:
+    async with bus.consume("FEED", STATES, start="all", max_batch=16) as reader:
         await until(lambda: reader.num_queued == consumer.MIN_CAPACITY)
         await asyncio.sleep(0.1)
         assert reader.num_queued == consumer.MIN_CAPACITY
@@ -228,7 +225,7 @@ async def test_a_request_is_bounded_in_bytes(bus: Bus, monkeypatch: pytest.Monke
     monkeypatch.setattr(consumer, "MAX_BUFFERED_BYTES", 10_000)
     for number in range(40):
         await bus.publish_bytes(STATE, bytes(3000), f"m{number}")
-    async with bus.consume("FEED", STATES, start=ALL) as reader:
+    async with bus.consume("FEED", STATES, start="all") as reader:
         await until(lambda: reader.num_queued >= 3)
         await asyncio.sleep(0.1)
         assert reader.num_queued <= 6
@@ -237,11 +234,11 @@ async def test_a_request_is_bounded_in_bytes(bus: Bus, monkeypatch: pytest.Monke
 
 async def test_a_durable_consumer_goes_on_behind_its_last_acknowledgement(bus: Bus) -> None:
     await publish_states(bus, range(6))
-    async with bus.consume("FEED", STATES, start=ALL, durable="collector-a") as reader:
+    async with bus.consume("FEED", STATES, start="all", durable="collector-a") as reader:
         found = await read(reader, 6)
         await reader.ack(found[3])
         assert await bus.stream_state("FEED")  # a request behind the acknowledgement: it has arrived
-    async with bus.consume("FEED", STATES, start=ALL, durable="collector-a") as reader:
+    async with bus.consume("FEED", STATES, start="all", durable="collector-a") as reader:
         assert numbers(await read(reader, 2)) == [4, 5]
 
 
@@ -249,7 +246,7 @@ async def test_a_durable_consumer_loses_and_repeats_nothing_over_a_killed_broker
     server: ConfiguredServer, bus: Bus
 ) -> None:
     async with connected(server.settings, "writer") as writer:
-        async with bus.consume("FEED", STATES, start=ALL, durable="reward") as reader:
+        async with bus.consume("FEED", STATES, start="all", durable="reward") as reader:
             found: list[BusMessage] = []
             for begin in range(0, 300, 100):
                 await publish_states(writer, range(begin, begin + 100))
@@ -265,18 +262,18 @@ async def test_a_durable_consumer_loses_and_repeats_nothing_over_a_killed_broker
 
 async def test_a_durable_consumer_takes_other_subjects_when_asked_to(bus: Bus) -> None:
     await publish_states(bus, range(2), STATE)
-    async with bus.consume("FEED", [STATE], start=ALL, durable="d") as reader:
+    async with bus.consume("FEED", [STATE], start="all", durable="d") as reader:
         found = await read(reader, 2)
         await reader.ack(found[-1])
         assert await bus.stream_state("FEED")
     await publish_states(bus, range(2, 4), OTHER)
-    async with bus.consume("FEED", [STATE, OTHER], start=ALL, durable="d") as reader:
+    async with bus.consume("FEED", [STATE, OTHER], start="all", durable="d") as reader:
         assert numbers(await read(reader, 2)) == [2, 3]
 
 
 async def test_only_a_durable_consumer_acknowledges(bus: Bus) -> None:
     await publish_states(bus, range(1))
-    async with bus.consume("FEED", STATES, start=ALL) as reader:
+    async with bus.consume("FEED", STATES, start="all") as reader:
         (message,) = await read(reader, 1)
         with pytest.raises(ValueError, match="durable=NAME"):
             await reader.ack(message)
@@ -284,7 +281,7 @@ async def test_only_a_durable_consumer_acknowledges(bus: Bus) -> None:
 
 async def test_a_stream_that_went_back_is_an_error_not_a_silent_gap(server: ConfiguredServer, bus: Bus) -> None:
     await publish_states(bus, range(10))
-    async with bus.consume("FEED", STATES, start=ALL) as reader:
+    async with bus.consume("FEED", STATES, start="all") as reader:
         assert len(await read(reader, 10)) == 10
         async with connected(server.settings, "operator") as operator:
             await operate(operator, "STREAM.DELETE.FEED")
@@ -295,7 +292,7 @@ async def test_a_stream_that_went_back_is_an_error_not_a_silent_gap(server: Conf
 
 async def test_a_durable_consumer_sees_that_its_stream_went_back(server: ConfiguredServer, bus: Bus) -> None:
     await publish_states(bus, range(10))
-    async with bus.consume("FEED", STATES, start=ALL, durable="d") as reader:
+    async with bus.consume("FEED", STATES, start="all", durable="d") as reader:
         batch = await read(reader, 10)
         await reader.ack(batch[-1])
         async with connected(server.settings, "operator") as operator:
@@ -309,7 +306,7 @@ async def test_a_durable_consumer_sees_that_its_stream_went_back(server: Configu
 async def test_a_missing_stream_is_named_at_once(server: ConfiguredServer) -> None:
     async with connected(server.settings) as bus:
         with pytest.raises(StreamMissingError, match=r"STREAM.INFO.FEED: stream not found.*dynamix provision"):
-            async with bus.consume("FEED", STATES, start=ALL):
+            async with bus.consume("FEED", STATES, start="all"):
                 pass
 
 
@@ -321,7 +318,7 @@ async def test_stopping_the_intake_ends_the_loops_over_consumers_and_subscriptio
         return "subscription ended"
 
     async def consume() -> str:
-        async with bus.consume("FEED", STATES, start=ALL) as reader:
+        async with bus.consume("FEED", STATES, start="all") as reader:
             async for _ in reader:
                 pass
         return "consumer ended"
@@ -333,7 +330,7 @@ async def test_stopping_the_intake_ends_the_loops_over_consumers_and_subscriptio
 
 
 async def test_a_closed_consumer_leaves_nothing_at_the_broker(bus: Bus) -> None:
-    async with bus.consume("FEED", STATES, start=ALL):
+    async with bus.consume("FEED", STATES, start="all"):
         assert len(await consumer_names(bus, "FEED")) == 1
     async with asyncio.timeout(10):
         while await consumer_names(bus, "FEED"):
@@ -344,13 +341,13 @@ async def test_the_second_form_of_acknowledgement_subjects_is_understood() -> No
     async with ConfiguredServer(ack_v2=True) as server, connected(server.settings) as bus:
         await provision(bus)
         await publish_states(bus, range(5))
-        async with bus.consume("FEED", STATES, start=ALL) as reader:
+        async with bus.consume("FEED", STATES, start="all") as reader:
             assert numbers(await read(reader, 5)) == [0, 1, 2, 3, 4]
-        async with bus.consume("FEED", STATES, start=ALL, durable="d") as reader:
+        async with bus.consume("FEED", STATES, start="all", durable="d") as reader:
             found = await read(reader, 5)
             await reader.ack(found[2])
             assert await bus.stream_state("FEED")
-        async with bus.consume("FEED", STATES, start=ALL, durable="d") as reader:
+        async with bus.consume("FEED", STATES, start="all", durable="d") as reader:
             assert numbers(await read(reader, 2)) == [3, 4]
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dynamix.runtime import log, rate_limit
 from dynamix.runtime.bus.broker.client import parse_status
-from dynamix.runtime.bus.streams.broker_consumer import ALL, LAST_PER_SUBJECT, NEW, Start, StreamPosition
+from dynamix.runtime.bus.streams.broker_consumer import Start, StreamPosition
 from dynamix.runtime.bus.streams.message import BusMessage, parse_delivery
 from dynamix.runtime.bus.streams.stored import _nanoseconds
 from dynamix.runtime.rate_limit import RateLimit
@@ -79,8 +79,8 @@ def test_a_status_line_is_read(headers: bytes, status: tuple[int, str, int]) -> 
 @pytest.mark.parametrize(
     ("start", "policy"),
     [
-        (ALL, {"deliver_policy": "all"}),
-        (LAST_PER_SUBJECT, {"deliver_policy": "last_per_subject"}),
+        ("all", {"deliver_policy": "all"}),
+        ("last_per_subject", {"deliver_policy": "last_per_subject"}),
         (7, {"deliver_policy": "by_start_sequence", "opt_start_seq": 7}),
         (0, {"deliver_policy": "by_start_sequence", "opt_start_seq": 1}),
     ],
@@ -97,7 +97,7 @@ def test_a_position_begins_where_it_is_told_and_goes_on_behind_the_last_message(
 
 
 def test_new_is_pinned_to_what_was_last_at_the_opening() -> None:
-    position = StreamPosition(NEW)
+    position = StreamPosition("new")
     assert position.needs_pin
     position.pin(40)
     assert not position.needs_pin

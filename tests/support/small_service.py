@@ -5,7 +5,7 @@ import sys
 
 import msgspec
 
-from dynamix.runtime.bus import ALL, Bus
+from dynamix.runtime.bus import Bus
 from dynamix.runtime.service import Context, StartError, run
 
 
@@ -25,7 +25,7 @@ async def main(context: Context[SmallSettings, Bus]) -> None:
         return
     if context.settings.mode == "ignore-stop":
         await asyncio.Event().wait()
-    async with context.bus.consume("FEED", ["dynamix.v1.state.>"], start=ALL) as consumer:
+    async with context.bus.consume("FEED", ["dynamix.v1.state.>"], start="all") as consumer:
         async for batch in consumer:
             for message in batch:
                 context.count("states_seen")

@@ -13,7 +13,7 @@ from tests.support.training import Numbered, distribute, gather, make_model
 from torch import nn
 
 from dynamix import trainer as dynamix
-from dynamix.runtime.bus import ALL, Bus
+from dynamix.runtime.bus import Bus
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import subjects
 from dynamix.schemas.chain import seal
@@ -100,7 +100,7 @@ def _action(job: str, window: int, **changes: Any) -> Action:
 async def _collect(bus: Bus, kind: type[Any], stream: str, subject: str) -> list[Any]:
     """Everything stored on a subject up to now."""
     found: list[Any] = []
-    async with bus.consume(stream, [subject], start=ALL) as consumer:
+    async with bus.consume(stream, [subject], start="all") as consumer:
         async for batch in consumer:
             found += [decode(kind, message.subject, message.payload) for message in batch]
             if batch[-1].num_pending == 0:
@@ -110,7 +110,7 @@ async def _collect(bus: Bus, kind: type[Any], stream: str, subject: str) -> list
 
 async def _arbitrate(bus: Bus) -> None:
     """Answer the first report with what must be refused, every later one with the target."""
-    async with bus.consume("FEED", [subjects.of("report", "*", "*")], start=ALL) as reports:
+    async with bus.consume("FEED", [subjects.of("report", "*", "*")], start="all") as reports:
         async for batch in reports:
             for message in batch:
                 report = decode(Report, message.subject, message.payload)

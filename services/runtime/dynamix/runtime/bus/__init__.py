@@ -16,22 +16,16 @@ from .bus import Bus
 from .discovery import Identity
 from .objects.layout import ObjectInfo
 from .objects.store import StoredObject
-from .streams.broker_consumer import ALL, LAST_PER_SUBJECT, NEW, Start
+from .streams.broker_consumer import Start
 from .streams.consumer import Consumer
 from .streams.message import BusMessage, StreamState
-from .streams.statistics import HandlingStatistics
-from .streams.subscription import Subscription
 
 __all__ = [
-    "ALL",
-    "LAST_PER_SUBJECT",
-    "NEW",
     "Bus",
     "BusError",
     "BusMessage",
     "ConnectionClosedError",
     "Consumer",
-    "HandlingStatistics",
     "Identity",
     "ObjectBrokenError",
     "ObjectInfo",
@@ -45,5 +39,4 @@ __all__ = [
     "StreamFullError",
     "StreamMissingError",
     "StreamState",
-    "Subscription",
 ]

@@ -10,8 +10,8 @@ import collections
 import datetime as dt
 import logging
 import secrets
-from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -74,20 +74,14 @@ class Discovery:
     async def _listen(self, stack: AsyncExitStack) -> None:
         for verb in VERBS:
             for subject in subjects_of(verb, self._identity):
-                subscription = await self._connection.subscribe(subject, self._asker(verb))
+                subscription = await self._connection.subscribe(subject, partial(self._on_question, verb))
                 stack.push_async_callback(self._connection.unsubscribe, subscription)
 
-    def _asker(self, verb: str) -> Callable[[bytes, bytes, bytes, bytes | None], None]:
-        def on_question(_subject: bytes, reply: bytes, _payload: bytes, _headers: bytes | None) -> None:
-            self._on_question(verb, reply.decode(errors="replace"))
-
-        return on_question
-
-    def _on_question(self, verb: str, reply: str) -> None:
-        if not reply.startswith(REPLIES) or len(self._questions) == MAX_QUEUED:
-            return
-        self._questions.append((verb, reply))
-        self._asked.set()
+    def _on_question(self, verb: str, _subject: bytes, reply: bytes, _payload: bytes, _headers: bytes | None) -> None:
+        to = reply.decode(errors="replace")
+        if to.startswith(REPLIES) and len(self._questions) < MAX_QUEUED:
+            self._questions.append((verb, to))
+            self._asked.set()
 
     async def _answer_one(self, verb: str, reply: str) -> None:
         try:
@@ -125,12 +119,12 @@ def answer_to(verb: str, identity: Identity, statistics: StatisticsByKind) -> di
     return answer
 
 
-def _described(statistics: HandlingStatistics) -> Mapping[str, Any]:
+def _described(statistics: HandlingStatistics) -> dict[str, Any]:
     metadata = {"stream": statistics.carrier, "answers_requests": "no"}
     return {"name": statistics.kind, "subject": statistics.subject, "queue_group": "", "metadata": metadata}
 
 
-def _counted(statistics: HandlingStatistics) -> Mapping[str, Any]:
+def _counted(statistics: HandlingStatistics) -> dict[str, Any]:
     return {
         "name": statistics.kind,
         "subject": statistics.subject,

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -29,7 +29,7 @@ STOP_TIMEOUT_S = 10.0
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 
 S = TypeVar("S", bound=msgspec.Struct)
-Main = Callable[[Context[S, Bus]], Awaitable[None]]
+Main = Callable[[Context[S, Bus]], Coroutine[Any, Any, None]]
 
 
 def run(service: str, settings_type: type[S], main: Main[S], arguments: Sequence[str] | None = None) -> int:
@@ -54,11 +54,15 @@ def run(service: str, settings_type: type[S], main: Main[S], arguments: Sequence
     logs.configure(loaded.shared.log_level)
     gc.freeze()  # what imports made is never garbage: each full collection would spend 20 ms on it, loop and all
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_Life(service, loaded, main).live())
+        return runner.run(_live(service, loaded, main))
+
+
+async def _live(service: str, loaded: Loaded[S], main: Main[S]) -> int:
+    return await _Life(service, loaded, main).live()
 
 
 class _Life(Generic[S]):
-    """One process's way from connection to exit code."""
+    """One process's way from connection to exit code, in the loop that made it."""
 
     def __init__(self, service: str, loaded: Loaded[S], main: Main[S]) -> None:
         self._service = service
@@ -70,12 +74,11 @@ class _Life(Generic[S]):
             service=service, instance=self._instance
         )
         self._stop = asyncio.Event()
-        self._closed: asyncio.Future[str] | None = None
+        self._closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._watchdog = Watchdog(loaded.shared.stuck_after_s)
 
     async def live(self) -> int:
         """Connect, work, drain; returns the exit code."""
-        self._closed = asyncio.get_running_loop().create_future()
         stopped = asyncio.create_task(self._stop.wait(), name="stop")
         with self._signals():
             try:
@@ -114,15 +117,24 @@ class _Life(Generic[S]):
             stop=self._stop,
             log=self._log,
         )
+        heartbeats = send_heartbeats(
+            bus,
+            self._watchdog,
+            lambda: context.counters,
+            service=self._service,
+            instance=self._instance,
+            node=self._node,
+            started_s=time.monotonic(),
+        )
         self._log.info("started", pid=os.getpid())
         code = EXIT_FAILED
         try:
             async with asyncio.TaskGroup() as tasks:
                 others = [
-                    tasks.create_task(self._send_heartbeats(context), name="heartbeat"),
+                    tasks.create_task(heartbeats, name="heartbeat"),
                     tasks.create_task(bus.answer_discovery(_identity(context)), name="discovery"),
                 ]
-                main = tasks.create_task(self._call_main(context), name="main")
+                main = tasks.create_task(self._main(context), name="main")
                 code = await self._wait(main, bus, stopped)
                 for task in (*others, main):
                     task.cancel()
@@ -130,28 +142,12 @@ class _Life(Generic[S]):
             self._complain(errors.exceptions)
             code = EXIT_FAILED
         finally:
-            assert self._closed is not None
             await bus.drain(0.0 if self._closed.done() else STOP_TIMEOUT_S)
             self._log.info("stopped")
         return code
 
-    async def _send_heartbeats(self, context: Context[S, Bus]) -> None:
-        await send_heartbeats(
-            context.bus,
-            self._watchdog,
-            lambda: context.counters,
-            service=context.service,
-            instance=context.instance,
-            node=context.node,
-            started_s=time.monotonic(),
-        )
-
-    async def _call_main(self, context: Context[S, Bus]) -> None:
-        await self._main(context)
-
     async def _wait(self, main: asyncio.Task[None], bus: Bus, stopped: asyncio.Task[bool]) -> int:
         """Until `main` is done, a signal came, or the connection closed for good; a failure ends the wait by itself."""
-        assert self._closed is not None
         ends: list[asyncio.Future[Any]] = [main, self._closed]
         await asyncio.wait([*ends, stopped], return_when=asyncio.FIRST_COMPLETED)
         if not main.done() and not self._closed.done():
@@ -167,7 +163,6 @@ class _Life(Generic[S]):
 
     def _complain(self, errors: Sequence[BaseException]) -> None:
         """Log why the service fails; where the connection is closed, that is the reason of all else."""
-        assert self._closed is not None
         if self._closed.done():
             self._log.error("ends because the connection is closed", reason=self._closed.result())
             return
@@ -178,7 +173,6 @@ class _Life(Generic[S]):
                 self._log.error("failed", exc_info=error)
 
     def _on_closed(self, reason: str) -> None:
-        assert self._closed is not None
         if not self._closed.done():
             self._closed.set_result(reason)
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from dynamix.runtime.bus import LAST_PER_SUBJECT, Bus, BusError, BusMessage
+from dynamix.runtime.bus import Bus, BusError, BusMessage
 from dynamix.runtime.health.dead_letters import DeadLetters
 from dynamix.runtime.health.heartbeat import HEARTBEAT_S, send_heartbeats
 from dynamix.runtime.health.watchdog import Watchdog
@@ -178,7 +178,7 @@ class BusClient(Transport):
         dead_letters = DeadLetters(bus, SERVICE, self._counters)
         while True:
             try:
-                async with bus.consume(ACTIONS.name, [subject], start=LAST_PER_SUBJECT) as consumer:
+                async with bus.consume(ACTIONS.name, [subject], start="last_per_subject") as consumer:
                     async for batch in consumer:
                         await self._receive(batch, dead_letters)
             except BusError as error:

@@ -12,6 +12,7 @@ import hashlib
 import re
 import secrets
 from collections.abc import Mapping
+from typing import Annotated, Any
 
 import msgspec
 
@@ -42,16 +43,19 @@ class ObjectOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class ObjectInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a bucket says about an object; the field names are the layout's."""
+    """What a bucket says about an object; the field names are the layout's.
+
+    Others may leave out or set to null what has a default: a deleted object has no size, an old client no metadata.
+    """
 
     name: str
     bucket: str
-    nuid: str
+    nuid: str = ""
     """Names this upload: the last token of its chunks' subject."""
-    size: int
+    size: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Bytes."""
-    chunks: int
-    digest: str
+    chunks: Annotated[int, msgspec.Meta(ge=0)] = 0
+    digest: str = ""
     """`SHA-256=` and the digest in URL-safe base64."""
     mtime: str = ""
     """When it was put, as RFC 3339."""
@@ -78,21 +82,6 @@ class ObjectInfo(msgspec.Struct, frozen=True, kw_only=True):
     def is_link(self) -> bool:
         """Whether it only points to another object."""
         return self.options is not None and self.options.link is not None
-
-
-class _Loose(msgspec.Struct, frozen=True, kw_only=True):
-    """An object's description as anybody may write it: a deleted object has no size, an old client no metadata."""
-
-    name: str
-    bucket: str
-    nuid: str = ""
-    size: int | None = None
-    chunks: int | None = None
-    digest: str | None = None
-    mtime: str | None = None
-    deleted: bool | None = None
-    options: ObjectOptions | None = None
-    metadata: dict[str, str] | None = None
 
 
 def stream_of(bucket: str) -> str:
@@ -173,24 +162,10 @@ def read_description(payload: bytes) -> ObjectInfo:
         ObjectBrokenError: when it is none.
     """
     try:
-        loose = msgspec.json.decode(payload, type=_Loose)
-    except msgspec.DecodeError as error:
+        fields = msgspec.json.decode(payload, type=dict[str, Any])
+        return msgspec.convert({key: value for key, value in fields.items() if value is not None}, ObjectInfo)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ObjectBrokenError(f"the description of an object cannot be read: {error}") from error
-    size, chunks = loose.size or 0, loose.chunks or 0
-    if size < 0 or chunks < 0:
-        raise ObjectBrokenError(f"object {loose.name!r} of {size} bytes in {chunks} chunks cannot be")
-    return ObjectInfo(
-        name=loose.name,
-        bucket=loose.bucket,
-        nuid=loose.nuid,
-        size=size,
-        chunks=chunks,
-        digest=loose.digest or "",
-        mtime=loose.mtime or "",
-        deleted=bool(loose.deleted),
-        options=loose.options,
-        metadata=loose.metadata or {},
-    )
 
 
 def _now() -> str:

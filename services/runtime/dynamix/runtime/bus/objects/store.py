@@ -22,7 +22,7 @@ from dynamix.runtime.bus.broker.errors import (
     StaleWriterError,
 )
 from dynamix.runtime.bus.broker.requests import Answer, Requests
-from dynamix.runtime.bus.streams.broker_consumer import ALL, LAST_PER_SUBJECT, Start
+from dynamix.runtime.bus.streams.broker_consumer import Start
 from dynamix.runtime.bus.streams.consumer import Consumer
 from dynamix.runtime.bus.streams.message import BusMessage
 from dynamix.runtime.bus.streams.publisher import Publisher
@@ -145,7 +145,7 @@ class Objects:
         found: dict[str, ObjectInfo] = {}
         if newest is None:
             return []
-        async with self._consume(stream, [subjects], LAST_PER_SUBJECT) as consumer:
+        async with self._consume(stream, [subjects], "last_per_subject") as consumer:
             while True:
                 batch = await _next(consumer)
                 for message in batch:
@@ -234,7 +234,7 @@ class Objects:
             raise ObjectBrokenError(f"{name} has {num_stored} of its {info.chunks} chunks: put it again")
         parts: list[bytes] = []
         size = 0
-        async with self._consume(stream, [subject], ALL) as consumer:
+        async with self._consume(stream, [subject], "all") as consumer:
             while len(parts) < info.chunks and size <= info.size:
                 for message in await _next(consumer):
                     parts.append(message.payload)

@@ -23,9 +23,6 @@ ACK_WAIT_S = 24 * 3600.0
 Start = Literal["new", "all", "last_per_subject"] | int
 """Where to begin: from now on, at the beginning, with each subject's last message, or at a sequence."""
 
-NEW: Literal["new"] = "new"
-ALL: Literal["all"] = "all"
-LAST_PER_SUBJECT: Literal["last_per_subject"] = "last_per_subject"
 
 _numbers = itertools.count(1)
 
@@ -33,8 +30,8 @@ _numbers = itertools.count(1)
 class StreamPosition:
     """The last sequence handed out, and the start that was asked for as long as there is none.
 
-    `NEW` is pinned to a sequence at the first opening, so that what is published while the first consumer is lost is
-    read by the second. After an interruption `LAST_PER_SUBJECT` goes on with everything behind the last message read.
+    `"new"` is pinned to a sequence at the first opening, so that what is published while the first consumer is lost is
+    read by the second. After an interruption `"last_per_subject"` goes on with everything behind the last message read.
     """
 
     def __init__(self, start: Start) -> None:
@@ -44,10 +41,10 @@ class StreamPosition:
     @property
     def needs_pin(self) -> bool:
         """Whether `pin` must be called before `policy`."""
-        return self._start == NEW and not self.last
+        return self._start == "new" and not self.last
 
     def pin(self, last_sequence: int) -> None:
-        """Fix what `NEW` means: everything behind `last_sequence`."""
+        """Fix what `"new"` means: everything behind `last_sequence`."""
         self._start = last_sequence + 1
 
     def accepts(self, sequence: int) -> bool:
