@@ -338,7 +338,10 @@ async def test_a_closed_consumer_leaves_nothing_at_the_broker(bus: Bus) -> None:
 
 
 async def test_the_second_form_of_acknowledgement_subjects_is_understood() -> None:
-    async with ConfiguredServer(ack_v2=True) as server, connected(server.settings) as bus:
+    async with (
+        ConfiguredServer(extra="feature_flags { js_ack_fc_v2: true }") as server,
+        connected(server.settings) as bus,
+    ):
         await provision(bus)
         await publish_states(bus, range(5))
         async with bus.consume("FEED", STATES, start="all") as reader:

@@ -16,7 +16,6 @@ from .codec import HEADER_BYTES, MAGIC, MAX_MESSAGE_BYTES, VERSION
 from .kinds import KINDS, SERVICES, WATCHER, Kind
 from .messages import Message
 from .messages.fields import TOKEN_PATTERN
-from .streams import Stream
 from .subjects import ROOT, template
 
 ASYNCAPI_VERSION = "3.0.0"
@@ -33,6 +32,7 @@ have a default may be left out. At most {MAX_MESSAGE_BYTES >> 10} KiB in all; ev
 subject counts: a message that says another goes to `{ROOT}.dead`."""
 
 _ENDING = re.compile(r"\\Z\Z")
+_SHOWN = ("max_age_s", "max_bytes", "max_messages_per_subject", "duplicate_window_s", "deny_delete", "discard")
 _HEADERS = {
     "type": "object",
     "properties": {
@@ -87,20 +87,8 @@ def _channel(kind: Kind) -> dict[str, Any]:
             "job": {"description": "Its job, or `unknown`."},
         }
     if kind.stream is not None:
-        channel["x-jetstream"] = _stream(kind.stream)
+        channel["x-jetstream"] = {"stream": kind.stream.name} | {name: getattr(kind.stream, name) for name in _SHOWN}
     return channel
-
-
-def _stream(stream: Stream) -> dict[str, Any]:
-    return {
-        "stream": stream.name,
-        "max_age_s": stream.max_age_s,
-        "max_bytes": stream.max_bytes,
-        "max_messages_per_subject": stream.max_messages_per_subject,
-        "duplicate_window_s": stream.duplicate_window_s,
-        "deny_delete": stream.deny_delete,
-        "discard": stream.discard,
-    }
 
 
 def _operations() -> dict[str, Any]:

@@ -31,12 +31,12 @@ log_file: {log}
 jetstream {{
   store_dir: {store}
   max_memory_store: 64MB
-  max_file_store: {max_file_store}
+  max_file_store: 4GB
   # The server answers before its data is on the disk, and syncs every two minutes. Killing the process loses nothing
   # (the kernel holds the data); only a power cut could. `always` would cost an fsync per message: about 1,000/s.
   sync_interval: "2m"
 }}
-feature_flags {{ js_ack_fc_v2: {ack_v2} }}
+feature_flags {{ js_ack_fc_v2: false }}
 authorization {{ user: "{user}", password: "{password}" }}
 """
 
@@ -52,28 +52,16 @@ class EmbeddedServer:
     The server dies with this process, however that dies: start it from a thread that lives as long as it shall (the
     kernel counts the thread that started it as the parent).
 
-    Args:
+    Attributes:
         store_dir: where streams are kept; a temporary directory, removed at the end, when not given.
-        port: 0 lets the server take a free one.
-        max_file_store: upper bound of all streams together, in the broker's notation.
-        ack_v2: the broker's second form of acknowledgement subjects.
+        port: 0 lets the server take a free one; afterwards the one it listens on, kept over `restart`.
         host: the one address it listens on. Traffic beyond loopback is not encrypted: only for a network of our own,
             such as that of several hosts made of namespaces.
     """
 
-    def __init__(
-        self,
-        *,
-        store_dir: Path | None = None,
-        port: int = 0,
-        max_file_store: str = "4GB",
-        ack_v2: bool = False,
-        host: str = "127.0.0.1",
-    ) -> None:
+    def __init__(self, *, store_dir: Path | None = None, port: int = 0, host: str = "127.0.0.1") -> None:
+        self.port = port
         self._store_dir = store_dir
-        self._port = port
-        self._max_file_store = max_file_store
-        self._ack_v2 = ack_v2
         self._host = host
         self._password = secrets.token_urlsafe(24)
         self._cleanup = contextlib.ExitStack()
@@ -83,7 +71,7 @@ class EmbeddedServer:
     @property
     def settings(self) -> BusSettings:
         """How to connect, once started."""
-        return BusSettings(url=f"nats://{self._host}:{self._port}", user=USER, password=self._password)
+        return BusSettings(url=f"nats://{self._host}:{self.port}", user=USER, password=self._password)
 
     @property
     def pid(self) -> int:
@@ -91,11 +79,6 @@ class EmbeddedServer:
         if self._process is None:
             raise EmbeddedServerError("the embedded server is not running: enter its context first")
         return self._process.pid
-
-    @property
-    def port(self) -> int:
-        """The port it listens on, kept over `restart`."""
-        return self._port
 
     @property
     def log_file(self) -> Path:
@@ -134,7 +117,7 @@ class EmbeddedServer:
             self._process = subprocess.Popen(  # noqa: ASYNC220 - returns at once
                 [*guard, *command], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=complaints
             )
-        self._port = await self._wait_for_port()
+        self.port = await self._wait_for_port()
 
     async def restart(self) -> None:
         """Stop it gracefully if it runs, and start it again."""
@@ -172,12 +155,10 @@ class EmbeddedServer:
 
     def _config(self, store: Path) -> str:
         return _CONFIG.format(
-            listen=json.dumps(f"{self._host}:{self._port or -1}"),
+            listen=json.dumps(f"{self._host}:{self.port or -1}"),
             state=json.dumps(str(self._directory)),
             log=json.dumps(str(self.log_file)),
             store=json.dumps(str(store)),
-            max_file_store=self._max_file_store,
-            ack_v2=str(self._ack_v2).lower(),
             user=USER,
             password=self._password,
         )

@@ -35,11 +35,15 @@ def configure(level: str = "info", stream: TextIO | None = None) -> None:
         wrapper_class=structlog.stdlib.BoundLogger,
         cache_logger_on_first_use=True,
     )
+    if stream.isatty():
+        rendering: list[structlog.types.Processor] = [redact, structlog.dev.ConsoleRenderer()]
+    else:
+        rendering = [structlog.processors.format_exc_info, redact, structlog.processors.JSONRenderer()]
     handler = logging.StreamHandler(stream)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared,
-            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *_rendering(stream)],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *rendering],
         )
     )
     root = logging.getLogger()
@@ -55,9 +59,3 @@ def redact(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> Mutab
         elif isinstance(value, str) and "@" in value:
             event[key] = redact_url(value)
     return event
-
-
-def _rendering(stream: TextIO) -> list[structlog.types.Processor]:
-    if stream.isatty():
-        return [redact, structlog.dev.ConsoleRenderer()]
-    return [structlog.processors.format_exc_info, redact, structlog.processors.JSONRenderer()]

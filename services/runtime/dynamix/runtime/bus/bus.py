@@ -3,7 +3,7 @@
 import asyncio
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Self
+from typing import Self, TypeVar
 
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import codec, subjects
@@ -23,6 +23,8 @@ from .streams.publisher import Publisher
 from .streams.statistics import HandlingStatistics, StatisticsByKind
 from .streams.subscription import Subscription
 
+R = TypeVar("R", Consumer, Subscription)
+
 
 class Bus:
     """One connection to the broker; make it with `Bus.connect`. It belongs to the event loop that made it.
@@ -40,11 +42,11 @@ class Bus:
         self._publisher = Publisher(connection)
         self.objects = Objects(self.requests, self._publisher, self._read)
         self._readers: weakref.WeakSet[Consumer] = weakref.WeakSet()
-        self._consumers: weakref.WeakSet[Consumer] = weakref.WeakSet()
-        self._subscriptions: weakref.WeakSet[Subscription] = weakref.WeakSet()
-        self._consumed = {"received": 0, "received_twice": 0, "consumer_resets": 0}
+        self._intake: weakref.WeakSet[Consumer | Subscription] = weakref.WeakSet()
         self._intake_stopped = False
-        self._live = {"dropped_live": 0, "dropped_received": 0}
+        self._counters = dict.fromkeys(
+            ("received", "received_twice", "consumer_resets", "dropped_live", "dropped_received"), 0
+        )
 
     @classmethod
     async def connect(
@@ -68,7 +70,9 @@ class Bus:
         await connection.open(wait=wait)
         bus = cls(connection)
         try:
-            await bus._open()
+            await bus.requests.open()
+            await bus._publisher.open()
+            await bus.requests.check_inbox()
         except BaseException:
             await bus.close()
             raise
@@ -80,8 +84,7 @@ class Bus:
         return {
             **self._publisher.counters,
             "in_flight": self._publisher.num_in_flight,
-            **self._consumed,
-            **self._live,
+            **self._counters,
             **self._connection.counters,
         }
 
@@ -143,7 +146,7 @@ class Bus:
             subjects.of("live", message.service, message.instance), codec.encode(message)
         )
         if not sent:
-            self._live["dropped_live"] += 1
+            self._counters["dropped_live"] += 1
 
     async def last(self, stream: str, subject: str) -> BusMessage | None:
         """The last stored message of a subject, `None` when there is none. Raises as `stream_state`."""
@@ -151,7 +154,7 @@ class Bus:
 
     async def first(self, stream: str, subject: str, *, start: int = 1) -> BusMessage | None:
         """The first stored message of a subject or filter at or after a sequence. Otherwise as `last`."""
-        return await stored.first_message(self.requests, stream, subject, start)
+        return await stored.find_message(self.requests, stream, {"seq": start, "next_by_subj": subject})
 
     async def stream_state(self, stream: str) -> StreamState:
         """What the stream holds.
@@ -185,21 +188,14 @@ class Bus:
             start=start,
             durable=durable,
             max_batch=max_batch,
-            counters=self._consumed,
+            counters=self._counters,
             statistics=self.statistics.of_subjects(*subjects),
         )
-        self._consumers.add(consumer)
-        if self._intake_stopped:
-            consumer.end()
-        return consumer
+        return self._admit(consumer)
 
     def subscribe(self, subject: str) -> Subscription:
         """Listen on core NATS, where nothing is stored: for `live`. A slow reader loses the oldest, counted."""
-        subscription = Subscription(self._connection, self._live, subject)
-        self._subscriptions.add(subscription)
-        if self._intake_stopped:
-            subscription.end()
-        return subscription
+        return self._admit(Subscription(self._connection, self._counters, subject))
 
     async def answer_discovery(self, identity: Identity) -> None:
         """Let `nats micro` find us and see what we have handled; runs until cancelled."""
@@ -208,10 +204,8 @@ class Bus:
     def stop_intake(self) -> None:
         """Let every loop over a consumer or a subscription end, also one that begins later; publishing still works."""
         self._intake_stopped = True
-        for consumer in self._consumers:
-            consumer.end()
-        for subscription in self._subscriptions:
-            subscription.end()
+        for reader in self._intake:
+            reader.end()
 
     async def flush(self, timeout_s: float = 10.0) -> bool:
         """Wait until everything published is acknowledged or failed; False when that takes longer."""
@@ -232,22 +226,17 @@ class Bus:
         await self._publisher.close()
         await self._connection.close()
 
-    async def _open(self) -> None:
-        await self.requests.open()
-        await self._publisher.open()
-        await self.requests.check_inbox()
+    def _admit(self, reader: R) -> R:
+        self._intake.add(reader)
+        if self._intake_stopped:
+            reader.end()
+        return reader
 
     def _read(self, stream: str, subjects: Sequence[str], start: Start) -> Consumer:
         """A consumer for what has an end: the end of intake lets it finish, only `close` ends it."""
         unseen = HandlingStatistics("object")
         reader = Consumer(
-            self._connection,
-            self.requests,
-            stream,
-            subjects,
-            start=start,
-            counters=self._consumed,
-            statistics=unseen,
+            self._connection, self.requests, stream, subjects, start=start, counters=self._counters, statistics=unseen
         )
         self._readers.add(reader)
         return reader

@@ -40,7 +40,8 @@ async def _provision_one(bus: Bus, stream: Stream, num_replicas: int | None) -> 
     except StreamMissingError:
         await _write(bus, "CREATE", {"num_replicas": 1, **wanted})
         return f"{stream.name}: created"
-    changes = {key: value for key, value in wanted.items() if not _same(present.get(key), value)}
+    # JetStream leaves out what is false or zero
+    changes = {key: value for key, value in wanted.items() if (present.get(key) or None) != (value or None)}
     if not changes:
         return f"{stream.name}: unchanged"
     await _write(bus, "UPDATE", {**present, **wanted})
@@ -65,11 +66,6 @@ def config_of(stream: Stream) -> dict[str, Any]:
         "allow_direct": True,
         "allow_rollup_hdrs": bool(stream.bucket),  # an object's new description replaces the old one
     }
-
-
-def _same(present: Any, wanted: Any) -> bool:
-    """JetStream leaves out what is false or zero."""
-    return present == wanted or (not present and not wanted)
 
 
 async def _write(bus: Bus, action: Literal["CREATE", "UPDATE"], config: dict[str, Any]) -> None:

@@ -82,18 +82,14 @@ class _Life(Generic[S]):
         stopped = asyncio.create_task(self._stop.wait(), name="stop")
         with self._signals():
             try:
-                return await self._connect_and_work(stopped)
-            finally:
-                stopped.cancel()
-
-    async def _connect_and_work(self, stopped: asyncio.Task[bool]) -> int:
-        async with self._watchdog:
-            try:
-                bus = await self._connect(stopped)
-                return EXIT_OK if bus is None else await self._work(bus, stopped)
+                async with self._watchdog:
+                    bus = await self._connect(stopped)
+                    return EXIT_OK if bus is None else await self._work(bus, stopped)
             except (BusError, OSError) as error:
                 self._log.error("cannot start", reason=str(error))
                 return EXIT_FAILED
+            finally:
+                stopped.cancel()
 
     async def _connect(self, stopped: asyncio.Task[bool]) -> Bus | None:
         """The connection; `None` when a signal came first."""

@@ -105,7 +105,10 @@ class Requests:
             raise ApiError(f"{operation}: JetStream does not answer (is it enabled?)", 503, 0)
         result = msgspec.json.decode(data, type=answer)
         if result.error is not None:
-            raise _api_error(operation, result.error)
+            text = f"{operation}: {result.error.description} (code {result.error.code}, error {result.error.err_code})"
+            if result.error.err_code == STREAM_NOT_FOUND:
+                raise StreamMissingError(f"{text}: run `dynamix provision`")
+            raise ApiError(text, result.error.code, result.error.err_code)
         return result
 
     async def _round_trip(self, subject: str, payload: bytes) -> bytes | None:
@@ -145,10 +148,3 @@ class Requests:
         for _, future in self._waiting.values():
             if not future.done():
                 future.set_exception(error)
-
-
-def _api_error(operation: str, refusal: Refusal) -> BusError:
-    text = f"{operation}: {refusal.description} (code {refusal.code}, error {refusal.err_code})"
-    if refusal.err_code == STREAM_NOT_FOUND:
-        return StreamMissingError(f"{text}: run `dynamix provision`")
-    return ApiError(text, refusal.code, refusal.err_code)

@@ -3,6 +3,7 @@
 import itertools
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
@@ -73,29 +74,17 @@ class _ConsumerInfo(Answer):
     delivered: _Sequences = msgspec.field(default_factory=_Sequences)
 
 
+@dataclass(kw_only=True)
 class BrokerConsumer:
-    """Makes a new unnamed consumer at each opening, or resets a durable one to its last acknowledgement.
+    """Makes a new unnamed consumer at each opening, or resets a durable one to its last acknowledgement."""
 
-    Attributes:
-        position: what was handed out so far.
-    """
-
-    def __init__(
-        self,
-        connection: BrokerConnection,
-        requests: Requests,
-        *,
-        stream: str,
-        subjects: tuple[str, ...],
-        durable: str | None,
-        position: StreamPosition,
-    ) -> None:
-        self.position = position
-        self._connection = connection
-        self._requests = requests
-        self._stream = stream
-        self._subjects = subjects
-        self._durable = durable
+    connection: BrokerConnection
+    requests: Requests
+    stream: str
+    subjects: tuple[str, ...]
+    durable: str | None
+    position: StreamPosition
+    """What was handed out so far."""
 
     async def open(self) -> tuple[str, int]:
         """The consumer's name, and the count that its next delivery will carry.
@@ -105,10 +94,10 @@ class BrokerConsumer:
             SequenceRegressError: when the stream ends before our position.
             BusError: as `Requests.ask`.
         """
-        if self._durable is not None:
-            return self._durable, await self._reset_durable() + 1
+        if self.durable is not None:
+            return self.durable, await self._reset_durable() + 1
         await self._check_position()
-        name = f"{self._connection.inbox.removeprefix('_INBOX.').replace('.', '-')}-{next(_numbers)}"
+        name = f"{self.connection.inbox.removeprefix('_INBOX.').replace('.', '-')}-{next(_numbers)}"
         await self._write(
             {
                 "name": name,
@@ -124,18 +113,18 @@ class BrokerConsumer:
 
     async def forget(self, name: str) -> None:
         """Remove an unnamed consumer. No answer is waited for: the broker removes it anyway when it stays unused."""
-        await self._connection.send(f"{API}CONSUMER.DELETE.{self._stream}.{name}", b"")
+        await self.connection.send(f"{API}CONSUMER.DELETE.{self.stream}.{name}", b"")
 
     async def _reset_durable(self) -> int:
         """Make the durable deliver again from behind its last acknowledgement; returns its deliveries so far."""
-        place = f"{self._stream}.{self._durable}"
+        place = f"{self.stream}.{self.durable}"
         try:
-            info = await self._requests.ask(f"CONSUMER.INFO.{place}", None, _ConsumerInfo)
+            info = await self.requests.ask(f"CONSUMER.INFO.{place}", None, _ConsumerInfo)
         except ApiError as error:
             if error.err_code != CONSUMER_NOT_FOUND:
                 raise
             await self._check_position()
-            config = {"durable_name": self._durable, "name": self._durable, "ack_policy": "all"}
+            config = {"durable_name": self.durable, "name": self.durable, "ack_policy": "all"}
             await self._write(config | self._limits() | self._filter() | self.position.policy(), "create")
             return 0
         await self._check_position()
@@ -143,34 +132,34 @@ class BrokerConsumer:
         if any(info.config.get(key) != value for key, value in wanted.items()):
             kept = {key: value for key, value in info.config.items() if not key.startswith("filter_subject")}
             await self._write(kept | wanted, "update")
-        return (await self._requests.ask(f"CONSUMER.RESET.{place}", None, _ConsumerInfo)).delivered.consumer_seq
+        return (await self.requests.ask(f"CONSUMER.RESET.{place}", None, _ConsumerInfo)).delivered.consumer_seq
 
     async def _check_position(self) -> None:
         """Pin what "new" means, and see that the stream still reaches to where we are."""
-        state = await stream_state(self._requests, self._stream)
+        state = await stream_state(self.requests, self.stream)
         if self.position.needs_pin:
             self.position.pin(state.last_sequence)
         last = self.position.last
         if last > state.last_sequence:
             raise SequenceRegressError(
-                f"{self._stream} ends at {state.last_sequence}, but {last} was already read from it: the broker lost "
+                f"{self.stream} ends at {state.last_sequence}, but {last} was already read from it: the broker lost "
                 "data or the stream was recreated; restart this service to begin again"
             )
         if last and last + 1 < state.first_sequence:
-            logger.warning("%s no longer holds what follows %d; on from %d", self._stream, last, state.first_sequence)
+            logger.warning("%s no longer holds what follows %d; on from %d", self.stream, last, state.first_sequence)
 
     async def _write(self, config: Mapping[str, Any], action: str) -> None:
         """Create or update. With one filter it stands in the API's subject, so that permissions can limit it."""
-        operation = f"CONSUMER.CREATE.{self._stream}.{config['name']}"
+        operation = f"CONSUMER.CREATE.{self.stream}.{config['name']}"
         if "filter_subject" in config:
             operation += f".{config['filter_subject']}"
-        body = {"stream_name": self._stream, "config": config, "action": action}
-        await self._requests.ask(operation, body, _ConsumerInfo)
+        body = {"stream_name": self.stream, "config": config, "action": action}
+        await self.requests.ask(operation, body, _ConsumerInfo)
 
     def _filter(self) -> dict[str, Any]:
-        if len(self._subjects) == 1:
-            return {"filter_subject": self._subjects[0]}
-        return {"filter_subjects": list(self._subjects)}
+        if len(self.subjects) == 1:
+            return {"filter_subject": self.subjects[0]}
+        return {"filter_subjects": list(self.subjects)}
 
     def _limits(self) -> dict[str, Any]:
         return {"ack_wait": int(ACK_WAIT_S * 1e9), "max_ack_pending": MAX_ACK_PENDING}

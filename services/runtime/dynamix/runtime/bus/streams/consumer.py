@@ -3,6 +3,7 @@
 import asyncio
 import collections
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import Self
 
@@ -19,7 +20,7 @@ from dynamix.runtime.bus.broker.requests import Requests
 from .broker_consumer import BrokerConsumer, Start, StreamPosition
 from .message import BusMessage
 from .pull import HEARTBEAT_S, Pull
-from .statistics import HandlingStatistics, Stopwatch
+from .statistics import HandlingStatistics
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +60,8 @@ class Consumer:
         self._max_batch = max_batch
         self._capacity = max(MIN_CAPACITY, 2 * max_batch)
         self._broker_side = BrokerConsumer(
-            connection,
-            requests,
+            connection=connection,
+            requests=requests,
             stream=stream,
             subjects=tuple(subjects),
             durable=durable,
@@ -77,7 +78,8 @@ class Consumer:
         self._pull: Pull | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._counters = counters
-        self._stopwatch = Stopwatch(statistics)
+        self._statistics = statistics
+        self._handed_out_ns = 0
         self._forget: list[Callable[[], None]] = []
 
     async def __aenter__(self) -> Self:
@@ -106,7 +108,7 @@ class Consumer:
         Raises:
             BusError: when the stream cannot be read any more; the text says why.
         """
-        self._stopwatch.end()
+        self._note_handled()
         while not self._ended and self._error is None and not self._buffer:
             self._arrived.clear()
             await self._arrived.wait()
@@ -117,7 +119,8 @@ class Consumer:
         batch = self._take()
         self._counters["received"] += len(batch)
         await self._ask_for_more()
-        self._stopwatch.begin(len(batch))
+        self._statistics.num_messages += len(batch)
+        self._handed_out_ns = time.monotonic_ns()
         return batch
 
     @property
@@ -146,7 +149,7 @@ class Consumer:
     async def close(self) -> None:
         """End, and remove what the broker keeps for an unnamed consumer."""
         self.end()
-        self._stopwatch.end()
+        self._note_handled()
         for forget in self._forget:
             forget()
         self._forget = []
@@ -158,6 +161,12 @@ class Consumer:
             await pull.close()
             if self._durable is None and self._connection.connected.is_set():
                 await self._broker_side.forget(pull.consumer)
+
+    def _note_handled(self) -> None:
+        """The next batch is asked for, or none any more."""
+        if self._handed_out_ns:
+            self._statistics.processing_ns += time.monotonic_ns() - self._handed_out_ns
+            self._handed_out_ns = 0
 
     def _take(self) -> list[BusMessage]:
         buffer = self._buffer

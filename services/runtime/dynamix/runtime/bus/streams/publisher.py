@@ -217,7 +217,8 @@ class Publisher:
         if refusal.err_code in WRONG_LAST_SEQUENCE:
             last = refusal.description.rpartition(" ")[2]
             self._fail(token, entry, StaleWriterError(text, int(last) if last.isdigit() else None))
-        elif _is_full(refusal):
+        elif refusal.err_code == STORE_FAILED and refusal.description.startswith("maximum"):
+            # a stream at its own limit that discards nothing: it will not have room in a minute
             self._fail(token, entry, StreamFullError(text))
         elif refusal.code >= SERVER_ERROR:
             if self._limit.allow(str(refusal.err_code)):
@@ -288,8 +289,3 @@ class Publisher:
         if not self._table:
             self._busy.clear()
             self._idle.set()
-
-
-def _is_full(refusal: Refusal) -> bool:
-    """A stream at its own limit that discards nothing: it will not have room in a minute."""
-    return refusal.err_code == STORE_FAILED and refusal.description.startswith("maximum")

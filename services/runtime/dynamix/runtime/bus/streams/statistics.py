@@ -1,6 +1,5 @@
 """Statistics of handled messages by kind: numbers, errors, time; shown by `discovery`."""
 
-import time
 from dataclasses import dataclass
 
 from dynamix.schemas.kinds import BY_NAME
@@ -51,34 +50,10 @@ class StatisticsByKind:
 
     def of_subjects(self, *subjects: str) -> HandlingStatistics:
         """Statistics for a subject or some filters; filters of several kinds share one entry."""
-        kinds = {_kind_of(subject) for subject in subjects}
-        kind = kinds.pop() if len(kinds) == 1 else OTHER
+        kinds = {subject.removeprefix(ROOT + ".").partition(".")[0] for subject in subjects}
+        kind = kinds.pop() if len(kinds) == 1 and kinds <= BY_NAME.keys() else OTHER
         return self._by_kind.setdefault(kind, HandlingStatistics(kind))
 
     def all(self) -> list[HandlingStatistics]:
         """List the statistics, sorted by kind."""
         return [self._by_kind[kind] for kind in sorted(self._by_kind)]
-
-
-def _kind_of(subject: str) -> str:
-    kind = subject.removeprefix(ROOT + ".").partition(".")[0]
-    return kind if kind in BY_NAME else OTHER
-
-
-class Stopwatch:
-    """Times the handling of batches, one at a time."""
-
-    def __init__(self, statistics: HandlingStatistics) -> None:
-        self._statistics = statistics
-        self._since_ns = 0
-
-    def begin(self, num_messages: int) -> None:
-        """A batch is handed out."""
-        self._statistics.num_messages += num_messages
-        self._since_ns = time.monotonic_ns()
-
-    def end(self) -> None:
-        """The next batch is asked for, or none any more."""
-        if self._since_ns:
-            self._statistics.processing_ns += time.monotonic_ns() - self._since_ns
-            self._since_ns = 0

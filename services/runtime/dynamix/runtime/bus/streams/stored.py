@@ -60,16 +60,11 @@ async def write_stream(requests: Requests, action: Literal["CREATE", "UPDATE"], 
 
 async def last_message(requests: Requests, stream: str, subject: str) -> BusMessage | None:
     """The last message of a subject, `None` when there is none."""
-    return await _message(requests, stream, {"last_by_subj": subject})
+    return await find_message(requests, stream, {"last_by_subj": subject})
 
 
-async def first_message(requests: Requests, stream: str, subject: str, start: int) -> BusMessage | None:
-    """The first message of a subject at or after a sequence, `None` when there is none."""
-    return await _message(requests, stream, {"seq": start, "next_by_subj": subject})
-
-
-async def _message(requests: Requests, stream: str, which: dict[str, Any]) -> BusMessage | None:
-    """Ask the stream's leader, not any replica.
+async def find_message(requests: Requests, stream: str, which: dict[str, Any]) -> BusMessage | None:
+    """The message that STREAM.MSG.GET finds, `None` when there is none; the stream's leader is asked, not any replica.
 
     A follower may lag, and a writer that restarts from an old message would only learn so when its compare-and-set
     fails.
