@@ -153,7 +153,7 @@ async def test_provision_cannot_delete_an_action(connect: Any) -> None:
     sequence = await publish(arbitrator, "action", "kept")
     for operation, body in (("STREAM.MSG.DELETE", {"seq": sequence}), ("STREAM.PURGE", {})):
         with pytest.raises(BusError, match="not permitted"):
-            await provisioner._requests._ask_once(f"{operation}.{ACTIONS.name}", json.dumps(body).encode(), Answer)
+            await provisioner.requests._ask_once(f"{operation}.{ACTIONS.name}", json.dumps(body).encode(), Answer)
     stored = await arbitrator.last(ACTIONS.name, subjects.of("action", "kept"))
     assert stored is not None
     assert stored.sequence == sequence

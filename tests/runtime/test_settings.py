@@ -12,7 +12,6 @@ from dynamix.runtime.settings import (
     BusSettings,
     SettingsError,
     SharedSettings,
-    describe,
     help_text,
     load,
     node_name,
@@ -196,10 +195,12 @@ def test_a_password_file_overrules_the_password(tmp_path: Path) -> None:
 
 
 def test_every_setting_is_described_with_key_flag_default_and_meaning() -> None:
-    rows = {row.flag: row for row in describe(RewardSettings, "reward")}
-    assert rows["--alpha"] == ("DYNAMIX_REWARD_ALPHA", "--alpha", "1.0", "Weight of a rise in accuracy.")
-    assert rows["--sizes"].default == "32,1024"
-    assert set(rows) == {"--" + name.replace("_", "-") for name in RewardSettings.__struct_fields__}
+    lines = help_text("reward", RewardSettings).splitlines()
+    place = lines.index(f"  {'--alpha':<32} DYNAMIX_REWARD_ALPHA, default 1.0")
+    assert lines[place + 1] == " " * 8 + "Weight of a rise in accuracy."
+    assert f"  {'--sizes':<32} DYNAMIX_REWARD_SIZES, default 32,1024" in lines
+    flags = {line.split()[0] for line in lines if "DYNAMIX_REWARD_" in line}
+    assert flags == {"--" + name.replace("_", "-") for name in RewardSettings.__struct_fields__}
 
 
 def test_help_names_every_key_and_offers_no_flag_for_the_password() -> None:

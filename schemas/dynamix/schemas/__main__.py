@@ -45,11 +45,8 @@ def _messages() -> str:
 
 
 def _streams() -> str:
-    lines = [
-        "| stream | keeps | for | at most | per subject | duplicates dropped within |",
-        "|---|---|---|---|---|---|",
-    ]
-    return "\n".join(lines + [_row(stream) for stream in STREAMS]) + "\n"
+    head = "| stream | keeps | for | at most | per subject | duplicates dropped within |\n|---|---|---|---|---|---|\n"
+    return head + "\n".join(map(_row, STREAMS)) + "\n"
 
 
 def _row(stream: Stream) -> str:

@@ -60,11 +60,7 @@ def decode(expected: type[M], subject: str, payload: bytes) -> M:
 
 
 def decode_any(subject: str, payload: bytes) -> Message:
-    """The message in `payload`, of the kind that `subject` names.
-
-    Raises:
-        MalformedMessageError: as `decode`.
-    """
+    """The message in `payload`, of the kind that `subject` names. Raises MalformedMessageError as `decode`."""
     try:
         address = subjects.parse(subject)
     except ValueError as error:

@@ -69,11 +69,7 @@ def template(kind: Kind, token: str) -> str:
 
 @lru_cache(maxsize=4096)
 def parse(subject: str) -> Address:
-    """Take a subject apart.
-
-    Raises:
-        ValueError: when it is not one of ours, with the reason.
-    """
+    """Take a subject apart. Raises ValueError when it is not one of ours, with the reason."""
     prefix = ROOT + "."
     if not subject.startswith(prefix):
         raise ValueError(f"subject {subject!r} does not start with {prefix!r}")

@@ -84,15 +84,6 @@ class Loaded(NamedTuple, Generic[S]):
     own: S
 
 
-class Described(NamedTuple):
-    """One setting, for people."""
-
-    key: str
-    flag: str
-    default: str
-    meaning: str
-
-
 def read(struct: type[S], component: str, environ: Mapping[str, str], arguments: Sequence[str] = ()) -> S:
     """Settings of one component: defaults, overruled by `environ`, overruled by `arguments` (`--field-name value`).
 
@@ -171,49 +162,29 @@ def node_name(shared: SharedSettings) -> str:
     return f"{short}-{hashlib.sha256(host.encode()).hexdigest()[:6]}"
 
 
-def describe(struct: type[msgspec.Struct], component: str) -> list[Described]:
-    """Every setting of a component: variable, flag, default, meaning (the docstring beneath the field)."""
-    meanings = _field_docstrings(struct)
-    return [
-        Described(
-            key=_prefix(component) + field.name.upper(),
-            flag=_flag(field.name),
-            default="required" if field.required else _as_text(field.default),
-            meaning=meanings.get(field.name, ""),
-        )
-        for field in msgspec.structs.fields(struct)
-    ]
-
-
 def help_text(component: str, struct: type[msgspec.Struct]) -> str:
-    """What `--help` prints."""
-    rows = [*describe(struct, component), *describe(SharedSettings, "")]
-    rows += [
-        row._replace(flag=row.flag.replace("--", "--nats-", 1) if row.flag != "--password" else "")
-        for row in describe(BusSettings, "nats")
-    ]
+    """What `--help` prints: flag, variable, default and meaning (the docstring beneath the field) of each setting."""
     lines = [f"usage: python -m dynamix.{component} [--flag value ...]", ""]
-    for row in rows:
-        lines.append(f"  {row.flag or '(no flag)':<32} {row.key}, default {row.default}")
-        lines += textwrap.wrap(row.meaning, width=100, initial_indent=" " * 8, subsequent_indent=" " * 8)
+    owners = ((struct, component, "--"), (SharedSettings, "", "--"), (BusSettings, "nats", "--nats-"))
+    for owner, owned_by, dashes in owners:
+        meanings = _field_docstrings(owner)
+        for field in msgspec.structs.fields(owner):
+            is_secret = owner is BusSettings and field.name == "password"
+            flag = "(no flag)" if is_secret else _flag(field.name).replace("--", dashes, 1)
+            default = "required" if field.required else _as_text(field.default)
+            lines.append(f"  {flag:<32} {_prefix(owned_by)}{field.name.upper()}, default {default}")
+            meaning = meanings.get(field.name, "")
+            lines += textwrap.wrap(meaning, width=100, initial_indent=" " * 8, subsequent_indent=" " * 8)
     return "\n".join(lines) + "\n"
 
 
 def password_of(settings: BusSettings) -> str:
-    """The password in force: the file's when one is named, read now.
-
-    Raises:
-        OSError: when the file cannot be read.
-    """
+    """The password in force: the file's when one is named, read now. Raises OSError when the file cannot be read."""
     return Path(settings.password_file).read_text().strip() if settings.password_file else settings.password
 
 
 def check_url(settings: BusSettings) -> None:
-    """Refuse a broker beyond loopback without credentials.
-
-    Raises:
-        ValueError: naming the host.
-    """
+    """Refuse a broker beyond loopback without credentials. Raises ValueError, naming the host."""
     for url in settings.url.split(","):
         parts = urlsplit(url.strip() if "://" in url else f"nats://{url.strip()}")
         if parts.scheme not in {"nats", "tls"}:

@@ -105,13 +105,13 @@ class SocketTraffic:
         held = self._newest.pop(report.job, None)  # and in again at the end: the oldest stays in front
         while len(self._newest) >= MAX_JOBS:
             del self._newest[next(iter(self._newest))]
-        if held is not None and held.generation > report.generation:
+        if held is None or held.generation < report.generation:
+            held = _Newest(report.generation, {}, now_s)
+        if held.generation > report.generation:
             self._newest[report.job] = held
             return None
-        same = held is not None and held.generation == report.generation
-        by_socket = held.by_socket if held is not None and same else {}
-        self._newest[report.job] = _Newest(report.generation, by_socket, now_s)
-        return by_socket
+        self._newest[report.job] = held._replace(at_s=now_s)
+        return held.by_socket
 
 
 def traffic(now: BySocket, before: BySocket) -> NetworkMetrics:

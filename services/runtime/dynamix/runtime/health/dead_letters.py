@@ -41,22 +41,6 @@ class DeadLetters:
         if not self._limit.allow(kind):
             self._count("dead_letters_not_kept")
             return
-        logger.warning(
-            "dead letter: %s",
-            reason,
-            extra={
-                "subject": message.subject[:MAX_TEXT],
-                "sequence": message.sequence,
-                "suppressed": self._limit.suppressed(kind),
-            },
-        )
-        try:
-            await self._publish(message, reason, subjects.of("dead", kind, job))
-        except (BusError, ValueError) as error:
-            self._count("dead_letters_not_kept")
-            logger.warning("a dead letter was not kept: %s", error)
-
-    async def _publish(self, message: BusMessage, reason: str, subject: str) -> None:
         dead = Dead(
             service=self._service,
             subject=message.subject[:MAX_TEXT],
@@ -65,8 +49,17 @@ class DeadLetters:
             payload=message.payload[:MAX_PAYLOAD_BYTES],
         )
         digest = hashlib.sha256(message.payload).hexdigest()[:16]
-        identity = f"dead:{self._service}:{message.subject[:MAX_TEXT]}:{message.sequence}:{digest}"
-        await self._bus.publish_bytes_soon(subject, codec.encode(dead), identity)
+        identity = f"dead:{self._service}:{dead.subject}:{message.sequence}:{digest}"
+        logger.warning(
+            "dead letter: %s",
+            reason,
+            extra={"subject": dead.subject, "sequence": message.sequence, "suppressed": self._limit.suppressed(kind)},
+        )
+        try:
+            await self._bus.publish_bytes_soon(subjects.of("dead", kind, job), codec.encode(dead), identity)
+        except (BusError, ValueError) as error:
+            self._count("dead_letters_not_kept")
+            logger.warning("a dead letter was not kept: %s", error)
 
     def _count(self, name: str) -> None:
         self._counters[name] = self._counters.get(name, 0) + 1

@@ -166,11 +166,7 @@ class BrokerConnection:
             logger.debug("unsubscribe: %s", error)
 
     async def round_trip(self, timeout_s: float) -> None:
-        """Wait until the broker has handled everything sent so far.
-
-        Raises:
-            BusError: when it does not answer in time.
-        """
+        """Wait until the broker has handled everything sent so far. Raises BusError when it does not answer in time."""
         try:
             # nats-py's ping overtakes what waits for its flusher; when the first comes back the flusher has run
             await self._client.rtt(timeout_s)  # type: ignore[arg-type]  # nats-py says int and passes it to asyncio
@@ -257,7 +253,9 @@ class BrokerConnection:
         if match := _DENIED.search(str(error)):
             self._note_denial(match[1], match[2])
         if _is_refused_login(error):
-            self._note_refused_login()
+            self._refused_logins += 1
+            if self._refused_logins >= MAX_REFUSED_LOGINS:  # it came back with other passwords: end, to read ours again
+                self._report_closed("the broker refuses our user or password")
         kind = type(error).__name__
         if self._limit.allow(kind):
             logger.warning("bus: %s", describe(error), extra={"suppressed": self._limit.suppressed(kind)})
@@ -270,12 +268,6 @@ class BrokerConnection:
         )
         for callback in list(self._on_denied):
             callback(subject.lower(), denial)
-
-    def _note_refused_login(self) -> None:
-        """A broker that came back with other passwords will not change its mind: end, so that ours are read again."""
-        self._refused_logins += 1
-        if self._refused_logins >= MAX_REFUSED_LOGINS:
-            self._report_closed("the broker refuses our user or password")
 
     async def _on_disconnected(self) -> None:
         if self._opened and not self._closing:

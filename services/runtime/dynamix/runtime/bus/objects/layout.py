@@ -65,11 +65,7 @@ class ObjectInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sha256(self) -> bytes:
-        """The digest's 32 bytes.
-
-        Raises:
-            ObjectBrokenError: when `digest` is none.
-        """
+        """The digest's 32 bytes. Raises ObjectBrokenError when `digest` is none."""
         try:
             value = base64.urlsafe_b64decode(self.digest[len(DIGEST_PREFIX) :] + "==")
         except (binascii.Error, ValueError):
@@ -85,11 +81,7 @@ class ObjectInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def stream_of(bucket: str) -> str:
-    """The stream that a bucket is.
-
-    Raises:
-        ValueError: when no bucket can have this name.
-    """
+    """The stream that a bucket is. Raises ValueError when no bucket can have this name."""
     if _BUCKET.fullmatch(bucket) is None:
         raise ValueError(f"{bucket!r} is no name of a bucket: use 1 to 64 of the characters A-Z, a-z, 0-9, '_' and '-'")
     return f"OBJ_{bucket}"
@@ -117,11 +109,7 @@ def chunk_subject(bucket: str, nuid: str) -> str:
 
 
 def description_subject(bucket: str, name: str) -> str:
-    """Subject of the description of an object.
-
-    Raises:
-        ValueError: when the name is empty or over `MAX_NAME_BYTES`.
-    """
+    """Subject of the description of an object. Raises ValueError when the name is empty or over `MAX_NAME_BYTES`."""
     encoded = name.encode()
     if not 0 < len(encoded) <= MAX_NAME_BYTES:
         raise ValueError(f"an object's name has 1 to {MAX_NAME_BYTES} bytes, not {len(encoded)}")
@@ -156,11 +144,7 @@ def describe_deleted(info: ObjectInfo) -> ObjectInfo:
 
 
 def read_description(payload: bytes) -> ObjectInfo:
-    """The description in a message.
-
-    Raises:
-        ObjectBrokenError: when it is none.
-    """
+    """The description in a message. Raises ObjectBrokenError when it is none."""
     try:
         fields = msgspec.json.decode(payload, type=dict[str, Any])
         return msgspec.convert({key: value for key, value in fields.items() if value is not None}, ObjectInfo)

@@ -262,11 +262,7 @@ def _described(bucket: str, message: BusMessage) -> ObjectInfo:
 
 
 async def _next(consumer: Consumer) -> list[BusMessage]:
-    """The consumer's next batch.
-
-    Raises:
-        BusError: when nothing comes for `STALL_TIMEOUT_S`, or the bus is closed.
-    """
+    """The consumer's next batch. Raises BusError when nothing comes for `STALL_TIMEOUT_S`, or the bus is closed."""
     try:
         async with asyncio.timeout(STALL_TIMEOUT_S):
             return await anext(consumer)
