@@ -214,9 +214,9 @@ async def test_a_blocked_event_loop_loses_nothing_even_when_the_broker_cuts_the_
 async def test_a_slow_reader_is_sent_no_more_than_it_has_room_for(bus: Bus) -> None:
     await publish_states(bus, range(5000))
     async with bus.consume("FEED", STATES, start="all", max_batch=16) as reader:
-        await until(lambda: reader.num_queued == consumer.MIN_CAPACITY)
+        await until(lambda: len(reader._buffer) == consumer.MIN_CAPACITY)
         await asyncio.sleep(0.1)
-        assert reader.num_queued == consumer.MIN_CAPACITY
+        assert len(reader._buffer) == consumer.MIN_CAPACITY
         assert numbers(await read(reader, 5000)) == list(range(5000))
 
 
@@ -226,9 +226,9 @@ async def test_a_request_is_bounded_in_bytes(bus: Bus, monkeypatch: pytest.Monke
     for number in range(40):
         await bus.publish_bytes(STATE, bytes(3000), f"m{number}")
     async with bus.consume("FEED", STATES, start="all") as reader:
-        await until(lambda: reader.num_queued >= 3)
+        await until(lambda: len(reader._buffer) >= 3)
         await asyncio.sleep(0.1)
-        assert reader.num_queued <= 6
+        assert len(reader._buffer) <= 6
         assert len(await read(reader, 40)) == 40
 
 

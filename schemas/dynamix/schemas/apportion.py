@@ -72,16 +72,14 @@ def _narrow(total: int, weights: list[float], lower: list[int], upper: list[int]
     sizes = [
         min(max(above * weight // below, low), high) for weight, low, high in zip(whole, lower, upper, strict=True)
     ]
-    excess = sum(sizes) - total
-    if excess < 0:
-        _add(-excess, sizes, whole, upper, range(len(sizes)))
-    elif excess > 0:
-        _take(excess, sizes, whole, lower, range(len(sizes)))
+    missing = total - sum(sizes)
+    if missing:
+        _move(missing, sizes, whole, upper if missing > 0 else lower, range(len(sizes)))
     return tuple(sizes)
 
 
 def _wide(total: int, weights: Floats, lower: Integers, upper: Integers) -> tuple[int, ...]:
-    """Apportion for many ranks, on arrays; only ranks that come first can be among the first `excess` samples."""
+    """Apportion for many ranks, on arrays; only ranks that come first can be among the first missing samples."""
     if (lower > upper).any():
         raise ValueError(_crossed(lower.tolist(), upper.tolist()))
     total = min(max(total, int(lower.sum())), int(upper.sum()))
@@ -89,13 +87,13 @@ def _wide(total: int, weights: Floats, lower: Integers, upper: Integers) -> tupl
     whole = np.maximum(np.ldexp(weights, shift).astype(np.int64), 1)
     above, below = _wide_level(total, whole, lower, upper)
     counts = np.clip(above * whole // below, lower, upper)
-    excess, sizes = int(counts.sum()) - total, counts.tolist()
-    if excess < 0:
+    missing, sizes = total - int(counts.sum()), counts.tolist()
+    if missing > 0:
         order = np.argsort(np.where(counts < upper, (counts + 1) / whole, np.inf), kind="stable")
-        _add(-excess, sizes, whole.tolist(), upper.tolist(), order[:-excess].tolist())
-    elif excess > 0:
+        _move(missing, sizes, whole.tolist(), upper.tolist(), order[:missing].tolist())
+    elif missing < 0:
         order = len(sizes) - 1 - np.argsort(np.where(counts > lower, -counts / whole, np.inf)[::-1], kind="stable")
-        _take(excess, sizes, whole.tolist(), lower.tolist(), order[:excess].tolist())
+        _move(missing, sizes, whole.tolist(), lower.tolist(), order[:-missing].tolist())
     return tuple(sizes)
 
 
@@ -145,24 +143,20 @@ def _wide_level(total: int, whole: Integers, lower: Integers, upper: Integers) -
         free &= ~settled
 
 
-def _add(count: int, sizes: list[int], whole: list[int], upper: list[int], ranks: Iterable[int]) -> None:
-    """Add samples, each to the one of `ranks` that it leaves lowest."""
-    heap = [((sizes[rank] + 1) / whole[rank], rank) for rank in ranks if sizes[rank] < upper[rank]]
-    heapify(heap)
-    for _ in range(count):
-        rank = heap[0][1]
-        sizes[rank] += 1
-        heapreplace(heap, ((sizes[rank] + 1) / whole[rank] if sizes[rank] < upper[rank] else math.inf, rank))
+def _move(count: int, sizes: list[int], whole: list[int], bounds: Sequence[int], ranks: Iterable[int]) -> None:
+    """Add samples, each to the one of `ranks` that it leaves lowest; or, with a negative count, take the last away."""
+    step = 1 if count > 0 else -1
 
+    def place(rank: int) -> tuple[float, int]:
+        full = step * sizes[rank] >= step * bounds[rank]
+        return math.inf if full else step * (sizes[rank] + (step > 0)) / whole[rank], step * rank
 
-def _take(count: int, sizes: list[int], whole: list[int], lower: list[int], ranks: Iterable[int]) -> None:
-    """Take samples away, those first that would have been added last."""
-    heap = [(-sizes[rank] / whole[rank], -rank) for rank in ranks if sizes[rank] > lower[rank]]
+    heap = [at for rank in ranks if (at := place(rank))[0] < math.inf]
     heapify(heap)
-    for _ in range(count):
-        rank = -heap[0][1]
-        sizes[rank] -= 1
-        heapreplace(heap, (-sizes[rank] / whole[rank] if sizes[rank] > lower[rank] else math.inf, -rank))
+    for _ in range(abs(count)):
+        rank = step * heap[0][1]
+        sizes[rank] += step
+        heapreplace(heap, place(rank))
 
 
 def _listed(values: Sequence[Number] | npt.NDArray[Any]) -> list[Number]:

@@ -29,13 +29,8 @@ class Stream(msgspec.Struct, frozen=True, kw_only=True):
     """The object store that this stream is, in JetStream's standard layout; it then keeps no messages of ours."""
 
 
-JOBS = Stream(name="JOBS", max_age_s=0, max_bytes=64 * MIB, max_messages_per_subject=1, deny_delete=False)
-FEED = Stream(
-    name="FEED",
-    max_age_s=DAY_S,
-    max_bytes=1024 * MIB,
-    max_messages_per_subject=-1,
-)
+JOBS = Stream(name="JOBS", max_age_s=0, max_bytes=64 * MIB, max_messages_per_subject=1)
+FEED = Stream(name="FEED", max_age_s=DAY_S, max_bytes=1024 * MIB, max_messages_per_subject=-1)
 ACTIONS = Stream(
     name="ACTIONS",
     max_age_s=30 * DAY_S,

@@ -10,7 +10,6 @@ from msgspec import Meta
 from .fields import MAX_SOCKETS, Cookie, Count, Message, OptimizerFamily, Seconds, Text, Token
 
 Probe = Literal["ebpf", "tcp_info", "proc", "none"]
-Cookies = Annotated[tuple[Cookie, ...], Meta(max_length=MAX_SOCKETS)]
 
 
 class SocketCounters(Message, frozen=True, kw_only=True, array_like=True):
@@ -61,7 +60,7 @@ class RankRow(Message, frozen=True, kw_only=True, array_like=True):
     device_memory_total_bytes: Count | None = None
     times_split: bool = True
     """Whether compute and sync were measured separately; if not, `compute_time_s` is their sum."""
-    cookies: Cookies = ()
+    cookies: Annotated[tuple[Cookie, ...], Meta(max_length=MAX_SOCKETS)] = ()
     """The kernel's cookies (SO_COOKIE) of the rank's sockets to other ranks, also of closed ones: a probe finds their
     traffic by them."""
 

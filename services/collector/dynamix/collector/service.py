@@ -135,11 +135,7 @@ class _Collector:
 
 
 def _packed(output: Message) -> tuple[str, bytes, str]:
-    """Subject, bytes and identity of a message that every reader will take.
-
-    Raises:
-        MalformedMessageError, OverflowError: when they would not.
-    """
+    """Subject, bytes and identity. Raises MalformedMessageError or OverflowError when a reader would not take them."""
     subject, payload = subjects.subject_of(output), encode(output)
     decode(type(output), subject, payload)
     return subject, payload, message_id(output)

@@ -85,11 +85,6 @@ class EmbeddedServer:
         """The server's own log."""
         return self._directory / "server.log"
 
-    @property
-    def _complaints(self) -> Path:
-        """What it says before it has a log: a configuration that it cannot read."""
-        return self._directory / "stderr"
-
     async def __aenter__(self) -> Self:
         self._directory = Path(self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="dynamix-nats-")))
         try:
@@ -113,7 +108,7 @@ class EmbeddedServer:
         config = self._write_config()
         command = [str(server_binary()), "-c", str(config)]
         guard = [sys.executable, "-I", "-S", str(DIE_WITH_PARENT), str(os.getpid())]
-        with self._complaints.open("wb") as complaints:
+        with (self._directory / "stderr").open("wb") as complaints:  # what it says before it has a log
             self._process = subprocess.Popen(  # noqa: ASYNC220 - returns at once
                 [*guard, *command], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=complaints
             )
@@ -180,7 +175,7 @@ class EmbeddedServer:
         return int(url.rpartition(":")[2])
 
     def _log_tail(self) -> str:
-        texts = [path.read_text()[-2000:] for path in (self._complaints, self.log_file) if path.exists()]
+        texts = [path.read_text()[-2000:] for path in (self._directory / "stderr", self.log_file) if path.exists()]
         return "\n".join(text for text in texts if text) or "it wrote no log"
 
 

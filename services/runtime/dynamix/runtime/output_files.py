@@ -67,11 +67,7 @@ def check(path: Path, kind: FileKind | None = None, *, streams: bool = True, mak
 
 
 def check_directory(path: Path) -> None:
-    """Refuse a path that is no directory and cannot be made one, or that may not be written. Touches nothing.
-
-    Raises:
-        RefusedOutputError: with the reason.
-    """
+    """Refuse a path that is no directory and cannot be made one, or may not be written; as `check`. Touches nothing."""
     status = _status(path)
     if status is None:
         _check_parent(path, make_parents=True)
@@ -86,16 +82,9 @@ def write(
 ) -> None:
     """Write a whole file: into a device or a FIFO, otherwise beside its place and renamed onto it.
 
-    Args:
-        path: where; checked once more, since something else may be there by now.
-        content: all of it.
-        mode: permissions; `None`: those of the file that is replaced, or what the umask leaves.
-        streams: as for `check`.
-        make_parents: make missing directories.
-
-    Raises:
-        RefusedOutputError: as `check`.
-        OSError: when it cannot be written; the file is as it was.
+    The path is checked once more, as by `check`, since something else may be there by now. `mode` are the permissions;
+    `None`: those of the file that is replaced, or what the umask leaves. Raises OSError when the file cannot be
+    written; it is as it was.
     """
     check(path, streams=streams, make_parents=make_parents)
     if is_stream(path):

@@ -91,11 +91,7 @@ def _detach(program: int, group: int, kind: int) -> None:
 
 
 def remove_stale_programs(directory: Path, proc: Proc) -> int:
-    """Detach what dead collectors left on a control group; how many programs that were.
-
-    Raises:
-        PermissionError: where programs are attached and this process may not look at them.
-    """
+    """Detach what dead collectors left; how many programs. Raises PermissionError where it may not look at them."""
     removed = 0
     with opened(directory) as group:
         for kind in KINDS:

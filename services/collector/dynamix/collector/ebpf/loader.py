@@ -108,12 +108,10 @@ def find_headers(root: Path = Path("/"), system: os.uname_result | None = None) 
     """
     system = system or os.uname()
     own = _tree(root / "lib/modules" / system.release / "build", system.machine)
-    if own is not None:
-        return Headers(*own, own=True)
     installed = [*(root / "usr/src").glob("linux-headers-*"), *(root / "usr/src/kernels").glob("*")]
-    trees = (_tree(path, system.machine) for path in sorted(installed, key=_version, reverse=True))
-    found = next((tree for tree in trees if tree is not None), None)
-    return None if found is None else Headers(*found, own=False)
+    others = (_tree(path, system.machine) for path in sorted(installed, key=_version, reverse=True))
+    found = own or next(filter(None, others), None)
+    return None if found is None else Headers(*found, own=own is not None)
 
 
 def _tree(build: Path, machine: str) -> tuple[Path, Path] | None:

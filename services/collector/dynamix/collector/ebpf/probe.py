@@ -4,7 +4,7 @@ import os
 import socket
 import subprocess
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Self
 
@@ -35,7 +35,9 @@ class SocketProbe:
 
     def __init__(self, directory: Path, *, links: bool = True) -> None:
         with ExitStack() as stack:
-            self.num_stale_removed = self._clean(directory)
+            self.num_stale_removed = 0
+            with suppress(PermissionError):  # without CAP_SYS_ADMIN; then links are used, which leave nothing
+                self.num_stale_removed = remove_stale_programs(directory, Proc())
             descriptors = _load()
             for descriptor in descriptors:
                 stack.callback(os.close, descriptor)
@@ -91,13 +93,6 @@ class SocketProbe:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    @staticmethod
-    def _clean(directory: Path) -> int:
-        try:
-            return remove_stale_programs(directory, Proc())
-        except PermissionError:  # without CAP_SYS_ADMIN; then links are used, which leave nothing
-            return 0
 
 
 def open_probe(cgroup: str = "") -> SocketProbe:

@@ -17,6 +17,8 @@ from typing import Any
 import msgspec
 
 from dynamix.runtime.rate_limit import RateLimit
+from dynamix.schemas.kinds import BY_NAME
+from dynamix.schemas.subjects import ROOT, all_of
 
 from .broker.connection import BrokerConnection
 from .broker.errors import BusError, PermissionDeniedError
@@ -61,7 +63,10 @@ class Discovery:
         async with AsyncExitStack() as stack:
             stack.callback(self._connection.when_denied(self._on_denied))
             try:
-                await self._listen(stack)
+                for verb in VERBS:
+                    for subject in subjects_of(verb, self._identity):
+                        subscription = await self._connection.subscribe(subject, partial(self._on_question, verb))
+                        stack.push_async_callback(self._connection.unsubscribe, subscription)
             except BusError as error:
                 logger.warning("`nats micro` will not find this service: %s", error)
                 return
@@ -70,12 +75,6 @@ class Discovery:
                 self._asked.clear()
                 while self._questions:
                     await self._answer_one(*self._questions.popleft())
-
-    async def _listen(self, stack: AsyncExitStack) -> None:
-        for verb in VERBS:
-            for subject in subjects_of(verb, self._identity):
-                subscription = await self._connection.subscribe(subject, partial(self._on_question, verb))
-                stack.push_async_callback(self._connection.unsubscribe, subscription)
 
     def _on_question(self, verb: str, _subject: bytes, reply: bytes, _payload: bytes, _headers: bytes | None) -> None:
         to = reply.decode(errors="replace")
@@ -119,16 +118,18 @@ def answer_to(verb: str, identity: Identity, statistics: StatisticsByKind) -> di
     return answer
 
 
+def _endpoint(statistics: HandlingStatistics) -> dict[str, Any]:
+    subject = all_of(statistics.kind) if statistics.kind in BY_NAME else f"{ROOT}.>"
+    return {"name": statistics.kind, "subject": subject, "queue_group": ""}
+
+
 def _described(statistics: HandlingStatistics) -> dict[str, Any]:
-    metadata = {"stream": statistics.carrier, "answers_requests": "no"}
-    return {"name": statistics.kind, "subject": statistics.subject, "queue_group": "", "metadata": metadata}
+    stream = BY_NAME[statistics.kind].carrier if statistics.kind in BY_NAME else ""
+    return _endpoint(statistics) | {"metadata": {"stream": stream, "answers_requests": "no"}}
 
 
 def _counted(statistics: HandlingStatistics) -> dict[str, Any]:
-    return {
-        "name": statistics.kind,
-        "subject": statistics.subject,
-        "queue_group": "",
+    return _endpoint(statistics) | {
         "num_requests": statistics.num_messages,
         "num_errors": statistics.num_errors,
         "last_error": statistics.last_error,

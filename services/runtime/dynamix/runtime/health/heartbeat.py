@@ -26,14 +26,8 @@ async def send_heartbeats(
 ) -> Never:
     """Send a heartbeat every `HEARTBEAT_S`, until cancelled. One that the bus does not take is left out.
 
-    Args:
-        bus: where it is published; its own counters are sent with the prefix `bus_`.
-        watchdog: tells how late the event loop ran: `loop_lag_ms` since the last heartbeat, `max_loop_lag_ms` in all.
-        counters: the process's own counters, by name.
-        service: the service's name.
-        instance: tells two processes of one service apart.
-        node: the machine's name.
-        started_s: monotonic time from which the uptime counts.
+    It holds the process's `counters`, the bus's own with the prefix `bus_`, how late the event loop ran by the watchdog
+    (`loop_lag_ms` since the last heartbeat, `max_loop_lag_ms` in all), and the uptime since `started_s` (monotonic).
     """
     while True:
         shown = {f"bus_{name}": value for name, value in bus.counters.items()} | dict(counters())

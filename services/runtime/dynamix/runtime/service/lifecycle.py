@@ -1,14 +1,13 @@
 """The life of a service: settings, logs, connection, heartbeat, stop on a signal, exit code."""
 
 import asyncio
-import contextlib
 import gc
 import importlib.metadata
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -80,16 +79,20 @@ class _Life(Generic[S]):
     async def live(self) -> int:
         """Connect, work, drain; returns the exit code."""
         stopped = asyncio.create_task(self._stop.wait(), name="stop")
-        with self._signals():
-            try:
-                async with self._watchdog:
-                    bus = await self._connect(stopped)
-                    return EXIT_OK if bus is None else await self._work(bus, stopped)
-            except (BusError, OSError) as error:
-                self._log.error("cannot start", reason=str(error))
-                return EXIT_FAILED
-            finally:
-                stopped.cancel()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+        try:
+            async with self._watchdog:
+                bus = await self._connect(stopped)
+                return EXIT_OK if bus is None else await self._work(bus, stopped)
+        except (BusError, OSError) as error:
+            self._log.error("cannot start", reason=str(error))
+            return EXIT_FAILED
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+            stopped.cancel()
 
     async def _connect(self, stopped: asyncio.Task[bool]) -> Bus | None:
         """The connection; `None` when a signal came first."""
@@ -122,13 +125,19 @@ class _Life(Generic[S]):
             node=self._node,
             started_s=time.monotonic(),
         )
+        identity = Identity(
+            name=f"dynamix-{self._service}",
+            version=importlib.metadata.version("dynamix-batch"),
+            description=f"the {self._service} of DYNAMIX: reads streams, answers no requests",
+            metadata={"node": self._node, "instance": self._instance, "pid": str(os.getpid())},
+        )
         self._log.info("started", pid=os.getpid())
         code = EXIT_FAILED
         try:
             async with asyncio.TaskGroup() as tasks:
                 others = [
                     tasks.create_task(heartbeats, name="heartbeat"),
-                    tasks.create_task(bus.answer_discovery(_identity(context)), name="discovery"),
+                    tasks.create_task(bus.answer_discovery(identity), name="discovery"),
                 ]
                 main = tasks.create_task(self._main(context), name="main")
                 code = await self._wait(main, bus, stopped)
@@ -171,23 +180,3 @@ class _Life(Generic[S]):
     def _on_closed(self, reason: str) -> None:
         if not self._closed.done():
             self._closed.set_result(reason)
-
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop.set)
-        try:
-            yield
-        finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.remove_signal_handler(number)
-
-
-def _identity(context: Context[S, Bus]) -> Identity:
-    return Identity(
-        name=f"dynamix-{context.service}",
-        version=importlib.metadata.version("dynamix-batch"),
-        description=f"the {context.service} of DYNAMIX: reads streams, answers no requests",
-        metadata={"node": context.node, "instance": context.instance, "pid": str(os.getpid())},
-    )

@@ -63,11 +63,7 @@ class Requests:
         self._connection.when_reconnected(self._on_reconnected)
 
     async def check_inbox(self) -> None:
-        """Wait until the broker has seen our subscriptions.
-
-        Raises:
-            PermissionDeniedError: when the user may not listen to its own inbox: no answer would ever come.
-        """
+        """Wait until the broker has seen our subscriptions. Raises PermissionDeniedError for a denied own inbox."""
         await self._connection.round_trip(REQUEST_TIMEOUT_S)
         if self._inbox_denial is not None:
             raise self._inbox_denial

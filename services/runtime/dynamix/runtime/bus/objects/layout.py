@@ -10,7 +10,6 @@ import binascii
 import datetime as dt
 import hashlib
 import re
-import secrets
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -74,11 +73,6 @@ class ObjectInfo(msgspec.Struct, frozen=True, kw_only=True):
             raise ObjectBrokenError(f"object {self.name!r}: {self.digest!r} is no SHA-256 digest")
         return value
 
-    @property
-    def is_link(self) -> bool:
-        """Whether it only points to another object."""
-        return self.options is not None and self.options.link is not None
-
 
 def stream_of(bucket: str) -> str:
     """The stream that a bucket is. Raises ValueError when no bucket can have this name."""
@@ -114,11 +108,6 @@ def description_subject(bucket: str, name: str) -> str:
     if not 0 < len(encoded) <= MAX_NAME_BYTES:
         raise ValueError(f"an object's name has 1 to {MAX_NAME_BYTES} bytes, not {len(encoded)}")
     return f"$O.{bucket}.M.{base64.urlsafe_b64encode(encoded).decode()}"
-
-
-def new_nuid() -> str:
-    """A name for one upload: 22 characters, as the official clients make them."""
-    return secrets.token_hex(11)
 
 
 def describe_object(

@@ -9,6 +9,7 @@ import collections
 import contextlib
 import hashlib
 import logging
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -93,7 +94,7 @@ class Objects:
         before = await last_message(self._requests, stream, subject)
         if before is not None and create_only:
             raise StaleWriterError(f"bucket {bucket} has an object {name!r} already", before.sequence)
-        nuid = layout.new_nuid()
+        nuid = secrets.token_hex(11)  # 22 characters, as the official clients make them
         chunks = layout.chunk_subject(bucket, nuid)
         try:
             sha256 = await self._upload(chunks, nuid, data)
@@ -216,7 +217,7 @@ class Objects:
     async def _read(self, bucket: str, info: ObjectInfo, max_bytes: int) -> bytes:
         """The bytes behind a description: exactly so many, with its digest."""
         name = f"object {info.name!r} in bucket {bucket}"
-        if info.is_link:
+        if info.options is not None and info.options.link is not None:
             raise ObjectBrokenError(f"{name} only points to another one: get that one")
         if info.size > max_bytes:
             raise ObjectBrokenError(f"{name} has {info.size} bytes, over the limit of {max_bytes}")
@@ -246,11 +247,7 @@ class Objects:
 
 
 def _described(bucket: str, message: BusMessage) -> ObjectInfo:
-    """The description in a message, which has to be filed under the name that it says.
-
-    Raises:
-        ObjectBrokenError: when it is none, or another object's.
-    """
+    """The description in a message. Raises ObjectBrokenError when it is none, or filed under another object's name."""
     info = layout.read_description(message.payload)
     try:
         is_its_own = layout.description_subject(bucket, info.name) == message.subject

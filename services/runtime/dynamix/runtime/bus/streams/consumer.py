@@ -123,11 +123,6 @@ class Consumer:
         self._handed_out_ns = time.monotonic_ns()
         return batch
 
-    @property
-    def num_queued(self) -> int:
-        """Messages delivered and not handed out yet."""
-        return len(self._buffer)
-
     async def ack(self, message: BusMessage) -> None:
         """Acknowledge this and every earlier message; a restart goes on behind it. Only with `durable`.
 

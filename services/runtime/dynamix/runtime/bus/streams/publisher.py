@@ -30,7 +30,7 @@ from dynamix.runtime.bus.broker.errors import (
     StreamFullError,
     StreamMissingError,
 )
-from dynamix.runtime.bus.broker.requests import Refusal
+from dynamix.runtime.bus.broker.requests import Answer, Refusal
 from dynamix.runtime.rate_limit import RateLimit
 
 from .message import MESSAGE_ID
@@ -68,11 +68,9 @@ def check_subject(subject: str) -> str:
     return subject
 
 
-class _Ack(msgspec.Struct):
-    stream: str = ""
+class _Ack(Answer):
     seq: int = 0
     duplicate: bool = False
-    error: Refusal | None = None
 
 
 _decode_ack = msgspec.json.Decoder(_Ack).decode
@@ -193,7 +191,11 @@ class Publisher:
         if entry is None:
             return  # the second acknowledgement of a message that was sent twice
         if headers and parse_status(headers).code == NO_RESPONDERS:
-            self._note_no_stream(entry)
+            entry.no_stream = (
+                True  # not final: a broker that just started, or a stream without its leader, looks the same
+            )
+            if self._limit.allow("no stream"):
+                logger.warning("no stream takes %s yet: has `dynamix provision` been run?", entry.subject)
             return
         ack = _decode_ack(payload)
         if ack.error is not None:
@@ -205,12 +207,6 @@ class Publisher:
         self._remove(token, entry)
         if not entry.future.done():
             entry.future.set_result(ack.seq)
-
-    def _note_no_stream(self, entry: InFlight) -> None:
-        """Not final: a broker that just started, or a stream that elects its leader, looks the same."""
-        entry.no_stream = True
-        if self._limit.allow("no stream"):
-            logger.warning("no stream takes %s yet: has `dynamix provision` been run?", entry.subject)
 
     def _note_refusal(self, token: bytes, entry: InFlight, refusal: Refusal) -> None:
         text = f"{entry.subject}: {refusal.description} (error {refusal.err_code})"

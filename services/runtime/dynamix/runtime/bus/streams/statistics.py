@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from dynamix.schemas.kinds import BY_NAME
-from dynamix.schemas.subjects import ROOT, all_of
+from dynamix.schemas.subjects import ROOT
 
 MAX_ERROR_TEXT = 200
 OTHER = "other"
@@ -30,16 +30,6 @@ class HandlingStatistics:
         """Note that one of the messages could not be used."""
         self.num_errors += 1
         self.last_error = reason[:MAX_ERROR_TEXT]
-
-    @property
-    def subject(self) -> str:
-        """Every subject of this kind."""
-        return all_of(self.kind) if self.kind in BY_NAME else f"{ROOT}.>"
-
-    @property
-    def carrier(self) -> str:
-        """The stream that it comes from."""
-        return BY_NAME[self.kind].carrier if self.kind in BY_NAME else ""
 
 
 class StatisticsByKind:
