@@ -9,8 +9,8 @@ from tests.support import control_plane
 from tests.support.brokers import consumer_names
 
 from dynamix.collector import observation, service
+from dynamix.collector.observation import CollectorSettings
 from dynamix.collector.procfs.proc import Proc
-from dynamix.collector.settings import CollectorSettings
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.service import Context
 from dynamix.schemas import subjects

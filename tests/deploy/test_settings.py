@@ -5,7 +5,7 @@ from pathlib import Path
 
 from dynamix.arbitrator.learning.service import LearnerSettings
 from dynamix.arbitrator.service import ArbitratorSettings
-from dynamix.collector.settings import CollectorSettings
+from dynamix.collector.observation import CollectorSettings
 from dynamix.reward.service import RewardSettings
 from dynamix.runtime.settings import COMPONENTS, BusSettings, SharedSettings
 

@@ -12,7 +12,7 @@ from structlog.stdlib import BoundLogger
 
 from dynamix.arbitrator import service as arbitrator
 from dynamix.collector import service as collector
-from dynamix.collector.settings import CollectorSettings
+from dynamix.collector.observation import CollectorSettings
 from dynamix.recording.capture import WindowKey, differences, fingerprint, read_header
 from dynamix.recording.comparison.counts import OutputCounts, OutputPairing
 from dynamix.recording.playback import OnProgress, RecordPlayer, ReplayError, Speed

@@ -4,8 +4,8 @@ import sys
 
 from dynamix.runtime.service import run
 
+from .observation import CollectorSettings
 from .service import serve
-from .settings import CollectorSettings
 
 if __name__ == "__main__":
     sys.exit(run("collector", CollectorSettings, serve))

@@ -3,21 +3,33 @@
 from collections.abc import Collection
 from typing import Protocol
 
+import msgspec
+
 from dynamix.runtime.bus.service_bus import ServiceBus
 from dynamix.runtime.service import Context
 from dynamix.schemas.messages import NodeMetrics, RankRow, Report
 
 from .ebpf.probe import SocketProbe
 from .ebpf.traffic import KernelWindow, SocketTraffic
-from .probes import Evidence, read_network
+from .probes import Evidence, WantedProbe, read_network
 from .procfs.intervals import WindowId
 from .procfs.proc import Proc
 from .procfs.readings import Readings
-from .settings import CollectorSettings
 from .window import Observation
 
 MOST_SAID = 256
 """Different reasons in the log: reports can name any pid."""
+
+
+class CollectorSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of the collector, `DYNAMIX_COLLECTOR_<FIELD>` or `--field`; which node it watches is DYNAMIX_NODE."""
+
+    probe: WantedProbe = "auto"
+    """Where network metrics come from; `auto` takes the best that knows the window."""
+    cgroup: str = ""
+    """Directory of the control group (version 2) whose sockets eBPF counts; empty: the whole hierarchy."""
+    uids: tuple[int, ...] = ()
+    """Users whose processes may be read; empty: everybody's that the kernel lets this process read."""
 
 
 class Observer(Protocol):

@@ -14,8 +14,7 @@ from dynamix.schemas.streams import FEED
 
 from .ebpf.probe import SocketProbe, open_probe
 from .ebpf.syscall import ProbeError
-from .observation import KernelObserver, Observer
-from .settings import CollectorSettings
+from .observation import CollectorSettings, KernelObserver, Observer
 from .window import metric_window, simulated_window
 
 _InFlight = tuple[Message, asyncio.Future[int]]

@@ -16,7 +16,7 @@ from dynamix.cli.connection import find, is_configured
 from dynamix.cli.errors import explained
 from dynamix.cli.output import add_json_argument, write_result
 from dynamix.cli.services import SERVICES
-from dynamix.collector.settings import CollectorSettings
+from dynamix.collector.observation import CollectorSettings
 from dynamix.runtime.log import configure as configure_log
 from dynamix.runtime.settings import SettingsError, read
 

@@ -21,7 +21,7 @@ import msgspec
 from dynamix.cli.errors import INTERRUPTED, CommandError, explained, reading
 from dynamix.cli.output import STANDARD_OUTPUT, Document, add_json_argument, add_list, add_option, write_json
 from dynamix.cli.progress import ProgressLine, stop_event
-from dynamix.collector.settings import CollectorSettings
+from dynamix.collector.observation import CollectorSettings
 from dynamix.recording.capture import (
     CaptureError,
     WindowKey,
