@@ -15,7 +15,7 @@ from dynamix.arbitrator.learned.policy_file import PolicyFile
 from dynamix.arbitrator.policies.proportional import Proportional
 from dynamix.recording.capture import CaptureError, Record, WindowKey, first_generation, records
 from dynamix.recording.capture.record import identity_of, kind_of, window_key_of
-from dynamix.recording.comparison import fields
+from dynamix.recording.comparison import agree
 from dynamix.recording.replay import (
     OtherPolicy,
     ReplayError,
@@ -406,8 +406,8 @@ def test_close_numbers_agree_and_decisions_must_be_equal() -> None:
     far = examples.state(throughput=(1000.0004, 2000.0))
     assert near != far
     other = examples.state(throughput=(1010.0, 2000.0))
-    assert fields.agree(near, far)
-    assert not fields.agree(near, other)
-    assert fields.agree(examples.action(carry=b"a", hash=b"b"), examples.action(carry=b"c", hash=b"d"))
-    assert not fields.agree(examples.action(), examples.action(local_batch_sizes=(128, 128, 128, 129)))
-    assert not fields.agree(examples.action(), "cannot be decoded")
+    assert agree(near, far)
+    assert not agree(near, other)
+    assert agree(examples.action(carry=b"a", hash=b"b"), examples.action(carry=b"c", hash=b"d"))
+    assert not agree(examples.action(), examples.action(local_batch_sizes=(128, 128, 128, 129)))
+    assert not agree(examples.action(), "cannot be decoded")

@@ -3,7 +3,6 @@
 import hashlib
 import os
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO, Self
 
 import msgspec
@@ -62,9 +61,7 @@ class CaptureWriter:
         self._opened.flush()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Close the file: complete without an error, otherwise with the records so far."""
         try:
             if kind is None:

@@ -14,13 +14,13 @@ from dynamix.arbitrator import service as arbitrator
 from dynamix.collector import service as collector
 from dynamix.collector.observation import CollectorSettings
 from dynamix.recording.capture import WindowKey, differences, fingerprint, read_header
-from dynamix.recording.comparison.counts import OutputCounts, OutputPairing
+from dynamix.recording.comparison import OutputCounts, OutputPairing
 from dynamix.recording.playback import OnProgress, RecordPlayer, ReplayError, Speed
 from dynamix.reward import service as reward
 from dynamix.reward.service import RewardSettings
 from dynamix.runtime.bus.service_bus import ServiceBus
 from dynamix.runtime.service import Context
-from dynamix.schemas.messages import Action, Job
+from dynamix.schemas.messages import Action
 
 from .arbitrator.action_store import (
     ComparedActions,
@@ -151,14 +151,13 @@ class _ReplaySession:
 
     async def run(self) -> PolicyComparison | None:
         """Run the service to the end of the capture."""
-        match self._request.into:
-            case "arbitrator":
-                start, other = find_start(self._request.path), self._request.other
-                if other is not None:
-                    return await self._ask(other, start)
-                await self._replay_arbitrator(start)
-            case _:
-                await self._replay_stateless()
+        if self._request.into != "arbitrator":
+            await self._replay_stateless()
+            return None
+        start, other = find_start(self._request.path), self._request.other
+        if other is not None:
+            return await self._ask(other, start)
+        await self._replay_arbitrator(start)
         return None
 
     async def _replay_stateless(self) -> None:
@@ -180,7 +179,8 @@ class _ReplaySession:
         recorded = RecordedActions(self._request.path, after=checkpoint)
         actions = ComparedActions(recorded, self.counts, lambda action: self._on_stored(bus, action))
         events = EventComparer(self.counts)
-        bus = self._arbitrator_bus(start, actions, events)
+        policies = ReplayPolicyFiles(self._request.policy_files, actions)
+        bus = ArbitratorReplayBus(self.player, start, actions, policies=policies, events=events)
         if checkpoint:
             self.counts.add_note(f"begins after the action at {checkpoint}: what was before is not in the capture")
             await bus.play_to_action(checkpoint)
@@ -201,20 +201,15 @@ class _ReplaySession:
             self._on_stored(bus, action)
 
         actions = WhatIfActions(on_stored)
-        events = EventComparer(OutputCounts())
-        bus = self._arbitrator_bus(start, actions, events, lambda job: other.specification(job, checkpoint))
+        policies, events = ReplayPolicyFiles(self._request.policy_files, actions), EventComparer(OutputCounts())
+        bus = ArbitratorReplayBus(
+            *(self.player, start, actions),
+            policies=policies,
+            events=events,
+            change=lambda job: other.specification(job, checkpoint),
+        )
         await self._decide(bus, actions, lambda: None)
         return comparer.comparison()
-
-    def _arbitrator_bus(
-        self,
-        start: StartPoint,
-        actions: ReplayedActions,
-        events: EventComparer,
-        change: Callable[[Job], Job] | None = None,
-    ) -> ArbitratorReplayBus:
-        policies = ReplayPolicyFiles(self._request.policy_files, actions)
-        return ArbitratorReplayBus(self.player, start, actions, policies=policies, events=events, change=change)
 
     def _on_stored(self, bus: ArbitratorReplayBus, action: Action) -> None:
         bus.forget_states(action.watermark)

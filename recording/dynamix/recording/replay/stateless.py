@@ -7,7 +7,7 @@ from dynamix.collector.probes import Traffic
 from dynamix.collector.window import Observation
 from dynamix.recording.capture import Record, WindowKey
 from dynamix.recording.capture.record import identity_of, kind_of, window_key_of
-from dynamix.recording.comparison.counts import OutputCounts, OutputPairing
+from dynamix.recording.comparison import OutputCounts, OutputPairing
 from dynamix.recording.playback import RecordPlayer, ReplayedConsumer, ReplayError, acknowledgement, bus_message_of
 from dynamix.runtime.bus import BusMessage
 from dynamix.runtime.bus.streams.statistics import StatisticsByKind

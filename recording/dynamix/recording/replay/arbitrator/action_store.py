@@ -13,7 +13,7 @@ from typing import NamedTuple, Self
 
 from dynamix.arbitrator.deciding.signatures import STUCK_WINDOWS
 from dynamix.recording.capture import CutOffError, Record, WindowKey, records
-from dynamix.recording.comparison.counts import OutputCounts
+from dynamix.recording.comparison import OutputCounts
 from dynamix.recording.playback import bus_message_of
 from dynamix.runtime.bus import BusError, BusMessage, StaleWriterError
 from dynamix.schemas import codec, subjects

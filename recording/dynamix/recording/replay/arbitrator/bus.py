@@ -43,13 +43,7 @@ class ArbitratorReplayBus:
     ) -> None:
         """Begin before the first record.
 
-        Args:
-            player: plays the capture.
-            start: start point in the same capture.
-            actions: takes the actions.
-            policies: the given policy files.
-            events: takes the events.
-            change: replaces each specification; then the recorded receipts, for other actions, are hidden.
+        `change` replaces each specification; then the recorded receipts, for other actions, are hidden.
         """
         self.statistics = StatisticsByKind()
         self.job: Job | None = None

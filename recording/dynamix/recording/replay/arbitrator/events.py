@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from dynamix.arbitrator.deciding.signatures import SizeWatch
 from dynamix.recording.capture import Record, WindowKey
-from dynamix.recording.comparison.counts import OutputCounts
+from dynamix.recording.comparison import OutputCounts
 from dynamix.schemas import codec, subjects
 from dynamix.schemas.codec import MalformedMessageError, decode, encode
 from dynamix.schemas.messages import Action, Event, Job

@@ -1,14 +1,23 @@
-"""Pairs replayed outputs with recorded ones, and counts: how many differ, and the first difference. Pure."""
+"""Comparison of outputs: recorded and replayed messages in, counts and the first difference by field out. Pure.
 
-from typing import Literal
+A replayed output is paired with the recorded one of its identity; `agree` defines what counts as the same decision or
+the same number.
+"""
+
+import math
+from collections.abc import Iterator
+from itertools import starmap, takewhile
+from operator import eq
+from typing import Any, Literal
 
 import msgspec
 
 from dynamix.recording.capture import Record, WindowKey
 from dynamix.recording.capture.record import identity_of, kind_of, kind_of_subject, window_key_of
-
-from . import fields
-from .fields import FieldPair
+from dynamix.schemas import codec
+from dynamix.schemas.codec import MalformedMessageError
+from dynamix.schemas.features import GLOBAL_FEATURES, RANK_FEATURES, unpack_global, unpack_ranks
+from dynamix.schemas.messages import Action, Message, State
 
 Reason = Literal["other bytes", "only recorded", "only replayed"]
 
@@ -20,6 +29,21 @@ NUM_REMEMBERED = 1 << 16
 """Paired identities that are kept to recognise a repetition."""
 EDGE_WINDOWS = 2
 """At the end of a capture the outputs of this many windows may not have been recorded yet."""
+REL_TOLERANCE = 1e-6
+"""Numbers that differ by less are the same number from another processor: float32 has 1.2e-7 between neighbours."""
+MAX_SHOWN_BYTES = 16
+_DECISION_FIELDS = ("generation", "window", "local_batch_sizes", "split", "gap", "levers")
+_PACKED_FIELDS = ("features", "known", "global_features", "global_known")
+_ABSENT = "-"
+
+
+class FieldPair(msgspec.Struct, frozen=True, kw_only=True):
+    """One field of two messages."""
+
+    field: str
+    recorded: str
+    replayed: str
+    differs: bool
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,8 +95,8 @@ class OutputCounts(msgspec.Struct, kw_only=True):
         if record.payload == replayed:
             self.num_equal += 1
             return True
-        sides = [fields.decode_or_reason(record.subject, payload) for payload in (record.payload, replayed)]
-        agrees = fields.agree(*sides)
+        sides = [_decode_or_reason(record.subject, payload) for payload in (record.payload, replayed)]
+        agrees = agree(*sides)
         is_first = self.first is None or (not agrees and self.first_disagreeing is None)
         self._add_difference(
             Difference(
@@ -83,8 +107,8 @@ class OutputCounts(msgspec.Struct, kw_only=True):
                 reason="other bytes",
                 agrees=agrees,
                 sequence=record.sequence,
-                first_byte=fields.first_different_byte(record.payload, replayed),
-                fields=fields.field_pairs(*sides) if is_first else [],
+                first_byte=sum(takewhile(bool, starmap(eq, zip(record.payload, replayed, strict=False)))),
+                fields=_field_pairs(*sides) if is_first else [],
             )
         )
         return False
@@ -170,3 +194,88 @@ class OutputPairing:
         if self._first is None or self._newest is None or key <= self._first:
             return True
         return key > self._newest._replace(window=self._newest.window - EDGE_WINDOWS)
+
+
+def _field_pairs(recorded: Message | str, replayed: Message | str) -> list[FieldPair]:
+    """List all fields of two messages; a text stands for a message that cannot be decoded, and gives the reason."""
+    left, right = _values_of(recorded), _values_of(replayed)
+    return [
+        FieldPair(
+            field=path,
+            recorded=_shown(left, path),
+            replayed=_shown(right, path),
+            differs=not _is_same(left.get(path, _ABSENT), right.get(path, _ABSENT)),
+        )
+        for path in dict.fromkeys([*left, *right])
+    ]
+
+
+def agree(recorded: Message | str, replayed: Message | str) -> bool:
+    """Whether two messages of different bytes say the same: equal decisions, or numbers within `REL_TOLERANCE`."""
+    if isinstance(recorded, str) or isinstance(replayed, str) or type(recorded) is not type(replayed):
+        return False
+    if isinstance(recorded, Action):
+        return all(getattr(recorded, name) == getattr(replayed, name) for name in _DECISION_FIELDS)
+    left, right = _values_of(recorded), _values_of(replayed)
+    return left.keys() == right.keys() and all(_is_near(left[path], right[path]) for path in left)
+
+
+def _decode_or_reason(subject: str, payload: bytes) -> Message | str:
+    """Decode a message; the reason in words when it cannot be decoded."""
+    try:
+        return codec.decode_any(subject, payload)
+    except MalformedMessageError as error:
+        return str(error)
+
+
+def _values_of(message: Message | str) -> dict[str, Any]:
+    if isinstance(message, str):
+        return {"cannot be decoded": message}
+    return dict(_state_values(message) if isinstance(message, State) else _values("", message))
+
+
+def _state_values(state: State) -> Iterator[tuple[str, Any]]:
+    """Values of a state by the names of its features; unknown ones are NaN."""
+    yield from (item for item in _values("", state) if item[0] not in _PACKED_FIELDS)
+    try:
+        rows, row = unpack_ranks(state), unpack_global(state)
+    except MalformedMessageError as error:
+        yield "features", str(error)
+        return
+    for rank, values in zip(state.ranks, rows.tolist(), strict=True):
+        yield from ((f"rank {rank}: {f.name}", value) for f, value in zip(RANK_FEATURES, values, strict=True))
+    yield from ((f"job: {f.name}", value) for f, value in zip(GLOBAL_FEATURES, row.tolist(), strict=True))
+
+
+def _values(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, msgspec.Struct):
+        for name in value.__struct_fields__:
+            yield from _values(f"{path}.{name}" if path else name, getattr(value, name))
+    elif isinstance(value, tuple):
+        for index, item in enumerate(value):
+            yield from _values(f"{path}[{index}]", item)
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield from _values(f"{path}.{name}", item)
+    else:
+        yield path, value
+
+
+def _is_same(left: Any, right: Any) -> bool:
+    both_unknown = isinstance(left, float) and isinstance(right, float) and math.isnan(left) and math.isnan(right)
+    return both_unknown or bool(left == right)
+
+
+def _is_near(left: Any, right: Any) -> bool:
+    numbers = isinstance(left, float) and isinstance(right, float)
+    return _is_same(left, right) or (numbers and math.isclose(left, right, rel_tol=REL_TOLERANCE, abs_tol=1e-12))
+
+
+def _shown(values: dict[str, Any], path: str) -> str:
+    value = values.get(path, _ABSENT)
+    if isinstance(value, bytes):
+        more = "..." if len(value) > MAX_SHOWN_BYTES else ""
+        return f"{value[:MAX_SHOWN_BYTES].hex()}{more} ({len(value)} bytes)"
+    if isinstance(value, float):
+        return "unknown" if math.isnan(value) else repr(value)
+    return "none" if value is None else str(value)
