@@ -27,7 +27,6 @@ from .arbitrator.action_store import (
     RecordedActions,
     RecordedRestartError,
     ReplayedActions,
-    WhatIfActions,
     window_of,
 )
 from .arbitrator.bus import ArbitratorReplayBus
@@ -184,7 +183,7 @@ class _ReplaySession:
         if checkpoint:
             self.counts.add_note(f"begins after the action at {checkpoint}: what was before is not in the capture")
             await bus.play_to_action(checkpoint)
-        await self._decide(bus, actions, lambda: bus.lose_feed(actions.lost_until))
+        await self._decide(bus, actions)
         if self.stop.is_set():
             return
         actions.finish(self._request.until)
@@ -200,7 +199,7 @@ class _ReplaySession:
             comparer.add_decision(action)
             self._on_stored(bus, action)
 
-        actions = WhatIfActions(on_stored)
+        actions = ReplayedActions(on_stored)
         policies, events = ReplayPolicyFiles(self._request.policy_files, actions), EventComparer(OutputCounts())
         bus = ArbitratorReplayBus(
             *(self.player, start, actions),
@@ -208,7 +207,7 @@ class _ReplaySession:
             events=events,
             change=lambda job: other.specification(job, checkpoint),
         )
-        await self._decide(bus, actions, lambda: None)
+        await self._decide(bus, actions)
         return comparer.comparison()
 
     def _on_stored(self, bus: ArbitratorReplayBus, action: Action) -> None:
@@ -216,7 +215,7 @@ class _ReplaySession:
         if self._request.until is not None and window_of(action) >= self._request.until:
             bus.end()
 
-    async def _decide(self, bus: ArbitratorReplayBus, actions: ReplayedActions, on_restart: Callable[[], None]) -> None:
+    async def _decide(self, bus: ArbitratorReplayBus, actions: ReplayedActions) -> None:
         """Run the arbitrator, and again wherever the recorded one was restarted after a gap."""
 
         def on_error(event: Mapping[str, Any]) -> None:
@@ -229,7 +228,7 @@ class _ReplaySession:
                 return await arbitrator.serve(context)
             except RecordedRestartError as restart:
                 self.counts.add_note(f"the recorded arbitrator {restart}")
-                on_restart()
+                bus.lose_feed(actions.lost_until)
 
     def _context(
         self, bus: B, settings: S, on_error: Callable[[Mapping[str, Any]], None] | None = None

@@ -5,7 +5,6 @@ difference and is refused as the broker would refuse it, since the recorded acti
 adopts the recorded action and continues from it, so that each window is compared by itself.
 """
 
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -74,19 +73,21 @@ class RecordedRestartError(BusError):
     """The recorded arbitrator was restarted here and continued after a gap; the replayed one has to do so, too."""
 
 
-class ReplayedActions(ABC):
-    """The actions of one job.
+class ReplayedActions:
+    """The actions of one job: every one is stored, so that those of another policy follow each other.
 
     Attributes:
         stored: the newest ones, oldest first; as many as a failure signature needs.
         history: those of `stored` that belong to the newest generation, decoded.
         halted: generations for which the replayed arbitrator refuses to decide.
+        lost_until: FEED sequence up to which the restarted arbitrator found no messages; set before a restart.
     """
 
     def __init__(self, on_stored: Callable[[Action], None]) -> None:
         self.stored: deque[BusMessage] = deque(maxlen=STUCK_WINDOWS)
         self.history: deque[Action] = deque(maxlen=STUCK_WINDOWS)
         self.halted: set[int] = set()
+        self.lost_until = 0
         self._on_stored = on_stored
 
     def publish(self, action: Action, expected_last: int) -> int:
@@ -96,17 +97,17 @@ class ReplayedActions(ABC):
             raise StaleWriterError(f"{subjects.subject_of(action)} ends at {last}, not at {expected_last}", last)
         return self._publish_next(action, last + 1)
 
-    @abstractmethod
+    def adopt(self, found: RecordedAction) -> None:
+        """Do nothing: the action was decided by the recorded policy."""
+
+    def next_recorded(self) -> Action | None:
+        """None: the recorded policy does not decide here."""
+        return None
+
     def _publish_next(self, action: Action, sequence: int) -> int:
         """Store an action after the newest one; `sequence` is free where the recording has no action."""
-
-    @abstractmethod
-    def adopt(self, found: RecordedAction) -> None:
-        """Store a recorded action that the replayed arbitrator cannot decide."""
-
-    @abstractmethod
-    def next_recorded(self) -> Action | None:
-        """The recorded action that is due next, when it can be decoded."""
+        self._store(BusMessage(subjects.subject_of(action), codec.encode(action), sequence, 0, 0), action)
+        return sequence
 
     def _store(self, message: BusMessage, action: Action) -> None:
         self.stored.append(message)
@@ -115,21 +116,12 @@ class ReplayedActions(ABC):
         self.history.append(action)
         self._on_stored(action)
 
-    def _store_as(self, sequence: int, action: Action) -> int:
-        self._store(BusMessage(subjects.subject_of(action), codec.encode(action), sequence, 0, 0), action)
-        return sequence
-
 
 class ComparedActions(ReplayedActions):
-    """Compares each action with the recorded one.
-
-    Attributes:
-        lost_until: FEED sequence up to which the restarted arbitrator found no messages; set before a restart.
-    """
+    """Compares each action with the recorded one."""
 
     def __init__(self, recorded: RecordedActions, counts: OutputCounts, on_stored: Callable[[Action], None]) -> None:
         super().__init__(on_stored)
-        self.lost_until = 0
         self._recorded = recorded
         self._counts = counts
         self._restarted_before = 0
@@ -144,7 +136,7 @@ class ComparedActions(ReplayedActions):
         found = self._recorded.peek()
         if found is None:  # the capture was ended before the action was stored
             self._counts.num_outside += 1
-            return self._store_as(sequence, action)
+            return super()._publish_next(action, sequence)
         self._restart_where_recorded(action, found)
         self._recorded.skip()
         payload = codec.encode(action)
@@ -200,17 +192,3 @@ class ComparedActions(ReplayedActions):
             self._restarted_before = found.record.sequence
             self.lost_until = recorded.watermark
             raise RecordedRestartError(f"restarted after a gap, before window {recorded.window}")
-
-
-class WhatIfActions(ReplayedActions):
-    """Stores every action: those of another policy follow each other, whatever was recorded."""
-
-    def _publish_next(self, action: Action, sequence: int) -> int:
-        return self._store_as(sequence, action)
-
-    def adopt(self, found: RecordedAction) -> None:
-        """Do nothing: the action was decided by the recorded policy."""
-
-    def next_recorded(self) -> Action | None:
-        """None: the recorded policy does not decide here."""
-        return None
