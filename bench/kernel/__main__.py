@@ -21,15 +21,11 @@ from typing import Any, NamedTuple
 
 from bench.harness.command import BenchmarkError, BenchmarkReport, Target, benchmark_parser, run_benchmark
 from bench.hosts import HostsError
-from bench.kernel.arms import OFF, ON, Switch, compare_arms
-from bench.kernel.endpoints import Endpoints, endpoints
-from bench.kernel.figure import MAX_NS_PER_RUN, draw
-from bench.kernel.groups import Groups, made_groups
-from bench.kernel.memory import measure_collector, measure_loader
-from bench.kernel.programs import Programs, others_attached
-from bench.kernel.reading import measure_reading
-from bench.kernel.run_times import BULK, CONNECTIONS, ECHO, measure_loopback, measure_training
-from bench.kernel.tables import text_of
+from bench.kernel.arms import BULK, CONNECTIONS, ECHO, OFF, ON, Switch, compare_arms, measure_loopback, measure_training
+from bench.kernel.collector import measure_collector, measure_loader, measure_reading
+from bench.kernel.display import MAX_NS_PER_RUN, draw, text_of
+from bench.kernel.programs import Groups, Programs, made_groups, others_attached
+from bench.kernel.traffic import Endpoints, endpoints
 from bench.kernel.training import LARGE, PACED, TRAINING, training
 
 from dynamix.collector.ebpf.attachment import v2_mount
@@ -64,7 +60,7 @@ QUICK = KernelPlan(0.1, 2, 2, 0.05, 0.05, 1, 1, 5)
 
 def measure(mount: Path, plan: KernelPlan) -> BenchmarkReport:
     """Measure all four parts, one after the other."""
-    others = [others_attached([mount])]
+    others = others_attached(mount)
     with made_groups(mount) as groups, Programs(groups.empty) as programs:
         with endpoints(groups.busy) as ends:
             times, compared = _measure_loopback(programs, ends, groups, plan)
@@ -77,7 +73,7 @@ def measure(mount: Path, plan: KernelPlan) -> BenchmarkReport:
         }
     rows = [*times, *trained]
     figures = {
-        "others_attached": [*others, others_attached([mount])],
+        "others_attached": [others, others_attached(mount)],
         "run_times": rows,
         "arms": [*compared, difference],
         "memory": found,
@@ -148,7 +144,7 @@ def _clean_mount(*, tolerant: bool) -> Path:
     mount = v2_mount(_MOUNTINFO.read_text())
     if mount is None:
         raise BenchmarkError("no control groups of version 2 are mounted: see `dynamix doctor`")
-    if num := others_attached([mount]):
+    if num := others_attached(mount):
         complaint = f"{num} programs are attached to {mount} and would count in every arm: stop the collectors first"
         if not tolerant:
             raise BenchmarkError(f"{complaint} (--no-targets measures all the same)")

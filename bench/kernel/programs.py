@@ -1,17 +1,56 @@
-"""The probe's programs, loaded once as the collector loads them, attached and detached as often as it takes."""
+"""The measured control groups, and the probe's programs, loaded once and attached as often as it takes.
+
+Beside them stands a program that does nothing, and the kernel times all of them: what the collector does not ask for.
+"""
 
 import contextlib
+import ctypes
 import os
-from collections.abc import Iterator, Sequence
+import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from bench.kernel import bpf
+from bench.hosts.cgroups import remove_cgroup
 
 from dynamix.collector.ebpf import syscall
 from dynamix.collector.ebpf.attachment import KINDS, Attachment, opened, remove_stale_programs
 from dynamix.collector.ebpf.probe import SocketProbe
 from dynamix.collector.procfs.proc import Proc
+
+_PROG_LOAD, _ENABLE_STATS = 5, 32
+_CGROUP_SKB = 8
+_RETURN_1 = bytes.fromhex("b700000001000000 9500000000000000")
+"""Two instructions: r0 = 1, exit."""
+_LICENSE = b"Apache-2.0\0"
+EMPTY = "bench_empty"
+
+PREFIX = "dynamix-bench-"
+
+
+class Groups(NamedTuple):
+    """Their directories."""
+
+    busy: Path
+    """The processes that send and receive."""
+    empty: Path
+    """No process ever."""
+
+
+@contextlib.contextmanager
+def made_groups(mount: Path) -> Iterator[Groups]:
+    """Both, below the mount of version 2, with what killed benchmarks left removed; the processes must end before."""
+    for old in mount.glob(f"{PREFIX}*"):
+        if not Path("/proc", old.name.removeprefix(PREFIX)).exists():
+            remove_cgroup(old)
+    top = mount / f"{PREFIX}{os.getpid()}"
+    groups = Groups(top / "busy", top / "empty")
+    for directory in groups:
+        directory.mkdir(parents=True)
+    try:
+        yield groups
+    finally:
+        remove_cgroup(top)
 
 
 class RunTime(NamedTuple):
@@ -38,7 +77,7 @@ class Programs:
             with SocketProbe(home), opened(home) as group:
                 identities = [identity for kind in KINDS for identity in syscall.attached(group, kind)]
                 self._descriptors = tuple(stack.enter_context(_held(syscall.open_program(i))) for i in identities)
-            self._empty = stack.enter_context(bpf.empty_program())
+            self._empty = stack.enter_context(_empty_program())
             self._undo = stack.pop_all()
 
     def __enter__(self) -> Self:
@@ -60,7 +99,7 @@ class Programs:
             self.attached(directory),
             opened(directory) as group,
             _held(syscall.attach_link(self._empty, group, syscall.INGRESS)),
-            bpf.run_times_counted(),
+            _run_times_counted(),
         ):
             yield
 
@@ -87,14 +126,11 @@ def since(before: dict[str, RunTime], after: dict[str, RunTime]) -> dict[str, Ru
     }
 
 
-def others_attached(directories: Sequence[Path]) -> int:
-    """Programs on control groups above ours, which would cost our sockets too; what dead collectors left is removed."""
-    num = 0
-    for directory in directories:
-        remove_stale_programs(directory, Proc())
-        with opened(directory) as group:
-            num += sum(len(syscall.attached(group, kind)) for kind in KINDS)
-    return num
+def others_attached(directory: Path) -> int:
+    """Programs on a control group above ours, which cost our sockets too; what dead collectors left is removed."""
+    remove_stale_programs(directory, Proc())
+    with opened(directory) as group:
+        return sum(len(syscall.attached(group, kind)) for kind in KINDS)
 
 
 @contextlib.contextmanager
@@ -108,3 +144,32 @@ def _held(descriptor: int) -> Iterator[int]:
 def _locked_bytes(table: int) -> int:
     lines = Path(f"/proc/self/fdinfo/{table}").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("memlock:"))
+
+
+@contextlib.contextmanager
+def _run_times_counted() -> Iterator[None]:
+    """What kernel.bpf_stats_enabled=1 does, for as long as we live: nothing to put back, however we end (Linux 5.8)."""
+    with _held(_call(_ENABLE_STATS, struct.pack("=I", 0))):
+        yield
+
+
+@contextlib.contextmanager
+def _empty_program() -> Iterator[int]:
+    """Descriptor of a program for ingress that lets every packet pass: what clock and jump cost by themselves."""
+    code, license_ = ctypes.create_string_buffer(_RETURN_1), ctypes.create_string_buffer(_LICENSE)
+    attribute = struct.pack(
+        "=IIQQ", _CGROUP_SKB, len(_RETURN_1) // 8, ctypes.addressof(code), ctypes.addressof(license_)
+    )
+    attribute += struct.pack("=IIQII16s", 0, 0, 0, 0, 0, EMPTY.encode())
+    with _held(_call(_PROG_LOAD, attribute)) as descriptor:
+        yield descriptor
+
+
+def _call(command: int, attribute: bytes) -> int:
+    buffer = ctypes.create_string_buffer(attribute, 128)
+    libc = ctypes.CDLL(None, use_errno=True)
+    result: int = libc.syscall(syscall.NUMBERS[os.uname().machine], command, buffer, len(buffer))
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return result

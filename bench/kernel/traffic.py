@@ -1,23 +1,33 @@
-"""Loopback traffic of several kinds: what the sending and the receiving process do."""
+"""Loopback traffic of several kinds, between two processes in the control group that is measured."""
 
 import contextlib
+import multiprocessing
+import os
 import socket
-import struct
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from multiprocessing.pool import AsyncResult, Pool
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from bench.harness.rounds import Timed, Timing
 
+from dynamix.runtime.die_with_parent import begin_worker
+
 Way = Literal["stream", "echo", "datagram", "connection"]
 
 SO_COOKIE = 57
+REPLY_TIMEOUT_S = 60.0
 QUIET_S = 0.3
 """Datagrams may be lost, the last one too: the receiver stops after silence of this length."""
 _LAST, _ANOTHER = b"\0", b"\1"
 CONNECT_TIMEOUT_S = 20.0
+
+_sockets: list[socket.socket] = []
+"""Those of this process, which is one of the two."""
 
 
 class TrafficKind(NamedTuple):
@@ -34,72 +44,108 @@ class TrafficKind(NamedTuple):
     max_segment_bytes: int | None = None
 
 
-Work = Callable[[socket.socket], tuple[int, int]]
-"""Work on one socket: bytes and messages."""
+class Endpoints:
+    """Both processes: `with endpoints(...)`. An error in one of them is raised here."""
 
+    def __init__(self, receiver: Pool, sender: Pool) -> None:
+        self._receiver, self._sender = receiver, sender
+        self._port = 0
 
-class Side:
-    """The sockets of one process."""
+    def open(self, kind: TrafficKind) -> list[int]:
+        """Connect; the cookies of all sockets. Those that only exist to be opened and closed come later."""
+        self._port = self._receiver.apply_async(_listen, (kind,)).get(REPLY_TIMEOUT_S)
+        cookies: list[int] = self._sender.apply_async(_connect, (kind, self._port)).get(REPLY_TIMEOUT_S)
+        return cookies + list(self._receiver.apply_async(_accept, (kind,)).get(REPLY_TIMEOUT_S))
 
-    def __init__(self) -> None:
-        self._sockets: list[socket.socket] = []
+    def run(self, kind: TrafficKind, duration_s: float) -> Timing:
+        """Send for so long over what is open, and close it; CPU time is of both processes."""
+        receiving: AsyncResult[Timing] = self._receiver.apply_async(_receive, (kind,))
+        sending: AsyncResult[Timing] = self._sender.apply_async(_send_for, (kind, self._port, duration_s))
+        received, sent = receiving.get(REPLY_TIMEOUT_S), sending.get(REPLY_TIMEOUT_S)
+        self.close()
+        return _timing(kind, sent, received)
 
     def close(self) -> None:
         """Close whatever is open."""
-        while self._sockets:
-            self._sockets.pop().close()
+        for side in (self._sender, self._receiver):
+            side.apply_async(_close).get(REPLY_TIMEOUT_S)
+
+    def block(self, kind: TrafficKind, duration_s: float) -> Timing:
+        """Connect, send, close."""
+        self.open(kind)
+        return self.run(kind, duration_s)
 
 
-class Receiver(Side):
-    """The side that listens."""
-
-    def listen(self, kind: TrafficKind) -> int:
-        """Open the port to which the sender shall connect."""
-        listening = _new_socket(kind)
-        self._sockets = [listening]
-        listening.bind(("0.0.0.0" if kind.way == "connection" else "127.0.0.1", 0))
-        if kind.way != "datagram":
-            listening.listen(1024)
-        return int(listening.getsockname()[1])
-
-    def accept(self, kind: TrafficKind) -> list[int]:
-        """Accept the sender's connections; their cookies."""
-        if kind.way in ("stream", "echo"):
-            with self._sockets.pop() as listening:
-                self._sockets = [listening.accept()[0] for _ in range(kind.num_streams)]
-        return [cookie(end) for end in self._sockets]
-
-    def run(self, kind: TrafficKind, _duration_s: float) -> Timing:
-        """Receive until the sender ends; it knows for how long."""
-        works: dict[Way, Work] = {"stream": _drain, "echo": _echo, "datagram": _drain_datagrams, "connection": _serve}
-        ends = self._sockets * (kind.num_streams if kind.way == "connection" else 1)
-        return _timed([partial(works[kind.way], end) for end in ends])
+@contextlib.contextmanager
+def endpoints(group: Path) -> Iterator[Endpoints]:
+    """Both processes, which end with the context."""
+    context = multiprocessing.get_context("spawn")
+    with (
+        context.Pool(1, _begin_side, (group, os.getpid())) as receiver,
+        context.Pool(1, _begin_side, (group, os.getpid())) as sender,
+    ):
+        yield Endpoints(receiver, sender)
 
 
-class Sender(Side):
-    """The side that connects."""
-
-    def connect(self, kind: TrafficKind, port: int) -> list[int]:
-        """Open the sockets; their cookies. Those that only exist to be opened and closed come later."""
-        self._port = port
-        if kind.way != "connection":
-            self._sockets = [_connected(kind, port) for _ in range(kind.num_streams)]
-        return [cookie(end) for end in self._sockets]
-
-    def run(self, kind: TrafficKind, duration_s: float) -> Timing:
-        """Send for so long."""
-        until_s = time.monotonic() + duration_s
-        if kind.way == "connection":
-            return _timed([partial(_open_and_close, self._port, at, until_s) for at in range(kind.num_streams)])
-        chunk = bytes(kind.chunk_bytes)
-        work = _exchange if kind.way == "echo" else _send
-        return _timed([partial(work, end, chunk, until_s) for end in self._sockets])
+def _begin_side(group: Path, parent: int) -> None:
+    begin_worker(parent)
+    (group / "cgroup.procs").write_text(str(os.getpid()))
 
 
-def cookie(end: socket.socket) -> int:
+def _timing(kind: TrafficKind, sent: Timing, received: Timing) -> Timing:
+    arrived = received if kind.way in ("stream", "datagram") else sent
+    items = arrived.num_bytes / kind.item_bytes if kind.item_bytes else arrived.num_items
+    wall_s = received.wall_s if kind.way == "stream" else sent.wall_s
+    return Timing(wall_s, sent.cpu_s + received.cpu_s, items, arrived.num_bytes)
+
+
+def _listen(kind: TrafficKind) -> int:
+    """Open the port to which the sender shall connect."""
+    listening = _new_socket(kind)
+    _sockets[:] = [listening]
+    listening.bind(("0.0.0.0" if kind.way == "connection" else "127.0.0.1", 0))
+    if kind.way != "datagram":
+        listening.listen(1024)
+    return int(listening.getsockname()[1])
+
+
+def _accept(kind: TrafficKind) -> list[int]:
+    """Accept the sender's connections; their cookies."""
+    if kind.way in ("stream", "echo"):
+        with _sockets.pop() as listening:
+            _sockets[:] = [listening.accept()[0] for _ in range(kind.num_streams)]
+    return [_cookie(end) for end in _sockets]
+
+
+def _receive(kind: TrafficKind) -> Timing:
+    """Receive until the sender ends; it knows for how long."""
+    works = {"stream": _drain, "echo": _echo, "datagram": _drain_datagrams, "connection": _serve}
+    ends = _sockets * (kind.num_streams if kind.way == "connection" else 1)
+    return _timed([partial(works[kind.way], end) for end in ends])
+
+
+def _connect(kind: TrafficKind, port: int) -> list[int]:
+    if kind.way != "connection":
+        _sockets[:] = [_connected(kind, port) for _ in range(kind.num_streams)]
+    return [_cookie(end) for end in _sockets]
+
+
+def _send_for(kind: TrafficKind, port: int, duration_s: float) -> Timing:
+    until_s = time.monotonic() + duration_s
+    if kind.way == "connection":
+        return _timed([partial(_open_and_close, port, at, until_s) for at in range(kind.num_streams)])
+    work = _exchange if kind.way == "echo" else _send
+    return _timed([partial(work, end, bytes(kind.chunk_bytes), until_s) for end in _sockets])
+
+
+def _close() -> None:
+    while _sockets:
+        _sockets.pop().close()
+
+
+def _cookie(end: socket.socket) -> int:
     """The kernel's name for a socket."""
-    (number,) = struct.unpack("=Q", end.getsockopt(socket.SOL_SOCKET, SO_COOKIE, 8))
-    return int(number)
+    return int.from_bytes(end.getsockopt(socket.SOL_SOCKET, SO_COOKIE, 8), sys.byteorder)
 
 
 def _connected(kind: TrafficKind, port: int) -> socket.socket:

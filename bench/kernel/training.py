@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from bench.harness.command import BenchmarkError
 from bench.harness.rounds import Timed, Timing
-from bench.kernel.groups import join
 
 NUM_RANKS = 4
 WARM_UP_STEPS = 5
@@ -78,7 +77,7 @@ def _run_rank(rank: int, group: Path, directory: str, pipe: Connection | None) -
     import torch.distributed as dist  # noqa: PLC0415 - the same
     from bench.overhead.training import HIDDEN, made_data, plain_arm  # noqa: PLC0415 - the same
 
-    join(group)
+    (group / "cgroup.procs").write_text(str(os.getpid()))
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=NUM_RANKS)

@@ -1,6 +1,6 @@
 """The experiments behind docs/results.md: `python -m bench.results [--only NAME] [--scale reduced|full]`.
 
-`laboratory` runs episodes and learns policies, each once; `baselines`, `learned` and `rewards` are the experiments,
-with rows and curves from `tables`; `result` is what an experiment found, as JSON and as a table. `heldout` makes the
-table of the held-out comparison. In: scenarios and policies of dynamix.lab. Out: docs/results/ and docs/results.md.
+`laboratory` runs episodes and learns policies, each once; `baselines`, `learned` and `rewards` are the experiments;
+`result` is what an experiment found, its rows, JSON and table. `heldout` makes the table of the held-out comparison.
+In: scenarios and policies of dynamix.lab. Out: docs/results/ and docs/results.md.
 """

@@ -5,12 +5,10 @@ from bench.harness.figure import Curve, Panel
 from dynamix.lab.simulator.scenario import Network
 
 from .laboratory import Laboratory
-from .result import ExperimentResult
-from .tables import COLUMNS, accuracy_panel, against, rows_of
+from .result import BASE, COLUMNS, ExperimentResult, accuracy_panel, ratio_of, rows_of
 
 STATICS = ("static@32", "static@64", "static@128")
 """The published baselines."""
-BASE = "static@64"
 ROWS = (BASE, "random", "goodput", "rule")
 WORKER_COUNTS = (8, 16, 32, 64, 128)
 GRADIENT_BYTES = 8_000_000
@@ -22,14 +20,14 @@ def static_sizes(laboratory: Laboratory) -> ExperimentResult:
     """Static 32, 64 and 128 per worker with SGD, and the default policy beside them."""
     scenario = laboratory.image_job("image-sgd")
     labels = [*STATICS, "rule"]
-    table = laboratory.compare([scenario], ",".join(labels))
-    rows = [row[1:] for row in rows_of(table, {"": scenario}, labels, BASE)]
+    table = laboratory.compare([scenario], labels)
+    rows = [row[1:] for row in rows_of(table, {"": scenario}, labels)]
     return laboratory.result(
         "static",
-        ["policy", *COLUMNS, f"time vs {BASE}"],
+        ["policy", *COLUMNS],
         rows,
         panels=[accuracy_panel(table, labels, scenario)],
-        notes=[*laboratory.image_notes("static"), laboratory.tuning_note(",".join(labels))],
+        notes=[*laboratory.image_notes("static"), laboratory.tuning_note(labels)],
     )
 
 
@@ -37,26 +35,32 @@ def cluster_sizes(laboratory: Laboratory) -> ExperimentResult:
     """8 to 128 workers of the same four speeds: what steering is worth as the cluster grows."""
     counts = WORKER_COUNTS[:1] if laboratory.scale.name == "smoke" else WORKER_COUNTS
     scenarios = {number: laboratory.cluster(f"n{number}", num_workers=number) for number in counts}
-    table = laboratory.compare(list(scenarios.values()), ",".join(ROWS))
-    rows = rows_of(table, scenarios, ROWS, BASE)
-    points: dict[str, list[tuple[float, float]]] = {label: [] for label in ROWS}
-    for number, scenario in scenarios.items():
-        for label in ROWS:
-            if (ratio := against(table, label, BASE, scenario)) is not None:
-                points[label].append((number, ratio.value))
+    table = laboratory.compare(scenarios.values(), ROWS)
+    rows = rows_of(table, scenarios, ROWS)
+    curves = [
+        Curve(
+            label=label,
+            points=[
+                (number, ratio.value)
+                for number, scenario in scenarios.items()
+                if (ratio := ratio_of(table, label, scenario)) is not None
+            ],
+        )
+        for label in ROWS
+    ]
     panel = Panel(
         title=f"Time to target against {BASE}",
         x="workers",
         y="ratio",
-        curves=[Curve(label=label, points=found) for label, found in points.items()],
+        curves=curves,
         logarithmic=True,
     )
     return laboratory.result(
         "workers",
-        ["workers", "policy", *COLUMNS, f"time vs {BASE}"],
+        ["workers", "policy", *COLUMNS],
         rows,
         panels=[panel],
-        notes=[laboratory.tuning_note(",".join(ROWS))],
+        notes=[laboratory.tuning_note(ROWS)],
     )
 
 
@@ -78,13 +82,13 @@ def topologies(laboratory: Laboratory) -> ExperimentResult:
         )
         for name, network in networks.items()
     }
-    table = laboratory.compare(list(scenarios.values()), ",".join(ROWS))
-    rows = rows_of(table, scenarios, ROWS, BASE)
+    table = laboratory.compare(scenarios.values(), ROWS)
+    rows = rows_of(table, scenarios, ROWS)
     panels = [accuracy_panel(table, list(ROWS), scenario) for scenario in scenarios.values()]
     return laboratory.result(
         "topology",
-        ["network", "policy", *COLUMNS, f"time vs {BASE}"],
+        ["network", "policy", *COLUMNS],
         rows,
         panels=panels,
-        notes=[laboratory.tuning_note(",".join(ROWS))],
+        notes=[laboratory.tuning_note(ROWS)],
     )

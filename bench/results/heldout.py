@@ -20,15 +20,6 @@ NAME = "heldout"
 OVERALL = ["policy", "median time to target, s", "missed", "vs best static", "vs goodput", "test accuracy", "runs"]
 
 
-def read_verdict(path: Path) -> Verdict:
-    """What `dynamix evaluate --json` wrote.
-
-    Raises:
-        ValueError: when it is something else.
-    """
-    return msgspec.json.decode(path.read_bytes(), type=Verdict)
-
-
 def tables(verdict: Verdict) -> str:
     """All rows over the heterogeneous families, and the ratio of each to best static in every family."""
     seeds = f"seeds {min(verdict.seeds)} to {max(verdict.seeds)}"
@@ -51,7 +42,7 @@ def tables(verdict: Verdict) -> str:
 def expected_table(docs: Path) -> str:
     """What docs/results.md must hold between the markers."""
     path = docs / "results" / f"{NAME}.json"
-    return tables(read_verdict(path)) if path.exists() else NOT_RUN
+    return tables(msgspec.json.decode(path.read_bytes(), type=Verdict)) if path.exists() else NOT_RUN
 
 
 def main() -> int:

@@ -1,13 +1,13 @@
 """What all experiments share: runs that are kept, policies that are learned once, and how much of each."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import msgspec
 from bench.harness.figure import Curve
 
-from dynamix.lab.experiments.comparison.contenders import Contender, parse_contenders
+from dynamix.lab.experiments.comparison.contenders import parse_contenders
 from dynamix.lab.experiments.comparison.evaluation import ComparisonProgress, fill, plan
 from dynamix.lab.experiments.comparison.outcome_table import OutcomeTable
 from dynamix.lab.experiments.comparison.runs import Ledger
@@ -27,26 +27,21 @@ OVERHEAD_S = 0.002
 LEARNING_RATES = {"sgd": 0.1, "adam": 0.002, "adamw": 0.002}
 """As in the scenarios: for a global batch of 512."""
 
-ScaleName = Literal["smoke", "reduced", "full"]
 
-
-class Scale(msgspec.Struct, frozen=True, kw_only=True):
+class Scale(NamedTuple):
     """How much is run."""
 
-    name: ScaleName
+    name: str
     num_seeds: int
     num_policy_seeds: int
     num_episodes: int
     """Episodes of each learning."""
 
 
-SCALES: Mapping[str, Scale] = {
-    scale.name: scale
-    for scale in (
-        Scale(name="smoke", num_seeds=2, num_policy_seeds=1, num_episodes=2),
-        Scale(name="reduced", num_seeds=6, num_policy_seeds=3, num_episodes=20),
-        Scale(name="full", num_seeds=12, num_policy_seeds=5, num_episodes=120),
-    )
+SCALES = {
+    "smoke": Scale("smoke", num_seeds=2, num_policy_seeds=1, num_episodes=2),
+    "reduced": Scale("reduced", num_seeds=6, num_policy_seeds=3, num_episodes=20),
+    "full": Scale("full", num_seeds=12, num_policy_seeds=5, num_episodes=120),
 }
 """`smoke` only shows that an experiment runs; `reduced` takes minutes on a core each; `full` hours, or a GPU."""
 
@@ -118,11 +113,11 @@ class Laboratory:
         """What stands in for what in an experiment with the image job."""
         return [] if self.scale.name == "full" else [STAND_IN_NOTE.format(name=name)]
 
-    def tuning_note(self, rows: str) -> str:
+    def tuning_note(self, labels: Iterable[str]) -> str:
         """With what settings rows run that `dynamix tune` chooses for; the default policy runs as it ships."""
         choices = {
             row.label: self.tuned.overall.get(row.policy)
-            for row in parse_contenders(rows)
+            for row in parse_contenders(",".join(labels))
             if row.policy != DEFAULT_POLICY
         }
         chosen = [f"`{label}` as `{found.setting}`" for label, found in choices.items() if found and found.options]
@@ -131,14 +126,18 @@ class Laboratory:
         return f"Chosen over all train scenarios by `dynamix tune`: {', '.join(chosen)}."
 
     def compare(
-        self, scenarios: Sequence[Scenario], rows: str, files: Mapping[str, Sequence[str]] | None = None
+        self,
+        scenarios: Iterable[Scenario],
+        labels: Iterable[str],
+        learned: Mapping[str, Sequence[LearningRun]] | None = None,
     ) -> OutcomeTable:
-        """Run rows in scenarios under all seeds; `files` names those of learned policies."""
-        contenders: Sequence[Contender] = parse_contenders(rows, files)
-        cells = plan(Suite(name="results", scenarios=tuple(scenarios)), contenders, self.seeds, self.tuned)
+        """Run contenders in scenarios under all seeds, among them policies that were learned."""
+        files = {policy: [run.path for run in runs] for policy, runs in (learned or {}).items()}
+        suite = Suite(name="results", scenarios=tuple(scenarios))
+        cells = plan(suite, parse_contenders(",".join(labels), files), self.seeds, self.tuned)
         with Ledger(self._directory / "runs.jsonl") as ledger:
             fill(cells, ledger, jobs=self._jobs, data=self._data, on_progress=_say)
-            return OutcomeTable(scenarios, cells, ledger)
+            return OutcomeTable(suite.scenarios, cells, ledger)
 
     def learned(self, policy: str, scenarios: Sequence[Scenario], **changes: Any) -> list[LearningRun]:
         """A policy learned on scenarios, once per policy seed; a killed learning goes on where it was."""

@@ -8,18 +8,16 @@ from dynamix.lab.experiments.learning import LearningUpdate
 from dynamix.lab.simulator.scenario import Scenario
 
 from .laboratory import IMAGE_JOB, Laboratory, LearningRun
-from .result import Cell, ExperimentResult, mean_of
-from .tables import COLUMNS, rows_of
+from .result import BASE, COLUMNS, Cell, ExperimentResult, mean_of, rows_of
 
 PAPER = "ppo-paper"
 OURS = "ppo"
-BASE = "static@64"
 FIRST_EPISODES = 5
 """The paper shows five; it says that the cumulative reward settles by about episode 15."""
 BASELINES = (BASE, "static@32", "static@128", "random", "rule")
 OUR_EPISODES_RATIO = 8
 """Episodes of ours per episode of the paper's, and per update: as many updates."""
-TRANSFER_COLUMNS = ["job", "policy", *COLUMNS, f"time vs {BASE}"]
+TRANSFER_COLUMNS = ["job", "policy", *COLUMNS]
 REDUCED_TRANSFER = (
     "Reduced: learned on the 14 x 14 MLP, and the 28 x 28 MLP stands for the other depth; `--scale full` learns on "
     "ResNet-20 and moves to ResNet-32."
@@ -58,7 +56,7 @@ def other_optimizer(laboratory: Laboratory) -> ExperimentResult:
         "Adam, unchanged": laboratory.image_job("image-adam", **ADAM),
     }
     rows = _transferred(laboratory, scenarios, {PAPER: learned})
-    notes = [*laboratory.image_notes("adam"), laboratory.tuning_note(",".join(BASELINES))]
+    notes = [*laboratory.image_notes("adam"), laboratory.tuning_note(BASELINES)]
     return laboratory.result("adam", TRANSFER_COLUMNS, rows, learned=True, notes=notes)
 
 
@@ -84,9 +82,8 @@ def other_models(laboratory: Laboratory) -> ExperimentResult:
         "ResNet-32" if full else "28 x 28 MLP": laboratory.cluster("other-image", **(images | other)),
         "Transformer": laboratory.cluster("text", **text),
     }
-    home_scenario = scenarios["as learned"]
-    learned = _both(laboratory, home_scenario)
-    notes = [*([] if full else [REDUCED_TRANSFER]), laboratory.tuning_note(",".join(BASELINES))]
+    learned = _both(laboratory, scenarios["as learned"])
+    notes = [*([] if full else [REDUCED_TRANSFER]), laboratory.tuning_note(BASELINES)]
     return laboratory.result(
         "transfer", TRANSFER_COLUMNS, _transferred(laboratory, scenarios, learned), learned=True, notes=notes
     )
@@ -96,8 +93,7 @@ def cost(laboratory: Laboratory) -> ExperimentResult:
     """What learning costs, and how many runs must be steered until it has paid."""
     scenario = laboratory.cluster("home")
     learned = _both(laboratory, scenario)
-    files = {name: [run.path for run in runs] for name, runs in learned.items()}
-    table = laboratory.compare([scenario], ",".join(("rule", *learned)), files)
+    table = laboratory.compare([scenario], ["rule", *learned], learned)
     rule_s = statistics.fmean(table.times("rule", [scenario.family]).ravel())
     rows: list[list[Cell]] = []
     for name, runs in learned.items():
@@ -147,10 +143,8 @@ def _transferred(
     laboratory: Laboratory, scenarios: dict[str, Scenario], learned: dict[str, list[LearningRun]]
 ) -> list[list[Cell]]:
     """Rows of learned policies and baselines in several jobs, against static 64 in each."""
-    files = {policy: [run.path for run in runs] for policy, runs in learned.items()}
     labels = [*learned, *BASELINES]
-    table = laboratory.compare(list(scenarios.values()), ",".join(labels), files)
-    return rows_of(table, scenarios, labels, BASE)
+    return rows_of(laboratory.compare(scenarios.values(), labels, learned), scenarios, labels)
 
 
 def _time_s(update: LearningUpdate) -> float:

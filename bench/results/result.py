@@ -1,30 +1,33 @@
-"""What an experiment found: a table, curves, and how it was found; as JSON and as the table of docs/results.md."""
+"""What an experiment found: rows, curves, and how it was found; as JSON and as the table of docs/results.md."""
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
 from bench.harness import tables
-from bench.harness.figure import Panel
+from bench.harness.figure import Curve, Panel
 from scipy.special import stdtrit
 
-from dynamix.lab.experiments.comparison.scores import MeanInterval, RatioInterval
+from dynamix.lab.experiments.comparison.figure import CURVE_POINTS, mean_curve
+from dynamix.lab.experiments.comparison.outcome_table import OutcomeTable
+from dynamix.lab.experiments.comparison.scores import MeanInterval
+from dynamix.lab.simulator.scenario import Scenario
 from dynamix.runtime import output_files
 
+BASE = "static@64"
+"""What every time to a target is compared with."""
+COLUMNS = [
+    *("median time to target, s", "missed", "accuracy at fixed time", "test accuracy", "mean local batch"),
+    f"time vs {BASE}",
+]
 NOT_RUN = "Not measured. The command above writes the table here."
 
 
-class Estimate(msgspec.Struct, frozen=True, kw_only=True):
-    """A number with its spread over seeds: a 95 % interval, `None` where there was one seed."""
-
-    value: float
-    low: float | None = None
-    high: float | None = None
-
-
-Cell = Estimate | str | int | float | None
+Cell = MeanInterval | str | int | float | None
 
 
 class ExperimentResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,32 +48,52 @@ class ExperimentResult(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str]
 
 
-def mean_of(values: Sequence[float]) -> Estimate:
-    """Mean of independent numbers with Student's 95 % interval; of runs of several policies see `Table.mean`."""
+def mean_of(values: Sequence[float]) -> MeanInterval:
+    """Mean of independent numbers with Student's 95 % interval; of runs of several policies see `OutcomeTable.mean`."""
     mean = statistics.fmean(values)
     if len(values) < 2:
-        return Estimate(value=mean)
+        return MeanInterval(mean, None, None)
     half = float(stdtrit(len(values) - 1, 0.975)) * statistics.stdev(values) / math.sqrt(len(values))
-    return Estimate(value=mean, low=mean - half, high=mean + half)
+    return MeanInterval(mean, mean - half, mean + half)
 
 
-def estimate_of(ratio: RatioInterval | None) -> Estimate | None:
-    """A paired ratio as a cell."""
-    return None if ratio is None else Estimate(value=ratio.ratio, low=ratio.low, high=ratio.high)
+def cells_of(table: OutcomeTable, label: str, scenario: Scenario) -> list[Cell]:
+    """The cells of `COLUMNS` for a contender in a scenario; the last one is `ratio_of`."""
+    families = [scenario.family]
+    outcomes = table.outcomes(label, families)
+    sizes = [run.samples_seen / run.num_steps / scenario.world_size for run in outcomes]
+    return [
+        float(np.nanmedian(table.times(label, families))),
+        f"{table.num_misses(label, families)} of {len(outcomes)}",
+        table.mean(label, families, lambda run: run.accuracy_at_fixed_time),
+        table.mean(label, families, lambda run: run.test_accuracy),
+        float(np.mean(sizes)),
+        ratio_of(table, label, scenario),
+    ]
 
 
-def estimate_of_mean(mean: MeanInterval | None) -> Estimate | None:
-    """A mean over policy seeds and scenario seeds as a cell."""
-    return None if mean is None else Estimate(value=mean.value, low=mean.low, high=mean.high)
+def ratio_of(table: OutcomeTable, label: str, scenario: Scenario) -> MeanInterval | None:
+    """Time to target of a contender over that of `BASE`, in pairs."""
+    found = table.ratio(label, BASE, [scenario.family])
+    return None if found is None else MeanInterval(found.ratio, found.low, found.high)
 
 
-def read_result(path: Path) -> ExperimentResult:
-    """The result in a JSON file.
+def rows_of(table: OutcomeTable, scenarios: Mapping[Any, Scenario], labels: Iterable[str]) -> list[list[Cell]]:
+    """A row for each scenario and contender: title, label, and the cells of `COLUMNS`."""
+    return [
+        [title, label, *cells_of(table, label, scenario)] for title, scenario in scenarios.items() for label in labels
+    ]
 
-    Raises:
-        ValueError: when it is no result.
-    """
-    return msgspec.json.decode(path.read_bytes(), type=ExperimentResult)
+
+def accuracy_panel(table: OutcomeTable, labels: list[str], scenario: Scenario) -> Panel:
+    """Mean validation accuracy over virtual time."""
+    curves = []
+    for label in labels:
+        runs = [curve for curve in table.curves(label, scenario.name) if curve]
+        times_s = np.linspace(0, max(curve[-1][0] for curve in runs), CURVE_POINTS)
+        points = zip(times_s.tolist(), mean_curve(runs, times_s).tolist(), strict=True)
+        curves.append(Curve(label=label, points=list(points)))
+    return Panel(title=f"{scenario.name}: validation accuracy", x="virtual time [s]", y="accuracy", curves=curves)
 
 
 def markdown(result: ExperimentResult) -> str:
@@ -93,12 +116,6 @@ def write_table(document: Path, name: str, table: str) -> None:
     output_files.write(document, tables.replaced(document.read_text(), *markers(name), table).encode())
 
 
-def table_in(document: str, name: str) -> str:
-    """What stands between the markers of one experiment."""
-    begin, end = markers(name)
-    return document.partition(begin)[2].partition(end)[0].strip("\n")
-
-
 def markers(name: str) -> tuple[str, str]:
     """The lines around the table of an experiment."""
     return f"<!-- {name}: made by `make results` -->", f"<!-- end of {name} -->"
@@ -112,7 +129,7 @@ def _list(numbers: Sequence[int]) -> str:
 
 
 def _text(cell: Cell) -> str:
-    if isinstance(cell, Estimate):
+    if isinstance(cell, MeanInterval):
         spread = "" if cell.low is None or cell.high is None else f" [{_number(cell.low)}, {_number(cell.high)}]"
         return _number(cell.value) + spread
     if cell is None:

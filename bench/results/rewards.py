@@ -6,14 +6,12 @@ from typing import Any
 import msgspec
 from bench.harness.figure import Curve, Panel
 
-from dynamix.lab.experiments.comparison.outcome_table import OutcomeTable
 from dynamix.lab.simulator.scenario import Scenario
 from dynamix.reward.formula import Weights
 
 from .laboratory import Laboratory, LearningRun
-from .learned import ADAM, BASE, PAPER
-from .result import Cell, ExperimentResult
-from .tables import COLUMNS, against, numbers
+from .learned import ADAM, PAPER
+from .result import BASE, COLUMNS, Cell, ExperimentResult, cells_of, ratio_of
 
 FACTORS = (0.0, 1.0, 10.0)
 """On each weight of the published reward, the others as they are by default."""
@@ -29,16 +27,15 @@ def sensitivity(laboratory: Laboratory) -> ExperimentResult:
     points: dict[str, list[tuple[float, float]]] = {}
     for parameter, value, scenario, changes in _settings(laboratory):
         learned = laboratory.learned(PAPER, [scenario], **changes)
-        table = _compared(laboratory, scenario, learned)
-        ratio = against(table, PAPER, BASE, scenario)
-        rows.append([parameter, value, *numbers(table, PAPER, scenario), ratio])
-        if ratio is not None:
+        table = laboratory.compare([scenario], [PAPER, BASE], {PAPER: learned})
+        rows.append([parameter, value, *cells_of(table, PAPER, scenario)])
+        if (ratio := ratio_of(table, PAPER, scenario)) is not None:
             points.setdefault(parameter, []).append((value, ratio.value))
     curves = [Curve(label=name, points=found) for name, found in points.items() if name != "k"]
     panel = Panel(title=f"Time to target against {BASE}", x="value of the weight", y="ratio", curves=curves)
     return laboratory.result(
         "sensitivity",
-        ["parameter", "value", *COLUMNS, f"time vs {BASE}"],
+        ["parameter", "value", *COLUMNS],
         rows,
         learned=True,
         panels=[panel],
@@ -62,12 +59,11 @@ def published_reward(laboratory: Laboratory) -> ExperimentResult:
         curves = []
         for title, weights in variants.items():
             learned = laboratory.learned(PAPER, [scenario], weights=weights, episode_end=end)
-            table = _compared(laboratory, scenario, learned)
-            ratio = against(table, PAPER, BASE, scenario)
-            rows.append([end_words, title, _return(learned), *numbers(table, PAPER, scenario), ratio])
+            table = laboratory.compare([scenario], [PAPER, BASE], {PAPER: learned})
+            rows.append([end_words, title, _return(learned), *cells_of(table, PAPER, scenario)])
             curves.append(_mean_return_curve(title, learned))
         panels.append(Panel(title=f"Episodes that end at the {end_words}", x="episode", y="return", curves=curves))
-    columns = ["episode ends at", "reward", "return, last episodes", *COLUMNS, f"time vs {BASE}"]
+    columns = ["episode ends at", "reward", "return, last episodes", *COLUMNS]
     return laboratory.result("reward", columns, rows, learned=True, panels=panels, notes=[_default_weights()])
 
 
@@ -85,10 +81,6 @@ def _settings(laboratory: Laboratory) -> list[tuple[str, float, Scenario, dict[s
         )  # fmt: skip
         found.append(("k", float(window_steps), scenario, {"weights": PUBLISHED}))
     return found
-
-
-def _compared(laboratory: Laboratory, scenario: Scenario, learned: Sequence[LearningRun]) -> OutcomeTable:
-    return laboratory.compare([scenario], f"{PAPER},{BASE}", {PAPER: [run.path for run in learned]})
 
 
 def _with(**changes: float) -> Weights:

@@ -24,30 +24,24 @@ DEFAULTS = ScalePlan()
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, write; 1 when a target is missed, 2 when there is nothing to judge."""
-    parser = benchmark_parser("scale", __doc__)
-    for option, kind, default, meaning in (
-        ("--workers", int, DEFAULTS.num_workers, "of all jobs"),
-        ("--jobs", int, DEFAULTS.num_jobs, "that share them"),
-        ("--rate", float, DEFAULTS.rate, "windows per second of each job"),
-        ("--seconds", float, DEFAULTS.seconds, "judged"),
-        ("--policy", str, DEFAULTS.policy, "of all jobs"),
-        ("--spread", float, DEFAULTS.spread_s, "seconds over which the nodes send a window's states; 0: all at once"),
-        ("--seed", int, DEFAULTS.seed, "of the load"),
-        ("--ingest-messages", int, NUM_MESSAGES, "read per run of ingest"),
-    ):
-        parser.add_argument(option, type=kind, default=default, help=f"{meaning} (default: %(default)s)")
+    parser = benchmark_parser(
+        *("scale", __doc__),
+        ("--workers", DEFAULTS.workers, "of all jobs"),
+        ("--jobs", DEFAULTS.jobs, "that share them"),
+        ("--rate", DEFAULTS.rate, "windows per second of each job"),
+        ("--seconds", DEFAULTS.seconds, "judged"),
+        ("--policy", DEFAULTS.policy, "of all jobs"),
+        ("--spread", DEFAULTS.spread_s, "seconds over which the nodes send a window's states; 0: all at once"),
+        ("--seed", DEFAULTS.seed, "of the load"),
+        ("--ingest-messages", NUM_MESSAGES, "read per run of ingest"),
+    )
     parser.add_argument("--with-windows", action="store_true", help="also publish metric windows and rewards")
     options = parser.parse_args(arguments)
     try:
         plan = ScalePlan(
-            num_workers=options.workers,
-            num_jobs=options.jobs,
-            rate=options.rate,
-            seconds=options.seconds,
-            policy=options.policy,
+            **{name: getattr(options, name) for name in ("workers", "jobs", "rate", "seconds", "policy", "seed")},
             background=options.with_windows,
             spread_s=options.spread,
-            seed=options.seed,
         )
     except ValueError as error:
         parser.error(str(error))

@@ -34,34 +34,32 @@ MAX_LAST_EXPONENT = 1.15
 """Limit for CPU time in the last step; repeated runs differ by 15 % on a shared machine."""
 
 BEGIN, END = "<!-- the table is made by `make scale` -->", "<!-- end of the table -->"
-COLUMNS: list[tuple[str, Callable[[ScaleResult], str]]] = [
-    ("policy", lambda one: one.policy),
-    ("workers", lambda one: f"{one.workers:,}"),
+COLUMNS = [
+    ("policy", "{policy}"),
+    ("workers", "{workers:,}"),
     (
         "latency p50 / p95 / p99 [ms]",
-        lambda one: (
-            f"{one.decision_latency_p50_ms:.1f} / {one.decision_latency_p95_ms:.1f} / {one.decision_latency_p99_ms:.1f}"
-        ),
+        "{decision_latency_p50_ms:.1f} / {decision_latency_p95_ms:.1f} / {decision_latency_p99_ms:.1f}",
     ),
-    ("arbitrator, % of a core", lambda one: f"{one.cpu_percent:.1f}"),
-    ("us per rank and window", lambda one: f"{one.cpu_us_per_rank_window:.1f}"),
-    ("MB", lambda one: f"{one.rss_mb:.0f}"),
-    ("broker, % of a core", lambda one: f"{one.broker_cpu_percent:.1f}"),
-    ("MB", lambda one: f"{one.broker_rss_mb:.0f}"),
-    ("ingest / raw", lambda one: f"{one.ingest_vs_raw:.2f}"),
-    ("messages/s", lambda one: f"{one.messages_per_s:,.0f}"),
-    ("MB/s", lambda one: f"{one.bytes_per_s / 1e6:.2f}"),
-    ("waited, ms per window", lambda one: number(one.wait_ms_per_window, 1)),
-    ("load average", lambda one: f"{one.load_average:.1f}"),
+    ("arbitrator, % of a core", "{cpu_percent:.1f}"),
+    ("us per rank and window", "{cpu_us_per_rank_window:.1f}"),
+    ("MB", "{rss_mb:.0f}"),
+    ("broker, % of a core", "{broker_cpu_percent:.1f}"),
+    ("MB", "{broker_rss_mb:.0f}"),
+    ("ingest / raw", "{ingest_vs_raw:.2f}"),
+    ("messages/s", "{messages_per_s:,.0f}"),
+    ("MB/s", "{mb_per_s:.2f}"),
+    ("waited, ms per window", "{waited_ms}"),
+    ("load average", "{load_average:.1f}"),
 ]
-"""Heading and cell of each column of the table in docs/scale.md."""
+"""Heading and format of each column of the table in docs/scale.md."""
 
 
 def report_of(plans: Sequence[ScalePlan], ingest_messages: int, docs: Path) -> BenchmarkReport:
     """Measure all plans, one after the other, and write the documents."""
     results: list[ScaleResult] = []
     for at, plan in enumerate(plans, start=1):
-        sys.stderr.write(f"scale: {at} of {len(plans)}: {plan.num_workers:,} workers, {plan.policy}\n")
+        sys.stderr.write(f"scale: {at} of {len(plans)}: {plan.workers:,} workers, {plan.policy}\n")
         results.append(run_with_uvloop(measure(plan, ingest_messages=ingest_messages)))
         print(describe(results[-1]), flush=True)
     write(results, docs)
@@ -83,15 +81,19 @@ def write(results: Sequence[ScaleResult], docs: Path) -> None:
 
 def markdown_table(results: Sequence[ScaleResult]) -> str:
     """One row per measurement."""
-    return markdown(
-        [heading for heading, _ in COLUMNS], [[cell(one) for _, cell in COLUMNS] for one in results], num_left=2
-    )
+    rows = [
+        msgspec.structs.asdict(one)
+        | {"mb_per_s": one.bytes_per_s / 1e6, "waited_ms": number(one.wait_ms_per_window, 1)}
+        for one in results
+    ]
+    cells = [[cell.format_map(row) for _, cell in COLUMNS] for row in rows]
+    return markdown([heading for heading, _ in COLUMNS], cells, num_left=2)
 
 
 def panels_of(results: Sequence[ScaleResult]) -> list[Panel]:
     """Latency and CPU time over the number of workers, both axes logarithmic."""
 
-    def curves(figures: dict[str, tuple[str, Callable[[ScaleResult], float]]]) -> list[Curve]:
+    def curves(**figures: tuple[str, Callable[[ScaleResult], float]]) -> list[Curve]:
         return [
             Curve(label=f"{policy}, {what}", style=style, points=[(one.workers, value(one)) for one in curve])
             for policy, curve in by_policy(results)
@@ -99,16 +101,11 @@ def panels_of(results: Sequence[ScaleResult]) -> list[Panel]:
         ]
 
     latency = curves(
-        {
-            "p50": ("o-", lambda one: one.decision_latency_p50_ms),
-            "p95": ("s--", lambda one: one.decision_latency_p95_ms),
-        }
+        p50=("o-", lambda one: one.decision_latency_p50_ms), p95=("s--", lambda one: one.decision_latency_p95_ms)
     )
     cpu = curves(
-        {
-            "arbitrator": ("o-", lambda one: _cpu_ms(one, one.cpu_percent)),
-            "broker": ("^:", lambda one: _cpu_ms(one, one.broker_cpu_percent)),
-        }
+        arbitrator=("o-", lambda one: _cpu_ms(one, one.cpu_percent)),
+        broker=("^:", lambda one: _cpu_ms(one, one.broker_cpu_percent)),
     )
     return [
         _with_linear("Last state of a window to its action", "ms, by the broker's clock", latency, limit=MAX_P95_MS),
@@ -166,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     plans = [
-        ScalePlan(num_workers=size, policy=policy, seconds=options.seconds)
+        ScalePlan(workers=size, policy=policy, seconds=options.seconds)
         for policy, size in itertools.product(options.policies, options.sizes)
     ]
     return run_benchmark("scale", options, lambda: report_of(plans, options.ingest_messages, options.docs))

@@ -84,7 +84,7 @@ class _Generator:
     async def run(self) -> Published:
         """Every job at the plan's rate, one after the other within an interval."""
         plan = self._plan
-        names = [f"scale-{number:04d}-0a1b2c3d" for number in range(plan.num_jobs)]
+        names = [f"scale-{number:04d}-0a1b2c3d" for number in range(plan.jobs)]
         jobs = [job_of(name, plan.workers_per_job, plan.policy, plan.seed) for name in names]
         loads = [await asyncio.to_thread(Load, job, seed=plan.seed + number) for number, job in enumerate(jobs)]
         for job in jobs:

@@ -4,7 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 from bench.scale.generator import SentWindow
@@ -14,30 +14,13 @@ Decided = Mapping[tuple[str, int], int]
 """When the broker stored the action of a job's window, in nanoseconds since the Unix epoch."""
 
 
-class Latency(NamedTuple):
-    """From the last state of a window to its action, both by the broker's clock."""
-
-    p50_ms: float
-    p95_ms: float
-    p99_ms: float
-    max_ms: float
-    num_windows: int
-    max_lag_windows: int
-    """Most windows of one job that were complete and not decided at once."""
-
-
-def latency_of(sent: Sequence[SentWindow], decided: Decided) -> Latency:
-    """Over all judged windows that were decided; NaN when none was."""
+def latency_of(sent: Sequence[SentWindow], decided: Decided) -> dict[str, Any]:
+    """Figures of `ScaleResult` over all judged windows that were decided; latencies are NaN when none was."""
     judged = [one for one in sent if one.window >= WARM_UP_WINDOWS and (one.job, one.window) in decided]
     times_ms = [(decided[one.job, one.window] - one.stored_ns) / 1e6 for one in judged]
-    return Latency(
-        p50_ms=percentile(times_ms, 0.5),
-        p95_ms=percentile(times_ms, 0.95),
-        p99_ms=percentile(times_ms, 0.99),
-        max_ms=percentile(times_ms, 1.0),
-        num_windows=len(judged),
-        max_lag_windows=_max_lag(judged, decided),
-    )
+    shares = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "max": 1.0}
+    figures = {f"decision_latency_{name}_ms": percentile(times_ms, share) for name, share in shares.items()}
+    return {**figures, "max_lag_windows": _max_lag(judged, decided)}
 
 
 def percentile(values: Sequence[float], share: float) -> float:

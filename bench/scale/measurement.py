@@ -8,16 +8,16 @@ import tempfile
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import msgspec
 from bench.harness.broker import broker_with_bus
 from bench.scale.generator import Published, ScaleError, generate
 from bench.scale.ingest import measure_ingest
 from bench.scale.latency import achieved_rate, kept_rate, latency_of, lateness_ms, publishing_ms
-from bench.scale.meter import MIB, Meter, cpu_seconds, rss_growth_bytes, wait_seconds
 from bench.scale.plan import WARM_UP_WINDOWS, ScalePlan
 from bench.scale.result import ScaleResult
-from bench.scale.watch import Watch
+from bench.scale.watch import MIB, Meter, Watch, cpu_seconds, rss_growth_bytes, wait_seconds
 
 from dynamix.cli.progress import ProgressLine
 from dynamix.cli.services import ServiceProcess, bus_environment, wait_until_ready
@@ -31,16 +31,6 @@ LAST_DECISIONS_S = 30.0
 PROGRESS_S = 20.0
 
 
-class _Observations(NamedTuple):
-    """All that the figures are made of."""
-
-    published: Published
-    watch: Watch
-    meter: Meter
-    ingest: dict[str, float]
-    load_average: float
-
-
 async def measure(plan: ScalePlan, *, ingest_messages: int) -> ScaleResult:
     """Run one measurement.
 
@@ -48,7 +38,7 @@ async def measure(plan: ScalePlan, *, ingest_messages: int) -> ScaleResult:
         ScaleError: when the generator did not keep its rate, or the arbitrator ended; it has no figures then.
     """
     async with broker_with_bus("scale") as (server, bus):
-        watch = Watch(bus, plan.all_windows * plan.num_jobs)
+        watch = Watch(bus, plan.all_windows * plan.jobs)
         async with _arbitrator(bus, server.settings) as arbitrator:
             meter = Meter({ARBITRATOR: arbitrator.pid, BROKER: server.pid})
             published = await _load(plan, server.settings, watch, meter)
@@ -60,7 +50,7 @@ async def measure(plan: ScalePlan, *, ingest_messages: int) -> ScaleResult:
             f"{achieved_rate(plan, published.sent):.3f}, late by up to {lateness_ms(published.sent):.0f} ms; nothing "
             "that was measured counts: take fewer --workers, a lower --rate, or a quieter machine"
         )
-    return _result(plan, _Observations(published, watch, meter, ingest, load_average))
+    return _result(plan, published, watch, meter, {"load_average": load_average, **ingest})
 
 
 @contextlib.asynccontextmanager
@@ -122,38 +112,28 @@ async def _progress(plan: ScalePlan, watch: Watch) -> None:
     line = ProgressLine(PROGRESS_S)
     while True:
         await asyncio.sleep(1.0)
-        line.show(f"{len(watch.decided)} of {plan.all_windows * plan.num_jobs} windows decided")
+        line.show(f"{len(watch.decided)} of {plan.all_windows * plan.jobs} windows decided")
 
 
-def _result(plan: ScalePlan, seen: _Observations) -> ScaleResult:
-    published, watch, meter, ingest, load_average = seen
+def _result(plan: ScalePlan, published: Published, watch: Watch, meter: Meter, others: dict[str, Any]) -> ScaleResult:
+    asked = msgspec.structs.asdict(plan)
+    del asked["seed"]
     judged = [one for one in published.sent if one.window >= WARM_UP_WINDOWS]
     begin_s, end_s = min(one.due_s for one in judged), max(one.due_s for one in judged) + plan.interval_s
     all_s = end_s - min(one.due_s for one in published.sent)
-    latency = latency_of(published.sent, watch.decided)
     samples, broker = meter.samples[ARBITRATOR], meter.samples[BROKER]
     cpu_s, wait_s = cpu_seconds(samples, begin_s, end_s), wait_seconds(samples, begin_s, end_s)
     return ScaleResult(
-        workers=plan.num_workers,
-        jobs=plan.num_jobs,
-        nodes=plan.nodes_per_job * plan.num_jobs,
-        rate=plan.rate,
-        seconds=plan.seconds,
-        policy=plan.policy,
-        background=plan.background,
-        spread_s=plan.spread_s,
-        decision_latency_p50_ms=latency.p50_ms,
-        decision_latency_p95_ms=latency.p95_ms,
-        decision_latency_p99_ms=latency.p99_ms,
-        decision_latency_max_ms=latency.max_ms,
-        windows_expected=plan.all_windows * plan.num_jobs,
+        **asked,
+        **latency_of(published.sent, watch.decided),
+        **others,
+        nodes=plan.nodes_per_job * plan.jobs,
+        windows_expected=plan.all_windows * plan.jobs,
         windows_decided=len(watch.decided),
         actions_out_of_chain=watch.num_out_of_chain,
         late_states=watch.counters.get("late_states", 0),
-        max_lag_windows=latency.max_lag_windows,
-        **ingest,
         cpu_percent=100 * cpu_s / (end_s - begin_s),
-        cpu_us_per_rank_window=1e6 * cpu_s / (plan.num_workers * plan.num_windows),
+        cpu_us_per_rank_window=1e6 * cpu_s / (plan.workers * plan.num_windows),
         rss_mb=samples[-1].rss_bytes / MIB,
         rss_growth_mb=rss_growth_bytes(samples, begin_s + plan.memory_warm_up_s, end_s) / MIB,
         max_loop_lag_ms=watch.counters.get("max_loop_lag_ms", 0),
@@ -167,6 +147,5 @@ def _result(plan: ScalePlan, seen: _Observations) -> ScaleResult:
         state_bytes=published.state_bytes,
         action_bytes=watch.action_bytes,
         publish_retries=published.num_retries,
-        load_average=load_average,
-        wait_ms_per_window=None if wait_s is None else 1e3 * wait_s / (plan.num_windows * plan.num_jobs),
+        wait_ms_per_window=None if wait_s is None else 1e3 * wait_s / (plan.num_windows * plan.jobs),
     )

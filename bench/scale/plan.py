@@ -14,8 +14,8 @@ MEMORY_WARM_UP_S = 300.0
 class ScalePlan(msgspec.Struct, frozen=True, kw_only=True):
     """One measurement. Workers are those of all jobs together."""
 
-    num_workers: int = 1024
-    num_jobs: int = 1
+    workers: int = 1024
+    jobs: int = 1
     rate: float = 1.0
     """Windows per second of each job."""
     seconds: float = 60.0
@@ -28,10 +28,8 @@ class ScalePlan(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         """Raise ValueError, naming the value, for what cannot be run."""
-        if not 1 <= self.num_jobs <= self.num_workers or self.num_workers % self.num_jobs:
-            raise ValueError(
-                f"--jobs must divide --workers {self.num_workers} without a rest, {self.num_jobs} does not"
-            )
+        if not 1 <= self.jobs <= self.workers or self.workers % self.jobs:
+            raise ValueError(f"--jobs must divide --workers {self.workers} without a rest, {self.jobs} does not")
         if self.workers_per_job > MAX_RANKS:
             raise ValueError(f"a job has at most {MAX_RANKS} ranks, not {self.workers_per_job}: take more --jobs")
         if self.rate <= 0 or self.seconds <= 0 or self.rate * self.seconds < 1:
@@ -44,7 +42,7 @@ class ScalePlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def workers_per_job(self) -> int:
         """Ranks of one job."""
-        return self.num_workers // self.num_jobs
+        return self.workers // self.jobs
 
     @property
     def nodes_per_job(self) -> int:

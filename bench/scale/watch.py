@@ -1,13 +1,23 @@
-"""The trainers' side of the bus: reads every action, and what the arbitrator says of itself in its heartbeat."""
+"""What is watched while the load runs: every action, the arbitrator's heartbeat, CPU time and memory of processes."""
 
 import asyncio
 import contextlib
+import time
+from collections.abc import Mapping
+from statistics import median
+from typing import NamedTuple
 
+import numpy as np
+
+from dynamix.collector.procfs.proc import Proc
 from dynamix.runtime.bus import Bus
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode
 from dynamix.schemas.messages import Action, Live
 from dynamix.schemas.streams import ACTIONS
+
+INTERVAL_S = 1.0
+MIB = 1 << 20
 
 
 class Watch:
@@ -56,3 +66,72 @@ class Watch:
         self.decided[action.job, action.window] = stored_ns
         if len(self.decided) >= self._num_expected:
             self.complete.set()
+
+
+class ProcessSample(NamedTuple):
+    """One process at one moment."""
+
+    at_s: float
+    """Monotonic."""
+    cpu_s: float
+    """CPU time of all its threads since it began."""
+    rss_bytes: int
+    wait_s: float | None = None
+    """Time that its main thread was ready and waited for a processor; `None` where the kernel does not count."""
+
+
+class Meter:
+    """Samples processes by name, from /proc."""
+
+    def __init__(self, pids: Mapping[str, int]) -> None:
+        self._pids = pids
+        self.samples: dict[str, list[ProcessSample]] = {name: [] for name in pids}
+
+    async def run(self) -> None:
+        """Sample once a second until cancelled."""
+        while True:
+            self.sample()
+            await asyncio.sleep(INTERVAL_S)
+
+    def sample(self) -> None:
+        """Sample each process once."""
+        for name, pid in self._pids.items():
+            self.samples[name].append(sample_of(pid))
+
+
+def sample_of(pid: int) -> ProcessSample:
+    """A process now.
+
+    Raises:
+        OSError: when it has ended.
+    """
+    proc = Proc()
+    family = proc.family(pid)
+    main = (family.threads or {}).get(pid)
+    wait_s = None if main is None else main.wait_ns / 1e9
+    return ProcessSample(time.monotonic(), family.cpu_ticks / proc.ticks_per_s, proc.resident_bytes(pid), wait_s)
+
+
+def cpu_seconds(samples: list[ProcessSample], begin_s: float, end_s: float) -> float:
+    """CPU time spent between two moments, interpolated between samples; no further than these reach."""
+    return _grown([(sample.at_s, sample.cpu_s) for sample in samples], begin_s, end_s)
+
+
+def wait_seconds(samples: list[ProcessSample], begin_s: float, end_s: float) -> float | None:
+    """Time waited for a processor between two moments; `None` where the kernel does not count."""
+    times = [(sample.at_s, sample.wait_s) for sample in samples if sample.wait_s is not None]
+    return _grown(times, begin_s, end_s) if times else None
+
+
+def rss_growth_bytes(samples: list[ProcessSample], begin_s: float, end_s: float) -> float:
+    """Median memory of the last tenth of a span, less that of its first tenth: one peak does not make a growth."""
+    tenth_s = (end_s - begin_s) / 10
+    first = [sample.rss_bytes for sample in samples if begin_s <= sample.at_s <= begin_s + tenth_s]
+    last = [sample.rss_bytes for sample in samples if end_s - tenth_s <= sample.at_s <= end_s]
+    return median(last) - median(first) if first and last else 0.0
+
+
+def _grown(times: list[tuple[float, float]], begin_s: float, end_s: float) -> float:
+    """How much a counter grew between two moments, from its readings."""
+    before, after = np.interp([begin_s, end_s], *np.transpose(times))
+    return float(after - before)

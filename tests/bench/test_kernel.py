@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from bench.harness.rounds import Timing
 from bench.kernel import __main__ as bench
-from bench.kernel.arms import ARMS, compare_arms
-from bench.kernel.groups import made_groups
-from bench.kernel.run_times import BULK, CONNECTIONS, DATAGRAMS, TRAFFIC, UNKNOWN
+from bench.kernel.arms import ARMS, BULK, CONNECTIONS, DATAGRAMS, TRAFFIC, UNKNOWN, compare_arms
+from bench.kernel.programs import made_groups
 from bench.kernel.training import PACED, TRAINING
 from tests.support.benches import run_bench
 

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import matplotlib.image
+import msgspec
 import pytest
 from bench.results import heldout, laboratory
 from bench.results.__main__ import EXPERIMENTS, main
@@ -11,18 +12,16 @@ from bench.results.laboratory import SCALES, Laboratory
 from bench.results.learned import ADAM
 from bench.results.result import (
     NOT_RUN,
-    Estimate,
     ExperimentResult,
     markdown,
+    markers,
     mean_of,
-    read_result,
-    table_in,
     write_table,
 )
 from tests.support.small_suites import made_up
 
 from dynamix.lab.experiments.comparison import evaluation
-from dynamix.lab.experiments.comparison.scores import RatioInterval
+from dynamix.lab.experiments.comparison.scores import MeanInterval, RatioInterval
 from dynamix.lab.experiments.comparison.tuned import Choice, Tuned, to_toml
 from dynamix.lab.experiments.comparison.verdict import Verdict, VerdictFamily, VerdictRow
 from dynamix.lab.experiments.episodes.suite import suite_named
@@ -31,7 +30,16 @@ DOCS = Path(__file__).parents[2] / "docs"
 EMPTY = "\n".join(f"<!-- {name}: made by `make results` -->\n{NOT_RUN}\n<!-- end of {name} -->" for name in EXPERIMENTS)
 
 
-def made(rows: list[list[Estimate | str | int | float | None]], columns: list[str]) -> ExperimentResult:
+def read_result(path: Path) -> ExperimentResult:
+    return msgspec.json.decode(path.read_bytes(), type=ExperimentResult)
+
+
+def table_in(document: str, name: str) -> str:
+    begin, end = markers(name)
+    return document.partition(begin)[2].partition(end)[0].strip("\n")
+
+
+def made(rows: list[list[MeanInterval | str | int | float | None]], columns: list[str]) -> ExperimentResult:
     return ExperimentResult(
         name="static",
         command="python -m bench.results --only static",
@@ -110,9 +118,9 @@ def row_of(label: str, ratio: float) -> VerdictRow:
 
 
 def test_a_result_is_a_table_with_its_seeds_command_and_notes() -> None:
-    rows: list[list[Estimate | str | int | float | None]] = [
-        ["static@64", 7, 12.345, Estimate(value=0.5, low=0.4567, high=0.61), None],
-        ["rule", 0, 1234.5, Estimate(value=2.0), "0 of 3"],
+    rows: list[list[MeanInterval | str | int | float | None]] = [
+        ["static@64", 7, 12.345, MeanInterval(0.5, 0.4567, 0.61), None],
+        ["rule", 0, 1234.5, MeanInterval(2.0, None, None), "0 of 3"],
     ]
     assert markdown(made(rows, ["policy", "missed", "s", "ratio", "more"])).splitlines() == [
         "| policy | missed | s | ratio | more |",
@@ -130,7 +138,7 @@ def test_a_mean_has_students_interval() -> None:
     found = mean_of([1.0, 2.0, 3.0])  # standard error 1 / sqrt(3), t(2) = 4.303
     assert found.value == 2.0
     assert found.low == pytest.approx(2.0 - 4.303 / 3**0.5, abs=1e-3)
-    assert mean_of([4.0]) == Estimate(value=4.0)
+    assert mean_of([4.0]) == MeanInterval(4.0, None, None)
 
 
 def test_a_table_goes_between_its_own_markers_and_twice_is_once(tmp_path: Path) -> None:
@@ -157,7 +165,7 @@ def test_the_clusters_learn_at_the_rates_of_the_scenarios_with_gradients_of_the_
 
 def test_baselines_run_with_tuned_settings_and_notes_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(laboratory, "scenario_root", lambda: tmp_path)
-    rows = "static@64,random,goodput"
+    rows = ["static@64", "random", "goodput"]
     assert "Nothing was tuned" in Laboratory(SCALES["smoke"], tmp_path).tuning_note(rows)
     choice = Choice(setting="goodput:smoothing=0.5", options={"smoothing": 0.5})
     tuned = Tuned(overall={"goodput": choice}, families={"home": {"goodput": Choice(options={"smoothing": 1.0})}})
@@ -179,7 +187,7 @@ def test_an_experiment_runs_and_writes_its_table_numbers_and_picture(tmp_path: P
     page = (tmp_path / "docs" / "results.md").read_text()
     static = read_result(tmp_path / "docs" / "results" / "static.json")
     assert [row[0] for row in static.rows] == ["static@32", "static@64", "static@128", "rule"]
-    assert static.rows[1][-1] == Estimate(value=1.0, low=1.0, high=1.0)
+    assert static.rows[1][-1] == MeanInterval(1.0, 1.0, 1.0)
     learning = read_result(tmp_path / "docs" / "results" / "learning.json")
     assert [len(curve.points) for curve in learning.panels[0].curves] == [2]
     for name, result in (("static", static), ("learning", learning)):
