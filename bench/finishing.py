@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -26,10 +25,7 @@ from bench.harness.command import BenchmarkError, BenchmarkReport, benchmark_par
 ROOT = Path(__file__).parents[1]
 TIMEOUT_S = 600.0
 READY = "reward     ready", "collector  ready", "arbitrator ready"
-SIGNS = {
-    "terminate called": re.compile(r"terminate called"),
-    "signal 6": re.compile(r"Signal 6|SIGABRT|exitcode\s*: -6"),
-}
+SIGNS = {"terminate called": r"terminate called", "signal 6": r"Signal 6|SIGABRT|exitcode\s*: -6"}
 
 
 class EndedJob(NamedTuple):
@@ -51,22 +47,28 @@ class EndedJob(NamedTuple):
 def measure(options: argparse.Namespace) -> BenchmarkReport:
     """Run all jobs; one that did not end well is missed."""
     with tempfile.TemporaryDirectory(prefix="dynamix-finishing-") as name, contextlib.ExitStack() as stack:
-        environ = _environment(Path(name))
+        directory = Path(name)
+        environ = _environment(directory)
+        loop = ["nice", "-n", str(options.nice), sys.executable, "-c", "while True: pass"]
         for _ in range(options.load):
-            stack.enter_context(_running([sys.executable, "-c", "while True: pass"], environ, nice=options.nice))
+            _start(stack, loop, environ)
         if options.bus:
-            stack.enter_context(_bus(Path(name), environ))
-        begin_s = time.monotonic()
-        jobs = _run_all(options, Path(name), environ)
+            _start_bus(stack, directory / "up.log", environ)
+        begin_s, jobs = time.monotonic(), list[EndedJob]()
+        pool = stack.enter_context(ThreadPoolExecutor(options.beside))
+        for done in as_completed([pool.submit(_run, _command(options), name, environ) for _ in range(options.jobs)]):
+            jobs.append(done.result())
+            if not jobs[-1].is_well or len(jobs) % 10 == 0:
+                num_bad = sum(not job.is_well for job in jobs)
+                sys.stderr.write(f"{len(jobs)}/{options.jobs} jobs, {num_bad} did not end well\n")
         seconds = round(time.monotonic() - begin_s, 1)
     for job in [job for job in jobs if not job.is_well][:3]:
         sys.stderr.write(job.output)
     told = {name: getattr(options, name) for name in ("beside", "bus", "load", "nice", "ranks", "samples")}
     figures = {**told, **summed(jobs), "seconds": seconds}
     num_bad = figures["ended_otherwise"]
-    return BenchmarkReport(
-        figures, _text(figures), missed=[f"{num_bad} of {len(jobs)} jobs did not end well"] if num_bad else []
-    )
+    missed = [f"{num_bad} of {len(jobs)} jobs did not end well"] if num_bad else []
+    return BenchmarkReport(figures, _text(figures), missed=missed)
 
 
 def summed(jobs: list[EndedJob]) -> dict[str, Any]:
@@ -81,47 +83,26 @@ def summed(jobs: list[EndedJob]) -> dict[str, Any]:
     }
 
 
-def _run_all(options: argparse.Namespace, directory: Path, environ: dict[str, str]) -> list[EndedJob]:
-    command = _command(options)
-    jobs: list[EndedJob] = []
-    with ThreadPoolExecutor(options.beside) as pool:
-        for done in as_completed([pool.submit(_run, command, directory, environ) for _ in range(options.jobs)]):
-            jobs.append(done.result())
-            if not jobs[-1].is_well or len(jobs) % 10 == 0:
-                num_bad = sum(not job.is_well for job in jobs)
-                sys.stderr.write(f"{len(jobs)}/{options.jobs} jobs, {num_bad} did not end well\n")
-    return jobs
-
-
-def _run(command: list[str], directory: Path, environ: dict[str, str]) -> EndedJob:
+def _run(command: list[str], directory: str, environ: dict[str, str]) -> EndedJob:
     begin_s = time.monotonic()
-    process = subprocess.Popen(
-        command,
-        env=environ,
-        cwd=directory,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=TIMEOUT_S)
-        code: int | str = process.returncode
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        code = f"none within {TIMEOUT_S:g} s"
-    signs = tuple(sign for sign, pattern in SIGNS.items() if pattern.search(output))
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(command, env=environ, cwd=directory, text=True, start_new_session=True, **pipes) as process:
+        try:
+            output, _ = process.communicate(timeout=TIMEOUT_S)
+            code: int | str = process.returncode
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+            code = f"none within {TIMEOUT_S:g} s"
+    signs = tuple(sign for sign, pattern in SIGNS.items() if re.search(pattern, output))
     return EndedJob(code, signs, time.monotonic() - begin_s, output)
 
 
 def _command(options: argparse.Namespace) -> list[str]:
-    script = ROOT / "examples" / "ddp_workload.py"
-    torchrun = ["--standalone", "--nproc-per-node", str(options.ranks), str(script), "--workload", "fashion-14-mlp"]
-    torchrun += ["--data", str(options.data), "--num-samples", str(options.samples)]
-    if options.bus:
-        return [sys.executable, "-m", "dynamix.cli.main", "train", "--", *torchrun]
-    return [sys.executable, "-m", "torch.distributed.run", *torchrun]
+    launcher = ["dynamix.cli.main", "train", "--"] if options.bus else ["torch.distributed.run"]
+    script = [str(ROOT / "examples" / "ddp_workload.py"), "--workload", "fashion-14-mlp"]
+    sizes = ["--data", str(options.data), "--num-samples", str(options.samples)]
+    return [sys.executable, "-m", *launcher, "--standalone", "--nproc-per-node", str(options.ranks), *script, *sizes]
 
 
 def _environment(directory: Path) -> dict[str, str]:
@@ -131,29 +112,23 @@ def _environment(directory: Path) -> dict[str, str]:
     return {**kept, **here, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
 
 
-@contextlib.contextmanager
-def _bus(directory: Path, environ: dict[str, str]) -> Iterator[None]:
-    """`dynamix up` on a free port, once its services are ready."""
-    log = directory / "up.log"
-    with log.open("w") as file, _running([sys.executable, "-m", "dynamix.cli.main", "up"], environ, stderr=file) as up:
-        deadline_s = time.monotonic() + TIMEOUT_S
-        while not all(line in log.read_text() for line in READY):
-            if up.poll() is not None or time.monotonic() > deadline_s:
-                raise BenchmarkError(f"dynamix up did not become ready:\n{log.read_text()}")
-            time.sleep(0.1)
-        yield
+def _start_bus(stack: contextlib.ExitStack, log: Path, environ: dict[str, str]) -> None:
+    """Start `dynamix up` on a free port, and wait until its services are ready."""
+    up = _start(stack, [sys.executable, "-m", "dynamix.cli.main", "up"], environ, stack.enter_context(log.open("w")))
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while not all(line in log.read_text() for line in READY):
+        if up.poll() is not None or time.monotonic() > deadline_s:
+            raise BenchmarkError(f"dynamix up did not become ready:\n{log.read_text()}")
+        time.sleep(0.1)
 
 
-@contextlib.contextmanager
-def _running(
-    command: list[str], environ: dict[str, str], *, nice: int = 0, stderr: IO[str] | None = None
-) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen(["nice", "-n", str(nice), *command], env=environ, stderr=stderr)
-    try:
-        yield process
-    finally:
-        process.terminate()
-        process.wait()
+def _start(
+    stack: contextlib.ExitStack, command: list[str], environ: dict[str, str], stderr: IO[str] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a process that is ended with the stack."""
+    process = stack.enter_context(subprocess.Popen(command, env=environ, stderr=stderr))
+    stack.callback(process.terminate)
+    return process
 
 
 def _text(figures: dict[str, Any]) -> str:
@@ -168,24 +143,20 @@ def _text(figures: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = benchmark_parser("finishing", __doc__)
-    parser.add_argument("--jobs", type=int, default=300, help="(default: %(default)s)")
-    parser.add_argument("--beside", type=int, default=3, help="jobs at a time (default: %(default)s)")
-    parser.add_argument("--ranks", type=int, default=2, help="of each job (default: %(default)s)")
-    parser.add_argument("--samples", type=int, default=2000, help="that a job trains on (default: %(default)s)")
-    parser.add_argument("--data", type=Path, default=ROOT / ".data" / "fashion-mnist", help="where Fashion-MNIST is")
-    parser.add_argument("--bus", action="store_true", help="with a broker, the services and `dynamix train`")
-    parser.add_argument(
-        "--load", type=int, default=0, metavar="N", help="busy loops beside them (default: %(default)s)"
-    )
-    parser.add_argument("--nice", type=int, default=0, metavar="N", help="of the busy loops (default: %(default)s)")
-    return parser
-
-
 def main() -> int:
     """Run, print, write; exit code 1 when a job did not end well."""
-    options = _parser().parse_args()
+    parser = benchmark_parser(
+        *("finishing", __doc__),
+        ("--jobs", 300, "in all"),
+        ("--beside", 3, "jobs at a time"),
+        ("--ranks", 2, "of each job"),
+        ("--samples", 2000, "that a job trains on"),
+        ("--load", 0, "busy loops beside them"),
+        ("--nice", 0, "of the busy loops"),
+    )
+    parser.add_argument("--data", type=Path, default=ROOT / ".data" / "fashion-mnist", help="where Fashion-MNIST is")
+    parser.add_argument("--bus", action="store_true", help="with a broker, the services and `dynamix train`")
+    options = parser.parse_args()
     return run_benchmark("finishing", options, lambda: measure(options))
 
 

@@ -9,9 +9,8 @@ over the windows after those to warm up. Needs Linux, iproute2 and Fashion-MNIST
 import sys
 from collections.abc import Sequence
 
-from bench.cluster.arguments import as_json, by_rank, cluster_parser, plan_of
 from bench.cluster.display import describe, panels_of, text_of
-from bench.cluster.plan import Arm, ClusterPlan
+from bench.cluster.plan import Arm, ClusterPlan, by_rank, cluster_parser, plan_of
 from bench.cluster.runner import run_all
 from bench.cluster.summary import missed
 from bench.harness.command import BenchmarkReport, run_benchmark
@@ -24,7 +23,7 @@ def measure(plan: ClusterPlan, arms: Sequence[Arm]) -> BenchmarkReport:
     sys.stderr.write(f"cluster: {describe(plan)}; {plan.num_windows} windows of {plan.window_steps} steps each\n")
     results = run_all([(plan, arm) for arm in arms])
     return BenchmarkReport(
-        {"plan": as_json(plan), "runs": [as_json(result) for result in results]},
+        {"plan": plan, "runs": results},
         "\n\n".join(map(text_of, results)),
         missed=[text for result in results for text in missed(result)],
         draw=lambda path: draw(panels_of(results, plan), path, describe(plan)),

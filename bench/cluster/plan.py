@@ -1,13 +1,16 @@
-"""What is run: hosts, what is slow about some of them, and how the job is steered."""
+"""What is run: hosts, what is slow about some of them, how the job is steered; and the arguments that say so."""
 
-from typing import Literal, NamedTuple, Self
+import argparse
+from typing import Any, Literal, NamedTuple, Self, TypeVar, get_args
 
 import msgspec
+from bench.harness.command import Option, benchmark_parser
 from bench.hosts import HostsError, Link
 
 from dynamix.schemas.subjects import check_token
 
 NUM_TRAINING_IMAGES = 60_000
+Value = TypeVar("Value", str, float)
 Probe = Literal["auto", "ebpf", "tcp_info", "proc"]
 
 
@@ -101,3 +104,67 @@ class ClusterPlan(msgspec.Struct, frozen=True, kw_only=True):
         """More passes over the data than the run can need, whatever a policy decides."""
         largest = max(arm.local_batch_size, self.max_local_batch_size)
         return 1 + self.num_steps * largest * self.num_hosts // NUM_TRAINING_IMAGES
+
+
+DEFAULTS = ClusterPlan()
+
+
+def cluster_parser(
+    name: str, description: str | None, *more: Option, has_figure: bool = False
+) -> argparse.ArgumentParser:
+    """Parser with the hosts and the length of a run."""
+    parser = benchmark_parser(
+        *(name, description),
+        ("--hosts", DEFAULTS.num_hosts, "number of hosts, one rank on each"),
+        ("--cpu", str(DEFAULTS.cores), "cores of each host, or none for no limit"),
+        ("--windows", DEFAULTS.num_windows, "of a run"),
+        ("--window-steps", DEFAULTS.window_steps, "steps in a window"),
+        ("--warm-up", DEFAULTS.num_warm_up_windows, "windows not measured"),
+        ("--local-batch-size", 32, "to begin with"),
+        ("--seed", DEFAULTS.seed, "of model and data"),
+        *more,
+        has_figure=has_figure,
+    )
+    parser.add_argument(
+        "--queue-limit", type=int, metavar="BYTES", help="of slow links; 4500 to 10000 lose thousands of segments"
+    )
+    parser.add_argument(
+        "--probe", choices=get_args(Probe), default=DEFAULTS.probe, help="of the collectors (default: %(default)s)"
+    )
+    parser.add_argument("--data", metavar="DIR", help="directory with Fashion-MNIST's four idx files")
+    return parser
+
+
+def plan_of(options: argparse.Namespace, **slow: Any) -> ClusterPlan:
+    """The plan.
+
+    Raises:
+        ValueError: for what cannot be run.
+    """
+    return ClusterPlan(
+        num_hosts=options.hosts,
+        cores=None if options.cpu == "none" else float(options.cpu),
+        queue_limit_bytes=options.queue_limit,
+        num_windows=options.windows,
+        window_steps=options.window_steps,
+        num_warm_up_windows=options.warm_up,
+        probe=options.probe,
+        seed=options.seed,
+        data=options.data,
+        **slow,
+    )
+
+
+def by_rank(pairs: list[str] | None, convert: type[Value]) -> dict[int, Value]:
+    """From `RANK=VALUE` to a value per rank.
+
+    Raises:
+        ValueError: for what is not written so.
+    """
+    values: dict[int, Value] = {}
+    for pair in pairs or ():
+        rank, separator, value = pair.partition("=")
+        if not separator or not rank.isdecimal():
+            raise ValueError(f"{pair!r}: write RANK=VALUE, such as 3=20mbit for a link or 3=0.1 for a processor")
+        values[int(rank)] = convert(value)
+    return values

@@ -12,9 +12,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bench.cluster.arguments import as_json, cluster_parser, plan_of
 from bench.cluster.display import COLUMNS, scaled, text_of
-from bench.cluster.plan import Arm, ClusterPlan
+from bench.cluster.plan import Arm, ClusterPlan, cluster_parser, plan_of
 from bench.cluster.runner import run_all
 from bench.cluster.summary import ClusterResult, missed
 from bench.harness.command import BenchmarkReport, run_benchmark
@@ -77,13 +76,12 @@ def measure(plans: Mapping[str, ClusterPlan], arms: Mapping[str, Arm], num_repea
 def report_of(plans: Mapping[str, ClusterPlan], cells: Cells, slow_rank: int) -> BenchmarkReport:
     """Both tables, after the last run of each cell."""
     runs = [
-        {"condition": condition, "action": action, "runs": [as_json(result) for result in results]}
-        for (condition, action), results in cells.items()
+        {"condition": condition, "action": action, "runs": results} for (condition, action), results in cells.items()
     ]
     complaints = [
         f"{condition}, {text}" for (condition, _), found in cells.items() for one in found for text in missed(one)
     ]
-    figures = {"plans": {name: as_json(plan) for name, plan in plans.items()}, "cells": runs}
+    figures = {"plans": plans, "cells": runs}
     texts = [text_of(results[-1]) for results in cells.values()]
     return BenchmarkReport(figures, "\n\n".join([*texts, tables_of(cells, slow_rank)]), missed=complaints)
 
@@ -126,16 +124,15 @@ def _slow_and_others(results: Sequence[ClusterResult], slow_rank: int, signal: s
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run all, print and write the tables; 1 when windows were lost or nothing was decided."""
-    parser = cluster_parser("cluster.table", __doc__)
-    for option, kind, default, meaning in (
-        ("--repeats", int, 1, "of everything"),
-        ("--rank", int, 3, "which is slow"),
-        ("--rate", str, "20mbit", "of its slow link"),
-        ("--lossy-queue", int, 10_000, "bytes, of the link that loses packets"),
-        ("--slow-cores", float, 0.1, "of its slow processor"),
-        ("--larger", float, 3.0, "times, the larger batch"),
-    ):
-        parser.add_argument(option, type=kind, default=default, help=f"{meaning} (default: %(default)s)")
+    parser = cluster_parser(
+        *("cluster.table", __doc__),
+        ("--repeats", 1, "of everything"),
+        ("--rank", 3, "which is slow"),
+        ("--rate", "20mbit", "of its slow link"),
+        ("--lossy-queue", 10_000, "bytes, of the link that loses packets"),
+        ("--slow-cores", 0.1, "of its slow processor"),
+        ("--larger", 3.0, "times, the larger batch"),
+    )
     parser.add_argument(
         "--condition", action="append", metavar="TEXT", help="only conditions with this in their name; may be repeated"
     )

@@ -52,6 +52,7 @@ class BenchmarkReport(NamedTuple):
     """What a benchmark found."""
 
     figures: dict[str, Any]
+    """Of what JSON knows, and of msgspec.Struct."""
     text: str
     """The table for people."""
     targets: Sequence[Target] = ()
@@ -99,7 +100,7 @@ def run_benchmark(
         return INTERRUPTED
     machine = _machine([load_before, os.getloadavg()[0]])
     targets = [{**msgspec.to_builtins(target), "met": target.met} for target in report.targets]
-    text = json.dumps({**machine, **report.figures, "targets": targets}, indent=2)
+    text = json.dumps({**machine, **report.figures, "targets": targets}, indent=2, default=_json_value)
     if options.json == "-":
         print(text)
     else:
@@ -113,6 +114,11 @@ def run_benchmark(
         return 0
     sys.stderr.write(f"{name}: target missed: {', '.join(missed)}\n")
     return MISSED
+
+
+def _json_value(value: Any) -> Any:
+    """What JSON holds of a msgspec.Struct."""
+    return msgspec.to_builtins(value, str_keys=True)
 
 
 def _machine(load_average: list[float]) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def report_of(plan: ScalePlan, ingest_messages: int) -> BenchmarkReport:
     """Measure one plan."""
     result = run_with_uvloop(measure(plan, ingest_messages=ingest_messages))
-    return BenchmarkReport(msgspec.to_builtins(result), describe(result), targets_of(result), missed(result))
+    return BenchmarkReport(msgspec.structs.asdict(result), describe(result), targets_of(result), missed(result))
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def report_of(plans: Sequence[ScalePlan], ingest_messages: int, docs: Path) -> B
     write(results, docs)
     targets = [target for result in results for target in targets_of(result)]
     complaints = [text for result in results for text in missed(result)] + too_steep(results)
-    return BenchmarkReport({"results": msgspec.to_builtins(results)}, markdown_table(results), targets, complaints)
+    return BenchmarkReport({"results": results}, markdown_table(results), targets, complaints)
 
 
 def write(results: Sequence[ScaleResult], docs: Path) -> None:

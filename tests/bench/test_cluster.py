@@ -8,9 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 from bench.cluster import table
-from bench.cluster.arguments import by_rank, cluster_parser, plan_of
 from bench.cluster.display import describe, panels_of
-from bench.cluster.plan import Arm, ClusterPlan
+from bench.cluster.plan import Arm, ClusterPlan, by_rank, cluster_parser, plan_of
 from bench.cluster.summary import ClusterResult, JobMessages, WindowSpread, missed, summarise
 from bench.harness.figure import draw
 from bench.hosts.cgroups import find_hierarchies
