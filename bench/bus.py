@@ -23,8 +23,7 @@ from bench.harness.broker import broker_with_bus, raw_client, run_with_uvloop
 from bench.harness.command import BenchmarkReport, Target, benchmark_parser, run_benchmark
 from bench.harness.rounds import Rounds, Timed
 from bench.harness.tables import formatted
-from bench.messages.load import Load, Parcel, parcel
-from bench.messages.nodes import RANKS_PER_NODE, job_of
+from bench.messages.load import RANKS_PER_NODE, Load, Parcel, job_of, parcel
 from bench.messages.readers import read_raw, read_with_bus
 from nats.aio.client import Client
 from nats.aio.msg import Msg

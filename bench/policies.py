@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from bench.harness.command import BenchmarkReport, Target, benchmark_parser, run_benchmark
 from bench.harness.tables import aligned
-from bench.messages.nodes import job_of
+from bench.messages.load import job_of
 
 from dynamix.arbitrator.learned import forward
 from dynamix.arbitrator.learned.actions import ActionSetName

@@ -72,7 +72,12 @@ class _Run:
 
     async def run(self) -> ClusterResult:
         before = self._traffic()
-        followers = asyncio.gather(*(self._follow(stream, wanted) for stream, wanted in _wanted(self._job)))
+        followers = asyncio.gather(
+            self._follow(
+                FEED.name, [subjects.of("window", self._job, subjects.ANY), subjects.of("applied", self._job)]
+            ),
+            self._follow(ACTIONS.name, [subjects.of("action", self._job)]),
+        )
         try:
             after = await self._train(followers)
             with contextlib.suppress(TimeoutError):  # then the result says how many are missing
@@ -154,13 +159,6 @@ class _Run:
         for host in self._hosts:
             host.set_link(None)
             host.set_cores(None)
-
-
-def _wanted(job: str) -> list[tuple[str, list[str]]]:
-    return [
-        (FEED.name, [subjects.of("window", job, subjects.ANY), subjects.of("applied", job)]),
-        (ACTIONS.name, [subjects.of("action", job)]),
-    ]
 
 
 async def _attached(rank: Process) -> None:

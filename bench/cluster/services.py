@@ -65,26 +65,14 @@ async def services(hosts: Hosts, probe: Probe, directory: Path) -> AsyncIterator
     log = directory / "services.log"
     async with broker_with_bus("bench-cluster", hosts.address) as (server, bus):
         environ = {**os.environ, **bus_environment(server.settings), "OMP_NUM_THREADS": "1"}
-        with (
-            log.open("wb") as output,
-            _control(environ, output),
-            _collectors(hosts, probe, environ, output) as collectors,
-        ):
+        with log.open("wb") as output, contextlib.ExitStack() as stack:
+            for name in CONTROL_SERVICES:
+                service = ServiceProcess(name, {**environ, "DYNAMIX_NODE": CONTROL_NODE}, output)
+                stack.callback(service.stop)
+                service.start()
+            collectors = stack.enter_context(_collectors(hosts, probe, environ, output))
             await _wait_until_ready(bus, collectors, log)
             yield ClusterServices(bus, environ)
-
-
-@contextlib.contextmanager
-def _control(environ: Environ, output: IO[bytes]) -> Iterator[None]:
-    """Reward and arbitrator, where the broker is."""
-    children = [ServiceProcess(name, {**environ, "DYNAMIX_NODE": CONTROL_NODE}, output) for name in CONTROL_SERVICES]
-    try:
-        for child in children:
-            child.start()
-        yield
-    finally:
-        for child in children:
-            child.stop()
 
 
 @contextlib.contextmanager
@@ -121,13 +109,9 @@ async def _wait_until_ready(bus: Bus, collectors: Collectors, log: Path) -> None
                     missing.discard((beat.service, beat.node))
                 if not missing:
                     return
-                _check_running(collectors, log)
+                for node, child in collectors.items():
+                    if child.poll() is not None:
+                        raise ClusterError(f"the collector of {node} ended at once:\n{end_of(log)}")
     except TimeoutError:
         names = ", ".join(f"{service} of {node}" for service, node in sorted(missing))
         raise ClusterError(f"not ready after {READY_TIMEOUT_S:g} s: {names}; from their log:\n{end_of(log)}") from None
-
-
-def _check_running(collectors: Collectors, log: Path) -> None:
-    for node, child in collectors.items():
-        if child.poll() is not None:
-            raise ClusterError(f"the collector of {node} ended at once:\n{end_of(log)}")

@@ -77,7 +77,8 @@ def remove(name: Name) -> None:
     Raises:
         HostsError: naming what could not be removed.
     """
-    namespaces, directories = _namespaces(name), _directories(name)
+    namespaces = [Namespace(path.name) for path in _entries(DIRECTORY) if Name.parse(path.name) == name]
+    directories = [path for root in find_hierarchies().roots if (path := root / str(name)).is_dir()]
     _end_processes(name, namespaces, directories)
     for directory in directories:
         remove_cgroup(directory)
@@ -88,22 +89,13 @@ def remove(name: Name) -> None:
         namespace.remove()
 
 
-def remove_stale_programs() -> list[Name]:
-    """Remove all hosts whose owner and janitor both died; their names."""
+def remove_stale_programs() -> None:
+    """Remove all hosts whose owner and janitor both died."""
     entries = [path for place in (DIRECTORY, *find_hierarchies().roots) for path in _entries(place)]
     names = {name for path in entries if (name := Name.parse(path.name)) is not None}
-    dead = sorted(name for name in names if not name.has_living_owner())
-    for name in dead:
-        remove(name)
-    return dead
-
-
-def _namespaces(name: Name) -> list[Namespace]:
-    return [Namespace(path.name) for path in _entries(DIRECTORY) if Name.parse(path.name) == name]
-
-
-def _directories(name: Name) -> list[Path]:
-    return [path for root in find_hierarchies().roots if (path := root / str(name)).is_dir()]
+    for name in sorted(names):
+        if not name.has_living_owner():
+            remove(name)
 
 
 def _entries(directory: Path) -> list[Path]:
@@ -113,16 +105,16 @@ def _entries(directory: Path) -> list[Path]:
 
 def _end_processes(name: Name, namespaces: Collection[Namespace], directories: Collection[Path]) -> None:
     """Kill until none is left: some may have been about to start others. The owner may be on the switch itself."""
+
+    def running() -> set[int]:
+        in_networks = {pid for namespace in namespaces for pid in namespace.pids()}
+        return (pids_below(directories) | in_networks) - {name.pid, os.getpid()}
+
     deadline = time.monotonic() + REMOVAL_TIMEOUT_S
-    while pids := _running(namespaces, directories) - {name.pid, os.getpid()}:
+    while pids := running():
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         if time.monotonic() > deadline:
             raise HostsError(f"{name}: processes {sorted(pids)} do not die: see their state in /proc/PID/status")
         time.sleep(REMOVAL_PAUSE_S)
-
-
-def _running(namespaces: Collection[Namespace], directories: Collection[Path]) -> set[int]:
-    in_networks = {pid for namespace in namespaces for pid in namespace.pids()}
-    return pids_below(directories) | in_networks

@@ -15,7 +15,7 @@ import numpy as np
 from bench.harness.broker import broker_with_bus
 from bench.kernel.programs import Groups
 from bench.kernel.traffic import Endpoints, TrafficKind
-from bench.messages.nodes import job_of, node_window
+from bench.messages.load import job_of, node_window
 
 from dynamix.cli.services import ServiceProcess, bus_environment, wait_until_ready
 from dynamix.collector.ebpf.probe import SocketProbe

@@ -17,15 +17,13 @@ from dynamix.schemas.features import state_of
 from dynamix.schemas.kinds import BY_STRUCT
 from dynamix.schemas.messages import Action, Applied, Job, Message, NodeRanks
 
-from .nodes import NodeWindow, job_of, node_window
+from .load import NUM_VARIANTS, NodeWindow, job_of, node_window
 
 BEGIN_NS = 1_795_000_000 * 10**9
 PERIOD_NS = 10**9
 """One window a second."""
 STEP_NS = 1000
 """Between two messages of a window."""
-NUM_VARIANTS = 4
-"""Different windows of a node, taken in turn."""
 LAG = 2
 """Windows from a decision to its effect."""
 

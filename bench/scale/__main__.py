@@ -14,8 +14,7 @@ from collections.abc import Sequence
 import msgspec
 from bench.harness.broker import run_with_uvloop
 from bench.harness.command import BenchmarkReport, benchmark_parser, run_benchmark
-from bench.scale.ingest import NUM_MESSAGES
-from bench.scale.measurement import measure
+from bench.scale.measurement import NUM_MESSAGES, measure
 from bench.scale.plan import ScalePlan
 from bench.scale.result import describe, missed, targets_of
 

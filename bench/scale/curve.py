@@ -17,8 +17,7 @@ from bench.harness.broker import run_with_uvloop
 from bench.harness.command import BenchmarkReport, benchmark_parser, run_benchmark
 from bench.harness.figure import Curve, Panel, draw
 from bench.harness.tables import markdown, number, replaced
-from bench.scale.ingest import NUM_MESSAGES
-from bench.scale.measurement import measure
+from bench.scale.measurement import NUM_MESSAGES, measure
 from bench.scale.plan import ScalePlan
 from bench.scale.result import MAX_P95_MS, ScaleResult, describe, missed, targets_of
 

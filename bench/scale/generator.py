@@ -11,8 +11,7 @@ from typing import NamedTuple
 import msgspec
 from bench.harness.broker import run_with_uvloop
 from bench.harness.command import BenchmarkError
-from bench.messages.load import Load, Parcel, parcel
-from bench.messages.nodes import job_of
+from bench.messages.load import Load, Parcel, job_of, parcel
 from bench.scale.plan import ScalePlan
 
 from dynamix.runtime.bus import Bus

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from bench.harness.broker import broker_with_bus
+from bench.harness.broker import broker_with_bus, raw_client
+from bench.harness.rounds import Rounds, Timed
+from bench.messages.load import Load, job_of, parcel
+from bench.messages.readers import read_raw, read_with_bus
 from bench.scale.generator import Published, ScaleError, generate
-from bench.scale.ingest import measure_ingest
 from bench.scale.latency import achieved_rate, kept_rate, latency_of, lateness_ms, publishing_ms
 from bench.scale.plan import WARM_UP_WINDOWS, ScalePlan
 from bench.scale.result import ScaleResult
@@ -24,11 +26,18 @@ from dynamix.cli.services import ServiceProcess, bus_environment, wait_until_rea
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.die_with_parent import begin_worker
 from dynamix.runtime.settings import BusSettings
+from dynamix.schemas import subjects
+from dynamix.schemas.streams import FEED
 
 ARBITRATOR, BROKER = "arbitrator", "broker"
 LAST_DECISIONS_S = 30.0
 """How long after the last state decisions are waited for; what is missing then is missing."""
 PROGRESS_S = 20.0
+NUM_MESSAGES = 20_000
+"""Read per run of ingest."""
+NUM_PAIRS = 5
+JOB = "ingest-0a1b2c3d"
+OURS, RAW = "ours", "raw"
 
 
 async def measure(plan: ScalePlan, *, ingest_messages: int) -> ScaleResult:
@@ -43,7 +52,7 @@ async def measure(plan: ScalePlan, *, ingest_messages: int) -> ScaleResult:
             meter = Meter({ARBITRATOR: arbitrator.pid, BROKER: server.pid})
             published = await _load(plan, server.settings, watch, meter)
             load_average = os.getloadavg()[0]
-        ingest = await measure_ingest(plan, bus, server.settings, ingest_messages)
+        ingest = await _ingest(plan, bus, server.settings, ingest_messages)
     if not kept_rate(plan, published.sent):
         raise ScaleError(
             f"the generator did not keep its rate: asked {plan.rate:g} windows/s, achieved "
@@ -149,3 +158,43 @@ def _result(plan: ScalePlan, published: Published, watch: Watch, meter: Meter, o
         publish_retries=published.num_retries,
         wait_ms_per_window=None if wait_s is None else 1e3 * wait_s / (plan.num_windows * plan.jobs),
     )
+
+
+async def _ingest(plan: ScalePlan, bus: Bus, settings: BusSettings, num_messages: int) -> dict[str, float]:
+    """Read states as the arbitrator does, with our consumer and codec, in pairs with a raw pull of the same messages.
+
+    Medians over the pairs: rates in messages per second, CPU time of the reading process per message.
+    """
+    first, subject = await _store(plan, bus, num_messages), subjects.of("state", JOB, subjects.ANY)
+    rounds = Rounds((OURS, RAW), NUM_PAIRS, label="ingest")
+    async with raw_client(settings) as client:
+        for arm in rounds:
+            with Timed(num_messages) as done:
+                if arm == OURS:
+                    await read_with_bus(bus, subject, num_messages, first=first)
+                else:
+                    await read_raw(client, subject, num_messages, first=first)
+            rounds.record(done.timing)
+    per_s, cpu_us = rounds.medians("per_s"), rounds.medians("cpu_us")
+    return {
+        "ingest_vs_raw": rounds.ratios("per_s")["ratio"],
+        "ingest_per_s": per_s[OURS],
+        "raw_per_s": per_s[RAW],
+        "ingest_cpu_us": cpu_us[OURS],
+        "raw_cpu_us": cpu_us[RAW],
+    }
+
+
+async def _store(plan: ScalePlan, bus: Bus, num_messages: int) -> int:
+    """Fill the stream as the generator does, for a job without decisions; returns the first sequence."""
+    first = (await bus.stream_state(FEED.name)).last_sequence + 1
+    job = job_of(JOB, plan.workers_per_job, plan.policy, plan.seed)
+    load = await asyncio.to_thread(Load, job, seed=plan.seed, num_variants=1)  # seconds for thousands of nodes
+    missing, window = num_messages, 0
+    while missing > 0:
+        states = list(load.states(window))[:missing]
+        for state in states:
+            await bus.publish_bytes_soon(*parcel(state))
+        missing, window = missing - len(states), window + 1
+    assert await bus.flush(60)
+    return first

@@ -1,7 +1,7 @@
 """What one measurement of scale runs: how many workers in how many jobs, how fast, for how long."""
 
 import msgspec
-from bench.messages.nodes import RANKS_PER_NODE
+from bench.messages.load import RANKS_PER_NODE
 
 from dynamix.schemas.messages.fields import MAX_RANKS
 

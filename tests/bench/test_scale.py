@@ -6,8 +6,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from bench.messages.load import Load, parcel
-from bench.messages.nodes import job_of
+from bench.messages.load import Load, job_of, parcel
 from bench.scale.curve import BEGIN, END, exponent, markdown_table, too_steep, write
 from bench.scale.generator import SentWindow
 from bench.scale.latency import achieved_rate, kept_rate, latency_of, lateness_ms, percentile
