@@ -52,7 +52,7 @@ class BenchmarkReport(NamedTuple):
     """What a benchmark found."""
 
     figures: dict[str, Any]
-    """Of what JSON knows, and of msgspec.Struct."""
+    """What JSON knows, and msgspec.Struct."""
     text: str
     """The table for people."""
     targets: Sequence[Target] = ()
