@@ -10,7 +10,7 @@ def non_finite_fields(message: msgspec.Struct, packed: bytes) -> list[str]:
     """Paths of the fields whose value is NaN or infinite, for example `rows[2].loss_sum`; empty when all is well.
 
     `packed` is the message in msgpack, where most are cleared by a look at the bytes: 3 us for the window of a node of
-    8 ranks, where looking at every field takes 150.
+    8 ranks, where looking at every field takes thirty times as long.
     """
     found: list[str] = []
     if not _is_surely_finite(packed):
