@@ -3,7 +3,7 @@
 import asyncio
 from collections import defaultdict
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Annotated, Protocol, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -19,7 +19,7 @@ from dynamix.schemas.streams import FEED, JOBS
 from .deciding.action_store import ActionStore, ActionStoreError
 from .deciding.job_log import JobLog, Surroundings
 from .learned.policy_source import PolicySource
-from .learned.policy_store import ObjectBus, PolicyStore
+from .learned.policy_store import PolicyBucket, PolicyReader
 
 
 class ArbitratorSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,8 +32,12 @@ class ArbitratorSettings(msgspec.Struct, frozen=True, kw_only=True):
     with a version that the bus has lost."""
 
 
-class ArbitratorBus(ServiceBus, ActionStore, ObjectBus, Protocol):
+class ArbitratorBus(ServiceBus, ActionStore, Protocol):
     """What the arbitrator uses of the bus."""
+
+    @property
+    def objects(self) -> PolicyBucket:
+        """Whole files in buckets."""
 
     async def stream_state(self, stream: str) -> StreamState:
         """First and last sequence of a stream, and how many messages it holds."""
@@ -51,13 +55,16 @@ the bus ends the process, and a restart fixes it."""
 
 MAX_EXPLANATION = 1024
 
+M = TypeVar("M", Job, State)
+T = TypeVar("T")
+
 
 class _Arbitrator:
     def __init__(self, context: Context[ArbitratorSettings, ArbitratorBus]) -> None:
         self._context = context
         self._bus = context.bus
         cache = context.settings.policy_cache
-        policies = PolicySource(PolicyStore(context.bus, Path(cache) if cache else None))
+        policies = PolicySource(PolicyReader(context.bus.objects, Path(cache) if cache else None))
         self._surroundings = Surroundings(context.bus, policies, context.log, context.count)
         self._logs: dict[str, JobLog] = {}
         self._halted: dict[str, int] = {}
@@ -66,7 +73,7 @@ class _Arbitrator:
     async def run(self) -> None:
         last = (await self._bus.stream_state(FEED.name)).last_sequence  # first: later states are read below
         for message in await self._newest_specifications():
-            job = await self._specification(message)
+            job = await self._decoded(Job, message)
             if job is not None and job.phase == "running":
                 await self._open(job, until=last)
         states = subjects.of("state", subjects.ANY, subjects.ANY)
@@ -92,11 +99,8 @@ class _Arbitrator:
         """Fold a batch: jobs concurrently, the states of one job in order."""
         by_job: dict[str, list[tuple[BusMessage, State]]] = defaultdict(list)
         for message in batch:
-            try:
-                state = decode(State, message.subject, message.payload)
+            if (state := await self._decoded(State, message)) is not None:
                 by_job[state.job].append((message, state))
-            except MalformedMessageError as error:
-                await self._context.dead_letter(message, str(error))
         await asyncio.gather(*[self._fold_job(job, items) for job, items in by_job.items()])
 
     async def _fold_job(self, job: str, items: list[tuple[BusMessage, State]]) -> None:
@@ -127,12 +131,12 @@ class _Arbitrator:
     async def _read_and_open(self, job: str, before: int) -> JobLog | None:
         """Read a job's newest specification; rank 0 publishes it before its ranks' first report."""
         message = await self._bus.last(JOBS.name, subjects.of("job", job))
-        specification = None if message is None else await self._specification(message)
+        specification = None if message is None else await self._decoded(Job, message)
         return None if specification is None else await self._open(specification, until=before - 1)
 
-    async def _specification(self, message: BusMessage) -> Job | None:
+    async def _decoded(self, kind: type[M], message: BusMessage) -> M | None:
         try:
-            return decode(Job, message.subject, message.payload)
+            return decode(kind, message.subject, message.payload)
         except MalformedMessageError as error:
             await self._context.dead_letter(message, str(error))
             return None
@@ -147,12 +151,15 @@ class _Arbitrator:
         except HALTING_ERRORS as error:
             await self._halt(job.job, job.generation, error)
             return None
-        self._logs.pop(job.job, None)
-        self._logs[job.job] = log
-        while len(self._logs) > self._context.settings.max_jobs:
-            self._logs.pop(next(iter(self._logs)))
+        self._keep_newest(self._logs, job.job, log)
         self._context.counters["jobs"] = len(self._logs)
         return log
+
+    def _keep_newest(self, table: dict[str, T], job: str, value: T) -> None:
+        table.pop(job, None)
+        table[job] = value
+        while len(table) > self._context.settings.max_jobs:
+            table.pop(next(iter(table)))
 
     async def _catch_up(self, log: JobLog, until: int) -> None:
         """Fold a job's own states from its checkpoint to `until`; a job that ended long ago costs nothing."""
@@ -181,10 +188,7 @@ class _Arbitrator:
         """Decide nothing for this generation of a job: its training continues with the sizes that it has."""
         is_foreseen = isinstance(error, (ActionStoreError, ValueError))
         self._logs.pop(job, None)
-        self._halted.pop(job, None)
-        self._halted[job] = generation
-        while len(self._halted) > self._context.settings.max_jobs:
-            self._halted.pop(next(iter(self._halted)))
+        self._keep_newest(self._halted, job, generation)
         self._context.count("halted")
         self._context.log.error(
             "no decisions for this job",
@@ -193,13 +197,10 @@ class _Arbitrator:
             reason=str(error) if is_foreseen else repr(error),
             exc_info=None if is_foreseen else error,
         )
-        if isinstance(error, ActionStoreError):
-            self._context.count("refused_logs")
-            await self._publish_refusal(job, generation, error)
-
-    async def _publish_refusal(self, job: str, generation: int, error: ActionStoreError) -> None:
-        """Publish the event: people have to fix what the broker lost."""
-        event = Event(
+        if not isinstance(error, ActionStoreError):
+            return
+        self._context.count("refused_logs")
+        event = Event(  # people have to fix what the broker lost
             job=job,
             generation=generation,
             window=max(0, error.known_window),

@@ -4,12 +4,12 @@ import base64
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Never
+from typing import NamedTuple
 
 from dynamix.arbitrator.learned.policy_file import SHIPPED_VERSION, PolicyFile, shipped_policy
 from dynamix.arbitrator.learned.policy_store import BUCKET
 from dynamix.recording.playback import ReplayError
-from dynamix.runtime.bus import ObjectInfo, ObjectMissingError, PermissionDeniedError, StoredObject
+from dynamix.runtime.bus import ObjectInfo, ObjectMissingError, StoredObject
 from dynamix.runtime.bus.objects.layout import DIGEST_PREFIX
 from dynamix.schemas.messages import Action
 
@@ -62,12 +62,6 @@ class ReplayPolicyFiles:
         if file is None:
             raise ObjectMissingError(f"no policy file was given as {name}")
         return StoredObject(_info(name, file), file.data)
-
-    async def put(self, *_: object, **__: object) -> Never:
-        """Refuse, as the broker refuses an arbitrator that stores a policy."""
-        raise PermissionDeniedError("a replay publishes nothing but actions and events")
-
-    delete = put
 
 
 def _read(path: Path) -> _GivenFile:

@@ -47,7 +47,7 @@ class Fold:
         An action of an earlier generation only gives the chain its predecessor.
         """
         self.job = job
-        self._policy = policy
+        self.policy = policy
         self._ranks = {node.node: node.ranks for node in job.nodes}
         self._indices = {node.node: np.array(node.ranks) for node in job.nodes}
         self._rows: dict[str, dict[int, _Row]] = {node.node: {} for node in job.nodes}
@@ -63,10 +63,6 @@ class Fold:
         self.previous_hash = b""
         if last is not None:
             self.adopt(last)
-
-    def use_policy(self, policy: Policy) -> None:
-        """Decide with another policy from now on: the one that the stored actions of this generation name."""
-        self._policy = policy
 
     def add_state(self, sequence: int, state: State) -> bool:
         """Add one recorded state of this generation; false when its window was already closed.
@@ -107,7 +103,7 @@ class Fold:
         if window is None:
             return None
         obs_WF, global_F = self._observe(window)
-        decision = self._policy.decide(self.job, window, obs_WF, global_F, self._carry)
+        decision = self.policy.decide(self.job, window, obs_WF, global_F, self._carry)
         sizes = self._clamp(decision.allocation.local_batch_sizes)
         action = Action(
             job=self.job.job,
@@ -115,9 +111,9 @@ class Fold:
             window=window,
             local_batch_sizes=sizes,
             deltas=tuple(map(sub, sizes, self._decided)),
-            policy=self._policy.name,
-            policy_version=self._policy.version,
-            policy_digest=digest_of(self._policy),
+            policy=self.policy.name,
+            policy_version=self.policy.version,
+            policy_digest=digest_of(self.policy),
             watermark=self._watermark_after(window),
             split=decision.allocation.split,
             exchange=decision.allocation.exchange,
@@ -203,7 +199,7 @@ class Fold:
         return max(self.watermark, min(needed, default=self.watermark + 1) - 1)
 
     def _clamp(self, local_batch_sizes: tuple[int, ...]) -> tuple[int, ...]:
-        assert len(local_batch_sizes) == self.job.world_size, f"policy {self._policy.name} must size each rank"
+        assert len(local_batch_sizes) == self.job.world_size, f"policy {self.policy.name} must size each rank"
         low, high = self.job.min_local_batch_size, self.job.max_local_batch_sizes
         return tuple(
             low if size < low else top if size > top else int(size)  # a third of the time of min and max

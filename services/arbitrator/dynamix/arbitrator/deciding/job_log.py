@@ -7,7 +7,7 @@ from typing import Self
 
 from structlog.stdlib import BoundLogger
 
-from dynamix.arbitrator.learned.policy_source import Policies
+from dynamix.arbitrator.learned.policy_source import PolicySource
 from dynamix.arbitrator.policies.policy import Policy, digest_of
 from dynamix.arbitrator.policies.static import Static
 from dynamix.runtime.bus import StaleWriterError, StreamState
@@ -34,7 +34,7 @@ class Surroundings:
     """What all jobs of an arbitrator use: the bus, the policies, the log and the counters."""
 
     bus: ActionStore
-    policies: Policies
+    policies: PolicySource
     log: BoundLogger
     count: Callable[[str], None]
 
@@ -44,12 +44,12 @@ class JobLog:
 
     def __init__(self, job: Job, policy: Policy, around: Surroundings) -> None:
         self.job = job
+        self.known: Stored | None = None
+        """The newest action that this process wrote or read."""
         self._bus = around.bus
         self._policies = around.policies
         self._count = around.count
         self._log = around.log.bind(job=job.job, generation=job.generation)
-        self._policy = policy
-        self._known: Stored | None = None
         self._superseded = False
         self._fold = Fold(job, policy, None)
         self._watch = None if job.policy == Static.name else SizeWatch(job)  # static sizes are not stuck
@@ -75,13 +75,8 @@ class JobLog:
         opened = cls(job, await around.policies.choose(job, _of_generation(newest, job)), around)
         if newest is not None:
             opened._adopt(newest)
-        opened._log.info("decides", policy=job.policy, version=opened._policy.version)
+        opened._log.info("decides", policy=job.policy, version=opened._fold.policy.version)
         return opened
-
-    @property
-    def known(self) -> Stored | None:
-        """The newest action that this process wrote or read."""
-        return self._known
 
     @property
     def watermark(self) -> int:
@@ -110,13 +105,13 @@ class JobLog:
             await self._publish(action)
 
     async def _publish(self, action: Action) -> None:
-        expected_last = _sequence_of(self._known)
+        expected_last = _sequence_of(self.known)
         try:
             sequence = await self._bus.publish_action(action, expected_last=expected_last)
         except StaleWriterError as refusal:
             await self._adopt_newest(await self._decided_by_another(expected_last, refusal))
             return
-        self._known = Stored(sequence, action)
+        self.known = Stored(sequence, action)
         self._fold.adopt(action)
         self._count("decided")
         self._log.debug("decided", window=action.window, local_batch_sizes=action.local_batch_sizes[:16])
@@ -130,7 +125,7 @@ class JobLog:
         """
         for wait_s in (*SHOW_WAITS_S, None):
             newest = await newest_action(self._bus, self.job)
-            await check_goes_on(self._bus, self.job, self._known, newest)
+            await check_goes_on(self._bus, self.job, self.known, newest)
             if _sequence_of(newest) != expected_last:
                 return newest
             if wait_s is not None:
@@ -147,30 +142,24 @@ class JobLog:
             return
         self._count("size_stuck")
         self._log.warning(finding.explanation, signature=finding.signature, window=action.window)
-        await self._bus.publish_soon(
-            finding.event(
-                job=action.job,
-                generation=action.generation,
-                window=action.window,
-                service="arbitrator",
-            )
-        )
+        event = finding.event(job=action.job, generation=action.generation, window=action.window, service="arbitrator")
+        await self._bus.publish_soon(event)
 
     async def _adopt_newest(self, newest: Stored | None) -> None:
         """Continue after another arbitrator's action, with the policy that decided it."""
         if newest is None:
-            self._known = None
+            self.known = None
             return
-        recorded = _of_generation(newest, self.job)
-        if recorded is not None and not _decided_by(recorded, self._policy):
-            self._policy = await self._policies.choose(self.job, recorded)
-            self._fold.use_policy(self._policy)
+        recorded, policy = _of_generation(newest, self.job), self._fold.policy
+        ours = (policy.version, digest_of(policy))
+        if recorded is not None and (recorded.policy_version, recorded.policy_digest) != ours:
+            self._fold.policy = await self._policies.choose(self.job, recorded)
         self._adopt(newest)
 
     def _adopt(self, stored: Stored) -> None:
         self._superseded = stored.action.generation > self.job.generation
         self._fold.adopt(stored.action)
-        self._known = stored
+        self.known = stored
         self._count("adopted")
         self._log.info("adopted a stored action", window=stored.action.window, of_generation=stored.action.generation)
 
@@ -183,7 +172,3 @@ def _sequence_of(stored: Stored | None) -> int:
 def _of_generation(stored: Stored | None, job: Job) -> Action | None:
     """The action, if it is of this generation."""
     return stored.action if stored is not None and stored.action.generation == job.generation else None
-
-
-def _decided_by(action: Action, policy: Policy) -> bool:
-    return (action.policy_version, action.policy_digest) == (policy.version, digest_of(policy))

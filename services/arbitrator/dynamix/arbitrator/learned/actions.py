@@ -11,7 +11,7 @@ Of equal logits the first choice wins, and the first is the neutral one: an untr
 
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -51,23 +51,6 @@ class Situation(NamedTuple):
     """Decisions x the inputs that are wanted, NaN where unknown. D is the number of ranks, or 1 for the whole job."""
     base: Decision
     """What the neutral choice would do."""
-
-
-class ActionSet(Protocol):
-    """Between a job's observation and a network that only knows numbered choices."""
-
-    name: ActionSetName
-    options: Options
-    """The options of a job that it understands."""
-
-    def situation(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Situation:
-        """What there is to decide; arguments as `Policy.decide`."""
-
-    def decision(self, job: Job, situation: Situation, choices_D: Choices) -> Decision:
-        """What the choices mean; its carry holds them."""
-
-    def choices(self, job: Job, carry: bytes) -> Choices:
-        """The choices that a decision's carry holds."""
 
 
 class Deltas:
@@ -150,6 +133,11 @@ class GlobalLever:
             return 0, None, b""
         choice, total = _LEVER.unpack_from(carry)
         return (choice if choice < len(self._multipliers) else 0), total, carry[_LEVER.size :]
+
+
+ActionSet = Deltas | GlobalLever
+"""Between a job's observation and a network that only knows numbered choices. `options` are those of a job that it
+understands; `situation` has the arguments of `Policy.decide`."""
 
 
 def action_set_named(

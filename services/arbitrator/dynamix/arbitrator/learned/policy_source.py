@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from dynamix.arbitrator.policies.options import check_options
 from dynamix.arbitrator.policies.policy import NamedPolicy, Policy, digest_of
@@ -12,7 +12,7 @@ from dynamix.schemas.messages import Action, Job
 
 from .policy import VERSION, LearnedPolicy
 from .policy_file import SHIPPED_VERSION, PolicyFile, shipped_names, shipped_policy
-from .policy_store import PolicyStore, StoredPolicy
+from .policy_store import PolicyReader, StoredPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -21,13 +21,6 @@ VERSION_OPTION = "version"
 
 NUM_HELD = 64
 """Learned policies kept in memory."""
-
-
-class Policies(Protocol):
-    """Chooses policies."""
-
-    async def choose(self, job: Job, recorded: Action | None) -> Policy:
-        """The policy for a generation, of which `recorded` is a stored action if there is one."""
 
 
 class _Wanted(NamedTuple):
@@ -40,7 +33,7 @@ class _Wanted(NamedTuple):
 class PolicySource:
     """Chooses among policies in code, files of the package and files on the bus."""
 
-    def __init__(self, store: PolicyStore) -> None:
+    def __init__(self, store: PolicyReader) -> None:
         self._store = store
         self._held: dict[tuple[str, int, bytes], LearnedPolicy] = {}
 
@@ -82,10 +75,8 @@ class PolicySource:
 
     async def _read(self, name: str, wanted: _Wanted) -> LearnedPolicy:
         """The bus first: its learners began with the shipped file. A cached file serves when the bus has lost it."""
-        stored = (
-            None if wanted.version == SHIPPED_VERSION and name in shipped_names() else await self._find(name, wanted)
-        )
-        if stored is not None:
+        is_shipped = wanted.version == SHIPPED_VERSION and name in shipped_names()
+        if not is_shipped and (stored := await self._find(name, wanted)) is not None:
             held = self._held.get((name, stored.version, stored.digest))
             return held or _loaded(name, stored.version, await self._store.read(stored))
         if wanted.version is not None and wanted.digest and (data := self._store.cached(wanted.digest)) is not None:
