@@ -34,30 +34,30 @@ def test_advantages_and_returns_equal_their_definition(
     rewards, values, windows = (list(column) for column in zip(*rows, strict=True))
     discounts = [0.9**n for n in windows]
     expected = definition(rewards, values, next_value, discounts, gae_lambda)
-    found = gae(
+    advantages, returns = gae(
         np.array(rewards)[:, None],
         np.array(values)[:, None],
         np.array([next_value]),
         np.array(discounts),
         gae_lambda,
     )
-    assert found.advantages[:, 0] == pytest.approx(expected, abs=1e-9)
-    assert found.returns[:, 0] == pytest.approx(np.add(expected, values), abs=1e-9)
+    assert advantages[:, 0] == pytest.approx(expected, abs=1e-9)
+    assert returns[:, 0] == pytest.approx(np.add(expected, values), abs=1e-9)
 
 
 def test_a_truncated_trajectory_ends_with_the_critics_value_and_a_terminated_one_with_zero() -> None:
     rewards, values, discounts = np.array([[1.0]]), np.array([[0.5]]), np.array([0.9])
-    cut_off = gae(rewards, values, np.array([2.0]), discounts, 0.95)
-    assert cut_off.returns[0, 0] == pytest.approx(1 + 0.9 * 2)
-    over = gae(rewards, values, np.array([0.0]), discounts, 0.95)
-    assert over.returns[0, 0] == pytest.approx(1)
+    _, cut_off = gae(rewards, values, np.array([2.0]), discounts, 0.95)
+    assert cut_off[0, 0] == pytest.approx(1 + 0.9 * 2)
+    _, over = gae(rewards, values, np.array([0.0]), discounts, 0.95)
+    assert over[0, 0] == pytest.approx(1)
 
 
 def test_workers_are_columns_that_do_not_mix() -> None:
     rewards = np.array([[1.0, 10.0], [2.0, 20.0]])
     values = np.zeros((2, 2))
-    both = gae(rewards, values, np.zeros(2), np.array([0.5, 0.5]), 1.0)
-    assert both.returns.tolist() == [[2.0, 20.0], [2.0, 20.0]]
+    _, both = gae(rewards, values, np.zeros(2), np.array([0.5, 0.5]), 1.0)
+    assert both.tolist() == [[2.0, 20.0], [2.0, 20.0]]
 
 
 def test_returns_of_the_papers_variant_by_hand() -> None:

@@ -58,10 +58,7 @@ class JobLog:
     async def open(cls, job: Job, around: Surroundings, known: Stored | None = None) -> Self:
         """Start from the job's newest action, with its policy; a generation without actions chooses its policy here.
 
-        Args:
-            job: the generation to decide for.
-            around: what all jobs use.
-            known: the newest action that this process knows of the job's earlier generations.
+        `known` is the newest action that this process knows of the job's earlier generations.
 
         Raises:
             ActionStoreError: when the newest action cannot be one of this job, or cannot be the newest.

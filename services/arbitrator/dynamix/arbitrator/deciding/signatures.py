@@ -56,9 +56,8 @@ class SizeWatch:
         self._low = job.min_local_batch_size
         self._high_W = np.asarray(job.max_local_batch_sizes, dtype=np.int64)
         self._movable_W = self._high_W > self._low
-        self._at_low_W: npt.NDArray[np.int64] = np.zeros(job.world_size, dtype=np.int64)
-        """Consecutive decisions at the lower bound; below, at the upper one."""
-        self._at_high_W: npt.NDArray[np.int64] = np.zeros(job.world_size, dtype=np.int64)
+        self._at_low_W = self._at_high_W = np.zeros(job.world_size, dtype=np.int64)
+        """Consecutive decisions at the lower bound, and at the upper one."""
         self._reported = False
 
     def observe_sizes(self, local_batch_sizes: Sequence[int]) -> Finding | None:
@@ -68,9 +67,8 @@ class SizeWatch:
         self._at_high_W = np.where(sizes_W >= self._high_W, self._at_high_W + 1, 0)
         low, high = self._share(self._at_low_W), self._share(self._at_high_W)
         share = max(low, high)
-        onset = share > STUCK_SHARE and not self._reported
-        self._reported = share > STUCK_SHARE
-        if not onset:
+        was_reported, self._reported = self._reported, share > STUCK_SHARE
+        if was_reported or not self._reported:
             return None
         bound = f"minimum of {self._low}" if low >= high else f"maximum of {int(self._high_W.max())}"
         text = f"{share:.0%} of the ranks were at their {bound} in each of the last {STUCK_WINDOWS} decisions"
@@ -94,10 +92,8 @@ def spread_signature(times: Sequence[float]) -> Finding | None:
     if len(times) < MIN_RUNS:
         return None
     variation = _in_deviations(pstdev(times), abs(fmean(times)))
-    if variation <= SPREAD:
-        return None
     text = f"the coefficient of variation between {len(times)} runs is {variation:.2f}"
-    return Finding("spread-between-runs", variation, SPREAD, text)
+    return Finding("spread-between-runs", variation, SPREAD, text) if variation > SPREAD else None
 
 
 def value_signature(explained_variances: Sequence[float]) -> Finding | None:
@@ -105,20 +101,17 @@ def value_signature(explained_variances: Sequence[float]) -> Finding | None:
     if len(explained_variances) < MIN_UPDATES:
         return None
     explained = fmean(explained_variances[-MIN_UPDATES:])
-    if explained >= MIN_EXPLAINED_VARIANCE:
-        return None
+    limit = MIN_EXPLAINED_VARIANCE
     text = f"the value function explained {explained:.0%} of the returns' variance over {MIN_UPDATES} updates"
-    return Finding("value-unexplained", explained, MIN_EXPLAINED_VARIANCE, text)
+    return Finding("value-unexplained", explained, limit, text) if explained < limit else None
 
 
 def _plateau(returns: Sequence[float]) -> Finding | None:
     third = len(returns) // 3
     first, last = returns[:third], returns[-third:]
     gain = _in_deviations(fmean(last) - fmean(first), math.sqrt((pstdev(first) ** 2 + pstdev(last) ** 2) / 2))
-    if gain >= PLATEAU_GAIN:
-        return None
     text = f"over {len(returns)} episodes the return rose by {gain:.2f} standard deviations"
-    return Finding("reward-plateau", gain, PLATEAU_GAIN, text)
+    return None if gain >= PLATEAU_GAIN else Finding("reward-plateau", gain, PLATEAU_GAIN, text)
 
 
 def _collapse(returns: Sequence[float]) -> Finding | None:
@@ -127,10 +120,8 @@ def _collapse(returns: Sequence[float]) -> Finding | None:
     now = windows[-1]
     deviation = math.sqrt(fmean(pstdev(window) ** 2 for window in (best, now)))
     drop = _in_deviations(fmean(best) - fmean(now), deviation)
-    if drop <= COLLAPSE_DROP:
-        return None
     text = f"the last {COLLAPSE_EPISODES} returns are {drop:.1f} standard deviations below the best before them"
-    return Finding("reward-collapse", drop, COLLAPSE_DROP, text)
+    return None if drop <= COLLAPSE_DROP else Finding("reward-collapse", drop, COLLAPSE_DROP, text)
 
 
 def _in_deviations(difference: float, deviation: float) -> float:

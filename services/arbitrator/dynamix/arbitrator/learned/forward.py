@@ -50,13 +50,11 @@ def shapes(head: str, num_inputs: int, hidden_sizes: Sequence[int], num_outputs:
 
 
 def _layers(tensors: Tensors, head: str, num_layers: int) -> list[tuple[Array64, Array64]]:
-    return [
-        (
-            tensors[f"{head}.{2 * layer}.weight"].astype(np.float64).T,
-            tensors[f"{head}.{2 * layer}.bias"].astype(np.float64),
-        )
-        for layer in range(num_layers)
-    ]
+    weights, biases = (
+        [tensors[f"{head}.{2 * layer}.{part}"].astype(np.float64).T for layer in range(num_layers)]
+        for part in ("weight", "bias")
+    )
+    return list(zip(weights, biases, strict=True))
 
 
 def _perceptron(layers: list[tuple[Array64, Array64]], inputs_DI: Array64) -> Array64:

@@ -17,14 +17,12 @@ Columns = Mapping[str, Array64]
 Input = Callable[[Columns], Array64]
 
 RANK_INPUTS: Mapping[str, Input] = {
-    "size_log2": lambda seen: _log2(seen["decided_local_batch_size"]),
-    "size_to_mean_log2": lambda seen: _log2(_to_mean(seen["decided_local_batch_size"])),
-    "room_above_log2": lambda seen: _log2(_ratio(seen["max_local_batch_size"], seen["decided_local_batch_size"])),
-    "room_below_log2": lambda seen: _log2(_ratio(seen["decided_local_batch_size"], seen["min_local_batch_size"])),
-    "running_to_decided_log2": lambda seen: _log2(_ratio(seen["local_batch_size"], seen["decided_local_batch_size"])),
-    "pending_to_decided_log2": lambda seen: _log2(
-        _ratio(seen["pending_local_batch_size"], seen["decided_local_batch_size"])
-    ),
+    "size_log2": lambda seen: _log2(seen["decided"]),
+    "size_to_mean_log2": lambda seen: _log2(_to_mean(seen["decided"])),
+    "room_above_log2": lambda seen: _log2(_ratio(seen["max_local_batch_size"], seen["decided"])),
+    "room_below_log2": lambda seen: _log2(_ratio(seen["decided"], seen["min_local_batch_size"])),
+    "running_to_decided_log2": lambda seen: _log2(_ratio(seen["local_batch_size"], seen["decided"])),
+    "pending_to_decided_log2": lambda seen: _log2(_ratio(seen["pending_local_batch_size"], seen["decided"])),
     "compute_share": lambda seen: _ratio(seen["compute_time_s"], seen["step_time_s"]),
     "sync_share": lambda seen: _ratio(seen["sync_time_s"], seen["step_time_s"]),
     "data_share": lambda seen: _ratio(seen["data_time_s"], seen["step_time_s"]),
@@ -85,6 +83,7 @@ def columns(action_set: str, wanted: Sequence[str]) -> list[int]:
 def rank_inputs(job: Job, obs_WF: Array32) -> Array32:
     """Ranks x `RANK_INPUTS`, NaN where unknown."""
     seen = {name: obs_WF[:, at].astype(np.float64) for name, at in RANK_INDEX.items()}
+    seen["decided"] = seen["decided_local_batch_size"]
     seen["max_local_batch_size"] = np.asarray(job.max_local_batch_sizes, dtype=np.float64)
     seen["min_local_batch_size"] = np.full(job.world_size, float(max(1, job.min_local_batch_size)))
     return np.stack([make(seen) for make in RANK_INPUTS.values()], axis=1).astype(np.float32)

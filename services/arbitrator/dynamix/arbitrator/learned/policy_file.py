@@ -137,9 +137,14 @@ class PolicyFile(NamedTuple):
             PolicyFileError: naming `source` and what does not fit.
         """
         try:
-            return cls._checked(data)
+            metadata = _metadata(data)
+            _check_identity(metadata)
+            found = cls(metadata, _tensors(data), bytes(data))
+            _check_tensors(found)
+            _check_learning(found)
         except PolicyFileError as error:
             raise PolicyFileError(f"{source}: {error}") from error
+        return found
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -153,15 +158,6 @@ class PolicyFile(NamedTuple):
         except OSError as error:
             raise PolicyFileError(f"{path}: cannot be read: {error.strerror}") from error
         return cls.from_bytes(data, str(path))
-
-    @classmethod
-    def _checked(cls, data: bytes) -> Self:
-        metadata = _metadata(data)
-        _check_identity(metadata)
-        found = cls(metadata, _tensors(data), bytes(data))
-        _check_tensors(found)
-        _check_learning(found)
-        return found
 
 
 def shipped_directory() -> Path:

@@ -95,16 +95,11 @@ class Agent:
             discounts_T = settings.gamma ** trajectory.num_windows_T.astype(np.float64)
             if settings.objective == "simplified":
                 returns = ppo.discounted_returns(trajectory.rewards_TD, discounts_T)
-                found = ppo.Advantages(returns, returns)
+                advantages = returns
             else:
-                found = ppo.gae(
-                    trajectory.rewards_TD,
-                    trajectory.values_TD,
-                    trajectory.next_values_D,
-                    discounts_T,
-                    settings.gae_lambda,
-                )
-            columns.append((trajectory.logprobs_TD, *found, trajectory.values_TD))
+                measured = (trajectory.rewards_TD, trajectory.values_TD, trajectory.next_values_D)
+                advantages, returns = ppo.gae(*measured, discounts_T, settings.gae_lambda)
+            columns.append((trajectory.logprobs_TD, advantages, returns, trajectory.values_TD))
         logprobs, advantages, returns, values = (
             np.concatenate([part.reshape(-1) for part in column]) for column in zip(*columns, strict=True)
         )

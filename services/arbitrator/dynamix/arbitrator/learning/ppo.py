@@ -77,30 +77,14 @@ def _linear(num_inputs: int, num_outputs: int, gain: float, generator: torch.Gen
     return layer
 
 
-class Advantages(NamedTuple):
-    """Advantages and returns, T x D each."""
-
-    advantages: Array64
-    returns: Array64
-    """Advantages plus values: what the critic learns."""
-
-
 def gae(
-    rewards_TD: Array64,
-    values_TD: Array64,
-    next_values_D: Array64,
-    discounts_T: Array64,
-    gae_lambda: float,
-) -> Advantages:
-    """Generalised advantage estimation (Schulman et al., 2015, equation 16).
+    rewards_TD: Array64, values_TD: Array64, next_values_D: Array64, discounts_T: Array64, gae_lambda: float
+) -> tuple[Array64, Array64]:
+    """Advantages, and returns (advantages plus values: what the critic learns), T x D each.
 
-    Args:
-        rewards_TD: sum over the windows of each transition.
-        values_TD: the critic's, when the decision was made.
-        next_values_D: the critic's at the end; zeros when the trajectory terminated, since nothing comes after. A
-            trajectory that was cut off ends with what the critic expects.
-        discounts_T: gamma ** windows of each transition.
-        gae_lambda: 0 trusts the critic alone, 1 the rewards alone.
+    Generalised advantage estimation (Schulman et al., 2015, equation 16) with gamma ** windows as the discount of each
+    transition; lambda 0 trusts the critic alone, 1 the rewards alone. `next_values_D` are the critic's at the end of a
+    trajectory that was cut off, zeros when it terminated, since nothing comes after.
     """
     advantages = np.zeros_like(rewards_TD)
     following, advantage = next_values_D, np.zeros_like(next_values_D)
@@ -108,13 +92,13 @@ def gae(
         delta = rewards_TD[t] + discounts_T[t] * following - values_TD[t]
         advantage = delta + discounts_T[t] * gae_lambda * advantage
         advantages[t], following = advantage, values_TD[t]
-    return Advantages(advantages, advantages + values_TD)
+    return advantages, advantages + values_TD
 
 
 def discounted_returns(rewards_TD: Array64, discounts_T: Array64) -> Array64:
     """The discounted sum of rewards from each transition on: the weight of the paper's objective, without a critic."""
     no_values = np.zeros_like(rewards_TD)
-    return gae(rewards_TD, no_values, np.zeros(rewards_TD.shape[1]), discounts_T, gae_lambda=1.0).returns
+    return gae(rewards_TD, no_values, np.zeros(rewards_TD.shape[1]), discounts_T, gae_lambda=1.0)[1]
 
 
 def explained_variance(values: Array64, returns: Array64) -> float:
@@ -174,15 +158,10 @@ def update(
     generator: torch.Generator,
     progress: float = 0.0,
 ) -> UpdateStats:
-    """Learn from one batch; equal arguments give bit-equal parameters on one thread.
+    """Learn from one batch: change the network in place; equal arguments give bit-equal parameters on one thread.
 
-    Args:
-        network: changed in place.
-        optimizer: of the network's parameters; its learning rate is set here.
-        batch: what was decided and what came of it.
-        settings: see `PPOSettings`.
-        generator: draws the minibatches.
-        progress: share of the planned learning already done, for `anneal_lr`.
+    The optimizer's learning rate is set here, from `progress`, the share of the planned learning already done, where
+    the settings say `anneal_lr`; the generator draws the minibatches.
     """
     learning_rate = settings.learning_rate * (1 - min(progress, 1.0) if settings.anneal_lr else 1)
     for group in optimizer.param_groups:

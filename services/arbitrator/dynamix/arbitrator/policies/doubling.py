@@ -76,12 +76,10 @@ class Doubling:
         return Decision(allocation_of(self.options, job, sizes), carry=carry)
 
     def _is_due(self, job: Job, schedule: _Schedule) -> bool:
-        if schedule.num_doublings >= option(self.options, job, "max_doublings"):
-            return False
-        every = option(self.options, job, "every_samples")
-        if every > 0:
-            return schedule.samples >= every
-        return schedule.num_stalled >= option(self.options, job, "patience_windows")
+        known, every = self.options, option(self.options, job, "every_samples")
+        is_stalled = schedule.num_stalled >= option(known, job, "patience_windows")
+        is_over = schedule.num_doublings >= option(known, job, "max_doublings")
+        return not is_over and (schedule.samples >= every if every > 0 else is_stalled)
 
     def _sizes(self, job: Job, schedule: _Schedule, fit: StepTimeFit, current: tuple[int, ...]) -> tuple[int, ...]:
         initial = job.initial_local_batch_sizes

@@ -58,10 +58,9 @@ class Goodput:
         times_s = (model.balanced if proportional or tracks(self.options, job) else model.equal)(candidates)
         values = goodput(candidates, times_s, noise_scale, job.base_global_batch_size)
         best = round(float(candidates[int(np.argmax(values))]))
-        now_s = np.array([model.of(current)])
-        if tracks(self.options, job):
-            now_s = model.balanced(np.array([float(sum(current))]))
-        now = float(goodput(np.array([float(sum(current))]), now_s, noise_scale, job.base_global_batch_size)[0])
+        total = np.array([float(sum(current))])
+        now_s = model.balanced(total) if tracks(self.options, job) else np.array([model.of(current)])
+        now = float(goodput(total, now_s, noise_scale, job.base_global_batch_size)[0])
         if float(values.max()) <= (1 + option(self.options, job, "hysteresis")) * now:
             return current
         return divided(job, best, 1 / model.seconds_per_sample_W) if proportional else equally(job, best)

@@ -106,13 +106,7 @@ def progress(global_batch_sizes: Array64, noise_scale: float, rate_exponent: flo
 
 
 def best_global_batch(model: StepTime, noise_scale: float, rate_exponent: float = 0.0) -> float:
-    """The B of the greatest progress(B) / T(B) with B divided as `balanced` does, within the model's bounds.
-
-    Args:
-        model: of the step time.
-        noise_scale: of the gradient, in samples, times whatever a policy multiplies it by.
-        rate_exponent: as `progress`.
-    """
+    """The B of the greatest progress(B) / T(B) with B divided as `balanced` does, within the model's bounds."""
     low, high = max(model.smallest, 1.0), max(model.largest, 1.0)
     best = low
     for _ in range(2):

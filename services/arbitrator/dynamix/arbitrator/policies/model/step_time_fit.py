@@ -101,13 +101,7 @@ class StepTimeFit:
         return cls(unknown, unknown, unknown)
 
     def observe(self, window: Window, *, jump: float = JUMP, smoothing: float = SMOOTHING) -> "StepTimeFit":
-        """The fit after one more window.
-
-        Args:
-            window: what was measured.
-            jump: ratio of change that is believed at once; infinite for a plain moving average.
-            smoothing: weight of the newest value while nothing jumps.
-        """
+        """The fit after one more window; an infinite `jump` makes a plain moving average."""
         known = np.isfinite(window.compute_W)
         if not known.any():
             return self
@@ -142,9 +136,9 @@ class StepTimeFit:
             lower_W=np.full(job.world_size, float(job.min_local_batch_size)),
             upper_W=np.asarray(job.max_local_batch_sizes, dtype=np.float64),
             overhead_s=self.overhead_s,
-            sync_intercept_s=_or_zero(self.sync_intercept_s),
+            sync_intercept_s=self.sync_intercept_s if math.isfinite(self.sync_intercept_s) else 0.0,
             sync_slope=self.sync_slope,
-            rest_s=_or_zero(self.rest_s),
+            rest_s=self.rest_s if math.isfinite(self.rest_s) else 0.0,
         )
 
     def pack(self) -> bytes:
@@ -246,10 +240,6 @@ def _relative(old: float, new: float) -> float:
 def _of_known(statistic: Callable[[Array64], np.floating], values: Array64) -> float:
     known = values[np.isfinite(values)]
     return float(statistic(known)) if known.size else math.nan
-
-
-def _or_zero(value: float) -> float:
-    return value if math.isfinite(value) else 0.0
 
 
 def _num_arrays(world_size: int) -> int:
