@@ -8,7 +8,7 @@ import pytest
 from tests.support import capture_files
 from tests.support.calibration_job import known_job, known_scenario
 
-from dynamix.cli.commands.calibrate.source import from_bus, from_capture
+from dynamix.cli.commands.calibrate.command import from_bus, from_capture
 from dynamix.cli.errors import CommandError
 from dynamix.cli.main import main
 from dynamix.cli.services import bus_environment

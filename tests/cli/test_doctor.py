@@ -14,8 +14,18 @@ import pytest
 
 from dynamix.cli.commands.doctor import machine
 from dynamix.cli.commands.doctor.bus import bus, is_alive
-from dynamix.cli.commands.doctor.check import CheckSection, DoctorCheck, failed, passed
-from dynamix.cli.commands.doctor.view import BOLD, GREEN, PLAIN, RED, YELLOW, report
+from dynamix.cli.commands.doctor.check import (
+    BOLD,
+    GREEN,
+    PLAIN,
+    RED,
+    YELLOW,
+    CheckSection,
+    DoctorCheck,
+    failed,
+    passed,
+    report,
+)
 from dynamix.cli.main import main
 from dynamix.cli.services import SERVICES
 from dynamix.runtime.bus import Bus

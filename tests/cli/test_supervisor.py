@@ -1,10 +1,10 @@
 """Children are kept running: real processes that end, are killed, or cannot start."""
 
 import asyncio
-import contextlib
 import os
 import signal
 import subprocess
+from contextlib import AbstractAsyncContextManager
 
 import pytest
 
@@ -50,7 +50,7 @@ def said() -> list[str]:
     return []
 
 
-def keeping(child: Sleeper, said: list[str], stop: asyncio.Event) -> contextlib.AbstractAsyncContextManager[object]:
+def keeping(child: Sleeper, said: list[str], stop: asyncio.Event) -> AbstractAsyncContextManager[asyncio.Event]:
     as_child = Child(child.name, child.pid, child.start, child.stop)
     return kept([as_child], lambda name, text: said.append(f"{name} {text}"), stop, min_wait_s=0.01)
 
@@ -85,8 +85,8 @@ async def test_a_child_that_cannot_be_started_is_tried_again(said: list[str]) ->
 async def test_a_child_that_is_stopped_with_us_is_not_started_again(said: list[str]) -> None:
     child = Sleeper()
     await child.start()
-    async with keeping(child, said, asyncio.Event()) as supervisor:
-        supervisor.stop()  # type: ignore[attr-defined]
+    async with keeping(child, said, asyncio.Event()) as stopping:
+        stopping.set()
         os.kill(child.pid(), signal.SIGTERM)
     assert (child.num_starts, said) == (1, [])
 

@@ -38,6 +38,11 @@ class ConnectionFile(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     """The `dynamix up` that wrote it; without that process the file means nothing."""
 
+    @property
+    def settings(self) -> BusSettings:
+        """How to reach the broker."""
+        return BusSettings(url=self.url, user=self.user, password=self.password)
+
 
 def find(environ: Mapping[str, str]) -> BusSettings:
     """How to reach the broker.
@@ -48,7 +53,7 @@ def find(environ: Mapping[str, str]) -> BusSettings:
         with explained(SettingsError, exit_code=MISUSED):
             return read(BusSettings, "nats", environ)
     found = running(environ)
-    return BusSettings(url=found.url, user=found.user, password=found.password) if found else BusSettings()
+    return found.settings if found else BusSettings()
 
 
 def is_configured(environ: Mapping[str, str]) -> bool:
@@ -72,7 +77,7 @@ def running(environ: Mapping[str, str]) -> ConnectionFile | None:
         raise CommandError(f"{file} cannot be read ({error}): remove it") from error
     except PermissionError as error:
         raise CommandError(f"{file} may not be read by this user: set HOME to yours, or DYNAMIX_NATS_URL") from error
-    return found if _is_alive(found.pid) else None
+    return found if Path(f"/proc/{found.pid}").exists() else None
 
 
 @contextlib.asynccontextmanager
@@ -81,11 +86,7 @@ async def connected(
 ) -> AsyncIterator[Bus]:
     """A bus for the command `name`, closed at the end; the broker sees `<name>-<pid>`.
 
-    Args:
-        settings: address and credentials.
-        name: of the command.
-        timeout_s: for the broker's answer; 10 by default.
-        wait: try again until `timeout_s` when nothing listens at the address.
+    The broker has `timeout_s` (10) to answer; with `wait` it may also start only then.
 
     Raises:
         NoBrokerError: when the broker cannot be reached.
@@ -135,13 +136,3 @@ def path(environ: Mapping[str, str]) -> Path:
 def _check_owner(file: Path, status: os.stat_result) -> None:
     if status.st_uid != os.getuid() or status.st_mode & _OPEN_TO_OTHERS:
         raise CommandError(f"{file} holds a password and is open to other users: remove it, or set DYNAMIX_NATS_URL")
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

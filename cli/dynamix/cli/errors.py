@@ -18,11 +18,18 @@ class CommandError(Exception):
         self.exit_code = exit_code
 
 
+class MisuseError(CommandError):
+    """The command was typed wrongly."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text, exit_code=MISUSED)
+
+
 def check_counts(arguments: argparse.Namespace, *names: str) -> None:
     """Refuse counts below 1."""
     for name in names:
         if (value := getattr(arguments, name)) is not None and value < 1:
-            raise CommandError(f"--{name} {value}: at least 1 is needed", exit_code=MISUSED)
+            raise MisuseError(f"--{name} {value}: at least 1 is needed")
 
 
 @contextlib.contextmanager
@@ -31,7 +38,7 @@ def explained(*kinds: type[Exception], exit_code: int = FAILED) -> Iterator[None
     try:
         yield
     except RefusedOutputError as error:
-        raise CommandError(str(error), exit_code=MISUSED) from error
+        raise MisuseError(str(error)) from error
     except kinds as error:
         raise CommandError(str(error), exit_code=exit_code) from error
 

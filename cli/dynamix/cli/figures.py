@@ -37,9 +37,7 @@ def finish(axes: Axes, *, from_zero: bool = True, beside: float = 0.0, **labels:
     axes.grid(alpha=0.3)
 
 
-def draw_sizes(
-    axes: Axes, x: Sequence[float], by_rank: Sequence[Sequence[float]], where: Literal["mid", "post"]
-) -> None:
+def draw_sizes(axes: Axes, x: Sequence[float], by_rank: Sequence[Sequence[float]], where: Place) -> None:
     """Local batch sizes over `x`, a row for each rank; ranks with equal sizes share a line."""
     if len(by_rank) <= SINGLE_RANKS:
         alike: dict[tuple[float, ...], list[int]] = {}

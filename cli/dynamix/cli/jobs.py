@@ -8,7 +8,7 @@ from dynamix.schemas.codec import MalformedMessageError, decode
 from dynamix.schemas.messages import Job
 from dynamix.schemas.streams import JOBS
 
-from .errors import MISUSED, CommandError
+from .errors import CommandError, MisuseError
 
 MAX_NAMED = 12
 """Jobs that an error lists."""
@@ -49,9 +49,7 @@ def chosen(jobs: Mapping[str, Job], wanted: str) -> Job:
     if len(only := running or fitting) == 1:
         return only[0]
     if only:
-        raise CommandError(
-            f"{wanted!r} may be any of {_listed([job.job for job in only])}: name one of them", exit_code=MISUSED
-        )
+        raise MisuseError(f"{wanted!r} may be any of {_listed([job.job for job in only])}: name one of them")
     raise CommandError(f"no job is called {wanted!r}; jobs on this broker: {_listed(list(jobs)) or 'none'}")
 
 

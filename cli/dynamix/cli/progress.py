@@ -16,9 +16,7 @@ PLAIN_EVERY_S = 10.0
 class ProgressLine:
     """A line, redrawn on a terminal and repeated now and then elsewhere: `with ProgressLine() as progress: ...`.
 
-    Args:
-        plain_every_s: seconds between two lines where standard error is no terminal.
-        keep: leave the last line on the terminal at the end instead of erasing it.
+    It is repeated every `plain_every_s` seconds; with `keep` the last line stays on the terminal at the end.
     """
 
     def __init__(self, plain_every_s: float = PLAIN_EVERY_S, *, keep: bool = False) -> None:

@@ -3,7 +3,6 @@
 import argparse
 import shlex
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,10 +42,9 @@ def add_data_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", metavar="DIR", type=Path, help=what)
 
 
-def command_line(*words: str | int | Iterable[str]) -> str:
+def command_line(*words: str | int) -> str:
     """A command line that makes the same numbers again, for the result."""
-    flat = [[str(word)] if isinstance(word, (str, int)) else list(word) for word in words]
-    return shlex.join(["dynamix", *(word for part in flat for word in part)])
+    return shlex.join(["dynamix", *map(str, words)])
 
 
 def suite_of(arguments: argparse.Namespace, name: str) -> "Suite":

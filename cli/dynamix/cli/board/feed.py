@@ -22,13 +22,7 @@ HEARTBEAT_WAIT_S = 1.5
 
 
 class Feed:
-    """One job's board, kept up to date from the bus.
-
-    Attributes:
-        board: the job that is shown, `None` while there is none.
-        heartbeats: of all services.
-        changed: set whenever something new is known.
-    """
+    """One job's board (`None` while there is no job) and the services' heartbeats, kept up to date from the bus."""
 
     def __init__(self, bus: Bus, wanted: str | None) -> None:
         """Follow the job `wanted` (an id, or the name in front of the run id), else the newest one that runs."""
@@ -38,7 +32,7 @@ class Feed:
         self._following: asyncio.Task[None] | None = None
         self.board: Board | None = None
         self.heartbeats = Heartbeats()
-        self.changed = asyncio.Event()
+        self.changed = asyncio.Event()  # set whenever something new is known
 
     async def follow(self) -> None:
         """Keep the board up to date until cancelled; switches to a newer job when that is the one wanted."""
@@ -48,24 +42,11 @@ class Feed:
 
     async def catch_up(self) -> None:
         """Read what is stored now, and listen for one round of heartbeats."""
-        heartbeats = asyncio.create_task(self._follow_heartbeats())
-        try:
-            self._jobs = await known_jobs(self._bus)
-            self._choose()
-            if self.board is not None:
-                await self._read_stored(self.board)
-            await self._wait_for_heartbeats()
-        finally:
-            heartbeats.cancel()
-            await asyncio.gather(heartbeats, return_exceptions=True)
-
-    async def _wait_for_heartbeats(self) -> None:
-        """Wait until each service that steers was heard, or for `HEARTBEAT_WAIT_S`."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(HEARTBEAT_WAIT_S):
-                while self.heartbeats.missing(time.monotonic()):
-                    self.changed.clear()
-                    await self.changed.wait()
+        self._jobs = await known_jobs(self._bus)
+        self._choose()
+        if self.board is not None:
+            await self._read_stored(self.board)
+        await listen(self._bus, self.heartbeats, HEARTBEAT_WAIT_S)
 
     async def _follow_heartbeats(self) -> None:
         def record(beat: Live) -> bool:
@@ -167,3 +148,15 @@ def _feed_subjects(board: Board) -> list[str]:
         subjects.of("applied", board.name),
         subjects.of("event", board.name),
     ]
+
+
+async def listen(bus: Bus, heartbeats: Heartbeats, timeout_s: float) -> None:
+    """Record heartbeats until each service that steers was heard, or for so long."""
+
+    def record(beat: Live) -> bool:
+        heartbeats.record(beat, time.monotonic())
+        return not heartbeats.missing(time.monotonic())
+
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await hear(bus, record)

@@ -124,12 +124,7 @@ class Inspection(msgspec.Struct):
 
 
 def inspect(path: Path, *, keep_details: bool = False) -> Inspection:
-    """Read a capture; one that is cut off is read as far as it goes.
-
-    Raises:
-        CaptureError: when it is no capture or damaged.
-        OSError: when it cannot be read.
-    """
+    """Read a capture, as far as it goes when it is cut off. Raises CaptureError when it is damaged, and OSError."""
     with CaptureReader(path) as reader:
         inspection = Inspection(reader.header, keep_details=keep_details)
         try:

@@ -18,7 +18,7 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 
 from dynamix.cli.connection import connected, find
-from dynamix.cli.errors import MISUSED, CommandError, check_counts
+from dynamix.cli.errors import MisuseError, check_counts
 from dynamix.cli.jobs import find_job
 from dynamix.cli.output import Document, add_json_argument, add_output_argument, write_result, writing
 from dynamix.cli.progress import ProgressLine, stop_event
@@ -36,12 +36,7 @@ FLUSH_EVERY_S = 5.0
 
 
 class CaptureCounts:
-    """Counts records as they are written.
-
-    Attributes:
-        kinds: messages by kind.
-        windows: generation and index of the windows that some node reported.
-    """
+    """Counts records as they are written: by kind, and the windows (generation, index) that some node reported."""
 
     def __init__(self, most_windows: int | None) -> None:
         self.kinds: Counter[str] = Counter()
@@ -82,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_counts(arguments, "windows")
     path = Path(arguments.output)
     if path.exists() and not arguments.force:
-        raise CommandError(f"{path} exists: choose another name, or overwrite it with --force", exit_code=MISUSED)
+        raise MisuseError(f"{path} exists: choose another name, or overwrite it with --force")
     with writing(path):
         found = asyncio.run(_from_bus(arguments, path))
     write_result(found, _sentence(found), arguments.json)

@@ -22,17 +22,10 @@ QUIET_S = 2.0
 
 
 class Tail:
-    """One stream's messages of a job: `waiting` is done when there is more, `take_records` hands it out.
-
-    Attributes:
-        stream: its name.
-        sequence: of the last message taken, 0 before the first.
-        newest_ns: the latest time of a message taken.
-        waiting: the wait for the next batch. It is never cancelled while the context lasts: a cancelled read could
-            lose the batch that it was about to return.
-    """
+    """One stream's messages of a job; `sequence` is of the last one taken, `newest_ns` the latest time of any."""
 
     waiting: asyncio.Task[list[BusMessage]]
+    """Done when there is more. Never cancelled while the context lasts: a cancelled read could lose its batch."""
 
     def __init__(self, bus: Bus, stream: str, wanted: Sequence[str]) -> None:
         self.stream = stream

@@ -30,20 +30,17 @@ def draw(runs: Sequence[DemoRun], plan: DemoPlan, path: str) -> None:
 
 def _accuracy(axes: Axes, runs: Sequence[DemoRun], plan: DemoPlan) -> None:
     for run in runs:
-        times, accuracies = zip(*run.accuracies, strict=True) if run.accuracies else ((), ())
+        evaluated = [step for step in run.progress if step.accuracy is not None]
         colour = _POLICY_COLOURS.get(run.summary.policy)
         reached = run.summary.time_to_target_s
         label = run.summary.policy + (": target not reached" if reached is None else f": {reached:.1f} s to the target")
+        times, accuracies = [step.trained_s for step in evaluated], [step.accuracy for step in evaluated]
         axes.plot(times, accuracies, marker="o", markersize=3, color=colour, label=label)
         if reached is not None:
             axes.axvline(reached, color=colour, linestyle=":", linewidth=1)
     axes.axhline(plan.target_accuracy, color="black", linewidth=0.8, linestyle="--")
-    axes.annotate(
-        f"target {plan.target_accuracy:g}",
-        (0.01, plan.target_accuracy),
-        xycoords=("axes fraction", "data"),
-        va="bottom",
-    )
+    place = (0.01, plan.target_accuracy)
+    axes.annotate(f"target {plan.target_accuracy:g}", place, xycoords=("axes fraction", "data"), va="bottom")
     axes.set_xlabel("training time [s], evaluation left out")
     finish(axes, from_zero=False, title="Held-out accuracy", ylabel="accuracy")
 

@@ -33,11 +33,6 @@ class DemoRun(msgspec.Struct, frozen=True, kw_only=True):
     summary: RunSummary
     progress: list[DemoStep]
 
-    @property
-    def accuracies(self) -> list[tuple[float, float]]:
-        """(training seconds, held-out accuracy) of each evaluation."""
-        return [(line.trained_s, line.accuracy) for line in self.progress if line.accuracy is not None]
-
 
 def summarise(
     plan: DemoPlan, policy: str, progress: Sequence[DemoStep], reports: Sequence[Report], applied: Sequence[Applied]

@@ -1,11 +1,11 @@
 """Checks of the broker, of the services on it, and of one job's stored actions."""
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Mapping
 
 from dynamix.arbitrator.deciding.action_store import ActionStoreError, check_receipt, newest_action, newest_receipt
+from dynamix.cli.board.feed import listen
 from dynamix.cli.board.heartbeats import Heartbeats
 from dynamix.cli.connection import connected
 from dynamix.cli.errors import CommandError
@@ -15,7 +15,7 @@ from dynamix.runtime.settings import BusSettings, SharedSettings, node_name, rea
 from dynamix.schemas import subjects
 from dynamix.schemas.chain import BrokenChainError, ChainCheck
 from dynamix.schemas.codec import MalformedMessageError, decode
-from dynamix.schemas.messages import Action, Job, Live
+from dynamix.schemas.messages import Action, Job
 from dynamix.schemas.streams import ACTIONS, JOBS, STREAMS
 
 from .check import DoctorCheck, Need, failed, passed
@@ -68,15 +68,8 @@ async def _streams(connection: Bus, need: Need) -> DoctorCheck:
 
 async def _services(connection: Bus) -> DoctorCheck:
     heartbeats = Heartbeats()
-
-    def record(beat: Live) -> bool:
-        heartbeats.record(beat, time.monotonic())
-        return not heartbeats.missing(time.monotonic())
-
     try:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LISTEN_S):
-                await hear(connection, record)
+        await listen(connection, heartbeats, LISTEN_S)
     except BusError as error:
         return failed("services", "training", str(error), "ask as the user `watcher`")
     missing = heartbeats.missing(time.monotonic())

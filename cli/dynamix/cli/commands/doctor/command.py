@@ -21,10 +21,9 @@ from dynamix.runtime.log import configure as configure_log
 from dynamix.runtime.settings import SettingsError, read
 
 from .bus import actions, bus, is_alive
-from .check import CheckSection
+from .check import CheckSection, report
 from .ebpf import choice, chosen, ebpf, try_ebpf
 from .machine import kernel, software
-from .view import report
 
 WIDEST = 110
 EBPF = "eBPF, which the collector uses where it can"

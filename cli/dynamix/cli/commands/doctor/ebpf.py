@@ -9,7 +9,6 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from dynamix.collector.ebpf.attachment import v2_mount
 from dynamix.collector.ebpf.loader import DISTRIBUTION_DIRECTORIES, find_bcc, find_headers
@@ -43,15 +42,9 @@ SO_COOKIE = 57
 """asm-generic/socket.h; Python has no name for it."""
 
 
-class Capability(NamedTuple):
-    """A bit of CapEff in /proc/self/status."""
-
-    name: str
-    bit: int
-
-
-NEEDED = (Capability("CAP_BPF", 39), Capability("CAP_PERFMON", 38), Capability("CAP_NET_ADMIN", 12))
-SYS_ADMIN = Capability("CAP_SYS_ADMIN", 21)
+NEEDED = {"CAP_BPF": 39, "CAP_PERFMON": 38, "CAP_NET_ADMIN": 12}
+"""Bits of CapEff in /proc/self/status."""
+SYS_ADMIN = 21
 
 
 def ebpf(root: Path = Path("/"), system: os.uname_result | None = None) -> list[DoctorCheck]:
@@ -103,10 +96,10 @@ def release(text: str, status: str) -> DoctorCheck:
 def rights(status: str) -> DoctorCheck:
     """The capabilities that loading and attaching programs takes, by /proc/self/status."""
     if _has(status, SYS_ADMIN):
-        return passed("rights", "ebpf", f"{SYS_ADMIN.name} ({', '.join(one.name for one in NEEDED)} would do)")
-    missing = [one.name for one in NEEDED if not _has(status, one)]
+        return passed("rights", "ebpf", f"CAP_SYS_ADMIN ({', '.join(NEEDED)} would do)")
+    missing = [name for name, bit in NEEDED.items() if not _has(status, bit)]
     if not missing:
-        return passed("rights", "ebpf", ", ".join(one.name for one in NEEDED))
+        return passed("rights", "ebpf", ", ".join(NEEDED))
     return failed("rights", "ebpf", f"without {', '.join(missing)}", HOW_TO_GRANT)
 
 
@@ -180,8 +173,8 @@ def _hides_the_host(root: Path, mountinfo: str, mount: Path) -> bool:
     return namespace != INITIAL_CGROUP_NAMESPACE and seen[-1:] == ["/"]  # a later mount covers an earlier one
 
 
-def _has(status: str, capability: Capability) -> bool:
-    return bool(int(_field(status, "CapEff"), 16) >> capability.bit & 1)
+def _has(status: str, bit: int) -> bool:
+    return bool(int(_field(status, "CapEff"), 16) >> bit & 1)
 
 
 def _field(status: str, name: str) -> str:
@@ -198,8 +191,7 @@ def _text(path: Path) -> str:
 def load_smallest_program() -> None:
     """Load a program for a control group's packets and drop it at once; it is attached nowhere.
 
-    Raises:
-        OSError: as the kernel refuses it; ENOSYS also where the call's number is not known.
+    Raises OSError as the kernel refuses it; ENOSYS also where the call's number is not known.
     """
     instructions = ctypes.create_string_buffer(_LET_EVERY_PACKET_PASS)
     license_ = ctypes.create_string_buffer(b"Apache-2.0")
@@ -230,10 +222,7 @@ def try_ebpf(cgroup: str) -> DoctorCheck:
 def run_trial(cgroup: str) -> tuple[float, int | None]:
     """Load and attach, send and read, detach: the seconds to open the probe, and the bytes that it counted.
 
-    The bytes are `None` when the probe did not know the connection.
-
-    Raises:
-        ProbeError: when the probe cannot be opened.
+    The bytes are `None` when the probe did not know the connection. Raises ProbeError when it cannot be opened.
     """
     start = time.perf_counter()
     with open_probe(cgroup) as probe:

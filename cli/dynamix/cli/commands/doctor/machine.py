@@ -30,7 +30,7 @@ PROC_FILES = ("stat", "status", "net/dev", "net/snmp")
 
 def software() -> list[DoctorCheck]:
     """Everything that is installed or is not."""
-    return [python(sys.version_info[:3]), *packages(), server(), torch(), views(), data(DATA_DIRECTORIES)]
+    return [python(sys.version_info[:3]), packages(), server(), torch(), views(), data(DATA_DIRECTORIES)]
 
 
 def python(version: tuple[int, ...]) -> DoctorCheck:
@@ -41,14 +41,14 @@ def python(version: tuple[int, ...]) -> DoctorCheck:
     return failed("Python", "always", f"{text} is too old", "install Python 3.11 or newer and make the venv with it")
 
 
-def packages() -> list[DoctorCheck]:
+def packages() -> DoctorCheck:
     """What every service imports."""
     versions = {name: _version(name) for name in PACKAGES}
     missing = [name for name, version in versions.items() if version is None]
     if missing:
         fix = "pip install dynamix-batch (or `make venv` in a clone)"
-        return [failed("packages", "always", f"missing: {', '.join(missing)}", fix)]
-    return [passed("packages", "always", ", ".join(f"{name} {version}" for name, version in versions.items()))]
+        return failed("packages", "always", f"missing: {', '.join(missing)}", fix)
+    return passed("packages", "always", ", ".join(f"{name} {version}" for name, version in versions.items()))
 
 
 def server() -> DoctorCheck:

@@ -95,4 +95,4 @@ def _command_line(arguments: argparse.Namespace) -> str:
     """The command that makes these numbers again, without options that do not change them."""
     which = ["--scenarios", arguments.scenarios] if arguments.scenarios else ["--suite", arguments.suite]
     files = [word for text in arguments.policy_file for word in ("--policy-file", text)]
-    return command_line("evaluate", which, "--policies", arguments.policies, files, "--seeds", arguments.seeds)
+    return command_line("evaluate", *which, "--policies", arguments.policies, *files, "--seeds", arguments.seeds)

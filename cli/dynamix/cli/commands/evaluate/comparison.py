@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from dynamix.cli.errors import MISUSED, CommandError
+from dynamix.cli.errors import MisuseError
 from dynamix.cli.runs import suite_of
 from dynamix.lab.experiments.comparison.contenders import Contender, parse_contenders, untuned_families, with_references
 from dynamix.lab.experiments.comparison.evaluation import ComparisonCell, plan
@@ -28,12 +28,7 @@ class PlannedComparison(NamedTuple):
 
 
 def planned(arguments: argparse.Namespace) -> PlannedComparison:
-    """The comparison that the arguments ask for.
-
-    Raises:
-        CommandError: when an argument is not as it should be.
-        ValueError: when a policy or scenario cannot be used.
-    """
+    """The comparison that the arguments ask for. Raises ValueError when a policy or scenario cannot be used."""
     suite = suite_of(arguments, arguments.suite)
     files = _policy_files(arguments.policy_file)
     named = parse_contenders(",".join(filter(None, (arguments.policies, *files))), files)
@@ -66,7 +61,7 @@ def curves_of(arguments: argparse.Namespace, suite: Suite) -> str:
     drawn = [*suite.heterogeneous_families, *suite.families][0]
     name: str = arguments.curves or suite.families[drawn][0].name
     if name not in names:
-        raise CommandError(f"--curves {name!r}: suite {suite.name} has {', '.join(names)}", exit_code=MISUSED)
+        raise MisuseError(f"--curves {name!r}: suite {suite.name} has {', '.join(names)}")
     return name
 
 
@@ -75,6 +70,6 @@ def _policy_files(texts: list[str]) -> dict[str, list[str]]:
     for text in texts:
         name, equals, paths = text.partition("=")
         if not equals or not name or not paths:
-            raise CommandError(f"--policy-file {text!r}: write NAME=PATH[,PATH...]", exit_code=MISUSED)
+            raise MisuseError(f"--policy-file {text!r}: write NAME=PATH[,PATH...]")
         files.setdefault(name, []).extend(paths.split(","))
     return files

@@ -8,7 +8,7 @@ dynamix inspect FILE --png FILE        the job as a figure
 import argparse
 from pathlib import Path
 
-from dynamix.cli.errors import MISUSED, CommandError, explained, reading
+from dynamix.cli.errors import CommandError, MisuseError, explained, reading
 from dynamix.cli.inspection.inspection import Inspection, document, inspect
 from dynamix.cli.inspection.window import CapturedWindow
 from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, add_png_argument, write_json
@@ -28,7 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Read and show; 0 when the capture is complete, 1 when it is cut off or damaged."""
     if arguments.generation is not None and arguments.window is None:
-        raise CommandError("--generation selects the restart of --window N: add --window", exit_code=MISUSED)
+        raise MisuseError("--generation selects the restart of --window N: add --window")
     from . import view
 
     with explained(CaptureError), reading(arguments.file):
@@ -56,7 +56,7 @@ def _chosen(inspection: Inspection, window: int, generation: int | None) -> Capt
     if not found:
         known = inspection.sorted_windows()
         held = f"{known[0].window} to {known[-1].window}" if known else "none"
-        raise CommandError(f"the capture has no such window; it has {held}", exit_code=MISUSED)
+        raise MisuseError(f"the capture has no such window; it has {held}")
     return found[-1]
 
 

@@ -15,7 +15,7 @@ from dynamix.arbitrator.learned.policy_file import PolicyFile
 from dynamix.arbitrator.learned.policy_store import PolicyStore
 from dynamix.arbitrator.learned.ppo_settings import PPOSettings
 from dynamix.cli.connection import connected, find
-from dynamix.cli.errors import INTERRUPTED, MISUSED, CommandError, explained
+from dynamix.cli.errors import INTERRUPTED, MISUSED, MisuseError, explained
 from dynamix.cli.output import POLICY, write_result
 from dynamix.lab.experiments.episodes.pool import EpisodeError
 from dynamix.lab.experiments.episodes.suite import TRAIN, read_suite, suite_named
@@ -78,7 +78,7 @@ def _plan(arguments: argparse.Namespace) -> LearningPlan:
         return msgspec.structs.replace(plan, settings=msgspec.convert(settings, PPOSettings))
     except msgspec.ValidationError as error:
         known = ", ".join(PPOSettings.__struct_fields__)
-        raise CommandError(f"--ppo: {error}: known are {known}", exit_code=MISUSED) from error
+        raise MisuseError(f"--ppo: {error}: known are {known}") from error
 
 
 def _changes(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def _settings_given(arguments: argparse.Namespace) -> dict[str, Any]:
     for text in arguments.ppo:
         name, separator, value = text.partition("=")
         if not separator:
-            raise CommandError(f"--ppo {text!r}: write NAME=VALUE, for example clip_coef=0.1", exit_code=MISUSED)
+            raise MisuseError(f"--ppo {text!r}: write NAME=VALUE, for example clip_coef=0.1")
         try:
             given[name] = msgspec.json.decode(value)
         except msgspec.DecodeError:

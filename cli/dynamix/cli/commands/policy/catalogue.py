@@ -59,11 +59,7 @@ class PolicyCatalogue(NamedTuple):
         return sorted(found, key=lambda entry: (entry.name, -entry.version))
 
     async def read(self, name: str, version: int | None) -> tuple[AvailablePolicy, bytes]:
-        """A version of a policy and the bytes of its file, the newest by default.
-
-        Raises:
-            CommandError: when there is no such version; the text lists those that exist.
-        """
+        """A version of a policy and the bytes of its file, the newest by default. Raises CommandError without one."""
         entries = await self.entries()
         entry = next((one for one in entries if one.name == name and version in (None, one.version)), None)
         if entry is None:
@@ -86,11 +82,7 @@ class PolicyCatalogue(NamedTuple):
 
 @contextlib.asynccontextmanager
 async def opened(settings: BusSettings) -> AsyncIterator[PolicyCatalogue]:
-    """The catalogue; without a broker, or before it is provisioned, of the shipped policies only.
-
-    Raises:
-        CommandError: when the broker refuses the user or a request.
-    """
+    """The catalogue; without a broker, or before it is provisioned, of the shipped policies only."""
     try:
         async with connected(settings, "policy", timeout_s=CONNECT_TIMEOUT_S, wait=False) as bus:
             with explained(ValueError):

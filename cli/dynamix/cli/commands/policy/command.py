@@ -60,11 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def reference(text: str) -> tuple[str, int | None]:
-    """Read `NAME` or `NAME:VERSION`.
-
-    Raises:
-        argparse.ArgumentTypeError: when the version is no whole number from 1.
-    """
+    """An argument's type: `NAME` or `NAME:VERSION`, with a whole number from 1."""
     name, separator, version = text.partition(":")
     if not separator:
         return name, None

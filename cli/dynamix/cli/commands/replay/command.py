@@ -55,19 +55,20 @@ def run(arguments: argparse.Namespace) -> int:
     """Replay and show; the exit code says equal or not."""
     from . import view
 
-    to_stderr = arguments.json == STANDARD_OUTPUT
-    outcome = _guarded(arguments, to_stderr=to_stderr)
-    view.show(outcome, strict=arguments.strict, to_stderr=to_stderr)
+    to_stderr, strict = arguments.json == STANDARD_OUTPUT, arguments.strict
+    unusable = explained(CaptureError, ReplayError, ValueError, exit_code=UNUSABLE)
+    with unusable, reading(arguments.file, exit_code=UNUSABLE):
+        request = _request(arguments)
+        found = differences(read_header(request.path).fingerprint, fingerprint())
+        view.show_fingerprint(found, to_stderr=to_stderr)
+        outcome = asyncio.run(_replayed(request))
+    view.show(outcome, strict=strict, to_stderr=to_stderr)
     with explained(CommandError, exit_code=UNUSABLE):  # 1 means that something differs
-        write_json(_document(outcome, strict=arguments.strict), arguments.json)
+        write_json(_document(outcome, strict=strict), arguments.json)
     if outcome.interrupted:
         return INTERRUPTED
-    return EQUAL if outcome.what_if is not None or _is_equal(outcome, strict=arguments.strict) else DIFFERENT
-
-
-def _is_equal(outcome: ReplayOutcome, *, strict: bool) -> bool:
-    """Strictly, a capture that was cut off is not known to be equal."""
-    return outcome.bytes_equal and not outcome.cut_off if strict else outcome.is_as_promised
+    is_equal = outcome.bytes_equal and not outcome.cut_off if strict else outcome.is_as_promised
+    return EQUAL if outcome.what_if is not None or is_equal else DIFFERENT
 
 
 def _document(outcome: ReplayOutcome, *, strict: bool) -> Document:
@@ -80,19 +81,6 @@ def _document(outcome: ReplayOutcome, *, strict: bool) -> Document:
         "times_real_time": outcome.recorded_s / outcome.wall_s if outcome.wall_s > 0 else None,
         **msgspec.to_builtins(outcome),
     }
-
-
-def _guarded(arguments: argparse.Namespace, *, to_stderr: bool) -> ReplayOutcome:
-    from . import view
-
-    with (
-        explained(CaptureError, ReplayError, ValueError, exit_code=UNUSABLE),
-        reading(arguments.file, exit_code=UNUSABLE),
-    ):
-        request = _request(arguments)
-        found = differences(read_header(request.path).fingerprint, fingerprint())
-        view.show_fingerprint(found, to_stderr=to_stderr)
-        return asyncio.run(_replayed(request))
 
 
 def _request(arguments: argparse.Namespace) -> ReplayRequest:

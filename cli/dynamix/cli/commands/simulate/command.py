@@ -11,7 +11,7 @@ must run (`dynamix up`); the collectors of the virtual nodes are started here.
 import argparse
 from typing import TYPE_CHECKING
 
-from dynamix.cli.errors import MISUSED, CommandError, explained
+from dynamix.cli.errors import MISUSED, MisuseError, explained
 from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, add_option, add_png_argument, write_json
 from dynamix.cli.progress import ProgressLine
 from dynamix.cli.runs import add_data_argument
@@ -39,17 +39,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the job and show what came of it."""
     if arguments.seed < 0:
-        raise CommandError(f"--seed {arguments.seed}: it must not be negative", exit_code=MISUSED)
+        raise MisuseError(f"--seed {arguments.seed}: it must not be negative")
     if arguments.bus and arguments.policy_file:
-        raise CommandError(
-            "--policy-file: on the bus, policies come from there (`dynamix policy import`)", exit_code=MISUSED
-        )
+        text = "--policy-file: on the bus, policies come from there (`dynamix policy import`)"
+        raise MisuseError(text)
     from .simulation import plan
+    from .view import show_summary
 
     with explained(ValueError, exit_code=MISUSED):
         planned = plan(arguments.scenario, arguments.policy, arguments.policy_file, seed=arguments.seed)
     simulation = _run(planned, arguments)
-    _show(simulation, arguments)
+    show_summary(simulation, stderr=arguments.json == STANDARD_OUTPUT)
+    write_json(simulation.document(), arguments.json)
+    if arguments.png is not None:
+        from .figure import draw
+
+        draw(simulation, arguments.png)
     return 0
 
 
@@ -66,14 +71,3 @@ def _run(planned: "SimulationPlan", arguments: argparse.Namespace) -> "Simulatio
             (progress.write_line if arguments.windows else progress.show)(text)
 
         return simulate(planned, arguments.data, device=arguments.device, on_window=show, bus=arguments.bus)
-
-
-def _show(simulation: "Simulation", arguments: argparse.Namespace) -> None:
-    from .view import show_summary
-
-    show_summary(simulation, stderr=arguments.json == STANDARD_OUTPUT)
-    write_json(simulation.document(), arguments.json)
-    if arguments.png is not None:
-        from .figure import draw
-
-        draw(simulation, arguments.png)

@@ -93,6 +93,7 @@ class Simulation(NamedTuple):
 
 
 OnWindow = Callable[[SimulatedWindow], None]
+OnReports = Callable[[Sequence[Report]], None]
 
 
 def plan(scenario: str, policy: str, policy_file: str | None, *, seed: int) -> SimulationPlan:
@@ -130,17 +131,21 @@ def simulate(planned: SimulationPlan, data: Path | None, *, device: str, on_wind
 
     Raises:
         CommandError: when the bus or its services do not do their part.
-        ValueError: when a file is not the data set's, the initial size is outside the scenario's bounds, or there is no
-            such device.
+        ValueError: when the data set, the initial size or the device is not as it should be.
         OSError: when the data set is missing.
     """
     torch.set_num_threads(1)  # this process is the command's own; a virtual worker's batch is too small for two
     place = _device(device)
     loaded = workload_named(planned.scenario.workload).load(data)
     loaded = Data(*(Part(*(tensor.to(place) for tensor in part)) for part in loaded))
-    recorder = _WindowRecorder(on_window)
-    episode = asyncio.run(_on_bus(planned, loaded, recorder)) if bus else _in_process(planned, loaded, recorder)
-    return Simulation(planned.label, planned.seed, episode, recorder.windows)
+    windows: list[SimulatedWindow] = []
+
+    def record(reports: Sequence[Report]) -> None:
+        windows.append(_window(reports, windows[-1].time_s if windows else 0.0))
+        on_window(windows[-1])
+
+    episode = asyncio.run(_on_bus(planned, loaded, record)) if bus else _in_process(planned, loaded, record)
+    return Simulation(planned.label, planned.seed, episode, windows)
 
 
 def _device(name: str) -> torch.device:
@@ -153,32 +158,23 @@ def _device(name: str) -> torch.device:
     return device
 
 
-class _WindowRecorder:
-    """Sums up each window from its reports."""
-
-    def __init__(self, on_window: OnWindow) -> None:
-        self.windows: list[SimulatedWindow] = []
-        self._on_window = on_window
-
-    def record_window(self, reports: Sequence[Report]) -> None:
-        totals = reports[0].totals
-        samples = max(totals.num_samples, 1)
-        sizes = {row.rank: row.local_batch_size for report in reports for row in report.rows}
-        window = SimulatedWindow(
-            window=totals.window,
-            time_s=totals.time_s + (self.windows[-1].time_s if self.windows else 0.0),
-            step_time_s=totals.time_s / totals.num_steps,
-            local_batch_sizes=[sizes[rank] for rank in sorted(sizes)],
-            global_batch_size=totals.global_batch_size,
-            loss=None if totals.loss_sum is None else totals.loss_sum / samples,
-            accuracy=None if totals.num_correct is None else totals.num_correct / samples,
-            held_out_accuracy=reports[0].held_out_accuracy,
-        )
-        self.windows.append(window)
-        self._on_window(window)
+def _window(reports: Sequence[Report], started_s: float) -> SimulatedWindow:
+    totals = reports[0].totals
+    samples = max(totals.num_samples, 1)
+    sizes = {row.rank: row.local_batch_size for report in reports for row in report.rows}
+    return SimulatedWindow(
+        window=totals.window,
+        time_s=started_s + totals.time_s,
+        step_time_s=totals.time_s / totals.num_steps,
+        local_batch_sizes=[sizes[rank] for rank in sorted(sizes)],
+        global_batch_size=totals.global_batch_size,
+        loss=None if totals.loss_sum is None else totals.loss_sum / samples,
+        accuracy=None if totals.num_correct is None else totals.num_correct / samples,
+        held_out_accuracy=reports[0].held_out_accuracy,
+    )
 
 
-def _in_process(planned: SimulationPlan, data: Data, recorder: _WindowRecorder) -> Episode:
+def _in_process(planned: SimulationPlan, data: Data, record: OnReports) -> Episode:
     setting = planned.setting
     return run_episode(
         planned.scenario,
@@ -187,11 +183,11 @@ def _in_process(planned: SimulationPlan, data: Data, recorder: _WindowRecorder) 
         seed=planned.seed,
         policy_options=setting.options,
         initial_local_batch_size=setting.initial_local_batch_size,
-        on_window=recorder.record_window,
+        on_window=record,
     )
 
 
-async def _on_bus(planned: SimulationPlan, data: Data, recorder: _WindowRecorder) -> Episode:
+async def _on_bus(planned: SimulationPlan, data: Data, record: OnReports) -> Episode:
     setting, settings = planned.setting, find(os.environ)
     cluster = VirtualCluster(
         planned.scenario,
@@ -204,7 +200,7 @@ async def _on_bus(planned: SimulationPlan, data: Data, recorder: _WindowRecorder
     )
     async with connected(settings, "simulate") as bus, _collectors(bus, settings, cluster):
         try:
-            actions = await run_lockstep(cluster, bus, on_window=recorder.record_window)
+            actions = await run_lockstep(cluster, bus, on_window=record)
         except NoActionError as error:
             raise CommandError(str(error)) from error
     return episode_of(cluster, actions, EpisodeMessages([], [], []))

@@ -10,8 +10,8 @@ import os
 import sys
 import time
 
+from dynamix.cli.board.board import snapshot
 from dynamix.cli.board.feed import Feed
-from dynamix.cli.board.snapshot import snapshot
 from dynamix.cli.connection import connected, find
 from dynamix.cli.errors import CommandError
 from dynamix.cli.output import add_json_argument, write_json

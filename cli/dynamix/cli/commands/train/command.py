@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dynamix.cli.connection import find
-from dynamix.cli.errors import MISUSED, CommandError
+from dynamix.cli.errors import CommandError, MisuseError
 from dynamix.cli.services import bus_environment
 from dynamix.runtime.settings import BusSettings, redact_url
 from dynamix.schemas.subjects import check_token
@@ -40,9 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Replace this process by torchrun; returns only when that fails."""
     words: list[str] = arguments.torchrun
     if not words:
-        raise CommandError(
-            "no script: put torchrun's options, the script and its arguments behind --", exit_code=MISUSED
-        )
+        raise MisuseError("no script: put torchrun's options, the script and its arguments behind --")
     if importlib.util.find_spec("torch") is None:
         raise CommandError(
             "PyTorch is not installed in this environment: pip install torch, or 'dynamix-batch[train]' "
@@ -66,17 +64,13 @@ def job_id(arguments: Sequence[str], *, name: str | None, given: str) -> str:
             return check_token(given)
         chosen = check_token(name or _script_name(arguments))
     except ValueError as error:
-        raise CommandError(str(error), exit_code=MISUSED) from error
+        raise MisuseError(str(error)) from error
     if len(chosen) > MAX_NAME:
-        raise CommandError(
-            f"the name {chosen!r} has {len(chosen)} characters: use at most {MAX_NAME}", exit_code=MISUSED
-        )
+        raise MisuseError(f"the name {chosen!r} has {len(chosen)} characters: use at most {MAX_NAME}")
     made = f"{chosen}-{secrets.token_hex(RUN_ID_BYTES)}"
     if spans_nodes(arguments):
-        raise CommandError(
-            f"a job on several nodes needs one id on all of them: pass, for example, --job {made} on each",
-            exit_code=MISUSED,
-        )
+        what = "a job on several nodes needs one id on all of them: pass, for example,"
+        raise MisuseError(f"{what} --job {made} on each")
     return made
 
 

@@ -6,7 +6,7 @@ Writes the file that `dynamix evaluate` reads them from. Held-out scenarios are 
 import argparse
 from pathlib import Path
 
-from dynamix.cli.errors import MISUSED, CommandError, check_counts, explained
+from dynamix.cli.errors import MisuseError, check_counts, explained
 from dynamix.cli.output import STANDARD_OUTPUT, TUNED, add_json_argument, add_option, add_output_argument, write_json
 from dynamix.cli.runs import RunsProgress, add_run_arguments, command_line, suite_of
 from dynamix.runtime import output_files
@@ -66,11 +66,8 @@ def _output(arguments: argparse.Namespace) -> Path:
     path = scenario_root() / TUNED_FILE
     for option in ("baselines", "scenarios"):
         if value := getattr(arguments, option):
-            raise CommandError(
-                f"--{option} {value}: {path} holds the choices for all baselines on the train scenarios; name another "
-                "file with -o",
-                exit_code=MISUSED,
-            )
+            what = f"{path} holds the choices for all baselines on the train scenarios"
+            raise MisuseError(f"--{option} {value}: {what}; name another file with -o")
     output_files.check(path, TUNED)
     return path
 
@@ -78,4 +75,4 @@ def _output(arguments: argparse.Namespace) -> Path:
 def _command_line(arguments: argparse.Namespace) -> str:
     scenarios = ["--scenarios", arguments.scenarios] if arguments.scenarios else []
     baselines = ["--baselines", arguments.baselines] if arguments.baselines else []
-    return command_line("tune", scenarios, baselines, "--seeds", arguments.seeds)
+    return command_line("tune", *scenarios, *baselines, "--seeds", arguments.seeds)

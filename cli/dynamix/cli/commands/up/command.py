@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from dynamix.cli.connection import connected, find, path, published, running
+from dynamix.cli.connection import connected, path, published, running
 from dynamix.cli.errors import MISUSED, CommandError, explained
 from dynamix.cli.progress import stop_event
 from dynamix.cli.services import SERVICES, ServiceProcess, bus_environment, wait_until_ready
@@ -118,16 +118,11 @@ def _settings(arguments: argparse.Namespace, environ: Mapping[str, str]) -> UpSe
 
 
 def _print_environment(environ: Mapping[str, str]) -> int:
-    if running(environ) is None:
+    if (found := running(environ)) is None:
         raise CommandError("no broker of `dynamix up` runs: start one with `dynamix up`")
-    quoted = {key: shlex.quote(value) for key, value in bus_environment(find(_without_bus(environ))).items()}
-    print("\n".join(f"export {key}={value}" for key, value in quoted.items()))
+    for key, value in bus_environment(found.settings).items():
+        print(f"export {key}={shlex.quote(value)}")
     return 0
-
-
-def _without_bus(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment without the variables of the bus: the running broker counts, not what was exported."""
-    return {key: value for key, value in environ.items() if not key.startswith("DYNAMIX_NATS_")}
 
 
 def _default_store(environ: Mapping[str, str]) -> Path:

@@ -42,63 +42,6 @@ def service(process: ServiceProcess) -> Child:
     return Child(process.name, lambda: process.pid, start, lambda: asyncio.to_thread(process.stop))
 
 
-class Supervisor:
-    """Runs children until it is stopped.
-
-    Args:
-        report: called at every end and start with the child's name and a line of text.
-        min_wait_s: the shortest wait before a restart.
-    """
-
-    def __init__(self, report: Callable[[str, str], None], *, min_wait_s: float = MIN_WAIT_S) -> None:
-        self._report = report
-        self._min_wait_s = min_wait_s
-        self._stopping = asyncio.Event()
-        self.num_restarts: dict[str, int] = {}
-
-    def stop(self) -> None:
-        """Let `keep` stop its child and return."""
-        self._stopping.set()
-
-    async def keep(self, child: Child) -> None:
-        """Run a child that is already started: start it again whenever it ends, until `stop`."""
-        wait_s = self._min_wait_s
-        try:
-            while not self._stopping.is_set():
-                begin = asyncio.get_running_loop().time()
-                await self._end_or_stop(child.pid())
-                lived_s = asyncio.get_running_loop().time() - begin
-                wait_s = self._min_wait_s if lived_s >= STEADY_AFTER_S else wait_s
-                if not await self._stopped_within(wait_s):
-                    await self._again(child, lived_s)
-                wait_s = min(2 * wait_s, MAX_WAIT_S)
-        finally:
-            await child.stop()
-
-    async def _again(self, child: Child, lived_s: float) -> None:
-        self.num_restarts[child.name] = self.num_restarts.get(child.name, 0) + 1
-        self._report(child.name, f"ended after {lived_s:.1f} s; starting it again")
-        try:
-            await child.start()
-        except (OSError, RuntimeError) as error:
-            self._report(child.name, f"does not start: {error}")
-
-    async def _end_or_stop(self, pid: int) -> None:
-        waits = (asyncio.ensure_future(exited(pid)), asyncio.ensure_future(self._stopping.wait()))
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
-            await asyncio.gather(*waits, return_exceptions=True)
-
-    async def _stopped_within(self, seconds: float) -> bool:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._stopping.wait()
-        return self._stopping.is_set()
-
-
 @contextlib.asynccontextmanager
 async def kept(
     children: Iterable[Child],
@@ -106,17 +49,55 @@ async def kept(
     stop: asyncio.Event,
     *,
     min_wait_s: float = MIN_WAIT_S,
-) -> AsyncIterator[Supervisor]:
-    """Keep started children running for as long as the context lasts, then stop them; sets `stop` if that fails."""
-    supervisor = Supervisor(report, min_wait_s=min_wait_s)
-    tasks = [asyncio.create_task(supervisor.keep(child), name=f"keep {child.name}") for child in children]
+) -> AsyncIterator[asyncio.Event]:
+    """Keep started children running until the context ends, or its event is set, then stop them.
+
+    `report` is told by name of every end and start; `stop` is set if the keeping fails.
+    """
+    stopping = asyncio.Event()
+    tasks = [
+        asyncio.create_task(_keep(child, report, stopping, min_wait_s), name=f"keep {child.name}") for child in children
+    ]
     for task in tasks:
         task.add_done_callback(lambda _: stop.set())
     try:
-        yield supervisor
+        yield stopping
     finally:
-        supervisor.stop()
+        stopping.set()
         await asyncio.gather(*tasks)
+
+
+async def _keep(child: Child, report: Callable[[str, str], None], stopping: asyncio.Event, min_wait_s: float) -> None:
+    """Start a child again whenever it ends, until `stopping`."""
+    wait_s, time_s = min_wait_s, asyncio.get_running_loop().time
+    try:
+        while not stopping.is_set():
+            begin_s = time_s()
+            await _end_or_stop(child.pid(), stopping)
+            lived_s = time_s() - begin_s
+            wait_s = min_wait_s if lived_s >= STEADY_AFTER_S else wait_s
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await stopping.wait()
+            if not stopping.is_set():
+                report(child.name, f"ended after {lived_s:.1f} s; starting it again")
+                try:
+                    await child.start()
+                except (OSError, RuntimeError) as error:
+                    report(child.name, f"does not start: {error}")
+            wait_s = min(2 * wait_s, MAX_WAIT_S)
+    finally:
+        await child.stop()
+
+
+async def _end_or_stop(pid: int, stopping: asyncio.Event) -> None:
+    waits = (asyncio.ensure_future(exited(pid)), asyncio.ensure_future(stopping.wait()))
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
 
 
 async def exited(pid: int) -> None:

@@ -24,20 +24,15 @@ def frame(
 ) -> list[Text]:
     """At most `height` lines of at most `width` characters.
 
-    Args:
-        board: the job, `None` while there is none.
-        heartbeats: of all services.
-        now_ns: wall clock, for the age of the newest window.
-        now_s: the clock that `heartbeats` was given.
-        width: columns of the terminal.
-        height: lines of the terminal.
+    `now_ns` is the wall clock, for the age of the newest window; `now_s` the clock that `heartbeats` was given.
     """
     below = [_services(heartbeats, now_s)]
     if board is None or (board.job is None and not board.history):
         return _cut([*_empty(board), Text(), *below], width, height)
-    below = [_rule(width), *_decision(board), *_reward(board, width), *_event(board), *_network(board), *below]
+    rule = Text("─" * width, "dim")
+    below = [rule, *_decision(board), *_reward(board, width), *_event(board), *_network(board), *below]
     tiles = _tiles(board, width)[: max(2, height - len(below) - MIN_TABLE)]
-    above = [_title(board, now_ns, width), _rule(width), *tiles, _rule(width)]
+    above = [_title(board, now_ns, width), rule, *tiles, rule]
     room = height - len(above) - len(below)
     return _cut([*above, *rank_lines(board, width, room), *below], width, height)
 
@@ -123,11 +118,8 @@ def _decision(board: Board) -> list[Text]:
     if applied is not None:
         adopted = f"of window {applied.decided_window}, from window {applied.effective_window} on"
         refused = ", ".join(f"{count} {reason}" for reason, count in applied.num_refused.items() if count)
-        lines.append(
-            _labelled(
-                "adopted", Text.assemble((adopted, "dim"), (f"   refused: {refused}" if refused else "", "yellow"))
-            )
-        )
+        text = Text.assemble((adopted, "dim"), (f"   refused: {refused}" if refused else "", "yellow"))
+        lines.append(_labelled("adopted", text))
     return lines
 
 
@@ -192,10 +184,6 @@ def _services(heartbeats: Heartbeats, now_s: float) -> Text:
 
 def _labelled(label: str, text: Text) -> Text:
     return Text.assemble((label.ljust(10), "dim"), text)
-
-
-def _rule(width: int) -> Text:
-    return Text("─" * width, "dim")
 
 
 def _cut(lines: list[Text], width: int, height: int) -> list[Text]:
