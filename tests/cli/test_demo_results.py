@@ -5,8 +5,7 @@ import pytest
 from tests.support import examples
 
 from dynamix.cli.commands.demo.figure import draw
-from dynamix.cli.commands.demo.plan import DemoPlan, DemoStep
-from dynamix.cli.commands.demo.results import DemoRun, read_progress, summarise
+from dynamix.cli.commands.demo.plan import DemoPlan, DemoRun, DemoStep, read_progress, summarise
 from dynamix.schemas.messages import Applied, Report
 
 PLAN = DemoPlan(target_accuracy=0.8, window_steps=2)

@@ -11,8 +11,7 @@ from tests.support.deployed_broker import DeployedBroker, deployed_broker
 from tests.support.foreign_policy import of_other_features
 
 from dynamix.arbitrator.learned import policy_file
-from dynamix.cli.commands.policy.catalogue import AvailablePolicy
-from dynamix.cli.commands.policy.view import table
+from dynamix.cli.commands.policy.catalogue import AvailablePolicy, table
 from dynamix.cli.main import main
 
 FIRST, SECOND, OTHER = (

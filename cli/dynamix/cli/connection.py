@@ -69,7 +69,10 @@ def running(environ: Mapping[str, str]) -> ConnectionFile | None:
     file = path(environ)
     try:
         with file.open("rb") as opened:
-            _check_owner(file, os.fstat(opened.fileno()))
+            status = os.fstat(opened.fileno())
+            if status.st_uid != os.getuid() or status.st_mode & _OPEN_TO_OTHERS:
+                what = "holds a password and is open to other users: remove it, or set DYNAMIX_NATS_URL"
+                raise CommandError(f"{file} {what}")
             found = msgspec.json.decode(opened.read(), type=ConnectionFile)
     except FileNotFoundError:
         return None
@@ -131,8 +134,3 @@ def path(environ: Mapping[str, str]) -> Path:
     if runtime := environ.get("XDG_RUNTIME_DIR"):
         return Path(runtime) / "dynamix" / "connection.json"
     return Path(environ.get("HOME") or Path.home()) / ".cache" / "dynamix" / "connection.json"
-
-
-def _check_owner(file: Path, status: os.stat_result) -> None:
-    if status.st_uid != os.getuid() or status.st_mode & _OPEN_TO_OTHERS:
-        raise CommandError(f"{file} holds a password and is open to other users: remove it, or set DYNAMIX_NATS_URL")

@@ -74,7 +74,7 @@ def check_distinct(arguments: argparse.Namespace) -> None:
 def add_option(parser: argparse._ActionsContainer, flag: str, default: Any, what: str = "", **options: Any) -> None:
     """Declare an option of the default's type; its help ends with the default."""
     what = f"{what} (default: %(default)s)".lstrip()
-    parser.add_argument(flag, type=type(default), default=default, help=what, **options)
+    parser.add_argument(flag, default=default, help=what, **{"type": type(default), **options})
 
 
 def add_list(parser: argparse._ActionsContainer, flag: str, metavar: str, what: str) -> None:

@@ -24,13 +24,9 @@ def add_run_arguments(parser: argparse.ArgumentParser, results: str) -> None:
     """Declare the arguments of a command that runs many episodes."""
     add_option(parser, "--jobs", NUM_JOBS, "worker processes")
     add_data_argument(parser)
-    parser.add_argument(
-        "--results",
-        metavar="FILE",
-        type=output_path(LEDGER, streams=False, make_parents=True),
-        default=results,
-        help="the results of all runs, one per line; only such a file is replaced (default: %(default)s)",
-    )
+    ledger = output_path(LEDGER, streams=False, make_parents=True)
+    what = "the results of all runs, one per line; only such a file is replaced"
+    add_option(parser, "--results", results, what, metavar="FILE", type=ledger)
     parser.add_argument(
         "--resume", action="store_true", help="keep the runs that FILE has; without it, an old file becomes FILE.old"
     )

@@ -16,8 +16,7 @@ from dynamix.schemas.codec import MalformedMessageError, decode
 from dynamix.schemas.messages import Live
 
 SERVICES = ("collector", "reward", "arbitrator")
-"""The services that steer a job."""
-
+"""The services that steer a job: without a heartbeat of each, none is steered."""
 STOP_TIMEOUT_S = 10.0
 
 

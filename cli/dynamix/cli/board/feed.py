@@ -37,7 +37,7 @@ class Feed:
     async def follow(self) -> None:
         """Keep the board up to date until cancelled; switches to a newer job when that is the one wanted."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._follow_heartbeats())
+            group.create_task(hear(self._bus, self._record_beat))
             group.create_task(self._follow_jobs(group))
 
     async def catch_up(self) -> None:
@@ -48,13 +48,10 @@ class Feed:
             await self._read_stored(self.board)
         await listen(self._bus, self.heartbeats, HEARTBEAT_WAIT_S)
 
-    async def _follow_heartbeats(self) -> None:
-        def record(beat: Live) -> bool:
-            self.heartbeats.record(beat, time.monotonic())
-            self.changed.set()
-            return False
-
-        await hear(self._bus, record)
+    def _record_beat(self, beat: Live) -> bool:
+        self.heartbeats.record(beat, time.monotonic())
+        self.changed.set()
+        return False  # there is no last one
 
     async def _follow_jobs(self, group: asyncio.TaskGroup) -> None:
         async with self._bus.consume(

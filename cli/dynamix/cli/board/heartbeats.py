@@ -2,13 +2,12 @@
 
 import msgspec
 
+from dynamix.cli.services import SERVICES
 from dynamix.schemas.messages import Live
 
 LATE_AFTER_S = 3.0
 """Three heartbeats missed."""
 KEPT_S = 60.0
-STEERING = ("collector", "reward", "arbitrator")
-"""Without a heartbeat of each of these services, no job is steered."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,17 +33,17 @@ class Heartbeats:
         self._beats[live.service, live.instance] = Heartbeat(live=live, heard_s=now_s)
 
     def recent(self, now_s: float) -> list[Heartbeat]:
-        """The heartbeats of the last minute, sorted; late ones only of the services in `STEERING`."""
+        """The heartbeats of the last minute, sorted; late ones only of the services in `SERVICES`."""
         return [
             beat
             for (service, _), beat in sorted(self._beats.items())
-            if now_s - beat.heard_s <= KEPT_S and (service in STEERING or not beat.is_late(now_s))
+            if now_s - beat.heard_s <= KEPT_S and (service in SERVICES or not beat.is_late(now_s))
         ]
 
     def missing(self, now_s: float) -> list[str]:
-        """Services in `STEERING` without a heartbeat that is in time."""
+        """Services in `SERVICES` without a heartbeat that is in time."""
         heard = {beat.live.service for beat in self.recent(now_s) if not beat.is_late(now_s)}
-        return [service for service in STEERING if service not in heard]
+        return [service for service in SERVICES if service not in heard]
 
     def count(self, name: str, now_s: float) -> int:
         """Sum of one counter over all processes."""

@@ -25,8 +25,6 @@ from .window import CapturedWindow
 
 MOST_MISSING = 1000
 """At most so many absent windows in a row are listed, since a malformed message may name any number."""
-OPAQUE = ("carry",)
-"""A policy's memory means something to that policy only: it is not in the document."""
 
 
 class Inspection(msgspec.Struct):
@@ -170,7 +168,7 @@ def _window(window: CapturedWindow) -> Document:
         "local_batch_sizes": list(window.sizes),
         "probes": sorted(window.probes),
         "mean_reward": window.mean_reward,
-        "action": document_of(window.action, leave_out=OPAQUE),
+        "action": document_of(window.action, leave_out=("carry",)),  # opaque: the policy's own memory
         "decided_ns": window.decided_ns or None,
         "decision_s": window.decision_s,
         "applied": document_of(window.applied),

@@ -140,25 +140,22 @@ def _sorted_out(messages: Sequence[Message]) -> CalibrationInput:
 
 
 def _write_files(arguments: argparse.Namespace, calibration: "Calibration") -> None:
-    made = []
+    from dynamix.lab.calibration import scenario_text
+
+    def say(text: str) -> None:
+        if arguments.json != STANDARD_OUTPUT:
+            print(text)
+
     if arguments.output:
-        _write_scenario(calibration, arguments.source, Path(arguments.output))
-        made.append(f"Scenario: {arguments.output}; try it: dynamix simulate {arguments.output}")
+        comment = (
+            f"Fitted to {calibration.num_windows} windows of {Path(arguments.source).name}; step times are off by "
+            f"{calibration.median_error:.1%} in the median."
+        )
+        with writing(arguments.output):
+            output_files.write(Path(arguments.output), scenario_text(calibration.scenario, (comment,)).encode())
+        say(f"Scenario: {arguments.output}; try it: dynamix simulate {arguments.output}")
     if arguments.png:
         from .figure import draw
 
         draw(calibration, arguments.source, arguments.png)
-        made.append(f"Picture: {arguments.png}")
-    if made and arguments.json != STANDARD_OUTPUT:
-        print("\n".join(made))
-
-
-def _write_scenario(calibration: "Calibration", source: str, path: Path) -> None:
-    from dynamix.lab.calibration import scenario_text
-
-    comment = (
-        f"Fitted to {calibration.num_windows} windows of {Path(source).name}; step times are off by "
-        f"{calibration.median_error:.1%} in the median."
-    )
-    with writing(path):
-        output_files.write(path, scenario_text(calibration.scenario, (comment,)).encode())
+        say(f"Picture: {arguments.png}")

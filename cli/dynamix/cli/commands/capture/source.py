@@ -79,8 +79,9 @@ class Source:
         The permissions of a watcher are enough.
         """
         self.reason: EndReason = "stored" if past else "ended"
+        per_node = [subjects.of(kind, job, subjects.ANY) for kind in ("report", "window", "state", "reward")]
         self._jobs = Tail(bus, JOBS.name, [subjects.of("job", job)])
-        self._feed = Tail(bus, FEED.name, feed_subjects(job))
+        self._feed = Tail(bus, FEED.name, [*per_node, subjects.of("applied", job), subjects.of("event", job)])
         self._actions = Tail(bus, ACTIONS.name, [subjects.of("action", job)])
         self._tails = (self._jobs, self._feed, self._actions)
         self._past = past
@@ -166,16 +167,6 @@ class Source:
 
     def _reached(self, tail: Tail) -> bool:
         return bool(self._ends) and tail.sequence >= self._ends[tail.stream]
-
-
-def feed_subjects(job: str) -> list[str]:
-    """All that FEED has of a job."""
-    per_node = ("report", "window", "state", "reward")
-    return [
-        *(subjects.of(kind, job, subjects.ANY) for kind in per_node),
-        subjects.of("applied", job),
-        subjects.of("event", job),
-    ]
 
 
 def _is_end(record: Record) -> bool:

@@ -8,8 +8,7 @@ from matplotlib.figure import Figure
 
 from dynamix.cli.figures import COLOURS, finish, save
 
-from .plan import DemoPlan
-from .results import DemoRun
+from .plan import DemoPlan, DemoRun
 
 _POLICY_COLOURS = {"static": "#888888", "proportional": "#0b6e4f"}
 

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -20,8 +21,7 @@ from dynamix.schemas.codec import decode_any
 from dynamix.schemas.messages import Applied, Message, Report
 from dynamix.schemas.streams import FEED
 
-from .plan import DemoPlan, DemoStep
-from .results import DemoRun, read_progress, summarise
+from .plan import DemoPlan, DemoRun, DemoStep, read_progress, summarise
 
 LAST_MESSAGES_TIMEOUT_S = 5.0
 MAX_ERROR_CHARACTERS = 3000
@@ -75,40 +75,39 @@ async def services(directory: Path, announce: Callable[[str], None]) -> AsyncIte
             await bus.close()
 
 
-class _Demo:
+class _Demo(NamedTuple):
     """Runs of one plan against one set of services."""
 
-    def __init__(self, plan: DemoPlan, bus: Bus, environ: dict[str, str], directory: Path, watch: Watcher) -> None:
-        self._plan = plan
-        self._bus = bus
-        self._environ = environ
-        self._directory = directory
-        self._watch = watch
+    plan: DemoPlan
+    bus: Bus
+    environ: dict[str, str]
+    directory: Path
+    watch: Watcher
 
     async def run(self, policy: str) -> DemoRun:
         """One training job under a policy, watched on the bus."""
         job = f"demo-{policy}-{secrets.token_hex(4)}"
-        messages = _RunMessages(policy, self._watch)
-        follower = asyncio.create_task(messages.follow(self._bus, job))
+        messages = _RunMessages(policy, self.watch)
+        follower = asyncio.create_task(messages.follow(self.bus, job))
         try:
             progress = await self._train(job, policy)
             with contextlib.suppress(TimeoutError):  # the job has drained: what is missing is on its way
                 async with asyncio.timeout(LAST_MESSAGES_TIMEOUT_S):
-                    await messages.wait_for_windows(len(progress) // self._plan.window_steps)
+                    await messages.wait_for_windows(len(progress) // self.plan.window_steps)
         finally:
             follower.cancel()
             await asyncio.gather(follower, return_exceptions=True)
-        return summarise(self._plan, policy, progress, messages.reports, messages.applied)
+        return summarise(self.plan, policy, progress, messages.reports, messages.applied)
 
     async def _train(self, job: str, policy: str) -> list[DemoStep]:
         """Run the training script under torchrun until it ends; its own log. Raises TrainingFailedError."""
-        progress_log, output = self._directory / f"{job}.jsonl", self._directory / f"{job}.log"
-        argument = msgspec.json.encode((self._plan, policy, str(progress_log))).decode()
+        progress_log, output = self.directory / f"{job}.jsonl", self.directory / f"{job}.log"
+        argument = msgspec.json.encode((self.plan, policy, str(progress_log))).decode()
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc-per-node={self._plan.num_ranks}", "-m", "dynamix.cli.commands.demo.job", argument]
+        command += [f"--nproc-per-node={self.plan.num_ranks}", "-m", "dynamix.cli.commands.demo.job", argument]
         with output.open("wb") as log:
             own = {"DYNAMIX_JOB": job, "DYNAMIX_TRAINER_POLICY": policy}
-            environ = {**os.environ, **TORCH_ENVIRONMENT, **self._environ, **own}
+            environ = {**os.environ, **TORCH_ENVIRONMENT, **self.environ, **own}
             process = await asyncio.create_subprocess_exec(*command, env=environ, stdout=log, stderr=log)
             try:
                 code = await process.wait()

@@ -7,8 +7,7 @@ from dynamix.cli.progress import ProgressLine
 from dynamix.cli.tables import console_for, new_table
 from dynamix.schemas.messages import Report
 
-from .plan import DemoPlan
-from .results import DemoRun
+from .plan import DemoPlan, DemoRun
 
 PLAIN_EVERY_S = 5.0
 BAR_WIDTH = 10

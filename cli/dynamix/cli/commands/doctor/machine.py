@@ -8,11 +8,12 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from dynamix.runtime.embedded import EmbeddedServerError, server_binary
 
-from .check import DoctorCheck, failed, passed
+from .check import DoctorCheck, Need, failed, passed
 
 OLDEST_PYTHON = (3, 11)
 PACKAGES = ("msgspec", "nats-py", "numpy", "structlog", "uvloop")
@@ -30,7 +31,14 @@ PROC_FILES = ("stat", "status", "net/dev", "net/snmp")
 
 def software() -> list[DoctorCheck]:
     """Everything that is installed or is not."""
-    return [python(sys.version_info[:3]), packages(), server(), torch(), views(), data(DATA_DIRECTORIES)]
+    return [
+        python(sys.version_info[:3]),
+        installed("packages", "always", PACKAGES, "pip install dynamix-batch (or `make venv` in a clone)"),
+        server(),
+        torch(),
+        installed("views", "views", ("rich", "matplotlib"), "pip install 'dynamix-batch[cli]'"),
+        data(DATA_DIRECTORIES),
+    ]
 
 
 def python(version: tuple[int, ...]) -> DoctorCheck:
@@ -41,14 +49,12 @@ def python(version: tuple[int, ...]) -> DoctorCheck:
     return failed("Python", "always", f"{text} is too old", "install Python 3.11 or newer and make the venv with it")
 
 
-def packages() -> DoctorCheck:
-    """What every service imports."""
-    versions = {name: _version(name) for name in PACKAGES}
-    missing = [name for name, version in versions.items() if version is None]
-    if missing:
-        fix = "pip install dynamix-batch (or `make venv` in a clone)"
-        return failed("packages", "always", f"missing: {', '.join(missing)}", fix)
-    return passed("packages", "always", ", ".join(f"{name} {version}" for name, version in versions.items()))
+def installed(name: str, need: Need, packages: Sequence[str], fix: str) -> DoctorCheck:
+    """Packages by their metadata."""
+    versions = {package: _version(package) for package in packages}
+    if missing := [package for package, version in versions.items() if version is None]:
+        return failed(name, need, f"missing: {', '.join(missing)}", fix)
+    return passed(name, need, ", ".join(f"{package} {version}" for package, version in versions.items()))
 
 
 def server() -> DoctorCheck:
@@ -79,14 +85,6 @@ def torch() -> DoctorCheck:
         return passed("PyTorch", "training", version)
     fix = "pip install torch; https://pytorch.org says which build fits your GPU"
     return failed("PyTorch", "training", "not installed in this environment", fix)
-
-
-def views() -> DoctorCheck:
-    """What `top` and `demo` draw with."""
-    missing = [name for name in ("rich", "matplotlib") if _version(name) is None]
-    if missing:
-        return failed("views", "views", f"missing: {', '.join(missing)}", "pip install 'dynamix-batch[cli]'")
-    return passed("views", "views", f"rich {_version('rich')}, matplotlib {_version('matplotlib')}")
 
 
 def data(directories: tuple[Path, ...]) -> DoctorCheck:

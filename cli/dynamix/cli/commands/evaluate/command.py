@@ -8,16 +8,10 @@ rule:noise_multiplier=2,track=0 or goodput/lr=linear. Interrupted, it shows the 
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from dynamix.cli.errors import INTERRUPTED, check_counts, explained
+from dynamix.cli.errors import check_counts, explained
 from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, add_list, add_option, add_png_argument, write_json
-from dynamix.cli.runs import RunsProgress, add_run_arguments, command_line
-
-if TYPE_CHECKING:
-    from dynamix.lab.experiments.comparison.runs import Ledger
-
-    from .comparison import PlannedComparison
+from dynamix.cli.runs import add_run_arguments, command_line
 
 POLICIES = "rule,proportional,noise-scale,doubling,goodput+track,goodput:noise_multiplier=4,track=1"
 """Compared with the references; the last shows how much of the rule's gain comes from weighing the noise."""
@@ -57,14 +51,14 @@ def run(arguments: argparse.Namespace) -> int:
     from dynamix.lab.experiments.comparison.verdict import VerdictBuilder
     from dynamix.lab.experiments.episodes.pool import EpisodeError
 
-    from .comparison import curves_of, planned
+    from .comparison import curves_of, fill_ledger, planned
     from .view import show
 
     with explained(OSError, ValueError, EpisodeError):
         comparison = planned(arguments)
         suite, contenders, tuned, cells = comparison
         with Ledger(Path(arguments.results), resume=arguments.resume) as ledger:
-            exit_code = _fill(comparison, ledger, arguments)
+            exit_code = fill_ledger(comparison, ledger, arguments)
             builder = VerdictBuilder(suite, contenders, cells, ledger, tuned)
         verdict = builder.verdict(_command_line(arguments))
         show(verdict, stderr=arguments.json == STANDARD_OUTPUT)
@@ -72,23 +66,6 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.png is not None:
             draw(verdict, builder.table, curves_of(arguments, suite), Path(arguments.png))
     return exit_code
-
-
-def _fill(comparison: "PlannedComparison", ledger: "Ledger", arguments: argparse.Namespace) -> int:
-    """Run what the ledger does not have; the command's exit code."""
-    from dynamix.lab.experiments.comparison.evaluation import fill
-
-    from .comparison import warnings
-
-    with RunsProgress() as progress:
-        for warning in warnings(comparison):
-            progress.write_line(warning)
-        try:
-            fill(comparison.cells, ledger, jobs=arguments.jobs, data=arguments.data, on_progress=progress.show_run)
-        except KeyboardInterrupt:
-            progress.write_line("Interrupted: the verdict is on the finished runs; --resume continues.")
-            return INTERRUPTED
-    return 0
 
 
 def _command_line(arguments: argparse.Namespace) -> str:

@@ -5,10 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from dynamix.cli.errors import MisuseError
-from dynamix.cli.runs import suite_of
+from dynamix.cli.errors import INTERRUPTED, MisuseError
+from dynamix.cli.runs import RunsProgress, suite_of
 from dynamix.lab.experiments.comparison.contenders import Contender, parse_contenders, untuned_families, with_references
-from dynamix.lab.experiments.comparison.evaluation import ComparisonCell, plan
+from dynamix.lab.experiments.comparison.evaluation import ComparisonCell, fill, plan
+from dynamix.lab.experiments.comparison.runs import Ledger
 from dynamix.lab.experiments.comparison.tuned import Tuned, read_tuned
 from dynamix.lab.experiments.comparison.tuning import GRID
 from dynamix.lab.experiments.comparison.verdict import note_on
@@ -40,7 +41,20 @@ def planned(arguments: argparse.Namespace) -> PlannedComparison:
     return PlannedComparison(suite, contenders, tuned, cells)
 
 
-def warnings(comparison: PlannedComparison) -> Iterator[str]:
+def fill_ledger(comparison: PlannedComparison, ledger: Ledger, arguments: argparse.Namespace) -> int:
+    """Run what the ledger does not have; the command's exit code."""
+    with RunsProgress() as progress:
+        for warning in _warnings(comparison):
+            progress.write_line(warning)
+        try:
+            fill(comparison.cells, ledger, jobs=arguments.jobs, data=arguments.data, on_progress=progress.show_run)
+        except KeyboardInterrupt:
+            progress.write_line("Interrupted: the verdict is on the finished runs; --resume continues.")
+            return INTERRUPTED
+    return 0
+
+
+def _warnings(comparison: PlannedComparison) -> Iterator[str]:
     """Why baselines may be worse than they could be, and learned policies better than they are."""
     suite, contenders, tuned, _ = comparison
     if tuned.scenarios != suite_named(TRAIN).digest:

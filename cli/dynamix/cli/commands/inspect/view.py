@@ -118,15 +118,17 @@ def _gaps(inspection: Inspection) -> Iterator[str]:
 
 def _table(inspection: Inspection, windows: Sequence[CapturedWindow], *, every: bool) -> Table:
     several = len({window.generation for window in windows}) > 1
-    table = new_table(*(("generation",) if several else ()), *HEADINGS, left=LEFT)
-    shown = list(enumerate(windows))
-    half = MOST_LINES // 2
-    for index, window in shown if every or len(shown) <= MOST_LINES else (*shown[:half], *shown[-half:]):
-        if not every and len(shown) > MOST_LINES and index == len(shown) - half:
-            table.add_row(*(["..."] * len(table.columns)))
-            table.caption = f"{len(shown) - 2 * half} windows are not shown: --all"
-        cells = _cells(window, windows[index - 1] if index else None, inspection.first_ns)
-        table.add_row(*((str(window.generation),) if several else ()), *cells)
+    headings = (*(("generation",) if several else ()), *HEADINGS)
+    rows = [
+        (*((str(window.generation),) if several else ()), *_cells(window, before, inspection.first_ns))
+        for window, before in zip(windows, (None, *windows), strict=False)
+    ]
+    num_hidden = 0 if every else max(0, len(rows) - MOST_LINES)
+    if num_hidden:
+        half = MOST_LINES // 2
+        rows[half:-half] = [("...",) * len(headings)]
+    table = new_table(*headings, rows=rows, left=LEFT)
+    table.caption = f"{num_hidden} windows are not shown: --all" if num_hidden else None
     return table
 
 

@@ -11,7 +11,6 @@ from dynamix.cli.errors import check_counts
 from dynamix.cli.output import POLICY, add_json_argument, add_list, add_option, add_output_argument, output_directory
 from dynamix.cli.runs import add_data_argument
 
-NUM_WORKERS = 2
 WEIGHTS = ("accuracy", "alpha", "beta", "delta", "eta")
 """Weights of the reward that are arguments."""
 
@@ -24,7 +23,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_output_argument(parser, POLICY, "default: POLICY-SEED.safetensors", streams=False)
     parser.add_argument("--episodes", type=int, help="to play (default: the preset's)")
     parser.add_argument("--minutes", type=float, help="stop sooner, after this time; the same command continues")
-    add_option(parser, "--workers", NUM_WORKERS, "processes")
+    add_option(parser, "--workers", 2, "processes")
     add_data_argument(parser)
     parser.add_argument("--log", metavar="DIR", type=output_directory, help="write TensorBoard curves")
     parser.add_argument("--restart", action="store_true", help="discard the checkpoint of an interrupted run")

@@ -18,8 +18,7 @@ from dynamix.cli.output import POLICY, Document, add_json_argument, add_output_a
 from dynamix.runtime import output_files
 from dynamix.runtime.log import configure as configure_log
 
-from .catalogue import AvailablePolicy, PolicyCatalogue, opened
-from .view import details, table
+from .catalogue import AvailablePolicy, PolicyCatalogue, details, opened, table
 
 ActionResult = tuple[str, Document]
 """The result of an action: text for people, data for `--json`."""

@@ -19,13 +19,11 @@ from dynamix.cli.runs import add_data_argument
 if TYPE_CHECKING:
     from .simulation import SimulatedWindow, Simulation, SimulationPlan
 
-POLICY = "rule"
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("scenario", metavar="SCENARIO", help="a scenario file, or a name such as train/mixed-8")
-    add_option(parser, "--policy", POLICY, "NAME[+track][:option=number,...][@SIZE]")
+    add_option(parser, "--policy", "rule", "NAME[+track][:option=number,...][@SIZE]")
     parser.add_argument("--policy-file", metavar="FILE", help="of a learned policy, instead of a shipped one")
     add_option(parser, "--seed", 0, "of weights, order of the data and disturbances")
     add_data_argument(parser)
@@ -41,8 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.seed < 0:
         raise MisuseError(f"--seed {arguments.seed}: it must not be negative")
     if arguments.bus and arguments.policy_file:
-        text = "--policy-file: on the bus, policies come from there (`dynamix policy import`)"
-        raise MisuseError(text)
+        raise MisuseError("--policy-file: on the bus, policies come from there (`dynamix policy import`)")
     from .simulation import plan
     from .view import show_summary
 

@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from dynamix.cli.connection import connected, find
-from dynamix.cli.errors import CommandError
+from dynamix.cli.errors import explained
 from dynamix.cli.output import Document
 from dynamix.cli.services import ServiceProcess, bus_environment, hear
 from dynamix.lab.experiments.comparison.contenders import Setting, parse_contender
@@ -199,10 +199,8 @@ async def _on_bus(planned: SimulationPlan, data: Data, record: OnReports) -> Epi
         job=f"{planned.scenario.name[:54]}-{secrets.token_hex(RUN_ID_BYTES)}",
     )
     async with connected(settings, "simulate") as bus, _collectors(bus, settings, cluster):
-        try:
+        with explained(NoActionError):
             actions = await run_lockstep(cluster, bus, on_window=record)
-        except NoActionError as error:
-            raise CommandError(str(error)) from error
     return episode_of(cluster, actions, EpisodeMessages([], [], []))
 
 
@@ -215,19 +213,12 @@ async def _collectors(bus: Bus, settings: BusSettings, cluster: VirtualCluster) 
         place = {"DYNAMIX_NODE": node.node, "DYNAMIX_INSTANCE": name, "DYNAMIX_LOG_LEVEL": "warning"}
         services.append(ServiceProcess("collector", bus_environment(settings) | place))
     try:
-        async with asyncio.TaskGroup() as group:
-            for name in names:
-                group.create_task(_ready(bus, name))
-            for service in services:
-                service.start()
+        for service in services:
+            service.start()
+        with contextlib.suppress(TimeoutError):  # without them there is no action, which `run_lockstep` reports
+            async with asyncio.timeout(COLLECTORS_READY_S):
+                await asyncio.gather(*(hear(bus, lambda _: True, "collector", name) for name in names))
         yield
     finally:
         for service in services:
             service.stop()
-
-
-async def _ready(bus: Bus, instance: str) -> None:
-    """Wait until a service says that it listens."""
-    with contextlib.suppress(TimeoutError):  # without it there is no action, which `run_lockstep` reports
-        async with asyncio.timeout(COLLECTORS_READY_S):
-            await hear(bus, lambda _: True, "collector", instance)

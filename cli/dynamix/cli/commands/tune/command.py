@@ -38,6 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     from .view import show
 
+    scenarios = ["--scenarios", arguments.scenarios] if arguments.scenarios else []
+    baselines = ["--baselines", arguments.baselines] if arguments.baselines else []
     with explained(OSError, ValueError, EpisodeError):
         suite, output = suite_of(arguments, TRAIN), _output(arguments)
         with Ledger(Path(arguments.results), resume=arguments.resume) as ledger, RunsProgress() as progress:
@@ -46,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
                 ledger,
                 seeds=range(FIRST_SEED, FIRST_SEED + arguments.seeds),
                 baselines=tuple(arguments.baselines.split(",")) if arguments.baselines else tuple(GRID),
-                command=_command_line(arguments),
+                command=command_line("tune", *scenarios, *baselines, "--seeds", arguments.seeds),
                 jobs=arguments.jobs,
                 data=arguments.data,
                 on_progress=progress.show_run,
@@ -70,9 +72,3 @@ def _output(arguments: argparse.Namespace) -> Path:
             raise MisuseError(f"--{option} {value}: {what}; name another file with -o")
     output_files.check(path, TUNED)
     return path
-
-
-def _command_line(arguments: argparse.Namespace) -> str:
-    scenarios = ["--scenarios", arguments.scenarios] if arguments.scenarios else []
-    baselines = ["--baselines", arguments.baselines] if arguments.baselines else []
-    return command_line("tune", *scenarios, *baselines, "--seeds", arguments.seeds)

@@ -59,7 +59,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Run until a signal; 0 after one."""
     if arguments.print_env:
         return _print_environment(os.environ)
-    settings = _settings(arguments, os.environ)
+    given = {"--store-dir": arguments.store_dir, "--port": arguments.port}
+    with explained(SettingsError, exit_code=MISUSED):
+        settings = read(UpSettings, "up", os.environ, [f"{flag}={value}" for flag, value in given.items() if value])
     if (other := running(os.environ)) is not None:
         raise CommandError(f"it runs already, as process {other.pid} at {other.url}: stop that one first")
     configure_log("warning")
@@ -109,12 +111,6 @@ async def _announce(bus: Bus, services: list[Child], file: Path) -> None:
     _say("watch", "dynamix top")
     _say("connect", f'dynamix commands read {file}; others: eval "$(dynamix up --print-env)"')
     _say("stop", "Ctrl-C")
-
-
-def _settings(arguments: argparse.Namespace, environ: Mapping[str, str]) -> UpSettings:
-    given = {"--store-dir": arguments.store_dir, "--port": arguments.port}
-    with explained(SettingsError, exit_code=MISUSED):
-        return read(UpSettings, "up", environ, [f"{flag}={value}" for flag, value in given.items() if value])
 
 
 def _print_environment(environ: Mapping[str, str]) -> int:

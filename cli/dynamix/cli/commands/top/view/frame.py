@@ -1,7 +1,7 @@
 """One frame of the view: the board as lines of text for a terminal of a given size. Pure."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.text import Text
 
@@ -104,23 +104,19 @@ def _tile(label: str, value: str, picture: Sequence[float] | float | None, style
     return line.append(" " * max(0, room - line.cell_len))
 
 
-def _decision(board: Board) -> list[Text]:
+def _decision(board: Board) -> Iterator[Text]:
     action, applied = board.action, board.applied
     if action is None:
-        return [_labelled("decision", Text("none yet: the initial sizes stay", "dim"))]
+        yield _labelled("decision", ("none yet: the initial sizes stay", "dim"))
+        return
     version = f" v{action.policy_version}" if action.policy_version else ""
-    text = Text.assemble(
-        (f"{_changes(action.deltas)}", "bold"),
-        (f"  of window {action.window} by {action.policy}{version}", "dim"),
-        (", inputs missing" if action.gap else "", "yellow"),
-    )
-    lines = [_labelled("decision", text)]
+    by = f"  of window {action.window} by {action.policy}{version}"
+    missing = ", inputs missing" if action.gap else ""
+    yield _labelled("decision", (_changes(action.deltas), "bold"), (by, "dim"), (missing, "yellow"))
     if applied is not None:
         adopted = f"of window {applied.decided_window}, from window {applied.effective_window} on"
         refused = ", ".join(f"{count} {reason}" for reason, count in applied.num_refused.items() if count)
-        text = Text.assemble((adopted, "dim"), (f"   refused: {refused}" if refused else "", "yellow"))
-        lines.append(_labelled("adopted", text))
-    return lines
+        yield _labelled("adopted", (adopted, "dim"), (f"   refused: {refused}" if refused else "", "yellow"))
 
 
 def _changes(deltas: Sequence[int]) -> str:
@@ -133,37 +129,33 @@ def _changes(deltas: Sequence[int]) -> str:
     return f"{more} ranks more, {less} less, {len(deltas) - more - less} the same"
 
 
-def _reward(board: Board, width: int) -> list[Text]:
-    mean = board.mean_reward()
-    if mean is None:
-        return []
+def _reward(board: Board, width: int) -> Iterator[Text]:
+    if (mean := board.mean_reward()) is None:
+        return
     terms = "  ".join(f"{name.replace('_', ' ')} {value:+.3f}" for name, value in board.reward_terms().items())
-    line = _labelled("reward", Text.assemble((f"{mean:.3f}", "bold"), f"  {board.formula}"))
+    line = _labelled("reward", (f"{mean:.3f}", "bold"), f"  {board.formula}")
     if line.cell_len + len(terms) + 3 <= width:
-        return [line.append(f":  {terms}", "dim")]
-    return [line, _labelled("", Text(terms.replace("  ", " "), "dim"))]
+        yield line.append(f":  {terms}", "dim")
+    else:
+        yield from (line, _labelled("", (terms.replace("  ", " "), "dim")))
 
 
-def _event(board: Board) -> list[Text]:
-    event = board.event
-    if event is None:
-        return []
-    text = Text.assemble((event.signature, "yellow"), f"  {event.explanation}", (f"  window {event.window}", "dim"))
-    return [_labelled("signature", text)]
+def _event(board: Board) -> Iterator[Text]:
+    if (event := board.event) is not None:
+        where = f"  window {event.window}"
+        yield _labelled("signature", (event.signature, "yellow"), f"  {event.explanation}", (where, "dim"))
 
 
-def _network(board: Board) -> list[Text]:
+def _network(board: Board) -> Iterator[Text]:
     """Where network metrics come from, and why not from a better probe."""
-    nodes = board.nodes.values()
-    if not nodes:
-        return []
+    if not (nodes := board.nodes.values()):
+        return
     probes = Counter(node.probe for node in nodes)
-    text = Text(", ".join(probe if len(probes) == 1 else f"{probe} on {count}" for probe, count in probes.items()))
-    if note := next((node.probe_note for node in nodes if node.probe_note), ""):
-        text.append(f"  {note}", "dim")
-    if lost := sum(node.num_readings_lost for node in nodes):
-        text.append(f"  {lost} readings lost", "yellow")
-    return [_labelled("network", text)]
+    named = ", ".join(probe if len(probes) == 1 else f"{probe} on {count}" for probe, count in probes.items())
+    note = next((f"  {node.probe_note}" for node in nodes if node.probe_note), "")
+    num_lost = sum(node.num_readings_lost for node in nodes)
+    lost = f"  {num_lost} readings lost" if num_lost else ""
+    yield _labelled("network", named, (note, "dim"), (lost, "yellow"))
 
 
 def _services(heartbeats: Heartbeats, now_s: float) -> Text:
@@ -182,8 +174,8 @@ def _services(heartbeats: Heartbeats, now_s: float) -> Text:
     return _labelled("services", text)
 
 
-def _labelled(label: str, text: Text) -> Text:
-    return Text.assemble((label.ljust(10), "dim"), text)
+def _labelled(label: str, *parts: Text | str | tuple[str, str]) -> Text:
+    return Text.assemble((label.ljust(10), "dim"), *parts)
 
 
 def _cut(lines: list[Text], width: int, height: int) -> list[Text]:

@@ -51,14 +51,8 @@ async def watch(feed: Feed) -> None:
 
 def current(feed: Feed, console: Console) -> Group:
     """The frame for the console's size now."""
-    lines = frame(
-        feed.board,
-        feed.heartbeats,
-        now_ns=time.time_ns(),
-        now_s=time.monotonic(),
-        width=console.width,
-        height=console.height,
-    )
+    now_ns, now_s, size = time.time_ns(), time.monotonic(), console.size
+    lines = frame(feed.board, feed.heartbeats, now_ns=now_ns, now_s=now_s, width=size.width, height=size.height)
     return Group(*lines)
 
 
