@@ -6,7 +6,7 @@ import time
 
 from dynamix.cli.jobs import known_jobs, newest_job
 from dynamix.cli.services import hear
-from dynamix.runtime.bus import Bus, BusMessage, Consumer
+from dynamix.runtime.bus import Bus, BusError, BusMessage, Consumer
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode, decode_any
 from dynamix.schemas.messages import Job, Live
@@ -46,7 +46,8 @@ class Feed:
         self._choose()
         if self.board is not None:
             await self._read_stored(self.board)
-        await listen(self._bus, self.heartbeats, HEARTBEAT_WAIT_S)
+        with contextlib.suppress(BusError):  # the job is shown also to a user who may not hear the services
+            await listen(self._bus, self.heartbeats, HEARTBEAT_WAIT_S)
 
     def _record_beat(self, beat: Live) -> bool:
         self.heartbeats.record(beat, time.monotonic())
@@ -140,11 +141,8 @@ class Feed:
 
 
 def _feed_subjects(board: Board) -> list[str]:
-    return [
-        *(subjects.of(kind, board.name, subjects.ANY) for kind in ("window", "reward")),
-        subjects.of("applied", board.name),
-        subjects.of("event", board.name),
-    ]
+    per_node = [subjects.of(kind, board.name, subjects.ANY) for kind in ("window", "reward")]
+    return [*per_node, subjects.of("applied", board.name), subjects.of("event", board.name)]
 
 
 async def listen(bus: Bus, heartbeats: Heartbeats, timeout_s: float) -> None:
