@@ -29,11 +29,11 @@ def draw(runs: Sequence[DemoRun], plan: DemoPlan, path: str) -> None:
 
 def _accuracy(axes: Axes, runs: Sequence[DemoRun], plan: DemoPlan) -> None:
     for run in runs:
-        evaluated = [step for step in run.progress if step.accuracy is not None]
         colour = _POLICY_COLOURS.get(run.summary.policy)
         reached = run.summary.time_to_target_s
         label = run.summary.policy + (": target not reached" if reached is None else f": {reached:.1f} s to the target")
-        times, accuracies = [step.trained_s for step in evaluated], [step.accuracy for step in evaluated]
+        times = [step.trained_s for step in run.progress if step.accuracy is not None]
+        accuracies = [step.accuracy for step in run.progress if step.accuracy is not None]
         axes.plot(times, accuracies, marker="o", markersize=3, color=colour, label=label)
         if reached is not None:
             axes.axvline(reached, color=colour, linestyle=":", linewidth=1)
