@@ -16,9 +16,6 @@ from dynamix.cli.runs import add_run_arguments, command_line
 POLICIES = "rule,proportional,noise-scale,doubling,goodput+track,goodput:noise_multiplier=4,track=1"
 """Compared with the references; the last shows how much of the rule's gain comes from weighing the noise."""
 
-NUM_SEEDS = 12
-RESULTS = "dynamix-evaluate.jsonl"
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
@@ -28,14 +25,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--policies", POLICIES, "with commas between", metavar="LIST")
     what = "files of a learned policy, one per policy seed; may be given again"
     add_list(parser, "--policy-file", "NAME=PATH[,PATH...]", what)
-    add_option(parser, "--seeds", NUM_SEEDS, "scenario seeds, from 0")
+    add_option(parser, "--seeds", 12, "scenario seeds, from 0")
     parser.add_argument(
         "--crossed",
         action="store_true",
         help="run every policy seed under every scenario seed; by default each scenario seed runs with one, in turn",
     )
     parser.add_argument("--tuned", metavar="FILE", help="the baselines' settings (default: scenarios/tuned.toml)")
-    add_run_arguments(parser, RESULTS)
+    add_run_arguments(parser, "dynamix-evaluate.jsonl")
     add_json_argument(parser)
     add_png_argument(parser, "draw ratios with intervals, and accuracies of one scenario")
     parser.add_argument(

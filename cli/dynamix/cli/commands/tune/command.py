@@ -11,19 +11,16 @@ from dynamix.cli.output import STANDARD_OUTPUT, TUNED, add_json_argument, add_op
 from dynamix.cli.runs import RunsProgress, add_run_arguments, command_line, suite_of
 from dynamix.runtime import output_files
 
-NUM_SEEDS = 2
-RESULTS = "dynamix-tune.jsonl"
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     what = "a directory of scenario files (default: the train scenarios)"
     parser.add_argument("--scenarios", metavar="DIR", help=what)
     parser.add_argument("--baselines", metavar="LIST", help="separated by commas (default: all that have settings)")
-    add_option(parser, "--seeds", NUM_SEEDS, "seeds per scenario")
+    add_option(parser, "--seeds", 2, "seeds per scenario")
     what = "the file to write (default, for all baselines only: tuned.toml beside the train scenarios)"
     add_output_argument(parser, TUNED, what)
-    add_run_arguments(parser, RESULTS)
+    add_run_arguments(parser, "dynamix-tune.jsonl")
     add_json_argument(parser)
 
 
