@@ -30,7 +30,7 @@ def measure(plan: ClusterPlan, arms: Sequence[Arm]) -> BenchmarkReport:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Run, print, write; 1 when windows were lost or nothing was decided."""
     parser = cluster_parser("cluster", __doc__, has_figure=True)
     parser.add_argument(
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--slow-link", action="append", metavar="RANK=RATE", help="such as 3=20mbit, both directions; may be repeated"
     )
     parser.add_argument("--slow-cpu", action="append", metavar="RANK=CORES", help="such as 3=0.1; may be given again")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     try:
         plan = plan_of(options, slow_links=by_rank(options.slow_link, str), slow_cpus=by_rank(options.slow_cpu, float))
         arms = [Arm.parse(text, options.local_batch_size) for text in options.policy or ["rule"]]

@@ -82,10 +82,6 @@ class ClusterPlan(msgspec.Struct, frozen=True, kw_only=True):
         """Steps of a run."""
         return self.num_windows * self.window_steps
 
-    def cores_of(self, rank: int) -> float | None:
-        """The share of the processor of a rank's host."""
-        return self.slow_cpus.get(rank, self.cores)
-
     def link_of(self, rank: int) -> Link | None:
         """The link of a rank's host; `None`: as fast as memory.
 

@@ -153,7 +153,7 @@ class _Run:
     def _slow_down(self) -> None:
         for rank, host in enumerate(self._hosts):
             host.set_link(self._plan.link_of(rank))
-            host.set_cores(self._plan.cores_of(rank))
+            host.set_cores(self._plan.slow_cpus.get(rank, self._plan.cores))
 
     def _free(self) -> None:
         for host in self._hosts:

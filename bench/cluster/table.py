@@ -122,7 +122,7 @@ def _slow_and_others(results: Sequence[ClusterResult], slow_rank: int, signal: s
     return " / ".join(scaled(median_of(values), scale, digits) for values in groups)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Run all, print and write the tables; 1 when windows were lost or nothing was decided."""
     parser = cluster_parser(
         *("cluster.table", __doc__),
@@ -137,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--condition", action="append", metavar="TEXT", help="only conditions with this in their name; may be repeated"
     )
     parser.add_argument("--markdown", metavar="FILE", type=output_path(TABLES), help="write the tables here")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     try:
         plans = conditions(options)
     except ValueError as error:

@@ -3,10 +3,11 @@
 Where version 2 has the controller `cpu` they are the same. In a hybrid set-up the controller is with version 1.
 """
 
+import contextlib
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from dynamix.collector.ebpf.attachment import v2_mount
 
@@ -24,8 +25,7 @@ REMOVAL_PAUSE_S = 0.01
 MOUNTINFO = Path("/proc/self/mountinfo")
 
 
-@dataclass(frozen=True)
-class Hierarchies:
+class Hierarchies(NamedTuple):
     """Where cgroups are mounted."""
 
     unified: Path
@@ -122,8 +122,11 @@ class Cgroup:
 
 def pids_below(directories: Iterable[Path]) -> set[int]:
     """All processes of some cgroups and of those below them."""
-    files = [file for directory in directories for file in directory.rglob("cgroup.procs")]
-    return {int(pid) for file in files for pid in _text(file).split()}
+    pids: set[int] = set()
+    for procs in (procs for directory in directories for procs in directory.rglob("cgroup.procs")):
+        with contextlib.suppress(OSError):  # the cgroup was removed meanwhile
+            pids.update(map(int, procs.read_text().split()))
+    return pids
 
 
 def remove_cgroup(directory: Path) -> None:
@@ -145,11 +148,3 @@ def remove_cgroup(directory: Path) -> None:
             if time.monotonic() > deadline:
                 raise HostsError(f"cannot remove the cgroup {directory}: {error}") from error
             time.sleep(REMOVAL_PAUSE_S)
-
-
-def _text(file: Path) -> str:
-    """Empty where the cgroup was removed meanwhile."""
-    try:
-        return file.read_text()
-    except OSError:
-        return ""

@@ -174,6 +174,5 @@ class Host:
         """Kill what `popen` started and still runs, and wait for its end."""
         for child in self._children:
             child.kill()
-        for child in self._children:
-            child.wait()
-        self._children.clear()
+        while self._children:
+            self._children.pop().wait()

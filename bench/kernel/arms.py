@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from bench.harness.rounds import Rounds, Timing, Values, difference
-from bench.kernel.programs import EMPTY, Groups, Programs, RunTime, since
+from bench.kernel.programs import EMPTY, Groups, Programs, since
 from bench.kernel.traffic import Endpoints, TrafficKind
 from bench.kernel.training import Training, TrainingKind
 
@@ -71,14 +71,13 @@ def _row(programs: Programs, name: str, item: str, traffic: Callable[[], Timing]
         "items_per_s": block.num_items / block.wall_s,
         "gbit_per_s": block.num_bytes / block.wall_s / GBIT,
         "wall_s": block.wall_s,
-        "programs": {program: _figures(run_time, block.wall_s) for program, run_time in ran.items()},
+        "programs": {
+            program: {"runs_per_s": run_time.num_runs / block.wall_s, "ns_per_run": run_time.ns_per_run}
+            for program, run_time in ran.items()
+        },
         "empty_ns": ran[EMPTY].ns_per_run,
         "machine_percent": 100 * ours_ns / processors_ns,
     }
-
-
-def _figures(ran: RunTime, wall_s: float) -> dict[str, float | None]:
-    return {"runs_per_s": ran.num_runs / wall_s, "ns_per_run": ran.ns_per_run}
 
 
 def compare_arms(

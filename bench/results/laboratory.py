@@ -98,7 +98,9 @@ class Laboratory:
         self._directory = directory
         self._jobs = jobs
         self._data = data
-        self.tuned = chosen_settings()
+        chosen = scenario_root() / TUNED_FILE
+        self.tuned = Tuned(overall=read_tuned(chosen).overall) if chosen.exists() else Tuned()
+        """What `dynamix tune` chose over all families: these clusters are no family of its."""
         directory.mkdir(parents=True, exist_ok=True)
 
     def cluster(self, name: str, **changes: Any) -> Scenario:
@@ -208,12 +210,6 @@ def mixed(name: str, *, num_workers: int = 8, **changes: Any) -> Scenario:
         stragglers=Stragglers(jitter=0.05),
     )
     return msgspec.structs.replace(scenario, **changes)
-
-
-def chosen_settings() -> Tuned:
-    """What `dynamix tune` chose; these clusters are no family of its, so that its choices over all families count."""
-    path = scenario_root() / TUNED_FILE
-    return Tuned(overall=read_tuned(path).overall) if path.exists() else Tuned()
 
 
 def _say(progress: ComparisonProgress) -> None:

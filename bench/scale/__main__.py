@@ -9,7 +9,6 @@ The generator must keep its rate: if it does not, the exit code is 2 and no figu
 """
 
 import sys
-from collections.abc import Sequence
 
 import msgspec
 from bench.harness.broker import run_with_uvloop
@@ -21,7 +20,7 @@ from bench.scale.result import describe, missed, targets_of
 DEFAULTS = ScalePlan()
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Measure, print, write; 1 when a target is missed, 2 when there is nothing to judge."""
     parser = benchmark_parser(
         *("scale", __doc__),
@@ -35,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("--ingest-messages", NUM_MESSAGES, "read per run of ingest"),
     )
     parser.add_argument("--with-windows", action="store_true", help="also publish metric windows and rewards")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     try:
         plan = ScalePlan(
             **{name: getattr(options, name) for name in ("workers", "jobs", "rate", "seconds", "policy", "seed")},

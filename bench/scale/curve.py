@@ -150,7 +150,7 @@ def exponent(before: ScaleResult, after: ScaleResult, field: str) -> float:
     return math.log(high / low) / math.log(after.workers / before.workers) if low > 0 and high > 0 else math.nan
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Measure, print, write; 1 when a target is missed, 2 when there is nothing to judge."""
     parser = benchmark_parser("scale.curve", __doc__)
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="numbers of workers (default: four)")
@@ -160,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--docs", type=output_directory, default=Path("docs"), help="where to write (default: %(default)s)"
     )
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     plans = [
         ScalePlan(workers=size, policy=policy, seconds=options.seconds)
         for policy, size in itertools.product(options.policies, options.sizes)
