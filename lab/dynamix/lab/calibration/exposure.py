@@ -91,7 +91,13 @@ def fit_exposure(exposed_s: Array64, slowest_s: Array64) -> Exposure:
 
 
 def _fit(exposed_s: Array64, slowest_s: Array64, share: float) -> Exposure:
-    found = {buckets: _best_overlap(exposed_s, slowest_s, buckets, share) for buckets in BUCKETS}
+    found = {
+        buckets: min(
+            _trial(exposed_s, slowest_s, buckets, float(overlap), share)
+            for overlap in (OVERLAPS if buckets > 1 else OVERLAPS[:1])  # one bucket is never hidden
+        )
+        for buckets in BUCKETS
+    }
     least = min(trial.loss for trial in found.values())
     is_distinct = least < CLEARLY_BETTER * found[1].loss
     near = (buckets for buckets, trial in found.items() if trial.loss <= TIE * least + LEAST_LOSS)
@@ -117,11 +123,6 @@ class _Trial(NamedTuple):
     """Mean absolute error of the step time, relative, over the windows that agree best."""
     overlap: float
     communication_s: float
-
-
-def _best_overlap(exposed_s: Array64, slowest_s: Array64, buckets: int, share: float) -> _Trial:
-    overlaps = OVERLAPS if buckets > 1 else OVERLAPS[:1]  # one bucket is never hidden
-    return min(_trial(exposed_s, slowest_s, buckets, float(overlap), share) for overlap in overlaps)
 
 
 def _trial(exposed_s: Array64, slowest_s: Array64, buckets: int, overlap: float, share: float) -> _Trial:

@@ -52,17 +52,23 @@ class CalibrationFit(NamedTuple):
         """Return for each window whether the network was congested."""
         if self.exposure is None:
             return np.zeros(len(seen.step_s), dtype=bool)
-        return self.exposure.congested(_exposed(self.lines, self.jitter, seen), seen.busy_s.max(axis=1))
+        return self.exposure.congested(self.exposed(seen), seen.busy_s.max(axis=1))
+
+    def exposed(self, seen: Observations) -> Array64:
+        """Return the communication time that each window's steps waited for, in seconds per step."""
+        overheads = np.array([line.overhead_s for line in self.lines])
+        return exposed(seen.busy_s, np.maximum(0.0, seen.busy_s - overheads), seen.sync_s, self.jitter)
 
 
 def fit_observations(seen: Observations) -> CalibrationFit:
     """Fit lines, jitter, communication and disturbances, in this order; each uses the results before it."""
     lines = tuple(fit_line(seen.samples[:, rank], seen.busy_s[:, rank]) for rank in range(seen.world_size))
-    jitter = _jitter(lines, seen)
-    fit = CalibrationFit(lines, jitter, None, None, None, 0.0)
+    fit = CalibrationFit(lines, _jitter(lines, seen), None, None, None, 0.0)
     slow = fit.slow(seen)
-    if seen.world_size > 1:
-        fit = fit._replace(exposure=_exposure(lines, jitter, seen, slow.sum(axis=1) == 0))
+    if seen.world_size > 1:  # by windows without stragglers, or by all when too few are left
+        quiet = slow.sum(axis=1) == 0
+        chosen = seen.select(np.flatnonzero(quiet)) if quiet.sum() >= len(quiet) // 3 else seen
+        fit = fit._replace(exposure=fit_exposure(fit.exposed(chosen), chosen.busy_s.max(axis=1)))
     slowdown = [line.slowdown(seen.samples[:, rank], seen.busy_s[:, rank]) for rank, line in enumerate(lines)]
     fit = fit._replace(stragglers=fit_dwell_times(slow, np.stack(slowdown, axis=1), seen.duration_s))
     return _with_congestion(fit, seen)
@@ -78,17 +84,6 @@ def _jitter(lines: Sequence[ComputeTimeLine], seen: Observations) -> float:
     return min(MAX_JITTER, float(np.median(sized)) * math.sqrt(float(np.median(seen.num_steps)))) if sized else 0.0
 
 
-def _exposure(lines: Sequence[ComputeTimeLine], jitter: float, seen: Observations, quiet: Flags) -> Exposure:
-    """Fit the windows without stragglers, or all windows when too few are left."""
-    chosen = seen.select(np.flatnonzero(quiet)) if quiet.sum() >= len(quiet) // 3 else seen
-    return fit_exposure(_exposed(lines, jitter, chosen), chosen.busy_s.max(axis=1))
-
-
-def _exposed(lines: Sequence[ComputeTimeLine], jitter: float, seen: Observations) -> Array64:
-    overheads = np.array([line.overhead_s for line in lines])
-    return exposed(seen.busy_s, np.maximum(0.0, seen.busy_s - overheads), seen.sync_s, jitter)
-
-
 def _with_congestion(fit: CalibrationFit, seen: Observations) -> CalibrationFit:
     """Add congestion by the exposed communication, unless the retransmissions contradict it."""
     if fit.exposure is None:
@@ -100,7 +95,7 @@ def _with_congestion(fit: CalibrationFit, seen: Observations) -> CalibrationFit:
     during, calm = _mean_known(rates[congested]), _mean_known(rates[~congested])
     if during is not None and calm is not None and during <= RETRANSMIT_RATIO * calm:
         return fit
-    factors = fit.exposure.factor(_exposed(fit.lines, fit.jitter, seen), seen.busy_s.max(axis=1))
+    factors = fit.exposure.factor(fit.exposed(seen), seen.busy_s.max(axis=1))
     found = fit_dwell_times(congested[:, None], factors[:, None], seen.duration_s)
     return fit._replace(congestion=found, retransmits_per_s=max(0.0, (during or 0.0) - (calm or 0.0)))
 

@@ -76,14 +76,15 @@ def observe(windows: Iterable[MetricWindow]) -> tuple[Observations, Origin]:
     joined: dict[tuple[int, int], list[MetricWindow]] = defaultdict(list)
     for window in windows:
         joined[window.generation, window.window].append(window)
-    world_size = max((_num_ranks(nodes) for nodes in joined.values()), default=0)
+    world_size = max((len(_ranks(nodes)) for nodes in joined.values()), default=0)
     whole = [nodes for key, nodes in sorted(joined.items()) if key[1] > 0 and _is_whole(nodes, world_size)]
     if len(whole) < MIN_WINDOWS:
         raise NotEnoughWindowsError(
             f"{len(whole)} of {len(joined)} windows can be used, {MIN_WINDOWS} are the least: a window needs the "
             "compute and sync times of every rank, which DDP's communication hook measures; let the job run longer"
         )
-    columns = _of_ranks(whole)
+    rows = [[_row(rank, nodes[0].num_steps) for rank in _ranks(nodes)] for nodes in whole]
+    columns = np.array(rows, dtype=np.float64)
     seen = Observations(
         window=_per_window(nodes[0].window for nodes in whole),
         num_steps=_per_window(nodes[0].num_steps for nodes in whole),
@@ -103,29 +104,16 @@ def _per_window(values: Iterable[float | None]) -> Array64:
     return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
 
 
-def _num_ranks(nodes: Sequence[MetricWindow]) -> int:
-    return sum(len(node.ranks) for node in nodes)
-
-
 def _is_whole(nodes: Sequence[MetricWindow], world_size: int) -> bool:
     return (
-        _num_ranks(nodes) == world_size
+        len(_ranks(nodes)) == world_size
         and nodes[0].num_steps > 0
-        and all(rank.training.sync_time_s is not None for node in nodes for rank in node.ranks)
+        and all(rank.training.sync_time_s is not None for rank in _ranks(nodes))
     )
 
 
-def _of_ranks(whole: Sequence[Sequence[MetricWindow]]) -> Array64:
-    """Return windows x ranks x the numbers of `_row`."""
-    rows = [
-        [_row(rank, nodes[0].num_steps) for rank in sorted(_ranks(nodes), key=lambda rank: rank.rank)]
-        for nodes in whole
-    ]
-    return np.array(rows, dtype=np.float64)
-
-
-def _ranks(nodes: Sequence[MetricWindow]) -> Iterable[RankMetrics]:
-    return (rank for node in nodes for rank in node.ranks)
+def _ranks(nodes: Sequence[MetricWindow]) -> list[RankMetrics]:
+    return sorted((rank for node in nodes for rank in node.ranks), key=lambda rank: rank.rank)
 
 
 def _row(rank: RankMetrics, num_steps: int) -> tuple[float, ...]:

@@ -161,9 +161,9 @@ class VirtualCluster:
             self.position = self.position.at_epoch(self.position.epoch + 1)
         plan = self._sampler.plan_at(self.position)
         conditions = self._disturbances.at(plan.step, self.time_s)
-        timing = self._clock.step(
-            np.asarray(plan.counts.values, dtype=np.float64), conditions, decided=self._take_decided()
-        )
+        sizes = np.asarray(plan.counts.values, dtype=np.float64)
+        timing = self._clock.step(sizes, conditions, decided=self._decided)
+        self._decided = False
         self._train(plan, timing, conditions)
         self.time_s += timing.step_s
         self.position = self.position.after(plan)
@@ -183,10 +183,6 @@ class VirtualCluster:
         self._recorder.record_step(plan, sums, timing, conditions)
         self._evaluate(self.time_s + timing.step_s)
         self._optimizer.step()
-
-    def _take_decided(self) -> bool:
-        decided, self._decided = self._decided, False
-        return decided
 
     def _epoch_order(self, epoch: int) -> Order:
         if self._order[0] != epoch:

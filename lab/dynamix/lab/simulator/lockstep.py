@@ -6,9 +6,9 @@ machine, and without a bus.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
-from dynamix.runtime.bus import Bus, BusMessage
+from dynamix.runtime.bus import Bus
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode
 from dynamix.schemas.messages import Action, Report
@@ -44,45 +44,33 @@ async def run_lockstep(
         BusError: when the broker refuses a message, or does not answer.
     """
     lag, num_applied = max(cluster.scenario.lag_windows, 1), 0
+    actions: list[Action] = []
     await bus.publish(cluster.job)
     async with bus.consume(ACTIONS.name, [subjects.of("action", cluster.job.job)], start="all") as consumer:
-        inbox = _Inbox(cluster, aiter(consumer), timeout_s)
+        batches = aiter(consumer)
+
+        async def wait_for(window: int) -> None:
+            """Pass actions on until that of a window, or of a later one, was offered; a negative window has none."""
+            try:
+                async with asyncio.timeout(timeout_s):
+                    while window >= 0 and (not actions or actions[-1].window < window):
+                        for message in await anext(batches):
+                            actions.append(decode(Action, message.subject, message.payload))
+                            cluster.offer(actions[-1])
+            except (TimeoutError, StopAsyncIteration):
+                first, last = cluster.job.nodes[0].node, cluster.job.nodes[-1].node
+                raise NoActionError(
+                    f"no action for window {window} of {cluster.job.job} in {timeout_s:g} s: are the arbitrator and a "
+                    f"collector for each node (DYNAMIX_NODE={first} ... {last}) running?"
+                ) from None
+
         while not cluster.over:
-            await inbox.wait_for(cluster.window - lag)
+            await wait_for(cluster.window - lag)
             reports = await asyncio.to_thread(cluster.run_window)
             adopted, num_applied = cluster.applied[num_applied:], len(cluster.applied)
             await asyncio.gather(*[bus.publish(message) for message in (*adopted, *reports)])
             if on_window is not None:
                 on_window(reports)
-        await inbox.wait_for(cluster.window - 1)
+        await wait_for(cluster.window - 1)
     await bus.publish(cluster.ended())
-    return inbox.actions
-
-
-class _Inbox:
-    """Passes the job's actions to the cluster as they arrive."""
-
-    def __init__(self, cluster: VirtualCluster, batches: AsyncIterator[list[BusMessage]], timeout_s: float) -> None:
-        self.actions: list[Action] = []
-        self._cluster = cluster
-        self._batches = batches
-        self._timeout_s = timeout_s
-
-    async def wait_for(self, window: int) -> None:
-        """Wait until the action of a window, or of a later one, was offered; of a negative window there is none."""
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                while window >= 0 and (not self.actions or self.actions[-1].window < window):
-                    self._take(await anext(self._batches))
-        except (TimeoutError, StopAsyncIteration):
-            first, last = self._cluster.job.nodes[0].node, self._cluster.job.nodes[-1].node
-            raise NoActionError(
-                f"no action for window {window} of {self._cluster.job.job} in {self._timeout_s:g} s: are the "
-                f"arbitrator and a collector for each node (DYNAMIX_NODE={first} ... {last}) running?"
-            ) from None
-
-    def _take(self, batch: list[BusMessage]) -> None:
-        for message in batch:
-            action = decode(Action, message.subject, message.payload)
-            self.actions.append(action)
-            self._cluster.offer(action)
+    return actions

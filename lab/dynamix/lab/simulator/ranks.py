@@ -98,7 +98,7 @@ class WindowRecorder:
 
     def __init__(self, scenario: Scenario, tx_bytes_per_step: float) -> None:
         count = scenario.world_size
-        self._places = _places(scenario)
+        self._local_ranks = [local_rank for node in scenario.nodes for local_rank in range(len(node.ranks))]
         self._memory_sizes = np.array(scenario.max_local_batch_sizes, dtype=np.float64)
         self._tx_bytes_per_step = tx_bytes_per_step
         self._round_trip_us = 2e6 * scenario.network.latency_s
@@ -108,7 +108,7 @@ class WindowRecorder:
         self._begin()
 
     def _begin(self) -> None:
-        count = len(self._places)
+        count = len(self._local_ranks)
         self._time_s = self._update_s = 0.0
         self._compute_s, self._sync_s, self._weighted_round_trip = np.zeros(count), np.zeros(count), np.zeros(count)
         self._loss, self._num_correct = np.zeros(count), np.zeros(count)
@@ -135,7 +135,7 @@ class WindowRecorder:
 
     def take_rows(self, held_out_accuracy: float | None) -> tuple[list[Row], list[SystemMetrics]]:
         """The rows of all ranks since the last call, and what a kernel would have shown of their processes."""
-        rows = [self._row(rank, held_out_accuracy) for rank in range(len(self._places))]
+        rows = [self._row(rank, held_out_accuracy) for rank in range(len(self._local_ranks))]
         busy = self._compute_s / self._time_s
         memory = self._largest / self._memory_sizes
         simulated = [
@@ -148,7 +148,7 @@ class WindowRecorder:
     def _row(self, rank: int, held_out_accuracy: float | None) -> Row:
         times = StepTimes(0.0, float(self._compute_s[rank]), float(self._sync_s[rank]), self._update_s)
         return make_row(
-            self._places[rank].local_rank,
+            self._local_ranks[rank],
             NO_PROCESS,
             num_samples=int(self._num_samples[rank]),
             loss_sum=float(self._loss[rank]),
@@ -170,11 +170,3 @@ class WindowRecorder:
             retransmits=int(self._retransmits[rank]),
             srtt_us=self._round_trip_us * float(self._weighted_round_trip[rank]) / self._time_s,
         )
-
-
-def _places(scenario: Scenario) -> list[Place]:
-    return [
-        Place(rank, local_rank, node.node, tuple(node.ranks))
-        for node in scenario.nodes
-        for local_rank, rank in enumerate(node.ranks)
-    ]

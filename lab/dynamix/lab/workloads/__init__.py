@@ -5,7 +5,6 @@ Add a workload in `catalog`; its outputs must not depend on other samples of the
 gradients are no longer those of one big batch. `datasets` reads published files and never downloads.
 """
 
-from .catalog import OPTIMIZERS, WORKLOADS, make_optimizer, workload_named
-from .workload import Data, Part, Workload
+from .catalog import OPTIMIZERS, WORKLOADS, Data, Part, Workload, make_optimizer, workload_named
 
 __all__ = ["OPTIMIZERS", "WORKLOADS", "Data", "Part", "Workload", "make_optimizer", "workload_named"]

@@ -1,13 +1,15 @@
-"""Workloads and optimizers by name, and how published files become data to train on, to steer by and to test on."""
+"""What a workload is, all workloads and optimizers by name, and how published files become their data."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - PyTorch's own habit
-from torch import Tensor
+from torch import Tensor, nn
 
 from .datasets import (
     FASHION_MNIST_MEAN,
@@ -19,8 +21,9 @@ from .datasets import (
     standardised,
 )
 from .models import Transformer, TransformerShape, mlp, resnet, small_cnn, vgg11
-from .workload import Data, Part, Workload
 
+GRADIENT_BYTES_PER_PARAMETER = 4
+"""Gradients travel as float32."""
 OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = MappingProxyType(
     {"sgd": partial(torch.optim.SGD, momentum=0.9), "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 )
@@ -38,6 +41,80 @@ CIFAR10_STD = (0.2470, 0.2435, 0.2616)
 """Mean and standard deviation of the training pixels scaled to 0 ... 1: red, green, blue."""
 HELD_OUT_SHARE = 20
 """One twentieth of a text is the validation part, another the test part, in this order at its end."""
+
+
+class Part(NamedTuple):
+    """All samples of one part of a data set, in memory; the first dimension counts samples."""
+
+    inputs: Tensor
+    labels: Tensor
+
+
+class Data(NamedTuple):
+    """The parts: one to train on, one to steer by, one that is looked at once, at the end."""
+
+    train: Part
+    validation: Part
+    test: Part
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A model with its data and loss.
+
+    No model's outputs depend on the other samples of its batch, so that the gradients of N workers, weighted by their
+    samples, are the gradient of one big batch exactly.
+    """
+
+    name: str
+    dataset: str
+    make_model: Callable[[], nn.Module]
+    read: Callable[[Path | None, torch.dtype], Data]
+
+    def model(self) -> nn.Module:
+        """A new model, initialised from torch's global generator: seed that first."""
+        return self.make_model()
+
+    def load(self, directory: Path | None = None, *, dtype: torch.dtype = torch.float32) -> Data:
+        """The data in a directory or in the usual places: images standardised, in `dtype`; tokens and labels int64.
+
+        Raises:
+            MissingDataError: when it is not there; the text says how to get it.
+            CorruptDataError: when a file is not what its publisher made.
+        """
+        return self.read(directory, dtype)
+
+    def loss(self, outputs: Tensor, labels: Tensor, reduction: Literal["mean", "sum"] = "mean") -> Tensor:
+        """Cross entropy, its mean or sum over SAMPLES; a text's is the mean over its tokens.
+
+        Args:
+            outputs: logits, N x classes, or N x tokens x vocabulary.
+            labels: N, or N x tokens.
+            reduction: `sum` gives 0 for no sample, `mean` gives NaN.
+        """
+        loss = F.cross_entropy(outputs.flatten(0, -2), labels.flatten(), reduction=reduction)
+        return loss / tokens_per_sample(labels) if reduction == "sum" else loss
+
+    def num_correct(self, outputs: Tensor, labels: Tensor) -> float:
+        """How many samples are classified rightly; a text counts as its share of right tokens."""
+        right = (outputs.argmax(-1) == labels).sum()
+        return float(right) / tokens_per_sample(labels)
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """Trained parameters of the model; no random number is drawn to count them."""
+        with torch.device("meta"):
+            return sum(parameter.numel() for parameter in self.make_model().parameters() if parameter.requires_grad)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """What every step sends over the network, once around."""
+        return GRADIENT_BYTES_PER_PARAMETER * self.num_parameters
+
+
+def tokens_per_sample(labels: Tensor) -> int:
+    """1 for classes, the length of the sequences for text."""
+    return 1 if labels.dim() == 1 else labels.shape[1]
 
 
 def images(

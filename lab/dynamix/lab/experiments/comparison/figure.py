@@ -24,8 +24,10 @@ _DEFAULT_COLOUR = "#0b6e4f"
 def draw(verdict: Verdict, table: OutcomeTable, scenario: str, path: Path) -> None:
     """Write a PNG of the verdict to `path`; `scenario` is the one whose accuracies are drawn."""
     colours = _colours(verdict)
-    panels = [(_overall_title(verdict), verdict.policies)]
-    panels += [(_title(name, family.control), family.policies) for name, family in verdict.families.items()]
+    number = len(verdict.heterogeneous_families)
+    panels = [(f"{number} heterogeneous families together" if number else "all families together", verdict.policies)]
+    for name, family in verdict.families.items():
+        panels.append((f"{name} (control)" if family.control else name, family.policies))
     num_rows = math.ceil(len(panels) / NUM_COLUMNS)
     height = num_rows * (0.9 + 0.26 * len(colours))
     figure = Figure(figsize=(16, height + 4.8), layout="constrained")
@@ -106,12 +108,3 @@ def _colours(verdict: Verdict) -> dict[str, str]:
     fixed = _FIXED | {verdict.default_policy: _DEFAULT_COLOUR}
     others = [label for label in labels if label not in fixed]
     return {label: fixed.get(label) or _COLOURS[others.index(label) % len(_COLOURS)] for label in labels}
-
-
-def _overall_title(verdict: Verdict) -> str:
-    number = len(verdict.heterogeneous_families)
-    return f"{number} heterogeneous families together" if number else "all families together"
-
-
-def _title(name: str, is_control: bool) -> str:
-    return f"{name} (control)" if is_control else name

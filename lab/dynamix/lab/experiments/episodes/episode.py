@@ -70,7 +70,7 @@ def run_episode(
 
     Args:
         scenario: the cluster and the job.
-        policy: who decides.
+        policy: decides.
         data: of the scenario's workload; it is not changed.
         seed: of weights, order of the data and disturbances; equal seeds make policies comparable in pairs.
         policy_options: as `Job.policy_options`.

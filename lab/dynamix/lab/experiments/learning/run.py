@@ -46,12 +46,12 @@ def learn(
     """Learn a plan, or resume it from a checkpoint.
 
     Args:
-        plan: what determines the outcome.
-        num_workers: processes that play episodes; the outcome does not depend on it.
+        plan: what determines the outcome; the number of workers does not.
+        num_workers: processes that play episodes.
         checkpoint: file to resume from, written after each update; the caller removes it.
         log: directory for TensorBoard's curves.
         minutes: stop after the update that passes this time, counted over all starts.
-        data: directory of the data sets; `None`: where they are looked for by default.
+        data: directory of the data sets.
         observer: is told of each update.
 
     Raises:
@@ -99,7 +99,6 @@ class _LearningRun:
             )
         self._agent = Agent.of(PolicyFile.from_bytes(found.current))
         self._before = found
-        self._best, self._best_vs_rule = found.best, found.best_vs_rule
         self.history = list(found.history)
 
     @property
@@ -117,8 +116,6 @@ class _LearningRun:
         return msgspec.structs.replace(
             self._before,
             current=self._agent.file().to_bytes(),
-            best=self._best,
-            best_vs_rule=self._best_vs_rule,
             history=self.history,
             elapsed_s=self.elapsed_s,
         )
@@ -133,7 +130,7 @@ class _LearningRun:
     def result(self) -> PolicyFile:
         """The version that the plan asks for, with its scores on seeds that chose nothing."""
         plan = self._plan
-        content = self._best if plan.select == "best" else self._agent.file().to_bytes()
+        content = self._before.best if plan.select == "best" else self._agent.file().to_bytes()
         rules = self._times(b"", SCORE_SEEDS, plan.num_score_seeds)
         runs = self._times(content, SCORE_SEEDS, plan.num_score_seeds)
         ratios = {
@@ -208,8 +205,8 @@ class _LearningRun:
         rules = self._before.validation_s
         ratios = [run.time_s / rule for name in runs for run, rule in zip(runs[name], rules[name], strict=True)]
         vs_rule = geometric_mean(ratios)
-        if vs_rule < self._best_vs_rule:
-            self._best, self._best_vs_rule = content, vs_rule
+        if vs_rule < self._before.best_vs_rule:
+            self._before = msgspec.structs.replace(self._before, best=content, best_vs_rule=vs_rule)
         return vs_rule
 
     def _times(self, policy: bytes, first_seed: int, num_seeds: int) -> dict[str, list[EpisodeResult]]:
