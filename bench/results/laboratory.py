@@ -9,8 +9,8 @@ from bench.harness.figure import Curve
 
 from dynamix.lab.experiments.comparison.contenders import parse_contenders
 from dynamix.lab.experiments.comparison.evaluation import ComparisonProgress, fill, plan
-from dynamix.lab.experiments.comparison.outcome_table import OutcomeTable
 from dynamix.lab.experiments.comparison.runs import Ledger
+from dynamix.lab.experiments.comparison.scores import OutcomeTable
 from dynamix.lab.experiments.comparison.tuned import Tuned, read_tuned
 from dynamix.lab.experiments.episodes.provenance import code_digest, versions
 from dynamix.lab.experiments.episodes.suite import TUNED_FILE, Suite, scenario_root

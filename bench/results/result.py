@@ -13,8 +13,7 @@ from bench.harness.figure import Curve, Panel
 from scipy.special import stdtrit
 
 from dynamix.lab.experiments.comparison.figure import CURVE_POINTS, mean_curve
-from dynamix.lab.experiments.comparison.outcome_table import OutcomeTable
-from dynamix.lab.experiments.comparison.scores import MeanInterval
+from dynamix.lab.experiments.comparison.scores import MeanInterval, OutcomeTable
 from dynamix.lab.simulator.scenario import Scenario
 from dynamix.runtime import output_files
 

@@ -107,10 +107,7 @@ def fit_dwell_times(on: Flags, factors: Array64, duration_s: Array64) -> DwellTi
     maximum-likelihood estimate when the recording cuts off the last dwell time. A window in which the state changes
     counts by its mean factor. Dwell times shorter than a window are invisible.
 
-    Args:
-        on: windows x series: whether the disturbance was on.
-        factors: windows x series: what it multiplied times by.
-        duration_s: duration of each window, in seconds.
+    `on` (whether the disturbance was on) and `factors` (what it multiplied times by) are windows x series.
     """
     if on.sum() < MIN_WINDOWS:
         return None

@@ -67,12 +67,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def calibrate(windows: Iterable[MetricWindow], settings: CalibrationSettings, job: Job | None = None) -> Calibration:
-    """Fit a scenario to the windows of one job.
-
-    Args:
-        windows: of all nodes.
-        settings: what windows do not contain.
-        job: its specification, for bounds and window length.
+    """Fit a scenario to the windows of one job, of all nodes; its specification gives bounds and window length.
 
     Raises:
         NotEnoughWindowsError: when there are too few to fit.

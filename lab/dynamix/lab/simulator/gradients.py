@@ -92,13 +92,9 @@ class Gradients(ABC):
         self._segments = WorkerSegments(Counts((1,)))
 
     def step(self, inputs: Tensor, labels: Tensor, plan: StepPlan, *, measured: bool) -> StepSums:
-        """Leave the gradient G of a step's samples, in rank order, in `parameters.grad`.
+        """Leave the gradient G of a step's B samples, in rank order, in `parameters.grad`.
 
-        Args:
-            inputs: of all workers, the first dimension is the step's B samples.
-            labels: theirs.
-            plan: how many samples each worker has.
-            measured: whether the workers' own gradients are looked at.
+        The plan says how many samples each worker has, `measured` whether the workers' own gradients are looked at.
         """
         if self._segments.counts is not plan.counts:
             self._segments = WorkerSegments(plan.counts)

@@ -10,8 +10,7 @@ from matplotlib.figure import Figure, FigureBase
 
 from dynamix.runtime.output_files import whole
 
-from .outcome_table import OutcomeTable
-from .scores import Array64
+from .scores import Array64, OutcomeTable
 from .verdict import Verdict, VerdictRow
 
 CURVE_POINTS = 200

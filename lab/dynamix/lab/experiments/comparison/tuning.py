@@ -17,8 +17,8 @@ from dynamix.schemas.messages.policies import DEFAULT_POLICY
 
 from .contenders import Contender, parse_contender
 from .evaluation import ComparisonProgress, fill, plan
-from .outcome_table import OutcomeTable
 from .runs import Ledger
+from .scores import OutcomeTable
 from .tuned import Choice, Tuned
 
 SIZES = (32, 64, 128, 256, 512, 1024)

@@ -15,9 +15,8 @@ from dynamix.schemas.messages.policies import DEFAULT_POLICY
 
 from .contenders import BEST_STATIC, GOODPUT, Contender, Setting
 from .evaluation import ComparisonCell
-from .outcome_table import OutcomeTable
 from .runs import Ledger
-from .scores import RatioInterval, relative_spread
+from .scores import OutcomeTable, RatioInterval, relative_spread
 from .tuned import Tuned
 
 

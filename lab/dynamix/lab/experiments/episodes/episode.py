@@ -66,19 +66,12 @@ def run_episode(
     job: str | None = None,
     on_window: Callable[[list[Report]], None] | None = None,
 ) -> Episode:
-    """Run a job to its end.
+    """Run a job to its end; data, options and initial size are as `VirtualCluster` takes them.
 
-    Args:
-        scenario: the cluster and the job.
-        policy: decides.
-        data: of the scenario's workload; it is not changed.
-        seed: of weights, order of the data and disturbances; equal seeds make policies comparable in pairs.
-        policy_options: as `Job.policy_options`.
-        initial_local_batch_size: overrules the scenario's.
-        reward: formula (`None`: the published one for the optimizer) and weights; without it nothing is rewarded.
-        keep_messages: whether windows, states and rewards are kept.
-        job: its name, which policies that sample draw by; by default of scenario and seed.
-        on_window: called with the reports of each window.
+    The seed rules weights, order of the data and disturbances: equal seeds make policies comparable in pairs. `reward`
+    is the formula (`None`: the published one for the optimizer) and its weights; without it nothing is rewarded.
+    `keep_messages` keeps windows, states and rewards. Policies that sample draw by the name of the job, by default of
+    scenario and seed. `on_window` is called with the reports of each window.
 
     Raises:
         ValueError: when the scenario names what is not known.
