@@ -46,9 +46,7 @@ class JobLog:
         self.job = job
         self.known: Stored | None = None
         """The newest action that this process wrote or read."""
-        self._bus = around.bus
-        self._policies = around.policies
-        self._count = around.count
+        self._around = around
         self._log = around.log.bind(job=job.job, generation=job.generation)
         self._superseded = False
         self._fold = Fold(job, policy, None)
@@ -97,20 +95,20 @@ class JobLog:
             ValueError: when another arbitrator decided first, by a policy that is not there.
         """
         if not self._fold.add_state(sequence, state):
-            self._count("late_states")
+            self._around.count("late_states")
         while not self._superseded and (action := self._fold.close()) is not None:
             await self._publish(action)
 
     async def _publish(self, action: Action) -> None:
         expected_last = _sequence_of(self.known)
         try:
-            sequence = await self._bus.publish_action(action, expected_last=expected_last)
+            sequence = await self._around.bus.publish_action(action, expected_last=expected_last)
         except StaleWriterError as refusal:
             await self._adopt_newest(await self._decided_by_another(expected_last, refusal))
             return
         self.known = Stored(sequence, action)
         self._fold.adopt(action)
-        self._count("decided")
+        self._around.count("decided")
         self._log.debug("decided", window=action.window, local_batch_sizes=action.local_batch_sizes[:16])
         await self._watch_sizes(action)
 
@@ -121,8 +119,8 @@ class JobLog:
         refuse for one that it can no longer read.
         """
         for wait_s in (*SHOW_WAITS_S, None):
-            newest = await newest_action(self._bus, self.job)
-            await check_goes_on(self._bus, self.job, self.known, newest)
+            newest = await newest_action(self._around.bus, self.job)
+            await check_goes_on(self._around.bus, self.job, self.known, newest)
             if _sequence_of(newest) != expected_last:
                 return newest
             if wait_s is not None:
@@ -137,10 +135,10 @@ class JobLog:
         finding = None if self._watch is None else self._watch.observe_sizes(action.local_batch_sizes)
         if finding is None:
             return
-        self._count("size_stuck")
+        self._around.count("size_stuck")
         self._log.warning(finding.explanation, signature=finding.signature, window=action.window)
         event = finding.event(job=action.job, generation=action.generation, window=action.window, service="arbitrator")
-        await self._bus.publish_soon(event)
+        await self._around.bus.publish_soon(event)
 
     async def _adopt_newest(self, newest: Stored | None) -> None:
         """Continue after another arbitrator's action, with the policy that decided it."""
@@ -150,14 +148,14 @@ class JobLog:
         recorded, policy = _of_generation(newest, self.job), self._fold.policy
         ours = (policy.version, digest_of(policy))
         if recorded is not None and (recorded.policy_version, recorded.policy_digest) != ours:
-            self._fold.policy = await self._policies.choose(self.job, recorded)
+            self._fold.policy = await self._around.policies.choose(self.job, recorded)
         self._adopt(newest)
 
     def _adopt(self, stored: Stored) -> None:
         self._superseded = stored.action.generation > self.job.generation
         self._fold.adopt(stored.action)
         self.known = stored
-        self._count("adopted")
+        self._around.count("adopted")
         self._log.info("adopted a stored action", window=stored.action.window, of_generation=stored.action.generation)
 
 

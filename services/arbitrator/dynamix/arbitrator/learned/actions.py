@@ -21,7 +21,7 @@ from dynamix.arbitrator.policies.model.observation import Array32, decided_sizes
 from dynamix.arbitrator.policies.options import Options
 from dynamix.arbitrator.policies.policy import Decision
 from dynamix.arbitrator.policies.rule import Rule
-from dynamix.schemas.apportion import apportion
+from dynamix.arbitrator.policies.sizing import divided
 from dynamix.schemas.features import RANK_INDEX
 from dynamix.schemas.messages import Job
 from dynamix.schemas.messages.allocation import Allocation
@@ -119,8 +119,8 @@ class GlobalLever:
         base, choice = situation.base, int(choices_D[0])
         allocation, total = base.allocation, base.allocation.global_batch_size
         if self._multipliers[choice] != 1:
-            sizes = _divided_alike(job, round(total * self._multipliers[choice]), allocation.local_batch_sizes)
-            allocation = allocation.with_sizes(sizes)
+            proportions = np.asarray(allocation.local_batch_sizes, dtype=np.float64)
+            allocation = allocation.with_sizes(divided(job, round(total * self._multipliers[choice]), proportions))
         return base._replace(allocation=allocation, carry=_LEVER.pack(choice, total) + base.carry)
 
     def choices(self, job: Job, carry: bytes) -> Choices:  # noqa: ARG002 - one for the whole job
@@ -154,10 +154,7 @@ def _as_the_rule_left_it(job: Job, obs_WF: Array32, last_total: int | None) -> A
     if last_total is None or last_total == sum(decided):
         return obs_WF
     rescaled = obs_WF.copy()
-    rescaled[:, RANK_INDEX["decided_local_batch_size"]] = _divided_alike(job, last_total, decided)
+    rescaled[:, RANK_INDEX["decided_local_batch_size"]] = divided(
+        job, last_total, np.asarray(decided, dtype=np.float64)
+    )
     return rescaled
-
-
-def _divided_alike(job: Job, total: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Another global batch in the same proportions, within the job's bounds."""
-    return apportion(total, sizes, [job.min_local_batch_size] * job.world_size, job.max_local_batch_sizes)

@@ -47,18 +47,15 @@ class PolicySource:
             ValueError: when there is none that may decide, or it lacks an option of the job; the text says why.
         """
         wanted = _wanted(job, recorded)
-        policy = await self._code(job.policy) or await self._learned(job.policy, wanted)
-        fault = _fault(policy, wanted)
-        if fault is not None:
-            raise ValueError(fault)
+        policy = POLICIES.get(job.policy)
+        if (
+            policy is None and job.policy not in shipped_names()
+        ):  # another package is imported apart from the event loop
+            policy = await asyncio.to_thread(extension_policy, job.policy)
+        policy = policy or await self._learned(job.policy, wanted)
+        _check_identity(policy, wanted)
         check_options(policy.name, {**policy.options, VERSION_OPTION: VERSION}, job.policy_options)
         return policy
-
-    async def _code(self, name: str) -> NamedPolicy | None:
-        """The policy of that name that is code; another package is imported apart from the event loop."""
-        if name in POLICIES or name in shipped_names():
-            return POLICIES.get(name)
-        return await asyncio.to_thread(extension_policy, name)
 
     async def _learned(self, name: str, wanted: _Wanted) -> NamedPolicy:
         held = self._held.get((name, wanted.version or 0, wanted.digest or b""))
@@ -125,15 +122,13 @@ def _wanted(job: Job, recorded: Action | None) -> _Wanted:
     return _Wanted(int(version), None)
 
 
-def _fault(policy: Policy, wanted: _Wanted) -> str | None:
-    """Why a policy is not the wanted one; `None` when it is."""
+def _check_identity(policy: Policy, wanted: _Wanted) -> None:
     if wanted.version not in (None, policy.version):
-        return f"policy {policy.name!r} has version {policy.version}, not {wanted.version}"
+        raise ValueError(f"policy {policy.name!r} has version {policy.version}, not {wanted.version}")
     found = digest_of(policy)
     if wanted.digest is not None and wanted.digest != found:
-        return (
+        raise ValueError(
             f"version {policy.version} of policy {policy.name!r} is not the file that decided this generation so far: "
             f"its SHA-256 begins with {found.hex()[:16] or 'nothing'}, not {wanted.digest.hex()[:16] or 'nothing'}; "
             "restart the job: a new generation takes what there is now"
         )
-    return None

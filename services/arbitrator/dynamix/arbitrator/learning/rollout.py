@@ -70,13 +70,6 @@ class Trajectory(NamedTuple):
         return float(self.rewards_TD.mean(axis=1).sum())
 
 
-class SampledDecision(NamedTuple):
-    """The inputs of a sampled decision, and its action."""
-
-    inputs_DI: Array32
-    action: Action
-
-
 def trajectory_of(recording: Recording, action_set: ActionSet, end: End | None = None) -> Trajectory:
     """The trajectory of one generation.
 
@@ -88,20 +81,19 @@ def trajectory_of(recording: Recording, action_set: ActionSet, end: End | None =
     seen = replay(recording, action_set)
     rewards = _rewards_by_window(recording, per_rank=action_set.name == "deltas")
     last = max(rewards, default=-1) if end.last_window is None else end.last_window
-    spans = [(seen[decided], span) for decided, span in _spans(recording, last) if decided in seen]
+    spans = [(*seen[decided], span) for decided, span in _spans(recording, last) if decided in seen]
     if end.last_share < 1 and last in rewards:
         rewards[last] = rewards[last] * end.last_share
     if not spans or not rewards:
         raise NothingDecidedError(f"{_name(recording.job)}: no sampled decision that was adopted has a rewarded window")
-    decisions, windows = [decision for decision, _ in spans], [span for _, span in spans]
+    inputs, actions, windows = zip(*spans, strict=True)
     mean: Array64 = np.mean(list(rewards.values()), axis=0)
-    newest = seen[max(seen)]
-    following = np.zeros(len(mean)) if end.terminated else _values(newest.action, len(mean))
+    following = np.zeros(len(mean)) if end.terminated else _values(seen[max(seen)][1], len(mean))
     return Trajectory(
-        inputs_TDI=np.stack([decision.inputs_DI for decision in decisions]),
-        actions_TD=np.stack([action_set.choices(recording.job, decision.action.carry) for decision in decisions]),
-        logprobs_TD=np.stack([np.asarray(decision.action.logprobs, dtype=np.float64) for decision in decisions]),
-        values_TD=np.stack([_values(decision.action, len(mean)) for decision in decisions]),
+        inputs_TDI=np.stack(inputs),
+        actions_TD=np.stack([action_set.choices(recording.job, action.carry) for action in actions]),
+        logprobs_TD=np.stack([np.asarray(action.logprobs, dtype=np.float64) for action in actions]),
+        values_TD=np.stack([_values(action, len(mean)) for action in actions]),
         rewards_TD=np.stack([np.sum([rewards.get(at, mean) for at in span], axis=0) for span in windows]),
         num_windows_T=np.array([len(span) for span in windows], dtype=np.int64),
         next_values_D=following,
@@ -109,8 +101,8 @@ def trajectory_of(recording: Recording, action_set: ActionSet, end: End | None =
     )
 
 
-def replay(recording: Recording, action_set: ActionSet) -> dict[int, SampledDecision]:
-    """What each recorded, sampled decision saw, by the window it was decided for.
+def replay(recording: Recording, action_set: ActionSet) -> dict[int, tuple[Array32, Action]]:
+    """The inputs of each recorded, sampled decision, and its action, by the window it was decided for.
 
     Raises:
         RolloutError: when a state does not fit the job.
@@ -123,8 +115,7 @@ def replay(recording: Recording, action_set: ActionSet) -> dict[int, SampledDeci
             if _of(recording.job, state):
                 fold.add_state(sequence, state)
             while (decided := fold.close()) is not None:
-                stored = actions.get(decided.window)
-                fold.adopt(decided if stored is None else stored)
+                fold.adopt(actions.get(decided.window, decided))
     except ValueError as error:
         raise RolloutError(f"{_name(recording.job)}: {error}") from error
     return recorded.seen
@@ -139,7 +130,7 @@ class _RecordedPolicy:
     def __init__(self, actions: Mapping[int, Action], action_set: ActionSet) -> None:
         self._actions = actions
         self._action_set = action_set
-        self.seen: dict[int, SampledDecision] = {}
+        self.seen: dict[int, tuple[Array32, Action]] = {}
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:
         """The recorded decision; the last sizes where there is none."""
@@ -148,7 +139,7 @@ class _RecordedPolicy:
         if action is None:
             return situation.base._replace(carry=carry)
         if action.logprobs is not None:
-            self.seen[window] = SampledDecision(situation.inputs_DI, action)
+            self.seen[window] = (situation.inputs_DI, action)
         return Decision(action.allocation, carry=action.carry)
 
 

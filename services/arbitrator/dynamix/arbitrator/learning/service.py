@@ -236,9 +236,7 @@ class _Learner:
         self._returns += outcome.returns
         if math.isfinite(outcome.explained_variance):
             self._explained.append(outcome.explained_variance)
-        found = reward_signatures(self._returns)
-        if (unexplained := value_signature(self._explained)) is not None:
-            found.append(unexplained)
+        found = [*reward_signatures(self._returns), *filter(None, [value_signature(self._explained)])]
         policy, episode = self._settings.policy, len(self._returns)
         for finding in found:
             if finding.signature not in self._signatures:

@@ -44,9 +44,6 @@ class _Schedule(NamedTuple):
             return seen._replace(loss=average, best_loss=average, num_stalled=0)
         return seen._replace(loss=average, num_stalled=self.num_stalled + 1)
 
-    def doubled(self) -> "_Schedule":
-        return self._replace(samples=0.0, num_doublings=self.num_doublings + 1, num_stalled=0)
-
 
 class Doubling:
     """Doubles the global batch until the job's bounds; never shrinks it."""
@@ -69,7 +66,7 @@ class Doubling:
         improvement = option(self.options, job, "min_improvement")
         schedule = schedule.observe(samples, job_value(global_F, "loss"), improvement)
         if self._is_due(job, schedule):
-            schedule = schedule.doubled()
+            schedule = schedule._replace(samples=0.0, num_doublings=schedule.num_doublings + 1, num_stalled=0)
         fit = fit.observe(window_of(job, obs_WF))
         carry = _HEAD.pack(*schedule) + fit.pack()
         sizes = self._sizes(job, schedule, fit, decided_sizes(obs_WF))

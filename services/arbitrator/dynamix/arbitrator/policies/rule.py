@@ -13,7 +13,7 @@ the division follows every step where the job supports tracking, otherwise this 
 import math
 import struct
 from collections.abc import Mapping
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from dynamix.schemas.messages import Job
 
@@ -31,27 +31,6 @@ _PACE = Pace()
 _GLOBAL_BATCH = struct.Struct("<d")
 
 
-class _Memory(NamedTuple):
-    """What a decision hands to the next one."""
-
-    global_batch_size: float
-    """The rule's own, not rounded: a policy that scales its decisions does not feed back into it."""
-    noise: NoiseMemory
-    fit: StepTimeFit
-
-    def pack(self) -> bytes:
-        return _GLOBAL_BATCH.pack(self.global_batch_size) + self.noise.pack() + self.fit.pack()
-
-    @classmethod
-    def unpack(cls, job: Job, carry: bytes) -> "_Memory":
-        head = _GLOBAL_BATCH.size
-        noise, fit = carry[head : head + PACKED_BYTES], carry[head + PACKED_BYTES :]
-        global_batch_size = _GLOBAL_BATCH.unpack_from(carry)[0] if len(carry) >= head else math.nan
-        if not 0 < global_batch_size < math.inf:
-            global_batch_size = float(sum(job.initial_local_batch_sizes))
-        return cls(global_batch_size, NoiseMemory.unpack(noise), StepTimeFit.unpack(fit, job.world_size))
-
-
 class Rule:
     """Sets the global batch; B may go below the initial one as well as above it."""
 
@@ -67,13 +46,14 @@ class Rule:
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
         """The next sizes. While B_noise was never known B stays, and without any measured time nothing changes."""
-        memory = _Memory.unpack(job, carry)
-        noise = memory.noise.observe(job_value(global_F, "noise_scale"))
-        fit = memory.fit.observe(window_of(job, obs_WF))
+        global_batch_size, noise, fit = _unpack(job, carry)
+        noise = noise.observe(job_value(global_F, "noise_scale"))
+        fit = fit.observe(window_of(job, obs_WF))
         model = fit.model(job)
-        wanted = self._next(job, memory.global_batch_size, model, noise.noise_scale)
+        wanted = self._next(job, global_batch_size, model, noise.noise_scale)
         sizes = by_speed(job, clamp_total(job, wanted), model, decided_sizes(obs_WF))
-        return Decision(allocation_of(self.options, job, sizes), carry=_Memory(wanted, noise, fit).pack())
+        carry = _GLOBAL_BATCH.pack(wanted) + noise.pack() + fit.pack()
+        return Decision(allocation_of(self.options, job, sizes), carry=carry)
 
     def _next(self, job: Job, current: float, model: StepTime | None, noise_scale: float) -> float:
         if model is None or math.isnan(noise_scale):
@@ -83,3 +63,13 @@ class Rule:
         target = best_global_batch(model, noise_scale, exponent)
         pace = _PACE._replace(**{name: option(self.options, job, name) for name in ("max_change", "dead_band")})
         return pace.step(max(current, 1.0), target)
+
+
+def _unpack(job: Job, carry: bytes) -> tuple[float, NoiseMemory, StepTimeFit]:
+    """The rule's own global batch (not rounded: a policy that scales its decisions does not feed back), fits."""
+    head = _GLOBAL_BATCH.size
+    noise, fit = carry[head : head + PACKED_BYTES], carry[head + PACKED_BYTES :]
+    global_batch_size = _GLOBAL_BATCH.unpack_from(carry)[0] if len(carry) >= head else math.nan
+    if not 0 < global_batch_size < math.inf:
+        global_batch_size = float(sum(job.initial_local_batch_sizes))
+    return global_batch_size, NoiseMemory.unpack(noise), StepTimeFit.unpack(fit, job.world_size)
