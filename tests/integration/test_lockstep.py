@@ -90,7 +90,7 @@ async def _check_messages(plane: ControlPlane, expected: Episode) -> None:
     """Windows, states and rewards are equal to the last bit, whatever the order of the two nodes."""
     count, name = len(expected.windows), expected.job.job
     for kind, wanted in ((MetricWindow, expected.windows), (State, expected.states), (Reward, expected.rewards)):
-        subject = getattr(subjects, {MetricWindow: "window", State: "state", Reward: "reward"}[kind])(name, "*")
+        subject = subjects.of({MetricWindow: "window", State: "state", Reward: "reward"}[kind], name, "*")
         stored = await plane.wait_for(FEED.name, subject, count)
         by_place = {(message.window, message.node): message for message in stored}  # type: ignore[attr-defined]
         assert by_place == {(message.window, message.node): message for message in wanted}  # type: ignore[attr-defined]

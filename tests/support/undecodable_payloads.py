@@ -1,6 +1,5 @@
 """Payloads by hypothesis: each is of a kind that a service reads, and none can be decoded."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgspec
@@ -24,8 +23,7 @@ class UndecodablePayload(NamedTuple):
 
     @property
     def subject(self) -> str:
-        build: Callable[[str, str], str] = getattr(subjects, self.kind)
-        return build(examples.JOB, NODE)
+        return subjects.of(self.kind, examples.JOB, NODE)
 
 
 def valid(kind: str, window: int = 0) -> Message:
