@@ -119,6 +119,15 @@ def test_sizes_are_clamped_to_the_bounds_and_deltas_are_to_the_own_last_decision
         previous = action.local_batch_sizes
 
 
+def test_a_job_with_a_fixed_global_batch_keeps_its_sum_under_every_policy() -> None:
+    job = examples.job(NODES, policy="random", global_batch="fixed")
+    states = [state for window in range(60) for state in (a(window), b(window))]
+    decided = [action.local_batch_sizes for action in run(Fold(job, policy_named("random"), None), numbered(*states))]
+    assert {sum(sizes) for sizes in decided} == {sum(job.initial_local_batch_sizes)}
+    assert len(set(decided)) > 30
+    assert all(32 <= size <= 1024 for sizes in decided for size in sizes)
+
+
 def test_a_foreign_node_or_other_ranks_are_refused() -> None:
     fold = Fold(JOB, policy_named("static"), None)
     with pytest.raises(MalformedMessageError, match="not in the job's specification"):

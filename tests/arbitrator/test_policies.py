@@ -106,9 +106,9 @@ def test_random_differs_between_generations() -> None:
 
 
 def test_an_unknown_policy_is_refused_with_the_list_of_known_ones() -> None:
-    with pytest.raises(ValueError, match="proportional, random, rule, static"):
+    with pytest.raises(ValueError, match="proportional, random, rule, split, static"):
         policy_named("ppo-9000")
-    assert set(POLICIES) == {"static", "random", "proportional", "noise-scale", "goodput", "doubling", "rule"}
+    assert set(POLICIES) == {"static", "split", "random", "proportional", "noise-scale", "goodput", "doubling", "rule"}
 
 
 def test_every_policy_of_the_folder_is_registered() -> None:

@@ -74,3 +74,8 @@ def test_an_action_is_bound_to_its_content_and_predecessor() -> None:
     assert is_intact(encode(sealed))
     assert not is_intact(encode(examples.action(5, hash=sealed.hash, previous_hash=b"q" * 32)))
     assert seal(examples.action(5), b"q" * 32).hash != sealed.hash
+
+
+def test_a_job_from_before_the_field_global_batch_may_change_its_sum() -> None:
+    old = bytes.fromhex(GOLDEN["job"].replace("44580101dc0015", "44580101dc0014").removesuffix("a86164617074697665"))
+    assert decode_any(subjects.subject_of(MESSAGES["job"]), old) == MESSAGES["job"]

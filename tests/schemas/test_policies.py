@@ -1,6 +1,6 @@
 import pytest
 
-from dynamix.schemas.messages.policies import DEFAULT_POLICY, DIVIDED_BY_RANKS, initial_split
+from dynamix.schemas.messages.policies import DEFAULT_POLICY, DIVIDED_BY_RANKS, SPLIT_POLICY, initial_split
 
 
 @pytest.mark.parametrize(
@@ -21,5 +21,5 @@ def test_the_ranks_divide_the_batch_from_the_first_step_where_the_policy_leaves_
     assert initial_split(policy, options, supports_tracking=supports_tracking) == expected
 
 
-def test_the_default_policy_leaves_the_division_to_the_ranks() -> None:
-    assert DEFAULT_POLICY in DIVIDED_BY_RANKS
+def test_the_default_policies_leave_the_division_to_the_ranks() -> None:
+    assert {DEFAULT_POLICY, SPLIT_POLICY} <= DIVIDED_BY_RANKS

@@ -6,7 +6,7 @@ from msgspec import Meta, field
 
 from .allocation import Allocation, Sizes
 from .fields import MAX_RANKS, Count, Message, OptimizerFamily, Text, Token
-from .policies import Split
+from .policies import GlobalBatch, Split
 
 
 class NodeRanks(Message, frozen=True, kw_only=True, array_like=True):
@@ -49,6 +49,8 @@ class Job(Message, frozen=True, kw_only=True, array_like=True):
     """Whether they do so from the generation's first step on."""
     learning_rate_rule: Literal["none", "linear", "sqrt"] = "sqrt"
     """What the learning rate follows of the global batch size over `base_global_batch_size`."""
+    global_batch: GlobalBatch = "adaptive"
+    """Whether a decision may change the sum of the sizes."""
 
     @property
     def initial_allocation(self) -> Allocation:

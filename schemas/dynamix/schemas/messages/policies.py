@@ -3,10 +3,20 @@
 from collections.abc import Mapping
 from typing import Literal
 
-DEFAULT_POLICY = "rule"
-"""What a job is steered by that names no policy: the one that wins on held-out scenarios (`dynamix evaluate`)."""
+GlobalBatch = Literal["fixed", "adaptive"]
+"""`fixed`: the sum of the local batch sizes stays what the script said; `adaptive`: a policy may change it."""
 
-DIVIDED_BY_RANKS = frozenset({"rule", "ppo"})
+DEFAULT_POLICY = "rule"
+"""What a job with an adaptive global batch is steered by if it names no policy: the one that wins on held-out scenarios
+(`dynamix evaluate`)."""
+
+SPLIT_POLICY = "split"
+"""What a job with a fixed global batch is steered by if it names no policy."""
+
+KEEPS_GLOBAL_BATCH = frozenset({"static", "split", "proportional"})
+"""Our policies that never change the global batch."""
+
+DIVIDED_BY_RANKS = frozenset({"split", "rule", "ppo"})
 """Policies that leave the division of the global batch to the training processes unless option `track` says 0."""
 
 Split = Literal["fixed", "tracking"]

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dynamix.arbitrator.policies.policy import Policy, digest_of
+from dynamix.schemas.apportion import apportion
 from dynamix.schemas.chain import seal
 from dynamix.schemas.codec import MalformedMessageError
 from dynamix.schemas.features import (
@@ -104,7 +105,7 @@ class Fold:
             return None
         obs_WF, global_F = self._observe(window)
         decision = self.policy.decide(self.job, window, obs_WF, global_F, self._carry)
-        sizes = self._clamp(decision.allocation.local_batch_sizes)
+        sizes = self._feasible(decision.allocation.local_batch_sizes)
         action = Action(
             job=self.job.job,
             generation=self.job.generation,
@@ -198,13 +199,19 @@ class Fold:
                     needed.append(row.sequence)
         return max(self.watermark, min(needed, default=self.watermark + 1) - 1)
 
-    def _clamp(self, local_batch_sizes: tuple[int, ...]) -> tuple[int, ...]:
-        assert len(local_batch_sizes) == self.job.world_size, f"policy {self.policy.name} must size each rank"
-        low, high = self.job.min_local_batch_size, self.job.max_local_batch_sizes
-        return tuple(
+    def _feasible(self, local_batch_sizes: tuple[int, ...]) -> tuple[int, ...]:
+        """The sizes within the job's bounds, and with its sum where that is fixed: their ratios are what remains."""
+        job = self.job
+        assert len(local_batch_sizes) == job.world_size, f"policy {self.policy.name} must size each rank"
+        low, high = job.min_local_batch_size, job.max_local_batch_sizes
+        sizes = tuple(
             low if size < low else top if size > top else int(size)  # a third of the time of min and max
             for size, top in zip(local_batch_sizes, high, strict=True)
         )
+        fixed = sum(job.initial_local_batch_sizes)
+        if job.global_batch == "adaptive" or sum(sizes) == fixed:
+            return sizes
+        return apportion(fixed, sizes, (low,) * len(high), high)
 
 
 def _newest(rows: Mapping[int, _Row], window: int) -> int | None:

@@ -17,10 +17,12 @@ from .policy import Decision, NamedPolicy
 from .proportional import Proportional
 from .random import Random
 from .rule import Rule
+from .split import Split
 from .static import Static
 
 POLICIES: Mapping[str, NamedPolicy] = {
-    policy.name: policy for policy in (Static(), Random(), Proportional(), NoiseScale(), Goodput(), Doubling(), Rule())
+    policy.name: policy
+    for policy in (Static(), Split(), Random(), Proportional(), NoiseScale(), Goodput(), Doubling(), Rule())
 }
 """The policies of this package; learned ones are files."""
 

@@ -1,0 +1,18 @@
+"""`split`: the job's global batch as the script chose it, divided by measured speed. The default.
+
+The training processes divide it after every step (the fast loop). Where they cannot, because the gradients carry no
+times, this policy divides it once per window as `proportional` does. Only the division changes: the samples of a step,
+the steps of an epoch and the learning rate are those of plain data-parallel training.
+"""
+
+from typing import ClassVar
+
+from .options import Options, track
+from .proportional import Proportional
+
+
+class Split(Proportional):
+    """Keeps the global batch and leaves its division to the training processes."""
+
+    name = "split"
+    options: ClassVar[Options] = {**Proportional.options, "track": track(1)}
