@@ -86,6 +86,7 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
         min_local_batch_size=arguments.min_local_batch_size,
         max_local_batch_size=arguments.max_local_batch_size,
         window_steps=arguments.window_steps,
+        global_batch="adaptive",
         policy=arguments.policy,
         seed=arguments.seed,
     )

@@ -47,6 +47,7 @@ def train(plan: ClusterPlan, arm: Arm) -> None:
         min_local_batch_size=plan.min_local_batch_size,
         max_local_batch_size=max(plan.max_local_batch_size, arm.local_batch_size),
         window_steps=plan.window_steps,
+        global_batch="adaptive",
         policy=arm.policy,
         seed=plan.seed,
     )

@@ -82,7 +82,7 @@ def _run_rank(rank: int, group: Path, directory: str, pipe: Connection | None) -
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=NUM_RANKS)
     data = made_data()
-    steps = [plain_arm(data, HIDDEN[kind.model], kind.pause_s) for kind in TRAINING]
+    steps = [plain_arm(data, HIDDEN[kind.model], kind.pause_s)[0] for kind in TRAINING]
     while True:
         told = torch.tensor([0, 0] if pipe is None else _told(pipe))
         dist.broadcast(told, src=0)

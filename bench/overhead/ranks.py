@@ -99,8 +99,9 @@ def _measure(plan: OverheadPlan, bus: BusSettings, *, is_quiet: bool) -> RankTim
     timer = time_our_code()
     data = made_data()
     pace_s = _agree_on_pace(data, plan)
-    off = plain_arm(data, plan.hidden, pace_s)
+    off, plain_model = plain_arm(data, plan.hidden, pace_s)
     on, session = steered_arm(data, plan.hidden, pace_s, bus)
+    session.ignore(plain_model)
 
     def time_parts(number: int) -> None:
         timer.clock = list(CLOCKS)[number % len(CLOCKS)]
@@ -135,7 +136,7 @@ def _timed_block(step: Step) -> Timing:
 
 def _agree_on_pace(data: TensorDataset, plan: OverheadPlan) -> float:
     """Seconds to sleep in each step so that a plain one takes `plan.step_s`: rank 0's."""
-    unpaced = plain_arm(data, plan.hidden, 0.0)
+    unpaced, _ = plain_arm(data, plan.hidden, 0.0)
     taken_s = statistics.median(1 / _timed_block(unpaced).per_s for _ in range(WARM_UP_BLOCKS))
     pace = torch.tensor([max(plan.step_s - taken_s, 0.0)], dtype=torch.float64)
     dist.broadcast(pace, src=0)

@@ -44,8 +44,8 @@ def make_model(hidden: int) -> nn.Module:
     )
 
 
-def plain_arm(data: TensorDataset, hidden: int, pace_s: float) -> Step:
-    """A step without a session: DDP as it is, torch's sampler and loader."""
+def plain_arm(data: TensorDataset, hidden: int, pace_s: float) -> tuple[Step, DistributedDataParallel]:
+    """A step without a session, and its model: DDP as it is, torch's sampler and loader."""
     model, optimizer = _replica(hidden)
     loader = DataLoader(data, batch_size=LOCAL_BATCH_SIZE, sampler=DistributedSampler(data), drop_last=True)
     batches = _repeat(loader)
@@ -53,7 +53,7 @@ def plain_arm(data: TensorDataset, hidden: int, pace_s: float) -> Step:
     def step() -> None:
         _train_step(model, optimizer, next(batches), pace_s)
 
-    return step
+    return step, model
 
 
 def steered_arm(data: TensorDataset, hidden: int, pace_s: float, bus: BusSettings) -> tuple[Step, Session]:

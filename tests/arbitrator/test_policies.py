@@ -17,7 +17,7 @@ from dynamix.arbitrator.policies.random import DELTAS, Random
 from dynamix.arbitrator.policies.registry import POLICIES, policy_named
 from dynamix.lab.experiments.learning.plan import PRESETS
 from dynamix.schemas.features import GLOBAL_FEATURES, RANK_FEATURES, RANK_INDEX
-from dynamix.schemas.messages.policies import DEFAULT_POLICY, DIVIDED_BY_RANKS, initial_split
+from dynamix.schemas.messages.policies import DEFAULT_POLICY, DIVIDED_BY_RANKS, KEEPS_GLOBAL_BATCH, initial_split
 
 GLOBAL_F = np.full(len(GLOBAL_FEATURES), np.nan, dtype=np.float32)
 JOB = examples.job()
@@ -139,3 +139,16 @@ def test_a_job_begins_with_the_split_that_its_policy_decides(name: str, track: f
     job = examples.job(policy=name, policy_options=options, supports_tracking=True)
     expected = initial_split(name, options, supports_tracking=True)
     assert allocation_of(POLICIES[name].options, job, (1,)).split == expected
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_the_policies_that_are_named_as_such_keep_the_global_batch(name: str) -> None:
+    job = examples.job(policy=name)
+    carry, sums = b"", set()
+    for window in range(40):
+        obs_WF = observe(job.initial_local_batch_sizes, (500.0, 500.0, 200.0 + 20 * window, 500.0))
+        decision = POLICIES[name].decide(job, window, obs_WF, GLOBAL_F, carry)
+        carry = decision.carry
+        sums.add(decision.allocation.global_batch_size)
+    if name in KEEPS_GLOBAL_BATCH:
+        assert sums == {sum(job.initial_local_batch_sizes)}

@@ -44,6 +44,7 @@ def main(directory: Path, num_epochs: int) -> None:
         min_local_batch_size=4,
         max_local_batch_size=64,
         window_steps=10,
+        global_batch="adaptive",
         policy="random",
     )
     checkpoint = directory / "checkpoint.pt"

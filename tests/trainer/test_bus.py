@@ -49,6 +49,7 @@ def _attach() -> tuple[Session, nn.Module, torch.optim.Optimizer]:
         name="steered",
         window_steps=WINDOW_STEPS,
         max_lag_windows=1000,
+        global_batch="adaptive",
         policy="proportional",
         policy_options={"dead_band": 0.1},
         seed=11,

@@ -19,6 +19,7 @@ OPTIONS: dict[str, Any] = {
     "min_local_batch_size": 1,
     "window_steps": 5,
     "policy": "static",
+    "global_batch": "adaptive",
     "connect": False,
 }
 

@@ -125,6 +125,7 @@ def _attach(data: Numbered, **options: Any) -> tuple[Session, nn.Module, Any, li
         "min_local_batch_size": 1,
         "window_steps": 10,
         "policy": "static",
+        "global_batch": "adaptive",
         "connect": False,
     } | options
     session = dynamix.attach(model, optimizer, data, **chosen)
@@ -315,6 +316,7 @@ def _track_in_half_precision(rank: int, dtype: torch.dtype) -> tuple[list[tuple[
         min_local_batch_size=1,
         window_steps=2,
         policy="static",
+        global_batch="adaptive",
         connect=False,
     )
     _hold_times(session, rank)

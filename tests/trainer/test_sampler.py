@@ -18,7 +18,7 @@ def _draw_epoch(num_samples: int, schedule: Schedule, position: Position) -> lis
     for sampler in samplers:
         sampler.rewind(position)
     drawn = [list(sampler) for sampler in samplers]
-    plans = [list(sampler.plans) for sampler in samplers]
+    plans = [[batch.plan for batch in sampler.drawn] for sampler in samplers]
     assert plans[0] == plans[1] == plans[2]
     return list(zip(plans[0], map(list, zip(*drawn, strict=True)), strict=True))
 
@@ -64,7 +64,7 @@ def test_the_number_of_steps_left_is_what_is_drawn(
         step += gap
         schedule.schedule(step, Allocation(sizes))
     sampler = PlanSampler(num_samples, schedule, rank=0, seed=0, shuffle=False, drop_last=drop_last)
-    assert sampler.num_steps_left(Position()) == len(list(sampler))
+    assert sampler.num_batches_left(Position()) == len(list(sampler))
 
 
 @pytest.mark.parametrize(
@@ -72,10 +72,10 @@ def test_the_number_of_steps_left_is_what_is_drawn(
 )
 def test_a_tail_can_be_left_out_but_never_the_whole_epoch(num_samples: int, totals: list[int]) -> None:
     sampler = PlanSampler(num_samples, Schedule(Allocation((8, 16, 4))), rank=0, seed=0, shuffle=True, drop_last=True)
-    assert sampler.num_steps_left(Position()) == len(totals)
+    assert sampler.num_batches_left(Position()) == len(totals)
     assert len(list(sampler)) == len(totals)
-    assert [plan.counts.total for plan in sampler.plans] == totals
-    assert sampler.is_over(Position().after(sampler.plans[0])) == (len(totals) == 1)
+    assert [batch.plan.counts.total for batch in sampler.drawn] == totals
+    assert sampler.is_over(Position().after(sampler.drawn[0].plan)) == (len(totals) == 1)
 
 
 def test_the_order_depends_on_seed_and_epoch_only() -> None:

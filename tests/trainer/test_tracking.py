@@ -131,3 +131,60 @@ def test_noise_hardly_moves_the_split(noise: float, most_changes: int, widest: i
         sizes = proposed or sizes
     assert changes <= most_changes
     assert max(sizes) - min(sizes) <= widest
+
+
+def _disturbed(noise: float, disturbance: range, factor: float = 3.0, steps: int = 160) -> list[tuple[int, ...]]:
+    """Sizes per step of three equal ranks with 30 ms fixed and 20 us per sample; rank 1 is slower for a while."""
+    generator, tracker, sizes, history = Random(1), Tracker(8, [1024] * 3), (128,) * 3, []
+    for step in range(steps):
+        times = [(0.03 + 20e-6 * size) * generator.lognormvariate(0, noise) for size in sizes]
+        times[1] *= factor if step in disturbance else 1.0
+        seconds = [time / size for time, size in zip(times, sizes, strict=True)]
+        sizes = tracker.better_split(seconds, sizes, sizes) or sizes
+        history.append(sizes)
+    return history
+
+
+@pytest.mark.parametrize(("noise", "widest"), [(0.0, 0), (0.005, 12)])
+@pytest.mark.parametrize("disturbance", [range(40, 44), range(40, 47), range(40, 80)])
+def test_equal_ranks_that_are_mostly_fixed_cost_are_equal_again_30_steps_after_a_disturbance(
+    noise: float, widest: int, disturbance: range
+) -> None:
+    history = _disturbed(noise, disturbance)
+    assert min(history[disturbance.stop - 1]) < 60
+    for sizes in history[disturbance.stop + 30 :]:
+        assert max(sizes) - min(sizes) <= 2 * widest
+        assert sum(sizes) == 384
+
+
+def test_fixed_costs_are_fitted_per_rank_from_times_at_different_sizes() -> None:
+    """In samples: 5 and 20 ms at 1 and 0.5 ms a sample."""
+    rates = RateFilter(2)
+    for counts in ((64, 64), (80, 48), (60, 68)):
+        for _ in range(6):
+            times = (0.005 + 0.001 * counts[0], 0.02 + 0.0005 * counts[1])
+            rates.observe([time / count for time, count in zip(times, counts, strict=True)], counts)
+    assert rates.fixed == [pytest.approx(5, abs=1), pytest.approx(40, abs=2)]
+    assert rates.rates == [pytest.approx(0.001, rel=0.03), pytest.approx(0.0005, rel=0.03)]
+
+
+def test_times_that_get_shorter_with_more_samples_tell_nothing_of_fixed_costs() -> None:
+    rates = RateFilter(1)
+    for count, time in ((64, 0.1), (90, 0.09), (64, 0.1), (90, 0.09)):
+        for _ in range(5):
+            rates.observe([time / count], (count,))
+    assert rates.fixed == [0]
+
+
+def test_a_restored_filter_keeps_the_fitted_costs() -> None:
+    straight, again = RateFilter(3), RateFilter(3)
+    steps = [(64, 64, 64)] * 8 + [(80, 60, 52)] * 12
+    seconds = [[(0.02 + 0.0002 * count * (rank + 1)) / count for rank, count in enumerate(step)] for step in steps]
+    for measured, counts in zip(seconds, steps, strict=True):
+        straight.observe(measured, counts)
+    again.restore(straight.state)
+    assert again.fixed == straight.fixed != [0, 0, 0]
+    for _ in range(4):
+        straight.observe(seconds[0], steps[0])
+        again.observe(seconds[0], steps[0])
+    assert again.state == straight.state

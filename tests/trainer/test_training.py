@@ -23,7 +23,13 @@ NO_BROKER = BusSettings(url="nats://127.0.0.1:1")
 
 def _attach(data: Numbered, model: nn.Module, *, rate: float = 0.05, **options: Any) -> tuple[Session, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
-    chosen = {"local_batch_size": 8, "min_local_batch_size": 0, "policy": "static", "connect": False} | options
+    chosen: dict[str, Any] = {
+        "local_batch_size": 8,
+        "min_local_batch_size": 0,
+        "policy": "static",
+        "connect": False,
+        "global_batch": "adaptive",
+    } | options
     return dynamix.attach(model, optimizer, data, **chosen), optimizer
 
 
@@ -362,8 +368,7 @@ def _misuse(_rank: int) -> None:
         _ = session.num_samples
     batches = iter(session.loader)
     next(batches)
-    with pytest.raises(RuntimeError, match="hook weighs the gradients already"):
-        session.scale_loss(torch.zeros(()))
+    assert session.scale_loss(loss := torch.ones(())) is loss  # the hook weighs: nothing to scale
     with pytest.raises(RuntimeError, match=r"step 0 is not finished.*save after session.step\(\)"):
         session.state_dict()
     with pytest.raises(RuntimeError, match="after the first step"):
@@ -381,7 +386,7 @@ def _misuse(_rank: int) -> None:
         _attach(data, plain, base_hook=lambda *_: None)
     with pytest.raises(TypeError, match="attach does not know batch_size"):
         _attach(data, plain, batch_size=3)
-    session, optimizer = _attach(data, plain)
+    session, optimizer = _attach(data, plain, weighting="loss")
     for batch in session.loader:
         with pytest.raises(RuntimeError, match="is not weighted"):
             _train_step(session, plain, optimizer, batch)
@@ -393,7 +398,10 @@ def test_misuse_is_told_what_to_do() -> None:
     run_ranks(_misuse, 1)
 
 
-def test_attaching_without_a_process_group_is_refused() -> None:
+def test_attaching_without_a_process_group_is_refused_where_a_launcher_announced_several_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
     model = make_model()
     with pytest.raises(RuntimeError, match="is not initialised: call"):
         _attach(Numbered(10), model)

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from dynamix import trainer as dynamix
 from dynamix.schemas.messages import Message, Report
-from dynamix.trainer.data.sampler import StepPlan, epoch_order
+from dynamix.trainer.data.sampler import MicroBatch, StepPlan, epoch_order
 from dynamix.trainer.data.schedule import Counts
 from dynamix.trainer.gradient.weighting import loss_factor
 
@@ -65,14 +65,16 @@ def _compare(rank: int, reduction: str, options: dict[str, Any]) -> dict[str, An
         reduction=reduction,  # type: ignore[arg-type]
         noise_every=3,
         connect=False,
+        global_batch="adaptive",
         **options,
     )
     order = epoch_order(NUM_SAMPLES, 0, 0, shuffle=True).tolist()
     errors, norm_errors, counts = [], [], []
-    hook = session._hook
+    hook = next(iter(session._models._hooks), None)
     for inputs, targets, _ in session.loader:
-        plan = session.loader.plan
-        assert plan is not None
+        batch = session.loader.current
+        assert batch is not None
+        plan = batch.plan
         used = order[plan.offset : plan.offset + plan.counts.total]
         mine = used[plan.counts.starts[rank] : plan.counts.starts[rank + 1]]
         loss = nn.functional.cross_entropy(model(inputs), targets, reduction=reduction)
@@ -109,15 +111,23 @@ def _compare_fsdp(_rank: int) -> dict[str, Any]:
     fully_shard(sharded)
     optimizer = torch.optim.SGD(sharded.parameters(), lr=0.0)
     session = dynamix.attach(
-        sharded, optimizer, data, local_batch_size=(9, 40), min_local_batch_size=0, window_steps=1, connect=False
+        sharded,
+        optimizer,
+        data,
+        local_batch_size=(9, 40),
+        min_local_batch_size=0,
+        window_steps=1,
+        connect=False,
+        global_batch="adaptive",
     )
     reports: list[Message] = []
     session._transport.publish = reports.append  # type: ignore[method-assign]
     order = epoch_order(len(data), 0, 0, shuffle=True).tolist()
     errors = []
     for inputs, targets, _ in session.loader:
-        plan = session.loader.plan
-        assert plan is not None
+        batch = session.loader.current
+        assert batch is not None
+        plan = batch.plan
         loss = nn.functional.cross_entropy(sharded(inputs), targets)
         optimizer.zero_grad()
         session.scale_loss(loss).backward()
@@ -158,4 +168,5 @@ def test_the_weighted_gradient_equals_one_big_batch() -> None:
 @pytest.mark.parametrize(("reduction", "factors"), [("mean", [0.45, 2.55, 0.0]), ("sum", [0.03, 0.03, 0.0])])
 def test_the_factors_on_a_loss_undo_the_average_over_three_ranks(reduction: Any, factors: list[float]) -> None:
     plan = StepPlan(step=0, epoch=0, offset=0, counts=Counts([15, 85, 0]))
-    assert [loss_factor(plan, rank, reduction) for rank in range(3)] == pytest.approx(factors)
+    batches = [MicroBatch(plan, 0, count, None, is_last=True) for count in plan.counts.values]
+    assert [loss_factor(batch, reduction) for batch in batches] == pytest.approx(factors)

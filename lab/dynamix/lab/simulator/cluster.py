@@ -172,7 +172,8 @@ class VirtualCluster:
             self._adopt()  # before the window is reported: a real rank knows by then what follows
         if self._schedule.allocation_at(plan.step).split == "tracking":
             seconds = timing.seconds_per_sample(plan.counts.values)
-            self._fast_loop.observe_times(seconds, self.position.step)  # a loader without workers has drawn nothing yet
+            # a loader without workers has drawn nothing yet
+            self._fast_loop.observe_times(seconds, self.position.step, plan.counts.values)
 
     def _train(self, plan: StepPlan, timing: StepTiming, conditions: Conditions) -> None:
         """The step itself; what was due to be evaluated before its end saw the parameters before it."""

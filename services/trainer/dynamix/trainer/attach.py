@@ -1,6 +1,7 @@
 """`attach`: puts a session together around a user's model, optimizer and data set."""
 
-from collections.abc import Mapping, Sequence, Sized
+import logging
+from collections.abc import Callable, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
@@ -12,16 +13,21 @@ from torch.utils.data import Dataset
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas.messages import OptimizerFamily
 from dynamix.schemas.messages.allocation import EXACT
-from dynamix.schemas.messages.policies import DEFAULT_POLICY
+from dynamix.schemas.messages.policies import DEFAULT_POLICY, KEEPS_GLOBAL_BATCH, SPLIT_POLICY, GlobalBatch
 
 from .data.loader import Loader, LoaderOptions, drawn_ahead
 from .data.sampler import DataIdentity, PlanSampler
-from .gradient.codecs import GradientCodec, find_codec
-from .gradient.learning_rate import FACTORS, LearningRateScaler, Rule
+from .gradient.accumulation import needs_equal_steps
+from .gradient.codecs import find_codec
+from .gradient.covered import CoveredModels
+from .gradient.learning_rate import FACTORS, Rule
 from .gradient.lent import forget_imports
+from .gradient.models import Averaging, Weighting, averaging_of, unwrapped, unwrapped_optimizer
+from .gradient.schedulers import Schedulers, StepScheduleWarning
+from .gradient.updates import Updates
 from .gradient.weighting import BaseHook, GradientHook, Reduction
 from .job.memory_caps import MemoryCaps
-from .job.options import JobOptions, Weighting, family_of, sizes_of
+from .job.options import JobOptions, bounds_of, family_of, sizes_of
 from .measurement.clock import AnyClock, DeviceClock, HostClock
 from .measurement.meter import RankMeter
 from .rendezvous import Rendezvous, meet_ranks
@@ -35,20 +41,25 @@ from .wire.client import BusClient
 from .wire.loggers import Loggers, MetricLogger, find_loggers
 from .wire.transport import Transport
 
+_log = logging.getLogger("dynamix.trainer")
+
 SPARE_STEPS = 2
 """Steps by which an action is broadcast earlier than prefetching alone demands."""
 
 
 def attach(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module | Sequence[torch.nn.Module],
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     dataset: Dataset[Any],
     *,
     local_batch_size: int | Sequence[int],
+    global_batch: GlobalBatch = "fixed",
+    micro_batch_size: int | None = None,
+    look_ahead: int = 0,
     name: str = "training",
     window_steps: int = 20,
-    min_local_batch_size: int = 32,
-    max_local_batch_size: int = 1024,
+    min_local_batch_size: int | None = None,
+    max_local_batch_size: int | None = None,
     max_lag_windows: int = 4,
     base_global_batch_size: int | None = None,
     learning_rate_rule: Rule = "sqrt",
@@ -58,7 +69,7 @@ def attach(
     base_hook_state: object = None,
     codec: str = EXACT.codec,
     optimizer_family: OptimizerFamily | None = None,
-    policy: str = DEFAULT_POLICY,
+    policy: str | None = None,
     policy_options: Mapping[str, float] | None = None,
     seed: int = 0,
     shuffle: bool = True,
@@ -73,17 +84,27 @@ def attach(
     """Attach to a training job; a collective call, after `init_process_group` and wrapping the model.
 
     It replaces `DataLoader` and `DistributedSampler`: iterate over `session.loader`, call `session.step(loss)` after
-    each `optimizer.step()`. Without a bus, or without an action, the job trains on with the sizes it has.
+    each `optimizer.step()`. Without a bus, or without an action, the job trains on with the sizes it has. A single
+    process needs no process group.
 
     Args:
-        model: a `DistributedDataParallel` model, or one whose gradients another framework averages over ranks.
-        optimizer: gets its learning rates scaled for the length of each step, by `learning_rate_rule`.
+        model: a `DistributedDataParallel` model, a sharded one (FSDP), or one whose gradients a framework averages over
+            ranks (`weighting="loss"`); several as a list. What `torch.compile` and frameworks wrap is found.
+        optimizer: gets its learning rates scaled for the length of each step, by `learning_rate_rule`; or a list.
         dataset: map-style, with a length; the same on all ranks.
         local_batch_size: samples per rank and step to begin with: one number, or one per rank.
+        global_batch: `fixed` keeps the sum of the sizes, and so what is optimised: only its division over the ranks
+            follows their speeds. With `adaptive` the policy moves the sum too: schedules and loops that count steps
+            then need `session.schedule`, `session.progress` and `session.num_reference_steps`.
+        micro_batch_size: most samples in one batch, the bound of memory: a rank's step is several batches where it has
+            more, and gradients are added up; call `optimizer.step()` only if `session.sync_gradients`.
+        look_ahead: batches that the script fetches before `session.step()` ended the one before, as prefetchers do.
         name: of the job on the bus, `[a-z0-9-]`; a run id is added. `DYNAMIX_JOB` overrules both.
         window_steps: k, the optimizer steps between two decisions.
-        min_local_batch_size: bound of decisions; 0 lets a rank have no samples.
-        max_local_batch_size: bound of decisions.
+        min_local_batch_size: bound of decisions; 0 lets a rank have no samples. When not given, an eighth of the
+            smallest initial size, or with an adaptive global batch at most 32.
+        max_local_batch_size: bound of decisions. When not given, twice the largest initial size, or with an adaptive
+            global batch at least 1024.
         max_lag_windows: actions decided more windows ago than this are refused.
         base_global_batch_size: what the optimizer's learning rate was chosen for; the initial sum when not given.
         learning_rate_rule: `sqrt`, `linear` or `none`, of the global batch size over `base_global_batch_size`.
@@ -94,8 +115,9 @@ def attach(
         codec: name of a gradient codec, registered in the entry-point group `dynamix.codecs`; `none` sends gradients as
             they are. It needs our own hook, and leaves the division of the global batch to the policy.
         optimizer_family: `sgd` or `adam` for the reward; from the optimizer's class when not given.
-        policy: name of the policy that shall steer the job. Under `rule` and `ppo` the ranks divide the global batch
-            by their measured speeds from the first step on, with or without a bus; under `static` nothing ever changes.
+        policy: name of the policy that shall steer the job; when not given `split`, or `rule` with an adaptive global
+            batch. Under both the ranks divide the global batch by their measured speeds from the first step on, with or
+            without a bus; under `static` nothing ever changes.
         policy_options: numbers for the policy.
         seed: of the order of the samples.
         shuffle: False uses the samples in the data set's order.
@@ -112,24 +134,33 @@ def attach(
         ValueError: for what cannot work, naming the value, the limit and how to fix it.
         RuntimeError: when torch.distributed is not initialised, or the model has a communication hook already.
     """
-    world_size = _world_size(model)
+    models = [unwrapped(each) for each in (model if isinstance(model, Sequence) else [model])]
+    optimizers = [unwrapped_optimizer(each) for each in (optimizer if isinstance(optimizer, Sequence) else [optimizer])]
+    if not models or not optimizers:
+        raise ValueError("attach needs at least one model and one optimizer")
+    if look_ahead < 0:
+        raise ValueError(f"look_ahead={look_ahead}: a script fetches 0 or more batches ahead")
+    environment = read_environment()
+    world_size = _world_size(models, environment)
+    averaging = averaging_of(models, weighting, world_size)
     forget_imports()
     _check_loader_options(loader_options)
-    environment = read_environment()
+    _check_hook_options(averaging, models, codec, base_hook)
     sizes = sizes_of(local_batch_size, world_size)
-    found_codec = find_codec(codec)
-    metric_loggers = Loggers(find_loggers(loggers, rank=dist.get_rank()))
+    find_codec(codec)
+    metric_loggers = Loggers(find_loggers(loggers, rank=dist.get_rank() if world_size > 1 else 0))
+    lower, upper = bounds_of(sizes, global_batch, min_local_batch_size, max_local_batch_size)
     options = JobOptions(
         local_batch_sizes=sizes,
         base_global_batch_size=sum(sizes) if base_global_batch_size is None else base_global_batch_size,
         window_steps=window_steps,
-        min_local_batch_size=min_local_batch_size,
-        max_local_batch_size=max_local_batch_size,
+        min_local_batch_size=lower,
+        max_local_batch_size=upper,
         max_lag_windows=max_lag_windows,
-        margin_steps=drawn_ahead(loader_options) + SPARE_STEPS,
-        policy=environment.trainer.policy or policy,
+        margin_steps=drawn_ahead(loader_options) + look_ahead + SPARE_STEPS,
+        policy=environment.trainer.policy or policy or (SPLIT_POLICY if global_batch == "fixed" else DEFAULT_POLICY),
         policy_options=policy_options or {},
-        optimizer_family=optimizer_family or family_of(optimizer),
+        optimizer_family=optimizer_family or family_of(optimizers[0]),
         learning_rate_rule=learning_rate_rule,
         reduction=reduction,
         seed=seed,
@@ -137,22 +168,38 @@ def attach(
         drop_last=drop_last,
         noise_every=noise_every,
         noise_decay=noise_decay,
-        supports_tracking=base_hook is None and codec == EXACT.codec and _registers_hook(model, weighting),
+        global_batch=global_batch,
+        micro_batch_size=micro_batch_size,
+        supports_tracking=averaging == "hook" and base_hook is None and codec == EXACT.codec,
         codec=codec,
     )
+    if global_batch == "fixed" and options.policy not in KEEPS_GLOBAL_BATCH:
+        _log.warning(
+            "policy %r may change the global batch, but it is fixed at %d: only its division will follow the "
+            "decisions; attach(global_batch='adaptive') lets the policy change it",
+            options.policy,
+            sum(sizes),
+        )
     data = DataIdentity(_length(dataset), seed, shuffle)
     caps = MemoryCaps(None if memory_caps_path is None else Path(memory_caps_path))
     bus = environment.bus if connect is None else connect if isinstance(connect, BusSettings) else None
     met = meet_ranks(name=name, options=options, data=data, caps=caps, environment=environment, bus=bus)
     run = Run(options=options, data=data, place=met.place, identity=met.identity)
 
-    device = next(model.parameters()).device
+    device = next(models[0].parameters()).device
     clock: AnyClock = DeviceClock() if device.type == "cuda" else HostClock()
     sampler = PlanSampler(
-        data.num_samples, run.schedule, rank=met.place.rank, seed=seed, shuffle=shuffle, drop_last=drop_last
+        data.num_samples,
+        run.schedule,
+        rank=met.place.rank,
+        seed=seed,
+        shuffle=shuffle,
+        drop_last=drop_last,
+        shares_tail=global_batch == "adaptive",
+        micro_batch_size=micro_batch_size,
+        equal_micro_steps=needs_equal_steps(models),
     )
-    loader = Loader(dataset, sampler, options=loader_options)
-    hook = _hook(model, weighting, clock, options, base_hook=base_hook, base_state=base_hook_state, codec=found_codec)
+    loader = Loader(dataset, sampler, options=loader_options, look_ahead=look_ahead)
     meter = RankMeter(
         rank=met.place.rank,
         local_rank=met.place.local_rank,
@@ -160,13 +207,35 @@ def attach(
         sockets=met.sockets,
         device=device,
         reduction=reduction,
-        times_split=hook is not None,
+        times_split=averaging == "hook",
     )
-    transport = _transport(connect, bus, met, environment)
+
+    def make_hook(covered: DistributedDataParallel) -> GradientHook:
+        return GradientHook(
+            covered.process_group,
+            clock,
+            reduction=reduction,
+            noise_every=noise_every,
+            base_hook=base_hook,
+            base_state=base_hook_state,
+            codec=find_codec(codec),
+        )
+
     rule = FACTORS[learning_rate_rule]
-    scaler = LearningRateScaler(
-        optimizer, lambda: rule(run.schedule.counts_at(loader.position.step).total / options.base_global_batch_size)
+    covered_models = CoveredModels(make_hook if averaging == "hook" else None, reduction)
+    schedulers = Schedulers()
+    updates = Updates(
+        current=lambda: loader.current,
+        before_update=_before_update(loader, clock, covered_models, schedulers, options),
+        factor=lambda: rule(run.schedule.counts_at(loader.position.step).total / run.options.base_global_batch_size),
     )
+    for each_model in models:
+        covered_models.cover(each_model)
+    for each_optimizer in optimizers:
+        updates.cover(each_optimizer)
+    if averaging == "hook":
+        covered_models.watch_others()
+    transport = _transport(connect, bus, met, environment)
     return Session(
         run,
         loader=loader,
@@ -181,9 +250,11 @@ def attach(
         ),
         transport=transport,
         loggers=metric_loggers,
-        hook=hook,
+        models=covered_models,
+        updates=updates,
+        schedulers=schedulers,
+        needs_scaling=averaging == "loss" or (averaging == "none" and micro_batch_size is not None),
         memory_caps=caps,
-        optimizer_hooks=(*scaler.handles, optimizer.register_step_pre_hook(lambda *_: clock.before_update())),
         exit_rules=ExitRules(
             close_timeout_s=environment.trainer.close_timeout_s,
             may_restart=environment.launch.restart_count < environment.launch.max_restarts,
@@ -191,16 +262,34 @@ def attach(
     )
 
 
-def _world_size(model: torch.nn.Module) -> int:
-    """Size of the world; with DDP it must be the model's."""
+def _before_update(
+    loader: Loader, clock: AnyClock, models: CoveredModels, schedulers: Schedulers, options: JobOptions
+) -> Callable[[torch.optim.Optimizer], None]:
+    """What is to be done right before an optimizer steps."""
+    watch = StepScheduleWarning(schedulers) if options.global_batch == "adaptive" else None
+
+    def before_update(optimizer: torch.optim.Optimizer) -> None:
+        clock.before_update()
+        models.accumulation.check_gradients()
+        if watch is not None:
+            watch.observe_update(optimizer, loader.position.epoch)
+
+    return before_update
+
+
+def _world_size(models: Sequence[torch.nn.Module], environment: Environment) -> int:
+    """Size of the world; with DDP it must be the models'."""
     if not (dist.is_available() and dist.is_initialized()):
-        raise RuntimeError("torch.distributed is not initialised: call torch.distributed.init_process_group first")
+        if environment.launch.world_size > 1:
+            raise RuntimeError("torch.distributed is not initialised: call torch.distributed.init_process_group first")
+        return 1
     world_size = dist.get_world_size()
-    if isinstance(model, DistributedDataParallel) and dist.get_world_size(model.process_group) != world_size:
-        raise ValueError(
-            f"the model spans {dist.get_world_size(model.process_group)} of {world_size} ranks: data parallelism over "
-            "a part of the ranks is not supported"
-        )
+    for model in models:
+        if isinstance(model, DistributedDataParallel) and dist.get_world_size(model.process_group) != world_size:
+            raise ValueError(
+                f"the model spans {dist.get_world_size(model.process_group)} of {world_size} ranks: data parallelism "
+                "over a part of the ranks is not supported"
+            )
     return world_size
 
 
@@ -219,48 +308,18 @@ def _check_loader_options(options: LoaderOptions) -> None:
         )
 
 
-def _hook(
-    model: torch.nn.Module,
-    weighting: Weighting,
-    clock: AnyClock,
-    options: JobOptions,
-    *,
-    base_hook: BaseHook | None,
-    base_state: object,
-    codec: GradientCodec | None,
-) -> GradientHook | None:
-    """The registered communication hook; `None` where the loss is scaled instead."""
-    if weighting == "hook" and not isinstance(model, DistributedDataParallel):
-        raise ValueError('weighting="hook" needs a DistributedDataParallel model: use weighting="loss"')
-    if not _registers_hook(model, weighting):
+def _check_hook_options(
+    averaging: Averaging, models: Sequence[torch.nn.Module], codec: str, base_hook: BaseHook | None
+) -> None:
+    if averaging != "hook":
         if base_hook is not None:
             raise ValueError('base_hook is for weighting="hook": register it on the model yourself')
-        if codec is not None:
-            raise ValueError(f'codec={options.codec!r} needs weighting="hook" on a DistributedDataParallel model')
-        return None
-    if base_hook is not None and codec is not None:
-        raise ValueError(f"codec={options.codec!r} and a base_hook exclude each other: encode in the base hook")
-    assert isinstance(model, DistributedDataParallel)
-    hook = GradientHook(
-        model.process_group,
-        clock,
-        reduction=options.reduction,
-        noise_every=options.noise_every,
-        base_hook=base_hook,
-        base_state=base_state,
-        codec=codec,
-    )
-    try:
-        model.register_comm_hook(model.process_group, hook.reduce)
-    except RuntimeError as error:
-        raise RuntimeError(
-            "the model has a communication hook already: do not register it, pass it to attach as base_hook"
-        ) from error
-    return hook
-
-
-def _registers_hook(model: torch.nn.Module, weighting: Weighting) -> bool:
-    return isinstance(model, DistributedDataParallel) and weighting != "loss"
+        if codec != EXACT.codec:
+            raise ValueError(f'codec={codec!r} needs weighting="hook" on a DistributedDataParallel model')
+    elif base_hook is not None and codec != EXACT.codec:
+        raise ValueError(f"codec={codec!r} and a base_hook exclude each other: encode in the base hook")
+    elif base_hook is not None and len(models) > 1:
+        raise ValueError("base_hook and its state belong to one model: attach one model with it, without a list")
 
 
 def _transport(

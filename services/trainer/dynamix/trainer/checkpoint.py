@@ -1,5 +1,6 @@
 """The part of a checkpoint that is ours: plain numbers and lists, safe for `torch.load(weights_only=True)`."""
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -34,6 +35,8 @@ def save(run: Run, position: Position) -> dict[str, Any]:
         ],
         "speeds": [list(part) for part in run.fast_loop.tracker.filter.state],
         "noise": [run.noise.trace, run.noise.squared_norm, run.noise.weight],
+        "local_batch_sizes": list(run.options.local_batch_sizes),
+        "base_global_batch_size": run.options.base_global_batch_size,
         "memory_caps": list(run.identity.max_local_batch_sizes),
     }
 
@@ -41,7 +44,8 @@ def save(run: Run, position: Position) -> dict[str, Any]:
 def restore(run: Run, state: dict[str, Any]) -> Position:
     """Go on where `save` returned `state`, in a generation above every one used before; returns its position.
 
-    Sizes and speeds of a world of another size mean nothing here: such a run starts with its own.
+    A world of another size keeps the global batch, divided again among its ranks; their speeds are measured again.
+    Where the script itself names other sizes than when it was saved and the global batch is fixed, the new ones count.
 
     Raises:
         ValueError: when it is of another version, or was saved over other data.
@@ -60,11 +64,17 @@ def restore(run: Run, state: dict[str, Any]) -> Position:
         known = (dict(enumerate(caps)), dict(enumerate(state["memory_caps"])))
         caps = merge_caps(known, len(caps), run.options.max_local_batch_size, run.options.min_local_batch_size)
     run.use_identity(run.identity._replace(generation=generation, max_local_batch_sizes=caps))
-    if is_same_world:
+    is_same_script = state.get("local_batch_sizes", ours := list(run.options.local_batch_sizes)) == ours
+    if not is_same_world or is_same_script:
+        base = state.get("base_global_batch_size", run.options.base_global_batch_size)
+        run.options = replace(run.options, base_global_batch_size=base)
+    if is_same_world and (is_same_script or run.options.global_batch == "adaptive"):
         _restore_schedule(run, entries)
-        run.fast_loop.tracker.filter.restore(speeds)
     else:
-        run.schedule.reset(position.step, run.schedule.newest)
+        total = run.options.local_batch_sizes if is_same_world else entries[0].allocation.local_batch_sizes
+        run.schedule.reset(position.step, _rescaled(run, sum(total)))
+    if is_same_world:
+        run.fast_loop.tracker.filter.restore(speeds)
     run.noise.trace, run.noise.squared_norm, run.noise.weight = state["noise"]
     return position
 
@@ -75,17 +85,17 @@ def _restore_schedule(run: Run, saved: list[ScheduleEntry]) -> None:
     Who divides the global batch and how gradients travel is what the job says now: it may go on under another policy,
     or with a hook that cannot carry times.
     """
-    now, lower, caps = run.schedule.newest, run.options.min_local_batch_size, run.identity.max_local_batch_sizes
-    entries = [(step, now.with_sizes(allocation.local_batch_sizes)) for step, allocation in saved]
-    (first_step, first), *later = [(step, _capped(allocation, lower, caps)) for step, allocation in entries]
+    now, caps = run.schedule.newest, run.identity.max_local_batch_sizes
+    (first_step, first), *later = [
+        (step, run.bounded(now.with_sizes(allocation.local_batch_sizes), caps)) for step, allocation in saved
+    ]
     run.schedule.reset(max(first_step, 0), first)
     for step, allocation in later:
         run.schedule.schedule(step, allocation)
 
 
-def _capped(allocation: Allocation, lower: int, caps: tuple[int, ...]) -> Allocation:
-    """Under tracking the global batch was decided: what is above one rank's bound goes to the others."""
-    sizes = allocation.local_batch_sizes
-    if allocation.split == "tracking":
-        return allocation.with_sizes(apportion(sum(sizes), sizes, [min(lower, cap) for cap in caps], caps))
-    return allocation.with_sizes(tuple(map(min, sizes, caps)))
+def _rescaled(run: Run, global_batch_size: int) -> Allocation:
+    """A global batch divided as this start would divide its own: the world has another size than when it was saved."""
+    now, caps, lower = run.schedule.newest, run.identity.max_local_batch_sizes, run.options.min_local_batch_size
+    sizes = apportion(global_batch_size, now.local_batch_sizes, [min(lower, cap) for cap in caps], caps)
+    return now.with_sizes(sizes)

@@ -34,7 +34,7 @@ from .job.options import JobOptions
 from .measurement.process import this_process
 from .measurement.sockets import PeerSockets
 from .settings import Environment
-from .steering.collectives import Collectives
+from .steering.collectives import AnyCollectives, join_ranks
 from .wire.client import SERVICE
 
 NATS_PORT = 4222
@@ -49,7 +49,7 @@ _log = logging.getLogger("dynamix.trainer")
 class Rendezvous(NamedTuple):
     """What the ranks found out about each other."""
 
-    collectives: Collectives
+    collectives: AnyCollectives
     sockets: PeerSockets
     identity: JobIdentity
     place: Place
@@ -71,7 +71,7 @@ def meet_ranks(
     """
     launch = environment.launch
     job = propose_job(name, environment.shared.job, launch)
-    collectives = Collectives()
+    collectives = join_ranks()
     sockets = PeerSockets(_foreign_ports(bus))
     peers = collectives.gather_objects(
         Peer(
@@ -158,6 +158,8 @@ def _warn_of_several_nodes(identity: JobIdentity) -> None:
 def _foreign_ports(bus: BusSettings | None) -> set[int]:
     """Ports of connections that carry no gradients: the store of torch.distributed, and the broker."""
     ports = set() if bus is None else {urlsplit(url.strip()).port or NATS_PORT for url in bus.url.split(",")}
+    if not dist.is_initialized():
+        return ports
     store = distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no public name for it
     while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]  # public, missing in torch's stubs
         store = store.underlying_store

@@ -3,20 +3,24 @@
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, NamedTuple, ParamSpec, Self
 
 import torch
-from torch.utils.hooks import RemovableHandle
+from torch.optim.lr_scheduler import LRScheduler
 
 from dynamix.schemas.messages import Action
 from dynamix.schemas.messages.allocation import Allocation
 
 from .checkpoint import restore, save
 from .data.loader import Loader
-from .data.sampler import StepPlan
-from .gradient.weighting import NOT_MEASURED, GradientHook, loss_factor
+from .data.sampler import MicroBatch
+from .gradient.covered import CoveredModels
+from .gradient.models import unwrapped, unwrapped_optimizer
+from .gradient.schedulers import Schedulers
+from .gradient.updates import Updates
+from .gradient.weighting import NOT_MEASURED, loss_factor
 from .job.memory_caps import OUT_OF_MEMORY, MemoryCaps
 from .job.reporting import reason_after
 from .measurement.clock import StepTimes
@@ -29,6 +33,9 @@ from .wire.transport import Transport
 _log = logging.getLogger("dynamix.trainer")
 
 P = ParamSpec("P")
+
+SLOTS_LATE_STEPS = 2
+"""Most steps by which compute times come back late from a GPU."""
 
 
 class ExitRules(NamedTuple):
@@ -55,27 +62,34 @@ class Session:
         steering: Steering,
         transport: Transport,
         loggers: Loggers,
-        hook: GradientHook | None,
+        models: CoveredModels,
+        updates: Updates,
+        schedulers: Schedulers,
+        needs_scaling: bool,
         memory_caps: MemoryCaps,
-        optimizer_hooks: Sequence[RemovableHandle],
         exit_rules: ExitRules,
     ) -> None:
-        """Made by `attach`; `hook` is `None` where the loss is scaled, `optimizer_hooks` are removed on close."""
+        """Made by `attach`; `needs_scaling` says that the script weighs each loss by `scale_loss`."""
         self._run = run
         self._loader = loader
         self._meter = meter
         self._steering = steering
         self._transport = transport
         self._loggers = loggers
-        self._hook = hook
+        self._models = models
+        self._updates = updates
+        self._schedulers = schedulers
+        self._needs_scaling = needs_scaling
         self._memory_caps = memory_caps
-        self._optimizer_hooks = optimizer_hooks
         self._exit_rules = exit_rules
         loader.bind(on_start=_weakly(self._on_start), on_ask=meter.clock.asked, on_batch=_weakly(self._on_batch))
         self._loss_scaled = False
+        self._said_needless = False
+        self._num_alike = 0
+        self._counts_before: tuple[int, ...] = ()
         self._closed = False
         # the end is published, and the last messages leave, also when the script just ends
-        self._leave = weakref.finalize(self, _leave, steering, transport, loggers, exit_rules)
+        self._leave = weakref.finalize(self, _leave, steering, models, transport, loggers, exit_rules)
 
     # --- the training loop -------------------------------------------------------------------------------------
 
@@ -94,37 +108,85 @@ class Session:
             yield epoch
         self._end("completed")
 
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the current batch is its step's last: call `optimizer.step()` and `zero_grad()` only then.
+
+        Always true without `micro_batch_size`.
+        """
+        return self._current().is_last
+
     def step(self, loss: Scalar | None = None, num_correct: Scalar | None = None) -> None:
-        """End a step: call it once after each `optimizer.step()`, on all ranks.
+        """End a batch: call it once for each batch of `loader`, after `optimizer.step()`, on all ranks.
 
         Args:
             loss: the criterion's value, as it was reduced over this rank's samples; a tensor is not waited for.
             num_correct: how many of this rank's samples were classified correctly, if the script counts.
 
         Raises:
-            RuntimeError: without a batch, or when weighting by the loss and `scale_loss` was not called.
+            RuntimeError: without a batch, when weighting by the loss and `scale_loss` was not called, or when the
+                script accumulates gradients on its own.
         """
-        if self._hook is None and not self._loss_scaled:
-            raise RuntimeError("the gradient of this step is not weighted: use session.scale_loss(loss).backward()")
-        plan = self._loader.finish_step()
+        batch = self._loader.require_current()
+        if self._needs_scaling and not self._loss_scaled:
+            raise RuntimeError("the gradient of this batch is not weighted: use session.scale_loss(loss).backward()")
         self._loss_scaled = False
-        norms = NOT_MEASURED if self._hook is None else self._hook.take_norms()
-        self._meter.record_step(plan, loss, num_correct, norms)
-        self._meter.clock.end()
-        self._steering.after_step(self._loader.position, None if self._hook is None else self._hook.take_times())
+        if batch.is_last:
+            self._end_step(batch, loss, num_correct)
+        else:
+            self._loader.finish_batch()
+            self._meter.record_batch(batch, loss, num_correct, NOT_MEASURED)
+        self._loader.begin_held()
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss to call `backward` on where a framework averages gradients over ranks: FSDP2, Accelerate, Lightning.
+        """The loss to call `backward` on where sharded models (FSDP) or a framework average gradients over ranks.
+
+        Where communication hooks weigh gradients (DDP, so also under Accelerate and Lightning), it changes nothing.
 
         Raises:
-            RuntimeError: when the communication hook weighs already, or there is no current batch.
+            RuntimeError: when there is no current batch.
         """
-        if self._hook is not None:
-            raise RuntimeError(
-                'the DDP hook weighs the gradients already: attach with weighting="loss" to scale the loss'
-            )
-        self._loss_scaled = True
-        return loss * loss_factor(self._plan(), self._run.place.rank, self._run.options.reduction)
+        batch, self._loss_scaled = self._current(), True
+        if self._needs_scaling:
+            return loss * loss_factor(batch, self._run.options.reduction)
+        if not self._said_needless:
+            self._said_needless = True
+            _log.debug("session.scale_loss changes nothing here, the gradients are weighed already: delete the call")
+        return loss
+
+    def schedule(self, scheduler: LRScheduler) -> None:
+        """Advance a learning-rate scheduler by the samples used: once per reference step (`num_reference_steps`).
+
+        The script then no longer calls `scheduler.step()`. Load the scheduler's own state as usual.
+
+        Raises:
+            TypeError: when the scheduler does not count steps.
+        """
+        self._schedulers.add(scheduler)
+
+    def cover(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Weigh the gradients of a further model, and scale the learning rates of its optimizer; on all ranks.
+
+        Raises:
+            RuntimeError: when the model is covered already, or has a communication hook.
+            ValueError: when the model is not under DDP, but the session's first one is.
+        """
+        self._models.cover(unwrapped(model))
+        if optimizer is not None:
+            self._updates.cover(unwrapped_optimizer(optimizer))
+
+    def ignore(self, model: torch.nn.Module) -> None:
+        """Let a DDP model be trained without the session: on batches of its own, equally long on all ranks."""
+        self._models.ignore(unwrapped(model))
+
+    def _end_step(self, batch: MicroBatch, loss: Scalar | None, num_correct: Scalar | None) -> None:
+        norms = self._models.end_step(updated=self._updates.any_since_step)
+        self._updates.end_step()
+        self._loader.finish_batch()
+        self._meter.record_batch(batch, loss, num_correct, norms)
+        self._meter.clock.end()
+        self._steering.after_step(self._loader.position, self._models.take_times(), self._measured_counts(batch))
+        self._schedulers.advance(self.progress)
 
     def evaluated(self, accuracy: float) -> None:
         """Report the newest accuracy on held-out data, 0 ... 1; it travels with the next window's report."""
@@ -133,6 +195,13 @@ class Session:
     def offer(self, action: Action) -> None:
         """Offer an action from within the process, as if the bus had delivered it; it counts in rank 0 only."""
         self._transport.offer(action)
+
+    def _measured_counts(self, batch: MicroBatch) -> tuple[int, ...]:
+        """Samples by rank of the step whose times came back; from a GPU they come late, so only while counts stand."""
+        counts = batch.plan.counts.values
+        self._num_alike = self._num_alike + 1 if counts == self._counts_before else 0
+        self._counts_before = counts
+        return counts if self._meter.device.type == "cpu" or self._num_alike > SLOTS_LATE_STEPS else ()
 
     # --- where it stands ---------------------------------------------------------------------------------------
 
@@ -162,6 +231,16 @@ class Session:
         return self._loader.position.samples_seen
 
     @property
+    def progress(self) -> float:
+        """Reference steps so far: optimizer steps of plain training on as many samples. For loops that count steps."""
+        return self._run.reference_steps.before(self._loader.position)
+
+    @property
+    def num_reference_steps(self) -> int:
+        """Reference steps of an epoch: what `len(loader)` is in plain training, whatever the batch does."""
+        return self._run.reference_steps.per_epoch
+
+    @property
     def allocation(self) -> Allocation:
         """What rules the current or next step: sizes, who divides them, how gradients travel."""
         return self._run.schedule.allocation_at(self.step_index)
@@ -174,13 +253,13 @@ class Session:
     @property
     def global_batch_size(self) -> int:
         """Samples of the current step over all ranks: at the end of an epoch less than the sizes say."""
-        plan = self._loader.plan
-        return sum(self.local_batch_sizes) if plan is None else plan.counts.total
+        batch = self._loader.current
+        return sum(self.local_batch_sizes) if batch is None else batch.plan.counts.total
 
     @property
     def num_samples(self) -> int:
-        """This rank's samples in the current step: 0 when its batch is a dummy that counts for nothing."""
-        return self._plan().counts.values[self._run.place.rank]
+        """This rank's samples in the current batch, or in the last one; 0 in a dummy that counts for nothing."""
+        return (self._loader.current or self._loader.last_finished or self._current()).num_samples
 
     @property
     def times(self) -> StepTimes | None:
@@ -197,10 +276,10 @@ class Session:
         Raises:
             RuntimeError: between a batch and `session.step()`: the resumed run would use that batch twice.
         """
-        if self._loader.plan is not None:
+        if self._loader.is_in_step or self._updates.any_since_step:
             raise RuntimeError(
-                f"step {self._loader.plan.step} is not finished, a run resumed from here would repeat its batch: save "
-                "after session.step()"
+                f"step {self._loader.position.step} is not finished, a run resumed from here would repeat its batch: "
+                "save after session.step()"
             )
         self._steering.complete_posted()
         return save(self._run, self._loader.position)
@@ -239,20 +318,21 @@ class Session:
         """Begin with the first batch: only now is it known whether a state was loaded."""
         if self._run.ended:
             raise RuntimeError("this session has ended: attach again to train on")
+        self._meter.clock.discard()
         if not self._run.started:
             self._steering.start(self._loader.position)
+            self._schedulers.begin(self.progress)
 
-    def _on_batch(self, plan: StepPlan) -> None:
+    def _on_batch(self, batch: MicroBatch) -> None:
         self._loss_scaled = False
-        if self._hook is not None:
-            shares_times = self._run.schedule.allocation_at(plan.step).split == "tracking"
-            self._hook.begin(plan, shares_times=shares_times)
-        self._meter.clock.handed_out(plan.counts.values[self._run.place.rank])
+        shares_times = self._run.schedule.allocation_at(batch.plan.step).split == "tracking"
+        self._models.begin(batch, shares_times=shares_times)
+        self._meter.clock.handed_out(batch.num_samples)
 
-    def _plan(self) -> StepPlan:
-        if self._loader.plan is None:
+    def _current(self) -> MicroBatch:
+        if self._loader.current is None:
             raise RuntimeError("there is no current batch: this is known between a batch and session.step()")
-        return self._loader.plan
+        return self._loader.current
 
     def _remember_failure(self) -> None:
         size = self.local_batch_sizes[self._run.place.rank]
@@ -268,14 +348,15 @@ class Session:
         if not self._run.ended:
             self._steering.complete_posted()
             self._steering.end(reason)
+            self._models.remove()
             self._transport.begin_close(self._exit_rules.close_timeout_s)
 
     def _release(self) -> None:
         if self._closed:
             return
         self._closed = True
-        for handle in self._optimizer_hooks:
-            handle.remove()
+        self._updates.remove()
+        self._models.remove()
         self._steering.collectives.close()
         self._leave.detach()
         self._loggers.close(self._exit_rules.close_timeout_s)
@@ -295,10 +376,11 @@ def _weakly(method: Callable[P, None]) -> Callable[P, None]:
     return call
 
 
-def _leave(steering: Steering, transport: Transport, loggers: Loggers, rules: ExitRules) -> None:
+def _leave(steering: Steering, models: CoveredModels, transport: Transport, loggers: Loggers, rules: ExitRules) -> None:
     """End a session that was not closed: when it is garbage-collected, or at the end of the process."""
     error = getattr(sys, "last_value", None)  # what ends the process, as far as the interpreter has noted one
     steering.end(reason_after(error, may_restart=rules.may_restart))
+    models.remove()
     steering.collectives.close()
     loggers.close(rules.close_timeout_s)
     transport.close(rules.close_timeout_s)

@@ -62,6 +62,7 @@ def _launch(environ: Mapping[str, str]) -> Launch:
         run_id="" if run_id == "none" else run_id,
         restart_count=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         max_restarts=int(environ.get("TORCHELASTIC_MAX_RESTARTS", "0")),
+        world_size=int(environ.get("WORLD_SIZE", "1")),
         elastic="TORCHELASTIC_RUN_ID" in environ,
         log_directory=_log_directory(environ.get("TORCHELASTIC_ERROR_FILE", "")),
     )

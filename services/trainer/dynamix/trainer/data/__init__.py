@@ -2,7 +2,8 @@
 
 In: the user's data set, and the allocations that steering schedules. Out: batches, each with the plan of its step.
 `schedule` says which allocation rules from which step on and divides whole samples, `sampler` cuts one permutation
-shared by all ranks into steps and ranks, `loader` is the `DataLoader` that the user iterates over.
+shared by all ranks into steps, ranks and micro-batches, `loader` is the `DataLoader` that the user iterates over,
+`reference_steps` counts in steps of the batch that the script was written for.
 
 You may change how an epoch ends or what the loader passes on. What must stay: every sample is used once per epoch,
 all ranks make the same plan for a step without a message, and a saved position resumes at the very sample.

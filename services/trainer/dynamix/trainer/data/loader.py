@@ -4,12 +4,13 @@ A thin shell over `torch.utils.data.DataLoader`, which may run workers and prefe
 done, not when a batch is drawn, so that a saved state never counts what was only prefetched.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, TypedDict
 
 from torch.utils.data import DataLoader, Dataset
 
-from .sampler import PlanSampler, Position, StepPlan
+from .sampler import MicroBatch, PlanSampler, Position
 
 
 class LoaderOptions(TypedDict, total=False):
@@ -39,48 +40,66 @@ def drawn_ahead(options: LoaderOptions) -> int:
 class Loader:
     """Iterating over it yields the rest of the current epoch, then the next epoch, and so on."""
 
-    def __init__(self, dataset: Dataset[Any], sampler: PlanSampler, *, options: LoaderOptions) -> None:
+    def __init__(
+        self, dataset: Dataset[Any], sampler: PlanSampler, *, options: LoaderOptions, look_ahead: int = 0
+    ) -> None:
         self.position = Position()
-        """Where the run stands: moves with `finish_step`."""
-        self.plan: StepPlan | None = None
-        """The plan of the batch in the user's hands; `None` between two steps."""
+        """Where the run stands: moves with `finish_batch` after the last micro-batch of a step."""
+        self.last_finished: MicroBatch | None = None
+        self._held: deque[MicroBatch] = deque()
+        """In the user's hands, the one to train on next first: more than one where the script looks ahead."""
         self._sampler = sampler
+        self._look_ahead = look_ahead
         self._on_start: Callable[[], None] = _nothing
         self._on_ask: Callable[[], None] = _nothing
-        self._on_batch: Callable[[StepPlan], None] = _nothing
+        self._on_batch: Callable[[MicroBatch], None] = _nothing
         self._batches: DataLoader[Any] = DataLoader(dataset, batch_sampler=sampler, **options)
 
     def bind(
-        self, *, on_start: Callable[[], None], on_ask: Callable[[], None], on_batch: Callable[[StepPlan], None]
+        self, *, on_start: Callable[[], None], on_ask: Callable[[], None], on_batch: Callable[[MicroBatch], None]
     ) -> None:
-        """Call `on_start` before anything is drawn, `on_ask` and `on_batch` before and after each batch is."""
+        """Call `on_start` before anything is drawn, `on_ask` and `on_batch` before and after each batch to train on."""
         self._on_start, self._on_ask, self._on_batch = on_start, on_ask, on_batch
 
     def __len__(self) -> int:
-        """Steps left in the epoch, if no further size is scheduled."""
-        return self._sampler.num_steps_left(self._next_start())
+        """Batches left in the epoch, if no further size is scheduled."""
+        return self._sampler.num_batches_left(self._next_start())
 
     def __iter__(self) -> Iterator[Any]:
         """Yield batches.
 
         Raises:
-            RuntimeError: when a batch is asked for before `session.step` ended the last one.
+            RuntimeError: when more batches are asked for before `session.step` than the script may look ahead.
         """
         self._on_start()
         self.position = self._next_start()
-        self.plan = None
+        self._held.clear()
         self._sampler.rewind(self.position)
         batches = iter(self._batches)
         while True:
             self._require_step()
-            self._on_ask()
+            is_next = not self._held  # else it is fetched in the time of another step
+            if is_next:
+                self._on_ask()
             try:
                 batch = next(batches)
             except StopIteration:
                 return
-            self.plan = self._sampler.plans.popleft()
-            self._on_batch(self.plan)
+            self._held.append(self._sampler.drawn.popleft())
+            if is_next:
+                self._on_batch(self._held[0])
             yield batch
+
+    @property
+    def current(self) -> MicroBatch | None:
+        """The batch to train on now; `None` before the first one, and after `session.step` until the next is drawn."""
+        return self._held[0] if self._held else None
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a saved state would repeat samples: a step is begun. A batch fetched ahead begins none."""
+        current = self.current
+        return current is not None and (self._look_ahead == 0 or current.num_before is not None)
 
     @property
     def epoch_is_over(self) -> bool:
@@ -92,26 +111,37 @@ class Loader:
         if self.position.epoch != epoch:
             self.position = self.position.at_epoch(epoch)
 
-    def finish_step(self) -> StepPlan:
-        """Move the position past the current batch and return its plan.
+    def require_current(self) -> MicroBatch:
+        """The batch to train on now.
 
         Raises:
             RuntimeError: when no batch is in the user's hands.
         """
-        if self.plan is None:
+        if not self._held:
             raise RuntimeError("session.step() without a batch: call it once after each batch of session.loader")
-        plan, self.plan = self.plan, None
-        self.position = self.position.after(plan)
-        return plan
+        return self._held[0]
+
+    def finish_batch(self) -> None:
+        """Be done with the current batch; with a step's last one the position moves past the step."""
+        self.last_finished = done = self._held.popleft()
+        if done.is_last:
+            self.position = self.position.after(done.plan)
+
+    def begin_held(self) -> None:
+        """Begin with the next batch if the script has it already."""
+        if self._held:
+            self._on_ask()
+            self._on_batch(self._held[0])
 
     def _next_start(self) -> Position:
         return self.position.at_epoch(self.position.epoch + 1) if self.epoch_is_over else self.position
 
     def _require_step(self) -> None:
-        if self.plan is not None:
+        if len(self._held) > self._look_ahead:
             raise RuntimeError(
-                f"step {self.plan.step} is not finished: call session.step(loss) once after each batch, also when the "
-                "batch was skipped; all ranks must take the same number of steps"
+                f"step {self._held[0].plan.step} is not finished: call session.step(loss) once after each batch, also "
+                "when the batch was skipped; a script that fetches batches ahead says how many: "
+                f"attach(look_ahead={self._look_ahead + 1})"
             )
 
 

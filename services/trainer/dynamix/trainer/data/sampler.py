@@ -1,9 +1,10 @@
 """The sampler: this rank's slice of every step, from one permutation that all ranks share.
 
 Each sample is used exactly once per epoch whatever the schedule does: a step takes the next B samples of the epoch's
-permutation, and every rank takes its part of them. The last two steps of an epoch share what is left, divided by
-largest remainder, or the tail is left out: sizes that change leave a tail of any size, and a step on two samples takes
-a stride as long as one on a thousand (seen: validation accuracy from 0.86 to 0.70 by one such step).
+permutation, and every rank takes its part of them, in one batch or in several micro-batches. What is left at the end of
+an epoch is divided by largest remainder, or left out. While the global batch is fixed, it is one step, as in plain
+training. Where it changes, the last two steps share it: changing sizes leave a tail of any length, and a step on two
+samples takes a stride as long as one on a thousand (seen: validation accuracy from 0.86 to 0.70 by one such step).
 """
 
 from collections import deque
@@ -38,6 +39,20 @@ class StepPlan(NamedTuple):
     """Samples per rank; their sum is the true B of the step."""
 
 
+class MicroBatch(NamedTuple):
+    """What a rank computes one gradient on: its samples of a step, or a part of them that fits its memory."""
+
+    plan: StepPlan
+    start: int
+    """Samples of this rank in the step before it."""
+    num_samples: int
+    """Its samples; 0 when the batch is a dummy that counts for nothing."""
+    num_before: int | None
+    """Samples of the micro-batch before it in this step; `None` for the first."""
+    is_last: bool
+    """Whether the step ends with it: then gradients are exchanged."""
+
+
 class Position(NamedTuple):
     """Where the run stands: all that a resumed run has to know of the data."""
 
@@ -62,18 +77,33 @@ class Position(NamedTuple):
 class PlanSampler(Sampler[list[int]]):
     """A batch sampler for `torch.utils.data.DataLoader`; it runs in the training process, ahead of the training.
 
-    `plans` holds the plan of every batch drawn and not yet handed out, in order. A rank without samples draws one
-    sample twice, which counts for nothing: models fail on empty tensors (`view(x.size(0), -1)`), and BatchNorm on a
-    single sample.
+    `drawn` holds every micro-batch drawn and not yet handed out, in order. A rank without samples draws one sample
+    twice, which counts for nothing: models fail on empty tensors (`view(x.size(0), -1)`), and BatchNorm on a single
+    sample.
 
     With `drop_last` an epoch ends before a step that it cannot fill. Its first step is always taken: sizes above the
     data set's would else leave no step at all.
     """
 
     def __init__(
-        self, num_samples: int, schedule: Schedule, *, rank: int, seed: int, shuffle: bool, drop_last: bool = False
+        self,
+        num_samples: int,
+        schedule: Schedule,
+        *,
+        rank: int,
+        seed: int,
+        shuffle: bool,
+        drop_last: bool = False,
+        shares_tail: bool = True,
+        micro_batch_size: int | None = None,
+        equal_micro_steps: bool = False,
     ) -> None:
-        self.plans: deque[StepPlan] = deque()
+        """Draw from a permutation of `num_samples` samples.
+
+        `shares_tail` says that an epoch's last two steps share what is left, `micro_batch_size` is the most samples
+        that are drawn at once, and with `equal_micro_steps` all ranks draw equally often in a step.
+        """
+        self.drawn: deque[MicroBatch] = deque()
         self.last_drawn_step = -1
         self._num_samples = num_samples
         self._schedule = schedule
@@ -81,21 +111,25 @@ class PlanSampler(Sampler[list[int]]):
         self._seed = seed
         self._shuffle = shuffle
         self._drop_last = drop_last
+        self._shares_tail = shares_tail and not drop_last
+        self._micro_batch_size = micro_batch_size
+        self._equal_micro_steps = equal_micro_steps
         self._position = Position()
         self._order: tuple[int, Order] | None = None
 
     def rewind(self, position: Position) -> None:
         """Draw on from `position`; what was drawn ahead and not used is forgotten."""
         self._position = position
-        self.plans.clear()
+        self.drawn.clear()
 
     def __iter__(self) -> Iterator[list[int]]:
         while not self.is_over(self._position):
             plan = self.plan_at(self._position)
             self._position = self._position.after(plan)  # before the yield: a saved state must not repeat the batch
             self.last_drawn_step = max(self.last_drawn_step, plan.step)
-            self.plans.append(plan)
-            yield self._indices(plan)
+            for micro_batch in self.micro_batches(plan):
+                self.drawn.append(micro_batch)
+                yield self._indices(micro_batch)
 
     def is_over(self, position: Position) -> bool:
         """Whether the position's epoch has no step left."""
@@ -112,36 +146,61 @@ class PlanSampler(Sampler[list[int]]):
         counts = sizes if total == sizes.total else Counts(largest_remainder(total, sizes.values))
         return StepPlan(position.step, position.epoch, position.offset, counts)
 
-    def num_steps_left(self, position: Position) -> int:
-        """Steps to the end of the epoch, if no further size is scheduled."""
-        step, left = position.step, self._num_samples - position.offset
+    def micro_batches(self, plan: StepPlan) -> Iterator[MicroBatch]:
+        """This rank's part of a step, as equal as whole samples allow, the smaller parts first."""
+        counts = plan.counts
+        count, number = counts.values[self.rank], self._num_micro_batches(counts)
+        each, more = divmod(count, number)
+        start, before = 0, None
+        for index in range(number):
+            size = each + (index >= number - more)
+            yield MicroBatch(plan, start, size, before, is_last=index == number - 1)
+            start, before = start + size, size
+
+    def num_batches_left(self, position: Position) -> int:
+        """Batches that this rank draws to the end of the epoch, if no further size is scheduled."""
+        num_batches, left = 0, self._num_samples - position.offset
+        step = position.step
         while left > 0:
-            size = self._schedule.counts_at(step).total
-            steps = -(-left // size)
-            if self._drop_last:
-                steps = max(left // size, 1 if left == self._num_samples else 0)
-            if steps == 0:
-                break
-            change = self._schedule.next_change(step)
-            if change is not None:
-                steps = min(steps, change - step)
-            before_last = left - (steps - 1) * size
-            step, left = step + steps, before_last - self._num_taken(size, before_last)
-        return step - position.step
+            counts = self._schedule.counts_at(step)
+            num_full = self._num_full_steps(step, left, counts.total)
+            num_batches += num_full * self._num_micro_batches(counts)
+            step, left = step + num_full, left - num_full * counts.total
+            if num_full == 0:
+                taken = self._num_taken(counts.total, left)
+                if self._drop_last and taken < counts.total and left < self._num_samples:
+                    break
+                num_batches += self._num_micro_batches(Counts(largest_remainder(taken, counts.values)))
+                step, left = step + 1, left - taken
+        return num_batches
+
+    def _num_full_steps(self, step: int, left: int, size: int) -> int:
+        """Steps of `size` samples until a size changes, or the end of the epoch needs another."""
+        num_full = left // size
+        if self._shares_tail and left % size and num_full:
+            num_full -= 1
+        change = self._schedule.next_change(step)
+        return num_full if change is None else min(num_full, change - step)
+
+    def _num_micro_batches(self, counts: Counts) -> int:
+        if self._micro_batch_size is None:
+            return 1
+        count = max(counts.values) if self._equal_micro_steps else counts.values[self.rank]
+        return max(-(-count // self._micro_batch_size), 1)
 
     def _num_taken(self, scheduled: int, left: int) -> int:
         """Samples of a step that is to have `scheduled` of the `left` ones of its epoch."""
         if left <= scheduled:
             return left
-        return -(-left // 2) if left < 2 * scheduled and not self._drop_last else scheduled
+        return -(-left // 2) if left < 2 * scheduled and self._shares_tail else scheduled
 
-    def _indices(self, plan: StepPlan) -> list[int]:
-        start = plan.offset + plan.counts.starts[self.rank]
-        stop = plan.offset + plan.counts.starts[self.rank + 1]
+    def _indices(self, micro_batch: MicroBatch) -> list[int]:
+        plan = micro_batch.plan
+        start = plan.offset + plan.counts.starts[self.rank] + micro_batch.start
         order = self._epoch_order(plan.epoch)
-        if start == stop:
+        if micro_batch.num_samples == 0:
             return [int(order[plan.offset])] * 2
-        indices: list[int] = order[start:stop].tolist()
+        indices: list[int] = order[start : start + micro_batch.num_samples].tolist()
         return indices
 
     def _epoch_order(self, epoch: int) -> Order:

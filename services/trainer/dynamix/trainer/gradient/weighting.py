@@ -3,9 +3,10 @@
 Under DDP a communication hook does it, so that the user's loss stays what it was; it also yields |g_i|^2 and |G|^2:
 each is one more pass over the gradient, as the weighing itself is (docs/overhead.md), hence not on every step.
 Under tracking it also carries every rank's compute time (`time_slots`). Elsewhere the loss itself is scaled
-(`loss_factor`).
+(`loss_factor`). A step of several micro-batches is exchanged with its last one (`accumulation`).
 """
 
+import time
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket  # = dist.GradBucket, which torch's own stubs do not know
 
-from dynamix.trainer.data.sampler import StepPlan
+from dynamix.trainer.data.sampler import MicroBatch
 
 from .codecs import GradientCodec
 from .lent import LentTensor, launched
@@ -65,12 +66,12 @@ class _Sent(NamedTuple):
     reduced: torch.futures.Future[torch.Tensor]
 
 
-def loss_factor(plan: StepPlan, rank: int, reduction: Reduction) -> float:
-    """Factor on a rank's loss before a framework that averages gradients over all ranks."""
-    counts = plan.counts
+def loss_factor(batch: MicroBatch, reduction: Reduction) -> float:
+    """Factor on the loss of a batch before a framework that averages gradients over all ranks."""
+    counts = batch.plan.counts
     if reduction == "mean":
-        return counts.values[rank] * len(counts.values) / counts.total
-    return len(counts.values) / counts.total if counts.values[rank] else 0.0
+        return batch.num_samples * len(counts.values) / counts.total
+    return len(counts.values) / counts.total if batch.num_samples else 0.0
 
 
 class GradientHook:
@@ -104,9 +105,13 @@ class GradientHook:
         self._base_state = base_state
         self._codec = codec
         self._noise_every = noise_every
+        self.num_reduced = 0
+        """Gradients exchanged so far: one per step, or more where the script calls `backward` more often."""
+        self.reduced_at = 0.0
         self._measures = False
         self._shares = False
-        self._slots = TimeSlots(self._rank, dist.get_world_size(group))
+        self._world_size = dist.get_world_size(group)
+        self._slots = TimeSlots(self._rank, self._world_size)
         self._scale = 0.0
         self._to_mean = 0.0
         self._local: dict[int, float | torch.Tensor] = {}
@@ -115,21 +120,29 @@ class GradientHook:
         self._lent: dict[int, LentTensor] = {}
         """By bucket: DDP makes its buckets once, and once more after the first step."""
 
-    def begin(self, plan: StepPlan, *, shares_times: bool = False) -> None:
-        """Set the weights of the step that begins; with `shares_times` all ranks learn each other's compute times.
+    def begin(self, batch: MicroBatch, *, shares_times: bool = False) -> None:
+        """Set the weights of a step by its last batch; with `shares_times` all ranks learn each other's compute times.
+
+        The gradients of its earlier micro-batches are in that scale by then (`accumulation`).
 
         That must be so on all ranks or on none, and not over a base hook: what it does with slots is not known.
         """
         assert not (shares_times and (self._base_hook or self._codec)), "base hooks and codecs carry no times"
         self._shares = shares_times
-        count, total = plan.counts.values[self._rank], plan.counts.total
-        ranks = 1 if self._base_hook is None else len(plan.counts.values)
-        self._scale = ranks * (count if self._reduction == "mean" else min(count, 1)) / total
-        self._to_mean = 1.0 if self._reduction == "mean" or count == 0 else 1.0 / (count * count)
-        self._measures = plan.step % self._noise_every == 0
+        counts, is_mean = batch.plan.counts, self._reduction == "mean"
+        count = counts.values[self._rank]
+        ranks = 1 if self._base_hook is None else len(counts.values)
+        self._scale = ranks * (batch.num_samples if is_mean else min(count, 1)) / counts.total
+        self._to_mean = ((batch.num_samples if is_mean else 1.0) / count) ** 2 if count else 1.0
+        self._measures = batch.plan.step % self._noise_every == 0
         self._local.clear()
         self._reduced.clear()
         self._sent.clear()  # of a backward pass that failed
+
+    def retire(self) -> None:
+        """Average over the ranks from now on, as DDP does without a hook: the session has ended."""
+        self._scale = 1.0 if self._base_hook is not None else 1.0 / self._world_size
+        self._measures = self._shares = False
 
     def take_norms(self) -> SquaredNorms:
         """The squared norms of the step that ends; empty when it was not measured or no gradient was reduced."""
@@ -190,6 +203,8 @@ class GradientHook:
     def wait(self) -> list[Any]:
         """Third stage, with the last bucket: wait until every bucket is reduced."""
         results = [sent.under_way.wait() for sent in self._sent]
+        self.num_reduced += 1
+        self.reduced_at = time.perf_counter()
         self._clock.reduced()
         return results
 

@@ -29,6 +29,7 @@ class Launch(NamedTuple):
     run_id: str = ""
     restart_count: int = 0
     max_restarts: int = 0
+    world_size: int = 1
     elastic: bool = False
     """Whether an elastic agent started this process."""
 

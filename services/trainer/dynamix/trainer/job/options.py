@@ -1,19 +1,16 @@
 """The options of `attach`, checked where they are given."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
 from dynamix.schemas.messages import OptimizerFamily
 from dynamix.schemas.messages.allocation import EXACT, Allocation, Exchange
-from dynamix.schemas.messages.policies import initial_split
+from dynamix.schemas.messages.policies import GlobalBatch, initial_split
 from dynamix.schemas.subjects import check_token
 from dynamix.trainer.gradient.learning_rate import FACTORS, Rule
 from dynamix.trainer.gradient.weighting import Reduction
-
-Weighting = Literal["auto", "hook", "loss"]
 
 ADAPTIVE = ("adam", "adagrad", "adadelta", "rmsprop", "adafactor", "lamb", "novograd", "shampoo", "yogi")
 """Parts of class names of optimizers that divide by a running gradient norm."""
@@ -43,6 +40,10 @@ class JobOptions:
     noise_every: int
     """Steps between two measurements of the gradient noise."""
     noise_decay: float
+    global_batch: GlobalBatch = "adaptive"
+    """Whether decisions may change the sum of the sizes."""
+    micro_batch_size: int | None = None
+    """Most samples that a rank computes one gradient on."""
     supports_tracking: bool = False
     """Whether the ranks can divide a global batch among themselves."""
     codec: str = EXACT.codec
@@ -67,10 +68,11 @@ class JobOptions:
             self._check_size(rank, size)
         if sum(self.local_batch_sizes) < 1 or self.base_global_batch_size < 1:
             raise ValueError("a step needs at least one sample over all ranks")
-        if self.learning_rate_rule not in FACTORS:
-            raise ValueError(f"learning_rate_rule={self.learning_rate_rule!r}: use one of {', '.join(FACTORS)}")
-        if self.reduction not in {"mean", "sum"}:
-            raise ValueError(f"reduction={self.reduction!r}: say what your loss does, 'mean' or 'sum'")
+        _check_choice("learning_rate_rule", self.learning_rate_rule, FACTORS)
+        _check_choice("reduction", self.reduction, ("mean", "sum"))
+        _check_choice("global_batch", self.global_batch, ("fixed", "adaptive"))
+        if self.micro_batch_size is not None and self.micro_batch_size < 1:
+            raise ValueError(f"micro_batch_size={self.micro_batch_size}: a micro-batch has at least 1 sample")
         if self.noise_every < 1:
             raise ValueError(f"noise_every={self.noise_every}: measure at least on every step, 1")
         if not 0 <= self.noise_decay < 1:
@@ -90,6 +92,7 @@ class JobOptions:
             (self.min_local_batch_size, self.max_local_batch_size, self.max_lag_windows, self.margin_steps),
             (self.learning_rate_rule, self.reduction, self.noise_every, self.noise_decay),
             (self.seed, self.shuffle, self.drop_last, self.supports_tracking, self.codec),
+            (self.global_batch, self.micro_batch_size),
             (self.policy, tuple(sorted(self.policy_options.items()))),
         )
 
@@ -112,6 +115,11 @@ class JobOptions:
             )
 
 
+def _check_choice(name: str, value: str, choices: Collection[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r}: use one of {', '.join(choices)}")
+
+
 def sizes_of(local_batch_size: int | Sequence[int], world_size: int) -> tuple[int, ...]:
     """One size per rank.
 
@@ -123,6 +131,22 @@ def sizes_of(local_batch_size: int | Sequence[int], world_size: int) -> tuple[in
     if len(local_batch_size) != world_size:
         raise ValueError(f"local_batch_size holds {len(local_batch_size)} sizes for {world_size} ranks")
     return tuple(int(size) for size in local_batch_size)
+
+
+def bounds_of(
+    sizes: tuple[int, ...], global_batch: GlobalBatch, lower: int | None, upper: int | None
+) -> tuple[int, int]:
+    """The bounds of decisions as they were given, or what suits the initial sizes.
+
+    With a fixed global batch the memory that the script was written for is near: a rank gets at most twice its samples.
+    """
+    smallest, largest = min(sizes), max(sizes)
+    suits = {
+        "fixed": (min(max(smallest // 8, 1), smallest), 2 * largest),
+        "adaptive": (min(smallest, 32), max(largest, 1024)),
+    }
+    low, high = suits.get(global_batch, (0, largest))
+    return low if lower is None else lower, high if upper is None else upper
 
 
 def family_of(optimizer: torch.optim.Optimizer) -> OptimizerFamily:

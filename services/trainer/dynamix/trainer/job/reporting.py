@@ -59,6 +59,7 @@ class Reporter:
             supports_tracking=options.supports_tracking,
             initial_split=initial.split,
             learning_rate_rule=options.learning_rate_rule,
+            global_batch=options.global_batch,
         )
 
     def report(

@@ -2,12 +2,14 @@
 
 A step runs from the loader being asked for a batch to `session.step` returning. Five moments divide it into four times
 whose sum is the step's: asked, (data) handed out, (compute) last gradient bucket ready, (sync) gradient reduced,
-(update) end. What lies between two steps, such as an evaluation, is in none of them.
+(update) end. Where a step has several micro-batches or gradients of several models, what was spent on data or waiting
+in between is taken off the compute time. What lies between two steps, such as an evaluation, is in none of them.
 """
 
 import itertools
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -35,6 +37,15 @@ class Ended(NamedTuple, Generic[Moment]):
     moments: tuple[Moment, ...]
     charged_s: float
     num_samples: int
+    fetches: tuple[tuple[Moment, Moment], ...] = ()
+    """While computing, from asking for a further micro-batch to having it."""
+    waits: tuple[tuple[Moment, Moment], ...] = ()
+    """While computing, from the last bucket of a gradient to having it reduced."""
+
+    @property
+    def all_moments(self) -> Iterator[Moment]:
+        """Every moment of the step; some stand for two."""
+        return itertools.chain(self.moments, *self.fetches, *self.waits)
 
 
 class Clock(ABC, Generic[Moment]):
@@ -49,23 +60,42 @@ class Clock(ABC, Generic[Moment]):
         self._handed_out: Moment | None = None
         self._ready: Moment | None = None
         self._reduced: Moment | None = None
+        self._asked_again: Moment | None = None
+        self._fetches: list[tuple[Moment, Moment]] = []
+        self._waits: list[tuple[Moment, Moment]] = []
+        self._in_step = False
 
     def asked(self) -> None:
-        """The loader is asked for a batch."""
-        self._handed_out = self._ready = self._reduced = None
-        self._asked = self._now(None)
+        """The loader is asked for a batch: the step's first, or a further micro-batch."""
+        if self._in_step:
+            self._asked_again = self._now(None)
+        else:
+            self._asked = self._now(None)
 
     def handed_out(self, num_samples: int = 0) -> None:
         """The batch goes to the user's code; `num_samples` of it count."""
-        self._num_samples = num_samples
-        self._handed_out = self._now(None)
+        now = self._now(None)
+        if self._in_step:
+            assert self._asked_again is not None, "a batch that was not asked for"
+            self._fetches.append((self._asked_again, now))
+            self._num_samples += num_samples
+        else:
+            self._handed_out, self._num_samples, self._in_step = now, num_samples, True
+
+    def discard(self) -> None:
+        """Forget the step under way: the script left it."""
+        self._handed_out = self._ready = self._reduced = None
+        self._fetches, self._waits, self._in_step = [], [], False
 
     def gradient_ready(self) -> None:
-        """This rank's last bucket is ready to be reduced."""
+        """This rank's last bucket of a gradient is ready to be reduced."""
+        if self._ready is not None and self._reduced is not None:
+            self._waits.append((self._ready, self._reduced))
+            self._ready = self._reduced = None
         self._ready = self._now(self._ready)
 
     def reduced(self) -> None:
-        """The gradient came back; of several backward passes the last one counts."""
+        """The gradient came back."""
         self._reduced = self._now(self._reduced)
 
     def before_update(self) -> None:
@@ -81,8 +111,10 @@ class Clock(ABC, Generic[Moment]):
         ready = end if self._ready is None else self._ready
         reduced = ready if self._reduced is None else self._reduced
         moments = (self._asked, self._handed_out, ready, reduced, end)
-        self._ended.append(Ended(moments, self._charged_s, self._num_samples))
+        parts = tuple(self._fetches), tuple(self._waits)
+        self._ended.append(Ended(moments, self._charged_s, self._num_samples, *parts))
         self._charged_s = 0.0
+        self.discard()
 
     def charge(self, seconds: float) -> None:
         """Add our own work after a step's end to the next step's update."""
@@ -98,7 +130,12 @@ class Clock(ABC, Generic[Moment]):
     def _times(self, step: Ended[Moment]) -> StepTimes:
         """A reduction runs beside the computing and may come back before the last bucket is noted: never below zero."""
         data, compute, sync, update = (max(self._between(*pair), 0.0) for pair in itertools.pairwise(step.moments))
-        return StepTimes(data, compute, sync, update + step.charged_s)
+        fetched, waited = self._total(step.fetches), self._total(step.waits)
+        compute = max(compute - fetched - waited, 0.0)
+        return StepTimes(data + fetched, compute, sync + waited, update + step.charged_s)
+
+    def _total(self, parts: Iterable[tuple[Moment, Moment]]) -> float:
+        return sum(max(self._between(*part), 0.0) for part in parts)
 
     @property
     def last(self) -> StepTimes | None:
@@ -133,7 +170,10 @@ class HostClock(Clock[float]):
         """Compute time over samples of the step under way."""
         if self._num_samples == 0 or self._handed_out is None or self._ready is None:
             return 0.0
-        return max(self._ready - self._handed_out, 0.0) / self._num_samples
+        compute_s = self._ready - self._handed_out
+        if self._fetches or self._waits:
+            compute_s -= self._total(self._fetches) + self._total(self._waits)
+        return max(compute_s, 0.0) / self._num_samples
 
     def _now(self, replaced: float | None) -> float:  # noqa: ARG002 - a number needs no replacing
         return time.perf_counter()
@@ -167,8 +207,7 @@ class DeviceClock(Clock[torch.cuda.Event]):
         return value
 
     def _rate(self, step: Ended[torch.cuda.Event]) -> float:
-        _, handed_out, ready, _, _ = step.moments
-        return self._between(handed_out, ready) / step.num_samples if step.num_samples else 0.0
+        return self._times(step).compute_s / step.num_samples if step.num_samples else 0.0
 
     def take_times(self) -> list[StepTimes]:
         """The steps ended since the last call, once the device has done them; their events are used again."""
@@ -179,7 +218,7 @@ class DeviceClock(Clock[torch.cuda.Event]):
             self._unreturned = self._rate(ended[-1])
         self._num_returned = 0
         times = super().take_times()
-        self._free += {id(event): event for step in ended for event in step.moments}.values()
+        self._free += {id(event): event for step in ended for event in step.all_moments}.values()
         return times
 
     def _now(self, replaced: torch.cuda.Event | None) -> torch.cuda.Event:

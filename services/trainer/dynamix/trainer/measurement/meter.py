@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from dynamix.trainer.data.sampler import StepPlan
+from dynamix.trainer.data.sampler import MicroBatch
 from dynamix.trainer.gradient.noise import NoiseSums
 from dynamix.trainer.gradient.weighting import Reduction, SquaredNorms
 
@@ -22,8 +22,8 @@ Scalar = float | torch.Tensor
 """A number, or a tensor of one element."""
 
 
-class _Step(NamedTuple):
-    plan: StepPlan
+class _Batch(NamedTuple):
+    batch: MicroBatch
     loss_sum: Scalar | None
     num_correct: Scalar | None
     norms: SquaredNorms
@@ -31,7 +31,7 @@ class _Step(NamedTuple):
 
 @dataclass(kw_only=True)
 class RankMeter:
-    """The instruments of one rank, and its steps since the last window ended."""
+    """The instruments of one rank, and its batches since the last window ended."""
 
     rank: int
     local_rank: int
@@ -42,43 +42,44 @@ class RankMeter:
     times_split: bool
     """Whether a hook sees the gradient's buckets, and so where waiting for others begins."""
     process: ProcessIdentity = field(default_factory=this_process)
-    _steps: list[_Step] = field(default_factory=list, init=False)
+    _batches: list[_Batch] = field(default_factory=list, init=False)
 
-    def record_step(self, plan: StepPlan, loss: Scalar | None, num_correct: Scalar | None, norms: SquaredNorms) -> None:
-        """Record a step: its loss as the user's criterion reduced it. A dummy batch counts for nothing."""
-        count = plan.counts.values[self.rank]
-        if count == 0:
-            self._steps.append(_Step(plan, 0.0, 0.0, norms))
+    def record_batch(
+        self, batch: MicroBatch, loss: Scalar | None, num_correct: Scalar | None, norms: SquaredNorms
+    ) -> None:
+        """Record a batch: its loss as the user's criterion reduced it. A dummy batch counts for nothing."""
+        if batch.num_samples == 0:
+            self._batches.append(_Batch(batch, 0.0, 0.0, norms))
             return
-        loss_sum = None if loss is None else _detached(loss) * (count if self.reduction == "mean" else 1)
+        loss_sum = None if loss is None else _detached(loss) * (batch.num_samples if self.reduction == "mean" else 1)
         correct = None if num_correct is None else _detached(num_correct)
-        self._steps.append(_Step(plan, loss_sum, correct, norms))
+        self._batches.append(_Batch(batch, loss_sum, correct, norms))
 
     def take_row(self, times: list[StepTimes], held_out_accuracy: float | None) -> Row:
-        """The row of the steps since the last call; `times` are theirs. A sum is unknown if one step's part is."""
-        steps, self._steps = self._steps, []
+        """The row of the steps since the last call; `times` are theirs. A sum is unknown if one batch's part is."""
+        batches, self._batches = self._batches, []
         return make_row(
             self.local_rank,
             self.process,
-            num_samples=sum(step.plan.counts.values[self.rank] for step in steps),
-            loss_sum=_sum_if_known([step.loss_sum for step in steps]),
-            num_correct=_sum_if_known([step.num_correct for step in steps]),
+            num_samples=sum(each.batch.num_samples for each in batches),
+            loss_sum=_sum_if_known([each.loss_sum for each in batches]),
+            num_correct=_sum_if_known([each.num_correct for each in batches]),
             times=times,
             times_split=self.times_split,
-            noise=self._noise(steps),
+            noise=self._noise(batches),
             sockets=self.sockets.read(),
             device=device_memory(self.device),
             held_out_accuracy=held_out_accuracy,
         )
 
-    def _noise(self, steps: Sequence[_Step]) -> NoiseSums:
-        values = iter(_to_floats([value for step in steps for part in step.norms for value in part]))
+    def _noise(self, batches: Sequence[_Batch]) -> NoiseSums:
+        values = iter(_to_floats([value for each in batches for part in each.norms for value in part]))
         sums = NoiseSums()
-        for step in steps:
-            local = sum(next(values) for _ in step.norms.local)
-            reduced = sum(next(values) for _ in step.norms.reduced)
-            if step.norms.reduced:
-                sums.add_step(step.plan.counts, self.rank, local, reduced)
+        for each in batches:
+            local = sum(next(values) for _ in each.norms.local)
+            reduced = sum(next(values) for _ in each.norms.reduced)
+            if each.norms.reduced:
+                sums.add_step(each.batch.plan.counts, self.rank, local, reduced)
         return sums
 
 

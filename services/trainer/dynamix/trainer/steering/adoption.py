@@ -12,7 +12,7 @@ from dynamix.schemas.messages import Action
 from dynamix.trainer.data.sampler import PlanSampler, Position
 from dynamix.trainer.wire.transport import Transport
 
-from .collectives import Collectives
+from .collectives import AnyCollectives
 from .offers import Offers
 from .run import Run
 
@@ -22,7 +22,7 @@ _log = logging.getLogger("dynamix.trainer")
 class Adoption:
     """One rank's side of adopting actions, and of the fast loop's own splits."""
 
-    def __init__(self, run: Run, sampler: PlanSampler, collectives: Collectives, transport: Transport) -> None:
+    def __init__(self, run: Run, sampler: PlanSampler, collectives: AnyCollectives, transport: Transport) -> None:
         self._run = run
         self._sampler = sampler
         self._collectives = collectives
@@ -33,7 +33,9 @@ class Adoption:
 
     def begin(self) -> None:
         """Accept actions from now on: only rank 0 does."""
-        self._offers = Offers(self._run.identity, self._run.options)
+        run = self._run
+        fixed = run.schedule.newest.global_batch_size if run.options.global_batch == "fixed" else None
+        self._offers = Offers(run.identity, run.options, global_batch_size=fixed)
 
     @property
     def is_posted(self) -> bool:
@@ -58,12 +60,15 @@ class Adoption:
         if action is not None:
             self._publish_receipt(action, effective_step)
 
-    def track(self, position: Position, seconds_per_sample: list[float]) -> None:
-        """Let the fast loop split again; one step less ahead than `post`, since nothing has to be sent first."""
+    def track(self, position: Position, seconds_per_sample: list[float], counts: tuple[int, ...]) -> None:
+        """Let the fast loop split again; one step less ahead than `post`, since nothing has to be sent first.
+
+        `counts` are the samples of the step that ended, by rank.
+        """
         effective_step = position.step - 1 + self._run.options.margin_steps - 1
         self._assert_not_drawn(effective_step)
         self._run.schedule.drop_before(position.step - 1)
-        self._run.fast_loop.observe_times(seconds_per_sample, effective_step)
+        self._run.fast_loop.observe_times(seconds_per_sample, effective_step, counts)
 
     def _newest_action(self, effective_window: int) -> Action | None:
         """In rank 0, the action to offer to all."""

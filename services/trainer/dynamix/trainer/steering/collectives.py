@@ -115,3 +115,48 @@ class Collectives:
         aliases = [each.alias for each in found]
         work: dist.Work = dist.all_gather(aliases, mine.alias, group=self._group, async_op=True)
         return work
+
+
+class SoloCollectives:
+    """The same for a world of one process, which needs no process group."""
+
+    rank, world_size = 0, 1
+
+    def __init__(self) -> None:
+        self._row: Row | None = None
+        self._decision: Allocation | None = None
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def post_row(self, row: Row) -> None:
+        """Keep the row."""
+        self._row = row
+
+    def take_rows(self) -> list[Row]:
+        """The only row, as it was posted last."""
+        assert self._row is not None, "no row was posted"
+        return [self._row]
+
+    def post_decision(self, decision: Allocation | None) -> None:
+        """Keep the decision."""
+        self._decision = decision
+
+    def take_decision(self) -> Allocation | None:
+        """The decision as it was posted last."""
+        return self._decision
+
+    def gather_objects(self, mine: T) -> list[T]:
+        """The only object."""
+        return [mine]
+
+    def agree(self, what: str, mine: Sequence[object]) -> None:
+        """There is no other rank to differ from."""
+
+
+AnyCollectives = Collectives | SoloCollectives
+
+
+def join_ranks() -> AnyCollectives:
+    """The collectives of this job: a collective call where torch.distributed is initialised, else a world of one."""
+    return Collectives() if dist.is_available() and dist.is_initialized() else SoloCollectives()

@@ -17,15 +17,19 @@ from dynamix.schemas.messages.allocation import EXACT
 from dynamix.trainer.job.identity import JobIdentity
 from dynamix.trainer.job.options import JobOptions
 
-Refusal = Literal["job", "generation", "length", "bounds", "lever", "stale", "not_newer", "future", "malformed"]
+Refusal = Literal["job", "generation", "length", "bounds", "sum", "lever", "stale", "not_newer", "future", "malformed"]
 
 
 class Offers:
     """Keeps the newest action that may be adopted."""
 
-    def __init__(self, identity: JobIdentity, options: JobOptions) -> None:
-        """Accept what fits a job; how its gradients travel is not decided."""
+    def __init__(self, identity: JobIdentity, options: JobOptions, *, global_batch_size: int | None = None) -> None:
+        """Accept what fits a job: with a `global_batch_size` only sizes that add up to it.
+
+        How its gradients travel is not decided.
+        """
         self._identity = identity
+        self._global_batch_size = global_batch_size
         self._options = options
         self._exchange = options.initial_allocation.exchange
         self._newest: Action | None = None
@@ -73,6 +77,8 @@ class Offers:
             return "length"
         if action.levers or action.exchange not in (EXACT, self._exchange):
             return "lever"
+        if self._global_batch_size not in (None, sum(action.local_batch_sizes)):
+            return "sum"
         return None if self._within_bounds(action.local_batch_sizes) else "bounds"
 
     def _feasible(self, action: Action) -> Action:

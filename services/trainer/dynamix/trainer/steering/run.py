@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass, field
 
+from dynamix.schemas.apportion import apportion
 from dynamix.schemas.messages import Job
+from dynamix.schemas.messages.allocation import Allocation
+from dynamix.trainer.data.reference_steps import ReferenceSteps
 from dynamix.trainer.data.sampler import DataIdentity
 from dynamix.trainer.data.schedule import Schedule
 from dynamix.trainer.gradient.noise import NoiseAverage
@@ -17,8 +20,8 @@ from .tracking import FastLoop, Tracker
 class Run:
     """One generation of a job, as this rank knows it.
 
-    `options`, `data` and `place` never change. `identity` may be raised to a later generation, or its upper bounds
-    lowered, by a loaded state before the first step.
+    `data` and `place` never change. Before the first step a loaded state may raise `identity` to a later generation,
+    lower its upper bounds, and keep the global batch size that `options` was written for.
     """
 
     options: JobOptions
@@ -41,8 +44,7 @@ class Run:
     def __post_init__(self) -> None:
         """Begin with the options of `attach`, within the bounds that all ranks know."""
         initial = self.options.initial_allocation
-        bounded = tuple(map(min, initial.local_batch_sizes, self.identity.max_local_batch_sizes))
-        self.schedule = Schedule(initial.with_sizes(bounded))
+        self.schedule = Schedule(self.bounded(initial, self.identity.max_local_batch_sizes))
         self.noise = NoiseAverage(self.options.noise_decay)
         self.use_identity(self.identity)
 
@@ -52,6 +54,22 @@ class Run:
         tracker = Tracker(self.options.min_local_batch_size, identity.max_local_batch_sizes)
         self.fast_loop = FastLoop(self.schedule, tracker)
         self.reporter = Reporter(self.options, identity, self.place, self.schedule.newest)
+
+    @property
+    def reference_steps(self) -> ReferenceSteps:
+        """How samples are counted in steps of the global batch that the script was written for."""
+        options = self.options
+        return ReferenceSteps(self.data.num_samples, options.base_global_batch_size, options.drop_last)
+
+    def bounded(self, allocation: Allocation, caps: tuple[int, ...]) -> Allocation:
+        """An allocation with no size above its rank's bound.
+
+        Where only the sum was decided, or the sum is fixed, what is above one rank's bound goes to the others.
+        """
+        sizes, lower = allocation.local_batch_sizes, self.options.min_local_batch_size
+        if allocation.split == "tracking" or self.options.global_batch == "fixed":
+            return allocation.with_sizes(apportion(sum(sizes), sizes, [min(lower, cap) for cap in caps], caps))
+        return allocation.with_sizes(tuple(map(min, sizes, caps)))
 
     def begin(self, first_step: int) -> None:
         """Count windows from a step; the job's specification names what rules it as the initial allocation."""

@@ -16,7 +16,7 @@ from dynamix.trainer.measurement.clock import AnyClock
 from dynamix.trainer.wire.transport import Transport
 
 from .adoption import Adoption
-from .collectives import Collectives
+from .collectives import AnyCollectives
 from .run import Run
 from .window_end import WindowEnd
 
@@ -29,7 +29,7 @@ class Steering:
     window_end: WindowEnd
     adoption: Adoption
     clock: AnyClock
-    collectives: Collectives
+    collectives: AnyCollectives
     transport: Transport
 
     def start(self, position: Position) -> None:
@@ -49,10 +49,13 @@ class Steering:
             self.transport.publish(run.specification(reason))
         run.ended = True
 
-    def after_step(self, position: Position, seconds_per_sample: list[float] | None = None) -> None:
+    def after_step(
+        self, position: Position, seconds_per_sample: list[float] | None = None, counts: tuple[int, ...] = ()
+    ) -> None:
         """Do what is due after the step that led to `position`; its time counts as the next step's update.
 
         `seconds_per_sample` is what the ranks exchanged in that step; all have the same, or none has.
+        `counts` are its samples by rank.
         """
         options, done = self.run.options, position.step - self.run.first_step
         ends = done % options.window_steps == 0
@@ -64,7 +67,7 @@ class Steering:
         began = time.perf_counter()
         self.complete_posted()
         if seconds_per_sample is not None:  # after `complete_posted`, which may have run before this step on all ranks
-            self.adoption.track(position, seconds_per_sample)
+            self.adoption.track(position, seconds_per_sample, counts)
         self.window_end.match_sockets()
         if ends:
             self.window_end.post(position, times)

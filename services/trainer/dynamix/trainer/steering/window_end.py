@@ -13,7 +13,7 @@ from dynamix.trainer.measurement.rows import held_out_accuracy, job_totals
 from dynamix.trainer.wire.loggers import Loggers
 from dynamix.trainer.wire.transport import Transport
 
-from .collectives import Collectives
+from .collectives import AnyCollectives
 from .run import Run
 
 SPECIFIED_EVERY = 64
@@ -25,7 +25,7 @@ class WindowEnd:
     """One rank's side of ending windows."""
 
     def __init__(
-        self, run: Run, meter: RankMeter, collectives: Collectives, transport: Transport, loggers: Loggers
+        self, run: Run, meter: RankMeter, collectives: AnyCollectives, transport: Transport, loggers: Loggers
     ) -> None:
         self._run = run
         self._meter = meter

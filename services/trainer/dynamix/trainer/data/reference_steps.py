@@ -1,0 +1,31 @@
+"""Reference steps: how far a run is, counted in steps of the global batch that the script was written for.
+
+Schedules and stops that count optimizer steps mean samples: while the global batch changes, a step is more or less than
+one reference step. An epoch has as many as plain training has steps, its last one may be short.
+"""
+
+from typing import NamedTuple
+
+from .sampler import Position
+
+
+class ReferenceSteps(NamedTuple):
+    """Reference steps of one job."""
+
+    num_samples: int
+    """Length of the data set."""
+    global_batch_size: int
+    """What the script was written for."""
+    drop_last: bool
+
+    @property
+    def per_epoch(self) -> int:
+        """Steps of an epoch in plain training."""
+        whole, rest = divmod(self.num_samples, self.global_batch_size)
+        return max(whole, 1) if self.drop_last or rest == 0 else whole + 1
+
+    def before(self, position: Position) -> float:
+        """Reference steps from the beginning of the run to a position, in parts of one."""
+        if position.offset >= self.num_samples:
+            return float((position.epoch + 1) * self.per_epoch)
+        return position.epoch * self.per_epoch + min(position.offset / self.global_batch_size, self.per_epoch)

@@ -1,0 +1,90 @@
+"""Accumulation: a step of several micro-batches has the gradient of one big batch.
+
+Torch adds up the gradients g_j of micro-batches in `Parameter.grad`. With a mean loss they must count by their samples,
+sum_j m_j g_j, so what was added up is scaled by m_j / m_(j+1) where the next one has another size: one pass over the
+gradients, at most once per step, since sizes differ by one sample. The whole is then in the scale of the last
+micro-batch, with which gradients are exchanged (`weighting`). Ranks may have different numbers of micro-batches.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from dynamix.trainer.data.sampler import MicroBatch
+
+from .models import set_gradient_sync
+from .weighting import Reduction
+
+
+class _Probe(NamedTuple):
+    """A parameter and the gradient that it had before the last micro-batch."""
+
+    parameter: torch.nn.Parameter
+    gradient: torch.Tensor
+
+
+class Accumulation:
+    """Adds up the gradients of the models of one session."""
+
+    def __init__(self, models: Sequence[torch.nn.Module], reduction: Reduction, *, scales_gradients: bool) -> None:
+        """`models` may grow; with `scales_gradients` they are weighed here and not by `scale_loss`."""
+        self._models = models
+        self._reduction = reduction
+        self._scales = scales_gradients
+        self._probe: _Probe | None = None
+        self._only_adds = False
+
+    def begin(self, batch: MicroBatch) -> None:
+        """Prepare for a batch: what was added up before it, and whether gradients are exchanged after it.
+
+        Raises:
+            RuntimeError: when the gradients of the micro-batches before it are gone.
+        """
+        self._probe = None
+        if self._only_adds == batch.is_last:  # else left alone: a script may have its own reasons for `no_sync`
+            self._only_adds = not batch.is_last
+            for model in self._models:
+                set_gradient_sync(model, exchanged=batch.is_last)
+        if batch.num_before is not None:
+            self._rescale(batch.num_before, batch.num_samples)
+
+    def check_gradients(self) -> None:
+        """Make sure, before the update, that no gradient of an earlier micro-batch was dropped.
+
+        Raises:
+            RuntimeError: when one was.
+        """
+        probe, self._probe = self._probe, None
+        if probe is not None and probe.parameter.grad is not probe.gradient:
+            raise RuntimeError(DROPPED)
+
+    def _rescale(self, before: int, count: int) -> None:
+        parameters = [each for model in self._models for each in model.parameters() if each.grad is not None]
+        if not parameters:
+            raise RuntimeError(DROPPED)
+        gradients = [each.grad for each in parameters if each.grad is not None]
+        if not any(getattr(model, "gradient_as_bucket_view", False) for model in self._models):
+            self._probe = _Probe(parameters[0], gradients[0])
+        if not self._scales:
+            return
+        if before == 0:  # not times zero: a dummy batch may have made it NaN
+            torch._foreach_zero_(gradients)
+        elif self._reduction == "mean" and before != count:
+            torch._foreach_mul_(gradients, before / count)
+
+
+DROPPED = (
+    "the gradients of this step's earlier micro-batches are gone: call optimizer.zero_grad() only where "
+    "session.sync_gradients is true, after optimizer.step()"
+)
+
+
+def needs_equal_steps(models: Sequence[torch.nn.Module]) -> bool:
+    """Whether every forward pass is a collective, so that all ranks need equally many: sharding, SyncBatchNorm."""
+    return any(
+        isinstance(module, torch.nn.SyncBatchNorm) or not isinstance(model, DistributedDataParallel)
+        for model in models
+        for module in model.modules()
+    )

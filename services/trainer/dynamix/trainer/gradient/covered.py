@@ -1,0 +1,132 @@
+"""Covered models: the models of one session, each with its communication hook where it has one.
+
+A step may exchange gradients of several models (a generator and a discriminator), and of one several times. All weigh
+by the same plan; compute times travel with every exchange, and those of the step's last one count.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from dynamix.trainer.data.sampler import MicroBatch
+
+from .accumulation import Accumulation
+from .models import UncoveredModels
+from .weighting import NOT_MEASURED, GradientHook, Reduction, SquaredNorms
+
+MakeHook = Callable[[DistributedDataParallel], GradientHook]
+
+
+class CoveredModels:
+    """Weighs the gradients of the models of one session."""
+
+    def __init__(self, make_hook: MakeHook | None, reduction: Reduction) -> None:
+        """`make_hook` is `None` where losses are scaled or there is nothing to weigh."""
+        self.models: list[torch.nn.Module] = []
+        self._hooks: list[GradientHook] = []
+        self._make_hook = make_hook
+        self.accumulation = Accumulation(self.models, reduction, scales_gradients=make_hook is not None)
+        self._num_reduced = 0
+        self._saw_no_sync = False
+        self._batch: MicroBatch | None = None
+        self._handles: list[RemovableHandle] = []
+        self._uncovered: UncoveredModels | None = None
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether communication hooks weigh."""
+        return self._make_hook is not None
+
+    def cover(self, model: torch.nn.Module) -> None:
+        """Weigh one more model.
+
+        Raises:
+            ValueError: when hooks weigh and the model is not under DDP.
+            RuntimeError: when it has a communication hook already, or was covered already.
+        """
+        if any(model is each for each in self.models):
+            raise RuntimeError("the model is covered already: name each model once")
+        if self._make_hook is not None:
+            if not isinstance(model, DistributedDataParallel):
+                raise ValueError(
+                    f"{type(model).__name__} is not under DistributedDataParallel, but another model of the session "
+                    "is: wrap it too"
+                )
+            self._hooks.append(self._register_hook(model))
+            self._handles.append(model.register_forward_pre_hook(self._on_forward))
+        self.models.append(model)
+
+    def watch_others(self) -> None:
+        """Refuse to train DDP models that are not covered."""
+        self._uncovered = UncoveredModels(self.models)
+
+    def ignore(self, model: torch.nn.Module) -> None:
+        """Do not refuse a model that is not covered."""
+        if self._uncovered is not None:
+            self._uncovered.ignored.append(model)
+
+    def remove(self) -> None:
+        """Let the models train without the session, as plain DDP does: communication hooks cannot be taken off."""
+        for hook in self._hooks:
+            hook.retire()
+        for handle in self._handles:
+            handle.remove()
+        if self._uncovered is not None:
+            self._uncovered.remove()
+        self._handles.clear()
+
+    def begin(self, batch: MicroBatch, *, shares_times: bool) -> None:
+        """Prepare all models for a batch. Raises RuntimeError as `Accumulation.begin`."""
+        self._batch = batch
+        self.accumulation.begin(batch)
+        if batch.is_last:
+            for hook in self._hooks:
+                hook.begin(batch, shares_times=shares_times)
+
+    def end_step(self, *, updated: bool) -> SquaredNorms:
+        """End a step; returns its squared norms over all models.
+
+        Raises:
+            RuntimeError: when the script accumulates on its own: neither exchanged nor `updated` in this step.
+        """
+        before, self._num_reduced = self._num_reduced, sum(hook.num_reduced for hook in self._hooks)
+        saw_no_sync, self._saw_no_sync = self._saw_no_sync, False
+        if saw_no_sync and not updated and self._num_reduced == before:
+            raise RuntimeError(
+                "session.step() after a batch under no_sync, whose gradient was neither exchanged nor applied: for "
+                "gradient accumulation pass micro_batch_size to attach, drop no_sync, and call optimizer.step() only "
+                "if session.sync_gradients"
+            )
+        if not self._hooks:
+            return NOT_MEASURED
+        norms = [hook.take_norms() for hook in self._hooks]
+        if len(norms) == 1:
+            return norms[0]
+        return SquaredNorms([v for each in norms for v in each.local], [v for each in norms for v in each.reduced])
+
+    def take_times(self) -> list[float] | None:
+        """Seconds per sample by rank, as the step's last exchange brought them."""
+        newest = None
+        for hook in sorted(self._hooks, key=lambda hook: hook.reduced_at):
+            newest = hook.take_times() or newest
+        return newest
+
+    def _register_hook(self, model: DistributedDataParallel) -> GradientHook:
+        assert self._make_hook is not None
+        hook = self._make_hook(model)
+        try:
+            model.register_comm_hook(model.process_group, hook.reduce)
+        except RuntimeError as error:
+            raise RuntimeError(
+                "the model has a communication hook already: do not register it, pass it to attach as base_hook"
+            ) from error
+        return hook
+
+    def _on_forward(self, model: torch.nn.Module, _inputs: Any) -> None:
+        """Note a forward pass under the script's own `no_sync`."""
+        batch = self._batch
+        if batch is not None and batch.is_last and not model.require_backward_grad_sync and torch.is_grad_enabled():
+            self._saw_no_sync = True

@@ -1,0 +1,143 @@
+"""The user's models: unwrapped, told apart by who averages their gradients, and found where no session covers them.
+
+A model under `DistributedDataParallel` is weighed by its communication hook. Sharded models (FSDP) average gradients
+themselves: the loss is scaled. Any other model in a world of several ranks is refused, unless the script says that a
+framework averages its gradients: unweighted or unaveraged gradients train wrong without a word.
+"""
+
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+Weighting = Literal["auto", "hook", "loss"]
+"""What weighs, as the script says it; `auto` goes by the models' types."""
+
+Averaging = Literal["hook", "loss", "none"]
+"""What weighs: communication hooks, the script's own loss (`scale_loss`), or nothing in a world of one."""
+
+WRAPPERS = ("_orig_mod", "_orig_module", "_forward_module")
+"""Attributes by which compiled models, and those of Lightning Fabric, name what they wrap."""
+
+
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """The model inside of `torch.compile` and the like, down to DDP or to the user's own module."""
+    inner: torch.nn.Module | None = model
+    while inner is not None and not isinstance(inner, DistributedDataParallel):
+        model = inner
+        found = (getattr(model, name, None) for name in WRAPPERS)
+        inner = next((each for each in found if isinstance(each, torch.nn.Module)), None)
+    return model if inner is None else inner
+
+
+def unwrapped_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer inside of what Accelerate and Lightning put around it.
+
+    Raises:
+        TypeError: when there is none.
+    """
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"{type(optimizer).__name__} is no torch.optim.Optimizer, and wraps none")
+    return optimizer
+
+
+def averaging_of(models: Sequence[torch.nn.Module], weighting: Weighting, world_size: int) -> Averaging:
+    """What weighs the gradients of these models.
+
+    Raises:
+        ValueError: when nothing would average them over the ranks, or hooks are asked for without DDP.
+    """
+    are_ddp = [isinstance(model, DistributedDataParallel) for model in models]
+    if weighting == "hook" and not all(are_ddp):
+        raise ValueError('weighting="hook" needs a DistributedDataParallel model: use weighting="loss"')
+    if weighting != "loss" and all(are_ddp):
+        return "hook"
+    if weighting == "loss" or all(map(is_sharded, models)):
+        return "loss"
+    if world_size == 1:
+        return "none"
+    other = next(model for model, is_ddp in zip(models, are_ddp, strict=True) if not (is_ddp or is_sharded(model)))
+    raise ValueError(
+        f"nothing averages the gradients of {type(other).__name__} over {world_size} ranks: wrap it, model = "
+        'DistributedDataParallel(model), or, where a framework averages them, attach with weighting="loss" and call '
+        "session.scale_loss(loss).backward()"
+    )
+
+
+def is_sharded(model: torch.nn.Module) -> bool:
+    """Whether FSDP, of either version, averages the gradients of a model or of a part of it."""
+    names = {"FullyShardedDataParallel", "FSDPModule"}
+    return any(cls.__name__ in names for module in model.modules() for cls in type(module).__mro__)
+
+
+def set_gradient_sync(model: torch.nn.Module, *, exchanged: bool) -> None:
+    """Let the next backward pass exchange gradients, or only add them up."""
+    if isinstance(model, DistributedDataParallel):
+        model.require_backward_grad_sync = exchanged
+    elif callable(switch := getattr(model, "set_requires_gradient_sync", None)):  # FSDP2
+        switch(exchanged)
+
+
+class UncoveredModels:
+    """Refuses to train a DDP model that no session covers: with unequal batches its gradients would be wrong."""
+
+    def __init__(self, covered: Sequence[torch.nn.Module]) -> None:
+        """`covered` may grow; watched are the models there are, and those that are made until `remove`."""
+        self._covered = covered
+        self.ignored: list[torch.nn.Module] = []
+        self._handles: list[RemovableHandle] = [
+            register_module_module_registration_hook(_weak(self, _watch_registered))
+        ]
+        for found in gc.get_objects():
+            if issubclass(type(found), DistributedDataParallel):
+                self.watch(found)
+
+    def remove(self) -> None:
+        """Watch no longer."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def watch(self, model: torch.nn.Module) -> None:
+        """Look at a model whenever it is called, unless it is covered."""
+        if not self._covers(model):
+            self._handles.append(model.register_forward_pre_hook(_weak(self, _refuse_uncovered)))
+
+    def refuse(self, model: torch.nn.Module) -> None:
+        """Raise RuntimeError when the model is trained and still not covered."""
+        if model.training and torch.is_grad_enabled() and not self._covers(model):
+            raise RuntimeError(
+                "a second DistributedDataParallel model is trained, which the session does not weigh: pass all models "
+                "and optimizers to attach as lists, or call session.cover(model, optimizer); one that has batches of "
+                "its own, equally long on all ranks, is left alone after session.ignore(model)"
+            )
+
+    def _covers(self, model: torch.nn.Module) -> bool:
+        return any(model is each for each in (*self._covered, *self.ignored))
+
+
+def _watch_registered(watcher: UncoveredModels, parent: torch.nn.Module, name: str, _child: Any) -> None:
+    if name == "module" and isinstance(parent, DistributedDataParallel):
+        watcher.watch(parent)
+
+
+def _refuse_uncovered(watcher: UncoveredModels, model: torch.nn.Module, _inputs: Any) -> None:
+    watcher.refuse(model)
+
+
+def _weak(watcher: UncoveredModels, function: Callable[..., None]) -> Callable[..., None]:
+    """A hook that keeps no session alive, and does nothing once it is gone."""
+    reference = weakref.ref(watcher)
+
+    def call(*arguments: Any) -> None:
+        if (alive := reference()) is not None:
+            function(alive, *arguments)
+
+    return call

@@ -1,0 +1,79 @@
+"""Updates: what has to be so when an optimizer steps, and how `optimizer.step` and `session.step` belong together.
+
+A script that ends a step too early, or on every micro-batch of its own accumulation, trains on wrongly weighted
+gradients without an error of torch's. The hooks of its optimizers show it, at no cost.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from dynamix.trainer.data.sampler import MicroBatch
+
+from .learning_rate import LearningRateScaler
+
+
+class Updates:
+    """The optimizers of one session."""
+
+    def __init__(
+        self,
+        *,
+        current: Callable[[], MicroBatch | None],
+        before_update: Callable[[torch.optim.Optimizer], None],
+        factor: Callable[[], float],
+    ) -> None:
+        """`current` is the batch to train on, `factor` that of the learning rate."""
+        self._current = current
+        self._before_update = before_update
+        self._factor = factor
+        self._handles: list[RemovableHandle] = []
+        self._optimizers: set[int] = set()
+        """By id, as below."""
+        self._updated: set[int] = set()
+        """Those that stepped since the step began."""
+        self._left_out: set[int] = set()
+        """Those that did not step in the newest step that ended."""
+
+    def cover(self, optimizer: torch.optim.Optimizer) -> None:
+        """Scale the learning rates of one more optimizer."""
+        self._handles += [
+            optimizer.register_step_pre_hook(self._before_step),
+            *LearningRateScaler(optimizer, self._factor).handles,
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+        self._optimizers.add(id(optimizer))
+
+    def remove(self) -> None:
+        """Leave the optimizers as they were."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    @property
+    def any_since_step(self) -> bool:
+        """Whether an optimizer stepped since the step began."""
+        return bool(self._updated)
+
+    def end_step(self) -> None:
+        """End a step."""
+        self._left_out = self._optimizers - self._updated
+        self._updated.clear()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        batch = self._current()
+        if batch is None and id(optimizer) in self._left_out:
+            raise RuntimeError(
+                "session.step() was called before optimizer.step(): call it after, as the last thing of a step"
+            )
+        if batch is not None and not batch.is_last:
+            raise RuntimeError(
+                "optimizer.step() after a micro-batch that is not the step's last: call optimizer.step() and "
+                "optimizer.zero_grad() only if session.sync_gradients"
+            )
+        self._before_update(optimizer)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._updated.add(id(optimizer))
