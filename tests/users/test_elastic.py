@@ -1,0 +1,92 @@
+"""An elastic job: torchrun --nnodes 1:2, one node killed for good while it trains."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.support.steady_job import NUM_SAMPLES
+from tests.support.steady_training import SCRIPT
+
+NUM_EPOCHS = 1
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+@contextmanager
+def _agent(directory: Path, port: int, name: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A torchrun agent with one rank, in a session of its own."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("DYNAMIX_")}
+    settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3"),
+        *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=elastic"),
+        "--rdzv-conf=last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3",
+        *(str(SCRIPT), str(directory), str(NUM_EPOCHS)),
+    ]
+    with (directory / f"{name}.log").open("wb") as log:
+        agent = subprocess.Popen(
+            command,
+            env={**environ, **settings, "DYNAMIX_JOB": "elastic-0a1b2c3d", "DYNAMIX_NATS_URL": "nats://127.0.0.1:9"},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            yield agent
+        finally:
+            _kill(agent)
+
+
+def _kill(agent: subprocess.Popen[bytes]) -> None:
+    """Kill an agent and its rank, which torchrun starts in the same session."""
+    children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children")
+    pids = [int(pid) for pid in children.read_text().split()] if children.exists() else []
+    for pid in (agent.pid, *pids):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    agent.wait()
+
+
+def _wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "waited too long"
+        time.sleep(0.1)
+
+
+def _steps(directory: Path) -> list[dict[str, Any]]:
+    lines = (line for path in directory.glob("rank-*.jsonl") for line in path.read_text().splitlines())
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def test_a_job_goes_on_with_the_ranks_that_are_left_at_the_same_global_batch(tmp_path: Path) -> None:
+    port = _free_port()
+    with _agent(tmp_path, port, "first") as first:
+        with _agent(tmp_path, port, "second"):
+            _wait_until(lambda: any(len(s["sizes"]) == 2 and s["step"] >= 25 for s in _steps(tmp_path)), 90)
+        assert first.wait(120) == 0, (tmp_path / "first.log").read_text()[-3000:]
+    steps = _steps(tmp_path)
+    assert {sum(step["sizes"]) for step in steps} == {32}
+    alone = [step for step in steps if len(step["sizes"]) == 1]
+    assert alone[0]["sizes"] == [32]
+    resumed_at = alone[0]["step"]
+    kept = [step for step in steps if step in alone or step["step"] < resumed_at]
+    used = Counter(index for step in kept for index in step["indices"])
+    assert used == Counter(range(NUM_SAMPLES))
+    assert {step["generation"] for step in alone} != {step["generation"] for step in steps if step not in alone}
