@@ -21,6 +21,8 @@ from dynamix.trainer.job.options import family_of, sizes_of
         ({"noise_decay": 1.0}, r"noise_decay=1.0 is outside \[0, 1\)"),
         ({"noise_every": 0}, "noise_every=0"),
         ({"seed": -1}, "seed=-1"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0: a step has at least 1"),
+        ({"gradient_accumulation_steps": 2, "micro_batch_size": 8}, "exclude each other: drop"),
         ({"window_steps": 5, "margin_steps": 16}, "draws 14 batches ahead: an action would be 5 windows old"),
     ],
 )

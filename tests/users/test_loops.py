@@ -91,6 +91,41 @@ def test_a_step_of_micro_batches_has_the_gradient_of_one_big_batch(wrap: str) ->
     assert max(results[0]["numbers"]) == 8  # 50: ranks may take different numbers
 
 
+def _accumulate_divided(_rank: int, reduction: str) -> dict[str, Any]:
+    """Three batches per step, each loss divided by three: the errors of each step's gradient, and batches drawn."""
+    data = Numbered(601)
+    model = distribute(make_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    options: Any = {"global_batch": "adaptive", "reduction": reduction}
+    session = dynamix.attach(model, optimizer, data, gradient_accumulation_steps=3, **options, **OPTIONS)
+    errors, used, samples = [], [], []
+    for number, batch in enumerate(session.loader, 1):
+        loss = _loss(model, batch) * (session.num_samples if reduction == "sum" else 1)
+        if session.num_samples == 0:
+            loss = loss * float("nan")
+        (loss / 3).backward()
+        used += batch[2][: session.num_samples].tolist()
+        assert session.sync_gradients == (number % 3 == 0)
+        if session.sync_gradients:
+            everything = _used_by_all(used)
+            errors.append(_error(_gradient(model), _whole_gradient(data, everything)))
+            samples += everything
+            optimizer.step()
+            optimizer.zero_grad()
+            offer(session, SIZES[(session.step_index + 1) % len(SIZES)])
+            used = []
+        session.step(loss)
+    session.close()
+    return {"error": max(errors), "samples": sorted(samples)}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_losses_divided_by_the_number_of_batches_give_the_gradient_of_one_big_batch(reduction: str) -> None:
+    for result in run_ranks(_accumulate_divided, 2, reduction):
+        assert result["error"] < 1e-12
+        assert result["samples"] == list(range(601))
+
+
 def _misuse_accumulation(_rank: int) -> None:
     data = Numbered(200)
     model = distribute(make_model())

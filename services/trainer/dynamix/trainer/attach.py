@@ -55,6 +55,7 @@ def attach(
     local_batch_size: int | Sequence[int],
     global_batch: GlobalBatch = "fixed",
     micro_batch_size: int | None = None,
+    gradient_accumulation_steps: int = 1,
     look_ahead: int = 0,
     name: str = "training",
     window_steps: int = 20,
@@ -98,6 +99,8 @@ def attach(
             then need `session.schedule`, `session.progress` and `session.num_reference_steps`.
         micro_batch_size: most samples in one batch, the bound of memory: a rank's step is several batches where it has
             more, and gradients are added up; call `optimizer.step()` only if `session.sync_gradients`.
+        gradient_accumulation_steps: batches of each rank in a step, where the script divides each loss by it, as
+            frameworks do; instead of `micro_batch_size`.
         look_ahead: batches that the script fetches before `session.step()` ended the one before, as prefetchers do.
         name: of the job on the bus, `[a-z0-9-]`; a run id is added. `DYNAMIX_JOB` overrules both.
         window_steps: k, the optimizer steps between two decisions.
@@ -170,6 +173,7 @@ def attach(
         noise_decay=noise_decay,
         global_batch=global_batch,
         micro_batch_size=micro_batch_size,
+        gradient_accumulation_steps=gradient_accumulation_steps,
         supports_tracking=averaging == "hook" and base_hook is None and codec == EXACT.codec,
         codec=codec,
     )
@@ -198,6 +202,7 @@ def attach(
         shares_tail=global_batch == "adaptive",
         micro_batch_size=micro_batch_size,
         equal_micro_steps=needs_equal_steps(models),
+        gradient_accumulation_steps=gradient_accumulation_steps,
     )
     loader = Loader(dataset, sampler, options=loader_options, look_ahead=look_ahead)
     meter = RankMeter(

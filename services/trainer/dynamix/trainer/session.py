@@ -112,7 +112,7 @@ class Session:
     def sync_gradients(self) -> bool:
         """Whether the current batch is its step's last: call `optimizer.step()` and `zero_grad()` only then.
 
-        Always true without `micro_batch_size`.
+        Always true without `micro_batch_size` and `gradient_accumulation_steps`.
         """
         return self._current().is_last
 

@@ -51,6 +51,8 @@ class MicroBatch(NamedTuple):
     """Samples of the micro-batch before it in this step; `None` for the first."""
     is_last: bool
     """Whether the step ends with it: then gradients are exchanged."""
+    loss_divisor: int = 1
+    """What the script divides its loss by."""
 
 
 class Position(NamedTuple):
@@ -97,11 +99,13 @@ class PlanSampler(Sampler[list[int]]):
         shares_tail: bool = True,
         micro_batch_size: int | None = None,
         equal_micro_steps: bool = False,
+        gradient_accumulation_steps: int = 1,
     ) -> None:
         """Draw from a permutation of `num_samples` samples.
 
-        `shares_tail` says that an epoch's last two steps share what is left, `micro_batch_size` is the most samples
-        that are drawn at once, and with `equal_micro_steps` all ranks draw equally often in a step.
+        `shares_tail` says that an epoch's last two steps share what is left. `micro_batch_size` is the most samples
+        that are drawn at once, and with `equal_micro_steps` all ranks draw equally often in a step; without it they
+        draw `gradient_accumulation_steps` times, and the script divides each loss by that.
         """
         self.drawn: deque[MicroBatch] = deque()
         self.last_drawn_step = -1
@@ -114,6 +118,7 @@ class PlanSampler(Sampler[list[int]]):
         self._shares_tail = shares_tail and not drop_last
         self._micro_batch_size = micro_batch_size
         self._equal_micro_steps = equal_micro_steps
+        self._gradient_accumulation_steps = gradient_accumulation_steps
         self._position = Position()
         self._order: tuple[int, Order] | None = None
 
@@ -154,7 +159,8 @@ class PlanSampler(Sampler[list[int]]):
         start, before = 0, None
         for index in range(number):
             size = each + (index >= number - more)
-            yield MicroBatch(plan, start, size, before, is_last=index == number - 1)
+            is_last = index == number - 1
+            yield MicroBatch(plan, start, size, before, is_last, self._gradient_accumulation_steps)
             start, before = start + size, size
 
     def num_batches_left(self, position: Position) -> int:
@@ -184,7 +190,7 @@ class PlanSampler(Sampler[list[int]]):
 
     def _num_micro_batches(self, counts: Counts) -> int:
         if self._micro_batch_size is None:
-            return 1
+            return self._gradient_accumulation_steps
         count = max(counts.values) if self._equal_micro_steps else counts.values[self.rank]
         return max(-(-count // self._micro_batch_size), 1)
 

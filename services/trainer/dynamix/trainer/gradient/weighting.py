@@ -69,9 +69,12 @@ class _Sent(NamedTuple):
 def loss_factor(batch: MicroBatch, reduction: Reduction) -> float:
     """Factor on the loss of a batch before a framework that averages gradients over all ranks."""
     counts = batch.plan.counts
-    if reduction == "mean":
-        return batch.num_samples * len(counts.values) / counts.total
-    return len(counts.values) / counts.total if batch.num_samples else 0.0
+    return _weight(batch, batch.num_samples, reduction) * len(counts.values) / counts.total
+
+
+def _weight(batch: MicroBatch, count: int, reduction: Reduction) -> int:
+    """How much the gradient of a batch counts where the rank has `count` samples, before division by all samples."""
+    return (batch.num_samples if reduction == "mean" else min(count, 1)) * batch.loss_divisor
 
 
 class GradientHook:
@@ -129,11 +132,12 @@ class GradientHook:
         """
         assert not (shares_times and (self._base_hook or self._codec)), "base hooks and codecs carry no times"
         self._shares = shares_times
-        counts, is_mean = batch.plan.counts, self._reduction == "mean"
+        counts = batch.plan.counts
         count = counts.values[self._rank]
+        weight = _weight(batch, count, self._reduction)
         ranks = 1 if self._base_hook is None else len(counts.values)
-        self._scale = ranks * (batch.num_samples if is_mean else min(count, 1)) / counts.total
-        self._to_mean = ((batch.num_samples if is_mean else 1.0) / count) ** 2 if count else 1.0
+        self._scale = ranks * weight / counts.total
+        self._to_mean = (weight / count) ** 2 if count else 1.0
         self._measures = batch.plan.step % self._noise_every == 0
         self._local.clear()
         self._reduced.clear()

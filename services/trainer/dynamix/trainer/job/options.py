@@ -44,6 +44,8 @@ class JobOptions:
     """Whether decisions may change the sum of the sizes."""
     micro_batch_size: int | None = None
     """Most samples that a rank computes one gradient on."""
+    gradient_accumulation_steps: int = 1
+    """Gradients that a rank computes in a step, each of a loss divided by it."""
     supports_tracking: bool = False
     """Whether the ranks can divide a global batch among themselves."""
     codec: str = EXACT.codec
@@ -71,8 +73,7 @@ class JobOptions:
         _check_choice("learning_rate_rule", self.learning_rate_rule, FACTORS)
         _check_choice("reduction", self.reduction, ("mean", "sum"))
         _check_choice("global_batch", self.global_batch, ("fixed", "adaptive"))
-        if self.micro_batch_size is not None and self.micro_batch_size < 1:
-            raise ValueError(f"micro_batch_size={self.micro_batch_size}: a micro-batch has at least 1 sample")
+        self._check_accumulation()
         if self.noise_every < 1:
             raise ValueError(f"noise_every={self.noise_every}: measure at least on every step, 1")
         if not 0 <= self.noise_decay < 1:
@@ -92,7 +93,7 @@ class JobOptions:
             (self.min_local_batch_size, self.max_local_batch_size, self.max_lag_windows, self.margin_steps),
             (self.learning_rate_rule, self.reduction, self.noise_every, self.noise_decay),
             (self.seed, self.shuffle, self.drop_last, self.supports_tracking, self.codec),
-            (self.global_batch, self.micro_batch_size),
+            (self.global_batch, self.micro_batch_size, self.gradient_accumulation_steps),
             (self.policy, tuple(sorted(self.policy_options.items()))),
         )
 
@@ -102,6 +103,17 @@ class JobOptions:
                 f"local_batch_size={size} of rank {rank} is outside "
                 f"[{self.min_local_batch_size}, {self.max_local_batch_size}]: "
                 "pass min_local_batch_size or max_local_batch_size to attach"
+            )
+
+    def _check_accumulation(self) -> None:
+        if self.micro_batch_size is not None and self.micro_batch_size < 1:
+            raise ValueError(f"micro_batch_size={self.micro_batch_size}: a micro-batch has at least 1 sample")
+        if self.gradient_accumulation_steps < 1:
+            raise ValueError(f"gradient_accumulation_steps={self.gradient_accumulation_steps}: a step has at least 1")
+        if self.gradient_accumulation_steps > 1 and self.micro_batch_size is not None:
+            raise ValueError(
+                "micro_batch_size and gradient_accumulation_steps exclude each other: drop gradient_accumulation_steps "
+                "and do not divide the loss, or drop micro_batch_size and divide it by gradient_accumulation_steps"
             )
 
     def _check_lag(self) -> None:
