@@ -17,11 +17,12 @@ from .checkpoint import restore, save
 from .data.loader import Loader
 from .data.sampler import MicroBatch
 from .gradient.covered import CoveredModels
+from .gradient.halving import OUT_OF_MEMORY
 from .gradient.models import unwrapped, unwrapped_optimizer
 from .gradient.schedulers import Schedulers
 from .gradient.updates import Updates
 from .gradient.weighting import NOT_MEASURED, loss_factor
-from .job.memory_caps import OUT_OF_MEMORY, MemoryCaps
+from .job.memory_caps import MemoryCaps
 from .job.reporting import reason_after
 from .measurement.clock import StepTimes
 from .measurement.meter import RankMeter, Scalar
@@ -153,6 +154,27 @@ class Session:
             self._said_needless = True
             _log.debug("session.scale_loss changes nothing here, the gradients are weighed already: delete the call")
         return loss
+
+    def backward(self, compute_loss: Callable[..., torch.Tensor], *inputs: Any) -> torch.Tensor:
+        """Compute `compute_loss(*inputs)` and its gradient; where that does not fit into memory, in halves.
+
+        It stands for the forward pass and `loss.backward()`. A batch larger than any before it that runs out of memory
+        is computed again in parts while the other ranks wait; the gradient is that of the whole batch. Larger ones are
+        split from then on. The samples are the first dimension of every tensor of `inputs`.
+
+        Returns:
+            The loss of the whole batch, detached.
+
+        Raises:
+            torch.OutOfMemoryError: where nothing can be computed again: in the first two steps, without DDP, with
+                `micro_batch_size`, several models, `base_hook`, a codec, `find_unused_parameters` or a static graph.
+        """
+        loss = self._models.backward(self._current(), compute_loss, inputs)
+        if loss is not None:
+            return loss
+        loss = compute_loss(*inputs)
+        self.scale_loss(loss).backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
 
     def schedule(self, scheduler: LRScheduler) -> None:
         """Advance a learning-rate scheduler by the samples used: once per reference step (`num_reference_steps`).

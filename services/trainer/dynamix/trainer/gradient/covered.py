@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from dynamix.trainer.data.sampler import MicroBatch
 
 from .accumulation import Accumulation
+from .halving import ComputeLoss, HalvedBackward
 from .models import UncoveredModels
 from .weighting import NOT_MEASURED, GradientHook, Reduction, SquaredNorms
 
@@ -28,6 +29,8 @@ class CoveredModels:
         self.models: list[torch.nn.Module] = []
         self._hooks: list[GradientHook] = []
         self._make_hook = make_hook
+        self._reduction: Reduction = reduction
+        self._halved: HalvedBackward | None = None
         self.accumulation = Accumulation(self.models, reduction, scales_gradients=make_hook is not None)
         self._num_reduced = 0
         self._saw_no_sync = False
@@ -58,6 +61,16 @@ class CoveredModels:
             self._hooks.append(self._register_hook(model))
             self._handles.append(model.register_forward_pre_hook(self._on_forward))
         self.models.append(model)
+
+    def backward(self, batch: MicroBatch, compute_loss: ComputeLoss, inputs: tuple[Any, ...]) -> torch.Tensor | None:
+        """Compute loss and gradient, in parts where they do not fit; `None`, and nothing done, for several models."""
+        if self._halved is None and len(self._hooks) == 1:
+            model = self.models[0]
+            assert isinstance(model, DistributedDataParallel)
+            self._halved = HalvedBackward(model, self._hooks[0], self._reduction)
+        if self._halved is None or len(self._hooks) != 1:
+            return None
+        return self._halved(batch, compute_loss, inputs)
 
     def watch_others(self) -> None:
         """Refuse to train DDP models that are not covered."""

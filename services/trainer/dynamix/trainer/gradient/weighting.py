@@ -8,6 +8,7 @@ Under tracking it also carries every rank's compute time (`time_slots`). Elsewhe
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -101,6 +102,7 @@ class GradientHook:
         base_state: object = None,
         codec: GradientCodec | None = None,
     ) -> None:
+        self._group = group
         self._rank = dist.get_rank(group)
         self._clock = clock
         self._reduction = reduction
@@ -122,6 +124,8 @@ class GradientHook:
         self._sent: list[_Sent] = []
         self._lent: dict[int, LentTensor] = {}
         """By bucket: DDP makes its buckets once, and once more after the first step."""
+        self._parameters: dict[int, list[torch.Tensor]] = {}
+        """By bucket, in the order in which their gradients lie in it."""
 
     def begin(self, batch: MicroBatch, *, shares_times: bool = False) -> None:
         """Set the weights of a step by its last batch; with `shares_times` all ranks learn each other's compute times.
@@ -182,6 +186,33 @@ class GradientHook:
             self.finish(self.wait())
         return reduced
 
+    @property
+    def can_exchange(self) -> bool:
+        """Whether `exchange` can stand for a backward pass of DDP: a base hook needs DDP's buckets."""
+        return self._base_hook is None and self._codec is None and bool(self._parameters)
+
+    def exchange(self) -> None:
+        """Exchange the gradients that the parameters have, bucket by bucket as the other ranks' backward pass does."""
+        self._clock.gradient_ready()
+        last, lent = max(self._parameters), []
+        for number, parameters in sorted(self._parameters.items()):
+            flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters])
+            if self._measures:
+                self._local[number] = squared_norm(flat) if self._scale else 0.0
+            carries = number == last and self._shares
+            weighed = self.weigh(flat, carries=carries)
+            lent.append(LentTensor(weighed))
+            work = launched(partial(self._group.allreduce, [lent[-1].alias]))
+            self._sent.append(_Sent(number, flat, weighed, work, carries, torch.futures.Future()))
+        futures = [sent.reduced for sent in self._sent]
+        self.finish(self.wait())
+        for (_, parameters), reduced in zip(sorted(self._parameters.items()), futures, strict=True):
+            parts = torch.split(reduced.value(), [parameter.numel() for parameter in parameters])
+            for parameter, part in zip(parameters, parts, strict=True):
+                if parameter.grad is None:
+                    parameter.grad = torch.empty_like(parameter)
+                parameter.grad.copy_(part.view_as(parameter))
+
     def weigh(self, buffer: torch.Tensor, *, carries: bool) -> torch.Tensor:
         """First stage of `reduce`: scale the bucket; with `carries`, into a buffer with the compute times behind it."""
         if carries:
@@ -195,13 +226,17 @@ class GradientHook:
         base_hook = self._base_hook
         if base_hook is not None:
             return launched(lambda: base_hook(self._base_state, bucket))
-        alias = self._lend(bucket.index(), encoded)
+        alias = self._lend(bucket, encoded)
         return launched(lambda: group.allreduce([alias]))
 
-    def _lend(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
+    def _lend(self, bucket: GradBucket, tensor: torch.Tensor) -> torch.Tensor:
+        index = bucket.index()
         lent = self._lent.get(index)
         if lent is None or lent.tensor is not tensor:
             lent = self._lent[index] = LentTensor(tensor)
+            if index == 0:
+                self._parameters.clear()
+            self._parameters[index] = bucket.parameters()
         return lent.alias
 
     def wait(self) -> list[Any]:

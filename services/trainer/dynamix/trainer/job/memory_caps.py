@@ -5,14 +5,10 @@ import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-import torch
-
 from dynamix.runtime import output_files
 
 CAP_FACTOR = 0.8
 """A rank that ran out of memory gets at most this share of the size it failed at."""
-
-OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 
 _log = logging.getLogger("dynamix.trainer")
 
