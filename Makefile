@@ -36,7 +36,7 @@ $(CIFAR)/.complete: deploy/fetch-cifar-10.sh | venv
 	sh deploy/fetch-cifar-10.sh $(CIFAR) $(BIN)/python
 	@touch $@
 
-demo: venv data ## a real 4-process training job, static and then steered (ARGS="--json FILE")
+demo: venv data ## a real 4-process training job, left alone and then steered in two ways (ARGS="--json FILE")
 	$(BIN)/dynamix demo --data $(DATA) $(ARGS)
 
 test: venv data ## every test, three at a time (ARGS="-k name")

@@ -95,5 +95,5 @@ def test_the_json_has_the_documented_keys() -> None:
 
 
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
-    draw([a_run(), a_run("proportional", 0.05)], PLAN, tmp_path / "demo.png")
+    draw([a_run(), a_run("split", 0.05), a_run("rule", 0.02)], PLAN, tmp_path / "demo.png")
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")

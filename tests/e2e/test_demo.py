@@ -1,4 +1,4 @@
-"""The demo as a user runs it, with fewer windows: broker, services, two torchrun jobs, JSON and picture."""
+"""The demo as a user runs it, with fewer windows: broker, services, three torchrun jobs, JSON and picture."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(170)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 def test_the_demo_steers_a_real_job_and_writes_results(tmp_path: Path) -> None:
@@ -25,15 +25,19 @@ def test_the_demo_steers_a_real_job_and_writes_results(tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stderr
     assert "PACED" in result.stderr
-    static, steered = json.loads((tmp_path / "out.json").read_text())["runs"]
-    for run in (static, steered):
-        assert (run["num_windows"], run["num_steps"], run["target_accuracy"]) == (5, 50, 0.4)
+    assert 'local_batch_size=128, global_batch="adaptive")' in result.stderr
+    runs = json.loads((tmp_path / "out.json").read_text())["runs"]
+    assert [run["policy"] for run in runs] == ["static", "split", "rule"]
+    for run in runs:
         assert run["final_accuracy"] >= 0.4
         assert run["num_actions_applied"] >= 3
+    static, split, rule = runs
+    for run in (static, split):
+        assert (run["num_windows"], run["num_steps"], run["target_accuracy"]) == (5, 50, 0.4)
         assert {sum(sizes) for sizes in run["local_batch_sizes"]} == {512}
     assert {tuple(sizes) for sizes in static["local_batch_sizes"]} == {(128, 128, 128, 128)}
-    assert steered["local_batch_sizes"][0] == [128, 128, 128, 128]
-    assert steered["local_batch_sizes"][-1][3] < 80
+    assert split["local_batch_sizes"][-1][3] < 80
+    assert sum(rule["local_batch_sizes"][-1]) != 512
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.support.capture_files import capture_job
 
-from dynamix.cli.commands.demo.plan import DemoPlan
+from dynamix.cli.commands.demo.plan import DemoPlan, Variant
 from dynamix.cli.commands.demo.runner import _Demo, services
 from dynamix.recording.capture import CaptureEnd
 from dynamix.runtime.bus import Bus
@@ -21,7 +21,7 @@ from dynamix.schemas import subjects
 from dynamix.schemas.messages import Report
 from dynamix.schemas.streams import JOBS
 
-POLICY = "proportional"
+STEERED = Variant(policy="proportional", arguments={"policy": "proportional"}, what="divided by decisions")
 
 
 async def captured(path: Path, plan: DemoPlan) -> CaptureEnd:
@@ -29,7 +29,7 @@ async def captured(path: Path, plan: DemoPlan) -> CaptureEnd:
     with tempfile.TemporaryDirectory(prefix="dynamix-capture-") as directory:
         async with services(Path(directory), sys.stderr.write) as (bus, environ):
             demo = _Demo(plan, bus, environ, Path(directory), _show)
-            training = asyncio.create_task(demo.run(POLICY))
+            training = asyncio.create_task(demo.run(STEERED))
             end = await capture_job(bus, await _announced(bus), path, past=False)
             await training
     return end

@@ -1,1 +1,1 @@
-"""Steer a real training job on this machine, and compare it with the same job left alone."""
+"""Train a real job on this machine three times: left alone, divided by speed, and steered."""

@@ -1,7 +1,8 @@
-"""Steer a real training job on this machine, and compare it with the same job left alone.
+"""Train a real job on this machine three times: left alone, divided by speed, and steered.
 
-A 4-process gloo job trains a small CNN on Fashion-MNIST to one held-out accuracy, first static, then steered, with the
-same seed and global batch. Its ranks are PACED: they sleep to a stated time per sample, one of them three times longer.
+A 4-process gloo job trains a small CNN on Fashion-MNIST to one held-out accuracy: `static`, as plain DDP does; by
+default, with the same global batch divided by measured speed; and with an adaptive global batch, which a policy moves.
+Its ranks are PACED: they sleep to a stated time per sample, one of them three times longer.
 """
 
 import argparse
@@ -10,11 +11,11 @@ import sys
 
 from dynamix.cli.errors import explained
 from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, add_option, add_png_argument, write_json
+from dynamix.schemas.messages.policies import DEFAULT_POLICY
 
-from .plan import DemoPlan
+from .plan import DemoPlan, variants
 
 DEFAULTS = DemoPlan()
-POLICIES = ("static", "proportional")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +23,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", metavar="DIR", help="directory with Fashion-MNIST's four idx files")
     add_json_argument(parser)
     add_png_argument(parser, "write the picture (default: %(default)s)", default="dynamix-demo.png")
-    add_option(parser, "--policy", POLICIES[1], "what the second run is steered by")
+    add_option(parser, "--policy", DEFAULT_POLICY, "what moves the adaptive global batch of the last run")
     parser.add_argument("--target", type=float, default=DEFAULTS.target_accuracy, help="held-out accuracy to reach")
     parser.add_argument("--windows", type=int, default=DEFAULTS.min_windows, help="least number of windows per run")
     parser.add_argument("--pace", type=float, default=DEFAULTS.pace_s_per_sample, help="seconds per sample of a rank")
@@ -31,7 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run both jobs; 0 when both reached the target."""
+    """Run the jobs one after the other; 0 when all reached the target."""
     from dynamix.lab.workloads.datasets import fashion_mnist
 
     from .figure import draw
@@ -41,12 +42,10 @@ def run(arguments: argparse.Namespace) -> int:
     with explained(OSError, ValueError, TimeoutError, TrainingFailedError):
         for split in ("train", "test"):  # fail now rather than after a minute
             fashion_mnist(split, arguments.data)
-        plan = _plan(arguments)
+        plan, compared = _plan(arguments), variants(arguments.policy)
         with DemoProgress(plan) as progress:
-            progress.write_line(introduction(plan))
-            runs = asyncio.run(
-                run_demo(plan, (POLICIES[0], arguments.policy), progress.write_line, progress.show_window)
-            )
+            progress.write_line(introduction(plan, compared))
+            runs = asyncio.run(run_demo(plan, compared, progress.write_line, progress.show_window))
     draw(runs, plan, arguments.png)
     show(runs, stderr=arguments.json == STANDARD_OUTPUT)
     print(f"Picture: {arguments.png}", file=sys.stderr)

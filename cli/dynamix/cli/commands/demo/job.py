@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dynamix import trainer as dynamix  # DYNAMIX
 from dynamix.lab.workloads.datasets import fashion_mnist
+from dynamix.trainer import attach  # DYNAMIX
 
-from .plan import DemoPlan, DemoStep
+from .plan import AttachArguments, DemoPlan, DemoStep
 
 
 class SmallCnn(nn.Sequential):
@@ -39,7 +39,7 @@ class SmallCnn(nn.Sequential):
         )
 
 
-def train(plan: DemoPlan, policy: str, log: IO[bytes] | None) -> None:
+def train(plan: DemoPlan, arguments: AttachArguments, log: IO[bytes] | None) -> None:
     """Train until the target is reached and the least number of windows is done; rank 0 writes `log`."""
     rank = dist.get_rank()
     torch.manual_seed(plan.seed)
@@ -47,14 +47,14 @@ def train(plan: DemoPlan, policy: str, log: IO[bytes] | None) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=plan.learning_rate, momentum=plan.momentum)
     criterion = nn.CrossEntropyLoss()
     evaluator = Evaluator(plan)
-    session = dynamix.attach(  # DYNAMIX
+    session = attach(  # DYNAMIX
         model,
         optimizer,
         fashion_mnist("train", plan.data),
         local_batch_size=plan.local_batch_size,
         window_steps=plan.window_steps,
-        policy=policy,
         seed=plan.seed,
+        **arguments,
     )
     trained_s, next_evaluation = 0.0, plan.evaluate_every_samples
     for _ in session.epochs(plan.num_epochs):  # DYNAMIX
@@ -116,12 +116,12 @@ def _write(log: IO[bytes] | None, progress: DemoStep) -> None:
 
 def main() -> None:
     """Join the process group that torchrun describes and train."""
-    plan, policy, log_path = msgspec.json.decode(sys.argv[1], type=tuple[DemoPlan, str, str])
+    plan, arguments, log_path = msgspec.json.decode(sys.argv[1], type=tuple[DemoPlan, AttachArguments, str])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     try:
         with Path(log_path).open("wb") if dist.get_rank() == 0 else contextlib.nullcontext() as log:
-            train(plan, policy, log)
+            train(plan, arguments, log)
         dist.barrier()
     finally:
         dist.destroy_process_group()

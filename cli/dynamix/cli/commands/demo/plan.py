@@ -2,23 +2,52 @@
 
 import statistics
 from collections.abc import Sequence
+from typing import TypedDict
 
 import msgspec
 
 from dynamix.schemas.messages import Applied, Report
+from dynamix.schemas.messages.policies import DEFAULT_POLICY, SPLIT_POLICY, GlobalBatch
 
 NUM_TRAINING_IMAGES = 60_000
 
 
+class AttachArguments(TypedDict, total=False):
+    """What the script's call of `attach` says about steering."""
+
+    policy: str
+    global_batch: GlobalBatch
+
+
+class Variant(msgspec.Struct, frozen=True, kw_only=True):
+    """One run of the job: its policy, and what the script says for that."""
+
+    policy: str
+    arguments: AttachArguments
+    what: str
+
+
+def variants(adaptive_policy: str = DEFAULT_POLICY) -> list[Variant]:
+    """What the demo compares; `adaptive_policy` steers the run whose global batch may change."""
+    adaptive = AttachArguments(global_batch="adaptive")
+    if adaptive_policy != DEFAULT_POLICY:
+        adaptive["policy"] = adaptive_policy
+    return [
+        Variant(policy="static", arguments={"policy": "static"}, what="as plain DDP"),
+        Variant(policy=SPLIT_POLICY, arguments={}, what="the default: one global batch, divided by measured speed"),
+        Variant(policy=adaptive_policy, arguments=adaptive, what="the policy moves the global batch too"),
+    ]
+
+
 class DemoPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes, paces and the goal; equal for both runs."""
+    """Sizes, paces and the goal; equal for all runs."""
 
     data: str | None = None
     """Directory with Fashion-MNIST's four idx files; the usual places when not given."""
     target_accuracy: float = 0.83
     """Held-out accuracy at which the clock stops."""
     local_batch_size: int = 128
-    """Per rank at the start; both runs keep its sum."""
+    """Per rank at the start."""
     window_steps: int = 10
     min_windows: int = 30
     """Train on to this many windows even when the target is reached before."""

@@ -1,4 +1,4 @@
-"""Runs the demo: broker, services, then one training job per policy, with progress as it goes."""
+"""Runs the demo: broker, services, then one training job per variant, with progress as it goes."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ from dynamix.schemas.codec import decode_any
 from dynamix.schemas.messages import Applied, Message, Report
 from dynamix.schemas.streams import FEED
 
-from .plan import DemoPlan, DemoRun, DemoStep, read_progress, summarise
+from .plan import DemoPlan, DemoRun, DemoStep, Variant, read_progress, summarise
 
 LAST_MESSAGES_TIMEOUT_S = 5.0
 MAX_ERROR_CHARACTERS = 3000
@@ -40,16 +40,16 @@ class TrainingFailedError(RuntimeError):
 
 
 async def run_demo(
-    plan: DemoPlan, policies: Sequence[str], announce: Callable[[str], None], watch: Watcher
+    plan: DemoPlan, variants: Sequence[Variant], announce: Callable[[str], None], watch: Watcher
 ) -> list[DemoRun]:
-    """Carry out the plan once per policy, one after the other, against the same services.
+    """Carry out the plan once per variant, one after the other, against the same services.
 
     Raises TrainingFailedError, or TimeoutError when a service does not become ready.
     """
     with tempfile.TemporaryDirectory(prefix="dynamix-demo-") as directory:
         async with services(Path(directory), announce) as (bus, environ):
             demo = _Demo(plan, bus, environ, Path(directory), watch)
-            return [await demo.run(policy) for policy in policies]
+            return [await demo.run(variant) for variant in variants]
 
 
 @contextlib.asynccontextmanager
@@ -84,29 +84,29 @@ class _Demo(NamedTuple):
     directory: Path
     watch: Watcher
 
-    async def run(self, policy: str) -> DemoRun:
-        """One training job under a policy, watched on the bus."""
-        job = f"demo-{policy}-{secrets.token_hex(4)}"
-        messages = _RunMessages(policy, self.watch)
+    async def run(self, variant: Variant) -> DemoRun:
+        """One training job, watched on the bus."""
+        job = f"demo-{variant.policy}-{secrets.token_hex(4)}"
+        messages = _RunMessages(variant.policy, self.watch)
         follower = asyncio.create_task(messages.follow(self.bus, job))
         try:
-            progress = await self._train(job, policy)
+            progress = await self._train(job, variant)
             with contextlib.suppress(TimeoutError):  # the job has drained: what is missing is on its way
                 async with asyncio.timeout(LAST_MESSAGES_TIMEOUT_S):
                     await messages.wait_for_windows(len(progress) // self.plan.window_steps)
         finally:
             follower.cancel()
             await asyncio.gather(follower, return_exceptions=True)
-        return summarise(self.plan, policy, progress, messages.reports, messages.applied)
+        return summarise(self.plan, variant.policy, progress, messages.reports, messages.applied)
 
-    async def _train(self, job: str, policy: str) -> list[DemoStep]:
+    async def _train(self, job: str, variant: Variant) -> list[DemoStep]:
         """Run the training script under torchrun until it ends; its own log. Raises TrainingFailedError."""
         progress_log, output = self.directory / f"{job}.jsonl", self.directory / f"{job}.log"
-        argument = msgspec.json.encode((self.plan, policy, str(progress_log))).decode()
+        argument = msgspec.json.encode((self.plan, variant.arguments, str(progress_log))).decode()
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += [f"--nproc-per-node={self.plan.num_ranks}", "-m", "dynamix.cli.commands.demo.job", argument]
         with output.open("wb") as log:
-            own = {"DYNAMIX_JOB": job, "DYNAMIX_TRAINER_POLICY": policy}
+            own = {"DYNAMIX_JOB": job, "DYNAMIX_TRAINER_POLICY": variant.policy}
             environ = {**os.environ, **TORCH_ENVIRONMENT, **self.environ, **own}
             process = await asyncio.create_subprocess_exec(*command, env=environ, stdout=log, stderr=log)
             try:
@@ -116,7 +116,8 @@ class _Demo(NamedTuple):
                 await process.wait()
                 raise
         if code != 0:
-            raise TrainingFailedError(f"the training job ({policy}) ended with code {code}:\n{_first_error(output)}")
+            said = _first_error(output)
+            raise TrainingFailedError(f"the training job ({variant.policy}) ended with code {code}:\n{said}")
         return read_progress(progress_log.read_bytes())
 
 

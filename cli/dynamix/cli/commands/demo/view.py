@@ -7,21 +7,31 @@ from dynamix.cli.progress import ProgressLine
 from dynamix.cli.tables import console_for, new_table
 from dynamix.schemas.messages import Report
 
-from .plan import DemoPlan, DemoRun
+from .plan import DemoPlan, DemoRun, Variant
 
 PLAIN_EVERY_S = 5.0
 BAR_WIDTH = 10
 
 
-def introduction(plan: DemoPlan) -> str:
-    """What will be run, and what is real about it."""
+def introduction(plan: DemoPlan, variants: Sequence[Variant]) -> str:
+    """What will be run, what is real about it, and what the script says for each run."""
+    width = max(len(variant.policy) for variant in variants)
+    calls = "".join(
+        f"  {variant.policy:{width}}  {_call(plan, variant)}\n  {'':{width}}  {variant.what}\n" for variant in variants
+    )
     return (
         f"A {plan.num_ranks}-process gloo job trains a small CNN on Fashion-MNIST to {plan.target_accuracy:.0%} "
-        f"held-out accuracy, twice with one seed and one global batch of {plan.local_batch_size * plan.num_ranks}.\n"
+        f"held-out accuracy, {len(variants)} times with one seed.\n"
         f"Its ranks are PACED: they sleep to {plan.pace_s_per_sample * 1000:g} ms per sample, rank "
         f"{plan.slow_rank} to {plan.slowdown:g} times that. Data, gradients, processes and messages are real.\n"
+        f"One call differs in its script:\n{calls}"
         "Shown per window: local batch sizes, step time, held-out accuracy, actions applied."
     )
+
+
+def _call(plan: DemoPlan, variant: Variant) -> str:
+    named = "".join(f', {name}="{value}"' for name, value in variant.arguments.items())
+    return f"attach(model, optimizer, dataset, local_batch_size={plan.local_batch_size}{named})"
 
 
 class DemoProgress(ProgressLine):
@@ -50,7 +60,7 @@ class DemoProgress(ProgressLine):
 def show(runs: Sequence[DemoRun], *, stderr: bool) -> None:
     """Print a line for each run, with ratios to the first."""
     headings = ("policy", "to target", "final", "median step", "applied", "last sizes")
-    table = new_table(*headings, left=("policy",), title="Same seed, same global batch, same target")
+    table = new_table(*headings, left=("policy",), title="Same seed, same data, same target")
     first = runs[0].summary
     for summary in (run.summary for run in runs):
         table.add_row(
