@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
-from dynamix import trainer as dynamix
+from dynamix.trainer import attach
 
 
 def main() -> None:
@@ -18,7 +18,7 @@ def main() -> None:
     model = DistributedDataParallel(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 2)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     criterion = nn.CrossEntropyLoss()
-    session = dynamix.attach(model, optimizer, dataset, local_batch_size=128, num_workers=2)
+    session = attach(model, optimizer, dataset, local_batch_size=128, num_workers=2)
     for epoch in session.epochs(3):
         for features, targets in session.loader:
             loss = criterion(model(features), targets)

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
-from dynamix import trainer as dynamix
 from dynamix.lab.workloads import OPTIMIZERS, WORKLOADS, Part, Workload, make_optimizer, workload_named
 from dynamix.schemas.messages.policies import DEFAULT_POLICY
+from dynamix.trainer import attach
 
 EVALUATION_BATCH = 500
 
@@ -77,7 +77,7 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
     evaluator = PeriodicEvaluation(
         workload, Part(*(t[some] for t in data.validation)), device, arguments.evaluate_every
     )
-    session = dynamix.attach(
+    session = attach(
         model,
         optimizer,
         TensorDataset(*(tensor[some] for tensor in data.train)),

@@ -14,8 +14,8 @@ from bench.cluster.plan import Arm, ClusterPlan
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dynamix import trainer as dynamix
 from dynamix.lab.workloads.datasets import fashion_mnist
+from dynamix.trainer import attach
 
 
 def make_model() -> nn.Module:
@@ -39,7 +39,7 @@ def train(plan: ClusterPlan, arm: Arm) -> None:
     torch.manual_seed(plan.seed)
     model = DistributedDataParallel(make_model())
     optimizer = torch.optim.SGD(model.parameters(), lr=plan.learning_rate, momentum=0.9)
-    session = dynamix.attach(
+    session = attach(
         model,
         optimizer,
         fashion_mnist("train", plan.data),

@@ -9,9 +9,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from dynamix import trainer as dynamix
 from dynamix.runtime.settings import BusSettings
-from dynamix.trainer import Session
+from dynamix.trainer import Session, attach
 from dynamix.trainer.data.loader import Loader
 
 WINDOW_STEPS = 20
@@ -59,7 +58,7 @@ def plain_arm(data: TensorDataset, hidden: int, pace_s: float) -> tuple[Step, Di
 def steered_arm(data: TensorDataset, hidden: int, pace_s: float, bus: BusSettings) -> tuple[Step, Session]:
     """A step of the same model with a session."""
     model, optimizer = _replica(hidden)
-    session = dynamix.attach(
+    session = attach(
         model,
         optimizer,
         data,

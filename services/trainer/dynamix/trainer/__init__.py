@@ -1,4 +1,4 @@
-"""In the training process: report, adopt, weight, load data. `from dynamix import trainer as dynamix`."""
+"""In the training process: report, adopt, weight, load data. `from dynamix.trainer import attach`."""
 
 from .attach import attach
 from .measurement.clock import StepTimes
