@@ -275,6 +275,7 @@ def test_a_job_is_found_by_how_its_id_begins_if_that_is_one() -> None:
     }
     assert chosen(jobs, "a-2").job == "a-2"
     assert chosen(jobs, "b").job == "b-1"  # the one that runs
+    assert chosen({"a-1": jobs["a-1"], "c-77": jobs["b-2"]}, "77").job == "b-2"  # by its run id
     with pytest.raises(CommandError, match="'a' may be any of a-2, a-1: name one of them"):
         chosen(jobs, "a")
     with pytest.raises(CommandError, match="no job is called 'c'; jobs on this broker: b-2, b-1, a-2, a-1"):

@@ -164,6 +164,12 @@ def test_a_broker_without_jobs_says_how_to_start_one() -> None:
     assert "dynamix train" in text
 
 
+def test_a_job_that_is_not_there_is_answered_with_those_that_are_in_a_line_of_their_own() -> None:
+    missing = "no job is called 'x'; jobs on this broker: b-2, a-1"
+    lines = frame(None, alive(), missing=missing, now_ns=0, now_s=0.0, width=80, height=24)
+    assert [line.plain for line in lines[:2]] == missing.split("; ")
+
+
 def test_a_job_without_windows_shows_what_it_begins_with() -> None:
     board = Board(examples.JOB)
     board.fold(examples.job())

@@ -82,6 +82,7 @@ async def test_what_real_services_say_of_a_job_is_on_the_board() -> None:
         assert next(iter(board.reward_terms())) == "accuracy"
         assert {beat.live.service for beat in feed.heartbeats.recent(_now(feed))} == set(SERVICES)
     assert "window 2 · 4 ranks" in shown
+    assert "signature size-stuck" in shown
     assert f"● collector {NODE}" in shown
     data = json.loads(snapshot)
     assert data["job"]["name"] == job.job
@@ -143,6 +144,24 @@ async def test_a_named_job_is_waited_for_and_kept(bus: Bus) -> None:
     await asyncio.gather(following, return_exceptions=True)
 
 
+async def test_a_job_that_is_not_there_is_answered_with_those_that_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("dynamix.cli.board.feed.HEARTBEAT_WAIT_S", 0.1)
+    async with EmbeddedServer() as server:
+        for name, value in bus_environment(server.settings).items():
+            monkeypatch.setenv(name, value)
+        connection = await Bus.connect(server.settings, name="test")
+        await provision(connection)
+        await connection.publish(job_called("first-00000001", "ended"))
+        await connection.publish(job_called("second-00000002"))
+        await connection.close()
+        assert await asyncio.to_thread(main, ["top", "nosuch", "--once"]) == 1
+    output = capsys.readouterr()
+    assert "no job is called 'nosuch'; jobs on this broker: second-00000002, first-00000001" in output.err
+    assert output.out == ""
+
+
 async def test_an_empty_broker_gives_an_empty_board(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dynamix.cli.board.feed.HEARTBEAT_WAIT_S", 0.1)
     feed = Feed(bus, None)
@@ -169,6 +188,7 @@ async def test_a_broker_without_streams_says_what_to_run() -> None:
         ("a-00000001", "a-00000001"),
         ("a", "a-00000004"),
         ("c", "c-00000003"),
+        ("00000003", "c-00000003"),
         ("a-0000", None),
         ("missing", None),
     ],

@@ -12,6 +12,7 @@ from .errors import CommandError, MisuseError
 
 MAX_NAMED = 12
 """Jobs that an error lists."""
+NO_JOB = "no job has run on this broker yet"
 
 
 async def find_job(bus: Bus, wanted: str) -> Job:
@@ -38,29 +39,34 @@ async def known_jobs(bus: Bus) -> dict[str, Job]:
 
 
 def chosen(jobs: Mapping[str, Job], wanted: str) -> Job:
-    """The job of that id; else the only one whose id begins so, or the only one of those that runs.
+    """The job of that id; else the only one whose id begins so or has that run id, or the only one of those that runs.
 
     Raises CommandError when there is none, or there are several, with the ids that fit.
     """
     if wanted in jobs:
         return jobs[wanted]
-    fitting = [job for name, job in jobs.items() if name.startswith(wanted)]
+    fitting = [job for name, job in jobs.items() if name.startswith(wanted) or name.endswith(f"-{wanted}")]
     running = [job for job in fitting if job.phase == "running"]
     if len(only := running or fitting) == 1:
         return only[0]
     if only:
         raise MisuseError(f"{wanted!r} may be any of {_listed([job.job for job in only])}: name one of them")
-    raise CommandError(f"no job is called {wanted!r}; jobs on this broker: {_listed(list(jobs)) or 'none'}")
+    raise CommandError(none_called(wanted, jobs))
+
+
+def none_called(wanted: str, jobs: Mapping[str, Job]) -> str:
+    """Say that there is no such job, and which ones there are."""
+    return f"no job is called {wanted!r}; jobs on this broker: {_listed(list(jobs)) or 'none'}"
 
 
 def newest_job(jobs: dict[str, Job], wanted: str | None) -> str | None:
     """The id to watch: the wanted one; of several the one that runs, and of those the newest; `None` without any.
 
-    `jobs` are by id, oldest first; `wanted` is an id, a name without run id, or `None` for any.
+    `jobs` are by id, oldest first; `wanted` is an id, its name or its run id, or `None` for any.
     """
     if wanted is not None and wanted in jobs:
         return wanted
-    fitting = [name for name in reversed(jobs) if wanted is None or name.rpartition("-")[0] == wanted]
+    fitting = [name for name in reversed(jobs) if wanted is None or wanted in name.rpartition("-")[::2]]
     return next((name for name in fitting if jobs[name].phase == "running"), fitting[0] if fitting else None)
 
 

@@ -51,7 +51,17 @@ class Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        exit_code = dispatch(list(sys.argv[1:] if arguments is None else arguments))
+        sys.stdout.flush()  # here, and not as the interpreter ends, which would show a traceback
+    except BrokenPipeError:  # the reader of our output has gone, as in `dynamix doctor | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    return exit_code
+
+
+def dispatch(given: Sequence[str]) -> int:
+    """Show help, or run the command that is named first; returns the exit code."""
     if not given or given[0] in ("-h", "--help"):
         print(overview())
         return 0 if given else 2
@@ -98,9 +108,6 @@ def guarded(name: str, work: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 128 + signal.SIGINT
-    except BrokenPipeError:  # the reader of our output has gone, as in `dynamix doctor | head -1`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
 
 
 def overview() -> str:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import time
 
-from dynamix.cli.jobs import known_jobs, newest_job
+from dynamix.cli.jobs import NO_JOB, known_jobs, newest_job, none_called
 from dynamix.cli.services import hear
 from dynamix.runtime.bus import Bus, BusError, BusMessage, Consumer
 from dynamix.schemas import subjects
@@ -25,7 +25,7 @@ class Feed:
     """One job's board (`None` while there is no job) and the services' heartbeats, kept up to date from the bus."""
 
     def __init__(self, bus: Bus, wanted: str | None) -> None:
-        """Follow the job `wanted` (an id, or the name in front of the run id), else the newest one that runs."""
+        """Follow the job `wanted` (an id, its name or its run id), else the newest one that runs."""
         self._bus = bus
         self._wanted = wanted
         self._jobs: dict[str, Job] = {}  # oldest first
@@ -33,6 +33,11 @@ class Feed:
         self.board: Board | None = None
         self.heartbeats = Heartbeats()
         self.changed = asyncio.Event()  # set whenever something new is known
+
+    @property
+    def missing(self) -> str:
+        """Why there is no board."""
+        return NO_JOB if self._wanted is None else none_called(self._wanted, self._jobs)
 
     async def follow(self) -> None:
         """Keep the board up to date until cancelled; switches to a newer job when that is the one wanted."""

@@ -21,7 +21,7 @@ from dynamix.runtime.settings import BusSettings
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("job", nargs="?", help="the job's id, or its name (default: the newest that runs)")
+    parser.add_argument("job", nargs="?", help="the job's id, its name or its run id (default: the newest that runs)")
     parser.add_argument("--once", action="store_true", help="print one frame and end")
     add_json_argument(parser)
 
@@ -43,12 +43,12 @@ async def _show_once(settings: BusSettings, arguments: argparse.Namespace) -> No
         await feed.catch_up()
     if arguments.json is not None:
         write_json(snapshot(feed.board, feed.heartbeats, time.monotonic()), arguments.json)
-    else:
+    if feed.board is None and arguments.job is not None:
+        raise CommandError(feed.missing)
+    if arguments.json is None:
         from .view.screen import show
 
         show(feed)
-    if feed.board is None and arguments.job is not None:
-        raise CommandError(f"no job is called {arguments.job!r} on this broker")
 
 
 async def _watch(settings: BusSettings, wanted: str | None) -> None:

@@ -8,6 +8,7 @@ from rich.text import Text
 from dynamix.cli.board.board import Board
 from dynamix.cli.board.heartbeats import Heartbeats
 from dynamix.cli.formatting import bar, curve, duration, number, percent, signed_count
+from dynamix.cli.jobs import NO_JOB
 
 from .rank_table import rank_lines
 
@@ -20,15 +21,22 @@ SHOWN_CHANGES = 16
 
 
 def frame(
-    board: Board | None, heartbeats: Heartbeats, *, now_ns: int, now_s: float, width: int, height: int
+    board: Board | None,
+    heartbeats: Heartbeats,
+    *,
+    now_ns: int,
+    now_s: float,
+    width: int,
+    height: int,
+    missing: str = NO_JOB,
 ) -> list[Text]:
-    """At most `height` lines of at most `width` characters.
+    """At most `height` lines of at most `width` characters; `missing` says why there is no board.
 
     `now_ns` is the wall clock, for the age of the newest window; `now_s` the clock that `heartbeats` was given.
     """
     below = [_services(heartbeats, now_s)]
     if board is None or (board.job is None and not board.history):
-        return _cut([*_empty(board), Text(), *below], width, height)
+        return _cut([*_empty(board, missing), Text(), *below], width, height)
     rule = Text("─" * width, "dim")
     below = [rule, *_decision(board), *_reward(board, width), *_event(board), *_network(board), *below]
     tiles = _tiles(board, width)[: max(2, height - len(below) - MIN_TABLE)]
@@ -37,10 +45,10 @@ def frame(
     return _cut([*above, *rank_lines(board, width, room), *below], width, height)
 
 
-def _empty(board: Board | None) -> list[Text]:
-    what = "no job has run on this broker yet" if board is None else f"no message of the job {board.name} yet"
+def _empty(board: Board | None, missing: str) -> list[Text]:
+    what = missing if board is None else f"no message of the job {board.name} yet"
     return [
-        Text(what, "bold"),
+        *(Text(part, "bold") for part in what.split("; ")),
         Text("start one with:  dynamix train -- --standalone --nproc-per-node 4 train.py", "dim"),
     ]
 

@@ -52,7 +52,8 @@ async def watch(feed: Feed) -> None:
 def current(feed: Feed, console: Console) -> Group:
     """The frame for the console's size now."""
     now_ns, now_s, size = time.time_ns(), time.monotonic(), console.size
-    lines = frame(feed.board, feed.heartbeats, now_ns=now_ns, now_s=now_s, width=size.width, height=size.height)
+    room = {"width": size.width, "height": size.height}
+    lines = frame(feed.board, feed.heartbeats, missing=feed.missing, now_ns=now_ns, now_s=now_s, **room)
     return Group(*lines)
 
 
