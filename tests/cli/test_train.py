@@ -17,7 +17,7 @@ TORCHRUN = ["--standalone", "--nproc-per-node", "1"]
 
 
 def test_the_id_is_the_name_and_eight_digits_never_the_same_twice() -> None:
-    first, second = (train.job_id([*TORCHRUN, "train.py"], name="mnist", given="") for _ in range(2))
+    first, second = (train.identity([*TORCHRUN, "train.py"], name="mnist", given="")["DYNAMIX_JOB"] for _ in range(2))
     assert first != second
     name, _, run_id = first.rpartition("-")
     assert (name, len(run_id), int(run_id, 16) >= 0) == ("mnist", 8, True)
@@ -26,25 +26,28 @@ def test_the_id_is_the_name_and_eight_digits_never_the_same_twice() -> None:
 @pytest.mark.parametrize(
     ("script", "name"), [("train.py", "train"), ("a/b/My_Script.py", "my-script"), ("-m", "job"), ("___.py", "job")]
 )
-def test_without_a_name_it_is_the_scripts(script: str, name: str) -> None:
-    assert train.job_id([*TORCHRUN, script], name=None, given="").rpartition("-")[0] == name
+def test_without_a_name_it_is_the_scripts_unless_the_script_gives_one(script: str, name: str) -> None:
+    named = train.identity([*TORCHRUN, script], name=None, given="")
+    assert set(named) == {"DYNAMIX_TRAINER_NAME", "DYNAMIX_TRAINER_RUN_ID"}
+    assert named["DYNAMIX_TRAINER_NAME"] == name
 
 
 def test_a_given_id_is_taken_as_it_is() -> None:
-    assert train.job_id(["--nnodes", "2", "train.py"], name="ignored", given="mnist-0a1b2c3d") == "mnist-0a1b2c3d"
+    named = train.identity(["--nnodes", "2", "train.py"], name="ignored", given="mnist-0a1b2c3d")
+    assert named == {"DYNAMIX_JOB": "mnist-0a1b2c3d"}
 
 
 @pytest.mark.parametrize(("name", "given"), [("My Job", ""), ("x" * 55, ""), (None, "a.b")])
 def test_a_name_that_cannot_be_a_subject_is_a_usage_error(name: str | None, given: str) -> None:
     with pytest.raises(CommandError) as caught:
-        train.job_id(["train.py"], name=name, given=given)
+        train.identity(["train.py"], name=name, given=given)
     assert caught.value.exit_code == 2
 
 
 @pytest.mark.parametrize("option", [["--nnodes", "2"], ["--nnodes=1:4"], ["--standalone", "--nnodes", "4:4"]])
 def test_several_nodes_must_be_told_one_id(option: list[str]) -> None:
     with pytest.raises(CommandError, match=r"--job train-[0-9a-f]{8}"):
-        train.job_id([*option, "train.py"], name=None, given="")
+        train.identity([*option, "train.py"], name=None, given="")
 
 
 @pytest.mark.parametrize(
@@ -56,7 +59,7 @@ def test_one_node_is_one_node_whatever_the_script_is_told(arguments: list[str]) 
 
 def test_the_environment_adds_what_ranks_need_and_keeps_what_the_user_chose() -> None:
     bus = BusSettings(url="nats://127.0.0.1:5000", user="trainer", password_file="/run/p")
-    made = train.environment({"OMP_NUM_THREADS": "8", "HOME": "/h"}, "mnist-0a1b2c3d", bus, "static")
+    made = train.environment({"OMP_NUM_THREADS": "8", "HOME": "/h"}, {"DYNAMIX_JOB": "mnist-0a1b2c3d"}, bus, "static")
     assert made == {
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "OMP_NUM_THREADS": "8",
@@ -67,7 +70,7 @@ def test_the_environment_adds_what_ranks_need_and_keeps_what_the_user_chose() ->
         "DYNAMIX_JOB": "mnist-0a1b2c3d",
         "DYNAMIX_TRAINER_POLICY": "static",
     }
-    assert train.environment({}, "j", bus, None)["OMP_NUM_THREADS"] == "1"
+    assert train.environment({}, {}, bus, None)["OMP_NUM_THREADS"] == "1"
 
 
 def test_no_script_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,3 +100,31 @@ def test_torchrun_starts_the_script_with_its_own_arguments_and_our_environment(t
     assert f"job {seen['DYNAMIX_JOB']}, bus nats://127.0.0.1:5999" in done.stderr
     assert (seen["DYNAMIX_NATS_URL"], seen["OMP_NUM_THREADS"]) == ("nats://127.0.0.1:5999", "1")
     assert seen["TORCHELASTIC_RESTART_COUNT"] == "0"
+
+
+ATTACHED = """
+import torch
+from torch.utils.data import TensorDataset
+from dynamix.trainer import attach
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+print(attach(model, optimizer, TensorDataset(torch.ones(8, 2)), local_batch_size=4, connect=False{named}).job)
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "in_script", "name"),
+    [([], "", "my-script"), ([], ', name="mnist"', "mnist"), (["--name", "typed"], ', name="mnist"', "typed")],
+)
+def test_the_scripts_own_name_counts_unless_another_was_typed(
+    given: list[str], in_script: str, name: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "My_Script.py"
+    script.write_text(ATTACHED.format(named=in_script))
+    environ = {**os.environ, "DYNAMIX_NATS_URL": "nats://127.0.0.1:5999", "HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "dynamix.cli.main", "train", *given, "--", *TORCHRUN, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, check=True)
+    job = done.stdout.strip()
+    assert job.rpartition("-")[0] == name
+    watched = job if given else job.rpartition("-")[2]
+    assert f"watch it with: dynamix top {watched}\n" in done.stderr

@@ -49,6 +49,13 @@ def test_a_configured_job_is_taken_as_it_is() -> None:
         propose_job("mnist", "Run 17", Launch())
 
 
+def test_a_run_id_ends_the_id_whatever_the_launcher_says() -> None:
+    assert propose_job("mnist", "", Launch("torchruns", elastic=True), "0a1b2c3d") == "mnist-0a1b2c3d"
+    assert propose_job("mnist", "run-17", Launch(), "0a1b2c3d") == "run-17"
+    with pytest.raises(ValueError, match="cannot be part of a subject"):
+        propose_job("mnist", "", Launch(), "A.B")
+
+
 def test_without_a_launcher_every_run_has_its_own_id() -> None:
     ids = {propose_job("mnist", "", Launch()) for _ in range(20)}
     assert len(ids) == 20

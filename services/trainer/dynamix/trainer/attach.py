@@ -57,7 +57,7 @@ def attach(
     micro_batch_size: int | None = None,
     gradient_accumulation_steps: int = 1,
     look_ahead: int = 0,
-    name: str = "training",
+    name: str | None = None,
     window_steps: int = 20,
     min_local_batch_size: int | None = None,
     max_local_batch_size: int | None = None,
@@ -102,7 +102,8 @@ def attach(
         gradient_accumulation_steps: batches of each rank in a step, where the script divides each loss by it, as
             frameworks do; instead of `micro_batch_size`.
         look_ahead: batches that the script fetches before `session.step()` ended the one before, as prefetchers do.
-        name: of the job on the bus, `[a-z0-9-]`; a run id is added. `DYNAMIX_JOB` overrules both.
+        name: of the job on the bus, `[a-z0-9-]`; a run id is added. When not given, the script's file name under
+            `dynamix train`, else `training`. `dynamix train --name` and `DYNAMIX_JOB` overrule it.
         window_steps: k, the optimizer steps between two decisions.
         min_local_batch_size: bound of decisions; 0 lets a rank have no samples. When not given, an eighth of the
             smallest initial size, or with an adaptive global batch at most 32.

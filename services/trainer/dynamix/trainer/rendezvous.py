@@ -57,7 +57,7 @@ class Rendezvous(NamedTuple):
 
 def meet_ranks(
     *,
-    name: str,
+    name: str | None,
     options: JobOptions,
     data: DataIdentity,
     caps: MemoryCaps,
@@ -70,7 +70,8 @@ def meet_ranks(
         ValueError: on all ranks alike, when they attached with different options.
     """
     launch = environment.launch
-    job = propose_job(name, environment.shared.job, launch)
+    trainer = environment.trainer
+    job = propose_job(name or trainer.name, environment.shared.job, launch, trainer.run_id)
     collectives = join_ranks()
     sockets = PeerSockets(_foreign_ports(bus))
     peers = collectives.gather_objects(
@@ -109,7 +110,7 @@ def meet_ranks(
 
 def _last_generation(job: str, environment: Environment, bus: BusSettings | None) -> int | None:
     """Rank 0's question to the bus; an id that cannot have been used before needs none."""
-    if bus is None or is_fresh(environment.shared.job, environment.launch):
+    if bus is None or is_fresh(environment.shared.job or environment.trainer.run_id, environment.launch):
         return None
     return last_generation(bus, job, name=f"{SERVICE}-{node_name(environment.shared)}")
 

@@ -16,6 +16,10 @@ from .job.identity import Launch
 class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of the training side: `DYNAMIX_TRAINER_...`."""
 
+    name: str = "training"
+    """Name of a job whose script gives none; `dynamix train` sets it to the script's file name."""
+    run_id: str = ""
+    """Ends the job's id, behind its name; `dynamix train` makes one."""
     policy: str = ""
     """Overrules the policy that the script names."""
     outbox_messages: int = 256

@@ -2,8 +2,8 @@
 
   dynamix train --name mnist -- --standalone --nproc-per-node 4 --max-restarts 3 train.py --epochs 10
 
-Everything behind `--` goes to torchrun unchanged: its options, the script, the script's arguments. The job's id is made
-once here, so that it stays the same when torchrun restarts the ranks.
+Everything behind `--` goes to torchrun unchanged: its options, the script, the script's arguments. The job's id
+ends in a run id that is made once here, so that it stays the same when torchrun restarts the ranks.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from dynamix.cli.services import bus_environment
 from dynamix.runtime.settings import BusSettings, redact_url
 from dynamix.schemas.subjects import check_token
 
+JOB, NAME, RUN_ID = "DYNAMIX_JOB", "DYNAMIX_TRAINER_NAME", "DYNAMIX_TRAINER_RUN_ID"
 RUN_ID_BYTES = 4
 MAX_NAME = 63 - 1 - 2 * RUN_ID_BYTES
 ELASTIC_RESTART = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
@@ -30,7 +31,10 @@ ELASTIC_RESTART = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("--name", help="the job's name; its id is the name and 8 digits (default: the script's name)")
+    parser.add_argument(
+        "--name",
+        help="the job's name; its id is the name and 8 digits (default: the one in the script, or its file name)",
+    )
     parser.add_argument("--job", metavar="ID", help="the whole id, where several nodes must name the same job")
     parser.add_argument("--policy", help="instead of the policy that the script asks for")
     parser.add_argument("torchrun", nargs="*", metavar="-- ARGUMENT", help="torchrun's options, script, its arguments")
@@ -46,39 +50,49 @@ def run(arguments: argparse.Namespace) -> int:
             "PyTorch is not installed in this environment: pip install torch, or 'dynamix-batch[train]' "
             "(https://pytorch.org says which build fits your GPU)"
         )
-    job = job_id(words, name=arguments.name, given=arguments.job or os.environ.get("DYNAMIX_JOB", ""))
+    named = identity(words, name=arguments.name, given=arguments.job or os.environ.get(JOB, ""))
     bus = find(os.environ)
-    print(f"job {job}, bus {redact_url(bus.url)}; watch it with: dynamix top {job}", file=sys.stderr, flush=True)
+    what, watched = ("job", named[JOB]) if JOB in named else ("run", named[RUN_ID])
+    print(
+        f"{what} {watched}, bus {redact_url(bus.url)}; watch it with: dynamix top {watched}",
+        file=sys.stderr,
+        flush=True,
+    )
     command = [sys.executable, "-m", "torch.distributed.run", *words]
-    os.execve(sys.executable, command, environment(os.environ, job, bus, arguments.policy))  # noqa: S606 - no shell
+    os.execve(sys.executable, command, environment(os.environ, named, bus, arguments.policy))  # noqa: S606 - no shell
 
 
-def job_id(arguments: Sequence[str], *, name: str | None, given: str) -> str:
-    """The job's id: the one given, else the name and a random run id.
+def identity(arguments: Sequence[str], *, name: str | None, given: str) -> dict[str, str]:
+    """The variables that name the job: its id as given, or the name and a random run id.
+
+    Where neither an id nor a name is given, the script may name the job: then only the run id is decided here.
 
     Raises:
         CommandError: when it is invalid in a subject, or when each of several nodes would make a different one.
     """
     try:
         if given:
-            return check_token(given)
+            return {JOB: check_token(given)}
         chosen = check_token(name or _script_name(arguments))
     except ValueError as error:
         raise MisuseError(str(error)) from error
     if len(chosen) > MAX_NAME:
         raise MisuseError(f"the name {chosen!r} has {len(chosen)} characters: use at most {MAX_NAME}")
-    made = f"{chosen}-{secrets.token_hex(RUN_ID_BYTES)}"
+    run_id = secrets.token_hex(RUN_ID_BYTES)
+    made = f"{chosen}-{run_id}"
     if spans_nodes(arguments):
         what = "a job on several nodes needs one id on all of them: pass, for example,"
         raise MisuseError(f"{what} --job {made} on each")
-    return made
+    return {JOB: made} if name else {NAME: chosen, RUN_ID: run_id}
 
 
-def environment(environ: Mapping[str, str], job: str, bus: BusSettings, policy: str | None) -> dict[str, str]:
+def environment(
+    environ: Mapping[str, str], named: Mapping[str, str], bus: BusSettings, policy: str | None
+) -> dict[str, str]:
     """The environment of torchrun: ours, the bus, the job, and what torchrun needs to restart ranks under gloo."""
     defaults = {ELASTIC_RESTART: "1", "OMP_NUM_THREADS": "1"}
-    chosen = {"DYNAMIX_JOB": job} | ({"DYNAMIX_TRAINER_POLICY": policy} if policy else {})
-    return defaults | dict(environ) | bus_environment(bus) | chosen
+    chosen = {"DYNAMIX_TRAINER_POLICY": policy} if policy else {}
+    return defaults | dict(environ) | bus_environment(bus) | dict(named) | chosen
 
 
 def spans_nodes(arguments: Sequence[str]) -> bool:

@@ -1,8 +1,9 @@
 """Who we are: the job's name on the bus, its generation, and which ranks share a node.
 
-The job id is made once per run and survives the restarts of `torchrun`. It comes from the run id, which `--standalone`
-makes for each run and `--rdzv-id` sets for all nodes alike; without one from the launch: the directory that `torchrun`
-makes for its logs, or the agent itself, whose boot id, pid and start time no other process ever has.
+The job id is made once per run and survives the restarts of `torchrun`. It ends in the run id that `dynamix train`
+made; else it comes from torchrun's, which `--standalone` makes for each run and `--rdzv-id` sets for all nodes alike;
+without one from the launch: the directory that `torchrun` makes for its logs, or the agent itself, whose boot id, pid
+and start time no other process ever has.
 
 A run id or a `DYNAMIX_JOB` that is used again goes on with the same job. Its generations never repeat: each start asks
 the bus for the last one (`history`), and a checkpoint says which ones its launch may have used (`generation_after`).
@@ -91,8 +92,8 @@ class JobIdentity(NamedTuple):
     max_local_batch_sizes: tuple[int, ...]
 
 
-def propose_job(name: str, configured: str, launch: Launch) -> str:
-    """The job id this rank would choose: the configured one, else the name and 8 hexadecimal digits.
+def propose_job(name: str, configured: str, launch: Launch, run_id: str = "") -> str:
+    """The job id this rank would choose: the configured one, else the name and the run id, or 8 hexadecimal digits.
 
     Raises:
         ValueError: when the name or the configured id cannot be part of a subject.
@@ -101,6 +102,8 @@ def propose_job(name: str, configured: str, launch: Launch) -> str:
         return check_token(configured)
     if len(check_token(name)) > MAX_NAME:
         raise ValueError(f"name {name!r} has {len(name)} characters: use at most {MAX_NAME}")
+    if run_id:
+        return check_token(f"{name}-{run_id}")
     if not launch.elastic:
         return f"{name}-{secrets.token_hex(4)}"
     named = launch.id if launch.log_directory else fingerprint(os.getppid())
