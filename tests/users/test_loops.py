@@ -582,6 +582,65 @@ def test_a_loop_that_stops_by_progress_sees_the_samples_of_the_plain_one() -> No
 # --- another number of ranks ------------------------------------------------------------------------------------
 
 
+def _start(optimizer_class: Callable[..., torch.optim.Optimizer]) -> tuple[nn.Module, torch.optim.Optimizer, Session]:
+    model = make_model()
+    optimizer = optimizer_class(model.parameters(), lr=0.1)
+    return model, optimizer, dynamix.attach(model, optimizer, Numbered(64), local_batch_size=8, connect=False)
+
+
+def _two_steps(model: nn.Module, optimizer: torch.optim.Optimizer, session: Session) -> None:
+    for batch in session.loader:
+        optimizer.zero_grad()
+        _loss(model, batch).backward()
+        optimizer.step()
+        session.step()
+        if session.step_index % 2 == 0:
+            break
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.Adam, torch.optim.Adagrad])
+@pytest.mark.parametrize("loads_session", [False, True])
+def test_a_snapshot_without_the_sessions_state_is_warned_about(
+    optimizer_class: Callable[..., torch.optim.Optimizer], loads_session: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = _start(optimizer_class)
+    _two_steps(*first)
+    model_state, optimizer_state, session_state = (each.state_dict() for each in first)
+    model, optimizer, session = _start(optimizer_class)
+    model.load_state_dict(model_state)
+    optimizer.load_state_dict(optimizer_state)
+    if loads_session:
+        session.load_state_dict(session_state)
+    _two_steps(model, optimizer, session)
+    assert session.step_index == (4 if loads_session else 2)
+    if loads_session:
+        assert caplog.messages == []
+    else:
+        said = "the optimizer has made steps already, but this session begins at epoch 0 with sample 0"
+        assert [message.startswith(said) for message in caplog.messages] == [True]
+        assert "call session.load_state_dict(...) on all ranks" in caplog.text
+
+
+def test_a_second_session_of_a_process_is_no_resume(caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer, session = _start(torch.optim.Adam)
+    _two_steps(model, optimizer, session)
+    session.close()
+    again = dynamix.attach(model, optimizer, Numbered(64), local_batch_size=8, connect=False)
+    _two_steps(model, optimizer, again)
+    assert again.step_index == 2
+    assert caplog.messages == []
+
+
+def test_a_restart_at_the_first_sample_is_warned_about(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A snapshot of the model alone leaves no trace in the optimizer, but torchrun says that it started again."""
+    for name, value in (("RUN_ID", "r"), ("RESTART_COUNT", "1"), ("MAX_RESTARTS", "3")):
+        monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
+    _two_steps(*_start(torch.optim.SGD))
+    assert [message.startswith("start 1 of job training-") for message in caplog.messages] == [True]
+
+
 def _save(_rank: int) -> tuple[dict[str, Any], torch.Tensor]:
     model = distribute(make_model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

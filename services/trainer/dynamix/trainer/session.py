@@ -88,6 +88,7 @@ class Session:
         self._said_needless = False
         self._num_alike = 0
         self._counts_before: tuple[int, ...] = ()
+        self._state_loaded = False
         self._closed = False
         # the end is published, and the last messages leave, also when the script just ends
         self._leave = weakref.finalize(self, _leave, steering, models, transport, loggers, exit_rules)
@@ -316,6 +317,7 @@ class Session:
         if self._run.started:
             raise RuntimeError("load_state_dict after the first step: attach again to go back in a run")
         self._loader.position = restore(self._run, state)
+        self._state_loaded = True
 
     def close(self) -> None:
         """End the job on the bus and let the last messages leave, for a short and bounded time."""
@@ -342,8 +344,23 @@ class Session:
             raise RuntimeError("this session has ended: attach again to train on")
         self._meter.clock.discard()
         if not self._run.started:
+            self._check_snapshot()
             self._steering.start(self._loader.position)
             self._schedulers.begin(self.progress)
+
+    def _check_snapshot(self) -> None:
+        """Warn of a script that goes on with its model and optimizer, but not with its session."""
+        if self._state_loaded or self._run.place.rank != 0:
+            return
+        what = f"start {self.generation} of job {self.job} follows an earlier one" if self.generation else ""
+        if self._updates.begin_from_snapshot:
+            what = "the optimizer has made steps already"
+        if what:
+            _log.warning(
+                "%s, but this session begins at epoch 0 with sample 0: if the model comes from a snapshot, save "
+                "session.state_dict() in it, and call session.load_state_dict(...) on all ranks before the first batch",
+                what,
+            )
 
     def _on_batch(self, batch: MicroBatch) -> None:
         self._loss_scaled = False

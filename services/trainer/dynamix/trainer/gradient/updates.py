@@ -4,6 +4,7 @@ A script that ends a step too early, or on every micro-batch of its own accumula
 gradients without an error of torch's. The hooks of its optimizers show it, at no cost.
 """
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,9 @@ from torch.utils.hooks import RemovableHandle
 from dynamix.trainer.data.sampler import MicroBatch
 
 from .learning_rate import LearningRateScaler
+
+_covered: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""Those of all sessions of this process: their steps are no snapshot's."""
 
 
 class Updates:
@@ -32,6 +36,8 @@ class Updates:
         self._handles: list[RemovableHandle] = []
         self._optimizers: set[int] = set()
         """By id, as below."""
+        self._new: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        """Those of no earlier session of this process."""
         self._updated: set[int] = set()
         """Those that stepped since the step began."""
         self._left_out: set[int] = set()
@@ -45,12 +51,20 @@ class Updates:
             optimizer.register_step_post_hook(self._after_step),
         ]
         self._optimizers.add(id(optimizer))
+        if optimizer not in _covered:
+            self._new.add(optimizer)
+            _covered.add(optimizer)
 
     def remove(self) -> None:
         """Leave the optimizers as they were."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    @property
+    def begin_from_snapshot(self) -> bool:
+        """Whether an optimizer has steps behind it before the session's first one; SGD without momentum cannot tell."""
+        return any(_has_stepped(optimizer) for optimizer in self._new)
 
     @property
     def any_since_step(self) -> bool:
@@ -77,3 +91,11 @@ class Updates:
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._updated.add(id(optimizer))
+
+
+def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its state is that of steps; some make theirs before the first, with a count of 0."""
+    return any(
+        bool(state["step"] > 0) if "step" in state else state.get("momentum_buffer") is not None
+        for state in optimizer.state.values()
+    )
