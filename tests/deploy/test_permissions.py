@@ -39,6 +39,8 @@ MAY_READ = {kind.name: {*kind.receivers, WATCHER} for kind in STORED}
 for _name in ("report", "window", "policy", "event"):
     MAY_READ[_name].add("learner")  # its one consumer of FEED has several filters, which permissions cannot limit
 
+MAY_READ["reward"].discard("trainer")  # it hears them as they are published, and may not read the stream
+
 
 def message(kind: str, job: str = examples.JOB) -> Message:
     """A message of a kind, of a job."""
@@ -202,6 +204,19 @@ async def push_consumer(bus: Bus, name: str, target: str, wanted: str) -> None:
     }
     body = {"stream_name": FEED.name, "action": "create", "config": config}
     await bus.requests.ask(f"CONSUMER.CREATE.{FEED.name}.{name}.{wanted}", body, Answer)
+
+
+@pytest.mark.parametrize("user", [user for user in USERS if user != "provision"])
+async def test_rewards_are_heard_by_the_trainer_only(connect: Any, user: str) -> None:
+    sender, bus = await connect("reward"), await connect(user)
+    async with bus.subscribe(subjects.of("reward", "heard", "*")) as rewards:
+        await bus._connection.round_trip(5.0)
+        await publish(sender, "reward", "heard")
+        if user == "trainer":
+            assert (await anext(rewards)).subject == subjects.of("reward", "heard", "node-a")
+        else:
+            with pytest.raises(PermissionDeniedError):
+                await anext(rewards)
 
 
 @pytest.mark.parametrize("user", SERVICES)

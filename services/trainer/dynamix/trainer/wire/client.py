@@ -20,7 +20,7 @@ from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import subjects
 from dynamix.schemas.chain import is_intact
 from dynamix.schemas.codec import MalformedMessageError, decode
-from dynamix.schemas.messages import Action, Message
+from dynamix.schemas.messages import Action, Message, Reward
 from dynamix.schemas.streams import ACTIONS
 
 from .transport import Outbox, Transport
@@ -35,7 +35,7 @@ _log = logging.getLogger("dynamix.trainer")
 
 
 class BusClient(Transport):
-    """The transport over the bus: publishes this rank's messages and, in global rank 0, receives its job's actions."""
+    """The transport over the bus: publishes this rank's messages; global rank 0 gets its job's actions and rewards."""
 
     def __init__(self, settings: BusSettings, *, node: str, outbox_messages: int, actions_of: str | None) -> None:
         super().__init__()
@@ -129,6 +129,7 @@ class BusClient(Transport):
         duties: list[Coroutine[Any, Any, object]] = [closed.wait(), self._publish_all(bus), self._send_heartbeats(bus)]
         if self._actions_of is not None:
             duties.append(self._listen(bus, subjects.of("action", self._actions_of)))
+            duties.append(self._hear_rewards(bus, subjects.of("reward", self._actions_of, subjects.ANY)))
         tasks = [asyncio.create_task(duty) for duty in duties]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -184,6 +185,20 @@ class BusClient(Transport):
             except BusError as error:
                 self._complain("cannot listen to actions; trying again", error)
                 await asyncio.sleep(RETRY_S)
+
+    async def _hear_rewards(self, bus: Bus, subject: str) -> None:
+        """Take rewards as they are published, for metrics only: what is missed is not asked for again."""
+        dead_letters = DeadLetters(bus, SERVICE, self._counters)
+        try:
+            async with bus.subscribe(subject) as messages:
+                async for message in messages:
+                    try:
+                        self.add_reward(decode(Reward, message.subject, message.payload))
+                    except MalformedMessageError as error:
+                        await dead_letters.set_aside(message, str(error))
+        except BusError as error:
+            self._complain("cannot hear rewards, metrics go without them", error)
+        await asyncio.Event().wait()  # a duty that ends would end the others
 
     async def _receive(self, batch: Sequence[BusMessage], dead_letters: DeadLetters) -> None:
         for message in batch:

@@ -1,13 +1,15 @@
-"""How a rank's messages leave and actions come in: within the process here, over the bus in `client`."""
+"""How a rank's messages leave, and actions and rewards come in: within the process here, over the bus in `client`."""
 
 import threading
 from collections import deque
 from collections.abc import Iterator
 
-from dynamix.schemas.messages import Action, Message, Report
+from dynamix.schemas.messages import Action, Message, Report, Reward
 
 INBOX_ACTIONS = 64
 """Only the newest action counts; the rest is slack for one window."""
+INBOX_REWARDS = 4096
+"""One per node and window; they inform only, of more the oldest are dropped."""
 
 
 class Transport:
@@ -21,6 +23,7 @@ class Transport:
 
     def __init__(self) -> None:
         self._actions: deque[Action] = deque(maxlen=INBOX_ACTIONS)
+        self._rewards: deque[Reward] = deque(maxlen=INBOX_REWARDS)
 
     @property
     def num_reports_dropped(self) -> int:
@@ -38,6 +41,15 @@ class Transport:
         """The actions received since the last call, oldest first."""
         while self._actions:
             yield self._actions.popleft()
+
+    def add_reward(self, reward: Reward) -> None:
+        """Hand in a node's rewards for one window; safe from any thread."""
+        self._rewards.append(reward)
+
+    def take_rewards(self) -> Iterator[Reward]:
+        """The rewards received since the last call, oldest first."""
+        while self._rewards:
+            yield self._rewards.popleft()
 
     def begin_close(self, timeout_s: float) -> None:
         """Let the transport end once all messages have left, at the latest after `timeout_s`; returns at once."""
