@@ -1,10 +1,11 @@
 """Metric loggers: found by name, fed in a thread, and never in training's way."""
 
+import csv
 import json
 import logging
 import threading
-from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,12 @@ from tests.support.training import Numbered, distribute, make_model
 
 from dynamix import trainer as dynamix
 from dynamix.runtime.extensions import ExtensionError
-from dynamix.trainer.wire.loggers import QUEUED_WINDOWS, Loggers, find_loggers, window_metrics
+from dynamix.trainer.loggers import CsvLogger, JsonlLogger, Metrics
+from dynamix.trainer.loggers.delivery import BUILT_IN, QUEUED_WINDOWS, Loggers, find_loggers
+from dynamix.trainer.loggers.history import MetricHistory
+from dynamix.trainer.loggers.window_metrics import MAX_RANKS_APART, window_metrics
+from dynamix.trainer.measurement.rows import Row
+from dynamix.trainer.wire.transport import Transport
 
 TIMEOUT_S = 10.0
 
@@ -24,16 +30,18 @@ class Recorded:
 
     def __init__(self, *, fails: bool = False) -> None:
         self.steps: list[int] = []
+        self.metrics: list[dict[str, float | str]] = []
         self.num_closed = 0
         self.may_go_on = threading.Event()
         self.may_go_on.set()
         self._fails = fails
 
-    def log(self, metrics: Mapping[str, float], *, step: int) -> None:  # noqa: ARG002 - the protocol's arguments
+    def log(self, metrics: Metrics, *, step: int) -> None:
         self.may_go_on.wait(TIMEOUT_S)
         if self._fails and self.steps:
             raise OSError("the disk is full")
         self.steps.append(step)
+        self.metrics.append(dict(metrics))
 
     def close(self) -> None:
         self.num_closed += 1
@@ -43,7 +51,7 @@ def test_every_logger_gets_every_window_in_order_and_is_closed_once() -> None:
     both = Recorded(), Recorded()
     loggers = Loggers(both)
     for step in (20, 40, 60):
-        loggers.publish(step, examples.totals(), None)
+        loggers.publish(step, {})
     loggers.close(TIMEOUT_S)
     loggers.close(TIMEOUT_S)
     assert [(one.steps, one.num_closed) for one in both] == [([20, 40, 60], 1)] * 2
@@ -54,7 +62,7 @@ def test_a_logger_that_raises_is_closed_and_the_others_go_on(caplog: pytest.LogC
     loggers = Loggers([failing, working])
     with caplog.at_level(logging.ERROR):
         for step in (20, 40, 60):
-            loggers.publish(step, examples.totals(), None)
+            loggers.publish(step, {})
         loggers.close(TIMEOUT_S)
     assert (failing.steps, failing.num_closed) == ([20], 1)
     assert working.steps == [20, 40, 60]
@@ -68,29 +76,169 @@ def test_a_slow_logger_loses_the_oldest_windows_and_training_does_not_wait() -> 
     slow.may_go_on.clear()
     loggers = Loggers([slow])
     for step in range(3 * QUEUED_WINDOWS):
-        loggers.publish(step, examples.totals(), None)
+        loggers.publish(step, {})
     slow.may_go_on.set()
     loggers.close(TIMEOUT_S)
     assert slow.steps[-1] == 3 * QUEUED_WINDOWS - 1
     assert QUEUED_WINDOWS - 1 <= len(slow.steps) <= QUEUED_WINDOWS + 1
 
 
+def test_a_logger_that_is_not_done_at_the_end_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    slow = Recorded()
+    slow.may_go_on.clear()
+    loggers = Loggers([slow])
+    loggers.publish(20, {})
+    with caplog.at_level(logging.WARNING):
+        loggers.close(0.01)
+    slow.may_go_on.set()
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("the metric loggers are not done after 0.01 s, their last windows may be missing: set DYNA")
+
+
+def make_row(**changes: float) -> Row:
+    """Ten steps of a rank that used 500 samples in 2 s."""
+    times = {"data_time_s": 0.2, "compute_time_s": 1.0, "sync_time_s": 0.5, "update_time_s": 0.3}
+    known = {"num_samples": 500, "held_out_accuracy": 0.75, "times_split": 1.0, **times, **changes}
+    return Row(**dict.fromkeys(Row._fields, 0.0) | known)
+
+
 def test_metrics_have_units_in_their_names_and_leave_out_what_is_not_known() -> None:
     totals = examples.totals(num_steps=10, num_samples=1000, time_s=2.0, loss_sum=500.0, num_correct=None)
-    found = window_metrics(totals, 0.75)
-    assert {name: found[name] for name in ("loss", "step_time_s", "samples_per_s", "held_out_accuracy")} == {
+    rows = [make_row(), make_row(compute_time_s=1.5, sync_time_s=0.0)]
+    assert window_metrics(rows, totals, (40, 60)) == {
+        "window": 0,
+        "global_batch_size": 512,
+        "num_samples": 1000,
         "loss": 0.5,
         "step_time_s": 0.2,
         "samples_per_s": 500.0,
         "held_out_accuracy": 0.75,
+        "noise_scale": 2000.0,
+        **{f"local_batch_size/{name}": value for name, value in by_rank(40, 60).items()},
+        **{f"data_time_s/{name}": value for name, value in by_rank(0.02, 0.02).items()},
+        **{f"compute_time_s/{name}": value for name, value in by_rank(0.1, 0.15).items()},
+        **{f"sync_time_s/{name}": value for name, value in by_rank(0.05, 0.0).items()},
+        **{f"update_time_s/{name}": value for name, value in by_rank(0.03, 0.03).items()},
     }
-    assert "accuracy" not in found
+
+
+def by_rank(first: float, second: float) -> dict[str, float]:
+    both = {"rank_0": first, "rank_1": second}
+    return {"min": min(first, second), "mean": (first + second) / 2, "max": max(first, second), **both}
+
+
+def test_times_that_were_not_measured_apart_are_not_shown_apart() -> None:
+    found = window_metrics([make_row(times_split=0.0)], examples.totals(), (40,))
+    assert not any(name.startswith(("compute_time_s", "sync_time_s")) for name in found)
+    assert found["update_time_s/mean"] == 0.03
+
+
+def test_of_a_large_job_least_mean_and_most_are_shown() -> None:
+    num_ranks = MAX_RANKS_APART + 1
+    found = window_metrics([make_row()] * num_ranks, examples.totals(), range(num_ranks))
+    sizes = {name: value for name, value in found.items() if name.startswith("local_batch_size")}
+    assert sizes == {"local_batch_size/min": 0, "local_batch_size/mean": 8.0, "local_batch_size/max": 16}
+
+
+# --- the windows so far ----------------------------------------------------------------------------------------------
+
+
+def window_of(window: int) -> Metrics:
+    return {"job": examples.JOB, "generation": 0, "window": window, "loss": 0.5}
+
+
+def test_a_window_is_logged_with_its_reward_once_the_next_one_has_ended() -> None:
+    logger, transport = Recorded(), Transport()
+    history = MetricHistory(Loggers([logger]), transport)
+    history.add_window(20, window_of(0))
+    transport.add_reward(examples.reward("node-a", (0, 1), 0, value=0.5))
+    transport.add_reward(examples.reward("node-a", (0, 1), 0, value=9.0))  # delivered twice
+    transport.add_reward(examples.reward("node-b", (2, 3), 0, value=1.5))
+    transport.add_reward(examples.reward("node-a", (0, 1), 0, generation=3))
+    transport.add_reward(examples.reward("node-a", (0, 1), 1, value=0.5))  # of a node that is ahead of this one
+    history.add_window(40, window_of(1))
+    rewarded = {"reward/mean": 1.0, "reward/accuracy": 1.1, "reward/size": -0.1}
+    ahead = {"reward/mean": 0.5, "reward/accuracy": 0.6, "reward/size": -0.1}
+    assert history.rows() == [{"step": 20, **window_of(0), **rewarded}, {"step": 40, **window_of(1), **ahead}]
+    history.close(TIMEOUT_S)
+    assert logger.steps == [20, 40]
+    assert logger.metrics == [{**window_of(0), **rewarded}, {**window_of(1), **ahead}]
+
+
+def test_a_reward_that_comes_late_is_in_the_history_still() -> None:
+    logger, transport = Recorded(), Transport()
+    history = MetricHistory(Loggers([logger]), transport)
+    for window in range(3):
+        history.add_window(20 * window, window_of(window))
+    transport.add_reward(examples.reward("node-a", (0, 1), 0))
+    history.close(TIMEOUT_S)
+    assert history.rows()[0]["reward/mean"] == 0.5
+    assert logger.metrics[0] == window_of(0)
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_json_lines_are_appended_over_restarts(tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "metrics.jsonl"
+    for step in (20, 40):
+        logger = JsonlLogger(path)
+        logger.log(window_of(step // 20 - 1), step=step)
+        logger.close()
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"step": 20, **window_of(0)},
+        {"step": 40, **window_of(1)},
+    ]
+
+
+def test_a_metric_that_comes_later_is_a_further_column_of_the_csv_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    CsvLogger(path).log(window_of(0), step=20)
+    logger = CsvLogger(path)
+    logger.log({**window_of(1), "reason": 'a "text", with\na break'}, step=40)
+    logger.log(window_of(2), step=60)
+    logger.close()
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["step"], row["window"], row["reason"]) for row in rows] == [
+        ("20", "0", ""),
+        ("40", "1", 'a "text", with\na break'),
+        ("60", "2", ""),
+    ]
+
+
+@pytest.mark.parametrize(("make", "noun"), [(CsvLogger, "a CSV file"), (JsonlLogger, "a file of metrics")])
+def test_a_file_of_something_else_is_refused_when_the_logger_is_made(tmp_path: Path, make: Any, noun: str) -> None:
+    path = tmp_path / "thesis.tex"
+    path.write_text("years of work")
+    with pytest.raises(ValueError, match=f"is not {noun}.* and would be lost"):
+        make(path)
+
+
+# --- finding ---------------------------------------------------------------------------------------------------------
+
+
+def test_loggers_of_dynamix_are_found_by_name() -> None:
+    assert [type(logger).__name__ for logger in find_loggers(["csv", "jsonl"], rank=0)] == ["CsvLogger", "JsonlLogger"]
+    assert find_loggers(["csv", "jsonl"], rank=1) == []
+    assert sorted(BUILT_IN) == ["csv", "jsonl", "mlflow", "tensorboard", "wandb"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_logger_whose_package_is_not_installed_is_refused_by_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rank: int
+) -> None:
+    (tmp_path / "nowhere").mkdir()  # as W&B leaves a directory of its name
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(BUILT_IN, "wandb", BUILT_IN["wandb"]._replace(package="nowhere"))
+    with pytest.raises(ValueError, match=r"'wandb' needs the package nowhere, .* pip install 'dynamix-batch\[wandb\]'"):
+        find_loggers(["wandb"], rank=rank)
 
 
 @pytest.mark.usefixtures("example_extension")
 def test_what_cannot_log_is_refused() -> None:
     for rank in range(2):
-        with pytest.raises(ValueError, match=r"no installed package registers a logger 'exampel' .* known are example"):
+        with pytest.raises(ValueError, match=r"'exampel' .* known are csv, example, jsonl, mlflow"):
             find_loggers(["exampel"], rank=rank)
     with pytest.raises(TypeError, match=r"object is no metric logger: it needs log\(metrics, \*, step\) and close\(\)"):
         find_loggers([object()], rank=0)  # type: ignore[list-item]

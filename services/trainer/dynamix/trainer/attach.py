@@ -28,6 +28,8 @@ from .gradient.updates import Updates
 from .gradient.weighting import BaseHook, GradientHook, Reduction
 from .job.memory_caps import MemoryCaps
 from .job.options import JobOptions, bounds_of, family_of, sizes_of
+from .loggers.delivery import Loggers, MetricLogger, find_loggers
+from .loggers.history import MetricHistory
 from .measurement.clock import AnyClock, DeviceClock, HostClock
 from .measurement.meter import RankMeter
 from .rendezvous import Rendezvous, meet_ranks
@@ -38,7 +40,6 @@ from .steering.run import Run
 from .steering.steering import Steering
 from .steering.window_end import WindowEnd
 from .wire.client import BusClient
-from .wire.loggers import Loggers, MetricLogger, find_loggers
 from .wire.transport import Transport
 
 _log = logging.getLogger("dynamix.trainer")
@@ -130,8 +131,9 @@ def attach(
         noise_decay: of the averages of the gradient noise over windows.
         memory_caps_path: beside your checkpoint; where a rank that ran out of memory notes its bound.
         connect: the bus; None reads `DYNAMIX_NATS_...`, False trains without one; or a transport of your own.
-        loggers: what receives each window's metrics in global rank 0: names registered in the entry-point group
-            `dynamix.loggers`, or objects with `log(metrics, *, step)` and `close()`.
+        loggers: what receives each window's metrics in global rank 0: `tensorboard`, `wandb`, `mlflow`, `csv`, `jsonl`,
+            names registered in the entry-point group `dynamix.loggers`, or objects with `log(metrics, *, step)` and
+            `close()` such as those of `dynamix.trainer.loggers`.
         loader_options: for `torch.utils.data.DataLoader`: num_workers, prefetch_factor, collate_fn, pin_memory, ...
 
     Raises:
@@ -242,20 +244,21 @@ def attach(
     if averaging == "hook":
         covered_models.watch_others()
     transport = _transport(connect, bus, met, environment)
+    history = MetricHistory(metric_loggers, transport)
     return Session(
         run,
         loader=loader,
         meter=meter,
         steering=Steering(
             run=run,
-            window_end=WindowEnd(run, meter, met.collectives, transport, metric_loggers),
+            window_end=WindowEnd(run, meter, met.collectives, transport, history),
             adoption=Adoption(run, sampler, met.collectives, transport),
             clock=clock,
             collectives=met.collectives,
             transport=transport,
         ),
         transport=transport,
-        loggers=metric_loggers,
+        history=history,
         models=covered_models,
         updates=updates,
         schedulers=schedulers,

@@ -24,11 +24,11 @@ from .gradient.updates import Updates
 from .gradient.weighting import NOT_MEASURED, loss_factor
 from .job.memory_caps import MemoryCaps
 from .job.reporting import reason_after
+from .loggers.history import MetricHistory
 from .measurement.clock import StepTimes
 from .measurement.meter import RankMeter, Scalar
 from .steering.run import Run
 from .steering.steering import Steering
-from .wire.loggers import Loggers
 from .wire.transport import Transport
 
 _log = logging.getLogger("dynamix.trainer")
@@ -62,7 +62,7 @@ class Session:
         meter: RankMeter,
         steering: Steering,
         transport: Transport,
-        loggers: Loggers,
+        history: MetricHistory,
         models: CoveredModels,
         updates: Updates,
         schedulers: Schedulers,
@@ -76,7 +76,7 @@ class Session:
         self._meter = meter
         self._steering = steering
         self._transport = transport
-        self._loggers = loggers
+        self._history = history
         self._models = models
         self._updates = updates
         self._schedulers = schedulers
@@ -91,7 +91,7 @@ class Session:
         self._state_loaded = False
         self._closed = False
         # the end is published, and the last messages leave, also when the script just ends
-        self._leave = weakref.finalize(self, _leave, steering, models, transport, loggers, exit_rules)
+        self._leave = weakref.finalize(self, _leave, steering, models, transport, history, exit_rules)
 
     # --- the training loop -------------------------------------------------------------------------------------
 
@@ -289,6 +289,14 @@ class Session:
         """Times of the newest step that was timed; on a GPU that is a window's last."""
         return self._meter.clock.last
 
+    def metrics(self) -> list[dict[str, float | str]]:
+        """The windows so far, the newest 4,096, as the loggers get them: `pandas.DataFrame(session.metrics())`.
+
+        Sizes, times, throughput, noise, loss; what is not known is left out. In global rank 0 also the decision and
+        its reason, and where a reward service runs, its rewards.
+        """
+        return self._history.rows()
+
     # --- stopping and going on ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -398,7 +406,7 @@ class Session:
         self._models.remove()
         self._steering.collectives.close()
         self._leave.detach()
-        self._loggers.close(self._exit_rules.close_timeout_s)
+        self._history.close(self._exit_rules.close_timeout_s)
         self._transport.close(self._exit_rules.close_timeout_s)
 
 
@@ -415,11 +423,13 @@ def _weakly(method: Callable[P, None]) -> Callable[P, None]:
     return call
 
 
-def _leave(steering: Steering, models: CoveredModels, transport: Transport, loggers: Loggers, rules: ExitRules) -> None:
+def _leave(
+    steering: Steering, models: CoveredModels, transport: Transport, history: MetricHistory, rules: ExitRules
+) -> None:
     """End a session that was not closed: when it is garbage-collected, or at the end of the process."""
     error = getattr(sys, "last_value", None)  # what ends the process, as far as the interpreter has noted one
     steering.end(reason_after(error, may_restart=rules.may_restart))
     models.remove()
     steering.collectives.close()
-    loggers.close(rules.close_timeout_s)
+    history.close(rules.close_timeout_s)
     transport.close(rules.close_timeout_s)

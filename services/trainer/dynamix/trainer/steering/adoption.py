@@ -13,6 +13,7 @@ from dynamix.trainer.data.sampler import PlanSampler, Position
 from dynamix.trainer.wire.transport import Transport
 
 from .collectives import AnyCollectives
+from .decisions import REFUSALS
 from .offers import Offers
 from .run import Run
 
@@ -76,8 +77,11 @@ class Adoption:
             return None
         for action in self._transport.take_actions():
             if (reason := self._offers.consider(action, effective_window)) is not None:
-                _log.info("refused the action of window %d: %s", action.window, reason)
-        return self._offers.adopt(effective_window)
+                _log.info("refused the action of window %d: %s", action.window, REFUSALS[reason])
+        adopted = self._offers.adopt(effective_window)
+        self._run.decisions.note(effective_window, adopted, self._offers.last_refused)
+        self._offers.last_refused = None
+        return adopted
 
     def _publish_receipt(self, action: Action, effective_step: int) -> None:
         assert self._offers is not None

@@ -17,7 +17,7 @@ from dynamix.schemas.messages.allocation import EXACT
 from dynamix.trainer.job.identity import JobIdentity
 from dynamix.trainer.job.options import JobOptions
 
-Refusal = Literal["job", "generation", "length", "bounds", "sum", "lever", "stale", "not_newer", "future", "malformed"]
+Refusal = Literal["job", "generation", "length", "bounds", "sum", "lever", "stale", "not_newer", "future"]
 
 
 class Offers:
@@ -34,6 +34,8 @@ class Offers:
         self._exchange = options.initial_allocation.exchange
         self._newest: Action | None = None
         self._adopted_window = -1
+        self.last_refused: tuple[Action, Refusal] | None = None
+        """The newest action that was refused, and why; for the caller to clear."""
         self.num_refused: Counter[str] = Counter()
         """Refused so far, by reason; under `tracking` actions of which only the split was."""
 
@@ -43,7 +45,7 @@ class Offers:
         if reason is None:
             self._newest = self._feasible(action)
         else:
-            self.num_refused[reason] += 1
+            self._refuse(action, reason)
         return reason
 
     def adopt(self, effective_window: int) -> Action | None:
@@ -55,10 +57,14 @@ class Offers:
         if action is None:
             return None
         if effective_window - action.window > self._options.max_lag_windows:
-            self.num_refused["stale"] += 1
+            self._refuse(action, "stale")
             return None
         self._adopted_window = action.window
         return action
+
+    def _refuse(self, action: Action, reason: Refusal) -> None:
+        self.num_refused[reason] += 1
+        self.last_refused = action, reason
 
     def _refusal(self, action: Action, effective_window: int) -> Refusal | None:
         if action.job != self._identity.job:

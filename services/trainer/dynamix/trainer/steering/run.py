@@ -13,6 +13,7 @@ from dynamix.trainer.job.identity import JobIdentity, Place
 from dynamix.trainer.job.options import JobOptions
 from dynamix.trainer.job.reporting import Reporter
 
+from .decisions import Decisions
 from .tracking import FastLoop, Tracker
 
 
@@ -32,6 +33,7 @@ class Run:
     noise: NoiseAverage = field(init=False)
     fast_loop: FastLoop = field(init=False)
     reporter: Reporter = field(init=False)
+    decisions: Decisions = field(default_factory=Decisions)
     first_step: int = 0
     """The generation's first step, from which windows are counted."""
     started: bool = False

@@ -4,13 +4,18 @@ Two phases, one step apart, as in `adoption`: `post` after the window's last ste
 after the next step has the rows of all ranks and publishes the report.
 """
 
+from collections.abc import Sequence
+
+from dynamix.schemas.messages import JobTotals
+from dynamix.schemas.messages.policies import Split
 from dynamix.trainer.data.sampler import Position
 from dynamix.trainer.data.schedule import Counts
 from dynamix.trainer.gradient.noise import window_moments
+from dynamix.trainer.loggers.history import MetricHistory
+from dynamix.trainer.loggers.window_metrics import window_metrics
 from dynamix.trainer.measurement.clock import StepTimes
 from dynamix.trainer.measurement.meter import RankMeter
-from dynamix.trainer.measurement.rows import held_out_accuracy, job_totals
-from dynamix.trainer.wire.loggers import Loggers
+from dynamix.trainer.measurement.rows import Row, job_totals
 from dynamix.trainer.wire.transport import Transport
 
 from .collectives import AnyCollectives
@@ -25,15 +30,15 @@ class WindowEnd:
     """One rank's side of ending windows."""
 
     def __init__(
-        self, run: Run, meter: RankMeter, collectives: AnyCollectives, transport: Transport, loggers: Loggers
+        self, run: Run, meter: RankMeter, collectives: AnyCollectives, transport: Transport, history: MetricHistory
     ) -> None:
         self._run = run
         self._meter = meter
         self._collectives = collectives
         self._transport = transport
-        self._loggers = loggers
-        self._posted: tuple[Position, Counts] | None = None
-        """Where the window ended whose rows are on their way, and its last sizes."""
+        self._history = history
+        self._posted: tuple[Position, Counts, Split] | None = None
+        """Where the window ended whose rows are on their way, and what ruled its last step."""
         self._sockets_due = False
 
     @property
@@ -44,14 +49,15 @@ class WindowEnd:
     def post(self, position: Position, times: list[StepTimes]) -> None:
         """Send this rank's row of the window that ended at `position`."""
         self._collectives.post_row(self._meter.take_row(times, self._run.held_out_accuracy))
-        self._posted = position, self._run.schedule.counts_at(position.step - 1)
+        schedule, last = self._run.schedule, position.step - 1
+        self._posted = position, schedule.counts_at(last), schedule.allocation_at(last).split
 
     def complete(self) -> None:
         """Report the window whose rows have arrived. Nothing where nothing was posted."""
         posted, self._posted = self._posted, None
         if posted is None:
             return
-        (position, sizes), run, rows = posted, self._run, self._collectives.take_rows()
+        (position, sizes, split), run, rows = posted, self._run, self._collectives.take_rows()
         run.noise.observe_window(window_moments(row.noise for row in rows))
         window = run.window_of(position.step - 1)
         totals = job_totals(
@@ -73,11 +79,26 @@ class WindowEnd:
                 cookies=self._meter.sockets.cookies,
             )
             self._transport.publish(report)
-        self._loggers.publish(position.step, totals, held_out_accuracy(rows))
+        self._history.add_window(position.step, self._metrics(position, rows, totals, sizes, split))
         if run.place.rank == 0 and (window + 1) % SPECIFIED_EVERY == 0:
             self._transport.publish(run.specification())
         run.reporter.keep_window(rows, totals)
         self._sockets_due = window == 0
+
+    def _metrics(
+        self, position: Position, rows: Sequence[Row], totals: JobTotals, sizes: Counts, split: Split
+    ) -> dict[str, float | str]:
+        """The window's metrics: whose it is, what was measured, and in rank 0 why it had these sizes."""
+        run = self._run
+        metrics: dict[str, float | str] = {
+            "job": run.identity.job,
+            "generation": run.identity.generation,
+            "epoch": position.epoch,
+            "samples_seen": position.samples_seen,
+            **window_metrics(rows, totals, sizes.values),
+            "split": split,
+        }
+        return metrics | run.decisions.take(totals.window) if run.place.rank == 0 else metrics
 
     def match_sockets(self) -> None:
         """Find the sockets to other ranks again after the first window: some back ends connect at first use."""
