@@ -579,6 +579,51 @@ def test_a_loop_that_stops_by_progress_sees_the_samples_of_the_plain_one() -> No
         assert progress == 25.0
 
 
+# --- counting and looking --------------------------------------------------------------------------------------
+
+
+def _count(_rank: int, micro_batch_size: int | None) -> tuple[int, int, list[dict[str, Any]]]:
+    """A script's own count of samples, behind `session.step`, and all that it saw."""
+    model = distribute(make_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {**OPTIONS, "window_steps": 5}
+    session = dynamix.attach(
+        model, optimizer, Numbered(600), micro_batch_size=micro_batch_size, global_batch="adaptive", **options
+    )
+    counted, seen = 0, 0
+    for _ in session.epochs(1):
+        for batch in session.loader:
+            loss = _loss(model, batch)
+            loss.backward()
+            seen += session.num_samples
+            if session.sync_gradients:
+                optimizer.step()
+                optimizer.zero_grad()
+                offer(session, SIZES[session.step_index % len(SIZES)])
+            session.step(loss)
+            counted += session.num_samples
+    session.close()
+    return counted, seen, session.metrics()
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 7])
+def test_samples_can_be_counted_after_the_step(micro_batch_size: int | None) -> None:
+    results = run_ranks(_count, 2, micro_batch_size)
+    assert all(counted == seen for counted, seen, _ in results)
+    assert sum(counted for counted, _, _ in results) == 600
+
+
+def test_a_notebook_has_the_windows_as_plain_rows() -> None:
+    for _, _, rows in run_ranks(_count, 2, None):
+        assert [row["step"] for row in rows] == [5 * (window + 1) for window in range(len(rows))]
+        assert len(rows) > 1
+        assert all(type(value) in (int, float, str) for row in rows for value in row.values())
+        assert {"loss", "samples_per_s", "noise_scale", "local_batch_size/rank_1", "compute_time_s/mean"} <= rows[
+            0
+        ].keys()
+        assert rows[-1]["samples_seen"] <= 600
+
+
 # --- another number of ranks ------------------------------------------------------------------------------------
 
 
