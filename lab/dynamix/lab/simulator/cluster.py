@@ -14,7 +14,8 @@ import torch
 
 from dynamix.lab.workloads import Data, Part, make_optimizer, workload_named
 from dynamix.schemas.messages import Action, Applied, Job, Report
-from dynamix.trainer.data.sampler import Order, PlanSampler, Position, StepPlan, epoch_order
+from dynamix.trainer.data.orders import Permutations
+from dynamix.trainer.data.sampler import PlanSampler, Position, StepPlan
 from dynamix.trainer.data.schedule import Schedule
 from dynamix.trainer.gradient.learning_rate import FACTORS, LearningRateScaler
 from dynamix.trainer.gradient.noise import NoiseAverage, window_moments
@@ -83,8 +84,8 @@ class VirtualCluster:
         inputs = self._data.inputs
         self._gradients = gradients_of(workload, seed=seed, like=inputs)
         self._schedule = Schedule(self._options.initial_allocation)
-        self._sampler = PlanSampler(len(inputs), self._schedule, rank=0, seed=seed, shuffle=True)
-        self._order: tuple[int, Order] = (-1, np.empty(0, dtype=np.int64))
+        self._orders = Permutations(len(inputs), seed, shuffle=True)
+        self._sampler = PlanSampler(self._orders, self._schedule, rank=0)
         self._disturbances = Disturbances(scenario, seed)
         self._clock = VirtualClock(scenario, workload.gradient_bytes)
         self._recorder = WindowRecorder(scenario, self._clock.tx_bytes_per_step)
@@ -177,18 +178,13 @@ class VirtualCluster:
 
     def _train(self, plan: StepPlan, timing: StepTiming, conditions: Conditions) -> None:
         """The step itself; what was due to be evaluated before its end saw the parameters before it."""
-        chosen = torch.from_numpy(self._epoch_order(plan.epoch)[plan.offset : plan.offset + plan.counts.total])
+        chosen = torch.from_numpy(self._orders.order_of(plan.epoch)[plan.offset : plan.offset + plan.counts.total])
         inputs, labels = (tensor.index_select(0, chosen.to(tensor.device)) for tensor in self._data)
         measured = plan.step % self.scenario.noise_every == 0
         sums = self._gradients.step(inputs, labels, plan, measured=measured)
         self._recorder.record_step(plan, sums, timing, conditions)
         self._evaluate(self.time_s + timing.step_s)
         self._optimizer.step()
-
-    def _epoch_order(self, epoch: int) -> Order:
-        if self._order[0] != epoch:
-            self._order = (epoch, epoch_order(len(self._data.labels), self.seed, epoch, shuffle=True))
-        return self._order[1]
 
     def _evaluate(self, before_s: float) -> None:
         """Fill the grid up to a time, exclusively: it costs no virtual time, and the parameters stay the same."""

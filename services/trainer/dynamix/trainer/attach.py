@@ -8,7 +8,7 @@ from typing import Any, Literal, Unpack
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas.messages import OptimizerFamily
@@ -16,7 +16,8 @@ from dynamix.schemas.messages.allocation import EXACT
 from dynamix.schemas.messages.policies import DEFAULT_POLICY, KEEPS_GLOBAL_BATCH, SPLIT_POLICY, GlobalBatch
 
 from .data.loader import Loader, LoaderOptions, drawn_ahead
-from .data.sampler import DataIdentity, PlanSampler
+from .data.orders import Orders, OwnSampler, Permutations, SampledOrders
+from .data.sampler import PlanSampler
 from .gradient.accumulation import needs_equal_steps
 from .gradient.codecs import find_codec
 from .gradient.covered import CoveredModels
@@ -76,6 +77,7 @@ def attach(
     seed: int = 0,
     shuffle: bool = True,
     drop_last: bool = False,
+    sampler: OwnSampler | None = None,
     noise_every: int = 4,
     noise_decay: float = 0.9,
     memory_caps_path: str | Path | None = None,
@@ -127,6 +129,9 @@ def attach(
         seed: of the order of the samples.
         shuffle: False uses the samples in the data set's order.
         drop_last: leave out the end of an epoch that does not fill a step; then not every sample is used.
+        sampler: the samples of each epoch instead of all in a random order: a function of the epoch's number that
+            returns indices, or a sampler of torch (weighted, class-balanced, a subset); used in rank 0, for all ranks.
+            An epoch has as many samples as it draws, and `shuffle` says nothing.
         noise_every: steps between two measurements of the gradient noise; each costs two passes over the gradient.
         noise_decay: of the averages of the gradient noise over windows.
         memory_caps_path: beside your checkpoint; where a rank that ran out of memory notes its bound.
@@ -187,27 +192,27 @@ def attach(
             options.policy,
             sum(sizes),
         )
-    data = DataIdentity(_length(dataset), seed, shuffle)
+    orders = _orders(dataset, sampler, seed, shuffle=shuffle)
     caps = MemoryCaps(None if memory_caps_path is None else Path(memory_caps_path))
     bus = environment.bus if connect is None else connect if isinstance(connect, BusSettings) else None
-    met = meet_ranks(name=name, options=options, data=data, caps=caps, environment=environment, bus=bus)
-    run = Run(options=options, data=data, place=met.place, identity=met.identity)
+    met = meet_ranks(name=name, options=options, data=orders.identity, caps=caps, environment=environment, bus=bus)
+    run = Run(options=options, data=orders.identity, place=met.place, identity=met.identity)
 
     device = next(models[0].parameters()).device
     clock: AnyClock = DeviceClock() if device.type == "cuda" else HostClock()
-    sampler = PlanSampler(
-        data.num_samples,
+    if isinstance(orders, SampledOrders):
+        orders.connect(met.collectives)
+    plan_sampler = PlanSampler(
+        orders,
         run.schedule,
         rank=met.place.rank,
-        seed=seed,
-        shuffle=shuffle,
         drop_last=drop_last,
         shares_tail=global_batch == "adaptive",
         micro_batch_size=micro_batch_size,
         equal_micro_steps=needs_equal_steps(models),
         gradient_accumulation_steps=gradient_accumulation_steps,
     )
-    loader = Loader(dataset, sampler, options=loader_options, look_ahead=look_ahead)
+    loader = Loader(dataset, plan_sampler, options=loader_options, look_ahead=look_ahead)
     meter = RankMeter(
         rank=met.place.rank,
         local_rank=met.place.local_rank,
@@ -252,7 +257,7 @@ def attach(
         steering=Steering(
             run=run,
             window_end=WindowEnd(run, meter, met.collectives, transport, history),
-            adoption=Adoption(run, sampler, met.collectives, transport),
+            adoption=Adoption(run, plan_sampler, met.collectives, transport),
             clock=clock,
             collectives=met.collectives,
             transport=transport,
@@ -302,10 +307,18 @@ def _world_size(models: Sequence[torch.nn.Module], environment: Environment) -> 
     return world_size
 
 
-def _length(dataset: Dataset[Any]) -> int:
+def _orders(dataset: Dataset[Any], sampler: OwnSampler | None, seed: int, *, shuffle: bool) -> Orders:
+    """Which samples an epoch has. With a sampler of its own a data set needs no length."""
+    if isinstance(dataset, DataLoader):
+        raise TypeError(
+            f"the data set is a {type(dataset).__name__}: pass its data set and its options; session.loader replaces "
+            "it, and session.state_dict() saves its place"
+        )
+    if sampler is not None:
+        return SampledOrders(sampler, seed)
     if not isinstance(dataset, Sized) or len(dataset) < 1:
         raise ValueError("the data set must be map-style: __getitem__ by index, and a __len__ of at least 1")
-    return len(dataset)
+    return Permutations(len(dataset), seed, shuffle=shuffle)
 
 
 def _check_loader_options(options: LoaderOptions) -> None:

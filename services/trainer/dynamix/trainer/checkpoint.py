@@ -8,7 +8,8 @@ import msgspec
 from dynamix.schemas.apportion import apportion
 from dynamix.schemas.messages.allocation import Allocation
 
-from .data.sampler import DataIdentity, Position
+from .data.orders import DataIdentity
+from .data.sampler import Position
 from .data.schedule import ScheduleEntry
 from .job.identity import Attempt, generation_after
 from .job.memory_caps import merge_caps

@@ -16,7 +16,7 @@ from dynamix.schemas.codec import decode
 from dynamix.schemas.messages import Job
 from dynamix.schemas.streams import JOBS
 
-from .data.sampler import DataIdentity
+from .data.orders import DataIdentity
 from .job.identity import (
     JobIdentity,
     Peer,

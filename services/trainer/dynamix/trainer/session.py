@@ -313,7 +313,7 @@ class Session:
                 "save after session.step()"
             )
         self._steering.complete_posted()
-        return save(self._run, self._loader.position)
+        return save(self._run, self._loader.position) | {"order": self._loader.order_digest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was saved: the next sample, the sizes in force and those already adopted.
@@ -324,7 +324,7 @@ class Session:
         """
         if self._run.started:
             raise RuntimeError("load_state_dict after the first step: attach again to go back in a run")
-        self._loader.position = restore(self._run, state)
+        self._loader.go_to(restore(self._run, state), state.get("order"))
         self._state_loaded = True
 
     def close(self) -> None:

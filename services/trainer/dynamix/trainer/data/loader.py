@@ -106,6 +106,16 @@ class Loader:
         """Whether the position's epoch has no step left."""
         return self._sampler.is_over(self.position)
 
+    @property
+    def order_digest(self) -> int | None:
+        """Digest of the order of the position's epoch, where a checkpoint needs it."""
+        return self._sampler.orders.digest_of(self.position.epoch)
+
+    def go_to(self, position: Position, order_digest: int | None) -> None:
+        """Go on where a saved run was; its epoch's order must have this digest."""
+        self.position = position
+        self._sampler.orders.expect(position.epoch, order_digest)
+
     def begin_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch; inside of it, stay."""
         if self.position.epoch != epoch:

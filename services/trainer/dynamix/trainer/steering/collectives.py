@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from dynamix.schemas.messages.allocation import Allocation
+from dynamix.trainer.data.orders import Order
 from dynamix.trainer.gradient.lent import LentTensor, keep_for_ever
 from dynamix.trainer.measurement.rows import NUM_COLUMNS, Row
 
@@ -39,6 +40,7 @@ class Collectives:
         self._decision = LentTensor(torch.zeros(HEAD_BYTES + SIZE_BYTES * self.world_size, dtype=torch.uint8))
         self._gathering: dist.Work | None = None
         self._broadcasting: dist.Work | None = None
+        self._sharing: tuple[dist.Work, LentTensor] | None = None
 
     def close(self) -> None:
         """Leave the group, if nothing is under way in it: its threads and connections end. No collective.
@@ -49,7 +51,8 @@ class Collectives:
         group, self._group = self._group, None
         if group is None:
             return
-        if all(work is None or work.is_completed() for work in (self._gathering, self._broadcasting)):
+        under_way = (self._gathering, self._broadcasting, self._sharing and self._sharing[0])
+        if all(work is None or work.is_completed() for work in under_way):
             with contextlib.suppress(ValueError):  # the script has destroyed it, with all others
                 dist.destroy_process_group(group)
         else:
@@ -85,6 +88,16 @@ class Collectives:
         padded = self._decision.tensor.numpy().tobytes()
         length = int.from_bytes(padded[:LENGTH_BYTES])  # what follows is of earlier, longer decisions
         return msgspec.msgpack.decode(padded[LENGTH_BYTES : LENGTH_BYTES + length], type=Allocation | None)
+
+    def share_order(self, order: Order, *, waits: bool = True) -> Order:
+        """Rank 0's order; the others' says how long it is. A rank that does not wait does so at the next one."""
+        if self._sharing is not None:
+            self._sharing[0].wait()
+        lent = LentTensor(torch.from_numpy(order))
+        self._sharing = (dist.broadcast(lent.alias, src=0, group=self._group, async_op=True), lent)
+        if waits:
+            self._sharing[0].wait()
+        return order
 
     def gather_objects(self, mine: T) -> list[T]:
         """One object of each rank, in rank order: for attaching, not for steps."""
@@ -145,6 +158,10 @@ class SoloCollectives:
     def take_decision(self) -> Allocation | None:
         """The decision as it was posted last."""
         return self._decision
+
+    def share_order(self, order: Order, *, waits: bool = True) -> Order:  # noqa: ARG002 - as with several
+        """The only rank's order."""
+        return order
 
     def gather_objects(self, mine: T) -> list[T]:
         """The only object."""

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from dynamix.schemas.apportion import apportion
 from dynamix.schemas.messages import Job
 from dynamix.schemas.messages.allocation import Allocation
+from dynamix.trainer.data.orders import DataIdentity
 from dynamix.trainer.data.reference_steps import ReferenceSteps
-from dynamix.trainer.data.sampler import DataIdentity
 from dynamix.trainer.data.schedule import Schedule
 from dynamix.trainer.gradient.noise import NoiseAverage
 from dynamix.trainer.job.identity import JobIdentity, Place

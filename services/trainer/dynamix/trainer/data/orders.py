@@ -1,0 +1,206 @@
+"""The order of an epoch's samples: a permutation of our own, or what the script's sampler draws.
+
+Rank 0 draws for a script's sampler and all ranks get its numbers, so that no difference between processes can make a
+sample count twice or never. It draws under generators seeded by the epoch: a resumed run gets the same order again.
+"""
+
+import random
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence, Sized
+from contextlib import contextmanager
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import Sampler
+
+Order = npt.NDArray[np.int64]
+
+OwnSampler = Callable[[int], Sequence[int]] | Sampler[int]
+"""A script's own: a function of the epoch's number, or a sampler of torch."""
+
+NOT_DRAWN = np.iinfo(np.int64).min
+"""What rank 0 hands out instead of an index where its sampler failed."""
+
+
+class DataIdentity(NamedTuple):
+    """What the order of the samples depends on; a position means nothing in another order."""
+
+    num_samples: int
+    seed: int
+    shuffle: bool
+    sampler: str = ""
+    """Name of the script's own sampler."""
+
+
+class OrderExchange(Protocol):
+    """How rank 0's numbers come to all ranks."""
+
+    rank: int
+
+    def share_order(self, order: Order, *, waits: bool = True) -> Order:
+        """Rank 0's order; what the others pass says how long it is."""
+
+
+class Orders(ABC):
+    """The orders of all epochs, equal on all ranks."""
+
+    def __init__(self, identity: DataIdentity) -> None:
+        self.identity = identity
+        self._newest: tuple[int, Order] | None = None
+        self._expected: tuple[int, int] | None = None
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of an epoch."""
+        return self.identity.num_samples
+
+    def order_of(self, epoch: int) -> Order:
+        """The samples of an epoch, in order; the newest epoch's is kept."""
+        if self._newest is None or self._newest[0] != epoch:
+            self._newest = (epoch, self._make_order(epoch))
+        return self._newest[1]
+
+    def digest_of(self, _epoch: int) -> int | None:
+        """A number for a checkpoint that tells orders apart; `None` where the identity does."""
+        return None
+
+    def expect(self, epoch: int, digest: int | None) -> None:
+        """Refuse another order for an epoch than the one that had this digest."""
+        self._expected = None if digest is None else (epoch, digest)
+
+    @abstractmethod
+    def _make_order(self, epoch: int) -> Order:
+        """The order of an epoch."""
+
+
+class Permutations(Orders):
+    """Every sample once per epoch, shuffled by the seed; no communication."""
+
+    def __init__(self, num_samples: int, seed: int, *, shuffle: bool) -> None:
+        super().__init__(DataIdentity(num_samples, seed, shuffle))
+
+    def _make_order(self, epoch: int) -> Order:
+        num_samples, seed, shuffle, _ = self.identity
+        return epoch_order(num_samples, seed, epoch, shuffle=shuffle)
+
+
+class SampledOrders(Orders):
+    """What a script's sampler draws in rank 0; every new epoch is a collective call."""
+
+    def __init__(self, sampler: OwnSampler, seed: int) -> None:
+        """Find out how many samples an epoch has.
+
+        Raises:
+            ValueError: when the sampler divides samples among ranks, makes batches, or draws nothing.
+        """
+        self._name: str = getattr(sampler, "__name__", type(sampler).__name__)
+        if getattr(sampler, "num_replicas", 1) != 1:
+            raise ValueError(
+                f"sampler: {self._name} gives each rank a part of the samples, which session.loader does itself: pass "
+                "what it samples from, or nothing"
+            )
+        self._sampler = sampler
+        self._seed = seed
+        self._exchange: OrderExchange | None = None
+        num_samples = len(sampler) if isinstance(sampler, Sized) else len(self._draw(0))
+        if num_samples < 1:
+            raise ValueError(f"sampler: {self._name} draws no sample")
+        super().__init__(DataIdentity(num_samples, seed, shuffle=True, sampler=self._name))
+
+    def connect(self, exchange: OrderExchange) -> None:
+        """Share orders with all ranks from now on."""
+        self._exchange = exchange
+
+    def digest_of(self, epoch: int) -> int | None:
+        """Digest of the newest epoch drawn."""
+        newest = self._newest
+        return zlib.crc32(newest[1].tobytes()) if newest is not None and newest[0] == epoch else None
+
+    def order_of(self, epoch: int) -> Order:
+        """The samples of an epoch, in order.
+
+        Raises:
+            ValueError: in rank 0, when the sampler draws another number of samples than at first, or no indices; on all
+                ranks, when it draws another order than in a saved run.
+            RuntimeError: in the others, when rank 0 has failed.
+        """
+        order = super().order_of(epoch)
+        if self._expected is not None and self._expected[0] == epoch and self._expected[1] != self.digest_of(epoch):
+            raise ValueError(
+                f"sampler: {self._name} draws another order for epoch {epoch} than in the saved run, so samples would "
+                "be repeated or left out: it may depend on the epoch and on the random numbers of torch, numpy and "
+                "Python only, which are seeded by it"
+            )
+        return order
+
+    def _make_order(self, epoch: int) -> Order:
+        assert self._exchange is not None, "not connected"
+        failed = np.full(self.num_samples, NOT_DRAWN)
+        if self._exchange.rank == 0:
+            try:
+                order = self._checked(epoch)
+            except BaseException:
+                self._exchange.share_order(failed)
+                raise
+            return self._exchange.share_order(order, waits=False)  # it may be the only one to look at a batch now
+        order = self._exchange.share_order(failed)
+        if order[0] == NOT_DRAWN:
+            raise RuntimeError(f"rank 0 could not draw the order of epoch {epoch}: its error says why")
+        return order
+
+    def _checked(self, epoch: int) -> Order:
+        order = self._draw(epoch)
+        if len(order) != self.num_samples:
+            raise ValueError(
+                f"sampler: {self._name} draws {len(order)} samples in epoch {epoch}, but {self.num_samples} at first: "
+                "all epochs must have the same number"
+            )
+        return order
+
+    def _draw(self, epoch: int) -> Order:
+        sampler = self._sampler
+        with _seeded(self._seed, epoch, getattr(sampler, "generator", None)):
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+            drawn = sampler(epoch) if callable(sampler) else list(sampler)
+        try:
+            order = np.asarray(drawn)
+        except ValueError:  # batches of unequal lengths
+            order = np.empty((0, 0))
+        if order.ndim != 1 or (len(order) and order.dtype.kind not in "iu"):
+            raise ValueError(
+                f"sampler: {self._name} must yield indices, one whole number after the other; session.loader makes the "
+                "batches: of a batch sampler pass the sampler inside it"
+            )
+        return order.astype(np.int64)
+
+
+def epoch_order(num_samples: int, seed: int, epoch: int, *, shuffle: bool) -> Order:
+    """The order of an epoch's samples: a permutation that depends on seed and epoch only."""
+    order = np.arange(num_samples, dtype=np.int64)
+    if shuffle:
+        np.random.default_rng((seed, epoch)).shuffle(order)
+    return order
+
+
+@contextmanager
+def _seeded(seed: int, epoch: int, generator: object) -> Iterator[None]:
+    """Seed all random numbers that a sampler may use, and put them back afterwards."""
+    generators = [torch.default_generator] + ([generator] if isinstance(generator, torch.Generator) else [])
+    of_torch, of_python = [each.get_state() for each in generators], random.getstate()
+    of_numpy = np.random.get_state()  # noqa: NPY002 - what samplers may use
+    value = int(np.random.SeedSequence((seed, epoch)).generate_state(1)[0])
+    try:
+        for each in generators:
+            each.manual_seed(value)
+        np.random.seed(value)  # noqa: NPY002
+        random.seed(value)
+        yield
+    finally:
+        for each, state in zip(generators, of_torch, strict=True):
+            each.set_state(state)
+        np.random.set_state(of_numpy)  # noqa: NPY002
+        random.setstate(of_python)
