@@ -17,7 +17,7 @@ from dynamix.schemas.messages import Message, Report
 from dynamix.trainer.data.orders import epoch_order
 from dynamix.trainer.data.sampler import MicroBatch, StepPlan
 from dynamix.trainer.data.schedule import Counts
-from dynamix.trainer.gradient.weighting import loss_factor
+from dynamix.trainer.gradient.weighting import loss_weight
 
 NUM_SAMPLES = 1201
 SIZES = [
@@ -169,5 +169,5 @@ def test_the_weighted_gradient_equals_one_big_batch() -> None:
 @pytest.mark.parametrize(("reduction", "factors"), [("mean", [0.45, 2.55, 0.0]), ("sum", [0.03, 0.03, 0.0])])
 def test_the_factors_on_a_loss_undo_the_average_over_three_ranks(reduction: Any, factors: list[float]) -> None:
     plan = StepPlan(step=0, epoch=0, offset=0, counts=Counts([15, 85, 0]))
-    batches = [MicroBatch(plan, 0, count, None, is_last=True) for count in plan.counts.values]
-    assert [loss_factor(batch, reduction) for batch in batches] == pytest.approx(factors)
+    batches = [MicroBatch(plan, 0, b, b, b, is_first=True, is_last=True) for b in plan.counts.values]
+    assert [loss_weight(batch, reduction) * 3 / 100 for batch in batches] == pytest.approx(factors)

@@ -15,7 +15,7 @@ from dynamix.schemas.messages import OptimizerFamily
 from dynamix.schemas.messages.allocation import EXACT
 from dynamix.schemas.messages.policies import DEFAULT_POLICY, KEEPS_GLOBAL_BATCH, SPLIT_POLICY, GlobalBatch
 
-from .data.loader import Loader, LoaderOptions, drawn_ahead
+from .data.loader import CountTokens, Loader, LoaderOptions, drawn_ahead
 from .data.orders import Orders, OwnSampler, Permutations, SampledOrders
 from .data.sampler import PlanSampler
 from .gradient.accumulation import needs_equal_steps
@@ -27,6 +27,7 @@ from .gradient.models import Averaging, Weighting, averaging_of, unwrapped, unwr
 from .gradient.schedulers import Schedulers, StepScheduleWarning
 from .gradient.updates import Updates
 from .gradient.weighting import BaseHook, GradientHook, Reduction
+from .gradient.weights import StepWeights
 from .job.memory_caps import MemoryCaps
 from .job.options import JobOptions, bounds_of, family_of, sizes_of
 from .loggers.delivery import Loggers, MetricLogger, find_loggers
@@ -78,6 +79,8 @@ def attach(
     shuffle: bool = True,
     drop_last: bool = False,
     sampler: OwnSampler | None = None,
+    token_counts: Sequence[int] | None = None,
+    count_tokens: CountTokens | None = None,
     noise_every: int = 4,
     noise_decay: float = 0.9,
     memory_caps_path: str | Path | None = None,
@@ -132,6 +135,10 @@ def attach(
         sampler: the samples of each epoch instead of all in a random order: a function of the epoch's number that
             returns indices, or a sampler of torch (weighted, class-balanced, a subset); used in rank 0, for all ranks.
             An epoch has as many samples as it draws, and `shuffle` says nothing.
+        token_counts: tokens of each sample that count in its loss, in the data set's order: then batches are made by
+            tokens, and every size, bound and report is in tokens.
+        count_tokens: where only a batch tells: how many of its tokens count in its loss, for example
+            `lambda batch: (batch["labels"] != -100).sum()`; sizes stay what they are.
         noise_every: steps between two measurements of the gradient noise; each costs two passes over the gradient.
         noise_decay: of the averages of the gradient noise over windows.
         memory_caps_path: beside your checkpoint; where a rank that ran out of memory notes its bound.
@@ -193,6 +200,10 @@ def attach(
             sum(sizes),
         )
     orders = _orders(dataset, sampler, seed, shuffle=shuffle)
+    if token_counts is not None:
+        orders.count_by_tokens(token_counts, dataset, most=min(upper, micro_batch_size or upper))
+    accumulates = micro_batch_size is not None or gradient_accumulation_steps > 1
+    _check_counting(averaging, counts_in_batches=count_tokens is not None, accumulates=accumulates)
     caps = MemoryCaps(None if memory_caps_path is None else Path(memory_caps_path))
     bus = environment.bus if connect is None else connect if isinstance(connect, BusSettings) else None
     met = meet_ranks(name=name, options=options, data=orders.identity, caps=caps, environment=environment, bus=bus)
@@ -212,7 +223,7 @@ def attach(
         equal_micro_steps=needs_equal_steps(models),
         gradient_accumulation_steps=gradient_accumulation_steps,
     )
-    loader = Loader(dataset, plan_sampler, options=loader_options, look_ahead=look_ahead)
+    loader = Loader(dataset, plan_sampler, options=loader_options, look_ahead=look_ahead, count_tokens=count_tokens)
     meter = RankMeter(
         rank=met.place.rank,
         local_rank=met.place.local_rank,
@@ -223,10 +234,11 @@ def attach(
         times_split=averaging == "hook",
     )
 
-    def make_hook(covered: DistributedDataParallel) -> GradientHook:
+    def make_hook(covered: DistributedDataParallel, weights: StepWeights) -> GradientHook:
         return GradientHook(
             covered.process_group,
             clock,
+            weights,
             reduction=reduction,
             noise_every=noise_every,
             base_hook=base_hook,
@@ -235,7 +247,10 @@ def attach(
         )
 
     rule = FACTORS[learning_rate_rule]
-    covered_models = CoveredModels(make_hook if averaging == "hook" else None, reduction)
+    weights = StepWeights(
+        None if count_tokens is None else met.collectives, by_samples=count_tokens is None and token_counts is None
+    )
+    covered_models = CoveredModels(make_hook if averaging == "hook" else None, reduction, weights, world_size)
     schedulers = Schedulers()
     updates = Updates(
         current=lambda: loader.current,
@@ -319,6 +334,14 @@ def _orders(dataset: Dataset[Any], sampler: OwnSampler | None, seed: int, *, shu
     if not isinstance(dataset, Sized) or len(dataset) < 1:
         raise ValueError("the data set must be map-style: __getitem__ by index, and a __len__ of at least 1")
     return Permutations(len(dataset), seed, shuffle=shuffle)
+
+
+def _check_counting(averaging: Averaging, *, counts_in_batches: bool, accumulates: bool) -> None:
+    if counts_in_batches and accumulates and averaging != "hook":
+        raise ValueError(
+            "count_tokens with gradient accumulation needs a DistributedDataParallel model: elsewhere the tokens of "
+            "all micro-batches must be known before the first one, pass token_counts"
+        )
 
 
 def _check_loader_options(options: LoaderOptions) -> None:

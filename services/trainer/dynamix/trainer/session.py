@@ -21,7 +21,7 @@ from .gradient.halving import OUT_OF_MEMORY
 from .gradient.models import unwrapped, unwrapped_optimizer
 from .gradient.schedulers import Schedulers
 from .gradient.updates import Updates
-from .gradient.weighting import NOT_MEASURED, loss_factor
+from .gradient.weighting import NOT_MEASURED
 from .job.memory_caps import MemoryCaps
 from .job.reporting import reason_after
 from .loggers.history import MetricHistory
@@ -102,7 +102,7 @@ class Session:
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
         """The numbers of the epochs that are left, 0 to `num_epochs` - 1; after the last one the job is over."""
-        self._run.total_samples = num_epochs * self._run.data.num_samples
+        self._run.total_samples = num_epochs * self._run.data.size
         loader = self._loader
         first = loader.position.epoch + (1 if loader.epoch_is_over else 0)
         for epoch in range(first, num_epochs):
@@ -150,7 +150,7 @@ class Session:
         """
         batch, self._loss_scaled = self._current(), True
         if self._needs_scaling:
-            return loss * loss_factor(batch, self._run.options.reduction)
+            return loss * self._models.loss_factor(batch)
         if not self._said_needless:
             self._said_needless = True
             _log.debug("session.scale_loss changes nothing here, the gradients are weighed already: delete the call")
@@ -168,7 +168,8 @@ class Session:
 
         Raises:
             torch.OutOfMemoryError: where nothing can be computed again: in the first two steps, without DDP, with
-                `micro_batch_size`, several models, `base_hook`, a codec, `find_unused_parameters` or a static graph.
+                `micro_batch_size`, several models, tokens that count, `base_hook`, a codec, `find_unused_parameters` or
+                a static graph.
         """
         loss = self._models.backward(self._current(), compute_loss, inputs)
         if loss is not None:
@@ -374,7 +375,7 @@ class Session:
         self._loss_scaled = False
         shares_times = self._run.schedule.allocation_at(batch.plan.step).split == "tracking"
         self._models.begin(batch, shares_times=shares_times)
-        self._meter.clock.handed_out(batch.num_samples)
+        self._meter.clock.handed_out(batch.size)
 
     def _current(self) -> MicroBatch:
         if self._loader.current is None:

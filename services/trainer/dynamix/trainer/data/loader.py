@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, TypedDict
 
+import torch
 from torch.utils.data import DataLoader, Dataset
 
 from .sampler import MicroBatch, PlanSampler, Position
@@ -27,6 +28,9 @@ class LoaderOptions(TypedDict, total=False):
     timeout: float
 
 
+CountTokens = Callable[[Any], int | torch.Tensor]
+"""How many tokens of a batch count in its loss."""
+
 PREFETCH_FACTOR = 2
 """`DataLoader`'s own, when none is given."""
 
@@ -41,7 +45,13 @@ class Loader:
     """Iterating over it yields the rest of the current epoch, then the next epoch, and so on."""
 
     def __init__(
-        self, dataset: Dataset[Any], sampler: PlanSampler, *, options: LoaderOptions, look_ahead: int = 0
+        self,
+        dataset: Dataset[Any],
+        sampler: PlanSampler,
+        *,
+        options: LoaderOptions,
+        look_ahead: int = 0,
+        count_tokens: CountTokens | None = None,
     ) -> None:
         self.position = Position()
         """Where the run stands: moves with `finish_batch` after the last micro-batch of a step."""
@@ -50,6 +60,7 @@ class Loader:
         """In the user's hands, the one to train on next first: more than one where the script looks ahead."""
         self._sampler = sampler
         self._look_ahead = look_ahead
+        self._count_tokens = count_tokens
         self._on_start: Callable[[], None] = _nothing
         self._on_ask: Callable[[], None] = _nothing
         self._on_batch: Callable[[MicroBatch], None] = _nothing
@@ -85,7 +96,7 @@ class Loader:
                 batch = next(batches)
             except StopIteration:
                 return
-            self._held.append(self._sampler.drawn.popleft())
+            self._held.append(self._weighed(self._sampler.drawn.popleft(), batch))
             if is_next:
                 self._on_batch(self._held[0])
             yield batch
@@ -99,7 +110,7 @@ class Loader:
     def is_in_step(self) -> bool:
         """Whether a saved state would repeat samples: a step is begun. A batch fetched ahead begins none."""
         current = self.current
-        return current is not None and (self._look_ahead == 0 or current.num_before is not None)
+        return current is not None and (self._look_ahead == 0 or not current.is_first)
 
     @property
     def epoch_is_over(self) -> bool:
@@ -142,6 +153,12 @@ class Loader:
         if self._held:
             self._on_ask()
             self._on_batch(self._held[0])
+
+    def _weighed(self, micro_batch: MicroBatch, batch: Any) -> MicroBatch:
+        """A batch with the weight that the script finds in it."""
+        if self._count_tokens is None:
+            return micro_batch
+        return micro_batch._replace(weight=int(self._count_tokens(batch)) if micro_batch.num_samples else 0)
 
     def _next_start(self) -> Position:
         return self.position.at_epoch(self.position.epoch + 1) if self.epoch_is_over else self.position

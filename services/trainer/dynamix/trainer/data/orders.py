@@ -33,6 +33,13 @@ class DataIdentity(NamedTuple):
     shuffle: bool
     sampler: str = ""
     """Name of the script's own sampler."""
+    num_tokens: int | None = None
+    """Tokens of an epoch, where samples count by their tokens."""
+
+    @property
+    def size(self) -> int:
+        """Size of an epoch in what batch sizes count: samples or tokens."""
+        return self.num_samples if self.num_tokens is None else self.num_tokens
 
 
 class OrderExchange(Protocol):
@@ -49,13 +56,58 @@ class Orders(ABC):
 
     def __init__(self, identity: DataIdentity) -> None:
         self.identity = identity
+        self._token_counts: Order | None = None
         self._newest: tuple[int, Order] | None = None
+        self._ends: tuple[int, Order] | None = None
         self._expected: tuple[int, int] | None = None
 
     @property
     def num_samples(self) -> int:
         """Samples of an epoch."""
         return self.identity.num_samples
+
+    def count_by_tokens(self, token_counts: Sequence[int], dataset: object, *, most: int) -> None:
+        """Let each sample of a data set count by its tokens instead of as one.
+
+        Raises:
+            ValueError: when the counts are not one whole number per sample, are all 0, or one is above `most`.
+        """
+        counts = np.asarray(token_counts)
+        if counts.ndim != 1 or counts.dtype.kind not in "iu" or counts.min(initial=0) < 0 or counts.sum() < 1:
+            raise ValueError("token_counts: pass one whole number per sample, not negative and not all 0")
+        if isinstance(dataset, Sized) and len(counts) != len(dataset):
+            raise ValueError(f"token_counts: {len(counts)} numbers for {len(dataset)} samples")
+        if counts.max() > most:
+            raise ValueError(
+                f"token_counts: a sample has {counts.max()} tokens, but a batch at most {most} (max_local_batch_size, "
+                "micro_batch_size), for sizes are in tokens: raise the bound or cut the sample"
+            )
+        self._token_counts = counts.astype(np.int64)
+        num_tokens = round(int(counts.sum()) * self.num_samples / len(counts))
+        self.identity = self.identity._replace(num_tokens=num_tokens)
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether samples count by their tokens."""
+        return self._token_counts is not None
+
+    def ends_of(self, epoch: int) -> Order:
+        """Tokens of an epoch up to and with each sample of its order.
+
+        Raises:
+            ValueError: when the epoch has no token that counts.
+        """
+        assert self._token_counts is not None, "samples count by themselves"
+        if self._ends is None or self._ends[0] != epoch:
+            ends: Order = np.cumsum(self._token_counts[self.order_of(epoch)])
+            if ends[-1] < 1:
+                raise ValueError(f"token_counts: epoch {epoch} has no token that counts")
+            self._ends = (epoch, ends)
+        return self._ends[1]
+
+    def size_of(self, epoch: int) -> int:
+        """Samples or tokens of an epoch."""
+        return self.num_samples if self._token_counts is None else int(self.ends_of(epoch)[-1])
 
     def order_of(self, epoch: int) -> Order:
         """The samples of an epoch, in order; the newest epoch's is kept."""
@@ -83,8 +135,8 @@ class Permutations(Orders):
         super().__init__(DataIdentity(num_samples, seed, shuffle))
 
     def _make_order(self, epoch: int) -> Order:
-        num_samples, seed, shuffle, _ = self.identity
-        return epoch_order(num_samples, seed, epoch, shuffle=shuffle)
+        data = self.identity
+        return epoch_order(data.num_samples, data.seed, epoch, shuffle=data.shuffle)
 
 
 class SampledOrders(Orders):

@@ -13,7 +13,7 @@ class ReferenceSteps(NamedTuple):
     """Reference steps of one job."""
 
     num_samples: int
-    """Length of the data set."""
+    """Samples or tokens of an epoch, as in batch sizes."""
     global_batch_size: int
     """What the script was written for."""
     drop_last: bool

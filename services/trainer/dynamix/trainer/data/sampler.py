@@ -11,9 +11,10 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
 from torch.utils.data import Sampler
 
-from .orders import Orders
+from .orders import Order, Orders
 from .schedule import Counts, Schedule, largest_remainder
 
 
@@ -23,9 +24,17 @@ class StepPlan(NamedTuple):
     step: int
     epoch: int
     offset: int
-    """Samples of the epoch used before this step."""
+    """What the epoch used before this step: samples, or tokens."""
     counts: Counts
-    """Samples per rank; their sum is the true B of the step."""
+    """Samples or tokens per rank; their sum is the true B of the step."""
+    starts: tuple[int, ...] | None = None
+    """Where the ranks' samples begin in the epoch's order, one more than there are ranks; `None` without tokens."""
+
+    def samples_of(self, rank: int) -> tuple[int, int]:
+        """Where a rank's samples begin and end in the epoch's order."""
+        if self.starts is not None:
+            return self.starts[rank], self.starts[rank + 1]
+        return self.offset + self.counts.starts[rank], self.offset + self.counts.starts[rank + 1]
 
 
 class MicroBatch(NamedTuple):
@@ -33,11 +42,15 @@ class MicroBatch(NamedTuple):
 
     plan: StepPlan
     start: int
-    """Samples of this rank in the step before it."""
+    """Where its samples begin in the epoch's order."""
     num_samples: int
     """Its samples; 0 when the batch is a dummy that counts for nothing."""
-    num_before: int | None
-    """Samples of the micro-batch before it in this step; `None` for the first."""
+    size: int
+    """What it counts in batch sizes: its samples, or their tokens."""
+    weight: int
+    """What its mean loss counts in the step: its size, or the tokens that the script counted in it."""
+    is_first: bool
+    """Whether the step begins with it."""
     is_last: bool
     """Whether the step ends with it: then gradients are exchanged."""
     loss_divisor: int = 1
@@ -51,9 +64,9 @@ class Position(NamedTuple):
     """Optimizer steps so far; the next step's number."""
     epoch: int = 0
     offset: int = 0
-    """Samples of the epoch already used."""
+    """What of the epoch is used already: samples, or tokens."""
     samples_seen: int = 0
-    """Samples so far, over all epochs."""
+    """The same over all epochs."""
 
     def after(self, plan: StepPlan) -> "Position":
         """The position once a plan is carried out."""
@@ -88,16 +101,15 @@ class PlanSampler(Sampler[list[int]]):
         equal_micro_steps: bool = False,
         gradient_accumulation_steps: int = 1,
     ) -> None:
-        """Draw each epoch's samples in its order.
+        """Draw each epoch's samples in its order; where they count by their tokens, sizes are in tokens.
 
-        `shares_tail` says that an epoch's last two steps share what is left. `micro_batch_size` is the most samples
-        that are drawn at once, and with `equal_micro_steps` all ranks draw equally often in a step; without it they
-        draw `gradient_accumulation_steps` times, and the script divides each loss by that.
+        `shares_tail` says that an epoch's last two steps share what is left. `micro_batch_size` is the most that is
+        drawn at once, and with `equal_micro_steps` all ranks draw equally often in a step; without it they draw
+        `gradient_accumulation_steps` times, and the script divides each loss by that.
         """
         self.drawn: deque[MicroBatch] = deque()
         self.last_drawn_step = -1
         self.orders = orders
-        self._num_samples = orders.num_samples
         self._schedule = schedule
         self.rank = rank
         self._drop_last = drop_last
@@ -123,34 +135,68 @@ class PlanSampler(Sampler[list[int]]):
 
     def is_over(self, position: Position) -> bool:
         """Whether the position's epoch has no step left."""
-        left = self._num_samples - position.offset
-        if self._drop_last and position.offset > 0:
+        if position.offset == 0:
+            return False
+        left = self.orders.size_of(position.epoch) - position.offset
+        if self._drop_last:
             return self._schedule.counts_at(position.step).total > left
         return left <= 0
 
     def plan_at(self, position: Position) -> StepPlan:
         """The plan of the step that begins at a position."""
         sizes = self._schedule.counts_at(position.step)
-        left = self._num_samples - position.offset
+        left = self.orders.size_of(position.epoch) - position.offset
         total = self._num_taken(sizes.total, left)
         counts = sizes if total == sizes.total else Counts(largest_remainder(total, sizes.values))
-        return StepPlan(position.step, position.epoch, position.offset, counts)
+        plan = StepPlan(position.step, position.epoch, position.offset, counts)
+        if not self.orders.has_tokens:
+            return plan
+        starts, in_tokens = divide_tokens(self.orders.ends_of(position.epoch), position.offset, counts, sizes)
+        return plan._replace(counts=in_tokens, starts=starts)
 
     def micro_batches(self, plan: StepPlan) -> Iterator[MicroBatch]:
-        """This rank's part of a step, as equal as whole samples allow, the smaller parts first."""
-        counts = plan.counts
-        count, number = counts.values[self.rank], self._num_micro_batches(counts)
-        each, more = divmod(count, number)
-        start, before = 0, None
+        """This rank's part of a step: samples in parts as equal as possible, the smaller first; or tokens as fit."""
+        parts = self._parts(plan)
+        for index, (start, stop, size) in enumerate(parts):
+            is_first, is_last = index == 0, index == len(parts) - 1
+            yield MicroBatch(
+                plan, start, stop - start, size, size, is_first, is_last, self._gradient_accumulation_steps
+            )
+
+    def _parts(self, plan: StepPlan) -> list[tuple[int, int, int]]:
+        """Where each micro-batch begins and ends in the epoch's order, and its size."""
+        first, last = plan.samples_of(self.rank)
+        if plan.starts is not None:
+            return self._parts_in_tokens(plan, first, last)
+        return self._equal_parts(first, last, plan.counts)
+
+    def _equal_parts(self, first: int, last: int, counts: Counts) -> list[tuple[int, int, int]]:
+        number = self._num_micro_batches(counts)
+        each, more = divmod(last - first, number)
+        parts = []
         for index in range(number):
-            size = each + (index >= number - more)
-            is_last = index == number - 1
-            yield MicroBatch(plan, start, size, before, is_last, self._gradient_accumulation_steps)
-            start, before = start + size, size
+            stop = first + each + (index >= number - more)
+            parts.append((first, stop, stop - first))
+            first = stop
+        return parts
+
+    def _parts_in_tokens(self, plan: StepPlan, first: int, last: int) -> list[tuple[int, int, int]]:
+        ends = self.orders.ends_of(plan.epoch)
+        most = self._micro_batch_size
+        if most is None:
+            return [(a, b, tokens_between(ends, a, b)) for a, b, _ in self._equal_parts(first, last, plan.counts)]
+        parts = parts_in_tokens(ends, first, last, most)
+        number = max(len(parts), 1)
+        if self._equal_micro_steps:
+            every = map(plan.samples_of, range(len(plan.counts.values)))
+            number = max(number, *(len(parts_in_tokens(ends, start, stop, most)) for start, stop in every))
+        return [(first, first, 0)] * (number - len(parts)) + parts
 
     def num_batches_left(self, position: Position) -> int:
         """Batches that this rank draws to the end of the epoch, if no further size is scheduled."""
-        num_batches, left = 0, self._num_samples - position.offset
+        if self.orders.has_tokens:
+            return self._num_batches_by_plan(position)
+        num_batches, left = 0, self.orders.num_samples - position.offset
         step = position.step
         while left > 0:
             counts = self._schedule.counts_at(step)
@@ -159,10 +205,18 @@ class PlanSampler(Sampler[list[int]]):
             step, left = step + num_full, left - num_full * counts.total
             if num_full == 0:
                 taken = self._num_taken(counts.total, left)
-                if self._drop_last and taken < counts.total and left < self._num_samples:
+                if self._drop_last and taken < counts.total and left < self.orders.num_samples:
                     break
                 num_batches += self._num_micro_batches(Counts(largest_remainder(taken, counts.values)))
                 step, left = step + 1, left - taken
+        return num_batches
+
+    def _num_batches_by_plan(self, position: Position) -> int:
+        num_batches = 0
+        while not self.is_over(position):
+            plan = self.plan_at(position)
+            num_batches += len(self._parts(plan))
+            position = position.after(plan)
         return num_batches
 
     def _num_full_steps(self, step: int, left: int, size: int) -> int:
@@ -186,10 +240,54 @@ class PlanSampler(Sampler[list[int]]):
         return -(-left // 2) if left < 2 * scheduled and self._shares_tail else scheduled
 
     def _indices(self, micro_batch: MicroBatch) -> list[int]:
-        plan = micro_batch.plan
-        start = plan.offset + plan.counts.starts[self.rank] + micro_batch.start
-        order = self.orders.order_of(plan.epoch)
+        order, start = self.orders.order_of(micro_batch.plan.epoch), micro_batch.start
         if micro_batch.num_samples == 0:
-            return [int(order[plan.offset])] * 2
+            return [int(order[micro_batch.plan.samples_of(0)[0]])] * 2
         indices: list[int] = order[start : start + micro_batch.num_samples].tolist()
         return indices
+
+
+def divide_tokens(ends: Order, offset: int, wanted: Counts, sizes: Counts) -> tuple[tuple[int, ...], Counts]:
+    """Divide whole samples among ranks: where each one's begin, and its tokens.
+
+    Each rank gets what is `wanted` of it, rounded up to a sample's end as far as its size allows: no rank gets more
+    tokens than its size. Only a sample that is longer than every size goes to the rank with the largest, alone.
+
+    Args:
+        ends: tokens of the epoch up to and with each sample.
+        offset: tokens of the epoch before the step.
+        wanted: tokens for each rank.
+        sizes: the most tokens of each rank.
+    """
+    first = int(np.searchsorted(ends, offset, "right")) if offset else 0
+    starts, used, tokens = [first], offset, []
+    for size, target in zip(sizes.values, wanted.starts[1:], strict=True):
+        fits = int(np.searchsorted(ends, used + size, "right"))
+        enough = min(int(np.searchsorted(ends, offset + target)), len(ends) - 1)
+        stop = max(min(fits, int(np.searchsorted(ends, ends[enough], "right"))), starts[-1])
+        end = int(ends[stop - 1]) if stop else 0
+        starts.append(stop)
+        tokens.append(end - used)
+        used = end
+    if used == offset:
+        longest = max(range(len(tokens)), key=sizes.values.__getitem__)
+        used = int(ends[np.searchsorted(ends, offset, "right")])
+        stop = int(np.searchsorted(ends, used, "right"))
+        starts = [first] * (longest + 1) + [stop] * (len(tokens) - longest)
+        tokens[longest] = used - offset
+    return tuple(starts), Counts(tokens)
+
+
+def tokens_between(ends: Order, start: int, stop: int) -> int:
+    """Tokens of the samples from `start` to before `stop`."""
+    return int(ends[stop - 1] - (ends[start - 1] if start else 0)) if stop > start else 0
+
+
+def parts_in_tokens(ends: Order, start: int, stop: int, most: int) -> list[tuple[int, int, int]]:
+    """Cut samples into parts of `most` tokens: where each begins and ends, and its tokens."""
+    parts, used = [], int(ends[start - 1]) if start else 0
+    while start < stop:
+        end = min(max(int(np.searchsorted(ends, used + most, "right")), start + 1), stop)
+        parts.append((start, end, int(ends[end - 1]) - used))
+        start, used = end, int(ends[end - 1])
+    return parts

@@ -1,9 +1,9 @@
 """Accumulation: a step of several micro-batches has the gradient of one big batch.
 
-Torch adds up the gradients g_j of micro-batches in `Parameter.grad`. With a mean loss they must count by their samples,
-sum_j m_j g_j, so what was added up is scaled by m_j / m_(j+1) where the next one has another size: one pass over the
-gradients, at most once per step, since sizes differ by one sample. The whole is then in the scale of the last
-micro-batch, with which gradients are exchanged (`weighting`). Ranks may have different numbers of micro-batches.
+Torch adds up the gradients g_j of micro-batches in `Parameter.grad`. With a mean loss they must count by their samples
+or tokens, sum_j m_j g_j, so what was added up is scaled by m_j / m_(j+1) where the next one has another weight: one
+pass over the gradients, with samples at most once per step, since sizes differ by one. The whole is then in the scale
+of the last micro-batch, with which gradients are exchanged (`weighting`). Ranks may have different numbers of them.
 """
 
 from collections.abc import Sequence
@@ -16,6 +16,7 @@ from dynamix.trainer.data.sampler import MicroBatch
 
 from .models import set_gradient_sync
 from .weighting import Reduction
+from .weights import StepWeights
 
 
 class _Probe(NamedTuple):
@@ -28,9 +29,12 @@ class _Probe(NamedTuple):
 class Accumulation:
     """Adds up the gradients of the models of one session."""
 
-    def __init__(self, models: Sequence[torch.nn.Module], reduction: Reduction, *, scales_gradients: bool) -> None:
+    def __init__(
+        self, models: Sequence[torch.nn.Module], weights: StepWeights, reduction: Reduction, *, scales_gradients: bool
+    ) -> None:
         """`models` may grow; with `scales_gradients` they are weighed here and not by `scale_loss`."""
         self._models = models
+        self._weights = weights
         self._reduction = reduction
         self._scales = scales_gradients
         self._probe: _Probe | None = None
@@ -47,8 +51,9 @@ class Accumulation:
             self._only_adds = not batch.is_last
             for model in self._models:
                 set_gradient_sync(model, exchanged=batch.is_last)
-        if batch.num_before is not None:
-            self._rescale(batch.num_before, batch.num_samples)
+        before = self._weights.begin(batch)
+        if before is not None:
+            self._rescale(before, self._weights.newest)
 
     def check_gradients(self) -> None:
         """Make sure, before the update, that no gradient of an earlier micro-batch was dropped.

@@ -16,22 +16,25 @@ from dynamix.trainer.data.sampler import MicroBatch
 from .accumulation import Accumulation
 from .halving import ComputeLoss, HalvedBackward
 from .models import UncoveredModels
-from .weighting import NOT_MEASURED, GradientHook, Reduction, SquaredNorms
+from .weighting import NOT_MEASURED, GradientHook, Reduction, SquaredNorms, loss_weight
+from .weights import StepWeights
 
-MakeHook = Callable[[DistributedDataParallel], GradientHook]
+MakeHook = Callable[[DistributedDataParallel, StepWeights], GradientHook]
 
 
 class CoveredModels:
     """Weighs the gradients of the models of one session."""
 
-    def __init__(self, make_hook: MakeHook | None, reduction: Reduction) -> None:
+    def __init__(self, make_hook: MakeHook | None, reduction: Reduction, weights: StepWeights, world_size: int) -> None:
         """`make_hook` is `None` where losses are scaled or there is nothing to weigh."""
+        self._weights = weights
+        self._reduction: Reduction = reduction
+        self._world_size = world_size
         self.models: list[torch.nn.Module] = []
         self._hooks: list[GradientHook] = []
         self._make_hook = make_hook
-        self._reduction: Reduction = reduction
         self._halved: HalvedBackward | None = None
-        self.accumulation = Accumulation(self.models, reduction, scales_gradients=make_hook is not None)
+        self.accumulation = Accumulation(self.models, weights, reduction, scales_gradients=make_hook is not None)
         self._num_reduced = 0
         self._saw_no_sync = False
         self._batch: MicroBatch | None = None
@@ -63,7 +66,12 @@ class CoveredModels:
         self.models.append(model)
 
     def backward(self, batch: MicroBatch, compute_loss: ComputeLoss, inputs: tuple[Any, ...]) -> torch.Tensor | None:
-        """Compute loss and gradient, in parts where they do not fit; `None`, and nothing done, for several models."""
+        """Compute loss and gradient, in parts where they do not fit; `None`, and nothing done, for several models.
+
+        Also for losses that are a mean over tokens: a part's share of them is not known.
+        """
+        if not self._weights.by_samples:
+            return None
         if self._halved is None and len(self._hooks) == 1:
             model = self.models[0]
             assert isinstance(model, DistributedDataParallel)
@@ -99,6 +107,11 @@ class CoveredModels:
             for hook in self._hooks:
                 hook.begin(batch, shares_times=shares_times)
 
+    def loss_factor(self, batch: MicroBatch) -> float:
+        """Factor on the loss of a batch before a framework that averages gradients over all ranks."""
+        total = self._weights.total()
+        return loss_weight(batch, self._reduction) * self._world_size / total if total else 0.0
+
     def end_step(self, *, updated: bool) -> SquaredNorms:
         """End a step; returns its squared norms over all models.
 
@@ -129,7 +142,7 @@ class CoveredModels:
 
     def _register_hook(self, model: DistributedDataParallel) -> GradientHook:
         assert self._make_hook is not None
-        hook = self._make_hook(model)
+        hook = self._make_hook(model, self._weights)
         try:
             model.register_comm_hook(model.process_group, hook.reduce)
         except RuntimeError as error:

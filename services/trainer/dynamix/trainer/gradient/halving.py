@@ -62,7 +62,7 @@ class HalvedBackward:
         """Whether gradients can be exchanged without DDP's reducer, and nothing was added up before."""
         model, hook = self._model, self._hook
         plain = not (model.find_unused_parameters or getattr(model, "static_graph", False))
-        return plain and hook.can_exchange and hook.num_reduced >= BUCKETS_SETTLED and batch.num_before is None
+        return plain and hook.can_exchange and hook.num_reduced >= BUCKETS_SETTLED and batch.is_first
 
     def _until_it_fits(self, compute_loss: ComputeLoss, inputs: tuple[Any, ...], rows: int) -> torch.Tensor:
         part = rows

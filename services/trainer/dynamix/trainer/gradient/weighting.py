@@ -3,7 +3,7 @@
 Under DDP a communication hook does it, so that the user's loss stays what it was; it also yields |g_i|^2 and |G|^2:
 each is one more pass over the gradient, as the weighing itself is (docs/overhead.md), hence not on every step.
 Under tracking it also carries every rank's compute time (`time_slots`). Elsewhere the loss itself is scaled
-(`loss_factor`). A step of several micro-batches is exchanged with its last one (`accumulation`).
+(`loss_weight`). A step of several micro-batches is exchanged with its last one (`accumulation`).
 """
 
 import time
@@ -20,6 +20,7 @@ from dynamix.trainer.data.sampler import MicroBatch
 from .codecs import GradientCodec
 from .lent import LentTensor, launched
 from .time_slots import TimeSlots
+from .weights import StepWeights
 
 Reduction = Literal["mean", "sum"]
 """What the user's loss does over the samples of its batch."""
@@ -67,15 +68,9 @@ class _Sent(NamedTuple):
     reduced: torch.futures.Future[torch.Tensor]
 
 
-def loss_factor(batch: MicroBatch, reduction: Reduction) -> float:
-    """Factor on the loss of a batch before a framework that averages gradients over all ranks."""
-    counts = batch.plan.counts
-    return _weight(batch, batch.num_samples, reduction) * len(counts.values) / counts.total
-
-
-def _weight(batch: MicroBatch, count: int, reduction: Reduction) -> int:
-    """How much the gradient of a batch counts where the rank has `count` samples, before division by all samples."""
-    return (batch.num_samples if reduction == "mean" else min(count, 1)) * batch.loss_divisor
+def loss_weight(batch: MicroBatch, reduction: Reduction) -> int:
+    """What the loss of a batch counts in the sum over its step: a mean its weight, a sum 1, a dummy nothing."""
+    return (batch.weight if reduction == "mean" else min(batch.weight, 1)) * batch.loss_divisor
 
 
 class GradientHook:
@@ -95,6 +90,7 @@ class GradientHook:
         self,
         group: dist.ProcessGroup,
         clock: GradientClock,
+        weights: StepWeights,
         *,
         reduction: Reduction,
         noise_every: int = 1,
@@ -105,6 +101,7 @@ class GradientHook:
         self._group = group
         self._rank = dist.get_rank(group)
         self._clock = clock
+        self._weights = weights
         self._reduction = reduction
         self._base_hook = base_hook
         self._base_state = base_state
@@ -115,6 +112,7 @@ class GradientHook:
         self.reduced_at = 0.0
         self._measures = False
         self._shares = False
+        self._retired = False
         self._world_size = dist.get_world_size(group)
         self._slots = TimeSlots(self._rank, self._world_size)
         self._scale = 0.0
@@ -136,12 +134,11 @@ class GradientHook:
         """
         assert not (shares_times and (self._base_hook or self._codec)), "base hooks and codecs carry no times"
         self._shares = shares_times
-        counts = batch.plan.counts
-        count = counts.values[self._rank]
-        weight = _weight(batch, count, self._reduction)
-        ranks = 1 if self._base_hook is None else len(counts.values)
-        self._scale = ranks * weight / counts.total
-        self._to_mean = (weight / count) ** 2 if count else 1.0
+        weights = self._weights
+        weight = (weights.newest if self._reduction == "mean" else min(weights.mine, 1)) * batch.loss_divisor
+        ranks = 1 if self._base_hook is None else self._world_size
+        self._scale = ranks * weight / weights.expected
+        self._to_mean = (weight / weights.mine) ** 2 if weights.mine else 1.0
         self._measures = batch.plan.step % self._noise_every == 0
         self._local.clear()
         self._reduced.clear()
@@ -151,6 +148,7 @@ class GradientHook:
         """Average over the ranks from now on, as DDP does without a hook: the session has ended."""
         self._scale = 1.0 if self._base_hook is not None else 1.0 / self._world_size
         self._measures = self._shares = False
+        self._retired = True
 
     def take_norms(self) -> SquaredNorms:
         """The squared norms of the step that ends; empty when it was not measured or no gradient was reduced."""
@@ -172,6 +170,8 @@ class GradientHook:
         is_last = bucket.is_last()
         if is_last:
             self._clock.gradient_ready()
+            if not self._retired:
+                self._weights.post()
         number, buffer, carries = bucket.index(), bucket.buffer(), is_last and self._shares
         if self._measures:
             self._local[number] = squared_norm(buffer) if self._scale else 0.0
@@ -249,8 +249,11 @@ class GradientHook:
 
     def finish(self, results: list[Any]) -> None:
         """Last stage: hand every bucket to DDP."""
+        correction = 1.0 if self._retired else self._weights.correction()
         for sent, result in zip(self._sent, results, strict=True):
             reduced = self._result(sent, result)
+            if correction != 1.0:
+                reduced.mul_(correction)
             if self._measures:
                 self._reduced[sent.number] = squared_norm(reduced)
             sent.reduced.set_result(reduced)

@@ -48,11 +48,12 @@ class RankMeter:
         self, batch: MicroBatch, loss: Scalar | None, num_correct: Scalar | None, norms: SquaredNorms
     ) -> None:
         """Record a batch: its loss as the user's criterion reduced it. A dummy batch counts for nothing."""
-        if batch.num_samples == 0:
+        if batch.weight == 0:
             self._batches.append(_Batch(batch, 0.0, 0.0, norms))
             return
-        loss_sum = None if loss is None else _detached(loss) * (batch.num_samples if self.reduction == "mean" else 1)
-        correct = None if num_correct is None else _detached(num_correct)
+        per_size = batch.size / batch.weight  # what the script counts in a batch, per what batch sizes count
+        loss_sum = None if loss is None else _detached(loss) * (batch.size if self.reduction == "mean" else per_size)
+        correct = None if num_correct is None else _detached(num_correct) * per_size
         self._batches.append(_Batch(batch, loss_sum, correct, norms))
 
     def take_row(self, times: list[StepTimes], held_out_accuracy: float | None) -> Row:
@@ -61,7 +62,7 @@ class RankMeter:
         return make_row(
             self.local_rank,
             self.process,
-            num_samples=sum(each.batch.num_samples for each in batches),
+            num_samples=sum(each.batch.size for each in batches),
             loss_sum=_sum_if_known([each.loss_sum for each in batches]),
             num_correct=_sum_if_known([each.num_correct for each in batches]),
             times=times,

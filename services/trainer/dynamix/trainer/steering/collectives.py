@@ -7,7 +7,7 @@ slowest where it would not have waited anyway.
 
 import contextlib
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -40,6 +40,7 @@ class Collectives:
         self._decision = LentTensor(torch.zeros(HEAD_BYTES + SIZE_BYTES * self.world_size, dtype=torch.uint8))
         self._gathering: dist.Work | None = None
         self._broadcasting: dist.Work | None = None
+        self._total = LentTensor(torch.zeros(1, dtype=torch.int64))
         self._sharing: tuple[dist.Work, LentTensor] | None = None
 
     def close(self) -> None:
@@ -98,6 +99,17 @@ class Collectives:
         if waits:
             self._sharing[0].wait()
         return order
+
+    def post_total(self, mine: int) -> Callable[[], int]:
+        """Begin to add up a number over all ranks; call what is returned for the sum."""
+        self._total.tensor.fill_(mine)
+        work = dist.all_reduce(self._total.alias, group=self._group, async_op=True)
+
+        def total() -> int:
+            work.wait()
+            return int(self._total.tensor.item())
+
+        return total
 
     def gather_objects(self, mine: T) -> list[T]:
         """One object of each rank, in rank order: for attaching, not for steps."""
@@ -162,6 +174,10 @@ class SoloCollectives:
     def share_order(self, order: Order, *, waits: bool = True) -> Order:  # noqa: ARG002 - as with several
         """The only rank's order."""
         return order
+
+    def post_total(self, mine: int) -> Callable[[], int]:
+        """The only number."""
+        return lambda: mine
 
     def gather_objects(self, mine: T) -> list[T]:
         """The only object."""

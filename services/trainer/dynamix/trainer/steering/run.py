@@ -61,7 +61,7 @@ class Run:
     def reference_steps(self) -> ReferenceSteps:
         """How samples are counted in steps of the global batch that the script was written for."""
         options = self.options
-        return ReferenceSteps(self.data.num_samples, options.base_global_batch_size, options.drop_last)
+        return ReferenceSteps(self.data.size, options.base_global_batch_size, options.drop_last)
 
     def bounded(self, allocation: Allocation, caps: tuple[int, ...]) -> Allocation:
         """An allocation with no size above its rank's bound.
