@@ -5,15 +5,17 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+FRAMEWORKS := .venv-frameworks
+PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 DATA   := .data/fashion-mnist
 CIFAR  := .data/cifar-10
 ARGS   ?=
 
-.PHONY: help venv demo data data-cifar test faults lint types bench scale results heldout format clean
+.PHONY: help venv demo data data-cifar test test-frameworks faults lint types bench scale results heldout format clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: $(STAMP) ## make .venv with everything at the versions of constraints.txt
 
@@ -41,6 +43,17 @@ demo: venv data ## a real 4-process training job, left alone and then steered in
 
 test: venv data ## every test, three at a time (ARGS="-k name")
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal $(ARGS)
+
+test-frameworks: $(FRAMEWORKS)/.installed ## the adapters for Accelerate, Lightning and Transformers, in a venv of their own
+	OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m pytest tests/frameworks $(ARGS)
+
+# It sees what .venv has, torch above all, so that only the frameworks are installed into it.
+$(FRAMEWORKS)/.installed: constraints-frameworks.txt $(STAMP)
+	$(PYTHON) -m venv --clear $(FRAMEWORKS)
+	echo "import site; site.addsitedir('$$($(BIN)/python $(PURELIB))')" >"$$($(FRAMEWORKS)/bin/python $(PURELIB))/base.pth"
+	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	    -c constraints-frameworks.txt torch accelerate lightning transformers
+	@touch $@
 
 faults: venv ## all faults at full counts, five rounds with other seeds, into out/ (ARGS="--rounds 1")
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.faults --json out/faults.json $(ARGS)
@@ -79,4 +92,4 @@ format: venv ## let ruff rewrite
 	$(BIN)/ruff format .
 
 clean: ## remove what the targets made
-	rm -rf $(VENV) .data out .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(FRAMEWORKS) .data out .pytest_cache .mypy_cache .ruff_cache

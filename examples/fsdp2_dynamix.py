@@ -1,0 +1,36 @@
+"""The same script, attached: torchrun --standalone --nproc-per-node 2 examples/fsdp2_dynamix.py."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import TensorDataset
+
+from dynamix import trainer as dynamix
+
+
+def main() -> nn.Module:
+    """Train a small classifier on made-up data."""
+    torch.manual_seed(0)
+    inputs = torch.randn(12_288, 32)
+    dataset = TensorDataset(inputs, (inputs.sum(1) > 0).long())
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 2))
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    session = dynamix.attach(model, optimizer, dataset, local_batch_size=128)
+    for epoch in session.epochs(3):
+        for features, targets in session.loader:
+            loss = nn.functional.cross_entropy(model(features), targets)
+            optimizer.zero_grad()
+            session.scale_loss(loss).backward()
+            optimizer.step()
+            session.step(loss)
+        if dist.get_rank() == 0:
+            print(f"epoch {epoch}: loss {loss.item():.4f}")
+    return model
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    main()
+    dist.destroy_process_group()

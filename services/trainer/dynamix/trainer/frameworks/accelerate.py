@@ -1,0 +1,61 @@
+"""Accelerate: attach to what `Accelerator.prepare` returned.
+
+`accelerator.backward`, `accumulate`, `clip_grad_norm_` and the prepared scheduler stay as they are: the models are
+under DDP, whose communication hook weighs. `accelerator.register_for_checkpointing(session)` saves the session too.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import send_to_device
+from torch.utils.data import DataLoader
+
+from dynamix.trainer.attach import attach as attach_session
+from dynamix.trainer.session import Session
+
+from .loaders import traits_of
+
+
+class AcceleratedBatches:
+    """The batches of a session on the accelerator's device, epoch by epoch."""
+
+    def __init__(self, session: Session, device: torch.device) -> None:
+        self._session = session
+        self._device = device
+
+    def __len__(self) -> int:
+        return len(self._session.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._session.loader:
+            yield send_to_device(batch, self._device)
+
+
+def attach(
+    accelerator: Accelerator, model: Any, optimizer: Any, loader: DataLoader[Any], **options: Any
+) -> tuple[Session, AcceleratedBatches]:
+    """Attach to prepared models and optimizers; returns the session, and what to iterate over instead of `loader`.
+
+    Call `session.step(loss)` as the last thing of each batch, outside of `accelerator.accumulate`.
+
+    Args:
+        accelerator: what prepared them; its `gradient_accumulation_steps` are kept.
+        model: one model, or a list.
+        optimizer: one optimizer, or a list.
+        loader: the training loader, prepared or not: data set, batch size, order and workers are read from it.
+        options: for `dynamix.trainer.attach`. A `local_batch_size` counts all samples of a rank's step.
+
+    Raises:
+        ValueError: when the loader makes batches in a way of its own, or for what `dynamix.trainer.attach` refuses.
+    """
+    traits = traits_of(loader, accelerator.num_processes)
+    steps = accelerator.gradient_accumulation_steps
+    defaults = {
+        **traits.options,
+        "local_batch_size": traits.micro_batch_size * steps,
+        "gradient_accumulation_steps": steps,
+    }
+    session = attach_session(model, optimizer, traits.dataset, **{**defaults, **options})
+    return session, AcceleratedBatches(session, accelerator.device)

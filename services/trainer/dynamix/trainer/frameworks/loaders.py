@@ -1,0 +1,58 @@
+"""What `attach` has to know of a framework's `DataLoader`, read from the loader."""
+
+from collections.abc import Sized
+from typing import Any, NamedTuple
+
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler, SequentialSampler
+
+from dynamix.trainer.data.loader import LoaderOptions
+from dynamix.trainer.data.reference_steps import ReferenceSteps
+
+LOADER_OPTIONS = tuple(name for name in LoaderOptions.__annotations__ if name != "generator")
+"""Taken as they are; a generator would be that of another order."""
+
+
+class LoaderTraits(NamedTuple):
+    """What a loader does, in the words of `attach`."""
+
+    dataset: Dataset[Any]
+    num_samples: int
+    """Samples of an epoch."""
+    micro_batch_size: int
+    """Samples in a rank's batch."""
+    options: dict[str, Any]
+    """`shuffle` or `sampler`, `drop_last`, and how data are loaded."""
+
+    def steps_per_epoch(self, world_size: int, gradient_accumulation_steps: int) -> int:
+        """Optimizer steps of an epoch in plain training."""
+        global_batch_size = self.micro_batch_size * gradient_accumulation_steps * world_size
+        return ReferenceSteps(self.num_samples, global_batch_size, self.options["drop_last"]).per_epoch
+
+
+def traits_of(loader: DataLoader[Any], world_size: int) -> LoaderTraits:
+    """Read a `DataLoader`, or what Accelerate and Lightning make of one.
+
+    Raises:
+        ValueError: when it makes batches in a way of its own, or divides samples among ranks.
+    """
+    outer: Any = loader.batch_sampler
+    inner = getattr(outer, "batch_sampler", outer)  # Accelerate's shard of a batch sampler
+    dataset = loader.dataset
+    if type(inner) is not BatchSampler or not isinstance(dataset, Sized):
+        raise ValueError(
+            f"the training loader draws batches by {type(inner).__name__}, dynamix draws them itself, "
+            "from a map-style data set with a length; give DataLoader batch_size and shuffle, no batch_sampler"
+        )
+    size = inner.batch_size // world_size if getattr(outer, "split_batches", False) else inner.batch_size
+    options = {name: getattr(loader, name) for name in LOADER_OPTIONS} | {"drop_last": inner.drop_last}
+    sampler: Any = inner.sampler
+    if type(sampler) is SequentialSampler or type(sampler) is DistributedSampler:
+        return LoaderTraits(dataset, len(dataset), size, options | {"shuffle": getattr(sampler, "shuffle", False)})
+    if isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == len(dataset):
+        return LoaderTraits(dataset, len(dataset), size, options | {"shuffle": True})
+    if hasattr(sampler, "num_replicas"):
+        raise ValueError(
+            f"the training loader draws samples by {type(sampler).__name__}, which gives each rank a part of them: "
+            "dynamix does that itself; with Lightning, Trainer(use_distributed_sampler=False) leaves your sampler alone"
+        )
+    return LoaderTraits(dataset, len(sampler), size, options | {"sampler": sampler})

@@ -1,0 +1,116 @@
+"""Two ranks of an example, plain and then attached; each writes down what it used and what came of it.
+
+python -m tests.frameworks.recorded_example PACKAGE NAME DIRECTORY
+"""
+
+import importlib
+import importlib.util
+import multiprocessing
+import os
+import socket
+import sys
+import time
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tests.support.training import offer
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from dynamix.trainer import Session
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+KINDS = ("plain", "dynamix")
+NUM_SAMPLES = 12_288
+SLOWDOWN_S = 1e-4
+"""Per sample, of rank 1."""
+
+
+def record(path: Path, *, slow: bool) -> dict[str, Any]:
+    """Run an example's `main`; its training data are the `TensorDataset` of `NUM_SAMPLES`."""
+    used: list[int] = []
+    read = TensorDataset.__getitem__
+
+    def read_and_record(dataset: TensorDataset, index: int) -> Any:
+        if len(dataset) == NUM_SAMPLES:
+            used.append(index)
+        return read(dataset, index)
+
+    def delay(module: nn.Module, inputs: Any) -> None:
+        if isinstance(module, nn.ReLU) and module.training and slow and os.environ["RANK"] == "1":
+            time.sleep(SLOWDOWN_S * len(inputs[0]))
+
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    handle = nn.modules.module.register_module_forward_pre_hook(delay)
+    TensorDataset.__getitem__ = read_and_record  # type: ignore[method-assign]
+    try:
+        model = example.main()
+    finally:
+        TensorDataset.__getitem__ = read  # type: ignore[method-assign]
+        handle.remove()
+    layers = next(module for module in model.modules() if isinstance(module, nn.Sequential)).eval()
+    return {"used": used, "parameters": _flat(layers), "accuracy": _accuracy(layers)}
+
+
+def _flat(layers: nn.Module) -> torch.Tensor:
+    whole = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in layers.parameters()]
+    return torch.cat([each.detach().flatten() for each in whole])
+
+
+@torch.no_grad()
+def _accuracy(layers: nn.Module) -> float:
+    inputs = torch.randn(4000, 32, generator=torch.Generator().manual_seed(1))
+    return float((layers(inputs).argmax(1) == (inputs.sum(1) > 0)).float().mean())
+
+
+def _move_sizes() -> None:
+    """Have every step offer unequal sizes: under FSDP no rank knows its own speed."""
+    end_step = Session.step
+
+    def step(session: Session, *results: Any) -> None:
+        end_step(session, *results)
+        offer(session, (160, 96))
+
+    Session.step = step  # type: ignore[method-assign]
+
+
+def _write(kind: str, name: str, directory: Path, environ: dict[str, str]) -> None:
+    os.environ.update(environ)
+    if name == "fsdp2":
+        dist.init_process_group("gloo")
+        _move_sizes()
+    found = record(EXAMPLES / f"{name}_{kind}.py", slow=kind == "dynamix")
+    torch.save(found, directory / f"{kind}{environ['RANK']}.pt")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _run(kind: str, name: str, directory: Path) -> bool:
+    """Run two ranks of a script with the environment that torchrun gives them; whether both came to their end."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    fork = multiprocessing.get_context("fork")
+    ranks = []
+    for rank in "01":
+        environ = {**world, "TORCHELASTIC_RUN_ID": kind, "RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": "0"}
+        ranks.append(fork.Process(target=_write, args=(kind, name, directory, environ), daemon=True))
+        ranks[-1].start()
+    while all(rank.exitcode in (None, 0) for rank in ranks) and any(rank.exitcode is None for rank in ranks):
+        wait([rank.sentinel for rank in ranks if rank.exitcode is None])
+    for rank in ranks:
+        rank.terminate()  # one that would wait for a failed one for ever
+    return all(rank.exitcode == 0 for rank in ranks)
+
+
+if __name__ == "__main__":
+    package, name, directory = sys.argv[1:]
+    importlib.import_module(package)  # once; what is forked has it
+    sys.exit(not all(_run(kind, name, Path(directory)) for kind in KINDS))

@@ -1,0 +1,65 @@
+"""The examples for frameworks: few lines differ, and both scripts train alike while the sizes follow the speeds."""
+
+import difflib
+import importlib.util
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+NUM_EPOCHS, NUM_SAMPLES = 3, 12_288
+FRAMEWORKS = {"accelerate": "accelerate", "lightning": "lightning", "transformers": "transformers", "fsdp2": "torch"}
+"""Examples, and the package that each needs."""
+
+
+def _code_lines(path: Path) -> list[str]:
+    """Without the first docstring and blank lines."""
+    return [line for line in path.read_text().splitlines()[1:] if line.strip()]
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_attaching_changes_at_most_ten_lines(name: str) -> None:
+    plain, attached = (_code_lines(EXAMPLES / f"{name}_{kind}.py") for kind in ("plain", "dynamix"))
+    changed = [line for line in difflib.ndiff(plain, attached) if line.startswith("+ ")]
+    assert 2 <= len(changed) <= 10, changed
+
+
+def _record(directory: Path, name: str) -> dict[str, list[dict[str, Any]]]:
+    """What the two ranks of both examples wrote down."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("DYNAMIX_")}
+    settings = {"DYNAMIX_NATS_URL": "nats://127.0.0.1:9", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.frameworks.recorded_example", FRAMEWORKS[name], name, str(directory)],
+        env={**environ, **settings},
+        cwd=EXAMPLES.parent,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return {kind: [torch.load(directory / f"{kind}{rank}.pt") for rank in range(2)] for kind in ("plain", "dynamix")}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(210)
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_an_attached_example_uses_the_same_samples_and_comes_out_alike(name: str, tmp_path: Path) -> None:
+    if importlib.util.find_spec(FRAMEWORKS[name]) is None:
+        pytest.skip(f"{FRAMEWORKS[name]} is not installed: make test-frameworks")
+    found = _record(tmp_path, name)
+    for kind, ranks in found.items():
+        used = Counter(index for rank in ranks for index in rank["used"])
+        assert used == Counter(dict.fromkeys(range(NUM_SAMPLES), NUM_EPOCHS)), kind
+        assert torch.equal(ranks[0]["parameters"], ranks[1]["parameters"]), kind
+    plain, attached = found["plain"][0], found["dynamix"][0]
+    assert plain["accuracy"] > 0.97
+    assert attached["accuracy"] == pytest.approx(plain["accuracy"], abs=0.01)
+    assert len(plain["used"]) == NUM_EPOCHS * NUM_SAMPLES / 2
+    assert len(attached["used"]) > 1.2 * len(plain["used"])  # rank 1 is slower and gets less
