@@ -12,8 +12,8 @@ from dynamix.lab.simulator.cluster import VirtualCluster
 from dynamix.lab.simulator.gradients import AutogradGradients, Gradients
 from dynamix.lab.simulator.perceptron import PerceptronGradients, gradients_of, is_perceptron
 from dynamix.lab.workloads import Data, Part, Workload, make_optimizer, workload_named
+from dynamix.trainer.data.division import StepPlan
 from dynamix.trainer.data.orders import epoch_order
-from dynamix.trainer.data.sampler import StepPlan
 from dynamix.trainer.data.schedule import Counts
 from dynamix.trainer.gradient.noise import NoiseSums
 

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from torch.utils.data import WeightedRandomSampler
 
 from dynamix.schemas.messages.allocation import Allocation
+from dynamix.trainer.data.division import Division, StepPlan
 from dynamix.trainer.data.orders import Permutations, SampledOrders, epoch_order
-from dynamix.trainer.data.sampler import PlanSampler, Position, StepPlan
+from dynamix.trainer.data.sampler import PlanSampler, Position
 from dynamix.trainer.data.schedule import Schedule
 from dynamix.trainer.steering.collectives import SoloCollectives
 
@@ -20,7 +21,9 @@ CHANGES = st.lists(
 
 def _draw_epoch(num_samples: int, schedule: Schedule, position: Position) -> list[tuple[StepPlan, list[list[int]]]]:
     """Plans of an epoch's steps and each rank's indices."""
-    samplers = [PlanSampler(Permutations(num_samples, 3, shuffle=True), schedule, rank=rank) for rank in range(3)]
+    samplers = [
+        PlanSampler(Permutations(num_samples, 3, shuffle=True), schedule, division=Division(rank)) for rank in range(3)
+    ]
     for sampler in samplers:
         sampler.rewind(position)
     drawn = [list(sampler) for sampler in samplers]
@@ -69,7 +72,9 @@ def test_the_number_of_steps_left_is_what_is_drawn(
     for gap, sizes in changes:
         step += gap
         schedule.schedule(step, Allocation(sizes))
-    sampler = PlanSampler(Permutations(num_samples, 0, shuffle=False), schedule, rank=0, drop_last=drop_last)
+    sampler = PlanSampler(
+        Permutations(num_samples, 0, shuffle=False), schedule, division=Division(0), drop_last=drop_last
+    )
     assert sampler.num_batches_left(Position()) == len(list(sampler))
 
 
@@ -78,7 +83,7 @@ def test_the_number_of_steps_left_is_what_is_drawn(
 )
 def test_a_tail_can_be_left_out_but_never_the_whole_epoch(num_samples: int, totals: list[int]) -> None:
     orders = Permutations(num_samples, 0, shuffle=True)
-    sampler = PlanSampler(orders, Schedule(Allocation((8, 16, 4))), rank=0, drop_last=True)
+    sampler = PlanSampler(orders, Schedule(Allocation((8, 16, 4))), division=Division(0), drop_last=True)
     assert sampler.num_batches_left(Position()) == len(totals)
     assert len(list(sampler)) == len(totals)
     assert [batch.plan.counts.total for batch in sampler.drawn] == totals

@@ -14,8 +14,9 @@ from torch.distributed.fsdp import fully_shard
 
 from dynamix import trainer as dynamix
 from dynamix.schemas.messages import Message, Report
+from dynamix.trainer.data.division import StepPlan
 from dynamix.trainer.data.orders import epoch_order
-from dynamix.trainer.data.sampler import MicroBatch, StepPlan
+from dynamix.trainer.data.sampler import MicroBatch
 from dynamix.trainer.data.schedule import Counts
 from dynamix.trainer.gradient.weighting import loss_weight
 

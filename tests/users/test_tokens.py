@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from dynamix import trainer as dynamix
 from dynamix.schemas.messages import Message, Report
-from dynamix.trainer.data.sampler import divide_tokens
+from dynamix.trainer.data.division import divide_tokens
 from dynamix.trainer.data.schedule import Counts
 
 IGNORED = -100

@@ -14,8 +14,9 @@ import torch
 
 from dynamix.lab.workloads import Data, Part, make_optimizer, workload_named
 from dynamix.schemas.messages import Action, Applied, Job, Report
+from dynamix.trainer.data.division import Division, StepPlan
 from dynamix.trainer.data.orders import Permutations
-from dynamix.trainer.data.sampler import PlanSampler, Position, StepPlan
+from dynamix.trainer.data.sampler import PlanSampler, Position
 from dynamix.trainer.data.schedule import Schedule
 from dynamix.trainer.gradient.learning_rate import FACTORS, LearningRateScaler
 from dynamix.trainer.gradient.noise import NoiseAverage, window_moments
@@ -85,7 +86,7 @@ class VirtualCluster:
         self._gradients = gradients_of(workload, seed=seed, like=inputs)
         self._schedule = Schedule(self._options.initial_allocation)
         self._orders = Permutations(len(inputs), seed, shuffle=True)
-        self._sampler = PlanSampler(self._orders, self._schedule, rank=0)
+        self._sampler = PlanSampler(self._orders, self._schedule, division=Division(0))
         self._disturbances = Disturbances(scenario, seed)
         self._clock = VirtualClock(scenario, workload.gradient_bytes)
         self._recorder = WindowRecorder(scenario, self._clock.tx_bytes_per_step)

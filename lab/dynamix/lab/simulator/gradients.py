@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dynamix.lab.workloads import Part, Workload
-from dynamix.trainer.data.sampler import StepPlan
+from dynamix.trainer.data.division import StepPlan
 from dynamix.trainer.data.schedule import Counts
 from dynamix.trainer.gradient.noise import NoiseSums
 

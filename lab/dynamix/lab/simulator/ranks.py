@@ -8,7 +8,7 @@ import torch
 
 from dynamix.lab.workloads import Data, Part
 from dynamix.schemas.messages import SocketCounters, SystemMetrics
-from dynamix.trainer.data.sampler import StepPlan
+from dynamix.trainer.data.division import StepPlan
 from dynamix.trainer.gradient.noise import NoiseSums
 from dynamix.trainer.job.identity import Attempt, JobIdentity, Place
 from dynamix.trainer.job.options import JobOptions

@@ -1,23 +1,25 @@
 """`attach`: puts a session together around a user's model, optimizer and data set."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas.messages import OptimizerFamily
 from dynamix.schemas.messages.allocation import EXACT
 from dynamix.schemas.messages.policies import DEFAULT_POLICY, KEEPS_GLOBAL_BATCH, SPLIT_POLICY, GlobalBatch
 
+from .data.division import Division
 from .data.loader import CountTokens, Loader, LoaderOptions, drawn_ahead
-from .data.orders import Orders, OwnSampler, Permutations, SampledOrders
-from .data.sampler import PlanSampler
+from .data.orders import OwnSampler
+from .data.sampler import SamplerOptions
+from .data.source import orders_of, sampler_of
 from .gradient.accumulation import needs_equal_steps
 from .gradient.codecs import find_codec
 from .gradient.covered import CoveredModels
@@ -98,7 +100,8 @@ def attach(
         model: a `DistributedDataParallel` model, a sharded one (FSDP), or one whose gradients a framework averages over
             ranks (`weighting="loss"`); several as a list. What `torch.compile` and frameworks wrap is found.
         optimizer: gets its learning rates scaled for the length of each step, by `learning_rate_rule`; or a list.
-        dataset: map-style, with a length; the same on all ranks.
+        dataset: map-style, with a length; or a stream (`IterableDataset`), which every rank reads as a whole. The same
+            on all ranks.
         local_batch_size: samples per rank and step to begin with: one number, or one per rank.
         global_batch: `fixed` keeps the sum of the sizes, and so what is optimised: only its division over the ranks
             follows their speeds. With `adaptive` the policy moves the sum too: schedules and loops that count steps
@@ -199,7 +202,7 @@ def attach(
             options.policy,
             sum(sizes),
         )
-    orders = _orders(dataset, sampler, seed, shuffle=shuffle)
+    orders = orders_of(dataset, sampler, seed, shuffle=shuffle)
     if token_counts is not None:
         orders.count_by_tokens(token_counts, dataset, most=min(upper, micro_batch_size or upper))
     accumulates = micro_batch_size is not None or gradient_accumulation_steps > 1
@@ -211,18 +214,10 @@ def attach(
 
     device = next(models[0].parameters()).device
     clock: AnyClock = DeviceClock() if device.type == "cuda" else HostClock()
-    if isinstance(orders, SampledOrders):
-        orders.connect(met.collectives)
-    plan_sampler = PlanSampler(
-        orders,
-        run.schedule,
-        rank=met.place.rank,
-        drop_last=drop_last,
-        shares_tail=global_batch == "adaptive",
-        micro_batch_size=micro_batch_size,
-        equal_micro_steps=needs_equal_steps(models),
-        gradient_accumulation_steps=gradient_accumulation_steps,
-    )
+    orders.connect(met.collectives)
+    division = Division(met.place.rank, micro_batch_size, needs_equal_steps(models), gradient_accumulation_steps)
+    sampling = SamplerOptions(division=division, drop_last=drop_last, shares_tail=global_batch == "adaptive")
+    plan_sampler = sampler_of(orders, run.schedule, sampling)
     loader = Loader(dataset, plan_sampler, options=loader_options, look_ahead=look_ahead, count_tokens=count_tokens)
     meter = RankMeter(
         rank=met.place.rank,
@@ -320,20 +315,6 @@ def _world_size(models: Sequence[torch.nn.Module], environment: Environment) -> 
                 "over a part of the ranks is not supported"
             )
     return world_size
-
-
-def _orders(dataset: Dataset[Any], sampler: OwnSampler | None, seed: int, *, shuffle: bool) -> Orders:
-    """Which samples an epoch has. With a sampler of its own a data set needs no length."""
-    if isinstance(dataset, DataLoader):
-        raise TypeError(
-            f"the data set is a {type(dataset).__name__}: pass its data set and its options; session.loader replaces "
-            "it, and session.state_dict() saves its place"
-        )
-    if sampler is not None:
-        return SampledOrders(sampler, seed)
-    if not isinstance(dataset, Sized) or len(dataset) < 1:
-        raise ValueError("the data set must be map-style: __getitem__ by index, and a __len__ of at least 1")
-    return Permutations(len(dataset), seed, shuffle=shuffle)
 
 
 def _check_counting(averaging: Averaging, *, counts_in_batches: bool, accumulates: bool) -> None:

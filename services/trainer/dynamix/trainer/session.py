@@ -102,7 +102,7 @@ class Session:
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
         """The numbers of the epochs that are left, 0 to `num_epochs` - 1; after the last one the job is over."""
-        self._run.total_samples = num_epochs * self._run.data.size
+        self._run.total_samples = num_epochs * self._run.data.size or None
         loader = self._loader
         first = loader.position.epoch + (1 if loader.epoch_is_over else 0)
         for epoch in range(first, num_epochs):

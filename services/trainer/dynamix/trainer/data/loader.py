@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypedDict
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from .sampler import MicroBatch, PlanSampler, Position
+from .stream import CollateParts, StreamReader, StreamSampler
 
 
 class LoaderOptions(TypedDict, total=False):
@@ -21,7 +22,7 @@ class LoaderOptions(TypedDict, total=False):
     prefetch_factor: int | None
     persistent_workers: bool
     pin_memory: bool
-    collate_fn: Callable[[list[Any]], Any]
+    collate_fn: Callable[[Any], Any]
     worker_init_fn: Callable[[int], None]
     multiprocessing_context: Any
     generator: Any
@@ -64,6 +65,10 @@ class Loader:
         self._on_start: Callable[[], None] = _nothing
         self._on_ask: Callable[[], None] = _nothing
         self._on_batch: Callable[[MicroBatch], None] = _nothing
+        if isinstance(sampler, StreamSampler):
+            assert isinstance(dataset, IterableDataset), "as its orders"
+            options = {**options, "collate_fn": CollateParts(options.get("collate_fn"))}
+            dataset = StreamReader(dataset, sampler.stream.identity.seed, sampler.division)
         self._batches: DataLoader[Any] = DataLoader(dataset, batch_sampler=sampler, **options)
 
     def bind(
@@ -86,20 +91,32 @@ class Loader:
         self.position = self._next_start()
         self._held.clear()
         self._sampler.rewind(self.position)
-        batches = iter(self._batches)
+        drawn = self._draw()
         while True:
             self._require_step()
             is_next = not self._held  # else it is fetched in the time of another step
             if is_next:
                 self._on_ask()
             try:
-                batch = next(batches)
+                micro_batch, batch = next(drawn)
             except StopIteration:
                 return
-            self._held.append(self._weighed(self._sampler.drawn.popleft(), batch))
+            self._held.append(self._weighed(micro_batch, batch))
             if is_next:
                 self._on_batch(self._held[0])
             yield batch
+
+    def _draw(self) -> Iterator[tuple[MicroBatch, Any]]:
+        """This rank's batches to the end of the epoch."""
+        if not isinstance(self._sampler, StreamSampler):
+            for batch in self._batches:
+                yield self._sampler.drawn.popleft(), batch
+            return
+        for read in self._batches:
+            micro_batches = self._sampler.take_step(read.num_read)
+            if not micro_batches:
+                return
+            yield from zip(micro_batches, read.batches, strict=True)
 
     @property
     def current(self) -> MicroBatch | None:

@@ -4,7 +4,6 @@ Rank 0 draws for a script's sampler and all ranks get its numbers, so that no di
 sample count twice or never. It draws under generators seeded by the epoch: a resumed run gets the same order again.
 """
 
-import random
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence, Sized
@@ -15,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch.utils.data import Sampler
+
+from .random_numbers import RandomNumbers, seed_all
 
 Order = npt.NDArray[np.int64]
 
@@ -47,6 +48,9 @@ class OrderExchange(Protocol):
 
     rank: int
 
+    def gather_objects(self, mine: int) -> list[int]:
+        """One number of each rank."""
+
     def share_order(self, order: Order, *, waits: bool = True) -> Order:
         """Rank 0's order; what the others pass says how long it is."""
 
@@ -65,6 +69,9 @@ class Orders(ABC):
     def num_samples(self) -> int:
         """Samples of an epoch."""
         return self.identity.num_samples
+
+    def connect(self, exchange: OrderExchange) -> None:  # noqa: B027 - a permutation needs nothing
+        """Communicate with the other ranks from now on."""
 
     def count_by_tokens(self, token_counts: Sequence[int], dataset: object, *, most: int) -> None:
         """Let each sample of a data set count by its tokens instead of as one.
@@ -241,18 +248,11 @@ def epoch_order(num_samples: int, seed: int, epoch: int, *, shuffle: bool) -> Or
 @contextmanager
 def _seeded(seed: int, epoch: int, generator: object) -> Iterator[None]:
     """Seed all random numbers that a sampler may use, and put them back afterwards."""
-    generators = [torch.default_generator] + ([generator] if isinstance(generator, torch.Generator) else [])
-    of_torch, of_python = [each.get_state() for each in generators], random.getstate()
-    of_numpy = np.random.get_state()  # noqa: NPY002 - what samplers may use
-    value = int(np.random.SeedSequence((seed, epoch)).generate_state(1)[0])
+    before, own = RandomNumbers.capture(), generator if isinstance(generator, torch.Generator) else torch.Generator()
+    of_own = own.get_state()
     try:
-        for each in generators:
-            each.manual_seed(value)
-        np.random.seed(value)  # noqa: NPY002
-        random.seed(value)
+        own.manual_seed(seed_all(seed, epoch))
         yield
     finally:
-        for each, state in zip(generators, of_torch, strict=True):
-            each.set_state(state)
-        np.random.set_state(of_numpy)  # noqa: NPY002
-        random.setstate(of_python)
+        before.restore()
+        own.set_state(of_own)

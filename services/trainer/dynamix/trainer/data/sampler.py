@@ -9,32 +9,13 @@ samples takes a stride as long as one on a thousand (seen: validation accuracy f
 
 from collections import deque
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
-import numpy as np
 from torch.utils.data import Sampler
 
-from .orders import Order, Orders
+from .division import Division, Part, StepPlan, divide_tokens
+from .orders import Orders
 from .schedule import Counts, Schedule, largest_remainder
-
-
-class StepPlan(NamedTuple):
-    """What one step uses: equal on all ranks."""
-
-    step: int
-    epoch: int
-    offset: int
-    """What the epoch used before this step: samples, or tokens."""
-    counts: Counts
-    """Samples or tokens per rank; their sum is the true B of the step."""
-    starts: tuple[int, ...] | None = None
-    """Where the ranks' samples begin in the epoch's order, one more than there are ranks; `None` without tokens."""
-
-    def samples_of(self, rank: int) -> tuple[int, int]:
-        """Where a rank's samples begin and end in the epoch's order."""
-        if self.starts is not None:
-            return self.starts[rank], self.starts[rank + 1]
-        return self.offset + self.counts.starts[rank], self.offset + self.counts.starts[rank + 1]
 
 
 class MicroBatch(NamedTuple):
@@ -78,6 +59,14 @@ class Position(NamedTuple):
         return self._replace(epoch=epoch, offset=0)
 
 
+class SamplerOptions(TypedDict):
+    """Options of a sampler."""
+
+    division: Division
+    drop_last: bool
+    shares_tail: bool
+
+
 class PlanSampler(Sampler[list[int]]):
     """A batch sampler for `torch.utils.data.DataLoader`; it runs in the training process, ahead of the training.
 
@@ -94,29 +83,21 @@ class PlanSampler(Sampler[list[int]]):
         orders: Orders,
         schedule: Schedule,
         *,
-        rank: int,
+        division: Division,
         drop_last: bool = False,
         shares_tail: bool = True,
-        micro_batch_size: int | None = None,
-        equal_micro_steps: bool = False,
-        gradient_accumulation_steps: int = 1,
     ) -> None:
         """Draw each epoch's samples in its order; where they count by their tokens, sizes are in tokens.
 
-        `shares_tail` says that an epoch's last two steps share what is left. `micro_batch_size` is the most that is
-        drawn at once, and with `equal_micro_steps` all ranks draw equally often in a step; without it they draw
-        `gradient_accumulation_steps` times, and the script divides each loss by that.
+        `shares_tail` says that an epoch's last two steps share what is left.
         """
         self.drawn: deque[MicroBatch] = deque()
         self.last_drawn_step = -1
         self.orders = orders
         self._schedule = schedule
-        self.rank = rank
         self._drop_last = drop_last
         self._shares_tail = shares_tail and not drop_last
-        self._micro_batch_size = micro_batch_size
-        self._equal_micro_steps = equal_micro_steps
-        self._gradient_accumulation_steps = gradient_accumulation_steps
+        self.division = division
         self._position = Position()
 
     def rewind(self, position: Position) -> None:
@@ -155,42 +136,13 @@ class PlanSampler(Sampler[list[int]]):
         return plan._replace(counts=in_tokens, starts=starts)
 
     def micro_batches(self, plan: StepPlan) -> Iterator[MicroBatch]:
-        """This rank's part of a step: samples in parts as equal as possible, the smaller first; or tokens as fit."""
+        """This rank's part of a step."""
         parts = self._parts(plan)
         for index, (start, stop, size) in enumerate(parts):
             is_first, is_last = index == 0, index == len(parts) - 1
             yield MicroBatch(
-                plan, start, stop - start, size, size, is_first, is_last, self._gradient_accumulation_steps
+                plan, start, stop - start, size, size, is_first, is_last, self.division.gradient_accumulation_steps
             )
-
-    def _parts(self, plan: StepPlan) -> list[tuple[int, int, int]]:
-        """Where each micro-batch begins and ends in the epoch's order, and its size."""
-        first, last = plan.samples_of(self.rank)
-        if plan.starts is not None:
-            return self._parts_in_tokens(plan, first, last)
-        return self._equal_parts(first, last, plan.counts)
-
-    def _equal_parts(self, first: int, last: int, counts: Counts) -> list[tuple[int, int, int]]:
-        number = self._num_micro_batches(counts)
-        each, more = divmod(last - first, number)
-        parts = []
-        for index in range(number):
-            stop = first + each + (index >= number - more)
-            parts.append((first, stop, stop - first))
-            first = stop
-        return parts
-
-    def _parts_in_tokens(self, plan: StepPlan, first: int, last: int) -> list[tuple[int, int, int]]:
-        ends = self.orders.ends_of(plan.epoch)
-        most = self._micro_batch_size
-        if most is None:
-            return [(a, b, tokens_between(ends, a, b)) for a, b, _ in self._equal_parts(first, last, plan.counts)]
-        parts = parts_in_tokens(ends, first, last, most)
-        number = max(len(parts), 1)
-        if self._equal_micro_steps:
-            every = map(plan.samples_of, range(len(plan.counts.values)))
-            number = max(number, *(len(parts_in_tokens(ends, start, stop, most)) for start, stop in every))
-        return [(first, first, 0)] * (number - len(parts)) + parts
 
     def num_batches_left(self, position: Position) -> int:
         """Batches that this rank draws to the end of the epoch, if no further size is scheduled."""
@@ -201,15 +153,18 @@ class PlanSampler(Sampler[list[int]]):
         while left > 0:
             counts = self._schedule.counts_at(step)
             num_full = self._num_full_steps(step, left, counts.total)
-            num_batches += num_full * self._num_micro_batches(counts)
+            num_batches += num_full * self.division.num_parts(counts)
             step, left = step + num_full, left - num_full * counts.total
             if num_full == 0:
                 taken = self._num_taken(counts.total, left)
                 if self._drop_last and taken < counts.total and left < self.orders.num_samples:
                     break
-                num_batches += self._num_micro_batches(Counts(largest_remainder(taken, counts.values)))
+                num_batches += self.division.num_parts(Counts(largest_remainder(taken, counts.values)))
                 step, left = step + 1, left - taken
         return num_batches
+
+    def _parts(self, plan: StepPlan) -> list[Part]:
+        return self.division.parts(plan, self.orders.ends_of(plan.epoch) if self.orders.has_tokens else None)
 
     def _num_batches_by_plan(self, position: Position) -> int:
         num_batches = 0
@@ -227,12 +182,6 @@ class PlanSampler(Sampler[list[int]]):
         change = self._schedule.next_change(step)
         return num_full if change is None else min(num_full, change - step)
 
-    def _num_micro_batches(self, counts: Counts) -> int:
-        if self._micro_batch_size is None:
-            return self._gradient_accumulation_steps
-        count = max(counts.values) if self._equal_micro_steps else counts.values[self.rank]
-        return max(-(-count // self._micro_batch_size), 1)
-
     def _num_taken(self, scheduled: int, left: int) -> int:
         """Samples of a step that is to have `scheduled` of the `left` ones of its epoch."""
         if left <= scheduled:
@@ -245,49 +194,3 @@ class PlanSampler(Sampler[list[int]]):
             return [int(order[micro_batch.plan.samples_of(0)[0]])] * 2
         indices: list[int] = order[start : start + micro_batch.num_samples].tolist()
         return indices
-
-
-def divide_tokens(ends: Order, offset: int, wanted: Counts, sizes: Counts) -> tuple[tuple[int, ...], Counts]:
-    """Divide whole samples among ranks: where each one's begin, and its tokens.
-
-    Each rank gets what is `wanted` of it, rounded up to a sample's end as far as its size allows: no rank gets more
-    tokens than its size. Only a sample that is longer than every size goes to the rank with the largest, alone.
-
-    Args:
-        ends: tokens of the epoch up to and with each sample.
-        offset: tokens of the epoch before the step.
-        wanted: tokens for each rank.
-        sizes: the most tokens of each rank.
-    """
-    first = int(np.searchsorted(ends, offset, "right")) if offset else 0
-    starts, used, tokens = [first], offset, []
-    for size, target in zip(sizes.values, wanted.starts[1:], strict=True):
-        fits = int(np.searchsorted(ends, used + size, "right"))
-        enough = min(int(np.searchsorted(ends, offset + target)), len(ends) - 1)
-        stop = max(min(fits, int(np.searchsorted(ends, ends[enough], "right"))), starts[-1])
-        end = int(ends[stop - 1]) if stop else 0
-        starts.append(stop)
-        tokens.append(end - used)
-        used = end
-    if used == offset:
-        longest = max(range(len(tokens)), key=sizes.values.__getitem__)
-        used = int(ends[np.searchsorted(ends, offset, "right")])
-        stop = int(np.searchsorted(ends, used, "right"))
-        starts = [first] * (longest + 1) + [stop] * (len(tokens) - longest)
-        tokens[longest] = used - offset
-    return tuple(starts), Counts(tokens)
-
-
-def tokens_between(ends: Order, start: int, stop: int) -> int:
-    """Tokens of the samples from `start` to before `stop`."""
-    return int(ends[stop - 1] - (ends[start - 1] if start else 0)) if stop > start else 0
-
-
-def parts_in_tokens(ends: Order, start: int, stop: int, most: int) -> list[tuple[int, int, int]]:
-    """Cut samples into parts of `most` tokens: where each begins and ends, and its tokens."""
-    parts, used = [], int(ends[start - 1]) if start else 0
-    while start < stop:
-        end = min(max(int(np.searchsorted(ends, used + most, "right")), start + 1), stop)
-        parts.append((start, end, int(ends[end - 1]) - used))
-        start, used = end, int(ends[end - 1])
-    return parts

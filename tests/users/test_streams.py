@@ -1,0 +1,174 @@
+"""Streams (`IterableDataset`): every rank reads the same one, and each of its samples is trained on exactly once."""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.ranks import RankError, run_ranks
+from tests.support.training import Numbered, distribute, gather, make_model, offer
+from torch import nn
+from torch.utils.data import IterableDataset, get_worker_info
+
+from dynamix import trainer as dynamix
+from dynamix.trainer import Session
+
+SIZES = [(9, 4), (13, 0), (3, 20), (17, 17)]
+
+
+class Stream(IterableDataset[Any]):
+    """Samples in an order of torch's random numbers; in a worker, as usual, only its part of them."""
+
+    def __init__(self, num_samples: int, *, parts: bool = False) -> None:
+        self.data = Numbered(num_samples)
+        self.parts = parts
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        start, stride = (0, 1) if info is None else (info.id, info.num_workers)
+        if self.parts:
+            start, stride = dist.get_rank(), dist.get_world_size()
+        order = torch.randperm(len(self.data)).tolist()
+        for index in order[start::stride]:
+            yield self.data[index]
+
+
+class Sized(Stream):
+    def __len__(self) -> int:
+        return len(self.data)
+
+
+def _attach(dataset: Any, **options: Any) -> tuple[Session, nn.Module, torch.optim.Optimizer]:
+    model = distribute(make_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    chosen: dict[str, Any] = {"local_batch_size": (9, 4), "min_local_batch_size": 0, "global_batch": "adaptive"}
+    chosen |= {"window_steps": 1, "connect": False, "max_lag_windows": 9, "policy": "static"} | options
+    return dynamix.attach(model, optimizer, dataset, **chosen), model, optimizer
+
+
+def _train_batch(session: Session, model: nn.Module, optimizer: Any, batch: Any) -> list[int]:
+    nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
+    used: list[int] = batch[2][: session.num_samples].tolist()
+    if session.sync_gradients:
+        optimizer.step()
+        optimizer.zero_grad()
+        offer(session, SIZES[(session.step_index + 1) % len(SIZES)])
+    session.step()
+    return used
+
+
+def _everything(mine: list[int]) -> list[int]:
+    return [index for each in gather(mine) for index in each]
+
+
+def _read(rank: int, num_workers: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Two epochs of a stream without a length, and the rest again from a state in the middle of the second one."""
+    torch.manual_seed(rank)
+    random.seed(rank)
+    session, model, optimizer = _attach(Stream(150), num_workers=num_workers, **options)
+    epochs, state, tail = [], {}, []
+    for epoch in session.epochs(2):
+        mine: list[int] = []
+        first = session.step_index
+        for batch in session.loader:
+            used = _train_batch(session, model, optimizer, batch)
+            mine += used
+            if state:
+                tail += used
+            if epoch == 1 and session.step_index == first + 3 and not state and not session.loader.is_in_step:
+                state = session.state_dict()
+        epochs.append(_everything(mine))
+    progress = session.progress
+    session.close()
+
+    resumed, model, optimizer = _attach(Stream(150), num_workers=num_workers, **options)
+    resumed.load_state_dict(state)
+    again = [i for _ in resumed.epochs(2) for b in resumed.loader for i in _train_batch(resumed, model, optimizer, b)]
+    resumed.close()
+    return {"epochs": epochs, "tail": tail, "again": again, "progress": progress}
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "options"),
+    [(0, {}), (2, {}), (0, {"micro_batch_size": 4}), (0, {"gradient_accumulation_steps": 2})],
+)
+def test_a_stream_is_used_exactly_once_and_resumed_at_the_sample(num_workers: int, options: dict[str, Any]) -> None:
+    results = run_ranks(_read, 2, num_workers, options)
+    for result in results:
+        assert [sorted(epoch) for epoch in result["epochs"]] == [list(range(150))] * 2
+        assert result["epochs"][0] != result["epochs"][1]
+        assert result["tail"] == result["again"]
+        assert result["progress"] == pytest.approx(300 / 13)
+    assert sum(len(result["tail"]) for result in results) > 40
+
+
+def _lengths(_rank: int) -> dict[str, Any]:
+    session, model, optimizer = _attach(Stream(60), drop_last=True, global_batch="fixed")
+    for ask in (lambda: len(session.loader), lambda: session.num_reference_steps):
+        with pytest.raises(TypeError, match="the stream has no length: give its class a __len__, or stop by"):
+            ask()
+    used = [index for batch in session.loader for index in _train_batch(session, model, optimizer, batch)]
+    session.close()
+
+    sized, model, optimizer = _attach(Sized(60), global_batch="fixed")
+    expected, steps = len(sized.loader), sized.num_reference_steps
+    for batch in sized.loader:
+        _train_batch(sized, model, optimizer, batch)
+    sized.close()
+    return {"dropped": 60 - len(_everything(used)), "len": expected, "steps": steps, "done": sized.step_index}
+
+
+def test_a_stream_needs_a_length_only_where_one_is_asked_for() -> None:
+    for result in run_ranks(_lengths, 2):
+        assert result == {"dropped": 60 % 13, "len": 5, "steps": 5, "done": 5}
+
+
+def _gradient_of_the_end(_rank: int) -> float:
+    """The error of the last step's gradient, whose samples are fewer than any rank's plan said."""
+    data = Numbered(30)
+    session, model, optimizer = _attach(Stream(30), local_batch_size=(18, 8), global_batch="fixed")
+    error = 1.0
+    for batch in session.loader:
+        optimizer.zero_grad()
+        used = _everything(batch[2][: session.num_samples].tolist())
+        alone = make_model()
+        alone.load_state_dict({name.removeprefix("module."): value for name, value in model.state_dict().items()})
+        nn.functional.cross_entropy(alone(data.inputs[used]), data.targets[used]).backward()
+        nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
+        pairs = zip(model.parameters(), alone.parameters(), strict=True)
+        error = max(float((a.grad - b.grad).abs().max()) for a, b in pairs if a.grad is not None and b.grad is not None)
+        session.step()
+        assert len(used) == (26 if session.step_index == 1 else 4)
+    session.close()
+    return error
+
+
+def test_the_last_step_of_a_stream_has_the_gradient_of_what_is_left() -> None:
+    assert max(run_ranks(_gradient_of_the_end, 2)) < 1e-13
+
+
+def _refusals(_rank: int) -> None:
+    with pytest.raises(ValueError, match="sampler needs a data set with __getitem__"):
+        _attach(Stream(10), sampler=lambda _: [1])
+    with pytest.raises(ValueError, match="token_counts needs a data set with __getitem__: with a stream use count_tok"):
+        _attach(Stream(10), token_counts=[1] * 10)
+    with pytest.raises(ValueError, match="a Stream, yields nothing"):
+        _attach(Stream(0))
+    with pytest.raises(ValueError, match=r"map-style .* or an IterableDataset"):
+        _attach(iter(range(10)))
+
+
+def test_streams_that_cannot_work_are_refused_with_the_fix() -> None:
+    run_ranks(_refusals, 2)
+
+
+def _divided(_rank: int) -> None:
+    _attach(Stream(40, parts=True))
+
+
+def test_a_stream_that_divides_itself_by_rank_is_refused_on_all_ranks() -> None:
+    with pytest.raises(RankError) as error:
+        run_ranks(_divided, 2)
+    assert str(error.value).count("first sample differs between ranks: it must yield the same on all") == 2
