@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from dynamix import trainer as dynamix
 from dynamix.schemas.messages import Message, Report
 from dynamix.trainer.data.division import divide_tokens
-from dynamix.trainer.data.schedule import Counts
+from dynamix.trainer.data.schedule import Counts, largest_remainder
 
 IGNORED = -100
 
@@ -156,7 +156,8 @@ def test_the_gradient_is_that_of_one_big_batch_over_all_tokens_that_count() -> N
 def test_whole_samples_are_divided_without_gap_overlap_or_excess(tokens: list[int], sizes: list[int]) -> None:
     ends, offset, position = np.cumsum(tokens), 0, 0
     while offset < ends[-1]:
-        starts, found = divide_tokens(ends, offset, Counts(sizes), Counts(sizes))
+        left = min(int(ends[-1]) - offset, sum(sizes))
+        starts, found = divide_tokens(ends, offset, Counts(largest_remainder(left, sizes)), Counts(sizes))
         assert starts[0] == position
         assert found.values == tuple(sum(tokens[a:b]) for a, b in pairwise(starts))
         if any(has > size for has, size in zip(found.values, sizes, strict=True)):

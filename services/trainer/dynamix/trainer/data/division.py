@@ -6,8 +6,6 @@ tokens, and no rank gets more of them than its size.
 
 from typing import NamedTuple
 
-import numpy as np
-
 from .orders import Order
 from .schedule import Counts
 
@@ -84,20 +82,22 @@ def divide_tokens(ends: Order, offset: int, wanted: Counts, sizes: Counts) -> tu
         wanted: tokens for each rank.
         sizes: the most tokens of each rank.
     """
-    first = int(np.searchsorted(ends, offset, "right")) if offset else 0
+    first = int(ends.searchsorted(offset, "right")) if offset else 0
     starts, used, tokens = [first], offset, []
     for size, target in zip(sizes.values, wanted.starts[1:], strict=True):
-        fits = int(np.searchsorted(ends, used + size, "right"))
-        enough = min(int(np.searchsorted(ends, offset + target)), len(ends) - 1)
-        stop = max(min(fits, int(np.searchsorted(ends, ends[enough], "right"))), starts[-1])
+        stop = int(ends.searchsorted(used + size, "right"))
+        if wanted.total < sizes.total:
+            enough = min(ends.searchsorted(offset + target), len(ends) - 1)
+            stop = min(stop, int(ends.searchsorted(ends[enough], "right")))
+        stop = max(stop, starts[-1])
         end = int(ends[stop - 1]) if stop else 0
         starts.append(stop)
         tokens.append(end - used)
         used = end
     if used == offset:
         longest = max(range(len(tokens)), key=sizes.values.__getitem__)
-        used = int(ends[np.searchsorted(ends, offset, "right")])
-        stop = int(np.searchsorted(ends, used, "right"))
+        used = int(ends[ends.searchsorted(offset, "right")])
+        stop = int(ends.searchsorted(used, "right"))
         starts = [first] * (longest + 1) + [stop] * (len(tokens) - longest)
         tokens[longest] = used - offset
     return tuple(starts), Counts(tokens)
@@ -121,7 +121,7 @@ def _parts_in_tokens(ends: Order, start: int, stop: int, most: int) -> list[Part
     """Samples in parts of at most so many tokens."""
     parts, used = [], int(ends[start - 1]) if start else 0
     while start < stop:
-        end = min(max(int(np.searchsorted(ends, used + most, "right")), start + 1), stop)
+        end = min(max(int(ends.searchsorted(used + most, "right")), start + 1), stop)
         parts.append((start, end, int(ends[end - 1]) - used))
         start, used = end, int(ends[end - 1])
     return parts
