@@ -1,0 +1,52 @@
+"""Accelerate: its checkpoints hold the session."""
+
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.training import Numbered, make_model
+from torch import nn
+from torch.utils.data import DataLoader
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
+
+
+def _train(directory: Path, *, resume: bool, num_batches: int) -> list[int]:
+    """Train from the start or from the checkpoint, and save one; the samples used."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from accelerate import Accelerator  # noqa: PLC0415 - where it is installed
+
+        from dynamix.trainer.frameworks.accelerate import attach  # noqa: PLC0415
+
+    accelerator = Accelerator(cpu=True)
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    plain: DataLoader[Any] = DataLoader(Numbered(100), batch_size=16, shuffle=True)
+    session, loader = attach(accelerator, model, optimizer, plain, connect=False)
+    accelerator.register_for_checkpointing(session)
+    if resume:
+        accelerator.load_state(str(directory))
+    used: list[int] = []
+    for _, batch in zip(range(num_batches), loader, strict=False):
+        loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        session.step(loss)
+        used += batch[2].tolist()
+    accelerator.save_state(str(directory))
+    session.close()
+    return used
+
+
+def test_a_run_resumed_from_its_checkpoint_uses_what_is_left_of_the_epoch(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="Accelerate is not installed: make test-frameworks")
+    first = _train(tmp_path, resume=False, num_batches=3)
+    second = _train(tmp_path, resume=True, num_batches=9)
+    assert len(first) == 48
+    assert Counter(first + second) == Counter(range(100))
