@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset
 
-from dynamix import trainer as dynamix
+from dynamix.trainer import attach
 
 
 def main() -> nn.Module:
@@ -17,7 +17,7 @@ def main() -> nn.Module:
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 2))
     fully_shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    session = dynamix.attach(model, optimizer, dataset, local_batch_size=128)
+    session = attach(model, optimizer, dataset, local_batch_size=128)
     for epoch in session.epochs(3):
         for features, targets in session.loader:
             loss = nn.functional.cross_entropy(model(features), targets)
