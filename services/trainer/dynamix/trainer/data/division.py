@@ -87,7 +87,7 @@ def divide_tokens(ends: Order, offset: int, wanted: Counts, sizes: Counts) -> tu
     for size, target in zip(sizes.values, wanted.starts[1:], strict=True):
         stop = int(ends.searchsorted(used + size, "right"))
         if wanted.total < sizes.total:
-            enough = min(ends.searchsorted(offset + target), len(ends) - 1)
+            enough = min(int(ends.searchsorted(offset + target)), len(ends) - 1)
             stop = min(stop, int(ends.searchsorted(ends[enough], "right")))
         stop = max(stop, starts[-1])
         end = int(ends[stop - 1]) if stop else 0
@@ -96,7 +96,7 @@ def divide_tokens(ends: Order, offset: int, wanted: Counts, sizes: Counts) -> tu
         used = end
     if used == offset:
         longest = max(range(len(tokens)), key=sizes.values.__getitem__)
-        used = int(ends[ends.searchsorted(offset, "right")])
+        used = int(ends[int(ends.searchsorted(offset, "right"))])
         stop = int(ends.searchsorted(used, "right"))
         starts = [first] * (longest + 1) + [stop] * (len(tokens) - longest)
         tokens[longest] = used - offset
