@@ -44,7 +44,7 @@ demo: venv data ## a real 4-process training job, left alone and then steered in
 test: venv data ## every test, three at a time (ARGS="-k name")
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal $(ARGS)
 
-test-frameworks: $(FRAMEWORKS)/.installed ## the adapters for Accelerate, Lightning and Transformers, in a venv of their own
+test-frameworks: $(FRAMEWORKS)/.installed ## what needs others' frameworks: adapters, loggers, tables; in a venv of their own
 	OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m pytest tests/frameworks $(ARGS)
 
 # It sees what .venv has, torch above all, so that only the frameworks are installed into it.
@@ -52,7 +52,8 @@ $(FRAMEWORKS)/.installed: constraints-frameworks.txt $(STAMP)
 	$(PYTHON) -m venv --clear $(FRAMEWORKS)
 	echo "import site; site.addsitedir('$$($(BIN)/python $(PURELIB))')" >"$$($(FRAMEWORKS)/bin/python $(PURELIB))/base.pth"
 	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-	    -c constraints-frameworks.txt torch accelerate lightning transformers
+	    -c constraints-frameworks.txt torch \
+	    accelerate lightning transformers wandb mlflow-skinny pandas pyarrow
 	@touch $@
 
 faults: venv ## all faults at full counts, five rounds with other seeds, into out/ (ARGS="--rounds 1")
