@@ -360,7 +360,7 @@ def _misuse(_rank: int) -> None:
     data = Numbered(64)
     model = distribute(make_model())
     session, optimizer = _attach(data, model, window_steps=1)
-    with pytest.raises(RuntimeError, match="hook already: do not register"):
+    with pytest.raises(RuntimeError, match="another session covers the model: end that one first"):
         _attach(data, model)
     with pytest.raises(RuntimeError, match="without a batch"):
         session.step()

@@ -1,5 +1,7 @@
 """Training loops that people really have: what they train is right, or one sentence says why not."""
 
+import copy
+import io
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -301,6 +303,61 @@ def test_a_single_process_needs_no_process_group() -> None:
     assert sorted(used) == list(range(100))
 
 
+def test_a_single_process_accumulates_as_several_do() -> None:
+    data, model = Numbered(100), make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    used: list[int] = []
+    with dynamix.attach(
+        model, optimizer, data, local_batch_size=32, micro_batch_size=10, connect=False, num_workers=0
+    ) as session:
+        for batch in session.loader:
+            loss = _loss(model, batch)
+            loss.backward()
+            used += batch[2].tolist()
+            if session.sync_gradients:
+                assert _error(_gradient(model), _whole_gradient(data, used)) < 1e-12
+                optimizer.step()
+                optimizer.zero_grad()
+                used = []
+            session.step(loss)
+    assert session.step_index == 4
+
+
+def _copies(_rank: int) -> None:
+    """A covered model and one beside it can be copied and pickled, and the copies train by themselves."""
+    data = Numbered(64)
+    model, other = distribute(make_model()), distribute(make_model(seed=1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = dynamix.attach(model, optimizer, data, local_batch_size=8, connect=False)
+    for each in (model, other):
+        copied = copy.deepcopy(each)
+        torch.save(each, io.BytesIO())
+        torch.optim.swa_utils.AveragedModel(each)
+        copied.module(data.inputs[:2]).sum().backward()
+    session.close()
+
+
+def test_a_covered_model_can_be_copied_and_saved_whole() -> None:
+    run_ranks(_copies, 2)
+
+
+def _left_before_step(_rank: int) -> None:
+    model = distribute(make_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = dynamix.attach(model, optimizer, Numbered(64), local_batch_size=8, connect=False)
+    for batch in session.loader:
+        _loss(model, batch).backward()
+        optimizer.step()
+        break
+    with pytest.raises(RuntimeError, match=r"would repeat that batch: call session.step\(\) before break"):
+        next(iter(session.loader))
+    session.close()
+
+
+def test_leaving_a_loop_between_update_and_step_is_refused() -> None:
+    run_ranks(_left_before_step, 2)
+
+
 def _train_after_close(_rank: int) -> float:
     """The error of the gradient that a model has once its session is closed, against the plain average."""
     data = Numbered(200)
@@ -322,6 +379,85 @@ def _train_after_close(_rank: int) -> float:
 
 def test_after_the_session_a_model_trains_as_under_plain_ddp() -> None:
     assert max(run_ranks(_train_after_close, 2)) < 1e-12
+
+
+def _own_batches(rank: int) -> list[float]:
+    """Errors of gradients on batches of the script's own, before the first step and between two; then of a step."""
+    data = Numbered(200)
+    model = distribute(make_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    session = dynamix.attach(model, optimizer, data, global_batch="adaptive", **OPTIONS)
+    mine, both = list(range(10 * rank, 10 * rank + 10)), list(range(20))
+
+    def error_of_own() -> float:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(data.inputs[mine]), data.targets[mine]).backward()
+        return _error(_gradient(model), _whole_gradient(data, both))
+
+    errors = [error_of_own()]
+    for batch in session.loader:
+        optimizer.zero_grad()
+        _loss(model, batch).backward()
+        used = _used_by_all(batch[2][: session.num_samples].tolist())
+        errors.append(_error(_gradient(model), _whole_gradient(data, used)))
+        optimizer.step()
+        session.step()
+        errors.append(error_of_own())
+    session.close()
+    return errors
+
+
+def test_batches_of_the_scripts_own_are_averaged_as_under_plain_ddp() -> None:
+    for errors in run_ranks(_own_batches, 2):
+        assert max(errors) < 1e-12
+
+
+def _two_phases(_rank: int) -> list[float]:
+    """Errors of the gradients of two sessions over one model, one after the other."""
+    data, model = Numbered(200), distribute(make_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    errors = []
+    for _ in range(2):
+        session = dynamix.attach(model, optimizer, data, global_batch="adaptive", **OPTIONS)
+        with pytest.raises(RuntimeError, match=r"another session covers the model: end that one first, session.close"):
+            dynamix.attach(model, optimizer, data, **OPTIONS)
+        for batch in session.loader:
+            optimizer.zero_grad()
+            _loss(model, batch).backward()
+            used = _used_by_all(batch[2][: session.num_samples].tolist())
+            errors.append(_error(_gradient(model), _whole_gradient(data, used)))
+            optimizer.step()
+            session.step()
+        session.close()
+    return errors
+
+
+def test_a_model_can_be_attached_again_once_its_session_is_closed() -> None:
+    for errors in run_ranks(_two_phases, 2):
+        assert max(errors) < 1e-12
+        assert len(errors) > 8
+
+
+def _lengths(_rank: int, options: dict[str, Any]) -> tuple[list[int], int]:
+    model = distribute(make_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    session = dynamix.attach(model, optimizer, Numbered(330), local_batch_size=16, connect=False, **options)
+    lengths = [len(session.loader)]
+    for batch in session.loader:
+        _loss(model, batch).backward()
+        if session.sync_gradients:
+            optimizer.step()
+            optimizer.zero_grad()
+        session.step()
+        lengths.append(len(session.loader))
+    session.close()
+    return lengths, len(lengths) - 1
+
+
+@pytest.mark.parametrize("options", [{}, {"micro_batch_size": 5}])
+def test_the_length_of_the_loader_stays_while_an_epoch_is_trained(options: dict[str, Any]) -> None:
+    for lengths, number in run_ranks(_lengths, 2, {"policy": "static", **options}):
+        assert set(lengths[:-1]) == {number}
 
 
 # --- looking ahead ---------------------------------------------------------------------------------------------
@@ -548,8 +684,8 @@ def _step_schedule(_rank: int, global_batch: str) -> list[str]:
 
 @pytest.mark.parametrize(("global_batch", "warnings"), [("adaptive", 1), ("fixed", 0)])
 def test_a_schedule_by_steps_is_warned_about_once_where_steps_change(global_batch: str, warnings: int) -> None:
-    for said in run_ranks(_step_schedule, 2, global_batch):
-        assert len(said) == warnings
+    first, second = run_ranks(_step_schedule, 2, global_batch)
+    assert (len(first), len(second)) == (warnings, 0)
 
 
 def _stop_by_count(_rank: int) -> tuple[int, float]:

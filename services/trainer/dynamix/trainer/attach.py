@@ -195,13 +195,7 @@ def attach(
         supports_tracking=averaging == "hook" and base_hook is None and codec == EXACT.codec,
         codec=codec,
     )
-    if global_batch == "fixed" and options.policy not in KEEPS_GLOBAL_BATCH:
-        _log.warning(
-            "policy %r may change the global batch, but it is fixed at %d: only its division will follow the "
-            "decisions; attach(global_batch='adaptive') lets the policy change it",
-            options.policy,
-            sum(sizes),
-        )
+    _warn_of_changes(options, world_size)
     orders = orders_of(dataset, sampler, seed, shuffle=shuffle)
     if token_counts is not None:
         orders.count_by_tokens(token_counts, dataset, most=min(upper, micro_batch_size or upper))
@@ -245,11 +239,18 @@ def attach(
     weights = StepWeights(
         None if count_tokens is None else met.collectives, by_samples=count_tokens is None and token_counts is None
     )
-    covered_models = CoveredModels(make_hook if averaging == "hook" else None, reduction, weights, world_size)
+    covered_models = CoveredModels(
+        make_hook if averaging == "hook" else None,
+        reduction,
+        weights,
+        world_size,
+        weighs_alone=averaging == "none" and accumulates,
+    )
     schedulers = Schedulers()
+    warns = global_batch == "adaptive" and met.place.rank == 0
     updates = Updates(
         current=lambda: loader.current,
-        before_update=_before_update(loader, clock, covered_models, schedulers, options),
+        before_update=_before_update(loader, clock, covered_models, schedulers, warns=warns),
         factor=lambda: rule(run.schedule.counts_at(loader.position.step).total / run.options.base_global_batch_size),
     )
     for each_model in models:
@@ -277,7 +278,7 @@ def attach(
         models=covered_models,
         updates=updates,
         schedulers=schedulers,
-        needs_scaling=averaging == "loss" or (averaging == "none" and micro_batch_size is not None),
+        needs_scaling=averaging == "loss",
         memory_caps=caps,
         exit_rules=ExitRules(
             close_timeout_s=environment.trainer.close_timeout_s,
@@ -286,11 +287,30 @@ def attach(
     )
 
 
+def _warn_of_changes(options: JobOptions, world_size: int) -> None:
+    """Say what will be different from what a script may expect."""
+    total = sum(options.local_batch_sizes)
+    if options.global_batch == "fixed" and options.policy not in KEEPS_GLOBAL_BATCH:
+        _log.warning(
+            "policy %r may change the global batch, but it is fixed at %d: only its division will follow the "
+            "decisions; attach(global_batch='adaptive') lets the policy change it",
+            options.policy,
+            total,
+        )
+    if options.reduction == "sum":
+        _log.warning(
+            "with reduction='sum' gradients are divided by the %d samples of the whole step, by plain DDP only by the "
+            "number of ranks: multiply the learning rate of SGD by %g to train as before",
+            total,
+            total / world_size,
+        )
+
+
 def _before_update(
-    loader: Loader, clock: AnyClock, models: CoveredModels, schedulers: Schedulers, options: JobOptions
+    loader: Loader, clock: AnyClock, models: CoveredModels, schedulers: Schedulers, *, warns: bool
 ) -> Callable[[torch.optim.Optimizer], None]:
     """What is to be done right before an optimizer steps."""
-    watch = StepScheduleWarning(schedulers) if options.global_batch == "adaptive" else None
+    watch = StepScheduleWarning(schedulers) if warns else None
 
     def before_update(optimizer: torch.optim.Optimizer) -> None:
         clock.before_update()

@@ -351,6 +351,11 @@ class Session:
         """Begin with the first batch: only now is it known whether a state was loaded."""
         if self._run.ended:
             raise RuntimeError("this session has ended: attach again to train on")
+        if self._updates.any_since_step:
+            raise RuntimeError(
+                "the loop was left after optimizer.step() and before session.step(), and would repeat that batch: call "
+                "session.step() before break"
+            )
         self._meter.clock.discard()
         if not self._run.started:
             self._check_snapshot()

@@ -57,6 +57,9 @@ class Loader:
         self.position = Position()
         """Where the run stands: moves with `finish_batch` after the last micro-batch of a step."""
         self.last_finished: MicroBatch | None = None
+        self._num_trained = 0
+        """Batches of the steps that ended since the loop over this loader began."""
+        self._num_in_step = 0
         self._held: deque[MicroBatch] = deque()
         """In the user's hands, the one to train on next first: more than one where the script looks ahead."""
         self._sampler = sampler
@@ -78,8 +81,8 @@ class Loader:
         self._on_start, self._on_ask, self._on_batch = on_start, on_ask, on_batch
 
     def __len__(self) -> int:
-        """Batches left in the epoch, if no further size is scheduled."""
-        return self._sampler.num_batches_left(self._next_start())
+        """Batches of the loop that runs or comes next, to the end of the epoch, if no further size is scheduled."""
+        return self._num_trained + self._sampler.num_batches_left(self._next_start())
 
     def __iter__(self) -> Iterator[Any]:
         """Yield batches.
@@ -91,6 +94,13 @@ class Loader:
         self.position = self._next_start()
         self._held.clear()
         self._sampler.rewind(self.position)
+        self._num_trained = self._num_in_step = 0
+        try:
+            yield from self._rest_of_epoch()
+        finally:  # also when the script leaves the loop
+            self._num_trained = 0
+
+    def _rest_of_epoch(self) -> Iterator[Any]:
         drawn = self._draw()
         while True:
             self._require_step()
@@ -162,8 +172,10 @@ class Loader:
     def finish_batch(self) -> None:
         """Be done with the current batch; with a step's last one the position moves past the step."""
         self.last_finished = done = self._held.popleft()
+        self._num_in_step += 1
         if done.is_last:
             self.position = self.position.after(done.plan)
+            self._num_trained, self._num_in_step = self._num_trained + self._num_in_step, 0
 
     def begin_held(self) -> None:
         """Begin with the next batch if the script has it already."""

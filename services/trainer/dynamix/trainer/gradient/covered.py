@@ -4,10 +4,12 @@ A step may exchange gradients of several models (a generator and a discriminator
 by the same plan; compute times travel with every exchange, and those of the step's last one count.
 """
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
@@ -15,18 +17,63 @@ from dynamix.trainer.data.sampler import MicroBatch
 
 from .accumulation import Accumulation
 from .halving import ComputeLoss, HalvedBackward
-from .models import UncoveredModels
+from .models import SessionHook, UncoveredModels
 from .weighting import NOT_MEASURED, GradientHook, Reduction, SquaredNorms, loss_weight
 from .weights import StepWeights
 
 MakeHook = Callable[[DistributedDataParallel, StepWeights], GradientHook]
 
 
+class _HookPlace:
+    """The one communication hook that DDP allows a model, for one session after the other."""
+
+    def __init__(self, hook: GradientHook | None) -> None:
+        self._hook = hook
+
+    def __deepcopy__(self, _memo: object) -> "_HookPlace":
+        """A copied model belongs to no session: DDP does not take its hook along."""
+        return _HookPlace(None)
+
+    def __reduce__(self) -> tuple[type["_HookPlace"], tuple[None]]:
+        return _HookPlace, (None,)
+
+    def use(self, hook: GradientHook) -> None:
+        """Let the hook of another session weigh.
+
+        Raises:
+            RuntimeError: when the session before it is still open.
+        """
+        if self._hook is not None and not self._hook.is_retired:
+            raise RuntimeError("another session covers the model: end that one first, session.close()")
+        self._hook = hook
+
+    def reduce(self, _state: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """What DDP calls for each bucket."""
+        assert self._hook is not None, "DDP registers no hook of a model that it copied"
+        return self._hook.reduce(self._hook.group, bucket)
+
+
+_places: "weakref.WeakKeyDictionary[torch.nn.Module, _HookPlace]" = weakref.WeakKeyDictionary()
+"""The hook of each model that was ever covered."""
+
+
 class CoveredModels:
     """Weighs the gradients of the models of one session."""
 
-    def __init__(self, make_hook: MakeHook | None, reduction: Reduction, weights: StepWeights, world_size: int) -> None:
-        """`make_hook` is `None` where losses are scaled or there is nothing to weigh."""
+    def __init__(
+        self,
+        make_hook: MakeHook | None,
+        reduction: Reduction,
+        weights: StepWeights,
+        world_size: int,
+        *,
+        weighs_alone: bool = False,
+    ) -> None:
+        """`make_hook` is `None` where losses are scaled, or there is nothing to exchange.
+
+        With `weighs_alone`, in a world of one process, the gradients of micro-batches are weighed as they come.
+        """
+        self._weighs_alone = weighs_alone
         self._weights = weights
         self._reduction: Reduction = reduction
         self._world_size = world_size
@@ -62,7 +109,9 @@ class CoveredModels:
                     "is: wrap it too"
                 )
             self._hooks.append(self._register_hook(model))
-            self._handles.append(model.register_forward_pre_hook(self._on_forward))
+            self._handles.append(model.register_forward_pre_hook(SessionHook(self, CoveredModels.note_forward)))
+        elif self._weighs_alone:
+            self._handles += [each.register_hook(self._weigh_alone) for each in model.parameters()]  # type: ignore[no-untyped-call]
         self.models.append(model)
 
     def backward(self, batch: MicroBatch, compute_loss: ComputeLoss, inputs: tuple[Any, ...]) -> torch.Tensor | None:
@@ -129,6 +178,8 @@ class CoveredModels:
         if not self._hooks:
             return NOT_MEASURED
         norms = [hook.take_norms() for hook in self._hooks]
+        for hook in self._hooks:
+            hook.average_plainly()
         if len(norms) == 1:
             return norms[0]
         return SquaredNorms([v for each in norms for v in each.local], [v for each in norms for v in each.reduced])
@@ -143,15 +194,26 @@ class CoveredModels:
     def _register_hook(self, model: DistributedDataParallel) -> GradientHook:
         assert self._make_hook is not None
         hook = self._make_hook(model, self._weights)
+        place = _places.get(model)
+        if place is not None:
+            place.use(hook)
+            return hook
+        place = _HookPlace(hook)
         try:
-            model.register_comm_hook(model.process_group, hook.reduce)
+            model.register_comm_hook(None, place.reduce)
         except RuntimeError as error:
             raise RuntimeError(
                 "the model has a communication hook already: do not register it, pass it to attach as base_hook"
             ) from error
+        _places[model] = place
         return hook
 
-    def _on_forward(self, model: torch.nn.Module, _inputs: Any) -> None:
+    def _weigh_alone(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Weigh the gradient of a micro-batch before it is added to those before it."""
+        factor = 1.0 if self._batch is None else self.loss_factor(self._batch)
+        return gradient if factor == 1.0 else gradient * factor
+
+    def note_forward(self, model: torch.nn.Module, _inputs: Any) -> None:
         """Note a forward pass under the script's own `no_sync`."""
         batch = self._batch
         if batch is not None and batch.is_last and not model.require_backward_grad_sync and torch.is_grad_enabled():

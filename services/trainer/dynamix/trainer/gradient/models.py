@@ -93,7 +93,7 @@ class UncoveredModels:
         self._covered = covered
         self.ignored: list[torch.nn.Module] = []
         self._handles: list[RemovableHandle] = [
-            register_module_module_registration_hook(_weak(self, _watch_registered))
+            register_module_module_registration_hook(SessionHook(self, _watch_registered))
         ]
         for found in gc.get_objects():
             if issubclass(type(found), DistributedDataParallel):
@@ -108,9 +108,9 @@ class UncoveredModels:
     def watch(self, model: torch.nn.Module) -> None:
         """Look at a model whenever it is called, unless it is covered."""
         if not self._covers(model):
-            self._handles.append(model.register_forward_pre_hook(_weak(self, _refuse_uncovered)))
+            self._handles.append(model.register_forward_pre_hook(SessionHook(self, UncoveredModels.refuse)))
 
-    def refuse(self, model: torch.nn.Module) -> None:
+    def refuse(self, model: torch.nn.Module, _inputs: Any = None) -> None:
         """Raise RuntimeError when the model is trained and still not covered."""
         if model.training and torch.is_grad_enabled() and not self._covers(model):
             raise RuntimeError(
@@ -123,21 +123,35 @@ class UncoveredModels:
         return any(model is each for each in (*self._covered, *self.ignored))
 
 
+class SessionHook:
+    """A hook on a user's model: keeps no session alive, and copies and pickles as one that does nothing."""
+
+    def __init__(self, owner: object, function: Callable[..., None]) -> None:
+        """`function` is called with the owner first, as long as that lives."""
+        self._owner = weakref.ref(owner)
+        self._function = function
+
+    def __call__(self, *arguments: Any) -> None:
+        """Call the function, if the owner lives."""
+        if (alive := self._owner()) is not None:
+            self._function(alive, *arguments)
+
+    def __deepcopy__(self, _memo: object) -> Callable[..., None]:
+        """A copied model belongs to no session."""
+        return _no_hook
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _make_no_hook, ()
+
+
+def _no_hook(*_: object) -> None:
+    """What a copied model calls."""
+
+
+def _make_no_hook() -> Callable[..., None]:
+    return _no_hook
+
+
 def _watch_registered(watcher: UncoveredModels, parent: torch.nn.Module, name: str, _child: Any) -> None:
     if name == "module" and isinstance(parent, DistributedDataParallel):
         watcher.watch(parent)
-
-
-def _refuse_uncovered(watcher: UncoveredModels, model: torch.nn.Module, _inputs: Any) -> None:
-    watcher.refuse(model)
-
-
-def _weak(watcher: UncoveredModels, function: Callable[..., None]) -> Callable[..., None]:
-    """A hook that keeps no session alive, and does nothing once it is gone."""
-    reference = weakref.ref(watcher)
-
-    def call(*arguments: Any) -> None:
-        if (alive := reference()) is not None:
-            function(alive, *arguments)
-
-    return call

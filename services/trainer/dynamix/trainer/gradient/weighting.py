@@ -98,7 +98,7 @@ class GradientHook:
         base_state: object = None,
         codec: GradientCodec | None = None,
     ) -> None:
-        self._group = group
+        self.group = group
         self._rank = dist.get_rank(group)
         self._clock = clock
         self._weights = weights
@@ -112,10 +112,12 @@ class GradientHook:
         self.reduced_at = 0.0
         self._measures = False
         self._shares = False
-        self._retired = False
+        self._weighs = False
+        """Whether a step of the session is under way."""
+        self.is_retired = False
         self._world_size = dist.get_world_size(group)
         self._slots = TimeSlots(self._rank, self._world_size)
-        self._scale = 0.0
+        self._scale = 1.0 if base_hook is not None else 1.0 / self._world_size
         self._to_mean = 0.0
         self._local: dict[int, float | torch.Tensor] = {}
         self._reduced: dict[int, float | torch.Tensor] = {}
@@ -137,6 +139,7 @@ class GradientHook:
         weights = self._weights
         weight = (weights.newest if self._reduction == "mean" else min(weights.mine, 1)) * batch.loss_divisor
         ranks = 1 if self._base_hook is None else self._world_size
+        self._weighs = True
         self._scale = ranks * weight / weights.expected
         self._to_mean = (weight / weights.mine) ** 2 if weights.mine else 1.0
         self._measures = batch.plan.step % self._noise_every == 0
@@ -144,11 +147,15 @@ class GradientHook:
         self._reduced.clear()
         self._sent.clear()  # of a backward pass that failed
 
-    def retire(self) -> None:
-        """Average over the ranks from now on, as DDP does without a hook: the session has ended."""
+    def average_plainly(self) -> None:
+        """Average over the ranks as DDP does without a hook, until a step begins: on batches of the script's own."""
         self._scale = 1.0 if self._base_hook is not None else 1.0 / self._world_size
-        self._measures = self._shares = False
-        self._retired = True
+        self._weighs = self._measures = self._shares = False
+
+    def retire(self) -> None:
+        """The same for good: the session has ended."""
+        self.average_plainly()
+        self.is_retired = True
 
     def take_norms(self) -> SquaredNorms:
         """The squared norms of the step that ends; empty when it was not measured or no gradient was reduced."""
@@ -168,10 +175,9 @@ class GradientHook:
     ) -> torch.futures.Future[torch.Tensor]:
         """The hook itself: called by DDP for each bucket, in order, in the thread of the backward pass."""
         is_last = bucket.is_last()
-        if is_last:
+        if is_last and self._weighs:
             self._clock.gradient_ready()
-            if not self._retired:
-                self._weights.post()
+            self._weights.post()
         number, buffer, carries = bucket.index(), bucket.buffer(), is_last and self._shares
         if self._measures:
             self._local[number] = squared_norm(buffer) if self._scale else 0.0
@@ -202,7 +208,7 @@ class GradientHook:
             carries = number == last and self._shares
             weighed = self.weigh(flat, carries=carries)
             lent.append(LentTensor(weighed))
-            work = launched(partial(self._group.allreduce, [lent[-1].alias]))
+            work = launched(partial(self.group.allreduce, [lent[-1].alias]))
             self._sent.append(_Sent(number, flat, weighed, work, carries, torch.futures.Future()))
         futures = [sent.reduced for sent in self._sent]
         self.finish(self.wait())
@@ -244,12 +250,13 @@ class GradientHook:
         results = [sent.under_way.wait() for sent in self._sent]
         self.num_reduced += 1
         self.reduced_at = time.perf_counter()
-        self._clock.reduced()
+        if self._weighs:
+            self._clock.reduced()
         return results
 
     def finish(self, results: list[Any]) -> None:
         """Last stage: hand every bucket to DDP."""
-        correction = 1.0 if self._retired else self._weights.correction()
+        correction = self._weights.correction() if self._weighs else 1.0
         for sent, result in zip(self._sent, results, strict=True):
             reduced = self._result(sent, result)
             if correction != 1.0:
