@@ -9,9 +9,9 @@ from dynamix.trainer.gradient.noise import NoiseAverage, NoiseSums, window_momen
 
 DIMENSIONS = 50
 MEAN = 0.2
-"""Of each coordinate: |G_true|^2 = 50 * 0.04 = 2."""
+"""Each coordinate: |G_true|^2 = 50 * 0.04 = 2."""
 SIGMA = 1.5
-"""Of each coordinate: S = 50 * 2.25 = 112.5."""
+"""Each coordinate: S = 50 * 2.25 = 112.5."""
 
 
 def _rank_sums(counts: Counts, num_steps: int, generator: np.random.Generator) -> list[NoiseSums]:

@@ -62,6 +62,7 @@ class Loader:
         self._num_in_step = 0
         self._held: deque[MicroBatch] = deque()
         """In the user's hands, the one to train on next first: more than one where the script looks ahead."""
+        self._dataset = dataset
         self._sampler = sampler
         self._look_ahead = look_ahead
         self._count_tokens = count_tokens
@@ -79,6 +80,11 @@ class Loader:
     ) -> None:
         """Call `on_start` before anything is drawn, `on_ask` and `on_batch` before and after each batch to train on."""
         self._on_start, self._on_ask, self._on_batch = on_start, on_ask, on_batch
+
+    @property
+    def dataset(self) -> Dataset[Any]:
+        """The script's data set."""
+        return self._dataset
 
     def __len__(self) -> int:
         """Batches of the loop that runs or comes next, to the end of the epoch, if no further size is scheduled."""

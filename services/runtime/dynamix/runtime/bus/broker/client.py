@@ -54,7 +54,7 @@ class Client(nats.aio.client.Client):
             return
         try:
             handler(subject, reply, data, headers)
-        except Exception:
+        except Exception:  # one bad message must not end nats-py's read loop, and with it the connection
             logger.exception("error while handling a message on %s", subject.decode(errors="replace"))
 
     async def _connect_to_server(self, s: nats.aio.client.Srv) -> None:
