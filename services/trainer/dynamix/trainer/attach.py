@@ -37,7 +37,8 @@ from .loggers.history import MetricHistory
 from .measurement.clock import AnyClock, DeviceClock, HostClock
 from .measurement.meter import RankMeter
 from .rendezvous import Rendezvous, meet_ranks
-from .session import ExitRules, Session
+from .session import Session
+from .session_end import ExitRules
 from .settings import Environment, read_environment
 from .steering.adoption import Adoption
 from .steering.run import Run

@@ -1,11 +1,10 @@
 """The session: what the user's training loop calls."""
 
 import logging
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any, NamedTuple, ParamSpec, Self
+from typing import Any, Self
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -27,25 +26,12 @@ from .job.reporting import reason_after
 from .loggers.history import MetricHistory
 from .measurement.clock import StepTimes
 from .measurement.meter import RankMeter, Scalar
+from .session_end import ExitRules, call_while_alive, leave
 from .steering.run import Run
 from .steering.steering import Steering
 from .wire.transport import Transport
 
 _log = logging.getLogger("dynamix.trainer")
-
-P = ParamSpec("P")
-
-SLOTS_LATE_STEPS = 2
-"""Most steps by which compute times come back late from a GPU."""
-
-
-class ExitRules(NamedTuple):
-    """How a session ends."""
-
-    close_timeout_s: float
-    """Longest wait for the last messages to leave."""
-    may_restart: bool
-    """Whether a launcher would start the job again after a failure."""
 
 
 class Session:
@@ -83,15 +69,17 @@ class Session:
         self._needs_scaling = needs_scaling
         self._memory_caps = memory_caps
         self._exit_rules = exit_rules
-        loader.bind(on_start=_weakly(self._on_start), on_ask=meter.clock.asked, on_batch=_weakly(self._on_batch))
+        loader.bind(
+            on_start=call_while_alive(self._on_start),
+            on_ask=meter.clock.asked,
+            on_batch=call_while_alive(self._on_batch),
+        )
         self._loss_scaled = False
         self._said_needless = False
-        self._num_alike = 0
-        self._counts_before: tuple[int, ...] = ()
         self._state_loaded = False
         self._closed = False
         # the end is published, and the last messages leave, also when the script just ends
-        self._leave = weakref.finalize(self, _leave, steering, models, transport, history, exit_rules)
+        self._leave = weakref.finalize(self, leave, steering, models, transport, history, exit_rules)
 
     # --- the training loop -------------------------------------------------------------------------------------
 
@@ -209,7 +197,7 @@ class Session:
         self._loader.finish_batch()
         self._meter.record_batch(batch, loss, num_correct, norms)
         self._meter.clock.end()
-        self._steering.after_step(self._loader.position, self._models.take_times(), self._measured_counts(batch))
+        self._steering.after_step(self._loader.position, self._models.take_times(), batch.plan.counts.values)
         self._schedulers.advance(self.progress)
 
     def evaluated(self, accuracy: float) -> None:
@@ -219,13 +207,6 @@ class Session:
     def offer(self, action: Action) -> None:
         """Offer an action from within the process, as if the bus had delivered it; it counts in rank 0 only."""
         self._transport.offer(action)
-
-    def _measured_counts(self, batch: MicroBatch) -> tuple[int, ...]:
-        """Samples by rank of the step whose times came back; from a GPU they come late, so only while counts stand."""
-        counts = batch.plan.counts.values
-        self._num_alike = self._num_alike + 1 if counts == self._counts_before else 0
-        self._counts_before = counts
-        return counts if self._meter.device.type == "cpu" or self._num_alike > SLOTS_LATE_STEPS else ()
 
     # --- where it stands ---------------------------------------------------------------------------------------
 
@@ -414,28 +395,3 @@ class Session:
         self._leave.detach()
         self._history.close(self._exit_rules.close_timeout_s)
         self._transport.close(self._exit_rules.close_timeout_s)
-
-
-def _weakly(method: Callable[P, None]) -> Callable[P, None]:
-    """Call it for as long as its owner lives: a session ends with its last name, not when cycles are looked for."""
-    weak = weakref.WeakMethod(method)
-
-    def call(*args: P.args, **kwargs: P.kwargs) -> None:
-        alive = weak()
-        if alive is None:
-            raise RuntimeError("the session of this loader is gone: keep it, its step() ends each step")
-        alive(*args, **kwargs)
-
-    return call
-
-
-def _leave(
-    steering: Steering, models: CoveredModels, transport: Transport, history: MetricHistory, rules: ExitRules
-) -> None:
-    """End a session that was not closed: when it is garbage-collected, or at the end of the process."""
-    error = getattr(sys, "last_value", None)  # what ends the process, as far as the interpreter has noted one
-    steering.end(reason_after(error, may_restart=rules.may_restart))
-    models.remove()
-    steering.collectives.close()
-    history.close(rules.close_timeout_s)
-    transport.close(rules.close_timeout_s)

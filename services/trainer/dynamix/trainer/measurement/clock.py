@@ -10,7 +10,7 @@ import itertools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from typing import Generic, NamedTuple, TypeVar
+from typing import ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -50,6 +50,9 @@ class Ended(NamedTuple, Generic[Moment]):
 
 class Clock(ABC, Generic[Moment]):
     """Takes the moments of each step as they come, in the training thread."""
+
+    late_steps: ClassVar[int] = 0
+    """Steps for which counts must stand still so that `seconds_per_sample`, exchanged, is certainly of such a step."""
 
     def __init__(self) -> None:
         self._ended: list[Ended[Moment]] = []
@@ -188,6 +191,8 @@ class DeviceClock(Clock[torch.cuda.Event]):
     Events stand in the stream, so a batch that was ready while the device was still busy shows no data time, and a
     host that runs ahead is not mistaken for a fast device.
     """
+
+    late_steps: ClassVar[int] = 3
 
     def __init__(self) -> None:
         super().__init__()

@@ -9,7 +9,7 @@ does not enter. Each collective is posted after one step and completed after the
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dynamix.trainer.data.sampler import Position
 from dynamix.trainer.measurement.clock import AnyClock
@@ -21,7 +21,7 @@ from .run import Run
 from .window_end import WindowEnd
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Steering:
     """One rank's side of both loops."""
 
@@ -31,6 +31,8 @@ class Steering:
     clock: AnyClock
     collectives: AnyCollectives
     transport: Transport
+    _counts_before: tuple[int, ...] = field(default=(), init=False)
+    _num_alike: int = field(default=0, init=False)
 
     def start(self, position: Position) -> None:
         """Begin the generation: all ranks make sure that they stand at the same place, rank 0 publishes the job."""
@@ -67,13 +69,19 @@ class Steering:
         began = time.perf_counter()
         self.complete_posted()
         if seconds_per_sample is not None:  # after `complete_posted`, which may have run before this step on all ranks
-            self.adoption.track(position, seconds_per_sample, counts)
+            self.adoption.track(position, seconds_per_sample, self._measured_counts(counts))
         self.window_end.match_sockets()
         if ends:
             self.window_end.post(position, times)
         if adopts:
             self.adoption.post(position.step - 1 + options.margin_steps)
         self.clock.charge(time.perf_counter() - began)
+
+    def _measured_counts(self, counts: tuple[int, ...]) -> tuple[int, ...]:
+        """Samples by rank of the step whose times came back; where times come late, only while counts stand still."""
+        self._num_alike = self._num_alike + 1 if counts == self._counts_before else 0
+        self._counts_before = counts
+        return counts if self._num_alike >= self.clock.late_steps else ()
 
     def complete_posted(self) -> None:
         """Complete what the last step posted; no new collective, so that a rank may do it alone, for a checkpoint."""
