@@ -84,7 +84,9 @@ def _compare(rank: int, reduction: str, options: dict[str, Any]) -> dict[str, An
             loss = loss * math.nan  # a dummy batch may do what it likes
         optimizer.zero_grad()
         (loss if hook is not None else session.scale_loss(loss)).backward()
-        whole = _gradient(model.module, data, used)
+        mean = _gradient(model.module, data, used)
+        # plain DDP divides a sum by the number of ranks, in the batch that the script was written for
+        whole = mean * (sum(SIZES[0]) / 4 if reduction == "sum" else 1)
         weighted = torch.cat(
             [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
         )
@@ -97,7 +99,7 @@ def _compare(rank: int, reduction: str, options: dict[str, Any]) -> dict[str, An
             assert len(norms.local) == len(norms.reduced) > (plan.step > 0)  # DDP makes its buckets after step 0
             local = float(_gradient(model.module, data, mine).square().sum()) if mine else 0.0
             norm_errors.append(abs(sum(norms.local) - local) / max(local, 1e-30) if mine else sum(norms.local))
-            norm_errors.append(abs(sum(norms.reduced) / float(whole.square().sum()) - 1))
+            norm_errors.append(abs(sum(norms.reduced) / float(mean.square().sum()) - 1))
         optimizer.step()
         offer(session, SIZES[(plan.step + 1) % len(SIZES)], split=split)
         session.step(loss)

@@ -64,11 +64,11 @@ def _gradient(model: nn.Module) -> torch.Tensor:
     return torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
 
 
-def _error(model: nn.Module, data: Sequences, used: list[int]) -> float:
+def _error(model: nn.Module, data: Sequences, used: list[int], reduction: str, factor: float) -> float:
     """The largest relative error against the gradient of one big batch; absolute where no token counts."""
     alone = make_model()
-    _loss(alone, pad([data[index] for index in used])).backward()
-    whole = _gradient(alone)
+    _loss(alone, pad([data[index] for index in used]), reduction).backward()
+    whole = _gradient(alone) * factor
     return float((_gradient(model) - whole).abs().max() / (whole.abs().max() or 1.0))
 
 
@@ -125,7 +125,9 @@ def _compare(_rank: int, options: dict[str, Any]) -> dict[str, Any]:
                 largest = max(session.local_batch_sizes) == session.local_batch_sizes[torch.distributed.get_rank()]
                 excess.append(tokens - max(session.local_batch_sizes[torch.distributed.get_rank()], 12 * largest))
             everything = [index for each in gather(used) for index in each]
-            errors.append(_error(model, data, everything))
+            # plain DDP divides a sum by the ranks; the batch that the script was written for is that of `sizes[0]`
+            factor = sum(sizes[0]) / current.plan.counts.total / 2 if reduction == "sum" else 1.0
+            errors.append(_error(model, data, everything, reduction, factor))
             samples += everything
             optimizer.step()
             optimizer.zero_grad()

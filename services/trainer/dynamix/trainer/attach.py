@@ -196,12 +196,13 @@ def attach(
         supports_tracking=averaging == "hook" and base_hook is None and codec == EXACT.codec,
         codec=codec,
     )
-    _warn_of_changes(options, world_size)
+    _warn_of_fixed_sum(options)
     orders = orders_of(dataset, sampler, seed, shuffle=shuffle)
     if token_counts is not None:
         orders.count_by_tokens(token_counts, dataset, most=min(upper, micro_batch_size or upper))
     accumulates = micro_batch_size is not None or gradient_accumulation_steps > 1
-    _check_counting(averaging, counts_in_batches=count_tokens is not None, accumulates=accumulates)
+    if accumulates:
+        _check_accumulation(averaging, models, counts_in_batches=count_tokens is not None)
     caps = MemoryCaps(None if memory_caps_path is None else Path(memory_caps_path))
     bus = environment.bus if connect is None else connect if isinstance(connect, BusSettings) else None
     met = meet_ranks(name=name, options=options, data=orders.identity, caps=caps, environment=environment, bus=bus)
@@ -238,14 +239,16 @@ def attach(
 
     rule = FACTORS[learning_rate_rule]
     weights = StepWeights(
-        None if count_tokens is None else met.collectives, by_samples=count_tokens is None and token_counts is None
+        None if count_tokens is None else met.collectives,
+        by_samples=count_tokens is None and token_counts is None,
+        base_size=_base_size(options, world_size) if reduction == "sum" else None,
     )
     covered_models = CoveredModels(
         make_hook if averaging == "hook" else None,
         reduction,
         weights,
         world_size,
-        weighs_alone=averaging == "none" and accumulates,
+        weighs_alone=averaging == "none" and (accumulates or reduction == "sum"),
     )
     schedulers = Schedulers()
     warns = global_batch == "adaptive" and met.place.rank == 0
@@ -288,22 +291,19 @@ def attach(
     )
 
 
-def _warn_of_changes(options: JobOptions, world_size: int) -> None:
-    """Say what will be different from what a script may expect."""
-    total = sum(options.local_batch_sizes)
+def _base_size(options: JobOptions, world_size: int) -> float:
+    """Samples of one batch of the script as it was written for."""
+    return options.base_global_batch_size / world_size / options.gradient_accumulation_steps
+
+
+def _warn_of_fixed_sum(options: JobOptions) -> None:
+    """Say that a policy will not do all that it does elsewhere."""
     if options.global_batch == "fixed" and options.policy not in KEEPS_GLOBAL_BATCH:
         _log.warning(
             "policy %r may change the global batch, but it is fixed at %d: only its division will follow the "
             "decisions; attach(global_batch='adaptive') lets the policy change it",
             options.policy,
-            total,
-        )
-    if options.reduction == "sum":
-        _log.warning(
-            "with reduction='sum' gradients are divided by the %d samples of the whole step, by plain DDP only by the "
-            "number of ranks: multiply the learning rate of SGD by %g to train as before",
-            total,
-            total / world_size,
+            sum(options.local_batch_sizes),
         )
 
 
@@ -338,8 +338,13 @@ def _world_size(models: Sequence[torch.nn.Module], environment: Environment) -> 
     return world_size
 
 
-def _check_counting(averaging: Averaging, *, counts_in_batches: bool, accumulates: bool) -> None:
-    if counts_in_batches and accumulates and averaging != "hook":
+def _check_accumulation(averaging: Averaging, models: Sequence[torch.nn.Module], *, counts_in_batches: bool) -> None:
+    if any(getattr(model, "static_graph", False) for model in models):
+        raise ValueError(
+            "gradient accumulation and DistributedDataParallel(static_graph=True) exclude each other, as under plain "
+            "DDP: leave static_graph out"
+        )
+    if counts_in_batches and averaging != "hook":
         raise ValueError(
             "count_tokens with gradient accumulation needs a DistributedDataParallel model: elsewhere the tokens of "
             "all micro-batches must be known before the first one, pass token_counts"

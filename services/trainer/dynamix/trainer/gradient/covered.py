@@ -71,7 +71,7 @@ class CoveredModels:
     ) -> None:
         """`make_hook` is `None` where losses are scaled, or there is nothing to exchange.
 
-        With `weighs_alone`, in a world of one process, the gradients of micro-batches are weighed as they come.
+        With `weighs_alone`, in a world of one process, gradients are weighed as they come.
         """
         self._weighs_alone = weighs_alone
         self._weights = weights
@@ -158,8 +158,10 @@ class CoveredModels:
 
     def loss_factor(self, batch: MicroBatch) -> float:
         """Factor on the loss of a batch before a framework that averages gradients over all ranks."""
-        total = self._weights.total()
-        return loss_weight(batch, self._reduction) * self._world_size / total if total else 0.0
+        if not self._weights.total():
+            return 0.0
+        factor = self._weights.factor() * self._weights.correction()
+        return loss_weight(batch, self._reduction) * self._world_size * factor
 
     def end_step(self, *, updated: bool) -> SquaredNorms:
         """End a step; returns its squared norms over all models.
@@ -209,7 +211,7 @@ class CoveredModels:
         return hook
 
     def _weigh_alone(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Weigh the gradient of a micro-batch before it is added to those before it."""
+        """Weigh the gradient of a batch before it is added to those before it."""
         factor = 1.0 if self._batch is None else self.loss_factor(self._batch)
         return gradient if factor == 1.0 else gradient * factor
 

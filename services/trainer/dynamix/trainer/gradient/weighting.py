@@ -140,7 +140,7 @@ class GradientHook:
         weight = (weights.newest if self._reduction == "mean" else min(weights.mine, 1)) * batch.loss_divisor
         ranks = 1 if self._base_hook is None else self._world_size
         self._weighs = True
-        self._scale = ranks * weight / weights.expected
+        self._scale = ranks * weight * weights.factor()
         self._to_mean = (weight / weights.mine) ** 2 if weights.mine else 1.0
         self._measures = batch.plan.step % self._noise_every == 0
         self._local.clear()
@@ -161,8 +161,11 @@ class GradientHook:
         """The squared norms of the step that ends; empty when it was not measured or no gradient was reduced."""
         if not self._reduced:
             return NOT_MEASURED
-        local, reduced = list(self._local.values()), list(self._reduced.values())
-        return SquaredNorms([value * self._to_mean for value in local], reduced)
+        squared = self._weights.over_mean() ** 2 or 1.0  # 0: nothing counted, so all are 0
+        return SquaredNorms(
+            [value * self._to_mean for value in self._local.values()],
+            [value / squared for value in self._reduced.values()],
+        )
 
     def take_times(self) -> list[float] | None:
         """Seconds per sample by rank as the all-reduce brought them, 0 where unknown (`TimeSlots.take_seconds`)."""

@@ -25,8 +25,16 @@ class TotalExchange(Protocol):
 class StepWeights:
     """The weights of the current step on this rank."""
 
-    def __init__(self, exchange: TotalExchange | None = None, *, by_samples: bool = True) -> None:
-        """`exchange` is `None` where the plan knows all weights."""
+    def __init__(
+        self, exchange: TotalExchange | None = None, *, by_samples: bool = True, base_size: float | None = None
+    ) -> None:
+        """`exchange` is `None` where the plan knows all weights.
+
+        `base_size`, for losses that are a sum, is a batch of the script as it was written for: plain DDP divides by the
+        ranks, and the script by its accumulation steps, so a gradient stays as large as with that batch.
+        """
+        self._base_size = base_size
+        self._size = 1
         self.by_samples = by_samples
         """Whether each sample of a batch has the same part of its weight."""
         self.newest = 0
@@ -43,6 +51,7 @@ class StepWeights:
         """Begin a batch; returns in which weight the gradients are that were added up before it, `None` if none."""
         before = self.newest
         if batch.is_first:
+            self._size = batch.plan.counts.total
             if self._exchange is None:
                 self.expected = batch.plan.counts.total
             else:
@@ -69,7 +78,17 @@ class StepWeights:
             self._total = self._posted()
         return self._total
 
+    def factor(self) -> float:
+        """What gradients, weighed and summed over all ranks, are multiplied by; up to `correction`."""
+        return 1.0 / self.expected if self._base_size is None else self._base_size / self._size
+
     def correction(self) -> float:
         """Factor on a gradient that was divided by `expected`."""
         total = self.total()
-        return 1.0 if total == self.expected else self.expected / total if total else 0.0
+        if self._base_size is not None or total == self.expected:
+            return 1.0
+        return self.expected / total if total else 0.0
+
+    def over_mean(self) -> float:
+        """The gradient of the step over that of a loss that is a mean over what counts; 1 where it is one."""
+        return 1.0 if self._base_size is None else self._base_size * self.total() / self._size
