@@ -155,9 +155,8 @@ class Session:
             The loss of the whole batch, detached.
 
         Raises:
-            torch.OutOfMemoryError: where nothing can be computed again: in the first two steps, without DDP, with
-                `micro_batch_size`, several models, tokens that count, `base_hook`, a codec, `find_unused_parameters` or
-                a static graph.
+            torch.OutOfMemoryError: where a single sample does not fit, or nothing can be computed again: without DDP,
+                with `micro_batch_size`, several models, tokens that count, `find_unused_parameters` or a static graph.
         """
         loss = self._models.backward(self._current(), compute_loss, inputs)
         if loss is not None:

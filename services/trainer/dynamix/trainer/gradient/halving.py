@@ -26,9 +26,6 @@ OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 
 ComputeLoss = Callable[..., torch.Tensor]
 
-BUCKETS_SETTLED = 2
-"""Exchanges after which DDP's buckets stay as they are: it makes them again after the first step, on all ranks."""
-
 
 class HalvedBackward:
     """Forward and backward pass of one DDP model, in parts where the whole does not fit into memory."""
@@ -59,10 +56,9 @@ class HalvedBackward:
         return self._until_it_fits(compute_loss, inputs, rows)
 
     def _can_repeat(self, batch: MicroBatch) -> bool:
-        """Whether gradients can be exchanged without DDP's reducer, and nothing was added up before."""
-        model, hook = self._model, self._hook
-        plain = not (model.find_unused_parameters or getattr(model, "static_graph", False))
-        return plain and hook.can_exchange and hook.num_reduced >= BUCKETS_SETTLED and batch.is_first
+        """Whether gradients can be exchanged without DDP's backward pass, and nothing was added up before."""
+        model = self._model
+        return batch.is_first and not (model.find_unused_parameters or getattr(model, "static_graph", False))
 
     def _until_it_fits(self, compute_loss: ComputeLoss, inputs: tuple[Any, ...], rows: int) -> torch.Tensor:
         part = rows
@@ -90,7 +86,7 @@ class HalvedBackward:
                 rows,
                 part,
             )
-        self._hook.exchange()
+        self._hook.exchange(self._model)
         return loss
 
     def _in_parts(self, compute_loss: ComputeLoss, inputs: tuple[Any, ...], rows: int, part: int) -> torch.Tensor:

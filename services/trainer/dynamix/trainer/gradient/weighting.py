@@ -8,12 +8,12 @@ Under tracking it also carries every rank's compute time (`time_slots`). Elsewhe
 
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket  # = dist.GradBucket, which torch's own stubs do not know
+from torch.nn.parallel import DistributedDataParallel
 
 from dynamix.trainer.data.sampler import MicroBatch
 
@@ -74,7 +74,7 @@ def loss_weight(batch: MicroBatch, reduction: Reduction) -> int:
 
 
 class GradientHook:
-    """The communication hook of one DDP model; its state, in DDP's sense, is the model's process group.
+    """The communication hook of one DDP model, in one session.
 
     `reduce` runs in stages (`weigh`, `launch`, `wait`, `finish`), public so that each can be timed (bench.overhead).
 
@@ -124,15 +124,12 @@ class GradientHook:
         self._sent: list[_Sent] = []
         self._lent: dict[int, LentTensor] = {}
         """By bucket: DDP makes its buckets once, and once more after the first step."""
-        self._parameters: dict[int, list[torch.Tensor]] = {}
-        """By bucket, in the order in which their gradients lie in it."""
 
     def begin(self, batch: MicroBatch, *, shares_times: bool = False) -> None:
-        """Set the weights of a step by its last batch; with `shares_times` all ranks learn each other's compute times.
+        """Set the weights of a step by its last batch; earlier ones are in its scale by then (`accumulation`).
 
-        The gradients of its earlier micro-batches are in that scale by then (`accumulation`).
-
-        That must be so on all ranks or on none, and not over a base hook: what it does with slots is not known.
+        With `shares_times` all ranks learn each other's compute times: on all ranks or on none, and not over a base
+        hook, since what it does with slots is not known.
         """
         assert not (shares_times and (self._base_hook or self._codec)), "base hooks and codecs carry no times"
         self._shares = shares_times
@@ -195,32 +192,22 @@ class GradientHook:
             self.finish(self.wait())
         return reduced
 
-    @property
-    def can_exchange(self) -> bool:
-        """Whether `exchange` can stand for a backward pass of DDP: a base hook needs DDP's buckets."""
-        return self._base_hook is None and self._codec is None and bool(self._parameters)
-
-    def exchange(self) -> None:
+    def exchange(self, model: DistributedDataParallel) -> None:
         """Exchange the gradients that the parameters have, bucket by bucket as the other ranks' backward pass does."""
-        self._clock.gradient_ready()
-        last, lent = max(self._parameters), []
-        for number, parameters in sorted(self._parameters.items()):
-            flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters])
-            if self._measures:
-                self._local[number] = squared_norm(flat) if self._scale else 0.0
-            carries = number == last and self._shares
-            weighed = self.weigh(flat, carries=carries)
-            lent.append(LentTensor(weighed))
-            work = launched(partial(self.group.allreduce, [lent[-1].alias]))
-            self._sent.append(_Sent(number, flat, weighed, work, carries, torch.futures.Future()))
-        futures = [sent.reduced for sent in self._sent]
-        self.finish(self.wait())
-        for (_, parameters), reduced in zip(sorted(self._parameters.items()), futures, strict=True):
-            parts = torch.split(reduced.value(), [parameter.numel() for parameter in parameters])
-            for parameter, part in zip(parameters, parts, strict=True):
+        reducer = model.reducer
+        reducer._push_all_rebuilt_params()  # noqa: SLF001 - as in torch's Join: the first step decides on new buckets
+        sent = []
+        for bucket in reducer._get_zeros_like_grad_buckets():  # noqa: SLF001 - as there
+            for parameter, part in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                if parameter.grad is not None:
+                    part.copy_(parameter.grad)
+            sent.append((bucket, self.reduce(self.group, bucket)))
+        for bucket, future in sent:
+            bucket.set_buffer(future.wait())
+            for parameter, part in zip(bucket.parameters(), bucket.gradients(), strict=True):
                 if parameter.grad is None:
                     parameter.grad = torch.empty_like(parameter)
-                parameter.grad.copy_(part.view_as(parameter))
+                parameter.grad.copy_(part)
 
     def weigh(self, buffer: torch.Tensor, *, carries: bool) -> torch.Tensor:
         """First stage of `reduce`: scale the bucket; with `carries`, into a buffer with the compute times behind it."""
@@ -243,9 +230,6 @@ class GradientHook:
         lent = self._lent.get(index)
         if lent is None or lent.tensor is not tensor:
             lent = self._lent[index] = LentTensor(tensor)
-            if index == 0:
-                self._parameters.clear()
-            self._parameters[index] = bucket.parameters()
         return lent.alias
 
     def wait(self) -> list[Any]:
