@@ -1,0 +1,118 @@
+"""Going on from a snapshot, with the same ranks or fewer."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.support.loops import loss_of
+from tests.support.ranks import run_ranks
+from tests.support.training import Numbered, distribute, flat_parameters, make_model
+from torch import nn
+
+from dynamix import trainer as dynamix
+from dynamix.trainer import Session
+
+
+def _start(optimizer_class: Callable[..., torch.optim.Optimizer]) -> tuple[nn.Module, torch.optim.Optimizer, Session]:
+    model = make_model()
+    optimizer = optimizer_class(model.parameters(), lr=0.1)
+    return model, optimizer, dynamix.attach(model, optimizer, Numbered(64), local_batch_size=8, connect=False)
+
+
+def _two_steps(model: nn.Module, optimizer: torch.optim.Optimizer, session: Session) -> None:
+    for batch in session.loader:
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+        session.step()
+        if session.step_index % 2 == 0:
+            break
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.Adam, torch.optim.Adagrad])
+@pytest.mark.parametrize("loads_session", [False, True])
+def test_a_snapshot_without_the_sessions_state_is_warned_about(
+    optimizer_class: Callable[..., torch.optim.Optimizer], loads_session: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = _start(optimizer_class)
+    _two_steps(*first)
+    model_state, optimizer_state, session_state = (each.state_dict() for each in first)
+    model, optimizer, session = _start(optimizer_class)
+    model.load_state_dict(model_state)
+    optimizer.load_state_dict(optimizer_state)
+    if loads_session:
+        session.load_state_dict(session_state)
+    _two_steps(model, optimizer, session)
+    assert session.step_index == (4 if loads_session else 2)
+    if loads_session:
+        assert caplog.messages == []
+    else:
+        said = "the optimizer has made steps already, but this session begins at epoch 0 with sample 0"
+        assert [message.startswith(said) for message in caplog.messages] == [True]
+        assert "call session.load_state_dict(...) on all ranks" in caplog.text
+
+
+def test_a_second_session_of_a_process_is_no_resume(caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer, session = _start(torch.optim.Adam)
+    _two_steps(model, optimizer, session)
+    session.close()
+    again = dynamix.attach(model, optimizer, Numbered(64), local_batch_size=8, connect=False)
+    _two_steps(model, optimizer, again)
+    assert again.step_index == 2
+    assert caplog.messages == []
+
+
+def test_a_restart_at_the_first_sample_is_warned_about(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A snapshot of the model alone leaves no trace in the optimizer, but torchrun says that it started again."""
+    for name, value in (("RUN_ID", "r"), ("RESTART_COUNT", "1"), ("MAX_RESTARTS", "3")):
+        monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
+    _two_steps(*_start(torch.optim.SGD))
+    assert [message.startswith("start 1 of job training-") for message in caplog.messages] == [True]
+
+
+def _save(_rank: int) -> tuple[dict[str, Any], torch.Tensor]:
+    model = distribute(make_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = dynamix.attach(model, optimizer, Numbered(300), local_batch_size=20, connect=False)
+    for number, batch in enumerate(session.loader):
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+        session.step()
+        if number == 2:
+            break
+    state = session.state_dict()
+    session.close()
+    return state, flat_parameters(model)
+
+
+def _resume_smaller(_rank: int, state: dict[str, Any]) -> dict[str, Any]:
+    model = distribute(make_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = dynamix.attach(model, optimizer, Numbered(300), local_batch_size=20, connect=False)
+    session.load_state_dict(state)
+    used: list[int] = []
+    first: tuple[int, ...] = ()
+    for batch in session.loader:
+        first = first or session.local_batch_sizes
+        used += batch[2][: session.num_samples].tolist()
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+        session.step()
+    again = session.state_dict()
+    session.close()
+    return {"used": used, "first": first, "steps": session.num_reference_steps, "state": again}
+
+
+def test_a_job_that_loses_a_rank_keeps_its_global_batch_and_its_place_in_the_data() -> None:
+    state, _ = run_ranks(_save, 3)[0]
+    results = run_ranks(_resume_smaller, 2, state)
+    assert all(result["first"] == (30, 30) for result in results)
+    assert len(results[0]["used"]) + len(results[1]["used"]) == 300 - 3 * 60
+    assert len(set(results[0]["used"]) | set(results[1]["used"])) == 120
+    assert results[0]["steps"] == 5  # counted in the batch that the script was written for
+    assert all(sum(result["first"]) == 60 for result in run_ranks(_resume_smaller, 2, results[0]["state"]))
