@@ -103,10 +103,16 @@ def _run(kind: str, name: str, directory: Path) -> bool:
         environ = {**world, "TORCHELASTIC_RUN_ID": kind, "RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": "0"}
         ranks.append(fork.Process(target=_write, args=(kind, name, directory, environ), daemon=True))
         ranks[-1].start()
-    while all(rank.exitcode in (None, 0) for rank in ranks) and any(rank.exitcode is None for rank in ranks):
-        wait([rank.sentinel for rank in ranks if rank.exitcode is None])
-    for rank in ranks:
-        rank.terminate()  # one that would wait for a failed one for ever
+    running: dict[Any, multiprocessing.process.BaseProcess] = {rank.sentinel: rank for rank in ranks}
+    while running:
+        ended = [running.pop(sentinel) for sentinel in wait(list(running))]
+        for rank in ended:
+            rank.join()
+        if any(rank.exitcode for rank in ended):
+            break
+    for rank in running.values():
+        rank.kill()  # it would wait for the failed one for ever
+        rank.join()
     return all(rank.exitcode == 0 for rank in ranks)
 
 
