@@ -98,6 +98,7 @@ def test_torchrun_starts_the_script_with_its_own_arguments_and_our_environment(t
     assert arguments == ["--epochs", "3", "--", "x"]
     assert seen["DYNAMIX_JOB"].startswith("shown-")
     assert f"job {seen['DYNAMIX_JOB']}, bus nats://127.0.0.1:5999" in done.stderr
+    assert f"watch it with: dynamix top {seen['DYNAMIX_JOB']}\n" in done.stderr
     assert (seen["DYNAMIX_NATS_URL"], seen["OMP_NUM_THREADS"]) == ("nats://127.0.0.1:5999", "1")
     assert seen["TORCHELASTIC_RESTART_COUNT"] == "0"
 
@@ -108,23 +109,17 @@ from torch.utils.data import TensorDataset
 from dynamix.trainer import attach
 model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-print(attach(model, optimizer, TensorDataset(torch.ones(8, 2)), local_batch_size=4, connect=False{named}).job)
+for named in ({}, {"name": "mnist"}):
+    print(attach(model, optimizer, TensorDataset(torch.ones(8, 2)), local_batch_size=4, connect=False, **named).job)
 """
 
 
-@pytest.mark.parametrize(
-    ("given", "in_script", "name"),
-    [([], "", "my-script"), ([], ', name="mnist"', "mnist"), (["--name", "typed"], ', name="mnist"', "typed")],
-)
-def test_the_scripts_own_name_counts_unless_another_was_typed(
-    given: list[str], in_script: str, name: str, tmp_path: Path
-) -> None:
+def test_the_scripts_own_name_counts_unless_another_was_typed(tmp_path: Path) -> None:
     script = tmp_path / "My_Script.py"
-    script.write_text(ATTACHED.format(named=in_script))
+    script.write_text(ATTACHED)
     environ = {**os.environ, "DYNAMIX_NATS_URL": "nats://127.0.0.1:5999", "HOME": str(tmp_path)}
-    command = [sys.executable, "-m", "dynamix.cli.main", "train", *given, "--", *TORCHRUN, str(script)]
+    command = [sys.executable, "-m", "dynamix.cli.main", "train", "--", *TORCHRUN, str(script)]
     done = subprocess.run(command, capture_output=True, text=True, env=environ, check=True)
-    job = done.stdout.strip()
-    assert job.rpartition("-")[0] == name
-    watched = job if given else job.rpartition("-")[2]
-    assert f"watch it with: dynamix top {watched}\n" in done.stderr
+    unnamed, named = done.stdout.split()
+    assert (unnamed.rpartition("-")[0], named.rpartition("-")[0]) == ("my-script", "mnist")
+    assert f"watch it with: dynamix top {named.rpartition('-')[2]}\n" in done.stderr

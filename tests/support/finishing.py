@@ -1,10 +1,11 @@
-"""Ranks that end as a script does, through the interpreter's own end: `python -m tests.support.finishing HOW PAIRS`.
+"""Ranks that end as a script does, through the interpreter's own end: `python -m tests.support.finishing PAIRS`.
 
-Pairs of them one after the other, forked from this process, which has imported torch; it prints their exit codes. For
+So many pairs for each way, forked from this process, which has imported torch; it prints their exit codes. For
 the last step all threads but the training thread get only what that leaves of one processor: whatever they still have
 to do once the last collective is done, they do when the process waits for them, or not before its end.
 """
 
+import json
 import os
 import shutil
 import sys
@@ -77,23 +78,22 @@ def hold_back_other_threads() -> None:
 
 def main() -> None:
     """Fork the pairs; a rank trains and falls out of the script."""
-    how, num_pairs = ENDS[sys.argv[1]], int(sys.argv[2])
-    codes: list[int] = []
+    codes: dict[str, list[int]] = {how: [] for how in ENDS}
     torch.set_num_threads(1)
     directory = tempfile.mkdtemp()
-    for pair in range(num_pairs):
+    for pair, how in enumerate(list(ENDS) * int(sys.argv[1])):
         children = []
         for rank in range(NUM_RANKS):
             child = os.fork()
             if child == 0:
                 meeting = f"file://{directory}/{pair}"
                 dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=NUM_RANKS)
-                train(how)
+                train(ENDS[how])
                 return
             children.append(child)
-        codes += [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        codes[how] += [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     shutil.rmtree(directory)
-    sys.stdout.write(" ".join(map(str, codes)))
+    sys.stdout.write(json.dumps(codes))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,10 @@ import torch.distributed as dist
 TIMEOUT_S = 90.0
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["torch", "torch.distributed", "torch.utils.data", "torch._dynamo", "torch.distributed.fsdp", "dynamix.trainer"]
+    [
+        *("torch", "torch.distributed", "torch.utils.data", "torch._dynamo", "torch.distributed.fsdp"),
+        *("dynamix.trainer", "tests.support.frozen"),
+    ]
 )
 
 
@@ -92,6 +95,7 @@ def _receive(end: Connection) -> tuple[bool, Any]:
 
 def _rank_main(end: Connection, function: Callable[..., Any], start: _RankStart, args: tuple[Any, ...]) -> None:
     os.environ.update(start.environ)
+    multiprocessing.set_start_method("fork", force=True)  # workers of loaders as a script has them: forked, with torch
     torch.set_num_threads(1)
     try:
         _join(start)
