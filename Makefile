@@ -41,8 +41,8 @@ $(CIFAR)/.complete: deploy/fetch-cifar-10.sh | venv
 demo: venv data ## a real 4-process training job, left alone and then steered in two ways (ARGS="--json FILE")
 	$(BIN)/dynamix demo --data $(DATA) $(ARGS)
 
-test: venv data ## every test, three at a time (ARGS="-k name")
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal $(ARGS)
+test: venv data ## every test but those of others' frameworks, three at a time (ARGS="-k name")
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal --ignore tests/frameworks $(ARGS)
 
 test-frameworks: $(FRAMEWORKS)/.installed ## what needs others' frameworks: adapters, loggers, tables; in a venv of their own
 	OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m pytest tests/frameworks $(ARGS)
