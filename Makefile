@@ -11,7 +11,7 @@ DATA   := .data/fashion-mnist
 CIFAR  := .data/cifar-10
 ARGS   ?=
 
-.PHONY: help venv demo data data-cifar test test-frameworks faults lint types bench scale results heldout format clean
+.PHONY: help venv demo data data-cifar test test-frameworks gpu faults lint types bench scale results heldout format clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -55,6 +55,9 @@ $(FRAMEWORKS)/.installed: constraints-frameworks.txt $(STAMP)
 	    -c constraints-frameworks.txt torch \
 	    accelerate lightning transformers wandb mlflow-skinny pandas pyarrow
 	@touch $@
+
+gpu: venv ## what is marked gpu, on a machine that has one: clock, norms, half precision, memory, NCCL, torch.compile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m gpu $(ARGS)
 
 faults: venv ## all faults at full counts, five rounds with other seeds, into out/ (ARGS="--rounds 1")
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.faults --json out/faults.json $(ARGS)

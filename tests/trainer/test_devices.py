@@ -1,0 +1,212 @@
+"""The trainer on a device: what is marked `gpu` runs where there is one (`make gpu`), the same on the CPU anywhere.
+
+Ranks share the one device, over gloo; NCCL wants a device per rank, so it has one rank.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.loops import SIZES, gathered, gradient_of, relative_error
+from tests.support.ranks import run_ranks
+from tests.support.training import NUM_FEATURES, Numbered, make_model, offer
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dynamix import trainer as dynamix
+from dynamix.trainer import Session
+
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+ON_GPU = [pytest.param("cuda", marks=GPU)]
+DEVICES = ["cpu", *ON_GPU]
+OPTIONS: dict[str, Any] = {
+    "local_batch_size": (9, 40), "min_local_batch_size": 0, "window_steps": 4, "connect": False, "noise_every": 1,
+    "global_batch": "adaptive", "pin_memory": torch.cuda.is_available(),
+}  # fmt: skip
+MIB = 2**20
+
+
+def _attach(
+    device: str, data: Numbered, dtype: torch.dtype = torch.float64, **options: Any
+) -> tuple[Session, nn.Module, torch.optim.Optimizer]:
+    model = DistributedDataParallel(make_model(dtype).to(device), bucket_cap_mb=0.001)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    return dynamix.attach(model, optimizer, data, **OPTIONS | options), model, optimizer
+
+
+def _batches(session: Session, device: str) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Copied to the device without waiting, as a script does from pinned memory."""
+    for inputs, targets, indices in session.loader:
+        yield inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True), indices
+
+
+def _weigh(_rank: int, device: str, dtype: torch.dtype, options: dict[str, Any]) -> dict[str, Any]:
+    """An epoch of changing sizes: errors against one big batch on the CPU, samples, and the windows' metrics."""
+    data = Numbered(600, torch.float64 if dtype == torch.float64 else torch.float32)
+    session, model, optimizer = _attach(device, data, dtype, **options)
+    alone, errors, samples = make_model(), [], []
+    for inputs, targets, indices in _batches(session, device):
+        used = gathered(indices[: session.num_samples].tolist())
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(inputs.to(dtype)), targets)
+        loss.backward()
+        alone.zero_grad()
+        nn.functional.cross_entropy(alone(data.inputs[used].double()), data.targets[used]).backward()
+        errors.append(relative_error(gradient_of(model).double().cpu(), gradient_of(alone)))
+        samples += used
+        optimizer.step()
+        offer(session, SIZES[(session.step_index + 1) % len(SIZES)])
+        session.step(loss)
+    session.close()
+    return {"error": max(errors), "samples": sorted(samples), "metrics": session.metrics()}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-4), (torch.bfloat16, 0.2), (torch.float16, 0.1)]
+)
+def test_the_gradient_is_that_of_one_big_batch(device: str, dtype: torch.dtype, tolerance: float) -> None:
+    options = {"num_workers": 1} if dtype == torch.float64 else {}
+    for result in run_ranks(_weigh, 2, device, dtype, options):
+        assert result["error"] < tolerance
+        assert result["samples"] == list(range(600))
+
+
+@pytest.mark.parametrize("device", ON_GPU)
+def test_norms_and_losses_stay_on_the_device_until_the_window_ends_and_come_out_alike(device: str) -> None:
+    here, there = (run_ranks(_weigh, 2, each, torch.float64, {})[0]["metrics"] for each in ("cpu", device))
+    assert len(here) == len(there) > 1
+    for ours, theirs in zip(here, there, strict=True):
+        for name in ("loss", "noise_scale", "samples_seen"):
+            assert theirs[name] == pytest.approx(ours[name], rel=1e-6)
+    assert there[0]["device_memory_bytes/rank_0"] > 0
+
+
+def _compute(rank: int, device: str) -> dict[str, Any]:
+    """Rank 1 computes eight times as much per sample: the times that rank 0 knows, and the sizes at the end."""
+    session, model, optimizer = _attach(
+        device, Numbered(12_000, torch.float32), torch.float32, local_batch_size=64, window_steps=10,
+        global_batch="fixed", min_local_batch_size=1,
+    )  # fmt: skip
+    width = 1024 if device == "cuda" else 64
+    work = torch.randn(128, width, width, device=device)
+    for inputs, targets, _ in _batches(session, device):
+        load = work[: len(inputs)]
+        for _ in range(8 if rank == 1 else 1):
+            load = torch.bmm(load, load).tanh()
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(inputs), targets) + 0.0 * load.sum()
+        loss.backward()
+        optimizer.step()
+        session.step(loss)
+        if session.step_index == 40:
+            break
+    times = session.times
+    session.close()
+    return {"compute_s": 0.0 if times is None else times.compute_s, "sizes": session.local_batch_sizes}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_rank_with_more_to_compute_gets_fewer_samples(device: str) -> None:
+    """On a device by its events: a host that runs ahead is not a fast one."""
+    for result in run_ranks(_compute, 2, device):
+        assert result["compute_s"] > 0
+        assert result["sizes"][1] < 0.8 * result["sizes"][0]
+        assert sum(result["sizes"]) == 128
+
+
+def _compiled(_rank: int, device: str, backend: str) -> float:
+    data = Numbered(300, torch.float32)
+    model = torch.compile(DistributedDataParallel(make_model(torch.float32).to(device)), backend=backend)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    session = dynamix.attach(model, optimizer, data, **OPTIONS)
+    alone, errors = make_model(), []
+    for inputs, targets, indices in _batches(session, device):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs), targets).backward()
+        used = gathered(indices[: session.num_samples].tolist())
+        alone.zero_grad()
+        nn.functional.cross_entropy(alone(data.inputs[used].double()), data.targets[used]).backward()
+        errors.append(relative_error(gradient_of(model).double().cpu(), gradient_of(alone)))
+        optimizer.step()
+        session.step()
+    session.close()
+    return max(errors)
+
+
+@pytest.mark.parametrize("device", ON_GPU)
+def test_a_model_compiled_for_the_device_is_weighed(device: str) -> None:
+    assert max(run_ranks(_compiled, 2, device, "inductor")) < 1e-3
+
+
+def _out_of_memory(rank: int, device: str) -> dict[str, Any]:
+    """Rank 1 may use so much memory that 256 samples do not fit; each takes 1 MiB, and as much backwards."""
+    data = Numbered(2048, torch.float32)
+    session, model, optimizer = _attach(
+        device, data, torch.float32, local_batch_size=(16, 16), min_local_batch_size=1, window_steps=1
+    )
+    wide = nn.Linear(NUM_FEATURES, MIB // 4, bias=False, device=device).requires_grad_(False)
+    if rank == 1:
+        torch.cuda.empty_cache()
+        whole = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 400 * MIB) / whole)
+    rows: list[int] = []
+
+    def compute(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        rows.append(len(inputs))
+        activations = wide(inputs.requires_grad_()).tanh()
+        return nn.functional.cross_entropy(model(inputs), targets) + 0.0 * activations.mean()
+
+    alone, errors = make_model(), []
+    for inputs, targets, indices in _batches(session, device):
+        optimizer.zero_grad()
+        session.backward(compute, inputs, targets)
+        used = gathered(indices[: session.num_samples].tolist())
+        alone.zero_grad()
+        nn.functional.cross_entropy(alone(data.inputs[used].double()), data.targets[used]).backward()
+        errors.append(relative_error(gradient_of(model).double().cpu(), gradient_of(alone)))
+        optimizer.step()
+        offer(session, (16, 256) if session.step_index % 2 else (16, 16))
+        session.step()
+    session.close()
+    return {"error": max(errors), "calls": len(rows), "steps": len(errors)}
+
+
+@pytest.mark.parametrize("device", ON_GPU)
+def test_a_batch_that_does_not_fit_on_the_device_is_computed_in_parts(device: str) -> None:
+    results = run_ranks(_out_of_memory, 2, device)
+    assert all(result["error"] < 1e-3 for result in results)
+    assert results[0]["calls"] == results[0]["steps"]
+    assert results[1]["calls"] > results[1]["steps"]
+
+
+def _alone_over(_rank: int, backend: str, device: str) -> tuple[float, int]:
+    """One rank over another backend, with tracking: the hook's whole path, and the steps done."""
+    group = dist.new_group([0], backend=backend)
+    model = DistributedDataParallel(make_model().to(device), process_group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    data = Numbered(200)
+    session = dynamix.attach(model, optimizer, data, local_batch_size=25, connect=False, weighting="hook")
+    alone, errors = make_model(), []
+    for inputs, targets, indices in _batches(session, device):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs), targets).backward()
+        alone.zero_grad()
+        nn.functional.cross_entropy(alone(data.inputs[indices]), data.targets[indices]).backward()
+        errors.append(relative_error(gradient_of(model).cpu(), gradient_of(alone)))
+        optimizer.step()
+        session.step()
+    session.close()
+    return max(errors), session.step_index
+
+
+@pytest.mark.parametrize(
+    ("backend", "device"),
+    [("gloo", "cpu"), pytest.param("nccl", "cuda", marks=GPU)],
+)
+def test_one_rank_trains_over_its_backend(backend: str, device: str) -> None:
+    ((error, num_steps),) = run_ranks(_alone_over, 1, backend, device)
+    assert error < 1e-12
+    assert num_steps == 8
