@@ -66,6 +66,8 @@ class BrokerConnection:
         self._refused_logins = 0
         self._last_attempt = time.monotonic()
         self._limit = RateLimit(per_s=1.0)
+        self._logged_reasons: set[str] = set()
+        """Why there is no connection, as logged since the last one: a retry that fails alike is not logged again."""
         self._watcher: asyncio.Task[None] | None = None
         self._on_reconnected: list[Callable[[], None]] = []
         self._on_denied: list[DeniedCallback] = []
@@ -89,7 +91,11 @@ class BrokerConnection:
         self._opened = True
         self.connected.set()
         self._watcher = asyncio.create_task(self._watch(), name=f"watch {self._name}")
-        logger.info("connected to the bus", extra={"url": redact_url(self._settings.url), "connection": self._name})
+        url = redact_url(self._settings.url)
+        # as loud as the warning that it ends: a training script shows warnings only
+        level = logging.WARNING if self._logged_reasons else logging.INFO
+        logger.log(level, "connected to the broker at %s", url, extra={"connection": self._name})
+        self._logged_reasons.clear()
 
     @property
     def is_closed(self) -> bool:
@@ -243,8 +249,14 @@ class BrokerConnection:
             ) from error
         if not self._wait or isinstance(error, ssl.SSLCertVerificationError):
             raise BusError(f"cannot connect to {url}: {describe(error)}") from error
-        if self._limit.allow("connect"):
+        if self._is_new_reason(error):
             logger.warning("waiting for the broker at %s: %s", url, describe(error))
+
+    def _is_new_reason(self, error: Exception) -> bool:
+        """Whether this failed attempt to connect tells more than those before it; remembers it."""
+        known = describe(error) in self._logged_reasons
+        self._logged_reasons.add(describe(error))
+        return not known
 
     def _note_error(self, error: Exception) -> None:
         self.counters["errors"] += 1
@@ -257,7 +269,7 @@ class BrokerConnection:
             if self._refused_logins >= MAX_REFUSED_LOGINS:  # it came back with other passwords: end, to read ours again
                 self._report_closed("the broker refuses our user or password")
         kind = type(error).__name__
-        if self._limit.allow(kind):
+        if self._limit.allow(kind) if self.connected.is_set() else self._is_new_reason(error):
             logger.warning("bus: %s", describe(error), extra={"suppressed": self._limit.suppressed(kind)})
 
     def _note_denial(self, operation: str, subject: str) -> None:
@@ -278,7 +290,8 @@ class BrokerConnection:
         self.counters["reconnects"] += 1
         self._refused_logins = 0
         self.connected.set()
-        logger.info("reconnected to the bus")
+        self._logged_reasons.clear()
+        logger.warning("reconnected to the bus")  # as loud as its loss
         for callback in list(self._on_reconnected):
             callback()
 
