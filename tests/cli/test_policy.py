@@ -97,7 +97,7 @@ def test_what_cannot_be_done_is_said_in_a_sentence(
         (["import", str(older)], "its list of rank features names ping_ms, which this program does not have"),
         (["import", str(good), "--name", "static"], "'static' is the name of a policy in code"),
         (["import", str(good), "--name", "My policy"], "cannot be part of a subject"),
-        (["import", str(tmp_path)], f"cannot read {tmp_path}: Is a directory"),
+        (["import", str(tmp_path)], f"cannot read {tmp_path}: it is a directory, not a regular file"),
         (["show", "ppo:9"], "policy 'ppo' has no version 9: there is 1"),
         (["show", "astrology"], "no learned policy is called 'astrology': there is ppo"),
     ):

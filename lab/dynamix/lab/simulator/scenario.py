@@ -12,6 +12,7 @@ from typing import Annotated, Literal, Self
 
 import msgspec
 
+from dynamix.runtime.input_files import read_regular
 from dynamix.schemas.messages import NodeRanks
 from dynamix.schemas.messages.fields import MAX_RANKS
 from dynamix.schemas.subjects import check_token
@@ -193,7 +194,7 @@ class Scenario(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=T
         """
         file = Path(path)
         try:
-            content = tomllib.loads(file.read_text())
+            content = tomllib.loads(read_regular(file).decode())
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{file}: this is not TOML: {error}") from error
         try:

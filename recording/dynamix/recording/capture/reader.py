@@ -7,6 +7,8 @@ from typing import BinaryIO, Self, TypeVar
 
 import msgspec
 
+from dynamix.runtime.input_files import check_regular
+
 from . import layout
 from .record import CaptureEnd, CaptureError, CaptureHeader, CutOffError, Record, identity_of, window_key_of
 
@@ -59,6 +61,7 @@ class CaptureReader:
         self.num_records = 0
 
     def __enter__(self) -> Self:
+        check_regular(self._path)
         self._file = self._path.open("rb")
         try:
             self._check_preamble()

@@ -58,7 +58,7 @@ def check(path: Path, kind: FileKind | None = None, *, streams: bool = True, mak
         return
     status = _status(path)
     if descriptor is not None or (status is not None and not _is_accepted(status, streams=streams)):
-        raise RefusedOutputError(f"{path} is {_noun(status)}: name a file")
+        raise RefusedOutputError(f"{path} is {noun_of(status)}: name a file")
     if status is not None and not stat.S_ISREG(status.st_mode):
         return
     _check_parent(path, make_parents=make_parents)
@@ -72,7 +72,7 @@ def check_directory(path: Path) -> None:
     if status is None:
         _check_parent(path, make_parents=True)
     elif not stat.S_ISDIR(status.st_mode):
-        raise RefusedOutputError(f"{path} is {_noun(status)}: name a directory")
+        raise RefusedOutputError(f"{path} is {noun_of(status)}: name a directory")
     elif not os.access(path, os.W_OK | os.X_OK):
         raise RefusedOutputError(f"directory {path} may not be written by this user: name another one")
 
@@ -116,7 +116,8 @@ def _is_accepted(status: os.stat_result, *, streams: bool) -> bool:
     return stat.S_ISREG(mode) or (streams and (stat.S_ISCHR(mode) or stat.S_ISFIFO(mode)))
 
 
-def _noun(status: os.stat_result | None) -> str:
+def noun_of(status: os.stat_result | None) -> str:
+    """What is there, where it is not a regular file; `None` stands for an open file of this process."""
     kinds = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
     devices = {stat.S_IFCHR: "a device", stat.S_IFBLK: "a block device"}
     return (kinds | devices).get(stat.S_IFMT(status.st_mode) if status else 0, "an open file of this process")

@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     from .view import show
 
     path = Path(arguments.source)
-    found = from_capture(path) if path.is_file() else asyncio.run(_from_bus(arguments.source))
+    found = from_capture(path) if path.exists() and not path.is_dir() else asyncio.run(_from_bus(arguments.source))
     settings = CalibrationSettings(
         workload=arguments.workload,
         name=Path(arguments.output).stem if arguments.output else "calibrated",

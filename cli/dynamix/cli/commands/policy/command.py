@@ -16,6 +16,7 @@ from dynamix.cli.connection import find
 from dynamix.cli.errors import explained, reading
 from dynamix.cli.output import POLICY, Document, add_json_argument, add_output_argument, write_result, writing
 from dynamix.runtime import output_files
+from dynamix.runtime.input_files import read_regular
 from dynamix.runtime.log import configure as configure_log
 
 from .catalogue import AvailablePolicy, PolicyCatalogue, details, opened, table
@@ -97,7 +98,7 @@ async def _export(catalogue: PolicyCatalogue, arguments: argparse.Namespace) -> 
 
 async def _import(catalogue: PolicyCatalogue, arguments: argparse.Namespace) -> ActionResult:
     with reading(arguments.file), explained(PolicyFileError):
-        data = await asyncio.to_thread(arguments.file.read_bytes)
+        data = await asyncio.to_thread(read_regular, arguments.file)
         metadata = PolicyFile.from_bytes(data, str(arguments.file)).metadata
     name = arguments.name or metadata.policy
     stored = await catalogue.on_bus().put(name, data, feature_version=metadata.feature_version)

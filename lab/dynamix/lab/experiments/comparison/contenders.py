@@ -22,6 +22,7 @@ import msgspec
 from dynamix.arbitrator.learned.policy_file import SHIPPED_POLICIES, SUFFIX, shipped_directory
 from dynamix.arbitrator.policies.options import check_options
 from dynamix.arbitrator.policies.registry import policy_named
+from dynamix.runtime.input_files import read_regular
 from dynamix.schemas.messages.policies import DEFAULT_POLICY
 from dynamix.trainer.gradient.learning_rate import FACTORS, Rule
 
@@ -206,7 +207,7 @@ def file_digest(path: Path) -> str:
         ValueError: when it cannot be read.
     """
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        return hashlib.sha256(read_regular(path)).hexdigest()
     except OSError as error:
         raise ValueError(f"cannot read the policy file {path}: {error.strerror}") from error
 

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import msgspec
 
+from dynamix.runtime.input_files import read_regular
+
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The best setting of a baseline in one family, with the scores of all settings."""
@@ -49,10 +51,12 @@ def read_tuned(path: Path) -> Tuned:
         ValueError: when it is missing or not such a file; the text says how to make it.
     """
     try:
-        return msgspec.toml.decode(path.read_bytes(), type=Tuned)
+        return msgspec.toml.decode(read_regular(path), type=Tuned)
     except FileNotFoundError:
         raise ValueError(f"{path} is missing: tune the baselines with `dynamix tune -o {path}`") from None
-    except (OSError, msgspec.MsgspecError) as error:
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    except msgspec.MsgspecError as error:
         raise ValueError(f"{path}: {error}; write it again with `dynamix tune -o {path}`") from error
 
 

@@ -11,6 +11,7 @@ from dynamix.arbitrator.learned.policy_store import BUCKET
 from dynamix.recording.playback import ReplayError
 from dynamix.runtime.bus import ObjectInfo, ObjectMissingError, StoredObject
 from dynamix.runtime.bus.objects.layout import DIGEST_PREFIX
+from dynamix.runtime.input_files import read_regular
 from dynamix.schemas.messages import Action
 
 from .action_store import ReplayedActions
@@ -66,7 +67,7 @@ class ReplayPolicyFiles:
 
 def _read(path: Path) -> _GivenFile:
     try:
-        data = path.read_bytes()
+        data = read_regular(path)
     except OSError as error:
         raise ReplayError(f"cannot read the policy file {path}: {error.strerror}") from error
     return _GivenFile(PolicyFile.from_bytes(data, str(path)).metadata.policy, data, hashlib.sha256(data).digest())
