@@ -69,7 +69,13 @@ def test_the_whole_jobs_numbers_are_there() -> None:
     text = shown(board_with())
     for part in ("throughput   5,120/s", "loss         0.500", "accuracy     75.0 %", "held-out     70.0 %"):
         assert part in text
-    assert "global batch 406" in text
+    assert "global batch 406 adaptive " in text
+
+
+def test_a_fixed_global_batch_is_shown_as_such() -> None:
+    board = board_with()
+    board.fold(examples.job({"node-a": (0, 1, 2, 3)}, global_batch="fixed"))
+    assert "global batch 406 fixed   " in shown(board)
 
 
 def test_each_rank_has_its_size_its_times_and_its_reward() -> None:

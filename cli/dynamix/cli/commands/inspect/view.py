@@ -88,8 +88,8 @@ def _job(job: Job) -> str:
     nodes = "1 node" if len(job.nodes) == 1 else f"{len(job.nodes)} nodes"
     return (
         f"job {job.phase}{ended}: generation {job.generation}, {job.world_size} ranks on {nodes}, "
-        f"{job.window_steps} steps a window, {job.optimizer_family}, policy {job.policy}, sizes "
-        f"{sizes_text(job.initial_local_batch_sizes)} at first"
+        f"{job.window_steps} steps a window, {job.optimizer_family}, policy {job.policy}, "
+        f"global batch {job.global_batch}, sizes {sizes_text(job.initial_local_batch_sizes)} at first"
     )
 
 

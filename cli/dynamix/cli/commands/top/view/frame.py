@@ -89,12 +89,13 @@ def _tiles(board: Board, width: int) -> list[Text]:
     if metrics is None:
         return []
     sizes = board.local_batch_sizes
+    rule = f" {board.job.global_batch}" if board.job else ""
     tiles = (
         ("throughput", f"{number(metrics.throughput)}/s", board.curve("throughput"), "green"),
         ("loss", number(metrics.loss), board.curve("loss"), "red"),
         ("step time", duration(metrics.step_time_s), board.curve("step_time_s"), "cyan"),
         ("accuracy", percent(metrics.accuracy), board.curve("accuracy"), "green"),
-        ("global batch", f"{sum(sizes):,}", board.curve("global_batch_size"), "magenta"),
+        ("global batch", f"{sum(sizes):,}{rule}", board.curve("global_batch_size"), "magenta"),
         ("held-out", percent(metrics.held_out_accuracy), board.curve("held_out_accuracy"), "green"),
         ("noise scale", number(metrics.noise_scale), board.curve("noise_scale"), "blue"),
         ("progress", percent(metrics.progress), metrics.progress, "default"),
@@ -106,9 +107,10 @@ def _tiles(board: Board, width: int) -> list[Text]:
 
 
 def _tile(label: str, value: str, picture: Sequence[float] | float | None, style: str, room: int) -> Text:
-    width = room - LABEL - VALUE
+    value = f"{value} ".ljust(VALUE)
+    width = room - LABEL - len(value)
     drawn = curve(picture, width) if isinstance(picture, Sequence) else bar(picture or 0.0, width)
-    line = Text.assemble((label.ljust(LABEL), "dim"), (value.ljust(VALUE), "bold"), (drawn, style))
+    line = Text.assemble((label.ljust(LABEL), "dim"), (value, "bold"), (drawn, style))
     return line.append(" " * max(0, room - line.cell_len))
 
 
