@@ -77,7 +77,10 @@ def test_equal_decisions_are_enough_for_another_processor_unless_bytes_are_asked
     ("arguments", "reason"),
     [
         (["--until", "soon"], "write a window as N or GENERATION:N"),
-        (["--policy", "magic"], "no policy is called 'magic'"),
+        (
+            ["--policy", "magic"],
+            "policies: generation 0 is not decided any more: no policy is called 'magic': choose",
+        ),
         (["--policy", "rule", "--policy-option", "speed"], "give a number, as NAME=NUMBER"),
         (["--policy", "rule", "--into", "reward"], "asks the arbitrator, not the reward"),
         (["--policy-file", "/nowhere.safetensors"], "cannot read the policy file /nowhere.safetensors"),

@@ -13,6 +13,7 @@ import pytest
 
 from dynamix.cli.commands.up.supervisor import exited
 from dynamix.cli.connection import find, path
+from dynamix.cli.main import main
 from dynamix.runtime.bus import Bus
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode
@@ -126,6 +127,12 @@ async def test_its_children_die_with_it_and_a_second_one_is_refused(up: Up, envi
         await asyncio.gather(*[exited(pid) for pid in pids.values()])
     assert json.loads(path(environ).read_text())["pid"] == up.process.pid
     assert find(environ).user == ""  # its file is left over and means nothing
+
+
+@pytest.mark.parametrize("port", ["-1", "65536"])
+def test_what_is_no_port_is_a_usage_error(port: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["up", "--port", port]) == 2
+    assert capsys.readouterr().err == f"dynamix up: up settings: port must be 0 (a free one) to 65535, not {port}\n"
 
 
 async def test_a_misspelt_setting_is_a_usage_error(environ: dict[str, str]) -> None:

@@ -133,7 +133,7 @@ async def replay(
 def _check_compared(request: ReplayRequest, outcome: ReplayOutcome) -> None:
     counts = outcome.counts
     if request.other is not None and outcome.what_if is None:
-        raise ReplayError(" ".join(["no window was decided by both policies", *counts.notes]))
+        raise ReplayError(": ".join(["no window was decided by both policies", "; ".join(counts.notes)]))
     if request.other is None and not counts.num_compared and not counts.num_different:
         reasons = "; ".join(counts.notes) or f"it has no output of the {request.into} together with its input"
         raise ReplayError(f"nothing in the capture can be compared: {reasons}")

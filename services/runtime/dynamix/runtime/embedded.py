@@ -5,6 +5,7 @@ import contextlib
 import importlib.metadata
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -175,7 +176,10 @@ class EmbeddedServer:
         return int(url.rpartition(":")[2])
 
     def _log_tail(self) -> str:
+        """The reason that the server gave for its end, else the last lines."""
         texts = [path.read_text()[-2000:] for path in (self._directory / "stderr", self.log_file) if path.exists()]
+        if reasons := re.findall(r"\[FTL\] (.+)", "\n".join(texts)):
+            return "; ".join(reasons)
         return "\n".join(text for text in texts if text) or "it wrote no log"
 
 

@@ -31,6 +31,7 @@ from dynamix.runtime.settings import BusSettings, SettingsError, read
 from .supervisor import Child, broker, kept, service
 
 LOCK = "lock"
+MAX_PORT = 65535
 
 
 class UpSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,6 +41,11 @@ class UpSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Where the streams are kept; default: dynamix/jetstream below XDG_STATE_HOME (~/.local/state)."""
     port: int = 0
     """Port of the broker on 127.0.0.1; 0 takes a free one."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for what is no port."""
+        if not 0 <= self.port <= MAX_PORT:
+            raise ValueError(f"port must be 0 (a free one) to {MAX_PORT}, not {self.port}")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
