@@ -87,7 +87,14 @@ class Loader:
         return self._dataset
 
     def __len__(self) -> int:
-        """Batches of the loop that runs or comes next, to the end of the epoch, if no further size is scheduled."""
+        """Batches of the loop that runs, or else of the next one, if no further size is scheduled.
+
+        As many as iterating yields, which progress bars and conditions on the last batch rely on. Right after a resume
+        within an epoch these are the batches that are left of it; schedules of a whole run are sized by
+        `session.num_reference_steps`, or before the state is loaded.
+        """
+        if self._num_trained and self.epoch_is_over:  # in the loop still, after its last step
+            return self._num_trained
         return self._num_trained + self._sampler.num_batches_left(self._next_start())
 
     def __iter__(self) -> Iterator[Any]:
