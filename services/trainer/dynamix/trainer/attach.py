@@ -108,9 +108,10 @@ def attach(
             follows their speeds. With `adaptive` the policy moves the sum too: schedules and loops that count steps
             then need `session.schedule`, `session.progress` and `session.num_reference_steps`.
         micro_batch_size: most samples in one batch, the bound of memory: a rank's step is several batches where it has
-            more, and gradients are added up; call `optimizer.step()` only if `session.sync_gradients`.
-        gradient_accumulation_steps: batches of each rank in a step, where the script divides each loss by it, as
-            frameworks do; instead of `micro_batch_size`.
+            more, and gradients are added up; call `optimizer.step()` only if `session.sync_gradients`. Do not divide
+            the loss: a `loss / k` left in makes gradients `k` times too small, which nothing can detect.
+        gradient_accumulation_steps: exactly so many batches of each rank in a step, for a script that divides each loss
+            by it, as frameworks do; instead of `micro_batch_size`.
         look_ahead: batches that the script fetches before `session.step()` ended the one before, as prefetchers do.
         name: of the job on the bus, `[a-z0-9-]`; a run id is added. When not given, the script's file name under
             `dynamix train`, else `training`. `dynamix train --name` and `DYNAMIX_JOB` overrule it.
