@@ -11,7 +11,7 @@ DATA   := .data/fashion-mnist
 CIFAR  := .data/cifar-10
 ARGS   ?=
 
-.PHONY: help venv demo data data-cifar test test-frameworks gpu faults lint types bench scale results heldout format clean
+.PHONY: help venv demo data data-cifar test test-slow test-frameworks gpu faults lint types bench scale results heldout format clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -41,8 +41,11 @@ $(CIFAR)/.complete: deploy/fetch-cifar-10.sh | venv
 demo: venv data ## a real 4-process training job, left alone and then steered in two ways (ARGS="--json FILE")
 	$(BIN)/dynamix demo --data $(DATA) $(ARGS)
 
-test: venv data ## every test but those of others' frameworks, three at a time (ARGS="-k name")
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal --ignore tests/frameworks $(ARGS)
+test: venv data ## the tests, three at a time (ARGS="-k name"); what takes long is in test-slow
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow" --ignore tests/frameworks $(ARGS)
+
+test-slow: venv data ## whole jobs under torchrun, all faults in small counts, the demo, small runs of the benchmarks
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist load --maxschedchunk 1 -m slow --ignore tests/frameworks $(ARGS)
 
 test-frameworks: $(FRAMEWORKS)/.installed ## what needs others' frameworks: adapters, loggers, tables; in a venv of their own
 	OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m pytest tests/frameworks $(ARGS)

@@ -25,6 +25,7 @@ PLAN = ClusterPlan(num_hosts=2, num_windows=3, num_warm_up_windows=1)
 NO_TRAFFIC = NamespaceTraffic(0, 0, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.bpf
 def test_a_job_across_hosts_is_steered_and_shows_its_slow_processor(tmp_path: Path) -> None:
     sizes = ("--hosts", "2", "--windows", "4", "--window-steps", "4", "--warm-up", "1")

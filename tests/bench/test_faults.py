@@ -1,5 +1,6 @@
 from pathlib import Path
 
+import pytest
 from bench.faults import FaultOutcome, summed
 from tests.support.benches import run_bench
 
@@ -20,6 +21,7 @@ def test_rounds_are_summed_and_times_are_the_worst() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_it_runs_a_fault_and_writes_what_its_test_counted(tmp_path: Path) -> None:
     arguments = ["--rounds", "1", "--workers", "0", "--faults", "quick", "--", "-k", "reordering"]
     result = run_bench("faults", tmp_path / "result.json", *arguments)

@@ -10,6 +10,7 @@ PAIRED = ("paired_wall", "paired_cpu")
 PARTS = ("hook: weighing", "hook: norms", "hook: handing over", "loader", "sampler", "optimizer hooks", "session.step")
 
 
+@pytest.mark.slow
 def test_it_measures_a_real_job_and_writes_what_it_found(tmp_path: Path) -> None:
     result = run_bench("overhead", tmp_path / "result.json", "--pairs", "4", "--step-ms", "5")
     assert (result["num_ranks"], result["window_steps"], result["num_pairs"]) == (2, 20, 4)

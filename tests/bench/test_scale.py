@@ -72,6 +72,7 @@ def sent(window: int, stored_ms: float, *, job: str = "a", late_s: float = 0.0) 
     return SentWindow(job, window, float(window), window + late_s, window + late_s + 0.05, int(stored_ms * MS))
 
 
+@pytest.mark.slow
 def test_it_decides_every_window_of_a_real_load_and_writes_what_it_found(tmp_path: Path) -> None:
     found = run_bench(
         *("scale", tmp_path / "result.json", "--workers", "36", "--jobs", "2", "--rate", "1", "--seconds", "2"),

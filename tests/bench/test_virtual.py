@@ -1,9 +1,11 @@
 import math
 from pathlib import Path
 
+import pytest
 from tests.support.benches import run_bench
 
 
+@pytest.mark.slow
 def test_it_compares_with_plain_training_and_writes_what_it_found(tmp_path: Path) -> None:
     result = run_bench("virtual", tmp_path / "result.json", "--pairs", "1", "--steps", "20")
     rows = {row["name"]: row for row in result["comparisons"]}

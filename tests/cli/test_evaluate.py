@@ -211,6 +211,7 @@ def test_a_policy_that_meets_what_it_learned_on_is_marked(
     assert next(row for row in verdict(place)["policies"] if row["policy"] == "mine")["note"] in told
 
 
+@pytest.mark.slow
 def test_a_killed_evaluation_leaves_no_worker_and_keeps_its_runs(place: Path) -> None:
     command = [sys.executable, "-m", "dynamix.cli.main", *arguments(place, "--policies", "static", "--seeds", "40")]
     results = place / "runs.jsonl"

@@ -86,6 +86,7 @@ def test_torch_that_is_not_installed_is_said_with_the_way_to_get_it(
     assert "pip install torch" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_torchrun_starts_the_script_with_its_own_arguments_and_our_environment(tmp_path: Path) -> None:
     script = tmp_path / "show.py"
     script.write_text("import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ)]))\n")
@@ -114,6 +115,7 @@ for named in ({}, {"name": "mnist"}):
 """
 
 
+@pytest.mark.slow
 def test_the_scripts_own_name_counts_unless_another_was_typed(tmp_path: Path) -> None:
     script = tmp_path / "My_Script.py"
     script.write_text(ATTACHED)

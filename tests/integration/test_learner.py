@@ -2,6 +2,7 @@
 
 import asyncio
 
+import pytest
 from tests.support import virtual
 from tests.support.control_plane import ControlPlane, control_plane
 
@@ -66,6 +67,7 @@ def in_one_process(file: PolicyFile, seed: int) -> Trajectory:
     return trajectory_of(recording, action_set_named("global"), End(terminated=True))
 
 
+@pytest.mark.slow
 async def test_a_learner_on_the_bus_gives_the_policies_of_learning_in_one_process() -> None:
     async with control_plane("reward", "arbitrator") as plane:
         plane.environ |= {

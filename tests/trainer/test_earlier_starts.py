@@ -98,6 +98,7 @@ def _start(_rank: int, saved: dict[str, Any] | None) -> dict[str, Any]:
     return {"generation": session.generation, "state": state}
 
 
+@pytest.mark.slow
 async def test_no_generation_of_a_job_is_used_twice_however_it_is_started_again(
     server: ConfiguredServer, bus: Bus
 ) -> None:

@@ -100,6 +100,7 @@ async def test_a_session_that_is_let_go_of_ends_its_job(server: ConfiguredServer
     assert (job.phase, job.end_reason) == ("ended", "left")
 
 
+@pytest.mark.slow
 async def test_a_script_that_somebody_interrupts_ends_its_job_although_restarts_are_left(
     server: ConfiguredServer, bus: Bus, tmp_path: Path
 ) -> None:

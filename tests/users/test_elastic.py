@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tests.support.steady_job import NUM_SAMPLES
 from tests.support.steady_training import SCRIPT
 
@@ -75,6 +76,7 @@ def _steps(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 
+@pytest.mark.slow
 def test_a_job_goes_on_with_the_ranks_that_are_left_at_the_same_global_batch(tmp_path: Path) -> None:
     port = _free_port()
     with _agent(tmp_path, port, "first") as first:
