@@ -2,7 +2,7 @@
 
 Each sample is used exactly once per epoch whatever the schedule does: a step takes the next B samples of the epoch's
 order, and every rank takes its part of them, in one batch or in several micro-batches. What is left at the end of
-an epoch is divided by largest remainder, or left out. While the global batch is fixed, it is one step, as in plain
+an epoch is divided in proportion, or left out. While the global batch is fixed, it is one step, as in plain
 training. Where it changes, the last two steps share it: changing sizes leave a tail of any length, and a step on two
 samples takes a stride as long as one on a thousand (seen: validation accuracy from 0.86 to 0.70 by one such step).
 """
@@ -15,7 +15,7 @@ from torch.utils.data import Sampler
 
 from .division import Division, Part, StepPlan, divide_tokens
 from .orders import Orders
-from .schedule import Counts, Schedule, largest_remainder
+from .schedule import Counts, Schedule, divide_tail
 
 
 class MicroBatch(NamedTuple):
@@ -128,7 +128,7 @@ class PlanSampler(Sampler[list[int]]):
         sizes = self._schedule.counts_at(position.step)
         left = self.orders.size_of(position.epoch) - position.offset
         total = self._num_taken(sizes.total, left)
-        counts = sizes if total == sizes.total else Counts(largest_remainder(total, sizes.values))
+        counts = sizes if total == sizes.total else Counts(divide_tail(total, sizes.values))
         plan = StepPlan(position.step, position.epoch, position.offset, counts)
         if not self.orders.has_tokens:
             return plan
@@ -159,7 +159,7 @@ class PlanSampler(Sampler[list[int]]):
                 taken = self._num_taken(counts.total, left)
                 if self._drop_last and taken < counts.total and left < self.orders.num_samples:
                     break
-                num_batches += self.division.num_parts(Counts(largest_remainder(taken, counts.values)))
+                num_batches += self.division.num_parts(Counts(divide_tail(taken, counts.values)))
                 step, left = step + 1, left - taken
         return num_batches
 

@@ -148,3 +148,19 @@ def largest_remainder(total: int, weights: Sequence[int]) -> tuple[int, ...]:
     for rank in by_remainder[: total - sum(shares)]:
         shares[rank] += 1
     return tuple(shares)
+
+
+def divide_tail(total: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Divide the last samples of an epoch, fewer than `sizes` in all, in proportion to the sizes.
+
+    While there are enough, each rank that has a size gets two at least, or one: less is a batch on which BatchNorm
+    fails, or a dummy, which a script that counts `len(inputs)` would count.
+    """
+    shares = largest_remainder(total, sizes)
+    fewest = min(2, total // sum(size > 0 for size in sizes))
+    lowest = [min(size, fewest) for size in sizes]
+    if all(share >= low for share, low in zip(shares, lowest, strict=True)):
+        return shares
+    above = [size - low for size, low in zip(sizes, lowest, strict=True)]
+    more = largest_remainder(total - sum(lowest), above)
+    return tuple(low + each for low, each in zip(lowest, more, strict=True))

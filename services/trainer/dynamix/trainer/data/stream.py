@@ -21,7 +21,7 @@ from .division import Division, StepPlan
 from .orders import DataIdentity, Order, OrderExchange, Orders
 from .random_numbers import RandomNumbers, seed_all
 from .sampler import MicroBatch, PlanSampler, Position, SamplerOptions
-from .schedule import Counts, Schedule, largest_remainder
+from .schedule import Counts, Schedule, divide_tail
 
 ENDLESS = 1 << 62
 """Samples of an epoch whose end was not found yet."""
@@ -179,7 +179,7 @@ def shortened(plan: StepPlan, num_read: int) -> StepPlan:
     """The plan of a step for which so many samples are left."""
     if num_read == plan.counts.total:
         return plan
-    return plan._replace(counts=Counts(largest_remainder(num_read, plan.counts.values)))
+    return plan._replace(counts=Counts(divide_tail(num_read, plan.counts.values)))
 
 
 def begin_stream(dataset: IterableDataset[Any], seed: int, epoch: int) -> Iterator[Any]:
