@@ -107,7 +107,7 @@ def test_each_label_counts_alike_with_unequal_batches(tmp_path: Path) -> None:
 
 def test_a_run_resumed_in_the_middle_of_an_epoch_uses_what_is_left(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="Transformers is not installed: make test-frameworks")
-    first = _trainer(tmp_path, {}, num_train_epochs=2, save_strategy="steps", save_steps=12)
+    first = _trainer(tmp_path, {}, num_train_epochs=2, save_strategy="steps", save_steps=12, logging_steps=19)
     used = first.model.used
 
     from transformers import TrainerCallback  # noqa: PLC0415
@@ -118,9 +118,10 @@ def test_a_run_resumed_in_the_middle_of_an_epoch_uses_what_is_left(tmp_path: Pat
 
     first.add_callback(Stop())
     first.train()
-    second = _trainer(tmp_path, {}, num_train_epochs=2)
+    second = _trainer(tmp_path, {}, num_train_epochs=2, logging_steps=19)
     second.train(resume_from_checkpoint=True)
     assert second.state.global_step == 2 * 19
+    assert [log["epoch"] for log in second.state.log_history if "loss" in log] == [1.0, 2.0]
     assert Counter(used + second.model.used) == Counter(dict.fromkeys(range(NUM_SAMPLES), 2))
 
 

@@ -120,8 +120,10 @@ class _StepEnds(TrainerCallback):
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._epochs: Iterator[int] = iter(())
+        self._steps_per_epoch = 1
 
     def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any) -> None:
+        self._steps_per_epoch = len(train_dataloader) // args.gradient_accumulation_steps
         self._epochs = train_dataloader.attached().epochs(math.ceil(state.num_train_epochs))
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -132,6 +134,8 @@ class _StepEnds(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._trainer.session.step(self._trainer.newest_loss)
+        # the Trainer counts batches since the loop over its loader began, which a resumed run begins inside of an epoch
+        state.epoch = state.global_step / self._steps_per_epoch
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if args.process_index == 0:
