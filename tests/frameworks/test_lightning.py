@@ -100,6 +100,21 @@ def test_a_run_resumed_in_the_middle_of_an_epoch_uses_what_is_left(lightning: An
     assert trainer.global_step == 14
 
 
+def test_a_run_resumed_after_an_epoch_that_was_cut_short_goes_on_with_the_next(lightning: Any, tmp_path: Path) -> None:
+    class Stop(lightning.Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            trainer.should_stop = trainer.global_step == 10
+
+    checkpoint = lightning.callbacks.ModelCheckpoint(tmp_path)
+    trainer = _trainer(lightning, [_callback(), checkpoint, Stop()], max_epochs=3, enable_checkpointing=True)
+    trainer.fit(_classifier(lightning), *_loaders())
+    second = _classifier(lightning)
+    trainer = _trainer(lightning, [_callback()], max_epochs=3)
+    trainer.fit(second, *_loaders(), ckpt_path=checkpoint.best_model_path, weights_only=False)
+    assert Counter(second.used) == Counter(range(NUM_SAMPLES))
+    assert (trainer.global_step, second.num_validations) == (10 + 7, 1 + 1)
+
+
 def test_a_sampler_of_its_own_chooses_the_samples(lightning: Any) -> None:
     sampler = WeightedRandomSampler([1.0] * 10 + [0.0] * (NUM_SAMPLES - 10), NUM_SAMPLES)
     classifier = _classifier(lightning)

@@ -57,8 +57,10 @@ class DynamixCallback(Callback):
             self._epochs = session.epochs(trainer.max_epochs)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin an epoch of the session."""
-        next(self._epochs, None)
+        """Begin an epoch of the session: behind one that was cut short, as Lightning does when it resumes."""
+        for epoch in self._epochs:
+            if self._is_adaptive or epoch >= trainer.current_epoch:
+                return
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """End a batch of the session: the optimizer has stepped."""
