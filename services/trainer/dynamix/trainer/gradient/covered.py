@@ -173,9 +173,10 @@ class CoveredModels:
         saw_no_sync, self._saw_no_sync = self._saw_no_sync, False
         if saw_no_sync and not updated and self._num_reduced == before:
             raise RuntimeError(
-                "session.step() after a batch under no_sync, whose gradient was neither exchanged nor applied: for "
-                "gradient accumulation pass micro_batch_size to attach, drop no_sync, and call optimizer.step() only "
-                "if session.sync_gradients"
+                "session.step() after a batch under no_sync (require_backward_grad_sync=False), whose gradient was "
+                "neither exchanged nor applied: for gradient accumulation drop no_sync, call optimizer.step() only if "
+                "session.sync_gradients, and pass to attach either micro_batch_size, where the script divides no loss, "
+                "or gradient_accumulation_steps=N, where it divides each by N; local_batch_size counts the whole step"
             )
         if not self._hooks:
             return NOT_MEASURED
