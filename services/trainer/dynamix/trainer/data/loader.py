@@ -62,6 +62,8 @@ class Loader:
         self._num_in_step = 0
         self._held: deque[MicroBatch] = deque()
         """In the user's hands, the one to train on next first: more than one where the script looks ahead."""
+        self._is_exhausted = False
+        """Whether the newest loop over this loader came to the end of its epoch."""
         self._dataset = dataset
         self._sampler = sampler
         self._look_ahead = look_ahead
@@ -93,7 +95,7 @@ class Loader:
         within an epoch these are the batches that are left of it; schedules of a whole run are sized by
         `session.num_reference_steps`, or before the state is loaded.
         """
-        if self._num_trained and self.epoch_is_over:  # in the loop still, after its last step
+        if self._num_trained and self.epoch_is_over and not self._held:  # in the loop still, after its last step
             return self._num_trained
         return self._num_trained + self._sampler.num_batches_left(self._next_start())
 
@@ -103,11 +105,16 @@ class Loader:
         Raises:
             RuntimeError: when more batches are asked for before `session.step` than the script may look ahead.
         """
-        self._on_start()
-        self.position = self._next_start()
-        self._held.clear()
-        self._sampler.rewind(self.position)
+        if self._held and self._is_exhausted:  # the script looks ahead past the end of an epoch
+            newest = self._held[-1].plan
+            self._sampler.rewind(self.position.after(newest).at_epoch(newest.epoch + 1))
+        else:
+            self._on_start()
+            self.position = self._next_start()
+            self._held.clear()
+            self._sampler.rewind(self.position)
         self._num_trained = self._num_in_step = 0
+        self._is_exhausted = False
         try:
             yield from self._rest_of_epoch()
         finally:  # also when the script leaves the loop
@@ -123,6 +130,7 @@ class Loader:
             try:
                 micro_batch, batch = next(drawn)
             except StopIteration:
+                self._is_exhausted = True
                 return
             self._held.append(self._weighed(micro_batch, batch))
             if is_next:
@@ -170,7 +178,7 @@ class Loader:
     def begin_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch; inside of it, stay."""
         if self.position.epoch != epoch:
-            self.position = self.position.at_epoch(epoch)
+            self.position, self._is_exhausted = self.position.at_epoch(epoch), False
 
     def require_current(self) -> MicroBatch:
         """The batch to train on now.
@@ -179,7 +187,10 @@ class Loader:
             RuntimeError: when no batch is in the user's hands.
         """
         if not self._held:
-            raise RuntimeError("session.step() without a batch: call it once after each batch of session.loader")
+            raise RuntimeError(
+                "session.step() without a batch: call it once after each batch of session.loader; itertools.cycle "
+                "repeats batches that it kept, write `while True: yield from session.loader`"
+            )
         return self._held[0]
 
     def finish_batch(self) -> None:
@@ -209,8 +220,8 @@ class Loader:
         if len(self._held) > self._look_ahead:
             raise RuntimeError(
                 f"step {self._held[0].plan.step} is not finished: call session.step(loss) once after each batch, also "
-                "when the batch was skipped; a script that fetches batches ahead says how many: "
-                f"attach(look_ahead={self._look_ahead + 1})"
+                "when the batch was skipped; a loop that does not train needs a DataLoader of its own; a script that "
+                f"fetches batches ahead says how many: attach(look_ahead={self._look_ahead + 1})"
             )
 
 
