@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import pytest
@@ -46,6 +46,21 @@ def _left_before_step(_rank: int) -> None:
 
 def test_leaving_a_loop_between_update_and_step_is_refused() -> None:
     run_ranks(_left_before_step, 2)
+
+
+def test_training_before_the_first_epoch_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with dynamix.attach(model, optimizer, Numbered(64), local_batch_size=8, connect=False) as session:
+        for batch in islice(session.loader, 3):
+            loss_of(model, batch).backward()
+            optimizer.step()
+            session.step()
+        assert list(session.epochs(2)) == [0, 1]
+    with dynamix.attach(model, optimizer, Numbered(64), local_batch_size=8, connect=False) as session:
+        list(session.epochs(2))
+    assert len(caplog.messages) == 1
+    assert "begins in epoch 0 with 24 samples used by a loop before it" in caplog.text
 
 
 def _lengths(_rank: int, options: dict[str, Any]) -> tuple[list[int], int]:

@@ -1,5 +1,6 @@
 """The part of a checkpoint that is ours: plain numbers and lists, safe for `torch.load(weights_only=True)`."""
 
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,8 @@ from .job.identity import Attempt, generation_after
 from .job.memory_caps import merge_caps
 from .steering.run import Run
 from .steering.tracking import FilterState
+
+_log = logging.getLogger("dynamix.trainer")
 
 VERSION = 4
 READABLE = (3, 4)
@@ -100,3 +103,30 @@ def _rescaled(run: Run, global_batch_size: int) -> Allocation:
     now, caps, lower = run.schedule.newest, run.identity.max_local_batch_sizes, run.options.min_local_batch_size
     sizes = apportion(global_batch_size, now.local_batch_sizes, [min(lower, cap) for cap in caps], caps)
     return now.with_sizes(sizes)
+
+
+def warn_of_missing_state(run: Run, *, from_snapshot: bool) -> None:
+    """Warn of a script that goes on with its model and optimizer (`from_snapshot`), but not with its session."""
+    if run.place.rank != 0:
+        return
+    generation, job = run.identity.generation, run.identity.job
+    what = f"start {generation} of job {job} follows an earlier one" if generation else ""
+    if from_snapshot:
+        what = "the optimizer has made steps already"
+    if what:
+        _log.warning(
+            "%s, but this session begins at epoch 0 with sample 0: if the model comes from a snapshot, save "
+            "session.state_dict() in it, and call session.load_state_dict(...) on all ranks before the first batch",
+            what,
+        )
+
+
+def warn_of_used_samples(run: Run, epoch: int, used: int) -> None:
+    """Warn of a loop before the first epoch, such as a search for a learning rate: its samples count as trained."""
+    if used and run.place.rank == 0:
+        _log.warning(
+            "session.epochs begins in epoch %d with %d samples used by a loop before it: for a trial use a DataLoader "
+            "of its own before attach, or end its session by session.close() and attach again",
+            epoch,
+            used,
+        )

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from dynamix.schemas.messages import Action
 from dynamix.schemas.messages.allocation import Allocation
 
-from .checkpoint import restore, save
+from .checkpoint import restore, save, warn_of_missing_state, warn_of_used_samples
 from .data.loader import Loader
 from .data.sampler import MicroBatch
 from .gradient.covered import CoveredModels
@@ -77,6 +77,7 @@ class Session:
         self._loss_scaled = False
         self._said_needless = False
         self._state_loaded = False
+        self._has_epochs = False
         self._closed = False
         # the end is published, and the last messages leave, also when the script just ends
         self._leave = weakref.finalize(self, leave, steering, models, transport, history, exit_rules)
@@ -93,6 +94,9 @@ class Session:
         self._run.total_samples = num_epochs * self._run.data.size or None
         loader = self._loader
         first = loader.position.epoch + (1 if loader.epoch_is_over else 0)
+        if not (self._state_loaded or self._has_epochs):
+            warn_of_used_samples(self._run, first, self.position)
+        self._has_epochs = True
         for epoch in range(first, num_epochs):
             loader.begin_epoch(epoch)
             yield epoch
@@ -338,23 +342,10 @@ class Session:
             )
         self._meter.clock.discard()
         if not self._run.started:
-            self._check_snapshot()
+            if not self._state_loaded:
+                warn_of_missing_state(self._run, from_snapshot=self._updates.begin_from_snapshot)
             self._steering.start(self._loader.position)
             self._schedulers.begin(self.progress)
-
-    def _check_snapshot(self) -> None:
-        """Warn of a script that goes on with its model and optimizer, but not with its session."""
-        if self._state_loaded or self._run.place.rank != 0:
-            return
-        what = f"start {self.generation} of job {self.job} follows an earlier one" if self.generation else ""
-        if self._updates.begin_from_snapshot:
-            what = "the optimizer has made steps already"
-        if what:
-            _log.warning(
-                "%s, but this session begins at epoch 0 with sample 0: if the model comes from a snapshot, save "
-                "session.state_dict() in it, and call session.load_state_dict(...) on all ranks before the first batch",
-                what,
-            )
 
     def _on_batch(self, batch: MicroBatch) -> None:
         self._loss_scaled = False
