@@ -127,9 +127,13 @@ def _forgotten(_rank: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"nothing averages .* Sequential over 2 ranks: .*\(model\), or, .*scale_loss"):
         dynamix.attach(model, optimizer, Numbered(64), local_batch_size=8, connect=False)
+    for each in model.parameters():
+        vars(each)["_in_backward_optimizers"] = [optimizer]  # as torch's _apply_optimizer_in_backward leaves it
+    with pytest.raises(ValueError, match=r"updated inside of the backward pass .* call optimizer.step\(\) after it"):
+        dynamix.attach(distribute(model), optimizer, Numbered(64), local_batch_size=8, connect=False)
 
 
-def test_a_model_without_averaging_is_refused_with_both_ways_out() -> None:
+def test_models_that_nothing_averages_or_that_update_themselves_are_refused_with_the_fix() -> None:
     run_ranks(_forgotten, 2)
 
 

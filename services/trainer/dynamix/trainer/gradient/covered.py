@@ -97,7 +97,7 @@ class CoveredModels:
         """Weigh one more model.
 
         Raises:
-            ValueError: when hooks weigh and the model is not under DDP.
+            ValueError: when hooks weigh and the model is not under DDP, or updated in its backward pass.
             RuntimeError: when it has a communication hook already, or was covered already.
         """
         if any(model is each for each in self.models):
@@ -107,6 +107,11 @@ class CoveredModels:
                 raise ValueError(
                     f"{type(model).__name__} is not under DistributedDataParallel, but another model of the session "
                     "is: wrap it too"
+                )
+            if any(hasattr(each, "_in_backward_optimizers") for each in model.parameters()):
+                raise ValueError(
+                    "the parameters are updated inside of the backward pass (_apply_optimizer_in_backward), for which "
+                    "DistributedDataParallel takes its one communication hook: call optimizer.step() after it instead"
                 )
             self._hooks.append(self._register_hook(model))
             self._handles.append(model.register_forward_pre_hook(SessionHook(self, CoveredModels.note_forward)))
