@@ -233,3 +233,15 @@ def test_a_model_can_be_attached_again_once_its_session_is_closed() -> None:
     for errors in run_ranks(_two_phases, 2):
         assert max(errors) < 1e-12
         assert len(errors) > 8
+
+
+def test_an_optimizer_that_never_steps_is_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = make_model()
+    given, inner = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    with dynamix.attach(model, given, Numbered(100), local_batch_size=2, connect=False) as session:
+        for batch in session.loader:
+            loss_of(model, batch).backward()
+            inner.step()
+            session.step()
+    assert len(caplog.messages) == 1
+    assert "no optimizer given to attach has stepped in 20 steps: pass the one whose step() is called" in caplog.text

@@ -257,6 +257,7 @@ def attach(
         current=lambda: loader.current,
         before_update=_before_update(loader, clock, covered_models, schedulers, warns=warns),
         factor=lambda: rule(run.schedule.counts_at(loader.position.step).total / run.options.base_global_batch_size),
+        warns=met.place.rank == 0,
     )
     for each_model in models:
         covered_models.cover(each_model)

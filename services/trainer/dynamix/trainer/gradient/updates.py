@@ -4,6 +4,7 @@ A script that ends a step too early, or on every micro-batch of its own accumula
 gradients without an error of torch's. The hooks of its optimizers show it, at no cost.
 """
 
+import logging
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,11 @@ from torch.utils.hooks import RemovableHandle
 from dynamix.trainer.data.sampler import MicroBatch
 
 from .learning_rate import LearningRateScaler
+
+_log = logging.getLogger("dynamix.trainer")
+
+MAX_IDLE_STEPS = 20
+"""Steps without any update, from the first one on, until the session's optimizers count as not the script's."""
 
 _covered: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """Those of all sessions of this process: their steps are no snapshot's."""
@@ -28,11 +34,14 @@ class Updates:
         current: Callable[[], MicroBatch | None],
         before_update: Callable[[torch.optim.Optimizer], None],
         factor: Callable[[], float],
+        warns: bool = False,
     ) -> None:
-        """`current` is the batch to train on, `factor` that of the learning rate."""
+        """`current` is the batch to train on, `factor` that of the learning rate; one rank `warns`."""
         self._current = current
         self._before_update = before_update
         self._factor = factor
+        self._num_idle: int | None = 0 if warns else None
+        """Steps so far while no optimizer has stepped; `None` once one has, or it was said."""
         self._handles: list[RemovableHandle] = []
         self._optimizers: set[int] = set()
         """By id, as below."""
@@ -74,6 +83,15 @@ class Updates:
     def end_step(self) -> None:
         """End a step."""
         self._left_out = self._optimizers - self._updated
+        if self._num_idle is not None:
+            self._num_idle = None if self._updated else self._num_idle + 1
+            if self._num_idle == MAX_IDLE_STEPS:
+                self._num_idle = None
+                _log.warning(
+                    "no optimizer given to attach has stepped in %d steps: pass the one whose step() is called (of an "
+                    "optimizer around another the inner one), else no learning rate is scaled and no update is checked",
+                    MAX_IDLE_STEPS,
+                )
         self._updated.clear()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
