@@ -56,7 +56,7 @@ $(FRAMEWORKS)/.installed: constraints-frameworks.txt $(STAMP)
 	echo "import site; site.addsitedir('$$($(BIN)/python $(PURELIB))')" >"$$($(FRAMEWORKS)/bin/python $(PURELIB))/base.pth"
 	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 	    -c constraints-frameworks.txt torch \
-	    accelerate lightning transformers wandb mlflow-skinny pandas pyarrow
+	    accelerate lightning transformers wandb mlflow-skinny pandas pyarrow datasets webdataset torchdata
 	@touch $@
 
 gpu: venv ## what is marked gpu, on a machine that has one: clock, norms, half precision, memory, NCCL, torch.compile

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tests.support.ranks import RankError, run_ranks
 from tests.support.training import Numbered, distribute, gather, make_model, offer
 from torch import nn
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, Subset, TensorDataset, get_worker_info
 
 from dynamix import trainer as dynamix
 from dynamix.trainer import Session
@@ -164,11 +164,47 @@ def test_streams_that_cannot_work_are_refused_with_the_fix() -> None:
     run_ranks(_refusals, 2)
 
 
-def _divided(_rank: int) -> None:
-    _attach(Stream(40, parts=True))
+def _divided(rank: int) -> None:
+    data = Numbered(40)
+    part = TensorDataset(data.inputs[rank::2], data.targets[rank::2])
+    for parts in (
+        Stream(40, parts=True),
+        part,
+        Subset(data, range(rank, 40, 2)),
+        [data[i] for i in range(rank, 40, 2)],
+    ):
+        with pytest.raises(ValueError, match=r"differs between ranks.*must be the same on all ranks.*its division by"):
+            _attach(parts)
 
 
-def test_a_stream_that_divides_itself_by_rank_is_refused_on_all_ranks() -> None:
-    with pytest.raises(RankError) as error:
-        run_ranks(_divided, 2)
-    assert str(error.value).count("first sample differs between ranks: it must yield the same on all") == 2
+def test_data_that_were_divided_by_rank_are_refused_on_all_ranks() -> None:
+    run_ranks(_divided, 2)
+
+
+class Counting(Stream):
+    """Yields another order each time that it is read."""
+
+    times_read = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.times_read += 1
+        for index in range(len(self.data)):
+            yield self.data[(index + self.times_read) % len(self.data)]
+
+
+def _counting(_rank: int) -> None:
+    session, model, optimizer = _attach(Counting(60), local_batch_size=13)
+    batches = iter(session.loader)
+    _train_batch(session, model, optimizer, next(batches))
+    state = session.state_dict()
+    session.close()
+    dataset = Counting(60)
+    dataset.times_read = 1  # as if the script had looked at it
+    session, model, optimizer = _attach(dataset, local_batch_size=13)
+    session.load_state_dict(state)
+    next(iter(session.loader))
+
+
+def test_a_stream_that_begins_otherwise_than_in_the_saved_run_is_refused() -> None:
+    with pytest.raises(RankError, match="begins epoch 0 with another sample than before"):
+        run_ranks(_counting, 1)

@@ -144,7 +144,7 @@ class Loader:
                 yield self._sampler.drawn.popleft(), batch
             return
         for read in self._batches:
-            micro_batches = self._sampler.take_step(read.num_read)
+            micro_batches = self._sampler.take_step(read.num_read, read.first_digest)
             if not micro_batches:
                 return
             yield from zip(micro_batches, read.batches, strict=True)

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Sampler
 
+from .fingerprint import ONE_PART
 from .random_numbers import RandomNumbers, seed_all
 
 Order = npt.NDArray[np.int64]
@@ -47,6 +48,7 @@ class OrderExchange(Protocol):
     """How rank 0's numbers come to all ranks."""
 
     rank: int
+    world_size: int
 
     def gather_objects(self, mine: int) -> list[int]:
         """One number of each rank."""
@@ -60,6 +62,8 @@ class Orders(ABC):
 
     def __init__(self, identity: DataIdentity) -> None:
         self.identity = identity
+        self.fingerprint = 0
+        """Fingerprint of the data set; 0 where none is taken."""
         self._token_counts: Order | None = None
         self._newest: tuple[int, Order] | None = None
         self._ends: tuple[int, Order] | None = None
@@ -70,8 +74,14 @@ class Orders(ABC):
         """Samples of an epoch."""
         return self.identity.num_samples
 
-    def connect(self, exchange: OrderExchange) -> None:  # noqa: B027 - a permutation needs nothing
-        """Communicate with the other ranks from now on."""
+    def connect(self, exchange: OrderExchange) -> None:
+        """Communicate with the other ranks from now on; a collective call.
+
+        Raises:
+            ValueError: on all ranks, when their data sets are seen to differ.
+        """
+        if len(set(exchange.gather_objects(self.fingerprint))) > 1:
+            raise ValueError(f"the data set differs between ranks, it {ONE_PART}")
 
     def count_by_tokens(self, token_counts: Sequence[int], dataset: object, *, most: int) -> None:
         """Let each sample of a data set count by its tokens instead of as one.
@@ -171,6 +181,7 @@ class SampledOrders(Orders):
 
     def connect(self, exchange: OrderExchange) -> None:
         """Share orders with all ranks from now on."""
+        super().connect(exchange)
         self._exchange = exchange
 
     def digest_of(self, epoch: int) -> int | None:

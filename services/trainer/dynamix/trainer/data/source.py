@@ -5,6 +5,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from .fingerprint import fingerprint_of, stages_of
 from .orders import Orders, OwnSampler, Permutations, SampledOrders
 from .sampler import PlanSampler, SamplerOptions
 from .schedule import Schedule
@@ -18,7 +19,7 @@ def orders_of(dataset: Dataset[Any], sampler: OwnSampler | None, seed: int, *, s
         TypeError: when the data set is a loader.
         ValueError: when it cannot be used, naming the fix.
     """
-    if isinstance(dataset, DataLoader):
+    if isinstance(dataset, DataLoader) or any(isinstance(stage, DataLoader) for stage in stages_of(dataset)):
         raise TypeError(
             f"the data set is a {type(dataset).__name__}: pass its data set and its options; session.loader replaces "
             "it, and session.state_dict() saves its place"
@@ -28,12 +29,16 @@ def orders_of(dataset: Dataset[Any], sampler: OwnSampler | None, seed: int, *, s
             raise ValueError("sampler needs a data set with __getitem__: a stream (IterableDataset) has its own order")
         return StreamOrders(dataset, seed)
     if sampler is not None:
-        return SampledOrders(sampler, seed)
-    if not (isinstance(dataset, Sized) and hasattr(dataset, "__getitem__")) or len(dataset) < 1:
+        orders: Orders = SampledOrders(sampler, seed)
+    elif isinstance(dataset, Sized) and hasattr(dataset, "__getitem__") and len(dataset) > 0:
+        orders = Permutations(len(dataset), seed, shuffle=shuffle)
+    else:
         raise ValueError(
-            "the data set must be map-style (__getitem__ by index, and a __len__ of at least 1), or an IterableDataset"
+            "the data set must be map-style (__getitem__ by index, and a __len__ of at least 1), or an IterableDataset "
+            "whose __iter__ begins the stream again"
         )
-    return Permutations(len(dataset), seed, shuffle=shuffle)
+    orders.fingerprint = fingerprint_of(dataset)
+    return orders
 
 
 def sampler_of(orders: Orders, schedule: Schedule, options: SamplerOptions) -> PlanSampler:

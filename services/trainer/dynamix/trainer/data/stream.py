@@ -5,19 +5,17 @@ also past its own: so all ranks find the end in the same step and know what is l
 the whole stream as well. What a rank drops costs no more than reading: decode in `collate_fn`, which gets what is kept.
 """
 
-import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple, Unpack
 
-import numpy as np
-import torch
 from torch.utils.data import Dataset, IterableDataset, default_collate
 from torch.utils.data._utils import worker as torch_worker
 
 from .division import Division, StepPlan
+from .fingerprint import ONE_PART, digest, divides_by_rank, makes_batches, seeds_of
 from .orders import DataIdentity, Order, OrderExchange, Orders
 from .random_numbers import RandomNumbers, seed_all
 from .sampler import MicroBatch, PlanSampler, Position, SamplerOptions
@@ -32,38 +30,42 @@ class StreamRead(NamedTuple):
 
     batches: list[Any]
     num_read: int
+    first_digest: int
+    """Digest of the epoch's first sample."""
 
 
 class StreamOrders(Orders):
     """A stream's own order; how long an epoch is shows when its end is read."""
 
     def __init__(self, dataset: IterableDataset[Any], seed: int) -> None:
-        """Read the first sample.
-
-        Raises:
-            ValueError: when there is none.
-        """
         num_samples = len(dataset) if isinstance(dataset, Sized) else 0
         super().__init__(DataIdentity(num_samples, seed, shuffle=False, sampler="stream"))
+        self._dataset = dataset
         self._end: tuple[int, int] | None = None
-        with _as_if_alone():
-            first = list(islice(begin_stream(dataset, seed, 0), 1))
-        if not first:
-            raise ValueError(f"the data set, a {type(dataset).__name__}, yields nothing")
-        self._digest = _digest(first[0])
+        self._begun: tuple[int, int] | None = None
 
     def connect(self, exchange: OrderExchange) -> None:
-        """Make sure that all ranks read the same stream; a collective call.
+        """Read the first sample, and make sure that all ranks read the same stream; a collective call.
 
         Raises:
-            ValueError: on all ranks, when the first sample differs.
+            ValueError: on all ranks, when it divides itself by rank, makes batches, yields nothing, or begins
+                otherwise than on another rank.
         """
-        if len(set(exchange.gather_objects(self._digest))) > 1:
+        if exchange.world_size > 1 and (by := divides_by_rank(self._dataset)):
+            fix = "pass nodesplitter=None to it" if by == "single_node_only" else "leave that out"
             raise ValueError(
-                "the data set is a stream whose first sample differs between ranks: it must yield the same on all, "
-                "session.loader gives each rank its part. Take out its division by rank (islice by rank, "
-                "split_dataset_by_node, split_by_node), or seed its random numbers"
+                f"the stream divides itself by rank ({by}), but every rank must read all of it, session.loader gives "
+                f"each its part: {fix}"
             )
+        if makes_batches(self._dataset):
+            raise ValueError("the stream makes batches (batched), session.loader makes them itself: leave that out")
+        with _as_if_alone():
+            first = list(islice(begin_stream(self._dataset, self.identity.seed, 0), 1))
+        found = exchange.gather_objects(digest([*first, *seeds_of(self._dataset)]) if first else 0)
+        if not any(found):
+            raise ValueError(f"the data set, a {type(self._dataset).__name__}, yields nothing")
+        if len(set(found)) > 1:
+            raise ValueError(f"the data set is a stream that differs between ranks: it {ONE_PART}")
 
     def count_by_tokens(self, _token_counts: Sequence[int], _dataset: object, *, most: int) -> None:  # noqa: ARG002
         """Refuse: samples are not known before they are read."""
@@ -72,6 +74,25 @@ class StreamOrders(Orders):
     def end_epoch(self, epoch: int, num_samples: int) -> None:
         """An epoch's end was read."""
         self._end = (epoch, num_samples)
+
+    def begin_epoch(self, epoch: int, first_digest: int) -> None:
+        """An epoch's first sample was read, by this process or by one of its workers.
+
+        Raises:
+            ValueError: when it was another one before, in the saved run or in another worker.
+        """
+        before = self.digest_of(epoch)
+        if before is not None and before != first_digest:
+            raise ValueError(
+                f"the stream begins epoch {epoch} with another sample than before (in the saved run, or in another "
+                "worker), so samples would be repeated or left out: its order may depend on set_epoch and on the "
+                "random numbers of torch, numpy and Python only, not on how often it was read"
+            )
+        self._begun = (epoch, first_digest)
+
+    def digest_of(self, epoch: int) -> int | None:
+        """Digest of the first sample of an epoch that was begun, here or in the saved run."""
+        return next((known[1] for known in (self._expected, self._begun) if known and known[0] == epoch), None)
 
     def size_of(self, epoch: int) -> int:
         """Samples of an epoch, as far as is known."""
@@ -104,9 +125,11 @@ class StreamSampler(PlanSampler):
             self._plans.append(plan)
             yield plan
 
-    def take_step(self, num_read: int) -> list[MicroBatch]:
+    def take_step(self, num_read: int, first_digest: int) -> list[MicroBatch]:
         """This rank's micro-batches of the oldest plan, of which so many samples were read; none after the end."""
         plan = self._plans.popleft()
+        if num_read:
+            self.stream.begin_epoch(plan.epoch, first_digest)
         if num_read < plan.counts.total:
             self.stream.end_epoch(plan.epoch, plan.offset + num_read)
             if num_read == 0 or self.is_over(Position(plan.step, plan.epoch, plan.offset)):
@@ -129,6 +152,7 @@ class StepSamples(NamedTuple):
 
     parts: list[list[Any]]
     num_read: int
+    first_digest: int
 
 
 class StreamReader(Dataset[Any]):
@@ -141,6 +165,7 @@ class StreamReader(Dataset[Any]):
         self._at = (-1, 0)
         """Epoch, and samples of it that were read."""
         self._samples: Iterator[Any] = iter(())
+        self._first_digest = 0
         self._numbers: RandomNumbers | None = None
         """The stream's own, so that it is the same on all ranks and in all workers."""
 
@@ -155,13 +180,15 @@ class StreamReader(Dataset[Any]):
             samples = list(islice(self._samples, plan.counts.total))
             self._at, self._numbers = (plan.epoch, plan.offset + len(samples)), RandomNumbers.capture()
         if not samples:
-            return StepSamples([], 0)
+            return StepSamples([], 0, 0)
         parts = self._division.parts(shortened(plan, len(samples)))
         mine = [samples[start - plan.offset : stop - plan.offset] or samples[:1] * 2 for start, stop, _ in parts]
-        return StepSamples(mine, len(samples))
+        return StepSamples(mine, len(samples), self._first_digest)
 
     def _begin(self, epoch: int) -> None:
-        self._samples, self._at = begin_stream(self._dataset, self._seed, epoch), (epoch, 0)
+        samples = begin_stream(self._dataset, self._seed, epoch)
+        first = list(islice(samples, 1))
+        self._samples, self._at, self._first_digest = chain(first, samples), (epoch, 0), digest(first)
 
 
 class CollateParts:
@@ -172,7 +199,8 @@ class CollateParts:
 
     def __call__(self, samples: StepSamples) -> StreamRead:
         """The step's batches."""
-        return StreamRead([self._collate_fn(part) for part in samples.parts], samples.num_read)
+        batches = [self._collate_fn(part) for part in samples.parts]
+        return StreamRead(batches, samples.num_read, samples.first_digest)
 
 
 def shortened(plan: StepPlan, num_read: int) -> StepPlan:
@@ -200,26 +228,3 @@ def _as_if_alone() -> Iterator[None]:
     finally:
         torch_worker._worker_info = info  # noqa: SLF001
         outside.restore()
-
-
-def _digest(sample: Any) -> int:
-    """A number that differs between samples of numbers, text and tensors."""
-    return zlib.crc32(b"\0".join(_pieces(sample)))
-
-
-def _pieces(value: Any) -> Iterator[bytes]:
-    if isinstance(value, torch.Tensor):
-        yield value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-    elif isinstance(value, np.ndarray) and value.dtype != object:
-        yield value.tobytes()
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield repr(key).encode()
-            yield from _pieces(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _pieces(item)
-    elif value is None or isinstance(value, str | bytes | int | float):
-        yield repr(value).encode()
-    else:
-        yield type(value).__name__.encode()
