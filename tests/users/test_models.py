@@ -10,9 +10,11 @@ from tests.support.loops import OPTIONS, SIZES, gathered, gradient_of, loss_of, 
 from tests.support.ranks import run_ranks
 from tests.support.training import Numbered, distribute, make_model, offer
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from dynamix import trainer as dynamix
+from dynamix.trainer.frameworks.loaders import require_ddp
 
 
 def _two_models(_rank: int, how: str) -> dict[str, Any]:
@@ -131,6 +133,30 @@ def _forgotten(_rank: int) -> None:
         vars(each)["_in_backward_optimizers"] = [optimizer]  # as torch's _apply_optimizer_in_backward leaves it
     with pytest.raises(ValueError, match=r"updated inside of the backward pass .* call optimizer.step\(\) after it"):
         dynamix.attach(distribute(model), optimizer, Numbered(64), local_batch_size=8, connect=False)
+
+
+class DeepSpeedEngine(nn.Module):
+    """Known by its name only, as deepspeed need not be installed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = make_model()
+
+
+def _of_others(_rank: int) -> None:
+    engine, sharded = DeepSpeedEngine(), make_model()
+    optimizer = torch.optim.SGD(engine.parameters(), lr=0.1)
+    for weighting in ("auto", "loss"):
+        with pytest.raises(ValueError, match=r"DeepSpeedEngine: .* unequal batches .* or FSDP2"):
+            dynamix.attach(engine, optimizer, Numbered(64), local_batch_size=8, connect=False, weighting=weighting)
+    fully_shard(sharded)
+    with pytest.raises(ValueError, match=r"Lightning trains a FSDPSequential here, .* use DDP, or, .*scale_loss"):
+        require_ddp(sharded, "Lightning")
+    require_ddp(distribute(make_model()), "Lightning")
+
+
+def test_deepspeed_is_refused_and_so_is_a_sharded_model_that_a_framework_trains() -> None:
+    run_ranks(_of_others, 2)
 
 
 def test_models_that_nothing_averages_or_that_update_themselves_are_refused_with_the_fix() -> None:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from dynamix.trainer.attach import attach
 from dynamix.trainer.session import Session
 
-from .loaders import LoaderTraits, traits_of
+from .loaders import LoaderTraits, require_ddp, traits_of
 
 try:
     from lightning.pytorch import Callback
@@ -127,6 +127,7 @@ class DynamixCallback(Callback):
                 "Trainer.estimated_stepping_batches is unknown with global_batch='adaptive': compute the steps of the "
                 "schedule from the data set, the batch size and the number of ranks; it is advanced by samples"
             )
+        require_ddp(trainer.model, "Lightning")
         defaults = {
             **self._traits.options,
             "local_batch_size": self._traits.micro_batch_size * self._gradient_accumulation_steps,

@@ -3,10 +3,14 @@
 from collections.abc import Sized
 from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler, SequentialSampler
 
 from dynamix.trainer.data.loader import LoaderOptions
 from dynamix.trainer.data.reference_steps import ReferenceSteps
+from dynamix.trainer.gradient.models import unwrapped
 
 LOADER_OPTIONS = tuple(name for name in LoaderOptions.__annotations__ if name != "generator")
 """Taken as they are; a generator would be that of another order."""
@@ -27,6 +31,20 @@ class LoaderTraits(NamedTuple):
         """Optimizer steps of an epoch in plain training."""
         global_batch_size = self.micro_batch_size * gradient_accumulation_steps * world_size
         return ReferenceSteps(self.num_samples, global_batch_size, self.options["drop_last"]).per_epoch
+
+
+def require_ddp(model: torch.nn.Module, framework: str) -> None:
+    """Make sure that a hook weighs where a framework owns the backward pass, out of reach of `session.scale_loss`.
+
+    Raises:
+        ValueError: for FSDP, DeepSpeed and whatever else shards the model over several ranks.
+    """
+    inner = unwrapped(model)
+    if dist.is_initialized() and dist.get_world_size() > 1 and not isinstance(inner, DistributedDataParallel):
+        raise ValueError(
+            f"{framework} trains a {type(inner).__name__} here, which dynamix cannot weigh from outside: use DDP, or, "
+            "for FSDP, a loop of your own with session.scale_loss(loss).backward()"
+        )
 
 
 def traits_of(loader: DataLoader[Any], world_size: int) -> LoaderTraits:

@@ -18,7 +18,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from dynamix.trainer.attach import attach
 from dynamix.trainer.session import Session
 
-from .loaders import traits_of
+from .loaders import require_ddp, traits_of
 
 _log = logging.getLogger("dynamix.trainer")
 
@@ -75,6 +75,7 @@ class DynamixTrainerMixin:
         def attached() -> Session:
             session: Session | None = self.session
             if session is None:
+                require_ddp(self.model_wrapped, "the Trainer of Transformers")
                 self.session = session = attach(self.model_wrapped, self.optimizer, traits.dataset, **options)
                 _restore(session, self._resume_path)
             return session

@@ -52,8 +52,11 @@ def averaging_of(models: Sequence[torch.nn.Module], weighting: Weighting, world_
     """What weighs the gradients of these models.
 
     Raises:
-        ValueError: when nothing would average them over the ranks, or hooks are asked for without DDP.
+        ValueError: when nothing would average them over the ranks, hooks are asked for without DDP, or an engine would
+            weigh them on its own.
     """
+    for model in models:
+        _refuse_engine(model)
     are_ddp = [isinstance(model, DistributedDataParallel) for model in models]
     if weighting == "hook" and not all(are_ddp):
         raise ValueError('weighting="hook" needs a DistributedDataParallel model: use weighting="loss"')
@@ -69,6 +72,15 @@ def averaging_of(models: Sequence[torch.nn.Module], weighting: Weighting, world_
         'DistributedDataParallel(model), or, where a framework averages them, attach with weighting="loss" and call '
         "session.scale_loss(loss).backward()"
     )
+
+
+def _refuse_engine(model: torch.nn.Module) -> None:
+    if any(cls.__name__ == "DeepSpeedEngine" for cls in type(model).__mro__):
+        raise ValueError(
+            f"{type(model).__name__}: DeepSpeed's engine accumulates, averages and updates by a batch size of its own, "
+            "the same for every rank, so unequal batches would get wrong weights: train with DistributedDataParallel "
+            "or FSDP2 (fully_shard)"
+        )
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
