@@ -23,7 +23,7 @@ def _code_lines(path: Path) -> list[str]:
     return [line for line in path.read_text().splitlines()[1:] if line.strip()]
 
 
-@pytest.mark.parametrize("name", FRAMEWORKS)
+@pytest.mark.parametrize("name", [*FRAMEWORKS, "ray"])
 def test_attaching_changes_at_most_ten_lines(name: str) -> None:
     plain, attached = (_code_lines(EXAMPLES / f"{name}_{kind}.py") for kind in ("plain", "dynamix"))
     changed = [line for line in difflib.ndiff(plain, attached) if line.startswith("+ ")]
