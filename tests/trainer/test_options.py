@@ -4,7 +4,7 @@ import pytest
 import torch
 from tests.support.job_options import job_options
 
-from dynamix.trainer.job.options import family_of, sizes_of
+from dynamix.trainer.job.options import bounds_of, family_of, sizes_of
 
 
 @pytest.mark.parametrize(
@@ -40,6 +40,15 @@ def test_one_size_is_every_ranks() -> None:
     assert sizes_of([1, 2, 3], 3) == (1, 2, 3)
     with pytest.raises(ValueError, match="holds 2 sizes for 3 ranks"):
         sizes_of([1, 2], 3)
+
+
+def test_bounds_follow_the_initial_sizes_and_leave_two_samples_for_each_batch() -> None:
+    assert bounds_of((128, 64), "fixed", (None, None), 1) == (8, 256)
+    assert bounds_of((8, 8), "fixed", (None, None), 1) == (2, 16)
+    assert bounds_of((48, 48), "fixed", (None, None), 4) == (8, 96)
+    assert bounds_of((4, 1), "fixed", (None, None), 1) == (1, 8)
+    assert bounds_of((64, 16), "adaptive", (None, None), 1) == (16, 1024)
+    assert bounds_of((8, 8), "fixed", (1, 9), 1) == (1, 9)
 
 
 def test_the_optimizer_family_follows_the_class() -> None:

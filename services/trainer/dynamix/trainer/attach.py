@@ -117,7 +117,7 @@ def attach(
             `dynamix train`, else `training`. `dynamix train --name` and `DYNAMIX_JOB` overrule it.
         window_steps: k, the optimizer steps between two decisions.
         min_local_batch_size: bound of decisions; 0 lets a rank have no samples. When not given, an eighth of the
-            smallest initial size, or with an adaptive global batch at most 32.
+            smallest initial size and two per batch, or with an adaptive global batch at most 32.
         max_local_batch_size: bound of decisions. When not given, twice the largest initial size, or with an adaptive
             global batch at least 1024.
         max_lag_windows: actions decided more windows ago than this are refused.
@@ -172,7 +172,9 @@ def attach(
     sizes = sizes_of(local_batch_size, world_size)
     find_codec(codec)
     metric_loggers = Loggers(find_loggers(loggers, rank=dist.get_rank() if world_size > 1 else 0))
-    lower, upper = bounds_of(sizes, global_batch, min_local_batch_size, max_local_batch_size)
+    lower, upper = bounds_of(
+        sizes, global_batch, (min_local_batch_size, max_local_batch_size), gradient_accumulation_steps
+    )
     options = JobOptions(
         local_batch_sizes=sizes,
         base_global_batch_size=sum(sizes) if base_global_batch_size is None else base_global_batch_size,

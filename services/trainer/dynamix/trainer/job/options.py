@@ -146,19 +146,20 @@ def sizes_of(local_batch_size: int | Sequence[int], world_size: int) -> tuple[in
 
 
 def bounds_of(
-    sizes: tuple[int, ...], global_batch: GlobalBatch, lower: int | None, upper: int | None
+    sizes: tuple[int, ...], global_batch: GlobalBatch, given: tuple[int | None, int | None], num_batches: int
 ) -> tuple[int, int]:
     """The bounds of decisions as they were given, or what suits the initial sizes.
 
-    With a fixed global batch the memory that the script was written for is near: a rank gets at most twice its samples.
+    With a fixed global batch the memory that the script was written for is near: a rank gets at most twice its samples,
+    and at least two in each of its `num_batches` of a step, since BatchNorm fails on one.
     """
     smallest, largest = min(sizes), max(sizes)
     suits = {
-        "fixed": (min(max(smallest // 8, 1), smallest), 2 * largest),
+        "fixed": (min(max(smallest // 8, 2 * num_batches), smallest), 2 * largest),
         "adaptive": (min(smallest, 32), max(largest, 1024)),
     }
     low, high = suits.get(global_batch, (0, largest))
-    return low if lower is None else lower, high if upper is None else upper
+    return low if given[0] is None else given[0], high if given[1] is None else given[1]
 
 
 def family_of(optimizer: torch.optim.Optimizer) -> OptimizerFamily:
