@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.support import examples
 from tests.support.examples import applied, event, reward
@@ -230,6 +230,7 @@ def test_a_frame_fits_every_terminal(width: int, height: int, num_ranks: int, nu
 
 
 @given(st.lists(st.floats(-1e12, 1e12), max_size=300), st.integers(0, 100))
+@example(values=[0.0, 1e-308], width=1)
 def test_a_curve_is_never_wider_than_it_may_be(values: list[float], width: int) -> None:
     assert len(curve(values, width)) == min(len(values), width)
 

@@ -88,9 +88,8 @@ def curve(values: Sequence[float], width: int) -> str:
     low, high = ordered[cut], ordered[-1 - cut]
     if high == low:
         return LEVELS[len(LEVELS) // 2 - 1] * min(width, len(values))
-    scale = (len(LEVELS) - 1) / (high - low)
-    points = (min(high, max(low, point)) for point in _resampled(values, width))
-    return "".join(LEVELS[round((point - low) * scale)] for point in points)
+    shares = ((min(high, max(low, point)) - low) / (high - low) for point in _resampled(values, width))
+    return "".join(LEVELS[round(share * (len(LEVELS) - 1))] for share in shares)
 
 
 def _resampled(values: Sequence[float], width: int) -> list[float]:
