@@ -280,6 +280,7 @@ def test_an_endless_file_is_read_in_bounded_memory(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(Path, "open", lambda *_: Endless())
     tracemalloc.start()
     try:
+        (tmp_path / "endless").touch()
         with CaptureReader(tmp_path / "endless") as reader:
             for number, one in enumerate(reader, start=1):
                 assert one.sequence == number
