@@ -168,6 +168,26 @@ def test_fixed_costs_are_fitted_per_rank_from_times_at_different_sizes() -> None
     assert rates.rates == [pytest.approx(0.001, rel=0.03), pytest.approx(0.0005, rel=0.03)]
 
 
+def _steps_until_equal(seed: int) -> int:
+    """After 100 steps at whose times other programs had a share, until four equal ranks have equal sizes for good."""
+    generator, tracker, sizes, last = Random(seed), Tracker(1, [1024] * 4), (12,) * 4, 0
+    for step in range(250):
+        times = [2e-4 * size * generator.uniform(0.95, 1.05) for size in sizes]
+        if step < 100:
+            times = [time * generator.lognormvariate(0, 1) + generator.choice((0.0, 0.1)) for time in times]
+        elif max(sizes) - min(sizes) > 4:
+            last = step - 99
+        sizes = (
+            tracker.better_split([time / size for time, size in zip(times, sizes, strict=True)], sizes, sizes) or sizes
+        )
+    return last
+
+
+def test_fixed_costs_that_noise_looked_like_are_forgotten() -> None:
+    """A split by them swings between two that both disprove them."""
+    assert max(map(_steps_until_equal, range(60))) <= 10
+
+
 def test_times_that_get_shorter_with_more_samples_tell_nothing_of_fixed_costs() -> None:
     rates = RateFilter(1)
     for count, time in ((64, 0.1), (90, 0.09), (64, 0.1), (90, 0.09)):

@@ -9,7 +9,8 @@ per rank from the times at different sizes (`FixedCost`) and is 0 until they tel
 filtered. It would be too high for a small b where K is too low. Yet c (K + b) is the time itself, so the only split
 that stays is the one in which all ranks take equally long, whatever K was taken for. On the way there a wrong size
 spoils the next c by a share that is below 1 and has the error's own sign: errors shrink by that factor per split and
-never change sides, at any delay.
+never change sides, at any delay. A K that is too high, fitted to noise, could make splits swing for ever: it is dropped
+when a sample costs clearly more on a larger size, or less on a smaller one.
 
 A split is replaced at once where that shortens the step by more than the dead band. Where fixed costs dominate, sizes
 can be far from equal times and cost next to nothing: such a split is replaced too, by what a longer average says.
@@ -94,22 +95,28 @@ class FixedCost:
         self._both = kept * (self._both + weight * off_size * off_time)
         self._time_2 = kept * (self._time_2 + weight * off_time * off_time)
 
-    def observe_jump(self, size: int, time_s: float, factor: float) -> None:
+    def observe_jump(self, size: int, time_s: float, factor: float) -> bool:
         """The rate jumped by `factor`, to `time_s` for `size` samples: because the speed changed, or the size did?
 
         At the same size it was the speed: fixed costs change with it. At another one it is what fixed costs look like,
         unless a slowdown just before has ended: then the time without it is back.
+
+        Returns:
+            Whether the fixed costs that the rates were taken with are too high: a sample costs more with more of them.
         """
         if self._number == 0.0:
-            return
+            return False
         if size == self._newest_size:
             self._change_speed(factor)
             self._slowdown, self._slowdown_age = factor, 0.0
-        elif self._slowdown and self._slowdown_age < 2 * FIT_WINDOW:
+            return False
+        if self._slowdown and self._slowdown_age < 2 * FIT_WINDOW:
             back_s = self._time_s / self._slowdown
             if FASTER * back_s < time_s < SLOWER * back_s:
                 self._change_speed(1.0 / self._slowdown)
                 self._slowdown = 0.0
+                return False
+        return (size > self._newest_size) == (factor > 1.0)
 
     def _change_speed(self, factor: float) -> None:
         self._time_s *= factor
@@ -183,9 +190,12 @@ class RateFilter:
             self._slow_rates[rank] += SLOW_WEIGHT * (measured - self._slow_rates[rank])
         elif side == self._suspects[rank] or rate == 0.0:
             rates[rank] = self._slow_rates[rank] = measured
-            if rate and count:
-                self._fits[rank].observe_jump(count, measured * (self.fixed[rank] + count), measured / rate)
             side = 0
+            if rate and count:
+                time_s = measured * (self.fixed[rank] + count)
+                if self._fits[rank].observe_jump(count, time_s, measured / rate) and self.fixed[rank]:
+                    self._forget_fixed(rank, count, time_s)
+                    measured = rates[rank]
         self._suspects[rank] = side
         if side == 0 and count:
             self._fit(rank, count, measured * (self.fixed[rank] + count))
@@ -203,6 +213,12 @@ class RateFilter:
             for other, is_fitted in enumerate(self._is_fitted):
                 if not is_fitted:
                     self._use_fixed(other, min(fitted))
+
+    def _forget_fixed(self, rank: int, count: int, time_s: float) -> None:
+        """Drop fixed costs that a time at another size disproves: too high ones make splits swing for ever."""
+        self._fits[rank] = FixedCost()
+        self.fixed[rank], self._is_fitted[rank] = 0, False
+        self._rates[rank] = self._slow_rates[rank] = time_s / count
 
     def _use_fixed(self, rank: int, fixed: int) -> None:
         """Take other fixed costs for a rank: what its steps cost stays the same."""
