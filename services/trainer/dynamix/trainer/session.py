@@ -177,7 +177,7 @@ class Session:
         Raises:
             TypeError: when the scheduler does not count steps.
         """
-        self._schedulers.add(scheduler)
+        self._schedulers.add(scheduler, self.progress)
 
     def cover(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Weigh the gradients of a further model, and scale the learning rates of its optimizer; on all ranks.
@@ -201,7 +201,8 @@ class Session:
         self._meter.record_batch(batch, loss, num_correct, norms)
         self._meter.clock.end()
         self._steering.after_step(self._loader.position, self._models.take_times(), batch.plan.counts.values)
-        self._schedulers.advance(self.progress)
+        if self._schedulers:
+            self._schedulers.advance(self.progress)
 
     def evaluated(self, accuracy: float) -> None:
         """Report the newest accuracy on held-out data, 0 ... 1; it travels with the next window's report."""

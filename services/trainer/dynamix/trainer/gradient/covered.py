@@ -194,6 +194,8 @@ class CoveredModels:
 
     def take_times(self) -> list[float] | None:
         """Seconds per sample by rank, as the step's last exchange brought them."""
+        if len(self._hooks) == 1:
+            return self._hooks[0].take_times()
         newest = None
         for hook in sorted(self._hooks, key=lambda hook: hook.reduced_at):
             newest = hook.take_times() or newest

@@ -20,8 +20,12 @@ class Schedulers:
         self._schedulers: list[LRScheduler] = []
         self._num_done = 0
 
-    def add(self, scheduler: LRScheduler) -> None:
-        """Advance this one too.
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._schedulers)
+
+    def add(self, scheduler: LRScheduler, reference_steps: float) -> None:
+        """Advance this one too, from where the run stands.
 
         Raises:
             TypeError: when it does not count steps.
@@ -31,6 +35,8 @@ class Schedulers:
                 f"session.schedule takes a torch.optim.lr_scheduler.LRScheduler that counts steps: call the step "
                 f"method of a {type(scheduler).__name__} yourself"
             )
+        if not self._schedulers:
+            self.begin(reference_steps)
         self._schedulers.append(scheduler)
 
     def begin(self, reference_steps: float) -> None:
