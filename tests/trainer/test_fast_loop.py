@@ -214,7 +214,8 @@ def test_four_ranks_split_alike_for_500_steps_and_follow_one_that_slows_down() -
         assert Counter(chain.from_iterable(result["epochs"][epoch] for result in results)) == Counter(range(2000))
     slow = [split[SLOW_RANK] for split in sizes]
     assert set(slow[HELD_FROM + 20 : SLOW_FROM + 2]) <= {11, 12, 13}
-    assert set(slow[SLOW_FROM + 2 :]) <= {4, 5}  # two steps to be sure, and it rules the next: no loader draws ahead
+    assert max(slow[SLOW_FROM + 2 :]) <= 5  # two steps to be sure, and it rules the next: no loader draws ahead
+    assert set(slow[SLOW_FROM + 30 :]) <= {3, 4, 5}  # what noise looked like before may tell for a few steps
     job, reports, applied = (
         [message for message in results[0]["published"] if isinstance(message, kind)] for kind in (Job, Report, Applied)
     )
