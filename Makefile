@@ -11,11 +11,11 @@ DATA   := .data/fashion-mnist
 CIFAR  := .data/cifar-10
 ARGS   ?=
 
-.PHONY: help venv demo data data-cifar test test-slow test-frameworks gpu faults lint types bench scale results heldout format clean
+.PHONY: help venv venv-frameworks demo data data-cifar test test-slow test-frameworks gpu faults lint types bench scale results heldout format clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: $(STAMP) ## make .venv with everything at the versions of constraints.txt
 
@@ -48,7 +48,9 @@ test-slow: venv data ## whole jobs under torchrun, all faults in small counts, t
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist load --maxschedchunk 1 -m slow --ignore tests/frameworks $(ARGS)
 
 test-frameworks: $(FRAMEWORKS)/.installed ## what needs others' frameworks: adapters, loggers, tables; in a venv of their own
-	OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m pytest tests/frameworks $(ARGS)
+	OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m pytest -n 2 --dist load --maxschedchunk 1 tests/frameworks $(ARGS)
+
+venv-frameworks: $(FRAMEWORKS)/.installed ## make .venv-frameworks with the frameworks at the versions of constraints-frameworks.txt
 
 # It sees what .venv has, torch above all, so that only the frameworks are installed into it.
 $(FRAMEWORKS)/.installed: constraints-frameworks.txt $(STAMP)
