@@ -71,6 +71,11 @@ def _wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
         time.sleep(0.1)
 
 
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 def _steps(directory: Path) -> list[dict[str, Any]]:
     lines = (line for path in directory.glob("rank-*.jsonl") for line in path.read_text().splitlines())
     return [json.loads(line) for line in lines if line.endswith("}")]
@@ -80,6 +85,7 @@ def _steps(directory: Path) -> list[dict[str, Any]]:
 def test_a_job_goes_on_with_the_ranks_that_are_left_at_the_same_global_batch(tmp_path: Path) -> None:
     port = _free_port()
     with _agent(tmp_path, port, "first") as first:
+        _wait_until(lambda: _listens(port), 60)  # the agent that is killed must not be the one that holds the store
         with _agent(tmp_path, port, "second"):
             _wait_until(lambda: any(len(s["sizes"]) == 2 and s["step"] >= 25 for s in _steps(tmp_path)), 90)
         assert first.wait(120) == 0, (tmp_path / "first.log").read_text()[-3000:]
