@@ -215,7 +215,9 @@ def test_four_ranks_split_alike_for_500_steps_and_follow_one_that_slows_down() -
     slow = [split[SLOW_RANK] for split in sizes]
     assert set(slow[HELD_FROM + 20 : SLOW_FROM + 2]) <= {11, 12, 13}
     assert max(slow[SLOW_FROM + 2 :]) <= 5  # two steps to be sure, and it rules the next: no loader draws ahead
-    assert set(slow[SLOW_FROM + 30 :]) <= {3, 4, 5}  # what noise looked like before may tell for a few steps
+    for split in sizes[SLOW_FROM + 30 :]:  # for a few steps what noise looked like before may tell
+        longest = max(size * (3 if rank == SLOW_RANK else 1) for rank, size in enumerate(split))
+        assert longest <= 16  # 15 is the best that whole samples allow
     job, reports, applied = (
         [message for message in results[0]["published"] if isinstance(message, kind)] for kind in (Job, Report, Applied)
     )

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.loops import gradient_of
 from tests.support.ranks import run_ranks
 from tests.support.training import Numbered, distribute, make_model, offer
 from torch import nn
@@ -47,7 +48,7 @@ def _gradient(model: nn.Module, data: Numbered, indices: list[int]) -> torch.Ten
     alone = copy.deepcopy(model)
     alone.zero_grad()
     nn.functional.cross_entropy(alone(data.inputs[indices]), data.targets[indices]).backward()
-    return torch.cat([parameter.grad.flatten() for parameter in alone.parameters() if parameter.grad is not None])
+    return gradient_of(alone)
 
 
 def _compare(rank: int, reduction: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -87,9 +88,7 @@ def _compare(rank: int, reduction: str, options: dict[str, Any]) -> dict[str, An
         mean = _gradient(model.module, data, used)
         # plain DDP divides a sum by the number of ranks, in the batch that the script was written for
         whole = mean * (sum(SIZES[0]) / 4 if reduction == "sum" else 1)
-        weighted = torch.cat(
-            [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
-        )
+        weighted = gradient_of(model)
         errors.append(float((weighted - whole).abs().max() / whole.abs().max()))
         if hook is not None:
             norms = hook.take_norms()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.loops import gradient_of
 from tests.support.ranks import run_ranks
 from tests.support.training import NUM_CLASSES, NUM_FEATURES, distribute, gather, make_model, offer
 from torch import nn
@@ -60,16 +61,12 @@ def _loss(model: nn.Module, batch: Any, reduction: str = "mean") -> torch.Tensor
     return nn.functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), reduction=reduction)
 
 
-def _gradient(model: nn.Module) -> torch.Tensor:
-    return torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
-
-
 def _error(model: nn.Module, data: Sequences, used: list[int], reduction: str, factor: float) -> float:
     """The largest relative error against the gradient of one big batch; absolute where no token counts."""
     alone = make_model()
     _loss(alone, pad([data[index] for index in used]), reduction).backward()
-    whole = _gradient(alone) * factor
-    return float((_gradient(model) - whole).abs().max() / (whole.abs().max() or 1.0))
+    whole = gradient_of(alone) * factor
+    return float((gradient_of(model) - whole).abs().max() / (whole.abs().max() or 1.0))
 
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -244,7 +244,7 @@ def attach(
     weights = StepWeights(
         None if count_tokens is None else met.collectives,
         by_samples=count_tokens is None and token_counts is None,
-        base_size=_base_size(options, world_size) if reduction == "sum" else None,
+        base_size=options.base_batch_size if reduction == "sum" else None,
     )
     covered_models = CoveredModels(
         make_hook if averaging == "hook" else None,
@@ -293,11 +293,6 @@ def attach(
             may_restart=environment.launch.restart_count < environment.launch.max_restarts,
         ),
     )
-
-
-def _base_size(options: JobOptions, world_size: int) -> float:
-    """Samples of one batch of the script as it was written for."""
-    return options.base_global_batch_size / world_size / options.gradient_accumulation_steps
 
 
 def _warn_of_fixed_sum(options: JobOptions) -> None:

@@ -57,6 +57,11 @@ class JobOptions:
         split = initial_split(self.policy, self.policy_options, supports_tracking=self.supports_tracking)
         return Allocation(self.local_batch_sizes, split, Exchange(codec=self.codec))
 
+    @property
+    def base_batch_size(self) -> float:
+        """Samples of one batch of one rank, as the script was written: a step has N where it divides each loss by N."""
+        return self.base_global_batch_size / len(self.local_batch_sizes) / self.gradient_accumulation_steps
+
     def __post_init__(self) -> None:
         """Raise ValueError for what cannot work, naming the value, the limit and how to fix it."""
         if self.window_steps < 1:

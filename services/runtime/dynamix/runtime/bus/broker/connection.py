@@ -238,7 +238,7 @@ class BrokerConnection:
             return
         try:
             self._note_error(error)
-        except Exception:
+        except Exception:  # whatever it is: raised here it would end nats-py's read loop, and with it the connection
             logger.exception("error while handling an error of the connection")
 
     def _judge_first_error(self, error: Exception) -> None:
