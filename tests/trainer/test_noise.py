@@ -79,11 +79,55 @@ def test_one_active_rank_says_nothing_about_noise() -> None:
     assert average.value is None
 
 
-def test_averages_are_corrected_for_their_start() -> None:
+def test_the_first_windows_have_known_weights() -> None:
     average = NoiseAverage(decay=0.9)
     average.observe_window(GradientNoise(trace=4.0, squared_norm=-1.0))
+    assert average.value == GradientNoise(trace=4.0, squared_norm=-1.0)
+    average.observe_window(GradientNoise(trace=9.0, squared_norm=4.0))
     assert average.value is not None
-    assert (average.value.trace, average.value.squared_norm) == pytest.approx((4.0, -1.0))
-    average.observe_window(GradientNoise(trace=8.0, squared_norm=3.0))
-    assert average.value.trace == pytest.approx((0.09 * 4 + 0.1 * 8) / 0.19)
-    assert average.value.squared_norm == pytest.approx((0.09 * -1 + 0.1 * 3) / 0.19)
+    assert average.value.trace == pytest.approx(0.2 * 4 + 0.8 * 9)
+    assert average.value.squared_norm == pytest.approx(0.2 * -1 + 0.8 * 4)
+
+
+@pytest.mark.parametrize(("window", "share"), [(6, 0.76), (10, 0.75), (20, 0.75), (37, 0.75), (200, 0.95)])
+def test_a_growing_noise_scale_is_a_quarter_too_low_at_first_and_nine_windows_late_later(
+    window: int, share: float
+) -> None:
+    average = NoiseAverage(decay=0.9)
+    for number in range(1, window + 1):  # B_noise = 100 number
+        average.observe_window(GradientNoise(trace=100.0, squared_norm=1 / number))
+    assert average.value is not None
+    assert average.value.trace / average.value.squared_norm == pytest.approx(share * 100 * window, rel=0.01)
+
+
+@pytest.mark.parametrize("window", [5, 15, 30])
+def test_averages_weigh_early_windows_by_the_cube_of_their_number(window: int) -> None:
+    average = NoiseAverage(decay=0.9)
+    for number in range(1, window + 1):
+        average.observe_window(GradientNoise(trace=float(number == 1), squared_norm=1.0))
+    assert average.value is not None
+    assert average.value.trace == pytest.approx(24 / (window * (window + 1) * (window + 2) * (window + 3)))
+    assert average.value.squared_norm == pytest.approx(1.0)
+
+
+def test_averages_continue_where_they_were_saved() -> None:
+    whole, part = NoiseAverage(decay=0.8), NoiseAverage(decay=0.8)
+    for number in range(1, 40):
+        moments = GradientNoise(trace=float(number % 7), squared_norm=1 / number)
+        whole.observe_window(moments)
+        part.observe_window(moments)
+        part = NoiseAverage(0.8, *part.state)
+    assert part == whole
+
+
+def test_averages_saved_as_sums_continue_with_their_ratio_and_number_of_windows() -> None:
+    trace = squared_norm = weight = 0.0
+    for number in range(1, 13):  # as version 4 of the session's state had them
+        trace += 0.1 * (10.0 * number - trace)
+        squared_norm += 0.1 * (0.5 - squared_norm)
+        weight += 0.1 * (1 - weight)
+    average = NoiseAverage.of_sums(0.9, trace, squared_norm, weight)
+    assert average.state == pytest.approx((trace / weight, 0.5, 12))
+    assert NoiseAverage.of_sums(0.9, 0.0, 0.0, 0.0) == NoiseAverage(0.9)
+    assert NoiseAverage.of_sums(0.9, 3.0, 2.0, 1.0) == NoiseAverage(0.9, 3.0, 2.0, 342)  # rounded to 1 long ago
+    assert NoiseAverage.of_sums(0.0, 3.0, 2.0, 1.0) == NoiseAverage(0.0, 3.0, 2.0, 1)

