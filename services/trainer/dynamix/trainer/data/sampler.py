@@ -59,6 +59,22 @@ class Position(NamedTuple):
         return self._replace(epoch=epoch, offset=0)
 
 
+class _Planned(NamedTuple):
+    """A step that was planned and not drawn yet."""
+
+    after: Position
+    batches: list[tuple[MicroBatch, list[int]]]
+    """With the samples of each."""
+
+
+MOST_PLANNED = 16
+"""Steps that are planned at once. After a step of training nothing of ours is in the caches any more: the first plan
+takes ten times as long as the next."""
+
+MOST_PLANNED_SAMPLES = 8192
+"""This rank's samples in them, some 32 bytes each."""
+
+
 class SamplerOptions(TypedDict):
     """Options of a sampler."""
 
@@ -99,20 +115,46 @@ class PlanSampler(Sampler[list[int]]):
         self._shares_tail = shares_tail and not drop_last
         self.division = division
         self._position = Position()
+        self._planned: deque[_Planned] = deque()
+        self._planned_for = -1
+        """The schedule's number of changes when they were planned."""
+        self._num_planned = 1
 
     def rewind(self, position: Position) -> None:
         """Draw on from `position`; what was drawn ahead and not used is forgotten."""
         self._position = position
         self.drawn.clear()
+        self._planned.clear()
 
     def __iter__(self) -> Iterator[list[int]]:
-        while not self.is_over(self._position):
-            plan = self.plan_at(self._position)
-            self._position = self._position.after(plan)  # before the yield: a saved state must not repeat the batch
-            self.last_drawn_step = max(self.last_drawn_step, plan.step)
-            for micro_batch in self.micro_batches(plan):
+        while (planned := self._next_planned()) is not None:
+            self._position = planned.after  # before the yield: a saved state must not repeat the batch
+            self.last_drawn_step = max(self.last_drawn_step, planned.after.step - 1)
+            for micro_batch, indices in planned.batches:
                 self.drawn.append(micro_batch)
-                yield self._indices(micro_batch)
+                yield indices
+
+    def _next_planned(self) -> _Planned | None:
+        """The step that is drawn next; `None` at the end of the epoch."""
+        if self._planned_for != self._schedule.num_changes:
+            self._planned.clear()
+            self._planned_for, self._num_planned = self._schedule.num_changes, 1
+        if not self._planned:
+            self._plan_ahead()
+        return self._planned.popleft() if self._planned else None
+
+    def _plan_ahead(self) -> None:
+        """Plan steps of the epoch: each time twice as many, as long as no size changes."""
+        position, num_samples = self._position, 0
+        for _ in range(self._num_planned):
+            if num_samples >= MOST_PLANNED_SAMPLES or self.is_over(position):
+                break
+            plan = self.plan_at(position)
+            position = position.after(plan)
+            batches = [(each, self._indices(each)) for each in self.micro_batches(plan)]
+            num_samples += sum(len(indices) for _, indices in batches)
+            self._planned.append(_Planned(position, batches))
+        self._num_planned = min(2 * self._num_planned, MOST_PLANNED)
 
     def is_over(self, position: Position) -> bool:
         """Whether the position's epoch has no step left."""

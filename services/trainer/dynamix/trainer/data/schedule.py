@@ -48,6 +48,8 @@ class Schedule:
         self._counts: list[Counts] = []
         """Samples per rank, by entry."""
         self._world_size = len(allocation.local_batch_sizes)
+        self.num_changes = 0
+        """Grows with every change of what rules a step, so that who has computed with it can tell."""
         self.reset(first_step, allocation)
 
     def reset(self, first_step: int, allocation: Allocation) -> None:
@@ -117,6 +119,8 @@ class Schedule:
 
     def _num_begun(self, step: int) -> int:
         """Entries that rule from `step` or an earlier one on."""
+        if step >= self._entries[-1].effective_step:  # nearly always
+            return len(self._entries)
         return bisect_right(self._entries, step, key=itemgetter(0))
 
     def _append(self, step: int, allocation: Allocation) -> None:
@@ -125,6 +129,7 @@ class Schedule:
             raise ValueError(f"{len(sizes)} sizes for {self._world_size} ranks")
         if min(sizes) < 0 or sum(sizes) < 1:
             raise ValueError(f"sizes {list(sizes)[:16]} leave a step without samples")
+        self.num_changes += 1
         self._entries.append(ScheduleEntry(step, allocation))
         self._counts.append(Counts(sizes))
 
