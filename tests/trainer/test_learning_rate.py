@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from dynamix.trainer.gradient.learning_rate import FACTORS, LearningRateScaler
+from dynamix.trainer.gradient.learning_rate import FACTORS, scale_every_step
 
 
 def _one_parameter() -> torch.nn.Parameter:
@@ -22,7 +22,7 @@ def test_the_rule_does_not_compound_with_a_scheduler(as_tensor: bool) -> None:
     rate = torch.tensor(0.1, dtype=torch.float64) if as_tensor else 0.1
     optimizer = torch.optim.SGD([parameter], lr=rate)
     ratios = iter([1.0, 4.0, 9.0, 0.25])
-    scaler = LearningRateScaler(optimizer, lambda: math.sqrt(next(ratios)))
+    handles = scale_every_step(optimizer, lambda: math.sqrt(next(ratios)))
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
     seen, taken = [], []
     for _ in range(4):
@@ -34,7 +34,7 @@ def test_the_rule_does_not_compound_with_a_scheduler(as_tensor: bool) -> None:
     assert seen == pytest.approx([0.1, 0.05, 0.025, 0.0125], rel=1e-12)
     assert taken == pytest.approx([0.1, 2 * 0.05, 3 * 0.025, 0.5 * 0.0125], rel=1e-12)
 
-    for handle in scaler.handles:
+    for handle in handles:
         handle.remove()
     before = parameter.item()
     optimizer.step()
@@ -44,18 +44,18 @@ def test_the_rule_does_not_compound_with_a_scheduler(as_tensor: bool) -> None:
 def test_every_group_keeps_its_own_rate() -> None:
     first, second = _one_parameter(), _one_parameter()
     optimizer = torch.optim.SGD([{"params": [first], "lr": 1.0}, {"params": [second], "lr": 0.01}])
-    scaler = LearningRateScaler(optimizer, lambda: 3.0)
+    handles = scale_every_step(optimizer, lambda: 3.0)
     optimizer.step()
     assert (first.item(), second.item()) == pytest.approx((-3.0, -0.03))
     assert [group["lr"] for group in optimizer.param_groups] == [1.0, 0.01]
-    for handle in scaler.handles:
+    for handle in handles:
         handle.remove()
 
 
 def test_a_step_that_raises_leaves_no_factor_behind() -> None:
     parameter = _one_parameter()
     optimizer = torch.optim.SGD([parameter], lr=0.1)
-    scaler = LearningRateScaler(optimizer, lambda: 2.0)
+    handles = scale_every_step(optimizer, lambda: 2.0)
 
     def failing() -> float:
         raise RuntimeError("the closure failed")
@@ -65,5 +65,5 @@ def test_a_step_that_raises_leaves_no_factor_behind() -> None:
     optimizer.step()
     assert parameter.item() == pytest.approx(-0.2)
     assert optimizer.param_groups[0]["lr"] == 0.1
-    for handle in scaler.handles:
+    for handle in handles:
         handle.remove()

@@ -18,7 +18,7 @@ from dynamix.trainer.data.division import Division, StepPlan
 from dynamix.trainer.data.orders import Permutations
 from dynamix.trainer.data.sampler import PlanSampler, Position
 from dynamix.trainer.data.schedule import Schedule
-from dynamix.trainer.gradient.learning_rate import FACTORS, LearningRateScaler
+from dynamix.trainer.gradient.learning_rate import FACTORS, scale_every_step
 from dynamix.trainer.gradient.noise import NoiseAverage, window_moments
 from dynamix.trainer.measurement.rows import job_totals
 from dynamix.trainer.steering.offers import Offers
@@ -98,7 +98,7 @@ class VirtualCluster:
             weight_decay=scenario.weight_decay,
         )
         rule = FACTORS[scenario.learning_rate_rule]
-        self._scaler = LearningRateScaler(
+        scale_every_step(
             self._optimizer,
             lambda: rule(self._schedule.counts_at(self.position.step).total / scenario.base_global_batch_size),
         )

@@ -256,9 +256,9 @@ def attach(
     schedulers = Schedulers()
     warns = global_batch == "adaptive" and met.place.rank == 0
     updates = Updates(
-        current=lambda: loader.current,
+        loader=loader,
         before_update=_before_update(loader, clock, covered_models, schedulers, warns=warns),
-        factor=lambda: rule(run.schedule.counts_at(loader.position.step).total / run.options.base_global_batch_size),
+        factor=lambda global_batch_size: rule(global_batch_size / run.options.base_global_batch_size),
         warns=met.place.rank == 0,
     )
     for each_model in models:

@@ -74,6 +74,8 @@ class Session:
             on_ask=meter.clock.asked,
             on_batch=call_while_alive(self._on_batch),
         )
+        self._allocation: Allocation | None = None
+        """What ruled the newest batch."""
         self._loss_scaled = False
         self._said_needless = False
         self._state_loaded = False
@@ -350,8 +352,11 @@ class Session:
 
     def _on_batch(self, batch: MicroBatch) -> None:
         self._loss_scaled = False
-        shares_times = self._run.schedule.allocation_at(batch.plan.step).split == "tracking"
-        self._models.begin(batch, shares_times=shares_times)
+        allocation = self._run.schedule.allocation_at(batch.plan.step)
+        if allocation is not self._allocation:
+            self._allocation = allocation
+            self._updates.follow(allocation.global_batch_size)
+        self._models.begin(batch, shares_times=allocation.split == "tracking")
         self._meter.clock.handed_out(batch.size)
 
     def _current(self) -> MicroBatch:

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Literal
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 Rule = Literal["none", "linear", "sqrt"]
 
@@ -24,22 +25,14 @@ FACTORS: Mapping[Rule, Callable[[float], float]] = MappingProxyType(
 
 
 class LearningRateScaler:
-    """Scales the learning rates of an optimizer for the length of each step."""
+    """Scales the learning rates of one optimizer for the length of each step."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, factor: Callable[[], float]) -> None:
-        self._factor = factor
+    def __init__(self) -> None:
         self._saved: list[float | torch.Tensor] | None = None
-        self.handles = (
-            optimizer.register_step_pre_hook(self.before_step),
-            optimizer.register_step_post_hook(self.after_step),
-        )
-        """Their `remove` leaves the optimizer as it was."""
 
-    def before_step(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
-        """Hook before `optimizer.step`: scale the learning rates."""
-        if self._saved is not None:  # the last step raised between the two hooks
-            self._restore(optimizer)
-        factor = self._factor()
+    def scale(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
+        """Before `optimizer.step`: scale the learning rates."""
+        self.restore(optimizer)  # where the last step raised
         if factor == 1.0:
             return
         rates = [group["lr"] for group in optimizer.param_groups]
@@ -50,16 +43,24 @@ class LearningRateScaler:
             else:
                 group["lr"] *= factor
 
-    def after_step(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
-        """Hook after `optimizer.step`: restore the learning rates exactly."""
-        if self._saved is not None:
-            self._restore(optimizer)
-
-    def _restore(self, optimizer: torch.optim.Optimizer) -> None:
-        assert self._saved is not None
+    def restore(self, optimizer: torch.optim.Optimizer) -> None:
+        """After `optimizer.step`: restore the learning rates exactly."""
+        if self._saved is None:
+            return
         for group, saved in zip(optimizer.param_groups, self._saved, strict=False):
             if isinstance(saved, torch.Tensor):
                 group["lr"].copy_(saved)
             else:
                 group["lr"] = saved
         self._saved = None
+
+
+def scale_every_step(
+    optimizer: torch.optim.Optimizer, factor: Callable[[], float]
+) -> tuple[RemovableHandle, RemovableHandle]:
+    """Scale whenever the optimizer steps; the handles' `remove` leaves it as it was."""
+    scaler = LearningRateScaler()
+    return (
+        optimizer.register_step_pre_hook(lambda each, *_: scaler.scale(each, factor())),
+        optimizer.register_step_post_hook(lambda each, *_: scaler.restore(each)),
+    )

@@ -27,12 +27,12 @@ class TimeSlots:
 
     def extend(self, bucket: torch.Tensor, scale: float, seconds_per_sample: float) -> torch.Tensor:
         """The bucket times `scale`, all zero for 0, and the slots behind it: to be summed over ranks in place."""
-        if self._gradient.numel() != bucket.numel() or self._gradient.dtype != bucket.dtype:
+        if self.gradient.numel() != bucket.numel() or self.gradient.dtype != bucket.dtype:
             self._make_room(bucket)  # DDP rebuilds its buckets after the first step
         if scale:
-            torch.mul(bucket, scale, out=self._gradient)
+            torch.mul(bucket, scale, out=self.gradient)
         else:
-            self._gradient.zero_()  # not times zero: a dummy batch may have made it NaN
+            self.gradient.zero_()  # not times zero: a dummy batch may have made it NaN
         self._slots.zero_()
         self._own.fill_(min(seconds_per_sample * SLOT_PER_S, self._largest))
         return self._buffer
@@ -40,7 +40,7 @@ class TimeSlots:
     def receive(self) -> torch.Tensor:
         """Take the slots off what was summed and return the gradient."""
         self._received = _Received(self._slots)
-        return self._gradient
+        return self.gradient
 
     def take_seconds(self) -> list[float] | None:
         """Seconds per sample by rank, 0 where unknown, at the end of a step; `None` when none came back.
@@ -57,7 +57,7 @@ class TimeSlots:
         """A buffer for such a bucket, and the views of it that every step needs: each costs as much as an operation."""
         size = bucket.numel()
         self._buffer = bucket.new_empty(size + self._world_size)
-        self._gradient, self._slots = self._buffer[:size], self._buffer[size:]
+        self.gradient, self._slots = self._buffer[:size], self._buffer[size:]
         self._own = self._slots[self._rank]
         self._largest = torch.finfo(bucket.dtype).max
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from dynamix.trainer.data.sampler import MicroBatch
+from dynamix.trainer.data.loader import Loader
 
 from .learning_rate import LearningRateScaler
 
@@ -31,20 +31,24 @@ class Updates:
     def __init__(
         self,
         *,
-        current: Callable[[], MicroBatch | None],
+        loader: Loader,
         before_update: Callable[[torch.optim.Optimizer], None],
-        factor: Callable[[], float],
+        factor: Callable[[int], float],
         warns: bool = False,
     ) -> None:
-        """`current` is the batch to train on, `factor` that of the learning rate; one rank `warns`."""
-        self._current = current
+        """`loader` has the batch to train on; `factor` is that of the learning rate by the global batch size.
+
+        One rank `warns`.
+        """
+        self._loader = loader
         self._before_update = before_update
-        self._factor = factor
+        self._factor_of = factor
+        self._factor = 1.0
         self._num_idle: int | None = 0 if warns else None
         """Steps so far while no optimizer has stepped; `None` once one has, or it was said."""
         self._handles: list[RemovableHandle] = []
-        self._optimizers: set[int] = set()
-        """By id, as below."""
+        self._scalers: dict[int, LearningRateScaler] = {}
+        """By the optimizer's id, as below."""
         self._new: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """Those of no earlier session of this process."""
         self._updated: set[int] = set()
@@ -54,15 +58,18 @@ class Updates:
 
     def cover(self, optimizer: torch.optim.Optimizer) -> None:
         """Scale the learning rates of one more optimizer."""
+        self._scalers[id(optimizer)] = LearningRateScaler()
         self._handles += [
-            optimizer.register_step_pre_hook(self._before_step),
-            *LearningRateScaler(optimizer, self._factor).handles,
-            optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_step_pre_hook(self.before_step),
+            optimizer.register_step_post_hook(self.after_step),
         ]
-        self._optimizers.add(id(optimizer))
         if optimizer not in _covered:
             self._new.add(optimizer)
             _covered.add(optimizer)
+
+    def follow(self, global_batch_size: int) -> None:
+        """Scale by this global batch size from now on."""
+        self._factor = self._factor_of(global_batch_size)
 
     def remove(self) -> None:
         """Leave the optimizers as they were."""
@@ -82,7 +89,7 @@ class Updates:
 
     def end_step(self) -> None:
         """End a step."""
-        self._left_out = self._optimizers - self._updated
+        self._left_out = self._scalers.keys() - self._updated
         if self._num_idle is not None:
             self._num_idle = None if self._updated else self._num_idle + 1
             if self._num_idle == MAX_IDLE_STEPS:
@@ -94,8 +101,13 @@ class Updates:
                 )
         self._updated.clear()
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        batch = self._current()
+    def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Hook before `optimizer.step`: everything must be ready for it, then its learning rates are scaled.
+
+        Raises:
+            RuntimeError: when the step is not, for `session.step` or `optimizer.step` was called at the wrong place.
+        """
+        batch = self._loader.current
         if batch is None and id(optimizer) in self._left_out:
             raise RuntimeError(
                 "session.step() was called before optimizer.step(): call it after, as the last thing of a step"
@@ -106,8 +118,11 @@ class Updates:
                 "optimizer.zero_grad() only if session.sync_gradients"
             )
         self._before_update(optimizer)
+        self._scalers[id(optimizer)].scale(optimizer, self._factor)
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Hook after `optimizer.step`."""
+        self._scalers[id(optimizer)].restore(optimizer)
         self._updated.add(id(optimizer))
 
 

@@ -57,14 +57,55 @@ class SquaredNorms(NamedTuple):
 NOT_MEASURED = SquaredNorms([], [])
 
 
+class _Bucket:
+    """One of the model's buckets, and all that is the same for it in every step: half of what it costs is paid once."""
+
+    __slots__ = ("buffer", "encoded", "factor", "lent", "reduced", "result", "scale")
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self.buffer = buffer
+        self.scale = 0.0
+        """What `factor` holds. As a tensor it saves torch a third of what scaling a small bucket takes."""
+        self.factor = torch.zeros((), dtype=torch.float64 if buffer.dtype == torch.float64 else torch.float32)
+        self.encoded: torch.Tensor | None = None
+        """What the process group reduces; the rest belongs to it."""
+        self.lent: LentTensor | None = None
+        self.result = buffer
+        """Where the reduced gradient is in the end."""
+        self.reduced: torch.futures.Future[torch.Tensor] | None = None
+        """What DDP waits for, done from the beginning: it looks at it after the last bucket's hook, which waits for
+        all. `None` on a GPU, where a future tells whose streams wait for which, and over base hooks."""
+
+    def weigh(self, scale: float) -> torch.Tensor:
+        """Scale the bucket in place."""
+        if not scale:
+            return self.buffer.zero_()  # not times zero: a dummy batch may have made it NaN
+        if scale != self.scale:
+            self.scale = scale
+            self.factor.fill_(scale)
+        return self.buffer.mul_(self.factor)
+
+    def lend(self, encoded: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+        """An alias of `encoded` for a process group that reduces it."""
+        if self.lent is None or self.encoded is not encoded:
+            self.encoded, self.lent, self.result = encoded, LentTensor(encoded), result
+            self.reduced = None
+            if not self.buffer.is_cuda:
+                self.reduced = torch.futures.Future()
+                self.reduced.set_result(result)
+        return self.lent.alias
+
+    def make_future(self) -> torch.futures.Future[torch.Tensor]:
+        """A future of its own for one step: on a GPU its streams wait for it, not the training thread."""
+        return torch.futures.Future(devices=[self.buffer.device] if self.buffer.is_cuda else None)
+
+
 class _Sent(NamedTuple):
-    """A bucket on its way, and what DDP waits for."""
+    """A bucket on its way."""
 
     number: int
-    buffer: torch.Tensor
-    encoded: torch.Tensor
+    bucket: _Bucket
     under_way: dist.Work | torch.futures.Future[Any]
-    carries: bool
     reduced: torch.futures.Future[torch.Tensor]
 
 
@@ -76,7 +117,7 @@ def loss_weight(batch: MicroBatch, reduction: Reduction) -> int:
 class GradientHook:
     """The communication hook of one DDP model, in one session.
 
-    `reduce` runs in stages (`weigh`, `launch`, `wait`, `finish`), public so that each can be timed (bench.overhead).
+    `launch` and `wait` are public so that what plain DDP does too can be told apart (bench.overhead).
 
     Without a base hook a bucket is scaled and summed over ranks. A base hook averages: its buckets are scaled N times
     as much. A rank without samples zeroes its bucket: its dummy batch may have any gradient, and NaN * 0 is NaN.
@@ -122,8 +163,8 @@ class GradientHook:
         self._local: dict[int, float | torch.Tensor] = {}
         self._reduced: dict[int, float | torch.Tensor] = {}
         self._sent: list[_Sent] = []
-        self._lent: dict[int, LentTensor] = {}
-        """By bucket: DDP makes its buckets once, and once more after the first step."""
+        self._buckets: dict[int, _Bucket] = {}
+        """By number: DDP makes its buckets once, and once more after the first step."""
 
     def begin(self, batch: MicroBatch, *, shares_times: bool = False) -> None:
         """Set the weights of a step by its last batch; earlier ones are in its scale by then (`accumulation`).
@@ -174,23 +215,33 @@ class GradientHook:
         bucket: GradBucket,  # DDP passes it by this name
     ) -> torch.futures.Future[torch.Tensor]:
         """The hook itself: called by DDP for each bucket, in order, in the thread of the backward pass."""
-        is_last = bucket.is_last()
+        buffer, number, is_last = bucket.buffer(), bucket.index(), bucket.is_last()
+        known = self._buckets.get(number)
+        if known is None or known.buffer is not buffer:
+            known = self._buckets[number] = _Bucket(buffer)
         if is_last and self._weighs:
             self._clock.gradient_ready()
             self._weights.post()
-        number, buffer, carries = bucket.index(), bucket.buffer(), is_last and self._shares
         if self._measures:
             self._local[number] = squared_norm(buffer) if self._scale else 0.0
-        weighed = self.weigh(buffer, carries=carries)
-        encoded = weighed if self._codec is None else self._codec.encode(weighed, number)
-        under_way = self.launch(group, bucket, encoded)
-        # on a GPU its streams wait for it, not the training thread
-        devices: list[int | str | torch.device] | None = [buffer.device] if buffer.is_cuda else None
-        reduced: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
-        self._sent.append(_Sent(number, buffer, encoded, under_way, carries, reduced))
+        if is_last and self._shares:
+            weighed = self._slots.extend(buffer, self._scale, self._clock.seconds_per_sample())
+        else:
+            weighed = known.weigh(self._scale)
+        if self._base_hook is None:
+            encoded = weighed if self._codec is None else self._codec.encode(weighed, number)
+            alias = known.lend(encoded, buffer if weighed is buffer else self._slots.gradient)
+            under_way: dist.Work | torch.futures.Future[Any] = self.launch(group, alias)
+        else:
+            under_way = self._call_base_hook(self._base_hook, bucket)
+        reduced = known.reduced or known.make_future()
+        self._sent.append(_Sent(number, known, under_way, reduced))
         if is_last:
-            self.finish(self.wait())
+            self._finish(self.wait())
         return reduced
+
+    def _call_base_hook(self, base_hook: BaseHook, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        return launched(lambda: base_hook(self._base_state, bucket))
 
     def exchange(self, model: DistributedDataParallel) -> None:
         """Exchange the gradients that the parameters have, bucket by bucket as the other ranks' backward pass does."""
@@ -209,31 +260,12 @@ class GradientHook:
                     parameter.grad = torch.empty_like(parameter)
                 parameter.grad.copy_(part)
 
-    def weigh(self, buffer: torch.Tensor, *, carries: bool) -> torch.Tensor:
-        """First stage of `reduce`: scale the bucket; with `carries`, into a buffer with the compute times behind it."""
-        if carries:
-            return self._slots.extend(buffer, self._scale, self._clock.seconds_per_sample())
-        return buffer.mul_(self._scale) if self._scale else buffer.zero_()
-
-    def launch(
-        self, group: dist.ProcessGroup, bucket: GradBucket, encoded: torch.Tensor
-    ) -> dist.Work | torch.futures.Future[Any]:
-        """Second stage: start the all-reduce as DDP does; `dist.all_reduce` checks arguments first, 20 us a bucket."""
-        base_hook = self._base_hook
-        if base_hook is not None:
-            return launched(lambda: base_hook(self._base_state, bucket))
-        alias = self._lend(bucket, encoded)
+    def launch(self, group: dist.ProcessGroup, alias: torch.Tensor) -> dist.Work:
+        """Start an all-reduce as DDP does; `dist.all_reduce` checks arguments first, 20 us a bucket."""
         return launched(lambda: group.allreduce([alias]))
 
-    def _lend(self, bucket: GradBucket, tensor: torch.Tensor) -> torch.Tensor:
-        index = bucket.index()
-        lent = self._lent.get(index)
-        if lent is None or lent.tensor is not tensor:
-            lent = self._lent[index] = LentTensor(tensor)
-        return lent.alias
-
     def wait(self) -> list[Any]:
-        """Third stage, with the last bucket: wait until every bucket is reduced."""
+        """With the last bucket: wait until every bucket is reduced."""
         results = [sent.under_way.wait() for sent in self._sent]
         self.num_reduced += 1
         self.reduced_at = time.perf_counter()
@@ -241,8 +273,8 @@ class GradientHook:
             self._clock.reduced()
         return results
 
-    def finish(self, results: list[Any]) -> None:
-        """Last stage: hand every bucket to DDP."""
+    def _finish(self, results: list[Any]) -> None:
+        """Hand every bucket to DDP."""
         correction = self._weights.correction() if self._weighs else 1.0
         for sent, result in zip(self._sent, results, strict=True):
             reduced = self._result(sent, result)
@@ -250,15 +282,20 @@ class GradientHook:
                 reduced.mul_(correction)
             if self._measures:
                 self._reduced[sent.number] = squared_norm(reduced)
-            sent.reduced.set_result(reduced)
+            if sent.reduced is not sent.bucket.reduced:
+                sent.reduced.set_result(reduced)
         self._sent.clear()
 
     def _result(self, sent: _Sent, result: Any) -> torch.Tensor:
         if self._base_hook is not None:
             return result if isinstance(result, torch.Tensor) else result[0]
+        bucket = sent.bucket
         if self._codec is not None:
-            self._codec.decode(sent.encoded, sent.buffer, sent.number)
-        return self._slots.receive() if sent.carries else sent.buffer
+            assert bucket.encoded is not None, "encoded when it was sent"
+            self._codec.decode(bucket.encoded, bucket.buffer, sent.number)
+        elif bucket.result is not bucket.buffer:
+            self._slots.receive()
+        return bucket.result
 
 
 def squared_norm(gradient: torch.Tensor) -> float | torch.Tensor:

@@ -34,7 +34,8 @@ class StepTimes(NamedTuple):
 class Ended(NamedTuple, Generic[Moment]):
     """A step that is done."""
 
-    moments: tuple[Moment, ...]
+    moments: tuple[Moment, Moment, Moment, Moment, Moment]
+    """Asked, handed out, ready, reduced, end."""
     charged_s: float
     num_samples: int
     fetches: tuple[tuple[Moment, Moment], ...] = ()
@@ -132,10 +133,13 @@ class Clock(ABC, Generic[Moment]):
 
     def _times(self, step: Ended[Moment]) -> StepTimes:
         """A reduction runs beside the computing and may come back before the last bucket is noted: never below zero."""
-        data, compute, sync, update = (max(self._between(*pair), 0.0) for pair in itertools.pairwise(step.moments))
-        fetched, waited = self._total(step.fetches), self._total(step.waits)
-        compute = max(compute - fetched - waited, 0.0)
-        return StepTimes(data + fetched, compute, sync + waited, update + step.charged_s)
+        (asked, handed_out, ready, reduced, end), between = step.moments, self._between
+        data, compute = max(between(asked, handed_out), 0.0), max(between(handed_out, ready), 0.0)
+        sync, update = max(between(ready, reduced), 0.0), max(between(reduced, end), 0.0)
+        if step.fetches or step.waits:
+            fetched, waited = self._total(step.fetches), self._total(step.waits)
+            data, compute, sync = data + fetched, max(compute - fetched - waited, 0.0), sync + waited
+        return StepTimes(data, compute, sync, update + step.charged_s)
 
     def _total(self, parts: Iterable[tuple[Moment, Moment]]) -> float:
         return sum(max(self._between(*part), 0.0) for part in parts)
