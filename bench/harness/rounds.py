@@ -30,6 +30,8 @@ class Timing(NamedTuple):
     num_items: float = 1.0
     """Messages, steps, samples: what the run is counted in."""
     num_bytes: int = 0
+    thread_s: float = 0.0
+    """CPU time of the thread that timed it."""
 
     @property
     def per_s(self) -> float:
@@ -48,19 +50,20 @@ class Timing(NamedTuple):
 
 
 class Timed:
-    """Times the body of a `with` statement by the wall clock and in CPU time of this process."""
+    """Times the body of a `with` statement by the wall clock, and in CPU time of this process and of this thread."""
 
     def __init__(self, num_items: float = 1.0) -> None:
         self._num_items = num_items
         self.timing: Timing
 
     def __enter__(self) -> Self:
-        self._wall_s, self._cpu_s = time.perf_counter(), time.process_time()
+        self._began = time.perf_counter(), time.process_time(), time.thread_time()
         return self
 
     def __exit__(self, *_: object) -> None:
-        wall_s, cpu_s = time.perf_counter() - self._wall_s, time.process_time() - self._cpu_s
-        self.timing = Timing(wall_s, cpu_s, self._num_items)
+        ended = time.perf_counter(), time.process_time(), time.thread_time()
+        wall_s, cpu_s, thread_s = (end - began for began, end in zip(self._began, ended, strict=True))
+        self.timing = Timing(wall_s, cpu_s, self._num_items, thread_s=thread_s)
 
 
 class Rounds:

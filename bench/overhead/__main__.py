@@ -4,14 +4,16 @@ One job of two gloo ranks on the CPU, with a real broker, k = 20 and steps paced
 sleep to a deadline would hide what we cost). Each window is answered by an action over the broker, which is adopted;
 the learning rate is scaled on every step. Two figures from the same run, of rank 0, which does the most:
 
-direct  time between entering and leaving our code on the training thread, by part, the timers' own cost included, in
-        blocks of their own after the pairs: in turn by the wall clock, which includes waiting for a core, and in CPU
-        time of the thread. The launch of the all-reduce stands apart: plain DDP launches the same one, from C++. Judged
-        is the wall-clock sum without it. The wait for the all-reduce, in our hook, is left out: plain DDP waits there
-        too. What the bus client's thread does is not on the training thread.
 paired  blocks of steps with the session against blocks of the same model in plain DDP, without any communication hook,
-        with torch's loader and sampler, in the same processes, in random order. It has everything in it: DDP calling
-        into Python, all threads, caches, the machine's noise; no timers run. Beside the wall clock it gives CPU time.
+        with torch's loader and sampler, in the same processes, in random order; no timers run. Judged is the CPU time
+        of the training thread, with the session less without: all of ours is in it, DDP calling into Python too, and
+        what plain DDP does is not. Beside it the wall clock, which has waiting for a core and for the other rank in it,
+        and the CPU time of all threads.
+direct  where it goes: time between entering and leaving our code on the training thread, by part, in blocks of their
+        own after the pairs, in turn by the wall clock and in CPU time of the thread. The timers' own cost is in it:
+        with caches that a step has emptied some 10 us a call, of a dozen. The launch of the all-reduce stands apart:
+        plain DDP launches the same one, from C++. The wait for the all-reduce, in our hook, is left out: plain DDP
+        waits there too. What the bus client's thread does is not on the training thread.
 
 Not included: attaching, the services themselves, and the first two windows.
 """
@@ -41,7 +43,9 @@ from dynamix.schemas.codec import decode_any
 from dynamix.schemas.messages import Action, Applied, Report
 from dynamix.schemas.streams import FEED
 
-TARGET_DIRECT_PERCENT = 1.0
+PAIRED = (*CLOCKS, "thread")
+"""Wall clock, CPU time of all threads, and of the training thread."""
+TARGET_THREAD_PERCENT = 1.0
 TARGET_PAIRED_PERCENT = 5.0
 
 
@@ -96,12 +100,12 @@ async def measure(plan: OverheadPlan) -> BenchmarkReport:
     figures = windows | summarise(measured, plan)
     targets = [
         Target(
-            name="direct: our code on the training thread, %",
-            value=figures["direct_wall"]["ours_percent"],
-            at_most=TARGET_DIRECT_PERCENT,
+            name="CPU time of the training thread, % of the step",
+            value=figures["thread_percent_of_step"],
+            at_most=TARGET_THREAD_PERCENT,
         ),
         Target(
-            name="paired: upper bound of the interval, %",
+            name="wall clock in pairs: upper bound of the interval, %",
             value=figures["paired_wall"]["interval_percent"][1],
             at_most=TARGET_PAIRED_PERCENT,
         ),
@@ -130,12 +134,19 @@ def run_job(plan: OverheadPlan, bus: BusSettings) -> RankTimings:
 
 def summarise(measured: RankTimings, plan: OverheadPlan) -> dict[str, Any]:
     """Both figures, the direct one in percent of the step that was asked for."""
-    on, off = (np.array([timing[:2] for timing in timings]) / BLOCK_STEPS for timings in (measured.on, measured.off))
+    on, off = (
+        np.array([(timing.wall_s, timing.cpu_s, timing.thread_s) for timing in timings]) / BLOCK_STEPS
+        for timings in (measured.on, measured.off)
+    )
     direct = {
         f"direct_{clock}": _direct(parts, measured.elsewhere_s[clock], plan.step_s)
         for clock, parts in measured.here_s.items()
     }
+    paired = {f"paired_{clock}": difference(on[:, at], off[:, at]) for at, clock in enumerate(PAIRED)}
+    of_step = paired["paired_thread"]["off_ms"] / (1000 * plan.step_s)
     return {
+        "thread_percent_of_step": of_step * paired["paired_thread"]["mean_percent"],
+        "thread_percent_interval": [of_step * bound for bound in paired["paired_thread"]["interval_percent"]],
         "step_ms": 1000 * plan.step_s,
         "tracking": plan.tracking,
         "window_steps": WINDOW_STEPS,
@@ -145,7 +156,7 @@ def summarise(measured: RankTimings, plan: OverheadPlan) -> dict[str, Any]:
         "block_steps": BLOCK_STEPS,
         "launch_part": LAUNCH,
         **direct,
-        **{f"paired_{clock}": difference(on[:, at], off[:, at]) for at, clock in enumerate(CLOCKS)},
+        **paired,
     }
 
 
@@ -173,12 +184,15 @@ def text_of(figures: dict[str, Any]) -> str:
     pairs = f"{figures['num_pairs']} pairs of {figures['block_steps']} steps, 95 % bootstrap interval of the mean"
     direct = aligned(["per step", "us wall", "us CPU", "% wall", "% CPU"], _direct_rows(figures))
     lines = [setting, "", direct, "", f"on against off, {pairs}:"]
-    for name, paired in (("wall clock", figures["paired_wall"]), ("CPU, all threads", figures["paired_cpu"])):
+    named = (("wall clock", "wall"), ("CPU, all threads", "cpu"), ("CPU, training", "thread"))
+    for name, paired in ((name, figures[f"paired_{clock}"]) for name, clock in named):
         low, high = paired["interval_percent"]
         lines.append(
             f"  {name:16} {paired['off_ms']:.2f} -> {paired['on_ms']:.2f} ms: mean {paired['mean_percent']:+.2f} %, "
             f"[{low:+.2f}, {high:+.2f}], median {paired['median_percent']:+.2f} %"
         )
+    percent, (low, high) = figures["thread_percent_of_step"], figures["thread_percent_interval"]
+    lines.append(f"CPU time of the training thread: {percent:.2f} % of the step, [{low:.2f}, {high:.2f}]")
     return "\n".join(lines)
 
 

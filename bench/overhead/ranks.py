@@ -16,10 +16,9 @@ from dynamix.trainer import Session
 from dynamix.trainer.data.loader import Loader
 from dynamix.trainer.data.sampler import PlanSampler
 from dynamix.trainer.gradient import weighting
-from dynamix.trainer.gradient.learning_rate import LearningRateScaler
 from dynamix.trainer.gradient.time_slots import TimeSlots
+from dynamix.trainer.gradient.updates import Updates
 from dynamix.trainer.gradient.weighting import GradientHook
-from dynamix.trainer.measurement.clock import HostClock
 from dynamix.trainer.steering.steering import Steering
 from dynamix.trainer.steering.tracking import FastLoop
 
@@ -62,16 +61,13 @@ class RankTimings(msgspec.Struct, frozen=True):
 def time_our_code() -> PartTimer:
     """Time everything of ours that a step runs through; call it before anything is attached."""
     timer = PartTimer()
-    timer.wrap(GradientHook, GradientHook.reduce, "hook: the rest")
+    timer.wrap(GradientHook, GradientHook.reduce, "hook: weighing and the rest")
     timer.wrap(GradientHook, GradientHook.launch, LAUNCH)
-    timer.wrap(LearningRateScaler, LearningRateScaler.before_step, "optimizer hooks")
-    timer.wrap(LearningRateScaler, LearningRateScaler.after_step, "optimizer hooks")
-    timer.wrap(HostClock, HostClock.before_update, "optimizer hooks")
+    timer.wrap(Updates, Updates.before_step, "optimizer hooks")
+    timer.wrap(Updates, Updates.after_step, "optimizer hooks")
     timer.wrap(Session, Session.step, "session.step")
-    timer.wrap(GradientHook, GradientHook.weigh, "hook: weighing")
     timer.wrap(weighting, weighting.squared_norm, "hook: norms")
     timer.wrap(GradientHook, GradientHook.wait, WAIT)
-    timer.wrap(GradientHook, GradientHook.finish, "hook: handing over")
     timer.wrap(Steering, Steering.after_step, "session.step: end of a window")
     timer.wrap(TimeSlots, TimeSlots.extend, "hook: weighing, with times")
     timer.wrap(TimeSlots, TimeSlots.receive, "hook: times taken off")
@@ -119,8 +115,8 @@ def _measure(plan: OverheadPlan, bus: BusSettings, *, is_quiet: bool) -> RankTim
         rounds.record(_timed_block(on if arm == ON else off))
     session.close()
     here, elsewhere = (
-        {clock: _per_step(seconds, plan) for clock, seconds in by_clock.items()}
-        for by_clock in (timer.here, timer.elsewhere)
+        {clock: _per_step(seconds, plan) for clock, seconds in timer.seconds(here=is_here).items()}
+        for is_here in (True, False)
     )
     return RankTimings(rounds.timings[ON], rounds.timings[OFF], here, elsewhere)
 

@@ -6,8 +6,8 @@ import pytest
 from bench.harness.part_timer import CLOCKS, PartTimer
 from tests.support.benches import run_bench
 
-PAIRED = ("paired_wall", "paired_cpu")
-PARTS = ("hook: weighing", "hook: norms", "hook: handing over", "loader", "sampler", "optimizer hooks", "session.step")
+PAIRED = ("paired_wall", "paired_cpu", "paired_thread")
+PARTS = ("hook: weighing and the rest", "hook: norms", "loader", "sampler", "optimizer hooks", "session.step")
 
 
 @pytest.mark.slow
@@ -26,8 +26,10 @@ def test_it_measures_a_real_job_and_writes_what_it_found(tmp_path: Path) -> None
     for pair in PAIRED:
         low, high = result[pair]["interval_percent"]
         assert low <= result[pair]["mean_percent"] <= high
+    thread = result["paired_thread"]
+    assert result["thread_percent_of_step"] == pytest.approx((thread["on_ms"] - thread["off_ms"]) / 5 * 100)
     assert [target["value"] for target in result["targets"]] == [
-        result["direct_wall"]["ours_percent"],
+        result["thread_percent_of_step"],
         result["paired_wall"]["interval_percent"][1],
     ]
 
@@ -50,11 +52,11 @@ def test_a_part_is_charged_less_the_parts_inside_it(monkeypatch: pytest.MonkeyPa
 
     outer = timer.timed(work, "outer")
     outer()
-    assert not any(timer.here.values())  # no clock yet
+    assert not any(timer.seconds(here=True).values())  # no clock yet
     timer.clock = "cpu"
     outer()
-    assert timer.here == {"cpu": {"outer": 5, "inner": 10}, "wall": {}}
+    assert timer.seconds(here=True) == {"cpu": {"outer": 5, "inner": 10}, "wall": {}}
     thread = threading.Thread(target=outer)
     thread.start()
     thread.join()
-    assert timer.elsewhere == timer.here
+    assert timer.seconds(here=False) == timer.seconds(here=True)
