@@ -84,7 +84,7 @@ def attach(
     sampler: OwnSampler | None = None,
     token_counts: Sequence[int] | None = None,
     count_tokens: CountTokens | None = None,
-    noise_every: int = 4,
+    noise_every: int = 10,
     noise_decay: float = 0.9,
     memory_caps_path: str | Path | None = None,
     connect: BusSettings | Transport | Literal[False] | None = None,
