@@ -20,6 +20,7 @@ from dynamix.trainer.job.options import bounds_of, family_of, sizes_of
         ({"policy": "Not a token"}, "cannot be part of a subject"),
         ({"noise_decay": 1.0}, r"noise_decay=1.0 is outside \[0, 1\)"),
         ({"noise_every": 0}, "noise_every=0"),
+        ({"noise_metric": "rms"}, "noise_metric"),
         ({"seed": -1}, "seed=-1"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0: a step has at least 1"),
         ({"gradient_accumulation_steps": 2, "micro_batch_size": 8}, "exclude each other: drop"),

@@ -26,12 +26,13 @@ from .gradient.covered import CoveredModels
 from .gradient.learning_rate import FACTORS, Rule
 from .gradient.lent import forget_imports
 from .gradient.models import Averaging, Weighting, averaging_of, unwrapped, unwrapped_optimizer
+from .gradient.noise import SecondMoments
 from .gradient.schedulers import Schedulers, StepScheduleWarning
 from .gradient.updates import Updates
 from .gradient.weighting import BaseHook, GradientHook, Reduction
 from .gradient.weights import StepWeights
 from .job.memory_caps import MemoryCaps
-from .job.options import JobOptions, bounds_of, family_of, sizes_of
+from .job.options import JobOptions, NoiseMetric, bounds_of, check_hook_options, family_of, sizes_of
 from .loggers.delivery import Loggers, MetricLogger, find_loggers
 from .loggers.history import MetricHistory
 from .measurement.clock import AnyClock, DeviceClock, HostClock
@@ -86,6 +87,7 @@ def attach(
     count_tokens: CountTokens | None = None,
     noise_every: int = 10,
     noise_decay: float = 0.9,
+    noise_metric: NoiseMetric = "gradient",
     memory_caps_path: str | Path | None = None,
     connect: BusSettings | Transport | Literal[False] | None = None,
     loggers: Sequence[str | MetricLogger] = (),
@@ -146,6 +148,8 @@ def attach(
             `lambda batch: (batch["labels"] != -100).sum()`; sizes stay what they are.
         noise_every: steps between two measurements of the gradient noise; each costs two passes over the gradient.
         noise_decay: of the averages of the gradient noise over windows.
+        noise_metric: `adam` measures the noise of the gradient divided by the root of Adam's second moments, as Pollux
+            does; it needs our hook.
         memory_caps_path: beside your checkpoint; where a rank that ran out of memory notes its bound.
         connect: the bus; None reads `DYNAMIX_NATS_...`, False trains without one; or a transport of your own.
         loggers: what receives each window's metrics in global rank 0: `tensorboard`, `wandb`, `mlflow`, `csv`, `jsonl`,
@@ -168,7 +172,7 @@ def attach(
     averaging = averaging_of(models, weighting, world_size)
     forget_imports()
     _check_loader_options(loader_options)
-    _check_hook_options(averaging, models, codec, base_hook)
+    check_hook_options(averaging, len(models), codec, base_hook, noise_metric)
     sizes = sizes_of(local_batch_size, world_size)
     find_codec(codec)
     metric_loggers = Loggers(find_loggers(loggers, rank=dist.get_rank() if world_size > 1 else 0))
@@ -193,6 +197,7 @@ def attach(
         drop_last=drop_last,
         noise_every=noise_every,
         noise_decay=noise_decay,
+        noise_metric=noise_metric,
         global_batch=global_batch,
         micro_batch_size=micro_batch_size,
         gradient_accumulation_steps=gradient_accumulation_steps,
@@ -235,6 +240,7 @@ def attach(
             weights,
             reduction=reduction,
             noise_every=noise_every,
+            second_moments=SecondMoments(optimizers) if noise_metric == "adam" else None,
             base_hook=base_hook,
             base_state=base_hook_state,
             codec=find_codec(codec),
@@ -357,20 +363,6 @@ def _check_loader_options(options: LoaderOptions) -> None:
             f"attach does not know {', '.join(unknown)}; for the loader it takes "
             f"{', '.join(LoaderOptions.__annotations__)} - batches, order and sampler are its own"
         )
-
-
-def _check_hook_options(
-    averaging: Averaging, models: Sequence[torch.nn.Module], codec: str, base_hook: BaseHook | None
-) -> None:
-    if averaging != "hook":
-        if base_hook is not None:
-            raise ValueError('base_hook is for weighting="hook": register it on the model yourself')
-        if codec != EXACT.codec:
-            raise ValueError(f'codec={codec!r} needs weighting="hook" on a DistributedDataParallel model')
-    elif base_hook is not None and codec != EXACT.codec:
-        raise ValueError(f"codec={codec!r} and a base_hook exclude each other: encode in the base hook")
-    elif base_hook is not None and len(models) > 1:
-        raise ValueError("base_hook and its state belong to one model: attach one model with it, without a list")
 
 
 def _transport(

@@ -19,6 +19,7 @@ from dynamix.trainer.data.sampler import MicroBatch
 
 from .codecs import GradientCodec
 from .lent import LentTensor, launched
+from .noise import HALF, SecondMoments
 from .time_slots import TimeSlots
 from .weights import StepWeights
 
@@ -27,8 +28,6 @@ Reduction = Literal["mean", "sum"]
 
 BaseHook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 """A DDP communication hook that averages over ranks, as torch's own do."""
-
-HALF = (torch.float16, torch.bfloat16)
 
 
 class GradientClock(Protocol):
@@ -135,6 +134,7 @@ class GradientHook:
         *,
         reduction: Reduction,
         noise_every: int = 1,
+        second_moments: SecondMoments | None = None,
         base_hook: BaseHook | None = None,
         base_state: object = None,
         codec: GradientCodec | None = None,
@@ -148,6 +148,7 @@ class GradientHook:
         self._base_state = base_state
         self._codec = codec
         self._noise_every = noise_every
+        self._second_moments = second_moments
         self.num_reduced = 0
         """Gradients exchanged so far: one per step, or more where the script calls `backward` more often."""
         self.reduced_at = 0.0
@@ -181,6 +182,8 @@ class GradientHook:
         self._scale = ranks * weight * weights.factor()
         self._to_mean = (weight / weights.mine) ** 2 if weights.mine else 1.0
         self._measures = batch.plan.step % self._noise_every == 0
+        if self._measures and self._second_moments is not None:
+            self._measures = self._second_moments.begin()
         self._local.clear()
         self._reduced.clear()
         self._sent.clear()  # of a backward pass that failed
@@ -223,7 +226,9 @@ class GradientHook:
             self._clock.gradient_ready()
             self._weights.post()
         if self._measures:
-            self._local[number] = squared_norm(buffer) if self._scale else 0.0
+            if self._second_moments is not None:
+                self._second_moments.read(bucket)
+            self._local[number] = self._squared_norm(buffer, number) if self._scale else 0.0
         if is_last and self._shares:
             weighed = self._slots.extend(buffer, self._scale, self._clock.seconds_per_sample())
         else:
@@ -281,7 +286,7 @@ class GradientHook:
             if correction != 1.0:
                 reduced.mul_(correction)
             if self._measures:
-                self._reduced[sent.number] = squared_norm(reduced)
+                self._reduced[sent.number] = self._squared_norm(reduced, sent.number)
             if sent.reduced is not sent.bucket.reduced:
                 sent.reduced.set_result(reduced)
         self._sent.clear()
@@ -296,6 +301,9 @@ class GradientHook:
         elif bucket.result is not bucket.buffer:
             self._slots.receive()
         return bucket.result
+
+    def _squared_norm(self, gradient: torch.Tensor, number: int) -> float | torch.Tensor:
+        return squared_norm(gradient if self._second_moments is None else self._second_moments.divide(gradient, number))
 
 
 def squared_norm(gradient: torch.Tensor) -> float | torch.Tensor:

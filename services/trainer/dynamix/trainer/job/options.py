@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -10,7 +11,10 @@ from dynamix.schemas.messages.allocation import EXACT, Allocation, Exchange
 from dynamix.schemas.messages.policies import GlobalBatch, initial_split
 from dynamix.schemas.subjects import check_token
 from dynamix.trainer.gradient.learning_rate import FACTORS, Rule
-from dynamix.trainer.gradient.weighting import Reduction
+from dynamix.trainer.gradient.models import Averaging
+from dynamix.trainer.gradient.weighting import BaseHook, Reduction
+
+NoiseMetric = Literal["gradient", "adam"]
 
 ADAPTIVE = ("adam", "adagrad", "adadelta", "rmsprop", "adafactor", "lamb", "novograd", "shampoo", "yogi")
 """Parts of class names of optimizers that divide by a running gradient norm."""
@@ -40,6 +44,8 @@ class JobOptions:
     noise_every: int
     """Steps between two measurements of the gradient noise."""
     noise_decay: float
+    noise_metric: NoiseMetric = "gradient"
+    """What its squared norms are of: the gradient, or the gradient as Adam divides it."""
     global_batch: GlobalBatch = "adaptive"
     """Whether decisions may change the sum of the sizes."""
     micro_batch_size: int | None = None
@@ -77,6 +83,7 @@ class JobOptions:
             raise ValueError("a step needs at least one sample over all ranks")
         _check_choice("learning_rate_rule", self.learning_rate_rule, FACTORS)
         _check_choice("reduction", self.reduction, ("mean", "sum"))
+        _check_choice("noise_metric", self.noise_metric, ("gradient", "adam"))
         _check_choice("global_batch", self.global_batch, ("fixed", "adaptive"))
         self._check_accumulation()
         if self.noise_every < 1:
@@ -96,7 +103,7 @@ class JobOptions:
             self.base_global_batch_size,
             self.window_steps,
             (self.min_local_batch_size, self.max_local_batch_size, self.max_lag_windows, self.margin_steps),
-            (self.learning_rate_rule, self.reduction, self.noise_every, self.noise_decay),
+            (self.learning_rate_rule, self.reduction, self.noise_every, self.noise_decay, self.noise_metric),
             (self.seed, self.shuffle, self.drop_last, self.supports_tracking, self.codec),
             (self.global_batch, self.micro_batch_size, self.gradient_accumulation_steps),
             (self.policy, tuple(sorted(self.policy_options.items()))),
@@ -171,3 +178,24 @@ def family_of(optimizer: torch.optim.Optimizer) -> OptimizerFamily:
     """The reward's optimizer family, from the names of the optimizer's classes."""
     names = " ".join(cls.__name__.lower() for cls in type(optimizer).__mro__)
     return "adam" if any(name in names for name in ADAPTIVE) else "sgd"
+
+
+def check_hook_options(
+    averaging: Averaging,
+    num_models: int,
+    codec: str,
+    base_hook: BaseHook | None,
+    noise_metric: NoiseMetric,
+) -> None:
+    """Raise ValueError for options of the communication hook that cannot work, saying how to fix it."""
+    if averaging != "hook":
+        if noise_metric != "gradient" and averaging == "loss":
+            raise ValueError(f'noise_metric={noise_metric!r} needs weighting="hook": no noise is measured without')
+        if base_hook is not None:
+            raise ValueError('base_hook is for weighting="hook": register it on the model yourself')
+        if codec != EXACT.codec:
+            raise ValueError(f'codec={codec!r} needs weighting="hook" on a DistributedDataParallel model')
+    elif base_hook is not None and codec != EXACT.codec:
+        raise ValueError(f"codec={codec!r} and a base_hook exclude each other: encode in the base hook")
+    elif base_hook is not None and num_models > 1:
+        raise ValueError("base_hook and its state belong to one model: attach one model with it, without a list")
