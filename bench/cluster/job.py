@@ -14,30 +14,18 @@ from bench.cluster.plan import Arm, ClusterPlan
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from dynamix.lab.workloads import workload_named
 from dynamix.lab.workloads.datasets import fashion_mnist
 from dynamix.trainer import attach
 
-
-def make_model() -> nn.Module:
-    """Two convolutions, which compute, and a linear layer, which is most of what travels."""
-    return nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(16, 32, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(32 * 7 * 7, 64),
-        nn.ReLU(),
-        nn.Linear(64, 10),
-    )
+WORKLOAD = "fashion-28-cnn"
+"""Two convolutions, which compute, and a linear layer, which is most of what travels."""
 
 
 def train(plan: ClusterPlan, arm: Arm) -> None:
     """Train for as many steps as the plan says."""
     torch.manual_seed(plan.seed)
-    model = DistributedDataParallel(make_model())
+    model = DistributedDataParallel(workload_named(WORKLOAD).model())
     optimizer = torch.optim.SGD(model.parameters(), lr=plan.learning_rate, momentum=0.9)
     session = attach(
         model,

@@ -180,7 +180,8 @@ _CIFAR10 = partial(images, cifar10, means=CIFAR10_MEAN, stds=CIFAR10_STD, num_va
 _ALL = (
     Workload(name="fashion-14-mlp", dataset="fashion-mnist", make_model=partial(mlp, 14 * 14, 64), read=_FASHION_14),
     Workload(name="fashion-28-mlp", dataset="fashion-mnist", make_model=partial(mlp, 28 * 28, 128), read=_FASHION_28),
-    Workload(name="fashion-14-cnn", dataset="fashion-mnist", make_model=small_cnn, read=_FASHION_14),
+    Workload(name="fashion-14-cnn", dataset="fashion-mnist", make_model=partial(small_cnn, 14, 8), read=_FASHION_14),
+    Workload(name="fashion-28-cnn", dataset="fashion-mnist", make_model=partial(small_cnn, 28, 16), read=_FASHION_28),
     Workload(name="cifar10-vgg11", dataset="cifar-10", make_model=vgg11, read=_CIFAR10),
     Workload(name="cifar10-resnet20", dataset="cifar-10", make_model=partial(resnet, 20), read=_CIFAR10),
     Workload(name="cifar10-resnet32", dataset="cifar-10", make_model=partial(resnet, 32), read=_CIFAR10),

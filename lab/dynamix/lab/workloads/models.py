@@ -27,17 +27,20 @@ def mlp(num_pixels: int, num_hidden: int) -> nn.Sequential:
     return nn.Sequential(nn.Flatten(), nn.Linear(num_pixels, num_hidden), nn.ReLU(), nn.Linear(num_hidden, NUM_CLASSES))
 
 
-def small_cnn() -> nn.Sequential:
-    """Two convolutions and two linear layers for grey images of 14 x 14: 11,178 parameters."""
+def small_cnn(side: int, channels: int) -> nn.Sequential:
+    """Two convolutions, of `channels` and twice as many, and two linear layers, for grey images of `side` x `side`.
+
+    11,178 parameters for 14 x 14 and 8 channels, 105,866 for 28 x 28 and 16.
+    """
     return nn.Sequential(
-        nn.Conv2d(1, 8, 3, padding=1),
+        nn.Conv2d(1, channels, 3, padding=1),
         nn.ReLU(),
         nn.MaxPool2d(2),
-        nn.Conv2d(8, 16, 3, padding=1),
+        nn.Conv2d(channels, 2 * channels, 3, padding=1),
         nn.ReLU(),
         nn.MaxPool2d(2),
         nn.Flatten(),
-        nn.Linear(16 * 3 * 3, 64),
+        nn.Linear(2 * channels * (side // 4) ** 2, 64),
         nn.ReLU(),
         nn.Linear(64, NUM_CLASSES),
     )
