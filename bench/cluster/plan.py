@@ -1,17 +1,17 @@
 """What is run: hosts, what is slow about some of them, how the job is steered; and the arguments that say so."""
 
 import argparse
-from typing import Any, Literal, NamedTuple, Self, TypeVar, get_args
+from typing import Any, NamedTuple, Self, TypeVar, get_args
 
 import msgspec
 from bench.harness.command import Option, benchmark_parser
 from bench.hosts import HostsError, Link
+from bench.hosts.services import Probe
 
 from dynamix.schemas.subjects import check_token
 
 NUM_TRAINING_IMAGES = 60_000
 Value = TypeVar("Value", str, float)
-Probe = Literal["auto", "ebpf", "tcp_info", "proc"]
 
 
 class Arm(NamedTuple):

@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 from bench.cluster.display import describe
 from bench.cluster.plan import Arm, ClusterPlan
-from bench.cluster.services import ClusterError, ClusterServices, end_of, node_of, services
 from bench.cluster.summary import ClusterResult, JobMessages, summarise
 from bench.hosts import Host, Hosts
+from bench.hosts.services import ClusterError, ClusterServices, end_of, node_of, services
 
 from dynamix.cli.progress import ProgressLine
 from dynamix.collector.procfs.proc import NamespaceTraffic

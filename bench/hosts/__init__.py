@@ -2,7 +2,8 @@
 
 `cluster` makes and removes them all, `host` is one of them, made of a `namespace`, a link and `cgroups`. `removal`
 tells by names whose namespaces and cgroups are whose, so that the `janitor`, a second process, removes those of a dead
-owner. In: how many hosts, rates, cores. Out: processes that run there, counters.
+owner. `services` runs broker, reward and arbitrator beside them and a collector on each. In: how many hosts, rates,
+cores. Out: processes that run there, counters.
 Only root can make hosts; nothing of the machine's own network is changed, and nothing may be left after any exit.
 """
 

@@ -107,6 +107,11 @@ class Host:
         return self._cgroup.unified
 
     @property
+    def cgroup_procs(self) -> tuple[Path, ...]:
+        """The files that a process writes its pid to, or 0, to have this host's share of the processor."""
+        return self._cgroup.procs
+
+    @property
     def port(self) -> str:
         """The switch's end of its link."""
         return f"port{self.index}"
@@ -149,7 +154,7 @@ class Host:
 
         For the kernel the thread that starts it is the parent: use one that lives as long as the program shall.
         """
-        procs = " ".join(map(str, self._cgroup.procs))
+        procs = " ".join(map(str, self.cgroup_procs))
         guard = [sys.executable, "-I", "-S", str(DIE_WITH_PARENT), str(os.getpid())]
         network = [program_path("nsenter"), f"--net={self.namespace.path}"]
         return [*guard, *network, "sh", "-c", JOIN, procs, *program]

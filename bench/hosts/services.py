@@ -7,18 +7,22 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Literal, NamedTuple
 
-from bench.cluster.plan import Probe
 from bench.harness.broker import broker_with_bus
 from bench.harness.command import BenchmarkError
-from bench.hosts import Host, Hosts
 
 from dynamix.cli.services import ServiceProcess, bus_environment
 from dynamix.runtime.bus import Bus
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode
 from dynamix.schemas.messages import Live
+
+from .cluster import Hosts
+from .host import Host
+
+Probe = Literal["auto", "ebpf", "tcp_info", "proc"]
+"""Of the collectors."""
 
 CONTROL_SERVICES = ("reward", "arbitrator")
 CONTROL_NODE = "control"
