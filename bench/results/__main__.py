@@ -11,16 +11,12 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import msgspec
-from bench.harness.figure import draw
-
 from dynamix.cli.output import output_directory
-from dynamix.runtime import output_files
 
 from .baselines import cluster_sizes, static_sizes, topologies
 from .laboratory import SCALES, Laboratory
 from .learned import cost, other_models, other_optimizer, reward_curve
-from .result import ExperimentResult, markdown, write_table
+from .result import ExperimentResult, write
 from .rewards import published_reward, sensitivity
 
 ROOT = Path(__file__).parents[2]
@@ -36,17 +32,6 @@ EXPERIMENTS: dict[str, Callable[[Laboratory], ExperimentResult]] = {
     "reward": published_reward,
     "cost": cost,
 }
-
-
-def write(result: ExperimentResult, docs: Path) -> None:
-    """Write JSON and picture, and the table into the document."""
-    directory = docs / "results"
-    directory.mkdir(parents=True, exist_ok=True)
-    text = msgspec.json.format(msgspec.json.encode(result), indent=1).decode()
-    output_files.write(directory / f"{result.name}.json", (text + "\n").encode())
-    if result.panels:
-        draw([result.panels], directory / f"{result.name}.png")
-    write_table(docs / "results.md", result.name, markdown(result))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 from bench.harness import tables
-from bench.harness.figure import Curve, Panel
+from bench.harness.figure import Curve, Panel, draw
 from scipy.special import stdtrit
 
 from dynamix.lab.experiments.comparison.figure import CURVE_POINTS, mean_curve
@@ -25,6 +25,8 @@ COLUMNS = [
 ]
 NOT_RUN = "Not measured. The command above writes the table here."
 
+MADE_BY = {"cluster": "cluster"}
+"""Tables that `make results` does not make, and the targets that do."""
 
 Cell = MeanInterval | str | int | float | None
 
@@ -106,6 +108,21 @@ def markdown(result: ExperimentResult) -> str:
     return "\n".join(lines)
 
 
+def write(result: ExperimentResult, docs: Path) -> None:
+    """Write JSON and picture, and the table into the document.
+
+    Raises:
+        ValueError: when the document has no markers of that name.
+    """
+    directory = docs / "results"
+    directory.mkdir(parents=True, exist_ok=True)
+    text = msgspec.json.format(msgspec.json.encode(result), indent=1).decode()
+    output_files.write(directory / f"{result.name}.json", (text + "\n").encode())
+    if result.panels:
+        draw([result.panels], directory / f"{result.name}.png")
+    write_table(docs / "results.md", result.name, markdown(result))
+
+
 def write_table(document: Path, name: str, table: str) -> None:
     """Put the table of one experiment between its markers in a document.
 
@@ -117,7 +134,7 @@ def write_table(document: Path, name: str, table: str) -> None:
 
 def markers(name: str) -> tuple[str, str]:
     """The lines around the table of an experiment."""
-    return f"<!-- {name}: made by `make results` -->", f"<!-- end of {name} -->"
+    return f"<!-- {name}: made by `make {MADE_BY.get(name, 'results')}` -->", f"<!-- end of {name} -->"
 
 
 def _list(numbers: Sequence[int]) -> str:
