@@ -11,7 +11,7 @@ DATA   := .data/fashion-mnist
 CIFAR  := .data/cifar-10
 ARGS   ?=
 
-.PHONY: help venv venv-frameworks demo data data-cifar test test-slow test-frameworks gpu faults lint types bench scale results heldout format clean
+.PHONY: help venv venv-frameworks demo data data-cifar test test-slow test-frameworks gpu faults lint types bench cluster scale results heldout format clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -83,6 +83,9 @@ bench: venv ## overhead and bus benchmarks: a table and JSON each, into out/; wh
 	$(BIN)/python -m bench.overhead --json out/overhead.json
 	$(BIN)/python -m bench.kernel --json out/kernel.json --png out/kernel.png || [ $$? -eq 2 ] # 2: not root, as it says
 	$(BIN)/python -m bench.overhead --model large --json out/overhead-large.json
+
+cluster: venv data ## times to an accuracy on real clocks, first table of docs/results.md; root, 40 minutes; killed, it goes on
+	OMP_NUM_THREADS=1 $(BIN)/python -m bench.cluster --target 0.83 --output docs --json out/cluster.json --no-targets $(ARGS)
 
 scale: venv ## one arbitrator from 32 to 10,000 workers: docs/scale.json, .png and the table of docs/scale.md; 8 minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.scale.curve $(ARGS)

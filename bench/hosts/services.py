@@ -22,7 +22,7 @@ from .cluster import Hosts
 from .host import Host
 
 Probe = Literal["auto", "ebpf", "tcp_info", "proc"]
-"""Of the collectors."""
+"""How collectors read the network."""
 
 CONTROL_SERVICES = ("reward", "arbitrator")
 CONTROL_NODE = "control"

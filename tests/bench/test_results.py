@@ -6,6 +6,7 @@ from pathlib import Path
 import matplotlib.image
 import msgspec
 import pytest
+from bench.cluster.target import verdict
 from bench.results import heldout, laboratory
 from bench.results.__main__ import EXPERIMENTS, main
 from bench.results.laboratory import SCALES, Laboratory
@@ -54,7 +55,7 @@ def made(rows: list[list[MeanInterval | str | int | float | None]], columns: lis
     )
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize("name", [*EXPERIMENTS, verdict.NAME])
 def test_the_page_holds_the_table_that_the_json_makes(name: str) -> None:
     path = DOCS / "results" / f"{name}.json"
     expected = markdown(read_result(path)) if path.exists() else NOT_RUN

@@ -1,0 +1,105 @@
+"""Predictions: the same arms on a virtual cluster that was calibrated on a captured run of another policy."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from dynamix.arbitrator.learned.policy_file import SHIPPED_POLICIES, SUFFIX, shipped_directory
+from dynamix.cli.commands.calibrate.command import from_capture
+from dynamix.lab.calibration import CalibrationSettings, calibrate
+from dynamix.lab.experiments.comparison.contenders import Setting, file_digest
+from dynamix.lab.experiments.comparison.evaluation import ComparisonCell, ComparisonProgress, fill
+from dynamix.lab.experiments.comparison.runs import Ledger, RunTask
+from dynamix.lab.experiments.comparison.scores import counted_time_s
+from dynamix.lab.simulator.scenario import Scenario
+from dynamix.trainer.job.options import bounds_of
+
+from .arms import BASE_GLOBAL_BATCH_SIZE, LEARNING_RATE, TargetArm
+from .cases import TargetCase
+from .ranks import WORKLOAD
+
+NOISE_EVERY = 4
+"""As `attach` has it."""
+
+
+class Predicted(msgspec.Struct, frozen=True, kw_only=True):
+    """What a virtual cluster says of a case."""
+
+    times_s: dict[str, list[float]] = {}
+    """By row, the counted time of each seed."""
+    median_error: float | None = None
+    """Relative error of the calibration's step times, over windows that its fit had not seen."""
+    reason: str = ""
+    """Why there is no prediction."""
+
+
+def calibrated(case: TargetCase, capture: Path, target_accuracy: float, grid_s: float) -> tuple[Scenario, float]:
+    """The scenario that `dynamix calibrate` makes of a capture, with this comparison's goal; the fit's median error.
+
+    Raises:
+        ValueError: when it cannot be fitted.
+    """
+    found = from_capture(capture)
+    settings = CalibrationSettings(
+        workload=WORKLOAD, name=case.name, learning_rate=LEARNING_RATE, target_accuracy=target_accuracy
+    )
+    calibration = calibrate(found.windows, settings, found.job)
+    scenario = msgspec.structs.replace(
+        calibration.scenario,
+        fixed_time_s=0.0,
+        time_limit_s=case.time_limit_s,
+        evaluate_every_s=grid_s,
+        noise_every=NOISE_EVERY,
+        base_global_batch_size=BASE_GLOBAL_BATCH_SIZE,
+    )
+    return scenario, calibration.median_error
+
+
+def task_of(scenario: Scenario, arm: TargetArm, seed: int) -> RunTask:
+    """A virtual run of an arm, within the bounds that `attach` would give it."""
+    sizes = (arm.local_batch_size,) * scenario.world_size
+    low, high = bounds_of(sizes, arm.global_batch, (None, None), 1)
+    bounded = msgspec.structs.replace(
+        scenario,
+        initial_local_batch_size=arm.local_batch_size,
+        min_local_batch_size=low,
+        max_local_batch_size=high,
+        window_steps=arm.window_steps,
+    )
+    setting = Setting(policy=arm.policy or "static", options=arm.options)
+    if arm.policy in SHIPPED_POLICIES:
+        file = shipped_directory() / f"{arm.policy}{SUFFIX}"
+        setting = msgspec.structs.replace(setting, policy_file=str(file), policy_digest=file_digest(file))
+    return RunTask(scenario=bounded, setting=setting, seed=seed)
+
+
+def predict(
+    scenarios: Mapping[str, tuple[Scenario, float]],
+    arms: Mapping[str, Mapping[str, TargetArm]],
+    seeds: Sequence[int],
+    work: Path,
+    on_progress: Callable[[ComparisonProgress], None],
+    *,
+    jobs: int = 2,
+    data: Path | None = None,
+) -> dict[str, Predicted]:
+    """Run the arms of every case, by name and row, in its calibrated scenario; what was run before is not run again."""
+    cells = {
+        (name, row): [ComparisonCell(f"{name} {row}", 0, task_of(scenario, arms[name][row], seed)) for seed in seeds]
+        for name, (scenario, _) in scenarios.items()
+        for row in arms[name]
+    }
+    with Ledger(work / "predictions.jsonl") as ledger:
+        fill([cell for some in cells.values() for cell in some], ledger, jobs=jobs, data=data, on_progress=on_progress)
+        times_s = {place: [_counted(ledger, cell.task) for cell in some] for place, some in cells.items()}
+    return {
+        name: Predicted(times_s={row: times_s[name, row] for row in arms[name]}, median_error=error)
+        for name, (_, error) in scenarios.items()
+    }
+
+
+def _counted(ledger: Ledger, task: RunTask) -> float:
+    outcome = ledger.get(task)
+    assert outcome is not None, "it was just run"
+    return counted_time_s(outcome.time_to_target_s, task.scenario.time_limit_s)

@@ -1,0 +1,285 @@
+"""Runs jobs on hosts, one after the other with the same services: starts, slows down, evaluates, ends, captures."""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import sys
+import time
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+from bench.hosts import Host, Hosts
+from bench.hosts.services import ClusterError, ClusterServices, end_of, node_of, services
+
+from dynamix.cli.commands.capture.source import Source
+from dynamix.lab.workloads import Part, workload_named
+from dynamix.recording.capture import CaptureHeader, CaptureWriter
+from dynamix.runtime.bus import Bus
+from dynamix.runtime.embedded import DIE_WITH_PARENT
+
+from .cases import TargetCase
+from .messages import Attached, CheckIn, CheckInAnswer, RankPlace, read_frame, write_frame
+from .outcomes import TargetOutcome, TargetPoint, TargetRun
+from .ranks import WORKLOAD
+
+ROOT = Path(__file__).parents[3]
+FIRST_PORT, NUM_PORTS = 29500, 1000
+"""Free, since the network belongs to these hosts alone; each run has another one."""
+READY_TIMEOUT_S = 120.0
+ATTACH_TIMEOUT_S = 60.0
+END_TIMEOUT_S = 30.0
+WALL_PER_TRAINED = 4.0
+"""A run is ended when it takes more than so many seconds per second of training time up to its limit."""
+EVALUATED_AT_ONCE = 500
+"""The fastest; 10,000 samples take some 0.4 s on two cores, half of what they take in the usual memory format."""
+
+Watcher = Callable[[TargetRun, TargetPoint], None]
+
+
+class RankLink(NamedTuple):
+    """The connection to one rank."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+
+class HeldOut:
+    """Held-out accuracy of parameters that rank 0 sends; computed beside the hosts, while the job stands still."""
+
+    def __init__(self, data: str | None) -> None:
+        self._workload = workload_named(WORKLOAD)
+        self._model = self._workload.model().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        torch.set_num_threads(os.cpu_count() or 1)
+        self._part: Part = self._workload.load(None if data is None else Path(data)).validation
+
+    def accuracy(self, parameters: bytes) -> float:
+        """Share of the held-out samples that are classified rightly."""
+        vector = torch.from_numpy(np.frombuffer(parameters, dtype=np.float32).copy())
+        torch.nn.utils.vector_to_parameters(vector, self._model.parameters())
+        correct = 0.0
+        with torch.inference_mode():
+            for start in range(0, len(self._part.labels), EVALUATED_AT_ONCE):
+                inputs, labels = (tensor[start : start + EVALUATED_AT_ONCE] for tensor in self._part)
+                correct += self._workload.num_correct(self._model(inputs), labels)
+        return correct / len(self._part.labels)
+
+
+class TargetRunner:
+    """Runs jobs on hosts; made by `target_runner`."""
+
+    def __init__(self, hosts: Hosts, running: ClusterServices, held_out: HeldOut, spawner: Process, directory: Path):
+        self._hosts = hosts
+        self._services = running
+        self._held_out = held_out
+        self._spawner = spawner
+        self._directory = directory
+        self._socket = directory / "ranks.sock"
+        self._links: asyncio.Queue[RankLink] = asyncio.Queue()
+        self._num_runs = 0
+
+    @contextlib.asynccontextmanager
+    async def listening(self) -> AsyncIterator[None]:
+        """Take connections of ranks."""
+
+        async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await self._links.put(RankLink(reader, writer))
+
+        async with await asyncio.start_unix_server(accept, self._socket):
+            yield
+
+    async def run(self, run: TargetRun, limit_s: float, capture: Path, watch: Watcher) -> TargetOutcome:
+        """Train once, up to a limit of training time.
+
+        Raises:
+            ClusterError: when a rank fails.
+        """
+        began_s = time.monotonic()
+        self._num_runs += 1
+        job = f"target-{run.arm.policy or 'ddp'}-{secrets.token_hex(4)}"
+        points: list[TargetPoint] = []
+        pids = await self._fork(run, job)
+        links: list[RankLink] = []
+        try:
+            async with asyncio.timeout(ATTACH_TIMEOUT_S):
+                links = await self._attached(len(pids))
+            self._set_speeds(run.case, 0.0)
+            for link in links:
+                write_frame(link.writer, CheckInAnswer())
+            with contextlib.suppress(TimeoutError):  # then it has missed the target
+                async with asyncio.timeout(ATTACH_TIMEOUT_S + WALL_PER_TRAINED * limit_s):
+                    await self._train(run, limit_s, links, points, watch)
+                self._free()
+                async with asyncio.timeout(END_TIMEOUT_S):
+                    codes, pids = await self._said(list[int]), []
+                self._check(codes, job)
+        except asyncio.IncompleteReadError:
+            raise ClusterError(f"{run.label}: rank 0 ended:\n{self._first_error(job)}") from None
+        except TimeoutError:
+            raise ClusterError(f"{run.label}: the ranks did not attach:\n{self._first_error(job)}") from None
+        finally:
+            self._free()
+            for link in links:
+                link.writer.close()
+            await self._kill(pids)
+        reached = points and points[-1].accuracy >= run.target_accuracy and points[-1].trained_s <= limit_s
+        if run.arm.policy is not None:
+            await write_capture(self._services.bus, job, capture)
+        return TargetOutcome(
+            case=run.case.name,
+            arm=run.arm.label,
+            seed=run.seed,
+            time_to_target_s=points[-1].trained_s if reached else None,
+            limit_s=limit_s,
+            points=points,
+            wall_s=time.monotonic() - began_s,
+        )
+
+    async def _train(
+        self, run: TargetRun, limit_s: float, links: list[RankLink], points: list[TargetPoint], watch: Watcher
+    ) -> None:
+        """CheckInAnswer rank 0 at each point of the grid, until it is told to stop."""
+        reader, writer = links[0]
+        while True:
+            found = await read_frame(reader, CheckIn)
+            accuracy = await asyncio.to_thread(self._held_out.accuracy, found.parameters)
+            points.append(
+                TargetPoint(
+                    trained_s=found.trained_s,
+                    accuracy=accuracy,
+                    num_steps=found.num_steps,
+                    num_samples=found.num_samples,
+                    local_batch_sizes=found.local_batch_sizes,
+                )
+            )
+            watch(run, points[-1])
+            stop = accuracy >= run.target_accuracy or found.trained_s >= limit_s
+            self._set_speeds(run.case, found.trained_s)
+            write_frame(writer, CheckInAnswer(stop=stop, accuracy=accuracy))
+            if stop:
+                return
+
+    async def _fork(self, run: TargetRun, job: str) -> list[int]:
+        places = [self._place(run, job, host) for host in self._hosts]
+        assert self._spawner.stdin is not None
+        self._spawner.stdin.write(msgspec.json.encode(places) + b"\n")
+        return await self._said(list[int])
+
+    def _place(self, run: TargetRun, job: str, host: Host) -> RankPlace:
+        environ = {
+            "RANK": str(host.index),
+            "WORLD_SIZE": str(len(self._hosts)),
+            "MASTER_ADDR": self._hosts[0].address,
+            "MASTER_PORT": str(FIRST_PORT + self._num_runs % NUM_PORTS),
+            "GLOO_SOCKET_IFNAME": "eth0",
+        }
+        if run.arm.policy is not None:
+            environ |= {**self._services.environ, "DYNAMIX_JOB": job, "DYNAMIX_NODE": node_of(host)}
+        return RankPlace(
+            rank=host.index,
+            world_size=len(self._hosts),
+            arm=run.arm,
+            seed=run.seed,
+            grid_s=run.grid_s,
+            namespace=host.namespace.name,
+            cgroup_procs=list(map(str, host.cgroup_procs)),
+            environ=environ,
+            socket=str(self._socket),
+            log=str(self._log(job, host.index)),
+        )
+
+    async def _attached(self, number: int) -> list[RankLink]:
+        """The connections of all ranks, by rank, once all are ready to train."""
+        by_rank: dict[int, RankLink] = {}
+        while len(by_rank) < number:
+            link = await self._links.get()
+            by_rank[(await read_frame(link.reader, Attached)).rank] = link
+        return [by_rank[rank] for rank in sorted(by_rank)]
+
+    async def _said(self, kind: type[list[int]]) -> list[int]:
+        assert self._spawner.stdout is not None
+        line = await self._spawner.stdout.readline()
+        if not line:
+            raise ClusterError(f"the process that forks ranks ended:\n{end_of(self._directory / 'spawner.log')}")
+        return msgspec.json.decode(line, type=kind)
+
+    def _check(self, codes: list[int], job: str) -> None:
+        if any(codes):
+            raise ClusterError(f"ranks ended with the codes {codes}:\n{self._first_error(job)}")
+
+    async def _kill(self, pids: list[int]) -> None:
+        """End ranks that still run; none is reaped before its exit code is said."""
+        if not pids or self._spawner.returncode is not None:
+            return
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        await self._said(list[int])
+
+    def _first_error(self, job: str) -> str:
+        logs = [log for host in self._hosts if (log := self._log(job, host.index)).exists()]
+        texts = [end_of(log) for log in logs if "Traceback" in log.read_text(errors="replace")]
+        return texts[0] if texts else "none of them said why"
+
+    def _log(self, job: str, rank: int) -> Path:
+        return self._directory / f"{job}-{rank}.log"
+
+    def _set_speeds(self, case: TargetCase, trained_s: float) -> None:
+        for rank, host in enumerate(self._hosts):
+            if trained_s == 0:
+                host.set_link(case.link_of(rank))
+            host.set_cores(case.cores_of(rank, trained_s))
+
+    def _free(self) -> None:
+        for host in self._hosts:
+            host.set_link(None)
+            host.set_cores(None)
+
+
+@contextlib.asynccontextmanager
+async def target_runner(hosts: Hosts, directory: Path, data: str | None) -> AsyncIterator[TargetRunner]:
+    """Services, the process that forks ranks, and a runner; the calling thread must have entered the switch.
+
+    Raises:
+        ClusterError: when one of them does not start.
+    """
+    guard = [sys.executable, "-I", "-S", str(DIE_WITH_PARENT), str(os.getpid())]
+    command = [*guard, sys.executable, "-m", "bench.cluster.target.ranks", *([] if data is None else [data])]
+    async with contextlib.AsyncExitStack() as stack:
+        log = stack.enter_context((directory / "spawner.log").open("wb"))
+        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+        spawner = await asyncio.create_subprocess_exec(
+            *command, cwd=ROOT, env=environ, stdin=PIPE, stdout=PIPE, stderr=log, process_group=0
+        )
+        stack.push_async_callback(_end, spawner)
+        running = await stack.enter_async_context(services(hosts, "auto", directory))
+        held_out = await asyncio.to_thread(HeldOut, data)
+        assert spawner.stdout is not None
+        async with asyncio.timeout(READY_TIMEOUT_S):
+            if not await spawner.stdout.readline():
+                raise ClusterError(f"the process that forks ranks ended:\n{end_of(directory / 'spawner.log')}")
+        runner = TargetRunner(hosts, running, held_out, spawner, directory)
+        await stack.enter_async_context(runner.listening())
+        yield runner
+
+
+async def write_capture(bus: Bus, job: str, path: Path) -> None:
+    """Write what is stored of a job."""
+    async with Source(bus, job, past=True, stop=asyncio.Event()) as source:
+        with CaptureWriter(path, CaptureHeader.of(job), overwrite=True) as writer:
+            while batch := await source.read():
+                for record in batch:
+                    writer.write_record(record)
+            writer.finish(source.reason)
+
+
+async def _end(process: Process) -> None:
+    if process.returncode is None:
+        process.kill()
+    await process.wait()

@@ -1,0 +1,179 @@
+"""The result: a row per case and arm, paired ratios with intervals, predictions beside them, and the targets. Pure."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from bench.harness.command import Target
+from bench.harness.figure import Curve, Panel
+from bench.results.result import Cell, ExperimentResult
+
+from dynamix.lab.experiments.comparison.scores import MeanInterval, paired_ratio
+from dynamix.lab.experiments.episodes.provenance import code_digest, versions
+
+from .arms import GOODPUT, PROPORTIONAL, RULE, SPLIT, STATIC
+from .campaign import CaseOutcomes
+from .outcomes import TargetOutcome
+from .prediction import Predicted
+
+NAME = "cluster"
+COLUMNS = [
+    *("case", "arm", "setting", "time to target, s"),
+    *(f"vs {row}" for row in (STATIC, GOODPUT, PROPORTIONAL)),
+    *("predicted vs static", "error"),
+]
+LIMITS: Mapping[str, Mapping[tuple[str, str], float]] = {
+    "unequal-processors": {(RULE, STATIC): 0.70, (RULE, GOODPUT): 0.95, (RULE, PROPORTIONAL): 1.0},
+    "slow-link": {(RULE, STATIC): 1.0},
+    "slow-links": {(RULE, STATIC): 1.0},
+    "slow-down": {(RULE, STATIC): 0.65},
+    "equal": {(RULE, STATIC): 1.03, (SPLIT, STATIC): 1.03},
+}
+"""Targets: at most this ratio of one row's time to another's."""
+PREDICTION_LIMIT = 0.15
+"""Target: relative error of a predicted ratio."""
+
+
+class ClusterTargets(ExperimentResult, frozen=True, kw_only=True):
+    """The result, with every run that it was made of."""
+
+    target_accuracy: float
+    runs: list[TargetOutcome]
+    """Those of the search included."""
+    predicted: dict[str, Predicted]
+
+
+def result_of(
+    found: Sequence[CaseOutcomes],
+    predicted: Mapping[str, Predicted],
+    *,
+    target_accuracy: float,
+    grid_s: float,
+    seeds: Sequence[int],
+    command: str,
+) -> ClusterTargets:
+    """Put all cases together."""
+    return ClusterTargets(
+        name=NAME,
+        command=command,
+        scale="full",
+        seeds=list(seeds),
+        columns=COLUMNS,
+        rows=[cells for case in found for cells in _rows(case, predicted.get(case.case.name, Predicted()))],
+        panels=[_panel(case, target_accuracy) for case in found],
+        notes=list(_notes(found, predicted, target_accuracy, grid_s)),
+        code=code_digest(),
+        versions=versions(),
+        target_accuracy=target_accuracy,
+        runs=_runs(found),
+        predicted=dict(predicted),
+    )
+
+
+def targets_of(found: Sequence[CaseOutcomes], predicted: Mapping[str, Predicted]) -> list[Target]:
+    """The targets of the cases and rows that were run."""
+    targets = []
+    for case in found:
+        name = case.case.name
+        for (row, base), limit in LIMITS.get(name, {}).items():
+            ratio = ratio_of(case, row, base)
+            if ratio is not None:
+                targets.append(Target(name=f"{name}: {row} / {base}", value=ratio.value, at_most=limit))
+        for row in case.outcomes:
+            error = error_of(case, predicted.get(name, Predicted()), row)
+            if row != STATIC and error is not None:
+                title = f"{name}: error of the predicted ratio {row} / {STATIC}"
+                targets.append(Target(name=title, value=abs(error), at_most=PREDICTION_LIMIT))
+    return targets
+
+
+def ratio_of(case: CaseOutcomes, row: str, base: str) -> MeanInterval | None:
+    """Geometric mean of a row's times over another's, in pairs of one seed; `None` where one of them was not run."""
+    if row not in case.outcomes or base not in case.outcomes:
+        return None
+    times, bases = (np.array([[run.counted_s for run in case.outcomes[name]]]) for name in (row, base))
+    found = paired_ratio(times[None], bases)
+    return None if found is None else MeanInterval(found.ratio, found.low, found.high)
+
+
+def predicted_ratio_of(predicted: Predicted, row: str) -> float | None:
+    """The same of a virtual cluster, against the best static size."""
+    if row not in predicted.times_s or STATIC not in predicted.times_s:
+        return None
+    times, bases = (np.array([[predicted.times_s[name]]]) for name in (row, STATIC))
+    found = paired_ratio(times, bases[0])
+    return None if found is None else found.ratio
+
+
+def error_of(case: CaseOutcomes, predicted: Predicted, row: str) -> float | None:
+    """Relative error of the predicted ratio."""
+    measured, expected = ratio_of(case, row, STATIC), predicted_ratio_of(predicted, row)
+    return None if measured is None or expected is None else expected / measured.value - 1
+
+
+def _rows(case: CaseOutcomes, predicted: Predicted) -> list[list[Cell]]:
+    rows: list[list[Cell]] = []
+    for row, runs in case.outcomes.items():
+        error = error_of(case, predicted, row)
+        rows.append(
+            [
+                case.case.name,
+                row,
+                f"`{case.arms[row].label}`",
+                " / ".join(map(_time, runs)),
+                *(None if row == base else ratio_of(case, row, base) for base in (STATIC, GOODPUT, PROPORTIONAL)),
+                None if row == STATIC else predicted_ratio_of(predicted, row),
+                None if row == STATIC or error is None else f"{error:+.0%}",
+            ]
+        )
+    return rows
+
+
+def _time(run: TargetOutcome) -> str:
+    return f"> {run.limit_s:.0f}" if run.time_to_target_s is None else f"{run.time_to_target_s:.1f}"
+
+
+def _panel(case: CaseOutcomes, target_accuracy: float) -> Panel:
+    curves = [
+        Curve(label=row, points=[(point.trained_s, point.accuracy) for point in runs[0].points], style="-")
+        for row, runs in case.outcomes.items()
+    ]
+    return Panel(
+        title=case.case.title, x="training time [s]", y="held-out accuracy", curves=curves, limit=target_accuracy
+    )
+
+
+def _runs(found: Sequence[CaseOutcomes]) -> list[TargetOutcome]:
+    """Each once: the best of a search is also a row's."""
+    every = [run for case in found for some in (case.searched, case.outcomes) for runs in some.values() for run in runs]
+    return list({(run.case, run.arm, run.seed, run.limit_s): run for run in every}.values())
+
+
+def _notes(
+    found: Sequence[CaseOutcomes], predicted: Mapping[str, Predicted], target_accuracy: float, grid_s: float
+) -> list[str]:
+    cases = "; ".join(f"`{case.case.name}`: {case.case.title}" for case in found)
+    what = (
+        f"Training time to {target_accuracy:.0%} held-out accuracy, looked up every {grid_s:g} s of it while the job "
+        f"stands still. {cases}. `> N`: missed at N s, counted as N."
+    )
+    notes = [what]
+    if any(case.searched for case in found):
+        searches = "; ".join(
+            f"`{case.case.name}`: "
+            + ", ".join(f"`{run.arm}` {_time(run)}" for runs in case.searched.values() for run in runs)
+            for case in found
+            if case.searched
+        )
+        notes.append(
+            f"Searched under the first seed, each setting until the best one so far had been there: {searches}."
+        )
+    errors = [
+        f"`{name}` {one.reason or ('-' if one.median_error is None else f'{one.median_error:.1%}')}"
+        for name, one in predicted.items()
+    ]
+    if errors:
+        notes.append(
+            "Predicted: first seed, on virtual clusters that `dynamix calibrate` fitted to a captured run of `random`; "
+            f"median error of their step times: {', '.join(errors)}."
+        )
+    return notes

@@ -1,0 +1,336 @@
+"""Time to a target on real clocks: once as a user runs it, then its thinking on made-up runs."""
+
+import asyncio
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from bench.cluster.target.arms import (
+    GOODPUT,
+    GOODPUTS,
+    PLAIN,
+    PPO,
+    RECORDED,
+    ROWS,
+    RULE,
+    SPLIT,
+    STATIC,
+    STATICS,
+    TargetArm,
+    keeping_sum,
+)
+from bench.cluster.target.campaign import CaseOutcomes, compare, num_runs
+from bench.cluster.target.cases import CASES, TargetCase
+from bench.cluster.target.clock import FIRST_STEPS, TrainingClock
+from bench.cluster.target.command import TargetForecast
+from bench.cluster.target.messages import Attached, CheckIn, CheckInAnswer, exchange, read_frame, write_frame
+from bench.cluster.target.outcomes import Outcomes, TargetOutcome, TargetPoint, TargetRun
+from bench.cluster.target.prediction import Predicted, calibrated, task_of
+from bench.cluster.target.verdict import error_of, predicted_ratio_of, ratio_of, result_of, targets_of
+from bench.hosts.cgroups import find_hierarchies
+from bench.hosts.namespace import DIRECTORY
+from bench.results.result import markdown
+from tests.support.benches import ROOT, run_bench
+from tests.support.brokers import until
+
+DEMO = ROOT / "tests" / "data" / "demo.dxc"
+CASE = TargetCase(name="unequal-processors", title="one is slow", slow_cpus={3: 0.15}, time_limit_s=40.0)
+SMALL = ("--target", "0.5", "--grid", "0.5", "--seeds", "1", "--limit", "20", "--case", "equal", "--no-prediction")
+
+
+@pytest.mark.slow
+@pytest.mark.bpf
+def test_real_ranks_train_to_an_accuracy_and_what_was_run_is_not_run_again(tmp_path: Path) -> None:
+    arguments = (*SMALL, "--arm", PLAIN, "--arm", RULE, "--work", str(tmp_path / "work"))
+    result = run_bench("cluster", tmp_path / "first.json", *arguments, "--png", str(tmp_path / "figure.png"))["result"]
+    assert [row[1:3] for row in result["rows"]] == [[PLAIN, "`ddp@32`"], [RULE, "`rule`"]]
+    for run in result["runs"]:
+        *before, last = run["points"]
+        assert last["accuracy"] >= 0.5 > max((point["accuracy"] for point in before), default=0)
+        assert run["time_to_target_s"] == last["trained_s"] < run["wall_s"]
+        assert last["num_samples"] > 0
+    captures = sorted(path.name.split("-")[1] for path in (tmp_path / "work" / "runs").glob("*.dxc"))
+    assert captures == ["random", "rule"]  # plain DDP says nothing on the bus
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
+    again = run_bench("cluster", tmp_path / "second.json", *arguments)["result"]
+    assert again["runs"] == result["runs"]
+
+
+@pytest.mark.slow
+@pytest.mark.bpf
+async def test_an_interrupt_ends_the_ranks_and_leaves_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "bench.cluster", *SMALL, "--arm", PLAIN, "--work", str(tmp_path)]
+    bench = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stderr=asyncio.subprocess.PIPE)
+    mark = f"dynamix-hosts-{bench.pid}-"
+    places = (DIRECTORY, *find_hierarchies().roots)
+
+    def left() -> list[Path]:
+        return [path for place in places if place.exists() for path in place.iterdir() if path.name.startswith(mark)]
+
+    def pids() -> set[str]:
+        """Processes of the hosts: a collector each, and later a rank."""
+        return {pid for path in left() for file in path.glob("*/cgroup.procs") for pid in file.read_text().split()}
+
+    await until(lambda: len(pids()) == 8)
+    busy = pids()
+    bench.send_signal(signal.SIGINT)
+    await bench.communicate()
+    assert bench.returncode == 130
+    assert left() == []
+    assert not any(is_running(pid) for pid in busy)
+
+
+def is_running(pid: str) -> bool:
+    return Path("/proc", pid).exists()
+
+
+def test_the_clock_stands_still_at_check_ins_and_says_when_the_accuracy_is_due() -> None:
+    clock = TrainingClock(1.0, 100.0)
+    assert not clock.check_in(100.2)  # two steps of 0.1 s
+    assert clock.num_steps == int(0.8 * 0.8 / 0.1)
+    clock.go_on(150.0)
+    assert not clock.check_in(150.6)
+    assert clock.trained_s == pytest.approx(0.8)
+    clock.go_on(200.0)
+    assert clock.check_in(200.25)
+    assert clock.trained_s == pytest.approx(1.05)
+
+
+def test_steps_that_become_slower_are_noticed_before_the_next_point_of_the_grid() -> None:
+    clock, now_s, trained_s, points = TrainingClock(1.0, 0.0), 0.0, 0.0, []
+    steps = FIRST_STEPS
+    while trained_s < 9.5:
+        passed_s = steps * (0.02 if trained_s < 4.5 else 0.08)
+        now_s, trained_s = now_s + passed_s, trained_s + passed_s
+        if clock.check_in(now_s):
+            points.append(trained_s)
+        steps = clock.num_steps
+        now_s += 5.0  # the pause
+        clock.go_on(now_s)
+    assert len(points) == 9
+    assert points == pytest.approx(range(1, 10), abs=0.6)
+    assert points[:4] == pytest.approx(range(1, 5), abs=0.05)
+
+
+def test_points_of_the_grid_that_one_long_step_passes_are_one() -> None:
+    clock = TrainingClock(1.0, 0.0)
+    assert clock.check_in(3.5)
+    assert clock.num_steps == 1
+    clock.go_on(3.5)
+    assert clock.check_in(5.25)
+
+
+def test_a_processor_slows_down_at_its_time_and_links_have_their_rates() -> None:
+    case = CASES["slow-down"]
+    assert [case.cores_of(1, at) for at in (0.0, 4.9, 5.0, 60.0)] == [0.45, 0.45, 0.15, 0.15]
+    assert case.cores_of(0, 60.0) == 0.45
+    link = CASES["slow-link"].link_of(2)
+    assert link is not None
+    assert link.rate == 30e6
+    assert CASES["slow-link"].link_of(1) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"slow_links": {3: "20"}}, "not a rate"),
+        ({"slow_cpus": {4: 0.1}}, "rank 4 does not exist"),
+        ({"num_hosts": 1}, "at least 2"),
+    ],
+)
+def test_a_case_that_cannot_be_run_says_why(arguments: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        TargetCase(name="wrong", title="", **arguments)
+
+
+def test_the_learning_rate_follows_one_base_and_a_session_scales_it_by_itself() -> None:
+    assert TargetArm(policy=None).learning_rate(4) == 0.02
+    assert TargetArm(policy=None, local_batch_size=128).learning_rate(4) == 0.04
+    assert keeping_sum(SPLIT, 128).learning_rate(4) == 0.02
+    assert [arm.label for arm in (STATICS[1], GOODPUTS[1], keeping_sum(SPLIT, 64), TargetArm(policy=RULE))] == [
+        *("ddp@64", "goodput:track=1,hysteresis=0", "split@64", "rule"),
+    ]
+
+
+async def test_a_rank_waits_for_the_answer_to_its_message() -> None:
+    ours, theirs = socket.socketpair()
+    reader, writer = await asyncio.open_connection(sock=ours)
+    said = CheckIn(trained_s=1.5, num_steps=9, num_samples=99, local_batch_sizes=(1, 2), parameters=b"\0" * 100_000)
+    with theirs:
+        answer = asyncio.create_task(asyncio.to_thread(exchange, theirs, said))
+        assert await read_frame(reader, CheckIn) == said
+        write_frame(writer, CheckInAnswer(stop=True, accuracy=0.5))
+        assert await answer == CheckInAnswer(stop=True, accuracy=0.5)
+        gone = asyncio.create_task(asyncio.to_thread(exchange, theirs, Attached(rank=1)))
+        await read_frame(reader, Attached)
+        writer.close()
+        with pytest.raises((EOFError, ConnectionResetError)):
+            await gone
+
+
+def outcome_of(arm: TargetArm, seed: int, time_s: float, limit_s: float, case: TargetCase = CASE) -> TargetOutcome:
+    reached = time_s <= limit_s
+    end_s = min(time_s, limit_s)
+    point = TargetPoint(
+        trained_s=end_s, accuracy=0.85 if reached else 0.7, num_steps=9, num_samples=99, local_batch_sizes=(9, 9)
+    )
+    return TargetOutcome(
+        case=case.name,
+        arm=arm.label,
+        seed=seed,
+        time_to_target_s=end_s if reached else None,
+        limit_s=limit_s,
+        points=[point],
+        wall_s=2 * end_s,
+    )
+
+
+TIMES_S = {"ddp@32": 30.0, "ddp@64": 20.0, "ddp@128": 24.0, "ddp@256": 90.0, "ddp@16": 50.0, "rule": 14.0, "ppo": 15.0}
+TIMES_S |= {"goodput": 18.0, "goodput:track=1,hysteresis=0": 16.0, "goodput:track=1,noise_multiplier=4": 17.0}
+TIMES_S |= {"proportional@64": 15.0, "split@64": 14.5, "random": 99.0}
+
+
+class MadeUpRuns:
+    """Runs that take the times above, 10 % longer under the second seed."""
+
+    def __init__(self) -> None:
+        self.done: list[tuple[str, int, float]] = []
+        self._known: dict[tuple[str, int], TargetOutcome] = {}
+
+    async def __call__(self, case: TargetCase, arm: TargetArm, seed: int, limit_s: float) -> TargetOutcome:
+        known = self._known.get((arm.label, seed))
+        if known is not None and known.answers(limit_s):
+            return known
+        self.done.append((arm.label, seed, limit_s))
+        self._known[arm.label, seed] = outcome_of(arm, seed, TIMES_S[arm.label] * (0.9 + 0.1 * seed), limit_s, case)
+        return self._known[arm.label, seed]
+
+
+def compared(*rows: str, num_seeds: int = 2) -> tuple[CaseOutcomes, list[tuple[str, int, float]]]:
+    runs = MadeUpRuns()
+    found = asyncio.run(compare(CASE, rows or ROWS, range(1, 1 + num_seeds), runs))
+    return found, runs.done
+
+
+def test_baselines_are_searched_up_to_the_best_so_far_and_arms_run_in_turn() -> None:
+    found, done = compared()
+    assert done[0] == ("random", 1, 20.0)
+    assert done[1:6] == [
+        ("ddp@32", 1, 40),
+        ("ddp@64", 1, 30),
+        ("ddp@128", 1, 20),
+        ("ddp@256", 1, 20),
+        ("ddp@16", 1, 20),
+    ]
+    assert [label for label, *_ in done[6:9]] == [arm.label for arm in GOODPUTS]
+    assert [label for label, *_ in done[9:13]] == ["proportional@64", "split@64", "rule", "ppo"]
+    second = ["ppo", "rule", "split@64", "goodput:track=1,hysteresis=0", "proportional@64", "ddp@64", "ddp@32"]
+    assert done[13:] == [(label, 2, 40) for label in second]
+    assert len(done) == num_runs(ROWS, 2) == 20
+    assert {row: arm.label for row, arm in found.arms.items()}[STATIC] == "ddp@64"
+    assert [run.counted_s for run in found.outcomes[RULE]] == pytest.approx([14.0, 15.4])
+    assert [run.counted_s for run in found.searched[STATIC]] == [30, 20, 20, 20, 20]
+
+
+def test_one_arm_alone_runs_with_what_it_starts_from() -> None:
+    found, done = compared(RULE, num_seeds=1)
+    assert [label for label, *_ in done] == ["random", "rule"]
+    assert list(found.outcomes) == [RULE]
+    found, done = compared(SPLIT, num_seeds=1)
+    assert [label for label, *_ in done] == ["random", *(arm.label for arm in STATICS), "split@64"]
+    assert len(done) == num_runs([SPLIT], 1)
+    assert len(compared(PLAIN, STATIC)[1]) == num_runs([PLAIN, STATIC], 2)
+
+
+def test_ratios_are_those_of_pairs_and_a_miss_counts_as_the_limit() -> None:
+    found, _ = compared()
+    ratio = ratio_of(found, RULE, STATIC)
+    assert ratio is not None
+    assert (ratio.value, ratio.low, ratio.high) == pytest.approx((0.7, 0.7, 0.7))
+    assert ratio_of(found, RULE, GOODPUT).value == pytest.approx(14 / 16)  # type: ignore[union-attr]
+    assert ratio_of(compared(RULE)[0], RULE, STATIC) is None
+    plain = found.outcomes[PLAIN][0]
+    assert msgspec.structs.replace(plain, time_to_target_s=None).counted_s == plain.limit_s == 40
+
+
+PREDICTED = Predicted(times_s={STATIC: [22.0], RULE: [17.0], PPO: [11.0]}, median_error=0.04)
+
+
+def test_a_prediction_stands_beside_what_was_measured_with_its_error() -> None:
+    found, _ = compared()
+    assert predicted_ratio_of(PREDICTED, RULE) == pytest.approx(17 / 22)
+    assert error_of(found, PREDICTED, RULE) == pytest.approx(17 / 22 / 0.7 - 1)
+    assert error_of(found, PREDICTED, GOODPUT) is None
+    assert error_of(found, Predicted(reason="too few windows"), RULE) is None
+    targets = {target.name: target for target in targets_of([found], {CASE.name: PREDICTED})}
+    assert targets["unequal-processors: rule / static"].met
+    assert not targets["unequal-processors: error of the predicted ratio ppo / static"].met
+
+
+def test_the_table_has_a_row_for_every_arm_and_says_what_was_searched() -> None:
+    found, _ = compared()
+    result = result_of(
+        [found], {CASE.name: PREDICTED}, target_accuracy=0.83, grid_s=1.0, seeds=[1, 2], command="the command"
+    )
+    lines = markdown(result).splitlines()
+    start = "| unequal-processors | plain | `ddp@32` | 30.0 / 33.0 | 1.50 [1.50, 1.50] | "
+    assert lines[2].startswith(start)
+    assert lines[2].endswith(" | 2.00 [2.00, 2.00] | - | - |")
+    assert lines[3].startswith("| unequal-processors | static | `ddp@64` | 20.0 / 22.0 | - | 1.25")
+    assert lines[7].startswith("| unequal-processors | rule | `rule` | 14.0 / 15.4 | 0.700 [0.700, 0.700] |")
+    assert lines[7].endswith("| 0.773 | +10% |")
+    assert "`ddp@256` > 20" in lines[-5]
+    assert "`unequal-processors` 4.0%" in lines[-3]
+    assert len(result.runs) == 4 + 3 + 2 + 4 + 6
+    assert msgspec.json.decode(msgspec.json.encode(result), type=type(result)) == result
+
+
+def test_a_kept_run_answers_for_shorter_limits_and_other_code_or_seeds_do_not(tmp_path: Path) -> None:
+    kept, arm = Outcomes(tmp_path / "runs"), STATICS[0]
+    run = TargetRun(case=CASE, arm=arm, seed=1, target_accuracy=0.83, grid_s=1.0)
+    assert kept.get(run, 40) is None
+    missed = outcome_of(arm, 1, 99.0, 20.0)
+    kept.keep(run, missed)
+    assert kept.get(run, 20) == kept.get(run, 15) == missed
+    assert kept.get(run, 40) is None
+    reached = outcome_of(arm, 1, 30.0, 40.0)
+    kept.keep(run, reached)
+    longer = msgspec.structs.replace(CASE, time_limit_s=99.0, title="in other words")
+    assert kept.get(msgspec.structs.replace(run, case=longer), 99) == reached
+    for changes in (
+        {"seed": 2},
+        {"grid_s": 2.0},
+        {"target_accuracy": 0.8},
+        {"arm": STATICS[1]},
+        {"case": CASES["equal"]},
+    ):
+        assert kept.get(msgspec.structs.replace(run, **changes), 10) is None
+    assert kept.capture_of(run).parent == tmp_path / "runs"
+
+
+def test_time_left_is_that_of_the_runs_so_far() -> None:
+    forecast = TargetForecast(10)
+    assert str(forecast) == "run 1 of 10"
+    forecast.count_run(None)
+    forecast.count_run(30.0)
+    forecast.count_run(90.0)
+    assert str(forecast) == "run 4 of 10, some 7 min left"
+
+
+def test_an_arm_is_predicted_within_the_bounds_that_attach_gives_it() -> None:
+    scenario, error = calibrated(CASE, DEMO, 0.83, 0.5)
+    assert (scenario.target_accuracy, scenario.evaluate_every_s, scenario.time_limit_s) == (0.83, 0.5, 40.0)
+    assert (scenario.base_global_batch_size, scenario.learning_rate, scenario.workload) == (128, 0.02, "fashion-28-cnn")
+    assert 0 < error < 1
+    fixed, adaptive, learned = (
+        task_of(scenario, arm, 1) for arm in (keeping_sum(SPLIT, 64), RECORDED, TargetArm(policy=PPO))
+    )
+    assert (fixed.scenario.min_local_batch_size, fixed.scenario.max_local_batch_size) == (8, 128)
+    assert (adaptive.scenario.min_local_batch_size, adaptive.scenario.max_local_batch_size) == (32, 1024)
+    assert (fixed.scenario.initial_local_batch_size, fixed.scenario.window_steps) == (64, 10)
+    assert Path(learned.setting.policy_file).name == "ppo.safetensors"
+    assert task_of(scenario, STATICS[0], 1).setting.policy == "static"
