@@ -5,7 +5,7 @@ job with one rank per host and a collector on each; broker, reward and arbitrato
 is named trains once, one after the other. All figures were read from the bus; those of a rank are its state's, medians
 over the windows after those to warm up. Needs Linux, iproute2 and Fashion-MNIST (`make data`).
 
-`python -m bench.cluster --target 0.83` compares times to a held-out accuracy instead; `--target 0.83 --help` lists its
+`python -m bench.cluster --target 0.8` compares times to a held-out accuracy instead; `--target 0.8 --help` lists its
 options.
 """
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from bench.cluster.target.arms import (
     GOODPUT,
     GOODPUTS,
@@ -30,12 +31,16 @@ from bench.cluster.target.command import TargetForecast
 from bench.cluster.target.messages import Attached, CheckIn, CheckInAnswer, exchange, read_frame, write_frame
 from bench.cluster.target.outcomes import Outcomes, TargetOutcome, TargetPoint, TargetRun
 from bench.cluster.target.prediction import Predicted, calibrated, task_of
+from bench.cluster.target.ranks import WORKLOAD
+from bench.cluster.target.runner import NUM_SCREENED, HeldOut
 from bench.cluster.target.verdict import error_of, predicted_ratio_of, ratio_of, result_of, targets_of
 from bench.hosts.cgroups import find_hierarchies
 from bench.hosts.namespace import DIRECTORY
 from bench.results.result import markdown
 from tests.support.benches import ROOT, run_bench
 from tests.support.brokers import until
+
+from dynamix.lab.workloads import Part, workload_named
 
 DEMO = ROOT / "tests" / "data" / "demo.dxc"
 CASE = TargetCase(name="unequal-processors", title="one is slow", slow_cpus={3: 0.15}, time_limit_s=40.0)
@@ -122,6 +127,20 @@ def test_points_of_the_grid_that_one_long_step_passes_are_one() -> None:
     assert clock.num_steps == 1
     clock.go_on(3.5)
     assert clock.check_in(5.25)
+
+
+def test_only_an_accuracy_near_the_target_is_that_of_all_held_out_samples() -> None:
+    torch.manual_seed(1)
+    workload = workload_named(WORKLOAD)
+    model, inputs = workload.model(), torch.randn(2 * NUM_SCREENED, 1, 28, 28)
+    right = model(inputs).argmax(1)
+    labels = torch.cat([right[:NUM_SCREENED], (right[NUM_SCREENED:] + 1) % 10])
+    parameters = torch.nn.utils.parameters_to_vector(model.parameters()).detach().numpy().tobytes()
+    held_out = HeldOut(Part(inputs, labels))
+    assert held_out.accuracy(parameters, target=0.9) == pytest.approx(0.5, abs=0.01)
+    labels[: NUM_SCREENED // 2] += 1
+    assert held_out.accuracy(parameters, target=0.9) == pytest.approx(0.5, abs=0.01)
+    assert held_out.accuracy(parameters, target=0.5) == pytest.approx(0.25, abs=0.01)
 
 
 def test_a_processor_slows_down_at_its_time_and_links_have_their_rates() -> None:
@@ -218,7 +237,7 @@ def compared(*rows: str, num_seeds: int = 2) -> tuple[CaseOutcomes, list[tuple[s
 
 def test_baselines_are_searched_up_to_the_best_so_far_and_arms_run_in_turn() -> None:
     found, done = compared()
-    assert done[0] == ("random", 1, 20.0)
+    assert done[0] == ("random", 1, 15.0)
     assert done[1:6] == [
         ("ddp@32", 1, 40),
         ("ddp@64", 1, 30),
@@ -323,7 +342,7 @@ def test_time_left_is_that_of_the_runs_so_far() -> None:
 
 def test_an_arm_is_predicted_within_the_bounds_that_attach_gives_it() -> None:
     scenario, error = calibrated(CASE, DEMO, 0.83, 0.5)
-    assert (scenario.target_accuracy, scenario.evaluate_every_s, scenario.time_limit_s) == (0.83, 0.5, 40.0)
+    assert (scenario.target_accuracy, scenario.evaluate_every_s, scenario.time_limit_s) == (0.83, 1.0, 40.0)
     assert (scenario.base_global_batch_size, scenario.learning_rate, scenario.workload) == (128, 0.02, "fashion-28-cnn")
     assert 0 < error < 1
     fixed, adaptive, learned = (

@@ -1,5 +1,6 @@
 """Predictions: the same arms on a virtual cluster that was calibrated on a captured run of another policy."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -13,14 +14,16 @@ from dynamix.lab.experiments.comparison.evaluation import ComparisonCell, Compar
 from dynamix.lab.experiments.comparison.runs import Ledger, RunTask
 from dynamix.lab.experiments.comparison.scores import counted_time_s
 from dynamix.lab.simulator.scenario import Scenario
+from dynamix.trainer import attach
 from dynamix.trainer.job.options import bounds_of
 
 from .arms import BASE_GLOBAL_BATCH_SIZE, LEARNING_RATE, TargetArm
 from .cases import TargetCase
 from .ranks import WORKLOAD
 
-NOISE_EVERY = 4
-"""As `attach` has it."""
+EVALUATE_EVERY_S = 1.0
+EVALUATION_SAMPLES = 2_000
+"""Held-out samples, the first ones: to look at all of them every half second would take longer than to train."""
 
 
 class Predicted(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,8 +52,9 @@ def calibrated(case: TargetCase, capture: Path, target_accuracy: float, grid_s: 
         calibration.scenario,
         fixed_time_s=0.0,
         time_limit_s=case.time_limit_s,
-        evaluate_every_s=grid_s,
-        noise_every=NOISE_EVERY,
+        evaluate_every_s=max(grid_s, EVALUATE_EVERY_S),
+        evaluation_samples=EVALUATION_SAMPLES,
+        noise_every=inspect.signature(attach).parameters["noise_every"].default,
         base_global_batch_size=BASE_GLOBAL_BATCH_SIZE,
     )
     return scenario, calibration.median_error
