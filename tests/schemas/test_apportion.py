@@ -1,13 +1,15 @@
+import math
+from collections.abc import Iterable
 from fractions import Fraction
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamix.schemas import apportion as module
-from dynamix.schemas.apportion import apportion
+from dynamix.schemas.apportion import PARTS, apportion, divide_by_time
 
 Rank = tuple[float, int, int]
 """Weight, lower bound, span of the bounds."""
@@ -124,3 +126,68 @@ def test_bounds_on_both_sides_and_totals_beyond_64_bits_are_divided(num_ranks: i
         sizes = apportion(total, weights, [8] * num_ranks, [2**38] * num_ranks)
         assert sum(sizes) == total
         assert min(sizes) >= 8
+
+
+# --- by time -----------------------------------------------------------------------------------------------------
+
+
+Timed = tuple[int, int, int, int, int]
+"""Rate, sixteenths of a sample that are fixed, saturation, lower bound, span of the bounds."""
+
+TIMED = st.lists(
+    st.tuples(st.integers(1, 9), st.integers(0, 200), st.integers(0, 9), st.integers(0, 4), st.integers(0, 9)),
+    min_size=1,
+    max_size=4,
+)
+
+
+def _divide_by_time(total: int, ranks: list[Timed]) -> tuple[int, ...]:
+    rates, parts, saturations, lower, span = (np.array(each) for each in zip(*ranks, strict=True))
+    return divide_by_time(total, rates, lower, lower + span, fixed=parts / PARTS, saturations=saturations)
+
+
+def _slowest(sizes: Iterable[int], ranks: list[Timed]) -> Fraction:
+    """The longest time of any rank, exactly."""
+    return max(
+        (Fraction(parts, PARTS) + max(size, saturation)) / rate
+        for size, (rate, parts, saturation, _, _) in zip(sizes, ranks, strict=True)
+    )
+
+
+def test_what_is_fixed_counts_as_samples_that_a_rank_has_before_the_first() -> None:
+    """2 and 40 ms beside 1 ms a sample: 219 and 181 take 221 ms both."""
+    assert divide_by_time(400, [1.0] * 2, [1] * 2, [1024] * 2, fixed=[2.0, 40.0], saturations=[0, 0]) == (219, 181)
+
+
+def test_up_to_its_saturation_a_rank_has_samples_for_nothing() -> None:
+    """The slow rank takes as long with 1 as with 32; a sample more would cost what 4 cost on the others."""
+    for total, sizes in ((100, (34, 34, 32)), (90, (32, 32, 26))):
+        found = divide_by_time(total, [4.0, 4.0, 1.0], [1] * 3, [1024] * 3, fixed=[0.0] * 3, saturations=[32] * 3)
+        assert found == sizes
+    assert divide_by_time(8, [1.0] * 2, [6, 1], [1024] * 2, fixed=[0.0] * 2, saturations=[32] * 2) == (6, 2)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 40), TIMED)
+def test_no_division_within_the_bounds_has_a_faster_slowest_rank(total: int, ranks: list[Timed]) -> None:
+    sizes = _divide_by_time(total, ranks)
+    bounds = [range(low, low + span + 1) for _, _, _, low, span in ranks]
+    assert all(size in allowed for size, allowed in zip(sizes, bounds, strict=True))
+    best = min(_slowest(each, ranks) for each in product(*bounds) if sum(each) == sum(sizes))
+    assert _slowest(sizes, ranks) == best
+
+
+@given(st.integers(0, 400), TIMED)
+def test_many_ranks_are_divided_by_time_as_few_are(total: int, ranks: list[Timed]) -> None:
+    narrow = _divide_by_time(total, ranks)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "WIDE", 1)
+        assert _divide_by_time(total, ranks) == narrow
+
+
+def test_fixed_costs_that_are_no_numbers_are_refused() -> None:
+    for fixed in ([-1.0, 0.0], [math.nan, 0.0], [math.inf, 0.0]):
+        with pytest.raises(ValueError, match="fixed costs must be finite and not negative"):
+            divide_by_time(9, [1.0, 1.0], [0, 0], [9, 9], fixed=fixed, saturations=[0, 0])
+    with pytest.raises(ValueError, match="2 rates for 1 fixed costs and 2 saturations"):
+        divide_by_time(9, [1.0, 1.0], [0, 0], [9, 9], fixed=[0.0], saturations=[0, 0])

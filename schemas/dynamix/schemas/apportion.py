@@ -7,6 +7,8 @@ Definition: every rank begins at its lower bound; each further sample goes to th
 smallest, equal ones to the lowest rank. That makes the largest `size / weight`, the compute time of the slowest rank,
 as small as whole samples allow (the divisor method of D'Hondt and Jefferson; shares rounded to the nearest would not).
 It is computed from the other end: all samples up to a level near the final one, then the few that are missing or over.
+
+`divide_by_time` does the same for ranks that take `(fixed + max(size, saturation)) / rate`.
 """
 
 import math
@@ -26,6 +28,12 @@ WIDE = 64
 
 MAX_WIDE_TOTAL = 1 << 31
 """With larger totals the products of the wide path could leave 64 bits."""
+
+PARTS = 16
+"""Fixed costs count in sixteenths of a sample; with them the order is that of the fractions below 2^17 samples."""
+
+MOST_FIXED = 1 << 20
+"""Samples that a fixed cost counts as at most: from there on sizes change nothing that could be measured."""
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
@@ -56,44 +64,104 @@ def apportion(
     """
     if not len(weights) == len(lower) == len(upper):
         raise ValueError(f"{len(weights)} weights for {len(lower)} lower and {len(upper)} upper bounds")
-    if len(weights) < WIDE or max(total, sum(lower)) >= MAX_WIDE_TOTAL:
-        return _narrow(int(total), _listed(weights), _listed(lower), _listed(upper))
-    return _wide(int(total), np.asarray(weights, np.float64), np.asarray(lower, np.int64), np.asarray(upper, np.int64))
+    return _divided(int(total), weights, lower, upper, unit=1, heads=[0] * len(weights))
 
 
-def _narrow(total: int, weights: list[float], lower: list[int], upper: list[int]) -> tuple[int, ...]:
-    """Apportion for few ranks, or very many samples."""
+def divide_by_time(
+    total: int,
+    rates: Sequence[float] | Floats,
+    lower: Sequence[int] | Integers,
+    upper: Sequence[int] | Integers,
+    *,
+    fixed: Sequence[float] | Floats,
+    saturations: Sequence[int] | Integers,
+) -> tuple[int, ...]:
+    """Sizes with the sum `total` and the least possible maximum of `(fixed + max(size, saturation)) / rate`.
+
+    Below its saturation a rank takes as long with fewer samples, so it gets so many before any rank gets more; where
+    there are too few for that, they are divided as if there were no saturation. Bounds are kept as in `apportion`.
+
+    Args:
+        total: samples per step over all ranks.
+        rates: samples per second of each rank, or numbers in proportion to them.
+        lower: smallest size per rank.
+        upper: largest size per rank, not below `lower`.
+        fixed: what each rank does once per step, in samples that take as long; not negative, rounded to `PARTS`.
+        saturations: samples up to which a step of each rank costs the same; 0: none.
+
+    Raises:
+        ValueError: as `apportion`, and when a fixed cost is negative or not finite.
+    """
+    if not len(rates) == len(fixed) == len(saturations) == len(lower) == len(upper):
+        raise ValueError(f"{len(rates)} rates for {len(fixed)} fixed costs and {len(saturations)} saturations")
+    low, high, heads = _listed(lower), _listed(upper), _listed(fixed)
+    if not all(0.0 <= head < math.inf for head in heads):
+        raise ValueError(f"fixed costs must be finite and not negative: {heads[:16]}")
+    free = [max(least, min(each, most)) for each, least, most in zip(_listed(saturations), low, high, strict=True)]
+    if total > sum(free):
+        low = free
+    else:
+        high = [min(most, each) for most, each in zip(high, free, strict=True)]
+    parts = [int(PARTS * min(head, MOST_FIXED) + 0.5) for head in heads]
+    return _divided(int(total), rates, low, high, unit=PARTS if any(parts) else 1, heads=parts)
+
+
+def _divided(
+    total: int,
+    weights: Sequence[float] | Floats,
+    lower: Sequence[int] | Integers,
+    upper: Sequence[int] | Integers,
+    *,
+    unit: int,
+    heads: list[int],
+) -> tuple[int, ...]:
+    """Apportion where every rank begins with `heads`; a sample is `unit` of these."""
+    if len(weights) < WIDE or unit * max(total, sum(lower)) + sum(heads) >= MAX_WIDE_TOTAL:
+        return _narrow(total, _listed(weights), _listed(lower), _listed(upper), unit=unit, heads=heads)
+    arrays = np.asarray(lower, np.int64), np.asarray(upper, np.int64)
+    return _wide(total, np.asarray(weights, np.float64), *arrays, unit=unit, heads=np.asarray(heads, np.int64))
+
+
+def _narrow(
+    total: int, weights: list[float], lower: list[int], upper: list[int], *, unit: int, heads: list[int]
+) -> tuple[int, ...]:
+    """Divide among few ranks, or very many samples."""
     if any(map(int.__gt__, lower, upper)):
         raise ValueError(_crossed(lower, upper))
     total = min(max(total, sum(lower)), sum(upper))
     shift = _shift(min(weights, default=0.0), max(weights, default=0.0), finite=all(map(math.isfinite, weights)))
     whole = [int(math.ldexp(weight, shift)) or 1 for weight in weights]
-    above, below = _level(total, list(zip(whole, lower, upper, strict=True)))
-    sizes = [
-        min(max(above * weight // below, low), high) for weight, low, high in zip(whole, lower, upper, strict=True)
-    ]
+    ranks = list(zip(whole, lower, upper, heads, strict=True))
+    free = [(weight, unit * low + head, unit * high + head) for weight, low, high, head in ranks]
+    above, below = _level(unit * total + sum(heads), free, unit)
+    sizes = [min(max((above * weight // below - head) // unit, low), high) for weight, low, high, head in ranks]
     missing = total - sum(sizes)
     if missing:
-        _move(missing, sizes, whole, upper if missing > 0 else lower, range(len(sizes)))
+        _move(missing, sizes, whole, upper if missing > 0 else lower, range(len(sizes)), unit=unit, heads=heads)
     return tuple(sizes)
 
 
-def _wide(total: int, weights: Floats, lower: Integers, upper: Integers) -> tuple[int, ...]:
-    """Apportion for many ranks, on arrays; only ranks that come first can be among the first missing samples."""
+def _wide(
+    total: int, weights: Floats, lower: Integers, upper: Integers, *, unit: int, heads: Integers
+) -> tuple[int, ...]:
+    """Divide among many ranks, on arrays; only ranks that come first can be among the first missing samples."""
     if (lower > upper).any():
         raise ValueError(_crossed(lower.tolist(), upper.tolist()))
     total = min(max(total, int(lower.sum())), int(upper.sum()))
     shift = _shift(float(weights.min()), float(weights.max()), finite=bool(np.isfinite(weights).all()))
     whole = np.maximum(np.ldexp(weights, shift).astype(np.int64), 1)
-    above, below = _wide_level(total, whole, lower, upper)
-    counts = np.clip(above * whole // below, lower, upper)
+    sum_of_heads = int(heads.sum())
+    above, below = _wide_level(unit * total + sum_of_heads, whole, unit * lower + heads, unit * upper + heads, unit)
+    counts = np.clip((above * whole // below - heads) // unit, lower, upper)
     missing, sizes = total - int(counts.sum()), counts.tolist()
     if missing > 0:
-        order = np.argsort(np.where(counts < upper, (counts + 1) / whole, np.inf), kind="stable")
-        _move(missing, sizes, whole.tolist(), upper.tolist(), order[:missing].tolist())
+        after = np.where(counts < upper, (unit * (counts + 1) + heads) / whole, np.inf)
+        ranks = np.argsort(after, kind="stable")[:missing]
+        _move(missing, sizes, whole.tolist(), upper.tolist(), ranks.tolist(), unit=unit, heads=heads.tolist())
     elif missing < 0:
-        order = len(sizes) - 1 - np.argsort(np.where(counts > lower, -counts / whole, np.inf)[::-1], kind="stable")
-        _move(missing, sizes, whole.tolist(), lower.tolist(), order[:-missing].tolist())
+        before = np.where(counts > lower, -(unit * counts + heads) / whole, np.inf)
+        ranks = len(sizes) - 1 - np.argsort(before[::-1], kind="stable")[:-missing]
+        _move(missing, sizes, whole.tolist(), lower.tolist(), ranks.tolist(), unit=unit, heads=heads.tolist())
     return tuple(sizes)
 
 
@@ -104,7 +172,7 @@ def _shift(smallest: float, largest: float, *, finite: bool) -> int:
     return WEIGHT_BITS - math.frexp(largest)[1]
 
 
-def _level(total: int, free: list[tuple[int, int, int]]) -> tuple[int, int]:
+def _level(total: int, free: list[tuple[int, int, int]], unit: int) -> tuple[int, int]:
     """A fraction near the largest `size / weight` of the result; only speed depends on how near.
 
     Shares that need not be whole have one: while some are out of bounds, those on the side that is further out stay at
@@ -117,7 +185,7 @@ def _level(total: int, free: list[tuple[int, int, int]]) -> tuple[int, int]:
         under = [rank for rank in free if left * rank[0] < rank[1] * share]
         over = [rank for rank in free if left * rank[0] > rank[2] * share]
         if not (under or over):
-            return 2 * left + len(free), 2 * max(share, 1)
+            return 2 * left + unit * len(free), 2 * max(share, 1)
         lack = sum([low * share - left * weight for weight, low, _ in under])
         spare = sum([left * weight - high * share for weight, _, high in over])
         if lack >= spare:
@@ -128,7 +196,7 @@ def _level(total: int, free: list[tuple[int, int, int]]) -> tuple[int, int]:
             left -= sum([high for _, _, high in over])
 
 
-def _wide_level(total: int, whole: Integers, lower: Integers, upper: Integers) -> tuple[int, int]:
+def _wide_level(total: int, whole: Integers, lower: Integers, upper: Integers, unit: int) -> tuple[int, int]:
     """Find the level on arrays, in float64, which is near enough."""
     left, share, free = total, int(whole.sum()), np.ones(len(whole), dtype=bool)
     while True:
@@ -137,26 +205,36 @@ def _wide_level(total: int, whole: Integers, lower: Integers, upper: Integers) -
         lack, spare = (lower - shares)[under].sum(), (shares - upper)[over].sum()
         settled, bounds = (under, lower) if lack >= spare else (over, upper)
         if not settled.any() or settled.sum() == free.sum():
-            return 2 * left + int(free.sum()), 2 * share
+            return 2 * left + unit * int(free.sum()), 2 * share
         left -= int(bounds[settled].sum())
         share -= int(whole[settled].sum())
         free &= ~settled
 
 
-def _move(count: int, sizes: list[int], whole: list[int], bounds: Sequence[int], ranks: Iterable[int]) -> None:
+def _move(
+    count: int,
+    sizes: list[int],
+    whole: list[int],
+    bounds: Sequence[int],
+    ranks: Iterable[int],
+    *,
+    unit: int,
+    heads: list[int],
+) -> None:
     """Add samples, each to the one of `ranks` that it leaves lowest; or, with a negative count, take the last away."""
     step = 1 if count > 0 else -1
 
-    def place(rank: int) -> tuple[float, int]:
+    def place_of(rank: int) -> tuple[float, int]:
         full = step * sizes[rank] >= step * bounds[rank]
-        return math.inf if full else step * (sizes[rank] + (step > 0)) / whole[rank], step * rank
+        place = step * (unit * (sizes[rank] + (step > 0)) + heads[rank]) / whole[rank]
+        return math.inf if full else place, step * rank
 
-    heap = [at for rank in ranks if (at := place(rank))[0] < math.inf]
+    heap = [at for rank in ranks if (at := place_of(rank))[0] < math.inf]
     heapify(heap)
     for _ in range(abs(count)):
         rank = step * heap[0][1]
         sizes[rank] += step
-        heapreplace(heap, place(rank))
+        heapreplace(heap, place_of(rank))
 
 
 def _listed(values: Sequence[Number] | npt.NDArray[Any]) -> list[Number]:
