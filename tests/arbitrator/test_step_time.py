@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -6,11 +8,20 @@ from hypothesis import strategies as st
 from dynamix.arbitrator.policies.model.step_time import SYNC_FLOOR, StepTime, best_global_batch, progress
 
 
-def model(rates: list[float], lower: float = 8.0, upper: float = 1024.0, **changes: float) -> StepTime:
+def model(
+    rates: list[float],
+    lower: float = 8.0,
+    upper: float = 1024.0,
+    overhead_s: float | list[float] = 0.0,
+    saturation: float | list[float] = 0.0,
+    **changes: float,
+) -> StepTime:
     return StepTime(
         seconds_per_sample_W=1 / np.array(rates),
         lower_W=np.full(len(rates), lower),
         upper_W=np.full(len(rates), upper),
+        overhead_W=np.broadcast_to(overhead_s, len(rates)).astype(np.float64),
+        saturation_W=np.broadcast_to(saturation, len(rates)).astype(np.float64),
         **changes,
     )
 
@@ -30,12 +41,25 @@ def test_below_what_the_slowest_takes_at_its_minimum_more_samples_are_free() -> 
 
 def test_a_rank_at_its_maximum_leaves_the_rest_to_the_others() -> None:
     """With at most 100 on the fast rank, 300 are 100 and 200."""
-    fitted = StepTime(
-        seconds_per_sample_W=1 / np.array([3000.0, 1000.0]),
-        lower_W=np.array([8.0, 8.0]),
-        upper_W=np.array([100.0, 1000.0]),
-    )
+    fitted = replace(model([3000.0, 1000.0]), upper_W=np.array([100.0, 1000.0]))
     assert fitted.balanced(np.array([300.0]))[0] == pytest.approx(0.2)
+
+
+def test_what_a_rank_has_below_its_saturation_is_free() -> None:
+    """1000 and 4000 samples/s, nothing gained below 32: 32 ms for up to 32 + 128 samples, 33 ms for five more."""
+    fitted = model([1000.0, 4000.0], lower=1.0, saturation=32.0)
+    assert fitted.balanced(np.array([2.0, 64.0, 160.0, 165.0])) == pytest.approx([0.032, 0.032, 0.032, 0.033])
+    assert fitted.of((1, 128)) == fitted.of((32, 32)) == pytest.approx(0.032)
+    assert fitted.equal(np.array([20.0, 128.0])) == pytest.approx([0.032, 0.064])
+    assert fitted.divide(160) == (32, 128)
+    assert fitted.divide(165) == (33, 132)
+
+
+def test_unequal_fixed_times_by_hand() -> None:
+    """2 and 40 ms beside 1 ms a sample: 400 are 219 and 181 in 221 ms; up to 39 the second has its one sample."""
+    fitted = model([1000.0, 1000.0], lower=1.0, overhead_s=[0.002, 0.040])
+    assert fitted.balanced(np.array([2.0, 40.0, 400.0])) == pytest.approx([0.041, 0.041, 0.221])
+    assert fitted.divide(400) == (219, 181)
 
 
 def test_communication_hides_behind_compute_down_to_its_floor() -> None:
@@ -70,17 +94,23 @@ rates = st.lists(st.floats(10, 1e5), min_size=1, max_size=12)
 
 
 @settings(max_examples=60, deadline=None)
-@given(rates=rates, overhead_s=st.floats(0, 0.1), share=st.floats(0, 1))
-def test_the_line_equals_bisection_on_the_compute_time(rates: list[float], overhead_s: float, share: float) -> None:
-    fitted = model(rates, overhead_s=overhead_s)
+@given(
+    ranks=st.lists(st.tuples(st.floats(10, 1e5), st.floats(0, 0.1), st.floats(0, 2000)), min_size=1, max_size=12),
+    share=st.floats(0, 1),
+)
+def test_the_line_equals_bisection_on_the_compute_time(ranks: list[tuple[float, float, float]], share: float) -> None:
+    rates, overhead_s, saturation = (list(each) for each in zip(*ranks, strict=True))
+    fitted = model(rates, overhead_s=overhead_s, saturation=saturation)
     total = fitted.smallest + share * (fitted.largest - fitted.smallest)
     low, high = 0.0, 1e3
+    free = np.clip(saturation, 8, 1024)
     for _ in range(200):
         middle = (low + high) / 2
-        held = np.clip((middle - overhead_s) / fitted.seconds_per_sample_W, 8, 1024).sum()
+        held = np.clip((middle - fitted.overhead_W) / fitted.seconds_per_sample_W, free, 1024).sum()
         low, high = (middle, high) if held < total else (low, middle)
-    expected = max(high, float((overhead_s + 8 * fitted.seconds_per_sample_W).max()))
+    expected = max(high, float(fitted.compute_s(free).max()))
     assert fitted.balanced(np.array([total]))[0] == pytest.approx(expected, rel=1e-6, abs=1e-9)
+    assert fitted.compute_s(fitted.shares(total)).max() == pytest.approx(expected, rel=1e-6, abs=1e-9)
 
 
 @settings(max_examples=60, deadline=None)

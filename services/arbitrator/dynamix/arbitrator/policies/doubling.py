@@ -49,7 +49,7 @@ class Doubling:
     """Doubles the global batch until the job's bounds; never shrinks it."""
 
     name = "doubling"
-    version = 1
+    version = 2
     options: ClassVar[Options] = {
         "every_samples": Option(0, 0, 1e12, "double after so many samples; 0: when the loss stalls"),
         "patience_windows": Option(20, 1, 1e6, "windows without improvement that make a stall", whole=True),
@@ -61,13 +61,13 @@ class Doubling:
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
         """The initial batch times a power of two. Samples are counted from the job's own totals."""
-        schedule, fit = _unpack(carry, job.world_size)
+        schedule, fit = _unpack(carry, job)
         samples = job_value(global_F, "throughput") * job_value(global_F, "step_time_s") * job.window_steps
         improvement = option(self.options, job, "min_improvement")
         schedule = schedule.observe(samples, job_value(global_F, "loss"), improvement)
         if self._is_due(job, schedule):
             schedule = schedule._replace(samples=0.0, num_doublings=schedule.num_doublings + 1, num_stalled=0)
-        fit = fit.observe(window_of(job, obs_WF))
+        fit = fit.observe(job, window_of(job, obs_WF))
         carry = _HEAD.pack(*schedule) + fit.pack()
         sizes = self._sizes(job, schedule, fit, decided_sizes(obs_WF))
         return Decision(allocation_of(self.options, job, sizes), carry=carry)
@@ -86,8 +86,8 @@ class Doubling:
         return scaled(job, total, initial)
 
 
-def _unpack(carry: bytes, world_size: int) -> tuple[_Schedule, StepTimeFit]:
+def _unpack(carry: bytes, job: Job) -> tuple[_Schedule, StepTimeFit]:
     if len(carry) < _HEAD.size:
-        return _Schedule(), StepTimeFit.empty(world_size)
+        return _Schedule(), StepTimeFit.empty(job)
     schedule = _Schedule(*_HEAD.unpack_from(carry))
-    return schedule, StepTimeFit.unpack(carry[_HEAD.size :], world_size)
+    return schedule, StepTimeFit.unpack(carry[_HEAD.size :], job)

@@ -22,7 +22,7 @@ from .model.step_time import StepTime
 from .model.step_time_fit import StepTimeFit, window_of
 from .options import Option, Options, allocation_of, option, switch, track, tracks
 from .policy import Decision
-from .sizing import by_speed, divided, equally
+from .sizing import by_speed, equally
 
 NUM_CANDIDATES = 50
 
@@ -31,7 +31,7 @@ class Goodput:
     """Chooses the batch of the greatest predicted goodput."""
 
     name = "goodput"
-    version = 1
+    version = 2
     options: ClassVar[Options] = {
         "smoothing": Option(0.5, 0.01, 1, "weight of the newest window in the moving averages of times"),
         "hysteresis": Option(0.05, 0, 1, "relative gain in predicted goodput that a change must promise"),
@@ -43,8 +43,8 @@ class Goodput:
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
         """The best candidate, if it is enough better than the current sizes. Without B_noise the batch stays."""
         noise = NoiseMemory.unpack(carry[:PACKED_BYTES]).observe(job_value(global_F, "noise_scale"))
-        fit = StepTimeFit.unpack(carry[PACKED_BYTES:], job.world_size)
-        fit = fit.observe(window_of(job, obs_WF), jump=math.inf, smoothing=option(self.options, job, "smoothing"))
+        fit = StepTimeFit.unpack(carry[PACKED_BYTES:], job)
+        fit = fit.observe(job, window_of(job, obs_WF), jump=math.inf, smoothing=option(self.options, job, "smoothing"))
         sizes, model = decided_sizes(obs_WF), fit.model(job)
         if model is not None:
             sizes = self._chosen(job, sizes, model, option(self.options, job, "noise_multiplier") * noise.noise_scale)
@@ -63,7 +63,7 @@ class Goodput:
         now = float(goodput(total, now_s, noise_scale, job.base_global_batch_size)[0])
         if float(values.max()) <= (1 + option(self.options, job, "hysteresis")) * now:
             return current
-        return divided(job, best, 1 / model.seconds_per_sample_W) if proportional else equally(job, best)
+        return model.divide(best) if proportional else equally(job, best)
 
 
 def goodput(global_batch_sizes: Array64, step_times_s: Array64, noise_scale: float, base: int) -> Array64:

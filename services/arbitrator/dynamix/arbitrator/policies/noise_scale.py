@@ -21,7 +21,7 @@ class NoiseScale:
     """Keeps the global batch at a multiple of the noise scale; it may go below the initial batch."""
 
     name = "noise-scale"
-    version = 1
+    version = 2
     options: ClassVar[Options] = {
         "multiplier": Option(1.0, 0.01, 100, "global batch over B_noise"),
         "max_change": Option(_PACE.max_change, 1.01, 100, "greatest factor between two decisions"),
@@ -32,7 +32,7 @@ class NoiseScale:
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
         """A limited step towards the multiple. While B_noise was never known the batch stays."""
         noise = NoiseMemory.unpack(carry[:PACKED_BYTES]).observe(job_value(global_F, "noise_scale"))
-        fit = StepTimeFit.unpack(carry[PACKED_BYTES:], job.world_size).observe(window_of(job, obs_WF))
+        fit = StepTimeFit.unpack(carry[PACKED_BYTES:], job).observe(job, window_of(job, obs_WF))
         current = decided_sizes(obs_WF)
         total = self._total(job, sum(current), noise.noise_scale)
         if option(self.options, job, "proportional") == 1:

@@ -6,8 +6,9 @@ lr(B) is what the job's learning-rate rule makes of B: 1, B^0.5 or B. With rate_
 be the best one for each B, with 1 a step to be worth its length. The defaults were found by hand in several rounds on
 train scenarios; `dynamix tune` runs six settings beside the baselines' six, for the record (scenarios/tuned.toml).
 
-B_noise is the gradient noise scale, T(B) the step-time model fitted to the ranks' own times. B moves once per window;
-the division follows every step where the job supports tracking, otherwise this policy divides by the fitted speeds.
+B_noise is the gradient noise scale, T(B) the step-time model: for each rank a fixed time, a rate, and a size below
+which a batch costs no less, fitted to its own times. B moves once per window; the division follows every step where the
+job supports tracking, otherwise this policy divides by the fitted model.
 """
 
 import math
@@ -35,7 +36,7 @@ class Rule:
     """Sets the global batch; B may go below the initial one as well as above it."""
 
     name = "rule"
-    version = 1
+    version = 2
     options: ClassVar[Options] = {
         "noise_multiplier": Option(1.0, 0.01, 100, "factor on B_noise: above 1, larger batches count for more"),
         "rate_weight": Option(0.5, 0, 1, "power of the learning rate in the worth of a step"),
@@ -48,7 +49,7 @@ class Rule:
         """The next sizes. While B_noise was never known B stays, and without any measured time nothing changes."""
         global_batch_size, noise, fit = _unpack(job, carry)
         noise = noise.observe(job_value(global_F, "noise_scale"))
-        fit = fit.observe(window_of(job, obs_WF))
+        fit = fit.observe(job, window_of(job, obs_WF))
         model = fit.model(job)
         wanted = self._next(job, global_batch_size, model, noise.noise_scale)
         sizes = by_speed(job, clamp_total(job, wanted), model, decided_sizes(obs_WF))
@@ -72,4 +73,4 @@ def _unpack(job: Job, carry: bytes) -> tuple[float, NoiseMemory, StepTimeFit]:
     global_batch_size = _GLOBAL_BATCH.unpack_from(carry)[0] if len(carry) >= head else math.nan
     if not 0 < global_batch_size < math.inf:
         global_batch_size = float(sum(job.initial_local_batch_sizes))
-    return global_batch_size, NoiseMemory.unpack(noise), StepTimeFit.unpack(fit, job.world_size)
+    return global_batch_size, NoiseMemory.unpack(noise), StepTimeFit.unpack(fit, job)

@@ -67,7 +67,7 @@ def by_speed(job: Job, total: int, model: StepTime | None, current: tuple[int, .
     """
     if model is None:
         return current if sum(current) == total else scaled(job, total, current)
-    proposed = divided(job, total, 1 / model.seconds_per_sample_W)
+    proposed = model.divide(total)
     if sum(current) == total and model.of(proposed) > (1 - SPLIT_DEAD_BAND) * model.of(current):
         return current
     return proposed
