@@ -22,7 +22,7 @@ class TargetCase(msgspec.Struct, frozen=True, kw_only=True):
     later_after_s: float = 0.0
     """Training time after which `later_cpus` holds."""
     later_cpus: dict[int, float] = {}
-    time_limit_s: float = 60.0
+    time_limit_s: float = 40.0
     """Training time after which a run has missed the target."""
 
     def __post_init__(self) -> None:

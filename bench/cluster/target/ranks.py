@@ -28,7 +28,7 @@ from dynamix.trainer import attach
 
 from .arms import BASE_GLOBAL_BATCH_SIZE
 from .clock import FIRST_STEPS, TrainingClock
-from .messages import Attached, CheckIn, RankPlace, exchange
+from .messages import Attached, CheckIn, CheckInAnswer, RankPlace, exchange
 
 if TYPE_CHECKING:
     from dynamix.trainer.session import Session
@@ -59,34 +59,39 @@ class RankClock:
         self._steps_left -= 1
         if self._steps_left:
             return False
-        agreed = torch.full((3,), -1.0, dtype=torch.float64)  # steps to the next check-in, stop, accuracy
-        if self._place.rank == 0:
-            agreed = self._agreed(num_samples, local_batch_sizes)
-        else:
-            agreed.zero_()
-        dist.all_reduce(agreed)
-        self._steps_left = int(agreed[0])
-        self.accuracy = float(agreed[2]) or None
-        if self._place.rank == 0:
+        is_first = self._place.rank == 0
+        (steps,) = _agreed(self._clock.check_in(time.perf_counter()) if is_first else 0)
+        if steps == 0:
+            found = (0.0, 0.0, 0.0)
+            if is_first:
+                self._clock.stop(time.perf_counter())
+                answer = self._ask(num_samples, local_batch_sizes)
+                found = (self._clock.plan_steps(), answer.stop, answer.accuracy)
+            steps, stop, self.accuracy = _agreed(*found)
             self._clock.go_on(time.perf_counter())
-        return bool(agreed[1])
+            if stop:
+                return True
+        self._steps_left = int(steps)
+        return False
 
-    def _agreed(self, num_samples: int, local_batch_sizes: tuple[int, ...]) -> Tensor:
-        stop, accuracy = False, 0.0
-        if self._clock.check_in(time.perf_counter()):
-            parameters = torch.nn.utils.parameters_to_vector(self._model.parameters()).detach().numpy().tobytes()
-            answer = exchange(
-                self._link,
-                CheckIn(
-                    trained_s=self._clock.trained_s,
-                    num_steps=self._total_steps,
-                    num_samples=num_samples,
-                    local_batch_sizes=local_batch_sizes,
-                    parameters=parameters,
-                ),
-            )
-            stop, accuracy = answer.stop, answer.accuracy
-        return torch.tensor([self._clock.num_steps, stop, accuracy], dtype=torch.float64)
+    def _ask(self, num_samples: int, local_batch_sizes: tuple[int, ...]) -> CheckInAnswer:
+        parameters = torch.nn.utils.parameters_to_vector(self._model.parameters())
+        check_in = CheckIn(
+            trained_s=self._clock.trained_s,
+            num_steps=self._total_steps,
+            num_samples=num_samples,
+            local_batch_sizes=local_batch_sizes,
+            parameters=parameters.detach().numpy().tobytes(),
+        )
+        return exchange(self._link, check_in)
+
+
+def _agreed(*values: float) -> list[float]:
+    """The values of rank 0, once all ranks are here; the others have zeros."""
+    agreed = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(agreed)
+    found: list[float] = agreed.tolist()
+    return found
 
 
 class TrainingScript:

@@ -166,6 +166,7 @@ class TargetRunner:
     ) -> None:
         """CheckInAnswer rank 0 at each point of the grid, until it is told to stop."""
         reader, writer = links[0]
+        before_s = 0.0
         while True:
             found = await read_frame(reader, CheckIn)
             accuracy = await asyncio.to_thread(self._held_out.accuracy, found.parameters, run.target_accuracy)
@@ -180,7 +181,8 @@ class TargetRunner:
             )
             watch(run, points[-1])
             stop = accuracy >= run.target_accuracy or found.trained_s >= limit_s
-            self._set_speeds(run.case, found.trained_s)
+            self._set_speeds(run.case, found.trained_s, before_s)
+            before_s = found.trained_s
             write_frame(writer, CheckInAnswer(stop=stop, accuracy=accuracy))
             if stop:
                 return
@@ -250,11 +252,14 @@ class TargetRunner:
     def _log(self, job: str, rank: int) -> Path:
         return self._directory / f"{job}-{rank}.log"
 
-    def _set_speeds(self, case: TargetCase, trained_s: float) -> None:
+    def _set_speeds(self, case: TargetCase, trained_s: float, before_s: float | None = None) -> None:
+        """Give links and shares of the processor, at the start or where they change: each share begins a new period."""
         for rank, host in enumerate(self._hosts):
-            if trained_s == 0:
+            cores = case.cores_of(rank, trained_s)
+            if before_s is None:
                 host.set_link(case.link_of(rank))
-            host.set_cores(case.cores_of(rank, trained_s))
+            if before_s is None or cores != case.cores_of(rank, before_s):
+                host.set_cores(cores)
 
     def _free(self) -> None:
         for host in self._hosts:
