@@ -10,6 +10,7 @@ from dynamix.lab.simulator.ranks import training_part
 from dynamix.lab.simulator.scenario import Congestion, Network, Stragglers, Workers
 from dynamix.lab.workloads import OPTIMIZERS, Part, make_optimizer
 from dynamix.schemas.messages import Report
+from dynamix.schemas.messages.allocation import Allocation
 from dynamix.trainer.job.options import family_of
 
 LONG = {"fixed_time_s": 1e3, "time_limit_s": 1e6, "evaluate_every_s": 1e6}
@@ -105,13 +106,27 @@ def test_a_window_adds_up_what_its_steps_cost() -> None:
     assert (first.sockets.tx_bytes, first.sockets.retransmits) == (250_000, 0)
 
 
-def test_an_adopted_decision_costs_its_step_once() -> None:
+def cost_of(*decisions: Allocation) -> float:
+    """What some decisions, one per window, cost a run in virtual seconds."""
     free, paid = (cluster(scenario(lag_windows=0, decision=cost, **LONG)) for cost in (FREE, virtual.DecisionCost()))
     for run in (free, paid):
-        run.run_window()
-        run.offer(action(run.job, 0, (32,) * 4))
-        run.run_window()
-    assert paid.time_s - free.time_s == pytest.approx(0.001 + 0.0001 * 2)
+        for window, decided in enumerate(decisions):
+            run.run_window()
+            sizes, split = decided.local_batch_sizes, decided.split
+            run.offer(action(run.job, window, sizes, split=split))
+        windows(run, 2)
+        assert len(run.applied) == len(decisions)
+    return paid.time_s - free.time_s
+
+
+def test_another_allocation_costs_its_step_once_and_one_that_changes_nothing_costs_nothing() -> None:
+    once, same = 0.001 + 0.0001 * 2, (32,) * 4
+    assert cost_of(Allocation(OTHER)) == pytest.approx(once)
+    assert cost_of(Allocation(OTHER), Allocation(same)) == pytest.approx(2 * once)
+    assert cost_of(Allocation(same), Allocation(same)) == 0.0
+    # the fast loop begins once; another split of the same sum is its own, and free
+    tracking = Allocation(same, split="tracking")
+    assert cost_of(tracking, tracking, Allocation(OTHER, split="tracking")) == pytest.approx(once)
 
 
 def test_congestion_shows_in_counters_and_round_trips() -> None:

@@ -207,8 +207,9 @@ class VirtualCluster:
         action = self._offers.adopt(self.window)
         if action is None:
             return
+        before = self._schedule.newest
         self._fast_loop.adopt(self.position.step, action.allocation)
-        self._decided = True
+        self._decided = self._schedule.newest != before  # a policy that changes nothing pays nothing
         self.applied.append(
             self._reporters[0].receipt(
                 action,

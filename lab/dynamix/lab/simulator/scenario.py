@@ -102,7 +102,10 @@ class Congestion(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class DecisionCost(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a decision costs the step at which it begins to rule: cost_s + cost_per_doubling_s * log2 N."""
+    """What another allocation costs the step at which it begins to rule: cost_s + cost_per_doubling_s * log2 N.
+
+    A decision that leaves the allocation as it is costs nothing, nor does a new split by the fast loop.
+    """
 
     cost_s: NotNegative = 0.001
     cost_per_doubling_s: NotNegative = 0.0001
