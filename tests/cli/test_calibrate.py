@@ -40,6 +40,8 @@ def test_a_capture_becomes_a_scenario_a_report_and_a_picture(
     assert read.name == "mine"
     assert read.target_accuracy == 0.7
     assert [worker.samples_per_s for worker in read.workers] == pytest.approx([4000, 4000, 2000, 1000], rel=0.04)
+    assert [worker.saturation for worker in read.workers] == pytest.approx([60, 60, 0, 48], abs=3)
+    assert "saturation, samples" in output.err
     assert report["scenario"]["workers"][3]["samples_per_s"] == read.workers[3].samples_per_s
     assert scenario.read_text().startswith("# Fitted to ")
     assert picture.read_bytes().startswith(b"\x89PNG")

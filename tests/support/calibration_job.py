@@ -10,13 +10,13 @@ from dynamix.lab.experiments.episodes.episode import Episode, run_episode
 from dynamix.lab.simulator.scenario import Network, Scenario, Stragglers, Workers
 
 WORKERS = (
-    Workers(samples_per_s=4000, overhead_s=0.004, count=2),
-    Workers(samples_per_s=2000, overhead_s=0.010),
-    Workers(samples_per_s=1000, overhead_s=0.002),
+    Workers(samples_per_s=4000, overhead_s=0.002, saturation=60, count=2),
+    Workers(samples_per_s=2000, overhead_s=0.040),
+    Workers(samples_per_s=1000, overhead_s=0.004, saturation=48),
 )
 NETWORK = Network(bandwidth_mbit_s=1000, gradient_bytes=8_000_000, overlap=0.6)
-COMMUNICATION_S = 0.0963
-"""C: 2 * 3 / 4 * 8 MB at 125 MB/s, and 6 latencies of 50 us."""
+COMMUNICATION_S = 0.0972
+"""C: 2 * 3 / 4 * 8 MB at 125 MB/s, and 6 latencies of 50 us for each of 4 buckets."""
 
 
 def known_scenario(**changes: Any) -> Scenario:
@@ -41,5 +41,5 @@ def known_scenario(**changes: Any) -> Scenario:
 
 @lru_cache
 def known_job(scenario: Scenario, seed: int = 1) -> Episode:
-    """The job with its windows; some 120 windows, a second of a core."""
-    return run_episode(scenario, policy_named("random"), data=virtual.data(), seed=seed, keep_messages=True)
+    """The job with its windows; some 120 windows, a second of a core, and so much data that few are of two epochs."""
+    return run_episode(scenario, policy_named("random"), data=virtual.data(20_000), seed=seed, keep_messages=True)

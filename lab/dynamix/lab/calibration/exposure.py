@@ -49,13 +49,17 @@ class Exposure(NamedTuple):
         """Return C of each window, divided by the fitted C."""
         return _implied(exposed_s, slowest_s, self.num_buckets, self.overlap) / self.communication_s
 
+    def shows_buckets(self, slowest_s: Array64) -> bool:
+        """Return whether some windows computed for so long that only the last bucket was exposed."""
+        return bool((self.communication_s - self.overlap * slowest_s < self.communication_s / self.num_buckets).any())
+
     def congested(self, exposed_s: Array64, slowest_s: Array64) -> Flags:
         """Return for each window whether communication took much longer than usual."""
         limit = max(CONGESTED, 1 + CONGESTED_SIGMAS * self.scatter)
         return self.factor(exposed_s, slowest_s) > limit
 
 
-def exposed(busy_s: Array64, sized_s: Array64, sync_s: Array64, jitter: float) -> Array64:
+def exposed(busy_s: Array64, sync_s: Array64, jitter: float) -> Array64:
     """Return the communication time that each window's steps waited for, in seconds per step.
 
     The slowest rank of a step waits for no other rank. Over a window each rank may have been the slowest for some
@@ -64,7 +68,6 @@ def exposed(busy_s: Array64, sized_s: Array64, sync_s: Array64, jitter: float) -
 
     Args:
         busy_s: windows x ranks.
-        sized_s: the part of it that is subject to jitter.
         sync_s: windows x ranks.
         jitter: sigma of the lognormal factor of a step.
     """
@@ -75,7 +78,7 @@ def exposed(busy_s: Array64, sized_s: Array64, sync_s: Array64, jitter: float) -
     deviations = np.exp(jitter * draws - jitter**2 / 2) - 1
     waiting = np.zeros(len(busy_s))
     for deviation in deviations:
-        waiting += (busy_s + sized_s * deviation).max(axis=1)
+        waiting += (busy_s * (1 + deviation)).max(axis=1)
     corrected: Array64 = np.maximum(0.0, least - (waiting / NUM_DRAWS - busy_s.max(axis=1)))
     return corrected
 

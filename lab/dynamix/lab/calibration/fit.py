@@ -14,8 +14,6 @@ MIN_WINDOWS = 3
 """A disturbance is fitted from at least so many disturbed windows."""
 LEAST_SHARE = 0.1
 """A smaller share of a window's steps cannot be told from scatter."""
-SIZED_SHARE = 0.2
-"""Jitter is estimated from workers for which at least this share of the time grows with the samples."""
 MAX_JITTER = 1.0
 RETRANSMIT_RATIO = 2.0
 """Congested windows must have more than so many times the retransmissions of other windows, where these are counted."""
@@ -35,7 +33,7 @@ class CalibrationFit(NamedTuple):
     lines: tuple[ComputeTimeLine, ...]
     """By rank."""
     jitter: float
-    """Sigma of a step's lognormal factor on the time per sample, by the scatter of windows of k independent steps."""
+    """Sigma of a step's lognormal factor on the compute time, by the scatter of windows of k independent steps."""
     exposure: Exposure | None
     """`None` for a single worker, who reduces nothing."""
     stragglers: DwellTimes | None
@@ -56,8 +54,7 @@ class CalibrationFit(NamedTuple):
 
     def exposed(self, seen: Observations) -> Array64:
         """Return the communication time that each window's steps waited for, in seconds per step."""
-        overheads = np.array([line.overhead_s for line in self.lines])
-        return exposed(seen.busy_s, np.maximum(0.0, seen.busy_s - overheads), seen.sync_s, self.jitter)
+        return exposed(seen.busy_s, seen.sync_s, self.jitter)
 
 
 def fit_observations(seen: Observations) -> CalibrationFit:
@@ -76,12 +73,8 @@ def fit_observations(seen: Observations) -> CalibrationFit:
 
 def _jitter(lines: Sequence[ComputeTimeLine], seen: Observations) -> float:
     """Return the jitter of a step; the mean of a window of k steps scatters sqrt(k) times less."""
-    sized = [
-        line.scatter
-        for rank, line in enumerate(lines)
-        if line.overhead_s <= (1 - SIZED_SHARE) * np.median(seen.busy_s[:, rank])
-    ]
-    return min(MAX_JITTER, float(np.median(sized)) * math.sqrt(float(np.median(seen.num_steps)))) if sized else 0.0
+    scatter = float(np.median([line.scatter for line in lines]))
+    return min(MAX_JITTER, scatter * math.sqrt(float(np.median(seen.num_steps))))
 
 
 def _with_congestion(fit: CalibrationFit, seen: Observations) -> CalibrationFit:

@@ -14,20 +14,23 @@ from dynamix.schemas.messages import Job, MetricWindow
 from .fit import MAX_JITTER, CalibrationFit, fit_observations
 from .lines import MIN_SPREAD
 from .observations import Array64, Observations, observe
-from .scenario import CalibrationSettings, scenario_of
+from .scenario import LATENCY_S, CalibrationSettings, measured_latency_s, scenario_of
 
 NUM_DRAWS = 64
 """Draws of jitter, for the mean step time of a window."""
 
 
 class RankSpeed(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's line, with standard errors; `None` where overhead and rate could not be told apart."""
+    """One rank's line, with standard errors; `None` where a number could not be told from the others."""
 
     rank: int
     samples_per_s: float
     samples_per_s_error: float | None
     overhead_s: float
     overhead_error_s: float | None
+    saturation: float
+    """Samples below which a batch costs no less; 0 where that was not visible."""
+    saturation_error: float | None
 
 
 class StepTimeComparison(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,7 +99,7 @@ def calibrate(windows: Iterable[MetricWindow], settings: CalibrationSettings, jo
         p90_error=float(np.quantile(errors, 0.9)),
         steady_median_error=float(np.median(steady)) if steady else None,
         steady_p90_error=float(np.quantile(steady, 0.9)) if steady else None,
-        remarks=tuple(_remarks(fit, scenario)),
+        remarks=tuple(_remarks(fit, scenario, seen)),
         comparisons=comparisons,
     )
 
@@ -164,22 +167,15 @@ def _speed(fit: CalibrationFit, rank: int) -> RankSpeed:
         samples_per_s_error=rate**2 * line.s_per_sample_error if line.is_distinct else None,
         overhead_s=line.overhead_s,
         overhead_error_s=line.overhead_error_s if line.is_distinct else None,
+        saturation=line.saturation,
+        saturation_error=line.saturation_error if line.saturation else None,
     )
 
 
-def _remarks(fit: CalibrationFit, scenario: Scenario) -> Iterator[str]:
-    """What the calibration could not determine, in sentences, most important first."""
-    if flat := [str(rank) for rank, line in enumerate(fit.lines) if not line.is_distinct]:
-        yield (
-            f"The sizes of rank{'s' * (len(flat) > 1)} {', '.join(flat)} did not vary enough to tell overhead from "
-            f"rate (by a factor of {MIN_SPREAD:g}, and more than the times scatter): all of the time is taken to grow "
-            "with the samples. Run the job with the policy `random`."
-        )
-    if fit.exposure is not None and not fit.exposure.is_distinct:
-        yield (
-            "No overlap of communication with computing was visible: what is exposed does not change with the compute "
-            "time. The communication is taken to be exposed whole."
-        )
+def _remarks(fit: CalibrationFit, scenario: Scenario, seen: Observations) -> Iterator[str]:
+    """What to know of the result, in sentences, most important first: what could not be determined is one of them."""
+    if unknown := list(_not_identifiable(fit, scenario, seen)):
+        yield f"Not identifiable from these windows: {'; '.join(unknown)}."
     if fit.jitter >= MAX_JITTER:
         yield f"The windows scatter more than a jitter of {MAX_JITTER:g} explains: it is written as that."
     if fit.stragglers is None:
@@ -191,3 +187,43 @@ def _remarks(fit: CalibrationFit, scenario: Scenario) -> Iterator[str]:
             f"The sockets carried gradients of {scenario.network.gradient_bytes} bytes, not the workload's: the "
             "scenario sends as much."
         )
+
+
+def _not_identifiable(fit: CalibrationFit, scenario: Scenario, seen: Observations) -> Iterator[str]:
+    """The numbers that the windows leave open, each with what is taken instead."""
+    flat = [rank for rank, line in enumerate(fit.lines) if not line.is_distinct]
+    if flat:
+        yield (
+            f"overhead and rate of {_ranks(flat)}, whose sizes did not vary enough (by a factor of {MIN_SPREAD:g}, and "
+            "more than the times scatter), so that all of the time is taken to grow with the samples (run the job with "
+            "the policy `random`)"
+        )
+    if hidden := [rank for rank, line in enumerate(fit.lines) if line.is_distinct and not line.saturation]:
+        least = min(int(seen.samples[:, rank][seen.samples[:, rank] > 0].min()) for rank in hidden)
+        yield (
+            f"a saturation of {_ranks(hidden)} below the batches that were seen, of {least} samples or more, so that "
+            "smaller ones are taken to cost less"
+        )
+    if fit.exposure is None:
+        return
+    if not fit.exposure.is_distinct:
+        yield (
+            "overlap and buckets, as what is exposed does not change with the compute time, so that all communication "
+            "is taken to be exposed"
+        )
+    elif not fit.exposure.shows_buckets(seen.busy_s.max(axis=1)):
+        yield "the number of buckets, as computing never hid all but the last one, so that the fewest are taken"
+    if not np.isfinite(seen.srtt_us).any():
+        yield (
+            f"latency, as no round trip times were measured, so that {LATENCY_S * 1e6:g} us are taken and the rest of "
+            "the communication is bandwidth"
+        )
+    elif scenario.network.latency_s < 0.99 * measured_latency_s(seen):
+        yield (
+            "latency, as messages with the measured round trip times would take longer than the communication did, so "
+            "that half of it is taken to be latency"
+        )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -100,7 +100,7 @@ def _bounds_of_windows(seen: Observations) -> dict[str, Any]:
 
 
 def _workers(fit: CalibrationFit, job: Job | None) -> tuple[Workers, ...]:
-    """Return one table per rank; jitter has median 1 and a larger mean, the rate is that of an undisturbed step."""
+    """Return one table per rank; jitter has median 1 and a larger mean, the times are those of an undisturbed step."""
     mean = math.exp(fit.jitter**2 / 2)
     bounds: Sequence[int | None] = [None] * len(fit.lines)
     if job is not None:
@@ -109,7 +109,8 @@ def _workers(fit: CalibrationFit, job: Job | None) -> tuple[Workers, ...]:
     return tuple(
         Workers(
             samples_per_s=_rounded(mean / line.s_per_sample),
-            overhead_s=_rounded(line.overhead_s),
+            overhead_s=_rounded(line.overhead_s / mean),
+            saturation=round(line.saturation),
             max_local_batch_size=bound,
         )
         for line, bound in zip(fit.lines, bounds, strict=True)
@@ -117,14 +118,14 @@ def _workers(fit: CalibrationFit, job: Job | None) -> tuple[Workers, ...]:
 
 
 def _network(fit: CalibrationFit, seen: Observations, settings: CalibrationSettings) -> Network:
-    """Return the network: its bandwidth follows from C, latency and bytes."""
+    """Return the network: its bandwidth follows from C, latency, buckets and bytes."""
     num_workers = seen.world_size
     if fit.exposure is None:
         return Network()
     own_bytes = workload_named(settings.workload).gradient_bytes
     gradient_bytes = _gradient_bytes(seen, settings, own_bytes)
-    latencies = 2 * (num_workers - 1) if settings.topology == "ring" else 2
-    latency_s = min(_latency_s(seen), LARGEST_LATENCY_SHARE * fit.exposure.communication_s / latencies)
+    latencies = fit.exposure.num_buckets * (2 * (num_workers - 1) if settings.topology == "ring" else 2)
+    latency_s = min(measured_latency_s(seen), LARGEST_LATENCY_SHARE * fit.exposure.communication_s / latencies)
     moving_s = fit.exposure.communication_s - latencies * latency_s
     links = 2 * (num_workers - 1) / num_workers
     if settings.topology == "parameter-server":
@@ -150,8 +151,8 @@ def _gradient_bytes(seen: Observations, settings: CalibrationSettings, own_bytes
     return round(measured) if abs(measured / own_bytes - 1) > OTHER_MODEL and measured >= 1 else own_bytes
 
 
-def _latency_s(seen: Observations) -> float:
-    """Return half of the round trip time that the kernel measured."""
+def measured_latency_s(seen: Observations) -> float:
+    """Return half of the round trip time that the kernel measured, or a typical one when it did not."""
     known = seen.srtt_us[np.isfinite(seen.srtt_us)]
     return float(np.median(known)) / 2e6 if len(known) else LATENCY_S
 

@@ -1,19 +1,25 @@
 """The virtual clock: what a step of N workers costs, by formulas. Pure.
 
-    compute_i = overhead_i + slowdown_i * b_i / samples_per_s_i
-    ring:              C = 2 (N - 1) / N * bytes / min_i bandwidth_i + 2 (N - 1) latency
-    parameter server:  C = 2 max(N * bytes / (servers * bandwidth), bytes / min_i bandwidth_i) + 2 latency
-    exposed = max(C / buckets, C - overlap * max_i compute_i)
+    compute_i = slowdown_i * (overhead_i + max(b_i, saturation_i) / samples_per_s_i)
+    ring:              C = 2 (N - 1) K * max(mean_i (l_i + s_i), max_i s_i),  s_i = congestion_i * M / (K N bandwidth_i)
+    parameter server:  C = 2 K * max(l_0 + congestion_0 * N M / (K servers bandwidth), max_i (l_i + N s_i))
+    exposed = max(C / K, C - overlap * max_i compute_i)
     step    = max_i compute_i + exposed + decision
 
-A ring all-reduce moves every part of the gradient twice around, and its slowest link paces all. With parameter servers
-all workers push to and pull from each server at once: its link carries N parts (incast). A gradient travels in
-buckets beside the last share `overlap` of the slowest worker's computing; what is longer is exposed, and the last
-bucket always is. A congested link has its bandwidth divided; servers are congested where the whole network is.
+l_i = congestion_i * latency is a message's latency on a worker's link, and s_i the time that the link takes to send its
+part, an N-th of a bucket. A gradient of M bytes travels in K buckets, one after the other. The first is ready when the
+share `overlap` of the slowest worker's computing is left, the last when it ends, the others evenly between them: what
+is longer than that share is exposed, and the last bucket always is.
 
-The parts are those of the real clock (`dynamix.trainer.measurement.clock`): data 0, compute, sync = waiting for the
-slowest and the exposed communication, update = the cost of a decision. The optimizer's own time belongs to
-`overhead_s`.
+A ring all-reduce moves each bucket twice around, in 2 (N - 1) rounds. A part goes on when it has arrived, so a round
+takes the mean time of a message over all links, unless one link has to send for longer. With links alike that is
+C = 2 (N - 1) / N * M / bandwidth + 2 (N - 1) K latency; one slow link hides the latencies. With parameter servers all
+workers push to and pull from each server at once: its link carries N parts (incast), and is congested (congestion_0)
+where the whole network is. A congested link has its bandwidth divided and its latency multiplied.
+
+A straggler, and the jitter of a step, slow all of a worker's computing, its overhead too. The parts are those of the
+real clock (`dynamix.trainer.measurement.clock`): data 0, compute, sync = waiting for the slowest and the exposed
+communication, update = the cost of a decision. The optimizer's own time belongs to `overhead_s`.
 """
 
 import math
@@ -52,6 +58,7 @@ class VirtualClock:
         self._network = network
         self._gradient_bytes = network.gradient_bytes or gradient_bytes
         self._overhead_s = np.array([worker.overhead_s for worker in workers])
+        self._saturation = np.array([worker.saturation for worker in workers])
         self._s_per_sample = np.array([1 / worker.samples_per_s for worker in workers])
         self._bandwidth = BYTES_PER_MBIT * np.array(
             [worker.bandwidth_mbit_s or network.bandwidth_mbit_s for worker in workers]
@@ -61,8 +68,9 @@ class VirtualClock:
         """Bytes that each worker sends, and receives, in one step."""
 
     def step(self, sizes: Array64, conditions: Conditions, *, decided: bool = False) -> StepTiming:
-        """One step with these local batch sizes; `decided` when a decision begins to rule with it."""
-        compute_s = self._overhead_s + conditions.slowdown * self._s_per_sample * sizes
+        """One step with these local batch sizes; `decided` when another allocation begins to rule with it."""
+        sized_s = np.maximum(sizes, self._saturation) * self._s_per_sample
+        compute_s = conditions.slowdown * (self._overhead_s + sized_s)
         slowest_s = float(compute_s.max())
         communication_s = self.communication_s(conditions)
         exposed_s = exposed_time_s(communication_s, slowest_s, self._network.overlap, self._network.num_buckets)
@@ -72,34 +80,19 @@ class VirtualClock:
 
     def communication_s(self, conditions: Conditions) -> float:
         """C under the given congestion; 0 for a single worker, who reduces nothing."""
-        network, num_workers = self._network, len(self._bandwidth)
+        network, num_workers, congestion = self._network, len(self._bandwidth), conditions.congestion
         if num_workers < 2:
             return 0.0
-        slowest = float((self._bandwidth / conditions.congestion).min())
+        latencies_s = congestion * network.latency_s
+        buckets_s = congestion * (self._gradient_bytes / network.num_buckets / self._bandwidth)
         if network.topology == "ring":
-            return ring_time_s(num_workers, self._gradient_bytes, slowest, network.latency_s)
-        server = BYTES_PER_MBIT * network.bandwidth_mbit_s / float(conditions.congestion.min())
-        return parameter_server_time_s(
-            num_workers,
-            self._gradient_bytes,
-            slowest,
-            network.latency_s,
-            servers_bandwidth=network.num_servers * server,
-        )
-
-
-def ring_time_s(num_workers: int, gradient_bytes: int, bandwidth: float, latency_s: float) -> float:
-    """Time of a ring all-reduce; `bandwidth` is the slowest link's in bytes/s."""
-    hops = num_workers - 1
-    return 2 * hops / num_workers * gradient_bytes / bandwidth + 2 * hops * latency_s
-
-
-def parameter_server_time_s(
-    num_workers: int, gradient_bytes: int, bandwidth: float, latency_s: float, *, servers_bandwidth: float
-) -> float:
-    """Time to push a gradient to all servers and to pull the sum; bandwidths in bytes/s, the servers' together."""
-    incast_s = num_workers * gradient_bytes / servers_bandwidth
-    return 2 * max(incast_s, gradient_bytes / bandwidth) + 2 * latency_s
+            sending_s = buckets_s / num_workers
+            round_s = max(float((latencies_s + sending_s).mean()), float(sending_s.max()))
+            return 2 * (num_workers - 1) * network.num_buckets * round_s
+        servers_bandwidth = network.num_servers * BYTES_PER_MBIT * network.bandwidth_mbit_s
+        bytes_in = num_workers * self._gradient_bytes / network.num_buckets
+        incast_s = float(congestion.min()) * (network.latency_s + bytes_in / servers_bandwidth)
+        return 2 * network.num_buckets * max(incast_s, float((latencies_s + buckets_s).max()))
 
 
 def exposed_time_s(communication_s: float, slowest_compute_s: float, overlap: float, num_buckets: int) -> float:

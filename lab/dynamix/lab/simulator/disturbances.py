@@ -25,9 +25,9 @@ class Conditions(NamedTuple):
     """What each worker meets in one step; float64, one per worker."""
 
     slowdown: Array64
-    """Factor on its time per sample."""
+    """Factor on its compute time."""
     congestion: Array64
-    """Factor that its link's bandwidth is divided by."""
+    """Factor that its link's bandwidth is divided by, and its latency multiplied."""
     congested: Flags
 
 

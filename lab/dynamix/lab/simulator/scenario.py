@@ -52,7 +52,7 @@ class Network(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     bandwidth_mbit_s: Positive = 10_000.0
     """Bandwidth of each parameter server, and of each worker whose table has none."""
     latency_s: NotNegative = 5e-5
-    """One way, of one message."""
+    """One way, of one message: a ring pays 2 (N - 1) for each bucket."""
     overlap: Share = 0.5
     """Share of the slowest worker's compute time beside which gradients already travel, 0 ... 1."""
     num_buckets: AtLeastOne = 4
@@ -67,10 +67,12 @@ class Workers(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Some workers that are alike."""
 
     samples_per_s: Positive
-    """Undisturbed, at any batch size."""
+    """Undisturbed, at any batch size above `saturation`."""
     count: Annotated[int, Limits(1, MAX_RANKS)] = 1
     overhead_s: NotNegative = 0.0
     """Compute time of a step that does not depend on the batch size."""
+    saturation: WholeNumber = 0
+    """Samples below which a batch costs no less, such as of a GPU that waits for its kernels to be launched."""
     max_local_batch_size: int | None = None
     """What its memory holds; without it the scenario's upper bound."""
     bandwidth_mbit_s: Positive | None = None
@@ -81,18 +83,18 @@ class Stragglers(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields
     """Workers that slow down and recover, each by its own two-state Markov process in virtual time."""
 
     factor: Factor = 1.0
-    """Time per sample while slow, over that while normal."""
+    """Compute time while slow, the overhead included, over that while normal."""
     mean_normal_s: Positive = 60.0
     mean_slow_s: Positive = 10.0
     jitter: Annotated[float, Limits(0, 2)] = 0.0
-    """Sigma of a lognormal factor of median 1 on the time per sample of every step."""
+    """Sigma of a lognormal factor of median 1 on the compute time of every step."""
 
 
 class Congestion(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A network that congests and clears by a two-state Markov process in virtual time."""
 
     factor: Factor = 1.0
-    """Bandwidth while clear, over that while congested; round trip times grow by as much."""
+    """Bandwidth while clear, over that while congested; latency and round trip times grow by as much."""
     mean_clear_s: Positive = 60.0
     mean_congested_s: Positive = 10.0
     retransmits_per_s: NotNegative = 0.0

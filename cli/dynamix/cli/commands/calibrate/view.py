@@ -9,9 +9,9 @@ from dynamix.lab.calibration import Calibration, RankSpeed
 def show(calibration: Calibration, *, stderr: bool) -> None:
     """Print tables and remarks."""
     console = console_for(stderr=stderr)
-    print_lines(console, ["Time of a step = overhead + samples / rate"])
-    rows = [(str(rank.rank), _rate(rank), _overhead(rank)) for rank in calibration.ranks]
-    console.print(new_table("rank", "samples/s", "overhead, ms", rows=rows))
+    print_lines(console, ["Time of a step = overhead + max(samples, saturation) / rate"])
+    rows = [(str(rank.rank), _rate(rank), _overhead(rank), _saturation(rank)) for rank in calibration.ranks]
+    console.print(new_table("rank", "samples/s", "overhead, ms", "saturation, samples", rows=rows))
     print_lines(console, _lines(calibration))
     print_lines(console, [f"- {remark}" for remark in calibration.remarks])
 
@@ -27,15 +27,20 @@ def _overhead(rank: RankSpeed) -> str:
     return f"{rank.overhead_s * 1000:.2f} ± {rank.overhead_error_s * 1000:.2f}"
 
 
+def _saturation(rank: RankSpeed) -> str:
+    return "none seen" if rank.saturation_error is None else f"{rank.saturation:.0f} ± {rank.saturation_error:.1f}"
+
+
 def _lines(calibration: Calibration) -> Iterator[str]:
     scenario = calibration.scenario
     network, stragglers, congestion = scenario.network, scenario.stragglers, scenario.congestion
     yield (
         f"Communication: {calibration.communication_s * 1000:.2f} ms a step ({network.topology}, "
-        f"{network.bandwidth_mbit_s:g} Mbit/s), overlap {network.overlap:g}, {network.num_buckets} buckets"
+        f"{network.bandwidth_mbit_s:g} Mbit/s, latency {network.latency_s * 1e6:.0f} us), overlap {network.overlap:g}, "
+        f"{network.num_buckets} buckets"
     )
     if stragglers is not None:
-        yield f"Jitter: {stragglers.jitter:.1%} of a step's time per sample"
+        yield f"Jitter: {stragglers.jitter:.1%} of a step's compute time"
         if stragglers.factor > 1:
             yield (
                 f"Stragglers: {stragglers.factor:g} times slower for {stragglers.mean_slow_s:g} s, "
