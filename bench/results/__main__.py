@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
+
 from dynamix.cli.output import output_directory
 
 from .baselines import cluster_sizes, static_sizes, topologies
@@ -34,6 +36,17 @@ EXPERIMENTS: dict[str, Callable[[Laboratory], ExperimentResult]] = {
 }
 
 
+def _last_cost(docs: Path, name: str, laboratory: Laboratory) -> str:
+    """What an experiment took when its committed result was made at this scale, if that was noted."""
+    path = docs / "results" / f"{name}.json"
+    if not path.exists():
+        return ""
+    found = msgspec.json.decode(path.read_bytes(), type=ExperimentResult)
+    if found.core_minutes is None or found.scale != laboratory.scale.name:
+        return ""
+    return f" ({found.core_minutes:.0f} minutes of a core when last run)"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what is asked for."""
     parser = argparse.ArgumentParser(
@@ -51,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     laboratory = Laboratory(SCALES[options.scale], options.work / options.scale, jobs=options.jobs, data=options.data)
     for name in options.only or EXPERIMENTS:
         began_s = time.monotonic()
-        print(f"{name}: {EXPERIMENTS[name].__doc__}", flush=True)
+        print(f"{name}: {EXPERIMENTS[name].__doc__}{_last_cost(options.output, name, laboratory)}", flush=True)
         write(EXPERIMENTS[name](laboratory), options.output)
         print(f"{name}: {time.monotonic() - began_s:.0f} s", flush=True)
     return 0

@@ -28,12 +28,15 @@ def tables(verdict: Verdict) -> str:
         f"({', '.join(verdict.heterogeneous_families)}), {seeds}; brackets: 95 % interval; below 1 is faster."
     )
     headings = ["policy", *(f"{name} (control)" if one.control else name for name, one in verdict.families.items())]
+    has_samples = any(row.accuracy_at_equal_samples is not None for row in verdict.policies)
+    overall = [*OVERALL, *(["accuracy at equal samples"] if has_samples else [])]
     parts = [
+        *_headline(verdict),
         intro,
-        markdown(OVERALL, [_overall(row) for row in verdict.policies]),
+        markdown(overall, [_overall(row)[: len(overall)] for row in verdict.policies]),
         "Per family, time to target over that of the best static size:",
         markdown(headings, [_per_family(verdict, row.policy) for row in verdict.policies]),
-        f"`{verdict.command}`",
+        f"`{verdict.command}`" + (f" ({verdict.core_minutes:.0f} minutes of a core)" if verdict.core_minutes else ""),
         f"![{NAME}](results/{NAME}.png)",
     ]
     return "\n\n".join(parts)
@@ -51,11 +54,30 @@ def main() -> int:
     return 0
 
 
+def _headline(verdict: Verdict) -> list[str]:
+    """The default policy against each baseline; the control counts as a family in the first column."""
+    if not verdict.headline:
+        return []
+    rows = [
+        [f"`{row.against}`", *map(_interval, (row.all_families, row.heterogeneous, row.control))]
+        for row in verdict.headline
+    ]
+    intro = (
+        f"Time to target of `{verdict.default_policy}` over that of each baseline; below 1 is faster. Brackets: 95 % "
+        "interval over seeds, for these families; braces: with the families as a sample of those there could be."
+    )
+    return [
+        intro,
+        markdown(["against", "all families", "heterogeneous families", "control"], rows),
+    ]
+
+
 def _overall(row: VerdictRow) -> list[str]:
     accuracy = "-" if row.test_accuracy is None else f"{row.test_accuracy:.3f}"
     median = "-" if row.median_time_to_target_s is None else f"{row.median_time_to_target_s:.1f}"
     ratios = [_interval(row.vs_best_static), _interval(row.vs_goodput)]
-    return [f"`{row.policy}`", median, str(row.misses), *ratios, accuracy, str(row.num_runs)]
+    at_equal = "-" if row.accuracy_at_equal_samples is None else f"{row.accuracy_at_equal_samples:.3f}"
+    return [f"`{row.policy}`", median, str(row.misses), *ratios, accuracy, str(row.num_runs), at_equal]
 
 
 def _per_family(verdict: Verdict, policy: str) -> list[str]:
@@ -76,6 +98,8 @@ def _interval(interval: RatioInterval | None) -> str:
     if interval is None:
         return "-"
     spread = "" if interval.low is None or interval.high is None else f" [{interval.low:.2f}, {interval.high:.2f}]"
+    if interval.family_low is not None:
+        spread += f" {{{interval.family_low:.2f}, {interval.family_high:.2f}}}"
     return f"{interval.ratio:.2f}{spread}"
 
 

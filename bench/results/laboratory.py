@@ -8,9 +8,9 @@ import msgspec
 from bench.harness.figure import Curve
 
 from dynamix.lab.experiments.comparison.contenders import parse_contenders
-from dynamix.lab.experiments.comparison.evaluation import ComparisonProgress, fill, plan
+from dynamix.lab.experiments.comparison.evaluation import TYPICAL_RUN_S, ComparisonProgress, estimate, fill, plan
+from dynamix.lab.experiments.comparison.outcomes import OutcomeTable
 from dynamix.lab.experiments.comparison.runs import Ledger
-from dynamix.lab.experiments.comparison.scores import OutcomeTable
 from dynamix.lab.experiments.comparison.tuned import Tuned, read_tuned
 from dynamix.lab.experiments.episodes.provenance import code_digest, versions
 from dynamix.lab.experiments.episodes.suite import TUNED_FILE, Suite, scenario_root
@@ -101,6 +101,8 @@ class Laboratory:
         chosen = scenario_root() / TUNED_FILE
         self.tuned = Tuned(overall=read_tuned(chosen).overall) if chosen.exists() else Tuned()
         """What `dynamix tune` chose over all families: these clusters are no family of its."""
+        self._core_s = 0.0
+        """What the runs of the experiment under way took, of one core."""
         directory.mkdir(parents=True, exist_ok=True)
 
     def cluster(self, name: str, **changes: Any) -> Scenario:
@@ -136,10 +138,14 @@ class Laboratory:
         """Run contenders in scenarios under all seeds, among them policies that were learned."""
         files = {policy: [run.path for run in runs] for policy, runs in (learned or {}).items()}
         suite = Suite(name="results", scenarios=tuple(scenarios))
-        cells = plan(suite, parse_contenders(",".join(labels), files), self.seeds, self.tuned)
+        contenders = parse_contenders(",".join(labels), files)
+        cells = plan(suite, contenders, self.seeds, self.tuned)
         with Ledger(self._directory / "runs.jsonl") as ledger:
+            print(f"  {estimate(cells, ledger).text(self._jobs)}", flush=True)
             fill(cells, ledger, jobs=self._jobs, data=self._data, on_progress=_say)
-            return OutcomeTable(suite.scenarios, cells, ledger)
+            tasks = {cell.task.key: cell.task for cell in cells}
+            self._core_s += sum(found.wall_s for task in tasks.values() if (found := ledger.get(task)) is not None)
+            return OutcomeTable(suite.scenarios, cells, ledger, contenders)
 
     def learned(self, policy: str, scenarios: Sequence[Scenario], **changes: Any) -> list[LearningRun]:
         """A policy learned on scenarios, once per policy seed; a killed learning goes on where it was."""
@@ -163,7 +169,8 @@ class Laboratory:
     def result(
         self, name: str, columns: list[str], rows: list[list[Cell]], *, learned: bool = False, **more: Any
     ) -> ExperimentResult:
-        """A result with its origin."""
+        """A result with its origin; what is counted of its cost begins again."""
+        core_minutes, self._core_s = self._core_s / 60, 0.0
         return ExperimentResult(
             name=name,
             command=f"python -m bench.results --only {name} --scale {self.scale.name}",
@@ -174,6 +181,7 @@ class Laboratory:
             rows=rows,
             code=code_digest(),
             versions=versions(),
+            core_minutes=core_minutes,
             **more,
         )
 
@@ -181,11 +189,14 @@ class Laboratory:
         stem = self._directory / f"{plan_.policy}-{plan_.digest[:12]}-{code_digest()[:12]}"
         path, history = stem.with_suffix(".safetensors"), stem.with_suffix(".history.json")
         if not (path.exists() and history.exists()):
-            print(f"learning {stem.name}: {plan_.num_episodes} episodes", flush=True)
+            minutes = max(1, round(plan_.num_episodes * TYPICAL_RUN_S / 60 / self._jobs))
+            print(f"learning {stem.name}: {plan_.num_episodes} episodes, some {minutes} minutes", flush=True)
             done = learn(plan_, num_workers=self._jobs, checkpoint=stem.with_suffix(".checkpoint"), data=self._data)
             output_files.write(path, done.file.to_bytes())
             output_files.write(history, msgspec.json.encode(done.history))
-        return LearningRun(path=str(path), history=msgspec.json.decode(history.read_bytes(), type=list[LearningUpdate]))
+        done_before = msgspec.json.decode(history.read_bytes(), type=list[LearningUpdate])
+        self._core_s += self._jobs * done_before[-1].elapsed_s
+        return LearningRun(path=str(path), history=done_before)
 
 
 def mixed(name: str, *, num_workers: int = 8, **changes: Any) -> Scenario:

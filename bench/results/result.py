@@ -13,7 +13,8 @@ from bench.harness.figure import Curve, Panel, draw
 from scipy.special import stdtrit
 
 from dynamix.lab.experiments.comparison.figure import CURVE_POINTS, mean_curve
-from dynamix.lab.experiments.comparison.scores import MeanInterval, OutcomeTable
+from dynamix.lab.experiments.comparison.outcomes import OutcomeTable
+from dynamix.lab.experiments.comparison.scores import MeanInterval
 from dynamix.lab.simulator.scenario import Scenario
 from dynamix.runtime import output_files
 
@@ -47,6 +48,8 @@ class ExperimentResult(msgspec.Struct, frozen=True, kw_only=True):
     """What a reader must know of this run: what stands in for what, what was left out."""
     code: str
     versions: dict[str, str]
+    core_minutes: float | None = None
+    """What its runs and its learning took, of one core; `None` where it was not noted."""
 
 
 def mean_of(values: Sequence[float]) -> MeanInterval:

@@ -24,7 +24,7 @@ from tests.support.small_suites import made_up
 from dynamix.lab.experiments.comparison import evaluation
 from dynamix.lab.experiments.comparison.scores import MeanInterval, RatioInterval
 from dynamix.lab.experiments.comparison.tuned import Choice, Tuned, to_toml
-from dynamix.lab.experiments.comparison.verdict import Verdict, VerdictFamily, VerdictRow
+from dynamix.lab.experiments.comparison.verdict import HeadlineRow, Verdict, VerdictFamily, VerdictRow
 from dynamix.lab.experiments.episodes.suite import suite_named
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -101,6 +101,38 @@ def test_every_row_of_the_verdict_stands_in_the_table_per_family() -> None:
         "| `best-static` | 1 (size 128) | 1 (size 128) |",
         *(f"| `{label}` | {ratio:.2f} | {ratio:.2f} |" for label, ratio in list(ratios.items())[1:]),
     ]
+
+
+def test_the_headline_stands_first_with_both_intervals_and_the_control() -> None:
+    both = RatioInterval(ratio=0.39, low=0.36, high=0.42, family_low=0.28, family_high=0.55)
+    found = HeadlineRow(
+        against="omnilearn", all_families=both, heterogeneous=None, control=RatioInterval(1.0, 0.9, 1.1)
+    )
+    verdict = Verdict(
+        suite="heldout",
+        default_policy="rule",
+        families={},
+        policies=[msgspec.structs.replace(row_of("rule", 0.4), accuracy_at_equal_samples=0.8125)],
+        heterogeneous_families=["mixed"],
+        seeds=[0, 1],
+        num_runs_missing=0,
+        command="dynamix evaluate",
+        policy_files={},
+        tuned_on="",
+        code="",
+        versions={},
+        headline=[found],
+        core_minutes=90.4,
+    )
+    lines = heldout.tables(verdict).splitlines()
+    assert lines[0].startswith("Time to target of `rule` over that of each baseline")
+    assert lines[2:5] == [
+        "| against | all families | heterogeneous families | control |",
+        "|---|---|---|---|",
+        "| `omnilearn` | 0.39 [0.36, 0.42] {0.28, 0.55} | - | 1.00 [0.90, 1.10] |",
+    ]
+    assert "| `rule` | 1.0 | 0 | 0.40 | - | - | 2 | 0.812 |" in lines
+    assert "`dynamix evaluate` (90 minutes of a core)" in lines
 
 
 def row_of(label: str, ratio: float) -> VerdictRow:

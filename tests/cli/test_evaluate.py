@@ -59,7 +59,7 @@ def test_the_json_has_the_promised_shape(place: Path, monkeypatch: pytest.Monkey
     ]
     assert all(set(row) >= ROW for row in found["policies"])
     rule = next(row for row in found["policies"] if row["policy"] == "rule")
-    assert set(rule["vs_best_static"]) == {"ratio", "low", "high"}
+    assert set(rule["vs_best_static"]) == {"ratio", "low", "high", "family_low", "family_high"}
     assert rule["vs_best_static"]["ratio"] == pytest.approx(0.5)
     assert found["families"]["mixed"]["best_static_local_batch_size"] == 64
     assert all(set(row) >= ROW for row in found["families"]["alike"]["policies"])

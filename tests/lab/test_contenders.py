@@ -7,13 +7,17 @@ from tests.support.small_suites import tuned_for
 
 from dynamix.cli.commands.evaluate.command import POLICIES
 from dynamix.lab.experiments.comparison.contenders import (
+    BASES,
+    ORACLE_SIZES,
     Contender,
     Setting,
     parse_contender,
     parse_contenders,
     shipped_files,
+    untuned_families,
     with_references,
 )
+from dynamix.lab.experiments.comparison.contenders import TRACKED_STATIC as TRACKED
 from dynamix.lab.experiments.comparison.tuned import Choice, Tuned
 from dynamix.schemas.messages.policies import DEFAULT_POLICY
 
@@ -60,6 +64,10 @@ def test_a_comma_ends_a_row_but_not_its_options() -> None:
         ("rule:noise_multiplier=much", "must be NAME=NUMBER"),
         ("rule:noise_multiplied=2", "no option 'noise_multiplied'"),
         ("rule:noise_multiplier=-1", "noise_multiplier=-1.*must be from"),
+        ("rule/rate=0", "'rule/rate=0': the factor on the learning rate is a number above 0, or best"),
+        ("rule/rate=fast", "a number above 0, or best"),
+        ("oracle/rate=best", "the best of rows that are the best of others"),
+        ("oracle:track=1@8", "no option 'track'"),
         ("goodput/lr=cubic", "'cubic' must be one of none, linear, sqrt"),
     ],
 )
@@ -79,15 +87,43 @@ def test_rivals_run_with_what_was_tuned_for_the_family_and_typed_options_come_on
 
 
 def test_what_evaluate_compares_by_default_stands_on_the_tuned_settings_where_nothing_is_typed() -> None:
-    goodput = Choice(setting="goodput", options={"noise_multiplier": 2.0, "smoothing": 0.2})
-    tuned = Tuned(families={"mixed": {"goodput": goodput}})
-    rows = {row.label: row for row in parse_contenders(POLICIES)}
-    assert list(rows)[:4] == ["rule", "proportional", "noise-scale", "doubling"]
-    assert len(rows) == 6
-    (tracked,) = rows["goodput+track"].settings("mixed", tuned)
-    assert tracked.options == {"noise_multiplier": 2.0, "smoothing": 0.2, "track": 1.0}
-    (weighed,) = rows["goodput:noise_multiplier=4,track=1"].settings("mixed", tuned)
-    assert weighed.options == {"noise_multiplier": 4.0, "smoothing": 0.2, "track": 1.0}
+    goodput = Choice(setting="goodput", options={"noise_multiplier": 2.0, "smoothing": 0.2, "track": 1.0})
+    sizes = {baseline: Choice(initial_local_batch_size=size) for baseline, size in (("static", 32), (TRACKED, 16))}
+    tuned = Tuned(families={"mixed": {"goodput": goodput, **sizes}})
+    rows = {row.label: row for row in with_references(parse_contenders(POLICIES))}
+    assert set(BASES) <= set(rows)
+    (published,) = rows["goodput:hysteresis=0.05,noise_multiplier=1,track=0"].settings("mixed", tuned)
+    assert published.options == {"hysteresis": 0.05, "noise_multiplier": 1.0, "smoothing": 0.2, "track": 0.0}
+    assert rows["goodput"].settings("mixed", tuned)[0].options == goodput.options
+    for label, size, options in (("best-static", 32, {}), ("best-static+track", 16, {"track": 1.0})):
+        (setting,) = rows[label].settings("mixed", tuned)
+        assert (setting.policy, setting.initial_local_batch_size, setting.options) == ("static", size, options)
+    (constant,) = rows["static+track@64"].settings("mixed", tuned)
+    assert (constant.initial_local_batch_size, constant.options) == (64, {"track": 1.0})
+
+
+def test_static_sizes_that_were_tuned_without_the_fast_loop_stand_in_and_are_told() -> None:
+    row, tuned = parse_contender("best-static+track"), tuned_for(mixed=256)
+    assert row.settings("mixed", tuned)[0].initial_local_batch_size == 256
+    assert untuned_families(row, ["mixed"], tuned) == ["mixed"]
+    assert untuned_families(parse_contender("best-static"), ["mixed"], tuned) == []
+
+
+def test_the_best_learning_rate_is_one_of_three_rows_of_the_same_policy() -> None:
+    row = parse_contender("goodput+track/lr=linear/rate=best")
+    assert [part.label for part in row.best_of] == [
+        *("goodput+track/lr=linear/rate=0.5", "goodput+track/lr=linear", "goodput+track/lr=linear/rate=2")
+    ]
+    factors = [setting.learning_rate_factor for setting in row.settings("mixed", Tuned())]
+    assert factors == [0.5, 1.0, 2.0]
+    assert only_setting("rule/rate=1.5").learning_rate_factor == 1.5
+
+
+def test_the_oracle_is_one_of_several_constant_sizes() -> None:
+    row = parse_contender("oracle")
+    assert [part.label for part in row.best_of] == [f"oracle@{size}" for size in ORACLE_SIZES]
+    assert {setting.policy for setting in row.settings("mixed", Tuned())} == {"oracle"}
+    assert untuned_families(row, ["mixed"], Tuned()) == []
 
 
 def test_a_family_without_a_train_part_falls_back_to_what_is_best_over_all() -> None:

@@ -68,6 +68,22 @@ def test_ratios_are_those_of_the_heterogeneous_families_and_the_control_stands_a
     assert verdict.heterogeneous_families == ["mixed"]
 
 
+def test_the_headline_counts_the_control_among_all_families_and_shows_it_apart(
+    suite: Suite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verdict, _ = compared(suite, "rule,best-static+track", 3, monkeypatch)
+    assert [found.against for found in verdict.headline] == ["best-static", "best-static+track", "goodput"]
+    static, _, goodput = verdict.headline
+    for found, ratios in ((static, (0.4**0.5, 0.4, 1.0)), (goodput, ((0.5 * 1.25) ** 0.5, 0.5, 1.25))):
+        for interval, ratio in zip((found.all_families, found.heterogeneous, found.control), ratios, strict=True):
+            assert interval is not None
+            assert interval.ratio == pytest.approx(ratio)
+    assert static.all_families is not None
+    assert static.all_families.low == pytest.approx(0.4**0.5)  # for these two families nothing is left to chance
+    assert (static.all_families.family_low, static.all_families.family_high) == pytest.approx((0.4, 1.0))
+    assert verdict.core_minutes == pytest.approx(0.5 * 30 / 60)
+
+
 def test_a_miss_counts_as_the_time_limit_and_is_told(suite: Suite, monkeypatch: pytest.MonkeyPatch) -> None:
     verdict, _ = compared(suite, "rule", 2, monkeypatch)
     random = row(verdict.families["mixed"].policies, "random")

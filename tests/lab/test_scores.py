@@ -8,11 +8,6 @@ import pytest
 from dynamix.lab.experiments.comparison import scores
 
 
-def test_a_miss_counts_as_the_time_limit() -> None:
-    assert scores.counted_time_s(None, 120.0) == 120.0
-    assert scores.counted_time_s(30.0, 120.0) == 30.0
-
-
 def test_paired_ratios_are_averaged_over_pairs_not_over_sums() -> None:
     times = np.array([[[2.0, 50.0]]])  # twice as slow on the fast seed, half as slow on the slow one
     base = np.array([[1.0, 100.0]])
@@ -31,7 +26,7 @@ def test_families_count_alike_whatever_their_number_of_scenarios() -> None:
     weights = scores.family_weights(["a", "a", "b"])
     assert weights.tolist() == [0.25, 0.25, 0.5]
     times = np.array([[[4.0, 4.0], [4.0, 4.0], [1.0, 1.0]]])
-    found = scores.paired_ratio(times, np.ones((3, 2)), weights)
+    found = scores.paired_ratio(times, np.ones((3, 2)), families=["a", "a", "b"])
     assert found is not None
     assert found.ratio == pytest.approx(2.0, rel=1e-12)
 
@@ -89,6 +84,40 @@ def test_the_interval_holds_the_truth_about_as_often_as_it_says(
         assert found.high is not None
         num_held += found.low <= 0.5 <= found.high
     assert 0.90 <= num_held / num_trials <= 0.99
+
+
+@pytest.mark.parametrize(
+    ("family_sd", "scenario_sd", "seed_sd"), [(0.3, 0.0, 0.1), (0.3, 0.2, 0.1), (0.1, 0.0, 0.3), (0.5, 0.0, 0.02)]
+)
+def test_the_interval_over_families_holds_the_truth_of_all_there_could_be(
+    family_sd: float, scenario_sd: float, seed_sd: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scores, "NUM_RESAMPLES", 600)
+    generator = np.random.default_rng(11)
+    families = [name for name in "abcdefgh" for _ in range(2)]
+    num_trials, num_held, num_held_by_seeds = 200, 0, 0
+    for _ in range(num_trials):
+        logs = (
+            math.log(0.5)
+            + np.repeat(generator.normal(0, family_sd, 8), 2)[None, :, None]
+            + generator.normal(0, scenario_sd, (1, 16, 1))
+            + generator.normal(0, seed_sd, (1, 16, 6))
+        )
+        found = scores.paired_ratio(np.exp(logs), np.ones((16, 6)), families=families)
+        assert found is not None
+        assert None not in (found.low, found.high, found.family_low, found.family_high)
+        num_held += found.family_low <= 0.5 <= found.family_high  # type: ignore[operator]
+        num_held_by_seeds += found.low <= 0.5 <= found.high  # type: ignore[operator]
+    assert 0.91 <= num_held / num_trials <= 1.0
+    if family_sd > seed_sd:
+        assert num_held_by_seeds / num_trials < 0.75  # it holds for these families only
+
+
+def test_one_family_says_nothing_of_others() -> None:
+    found = scores.paired_ratio(np.full((1, 2, 6), 3.0), np.full((2, 6), 6.0), families=["a", "a"])
+    assert found is not None
+    assert (found.family_low, found.family_high) == (None, None)
+    assert found.low is not None
 
 
 def test_the_spread_is_that_within_scenarios() -> None:

@@ -11,8 +11,8 @@ from dynamix.cli.commands.calibrate.command import from_capture
 from dynamix.lab.calibration import CalibrationSettings, calibrate
 from dynamix.lab.experiments.comparison.contenders import Setting, file_digest
 from dynamix.lab.experiments.comparison.evaluation import ComparisonCell, ComparisonProgress, fill
+from dynamix.lab.experiments.comparison.outcomes import counted_time_s
 from dynamix.lab.experiments.comparison.runs import Ledger, RunTask
-from dynamix.lab.experiments.comparison.scores import counted_time_s
 from dynamix.lab.simulator.scenario import Scenario
 from dynamix.trainer import attach
 from dynamix.trainer.job.options import bounds_of

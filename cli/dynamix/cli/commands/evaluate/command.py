@@ -2,8 +2,10 @@
 
 Always shown: best static (its size chosen on train scenarios), random (the null), goodput, the default policy and the
 learned ones.
-A policy is spelled NAME[+track][:option=number,...][@SIZE][/lr=RULE], for example goodput+track, static@128,
-rule:noise_multiplier=2,track=0 or goodput/lr=linear. Interrupted, it shows the finished runs; --resume continues.
+A policy is spelled NAME[+track][:option=number,...][@SIZE][/lr=RULE][/rate=FACTOR], for example goodput+track,
+static@128, rule:noise_multiplier=2,track=0 or goodput/lr=linear; rule/rate=best is the best of the learning rates times
+0.5, 1 and 2, and oracle the best constant global batch under a split that knows the rates of every step.
+Interrupted, it shows the finished runs; --resume continues.
 """
 
 import argparse
@@ -13,8 +15,13 @@ from dynamix.cli.errors import check_counts, explained
 from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, add_list, add_option, add_png_argument, write_json
 from dynamix.cli.runs import add_run_arguments, command_line
 
-POLICIES = "rule,proportional,noise-scale,doubling,goodput+track,goodput:noise_multiplier=4,track=1"
-"""Compared with the references; the last shows how much of the rule's gain comes from weighing the noise."""
+POLICIES = ",".join(
+    (
+        *("proportional", "noise-scale", "doubling", "omnilearn", "best-static+track", "static+track@64"),
+        "goodput:hysteresis=0.05,noise_multiplier=1,track=0",
+    )
+)
+"""Compared with the references; the last is Pollux's rule as published, with a split by measured speed."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

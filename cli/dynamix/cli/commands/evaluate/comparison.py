@@ -8,7 +8,7 @@ from typing import NamedTuple
 from dynamix.cli.errors import INTERRUPTED, MisuseError
 from dynamix.cli.runs import RunsProgress, suite_of
 from dynamix.lab.experiments.comparison.contenders import Contender, parse_contenders, untuned_families, with_references
-from dynamix.lab.experiments.comparison.evaluation import ComparisonCell, fill, plan
+from dynamix.lab.experiments.comparison.evaluation import ComparisonCell, estimate, fill, plan
 from dynamix.lab.experiments.comparison.runs import Ledger
 from dynamix.lab.experiments.comparison.tuned import Tuned, read_tuned
 from dynamix.lab.experiments.comparison.tuning import GRID
@@ -46,6 +46,7 @@ def fill_ledger(comparison: PlannedComparison, ledger: Ledger, arguments: argpar
     with RunsProgress() as progress:
         for warning in _warnings(comparison):
             progress.write_line(warning)
+        progress.write_line(estimate(comparison.cells, ledger).text(arguments.jobs))
         try:
             fill(comparison.cells, ledger, jobs=arguments.jobs, data=arguments.data, on_progress=progress.show_run)
         except KeyboardInterrupt:

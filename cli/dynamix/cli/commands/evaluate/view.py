@@ -9,7 +9,17 @@ from dynamix.cli.tables import console_for, new_table, print_lines
 from dynamix.lab.experiments.comparison.scores import RatioInterval
 from dynamix.lab.experiments.comparison.verdict import Verdict, VerdictFamily, VerdictRow
 
-HEADINGS = ("median", "missed", "runs", "vs best static", "vs goodput", "at fixed time", "test", "spread")
+HEADINGS = (
+    "median",
+    "missed",
+    "runs",
+    "vs best static",
+    "vs goodput",
+    "at fixed time",
+    "at equal samples",
+    "test",
+    "spread",
+)
 
 
 def show(verdict: Verdict, *, stderr: bool) -> None:
@@ -19,11 +29,12 @@ def show(verdict: Verdict, *, stderr: bool) -> None:
         console.print(_table(_family_title(name, family), family.policies, verdict.default_policy))
     names = ", ".join(verdict.heterogeneous_families) or "all families: none is heterogeneous"
     console.print(_table(f"Over {names}, each counted alike", verdict.policies, verdict.default_policy))
+    console.print(_headline(verdict))
     missing = f" {verdict.num_runs_missing} runs are missing." if verdict.num_runs_missing else ""
     console.print(
         f"Time to target in virtual seconds, a miss counts as the time limit. Ratios: geometric mean of pairs of the "
-        f"same scenario and seed, 95 % interval over {len(verdict.seeds)} seeds and the policy seeds; below 1 is "
-        f"faster.{missing}",
+        f"same scenario and seed, [95 % interval over {len(verdict.seeds)} seeds and the policy seeds] {{the same with "
+        f"families as a sample of those there could be}}; below 1 is faster.{missing}",
         highlight=False,
     )
     for row in verdict.policies:
@@ -34,6 +45,16 @@ def show(verdict: Verdict, *, stderr: bool) -> None:
 def _table(title: str, rows: Sequence[VerdictRow], default: str) -> Table:
     cells = [(f"{row.policy} (default)" if row.policy == default else row.policy, *_cells(row)) for row in rows]
     return new_table("policy", *HEADINGS, rows=cells, left=("policy",), title=title)
+
+
+def _headline(verdict: Verdict) -> Table:
+    """The default policy against each baseline, the control family counted like any other in the first column."""
+    rows = [
+        (row.against, _interval(row.all_families), _interval(row.heterogeneous), _interval(row.control))
+        for row in verdict.headline
+    ]
+    columns = ("all families", "heterogeneous", "control")
+    return new_table("against", *columns, rows=rows, left=("against",), title=f"{verdict.default_policy}: time over")
 
 
 def _cells(row: VerdictRow) -> tuple[str, ...]:
@@ -47,6 +68,7 @@ def _cells(row: VerdictRow) -> tuple[str, ...]:
         _interval(row.vs_best_static),
         _interval(row.vs_goodput),
         formatted(row.accuracy_at_fixed_time, "{:.1%}"),
+        formatted(row.accuracy_at_equal_samples, "{:.1%}"),
         formatted(row.test_accuracy, "{:.1%}"),
         formatted(row.relative_spread, "{:.0%}"),
     )
@@ -57,7 +79,8 @@ def _interval(found: RatioInterval | None) -> str:
         return UNKNOWN
     if found.low is None or found.high is None:
         return f"{found.ratio:.2f}"
-    return f"{found.ratio:.2f} [{found.low:.2f}, {found.high:.2f}]"
+    families = "" if found.family_low is None else f" {{{found.family_low:.2f}, {found.family_high:.2f}}}"
+    return f"{found.ratio:.2f} [{found.low:.2f}, {found.high:.2f}]{families}"
 
 
 def _family_title(name: str, family: VerdictFamily) -> str:

@@ -17,7 +17,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     what = "a directory of scenario files (default: the train scenarios)"
     parser.add_argument("--scenarios", metavar="DIR", help=what)
     parser.add_argument("--baselines", metavar="LIST", help="separated by commas (default: all that have settings)")
-    add_option(parser, "--seeds", 2, "seeds per scenario")
+    add_option(parser, "--seeds", 3, "seeds per scenario")
     what = "the file to write (default, for all baselines only: tuned.toml beside the train scenarios)"
     add_output_argument(parser, TUNED, what)
     add_run_arguments(parser, "dynamix-tune.jsonl")
@@ -48,6 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
                 command=command_line("tune", *scenarios, *baselines, "--seeds", arguments.seeds),
                 jobs=arguments.jobs,
                 data=arguments.data,
+                on_estimate=lambda found: progress.write_line(found.text(arguments.jobs)),
                 on_progress=progress.show_run,
             )
         output_files.write(output, to_toml(tuned).encode())

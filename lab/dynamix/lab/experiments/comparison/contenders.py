@@ -1,16 +1,22 @@
 """Contenders: the rows of a comparison, spelled as text, and what each runs with in a family.
 
-    NAME[+track][:option=number,...][@SIZE][/lr=RULE]
+    NAME[+track][:option=number,...][@SIZE][/lr=RULE][/rate=FACTOR]
 
-NAME is a policy, or `best-static`; `+track` leaves the split to the fast loop; `@SIZE` replaces the scenario's initial
-local batch size, within the scenario's bounds; RULE replaces the scenario's learning-rate rule. For example
-`goodput+track`, `rule:noise_multiplier=2,track=0`, `static@128`, `goodput/lr=linear`.
+NAME is a policy, `omnilearn`, `oracle` or `best-static`; `+track` leaves the split to the fast loop; `@SIZE` replaces
+the scenario's initial local batch size, within the scenario's bounds; RULE replaces the scenario's learning-rate rule,
+and FACTOR multiplies its learning rate. For example `goodput+track`, `rule:noise_multiplier=2,track=0`, `static@128`,
+`goodput/lr=linear`.
+
+Two rows are the best of others, chosen for each scenario in hindsight, by the runs that are compared: `/rate=best` of
+the learning rates times 0.5, 1 and 2, and `oracle` of several constant global batches, each divided by the rates that a
+step will have (`dynamix.lab.simulator.clairvoyant`). `oracle` is no policy, and no row to win against.
 
 A baseline runs with the options that were tuned for the family on train scenarios; typed options replace these. A
 learned policy has one file per policy seed, and each file is run.
 """
 
 import hashlib
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -21,21 +27,35 @@ import msgspec
 
 from dynamix.arbitrator.learned.policy_file import SHIPPED_POLICIES, SUFFIX, shipped_directory
 from dynamix.arbitrator.policies.options import check_options
-from dynamix.arbitrator.policies.registry import policy_named
 from dynamix.runtime.input_files import read_regular
 from dynamix.schemas.messages.policies import DEFAULT_POLICY
 from dynamix.trainer.gradient.learning_rate import FACTORS, Rule
 
+from .baselines import known_policy
 from .tuned import Choice, Tuned
 
 BEST_STATIC = "best-static"
 GOODPUT = "goodput"
 RANDOM = "random"
+ORACLE = "oracle"
+TRACKED_STATIC = "static+track"
+"""Static sizes under the fast loop are tuned on their own."""
 ALWAYS = tuple(dict.fromkeys((BEST_STATIC, RANDOM, GOODPUT, DEFAULT_POLICY, *SHIPPED_POLICIES)))
 """Rows of every comparison, whatever their result: baselines, random, the default and the learned policies."""
 
+BASES = (BEST_STATIC, "best-static+track", GOODPUT, "noise-scale", "doubling", "omnilearn", "static+track@64")
+"""What the default policy is compared with first of all. Each at its best of as many settings, but the last: a constant
+size per worker that nothing was chosen for, under the fast loop."""
+ORACLE_SIZES = (8, 16, 32, 64, 128, 256)
+"""Mean samples per worker of the oracle's global batches."""
+RATE_FACTORS = (0.5, 1.0, 2.0)
+"""On the learning rate, of which `/rate=best` takes the best."""
+BEST = "best"
+
+HOW_TO_SPELL = "NAME[+track][:option=number,...][@SIZE][/lr=RULE][/rate=FACTOR]"
 _SPELLING = re.compile(
-    r"(?P<name>[a-z0-9-]+)(?P<track>\+track)?(?::(?P<options>[^@/]*))?(?:@(?P<size>[0-9]+))?(?:/lr=(?P<rule>.*))?"
+    r"(?P<base>(?P<name>[a-z0-9-]+)(?P<track>\+track)?(?::(?P<options>[^@/]*))?(?:@(?P<size>[0-9]+))?"
+    r"(?:/lr=(?P<rule>[^/]*))?)(?:/rate=(?P<rate>.*))?"
 )
 _CONTINUED = re.compile(r"[a-z_][a-z0-9_]*=.*")
 """Matches a piece between commas that is an option of the contender before it."""
@@ -53,6 +73,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """`None`: the scenario's."""
     learning_rate_rule: Rule | None = None
     """`None`: the scenario's."""
+    learning_rate_factor: float = 1.0
+    """On the scenario's learning rate."""
 
     def identity(self) -> dict[str, object]:
         """Return what determines the decisions: everything except the path of the file."""
@@ -70,11 +92,19 @@ class Contender(msgspec.Struct, frozen=True, kw_only=True):
     options: dict[str, float] = {}
     initial_local_batch_size: int | None = None
     learning_rate_rule: Rule | None = None
+    learning_rate_factor: float = 1.0
     files: tuple[str, ...] = ()
     """Policy files, one per policy seed; empty for a policy that is not learned."""
 
     is_best_static: bool = False
     """Whether it starts from the static size that was chosen on train scenarios."""
+    best_of: tuple["Contender", ...] = ()
+    """Contenders of which the best one counts in each scenario; empty for a row that is run itself."""
+
+    @property
+    def baseline(self) -> str:
+        """The name that its settings were tuned under."""
+        return TRACKED_STATIC if self.is_best_static and self.options.get("track") else self.policy
 
     @property
     def is_learned(self) -> bool:
@@ -87,7 +117,9 @@ class Contender(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             ValueError: for `best-static` when nothing was tuned.
         """
-        base = self._setting(tuned.choice(self.policy, family))
+        if self.best_of:
+            return tuple(setting for contender in self.best_of for setting in contender.settings(family, tuned))
+        base = self._setting(tuned.choice(self.baseline, family) or tuned.choice(self.policy, family))
         if self.is_best_static and base.initial_local_batch_size is None:
             raise ValueError(f"no static size was chosen for {family!r}: run `dynamix tune` first")
         if not self.is_learned:
@@ -110,6 +142,7 @@ class Contender(msgspec.Struct, frozen=True, kw_only=True):
             options=dict(sorted({**choice.options, **self.options}.items())),
             initial_local_batch_size=choice.initial_local_batch_size if typed is None else typed,
             learning_rate_rule=self.learning_rate_rule,
+            learning_rate_factor=self.learning_rate_factor,
         )
 
 
@@ -126,22 +159,37 @@ def parse_contender(text: str, files: Mapping[str, Sequence[str]] | None = None)
     """Parse one contender; raises as `parse_contenders`."""
     match = _SPELLING.fullmatch(text)
     if match is None:
-        raise ValueError(f"policy {text!r}: write NAME[+track][:option=number,...][@SIZE][/lr=RULE]")
+        raise ValueError(f"policy {text!r}: write {HOW_TO_SPELL}")
+    if match["rate"] == BEST:
+        spelled = [match["base"] if factor == 1 else f"{match['base']}/rate={factor:g}" for factor in RATE_FACTORS]
+        return _best_of(text, match["name"], spelled, files)
+    if match["name"] == ORACLE and match["size"] is None:
+        return _best_of(text, ORACLE, [text.replace(ORACLE, f"{ORACLE}@{size}", 1) for size in ORACLE_SIZES], files)
     options = _options(match["options"] or "", text)
     if match["track"]:
         options["track"] = 1.0
     policy = "static" if match["name"] == BEST_STATIC else match["name"]
-    if policy not in SHIPPED_POLICIES and policy not in (files or {}):
-        check_options(policy, policy_named(policy).options, options)
+    if policy == ORACLE:
+        check_options(policy, {}, options)
+    elif policy not in SHIPPED_POLICIES and policy not in (files or {}):
+        check_options(policy, known_policy(policy).options, options)
     return Contender(
         label=text,
         policy=policy,
         options=options,
         initial_local_batch_size=int(match["size"]) if match["size"] else None,
         learning_rate_rule=_rule(match["rule"], text),
+        learning_rate_factor=_factor(match["rate"], text),
         files=_files(match["name"], files or {}),
         is_best_static=match["name"] == BEST_STATIC,
     )
+
+
+def _best_of(label: str, name: str, spelled: Iterable[str], files: Mapping[str, Sequence[str]] | None) -> Contender:
+    parts = tuple(parse_contender(text, files) for text in spelled)
+    if any(part.best_of for part in parts):
+        raise ValueError(f"policy {label!r}: the best of rows that are the best of others is no row")
+    return Contender(label=label, policy=parts[0].policy, files=_files(name, files or {}), best_of=parts)
 
 
 def with_references(asked: Iterable[Contender], files: Mapping[str, Sequence[str]] | None = None) -> list[Contender]:
@@ -152,10 +200,12 @@ def with_references(asked: Iterable[Contender], files: Mapping[str, Sequence[str
 
 def untuned_families(contender: Contender, families: Iterable[str], tuned: Tuned) -> list[str]:
     """Return the families in which nothing was tuned for a baseline; plain `static` and typed sizes need no tuning."""
+    if contender.best_of:
+        return untuned_families(contender.best_of[0], families, tuned)
     is_plain_static = contender.policy == "static" and not contender.is_best_static
-    if is_plain_static or contender.is_learned:
+    if is_plain_static or contender.is_learned or contender.policy == ORACLE:
         return []
-    return [family for family in families if tuned.choice(contender.policy, family) is None]
+    return [family for family in families if tuned.choice(contender.baseline, family) is None]
 
 
 def _split(text: str) -> list[str]:
@@ -185,6 +235,16 @@ def _rule(text: str | None, whole: str) -> Rule | None:
     if text not in FACTORS:
         raise ValueError(f"policy {whole!r}: learning-rate rule {text!r} must be one of {', '.join(FACTORS)}")
     return cast("Rule", text)
+
+
+def _factor(text: str | None, whole: str) -> float:
+    try:
+        factor = 1.0 if text is None else float(text)
+    except ValueError:
+        factor = math.nan
+    if not 0 < factor < math.inf:
+        raise ValueError(f"policy {whole!r}: the factor on the learning rate is a number above 0, or {BEST}")
+    return factor
 
 
 def _files(name: str, files: Mapping[str, Sequence[str]]) -> tuple[str, ...]:

@@ -11,12 +11,15 @@ from typing import NamedTuple
 from dynamix.arbitrator.learned.policy import LearnedPolicy
 from dynamix.arbitrator.learned.policy_file import PolicyFile
 from dynamix.arbitrator.policies.policy import Policy
-from dynamix.arbitrator.policies.registry import policy_named
+from dynamix.arbitrator.policies.static import Static
 from dynamix.lab.experiments.episodes.episode import run_episode
 from dynamix.lab.experiments.episodes.pool import EpisodePool, workload_data
 from dynamix.lab.experiments.episodes.suite import Suite
+from dynamix.lab.simulator.clairvoyant import ClairvoyantCluster
+from dynamix.lab.simulator.cluster import VirtualCluster
 
-from .contenders import Contender, Setting
+from .baselines import known_policy
+from .contenders import ORACLE, Contender, Setting
 from .runs import Ledger, RunOutcome, RunTask
 from .tuned import Tuned
 
@@ -55,6 +58,8 @@ def plan(
 ) -> list[ComparisonCell]:
     """Return every cell of a comparison: contenders, policy seeds, scenarios and seeds, in the order to run them.
 
+    A contender that is the best of others has no cells of its own, but theirs.
+
     All rows of a seed come before the next seed, so that an interrupted comparison is complete for the first seeds.
     Without `crossed` each scenario seed is run under one policy seed, in turn: as many runs per row as for a policy
     that is not learned. The interval then covers 99 % instead of 95 % (simulated, 5 x 12 seeds).
@@ -62,17 +67,18 @@ def plan(
     Raises:
         ValueError: when a contender lacks what it needs.
     """
+    rows = {part.label: part for contender in contenders for part in contender.best_of or (contender,)}
     settings = {
-        (contender.label, family): contender.settings(family, tuned)
-        for contender in contenders
+        (label, family): contender.settings(family, tuned)
+        for label, contender in rows.items()
         for family in suite.families
     }
     return [
-        ComparisonCell(contender.label, index, RunTask(scenario=scenario, setting=setting, seed=seed))
+        ComparisonCell(label, index, RunTask(scenario=scenario, setting=setting, seed=seed))
         for turn, seed in enumerate(seeds)
         for scenario in suite.scenarios
-        for contender in contenders
-        for index, setting in _in_turn(settings[contender.label, scenario.family], None if crossed else turn)
+        for label in rows
+        for index, setting in _in_turn(settings[label, scenario.family], None if crossed else turn)
     ]
 
 
@@ -107,6 +113,35 @@ def fill(
         forecast.record_run(task, outcome)
         if on_progress is not None:
             on_progress(ComparisonProgress(number, len(needed), forecast.left_s(), cell.about))
+
+
+TYPICAL_RUN_S = 3.0
+"""Mean over families, of one core: what a run is taken to need where none was made yet."""
+
+
+class Estimate(NamedTuple):
+    """What a comparison will cost before it begins."""
+
+    num_runs: int
+    """Runs that are not in the ledger; a run that several cells need is one."""
+    core_minutes: float
+
+    def text(self, jobs: int) -> str:
+        """One sentence, before the runs begin."""
+        minutes = self.core_minutes / jobs
+        return f"{self.num_runs} runs to do: some {max(1, round(minutes))} minutes with --jobs {jobs}."
+
+
+def estimate(cells: Iterable[ComparisonCell], ledger: Ledger) -> Estimate:
+    """Return what is left to run, at the mean duration of what the ledger has of a family, else a typical one."""
+    tasks = {cell.task.key: cell.task for cell in cells}
+    walls_s: dict[str, list[float]] = {}
+    for task in tasks.values():
+        if (outcome := ledger.get(task)) is not None:
+            walls_s.setdefault(task.scenario.family, []).append(outcome.wall_s)
+    missing = [task for task in tasks.values() if task not in ledger]
+    means = {family: statistics.fmean(walls) for family, walls in walls_s.items()}
+    return Estimate(len(missing), sum(means.get(task.scenario.family, TYPICAL_RUN_S) for task in missing) / 60)
 
 
 class Forecast:
@@ -153,6 +188,7 @@ def run_task(task: RunTask, *, data: Path | None = None) -> RunOutcome:
         seed=task.seed,
         policy_options=setting.options,
         initial_local_batch_size=task.initial_local_batch_size,
+        make_cluster=ClairvoyantCluster if setting.policy == ORACLE else VirtualCluster,
     )
     return RunOutcome(
         time_to_target_s=episode.time_to_target_s,
@@ -163,13 +199,16 @@ def run_task(task: RunTask, *, data: Path | None = None) -> RunOutcome:
         samples_seen=episode.samples_seen,
         virtual_time_s=episode.virtual_time_s,
         evaluations=[(evaluation.time_s, evaluation.accuracy) for evaluation in episode.evaluations],
+        evaluated_samples=[evaluation.samples_seen for evaluation in episode.evaluations],
         wall_s=time.perf_counter() - began_s,
     )
 
 
 def policy_of(setting: Setting) -> Policy:
-    """The policy of a setting, read from its file when it has one."""
-    return _learned(setting.policy_file) if setting.policy_file else policy_named(setting.policy)
+    """The policy of a setting, read from its file when it has one; the oracle's actions are dropped."""
+    if setting.policy == ORACLE:
+        return Static()
+    return _learned(setting.policy_file) if setting.policy_file else known_policy(setting.policy)
 
 
 @lru_cache(maxsize=64)

@@ -10,7 +10,8 @@ from matplotlib.figure import Figure, FigureBase
 
 from dynamix.runtime.output_files import whole
 
-from .scores import Array64, OutcomeTable
+from .outcomes import OutcomeTable
+from .scores import Array64
 from .verdict import Verdict, VerdictRow
 
 CURVE_POINTS = 200

@@ -56,9 +56,12 @@ class RunTask(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def ruling_scenario(self) -> Scenario:
-        """The scenario with the learning-rate rule that the setting asks for."""
-        rule = self.setting.learning_rate_rule
-        return self.scenario if rule is None else msgspec.structs.replace(self.scenario, learning_rate_rule=rule)
+        """The scenario with the learning rate, and the rule for it, that the setting asks for."""
+        return msgspec.structs.replace(
+            self.scenario,
+            learning_rate=self.scenario.learning_rate * self.setting.learning_rate_factor,
+            learning_rate_rule=self.setting.learning_rate_rule or self.scenario.learning_rate_rule,
+        )
 
 
 class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,6 +77,8 @@ class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
     virtual_time_s: float
     evaluations: list[tuple[float, float]] = []
     """(time, accuracy on the validation part)."""
+    evaluated_samples: list[int] = []
+    """Samples seen by each evaluation."""
     wall_s: float = 0.0
     """Wall-clock duration, for the forecast; never part of a result."""
 

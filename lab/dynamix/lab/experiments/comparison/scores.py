@@ -1,28 +1,24 @@
 """Statistics of an evaluation: times to a target, paired ratios, their geometric mean and its interval.
 
-`OutcomeTable` arranges outcomes as arrays: `P` policy seeds x `C` scenarios x `S` scenario seeds, NaN where a run is
-missing. A miss counts as the limit.
+Arrays have `P` policy seeds x `C` scenarios x `S` scenario seeds, NaN where a run is missing (`outcomes`).
 
 The interval is a percentile bootstrap over policy seeds AND scenario seeds: each is drawn with
 replacement, independently (the pigeonhole bootstrap: Owen, Annals of Applied Statistics 1, 2007); scenarios are fixed.
+A second one, where there are several families, also draws families, and scenarios within each: it is about clusters
+like these, the first about these clusters.
 One draw of seeds serves all scenarios, since a seed is the same model and order of data in all of them. With a dozen
 seeds plain percentiles are too narrow, so they are expanded as Hesterberg proposes (American Statistician 69, 2015),
-with the number of draws that Satterthwaite's formula gives for the two sources together. `scipy.stats.bootstrap` has
-neither the two crossed axes nor the expansion.
+with the number of draws that Satterthwaite's formula gives for the sources together. `scipy.stats.bootstrap` has
+neither the crossed axes nor the expansion.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 from scipy.special import ndtr, stdtrit  # scipy.stats.norm.cdf and scipy.stats.t.ppf, without a second of import
-
-from dynamix.lab.simulator.scenario import Scenario
-
-from .evaluation import ComparisonCell
-from .runs import Ledger, RunOutcome
 
 Array64 = npt.NDArray[np.float64]
 
@@ -39,6 +35,9 @@ class RatioInterval(msgspec.Struct, frozen=True):
     low: float | None
     """`None` where there is only one seed: the spread is unknown."""
     high: float | None
+    family_low: float | None = None
+    """95 % interval with families as a sample of those there could be; `None` with less than two families or seeds."""
+    family_high: float | None = None
 
 
 class MeanInterval(msgspec.Struct, frozen=True):
@@ -50,80 +49,6 @@ class MeanInterval(msgspec.Struct, frozen=True):
     high: float | None
 
 
-class OutcomeTable:
-    """The outcomes of every contender, selected by family."""
-
-    def __init__(self, scenarios: Sequence[Scenario], cells: Sequence[ComparisonCell], ledger: Ledger) -> None:
-        self._scenarios = tuple(scenarios)
-        self._seeds = sorted({cell.task.seed for cell in cells})
-        self._known: dict[str, list[tuple[ComparisonCell, RunOutcome]]] = {}
-        for cell in cells:
-            if (outcome := ledger.get(cell.task)) is not None:
-                self._known.setdefault(cell.label, []).append((cell, outcome))
-
-    def outcomes(self, label: str, families: Sequence[str]) -> list[RunOutcome]:
-        """Return all outcomes of a contender in some families."""
-        return [outcome for cell, outcome in self._known.get(label, []) if cell.family in families]
-
-    def num_misses(self, label: str, families: Sequence[str]) -> int:
-        """Count the runs that missed the target."""
-        return sum(outcome.time_to_target_s is None for outcome in self.outcomes(label, families))
-
-    def times(self, label: str, families: Sequence[str]) -> Array64:
-        """Return times to the target in seconds; a miss counts as the time limit."""
-        return self._array(
-            label,
-            families,
-            lambda cell, outcome: counted_time_s(outcome.time_to_target_s, cell.task.scenario.time_limit_s),
-        )
-
-    def mean(
-        self, label: str, families: Sequence[str], number: Callable[[RunOutcome], float | None]
-    ) -> MeanInterval | None:
-        """Return the mean of a number of each outcome, `None` left out, with its interval over all seeds."""
-
-        def known(_: ComparisonCell, outcome: RunOutcome) -> float:
-            found = number(outcome)
-            return np.nan if found is None else found
-
-        return crossed_mean(self._array(label, families, known))
-
-    def ratio(self, label: str, base: str, families: Sequence[str]) -> RatioInterval | None:
-        """Return the paired ratio of times to another contender, families weighted equally; `None` without a pair."""
-        weights = family_weights([scenario.family for scenario in self._of(families)])
-        return paired_ratio(self.times(label, families), self.times(base, families)[0], weights)
-
-    def curves(self, label: str, scenario: str) -> list[list[tuple[float, float]]]:
-        """Return accuracy over virtual time, for each run of a contender in one scenario."""
-        return [
-            outcome.evaluations for cell, outcome in self._known.get(label, []) if cell.task.scenario.name == scenario
-        ]
-
-    def target_accuracy(self, scenario: str) -> float:
-        """Return the target accuracy of a scenario."""
-        return next(found.target_accuracy for found in self._scenarios if found.name == scenario)
-
-    def _array(
-        self, label: str, families: Sequence[str], number: Callable[[ComparisonCell, RunOutcome], float]
-    ) -> Array64:
-        known = [(cell, outcome) for cell, outcome in self._known.get(label, []) if cell.family in families]
-        places = {scenario.name: place for place, scenario in enumerate(self._of(families))}
-        num_policy_seeds = 1 + max((cell.policy_seed for cell, _ in known), default=0)
-        array = np.full((num_policy_seeds, len(places), len(self._seeds)), np.nan)
-        for cell, outcome in known:
-            place = cell.policy_seed, places[cell.task.scenario.name], self._seeds.index(cell.task.seed)
-            array[place] = number(cell, outcome)
-        return array
-
-    def _of(self, families: Sequence[str]) -> list[Scenario]:
-        return [scenario for scenario in self._scenarios if scenario.family in families]
-
-
-def counted_time_s(time_to_target_s: float | None, time_limit_s: float) -> float:
-    """Return the time to the target; the limit for a run that missed it."""
-    return time_limit_s if time_to_target_s is None else min(time_to_target_s, time_limit_s)
-
-
 def relative_spread(times_PCS: Array64) -> float | None:
     """Return standard deviation over mean of the times in a scenario, averaged; `None` below two runs each."""
     known_C = (scenario[~np.isnan(scenario)] for scenario in np.moveaxis(times_PCS, 1, 0))
@@ -131,13 +56,16 @@ def relative_spread(times_PCS: Array64) -> float | None:
     return float(np.mean(spreads)) if spreads else None
 
 
-def paired_ratio(times_PCS: Array64, base_CS: Array64, weights_C: Array64 | None = None) -> RatioInterval | None:
+def paired_ratio(
+    times_PCS: Array64, base_CS: Array64, *, families: Sequence[str] | None = None
+) -> RatioInterval | None:
     """Return the geometric mean ratio of a row's times to a baseline's, paired by scenario and seed.
 
     Args:
         times_PCS: the row's counted times, NaN where a run is missing.
         base_CS: the baseline's counted times.
-        weights_C: weight of each scenario, for example `family_weights`; equal when not given.
+        families: the family of each scenario: each family counts alike, and so does each scenario within it. When not
+            given, all scenarios are one family.
 
     Returns:
         `None` when no pair is complete.
@@ -147,11 +75,14 @@ def paired_ratio(times_PCS: Array64, base_CS: Array64, weights_C: Array64 | None
     if not known_S.any():
         return None
     logs_PCS = logs_PCS[np.ix_(known_P, known_C, known_S)]
-    weights = (np.ones(len(known_C)) if weights_C is None else weights_C)[known_C]
+    all_families = [""] * len(known_C) if families is None else families
+    weights = family_weights(list(all_families))[known_C]
+    own_families = [family for family, is_known in zip(all_families, known_C.tolist(), strict=True) if is_known]
     num_P, _, num_S = logs_PCS.shape
-    (center,) = _means(logs_PCS, weights, np.ones((1, num_P)), np.ones((1, num_S)))
+    (center,) = _means(logs_PCS, weights[None], np.ones((1, num_P)), np.ones((1, num_S)))
     low, high = _interval(logs_PCS, weights)
-    return RatioInterval(float(np.exp(center)), low, high)
+    family_low, family_high = _family_interval(logs_PCS, own_families)
+    return RatioInterval(float(np.exp(center)), low, high, family_low, family_high)
 
 
 def crossed_mean(values_PCS: Array64) -> MeanInterval | None:
@@ -169,7 +100,7 @@ def crossed_mean(values_PCS: Array64) -> MeanInterval | None:
     if values_PCS.shape[2] == 1:
         return MeanInterval(mean, None, None)
     variance = sum(variance for variance, _ in _variances(values_PCS))
-    half = float(stdtrit(_effective_draws(values_PCS) - 1, (1 + CONFIDENCE) / 2)) * math.sqrt(variance)
+    half = float(stdtrit(_effective_draws(_variances(values_PCS)) - 1, (1 + CONFIDENCE) / 2)) * math.sqrt(variance)
     return MeanInterval(mean, mean - half, mean + half)
 
 
@@ -194,20 +125,50 @@ def _interval(logs_PCS: Array64, weights_C: Array64) -> tuple[float, float] | tu
     generator = np.random.default_rng(_RESAMPLE_SEED)
     counts_BP = _multiplicities(generator, num_P)
     counts_BS = _multiplicities(generator, num_S)
-    means = _means(logs_PCS, weights_C, counts_BP, counts_BS)
-    tail = expanded_tail(_effective_draws(logs_PCS))
-    low, high = np.nanquantile(means, (tail, 1 - tail))
+    means = _means(logs_PCS, weights_C[None], counts_BP, counts_BS)
+    return _quantiles(means, _effective_draws(_variances(logs_PCS)))
+
+
+def _family_interval(logs_PCS: Array64, families: Sequence[str]) -> tuple[float, float] | tuple[None, None]:
+    """Return the interval with families drawn, too, and scenarios within each family, as often as there are."""
+    num_P, _, num_S = logs_PCS.shape
+    names = sorted(set(families))
+    if num_S == 1 or len(names) == 1:
+        return None, None
+    generator = np.random.default_rng(_RESAMPLE_SEED)
+    counts_BP = _multiplicities(generator, num_P)
+    counts_BS = _multiplicities(generator, num_S)
+    weights_BC = np.zeros((NUM_RESAMPLES, len(families)))
+    counts_BF = _multiplicities(generator, len(names))
+    for name, counts_B in zip(names, counts_BF.T, strict=True):
+        own_C = [place for place, family in enumerate(families) if family == name]
+        weights_BC[:, own_C] = counts_B[:, None] * _multiplicities(generator, len(own_C)) / len(own_C)
+    means = _means(logs_PCS, weights_BC, counts_BP, counts_BS)
+    return _quantiles(means, _effective_draws([*_variances(logs_PCS), _family_variance(logs_PCS, families)]))
+
+
+def _quantiles(means_B: Array64, num_draws: float) -> tuple[float, float]:
+    tail = expanded_tail(num_draws)
+    low, high = np.nanquantile(means_B, (tail, 1 - tail))
     return float(np.exp(low)), float(np.exp(high))
 
 
-def _effective_draws(logs_PCS: Array64) -> float:
-    """Return the number of draws behind the mean's variance, by Satterthwaite's formula over both kinds of seeds."""
-    pairs = _variances(logs_PCS)
+def _effective_draws(pairs: Sequence[tuple[float, int]]) -> float:
+    """Return the number of draws behind a mean's variance, by Satterthwaite's formula over its sources."""
     total = sum(variance for variance, _ in pairs)
     if total == 0:  # no spread at all: any tail gives the same interval
         return float(max(size for _, size in pairs))
     degrees = total**2 / sum(variance**2 / (size - 1) for variance, size in pairs)
     return 1 + degrees
+
+
+def _family_variance(logs_PCS: Array64, families: Sequence[str]) -> tuple[float, int]:
+    """Return the variance of the mean by families, with their number."""
+    means_C = np.nanmean(logs_PCS, axis=(0, 2))
+    means = [
+        np.mean([mean for mean, own in zip(means_C, families, strict=True) if own == name]) for name in set(families)
+    ]
+    return float(np.var(means, ddof=1)) / len(means), len(means)
 
 
 def _variances(values_PCS: Array64) -> list[tuple[float, int]]:
@@ -232,12 +193,15 @@ def _multiplicities(generator: np.random.Generator, number: int) -> Array64:
     return generator.multinomial(number, np.full(number, 1 / number), size=NUM_RESAMPLES).astype(np.float64)
 
 
-def _means(logs_PCS: Array64, weights_C: Array64, counts_BP: Array64, counts_BS: Array64) -> Array64:
-    """Return per resample the weighted mean over scenarios of their mean log ratios; NaN without a run."""
+def _means(logs_PCS: Array64, weights_BC: Array64, counts_BP: Array64, counts_BS: Array64) -> Array64:
+    """Return per resample the weighted mean over scenarios of their mean log ratios; NaN without a run.
+
+    One row of weights serves all resamples.
+    """
     known = ~np.isnan(logs_PCS)
     sums_BC = np.einsum("bp,pcs,bs->bc", counts_BP, np.where(known, logs_PCS, 0.0), counts_BS, optimize=True)
     runs_BC = np.einsum("bp,pcs,bs->bc", counts_BP, known.astype(np.float64), counts_BS, optimize=True)
-    weights_BC = np.where(runs_BC > 0, weights_C, 0.0)
+    weights_BC = np.where(runs_BC > 0, weights_BC, 0.0)
     means_BC = np.divide(sums_BC, runs_BC, out=np.zeros_like(sums_BC), where=runs_BC > 0)
     total_B = weights_BC.sum(axis=1)
     weighted_B = (weights_BC * means_BC).sum(axis=1)

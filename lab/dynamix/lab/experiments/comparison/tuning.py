@@ -15,13 +15,13 @@ from dynamix.lab.experiments.episodes.provenance import code_digest
 from dynamix.lab.experiments.episodes.suite import Suite
 from dynamix.schemas.messages.policies import DEFAULT_POLICY
 
-from .contenders import Contender, parse_contender
-from .evaluation import ComparisonProgress, fill, plan
+from .contenders import GOODPUT, TRACKED_STATIC, Contender, parse_contender
+from .evaluation import ComparisonProgress, Estimate, estimate, fill, plan
+from .outcomes import OutcomeTable
 from .runs import Ledger
-from .scores import OutcomeTable
 from .tuned import Choice, Tuned
 
-SIZES = (32, 64, 128, 256, 512, 1024)
+SIZES = (8, 16, 32, 64, 128, 256)
 NUM_SETTINGS = 6
 DECIMALS = 3
 """Decimals of scores in the file."""
@@ -31,15 +31,17 @@ FIRST_SEED = 10_000
 GRID: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "static": tuple(f"static@{size}" for size in SIZES),
-        "proportional": tuple(f"proportional@{size // 2}" for size in SIZES),
-        "noise-scale": tuple(f"noise-scale:multiplier={factor}" for factor in (0.125, 0.25, 0.5, 1, 2, 4)),
-        "goodput": tuple(
-            f"goodput:smoothing={smoothing},hysteresis={hysteresis}"
-            for smoothing in (0.2, 0.5, 1)
-            for hysteresis in (0, 0.05)
+        TRACKED_STATIC: tuple(f"static+track@{size}" for size in SIZES),
+        "proportional": tuple(f"proportional@{size}" for size in SIZES),
+        "omnilearn": tuple(f"omnilearn@{size}" for size in SIZES),
+        "noise-scale": tuple(f"noise-scale+track:multiplier={factor}" for factor in (0.125, 0.25, 0.5, 1, 2, 4)),
+        GOODPUT: (
+            f"{GOODPUT}:noise_multiplier=1,hysteresis=0.05,track=0",
+            *(f"{GOODPUT}+track:noise_multiplier={noise},hysteresis=0.05" for noise in (1, 2, 4)),
+            *(f"{GOODPUT}+track:noise_multiplier={noise},hysteresis=0" for noise in (2, 4)),
         ),
         "doubling": tuple(
-            f"doubling:proportional=1,{when}"
+            f"doubling+track:{when}"
             for when in (
                 *(f"every_samples={samples}" for samples in (30_000, 60_000, 120_000)),
                 *(f"patience_windows={windows}" for windows in (1, 3, 10)),
@@ -53,9 +55,8 @@ GRID: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 """Six settings per baseline: the batch size where it is constant, else the most important options.
 
-Pollux's goodput has no free factor on the noise scale, so its smoothing and hysteresis are tuned; `dynamix evaluate`
-has separate rows for goodput with a factor and with the fast loop. A split by measured speed can use smaller sizes than
-equal sizes can: those of proportional begin at half of those of static.
+Goodput's begin with Pollux's own rule, split by speed once per window; the others have what the default policy has: the
+fast loop and a factor on the noise scale. So have noise-scale and doubling.
 """
 
 
@@ -68,6 +69,7 @@ def tune(
     command: str = "",
     jobs: int = 1,
     data: Path | None = None,
+    on_estimate: Callable[[Estimate], None] | None = None,
     on_progress: Callable[[ComparisonProgress], None] | None = None,
 ) -> Tuned:
     """Run the grid on the scenarios of a suite and choose the best settings.
@@ -78,6 +80,8 @@ def tune(
     """
     grid = {baseline: [parse_contender(text) for text in _settings(baseline)] for baseline in baselines}
     cells = plan(suite, [setting for settings in grid.values() for setting in settings], seeds, Tuned())
+    if on_estimate is not None:
+        on_estimate(estimate(cells, ledger))
     fill(cells, ledger, jobs=jobs, data=data, on_progress=on_progress)
     table = OutcomeTable(suite.scenarios, cells, ledger)
     return Tuned(

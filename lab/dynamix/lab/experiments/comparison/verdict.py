@@ -13,10 +13,11 @@ from dynamix.lab.experiments.episodes.provenance import code_digest, versions
 from dynamix.lab.experiments.episodes.suite import TRAIN, Suite, digest_of, is_control, suite_named
 from dynamix.schemas.messages.policies import DEFAULT_POLICY
 
-from .contenders import BEST_STATIC, GOODPUT, Contender, Setting
+from .contenders import BASES, BEST_STATIC, GOODPUT, Contender, Setting
 from .evaluation import ComparisonCell
+from .outcomes import OutcomeTable
 from .runs import Ledger
-from .scores import OutcomeTable, RatioInterval, relative_spread
+from .scores import RatioInterval, relative_spread
 from .tuned import Tuned
 
 
@@ -35,12 +36,16 @@ class VerdictRow(msgspec.Struct, frozen=True, kw_only=True):
     """Mean, of the validation part."""
     test_accuracy: float | None
     """Mean; the test part is scored once, at the end of each run."""
+    accuracy_at_equal_samples: float | None = None
+    """Mean, of the validation part, after as many samples as every run of a scenario was evaluated at."""
     relative_spread: float | None
     """Standard deviation over mean of the times to target within a scenario, averaged over scenarios."""
     signatures: list[str] = []
     """Failure signatures: scenarios in which the runs of this row differ too much from each other."""
     settings: list[dict[str, object]] = []
     """One per policy seed; only in the rows of a family."""
+    chosen: dict[str, str] = {}
+    """By scenario, which row counts in one that is the best of others; only in the rows of a family."""
     note: str = ""
 
 
@@ -56,6 +61,19 @@ class VerdictFamily(msgspec.Struct, frozen=True, kw_only=True):
     chosen_on: str
     """Train scenarios of the family, or all of them when it has none."""
     policies: list[VerdictRow]
+    equal_samples: dict[str, int] = {}
+    """By scenario, the samples after which accuracies are compared."""
+
+
+class HeadlineRow(msgspec.Struct, frozen=True, kw_only=True):
+    """The default policy against one row: ratios of the times to target."""
+
+    against: str
+    all_families: RatioInterval | None
+    """The control among them, each family counted alike."""
+    heterogeneous: RatioInterval | None
+    control: RatioInterval | None
+    """`None`, as the others, where nothing was run."""
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,6 +95,10 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """SHA-256 of the train scenarios that the baselines' settings were chosen on."""
     code: str
     versions: dict[str, str]
+    headline: list[HeadlineRow] = []
+    """The default policy against each of `contenders.BASES` that was run."""
+    core_minutes: float = 0.0
+    """What the runs took, of one core."""
 
 
 class VerdictBuilder:
@@ -91,10 +113,12 @@ class VerdictBuilder:
         tuned: Tuned,
     ) -> None:
         self.suite = suite
-        self.table = OutcomeTable(suite.scenarios, cells, ledger)
+        self.table = OutcomeTable(suite.scenarios, cells, ledger, contenders)
         self._contenders = contenders
         self._cells = cells
         self._num_missing = sum(cell.task not in ledger for cell in cells)
+        known = {cell.task.key: ledger.get(cell.task) for cell in cells}
+        self._core_s = sum(outcome.wall_s for outcome in known.values() if outcome is not None)
         self._tuned = tuned
         self._notes = {contender.label: note_on(contender, suite) for contender in contenders}
 
@@ -119,7 +143,24 @@ class VerdictBuilder:
             tuned_on=self._tuned.scenarios,
             code=code_digest(),
             versions=versions(),
+            headline=[self._against(base) for base in BASES if base in self._notes],
+            core_minutes=self._core_s / 60,
         )
+
+    def _against(self, base: str) -> HeadlineRow:
+        """The default policy against a row, where both were run."""
+        families = list(self.suite.families)
+        heterogeneous = self.suite.heterogeneous_families
+        control = [name for name in families if name not in heterogeneous]
+        return HeadlineRow(
+            against=base,
+            all_families=self._default_ratio(base, families),
+            heterogeneous=self._default_ratio(base, heterogeneous),
+            control=self._default_ratio(base, control),
+        )
+
+    def _default_ratio(self, base: str, families: Sequence[str]) -> RatioInterval | None:
+        return self.table.ratio(DEFAULT_POLICY, base, families) if families else None
 
     def _family(self, name: str) -> VerdictFamily:
         scenarios = self.suite.families[name]
@@ -130,6 +171,7 @@ class VerdictBuilder:
             best_static_local_batch_size=None if choice is None else choice.initial_local_batch_size,
             chosen_on="all train scenarios" if self._tuned.is_fallback(name) else "train scenarios of the family",
             policies=[self._row(row, [name], row.settings(name, self._tuned)) for row in self._contenders],
+            equal_samples=self.table.equal_samples(name),
         )
 
     def _row(self, contender: Contender, families: Sequence[str], settings: Sequence[Setting] = ()) -> VerdictRow:
@@ -146,9 +188,11 @@ class VerdictBuilder:
             num_policy_seeds=times.shape[0] if outcomes else 0,
             accuracy_at_fixed_time=_mean(outcome.accuracy_at_fixed_time for outcome in outcomes),
             test_accuracy=_mean(outcome.test_accuracy for outcome in outcomes),
+            accuracy_at_equal_samples=self.table.accuracy_at_equal_samples(label, families),
             relative_spread=relative_spread(times),
             signatures=self._spreads(label, families),
             settings=[setting.identity() for setting in settings],
+            chosen=self.table.chosen.get(label, {}) if settings else {},
             note=self._notes[label],
         )
 

@@ -65,6 +65,7 @@ def run_episode(
     keep_messages: bool = False,
     job: str | None = None,
     on_window: Callable[[list[Report]], None] | None = None,
+    make_cluster: type[VirtualCluster] = VirtualCluster,
 ) -> Episode:
     """Run a job to its end; data, options and initial size are as `VirtualCluster` takes them.
 
@@ -76,7 +77,7 @@ def run_episode(
     Raises:
         ValueError: when the scenario names what is not known.
     """
-    cluster = VirtualCluster(
+    cluster = make_cluster(
         scenario,
         data,
         seed=seed,
