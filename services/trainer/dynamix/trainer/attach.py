@@ -1,6 +1,7 @@
 """`attach`: puts a session together around a user's model, optimizer and data set."""
 
 import logging
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Unpack
@@ -233,6 +234,8 @@ def attach(
         times_split=averaging == "hook",
     )
 
+    adaptive = weakref.WeakSet(optimizers if noise_metric == "adam" else ())  # a session ends with its last name
+
     def make_hook(covered: DistributedDataParallel, weights: StepWeights) -> GradientHook:
         return GradientHook(
             covered.process_group,
@@ -240,13 +243,12 @@ def attach(
             weights,
             reduction=reduction,
             noise_every=noise_every,
-            second_moments=SecondMoments(optimizers) if noise_metric == "adam" else None,
+            second_moments=SecondMoments(adaptive) if noise_metric == "adam" else None,
             base_hook=base_hook,
             base_state=base_hook_state,
             codec=find_codec(codec),
         )
 
-    rule = FACTORS[learning_rate_rule]
     weights = StepWeights(
         None if count_tokens is None else met.collectives,
         by_samples=count_tokens is None and token_counts is None,
@@ -264,7 +266,7 @@ def attach(
     updates = Updates(
         loader=loader,
         before_update=_before_update(loader, clock, covered_models, schedulers, warns=warns),
-        factor=lambda global_batch_size: rule(global_batch_size / run.options.base_global_batch_size),
+        factor=lambda samples: FACTORS[learning_rate_rule](samples / run.options.base_global_batch_size),
         warns=met.place.rank == 0,
     )
     for each_model in models:

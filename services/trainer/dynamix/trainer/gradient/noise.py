@@ -12,7 +12,8 @@ The norms are those of gradients, or of gradients as Adam divides them (`SecondM
 
 import math
 import sys
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -132,8 +133,8 @@ class SecondMoments:
     and the memory of a copy.
     """
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Name the optimizers.
+    def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Name the optimizers; they are not kept alive, since their hooks lead back to the session.
 
         Raises:
             ValueError: when one is not of Adam's kind, or each rank holds a part of its state.
@@ -145,7 +146,7 @@ class SecondMoments:
                     f'noise_metric="adam" needs optimizers that keep Adam\'s second moments on every rank, not {name}: '
                     'leave it at "gradient"'
                 )
-        self._optimizers = optimizers
+        self._optimizers = weakref.WeakSet(optimizers)
         self._known: dict[torch.Tensor, _Found] = {}
         self._scales: dict[int, torch.Tensor] = {}
 
