@@ -44,7 +44,7 @@ from dynamix.lab.workloads import Part, workload_named
 
 DEMO = ROOT / "tests" / "data" / "demo.dxc"
 CASE = TargetCase(name="unequal-processors", title="one is slow", slow_cpus={3: 0.15}, time_limit_s=40.0)
-SMALL = ("--target", "0.5", "--grid", "0.5", "--seeds", "1", "--limit", "20", "--case", "equal", "--no-prediction")
+SMALL = ("--target", "0.4", "--grid", "0.5", "--seeds", "1", "--limit", "120", "--case", "equal", "--no-prediction")
 
 
 @pytest.mark.slow
@@ -55,7 +55,7 @@ def test_real_ranks_train_to_an_accuracy_and_what_was_run_is_not_run_again(tmp_p
     assert [row[1:3] for row in result["rows"]] == [[PLAIN, "`ddp@32`"], [RULE, "`rule`"]]
     for run in result["runs"]:
         *before, last = run["points"]
-        assert last["accuracy"] >= 0.5 > max((point["accuracy"] for point in before), default=0)
+        assert last["accuracy"] >= 0.4 > max((point["accuracy"] for point in before), default=0)
         assert run["time_to_target_s"] == last["trained_s"] < run["wall_s"]
         assert last["num_samples"] > 0
     captures = sorted(path.name.split("-")[1] for path in (tmp_path / "work" / "runs").glob("*.dxc"))
