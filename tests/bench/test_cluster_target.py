@@ -33,7 +33,7 @@ from bench.cluster.target.outcomes import Outcomes, TargetOutcome, TargetPoint, 
 from bench.cluster.target.prediction import Predicted, calibrated, task_of
 from bench.cluster.target.ranks import WORKLOAD
 from bench.cluster.target.runner import NUM_SCREENED, HeldOut
-from bench.cluster.target.verdict import error_of, predicted_ratio_of, ratio_of, result_of, targets_of
+from bench.cluster.target.verdict import error_of, geometric_mean, predicted_ratio_of, ratio_of, result_of, targets_of
 from bench.hosts.cgroups import find_hierarchies
 from bench.hosts.namespace import DIRECTORY
 from bench.results.result import markdown
@@ -242,7 +242,7 @@ def compared(*rows: str, num_seeds: int = 2) -> tuple[CaseOutcomes, list[tuple[s
 
 def test_baselines_are_searched_up_to_the_best_so_far_and_arms_run_in_turn() -> None:
     found, done = compared()
-    assert done[0] == ("random", 1, 15.0)
+    assert done[0] == ("random", 1, 20.0)
     assert done[1:6] == [
         ("ddp@32", 1, 40),
         ("ddp@64", 1, 30),
@@ -281,6 +281,13 @@ def test_ratios_are_those_of_pairs_and_a_miss_counts_as_the_limit() -> None:
     assert msgspec.structs.replace(plain, time_to_target_s=None).counted_s == plain.limit_s == 40
 
 
+def test_two_seeds_have_students_interval() -> None:
+    found = geometric_mean([0.5, 2.0])  # logarithms of mean 0 and standard error ln 2, t(1) = 12.706
+    assert found.value == pytest.approx(1.0)
+    assert (found.low, found.high) == pytest.approx((2**-12.706, 2**12.706), rel=1e-3)
+    assert geometric_mean([0.5]).low is None
+
+
 PREDICTED = Predicted(times_s={STATIC: [22.0], RULE: [17.0], PPO: [11.0]}, median_error=0.04)
 
 
@@ -291,7 +298,7 @@ def test_a_prediction_stands_beside_what_was_measured_with_its_error() -> None:
     assert error_of(found, PREDICTED, GOODPUT) is None
     assert error_of(found, Predicted(reason="too few windows"), RULE) is None
     targets = {target.name: target for target in targets_of([found], {CASE.name: PREDICTED})}
-    assert targets["unequal-processors: rule / static"].met
+    assert targets["unequal-processors: rule / goodput"].met
     assert not targets["unequal-processors: error of the predicted ratio ppo / static"].met
 
 

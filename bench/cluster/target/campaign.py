@@ -28,8 +28,8 @@ from .outcomes import TargetOutcome
 
 Run = Callable[[TargetCase, TargetArm, int, float], Awaitable[TargetOutcome]]
 """Runs a case with an arm and a seed up to a limit of training time."""
-RECORDED_S = 15.0
-"""Training time of the recorded run, whatever its accuracy: some twenty windows."""
+RECORDED_S = 20.0
+"""Training time of the recorded run, whatever its accuracy: some fifteen windows on slow links."""
 BY_SEARCH = {STATIC: STATICS, GOODPUT: GOODPUTS}
 
 

@@ -1,13 +1,13 @@
 """The result: a row per case and arm, paired ratios with intervals, predictions beside them, and the targets. Pure."""
 
+import math
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 from bench.harness.command import Target
 from bench.harness.figure import Curve, Panel
-from bench.results.result import Cell, ExperimentResult
+from bench.results.result import Cell, ExperimentResult, mean_of
 
-from dynamix.lab.experiments.comparison.scores import MeanInterval, paired_ratio
+from dynamix.lab.experiments.comparison.scores import MeanInterval
 from dynamix.lab.experiments.episodes.provenance import code_digest, versions
 
 from .arms import GOODPUT, PROPORTIONAL, RULE, SPLIT, STATIC
@@ -90,18 +90,23 @@ def ratio_of(case: CaseOutcomes, row: str, base: str) -> MeanInterval | None:
     """Geometric mean of a row's times over another's, in pairs of one seed; `None` where one of them was not run."""
     if row not in case.outcomes or base not in case.outcomes:
         return None
-    times, bases = (np.array([[run.counted_s for run in case.outcomes[name]]]) for name in (row, base))
-    found = paired_ratio(times[None], bases)
-    return None if found is None else MeanInterval(found.ratio, found.low, found.high)
+    times_s, bases_s = ([run.counted_s for run in case.outcomes[name]] for name in (row, base))
+    return geometric_mean([time_s / base_s for time_s, base_s in zip(times_s, bases_s, strict=True)])
+
+
+def geometric_mean(ratios: Sequence[float]) -> MeanInterval:
+    """Geometric mean with Student's 95 % interval of the logarithms; a bootstrap is too narrow for two or three."""
+    found = mean_of([math.log(ratio) for ratio in ratios])
+    low, high = (None if bound is None else math.exp(bound) for bound in (found.low, found.high))
+    return MeanInterval(math.exp(found.value), low, high)
 
 
 def predicted_ratio_of(predicted: Predicted, row: str) -> float | None:
     """The same of a virtual cluster, against the best static size."""
     if row not in predicted.times_s or STATIC not in predicted.times_s:
         return None
-    times, bases = (np.array([[predicted.times_s[name]]]) for name in (row, STATIC))
-    found = paired_ratio(times, bases[0])
-    return None if found is None else found.ratio
+    pairs = zip(predicted.times_s[row], predicted.times_s[STATIC], strict=True)
+    return geometric_mean([time_s / base_s for time_s, base_s in pairs]).value
 
 
 def error_of(case: CaseOutcomes, predicted: Predicted, row: str) -> float | None:
