@@ -49,6 +49,7 @@ SMALL = ("--target", "0.4", "--grid", "0.5", "--seeds", "1", "--limit", "120", "
 
 @pytest.mark.slow
 @pytest.mark.bpf
+@pytest.mark.timeout(300)
 def test_real_ranks_train_to_an_accuracy_and_what_was_run_is_not_run_again(tmp_path: Path) -> None:
     arguments = (*SMALL, "--arm", PLAIN, "--arm", RULE, "--work", str(tmp_path / "work"))
     result = run_bench("cluster", tmp_path / "first.json", *arguments, "--png", str(tmp_path / "figure.png"))["result"]
@@ -59,7 +60,7 @@ def test_real_ranks_train_to_an_accuracy_and_what_was_run_is_not_run_again(tmp_p
         assert run["time_to_target_s"] == last["trained_s"] < run["wall_s"]
         assert last["num_samples"] > 0
     captures = sorted(path.name.split("-")[1] for path in (tmp_path / "work" / "runs").glob("*.dxc"))
-    assert captures == ["random", "rule"]  # plain DDP says nothing on the bus
+    assert captures == ["rule"]  # plain DDP says nothing on the bus, and predictions are not asked for
     assert (tmp_path / "figure.png").stat().st_size > 10_000
     again = run_bench("cluster", tmp_path / "second.json", *arguments)["result"]
     assert again["runs"] == result["runs"]

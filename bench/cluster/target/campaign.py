@@ -45,17 +45,20 @@ class CaseOutcomes(NamedTuple):
     """By row that was searched for, all its settings under the first seed."""
 
 
-def num_runs(rows: Collection[str], num_seeds: int) -> int:
+def num_runs(rows: Collection[str], num_seeds: int, *, recorded: bool = True) -> int:
     """Runs of a case at most; some settings of a search are those of a row."""
     needed = _needed(rows)
     searched = sum(len(BY_SEARCH[row]) - 1 for row in needed if row in BY_SEARCH)
-    return searched + len(needed) * num_seeds + 1 - (PLAIN in needed and STATIC in needed)
+    return searched + len(needed) * num_seeds + recorded - (PLAIN in needed and STATIC in needed)
 
 
-async def compare(case: TargetCase, rows: Collection[str], seeds: Sequence[int], run: Run) -> CaseOutcomes:
-    """Run a case with all arms of some rows and under all seeds."""
+async def compare(
+    case: TargetCase, rows: Collection[str], seeds: Sequence[int], run: Run, *, recorded: bool = True
+) -> CaseOutcomes:
+    """Run a case with all arms of some rows and under all seeds; first, unless told not to, what predictions need."""
     needed, first = _needed(rows), seeds[0]
-    await run(case, RECORDED, first, min(RECORDED_S, case.time_limit_s))
+    if recorded:
+        await run(case, RECORDED, first, min(RECORDED_S, case.time_limit_s))
     arms: dict[str, TargetArm] = {PLAIN: TargetArm(policy=None)}
     searched = {}
     for row, settings in BY_SEARCH.items():

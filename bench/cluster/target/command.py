@@ -112,11 +112,12 @@ async def _run_all(
     hosts: Hosts, cases: Sequence[TargetCase], rows: Collection[str], options: argparse.Namespace
 ) -> tuple[list[CaseOutcomes], dict[str, Path]]:
     """All runs on real clocks, and the recorded run of each case."""
-    seeds, outcomes = _seeds(options), Outcomes(options.work / "runs")
+    seeds, outcomes, recorded = _seeds(options), Outcomes(options.work / "runs"), not options.no_prediction
     with tempfile.TemporaryDirectory(prefix="dynamix-cluster-") as directory:
         async with target_runner(hosts, Path(directory), options.data) as runner:
-            keeper = RunKeeper(runner, outcomes, options, len(cases) * num_runs(rows, len(seeds)))
-            found = [await compare(case, rows, seeds, keeper) for case in cases]
+            num_total = len(cases) * num_runs(rows, len(seeds), recorded=recorded)
+            keeper = RunKeeper(runner, outcomes, options, num_total)
+            found = [await compare(case, rows, seeds, keeper, recorded=recorded) for case in cases]
             return found, {case.name: keeper.capture_of(case, RECORDED, seeds[0]) for case in cases}
 
 
@@ -192,7 +193,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--arm", action="append", choices=ROWS, help="only this, and what it starts from; may be given again"
     )
-    parser.add_argument("--no-prediction", action="store_true", help="leave the virtual clusters out")
+    parser.add_argument(
+        "--no-prediction", action="store_true", help="leave the virtual clusters out, and the run that they need"
+    )
     parser.add_argument("--data", metavar="DIR", help="directory with Fashion-MNIST's four idx files")
     parser.add_argument(
         "--work", type=output_directory, default=ROOT / "out" / "cluster", help="keeps runs (default: out/cluster)"
