@@ -361,8 +361,8 @@ def test_an_arm_is_predicted_within_the_bounds_that_attach_gives_it() -> None:
     fixed, adaptive, learned = (
         task_of(scenario, arm, 1) for arm in (keeping_sum(SPLIT, 64), RECORDED, TargetArm(policy=PPO))
     )
-    assert (fixed.scenario.min_local_batch_size, fixed.scenario.max_local_batch_size) == (8, 128)
-    assert (adaptive.scenario.min_local_batch_size, adaptive.scenario.max_local_batch_size) == (32, 1024)
+    assert (fixed.scenario.min_local_batch_size, fixed.scenario.max_local_batch_size) == (1, 128)
+    assert (adaptive.scenario.min_local_batch_size, adaptive.scenario.max_local_batch_size) == (1, 1024)
     assert (fixed.scenario.initial_local_batch_size, fixed.scenario.window_steps) == (64, 10)
     assert Path(learned.setting.policy_file).name == "ppo.safetensors"
     assert task_of(scenario, STATICS[0], 1).setting.policy == "static"

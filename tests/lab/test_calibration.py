@@ -129,6 +129,7 @@ def test_one_sentence_says_what_could_not_be_identified() -> None:
         "more, so that smaller ones are taken to cost less."
     )
     assert sum(remark.startswith("Not identifiable") for remark in found.remarks) == 1
+    assert not any("saturation" in remark for remark in calibrated(known_scenario(min_local_batch_size=1)).remarks)
     bare = known_scenario(network=msgspec.structs.replace(NETWORK, latency_s=0.004, gradient_bytes=100_000))
     assert "latency, as messages with the measured round trip times would take longer" in calibrated(bare).remarks[0]
     slow = known_scenario(network=msgspec.structs.replace(NETWORK, bandwidth_mbit_s=100))

@@ -211,7 +211,7 @@ def test_less_memory_bounds_the_first_sizes_and_the_jobs() -> None:
     run = cluster(scenario(workers=small), initial_local_batch_size=64)
     assert run.job.initial_local_batch_sizes == (64, 16)
     assert run.job.max_local_batch_sizes == (1024, 16)
-    with pytest.raises(ValueError, match="local_batch_size = 4096: it must be between 8 and 1024"):
+    with pytest.raises(ValueError, match="local_batch_size = 4096: it must be between 1 and 1024"):
         cluster(scenario(), initial_local_batch_size=4096)
 
 

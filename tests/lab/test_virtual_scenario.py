@@ -66,8 +66,8 @@ def test_a_file_gives_a_scenario_with_defaults_and_the_files_name(tmp_path: Path
         ("samples_per_s = 4000", "samples_per_s = 0", "workers.samples_per_s = 0: it must be above 0"),
         (
             "max_local_batch_size = 48",
-            "max_local_batch_size = 4",
-            "workers.max_local_batch_size = 4: it must be at least 8",
+            "max_local_batch_size = 0",
+            "workers.max_local_batch_size = 0: it must be at least 1",
         ),
         ('family = "made"', "", "the key 'family' is missing"),
         ('family = "made"', 'family = "A family"', "'A family'"),
@@ -79,8 +79,8 @@ def test_a_file_gives_a_scenario_with_defaults_and_the_files_name(tmp_path: Path
         ("target_accuracy = 0.8", "target_accuracy = 0.8\noptimizer = 'sgdm'", "one of 'sgd', 'adam', 'adamw'"),
         (
             "target_accuracy = 0.8",
-            "target_accuracy = 0.8\ninitial_local_batch_size = 4",
-            "initial_local_batch_size = 4: it must be between 8 and 1024",
+            "target_accuracy = 0.8\ninitial_local_batch_size = 0",
+            "initial_local_batch_size = 0: it must be between 1 and 1024",
         ),
     ],
 )

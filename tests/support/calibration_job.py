@@ -28,6 +28,7 @@ def known_scenario(**changes: Any) -> Scenario:
         "decision": virtual.FREE,
         "ranks_per_node": 2,
         "initial_local_batch_size": 64,
+        "min_local_batch_size": 8,
         "max_local_batch_size": 200,
         "window_steps": 4,
         "target_accuracy": 1.0,

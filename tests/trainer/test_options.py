@@ -4,7 +4,7 @@ import pytest
 import torch
 from tests.support.job_options import job_options
 
-from dynamix.trainer.job.options import bounds_of, family_of, sizes_of
+from dynamix.trainer.job.options import bounds_of, family_of, fewest_samples, sizes_of
 
 
 @pytest.mark.parametrize(
@@ -43,13 +43,18 @@ def test_one_size_is_every_ranks() -> None:
         sizes_of([1, 2], 3)
 
 
-def test_bounds_follow_the_initial_sizes_and_leave_two_samples_for_each_batch() -> None:
-    assert bounds_of((128, 64), "fixed", (None, None), 1) == (8, 256)
-    assert bounds_of((8, 8), "fixed", (None, None), 1) == (2, 16)
-    assert bounds_of((48, 48), "fixed", (None, None), 4) == (8, 96)
-    assert bounds_of((4, 1), "fixed", (None, None), 1) == (1, 8)
-    assert bounds_of((64, 16), "adaptive", (None, None), 1) == (16, 1024)
-    assert bounds_of((8, 8), "fixed", (1, 9), 1) == (1, 9)
+def test_bounds_are_what_the_model_needs_and_what_suits_the_initial_sizes() -> None:
+    assert bounds_of((128, 64), "fixed", (None, None), 2) == (2, 256)
+    assert bounds_of((4, 1), "fixed", (None, None), 2) == (1, 8)
+    assert bounds_of((64, 16), "adaptive", (None, None), 1) == (1, 1024)
+    assert bounds_of((64, 16), "adaptive", (None, None), 8) == (8, 1024)
+    assert bounds_of((8, 8), "fixed", (1, 9), 2) == (1, 9)
+
+
+def test_batch_norm_needs_two_samples_in_each_batch() -> None:
+    plain, normed = torch.nn.Linear(1, 1), torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.BatchNorm1d(1))
+    assert fewest_samples([plain], 1) == 1
+    assert fewest_samples([plain, normed], 4) == 8
 
 
 def test_the_optimizer_family_follows_the_class() -> None:

@@ -94,16 +94,21 @@ def divide_by_time(
     """
     if not len(rates) == len(fixed) == len(saturations) == len(lower) == len(upper):
         raise ValueError(f"{len(rates)} rates for {len(fixed)} fixed costs and {len(saturations)} saturations")
-    low, high, heads = _listed(lower), _listed(upper), _listed(fixed)
+    low, high, least = lower, upper, _listed(saturations)
+    if any(least):
+        low, high = _listed(lower), _listed(upper)
+        free = [max(few, min(each, most)) for each, few, most in zip(least, low, high, strict=True)]
+        if total > sum(free):
+            low = free
+        else:
+            high = [min(most, each) for most, each in zip(high, free, strict=True)]
+    heads = _listed(fixed)
+    if not any(heads):
+        return apportion(total, rates, low, high)
     if not all(0.0 <= head < math.inf for head in heads):
         raise ValueError(f"fixed costs must be finite and not negative: {heads[:16]}")
-    free = [max(least, min(each, most)) for each, least, most in zip(_listed(saturations), low, high, strict=True)]
-    if total > sum(free):
-        low = free
-    else:
-        high = [min(most, each) for most, each in zip(high, free, strict=True)]
     parts = [int(PARTS * min(head, MOST_FIXED) + 0.5) for head in heads]
-    return _divided(int(total), rates, low, high, unit=PARTS if any(parts) else 1, heads=parts)
+    return _divided(int(total), rates, low, high, unit=PARTS, heads=parts)
 
 
 def _divided(

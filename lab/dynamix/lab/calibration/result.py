@@ -198,10 +198,14 @@ def _not_identifiable(fit: CalibrationFit, scenario: Scenario, seen: Observation
             "more than the times scatter), so that all of the time is taken to grow with the samples (run the job with "
             "the policy `random`)"
         )
-    if hidden := [rank for rank, line in enumerate(fit.lines) if line.is_distinct and not line.saturation]:
-        least = min(int(seen.samples[:, rank][seen.samples[:, rank] > 0].min()) for rank in hidden)
+    least = [column[column > 0].min(initial=np.inf) for column in seen.samples.T]
+    hidden = [
+        rank for rank, line in enumerate(fit.lines) if line.is_distinct and not line.saturation and least[rank] > 1
+    ]
+    if hidden:
+        fewest = int(min(least[rank] for rank in hidden))
         yield (
-            f"a saturation of {_ranks(hidden)} below the batches that were seen, of {least} samples or more, so that "
+            f"a saturation of {_ranks(hidden)} below the batches that were seen, of {fewest} samples or more, so that "
             "smaller ones are taken to cost less"
         )
     if fit.exposure is None:

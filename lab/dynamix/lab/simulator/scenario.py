@@ -158,7 +158,7 @@ class Scenario(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=T
     lag_windows: Annotated[int, Limits(0, 16)] = 1
     """The action of window t rules from window t + 1 + lag_windows on."""
     initial_local_batch_size: int = 64
-    min_local_batch_size: int = 8
+    min_local_batch_size: int = 1
     max_local_batch_size: AtLeastOne = 1024
     ranks_per_node: AtLeastOne = 8
     noise_every: AtLeastOne = 1

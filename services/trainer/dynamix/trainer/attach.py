@@ -33,7 +33,15 @@ from .gradient.updates import Updates
 from .gradient.weighting import BaseHook, GradientHook, Reduction
 from .gradient.weights import StepWeights
 from .job.memory_caps import MemoryCaps
-from .job.options import JobOptions, NoiseMetric, bounds_of, check_hook_options, family_of, sizes_of
+from .job.options import (
+    JobOptions,
+    NoiseMetric,
+    bounds_of,
+    check_hook_options,
+    family_of,
+    fewest_samples,
+    sizes_of,
+)
 from .loggers.delivery import Loggers, MetricLogger, find_loggers
 from .loggers.history import MetricHistory
 from .measurement.clock import AnyClock, DeviceClock, HostClock
@@ -119,8 +127,9 @@ def attach(
         name: of the job on the bus, `[a-z0-9-]`; a run id is added. When not given, the script's file name under
             `dynamix train`, else `training`. `dynamix train --name` and `DYNAMIX_JOB` overrule it.
         window_steps: k, the optimizer steps between two decisions.
-        min_local_batch_size: bound of decisions; 0 lets a rank have no samples. When not given, an eighth of the
-            smallest initial size and two per batch, or with an adaptive global batch at most 32.
+        min_local_batch_size: bound of decisions; 0 lets a rank have no samples. When not given, what the model needs:
+            one sample in each batch, or two where it has BatchNorm. Below the size at which a rank's times stop
+            falling, the policies that fit them gain nothing, and do not go.
         max_local_batch_size: bound of decisions. When not given, twice the largest initial size, or with an adaptive
             global batch at least 1024.
         max_lag_windows: actions decided more windows ago than this are refused.
@@ -178,7 +187,8 @@ def attach(
     find_codec(codec)
     metric_loggers = Loggers(find_loggers(loggers, rank=dist.get_rank() if world_size > 1 else 0))
     lower, upper = bounds_of(
-        sizes, global_batch, (min_local_batch_size, max_local_batch_size), gradient_accumulation_steps
+        *(sizes, global_batch, (min_local_batch_size, max_local_batch_size)),
+        fewest_samples(models, gradient_accumulation_steps),
     )
     options = JobOptions(
         local_batch_sizes=sizes,

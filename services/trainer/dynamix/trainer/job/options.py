@@ -1,6 +1,6 @@
 """The options of `attach`, checked where they are given."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -158,20 +158,25 @@ def sizes_of(local_batch_size: int | Sequence[int], world_size: int) -> tuple[in
 
 
 def bounds_of(
-    sizes: tuple[int, ...], global_batch: GlobalBatch, given: tuple[int | None, int | None], num_batches: int
+    sizes: tuple[int, ...], global_batch: GlobalBatch, given: tuple[int | None, int | None], least: int
 ) -> tuple[int, int]:
     """The bounds of decisions as they were given, or what suits the initial sizes.
 
-    With a fixed global batch the memory that the script was written for is near: a rank gets at most twice its samples,
-    and at least two in each of its `num_batches` of a step, since BatchNorm fails on one.
+    No size is too small for speed: below what a rank's own times show to be pointless no policy that fits them goes.
+    So the lower bound is `least`, which the model needs. With a fixed global batch the memory that the script was
+    written for is near: a rank gets at most twice its samples.
     """
-    smallest, largest = min(sizes), max(sizes)
-    suits = {
-        "fixed": (min(max(smallest // 8, 2 * num_batches), smallest), 2 * largest),
-        "adaptive": (min(smallest, 32), max(largest, 1024)),
-    }
-    low, high = suits.get(global_batch, (0, largest))
+    low, largest = min(*sizes, least), max(sizes)
+    high = max(largest, 1024) if global_batch == "adaptive" else 2 * largest
     return low if given[0] is None else given[0], high if given[1] is None else given[1]
+
+
+def fewest_samples(models: Iterable[torch.nn.Module], num_batches: int) -> int:
+    """The fewest samples that a rank's `num_batches` of a step can have: two in each where BatchNorm is, else one."""
+    modules = (module for model in models for module in model.modules())
+    batch_norm = torch.nn.modules.batchnorm._BatchNorm  # noqa: SLF001 - what all kinds of it share
+    has_batch_norm = any(isinstance(module, batch_norm) for module in modules)
+    return num_batches * (2 if has_batch_norm else 1)
 
 
 def family_of(optimizer: torch.optim.Optimizer) -> OptimizerFamily:

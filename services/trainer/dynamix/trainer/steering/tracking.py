@@ -20,7 +20,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from dynamix.schemas.apportion import apportion
+from dynamix.schemas.apportion import divide_by_time
 from dynamix.schemas.messages.allocation import Allocation
 from dynamix.trainer.data.schedule import Schedule
 
@@ -275,6 +275,7 @@ class Tracker:
         self.filter = RateFilter(len(max_local_batch_sizes))
         self._min_local_batch_size = min_local_batch_size
         self._upper = tuple(max_local_batch_sizes)
+        self._no_saturations = (0,) * len(self._upper)
         self._num_kept = 0
         """Steps since the split was changed."""
 
@@ -321,15 +322,16 @@ class Tracker:
     def _divide(self, total: int, rates: Sequence[float]) -> tuple[int, ...]:
         """Every rank gets a sample where there are enough: one that had none would never be measured again.
 
-        Fixed costs count as samples that a rank has before the first one.
+        A saturation needs no fit here: below it a rank takes as long with fewer samples, so that it has few, and the
+        others have as many as they can take in that time. The step is as short as it can be.
         """
         fewest, fixed = self._min_local_batch_size, self.filter.fixed
         if fewest == 0 and total >= len(rates):
             fewest = 1
-        lower = [min(fewest, most) + more for most, more in zip(self._upper, fixed, strict=True)]
-        upper = [most + more for most, more in zip(self._upper, fixed, strict=True)]
-        shares = apportion(total + sum(fixed), [1.0 / rate for rate in rates], lower, upper)
-        return tuple(share - more for share, more in zip(shares, fixed, strict=True))
+        lower = [min(fewest, most) for most in self._upper]
+        return divide_by_time(
+            *(total, [1.0 / rate for rate in rates], lower, self._upper), fixed=fixed, saturations=self._no_saturations
+        )
 
     def _times_s(self, sizes: Sequence[int], rates: Sequence[float]) -> list[float]:
         """Predicted compute times; only their extremes are used, which have neither rounding nor order."""
