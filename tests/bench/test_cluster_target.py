@@ -1,5 +1,6 @@
 """Time to a target on real clocks: once as a user runs it, then its thinking on made-up runs."""
 
+import argparse
 import asyncio
 import signal
 import socket
@@ -27,7 +28,7 @@ from bench.cluster.target.arms import (
 from bench.cluster.target.campaign import CaseOutcomes, compare, num_runs
 from bench.cluster.target.cases import CASES, TargetCase
 from bench.cluster.target.clock import FIRST_STEPS, TrainingClock
-from bench.cluster.target.command import TargetForecast
+from bench.cluster.target.command import RunKeeper, TargetForecast
 from bench.cluster.target.messages import Attached, CheckIn, CheckInAnswer, exchange, read_frame, write_frame
 from bench.cluster.target.outcomes import Outcomes, TargetOutcome, TargetPoint, TargetRun
 from bench.cluster.target.prediction import Predicted, calibrated, task_of
@@ -351,6 +352,18 @@ def test_time_left_is_that_of_the_runs_so_far() -> None:
     forecast.count_run(30.0)
     forecast.count_run(90.0)
     assert str(forecast) == "run 4 of 10, some 7 min left"
+
+
+async def test_a_run_that_two_rows_ask_for_is_run_and_counted_once(tmp_path: Path) -> None:
+    class Runner:
+        async def run(self, run: TargetRun, limit_s: float, *_: object) -> TargetOutcome:
+            return outcome_of(run.arm, run.seed, 12.0, limit_s)
+
+    options = argparse.Namespace(target=0.8, grid=1.0)
+    keeper = RunKeeper(Runner(), Outcomes(tmp_path), options, 2)  # type: ignore[arg-type]
+    for arm in (STATICS[0], STATICS[0], STATICS[1]):
+        await keeper(CASE, arm, 1, 40.0)
+    assert keeper.forecast.num_done == keeper.forecast.num_total == 2
 
 
 def test_an_arm_is_predicted_within_the_bounds_that_attach_gives_it() -> None:

@@ -75,6 +75,8 @@ class RunKeeper:
         self._outcomes = outcomes
         self._options = options
         self._progress = ProgressLine(PROGRESS_EVERY_S)
+        self._counted: set[str] = set()
+        """Keys: a search and a row can ask for the same run."""
 
     def run_of(self, case: TargetCase, arm: TargetArm, seed: int) -> TargetRun:
         """What determines a run; the recorded one goes on whatever its accuracy is."""
@@ -90,16 +92,21 @@ class RunKeeper:
         run = self.run_of(case, arm, seed)
         known = self._outcomes.get(run, limit_s)
         if known is not None:
-            self.forecast.count_run(None)
+            self._count(run, None)
             return known
         began_s = time.monotonic()
         outcome = await self._runner.run(run, limit_s, self._outcomes.capture_of(run), self._watch)
         self._outcomes.keep(run, outcome)
-        self.forecast.count_run(time.monotonic() - began_s)
+        self._count(run, time.monotonic() - began_s)
         reached = outcome.time_to_target_s
         said = f"not at the target after {limit_s:.1f} s" if reached is None else f"{reached:.1f} s"
         self._progress.write_line(f"  {run.label}: {said} ({outcome.wall_s:.0f} s in all)")
         return outcome
+
+    def _count(self, run: TargetRun, wall_s: float | None) -> None:
+        if run.key not in self._counted:
+            self._counted.add(run.key)
+            self.forecast.count_run(wall_s)
 
     def _watch(self, run: TargetRun, point: TargetPoint) -> None:
         sizes = "/".join(map(str, point.local_batch_sizes))
