@@ -1,5 +1,6 @@
 """Runs: what their identity covers, and a ledger that a kill cannot spoil."""
 
+from importlib import import_module
 from pathlib import Path
 
 import msgspec
@@ -38,6 +39,16 @@ def test_the_code_is_in_the_identity(task: RunTask, monkeypatch: pytest.MonkeyPa
     key = task.key
     monkeypatch.setattr("dynamix.lab.experiments.comparison.runs.code_digest", lambda: "other code")
     assert msgspec.structs.replace(task).key != key
+
+
+@pytest.mark.usefixtures("example_extension")
+def test_the_version_of_another_packages_policy_is_in_the_identity(
+    task: RunTask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = msgspec.structs.replace(task, setting=Setting(policy="halving"))
+    key = theirs.key
+    monkeypatch.setattr(import_module("example_extension.policy").Halving, "version", 4)
+    assert msgspec.structs.replace(theirs).key != key
 
 
 @pytest.mark.parametrize(("asked", "ruling"), [(None, None), (64, 64), (1024, 256), (1, 8)])

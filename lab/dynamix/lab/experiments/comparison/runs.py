@@ -13,12 +13,14 @@ from typing import IO, Self
 
 import msgspec
 
+from dynamix.arbitrator.policies.registry import POLICIES, extension_policy
 from dynamix.lab.experiments.episodes.provenance import code_digest, versions
 from dynamix.lab.simulator.scenario import Scenario
 from dynamix.runtime import output_files
 from dynamix.runtime.output_files import RefusedOutputError
 
-from .contenders import Setting
+from .baselines import LABORATORY
+from .contenders import ORACLE, Setting
 from .results_file import HEADER, LEDGER
 
 
@@ -39,6 +41,8 @@ class RunTask(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             "code": code_digest(),
             "versions": versions(),
         }
+        if (version := _extension_version(self.setting)) is not None:
+            about["policy_version"] = version
         return hashlib.sha256(msgspec.json.encode(about, order="sorted")).hexdigest()
 
     @property
@@ -140,6 +144,14 @@ class Ledger:
             self._file = self._file or _open(self._path, resume=self._resume)
             self._file.write(msgspec.json.encode(LedgerLine(key=task.key, about=about, outcome=outcome)) + b"\n")
             self._file.flush()
+
+
+def _extension_version(setting: Setting) -> int | None:
+    """The version of another package's policy, whose code is not in the digest; `None` for ours and for files."""
+    if setting.policy_file or setting.policy in {*POLICIES, *LABORATORY, ORACLE}:
+        return None
+    policy = extension_policy(setting.policy)
+    return None if policy is None else policy.version
 
 
 def _old(path: Path) -> Path:
