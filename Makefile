@@ -6,12 +6,13 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 FRAMEWORKS := .venv-frameworks
+ADAPTDL := out/adaptdl
 PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 DATA   := .data/fashion-mnist
 CIFAR  := .data/cifar-10
 ARGS   ?=
 
-.PHONY: help venv venv-frameworks demo data data-cifar test test-slow test-frameworks gpu faults lint types bench cluster scale results heldout format clean
+.PHONY: help venv venv-frameworks demo data data-cifar test test-slow test-frameworks gpu faults lint types bench cluster scale results heldout adaptdl format clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -102,6 +103,16 @@ heldout: venv data ## compare all policies on held-out scenarios, some 80 minute
 	$(BIN)/dynamix evaluate --resume --policies $(HELDOUT_ROWS) --results out/heldout.jsonl \
 	    --json docs/results/heldout.json --png docs/results/heldout.png
 	$(BIN)/python -m bench.results.heldout
+
+# Two packages of others and one of ours that the product never needs, beside .venv and not in it.
+$(ADAPTDL)/.installed: bench/adaptdl/requirements.txt $(wildcard bench/adaptdl/pyproject.toml bench/adaptdl/*/*.py) $(STAMP)
+	rm -rf $(ADAPTDL)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target $(ADAPTDL) --no-deps \
+	    --no-build-isolation -r bench/adaptdl/requirements.txt ./bench/adaptdl
+	@touch $@
+
+adaptdl: $(ADAPTDL)/.installed data ## AdaptDL's published goodput code on train scenarios, into docs/results.md; some 15 minutes
+	PYTHONPATH=$(ADAPTDL) $(BIN)/python -m bench.results --only adaptdl $(ARGS)
 
 format: venv ## let ruff rewrite
 	$(BIN)/ruff check --fix .

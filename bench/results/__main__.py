@@ -3,6 +3,7 @@
 Each writes docs/results/NAME.json and NAME.png, and its table into docs/results.md. Runs and learned policies are kept
 in out/results: a second start goes on where the first one was killed. `reduced` takes a few minutes each on a core,
 `full` is for many cores and a long night; `smoke` only shows that everything runs, and belongs into another --output.
+The experiment `adaptdl` needs other packages: `make adaptdl` installs them and runs it, and only --only names it here.
 """
 
 import argparse
@@ -15,10 +16,11 @@ import msgspec
 
 from dynamix.cli.output import output_directory
 
+from .adaptdl import PackageMissingError, published_goodput
 from .baselines import cluster_sizes, static_sizes, topologies
 from .laboratory import SCALES, Laboratory
 from .learned import cost, other_models, other_optimizer, reward_curve
-from .result import ExperimentResult, write
+from .result import MADE_BY, ExperimentResult, write
 from .rewards import published_reward, sensitivity
 
 ROOT = Path(__file__).parents[2]
@@ -33,6 +35,7 @@ EXPERIMENTS: dict[str, Callable[[Laboratory], ExperimentResult]] = {
     "topology": topologies,
     "reward": published_reward,
     "cost": cost,
+    "adaptdl": published_goodput,
 }
 
 
@@ -54,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--only", action="append", choices=EXPERIMENTS, help="an experiment; may be given again")
     parser.add_argument("--scale", choices=SCALES, default="reduced", help="(default: %(default)s)")
+    parser.add_argument("--seeds", type=int, help="scenario seeds (default: as the scale has it)")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: %(default)s)")
     parser.add_argument("--data", type=Path, help="directory with the data sets (default: the usual places)")
     parser.add_argument("--output", type=output_directory, default=ROOT / "docs", help="(default: docs)")
@@ -61,11 +65,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--work", type=output_directory, default=ROOT / "out" / "results", help="(default: out/results)"
     )
     options = parser.parse_args(arguments)
-    laboratory = Laboratory(SCALES[options.scale], options.work / options.scale, jobs=options.jobs, data=options.data)
-    for name in options.only or EXPERIMENTS:
+    scale = SCALES[options.scale]
+    scale = scale._replace(num_seeds=options.seeds or scale.num_seeds)
+    laboratory = Laboratory(scale, options.work / options.scale, jobs=options.jobs, data=options.data)
+    for name in options.only or [name for name in EXPERIMENTS if name not in MADE_BY]:
         began_s = time.monotonic()
         print(f"{name}: {EXPERIMENTS[name].__doc__}{_last_cost(options.output, name, laboratory)}", flush=True)
-        write(EXPERIMENTS[name](laboratory), options.output)
+        try:
+            write(EXPERIMENTS[name](laboratory), options.output)
+        except PackageMissingError as error:
+            print(f"{name}: {error}", file=sys.stderr)
+            return 2
         print(f"{name}: {time.monotonic() - began_s:.0f} s", flush=True)
     return 0
 

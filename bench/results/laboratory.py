@@ -99,8 +99,10 @@ class Laboratory:
         self._jobs = jobs
         self._data = data
         chosen = scenario_root() / TUNED_FILE
-        self.tuned = Tuned(overall=read_tuned(chosen).overall) if chosen.exists() else Tuned()
-        """What `dynamix tune` chose over all families: these clusters are no family of its."""
+        self.tuned_by_family = read_tuned(chosen) if chosen.exists() else Tuned()
+        """What `dynamix tune` chose, for experiments on its own scenarios."""
+        self.tuned = Tuned(overall=self.tuned_by_family.overall)
+        """What it chose over all families: the clusters of most experiments are no family of its."""
         self._core_s = 0.0
         """What the runs of the experiment under way took, of one core."""
         directory.mkdir(parents=True, exist_ok=True)
@@ -134,12 +136,14 @@ class Laboratory:
         scenarios: Iterable[Scenario],
         labels: Iterable[str],
         learned: Mapping[str, Sequence[LearningRun]] | None = None,
+        *,
+        tuned: Tuned | None = None,
     ) -> OutcomeTable:
         """Run contenders in scenarios under all seeds, among them policies that were learned."""
         files = {policy: [run.path for run in runs] for policy, runs in (learned or {}).items()}
         suite = Suite(name="results", scenarios=tuple(scenarios))
         contenders = parse_contenders(",".join(labels), files)
-        cells = plan(suite, contenders, self.seeds, self.tuned)
+        cells = plan(suite, contenders, self.seeds, tuned or self.tuned)
         with Ledger(self._directory / "runs.jsonl") as ledger:
             print(f"  {estimate(cells, ledger).text(self._jobs)}", flush=True)
             fill(cells, ledger, jobs=self._jobs, data=self._data, on_progress=_say)
@@ -171,9 +175,10 @@ class Laboratory:
     ) -> ExperimentResult:
         """A result with its origin; what is counted of its cost begins again."""
         core_minutes, self._core_s = self._core_s / 60, 0.0
+        seeds = "" if self.scale == SCALES[self.scale.name] else f" --seeds {self.scale.num_seeds}"
         return ExperimentResult(
             name=name,
-            command=f"python -m bench.results --only {name} --scale {self.scale.name}",
+            command=f"python -m bench.results --only {name} --scale {self.scale.name}{seeds}",
             scale=self.scale.name,
             seeds=self.seeds,
             policy_seeds=self.policy_seeds if learned else [],

@@ -26,7 +26,7 @@ COLUMNS = [
 ]
 NOT_RUN = "Not measured. The command above writes the table here."
 
-MADE_BY = {"cluster": "cluster"}
+MADE_BY = {"adaptdl": "adaptdl", "cluster": "cluster"}
 """Tables that `make results` does not make, and the targets that do."""
 
 Cell = MeanInterval | str | int | float | None

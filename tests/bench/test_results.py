@@ -28,7 +28,7 @@ from dynamix.lab.experiments.comparison.verdict import HeadlineRow, Verdict, Ver
 from dynamix.lab.experiments.episodes.suite import suite_named
 
 DOCS = Path(__file__).parents[2] / "docs"
-EMPTY = "\n".join(f"<!-- {name}: made by `make results` -->\n{NOT_RUN}\n<!-- end of {name} -->" for name in EXPERIMENTS)
+EMPTY = "\n".join("\n".join((markers(name)[0], NOT_RUN, markers(name)[1])) for name in EXPERIMENTS)
 
 
 def read_result(path: Path) -> ExperimentResult:
@@ -210,6 +210,12 @@ def test_baselines_run_with_tuned_settings_and_notes_say_so(tmp_path: Path, monk
     assert known.tuning_note(rows) == (
         "Chosen over all train scenarios by `dynamix tune`: `goodput` as `goodput:smoothing=0.5`."
     )
+
+
+def test_a_command_says_how_many_seeds_where_it_is_not_the_scales_number(tmp_path: Path) -> None:
+    few = Laboratory(SCALES["smoke"]._replace(num_seeds=3), tmp_path)
+    assert few.result("static", [], []).command.endswith("--scale smoke --seeds 3")
+    assert Laboratory(SCALES["smoke"], tmp_path).result("static", [], []).command.endswith("--scale smoke")
 
 
 def test_an_experiment_runs_and_writes_its_table_numbers_and_picture(tmp_path: Path) -> None:

@@ -72,6 +72,7 @@ class ToyCluster:
         global_F = np.full(len(GLOBAL_FEATURES), np.nan, dtype=np.float32)
         global_F[GLOBAL_INDEX["noise_scale"]] = self.noise_scale
         global_F[GLOBAL_INDEX["step_time_s"]] = step_s
+        global_F[GLOBAL_INDEX["global_batch_size"]] = sizes.sum()
         global_F[GLOBAL_INDEX["throughput"]] = sizes.sum() / step_s
         return obs_WF, global_F
 
