@@ -12,7 +12,7 @@ DATA   := .data/fashion-mnist
 CIFAR  := .data/cifar-10
 ARGS   ?=
 
-.PHONY: help venv venv-frameworks demo data data-cifar test test-slow test-frameworks gpu faults lint types bench cluster scale results heldout adaptdl format clean
+.PHONY: help venv venv-frameworks demo data data-cifar test test-slow test-frameworks gpu faults lint types bench cluster scale results heldout adaptdl paper format clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -113,6 +113,9 @@ $(ADAPTDL)/.installed: bench/adaptdl/requirements.txt $(wildcard bench/adaptdl/p
 
 adaptdl: $(ADAPTDL)/.installed data ## AdaptDL's published goodput code on train scenarios, into docs/results.md; some 15 minutes
 	PYTHONPATH=$(ADAPTDL) $(BIN)/python -m bench.results --only adaptdl $(ARGS)
+
+paper: venv data-cifar ## the paper's models in full, docs/results.md; needs a text in .data/text; hours; killed, it goes on
+	$(BIN)/python -m bench.results --only paper-vgg11 --only paper-resnet20 --only paper-transformer --seeds 2 $(ARGS)
 
 format: venv ## let ruff rewrite
 	$(BIN)/ruff check --fix .

@@ -4,6 +4,7 @@ Each writes docs/results/NAME.json and NAME.png, and its table into docs/results
 in out/results: a second start goes on where the first one was killed. `reduced` takes a few minutes each on a core,
 `full` is for many cores and a long night; `smoke` only shows that everything runs, and belongs into another --output.
 The experiment `adaptdl` needs other packages: `make adaptdl` installs them and runs it, and only --only names it here.
+The full models of `paper-...` take hours at any scale: `make paper` runs them, and only --only names them here.
 """
 
 import argparse
@@ -15,11 +16,13 @@ from pathlib import Path
 import msgspec
 
 from dynamix.cli.output import output_directory
+from dynamix.lab.workloads.datasets import MissingDataError
 
 from .adaptdl import PackageMissingError, published_goodput
 from .baselines import cluster_sizes, static_sizes, topologies
 from .laboratory import SCALES, Laboratory
 from .learned import cost, other_models, other_optimizer, reward_curve
+from .paper import resnet20, transformer, vgg11
 from .result import MADE_BY, ExperimentResult, write
 from .rewards import published_reward, sensitivity
 
@@ -36,6 +39,9 @@ EXPERIMENTS: dict[str, Callable[[Laboratory], ExperimentResult]] = {
     "reward": published_reward,
     "cost": cost,
     "adaptdl": published_goodput,
+    "paper-vgg11": vgg11,
+    "paper-resnet20": resnet20,
+    "paper-transformer": transformer,
 }
 
 
@@ -65,6 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--work", type=output_directory, default=ROOT / "out" / "results", help="(default: out/results)"
     )
     options = parser.parse_args(arguments)
+    if options.seeds is not None and options.seeds < 1:
+        parser.error(f"--seeds {options.seeds}: at least 1")
     scale = SCALES[options.scale]
     scale = scale._replace(num_seeds=options.seeds or scale.num_seeds)
     laboratory = Laboratory(scale, options.work / options.scale, jobs=options.jobs, data=options.data)
@@ -73,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{name}: {EXPERIMENTS[name].__doc__}{_last_cost(options.output, name, laboratory)}", flush=True)
         try:
             write(EXPERIMENTS[name](laboratory), options.output)
-        except PackageMissingError as error:
+        except (MissingDataError, PackageMissingError) as error:
             print(f"{name}: {error}", file=sys.stderr)
             return 2
         print(f"{name}: {time.monotonic() - began_s:.0f} s", flush=True)

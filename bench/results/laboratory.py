@@ -1,5 +1,6 @@
 """What all experiments share: runs that are kept, policies that are learned once, and how much of each."""
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from dynamix.lab.experiments.episodes.provenance import code_digest, versions
 from dynamix.lab.experiments.episodes.suite import TUNED_FILE, Suite, scenario_root
 from dynamix.lab.experiments.learning import LearningPlan, LearningUpdate, learn, plan_named
 from dynamix.lab.simulator.scenario import Network, Scenario, Stragglers, Workers
+from dynamix.lab.workloads import workload_named
 from dynamix.runtime import output_files
 from dynamix.schemas.messages.policies import DEFAULT_POLICY
 
@@ -24,6 +26,7 @@ from .result import Cell, ExperimentResult
 SPEEDS = (4000.0, 2000.0, 1000.0, 500.0)
 """Samples per second of the four kinds of workers."""
 OVERHEAD_S = 0.002
+LINE_EVERY_S = 30.0
 LEARNING_RATES = {"sgd": 0.1, "adam": 0.002, "adamw": 0.002}
 """As in the scenarios: for a global batch of 512."""
 
@@ -107,6 +110,14 @@ class Laboratory:
         """What the runs of the experiment under way took, of one core."""
         directory.mkdir(parents=True, exist_ok=True)
 
+    def check_data(self, scenario: Scenario) -> None:
+        """Read the data of a scenario, for experiments whose data no other one needs.
+
+        Raises:
+            MissingDataError: when it is not there; the text says how to get it.
+        """
+        workload_named(scenario.workload).load(self._data)
+
     def cluster(self, name: str, **changes: Any) -> Scenario:
         """A mixed cluster; a tiny job on it where only to show that an experiment runs."""
         return mixed(name, **(changes | (SMOKE if self.scale.name == "smoke" else {})))
@@ -138,15 +149,20 @@ class Laboratory:
         learned: Mapping[str, Sequence[LearningRun]] | None = None,
         *,
         tuned: Tuned | None = None,
+        seeds: Sequence[int] | None = None,
+        typical_run_s: float = TYPICAL_RUN_S,
     ) -> OutcomeTable:
-        """Run contenders in scenarios under all seeds, among them policies that were learned."""
+        """Run contenders in scenarios, among them policies that were learned, under all seeds or the given ones.
+
+        `typical_run_s` is what a run is taken to need of a core before there was one in its family.
+        """
         files = {policy: [run.path for run in runs] for policy, runs in (learned or {}).items()}
         suite = Suite(name="results", scenarios=tuple(scenarios))
         contenders = parse_contenders(",".join(labels), files)
-        cells = plan(suite, contenders, self.seeds, tuned or self.tuned)
+        cells = plan(suite, contenders, seeds or self.seeds, tuned or self.tuned)
         with Ledger(self._directory / "runs.jsonl") as ledger:
-            print(f"  {estimate(cells, ledger).text(self._jobs)}", flush=True)
-            fill(cells, ledger, jobs=self._jobs, data=self._data, on_progress=_say)
+            print(f"  {estimate(cells, ledger, typical_run_s=typical_run_s).text(self._jobs)}", flush=True)
+            fill(cells, ledger, jobs=self._jobs, data=self._data, on_progress=_RunLines().show)
             tasks = {cell.task.key: cell.task for cell in cells}
             self._core_s += sum(found.wall_s for task in tasks.values() if (found := ledger.get(task)) is not None)
             return OutcomeTable(suite.scenarios, cells, ledger, contenders)
@@ -228,6 +244,16 @@ def mixed(name: str, *, num_workers: int = 8, **changes: Any) -> Scenario:
     return msgspec.structs.replace(scenario, **changes)
 
 
-def _say(progress: ComparisonProgress) -> None:
-    if progress.num_done % 20 == 0 or progress.num_done == progress.num_total:
-        print(f"  {progress.num_done}/{progress.num_total} runs, newest: {progress.newest}", flush=True)
+class _RunLines:
+    """Prints how far a comparison is: a line for the first run, for the last, and at most twice a minute between."""
+
+    def __init__(self) -> None:
+        self._next_s = 0.0
+
+    def show(self, progress: ComparisonProgress) -> None:
+        """Print the line, if one is due."""
+        if time.monotonic() < self._next_s and progress.num_done < progress.num_total:
+            return
+        self._next_s = time.monotonic() + LINE_EVERY_S
+        left = "" if progress.left_s is None else f", {progress.left_s / 60:.0f} minutes left"
+        print(f"  {progress.num_done}/{progress.num_total} runs{left}; newest: {progress.newest}", flush=True)

@@ -26,7 +26,13 @@ COLUMNS = [
 ]
 NOT_RUN = "Not measured. The command above writes the table here."
 
-MADE_BY = {"adaptdl": "adaptdl", "cluster": "cluster"}
+MADE_BY = {
+    "adaptdl": "adaptdl",
+    "cluster": "cluster",
+    "paper-vgg11": "paper",
+    "paper-resnet20": "paper",
+    "paper-transformer": "paper",
+}
 """Tables that `make results` does not make, and the targets that do."""
 
 Cell = MeanInterval | str | int | float | None
@@ -97,7 +103,13 @@ def accuracy_panel(table: OutcomeTable, labels: list[str], scenario: Scenario) -
         times_s = np.linspace(0, max(curve[-1][0] for curve in runs), CURVE_POINTS)
         points = zip(times_s.tolist(), mean_curve(runs, times_s).tolist(), strict=True)
         curves.append(Curve(label=label, points=list(points)))
-    return Panel(title=f"{scenario.name}: validation accuracy", x="virtual time [s]", y="accuracy", curves=curves)
+    return Panel(
+        title=f"{scenario.name}: validation accuracy",
+        x="virtual time [s]",
+        y="accuracy",
+        curves=curves,
+        limit=scenario.target_accuracy,
+    )
 
 
 def markdown(result: ExperimentResult) -> str:

@@ -1,6 +1,7 @@
 """docs/results.md says what the experiments' JSON says, and every experiment runs."""
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import matplotlib.image
@@ -11,6 +12,7 @@ from bench.results import heldout, laboratory
 from bench.results.__main__ import EXPERIMENTS, main
 from bench.results.laboratory import SCALES, Laboratory
 from bench.results.learned import ADAM
+from bench.results.paper import resnet20, transformer, vgg11
 from bench.results.result import (
     NOT_RUN,
     ExperimentResult,
@@ -22,10 +24,12 @@ from bench.results.result import (
 from tests.support.small_suites import made_up
 
 from dynamix.lab.experiments.comparison import evaluation
+from dynamix.lab.experiments.comparison.runs import RunTask
 from dynamix.lab.experiments.comparison.scores import MeanInterval, RatioInterval
 from dynamix.lab.experiments.comparison.tuned import Choice, Tuned, to_toml
 from dynamix.lab.experiments.comparison.verdict import HeadlineRow, Verdict, VerdictFamily, VerdictRow
 from dynamix.lab.experiments.episodes.suite import suite_named
+from dynamix.lab.simulator.scenario import Scenario
 
 DOCS = Path(__file__).parents[2] / "docs"
 EMPTY = "\n".join("\n".join((markers(name)[0], NOT_RUN, markers(name)[1])) for name in EXPERIMENTS)
@@ -216,6 +220,46 @@ def test_a_command_says_how_many_seeds_where_it_is_not_the_scales_number(tmp_pat
     few = Laboratory(SCALES["smoke"]._replace(num_seeds=3), tmp_path)
     assert few.result("static", [], []).command.endswith("--scale smoke --seeds 3")
     assert Laboratory(SCALES["smoke"], tmp_path).result("static", [], []).command.endswith("--scale smoke")
+
+
+def test_the_papers_models_are_trained_in_full_with_gradients_of_their_own_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times_s = {None: 4.0, 32: 8.0, 64: 16.0, 128: 32.0}
+    jobs: dict[str, Scenario] = {}
+    references = Counter[str]()
+
+    def run(task: RunTask) -> float:
+        jobs[task.scenario.workload] = task.scenario
+        references[task.scenario.workload] += task.seed == 100
+        return times_s[task.initial_local_batch_size]
+
+    monkeypatch.setattr(evaluation, "outcomes", made_up(run))
+    monkeypatch.setattr(Laboratory, "check_data", lambda *_: None)  # CIFAR-10 is not everywhere
+    place = Laboratory(SCALES["reduced"]._replace(num_seeds=1), tmp_path)
+    for name, experiment in (("paper-vgg11", vgg11), ("paper-resnet20", resnet20), ("paper-transformer", transformer)):
+        found = experiment(place)
+        assert found.command == f"python -m bench.results --only {name} --scale reduced --seeds 1"
+        assert [[row[0], row[-1]] for row in found.rows] == [
+            ["static@32", MeanInterval(pytest.approx(0.5), None, None)],
+            ["static@64", MeanInterval(pytest.approx(1.0), None, None)],
+            ["static@128", MeanInterval(pytest.approx(2.0), None, None)],
+            ["rule", MeanInterval(pytest.approx(0.25), None, None)],
+        ]
+    assert references == {"cifar10-vgg11": 1, "cifar10-resnet20": 1, "text-transformer": 1}
+    for job in jobs.values():
+        assert (job.world_size, job.initial_local_batch_size) == (8, 64)
+        assert (job.num_train_samples, job.network.gradient_bytes) == (0, 0)
+        assert job.target_accuracy == 0.5  # the last one of the run that sets it
+
+
+def test_missing_data_end_an_experiment_before_its_first_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = ["--output", str(tmp_path / "docs"), "--work", str(tmp_path / "work"), "--data", str(tmp_path)]
+    assert main(["--only", "paper-vgg11", *places]) == 2
+    assert capsys.readouterr().err.startswith("paper-vgg11: CIFAR-10 is missing: no data_batch_1.bin")
+    assert not (tmp_path / "work" / "reduced" / "runs.jsonl").exists()
 
 
 def test_an_experiment_runs_and_writes_its_table_numbers_and_picture(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ class Estimate(NamedTuple):
         return f"{self.num_runs} runs to do: some {max(1, round(minutes))} minutes with --jobs {jobs}."
 
 
-def estimate(cells: Iterable[ComparisonCell], ledger: Ledger) -> Estimate:
+def estimate(cells: Iterable[ComparisonCell], ledger: Ledger, *, typical_run_s: float = TYPICAL_RUN_S) -> Estimate:
     """Return what is left to run, at the mean duration of what the ledger has of a family, else a typical one."""
     tasks = {cell.task.key: cell.task for cell in cells}
     walls_s: dict[str, list[float]] = {}
@@ -141,7 +141,7 @@ def estimate(cells: Iterable[ComparisonCell], ledger: Ledger) -> Estimate:
             walls_s.setdefault(task.scenario.family, []).append(outcome.wall_s)
     missing = [task for task in tasks.values() if task not in ledger]
     means = {family: statistics.fmean(walls) for family, walls in walls_s.items()}
-    return Estimate(len(missing), sum(means.get(task.scenario.family, TYPICAL_RUN_S) for task in missing) / 60)
+    return Estimate(len(missing), sum(means.get(task.scenario.family, typical_run_s) for task in missing) / 60)
 
 
 class Forecast:
