@@ -5,7 +5,7 @@ import pytest
 
 from dynamix.schemas.messages import GradientNoise
 from dynamix.trainer.data.schedule import Counts
-from dynamix.trainer.gradient.noise import NoiseAverage, NoiseSums, window_moments
+from dynamix.trainer.gradient.noise import NoiseAverage, NoiseSums, is_measured, window_moments
 
 DIMENSIONS = 50
 MEAN = 0.2
@@ -131,3 +131,8 @@ def test_averages_saved_as_sums_continue_with_their_ratio_and_number_of_windows(
     assert NoiseAverage.of_sums(0.9, 0.0, 0.0, 0.0) == NoiseAverage(0.9)
     assert NoiseAverage.of_sums(0.9, 3.0, 2.0, 1.0) == NoiseAverage(0.9, 3.0, 2.0, 342)  # rounded to 1 long ago
     assert NoiseAverage.of_sums(0.0, 3.0, 2.0, 1.0) == NoiseAverage(0.0, 3.0, 2.0, 1)
+
+
+def test_the_first_steps_are_all_measured_and_then_one_of_some() -> None:
+    assert [step for step in range(42) if is_measured(step, 10)] == [*range(20), 20, 30, 40]
+    assert all(is_measured(step, 1) for step in range(42))

@@ -19,7 +19,7 @@ from dynamix.trainer.data.division import StepPlan
 from dynamix.trainer.data.orders import epoch_order
 from dynamix.trainer.data.sampler import MicroBatch
 from dynamix.trainer.data.schedule import Counts
-from dynamix.trainer.gradient.noise import SecondMoments
+from dynamix.trainer.gradient.noise import SecondMoments, is_measured
 from dynamix.trainer.gradient.weighting import loss_weight
 
 NUM_SAMPLES = 1201
@@ -93,9 +93,9 @@ def _compare(rank: int, reduction: str, options: dict[str, Any]) -> dict[str, An
         errors.append(float((weighted - whole).abs().max() / whole.abs().max()))
         if hook is not None:
             norms = hook.take_norms()
-            if plan.step % 3:
-                assert norms == ([], [])  # not measured
-        if hook is not None and plan.step % 3 == 0:
+            if not is_measured(plan.step, 3):
+                assert norms == ([], [])
+        if hook is not None and is_measured(plan.step, 3):
             assert len(norms.local) == len(norms.reduced) > (plan.step > 0)  # DDP makes its buckets after step 0
             local = float(_gradient(model.module, data, mine).square().sum()) if mine else 0.0
             norm_errors.append(abs(sum(norms.local) - local) / max(local, 1e-30) if mine else sum(norms.local))
@@ -205,7 +205,7 @@ def _compare_divided(rank: int) -> list[tuple[float, float]]:
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(inputs), targets).backward()
         norms = session._models._hooks[0].take_norms()
-        if plan.step == 0 or plan.step % 2:
+        if plan.step == 0 or not is_measured(plan.step, 2):
             assert norms == ([], [])  # at first Adam has no second moments
         else:
             divisors = [

@@ -19,7 +19,7 @@ from dynamix.trainer.data.orders import Permutations
 from dynamix.trainer.data.sampler import PlanSampler, Position
 from dynamix.trainer.data.schedule import Schedule
 from dynamix.trainer.gradient.learning_rate import FACTORS, scale_every_step
-from dynamix.trainer.gradient.noise import NoiseAverage, window_moments
+from dynamix.trainer.gradient.noise import NoiseAverage, is_measured, window_moments
 from dynamix.trainer.measurement.rows import job_totals
 from dynamix.trainer.steering.offers import Offers
 from dynamix.trainer.steering.tracking import FastLoop, Tracker
@@ -181,7 +181,7 @@ class VirtualCluster:
         """The step itself; what was due to be evaluated before its end saw the parameters before it."""
         chosen = torch.from_numpy(self._orders.order_of(plan.epoch)[plan.offset : plan.offset + plan.counts.total])
         inputs, labels = (tensor.index_select(0, chosen.to(tensor.device)) for tensor in self._data)
-        measured = plan.step % self.scenario.noise_every == 0
+        measured = is_measured(plan.step, self.scenario.noise_every)
         sums = self._gradients.step(inputs, labels, plan, measured=measured)
         self._recorder.record_step(plan, sums, timing, conditions)
         self._evaluate(self.time_s + timing.step_s)

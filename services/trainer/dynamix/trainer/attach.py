@@ -156,7 +156,8 @@ def attach(
             tokens, and every size, bound and report is in tokens.
         count_tokens: where only a batch tells: how many of its tokens count in its loss, for example
             `lambda batch: (batch["labels"] != -100).sum()`; sizes stay what they are.
-        noise_every: steps between two measurements of the gradient noise; each costs two passes over the gradient.
+        noise_every: steps between two measurements of the gradient noise, after 20 of which each is measured; a
+            measurement costs two passes over the gradient.
         noise_decay: of the averages of the gradient noise over windows.
         noise_metric: `adam` measures the noise of the gradient divided by the root of Adam's second moments, as Pollux
             does; it needs our hook.

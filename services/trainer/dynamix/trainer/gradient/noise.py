@@ -25,6 +25,13 @@ from dynamix.trainer.data.schedule import Counts
 
 HALF = (torch.float16, torch.bfloat16)
 """What squared norms overflow in."""
+NUM_FIRST_MEASURED = 20
+"""Steps of a job that are all measured: the first decisions go furthest, and a single step tells them little."""
+
+
+def is_measured(step: int, noise_every: int) -> bool:
+    """Whether the noise is measured on a step of the job: on each of the first ones, then on every `noise_every`-th."""
+    return step < NUM_FIRST_MEASURED or step % noise_every == 0
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ from dynamix.trainer.data.sampler import MicroBatch
 
 from .codecs import GradientCodec
 from .lent import LentTensor, launched
-from .noise import HALF, SecondMoments
+from .noise import HALF, SecondMoments, is_measured
 from .time_slots import TimeSlots
 from .weights import StepWeights
 
@@ -181,7 +181,7 @@ class GradientHook:
         self._weighs = True
         self._scale = ranks * weight * weights.factor()
         self._to_mean = (weight / weights.mine) ** 2 if weights.mine else 1.0
-        self._measures = batch.plan.step % self._noise_every == 0
+        self._measures = is_measured(batch.plan.step, self._noise_every)
         if self._measures and self._second_moments is not None:
             self._measures = self._second_moments.begin()
         self._local.clear()
