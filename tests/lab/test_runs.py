@@ -8,6 +8,7 @@ import pytest
 from tests.support.devices import device_in, identity
 from tests.support.small_suites import outcome, write_suite
 
+from dynamix.lab.experiments.comparison.baselines import LABORATORY
 from dynamix.lab.experiments.comparison.contenders import Setting
 from dynamix.lab.experiments.comparison.results_file import HEADER
 from dynamix.lab.experiments.comparison.runs import Ledger, RunTask
@@ -49,6 +50,15 @@ def test_the_version_of_another_packages_policy_is_in_the_identity(
     key = theirs.key
     monkeypatch.setattr(import_module("example_extension.policy").Halving, "version", 4)
     assert msgspec.structs.replace(theirs).key != key
+
+
+def test_the_version_of_a_baseline_of_the_laboratory_is_in_the_identity(
+    task: RunTask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controlled = msgspec.structs.replace(task, setting=Setting(policy="omnilearn"))
+    key = controlled.key
+    monkeypatch.setattr(LABORATORY["omnilearn"], "version", 4)
+    assert msgspec.structs.replace(controlled).key != key
 
 
 @pytest.mark.parametrize(("asked", "ruling"), [(None, None), (64, 64), (1024, 256), (1, 8)])

@@ -41,7 +41,7 @@ class RunTask(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             "code": code_digest(),
             "versions": versions(),
         }
-        if (version := _extension_version(self.setting)) is not None:
+        if (version := _version(self.setting)) is not None:
             about["policy_version"] = version
         return hashlib.sha256(msgspec.json.encode(about, order="sorted")).hexdigest()
 
@@ -146,11 +146,11 @@ class Ledger:
             self._file.flush()
 
 
-def _extension_version(setting: Setting) -> int | None:
-    """The version of another package's policy, whose code is not in the digest; `None` for ours and for files."""
-    if setting.policy_file or setting.policy in {*POLICIES, *LABORATORY, ORACLE}:
+def _version(setting: Setting) -> int | None:
+    """The version of a policy whose code is not in the digest: another package's, or a baseline of the laboratory."""
+    if setting.policy_file or setting.policy in {*POLICIES, ORACLE}:
         return None
-    policy = extension_policy(setting.policy)
+    policy = LABORATORY.get(setting.policy) or extension_policy(setting.policy)
     return None if policy is None else policy.version
 
 

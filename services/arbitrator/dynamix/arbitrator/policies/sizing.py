@@ -22,7 +22,7 @@ class Pace(NamedTuple):
     whole way at once swings about it.
     """
 
-    max_change: float = 4.0
+    max_change: float = 2.0
     """Greatest factor per decision, up or down."""
     gain: float = 0.7
     """Share of the logarithmic distance covered per decision."""
