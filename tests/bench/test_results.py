@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import matplotlib.image
 import msgspec
@@ -84,20 +85,7 @@ def test_every_row_of_the_verdict_stands_in_the_table_per_family() -> None:
         )
         for name in ("mixed", "alike")
     }
-    verdict = Verdict(
-        suite="heldout",
-        default_policy="rule",
-        families=families,
-        policies=rows,
-        heterogeneous_families=["mixed"],
-        seeds=[0, 1],
-        num_runs_missing=0,
-        command="dynamix evaluate",
-        policy_files={},
-        tuned_on="",
-        code="",
-        versions={},
-    )
+    verdict = verdict_of(families=families, policies=rows)
     lines = heldout.tables(verdict).partition("Per family")[2].splitlines()
     assert lines[2:10] == [
         "| policy | mixed | alike (control) |",
@@ -112,22 +100,8 @@ def test_the_headline_stands_first_with_both_intervals_and_the_control() -> None
     found = HeadlineRow(
         against="omnilearn", all_families=both, heterogeneous=None, control=RatioInterval(1.0, 0.9, 1.1)
     )
-    verdict = Verdict(
-        suite="heldout",
-        default_policy="rule",
-        families={},
-        policies=[msgspec.structs.replace(row_of("rule", 0.4), accuracy_at_equal_samples=0.8125)],
-        heterogeneous_families=["mixed"],
-        seeds=[0, 1],
-        num_runs_missing=0,
-        command="dynamix evaluate",
-        policy_files={},
-        tuned_on="",
-        code="",
-        versions={},
-        headline=[found],
-        core_minutes=90.4,
-    )
+    rule = msgspec.structs.replace(row_of("rule", 0.4), accuracy_at_equal_samples=0.8125)
+    verdict = verdict_of(families={}, policies=[rule], headline=[found], core_minutes=90.4)
     lines = heldout.tables(verdict).splitlines()
     assert lines[0].startswith("Time to target of `rule` over that of each baseline")
     assert lines[2:5] == [
@@ -137,6 +111,23 @@ def test_the_headline_stands_first_with_both_intervals_and_the_control() -> None
     ]
     assert "| `rule` | 1.0 | 0 | 0.40 | - | - | 2 | 0.812 |" in lines
     assert "`dynamix evaluate` (90 minutes of a core)" in lines
+
+
+def verdict_of(**fields: Any) -> Verdict:
+    """A verdict over the family `mixed`."""
+    return Verdict(
+        suite="heldout",
+        default_policy="rule",
+        heterogeneous_families=["mixed"],
+        seeds=[0, 1],
+        num_runs_missing=0,
+        command="dynamix evaluate",
+        policy_files={},
+        tuned_on="",
+        code="",
+        versions={},
+        **fields,
+    )
 
 
 def row_of(label: str, ratio: float) -> VerdictRow:

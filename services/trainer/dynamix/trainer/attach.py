@@ -33,15 +33,7 @@ from .gradient.updates import Updates
 from .gradient.weighting import BaseHook, GradientHook, Reduction
 from .gradient.weights import StepWeights
 from .job.memory_caps import MemoryCaps
-from .job.options import (
-    JobOptions,
-    NoiseMetric,
-    bounds_of,
-    check_hook_options,
-    family_of,
-    fewest_samples,
-    sizes_of,
-)
+from .job.options import JobOptions, NoiseMetric, bounds_of, check_hook_options, family_of, fewest_samples, sizes_of
 from .loggers.delivery import Loggers, MetricLogger, find_loggers
 from .loggers.history import MetricHistory
 from .measurement.clock import AnyClock, DeviceClock, HostClock
