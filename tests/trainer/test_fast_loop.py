@@ -62,7 +62,7 @@ def test_what_the_slow_loop_fixes_is_left_alone_and_what_is_measured_then_is_rem
     loop.adopt(14, Allocation((31, 29), "fixed"))
     assert _entries(schedule)[1:] == [(10, (30, 30), "tracking"), (12, (30, 30), "fixed"), (14, (31, 29), "fixed")]
     loop.adopt(15, Allocation((30, 30), "tracking"))
-    assert _entries(schedule)[4:] == [(15, (48, 12), "tracking")]
+    assert _entries(schedule)[4:] == [(15, (47, 13), "tracking")]
 
 
 def test_a_newer_measurement_takes_the_place_of_an_older_for_the_same_step() -> None:

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamix.trainer.steering.tracking import FASTER, SLOWER, FilterState, RateFilter, Tracker
+from dynamix.trainer.steering.rates import FilterState, RateFilter
+from dynamix.trainer.steering.tracking import Tracker
 
 TIMES = st.lists(st.tuples(*[st.one_of(st.just(0.0), st.floats(1e-6, 1.0))] * 4), max_size=60)
 
@@ -30,14 +31,9 @@ def _rates(measured: Sequence[Sequence[float]]) -> list[float] | None:
     return rates.rates
 
 
-def test_the_limits_of_a_change_are_e_to_the_fifth() -> None:
-    assert math.exp(0.2) == pytest.approx(SLOWER, rel=1e-15)
-    assert math.exp(-0.2) == pytest.approx(FASTER, rel=1e-15)
-
-
-def test_within_the_limits_the_average_moves_by_three_tenths() -> None:
-    assert _rates([[1.0], [1.1]]) == [1.0 + 0.3 * (1.1 - 1.0)]
-    assert _rates([[1.0], [1.1], [0.9]]) == [pytest.approx(0.991)]
+def test_the_first_measurements_are_averaged_alike() -> None:
+    assert _rates([[1.0], [1.1]]) == [1.05]
+    assert _rates([[1.0], [1.1], [0.9]]) == [pytest.approx(1.0)]
 
 
 @pytest.mark.parametrize("outlier", [9.0, 0.01])
@@ -51,7 +47,34 @@ def test_one_outlier_moves_nothing_and_a_second_one_is_a_change(outlier: float) 
 
 def test_what_is_not_measured_is_kept_and_what_never_was_counts_as_the_slowest() -> None:
     assert _rates([[0.0, math.nan, math.inf, -1.0]]) is None
-    assert _rates([[2.0, 0.0, 3.0], [0.0, 0.0, 0.0]]) == [2.0, 3.0, 3.0]
+    assert _rates([[2.0, 0.0, 3.0], [0.0, 0.0, 0.0]]) == pytest.approx([2.0, 3.0, 3.0], rel=0.005)
+
+
+def _step_s(noise: float, costs: Callable[[int, int], float], seed: int) -> float:
+    """Mean over 300 steps of four ranks of what the slowest would take without its noise; 1 with equal sizes."""
+    generator, tracker, sizes, total = Random(seed), Tracker(1, [1024] * 4), (32,) * 4, 0.0
+    shape = noise**-2
+    for step in range(300):
+        times = [costs(step, rank) * size for rank, size in enumerate(sizes)]
+        total += max(times) / 32
+        measured = [generator.gammavariate(shape, 1 / shape) * time for time in times]
+        seconds = [time / size for time, size in zip(measured, sizes, strict=True)]
+        sizes = tracker.better_split(seconds, sizes, sizes) or sizes
+    return total / 300
+
+
+@pytest.mark.parametrize(("noise", "most"), [(0.05, 1.01), (0.2, 1.03), (0.45, 1.06)])
+def test_equal_ranks_whose_times_are_noise_lose_next_to_nothing(noise: float, most: float) -> None:
+    """Shares of a processor make equal steps differ by half; sizes that followed that would lose as much."""
+    assert sum(_step_s(noise, lambda *_: 1.0, seed) for seed in range(8)) < 8 * most
+
+
+def test_a_change_is_followed_through_noise_that_hides_it_in_a_single_step() -> None:
+    def costs(step: int, rank: int) -> float:
+        return 3.0 if rank == 1 and step >= 60 else 1.0
+
+    best = (60 + 240 * 1.2) / 300
+    assert sum(_step_s(0.45, costs, seed) for seed in range(8)) < 8 * 1.15 * best
 
 
 @given(TIMES, st.integers(0, 60))
@@ -69,7 +92,7 @@ def test_a_restored_filter_goes_on_as_the_first_would_have(times: list[tuple[flo
 
 def test_the_rates_of_another_world_are_refused() -> None:
     with pytest.raises(ValueError, match="rates of 2 ranks for a world of 3"):
-        RateFilter(3).restore(FilterState((1.0, 2.0), (0, 0)))
+        RateFilter(3).restore(FilterState((), (0, 0), (False, False), ()))
 
 
 @given(TIMES, st.integers(1, 200), st.integers(0, 8), st.tuples(*[st.integers(8, 64)] * 4))
@@ -94,14 +117,18 @@ def test_a_rank_that_slows_down_by_three_is_followed_after_two_steps() -> None:
     tracker, sizes = Tracker(8, [1024] * 4), (64,) * 4
     assert tracker.better_split([1e-3] * 4, sizes) is None
     assert tracker.better_split([1e-3, 1e-3, 3e-3, 1e-3], sizes) is None
-    assert tracker.better_split([1e-3, 1e-3, 3e-3, 1e-3], sizes) == (77, 77, 25, 77)
-    assert tracker.divide((32,) * 4) == (39, 39, 12, 38)
+    sizes = tracker.better_split([1e-3, 1e-3, 3e-3, 1e-3], sizes) or sizes
+    assert sizes == (76, 76, 28, 76)
+    for _ in range(4):  # it may have been noise so far
+        sizes = tracker.better_split([1e-3, 1e-3, 3e-3, 1e-3], sizes) or sizes
+    assert sizes == (77, 77, 26, 76)
+    assert tracker.divide((32,) * 4) == (39, 38, 13, 38)
 
 
 def test_gains_within_the_dead_band_change_no_shape() -> None:
     sizes = (64,) * 4
     assert Tracker(8, [1024] * 4).better_split([1.0, 1.0, 1.0, 1.03], sizes) is None
-    assert Tracker(8, [1024] * 4).better_split([1.0, 1.0, 1.0, 1.06], sizes) == (65, 65, 65, 61)
+    assert Tracker(8, [1024] * 4).better_split([1.0, 1.0, 1.0, 1.1], sizes) == (65, 65, 65, 61)
 
 
 def test_a_rank_never_loses_its_last_sample_while_there_are_enough() -> None:
@@ -216,7 +243,7 @@ def _steps_until_equal(seed: int) -> int:
 
 def test_fixed_costs_that_noise_looked_like_are_forgotten() -> None:
     """A split by them swings between two that both disprove them."""
-    assert max(map(_steps_until_equal, range(60))) <= 10
+    assert max(map(_steps_until_equal, range(60))) <= 25
 
 
 def test_times_that_get_shorter_with_more_samples_tell_nothing_of_fixed_costs() -> None:

@@ -15,14 +15,15 @@ from .data.schedule import ScheduleEntry
 from .gradient.noise import NoiseAverage
 from .job.identity import Attempt, generation_after
 from .job.memory_caps import merge_caps
+from .steering.rates import FilterState
 from .steering.run import Run
-from .steering.tracking import FilterState
 
 _log = logging.getLogger("dynamix.trainer")
 
-VERSION = 5
-READABLE = (3, 4, 5)
-"""In version 3 an allocation had sizes and a split only; before 5 noise averages were sums, with their weight."""
+VERSION = 6
+READABLE = (3, 4, 5, 6)
+"""In version 3 an allocation had sizes and a split only; before 5 noise averages were sums, with their weight; before 6
+speeds were averaged otherwise, so that they are measured again."""
 
 
 def save(run: Run, position: Position) -> dict[str, Any]:
@@ -56,10 +57,10 @@ def restore(run: Run, state: dict[str, Any]) -> Position:
         ValueError: when it is of another version, or was saved over other data.
     """
     if state.get("version") not in READABLE:
-        raise ValueError(f"session state of version {state.get('version')!r}: this program reads versions 3 to 5")
+        raise ValueError(f"session state of version {state.get('version')!r}: this program reads versions 3 to 6")
     if (data := DataIdentity(**state["data"])) != run.data:
         raise ValueError(f"the session state was saved with {data}, but this session has {run.data}: attach alike")
-    position, speeds = Position(**state["position"]), FilterState(*map(tuple, state["speeds"]))
+    position = Position(**state["position"])
     entries = [ScheduleEntry(step, msgspec.convert(parts, Allocation)) for step, *parts in state["schedule"]]
     generation, caps = run.identity.generation, run.identity.max_local_batch_sizes
     if state["job"] == run.identity.job:
@@ -78,8 +79,8 @@ def restore(run: Run, state: dict[str, Any]) -> Position:
     else:
         total = run.options.local_batch_sizes if is_same_world else entries[0].allocation.local_batch_sizes
         run.schedule.reset(position.step, _rescaled(run, sum(total)))
-    if is_same_world:
-        run.fast_loop.tracker.filter.restore(speeds)
+    if is_same_world and state["version"] >= 6:
+        run.fast_loop.tracker.filter.restore(FilterState(*map(tuple, state["speeds"])))
     average = NoiseAverage if state["version"] >= 5 else NoiseAverage.of_sums
     run.noise = average(run.options.noise_decay, *state["noise"])
     return position
