@@ -1,11 +1,12 @@
 """A campaign: which runs a case needs, in turn, with paired seeds and a search for the baselines' best settings. Pure.
 
 The searches are made under the first seed, and a setting that is not at the target when the best one so far was is cut
-off there. What was found best takes part in the comparison with all seeds, the first one included, which flatters it.
+off there, or before, where its curve is clearly below. What was found best takes part in the comparison with all seeds,
+the first one included, which flatters it.
 """
 
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Sequence
+from typing import NamedTuple, Protocol
 
 from .arms import (
     DIVIDED,
@@ -24,13 +25,21 @@ from .arms import (
     keeping_sum,
 )
 from .cases import TargetCase
-from .outcomes import TargetOutcome
+from .outcomes import TargetOutcome, TargetPoint
 
-Run = Callable[[TargetCase, TargetArm, int, float], Awaitable[TargetOutcome]]
-"""Runs a case with an arm and a seed up to a limit of training time."""
 RECORDED_S = 20.0
 """Training time of the recorded run, whatever its accuracy: some fifteen windows on slow links."""
 BY_SEARCH = {STATIC: STATICS, GOODPUT: GOODPUTS}
+
+
+class RunArm(Protocol):
+    """Runs a case with an arm and a seed, up to a limit of training time or until it is far behind the best so far."""
+
+    async def __call__(
+        self, case: TargetCase, arm: TargetArm, seed: int, limit_s: float, best_so_far: Sequence[TargetPoint] = ()
+    ) -> TargetOutcome:
+        """What came of it."""
+        ...
 
 
 class CaseOutcomes(NamedTuple):
@@ -53,7 +62,7 @@ def num_runs(rows: Collection[str], num_seeds: int, *, recorded: bool = True) ->
 
 
 async def compare(
-    case: TargetCase, rows: Collection[str], seeds: Sequence[int], run: Run, *, recorded: bool = True
+    case: TargetCase, rows: Collection[str], seeds: Sequence[int], run: RunArm, *, recorded: bool = True
 ) -> CaseOutcomes:
     """Run a case with all arms of some rows and under all seeds; first, unless told not to, what predictions need."""
     needed, first = _needed(rows), seeds[0]
@@ -77,16 +86,17 @@ async def compare(
 
 
 async def _best_of(
-    case: TargetCase, settings: Sequence[TargetArm], seed: int, run: Run
+    case: TargetCase, settings: Sequence[TargetArm], seed: int, run: RunArm
 ) -> tuple[TargetArm, list[TargetOutcome]]:
     """The setting that reaches the target first, and all outcomes; the first setting runs to the case's limit."""
     best, limit_s = settings[0], case.time_limit_s
-    found = []
+    found: list[TargetOutcome] = []
+    best_so_far: list[TargetPoint] = []
     for arm in settings:
-        found.append(await run(case, arm, seed, limit_s))
+        found.append(await run(case, arm, seed, limit_s, best_so_far))
         reached_s = found[-1].time_to_target_s
         if reached_s is not None and (reached_s < limit_s or arm is settings[0]):
-            best, limit_s = arm, reached_s
+            best, limit_s, best_so_far = arm, reached_s, found[-1].points
     return best, found
 
 

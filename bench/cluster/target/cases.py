@@ -13,8 +13,8 @@ class TargetCase(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     title: str
     num_hosts: int = 4
-    cores: float = 0.45
-    """Seconds of processor per second that each host has."""
+    cores: float = 0.4
+    """Seconds of processor per second that each host has; what is left of two processors is for the services."""
     slow_cpus: dict[int, float] = {}
     """The same for single ranks."""
     slow_links: dict[int, str] = {}
@@ -22,7 +22,7 @@ class TargetCase(msgspec.Struct, frozen=True, kw_only=True):
     later_after_s: float = 0.0
     """Training time after which `later_cpus` holds."""
     later_cpus: dict[int, float] = {}
-    time_limit_s: float = 40.0
+    time_limit_s: float = 80.0
     """Training time after which a run has missed the target."""
 
     def __post_init__(self) -> None:
@@ -50,14 +50,14 @@ class TargetCase(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _ALL = (
-    TargetCase(name="unequal-processors", title="rank 3 on a third of a processor's share", slow_cpus={3: 0.15}),
+    TargetCase(name="unequal-processors", title="rank 3 on a third of a processor's share", slow_cpus={3: 0.13}),
     TargetCase(name="slow-link", title="rank 2's link at 30 Mbit/s", slow_links={2: "30mbit"}),
     TargetCase(name="slow-links", title="all links at 40 Mbit/s", slow_links=dict.fromkeys(range(4), "40mbit")),
     TargetCase(
         name="slow-down",
         title="rank 1 falls to a third after 5 s of training",
         later_after_s=5.0,
-        later_cpus={1: 0.15},
+        later_cpus={1: 0.13},
     ),
     TargetCase(name="equal", title="all equal (harm check)"),
 )

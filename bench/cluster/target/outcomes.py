@@ -1,6 +1,7 @@
 """Runs: what determines one, what it came to, and the folder that keeps each in a file of its own."""
 
 import hashlib
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -16,6 +17,12 @@ from .cases import TargetCase
 CODE = (*EPISODE_PACKAGES, "dynamix.runtime", "bench.hosts", "bench.cluster.target")
 """Packages whose code a run goes through: what changed it never counts as a run of the new code."""
 KEY_CHARACTERS = 16
+LOOKS = 3
+"""Looks at the accuracy whose mean counts: the accuracy of one differs by about 1 % from that of the next."""
+EARLY = 0.4
+"""Share of the best run so far before which no other one is compared with it."""
+BEHIND = 0.05
+"""In accuracy."""
 
 
 class TargetRun(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -62,7 +69,7 @@ class TargetOutcome(msgspec.Struct, frozen=True, kw_only=True):
     arm: str
     seed: int
     time_to_target_s: float | None
-    """Training time at which the accuracy was first seen to be reached; `None`: missed."""
+    """Training time at which the target was first seen to be reached; `None`: missed."""
     limit_s: float
     """Training time after which the run was ended."""
     points: list[TargetPoint]
@@ -79,19 +86,34 @@ class TargetOutcome(msgspec.Struct, frozen=True, kw_only=True):
         return self.time_to_target_s is not None or self.limit_s >= limit_s
 
 
+def is_at_target(points: Sequence[TargetPoint], target_accuracy: float) -> bool:
+    """Whether the mean accuracy of the newest looks has reached the target: a single one may be lucky."""
+    return len(points) >= LOOKS and _newest(points) >= target_accuracy
+
+
+def is_behind(points: Sequence[TargetPoint], best_so_far: Sequence[TargetPoint]) -> bool:
+    """Whether a run is so far below where the best one so far was at that time that it need not go on."""
+    number = len(points)
+    if number < max(2 * LOOKS, EARLY * len(best_so_far)) or number > len(best_so_far):
+        return False
+    return _newest(points) < _newest(best_so_far[:number]) - BEHIND
+
+
+def _newest(points: Sequence[TargetPoint]) -> float:
+    newest = points[-LOOKS:]
+    return sum(point.accuracy for point in newest) / len(newest)
+
+
 class Outcomes:
     """A folder with a file per run, and captures beside them."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
-    def get(self, run: TargetRun, limit_s: float) -> TargetOutcome | None:
-        """The outcome of a run up to a limit, if it is known."""
+    def get(self, run: TargetRun) -> TargetOutcome | None:
+        """What is known of a run, up to whatever limit."""
         path = self._path(run, "json")
-        if not path.exists():
-            return None
-        found = msgspec.json.decode(path.read_bytes(), type=TargetOutcome)
-        return found if found.answers(limit_s) else None
+        return msgspec.json.decode(path.read_bytes(), type=TargetOutcome) if path.exists() else None
 
     def keep(self, run: TargetRun, outcome: TargetOutcome) -> None:
         """Write an outcome: whole, or not at all."""

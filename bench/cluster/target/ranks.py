@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
+from importlib import import_module
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -197,6 +198,7 @@ def fork(place: RankPlace, dataset: TensorDataset) -> int:
 def main(directory: str | None = None) -> None:
     """Fork ranks until the input ends; the data are in a directory, or in the usual places."""
     torch.set_num_threads(1)
+    import_module("torch._dynamo")  # DDP does, in seconds that every rank of every run would spend again
     dataset = TensorDataset(*workload_named(WORKLOAD).load(None if directory is None else Path(directory)).train)
     print("ready", flush=True)
     for line in sys.stdin.buffer:

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -26,7 +26,7 @@ from dynamix.runtime.embedded import DIE_WITH_PARENT
 
 from .cases import TargetCase
 from .messages import Attached, CheckIn, CheckInAnswer, RankPlace, read_frame, write_frame
-from .outcomes import TargetOutcome, TargetPoint, TargetRun
+from .outcomes import TargetOutcome, TargetPoint, TargetRun, is_at_target, is_behind
 from .ranks import WORKLOAD
 
 ROOT = Path(__file__).parents[3]
@@ -114,8 +114,10 @@ class TargetRunner:
         async with await asyncio.start_unix_server(accept, self._socket):
             yield
 
-    async def run(self, run: TargetRun, limit_s: float, capture: Path, watch: Watcher) -> TargetOutcome:
-        """Train once, up to a limit of training time.
+    async def run(
+        self, run: TargetRun, limit_s: float, capture: Path, watch: Watcher, best_so_far: Sequence[TargetPoint] = ()
+    ) -> TargetOutcome:
+        """Train once, up to a limit of training time or until it is clearly behind the best run so far.
 
         Raises:
             ClusterError: when a rank fails.
@@ -124,6 +126,11 @@ class TargetRunner:
         self._num_runs += 1
         job = f"target-{run.arm.policy or 'ddp'}-{secrets.token_hex(4)}"
         points: list[TargetPoint] = []
+
+        def is_over() -> bool:
+            at_end = is_at_target(points, run.target_accuracy) or points[-1].trained_s >= limit_s
+            return at_end or is_behind(points, best_so_far)
+
         pids = await self._fork(run, job)
         links: list[RankLink] = []
         try:
@@ -134,7 +141,7 @@ class TargetRunner:
                 write_frame(link.writer, CheckInAnswer())
             with contextlib.suppress(TimeoutError):  # then it has missed the target
                 async with asyncio.timeout(ATTACH_TIMEOUT_S + WALL_PER_TRAINED * limit_s):
-                    await self._train(run, limit_s, links, points, watch)
+                    await self._train(run, links, points, watch, is_over)
                 self._free()
                 async with asyncio.timeout(END_TIMEOUT_S):
                     codes, pids = await self._said(list[int]), []
@@ -148,21 +155,27 @@ class TargetRunner:
             for link in links:
                 link.writer.close()
             await self._kill(pids)
-        reached = points and points[-1].accuracy >= run.target_accuracy and points[-1].trained_s <= limit_s
+        trained_s = points[-1].trained_s if points else 0.0
+        reached = is_at_target(points, run.target_accuracy) and trained_s <= limit_s
         if run.arm.policy is not None:
             await write_capture(self._services.bus, job, capture)
         return TargetOutcome(
             case=run.case.name,
             arm=run.arm.label,
             seed=run.seed,
-            time_to_target_s=points[-1].trained_s if reached else None,
-            limit_s=limit_s,
+            time_to_target_s=trained_s if reached else None,
+            limit_s=min(limit_s, trained_s) if is_behind(points, best_so_far) else limit_s,
             points=points,
             wall_s=time.monotonic() - began_s,
         )
 
     async def _train(
-        self, run: TargetRun, limit_s: float, links: list[RankLink], points: list[TargetPoint], watch: Watcher
+        self,
+        run: TargetRun,
+        links: list[RankLink],
+        points: list[TargetPoint],
+        watch: Watcher,
+        is_over: Callable[[], bool],
     ) -> None:
         """CheckInAnswer rank 0 at each point of the grid, until it is told to stop."""
         reader, writer = links[0]
@@ -180,7 +193,7 @@ class TargetRunner:
                 )
             )
             watch(run, points[-1])
-            stop = accuracy >= run.target_accuracy or found.trained_s >= limit_s
+            stop = is_over()
             self._set_speeds(run.case, found.trained_s, before_s)
             before_s = found.trained_s
             write_frame(writer, CheckInAnswer(stop=stop, accuracy=accuracy))

@@ -158,8 +158,8 @@ def _notes(
 ) -> list[str]:
     cases = "; ".join(f"`{case.case.name}`: {case.case.title}" for case in found)
     what = (
-        f"Training time to {target_accuracy:.0%} held-out accuracy, looked up every {grid_s:g} s of it while the job "
-        f"stands still. {cases}. `> N`: missed at N s, counted as N."
+        f"Training time to {target_accuracy:.0%} held-out accuracy in the mean of three looks, one every {grid_s:g} s "
+        f"of it while the job stands still. {cases}. `> N`: missed at N s, counted as N."
     )
     notes = [what]
     if any(case.searched for case in found):
@@ -170,7 +170,8 @@ def _notes(
             if case.searched
         )
         notes.append(
-            f"Searched under the first seed, each setting until the best one so far had been there: {searches}."
+            "Searched under the first seed, each setting until the best one so far had been there or its accuracy was "
+            f"5 % below: {searches}."
         )
     errors = [
         f"`{name}` {one.reason or ('-' if one.median_error is None else f'{one.median_error:.1%}')}"
