@@ -53,14 +53,15 @@ def test_a_snapshot_without_the_sessions_state_is_warned_about(
         assert "call session.load_state_dict(...) on all ranks" in caplog.text
 
 
-def test_noise_averages_of_a_state_of_version_4_are_taken_over() -> None:
+def test_noise_averages_of_a_state_of_version_4_are_taken_over_and_speeds_are_measured_again() -> None:
     model, optimizer, session = _start(torch.optim.SGD)
-    saved = session.state_dict() | {"version": 4, "noise": [1.9, 0.38, 0.19]}
+    saved = session.state_dict() | {"version": 4, "noise": [1.9, 0.38, 0.19], "speeds": [[0.001], [0]]}
     session.close()
     again = dynamix.attach(model, optimizer, Numbered(64), local_batch_size=8, connect=False)
     again.load_state_dict(saved)
     state = again.state_dict()
-    assert (state["version"], state["noise"]) == (5, pytest.approx([10.0, 2.0, 2]))
+    assert (state["version"], state["noise"]) == (6, pytest.approx([10.0, 2.0, 2]))
+    assert state["speeds"][0][0] == 0.0
 
 
 def test_a_second_session_of_a_process_is_no_resume(caplog: pytest.LogCaptureFixture) -> None:
