@@ -85,7 +85,7 @@ bench: venv ## overhead and bus benchmarks: a table and JSON each, into out/; wh
 	$(BIN)/python -m bench.kernel --json out/kernel.json --png out/kernel.png || [ $$? -eq 2 ] # 2: not root, as it says
 	$(BIN)/python -m bench.overhead --model large --json out/overhead-large.json
 
-cluster: venv data ## times to an accuracy on real clocks, first table of docs/results.md; root, 95 minutes; killed, it goes on
+cluster: venv data ## times to an accuracy on real clocks, first table of docs/results.md; root, 80 minutes and its predictions; killed, it goes on
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.cluster --target 0.85 --output docs --json out/cluster.json --no-targets $(ARGS)
 
 scale: venv ## one arbitrator from 32 to 10,000 workers: docs/scale.json, .png and the table of docs/scale.md; 8 minutes

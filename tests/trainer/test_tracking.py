@@ -129,6 +129,8 @@ def test_gains_within_the_dead_band_change_no_shape() -> None:
     sizes = (64,) * 4
     assert Tracker(8, [1024] * 4).better_split([1.0, 1.0, 1.0, 1.03], sizes) is None
     assert Tracker(8, [1024] * 4).better_split([1.0, 1.0, 1.0, 1.1], sizes) == (65, 65, 65, 61)
+    tracker = Tracker(8, [1024] * 4)  # 6 % may be noise of a single step, and are not after three
+    assert (65, 65, 65, 61) in [tracker.better_split([1.0, 1.0, 1.0, 1.06], sizes) for _ in range(3)]
 
 
 def test_a_rank_never_loses_its_last_sample_while_there_are_enough() -> None:
