@@ -15,6 +15,7 @@ from dynamix.cli.commands.top.view.frame import frame
 from dynamix.cli.commands.top.view.rank_table import BarSegment, stacked_bar
 from dynamix.cli.formatting import bar, curve, duration, number, percent, signed_count
 from dynamix.schemas.messages import Live, MetricWindow
+from dynamix.schemas.messages.allocation import Exchange
 
 SECOND_NS = 1_000_000_000
 
@@ -96,6 +97,15 @@ def test_the_decision_its_adoption_and_the_refusals_are_there() -> None:
     text = shown(board_with())
     assert "decision  -25 +25 +25 +25  of window 2 by proportional v1" in text
     assert "adopted   of window 0, from window 2 on   refused: 2 stale" in text
+
+
+def test_how_gradients_travel_is_shown_unless_they_are_exact() -> None:
+    assert "gradients" not in shown(board_with())
+    board = Board(examples.JOB)
+    board.fold(examples.job(initial_exchange=Exchange(codec="rows")))
+    assert "gradients rows over all-reduce" in shown(board)
+    board.fold(applied(0, 2, exchange=Exchange(every=4, codec="int8", route="shares")))
+    assert "gradients int8 over shares every 4 steps" in shown(board)
 
 
 def test_a_decision_that_changes_nothing_says_so() -> None:

@@ -13,6 +13,7 @@ from dynamix.cli.main import main
 from dynamix.recording import capture
 from dynamix.schemas.chain import seal
 from dynamix.schemas.messages import Action, Message
+from dynamix.schemas.messages.allocation import Exchange
 
 DEMO = Path(__file__).parents[1] / "data" / "demo.dxc"
 NODES = {"node-a": (0, 1), "node-b": (2, 3)}
@@ -117,6 +118,19 @@ def test_what_is_missing_is_named_by_kind_node_and_window(tmp_path: Path, capsys
     assert "missing in generation 0: report of windows 2-3\n" in output
     assert "missing in generation 0: action of windows 2-3, 5\n" in output
     assert "the action for window 4 of generation 0 does not follow the one before it" in output
+
+
+def test_how_gradients_travel_is_said_where_it_is_decided_and_adopted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exchange = Exchange(every=4, codec="int8")
+    decided = msgspec.structs.replace(chained(1)[0], exchange=exchange)
+    messages = [examples.job(), *window_of(0), seal(decided, b""), *window_of(2), applied(0, 2, exchange=exchange)]
+    path = capture_files.write(tmp_path / "job.dxc", capture_files.records_of(messages))
+    assert shown(path, "--window", "0") == 0
+    assert "(fixed, gradients int8 over all-reduce every 4 steps)" in capsys.readouterr().out
+    assert shown(path, "--window", "2") == 0
+    assert "128/128/128/128, gradients int8 over all-reduce every 4 steps" in capsys.readouterr().out
 
 
 def test_a_changed_action_breaks_the_chain(tmp_path: Path) -> None:

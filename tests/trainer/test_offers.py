@@ -58,6 +58,37 @@ def test_an_action_that_does_not_fit_is_refused_and_counted(action: Action, reas
     assert offers.adopt(7) is None
 
 
+@pytest.mark.parametrize(
+    ("permission", "exchange", "reason"),
+    [
+        ("exact", Exchange(codec="rows"), None),
+        ("exact", Exchange(codec="sketch", route="shares", shares=(1.0, 3.0)), None),
+        ("exact", Exchange(codec="int8"), "lever"),
+        ("exact", Exchange(every=2), "lever"),
+        ("lossy", Exchange(codec="int8", route="shares"), None),
+        ("lossy", Exchange(every=2), "lever"),
+        ("local", Exchange(every=8, codec="bf16"), None),
+        ("local", Exchange(codec="powersgd"), "lever"),
+        ("local", Exchange(route="pigeon"), "lever"),
+        ("local", Exchange(route="shares", shares=(1.0, 1.0, 1.0)), "lever"),
+    ],
+)
+def test_gradients_travel_only_as_the_job_permits(permission: str, exchange: Exchange, reason: str | None) -> None:
+    action = _with(exchange=exchange)
+    offers = _offers(exchange=permission, supports_exchange=True)
+    assert offers.consider(action, 7) == reason
+    assert offers.adopt(7) == (None if reason else action)
+    assert _offers(exchange=permission).consider(action, 7) == "lever"  # the ranks cannot
+
+
+def test_a_job_with_a_codec_of_its_own_keeps_it() -> None:
+    own = Exchange(codec="example")
+    offers = _offers(codec="example", supports_exchange=True)
+    assert offers.consider(ACTION, 7) is None
+    assert offers.adopt(7) == _with(exchange=own)
+    assert offers.consider(_with(window=6, exchange=Exchange(codec="rows")), 8) == "lever"
+
+
 def test_the_newest_action_is_adopted_once() -> None:
     offers = _offers()
     assert offers.consider(ACTION, 7) is None

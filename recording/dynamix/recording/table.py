@@ -202,6 +202,7 @@ class _TableBuilder:
                 "decided_local_batch_size": sizes[rank] if rank < len(sizes) else None,
                 "decided_global_batch_size": sum(sizes),
                 "decided_split": action.split,
+                "decided_exchange": action.exchange.label,
                 "decided_policy": action.policy,
                 "decided_policy_version": action.policy_version,
             }
@@ -239,6 +240,7 @@ _KINDS: dict[str, ColumnKind] = {
     "ruling_window": "whole",
     **dict.fromkeys(("decided_local_batch_size", "decided_global_batch_size"), "whole"),
     "decided_split": "text",
+    "decided_exchange": "text",
     "decided_policy": "text",
     "decided_policy_version": "whole",
     "reward_formula": "text",

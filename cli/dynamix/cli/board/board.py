@@ -19,6 +19,7 @@ from dynamix.schemas.messages import (
     RankReward,
     Reward,
 )
+from dynamix.schemas.messages.allocation import EXACT, Exchange
 
 from .heartbeats import Heartbeats
 
@@ -106,6 +107,13 @@ class Board(msgspec.Struct):
             return tuple(row.metrics.training.local_batch_size for _, row in sorted(self.ranks.items()))
         return self.job.initial_local_batch_sizes if self.job else ()
 
+    @property
+    def exchange(self) -> Exchange:
+        """How gradients travel: as the newest adopted decision says, before it as they began."""
+        if self.applied is not None:
+            return self.applied.exchange
+        return self.job.initial_exchange if self.job else EXACT
+
     def reward_terms(self) -> dict[str, float]:
         """Each term of the newest rewards, mean over ranks, in the order of the formula."""
         rewards = [row.reward for row in self.ranks.values() if row.reward is not None]
@@ -177,6 +185,7 @@ def _job(board: Board) -> Document:
         "window": None if board.window < 0 else board.window,
         "updated_ns": board.updated_ns or None,
         "local_batch_sizes": list(board.local_batch_sizes),
+        "exchange": {**document_of(board.exchange), "label": board.exchange.label},
         "metrics": document_of(board.metrics),
         "ranks": [_rank(row) for _, row in sorted(board.ranks.items())],
         "action": document_of(board.action, leave_out=("carry",)),

@@ -5,7 +5,8 @@ is one field here (or in `Exchange`), with a default that changes nothing, and o
 out; `tests/trainer/test_allocation.py` says what was forgotten on the way.
 """
 
-from typing import Annotated
+import math
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -17,6 +18,21 @@ Sizes = Annotated[tuple[Count, ...], Meta(max_length=MAX_RANKS)]
 """Local batch sizes in samples, one per rank, in rank order."""
 
 
+Shares = Annotated[tuple[float, ...], Meta(max_length=MAX_RANKS)]
+"""How much of each gradient bucket a rank sums up for all, by rank, up to a common factor."""
+
+ExchangePermission = Literal["exact", "lossy", "local"]
+"""What a job lets decisions do to its gradients, each with all before it. `exact`: every gradient arrives bit for bit.
+`lossy`: rounded, with the error added to the next one. `local`: ranks may make several steps between averagings."""
+
+LOSSLESS_CODECS = ("none", "rows", "sketch")
+LOSSY_CODECS = ("bf16", "fp16", "int8")
+"""With error feedback: what a step loses is added to the next one."""
+
+ROUTES = ("all-reduce", "shares")
+"""`shares`: each rank sums up its share of a bucket and sends it to all others."""
+
+
 class Exchange(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """How gradients travel between the ranks; the default is exact synchronous training."""
 
@@ -25,10 +41,31 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fa
     codec: Token = "none"
     """Name of the gradient codec; `none` sends gradients as they are."""
     route: Token = "all-reduce"
+    shares: Shares = ()
+    """Who sums up how much of a bucket under the route `shares`; equal shares where there are none."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for shares that divide nothing."""
+        if self.shares and not (sum(self.shares) > 0 and all(0 <= share < math.inf for share in self.shares)):
+            raise ValueError(f"shares {list(self.shares)[:16]}: each is 0 or more, and one at least above 0")
+
+    @property
+    def label(self) -> str:
+        """In words, for people."""
+        if self == EXACT:
+            return "exact"
+        period = "" if self.every == 1 else f" every {self.every} steps"
+        return f"{self.codec} over {self.route}{period}"
 
 
 EXACT = Exchange()
-"""Every gradient, as it is, by all-reduce; the trainer refuses any other that is not the job's own codec."""
+"""Every gradient, as it is, by all-reduce."""
+
+
+def is_permitted(exchange: Exchange, permission: ExchangePermission) -> bool:
+    """Whether a job that says `permission` lets gradients travel like this, by a codec and a route of ours."""
+    codecs = LOSSLESS_CODECS if permission == "exact" else (*LOSSLESS_CODECS, *LOSSY_CODECS)
+    return exchange.codec in codecs and exchange.route in ROUTES and (exchange.every == 1 or permission == "local")
 
 
 class Allocation(msgspec.Struct, frozen=True, array_like=True, gc=False):

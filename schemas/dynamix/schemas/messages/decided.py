@@ -77,3 +77,5 @@ class Applied(Message, frozen=True, kw_only=True, array_like=True):
     action_hash: Digest = b""
     num_refused: dict[str, Count] = field(default_factory=dict)
     """Actions refused so far in this generation, by reason."""
+    exchange: Exchange = EXACT
+    """How gradients travel from `effective_step` on."""

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, field
 
-from .allocation import Allocation, Sizes
+from .allocation import EXACT, Allocation, Exchange, ExchangePermission, Sizes
 from .fields import MAX_RANKS, Count, Message, OptimizerFamily, Text, Token
 from .policies import GlobalBatch, Split
 
@@ -51,11 +51,15 @@ class Job(Message, frozen=True, kw_only=True, array_like=True):
     """What the learning rate follows of the global batch size over `base_global_batch_size`."""
     global_batch: GlobalBatch = "adaptive"
     """Whether a decision may change the sum of the sizes."""
+    exchange: ExchangePermission = "exact"
+    """What a decision may do to how gradients travel."""
+    initial_exchange: Exchange = EXACT
+    """How they travel from the generation's first step on."""
 
     @property
     def initial_allocation(self) -> Allocation:
         """What rules the generation's first step."""
-        return Allocation(self.initial_local_batch_sizes, self.initial_split)
+        return Allocation(self.initial_local_batch_sizes, self.initial_split, self.initial_exchange)
 
     def __post_init__(self) -> None:
         """Raise ValueError when the parts of the specification contradict each other."""

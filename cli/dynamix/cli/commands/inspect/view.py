@@ -10,6 +10,7 @@ from dynamix.cli.inspection.window import CapturedWindow
 from dynamix.cli.tables import console_for, new_table, print_lines
 from dynamix.recording.capture import Fingerprint, differences
 from dynamix.schemas.messages import Action, Job, RankMetrics
+from dynamix.schemas.messages.allocation import EXACT
 
 MOST_LINES = 60
 """The first and the last windows up to this number are shown, unless all are asked for."""
@@ -134,7 +135,7 @@ def _table(inspection: Inspection, windows: Sequence[CapturedWindow], *, every: 
 
 def _cells(window: CapturedWindow, before: CapturedWindow | None, first_ns: int) -> tuple[str, ...]:
     metrics, action = window.metrics, window.action
-    same = action and before and before.action and action.local_batch_sizes == before.action.local_batch_sizes
+    same = action and before and before.action and _is_same(action, before.action)
     return (
         str(window.window),
         formatted((window.started_ns - first_ns) / 1e9 if window.started_ns else None, "{:.2f}"),
@@ -145,7 +146,7 @@ def _cells(window: CapturedWindow, before: CapturedWindow | None, first_ns: int)
         formatted(metrics.held_out_accuracy if metrics else None, "{:.1%}"),
         sizes_text(window.sizes),
         "+".join(sorted(window.probes)) or UNKNOWN,
-        "the same" if same else sizes_text(action.local_batch_sizes) if action else UNKNOWN,
+        "the same" if same else _decided(action) if action else UNKNOWN,
         formatted(window.decision_s, "{:.1f}", 1000),
         ", ".join(f"{applied.decided_window}" for applied in window.applied) or "",
         formatted(window.mean_reward),
@@ -174,16 +175,28 @@ def window_lines(window: CapturedWindow) -> Iterator[str]:
         refused = ", ".join(f"{count} {reason}" for reason, count in applied.num_refused.items())
         yield (
             f"from step {applied.effective_step} on under the action of window {applied.decided_window}: "
-            f"{sizes_text(applied.local_batch_sizes)}" + (f"; refused so far: {refused}" if refused else "")
+            + sizes_text(applied.local_batch_sizes)
+            + ("" if applied.exchange == EXACT else f", gradients {applied.exchange.label}")
+            + (f"; refused so far: {refused}" if refused else "")
         )
+
+
+def _is_same(action: Action, before: Action) -> bool:
+    return (action.local_batch_sizes, action.exchange) == (before.local_batch_sizes, before.exchange)
+
+
+def _decided(action: Action) -> str:
+    exchange = "" if action.exchange == EXACT else f", {action.exchange.label}"
+    return sizes_text(action.local_batch_sizes) + exchange
 
 
 def _action(action: Action) -> str:
     levers = "".join(f", {name} {value:g}" for name, value in action.levers.items())
+    exchange = "" if action.exchange == EXACT else f", gradients {action.exchange.label}"
     gap = ", after a gap" if action.gap else ""
     return (
-        f"{sizes_text(action.local_batch_sizes)} by {action.policy} version {action.policy_version} ({action.split}), "
-        f"watermark {action.watermark}{gap}{levers}, {len(action.carry)} bytes of memory, "
+        f"{sizes_text(action.local_batch_sizes)} by {action.policy} version {action.policy_version} "
+        f"({action.split}{exchange}), watermark {action.watermark}{gap}{levers}, {len(action.carry)} bytes of memory, "
         f"{action.hash.hex()[:16]} after {action.previous_hash.hex()[:16] or 'nothing'}"
     )
 

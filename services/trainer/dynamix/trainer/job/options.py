@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from dynamix.schemas.messages import OptimizerFamily
-from dynamix.schemas.messages.allocation import EXACT, Allocation, Exchange
+from dynamix.schemas.messages.allocation import EXACT, Allocation, Exchange, ExchangePermission
 from dynamix.schemas.messages.policies import GlobalBatch, initial_split
 from dynamix.schemas.subjects import check_token
 from dynamix.trainer.gradient.learning_rate import FACTORS, Rule
@@ -55,7 +55,11 @@ class JobOptions:
     supports_tracking: bool = False
     """Whether the ranks can divide a global batch among themselves."""
     codec: str = EXACT.codec
-    """Name of the gradient codec, for the whole run."""
+    """Name of the gradient codec of another package, for the whole run."""
+    exchange: ExchangePermission = "exact"
+    """What decisions may do to how gradients travel."""
+    supports_exchange: bool = False
+    """Whether the ranks can carry out any such decision."""
 
     @property
     def initial_allocation(self) -> Allocation:
@@ -107,6 +111,7 @@ class JobOptions:
             (self.seed, self.shuffle, self.drop_last, self.supports_tracking, self.codec),
             (self.global_batch, self.micro_batch_size, self.gradient_accumulation_steps),
             (self.policy, tuple(sorted(self.policy_options.items()))),
+            (self.exchange, self.supports_exchange),
         )
 
     def _check_size(self, rank: int, size: int) -> None:

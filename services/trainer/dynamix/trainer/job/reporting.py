@@ -60,6 +60,8 @@ class Reporter:
             initial_split=initial.split,
             learning_rate_rule=options.learning_rate_rule,
             global_batch=options.global_batch,
+            exchange=options.exchange,
+            initial_exchange=initial.exchange,
         )
 
     def report(
@@ -122,6 +124,7 @@ class Reporter:
             local_batch_sizes=action.local_batch_sizes,
             action_hash=action.hash,
             num_refused=dict(num_refused),
+            exchange=action.exchange,
         )
 
 

@@ -24,8 +24,8 @@ T = TypeVar("T")
 
 LENGTH_BYTES = 4
 HEAD_BYTES = 256
-SIZE_BYTES = 9
-"""Most bytes of a broadcast decision: 9 per size in msgpack, and room for every other lever."""
+SIZE_BYTES = 18
+"""Most bytes of a broadcast decision: 9 each per size and share in msgpack, and room for every other lever."""
 
 
 class Collectives:

@@ -5,6 +5,7 @@ window's metrics: times, noise, reward.
 """
 
 from dynamix.schemas.messages import Action
+from dynamix.schemas.messages.allocation import EXACT
 
 from .offers import Refusal
 
@@ -32,11 +33,12 @@ class Decisions:
         if adopted is not None:
             what = f"{sum(adopted.local_batch_sizes)} samples per step"
             divided = ", divided by the ranks" if adopted.split == "tracking" else ""
+            travels = "" if adopted.exchange == EXACT else f", gradients {adopted.exchange.label}"
             self._found[window] = {
                 "decision": "adopted",
                 "decided_window": adopted.window,
                 "policy": adopted.policy,
-                "reason": f"policy {adopted.policy} decided {what} on window {adopted.window}{divided}",
+                "reason": f"policy {adopted.policy} decided {what} on window {adopted.window}{divided}{travels}",
             }
         elif refused is not None:
             action, reason = refused

@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 
 from dynamix.schemas.messages import Action
-from dynamix.schemas.messages.allocation import EXACT
+from dynamix.schemas.messages.allocation import EXACT, Exchange, is_permitted
 from dynamix.trainer.job.identity import JobIdentity
 from dynamix.trainer.job.options import JobOptions
 
@@ -24,14 +24,11 @@ class Offers:
     """Keeps the newest action that may be adopted."""
 
     def __init__(self, identity: JobIdentity, options: JobOptions, *, global_batch_size: int | None = None) -> None:
-        """Accept what fits a job: with a `global_batch_size` only sizes that add up to it.
-
-        How its gradients travel is not decided.
-        """
+        """Accept what fits a job: with a `global_batch_size` only sizes that add up to it."""
         self._identity = identity
         self._global_batch_size = global_batch_size
         self._options = options
-        self._exchange = options.initial_allocation.exchange
+        self._codec = Exchange(codec=options.codec)
         self._newest: Action | None = None
         self._adopted_window = -1
         self.last_refused: tuple[Action, Refusal] | None = None
@@ -81,15 +78,23 @@ class Offers:
         """What of the content does not fit this job."""
         if len(action.local_batch_sizes) != len(self._identity.max_local_batch_sizes):
             return "length"
-        if action.levers or action.exchange not in (EXACT, self._exchange):
+        if action.levers or not self._can_travel(action.exchange):
             return "lever"
         if self._global_batch_size not in (None, sum(action.local_batch_sizes)):
             return "sum"
         return None if self._within_bounds(action.local_batch_sizes) else "bounds"
 
+    def _can_travel(self, exchange: Exchange) -> bool:
+        """Whether gradients can travel like this: by the codec of the whole run, or as the job permits."""
+        if exchange == EXACT or self._codec != EXACT:
+            return exchange in (EXACT, self._codec)
+        fits = len(exchange.shares) in (0, len(self._identity.max_local_batch_sizes))
+        return fits and self._options.supports_exchange and is_permitted(exchange, self._options.exchange)
+
     def _feasible(self, action: Action) -> Action:
-        """The action as this job can carry it out: with its own exchange, and tracking only where it can."""
-        action = msgspec.structs.replace(action, exchange=self._exchange)
+        """The action as this job can carry it out: with its own codec, and tracking only where it can."""
+        if self._codec != EXACT:
+            action = msgspec.structs.replace(action, exchange=self._codec)
         if action.split == "fixed" or self._options.supports_tracking:
             return action
         self.num_refused["tracking"] += 1

@@ -9,6 +9,7 @@ from dynamix.cli.board.board import Board
 from dynamix.cli.board.heartbeats import Heartbeats
 from dynamix.cli.formatting import bar, curve, duration, number, percent, signed_count
 from dynamix.cli.jobs import NO_JOB
+from dynamix.schemas.messages.allocation import EXACT
 
 from .rank_table import rank_lines
 
@@ -116,6 +117,8 @@ def _tile(label: str, value: str, picture: Sequence[float] | float | None, style
 
 def _decision(board: Board) -> Iterator[Text]:
     action, applied = board.action, board.applied
+    if board.exchange != EXACT:
+        yield _labelled("gradients", (board.exchange.label, "bold"))
     if action is None:
         yield _labelled("decision", ("none yet: the initial sizes stay", "dim"))
         return
