@@ -1,0 +1,80 @@
+"""Exchange codecs: what every codec gets, and what it must hold to.
+
+A codec sums buckets of gradients over ranks in a way of its own, as a generator of collectives. All ranks run the same
+codec on the same buckets in the same order, so whatever decides which collective comes next must be known to all: a
+codec decides from what collectives brought, never from its own gradient alone.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from torch import Size, Tensor
+
+from .collectives import Leg
+
+
+class Member(NamedTuple):
+    """A rank of the job, and who owns how much of a bucket."""
+
+    rank: int
+    world_size: int
+    shares: tuple[float, ...] = ()
+    """By rank, at least one above 0 and none below, in any unit; empty for the all-reduce, where nothing is owned.
+
+    A codec that needs owners in any case takes equal ones where this is empty.
+    """
+
+
+class BucketPart(NamedTuple):
+    """Where one parameter's gradient lies in a bucket."""
+
+    key: str
+    """Of the parameter, the same in every bucket and on every rank: DDP makes its buckets again after one step."""
+    start: int
+    stop: int
+    shape: Size
+
+
+class BucketView(NamedTuple):
+    """A bucket of gradients on its way: this rank's addend, and in the end the sum over ranks."""
+
+    number: int
+    """Among the buckets of the model."""
+    flat: Tensor
+    """One dimension, contiguous, float64, float32, bfloat16 or float16; the codec writes the sum into it."""
+    parts: tuple[BucketPart, ...]
+    """In order; together they cover all of `flat`. The same tuple from step to step, until buckets are made again."""
+
+
+@runtime_checkable
+class ExchangeCodec(Protocol):
+    """Sums the buckets of one model; it may keep what it learned of them."""
+
+    name: str
+    is_lossless: bool
+    """Whether the sum is that of the all-reduce, to the rounding of another order of additions."""
+
+    def reduce(self, bucket: BucketView, member: Member) -> Leg:
+        """Make `bucket.flat` the sum over ranks, with the same bits on every rank; nothing else of it is changed.
+
+        The generators of several buckets may be under way at a time, in different threads: their first collectives in
+        the order of the buckets, and the later ones in the same order. One that fails, or is dropped, leaves the codec
+        as it was before.
+        """
+
+
+@runtime_checkable
+class ErrorFeedbackCodec(ExchangeCodec, Protocol):
+    """A codec with loss, which keeps what it has not sent yet and sends it later: the residual."""
+
+    def residuals(self) -> dict[str, Tensor]:
+        """By parameter's key, of this rank, flat: what the sums lack so far. Views: copy what is to be kept."""
+
+    def load_residuals(self, residuals: Mapping[str, Tensor]) -> None:
+        """Begin with these instead, copied: of a checkpoint, or of another codec of this kind."""
+
+    def flush(self, bucket: BucketView, member: Member) -> Leg:
+        """As `reduce`, without loss: residuals travel with the gradient and are zero afterwards.
+
+        For the last step before something else rules.
+        """

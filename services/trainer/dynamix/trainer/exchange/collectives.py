@@ -1,0 +1,114 @@
+"""Collectives as values: a codec yields them, a driver carries them out, over real ranks or virtual ones.
+
+A generator of collectives never touches a process group, so the same code runs in a communication thread, in the
+virtual cluster and in tests without processes. Its driver carries out what it yields, in place, and resumes it.
+"""
+
+from collections.abc import Generator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Sum(NamedTuple):
+    """All-reduce: the tensor becomes the sum over ranks, the same bits on each."""
+
+    tensor: Tensor
+
+
+class Union(NamedTuple):
+    """All-reduce: the tensor, of uint8, becomes the bitwise OR over ranks."""
+
+    tensor: Tensor
+
+
+class Largest(NamedTuple):
+    """All-reduce: the tensor becomes the maximum over ranks, by element."""
+
+    tensor: Tensor
+
+
+class Trade(NamedTuple):
+    """All-to-all: rank r's piece of `sent` goes to rank r, and what came from it is its piece of `received`.
+
+    Pieces lie behind each other in rank order, in elements of the first dimension; both tensors are contiguous and of
+    one type. A piece may be empty.
+    """
+
+    received: Tensor
+    sent: Tensor
+    received_sizes: list[int]
+    sent_sizes: list[int]
+
+
+Collective = Sum | Union | Largest | Trade
+Leg = Generator[Collective, None, None]
+"""Yields one collective after the other; each is complete when the generator goes on."""
+
+
+def run_alike(legs: Sequence[Leg]) -> None:
+    """Run the generators of all ranks of one process in lockstep, summing in rank order.
+
+    Raises:
+        RuntimeError: when ranks yield different collectives, which would hang or corrupt real ones.
+    """
+    while True:
+        asked = [next(leg, None) for leg in legs]
+        yielded = [each for each in asked if each is not None]
+        if not yielded:
+            return
+        if len(yielded) < len(asked):
+            raise RuntimeError(f"ranks {[r for r, each in enumerate(asked) if each is None]} ended before the others")
+        perform_alike(yielded)
+
+
+def perform_alike(asked: Sequence[Collective]) -> None:
+    """Carry out one collective, as each rank asked for it.
+
+    Raises:
+        RuntimeError: when they do not fit together.
+    """
+    kinds = {type(each) for each in asked}
+    if len(kinds) > 1:
+        raise RuntimeError(f"ranks ask for different collectives: {[type(each).__name__ for each in asked]}")
+    trades = [each for each in asked if isinstance(each, Trade)]
+    if trades:
+        _trade(trades)
+    else:
+        _reduce(kinds.pop(), [each.tensor for each in asked if not isinstance(each, Trade)])
+
+
+def _reduce(kind: type[Collective], tensors: list[Tensor]) -> None:
+    shapes = [(tuple(each.shape), each.dtype) for each in tensors]
+    if len(set(shapes)) > 1:
+        raise RuntimeError(f"{kind.__name__}: ranks have different shapes or types: {shapes}")
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        if kind is Sum:
+            total.add_(tensor)
+        elif kind is Union:
+            total.bitwise_or_(tensor)
+        else:
+            torch.maximum(total, tensor, out=total)
+    for tensor in tensors:
+        tensor.copy_(total)
+
+
+def _trade(trades: list[Trade]) -> None:
+    pieces = []
+    for rank, trade in enumerate(trades):
+        if len(trade.sent_sizes) != len(trades) or len(trade.received_sizes) != len(trades):
+            raise RuntimeError(f"Trade: rank {rank} names {len(trade.sent_sizes)} pieces for {len(trades)} ranks")
+        if (sum(trade.sent_sizes), sum(trade.received_sizes)) != (len(trade.sent), len(trade.received)):
+            raise RuntimeError(f"Trade: rank {rank}'s pieces do not add up to its tensors")
+        pieces.append(torch.split(trade.sent, trade.sent_sizes))
+    for rank, trade in enumerate(trades):
+        for source, place in enumerate(torch.split(trade.received, trade.received_sizes)):
+            piece = pieces[source][rank]
+            if (len(piece), piece.dtype) != (len(place), place.dtype):
+                raise RuntimeError(
+                    f"Trade: rank {source} sends {len(piece)} {piece.dtype} to rank {rank}, which expects "
+                    f"{len(place)} {place.dtype}"
+                )
+            place.copy_(piece)

@@ -1,0 +1,60 @@
+"""Residuals: what a rank has not sent yet of its gradients, kept by parameter and laid out as buckets are.
+
+DDP makes its buckets again after the first step, and a checkpoint knows no buckets at all, so a residual belongs to its
+parameter. Within a bucket residuals lie behind each other, as the gradients do: adding them is one operation.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from .codec import BucketPart, BucketView
+
+
+class Residuals:
+    """One flat residual per parameter, zero where nothing is known."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[str, Tensor] = {}
+        self._laid_out: dict[int, tuple[tuple[BucketPart, ...], Tensor]] = {}
+
+    def of(self, bucket: BucketView) -> Tensor:
+        """The residuals of a bucket, in its layout; to be changed in place.
+
+        Raises:
+            ValueError: when a parameter has another size than before.
+        """
+        parts, flat = self._laid_out.get(bucket.number, (None, None))
+        if flat is not None and (parts is bucket.parts or parts == bucket.parts) and flat.device == bucket.flat.device:
+            return flat
+        if flat is not None:
+            self._laid_out.clear()  # all buckets are made again: one of the old layout would keep a dead copy
+        flat = bucket.flat.new_zeros(len(bucket.flat), dtype=residual_type(bucket.flat.dtype))
+        for part in bucket.parts:
+            place = flat[part.start : part.stop]
+            known = self._by_key.get(part.key)
+            if known is not None:
+                if known.shape != place.shape:
+                    raise ValueError(
+                        f"the residual of {part.key} has {len(known)} numbers, the parameter {len(place)}: it is of "
+                        "another model; load a checkpoint of this one, or none"
+                    )
+                place.copy_(known)
+            self._by_key[part.key] = place
+        self._laid_out[bucket.number] = (bucket.parts, flat)
+        return flat
+
+    def by_key(self) -> dict[str, Tensor]:
+        """All, by parameter's key, as views."""
+        return dict(self._by_key)
+
+    def load(self, residuals: Mapping[str, Tensor]) -> None:
+        """Forget what is kept, and begin with copies of these."""
+        self._laid_out.clear()
+        self._by_key = {key: each.detach().flatten().clone() for key, each in residuals.items()}
+
+
+def residual_type(gradient_type: torch.dtype) -> torch.dtype:
+    """In which residuals and sums of a bucket are kept: float64 for float64, else float32."""
+    return torch.float64 if gradient_type == torch.float64 else torch.float32
