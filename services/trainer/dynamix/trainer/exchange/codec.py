@@ -29,7 +29,7 @@ class BucketPart(NamedTuple):
     """Where one parameter's gradient lies in a bucket."""
 
     key: str
-    """Of the parameter, the same in every bucket and on every rank: DDP makes its buckets again after one step."""
+    """The parameter's name, the same in every bucket and on every rank: DDP makes its buckets again after a step."""
     start: int
     stop: int
     shape: Size
