@@ -11,7 +11,7 @@ SCALE_BYTES = 4
 TOP_EXPONENT = {torch.float16: 15, torch.bfloat16: 0}
 """Numbers stay below 2 to this: float16 ends at 65504; bfloat16 has the range of float32."""
 LOWEST_EXPONENT = -100
-"""Of the largest number: where all are smaller, a scale would not be a normal float32; the residual has them then."""
+"""At least, for the largest number: below it a scale would not be a normal float32, and the residual keeps them."""
 
 
 class Cast:
