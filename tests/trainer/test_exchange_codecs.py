@@ -198,6 +198,18 @@ def test_lossy_codecs_keep_their_precision_at_any_scale(codec: str, scale: float
     assert (received - true).abs().max().item() <= bound
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("shares", [(), (1, 2, 0)])
+@pytest.mark.parametrize("codec", CODECS)
+def test_codecs_sum_on_a_gpu_as_on_the_cpu(codec: str, shares: tuple[float, ...]) -> None:
+    there, here, shapes = VirtualRanks(codec, 3, shares), VirtualRanks(codec, 3, shares), {"table": (1000, 5)}
+    for step in range(3):
+        gradients = masked(3, 5000, 0.05, step)
+        summed = there.reduce([each.cuda() for each in gradients], shapes).cpu()
+        assert torch.allclose(summed, here.reduce(gradients, shapes), rtol=1e-6, atol=1e-6)
+
+
 def test_owners_have_ranges_in_proportion_to_their_shares() -> None:
     ranges = owned_ranges(10_000, Member(0, 4, (5, 0, 1, 4)), 10)
     assert [tuple(each) for each in ranges] == [(0, 5000), (5000, 5000), (5000, 6000), (6000, 10_000)]
