@@ -33,7 +33,7 @@ def fitted(*windows: Window) -> StepTime:
 def test_a_first_window_is_believed_as_it_is() -> None:
     fit = fit_of(window(np.full(4, 100.0)))
     assert fit.seconds_per_sample_W == pytest.approx(1 / RATES)
-    assert (fit.sync_intercept_s, fit.rest_s) == (0.01, 0.001)
+    assert (fit.sync_intercept_s, fit.rest_s) == pytest.approx((0.01, 0.001))
     assert fitted(window(np.full(4, 100.0))).overhead_W.tolist() == [0.0] * 4
 
 
@@ -91,9 +91,42 @@ def test_the_overlap_is_found_when_compute_times_change() -> None:
     assert fit.sync_intercept_s == pytest.approx(0.04, rel=0.05)
 
 
+def noisy_windows(noise: float, *, num_windows: int = 40) -> list[Window]:
+    """Four equal ranks at 0.1 ms a sample and 2 ms, with steps of such noise; global batches that go up and down."""
+    random = np.random.default_rng(1)
+    sizes = np.resize([32.0, 48.0, 72.0, 60.0, 40.0], num_windows)
+    windows = []
+    for size in sizes:
+        noises = random.lognormal(-noise * noise / 2, noise, (JOB.window_steps, 4))
+        times_s = (0.002 + size * 1e-4) * noises
+        waited_s = (times_s.max(axis=1, keepdims=True) - times_s).mean(axis=0)
+        windows.append(Window(np.full(4, size), times_s.mean(axis=0), float(waited_s.min()) + 0.001, 0.001))
+    return windows
+
+
+def test_noise_of_half_a_step_is_neither_a_fixed_time_nor_a_cost_of_communication() -> None:
+    """2 ms and 1 ms, and a third of the compute time is waited for the slowest of four ranks."""
+    fits = [fit_of(*noisy_windows(0.45)[:number]) for number in range(20, 41)]
+    assert 0.08 < np.sqrt([fit.noise_2 for fit in fits]).mean() < 0.16
+    assert np.mean([fit.fixed.overhead_s[:4].mean() for fit in fits]) < 0.003
+    assert np.mean([fit.sync_intercept_s for fit in fits]) < 0.0025
+
+
+def test_times_without_noise_are_known_to_be_without() -> None:
+    fit = fit_of(*noisy_windows(0.0))
+    assert np.sqrt(fit.noise_2) < 0.001
+    assert fit.fixed.overhead_s[:4] == pytest.approx(0.002, rel=0.05)
+
+
+def test_a_slow_first_window_hardly_makes_noise() -> None:
+    sizes = 0.1 * RATES
+    slow = Window(sizes, 2 * sizes / RATES, 0.01, 0.001)
+    assert np.sqrt(fit_of(slow, window(sizes)).noise_2) < 0.07
+
+
 def test_a_network_that_turns_eight_times_slower_is_not_taken_for_overlap() -> None:
     fit = fit_of(window(0.05 * RATES, sync_s=0.01), window(0.06 * RATES, sync_s=0.08))
-    assert (fit.sync_slope, fit.sync_intercept_s) == (0.0, 0.08)
+    assert (fit.sync_slope, fit.sync_intercept_s) == pytest.approx((0.0, 0.08))
 
 
 def test_a_rank_that_was_never_measured_counts_as_the_mean_of_the_others() -> None:
@@ -125,7 +158,7 @@ def test_what_is_packed_comes_back() -> None:
     for name in ("seconds_per_sample_W", "samples_W", "compute_W"):
         assert getattr(again, name) == pytest.approx(getattr(fit, name), rel=1e-6)
     assert again.pairs.values == pytest.approx(fit.pairs.values, rel=1e-6)
-    for name in ("sync_intercept_s", "sync_slope", "rest_s", "slope_sums", "sync_s"):
+    for name in ("sync_intercept_s", "sync_slope", "rest_s", "slope_sums", "barrier_s", "sync_s", "noise_2"):
         assert getattr(again, name) == getattr(fit, name)
     assert again.pack() == fit.pack()
 

@@ -74,16 +74,19 @@ class PairSums:
         """Before the first pair."""
         return cls(largest, np.zeros((NUM_SATURATIONS + 1, 3, num_ranks)))
 
-    def add_pairs(self, sizes: tuple[Array64, Array64], times_s: tuple[Array64, Array64]) -> Self:
+    def add_pairs(
+        self, sizes: tuple[Array64, Array64], times_s: tuple[Array64, Array64], tolerance: float = TOLERANCE
+    ) -> Self:
         """The sums with one more pair of each rank: two sizes, two times; NaN where there is none.
 
-        A pair is left out where no model of a constant speed explains it.
+        A pair is left out where no model of a constant speed explains it, but for that tolerance.
         """
         (size_0, size_1), (time_0, time_1) = sizes, times_s
         with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
             grown, slowed = size_1 / size_0, time_1 / time_0
             low, high = np.minimum(grown, 1.0), np.maximum(grown, 1.0)
-            usable = (slowed >= low * (1.0 - TOLERANCE)) & (slowed <= high * (1.0 + TOLERANCE)) & (grown != 1.0)
+            is_possible = (slowed >= low * (1.0 - tolerance)) & (slowed <= high * (1.0 + tolerance))
+            usable = is_possible & (grown != 1.0)
             if not usable.any():
                 return self
             at_0, at_1 = (np.maximum(size, self._saturations[:, None]) for size in sizes)
@@ -92,17 +95,20 @@ class PairSums:
             added = DECAY * self.values + np.stack([q * p, q * q, p * p], axis=1)
         return type(self)(self._largest, np.where(usable, added, self.values))
 
-    def fit(self, times_s: Array64, most_s: Array64) -> RankFit:
-        """What the pairs tell of ranks whose steps take `times_s` now; at most `most_s` of them is fixed."""
+    def fit(self, times_s: Array64, most_s: Array64, doubt: float = 1.0) -> RankFit:
+        """What the pairs tell of ranks whose steps take `times_s` now; at most `most_s` of them is fixed.
+
+        With a `doubt` above 1 it takes so much more evidence.
+        """
         qp, qq, pp = self.values[:, 0], self.values[:, 1], self.values[:, 2]
         with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
             fixed_s = np.clip(np.where(qq > 0.0, qp / qq, 0.0), 0.0, most_s)
             errors = pp - 2.0 * fixed_s * qp + fixed_s * fixed_s * qq
-            enough = qq * times_s * times_s >= MIN_WEIGHT
+            enough = qq * times_s * times_s >= doubt * MIN_WEIGHT
         ranks = np.arange(qp.shape[1])
         best = np.where(enough, errors, np.inf).argmin(axis=0)
         at_best, at_none = errors[best, ranks], errors[0]
-        is_better = (at_none - at_best >= MIN_EXPLAINED) & (at_best <= MAX_UNEXPLAINED * at_none)
+        is_better = (at_none - at_best >= doubt * MIN_EXPLAINED) & (at_best <= MAX_UNEXPLAINED * at_none)
         best = np.where(is_better, best, 0)
         known_s = np.where(enough[best, ranks], fixed_s[best, ranks], np.nan)
         return RankFit(self._saturations[best], known_s, qp[best, ranks], qq[best, ranks])

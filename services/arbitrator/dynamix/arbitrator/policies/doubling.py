@@ -49,7 +49,7 @@ class Doubling:
     """Doubles the global batch until the job's bounds; never shrinks it."""
 
     name = "doubling"
-    version = 2
+    version = 3
     options: ClassVar[Options] = {
         "every_samples": Option(0, 0, 1e12, "double after so many samples; 0: when the loss stalls"),
         "patience_windows": Option(20, 1, 1e6, "windows without improvement that make a stall", whole=True),

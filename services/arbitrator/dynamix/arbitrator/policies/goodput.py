@@ -31,7 +31,7 @@ class Goodput:
     """Chooses the batch of the greatest predicted goodput."""
 
     name = "goodput"
-    version = 2
+    version = 3
     options: ClassVar[Options] = {
         "smoothing": Option(0.5, 0.01, 1, "weight of the newest window in the moving averages of times"),
         "hysteresis": Option(0.05, 0, 1, "relative gain in predicted goodput that a change must promise"),

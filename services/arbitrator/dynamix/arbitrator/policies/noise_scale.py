@@ -21,7 +21,7 @@ class NoiseScale:
     """Keeps the global batch at a multiple of the noise scale; it may go below the initial batch."""
 
     name = "noise-scale"
-    version = 2
+    version = 3
     options: ClassVar[Options] = {
         "multiplier": Option(1.0, 0.01, 100, "global batch over B_noise"),
         "max_change": Option(_PACE.max_change, 1.01, 100, "greatest factor between two decisions"),

@@ -7,9 +7,14 @@
 - Seconds per sample of a rank: (compute time - fixed time) / samples. The compute time is filtered against what was
   expected at these sizes: a change of more than `JUMP` is believed at once, a smaller one averaged. A rank that was
   never measured counts as the mean of the others.
-- Exposed communication: the smallest sync time of any rank, since the slowest rank does not wait; filtered alike.
+- Exposed communication: what is left of the time until all ranks were in step, once the slowest rank's filtered compute
+  time is taken off; filtered alike.
 - Slope of exposed communication over compute: pairs between which the slowest compute time changed. It is a local slope
-  of a bent line, so that far jumps count no more than near ones, and old pairs are soon forgotten.
+  of a bent line, so that far jumps count no more than near ones, and old pairs are soon forgotten. While they tell
+  little it is what ranks of this noise wait for each other.
+- Noise: relative changes of a rank's times that no model of constant speed explains, the median of all ranks. Where
+  processors are shared out in time slices it is a sixth of a window's mean and more. The noisier, the more changes are
+  averaged instead of believed, and the more pairs it takes to be sure of a fixed cost.
 """
 
 import math
@@ -22,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dynamix.schemas.messages import Job
-from dynamix.schemas.rank_times import PairSums, fixed_share
+from dynamix.schemas.rank_times import TOLERANCE, PairSums, fixed_share
 
 from .observation import Array32, Array64, column
 from .step_time import StepTime
@@ -46,7 +51,18 @@ _BELIEVED = (1e-9, 1e12)
 """Seconds and samples outside are no measurements."""
 _SLOPE_LOW, _SLOPE_HIGH = -0.9, 0.4
 
-_SCALARS = struct.Struct("<6d")
+FIRST_NOISE = 0.02
+"""Taken for granted before any was measured; what pairs must show is said for this noise."""
+_MOST_NOISE = 0.3
+_MOST_GROWN = 40.0
+"""Squares of changes count as so many times the noise's at most: the first window is often a slow one."""
+_NOISE_SMOOTHING = 0.25
+_MEDIAN_SQUARE = 0.455
+"""Median of the squares of normally distributed numbers of variance 1."""
+_CERTAIN = 3.0
+"""Noises by which a value must change to be believed at once, and which leave a pair as it is."""
+
+_SCALARS = struct.Struct("<8d")
 _MAX_SPEAKING = 64
 """Ranks whose pairs are kept, 450 bytes each, at most."""
 _MAX_ARRAY_BYTES = 208 * 1024
@@ -90,14 +106,17 @@ class FixedCosts(NamedTuple):
     saturation: Array64
 
     @classmethod
-    def of_pairs(cls, pairs: PairSums, compute_s: Array64, most_s: Array64) -> "FixedCosts":
-        """Least squares, each rank's drawn to that of all and that to 0, up to `most_s`; NaN where never measured."""
-        fit, known = pairs.fit(compute_s, most_s), np.isfinite(compute_s)
+    def of_pairs(cls, pairs: PairSums, compute_s: Array64, most_s: Array64, doubt: float = 1.0) -> "FixedCosts":
+        """Least squares, each rank's drawn to that of all and that to 0, up to `most_s`; NaN where never measured.
+
+        With a `doubt` above 1 it takes so much more evidence.
+        """
+        fit, known, prior = pairs.fit(compute_s, most_s, doubt), np.isfinite(compute_s), doubt * _PRIOR
         if not known.any():
             return cls(np.zeros(len(known) + 1), np.zeros(len(known) + 1))
         sums = float(fit.weighted_s.sum()), float(fit.weight.sum())
-        shared = _slope(sums, _PRIOR / float(compute_s[known].mean()) ** 2, 0.0, math.inf)
-        weight = _PRIOR / np.where(known, compute_s, 1.0) ** 2
+        shared = _slope(sums, prior / float(compute_s[known].mean()) ** 2, 0.0, math.inf)
+        weight = prior / np.where(known, compute_s, 1.0) ** 2
         own = (fit.weighted_s + weight * shared) / (fit.weight + weight)
         own = np.where(known, np.clip(own, 0.0, most_s), shared)
         return cls(np.append(own, shared), np.append(fit.saturation, np.median(fit.saturation)))
@@ -127,7 +146,11 @@ class StepTimeFit:
     rest_s: float = math.nan
     slope_sums: tuple[float, float] = (0.0, 0.0)
     """Weighted sum of slopes, and of the weights."""
+    barrier_s: float = math.nan
     sync_s: float = math.nan
+    """The slowest rank's compute and sync time in the newest window in which they were measured."""
+    noise_2: float = FIRST_NOISE**2
+    """Square of the relative noise of a window's mean compute time."""
 
     @classmethod
     def empty(cls, job: Job) -> "StepTimeFit":
@@ -144,15 +167,21 @@ class StepTimeFit:
         known = np.isfinite(window.compute_W)
         if not known.any():
             return self
-        pairs, slope_sums = self._pairs(window, self.model(job))
-        longest_s = float(np.max(window.compute_W[known]))
-        slope = _slope(slope_sums, _PRIOR, _SLOPE_LOW, _SLOPE_HIGH)
-        intercept = max(window.sync_s - slope * longest_s, 0.0) if math.isfinite(window.sync_s) else math.nan
+        noise_2 = self._noise_2(window)
+        noise, doubt = math.sqrt(noise_2), max(noise_2 / FIRST_NOISE**2, 1.0)
+        jump = max(jump, math.exp(_CERTAIN * noise))
+        pairs = self._pairs(window, self.model(job), noise)
         samples_W, saturation_W = window.samples_W, self.fixed.saturation_of(len(known))
         expected = self._overhead_s + np.maximum(samples_W, saturation_W) * self.seconds_per_sample_W
         compute_W = filtered(expected, window.compute_W, jump, smoothing)
+        slowest_s, barrier_s = (float(np.max(times[known])) for times in (compute_W, window.compute_W))
+        exposed_s, waits = barrier_s + window.sync_s - slowest_s, waiting_share(job, noise_2)
+        pair = _slope_pair(self.barrier_s, barrier_s, self.sync_s, window.sync_s)
+        slope_sums = _added(self.slope_sums, pair, _SLOPE_DECAY)
+        slope = _slope(slope_sums, doubt * _PRIOR, _SLOPE_LOW, max(_SLOPE_HIGH, waits), waits)
+        intercept = max(exposed_s - slope * slowest_s, 0.0) if math.isfinite(window.sync_s) else math.nan
         most_W, speaking = fixed_share(samples_W) * compute_W, slice(None, None, _stride(len(known)))
-        fixed = FixedCosts.of_pairs(pairs, compute_W[speaking], most_W[speaking])
+        fixed = FixedCosts.of_pairs(pairs, compute_W[speaking], most_W[speaking], doubt)
         left_W = compute_W - np.minimum(fixed.overhead_of(len(known)), most_W)
         per_sample = left_W / np.maximum(samples_W, fixed.saturation_of(len(known)))
         return replace(
@@ -166,7 +195,9 @@ class StepTimeFit:
             sync_slope=slope,
             rest_s=float(filtered(self.rest_s, window.rest_s, math.inf, smoothing)),
             slope_sums=slope_sums,
+            barrier_s=barrier_s if math.isfinite(window.sync_s) else self.barrier_s,
             sync_s=window.sync_s if math.isfinite(window.sync_s) else self.sync_s,
+            noise_2=noise_2,
         )
 
     def model(self, job: Job) -> StepTime | None:
@@ -188,7 +219,10 @@ class StepTimeFit:
 
     def pack(self) -> bytes:
         """Bytes for the carry: float64 scalars, float32 per rank. Of very many ranks only what has room is kept."""
-        scalars = _SCALARS.pack(self.sync_intercept_s, self.sync_slope, self.rest_s, *self.slope_sums, self.sync_s)
+        scalars = _SCALARS.pack(
+            *(self.sync_intercept_s, self.sync_slope, self.rest_s, *self.slope_sums),
+            *(self.barrier_s, self.sync_s, self.noise_2),
+        )
         arrays = (self.seconds_per_sample_W, self.samples_W, self.compute_W)[: _num_arrays(len(self.samples_W))]
         parts = (*self.fixed, self.pairs.values.ravel(), *arrays)
         return scalars + b"".join(array.astype("<f4").tobytes() for array in parts)
@@ -201,13 +235,13 @@ class StepTimeFit:
         sizes = [num_fixed, num_fixed, sums.size, *[job.world_size] * num_arrays]
         if len(packed) != _SCALARS.size + 4 * sum(sizes):
             return empty
-        intercept, slope, rest, ce, cc, sync = _SCALARS.unpack_from(packed)
+        intercept, slope, rest, weighted, weight, *newest = _SCALARS.unpack_from(packed)
         numbers = np.frombuffer(packed, dtype="<f4", offset=_SCALARS.size).astype(np.float64)
         overhead_s, saturation, kept, *arrays = np.split(numbers, np.cumsum(sizes)[:-1])
         per_sample, samples, compute = arrays + [empty.samples_W] * (3 - num_arrays)
         pairs = PairSums(max(job.max_local_batch_sizes), kept.reshape(sums.shape))
         fixed = FixedCosts(overhead_s, saturation)
-        return cls(per_sample, samples, compute, pairs, fixed, intercept, slope, rest, (ce, cc), sync)
+        return cls(per_sample, samples, compute, pairs, fixed, intercept, slope, rest, (weighted, weight), *newest)
 
     @property
     def _overhead_s(self) -> Array64:
@@ -242,18 +276,40 @@ class StepTimeFit:
         result: Flags = by_time | in_proportion | balanced
         return result
 
-    def _pairs(self, window: Window, model: StepTime | None) -> tuple[PairSums, tuple[float, float]]:
-        """Add the pair of the last window and this one to both sums of products."""
+    def _noise_2(self, window: Window) -> float:
+        """The noise after one more window: of changes that lie outside of all that a constant speed can explain."""
+        with np.errstate(invalid="ignore", divide="ignore"):
+            grown, slowed = window.samples_W / self.samples_W, window.compute_W / self.compute_W
+            low, high = np.log(np.minimum(grown, 1.0)), np.log(np.maximum(grown, 1.0))
+            unexplained = np.maximum(np.maximum(np.log(slowed) - high, low - np.log(slowed)), 0.0)
+        known = unexplained[np.isfinite(unexplained)]
+        if not known.size:
+            return self.noise_2
+        measured = float(np.median(known)) ** 2 / (2.0 * _MEDIAN_SQUARE)
+        measured = min(measured, _MOST_GROWN * max(self.noise_2, FIRST_NOISE**2), _MOST_NOISE**2)
+        return self.noise_2 + _NOISE_SMOOTHING * (measured - self.noise_2)
+
+    def _pairs(self, window: Window, model: StepTime | None, noise: float) -> PairSums:
+        """Add the pair of the last window and this one to the sums of products."""
         both = np.isfinite(self.samples_W) & np.isfinite(window.samples_W)
         if not both.any() or model is None:
-            return self.pairs, self.slope_sums
-        slope = _slope_pair(self.compute_W[both].max(), window.compute_W[both].max(), self.sync_s, window.sync_s)
-        slope_sums = _added(self.slope_sums, slope, _SLOPE_DECAY)
+            return self.pairs
         took_part = both & self._is_expected(window.samples_W, model)
         before, after = (np.where(took_part, sizes, np.nan) for sizes in (self.samples_W, window.samples_W))
         speaking = slice(None, None, _stride(len(both)))
         times_s = self.compute_W[speaking], window.compute_W[speaking]
-        return self.pairs.add_pairs((before[speaking], after[speaking]), times_s), slope_sums
+        tolerance = max(TOLERANCE, _CERTAIN * noise)
+        return self.pairs.add_pairs((before[speaking], after[speaking]), times_s, tolerance)
+
+
+def waiting_share(job: Job, noise_2: float) -> float:
+    """What ranks wait for the slowest in each step because of their noise, over the compute time.
+
+    The greatest of n normally distributed numbers of variance 1 is near sqrt(2 log n) - 0.6 on the mean; a step's noise
+    is that of the mean over k steps times sqrt(k).
+    """
+    greatest = max(math.sqrt(2.0 * math.log(job.world_size)) - 0.6, 0.0)
+    return greatest * math.sqrt(job.window_steps * max(noise_2 - FIRST_NOISE**2, 0.0))
 
 
 def filtered(old: Array64 | float, new: Array64 | float, jump: float, smoothing: float) -> Array64:
@@ -282,9 +338,9 @@ def _added(sums: tuple[float, float], pair: tuple[float, float], decay: float) -
     return decay * sums[0] + pair[0], decay * sums[1] + pair[1]
 
 
-def _slope(sums: tuple[float, float], prior: float, low: float, high: float) -> float:
-    """Least squares through the origin, drawn to zero by the prior's weight."""
-    return float(min(max(sums[0] / (sums[1] + prior), low), high))
+def _slope(sums: tuple[float, float], prior: float, low: float, high: float, drawn_to: float = 0.0) -> float:
+    """Least squares through the origin, drawn to a slope by the prior's weight."""
+    return float(min(max((sums[0] + prior * drawn_to) / (sums[1] + prior), low), high))
 
 
 def _believed(obs_WF: Array32, name: str) -> Array64:
