@@ -1,4 +1,5 @@
 import math
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,12 +21,23 @@ PARAMETERS = {
     "cifar10-resnet20": 269_722,  # He et al., table 6: 0.27 M
     "cifar10-resnet32": 464_154,  # 0.46 M
     "text-transformer": 137_216,
+    "ncf": 4 * 20_000 * 32 + (64 * 32 + 32) + (32 * 16 + 16) + 49,
+    "ncf-small": 4 * 2_000 * 8 + (16 * 8 + 8) + (8 * 4 + 4) + 13,
+    "lstm-zipf": 2 * 32_000 * 32 + 4 * 96 * (32 + 96 + 2) + (96 * 32 + 32),
+    "lstm-zipf-small": 2 * 4_000 * 16 + 4 * 32 * (16 + 32 + 2) + (32 * 16 + 16),
 }
+
+
+@cache
+def generated_data(name: str) -> Data:
+    return workload_named(name).load()
 
 
 def samples(name: str, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Made-up samples of the shapes that the workload takes."""
     generator = torch.Generator().manual_seed(3)
+    if name.startswith(("ncf", "lstm")):
+        return tuple(tensor[:count] for tensor in generated_data(name).train)
     if name.startswith("text"):
         tokens = torch.randint(0, 256, (count, 65), generator=generator)
         return tokens[:, :-1], tokens[:, 1:]

@@ -20,6 +20,8 @@ from .datasets import (
     read_text,
     standardised,
 )
+from .embeddings import FilteringShape, NeuralCollaborativeFiltering, RecurrentLanguageModel, RecurrentShape
+from .generated import ChoiceShape, TextShape, choices, sequences
 from .models import Transformer, TransformerShape, mlp, resnet, small_cnn, vgg11
 
 GRADIENT_BYTES_PER_PARAMETER = 4
@@ -30,6 +32,10 @@ OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = MappingProxyTyp
 """SGD with momentum 0.9; Adam and AdamW with PyTorch's decay rates, 0.9 and 0.999."""
 TEXT_SHAPE = TransformerShape(num_tokens=64, width=64, num_heads=4, num_layers=2)
 """137,216 parameters: a step of a few hundred sequences takes a CPU core well under a second."""
+CHOICES = ChoiceShape(num_users=20_000, num_items=20_000, num_samples=400_000)
+CHOICES_SMALL = ChoiceShape(num_users=2_000, num_items=2_000, num_samples=60_000)
+ZIPF_TEXT = TextShape(num_words=32_000, num_classes=16, num_sequences=40_000)
+ZIPF_TEXT_SMALL = TextShape(num_words=4_000, num_classes=16, num_sequences=20_000)
 FASHION_14_STD = 0.3301
 """Standard deviation of all training pixels after pooling 2 x 2; the mean is that of the whole images."""
 FASHION_VALIDATION = 10_000
@@ -40,7 +46,8 @@ CIFAR10_MEAN = (0.4914, 0.4822, 0.4465)
 CIFAR10_STD = (0.2470, 0.2435, 0.2616)
 """Mean and standard deviation of the training pixels scaled to 0 ... 1: red, green, blue."""
 HELD_OUT_SHARE = 20
-"""One twentieth of a text is the validation part, another the test part, in this order at its end."""
+"""One twentieth of a text, or of generated data, is the validation part, another the test part, in this order, last."""
+Reduction = Literal["mean", "sum"]
 
 
 class Part(NamedTuple):
@@ -58,6 +65,19 @@ class Data(NamedTuple):
     test: Part
 
 
+def cross_entropy(outputs: Tensor, labels: Tensor, reduction: Reduction) -> Tensor:
+    """The classes exclude each other; `sum` is that over samples of the mean over a sample's tokens."""
+    loss = F.cross_entropy(outputs.flatten(0, -2), labels.flatten(), reduction=reduction)
+    return loss / tokens_per_sample(labels) if reduction == "sum" else loss
+
+
+def binary_cross_entropy(outputs: Tensor, labels: Tensor, reduction: Reduction) -> Tensor:
+    """Each candidate is a yes or no of its own: yes for the label's, no for the others; the mean over candidates."""
+    wanted = F.one_hot(labels, outputs.shape[-1]).to(outputs.dtype)
+    loss = F.binary_cross_entropy_with_logits(outputs, wanted, reduction=reduction)
+    return loss / outputs.shape[-1] if reduction == "sum" else loss
+
+
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """A model with its data and loss.
@@ -70,6 +90,7 @@ class Workload:
     dataset: str
     make_model: Callable[[], nn.Module]
     read: Callable[[Path | None, torch.dtype], Data]
+    criterion: Callable[[Tensor, Tensor, Reduction], Tensor] = cross_entropy
 
     def model(self) -> nn.Module:
         """A new model, initialised from torch's global generator: seed that first."""
@@ -78,22 +99,23 @@ class Workload:
     def load(self, directory: Path | None = None, *, dtype: torch.dtype = torch.float32) -> Data:
         """The data in a directory or in the usual places: images standardised, in `dtype`; tokens and labels int64.
 
+        Generated data needs neither, and takes a second or two.
+
         Raises:
             MissingDataError: when it is not there; the text says how to get it.
             CorruptDataError: when a file is not what its publisher made.
         """
         return self.read(directory, dtype)
 
-    def loss(self, outputs: Tensor, labels: Tensor, reduction: Literal["mean", "sum"] = "mean") -> Tensor:
-        """Cross entropy, its mean or sum over SAMPLES; a text's is the mean over its tokens.
+    def loss(self, outputs: Tensor, labels: Tensor, reduction: Reduction = "mean") -> Tensor:
+        """The criterion, its mean or sum over SAMPLES; a text's is the mean over its tokens.
 
         Args:
             outputs: logits, N x classes, or N x tokens x vocabulary.
             labels: N, or N x tokens.
             reduction: `sum` gives 0 for no sample, `mean` gives NaN.
         """
-        loss = F.cross_entropy(outputs.flatten(0, -2), labels.flatten(), reduction=reduction)
-        return loss / tokens_per_sample(labels) if reduction == "sum" else loss
+        return self.criterion(outputs, labels, reduction)
 
     def num_correct(self, outputs: Tensor, labels: Tensor) -> float:
         """How many samples are classified rightly; a text counts as its share of right tokens."""
@@ -163,7 +185,28 @@ def text(directory: Path | None, _: torch.dtype) -> Data:
         )
     inputs = content[: num_sequences * num_tokens].view(num_sequences, num_tokens).long()
     labels = content[1 : num_sequences * num_tokens + 1].view(num_sequences, num_tokens).long()
-    rest, test = _split(Part(inputs, labels), num_held_out)
+    return _held_out(Part(inputs, labels), num_held_out)
+
+
+def generated(make: Callable[[], tuple[Tensor, Tensor]], _: Path | None, __: torch.dtype) -> Data:
+    """Data that is made, not read."""
+    part = Part(*make())
+    return _held_out(part, len(part.labels) // HELD_OUT_SHARE)
+
+
+def filtering(shape: ChoiceShape, *, width: int, gain: float) -> Callable[[], nn.Module]:
+    """Makes the model for such choices."""
+    return partial(NeuralCollaborativeFiltering, FilteringShape(shape.num_users, shape.num_items, width, gain))
+
+
+def recurrent(shape: TextShape, *, width: int, num_hidden: int, gain: float) -> Callable[[], nn.Module]:
+    """Makes the model for such a text."""
+    return partial(RecurrentLanguageModel, RecurrentShape(shape.num_words, shape.num_tokens, width, num_hidden, gain))
+
+
+def _held_out(part: Part, num_held_out: int) -> Data:
+    """The parts of data in one piece; so many samples for each of the last two."""
+    rest, test = _split(part, num_held_out)
     return Data(*_split(rest, num_held_out), test)
 
 
@@ -186,6 +229,32 @@ _ALL = (
     Workload(name="cifar10-resnet20", dataset="cifar-10", make_model=partial(resnet, 20), read=_CIFAR10),
     Workload(name="cifar10-resnet32", dataset="cifar-10", make_model=partial(resnet, 32), read=_CIFAR10),
     Workload(name="text-transformer", dataset="text", make_model=partial(Transformer, TEXT_SHAPE), read=text),
+    Workload(
+        name="ncf",
+        dataset="generated",
+        make_model=filtering(CHOICES, width=32, gain=24.0),
+        read=partial(generated, partial(choices, CHOICES)),
+        criterion=binary_cross_entropy,
+    ),
+    Workload(
+        name="ncf-small",
+        dataset="generated",
+        make_model=filtering(CHOICES_SMALL, width=8, gain=32.0),
+        read=partial(generated, partial(choices, CHOICES_SMALL)),
+        criterion=binary_cross_entropy,
+    ),
+    Workload(
+        name="lstm-zipf",
+        dataset="generated",
+        make_model=recurrent(ZIPF_TEXT, width=32, num_hidden=96, gain=40.0),
+        read=partial(generated, partial(sequences, ZIPF_TEXT)),
+    ),
+    Workload(
+        name="lstm-zipf-small",
+        dataset="generated",
+        make_model=recurrent(ZIPF_TEXT_SMALL, width=16, num_hidden=32, gain=30.0),
+        read=partial(generated, partial(sequences, ZIPF_TEXT_SMALL)),
+    ),
 )
 WORKLOADS: Mapping[str, Workload] = MappingProxyType({workload.name: workload for workload in _ALL})
 
