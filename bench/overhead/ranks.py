@@ -16,6 +16,7 @@ from dynamix.trainer import Session
 from dynamix.trainer.data.loader import Loader
 from dynamix.trainer.data.sampler import PlanSampler
 from dynamix.trainer.gradient import weighting
+from dynamix.trainer.gradient.buckets import squared_norm
 from dynamix.trainer.gradient.time_slots import TimeSlots
 from dynamix.trainer.gradient.updates import Updates
 from dynamix.trainer.gradient.weighting import GradientHook
@@ -66,7 +67,7 @@ def time_our_code() -> PartTimer:
     timer.wrap(Updates, Updates.before_step, "optimizer hooks")
     timer.wrap(Updates, Updates.after_step, "optimizer hooks")
     timer.wrap(Session, Session.step, "session.step")
-    timer.wrap(weighting, weighting.squared_norm, "hook: norms")
+    timer.wrap(weighting, squared_norm, "hook: norms")
     timer.wrap(GradientHook, GradientHook.wait, WAIT)
     timer.wrap(Steering, Steering.after_step, "session.step: end of a window")
     timer.wrap(TimeSlots, TimeSlots.extend, "hook: weighing, with times")

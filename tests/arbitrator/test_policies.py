@@ -2,6 +2,7 @@ import inspect
 from importlib import import_module
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from tests.support import examples
@@ -17,6 +18,7 @@ from dynamix.arbitrator.policies.random import DELTAS, Random
 from dynamix.arbitrator.policies.registry import POLICIES, policy_named
 from dynamix.lab.experiments.learning.plan import PRESETS
 from dynamix.schemas.features import GLOBAL_FEATURES, RANK_FEATURES, RANK_INDEX
+from dynamix.schemas.messages.allocation import EXACT, Exchange
 from dynamix.schemas.messages.policies import DEFAULT_POLICY, DIVIDED_BY_RANKS, KEEPS_GLOBAL_BATCH, initial_split
 
 GLOBAL_F = np.full(len(GLOBAL_FEATURES), np.nan, dtype=np.float32)
@@ -36,6 +38,14 @@ def observe(sizes: tuple[int, ...], throughput: tuple[float, ...], *, age: int =
 def test_static_is_the_initial_sizes_for_ever() -> None:
     decision = policy_named("static").decide(JOB, 5, observe((64, 64, 64, 64), (1.0,) * 4), GLOBAL_F, b"")
     assert decision.allocation.local_batch_sizes == JOB.initial_local_batch_sizes
+
+
+def test_static_lets_gradients_travel_as_its_options_say_where_the_job_permits_it() -> None:
+    job = examples.job(policy="static", policy_options={"codec": 5.0, "every": 4.0})
+    for permission, expected in (("exact", EXACT), ("lossy", EXACT), ("local", Exchange(every=4, codec="int8"))):
+        permitting = msgspec.structs.replace(job, exchange=permission)
+        decision = policy_named("static").decide(permitting, 5, observe((64,) * 4, (1.0,) * 4), GLOBAL_F, b"")
+        assert decision.allocation.exchange == expected
 
 
 def test_proportional_gives_a_rank_three_times_slower_a_third_and_keeps_the_global_batch() -> None:

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 from dynamix.schemas.messages import Action
+from dynamix.schemas.messages.allocation import EXACT, Exchange
 from dynamix.trainer import Session
 
 NUM_FEATURES = 6
@@ -44,7 +45,11 @@ def distribute(model: nn.Module) -> DistributedDataParallel:
 
 
 def offer(
-    session: Session, sizes: Sequence[int], window: int | None = None, split: Literal["fixed", "tracking"] = "fixed"
+    session: Session,
+    sizes: Sequence[int],
+    window: int | None = None,
+    split: Literal["fixed", "tracking"] = "fixed",
+    exchange: Exchange = EXACT,
 ) -> None:
     """Offer sizes, as decided for the window before the current one; all ranks may call it, rank 0's counts."""
     session.offer(
@@ -58,6 +63,7 @@ def offer(
             policy_version=0,
             watermark=0,
             split=split,
+            exchange=exchange,
         )
     )
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dynamix import trainer as dynamix
+from dynamix.schemas.messages.allocation import Exchange
 from dynamix.trainer import Session
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -70,6 +71,15 @@ def _weigh(_rank: int, device: str, dtype: torch.dtype, options: dict[str, Any])
 def test_the_gradient_is_that_of_one_big_batch(device: str, dtype: torch.dtype, tolerance: float) -> None:
     options = {"num_workers": 1} if dtype == torch.float64 else {}
     for result in run_ranks(_weigh, 2, device, dtype, options):
+        assert result["error"] < tolerance
+        assert result["samples"] == list(range(600))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("codec", "tolerance"), [("none", 1e-4), ("rows", 1e-4), ("int8", 0.1)])
+def test_gradients_travel_through_the_memory_of_the_host(device: str, codec: str, tolerance: float) -> None:
+    options = {"exchange": Exchange(codec=codec, route="shares", shares=(1.0, 2.0))}
+    for result in run_ranks(_weigh, 2, device, torch.float32, options):
         assert result["error"] < tolerance
         assert result["samples"] == list(range(600))
 

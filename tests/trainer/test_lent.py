@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dynamix import trainer as dynamix
 from dynamix.trainer import Session
-from dynamix.trainer.gradient import lent
-from dynamix.trainer.gradient.lent import CONTEXT, LentTensor, launched
+from dynamix.trainer.communication import lent
+from dynamix.trainer.communication.lent import CONTEXT, LentTensor, launched
 from dynamix.trainer.measurement.rows import NUM_COLUMNS, Row
 from dynamix.trainer.steering.collectives import Collectives
 

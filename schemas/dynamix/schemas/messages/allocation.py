@@ -6,6 +6,7 @@ out; `tests/trainer/test_allocation.py` says what was forgotten on the way.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 import msgspec
@@ -25,12 +26,17 @@ ExchangePermission = Literal["exact", "lossy", "local"]
 """What a job lets decisions do to its gradients, each with all before it. `exact`: every gradient arrives bit for bit.
 `lossy`: rounded, with the error added to the next one. `local`: ranks may make several steps between averagings."""
 
-LOSSLESS_CODECS = ("none", "rows", "sketch")
-LOSSY_CODECS = ("bf16", "fp16", "int8")
+EXCHANGE_CODECS = ("none", "rows", "sketch", "bf16", "fp16", "int8")
+"""Ours, in the order of their numbers in a policy's options: a new one goes to the end."""
+
+LOSSY_CODECS = frozenset({"bf16", "fp16", "int8"})
 """With error feedback: what a step loses is added to the next one."""
 
 ROUTES = ("all-reduce", "shares")
-"""`shares`: each rank sums up its share of a bucket and sends it to all others."""
+"""In such an order too. `shares`: each rank sums up its share of a bucket and sends it to all others."""
+
+NAMED_OPTIONS = {"codec": EXCHANGE_CODECS, "route": ROUTES}
+"""Options of policies whose numbers have names."""
 
 
 class Exchange(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
@@ -64,8 +70,35 @@ EXACT = Exchange()
 
 def is_permitted(exchange: Exchange, permission: ExchangePermission) -> bool:
     """Whether a job that says `permission` lets gradients travel like this, by a codec and a route of ours."""
-    codecs = LOSSLESS_CODECS if permission == "exact" else (*LOSSLESS_CODECS, *LOSSY_CODECS)
-    return exchange.codec in codecs and exchange.route in ROUTES and (exchange.every == 1 or permission == "local")
+    if exchange.codec not in EXCHANGE_CODECS or exchange.route not in ROUTES:
+        return False
+    is_lossy, is_local = exchange.codec in LOSSY_CODECS, exchange.every > 1
+    return permission == "local" or not (is_local or (is_lossy and permission == "exact"))
+
+
+def exchange_of(options: Mapping[str, float]) -> Exchange:
+    """What the options `every`, `codec` and `route` of a policy say, the last two by number."""
+    every, codec, route = (
+        int(options.get(name, default)) for name, default in (("every", 1), ("codec", 0), ("route", 0))
+    )
+    return Exchange(every=every, codec=EXCHANGE_CODECS[codec], route=ROUTES[route])
+
+
+def option_number(name: str, value: str | float) -> float:
+    """The number of a policy's option from what a person wrote: a number, or a name where numbers have names.
+
+    Raises:
+        ValueError: when it is neither.
+    """
+    names = NAMED_OPTIONS.get(name, ())
+    if value in names:
+        return float(names.index(str(value)))
+    try:
+        return float(value)
+    except ValueError:
+        raise ValueError(
+            f"option {name}={value!r} is not a number" + (f", nor one of {', '.join(names)}" if names else "")
+        ) from None
 
 
 class Allocation(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -19,6 +19,9 @@ KEEPS_GLOBAL_BATCH = frozenset({"static", "split", "proportional"})
 DIVIDED_BY_RANKS = frozenset({"split", "rule", "ppo"})
 """Policies that leave the division of the global batch to the training processes unless option `track` says 0."""
 
+EXCHANGE_BY_OPTIONS = frozenset({"static"})
+"""Policies that let gradients travel as their options `every`, `codec` and `route` say, from the first step on."""
+
 Split = Literal["fixed", "tracking"]
 """`fixed`: sizes as they were decided; `tracking`: their sum was, and the ranks divide it themselves."""
 

@@ -13,27 +13,37 @@ from torch.utils.data import Dataset
 
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas.messages import OptimizerFamily
-from dynamix.schemas.messages.allocation import EXACT
+from dynamix.schemas.messages.allocation import EXACT, Exchange, ExchangePermission, option_number
 from dynamix.schemas.messages.policies import DEFAULT_POLICY, KEEPS_GLOBAL_BATCH, SPLIT_POLICY, GlobalBatch
 
+from .communication.job_exchange import JobExchange
+from .communication.lent import forget_imports
 from .data.division import Division
-from .data.loader import CountTokens, Loader, LoaderOptions, drawn_ahead
+from .data.loader import CountTokens, Loader, LoaderOptions, check_loader_options, drawn_ahead
 from .data.orders import OwnSampler
 from .data.sampler import SamplerOptions
 from .data.source import orders_of, sampler_of
-from .gradient.accumulation import needs_equal_steps
+from .gradient.accumulation import check_accumulation, needs_equal_steps
 from .gradient.codecs import find_codec
 from .gradient.covered import CoveredModels
 from .gradient.learning_rate import FACTORS, Rule
-from .gradient.lent import forget_imports
-from .gradient.models import Averaging, Weighting, averaging_of, unwrapped, unwrapped_optimizer
+from .gradient.models import Weighting, averaging_of, unwrapped, unwrapped_optimizer, world_size_of
 from .gradient.noise import SecondMoments
 from .gradient.schedulers import Schedulers, StepScheduleWarning
 from .gradient.updates import Updates
 from .gradient.weighting import BaseHook, GradientHook, Reduction
 from .gradient.weights import StepWeights
 from .job.memory_caps import MemoryCaps
-from .job.options import JobOptions, NoiseMetric, bounds_of, check_hook_options, family_of, fewest_samples, sizes_of
+from .job.options import (
+    JobOptions,
+    NoiseMetric,
+    bounds_of,
+    check_exchange_options,
+    check_hook_options,
+    family_of,
+    fewest_samples,
+    sizes_of,
+)
 from .loggers.delivery import Loggers, MetricLogger, find_loggers
 from .loggers.history import MetricHistory
 from .measurement.clock import AnyClock, DeviceClock, HostClock
@@ -77,9 +87,10 @@ def attach(
     base_hook: BaseHook | None = None,
     base_hook_state: object = None,
     codec: str = EXACT.codec,
+    exchange: ExchangePermission | Exchange = "exact",
     optimizer_family: OptimizerFamily | None = None,
     policy: str | None = None,
-    policy_options: Mapping[str, float] | None = None,
+    policy_options: Mapping[str, float | str] | None = None,
     seed: int = 0,
     shuffle: bool = True,
     drop_last: bool = False,
@@ -133,11 +144,14 @@ def attach(
         base_hook_state: its state.
         codec: name of a gradient codec, registered in the entry-point group `dynamix.codecs`; `none` sends gradients as
             they are. It needs our own hook, and leaves the division of the global batch to the policy.
+        exchange: what decisions may do to how gradients travel: `exact` keeps every bit of them (only other routes and
+            codecs without loss), `lossy` also rounds them and adds the error to the next step's. An `Exchange` holds
+            for the whole run instead. It needs our own hook.
         optimizer_family: `sgd` or `adam` for the reward; from the optimizer's class when not given.
         policy: name of the policy that shall steer the job; when not given `split`, or `rule` with an adaptive global
             batch. Under both the ranks divide the global batch by their measured speeds from the first step on, with or
             without a bus; under `static` nothing ever changes.
-        policy_options: numbers for the policy.
+        policy_options: numbers for the policy, or the names of numbers that have some (`codec`, `route`).
         seed: of the order of the samples.
         shuffle: False uses the samples in the data set's order.
         drop_last: leave out the end of an epoch that does not fill a step; then not every sample is used.
@@ -171,11 +185,12 @@ def attach(
     if look_ahead < 0:
         raise ValueError(f"look_ahead={look_ahead}: a script fetches 0 or more batches ahead")
     environment = read_environment()
-    world_size = _world_size(models, environment)
+    world_size = world_size_of(models, environment.launch.world_size)
     averaging = averaging_of(models, weighting, world_size)
     forget_imports()
-    _check_loader_options(loader_options)
+    check_loader_options(loader_options)
     check_hook_options(averaging, len(models), codec, base_hook, noise_metric)
+    check_exchange_options(averaging, exchange, codec, base_hook)
     sizes = sizes_of(local_batch_size, world_size)
     find_codec(codec)
     metric_loggers = Loggers(find_loggers(loggers, rank=dist.get_rank() if world_size > 1 else 0))
@@ -190,9 +205,9 @@ def attach(
         min_local_batch_size=lower,
         max_local_batch_size=upper,
         max_lag_windows=max_lag_windows,
-        margin_steps=drawn_ahead(loader_options) + look_ahead + SPARE_STEPS,
+        margin_steps=drawn_ahead(loader_options) + look_ahead + SPARE_STEPS + (exchange in ("lossy", "local")),
         policy=environment.trainer.policy or policy or (SPLIT_POLICY if global_batch == "fixed" else DEFAULT_POLICY),
-        policy_options=policy_options or {},
+        policy_options={key: option_number(key, value) for key, value in (policy_options or {}).items()},
         optimizer_family=optimizer_family or family_of(optimizers[0]),
         learning_rate_rule=learning_rate_rule,
         reduction=reduction,
@@ -207,6 +222,9 @@ def attach(
         gradient_accumulation_steps=gradient_accumulation_steps,
         supports_tracking=averaging == "hook" and base_hook is None and codec == EXACT.codec,
         codec=codec,
+        exchange="exact" if isinstance(exchange, Exchange) else exchange,
+        fixed_exchange=exchange if isinstance(exchange, Exchange) else None,
+        supports_exchange=averaging == "hook" and base_hook is None and codec == EXACT.codec,
     )
     _warn_of_fixed_sum(options)
     orders = orders_of(dataset, sampler, seed, shuffle=shuffle)
@@ -214,7 +232,7 @@ def attach(
         orders.count_by_tokens(token_counts, dataset, most=min(upper, micro_batch_size or upper))
     accumulates = micro_batch_size is not None or gradient_accumulation_steps > 1
     if accumulates:
-        _check_accumulation(averaging, models, counts_in_batches=count_tokens is not None)
+        check_accumulation(averaging, models, counts_in_batches=count_tokens is not None)
     caps = MemoryCaps(None if memory_caps_path is None else Path(memory_caps_path))
     bus = environment.bus if connect is None else connect if isinstance(connect, BusSettings) else None
     met = meet_ranks(name=name, options=options, data=orders.identity, caps=caps, environment=environment, bus=bus)
@@ -224,8 +242,10 @@ def attach(
     clock: AnyClock = DeviceClock() if device.type == "cuda" else HostClock()
     orders.connect(met.collectives)
     division = Division(met.place.rank, micro_batch_size, needs_equal_steps(models), gradient_accumulation_steps)
-    sampling = SamplerOptions(division=division, drop_last=drop_last, shares_tail=global_batch == "adaptive")
-    plan_sampler = sampler_of(orders, run.schedule, sampling)
+    plan_sampler = sampler_of(
+        *(orders, run.schedule),
+        SamplerOptions(division=division, drop_last=drop_last, shares_tail=global_batch == "adaptive"),
+    )
     loader = Loader(dataset, plan_sampler, options=loader_options, look_ahead=look_ahead, count_tokens=count_tokens)
     meter = RankMeter(
         rank=met.place.rank,
@@ -237,6 +257,7 @@ def attach(
         times_split=averaging == "hook",
     )
 
+    exchanges = JobExchange(run.schedule, met.place.rank, world_size, is_decided=options.supports_exchange)
     adaptive = weakref.WeakSet(optimizers if noise_metric == "adam" else ())  # a session ends with its last name
 
     def make_hook(covered: DistributedDataParallel, weights: StepWeights) -> GradientHook:
@@ -250,6 +271,7 @@ def attach(
             base_hook=base_hook,
             base_state=base_hook_state,
             codec=find_codec(codec),
+            exchange=exchanges.of_model(covered),
         )
 
     weights = StepWeights(
@@ -261,7 +283,7 @@ def attach(
         make_hook if averaging == "hook" else None,
         reduction,
         weights,
-        world_size,
+        exchanges,
         weighs_alone=averaging == "none" and (accumulates or reduction == "sum"),
     )
     schedulers = Schedulers()
@@ -272,21 +294,18 @@ def attach(
         factor=lambda samples: FACTORS[learning_rate_rule](samples / run.options.base_global_batch_size),
         warns=met.place.rank == 0,
     )
-    for each_model in models:
-        covered_models.cover(each_model)
-    for each_optimizer in optimizers:
-        updates.cover(each_optimizer)
-    if averaging == "hook":
-        covered_models.watch_others()
+    _cover(models, optimizers, covered_models, updates)
     transport = _transport(connect, bus, met, environment)
     history = MetricHistory(metric_loggers, transport)
+    window_end = WindowEnd(run, meter, met.collectives, transport, history)
+    exchanges.on_connect = window_end.expect_sockets
     return Session(
         run,
         loader=loader,
         meter=meter,
         steering=Steering(
             run=run,
-            window_end=WindowEnd(run, meter, met.collectives, transport, history),
+            window_end=window_end,
             adoption=Adoption(run, plan_sampler, met.collectives, transport),
             clock=clock,
             collectives=met.collectives,
@@ -317,6 +336,20 @@ def _warn_of_fixed_sum(options: JobOptions) -> None:
         )
 
 
+def _cover(
+    models: Sequence[torch.nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    covered_models: CoveredModels,
+    updates: Updates,
+) -> None:
+    for model in models:
+        covered_models.cover(model)
+    for optimizer in optimizers:
+        updates.cover(optimizer)
+    if covered_models.has_hooks:
+        covered_models.watch_others()
+
+
 def _before_update(
     loader: Loader, clock: AnyClock, models: CoveredModels, schedulers: Schedulers, *, warns: bool
 ) -> Callable[[torch.optim.Optimizer], None]:
@@ -330,44 +363,6 @@ def _before_update(
             watch.observe_update(optimizer, loader.position.epoch)
 
     return before_update
-
-
-def _world_size(models: Sequence[torch.nn.Module], environment: Environment) -> int:
-    """Size of the world; with DDP it must be the models'."""
-    if not (dist.is_available() and dist.is_initialized()):
-        if environment.launch.world_size > 1:
-            raise RuntimeError("torch.distributed is not initialised: call torch.distributed.init_process_group first")
-        return 1
-    world_size = dist.get_world_size()
-    for model in models:
-        if isinstance(model, DistributedDataParallel) and dist.get_world_size(model.process_group) != world_size:
-            raise ValueError(
-                f"the model spans {dist.get_world_size(model.process_group)} of {world_size} ranks: data parallelism "
-                "over a part of the ranks is not supported"
-            )
-    return world_size
-
-
-def _check_accumulation(averaging: Averaging, models: Sequence[torch.nn.Module], *, counts_in_batches: bool) -> None:
-    if any(getattr(model, "static_graph", False) for model in models):
-        raise ValueError(
-            "gradient accumulation and DistributedDataParallel(static_graph=True) exclude each other, as under plain "
-            "DDP: leave static_graph out"
-        )
-    if counts_in_batches and averaging != "hook":
-        raise ValueError(
-            "count_tokens with gradient accumulation needs a DistributedDataParallel model: elsewhere the tokens of "
-            "all micro-batches must be known before the first one, pass token_counts"
-        )
-
-
-def _check_loader_options(options: LoaderOptions) -> None:
-    unknown = sorted(set(options) - set(LoaderOptions.__annotations__))
-    if unknown:
-        raise TypeError(
-            f"attach does not know {', '.join(unknown)}; for the loader it takes "
-            f"{', '.join(LoaderOptions.__annotations__)} - batches, order and sampler are its own"
-        )
 
 
 def _transport(

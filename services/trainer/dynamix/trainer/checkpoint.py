@@ -1,17 +1,21 @@
-"""The part of a checkpoint that is ours: plain numbers and lists, safe for `torch.load(weights_only=True)`."""
+"""The part of a checkpoint that is ours: numbers, lists and tensors, safe for `torch.load(weights_only=True)`."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import msgspec
+import torch
+from msgspec.structs import replace as replace_fields
 
 from dynamix.schemas.apportion import apportion
-from dynamix.schemas.messages.allocation import Allocation
+from dynamix.schemas.messages.allocation import Allocation, is_permitted
 
 from .data.orders import DataIdentity
 from .data.sampler import Position
 from .data.schedule import ScheduleEntry
+from .exchange.registry import CODECS
 from .gradient.noise import NoiseAverage
 from .job.identity import Attempt, generation_after
 from .job.memory_caps import merge_caps
@@ -20,14 +24,17 @@ from .steering.run import Run
 
 _log = logging.getLogger("dynamix.trainer")
 
-VERSION = 6
-READABLE = (3, 4, 5, 6)
+VERSION = 7
+READABLE = (3, 4, 5, 6, 7)
 """In version 3 an allocation had sizes and a split only; before 5 noise averages were sums, with their weight; before 6
-speeds were averaged otherwise, so that they are measured again."""
+speeds were averaged otherwise, so that they are measured again; before 7 nothing was known of how gradients travel."""
+
+Residuals = dict[str, dict[str, torch.Tensor]]
+"""What the sums of one model lack on one rank, by codec and parameter."""
 
 
-def save(run: Run, position: Position) -> dict[str, Any]:
-    """What a resumed run needs of `run`, as plain containers."""
+def save(run: Run, position: Position, residuals: Sequence[Residuals] = ()) -> dict[str, Any]:
+    """What a resumed run needs of `run`, as plain containers; `residuals` by model, in the order they are covered."""
     return {
         "version": VERSION,
         "job": run.identity.job,
@@ -44,6 +51,9 @@ def save(run: Run, position: Position) -> dict[str, Any]:
         "local_batch_sizes": list(run.options.local_batch_sizes),
         "base_global_batch_size": run.options.base_global_batch_size,
         "memory_caps": list(run.identity.max_local_batch_sizes),
+        "decided_by": _policy_of(run),
+        "rank": run.place.rank,
+        "residuals": list(residuals),
     }
 
 
@@ -57,7 +67,7 @@ def restore(run: Run, state: dict[str, Any]) -> Position:
         ValueError: when it is of another version, or was saved over other data.
     """
     if state.get("version") not in READABLE:
-        raise ValueError(f"session state of version {state.get('version')!r}: this program reads versions 3 to 6")
+        raise ValueError(f"session state of version {state.get('version')!r}: this program reads versions 3 to 7")
     if (data := DataIdentity(**state["data"])) != run.data:
         raise ValueError(f"the session state was saved with {data}, but this session has {run.data}: attach alike")
     position = Position(**state["position"])
@@ -75,7 +85,7 @@ def restore(run: Run, state: dict[str, Any]) -> Position:
         base = state.get("base_global_batch_size", run.options.base_global_batch_size)
         run.options = replace(run.options, base_global_batch_size=base)
     if is_same_world and (is_same_script or run.options.global_batch == "adaptive"):
-        _restore_schedule(run, entries)
+        _restore_schedule(run, entries, is_same_policy=state.get("decided_by") == _policy_of(run))
     else:
         total = run.options.local_batch_sizes if is_same_world else entries[0].allocation.local_batch_sizes
         run.schedule.reset(position.step, _rescaled(run, sum(total)))
@@ -86,16 +96,38 @@ def restore(run: Run, state: dict[str, Any]) -> Position:
     return position
 
 
-def _restore_schedule(run: Run, saved: list[ScheduleEntry]) -> None:
+def residuals_of(run: Run, state: dict[str, Any], step: int) -> list[Residuals]:
+    """The saved residuals, by model; none where another rank saved them, or another codec rules the step.
+
+    Every rank has its own: one that loads what another saved begins without, which loses a fraction of one gradient.
+    """
+    codec = run.schedule.allocation_at(step).exchange.codec
+    of_this = state.get("rank") == run.place.rank and state["world_size"] == len(run.options.local_batch_sizes)
+    saved: list[Residuals] = state.get("residuals", []) if of_this else []
+    return [{name: parts for name, parts in each.items() if name == codec} for each in saved]
+
+
+def _policy_of(run: Run) -> list[Any]:
+    """Who decides, and what it was told."""
+    return [run.options.policy, dict(run.options.policy_options)]
+
+
+def _restore_schedule(run: Run, saved: list[ScheduleEntry], *, is_same_policy: bool) -> None:
     """Put the saved sizes in force, none above its rank's bound.
 
-    Who divides the global batch and how gradients travel is what the job says now: it may go on under another policy,
-    or with a hook that cannot carry times.
+    Who divides the global batch is what the job says now: it may go on under another policy, or with a hook that cannot
+    carry times. So is how gradients travel, unless the same policy had decided otherwise and the job still permits it.
     """
-    now, caps = run.schedule.newest, run.identity.max_local_batch_sizes
-    (first_step, first), *later = [
-        (step, run.bounded(now.with_sizes(allocation.local_batch_sizes), caps)) for step, allocation in saved
-    ]
+    now, caps, options = run.schedule.newest, run.identity.max_local_batch_sizes, run.options
+
+    def restored(saved: Allocation) -> Allocation:
+        allocation = now.with_sizes(saved.local_batch_sizes)
+        keeps = is_same_policy and options.lasting_exchange is None and options.supports_exchange
+        if keeps and saved.exchange.codec in CODECS and is_permitted(saved.exchange, options.exchange):
+            allocation = replace_fields(allocation, exchange=saved.exchange)
+        return run.bounded(allocation, caps)
+
+    (first_step, first), *later = [(step, restored(allocation)) for step, allocation in saved]
     run.schedule.reset(max(first_step, 0), first)
     for step, allocation in later:
         run.schedule.schedule(step, allocation)

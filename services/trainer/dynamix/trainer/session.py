@@ -12,21 +12,21 @@ from torch.optim.lr_scheduler import LRScheduler
 from dynamix.schemas.messages import Action
 from dynamix.schemas.messages.allocation import Allocation
 
-from .checkpoint import restore, save, warn_of_missing_state, warn_of_used_samples
+from .checkpoint import residuals_of, restore, save, warn_of_missing_state, warn_of_used_samples
 from .data.loader import Loader
 from .data.sampler import MicroBatch
+from .gradient.buckets import NOT_MEASURED
 from .gradient.covered import CoveredModels
 from .gradient.halving import OUT_OF_MEMORY
 from .gradient.models import unwrapped, unwrapped_optimizer
 from .gradient.schedulers import Schedulers
 from .gradient.updates import Updates
-from .gradient.weighting import NOT_MEASURED
 from .job.memory_caps import MemoryCaps
 from .job.reporting import reason_after
 from .loggers.history import MetricHistory
-from .measurement.clock import StepTimes
 from .measurement.meter import RankMeter, Scalar
 from .session_end import ExitRules, call_while_alive, leave
+from .standing import Standing
 from .steering.run import Run
 from .steering.steering import Steering
 from .wire.transport import Transport
@@ -34,7 +34,7 @@ from .wire.transport import Transport
 _log = logging.getLogger("dynamix.trainer")
 
 
-class Session:
+class Session(Standing):
     """Handle of one attached training job; made by `dynamix.trainer.attach`.
 
     As a context manager it closes itself, and remembers the size at which a rank ran out of memory.
@@ -214,83 +214,13 @@ class Session:
         """Offer an action from within the process, as if the bus had delivered it; it counts in rank 0 only."""
         self._transport.offer(action)
 
-    # --- where it stands ---------------------------------------------------------------------------------------
-
-    @property
-    def job(self) -> str:
-        """The job's id on the bus."""
-        return self._run.identity.job
-
-    @property
-    def generation(self) -> int:
-        """Which start of the job this is, from 0; never the same twice, but numbers may be left out."""
-        return self._run.identity.generation
-
-    @property
-    def step_index(self) -> int:
-        """Optimizer steps done so far, over all generations: the number of the current or next step."""
-        return self._loader.position.step
-
-    @property
-    def window(self) -> int:
-        """Window of the current or next step, from 0 in each generation."""
-        return self._run.window_of(self.step_index)
-
-    @property
-    def position(self) -> int:
-        """Samples used so far, over all epochs and ranks."""
-        return self._loader.position.samples_seen
-
-    @property
-    def progress(self) -> float:
-        """Reference steps so far: optimizer steps of plain training on as many samples. For loops that count steps."""
-        return self._run.reference_steps.before(self._loader.position)
-
-    @property
-    def num_reference_steps(self) -> int:
-        """Reference steps of an epoch: what `len(loader)` is in plain training, whatever the batch does."""
-        return self._run.reference_steps.per_epoch
-
-    @property
-    def allocation(self) -> Allocation:
-        """What rules the current or next step: sizes, who divides them, how gradients travel."""
-        return self._run.schedule.allocation_at(self.step_index)
-
-    @property
-    def local_batch_sizes(self) -> tuple[int, ...]:
-        """The sizes that rule the current or next step, by rank."""
-        return self.allocation.local_batch_sizes
-
-    @property
-    def global_batch_size(self) -> int:
-        """Samples of the current step over all ranks: at the end of an epoch less than the sizes say."""
-        batch = self._loader.current
-        return sum(self.local_batch_sizes) if batch is None else batch.plan.counts.total
-
-    @property
-    def num_samples(self) -> int:
-        """This rank's samples in the current batch, or in the last one; 0 in a dummy that counts for nothing."""
-        return (self._loader.current or self._loader.last_finished or self._current()).num_samples
-
-    @property
-    def times(self) -> StepTimes | None:
-        """Times of the newest step that was timed; on a GPU that is a window's last."""
-        return self._meter.clock.last
-
-    def metrics(self) -> list[dict[str, float | str]]:
-        """The windows so far, the newest 4,096, as the loggers get them: `pandas.DataFrame(session.metrics())`.
-
-        Sizes, times, throughput, noise, loss; what is not known is left out. In global rank 0 also the decision and
-        its reason, and where a reward service runs, its rewards.
-        """
-        return self._history.rows()
-
     # --- stopping and going on ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed run needs of us: save it with model, optimizer and scheduler, load it in all ranks.
 
-        No collective: rank 0 may call it alone, between two steps.
+        No collective: rank 0 may call it alone, between two steps. Under a codec with loss every rank has residuals of
+        its own, as large as the model: a resume is exact where every rank saves and loads its own state.
 
         Raises:
             RuntimeError: between a batch and `session.step()`: the resumed run would use that batch twice.
@@ -301,7 +231,8 @@ class Session:
                 "save after session.step()"
             )
         self._steering.complete_posted()
-        return save(self._run, self._loader.position) | {"order": self._loader.order_digest}
+        residuals = [each.residuals() for each in self._models.exchanges]
+        return save(self._run, self._loader.position, residuals) | {"order": self._loader.order_digest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was saved: the next sample, the sizes in force and those already adopted.
@@ -312,7 +243,12 @@ class Session:
         """
         if self._run.started:
             raise RuntimeError("load_state_dict after the first step: attach again to go back in a run")
-        self._loader.go_to(restore(self._run, state), state.get("order"))
+        position = restore(self._run, state)
+        self._loader.go_to(position, state.get("order"))
+        for exchange, residuals in zip(
+            self._models.exchanges, residuals_of(self._run, state, position.step), strict=False
+        ):
+            exchange.load_residuals(residuals)
         self._state_loaded = True
 
     def close(self) -> None:
@@ -358,11 +294,6 @@ class Session:
             self._updates.follow(allocation.global_batch_size)
         self._models.begin(batch, shares_times=allocation.split == "tracking")
         self._meter.clock.handed_out(batch.size)
-
-    def _current(self) -> MicroBatch:
-        if self._loader.current is None:
-            raise RuntimeError("there is no current batch: this is known between a batch and session.step()")
-        return self._loader.current
 
     def _remember_failure(self) -> None:
         size = self.local_batch_sizes[self._run.place.rank]

@@ -33,6 +33,7 @@ from dynamix.recording.capture import (
 from dynamix.recording.replay import OtherPolicy, RecordPlayer, ReplayError, ReplayOutcome, ReplayRequest, replay
 from dynamix.reward.service import RewardSettings
 from dynamix.runtime.settings import load
+from dynamix.schemas.messages.allocation import option_number
 
 EQUAL, DIFFERENT, UNUSABLE = 0, 1, 2
 
@@ -103,7 +104,7 @@ def _request(arguments: argparse.Namespace) -> ReplayRequest:
 def _option(text: str) -> tuple[str, float]:
     name, separator, value = text.partition("=")
     try:
-        return name, float(value)
+        return name, option_number(name, value)
     except ValueError:
         given = f"not {value!r}" if separator else "as NAME=NUMBER"
         raise CommandError(f"--policy-option {text!r}: give a number, {given}", exit_code=UNUSABLE) from None

@@ -28,6 +28,7 @@ import msgspec
 from dynamix.arbitrator.learned.policy_file import SHIPPED_POLICIES, SUFFIX, shipped_directory
 from dynamix.arbitrator.policies.options import check_options
 from dynamix.runtime.input_files import read_regular
+from dynamix.schemas.messages.allocation import option_number
 from dynamix.schemas.messages.policies import DEFAULT_POLICY
 from dynamix.trainer.gradient.learning_rate import FACTORS, Rule
 
@@ -223,7 +224,7 @@ def _options(text: str, whole: str) -> dict[str, float]:
     for piece in filter(None, text.split(",")):
         name, _, number = piece.partition("=")
         try:
-            options[name] = float(number)
+            options[name] = option_number(name, number)
         except ValueError:
             raise ValueError(f"policy {whole!r}: option {piece!r} must be NAME=NUMBER") from None
     return options

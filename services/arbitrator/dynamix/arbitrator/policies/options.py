@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from dynamix.schemas.messages import Job
-from dynamix.schemas.messages.allocation import Allocation
+from dynamix.schemas.messages.allocation import NAMED_OPTIONS, Allocation
 from dynamix.schemas.spelling import suggestion
 
 
@@ -32,6 +32,13 @@ Options = Mapping[str, Option]
 def switch(default: float, meaning: str) -> Option:
     """An option that is on (1) or off (0)."""
     return Option(default, 0, 1, meaning, whole=True)
+
+
+def named(name: str, meaning: str) -> Option:
+    """An option whose numbers have names, which people may write instead."""
+    names = NAMED_OPTIONS[name]
+    numbers = ", ".join(f"{number} {each}" for number, each in enumerate(names))
+    return Option(0, 0, len(names) - 1, f"{meaning}: {numbers}", whole=True)
 
 
 def track(default: float) -> Option:

@@ -1,14 +1,18 @@
 """`static`: the sizes that the job started with. The baseline of every comparison.
 
-With the fast loop (option `track`) their sum stays and the training processes divide it.
+With the fast loop (option `track`) their sum stays and the training processes divide it. Options say how gradients
+travel, as far as the job permits it (`attach(exchange=...)`): from the first step on, and without a bus too.
 """
 
 from typing import ClassVar
 
+from msgspec.structs import replace
+
 from dynamix.schemas.messages import Job
+from dynamix.schemas.messages.allocation import exchange_of, is_permitted
 
 from .model.observation import Array32
-from .options import Options, allocation_of, track
+from .options import Option, Options, allocation_of, named, track
 from .policy import Decision
 
 
@@ -17,8 +21,15 @@ class Static:
 
     name = "static"
     version = 1
-    options: ClassVar[Options] = {"track": track(0)}
+    options: ClassVar[Options] = {
+        "track": track(0),
+        "every": Option(1, 1, 1024, "optimizer steps between two averagings; above 1 they are local", whole=True),
+        "codec": named("codec", "how gradients are encoded"),
+        "route": named("route", "over which they travel"),
+    }
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
         """The job's initial sizes."""
-        return Decision(allocation_of(self.options, job, job.initial_local_batch_sizes))
+        allocation = allocation_of(self.options, job, job.initial_local_batch_sizes)
+        exchange = exchange_of(job.policy_options)
+        return Decision(replace(allocation, exchange=exchange) if is_permitted(exchange, job.exchange) else allocation)

@@ -42,6 +42,16 @@ def drawn_ahead(options: LoaderOptions) -> int:
     return options.get("num_workers", 0) * (PREFETCH_FACTOR if prefetch_factor is None else prefetch_factor)
 
 
+def check_loader_options(options: LoaderOptions) -> None:
+    """Raise TypeError for options that are not the loader's."""
+    unknown = sorted(set(options) - set(LoaderOptions.__annotations__))
+    if unknown:
+        raise TypeError(
+            f"attach does not know {', '.join(unknown)}; for the loader it takes "
+            f"{', '.join(LoaderOptions.__annotations__)} - batches, order and sampler are its own"
+        )
+
+
 class Loader:
     """Iterating over it yields the rest of the current epoch, then the next epoch, and so on."""
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dynamix.trainer.data.sampler import MicroBatch
 
-from .models import set_gradient_sync
+from .models import Averaging, set_gradient_sync
 from .weighting import Reduction
 from .weights import StepWeights
 
@@ -93,3 +93,17 @@ def needs_equal_steps(models: Sequence[torch.nn.Module]) -> bool:
         for model in models
         for module in model.modules()
     )
+
+
+def check_accumulation(averaging: Averaging, models: Sequence[torch.nn.Module], *, counts_in_batches: bool) -> None:
+    """Raise ValueError where gradients of micro-batches cannot be added up, saying how to fix it."""
+    if any(getattr(model, "static_graph", False) for model in models):
+        raise ValueError(
+            "gradient accumulation and DistributedDataParallel(static_graph=True) exclude each other, as under plain "
+            "DDP: leave static_graph out"
+        )
+    if counts_in_batches and averaging != "hook":
+        raise ValueError(
+            "count_tokens with gradient accumulation needs a DistributedDataParallel model: elsewhere the tokens of "
+            "all micro-batches must be known before the first one, pass token_counts"
+        )

@@ -13,12 +13,15 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from dynamix.trainer.communication.job_exchange import JobExchange
+from dynamix.trainer.communication.model_exchange import ModelExchange
 from dynamix.trainer.data.sampler import MicroBatch
 
 from .accumulation import Accumulation
+from .buckets import NOT_MEASURED, SquaredNorms
 from .halving import ComputeLoss, HalvedBackward
 from .models import SessionHook, UncoveredModels
-from .weighting import NOT_MEASURED, GradientHook, Reduction, SquaredNorms, loss_weight
+from .weighting import GradientHook, Reduction, loss_weight
 from .weights import StepWeights
 
 MakeHook = Callable[[DistributedDataParallel, StepWeights], GradientHook]
@@ -65,18 +68,18 @@ class CoveredModels:
         make_hook: MakeHook | None,
         reduction: Reduction,
         weights: StepWeights,
-        world_size: int,
+        exchange: JobExchange,
         *,
         weighs_alone: bool = False,
     ) -> None:
-        """`make_hook` is `None` where losses are scaled, or there is nothing to exchange.
+        """`make_hook` is `None` where losses are scaled, or there is nothing to exchange; else `exchange` says how.
 
         With `weighs_alone`, in a world of one process, gradients are weighed as they come.
         """
         self._weighs_alone = weighs_alone
         self._weights = weights
         self._reduction: Reduction = reduction
-        self._world_size = world_size
+        self._exchange = exchange
         self.models: list[torch.nn.Module] = []
         self._hooks: list[GradientHook] = []
         self._make_hook = make_hook
@@ -152,21 +155,28 @@ class CoveredModels:
         if self._uncovered is not None:
             self._uncovered.remove()
         self._handles.clear()
+        self._exchange.close()
+
+    @property
+    def exchanges(self) -> list[ModelExchange]:
+        """What carries out decisions about how gradients travel, by model."""
+        return [hook.model_exchange for hook in self._hooks]
 
     def begin(self, batch: MicroBatch, *, shares_times: bool) -> None:
         """Prepare all models for a batch. Raises RuntimeError as `Accumulation.begin`."""
         self._batch = batch
         self.accumulation.begin(batch)
         if batch.is_last:
+            ruling = self._exchange.ruling(batch.plan.step)
             for hook in self._hooks:
-                hook.begin(batch, shares_times=shares_times)
+                hook.begin(batch, shares_times=shares_times, ruling=ruling)
 
     def loss_factor(self, batch: MicroBatch) -> float:
         """Factor on the loss of a batch before a framework that averages gradients over all ranks."""
         if not self._weights.total():
             return 0.0
         factor = self._weights.factor() * self._weights.correction()
-        return loss_weight(batch, self._reduction) * self._world_size * factor
+        return loss_weight(batch, self._reduction) * self._exchange.world_size * factor
 
     def end_step(self, *, updated: bool) -> SquaredNorms:
         """End a step; returns its squared norms over all models.

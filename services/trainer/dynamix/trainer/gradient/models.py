@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
@@ -81,6 +82,22 @@ def _refuse_engine(model: torch.nn.Module) -> None:
             "the same for every rank, so unequal batches would get wrong weights: train with DistributedDataParallel "
             "or FSDP2 (fully_shard)"
         )
+
+
+def world_size_of(models: Sequence[torch.nn.Module], launched: int) -> int:
+    """Size of the world, of which a launcher started `launched` processes; with DDP it must be the models'."""
+    if not (dist.is_available() and dist.is_initialized()):
+        if launched > 1:
+            raise RuntimeError("torch.distributed is not initialised: call torch.distributed.init_process_group first")
+        return 1
+    world_size = dist.get_world_size()
+    for model in models:
+        if isinstance(model, DistributedDataParallel) and dist.get_world_size(model.process_group) != world_size:
+            raise ValueError(
+                f"the model spans {dist.get_world_size(model.process_group)} of {world_size} ranks: data parallelism "
+                "over a part of the ranks is not supported"
+            )
+    return world_size
 
 
 def is_sharded(model: torch.nn.Module) -> bool:

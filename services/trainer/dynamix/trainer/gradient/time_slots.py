@@ -22,6 +22,7 @@ class TimeSlots:
         self._rank = rank
         self._world_size = world_size
         self._make_room(torch.empty(0))
+        self._apart = torch.empty(0)
         self._received: _Received | None = None
         self._before: _Received | None = None
 
@@ -36,6 +37,16 @@ class TimeSlots:
         self._slots.zero_()
         self._own.fill_(min(seconds_per_sample * SLOT_PER_S, self._largest))
         return self._buffer
+
+    def write_apart(self, seconds_per_sample: float) -> torch.Tensor:
+        """The slots by themselves, in float32: to be summed over ranks in place, where a codec has the bucket."""
+        self._apart = torch.zeros(self._world_size)
+        self._apart[self._rank] = seconds_per_sample * SLOT_PER_S
+        return self._apart
+
+    def receive_apart(self) -> None:
+        """Take what `write_apart` returned, now summed."""
+        self._received, self._before = _Received(self._apart), None
 
     def receive(self) -> torch.Tensor:
         """Take the slots off what was summed and return the gradient."""

@@ -8,18 +8,20 @@ Under tracking it also carries every rank's compute time (`time_slots`). Elsewhe
 
 import time
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket  # = dist.GradBucket, which torch's own stubs do not know
 from torch.nn.parallel import DistributedDataParallel
 
+from dynamix.trainer.communication.lent import launched
+from dynamix.trainer.communication.model_exchange import ModelExchange, StepExchange
 from dynamix.trainer.data.sampler import MicroBatch
 
+from .buckets import NOT_MEASURED, Arrived, ModelBucket, SentBucket, SquaredNorms, Waitable, squared_norm, view_of
 from .codecs import GradientCodec
-from .lent import LentTensor, launched
-from .noise import HALF, SecondMoments, is_measured
+from .noise import SecondMoments, is_measured
 from .time_slots import TimeSlots
 from .weights import StepWeights
 
@@ -41,71 +43,6 @@ class GradientClock(Protocol):
 
     def seconds_per_sample(self) -> float:
         """Compute time over samples of the newest step completed and not yet returned; 0 without one."""
-
-
-class SquaredNorms(NamedTuple):
-    """Per bucket of one step, |g_i|^2 of this rank's mean gradient and |G|^2; on a GPU still on the device.
-
-    Both are empty on a step that was not measured.
-    """
-
-    local: list[float | torch.Tensor]
-    reduced: list[float | torch.Tensor]
-
-
-NOT_MEASURED = SquaredNorms([], [])
-
-
-class _Bucket:
-    """One of the model's buckets, and all that is the same for it in every step: half of what it costs is paid once."""
-
-    __slots__ = ("buffer", "encoded", "factor", "lent", "reduced", "result", "scale")
-
-    def __init__(self, buffer: torch.Tensor) -> None:
-        self.buffer = buffer
-        self.scale = 0.0
-        """What `factor` holds. As a tensor it saves torch a third of what scaling a small bucket takes."""
-        self.factor = torch.zeros((), dtype=torch.float64 if buffer.dtype == torch.float64 else torch.float32)
-        self.encoded: torch.Tensor | None = None
-        """What the process group reduces; the rest belongs to it."""
-        self.lent: LentTensor | None = None
-        self.result = buffer
-        """Where the reduced gradient is in the end."""
-        self.reduced: torch.futures.Future[torch.Tensor] | None = None
-        """What DDP waits for, done from the beginning: it looks at it after the last bucket's hook, which waits for
-        all. `None` on a GPU, where a future tells whose streams wait for which, and over base hooks."""
-
-    def weigh(self, scale: float) -> torch.Tensor:
-        """Scale the bucket in place."""
-        if not scale:
-            return self.buffer.zero_()  # not times zero: a dummy batch may have made it NaN
-        if scale != self.scale:
-            self.scale = scale
-            self.factor.fill_(scale)
-        return self.buffer.mul_(self.factor)
-
-    def lend(self, encoded: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-        """An alias of `encoded` for a process group that reduces it."""
-        if self.lent is None or self.encoded is not encoded:
-            self.encoded, self.lent, self.result = encoded, LentTensor(encoded), result
-            self.reduced = None
-            if not self.buffer.is_cuda:
-                self.reduced = torch.futures.Future()
-                self.reduced.set_result(result)
-        return self.lent.alias
-
-    def make_future(self) -> torch.futures.Future[torch.Tensor]:
-        """A future of its own for one step: on a GPU its streams wait for it, not the training thread."""
-        return torch.futures.Future(devices=[self.buffer.device] if self.buffer.is_cuda else None)
-
-
-class _Sent(NamedTuple):
-    """A bucket on its way."""
-
-    number: int
-    bucket: _Bucket
-    under_way: dist.Work | torch.futures.Future[Any]
-    reduced: torch.futures.Future[torch.Tensor]
 
 
 def loss_weight(batch: MicroBatch, reduction: Reduction) -> int:
@@ -138,7 +75,9 @@ class GradientHook:
         base_hook: BaseHook | None = None,
         base_state: object = None,
         codec: GradientCodec | None = None,
+        exchange: ModelExchange,
     ) -> None:
+        """`exchange` carries out what decisions say about how gradients travel."""
         self.group = group
         self._rank = dist.get_rank(group)
         self._clock = clock
@@ -147,8 +86,13 @@ class GradientHook:
         self._base_hook = base_hook
         self._base_state = base_state
         self._codec = codec
+        self._sends = self._is_local = False
+        """Whether the step's buckets go through `model_exchange`, or stay on this rank."""
+        self._numbers: Waitable | None = None
+        """Time slots on their way beside the buckets."""
         self._noise_every = noise_every
         self._second_moments = second_moments
+        self.model_exchange = exchange
         self.num_reduced = 0
         """Gradients exchanged so far: one per step, or more where the script calls `backward` more often."""
         self.reduced_at = 0.0
@@ -163,35 +107,41 @@ class GradientHook:
         self._to_mean = 0.0
         self._local: dict[int, float | torch.Tensor] = {}
         self._reduced: dict[int, float | torch.Tensor] = {}
-        self._sent: list[_Sent] = []
-        self._buckets: dict[int, _Bucket] = {}
+        self._sent: list[SentBucket] = []
+        self._buckets: dict[int, ModelBucket] = {}
         """By number: DDP makes its buckets once, and once more after the first step."""
 
-    def begin(self, batch: MicroBatch, *, shares_times: bool = False) -> None:
+    def begin(self, batch: MicroBatch, *, shares_times: bool = False, ruling: StepExchange | None = None) -> None:
         """Set the weights of a step by its last batch; earlier ones are in its scale by then (`accumulation`).
 
         With `shares_times` all ranks learn each other's compute times: on all ranks or on none, and not over a base
-        hook, since what it does with slots is not known.
+        hook, since what it does with slots is not known. `ruling` says how the gradient travels, `None` by DDP's own
+        all-reduce.
         """
         assert not (shares_times and (self._base_hook or self._codec)), "base hooks and codecs carry no times"
         self._shares = shares_times
+        self._is_local = ruling is not None and ruling.exchange.every > 1
+        self._sends = ruling is not None and not self._is_local
+        if ruling is not None:
+            self.model_exchange.begin(ruling)
         weights = self._weights
         weight = (weights.newest if self._reduction == "mean" else min(weights.mine, 1)) * batch.loss_divisor
         ranks = 1 if self._base_hook is None else self._world_size
         self._weighs = True
-        self._scale = ranks * weight * weights.factor()
+        self._scale = ranks * weight * (weights.local_factor() if self._is_local else weights.factor())
         self._to_mean = (weight / weights.mine) ** 2 if weights.mine else 1.0
-        self._measures = is_measured(batch.plan.step, self._noise_every)
+        self._measures = not self._is_local and is_measured(batch.plan.step, self._noise_every)
         if self._measures and self._second_moments is not None:
             self._measures = self._second_moments.begin()
         self._local.clear()
         self._reduced.clear()
         self._sent.clear()  # of a backward pass that failed
+        self._numbers = None
 
     def average_plainly(self) -> None:
         """Average over the ranks as DDP does without a hook, until a step begins: on batches of the script's own."""
         self._scale = 1.0 if self._base_hook is not None else 1.0 / self._world_size
-        self._weighs = self._measures = self._shares = False
+        self._weighs = self._measures = self._shares = self._sends = self._is_local = False
 
     def retire(self) -> None:
         """The same for good: the session has ended."""
@@ -221,7 +171,7 @@ class GradientHook:
         buffer, number, is_last = bucket.buffer(), bucket.index(), bucket.is_last()
         known = self._buckets.get(number)
         if known is None or known.buffer is not buffer:
-            known = self._buckets[number] = _Bucket(buffer)
+            known = self._buckets[number] = ModelBucket(buffer)
         if is_last and self._weighs:
             self._clock.gradient_ready()
             self._weights.post()
@@ -229,21 +179,42 @@ class GradientHook:
             if self._second_moments is not None:
                 self._second_moments.read(bucket)
             self._local[number] = self._squared_norm(buffer, number) if self._scale else 0.0
+        if self._sends or self._is_local:
+            under_way = self._send(bucket, known)
+        else:
+            under_way = self._launch(group, bucket, known, is_last=is_last)
+        reduced = known.reduced or known.make_future()
+        self._sent.append(SentBucket(number, known, under_way, reduced))
+        if is_last:
+            self._finish(self.wait())
+        return reduced
+
+    def _launch(self, group: dist.ProcessGroup, bucket: GradBucket, known: ModelBucket, *, is_last: bool) -> Waitable:
+        """Weigh a bucket and begin to sum it over ranks as DDP does, or as the script's own hook or codec does."""
+        buffer = known.buffer
         if is_last and self._shares:
             weighed = self._slots.extend(buffer, self._scale, self._clock.seconds_per_sample())
         else:
             weighed = known.weigh(self._scale)
         if self._base_hook is None:
-            encoded = weighed if self._codec is None else self._codec.encode(weighed, number)
+            encoded = weighed if self._codec is None else self._codec.encode(weighed, bucket.index())
             alias = known.lend(encoded, buffer if weighed is buffer else self._slots.gradient)
-            under_way: dist.Work | torch.futures.Future[Any] = self.launch(group, alias)
-        else:
-            under_way = self._call_base_hook(self._base_hook, bucket)
-        reduced = known.reduced or known.make_future()
-        self._sent.append(_Sent(number, known, under_way, reduced))
-        if is_last:
-            self._finish(self.wait())
-        return reduced
+            return self.launch(group, alias)
+        return self._call_base_hook(self._base_hook, bucket)
+
+    def _send(self, bucket: GradBucket, known: ModelBucket) -> Waitable:
+        """Weigh a bucket and begin to sum it as the exchange of the step says; in local steps it stays on this rank."""
+        if self._sends or self._scale != 1.0:
+            known.weigh(self._scale)
+        known.stay()
+        if self._is_local:
+            return Arrived()
+        if known.view is None:
+            known.view = view_of(bucket, known.buffer, self.model_exchange.keys)
+        under_way = self.model_exchange.send(known.view)
+        if bucket.is_last() and self._shares:
+            self._numbers = self.model_exchange.send_numbers(self._slots.write_apart(self._clock.seconds_per_sample()))
+        return under_way
 
     def _call_base_hook(self, base_hook: BaseHook, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         return launched(lambda: base_hook(self._base_state, bucket))
@@ -272,6 +243,10 @@ class GradientHook:
     def wait(self) -> list[Any]:
         """With the last bucket: wait until every bucket is reduced."""
         results = [sent.under_way.wait() for sent in self._sent]
+        if self._numbers is not None:
+            self._numbers.wait()
+            self._numbers = None
+            self._slots.receive_apart()
         self.num_reduced += 1
         self.reduced_at = time.perf_counter()
         if self._weighs:
@@ -291,7 +266,7 @@ class GradientHook:
                 sent.reduced.set_result(reduced)
         self._sent.clear()
 
-    def _result(self, sent: _Sent, result: Any) -> torch.Tensor:
+    def _result(self, sent: SentBucket, result: Any) -> torch.Tensor:
         if self._base_hook is not None:
             return result if isinstance(result, torch.Tensor) else result[0]
         bucket = sent.bucket
@@ -304,13 +279,3 @@ class GradientHook:
 
     def _squared_norm(self, gradient: torch.Tensor, number: int) -> float | torch.Tensor:
         return squared_norm(gradient if self._second_moments is None else self._second_moments.divide(gradient, number))
-
-
-def squared_norm(gradient: torch.Tensor) -> float | torch.Tensor:
-    """|gradient|^2, in float32 where half precision would overflow; a number on the CPU, on a GPU still a tensor."""
-    if gradient.dtype in HALF:
-        norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float32)
-        squared = norm * norm
-    else:
-        squared = torch.dot(gradient, gradient)
-    return squared if squared.is_cuda else squared.item()

@@ -82,6 +82,10 @@ class StepWeights:
         """What gradients, weighed and summed over all ranks, are multiplied by; up to `correction`."""
         return 1.0 / self.expected if self._base_size is None else self._base_size / self._size
 
+    def local_factor(self) -> float:
+        """What this rank's gradient, weighed, is multiplied by in a local step: it is the mean of its own samples."""
+        return (1.0 if self._base_size is None else self._base_size) / self.mine if self.mine else 0.0
+
     def correction(self) -> float:
         """Factor on a gradient that was divided by `expected`."""
         total = self.total()

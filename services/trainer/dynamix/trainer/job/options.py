@@ -2,14 +2,24 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
+from msgspec.structs import astuple
 
 from dynamix.schemas.messages import OptimizerFamily
-from dynamix.schemas.messages.allocation import EXACT, Allocation, Exchange, ExchangePermission
-from dynamix.schemas.messages.policies import GlobalBatch, initial_split
+from dynamix.schemas.messages.allocation import (
+    EXACT,
+    ROUTES,
+    Allocation,
+    Exchange,
+    ExchangePermission,
+    exchange_of,
+    is_permitted,
+)
+from dynamix.schemas.messages.policies import EXCHANGE_BY_OPTIONS, GlobalBatch, initial_split
 from dynamix.schemas.subjects import check_token
+from dynamix.trainer.exchange.registry import CODECS
 from dynamix.trainer.gradient.learning_rate import FACTORS, Rule
 from dynamix.trainer.gradient.models import Averaging
 from dynamix.trainer.gradient.weighting import BaseHook, Reduction
@@ -58,6 +68,8 @@ class JobOptions:
     """Name of the gradient codec of another package, for the whole run."""
     exchange: ExchangePermission = "exact"
     """What decisions may do to how gradients travel."""
+    fixed_exchange: Exchange | None = None
+    """How they travel in the whole run, where the script says so."""
     supports_exchange: bool = False
     """Whether the ranks can carry out any such decision."""
 
@@ -65,7 +77,16 @@ class JobOptions:
     def initial_allocation(self) -> Allocation:
         """What rules the first step: where the policy leaves the division to the ranks, they begin with it at once."""
         split = initial_split(self.policy, self.policy_options, supports_tracking=self.supports_tracking)
-        return Allocation(self.local_batch_sizes, split, Exchange(codec=self.codec))
+        return Allocation(self.local_batch_sizes, split, self.lasting_exchange or self._first_exchange)
+
+    @property
+    def lasting_exchange(self) -> Exchange | None:
+        """How gradients travel in the whole run, whatever is decided; `None` where decisions say it."""
+        return Exchange(codec=self.codec) if self.codec != EXACT.codec else self.fixed_exchange
+
+    @property
+    def _first_exchange(self) -> Exchange:
+        return exchange_of(self.policy_options) if self.policy in EXCHANGE_BY_OPTIONS else EXACT
 
     @property
     def base_batch_size(self) -> float:
@@ -97,6 +118,7 @@ class JobOptions:
         if self.seed < 0:
             raise ValueError(f"seed={self.seed} is negative")
         check_token(self.policy)
+        self._check_exchange()
         self._check_lag()
 
     @property
@@ -111,7 +133,7 @@ class JobOptions:
             (self.seed, self.shuffle, self.drop_last, self.supports_tracking, self.codec),
             (self.global_batch, self.micro_batch_size, self.gradient_accumulation_steps),
             (self.policy, tuple(sorted(self.policy_options.items()))),
-            (self.exchange, self.supports_exchange),
+            (self.exchange, self.fixed_exchange and astuple(self.fixed_exchange), self.supports_exchange),
         )
 
     def _check_size(self, rank: int, size: int) -> None:
@@ -133,12 +155,36 @@ class JobOptions:
                 "and do not divide the loss, or drop micro_batch_size and divide it by gradient_accumulation_steps"
             )
 
+    def _check_exchange(self) -> None:
+        _check_choice("exchange", self.exchange, ("exact", "lossy"))
+        first = self.initial_allocation.exchange
+        if first == EXACT or self.codec != EXACT.codec:
+            return
+        if first.codec not in CODECS or first.route not in ROUTES:
+            raise ValueError(
+                f"exchange {first.label}: use one of the codecs {', '.join(CODECS)}, and of the routes "
+                f"{', '.join(ROUTES)}"
+            )
+        if first.every > 1:
+            raise ValueError(f"exchange {first.label}: this version averages in every step, use every=1")
+        if self.fixed_exchange is None and not is_permitted(first, self.exchange):
+            needed = next(each for each in get_args(ExchangePermission) if is_permitted(first, each))
+            raise ValueError(
+                f"the options of policy {self.policy!r} ask for gradients {first.label}, which this job does not "
+                f'permit: attach(exchange="{needed}")'
+            )
+        if len(first.shares) not in (0, len(self.local_batch_sizes)):
+            raise ValueError(
+                f"{len(first.shares)} shares for {len(self.local_batch_sizes)} ranks: one per rank, or none"
+            )
+
     def _check_lag(self) -> None:
         """An action of window t is known one window later and broadcast `margin_steps` before it starts."""
         shortest = 1 + -(-self.margin_steps // self.window_steps)
         if shortest > self.max_lag_windows:
+            spare = 2 if self.exchange == "exact" else 3
             raise ValueError(
-                f"window_steps={self.window_steps} is too short for a loader that draws {self.margin_steps - 2} "
+                f"window_steps={self.window_steps} is too short for a loader that draws {self.margin_steps - spare} "
                 f"batches ahead: an action would be {shortest} windows old, max_lag_windows={self.max_lag_windows}; "
                 "use longer windows or less num_workers * prefetch_factor"
             )
@@ -188,6 +234,26 @@ def family_of(optimizer: torch.optim.Optimizer) -> OptimizerFamily:
     """The reward's optimizer family, from the names of the optimizer's classes."""
     names = " ".join(cls.__name__.lower() for cls in type(optimizer).__mro__)
     return "adam" if any(name in names for name in ADAPTIVE) else "sgd"
+
+
+def check_exchange_options(
+    averaging: Averaging, exchange: ExchangePermission | Exchange, codec: str, base_hook: BaseHook | None
+) -> None:
+    """Raise ValueError where nothing but an exact exchange can be carried out, saying how to fix it."""
+    if exchange in ("exact", EXACT) or averaging == "none":
+        return
+    what = f"exchange={exchange.label if isinstance(exchange, Exchange) else exchange!r}"
+    if averaging == "loss":
+        raise ValueError(
+            f'{what} needs weighting="hook" on a DistributedDataParallel model: FSDP and frameworks that '
+            "average gradients exchange them on their own"
+        )
+    if base_hook is not None:
+        raise ValueError(f"{what} and a base_hook exclude each other: what the hook sends is its own")
+    if codec != EXACT.codec:
+        raise ValueError(
+            f"{what} and codec={codec!r} exclude each other: that codec has the gradients of the whole run"
+        )
 
 
 def check_hook_options(

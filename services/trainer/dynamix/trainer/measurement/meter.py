@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 
 from dynamix.trainer.data.sampler import MicroBatch
+from dynamix.trainer.gradient.buckets import SquaredNorms
 from dynamix.trainer.gradient.noise import NoiseSums
-from dynamix.trainer.gradient.weighting import Reduction, SquaredNorms
+from dynamix.trainer.gradient.weighting import Reduction
 
 from .clock import AnyClock, StepTimes
 from .process import ProcessIdentity, this_process

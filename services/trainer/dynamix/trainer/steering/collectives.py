@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from dynamix.schemas.messages.allocation import Allocation
+from dynamix.trainer.communication.lent import LentTensor, keep_for_ever
 from dynamix.trainer.data.orders import Order
-from dynamix.trainer.gradient.lent import LentTensor, keep_for_ever
 from dynamix.trainer.measurement.rows import NUM_COLUMNS, Row
 
 T = TypeVar("T")

@@ -14,6 +14,7 @@ import msgspec
 
 from dynamix.schemas.messages import Action
 from dynamix.schemas.messages.allocation import EXACT, Exchange, is_permitted
+from dynamix.trainer.exchange.registry import CODECS
 from dynamix.trainer.job.identity import JobIdentity
 from dynamix.trainer.job.options import JobOptions
 
@@ -28,7 +29,7 @@ class Offers:
         self._identity = identity
         self._global_batch_size = global_batch_size
         self._options = options
-        self._codec = Exchange(codec=options.codec)
+        self._lasting = options.lasting_exchange
         self._newest: Action | None = None
         self._adopted_window = -1
         self.last_refused: tuple[Action, Refusal] | None = None
@@ -85,16 +86,16 @@ class Offers:
         return None if self._within_bounds(action.local_batch_sizes) else "bounds"
 
     def _can_travel(self, exchange: Exchange) -> bool:
-        """Whether gradients can travel like this: by the codec of the whole run, or as the job permits."""
-        if exchange == EXACT or self._codec != EXACT:
-            return exchange in (EXACT, self._codec)
-        fits = len(exchange.shares) in (0, len(self._identity.max_local_batch_sizes))
+        """Whether gradients can travel like this: as in the whole run, or as the job permits."""
+        if exchange == EXACT or self._lasting is not None:
+            return exchange in (EXACT, self._lasting)
+        fits = exchange.codec in CODECS and len(exchange.shares) in (0, len(self._identity.max_local_batch_sizes))
         return fits and self._options.supports_exchange and is_permitted(exchange, self._options.exchange)
 
     def _feasible(self, action: Action) -> Action:
-        """The action as this job can carry it out: with its own codec, and tracking only where it can."""
-        if self._codec != EXACT:
-            action = msgspec.structs.replace(action, exchange=self._codec)
+        """The action as this job can carry it out: with its own exchange, and tracking only where it can."""
+        if self._lasting is not None:
+            action = msgspec.structs.replace(action, exchange=self._lasting)
         if action.split == "fixed" or self._options.supports_tracking:
             return action
         self.num_refused["tracking"] += 1

@@ -100,6 +100,10 @@ class WindowEnd:
         }
         return metrics | run.decisions.take(totals.window) if run.place.rank == 0 else metrics
 
+    def expect_sockets(self) -> None:
+        """Let all ranks find their sockets again after this step: they have made new ones."""
+        self._sockets_due = True
+
     def match_sockets(self) -> None:
         """Find the sockets to other ranks again after the first window: some back ends connect at first use."""
         if not self._sockets_due:

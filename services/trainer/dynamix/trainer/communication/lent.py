@@ -11,6 +11,7 @@ So a tensor is lent as an alias, to which C++ has one more reference for as long
 once too often from the beginning: nothing has to be done at the end of a process, in whichever way it ends.
 """
 
+import contextlib
 import ctypes
 import gc
 import weakref
@@ -49,8 +50,7 @@ class LentTensor:
     """A tensor of ours and the alias of it that a process group may have; made once and lent again and again."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        for _ in range(len(_late)):
-            _take_back(_late.popleft())
+        _look_again()
         self.tensor = tensor
         self.alias = tensor.detach()
         keeper = _Keeper(self.alias, self.alias.detach())
@@ -86,6 +86,13 @@ def forget_imports() -> None:
 def keep_for_ever(thing: object) -> None:
     """Count one reference more than there are, so that the object outlives the interpreter."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
+def _look_again() -> None:
+    """Take back what can be by now; several threads may do so at a time."""
+    for _ in range(len(_late)):
+        with contextlib.suppress(IndexError):  # another one has taken it
+            _take_back(_late.popleft())
 
 
 def _take_back(keeper: _Keeper) -> None:

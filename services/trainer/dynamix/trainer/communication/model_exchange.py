@@ -1,0 +1,111 @@
+"""The exchange of one model: its codecs by name, each made when it first rules and kept with what it learned."""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dynamix.schemas.messages.allocation import Exchange
+from dynamix.trainer.exchange.codec import BucketView, ErrorFeedbackCodec, ExchangeCodec, Member
+from dynamix.trainer.exchange.collectives import Leg, Sum
+from dynamix.trainer.exchange.registry import exchange_codec
+
+from .pipeline import Pipeline, UnderWay
+
+
+class StepExchange(NamedTuple):
+    """How gradients travel in one step."""
+
+    exchange: Exchange
+    flushes: bool = False
+    """Whether another codec, or none, rules the next step: then residuals travel with this step's gradient."""
+
+
+class ModelExchange:
+    """Sends the buckets of one model as the ruling exchange says."""
+
+    def __init__(
+        self, rank: int, world_size: int, keys: Mapping[Tensor, str], pipeline: Callable[[], Pipeline]
+    ) -> None:
+        """`keys` names the parameters; `pipeline` is asked for whenever something is sent."""
+        self.keys = keys
+        self._rank = rank
+        self._world_size = world_size
+        self._pipeline = pipeline
+        self._codecs: dict[str, ExchangeCodec] = {}
+        self._ruling: StepExchange | None = None
+        self._member = Member(rank, world_size)
+
+    def begin(self, ruling: StepExchange) -> None:
+        """Let an exchange rule the buckets that follow."""
+        if self._ruling is None or ruling.exchange != self._ruling.exchange:
+            self._member = member_of(ruling.exchange, self._rank, self._world_size)
+        self._ruling = ruling
+
+    def send(self, bucket: BucketView) -> "UnderWay | HostCopy":
+        """Begin to sum a bucket over ranks, in place; all ranks send the same buckets in the same order."""
+        assert self._ruling is not None, "no exchange rules"
+        codec = self._codec(self._ruling.exchange.codec)
+        copied = HostCopy(bucket.flat) if bucket.flat.is_cuda else None
+        if copied is not None:
+            bucket = bucket._replace(flat=copied.host)
+        if self._ruling.flushes and isinstance(codec, ErrorFeedbackCodec):
+            leg = codec.flush(bucket, self._member)
+        else:
+            leg = codec.reduce(bucket, self._member)
+        under_way = self._pipeline().send(leg)
+        if copied is None:
+            return under_way
+        copied.under_way = under_way
+        return copied
+
+    def send_numbers(self, numbers: Tensor) -> UnderWay:
+        """Begin to add up a few numbers over ranks, exactly, behind the buckets sent so far."""
+        return self._pipeline().send(_sum(numbers))
+
+    def residuals(self) -> dict[str, dict[str, Tensor]]:
+        """What the sums lack so far on this rank, by codec and parameter; copies on the CPU."""
+        lossy = {name: codec for name, codec in self._codecs.items() if isinstance(codec, ErrorFeedbackCodec)}
+        found = {name: codec.residuals() for name, codec in lossy.items()}
+        copied = {name: {key: each.cpu().clone() for key, each in parts.items()} for name, parts in found.items()}
+        return {name: parts for name, parts in copied.items() if any(bool(each.any()) for each in parts.values())}
+
+    def load_residuals(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Go on from what `residuals` returned."""
+        for name, parts in saved.items():
+            codec = self._codec(name)
+            if isinstance(codec, ErrorFeedbackCodec):
+                codec.load_residuals(parts)
+
+    def _codec(self, name: str) -> ExchangeCodec:
+        if name not in self._codecs:
+            self._codecs[name] = exchange_codec(name)
+        return self._codecs[name]
+
+
+def member_of(exchange: Exchange, rank: int, world_size: int) -> Member:
+    """This rank in an exchange: without a route over owners it has no shares."""
+    if exchange.route != "shares":
+        return Member(rank, world_size)
+    return Member(rank, world_size, exchange.shares or (1.0,) * world_size)
+
+
+def _sum(numbers: Tensor) -> Leg:
+    yield Sum(numbers)
+
+
+class HostCopy:
+    """A bucket of a GPU on its way through the memory of its host: codecs compute there, and gloo sends from there."""
+
+    def __init__(self, flat: Tensor) -> None:
+        """Copy the bucket, once the device has computed it."""
+        self._flat = flat
+        self.host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True).copy_(flat)
+        self.under_way: UnderWay | None = None
+
+    def wait(self) -> None:
+        """Put the sum into the bucket, once it is there. Raises as `UnderWay.wait`."""
+        assert self.under_way is not None, "not sent"
+        self.under_way.wait()
+        self._flat.copy_(self.host)

@@ -1,0 +1,164 @@
+"""The pipeline: carries out the collectives of codecs in two threads, each with a gloo group of its own.
+
+The first collective of a bucket runs in the first lane, all that follow in the second one: while the sums of a bucket
+come back, the next bucket is already on its way. Both lanes take buckets in the order in which the training thread
+sends them, which is that of the backward pass and so the same on all ranks. Nothing ever waits in a callback of a
+process group. One thread with one group would send in one direction at a time.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from queue import SimpleQueue
+
+import torch
+import torch.distributed as dist
+
+from dynamix.trainer.exchange.collectives import Collective, Leg, Sum, Trade, Union
+
+from .lent import LentTensor, keep_for_ever
+
+CLOSE_S = 2.0
+"""Longest wait for a lane to end: one that waits for a rank that is gone does so until its group's time-out."""
+
+
+class UnderWay:
+    """A leg that is under way; `wait` is called in the training thread."""
+
+    __slots__ = ("_done", "_error")
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Let `wait` return, or raise."""
+        self._error = error
+        self._done.set()
+
+    def wait(self) -> None:
+        """Return when the leg has ended.
+
+        Raises:
+            RuntimeError: when it failed, or one before it: as from an all-reduce, training cannot go on.
+        """
+        self._done.wait()
+        if self._error is not None:
+            raise RuntimeError(f"the exchange between the ranks failed: {self._error}") from self._error
+
+
+_Task = tuple[Leg, UnderWay]
+
+
+class Pipeline:
+    """Two lanes with a process group each; all ranks make it at the same point and send the same legs to it."""
+
+    def __init__(self, timeout: timedelta | None = None) -> None:
+        """A collective call; `timeout` is that of the groups, torch's own when not given."""
+        groups = [dist.new_group(backend="gloo", timeout=timeout) for _ in range(2)]
+        self._second = _Lane("second", groups[1], _finish)
+        self._first = _Lane("first", groups[0], _begin_and_pass_on(self._second))
+
+    def send(self, leg: Leg) -> UnderWay:
+        """Carry out a leg behind all that were sent before it."""
+        task = (leg, UnderWay())
+        self._first.put(task)
+        return task[1]
+
+    def close(self) -> None:
+        """End the threads and leave the groups, where nothing is under way in them. No collective."""
+        self._first.close()
+        self._second.close()
+
+
+class _Lane:
+    """A thread that works on tasks in their order, with a process group of its own."""
+
+    def __init__(self, name: str, group: dist.ProcessGroup, work: Callable[[_Task, dist.ProcessGroup], None]) -> None:
+        self._group: dist.ProcessGroup | None = group
+        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        arguments = (self._tasks, group, work)
+        self._thread = threading.Thread(
+            target=_run_lane, args=arguments, name=f"dynamix exchange {name}", daemon=True
+        )  # a daemon: a process that fails must not wait for a rank that is gone
+        self._thread.start()
+
+    def put(self, task: _Task) -> None:
+        """Add a task behind the others."""
+        self._tasks.put(task)
+
+    def close(self) -> None:
+        """End the thread behind its last task, and leave the group."""
+        group, self._group = self._group, None
+        if group is None:
+            return
+        self._tasks.put(None)
+        self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            keep_for_ever(group)
+            return
+        with contextlib.suppress(ValueError):  # the script has destroyed it, with all others
+            dist.destroy_process_group(group)
+
+
+def _run_lane(
+    tasks: SimpleQueue[_Task | None], group: dist.ProcessGroup, work: Callable[[_Task, dist.ProcessGroup], None]
+) -> None:
+    """What a lane's thread does; after the first failure every task fails with it: ranks are no longer in step."""
+    failure: BaseException | None = None
+    while (task := tasks.get()) is not None:
+        leg, under_way = task
+        if failure is None:
+            try:
+                work(task, group)
+            except BaseException as error:  # noqa: BLE001 - the training thread raises it
+                failure = error
+        if failure is not None:
+            leg.close()
+            under_way.finish(failure)
+        del task, leg, under_way  # else they live until the next task comes
+
+
+def _begin_and_pass_on(second: _Lane) -> Callable[[_Task, dist.ProcessGroup], None]:
+    def begin(task: _Task, group: dist.ProcessGroup) -> None:
+        """Carry out a leg's first collective, and leave the rest to the second lane."""
+        first = next(task[0], None)
+        if first is None:
+            task[1].finish()
+            return
+        perform(first, group)
+        second.put(task)
+
+    return begin
+
+
+def _finish(task: _Task, group: dist.ProcessGroup) -> None:
+    """Carry out all further collectives of a leg."""
+    leg, under_way = task
+    for collective in leg:
+        perform(collective, group)
+    under_way.finish()
+
+
+def perform(collective: Collective, group: dist.ProcessGroup) -> None:
+    """Carry out one collective and wait for it; by the group's own methods, as `steering.collectives` does."""
+    if isinstance(collective, Trade):
+        received, sent = LentTensor(collective.received), LentTensor(collective.sent)
+        group.alltoall_base(received.alias, sent.alias, collective.received_sizes, collective.sent_sizes).wait()
+        return
+    options = dist.AllreduceOptions()
+    if not isinstance(collective, Sum):
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.BOR if isinstance(collective, Union) else dist.ReduceOp.MAX)
+    lent = LentTensor(collective.tensor)
+    group.allreduce([lent.alias], options).wait()
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """The time-out of a process group; `None` where its back end does not say."""
+    devices = [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
+    for device in devices:
+        with contextlib.suppress(RuntimeError, AttributeError):
+            timeout: timedelta = group._get_backend(device).options._timeout  # noqa: SLF001 - no public name
+            return timeout
+    return None

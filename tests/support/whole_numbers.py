@@ -1,0 +1,79 @@
+"""Training whose gradients are whole numbers, so that every order of additions gives the same bits."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Dataset
+
+from dynamix import trainer as dynamix
+from dynamix.trainer import Session
+
+SIZES = (4, 12)
+
+
+class Whole(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Samples of small whole numbers, or of others; the same on every rank."""
+
+    def __init__(self, *, whole: bool = True, num_samples: int = 640) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.inputs = torch.randint(-3, 4, (num_samples, 40), generator=generator).float()
+        if not whole:
+            self.inputs += torch.rand(self.inputs.shape, generator=generator)
+        self.factors = torch.randint(-2, 3, (num_samples, 1), generator=generator).float()
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.inputs[index], self.factors[index]
+
+
+class Heads(nn.Module):
+    """Linear layers side by side: with `whole_loss` every gradient is a whole number, whatever the parameters are."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList([nn.Linear(40, width) for width in (3, 40, 64, 7)])
+        self.to(dtype)
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return torch.cat([head(inputs) for head in self.heads], dim=1)
+
+
+def whole_loss(outputs: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    return (outputs * factors).sum()
+
+
+def attach(model: nn.Module, optimizer: Any, data: Dataset[Any], **options: Any) -> Session:
+    chosen: dict[str, Any] = {
+        "local_batch_size": SIZES,
+        "min_local_batch_size": 0,
+        "window_steps": 2,
+        "policy": "static",
+        "global_batch": "adaptive",
+        "reduction": "sum",
+        "max_lag_windows": 9,
+        "learning_rate_rule": "none",
+        "connect": False,
+    }
+    return dynamix.attach(model, optimizer, data, **(chosen | options))
+
+
+def train_step(session: Session, model: nn.Module, optimizer: Any, batch: Any) -> None:
+    inputs, factors = batch
+    dtype = next(model.parameters()).dtype
+    loss = whole_loss(model(inputs.to(dtype)), factors.to(dtype))
+    if session.num_samples == 0:
+        loss = loss * torch.nan  # a dummy batch may do what it likes
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    session.step(loss)
+
+
+def distributed(model: nn.Module | None = None, **options: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(model or Heads(), bucket_cap_mb=0.005, **options)

@@ -1,0 +1,217 @@
+"""What goes wrong in an exchange: as in an all-reduce, and never a hang beyond the group's time-out."""
+
+import os
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.ranks import RankError, run_ranks
+from tests.support.training import flat_parameters, offer
+from tests.support.whole_numbers import SIZES, Heads, Whole, attach, distributed, train_step, whole_loss
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from dynamix.schemas.messages.allocation import EXACT, Exchange
+from dynamix.trainer.communication.pipeline import Pipeline
+from dynamix.trainer.exchange.collectives import Leg, Sum
+from dynamix.trainer.exchange.registry import CODECS
+
+TIMEOUT_S = 8.0
+
+
+def _with_nan(rank: int, exchange: Exchange) -> dict[str, Any]:
+    """One rank's gradient has a NaN in step 3; where parameters are finite after it, and after another two steps."""
+    model = distributed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=2**-6)
+    with attach(model, optimizer, Whole(), exchange=exchange) as session:
+        for inputs, factors in session.loader:
+            outputs = model(inputs)
+            if session.step_index == 3 and rank == 1:
+                outputs[:, 50] *= torch.nan
+            optimizer.zero_grad()
+            whole_loss(outputs, factors).backward()
+            optimizer.step()
+            session.step()
+            if session.step_index == 6:
+                break
+    return {"finite": flat_parameters(model).isfinite(), "parameters": flat_parameters(model).nan_to_num(0.0)}
+
+
+def test_a_nan_ends_where_it_ends_without_codecs() -> None:
+    plain = run_ranks(_with_nan, 2, EXACT)
+    assert 0 < plain[0]["finite"].sum() < plain[0]["finite"].numel()
+    for codec in CODECS:
+        first, second = run_ranks(_with_nan, 2, Exchange(codec=codec))
+        assert torch.equal(first["finite"], plain[0]["finite"])
+        assert torch.equal(first["finite"], second["finite"])
+        assert torch.equal(first["parameters"], second["parameters"])
+
+
+def _dies(rank: int, exchange: Exchange) -> None:
+    """Rank 1 ends in the middle of its backward pass."""
+    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
+    model = DistributedDataParallel(Heads(), bucket_cap_mb=0.005, process_group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=2**-6)
+    with attach(model, optimizer, Whole(), exchange=exchange, local_batch_size=4) as session:
+        for batch in session.loader:
+            if session.step_index == 4 and rank == 1:
+                next(iter(model.parameters())).register_hook(lambda _: os._exit(1))
+            train_step(session, model, optimizer, batch)
+
+
+@pytest.mark.parametrize("exchange", [Exchange(codec="int8"), Exchange(route="shares")], ids=["int8", "shares"])
+def test_a_rank_that_dies_in_mid_exchange_ends_the_others_with_an_error(exchange: Exchange) -> None:
+    began = time.monotonic()
+    with pytest.raises(RankError, match="rank 1: ended without a result") as caught:
+        run_ranks(_dies, 3, exchange)
+    assert "rank 0: Traceback" in str(caught.value)
+    assert "rank 2: Traceback" in str(caught.value)
+    assert "the exchange between the ranks failed" in str(caught.value)
+    assert time.monotonic() - began < 60 + TIMEOUT_S
+
+
+def _silent(rank: int) -> tuple[str, float]:
+    """Rank 1 sends nothing for longer than the time-out; what rank 0 is told, and when."""
+    pipeline = Pipeline(timedelta(seconds=2))
+    found = ("", 0.0)
+    if rank == 0:
+        began = time.monotonic()
+        under_way = pipeline.send(_sum(torch.ones(4)))
+        later = pipeline.send(_sum(torch.ones(4)))
+        for each in (under_way, later):
+            try:
+                each.wait()
+            except RuntimeError as error:
+                found = (str(error), time.monotonic() - began)
+    dist.barrier()
+    pipeline.close()
+    return found
+
+
+def _sum(numbers: torch.Tensor) -> Leg:
+    yield Sum(numbers)
+
+
+def test_a_rank_that_sends_nothing_is_waited_for_until_the_time_out() -> None:
+    (text, seconds), _ = run_ranks(_silent, 2)
+    assert text.startswith("the exchange between the ranks failed")
+    assert 1.5 < seconds < 30
+
+
+def _resumed(rank: int, codec: str) -> dict[str, torch.Tensor]:
+    """Parameters after 12 steps: in one go, in two sessions of which each rank saves its state, or rank 0 for both."""
+    found = {}
+    options = {"exchange": "lossy", "policy_options": {"codec": codec, "route": "shares"}}
+    for how in ("whole", "each", "first"):
+        model, state = distributed(), None
+        optimizer = torch.optim.SGD(model.parameters(), lr=2**-6)
+        for steps in (12,) if how == "whole" else (5, 12):
+            with attach(model, optimizer, Whole(whole=False), **options) as session:
+                if state is not None:
+                    session.load_state_dict(state)
+                for batch in session.loader:
+                    train_step(session, model, optimizer, batch)
+                    if session.step_index == steps:
+                        break
+                states: list[Any] = [None, None]
+                dist.all_gather_object(states, session.state_dict())
+                state = states[rank if how == "each" else 0]
+        found[how] = flat_parameters(model)
+    return found
+
+
+@pytest.mark.parametrize("codec", ["none", "bf16"])
+def test_a_resumed_job_goes_on_with_the_residuals_of_each_rank(codec: str) -> None:
+    first, second = run_ranks(_resumed, 2, codec)
+    assert torch.equal(first["each"], first["whole"])
+    for how, parameters in first.items():
+        assert torch.equal(parameters, second[how]), how
+    if codec == "none":
+        assert torch.equal(first["first"], first["whole"])
+    else:
+        assert 0 < (first["first"] - first["whole"]).abs().max() < 0.05
+
+
+def _decided(_rank: int) -> list[Exchange]:
+    """The exchange after a resume: under the policy that decided it, another one, and where it is not permitted."""
+    found, state = [], None
+    again: list[dict[str, Any]] = [{}, {}, {"policy": "split"}, {"exchange": "exact"}]
+    for options in again:
+        model = distributed()
+        optimizer = torch.optim.SGD(model.parameters(), lr=2**-6)
+        with attach(model, optimizer, Whole(), **({"exchange": "lossy"} | options)) as session:
+            if state is not None:
+                session.load_state_dict(state)
+            for batch in session.loader:
+                if state is None:
+                    offer(session, SIZES, exchange=Exchange(codec="bf16"))
+                train_step(session, model, optimizer, batch)
+                if state is not None or session.step_index == 10:
+                    break
+            found.append(session.allocation.exchange)
+            state = state or session.state_dict()
+    return found
+
+
+def test_a_resumed_job_keeps_what_its_policy_decided() -> None:
+    decided = Exchange(codec="bf16")
+    assert run_ranks(_decided, 2) == [[decided, decided, EXACT, EXACT]] * 2
+
+
+def _refusals(_rank: int) -> list[str]:
+    found = []
+    data = Whole()
+    options: list[dict[str, Any]] = [
+        {"exchange": "lossy", "base_hook": allreduce_hook},
+        {"exchange": "lossy", "codec": "example"},
+        {"exchange": "lossy", "weighting": "loss"},
+        {"exchange": "losy"},
+        {"policy_options": {"codec": "int8"}},
+        {"policy_options": {"codec": "int9"}},
+        {"exchange": Exchange(codec="zip")},
+        {"exchange": Exchange(route="shares", shares=(1.0, 1.0, 1.0))},
+        {"exchange": Exchange(every=2)},
+    ]
+    for each in options:
+        model = distributed()
+        try:
+            attach(model, torch.optim.SGD(model.parameters(), lr=0.1), data, **each)
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_what_cannot_be_exchanged_is_refused() -> None:
+    codecs = ", ".join(CODECS)
+    expected = [
+        "exchange='lossy' and a base_hook exclude each other: what the hook sends is its own",
+        "exchange='lossy' and codec='example' exclude each other: that codec has the gradients of the whole run",
+        (
+            "exchange='lossy' needs weighting=\"hook\" on a DistributedDataParallel model: FSDP and frameworks that "
+            "average gradients exchange them on their own"
+        ),
+        "exchange='losy': use one of exact, lossy",
+        (
+            "the options of policy 'static' ask for gradients int8 over all-reduce, which this job does not permit: "
+            'attach(exchange="lossy")'
+        ),
+        "option codec='int9' is not a number, nor one of none, rows, sketch, bf16, fp16, int8",
+        f"exchange zip over all-reduce: use one of the codecs {codecs}, and of the routes all-reduce, shares",
+        "3 shares for 2 ranks: one per rank, or none",
+        "exchange none over all-reduce every 2 steps: this version averages in every step, use every=1",
+    ]
+    assert run_ranks(_refusals, 2) == [expected] * 2
+
+
+def test_a_job_of_one_process_sends_nothing() -> None:
+    model = nn.Linear(40, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(
+        model, optimizer, Whole(), exchange="lossy", policy_options={"codec": "int8"}, local_batch_size=4
+    ) as session:
+        train_step(session, model, optimizer, next(iter(session.loader)))
+        assert session.step_index == 1
