@@ -1,0 +1,168 @@
+"""What is measured: cases of ranks, links, densities and masks, each with all arms; and the arguments that say so."""
+
+import argparse
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple, TypeVar, get_args
+
+import msgspec
+from bench.harness.command import benchmark_parser
+from bench.hosts import HostsError, Link
+
+from dynamix.trainer.exchange.registry import CODECS
+
+Mask = Literal["identical", "independent"]
+"""Whether all ranks' gradients have their rows in the same places."""
+Value = TypeVar("Value", int, float)
+
+ALL_REDUCE, TORCH_SPARSE = "all-reduce", "torch-sparse"
+BASELINES = (ALL_REDUCE, TORCH_SPARSE)
+UNLIMITED = "none"
+MAX_RANKS = 64
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True):
+    """One gradient on one network."""
+
+    num_ranks: int
+    link: str
+    """Rate of all links as `tc` writes it, or `none`."""
+    density: float
+    """Share of a rank's rows that are not zero."""
+    mask: Mask
+    width: int
+    """Numbers in a row; 1: single elements are zero or not."""
+
+
+class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank does with a case."""
+
+    num_elements: int
+    num_rounds: int
+    num_warm_up: int
+    arms: tuple[str, ...]
+    """Baselines, and codecs as `NAME` or, over owners with equal shares, as `NAME@shares`."""
+    seed: int
+
+
+class ExchangePlan(NamedTuple):
+    """Everything that is measured."""
+
+    rank: RankPlan
+    ranks: tuple[int, ...]
+    links: tuple[str, ...]
+    densities: tuple[float, ...]
+    masks: tuple[Mask, ...]
+    widths: tuple[int, ...]
+
+    def cases(self, num_ranks: int) -> Iterator[Case]:
+        """Those of so many ranks, one link after the other. One rank's mask is any rank's where nothing is zero."""
+        for link, width, density, mask in itertools.product(self.links, self.widths, self.densities, self.masks):
+            if density < 1 or mask == self.masks[0]:
+                yield Case(num_ranks=num_ranks, link=link, density=density, mask=mask, width=width)
+
+
+def link_named(text: str) -> Link | None:
+    """The link of a rate; `None` for `none`.
+
+    Raises:
+        HostsError: for what is not a rate.
+    """
+    return None if text == UNLIMITED else Link.parse(text)
+
+
+def exchange_parser(description: str | None) -> argparse.ArgumentParser:
+    """Parser with the cases; lists are written with commas."""
+    return benchmark_parser(
+        *("exchange", description),
+        ("--ranks", "4", "numbers of ranks, each rank on a host of its own"),
+        ("--links", "100mbit", f"rates of all links, as tc writes them; {UNLIMITED}: as fast as memory"),
+        ("--densities", "0.05", "shares of a rank's rows that are not zero"),
+        ("--masks", "identical,independent", "whether ranks have their rows in the same places"),
+        ("--widths", "1", "numbers in a row; 1: single elements are zero or not"),
+        (
+            "--arms",
+            ",".join((*BASELINES, *CODECS)),
+            "baselines and codecs; CODEC@shares: over owners with equal shares",
+        ),
+        ("--log2-elements", 22, "logarithm of the numbers in the gradient"),
+        ("--rounds", 10, "exchanges of an arm that are measured"),
+        ("--warm-up", 2, "exchanges of an arm before them"),
+        ("--seed", 1, "of the gradients"),
+        has_figure=True,
+    )
+
+
+def plan_of(options: argparse.Namespace) -> ExchangePlan:
+    """The plan.
+
+    Raises:
+        ValueError: for what cannot be run.
+    """
+    plan = ExchangePlan(
+        rank=RankPlan(
+            num_elements=1 << options.log2_elements,
+            num_rounds=at_least(1, "--rounds", options.rounds),
+            num_warm_up=at_least(1, "--warm-up", options.warm_up),
+            arms=tuple(options.arms.split(",")),
+            seed=options.seed,
+        ),
+        ranks=numbers("--ranks", options.ranks, int, 2, MAX_RANKS),
+        links=tuple(options.links.split(",")),
+        densities=numbers("--densities", options.densities, float, 1 / (1 << options.log2_elements), 1.0),
+        masks=tuple(_mask(text) for text in options.masks.split(",")),
+        widths=numbers("--widths", options.widths, int, 1, 1 << options.log2_elements),
+    )
+    check_arms(plan.rank.arms)
+    for width in plan.widths:
+        if plan.rank.num_elements % width:
+            raise ValueError(f"--widths {width}: {plan.rank.num_elements} numbers are not whole rows of it")
+    check_links(plan.links)
+    return plan
+
+
+def check_links(links: Sequence[str]) -> None:
+    """Raise ValueError for what is not a rate."""
+    for link in links:
+        try:
+            link_named(link)
+        except HostsError as error:
+            raise ValueError(f"--links: {error}") from error
+
+
+def check_arms(arms: Sequence[str]) -> None:
+    """Raise ValueError for unknown arms, and without the one that the others are compared with."""
+    if arms[:1] != (ALL_REDUCE,):
+        raise ValueError(f"--arms {','.join(arms)}: begin with {ALL_REDUCE}, which the others are compared with")
+    known = {*BASELINES, *CODECS, *(f"{name}@shares" for name in CODECS)}
+    for arm in arms:
+        if arm not in known:
+            raise ValueError(f"--arms: {arm!r} is none of {', '.join(sorted(known))}")
+    if len(set(arms)) < len(arms):
+        raise ValueError(f"--arms {','.join(arms)}: each once")
+
+
+def _mask(text: str) -> Mask:
+    for mask in get_args(Mask):
+        if text == mask:
+            found: Mask = mask
+            return found
+    raise ValueError(f"--masks: {text!r} is none of {', '.join(get_args(Mask))}")
+
+
+def numbers(option: str, text: str, kind: type[Value], least: float, most: float) -> tuple[Value, ...]:
+    """A list as it is written, or ValueError."""
+    try:
+        values = tuple(kind(part) for part in text.split(","))
+    except ValueError as error:
+        raise ValueError(f"{option} {text}: write numbers with commas between them") from error
+    if not all(least <= value <= most for value in values):
+        raise ValueError(f"{option} {text}: from {least:g} to {most:g}")
+    return values
+
+
+def at_least(least: int, option: str, value: int) -> int:
+    """The value, or ValueError."""
+    if value < least:
+        raise ValueError(f"{option} {value}: at least {least}")
+    return value

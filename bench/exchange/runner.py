@@ -1,0 +1,95 @@
+"""Processes on hosts, one on each, that have joined each other; they are asked cases and answer what they measured."""
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from bench.exchange.plan import link_named
+from bench.hosts import Host
+from bench.hosts.services import ClusterError, end_of
+
+T = TypeVar("T")
+
+MASTER_PORT = "29500"
+"""Free, since the network belongs to these hosts alone."""
+STOP_TIMEOUT_S = 30.0
+
+
+class JoinedRanks:
+    """Ranks that answer one line for each line that they are sent."""
+
+    def __init__(self, hosts: Sequence[Host], processes: list[subprocess.Popen[bytes]], logs: list[Path]) -> None:
+        self._hosts = hosts
+        self._processes = processes
+        self._logs = logs
+
+    def ask(self, case: Any, link: str, answer: type[T]) -> list[T]:
+        """What each rank answers to a case, in rank order, with all links at a rate.
+
+        Raises:
+            ClusterError: when a rank ended instead.
+        """
+        for host in self._hosts:
+            host.set_link(link_named(link))
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.write(msgspec.json.encode(case) + b"\n")
+            process.stdin.flush()
+        return [msgspec.json.decode(self.read_line(rank), type=answer) for rank in range(len(self._processes))]
+
+    def read_line(self, rank: int) -> bytes:
+        """What a rank says next.
+
+        Raises:
+            ClusterError: when it says no more; the others then end, too.
+        """
+        process = self._processes[rank]
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if not line:
+            raise ClusterError(f"rank {rank} ended with code {process.wait()}:\n{end_of(self._logs[rank])}")
+        return line
+
+
+@contextlib.contextmanager
+def joined_ranks(hosts: Sequence[Host], module: str, plan: Any, directory: Path) -> Iterator[JoinedRanks]:
+    """A process of a module on each host, joined over links as fast as memory; ended at exit.
+
+    Args:
+        hosts: one for each rank.
+        module: what `python -m` runs; its argument is the plan.
+        plan: what JSON knows, and msgspec.Struct.
+        directory: for their logs.
+    """
+    logs = [directory / f"{len(hosts)}-{host.index}.log" for host in hosts]
+    processes = []
+    for host, log in zip(hosts, logs, strict=True):
+        own = {
+            "RANK": str(host.index),
+            "WORLD_SIZE": str(len(hosts)),
+            "MASTER_ADDR": hosts[0].address,
+            "MASTER_PORT": MASTER_PORT,
+            "GLOO_SOCKET_IFNAME": "eth0",
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [sys.executable, "-m", module, msgspec.json.encode(plan).decode()]
+        with log.open("wb") as output:
+            process = host.popen(
+                command, env={**os.environ, **own}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output
+            )
+        processes.append(process)
+    ranks = JoinedRanks(hosts, processes, logs)
+    for rank in range(len(hosts)):
+        ranks.read_line(rank)
+    try:
+        yield ranks
+    finally:
+        for host in hosts:
+            host.set_link(None)
+    for process in processes:
+        process.communicate(timeout=STOP_TIMEOUT_S)
