@@ -63,13 +63,19 @@ def dense_sum(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     return total
 
 
-def masked(num_ranks: int, length: int, density: float, seed: int, *, alike: bool = False) -> list[torch.Tensor]:
-    """Random normal gradients of float32 by rank, of which that share is not zero; `alike`, in the same places."""
+def masked(
+    num_ranks: int, length: int, density: float, seed: int, *, alike: bool = False, multiplied: bool = False
+) -> list[torch.Tensor]:
+    """Random normal gradients of float32 by rank, of which that share is not zero; `alike`, in the same places.
+
+    With `multiplied`, by a mask of 0.0 and 1.0, half of the zeros are -0.0.
+    """
     generator = torch.Generator().manual_seed(seed)
     mask = torch.rand(length, generator=generator) < density
     found = []
     for _ in range(num_ranks):
-        found.append(torch.randn(length, generator=generator) * mask)
+        numbers = torch.randn(length, generator=generator)
+        found.append(numbers * mask if multiplied else torch.where(mask, numbers, 0.0))
         if not alike:
             mask = torch.rand(length, generator=generator) < density
     return found

@@ -8,7 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.exchanges import VirtualRanks, dense_sum, make_parts, same_bits
 
-from dynamix.trainer.exchange.bitmap import (
+from dynamix.trainer.exchange.codec import BucketView, Member
+from dynamix.trainer.exchange.collectives import Collective, Sum, Union
+from dynamix.trainer.exchange.rows import LOOK_AGAIN, RowsExchange
+from dynamix.trainer.exchange.sparse.bitmap import (
     pack_bits,
     pack_on_device,
     positions,
@@ -16,9 +19,6 @@ from dynamix.trainer.exchange.bitmap import (
     unpack_bits,
     unpack_on_device,
 )
-from dynamix.trainer.exchange.codec import BucketView, Member
-from dynamix.trainer.exchange.collectives import Collective, Sum, Union
-from dynamix.trainer.exchange.rows import LOOK_AGAIN, RowsExchange
 
 SHAPES = {"bias": (7,), "table": (1000, 6), "norm": (3,), "wide": (40, 5, 5), "tail": (11,)}
 LENGTH = 7 + 6000 + 3 + 1000 + 11
@@ -62,8 +62,8 @@ def test_only_touched_rows_travel_and_one_bit_for_every_row() -> None:
     union, rows = asked_by(RowsExchange(), gradient, {"table": (1000, 8)})
     assert isinstance(union, Union)
     assert isinstance(rows, Sum)
-    assert (len(union.tensor), len(rows.tensor)) == (125, 24)
-    assert positions(unpack_bits(union.tensor, 1000)).tolist() == [3, 4, 999]
+    assert (len(union.tensor), len(rows.tensor)) == (1 + 125, 24)
+    assert positions(unpack_bits(union.tensor[1:], 1000)).tolist() == [3, 4, 999]
 
 
 def test_what_no_rank_touched_does_not_travel_at_all() -> None:
@@ -80,7 +80,7 @@ def test_a_parameter_that_is_dense_is_left_alone_for_50_steps() -> None:
         first, *others = asked_by(codec, gradient, shapes)
         assert isinstance(first, Union)
         kinds.append((len(first.tensor), [len(each.tensor) for each in others if isinstance(each, Sum)]))
-    looked, alone = (14, [100]), (13, [100])
+    looked, alone = (1 + 14, [100]), (1 + 13, [100])
     assert LOOK_AGAIN == 50
     assert kinds == [looked, *[alone] * 50, looked, *[alone] * 50, looked]
 
@@ -104,7 +104,7 @@ def test_a_parameter_that_became_sparse_travels_by_rows_again() -> None:
     for step in range(LOOK_AGAIN + 5):
         gradients = [ones if step == 0 else few, few]
         assert same_bits(ranks.reduce(gradients, shapes), dense_sum(gradients))
-    assert [len(each.tensor) for each in asked_by(ranks.codecs[0], few.clone(), shapes)] == [13, 8]  # type: ignore[union-attr, arg-type]
+    assert [len(each.tensor) for each in asked_by(ranks.codecs[0], few.clone(), shapes)] == [1 + 13, 8]  # type: ignore[union-attr, arg-type]
 
 
 def test_a_parameter_is_left_alone_in_whichever_bucket_it_is() -> None:
@@ -131,6 +131,19 @@ def test_minus_zero_on_all_ranks_stays_minus_zero() -> None:
         gradient[42] = -0.0
     summed = VirtualRanks("rows", 3).reduce(gradients, {"table": (10, 8)})
     assert torch.signbit(summed).nonzero().flatten().tolist() == [42]
+
+
+@pytest.mark.parametrize("num_with", [0, 1, 2, 3])
+@pytest.mark.parametrize("shapes", [SHAPES, {"wide": (LENGTH - 27, 1), "tail": (27,)}])
+def test_gradients_multiplied_by_a_mask_travel_by_rows_and_keep_their_zeros_signs(
+    shapes: dict[str, tuple[int, ...]], num_with: int
+) -> None:
+    gradients = [each * -1 + (0.0 if rank >= num_with else -0.0) for rank, each in enumerate(sparse(3, 1))]
+    ranks = VirtualRanks("rows", 3)
+    for _ in range(2):
+        assert same_bits(ranks.reduce(gradients, shapes), dense_sum(gradients))
+    leg = ranks.codecs[0].reduce(BucketView(0, gradients[0].clone(), make_parts(shapes)), Member(0, 3))
+    assert 2 <= len(list(leg)) <= 3, "nothing was left alone"
 
 
 @settings(deadline=None, max_examples=60)

@@ -16,12 +16,14 @@ from .int8 import Int8
 from .lossy import LossyExchange
 from .plain import PlainExchange
 from .rows import RowsExchange
+from .sketch import SketchExchange
 
 CODECS: dict[str, Callable[[], ExchangeCodec]] = {
     "none": PlainExchange,
     "bf16": lambda: LossyExchange("bf16", Cast(torch.bfloat16)),
     "fp16": lambda: LossyExchange("fp16", Cast(torch.float16)),
     "rows": RowsExchange,
+    "sketch": SketchExchange,
     "int8": lambda: LossyExchange("int8", Int8()),
 }
 """Ours, each made once per model."""

@@ -4,6 +4,7 @@ An embedding's gradient is zero but for the rows of the batch. A bitmap of the r
 ranks; the rows of the union, packed, are summed as any gradient is. Of a table with rows of d float32 numbers that
 costs the share of its rows in the union, and 1 / (32 d).
 
+Rows of -0.0 are touched, unless there are many of them, as in a gradient that was multiplied by a mask (`zeros`).
 A parameter with most rows in the union travels as it is from the next step on, without a bitmap, and is looked at again
 after `LOOK_AGAIN` steps. The union tells all ranks the same.
 """
@@ -13,13 +14,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .bitmap import pack_bits, positions, touched_rows, unpack_bits
 from .codec import BucketPart, BucketView, Member
 from .collectives import Leg, Union
 from .owners import sum_over_ranks
+from .sparse.bitmap import minus_zeros, pack_bits, positions, touched_rows, unpack_bits, valued_rows
+from .zeros import settle_zeros
 
 DENSE = 0.7
 """Share of rows in the union above which packing them saves too little."""
+MANY = 0.3
+"""Share of rows of this rank above which it looks for rows that are nothing but zeros of both signs."""
 LOOK_AGAIN = 50
 """Steps that a parameter is left alone."""
 
@@ -59,18 +63,22 @@ class RowsExchange:
             yield from sum_over_ranks(bucket.flat, member)
             self._leave_alone(bucket, [])
             return
-        union = pack_bits(
-            torch.cat([touched_rows(bucket.flat[part.start : part.stop], part.shape[0]) for part in tables])
-        )
-        yield Union(union)
-        touched = torch.split(
-            unpack_bits(union, sum(part.shape[0] for part in tables)), [part.shape[0] for part in tables]
-        )
-        rows = {part.key: positions(mask) for part, mask in zip(tables, touched, strict=True)}
+        masks = [_touched(bucket.flat[part.start : part.stop], part.shape[0]) for part in tables]
+        skips_zeros = any(mask.skips_zeros for mask in masks)
+        head = bucket.flat.new_tensor([not skips_zeros], dtype=torch.uint8)
+        said = torch.cat([head, pack_bits(torch.cat([mask.rows for mask in masks]))])
+        yield Union(said)
+        lengths = [part.shape[0] for part in tables]
+        union = torch.split(unpack_bits(said[1:], sum(lengths)), lengths)
+        rows = {part.key: positions(mask) for part, mask in zip(tables, union, strict=True)}
         dense = [part for part in tables if len(rows[part.key]) > DENSE * part.shape[0]]
         for part in dense:
             del rows[part.key]
-        yield from _sum_pieces(bucket.flat, _pieces(bucket, rows), member)
+        if rows:
+            zeros = minus_zeros(bucket.flat) if skips_zeros else None
+            yield from _sum_pieces(bucket.flat, _pieces(bucket, rows), member, zeros, one_has_none=bool(said[0]))
+        else:
+            yield from sum_over_ranks(bucket.flat, member)
         self._leave_alone(bucket, dense)
 
     def _is_open(self, part: BucketPart) -> bool:
@@ -96,13 +104,8 @@ def _pieces(bucket: BucketView, rows: dict[str, Tensor]) -> list[_Piece]:
     return [piece for piece in pieces if piece.length]
 
 
-def _sum_pieces(flat: Tensor, pieces: list[_Piece], member: Member) -> Leg:
-    """Sum what travels, packed; nothing travels where no rank touched anything."""
-    if not pieces:
-        return
-    if len(pieces) == 1 and pieces[0].rows is None:
-        yield from sum_over_ranks(flat[pieces[0].start : pieces[0].stop], member)
-        return
+def _sum_pieces(flat: Tensor, pieces: list[_Piece], member: Member, zeros: Tensor | None, *, one_has_none: bool) -> Leg:
+    """Sum what travels, packed, and settle the rest; nothing travels where no rank touched anything."""
     packed = flat.new_empty(sum(piece.length for piece in pieces))
     places = list(zip(pieces, torch.split(packed, [piece.length for piece in pieces]), strict=True))
     for piece, place in places:
@@ -111,10 +114,32 @@ def _sum_pieces(flat: Tensor, pieces: list[_Piece], member: Member) -> Leg:
             place.copy_(whole)
         else:
             torch.index_select(whole.view(piece.num_rows, -1), 0, piece.rows, out=place.view(len(piece.rows), -1))
-    yield from sum_over_ranks(packed, member)
+    if pieces:
+        yield from sum_over_ranks(packed, member)
+    yield from settle_zeros(flat, zeros, one_has_none=one_has_none)
     for piece, place in places:
         whole = flat[piece.start : piece.stop]
         if piece.rows is None:
             whole.copy_(place)
         else:
             whole.view(piece.num_rows, -1).index_copy_(0, piece.rows, place.view(len(piece.rows), -1))
+
+
+class _Touched(NamedTuple):
+    """Rows of a table that this rank touched."""
+
+    rows: Tensor
+    """As bool."""
+    skips_zeros: bool = False
+    """Whether another row may have a -0.0."""
+
+
+def _touched(table: Tensor, num_rows: int) -> _Touched:
+    """By their bits, or by value where that makes a difference to many rows."""
+    rows = touched_rows(table, num_rows)
+    count = int(rows.count_nonzero())
+    if count > MANY * num_rows:
+        valued = valued_rows(table, num_rows)
+        if int(valued.count_nonzero()) < count:
+            return _Touched(valued, skips_zeros=True)
+    return _Touched(rows)

@@ -1,7 +1,7 @@
 """Bitmaps: which elements or rows of a gradient are not zero, one bit each, to be united over ranks.
 
-Bits are compared, not values: -0.0 and NaN are not zero. What no rank touched is +0.0 on all, so its sum is known.
-2^22 numbers of float32 take 1 ms (one core, 2026): less than reading them from memory twice.
+By their bits -0.0 and NaN are not zero: what no rank touched is +0.0 on all, and so is its sum. By value -0.0 is zero.
+2^22 numbers of float32 take 2 to 4 ms (one core, 2026).
 """
 
 from math import gcd
@@ -11,17 +11,32 @@ import torch
 from torch import Tensor
 
 INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
+"""By bytes."""
 BIT_VALUES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 def touched_rows(gradient: Tensor, num_rows: int) -> Tensor:
-    """Which of so many equal rows of a flat gradient hold a bit that is set, as bool."""
+    """Which of so many equal rows of a flat gradient are not zero by their bits, as bool."""
     row_bytes = len(gradient) // num_rows * gradient.element_size()
     width = gcd(8, row_bytes, gradient.storage_offset() * gradient.element_size())
-    words = gradient.view(INTEGERS[width]).view(num_rows, -1)
-    if words.shape[1] == 1:
-        return words[:, 0] != 0
-    return (words.amax(1) != 0).logical_or_(words.amin(1) != 0)  # 6 times as fast as any() of a comparison
+    return _any_of_row(gradient.view(INTEGERS[width]) != 0, num_rows)
+
+
+def valued_rows(gradient: Tensor, num_rows: int) -> Tensor:
+    """Which of so many equal rows are not zero by value: twice the time."""
+    return _any_of_row(gradient != 0, num_rows)
+
+
+def minus_zeros(gradient: Tensor) -> Tensor:
+    """Where a flat gradient is -0.0, as bool."""
+    bits = INTEGERS[gradient.element_size()]
+    return gradient.view(bits) == torch.iinfo(bits).min
+
+
+def _any_of_row(mask: Tensor, num_rows: int) -> Tensor:
+    if len(mask) == num_rows:
+        return mask
+    return mask.view(torch.uint8).view(num_rows, -1).amax(1).view(torch.bool)  # any() takes 5 times as long
 
 
 def pack_bits(mask: Tensor) -> Tensor:
