@@ -29,10 +29,17 @@ def _gradient(case: Case, plan: RankPlan, rank: int, number: int) -> Tensor:
     return flat.flatten()
 
 
-def bucket_of(flat: Tensor, width: int) -> BucketView:
-    """The gradient as a bucket with one table."""
-    shape = torch.Size((len(flat) // width, width))
-    return BucketView(0, flat, (BucketPart("table", 0, len(flat), shape),))
+def buckets_of(flat: Tensor, width: int, num_buckets: int) -> list[BucketView]:
+    """The gradient as buckets of about equal sizes, each with one table."""
+    num_rows = len(flat) // width
+    buckets, start = [], 0
+    for number in range(num_buckets):
+        stop = num_rows * (number + 1) // num_buckets * width
+        shape = torch.Size(((stop - start) // width, width))
+        part = BucketPart(f"table{number}", 0, stop - start, shape)
+        buckets.append(BucketView(number, flat[start:stop], (part,)))
+        start = stop
+    return buckets
 
 
 def sparse_of(flat: Tensor, width: int) -> Tensor:

@@ -38,6 +38,8 @@ class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank does with a case."""
 
     num_elements: int
+    num_buckets: int
+    """Parts of the gradient that codecs sum one behind the other, as DDP's buckets."""
     num_rounds: int
     num_warm_up: int
     arms: tuple[str, ...]
@@ -86,6 +88,7 @@ def exchange_parser(description: str | None) -> argparse.ArgumentParser:
             "baselines and codecs; CODEC@shares: over owners with equal shares",
         ),
         ("--log2-elements", 22, "logarithm of the numbers in the gradient"),
+        ("--buckets", 4, "of the gradient, which codecs sum one behind the other"),
         ("--rounds", 10, "exchanges of an arm that are measured"),
         ("--warm-up", 2, "exchanges of an arm before them"),
         ("--seed", 1, "of the gradients"),
@@ -102,6 +105,7 @@ def plan_of(options: argparse.Namespace) -> ExchangePlan:
     plan = ExchangePlan(
         rank=RankPlan(
             num_elements=1 << options.log2_elements,
+            num_buckets=at_least(1, "--buckets", options.buckets),
             num_rounds=at_least(1, "--rounds", options.rounds),
             num_warm_up=at_least(1, "--warm-up", options.warm_up),
             arms=tuple(options.arms.split(",")),
@@ -117,6 +121,8 @@ def plan_of(options: argparse.Namespace) -> ExchangePlan:
     for width in plan.widths:
         if plan.rank.num_elements % width:
             raise ValueError(f"--widths {width}: {plan.rank.num_elements} numbers are not whole rows of it")
+        if plan.rank.num_elements // width < plan.rank.num_buckets:
+            raise ValueError(f"--buckets {plan.rank.num_buckets}: more than rows of {width} numbers")
     check_links(plan.links)
     return plan
 

@@ -22,6 +22,7 @@ from bench.harness.rounds import Rounds, Timed, Timing
 from torch import Tensor
 
 from dynamix.collector.procfs.proc import parse_net_dev
+from dynamix.trainer.communication.pipeline import Pipeline
 
 P = TypeVar("P")
 C = TypeVar("C")
@@ -46,7 +47,8 @@ class ArmTimings(msgspec.Struct, frozen=True, kw_only=True):
 def run_case(case: Case, plan: RankPlan) -> dict[str, ArmTimings]:
     """All arms, in rounds whose order is the same on all ranks."""
     gradients = make_gradients(case, plan, dist.get_rank())
-    prepares = {name: arm_named(name, case.width) for name in plan.arms}
+    pipeline = Pipeline(TIMEOUT)
+    prepares = {name: arm_named(name, case, plan, pipeline) for name in plan.arms}
     found = {name: prepare(gradients[0].clone())() for name, prepare in prepares.items()}
     sums = {name: _dense(total) for name, total in found.items()}
     largest = sums[ALL_REDUCE].abs().max()
@@ -59,6 +61,7 @@ def run_case(case: Case, plan: RankPlan) -> dict[str, ArmTimings]:
         exchange = prepares[name](gradients[num_done[name] % NUM_GRADIENTS].clone())
         num_done[name] += 1
         rounds.record(timed(exchange))
+    pipeline.close()
     return {
         name: ArmTimings(
             wall_s=[timing.wall_s for timing in timings],

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench.exchange.gradients import NUM_GRADIENTS, bucket_of, make_gradients, sparse_of
+from bench.exchange.gradients import NUM_GRADIENTS, buckets_of, make_gradients, sparse_of
 from bench.exchange.plan import Case, Mask, RankPlan, exchange_parser, plan_of
 from bench.exchange.rank import ArmTimings
 from bench.exchange.result import missed, panels_of, summarise, targets_of, text_of
 from tests.support.benches import run_bench
 
-PLAN = RankPlan(num_elements=1 << 14, num_rounds=3, num_warm_up=1, arms=("all-reduce", "rows"), seed=1)
+PLAN = RankPlan(num_elements=1 << 14, num_buckets=3, num_rounds=3, num_warm_up=1, arms=("all-reduce", "rows"), seed=1)
 
 
 def case_of(mask: Mask = "identical", density: float = 0.05, width: int = 1) -> Case:
@@ -41,13 +41,15 @@ def test_masks_are_those_of_all_ranks_or_of_one_and_change_with_every_gradient()
     assert torch.equal(same[0][1], make_gradients(case_of("identical"), PLAN, 0)[1])
 
 
-def test_a_sparse_tensor_and_a_bucket_hold_the_gradient() -> None:
+def test_a_sparse_tensor_and_buckets_hold_the_gradient() -> None:
     flat = make_gradients(case_of(width=16), PLAN, 0)[0]
     sparse = sparse_of(flat, 16)
     assert sparse.values().shape == (51, 16)
     assert torch.equal(sparse.to_dense().flatten(), flat)
-    (part,) = bucket_of(flat, 16).parts
-    assert (part.start, part.stop, tuple(part.shape)) == (0, 1 << 14, (1024, 16))
+    buckets = buckets_of(flat, 16, 3)
+    assert torch.equal(torch.cat([bucket.flat for bucket in buckets]), flat)
+    assert [tuple(part.shape) for bucket in buckets for part in bucket.parts] == [(341, 16), (341, 16), (342, 16)]
+    assert all(bucket.parts[0].stop == len(bucket.flat) for bucket in buckets)
 
 
 def timings(wall_s: list[float], *, tx_bytes: int = 1000, digest: int = 7, error: float = 0.0) -> ArmTimings:
@@ -100,6 +102,7 @@ def test_every_combination_is_a_case_and_a_dense_gradient_has_one_mask() -> None
         (["--densities", "0"], "--densities 0"),
         (["--masks", "equal"], "'equal' is none of"),
         (["--widths", "3"], "not whole rows"),
+        (["--buckets", "9", "--log2-elements", "3"], "--buckets 9: more than rows"),
         (["--rounds", "0"], "--rounds 0: at least 1"),
     ],
 )

@@ -14,7 +14,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 from bench.exchange.plan import ALL_REDUCE, TORCH_SPARSE
-from bench.exchange.rank import answer_cases, timed
+from bench.exchange.rank import TIMEOUT, answer_cases, timed
 from bench.exchange.steps.hook import CodecHook
 from bench.exchange.steps.plan import StepsCase, StepsPlan
 from bench.harness.rounds import Rounds
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dynamix.lab.workloads import Data, Part, Workload, make_optimizer, workload_named
+from dynamix.trainer.communication.pipeline import Pipeline
 
 NUM_WARM_UP = 1
 """Rounds before those that are measured: DDP makes its buckets again behind the first step."""
@@ -42,7 +43,7 @@ class StepsTimings(msgspec.Struct, frozen=True, kw_only=True):
 class ArmTraining:
     """One arm's model."""
 
-    def __init__(self, arm: str, workload: Workload, plan: StepsPlan) -> None:
+    def __init__(self, arm: str, workload: Workload, plan: StepsPlan, pipeline: Pipeline) -> None:
         torch.manual_seed(plan.seed)
         self._workload = workload
         self.model = workload.model()
@@ -52,7 +53,7 @@ class ArmTraining:
                     module.sparse = True
         self._trained = DistributedDataParallel(self.model)
         if arm not in (ALL_REDUCE, TORCH_SPARSE):
-            CodecHook(arm, self.model).register(self._trained)
+            CodecHook(arm, self.model, pipeline).register(self._trained)
         self._optimizer = make_optimizer("sgd", self.model.parameters(), plan.learning_rate)
 
     def step(self, batch: Part) -> None:
@@ -70,7 +71,8 @@ class ArmTraining:
 def run_case(case: StepsCase, plan: StepsPlan) -> dict[str, StepsTimings]:
     """All arms, in rounds whose order is the same on all ranks."""
     workload, data = workload_named(case.workload), _data(case.workload, plan.data)
-    arms = {name: ArmTraining(name, workload, plan) for name in plan.arms}
+    pipeline = Pipeline(TIMEOUT)
+    arms = {name: ArmTraining(name, workload, plan, pipeline) for name in plan.arms}
     batches = {name: _batches(data.train, case, plan) for name in plan.arms}
     rounds = Rounds(plan.arms, plan.num_rounds, label="steps", num_warm_up=NUM_WARM_UP, is_quiet=True)
     for name in rounds:
@@ -81,6 +83,7 @@ def run_case(case: StepsCase, plan: StepsPlan) -> dict[str, StepsTimings]:
                 arm.step(batch)
 
         rounds.record(timed(train, num_items=plan.num_steps))
+    pipeline.close()
     expected = arms[ALL_REDUCE].parameters()
     found = {}
     for name, timings in rounds.timings.items():
