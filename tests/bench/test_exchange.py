@@ -102,7 +102,7 @@ def test_every_combination_is_a_case_and_a_dense_gradient_has_one_mask() -> None
         (["--densities", "0"], "--densities 0"),
         (["--masks", "equal"], "'equal' is none of"),
         (["--widths", "3"], "not whole rows"),
-        (["--buckets", "9", "--log2-elements", "3"], "--buckets 9: more than rows"),
+        (["--buckets", "9", "--log2-elements", "3", "--densities", "1"], "--buckets 9: more than rows"),
         (["--rounds", "0"], "--rounds 0: at least 1"),
     ],
 )
