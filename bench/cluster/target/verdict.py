@@ -171,7 +171,7 @@ def _notes(
         )
         notes.append(
             "Searched under the first seed, each setting until the best one so far had been there or its accuracy was "
-            f"5 % below: {searches}."
+            f"5 points below: {searches}."
         )
     errors = [
         f"`{name}` {one.reason or ('-' if one.median_error is None else f'{one.median_error:.1%}')}"
