@@ -29,7 +29,7 @@ MAY_IMPORT = {
 PURE_CORES = {
     "collector": {"window", "probes", "procfs", "ebpf"},
     "reward": {"formula"},
-    "schemas": {"apportion", "features", "rank_times"},
+    "schemas": {"apportion", "features"},
     "arbitrator": {
         *("deciding.fold", "deciding.signatures", "policies"),
         *(f"learned.{name}" for name in ("actions", "inputs", "forward", "policy", "policy_file")),

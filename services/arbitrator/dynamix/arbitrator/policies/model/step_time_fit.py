@@ -1,7 +1,7 @@
 """Fits the step-time model to windows, one after the other. Pure; the whole memory packs into a policy's carry.
 
-- Fixed time and saturation of a rank: `dynamix.schemas.rank_times`, from pairs of neighbouring windows between which
-  the global batch changed. A rank whose own size changed otherwise is left out: under a fast split its size follows its
+- Fixed time and saturation of a rank: `rank_times`, from pairs of neighbouring windows between which the global batch
+  changed. A rank whose own size changed otherwise is left out: under a fast split its size follows its
   speed, and would be taken for a fixed cost. While a rank's sizes tell little, its fixed time is drawn to that of all
   ranks, and that to 0. Of very many ranks as many as the carry has room for speak for all.
 - Seconds per sample of a rank: (compute time - fixed time) / samples. The compute time is filtered against what was
@@ -27,9 +27,9 @@ import numpy as np
 import numpy.typing as npt
 
 from dynamix.schemas.messages import Job
-from dynamix.schemas.rank_times import TOLERANCE, PairSums, fixed_share
 
 from .observation import Array32, Array64, column
+from .rank_times import TOLERANCE, PairSums, fixed_share
 from .step_time import StepTime
 
 JUMP = math.exp(0.2)

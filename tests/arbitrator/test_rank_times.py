@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from dynamix.schemas.rank_times import PairSums, RankFit, fixed_share
+from dynamix.arbitrator.policies.model.rank_times import PairSums, RankFit, fixed_share
 
 SECONDS_PER_SAMPLE = 1e-3
 

@@ -1,4 +1,4 @@
-"""Fits what a step costs each rank to its times at different sizes. Pure; no service owns it.
+"""Fits what a step costs each rank to its times at different sizes.
 
     time = fixed + max(size, saturation) * seconds_per_sample
 
@@ -7,17 +7,13 @@ m_1 t_0 - m_0 t_1 = fixed (m_1 - m_0). Both sides are divided by the mean m and 
 relative error of the times, and their products are summed over pairs, for each of some saturations. Least squares then
 gives what is fixed, and what it leaves unexplained tells the saturations apart. Old pairs fade as new ones come, and
 never while sizes stay.
-
-All ranks of a job fit for themselves and must come to the same numbers: there is nothing but additions,
-multiplications, divisions and comparisons of float64, element by element, which IEEE 754 defines to the last bit.
 """
 
 from typing import NamedTuple, Self
 
 import numpy as np
-import numpy.typing as npt
 
-Array64 = npt.NDArray[np.float64]
+from .observation import Array64
 
 NUM_SATURATIONS = 36
 """Saturations that are compared beside none: the largest size, and down from it in steps of `QUARTER_OCTAVE`."""
