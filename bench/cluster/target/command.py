@@ -150,7 +150,7 @@ def _predict(
     with ProgressLine(PROGRESS_EVERY_S) as line:
         arms = {case.case.name: case.arms for case in found}
         data = None if options.data is None else Path(options.data)
-        return refused | predict(scenarios, arms, _seeds(options)[:1], options.work, show, data=data)
+        return refused | predict(scenarios, arms, options.work, show, data=data)
 
 
 def _seeds(options: argparse.Namespace) -> list[int]:

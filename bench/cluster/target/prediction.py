@@ -1,7 +1,7 @@
 """Predictions: the same arms on a virtual cluster that was calibrated on a captured run of another policy."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -21,6 +21,8 @@ from .arms import BASE_GLOBAL_BATCH_SIZE, LEARNING_RATE, TargetArm
 from .cases import TargetCase
 from .ranks import WORKLOAD
 
+SEEDS = range(1, 5)
+"""Seeds of the virtual runs, which cost a few seconds each; one alone is some 10 % off."""
 EVALUATE_EVERY_S = 1.0
 EVALUATION_SAMPLES = 2_000
 """Held-out samples, the first ones: to look at all of them every half second would take longer than to train."""
@@ -81,7 +83,6 @@ def task_of(scenario: Scenario, arm: TargetArm, seed: int) -> RunTask:
 def predict(
     scenarios: Mapping[str, tuple[Scenario, float]],
     arms: Mapping[str, Mapping[str, TargetArm]],
-    seeds: Sequence[int],
     work: Path,
     on_progress: Callable[[ComparisonProgress], None],
     *,
@@ -90,7 +91,7 @@ def predict(
 ) -> dict[str, Predicted]:
     """Run the arms of every case, by name and row, in its calibrated scenario; what was run before is not run again."""
     cells = {
-        (name, row): [ComparisonCell(f"{name} {row}", 0, task_of(scenario, arms[name][row], seed)) for seed in seeds]
+        (name, row): [ComparisonCell(f"{name} {row}", 0, task_of(scenario, arms[name][row], seed)) for seed in SEEDS]
         for name, (scenario, _) in scenarios.items()
         for row in arms[name]
     }
