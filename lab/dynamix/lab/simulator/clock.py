@@ -17,6 +17,9 @@ C = 2 (N - 1) / N * M / bandwidth + 2 (N - 1) K latency; one slow link hides the
 workers push to and pull from each server at once: its link carries N parts (incast), and is congested (congestion_0)
 where the whole network is. A congested link has its bandwidth divided and its latency multiplied.
 
+Where another exchange than exact training by all-reduces rules, `exchange.timing` has the formulas of C and of what is
+exposed; a ring's are the same there.
+
 A straggler, and the jitter of a step, slow all of a worker's computing, its overhead too. The parts are those of the
 real clock (`dynamix.trainer.measurement.clock`): data 0, compute, sync = waiting for the slowest and the exposed
 communication, update = the cost of a decision. The optimizer's own time belongs to `overhead_s`.
@@ -30,6 +33,8 @@ import numpy as np
 import numpy.typing as npt
 
 from .disturbances import Conditions
+from .exchange.timing import CodingCost, LinkSpeeds, bucket_times, finish_s, ready_times_s
+from .exchange.traffic import StepTraffic
 from .scenario import BYTES_PER_MBIT, Scenario
 
 Array64 = npt.NDArray[np.float64]
@@ -63,17 +68,31 @@ class VirtualClock:
         self._bandwidth = BYTES_PER_MBIT * np.array(
             [worker.bandwidth_mbit_s or network.bandwidth_mbit_s for worker in workers]
         )
+        self._coding = scenario.coding
         self.decision_s = scenario.decision.cost_s + scenario.decision.cost_per_doubling_s * math.log2(len(workers))
         self.tx_bytes_per_step = sent_bytes(network.topology, len(workers), self._gradient_bytes)
         """Bytes that each worker sends, and receives, in one step."""
 
-    def step(self, sizes: Array64, conditions: Conditions, *, decided: bool = False) -> StepTiming:
-        """One step with these local batch sizes; `decided` when another allocation begins to rule with it."""
+    @property
+    def gradient_bytes(self) -> int:
+        """M: of one gradient, as large as it pretends to be."""
+        return self._gradient_bytes
+
+    def step(
+        self, sizes: Array64, conditions: Conditions, *, decided: bool = False, traffic: StepTraffic | None = None
+    ) -> StepTiming:
+        """One step with these local batch sizes; `decided` when another allocation begins to rule with it.
+
+        `traffic` is what the ranks sent, where it is not their gradients as they are, by all-reduces.
+        """
         sized_s = np.maximum(sizes, self._saturation) * self._s_per_sample
         compute_s = conditions.slowdown * (self._overhead_s + sized_s)
         slowest_s = float(compute_s.max())
-        communication_s = self.communication_s(conditions)
-        exposed_s = exposed_time_s(communication_s, slowest_s, self._network.overlap, self._network.num_buckets)
+        if traffic is None:
+            communication_s = self.communication_s(conditions)
+            exposed_s = exposed_time_s(communication_s, slowest_s, self._network.overlap, self._network.num_buckets)
+        else:
+            communication_s, exposed_s = self._exchange_s(traffic, conditions, slowest_s, self._network.overlap)
         sync_s = slowest_s - compute_s + exposed_s
         update_s = self.decision_s if decided else 0.0
         return StepTiming(compute_s, sync_s, update_s, slowest_s + exposed_s + update_s, communication_s)
@@ -93,6 +112,19 @@ class VirtualClock:
         bytes_in = num_workers * self._gradient_bytes / network.num_buckets
         incast_s = float(congestion.min()) * (network.latency_s + bytes_in / servers_bandwidth)
         return 2 * network.num_buckets * max(incast_s, float((latencies_s + buckets_s).max()))
+
+    def _exchange_s(
+        self, traffic: StepTraffic, conditions: Conditions, slowest_s: float, overlap: float
+    ) -> tuple[float, float]:
+        """C of what was sent, and the exposed part of it."""
+        if len(self._bandwidth) < 2:
+            return 0.0, 0.0
+        congestion = conditions.congestion
+        links = LinkSpeeds(self._bandwidth / congestion, congestion * self._network.latency_s)
+        cost = CodingCost(self._coding.s_per_byte(traffic.codec), self._coding.message_s)
+        times = bucket_times(traffic, links, cost, float(conditions.slowdown.max()))
+        ready_s = ready_times_s(len(times), slowest_s, overlap)
+        return finish_s(times, [0.0] * len(times)), finish_s(times, ready_s) - slowest_s
 
 
 def exposed_time_s(communication_s: float, slowest_compute_s: float, overlap: float, num_buckets: int) -> float:

@@ -14,6 +14,7 @@ import torch
 
 from dynamix.lab.workloads import Data, Part, make_optimizer, workload_named
 from dynamix.schemas.messages import Action, Applied, Job, Report
+from dynamix.schemas.messages.allocation import EXACT
 from dynamix.trainer.data.division import Division, StepPlan
 from dynamix.trainer.data.orders import Permutations
 from dynamix.trainer.data.sampler import PlanSampler, Position
@@ -24,8 +25,11 @@ from dynamix.trainer.measurement.rows import job_totals
 from dynamix.trainer.steering.offers import Offers
 from dynamix.trainer.steering.tracking import FastLoop, Tracker
 
-from .clock import StepTiming, VirtualClock
-from .disturbances import Conditions, Disturbances
+from .clock import VirtualClock
+from .disturbances import Disturbances
+from .exchange.traffic import StepTraffic
+from .exchange.virtual import RuledStep, VirtualExchange
+from .gradients import StepSums
 from .perceptron import gradients_of
 from .ranks import NOISE_DECAY, WindowRecorder, identity_of, job_options, reporters_of, training_part
 from .scenario import Scenario
@@ -90,6 +94,12 @@ class VirtualCluster:
         self._disturbances = Disturbances(scenario, seed)
         self._clock = VirtualClock(scenario, workload.gradient_bytes)
         self._recorder = WindowRecorder(scenario, self._clock.tx_bytes_per_step)
+        self._exchange = VirtualExchange(
+            self._gradients.model,
+            scenario.world_size,
+            num_buckets=scenario.network.num_buckets,
+            gradient_bytes=self._clock.gradient_bytes,
+        )
         self._noise = NoiseAverage(NOISE_DECAY)
         self._optimizer = make_optimizer(
             scenario.optimizer,
@@ -137,7 +147,7 @@ class VirtualCluster:
         if self.over:
             return []
         if self.scenario.lag_windows == 0:
-            self._adopt()
+            self._adopt(self.position.step)
         for _ in range(self.scenario.window_steps):
             self._step()
         return self._report()
@@ -163,29 +173,38 @@ class VirtualCluster:
             self.position = self.position.at_epoch(self.position.epoch + 1)
         plan = self._sampler.plan_at(self.position)
         conditions = self._disturbances.at(plan.step, self.time_s)
+        decided, self._decided = self._decided, False
+        following = self.position.after(plan)
+        if following.step % self.scenario.window_steps == 0 and self.scenario.lag_windows > 0:
+            self._adopt(following.step)  # before the window's last step: a real rank knows by then what follows
+        sums, traffic = self._train(plan)
         sizes = np.asarray(plan.counts.values, dtype=np.float64)
-        timing = self._clock.step(sizes, conditions, decided=self._decided)
-        self._decided = False
-        self._train(plan, timing, conditions)
+        timing = self._clock.step(sizes, conditions, decided=decided, traffic=traffic)
+        self._recorder.record_step(plan, sums, timing, conditions, traffic)
+        self._evaluate(self.time_s + timing.step_s)  # what was due before the step's end saw the parameters before it
+        self._optimizer.step()
         self.time_s += timing.step_s
-        self.position = self.position.after(plan)
+        self.position = following
         self._schedule.drop_before(plan.step)
-        if self.position.step % self.scenario.window_steps == 0 and self.scenario.lag_windows > 0:
-            self._adopt()  # before the window is reported: a real rank knows by then what follows
         if self._schedule.allocation_at(plan.step).split == "tracking":
             seconds = timing.seconds_per_sample(plan.counts.values)
             # a loader without workers has drawn nothing yet
             self._fast_loop.observe_times(seconds, self.position.step, plan.counts.values)
 
-    def _train(self, plan: StepPlan, timing: StepTiming, conditions: Conditions) -> None:
-        """The step itself; what was due to be evaluated before its end saw the parameters before it."""
+    def _train(self, plan: StepPlan) -> tuple[StepSums, StepTraffic | None]:
+        """Leave the gradient of a step; what the ranks sent is told where it is not exact training's."""
         chosen = torch.from_numpy(self._orders.order_of(plan.epoch)[plan.offset : plan.offset + plan.counts.total])
         inputs, labels = (tensor.index_select(0, chosen.to(tensor.device)) for tensor in self._data)
         measured = is_measured(plan.step, self.scenario.noise_every)
-        sums = self._gradients.step(inputs, labels, plan, measured=measured)
-        self._recorder.record_step(plan, sums, timing, conditions)
-        self._evaluate(self.time_s + timing.step_s)
-        self._optimizer.step()
+        ruling, following = (self._schedule.allocation_at(step).exchange for step in (plan.step, plan.step + 1))
+        if ruling == EXACT:
+            return self._gradients.step(inputs, labels, plan, measured=measured), None
+        gradient = self._gradients.parameters.grad
+        assert gradient is not None, "made with the model"
+        of_each = gradient.new_empty(self.scenario.world_size, len(gradient))
+        sums = self._gradients.step_of_each(inputs, labels, plan, of_each)
+        traffic = self._exchange.sum_gradients(of_each / plan.counts.total, RuledStep(ruling, following), gradient)
+        return sums._replace(norms=self._gradients.norms_of(of_each) if measured else None), traffic
 
     def _evaluate(self, before_s: float) -> None:
         """Fill the grid up to a time, exclusively: it costs no virtual time, and the parameters stay the same."""
@@ -199,22 +218,23 @@ class VirtualCluster:
             if self.time_to_target_s is None and accuracy >= scenario.target_accuracy:
                 self.time_to_target_s = due_s
 
-    def _adopt(self) -> None:
-        """Let the newest action that is old enough rule from the next window on."""
-        due = self.window - 1 - self.scenario.lag_windows
+    def _adopt(self, first_step: int) -> None:
+        """Let the newest action that is old enough rule from the window on that begins with a step."""
+        window = first_step // self.scenario.window_steps
+        due = window - 1 - self.scenario.lag_windows
         while self._waiting and self._waiting[0].window <= due:
-            self._offers.consider(self._waiting.popleft(), self.window)
-        action = self._offers.adopt(self.window)
+            self._offers.consider(self._waiting.popleft(), window)
+        action = self._offers.adopt(window)
         if action is None:
             return
         before = self._schedule.newest
-        self._fast_loop.adopt(self.position.step, action.allocation)
+        self._fast_loop.adopt(first_step, action.allocation)
         self._decided = self._schedule.newest != before  # a policy that changes nothing pays nothing
         self.applied.append(
             self._reporters[0].receipt(
                 action,
-                effective_window=self.window,
-                effective_step=self.position.step,
+                effective_window=window,
+                effective_step=first_step,
                 num_refused=self._offers.num_refused,
             )
         )

@@ -100,6 +100,25 @@ class Gradients(ABC):
             self._segments = WorkerSegments(plan.counts)
         return self._measured(inputs, labels) if measured else self._union(inputs, labels)
 
+    def step_of_each(self, inputs: Tensor, labels: Tensor, plan: StepPlan, gradients: Tensor) -> StepSums:
+        """Write each worker's gradient of the SUM of its losses into its row of `gradients`; `norms` stays empty.
+
+        Costs a forward and backward pass per worker, on its own samples only.
+        """
+        counts = plan.counts
+        if self._segments.counts is not counts:
+            self._segments = WorkerSegments(counts)
+        loss, correct = np.zeros(len(counts.values)), np.zeros(len(counts.values))
+        gradients.zero_()
+        for rank, start, stop in self._segments.slices():
+            loss[rank], correct[rank] = self._own(inputs[start:stop], labels[start:stop])
+            gradients[rank] = self._gradient
+        return StepSums(loss, correct, None)
+
+    def norms_of(self, gradients: Tensor) -> WorkerNorms:
+        """The norms of a step from the rows that `step_of_each` wrote, and from the gradient G as it is now."""
+        return self._squared_norms(torch.linalg.vector_norm(gradients, dim=1).double().cpu().numpy())
+
     def accuracy(self, part: Part) -> float:
         """Share of a part's samples that the model gets right now."""
         correct, count = 0.0, len(part.labels)
@@ -116,6 +135,10 @@ class Gradients(ABC):
     @abstractmethod
     def _union(self, inputs: Tensor, labels: Tensor) -> StepSums:
         """The step as one big batch."""
+
+    @abstractmethod
+    def _own(self, inputs: Tensor, labels: Tensor) -> tuple[float, float]:
+        """Leave the gradient of the sum of some samples' losses; returns that sum, and how many are right."""
 
     @abstractmethod
     def _measured(self, inputs: Tensor, labels: Tensor) -> StepSums:
@@ -141,14 +164,17 @@ class AutogradGradients(Gradients):
         loss, correct, norms = np.zeros(num_workers), np.zeros(num_workers), np.zeros(num_workers)
         total = torch.zeros_like(self._gradient)
         for rank, start, stop in self._segments.slices():
-            self._gradient.zero_()
-            outputs, own = self.model(inputs[start:stop]), labels[start:stop]
-            torch.autograd.backward(self._workload.loss(outputs, own, "sum"))
+            loss[rank], correct[rank] = self._own(inputs[start:stop], labels[start:stop])
             total += self._gradient
             norms[rank] = torch.linalg.vector_norm(self._gradient).item()
-            loss[rank], correct[rank] = self._sums(outputs.detach(), own)
         self._gradient.copy_(total.div_(self._segments.counts.total))
         return StepSums(loss, correct, self._squared_norms(norms))
+
+    def _own(self, inputs: Tensor, labels: Tensor) -> tuple[float, float]:
+        self._gradient.zero_()
+        outputs = self.model(inputs)
+        torch.autograd.backward(self._workload.loss(outputs, labels, "sum"))
+        return self._sums(outputs.detach(), labels)
 
     def _sums(self, outputs: Tensor, labels: Tensor) -> tuple[float, float]:
         return self._workload.loss(outputs, labels, "sum").item(), self._workload.num_correct(outputs, labels)

@@ -60,11 +60,21 @@ class PerceptronGradients(Gradients):
     @torch.inference_mode()
     def _union(self, inputs: Tensor, labels: Tensor) -> StepSums:
         passed = self._pass(inputs, labels)
+        self._write_sums(passed)
+        self._gradient.div_(len(labels))
+        return StepSums(self._segments.sums(passed.loss), self._segments.sums(passed.correct), None)
+
+    @torch.inference_mode()
+    def _own(self, inputs: Tensor, labels: Tensor) -> tuple[float, float]:
+        passed = self._pass(inputs, labels)
+        self._write_sums(passed)
+        return float(passed.loss.sum(dtype=torch.float64)), float(passed.correct.sum())
+
+    def _write_sums(self, passed: _Pass) -> None:
+        """The gradient of the summed loss, where it belongs."""
         for layer, entered, derivative in zip(self._layers, passed.inputs, passed.derivatives, strict=True):
             torch.mm(derivative, entered, out=layer.weight_gradient)
             torch.sum(derivative, 1, out=layer.bias_gradient)
-        self._gradient.div_(len(labels))
-        return StepSums(self._segments.sums(passed.loss), self._segments.sums(passed.correct), None)
 
     @torch.inference_mode()
     def _measured(self, inputs: Tensor, labels: Tensor) -> StepSums:

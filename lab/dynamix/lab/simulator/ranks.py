@@ -8,6 +8,7 @@ import torch
 
 from dynamix.lab.workloads import Data, Part
 from dynamix.schemas.messages import SocketCounters, SystemMetrics
+from dynamix.schemas.messages.allocation import EXACT
 from dynamix.trainer.data.division import StepPlan
 from dynamix.trainer.gradient.noise import NoiseSums
 from dynamix.trainer.job.identity import Attempt, JobIdentity, Place
@@ -19,6 +20,7 @@ from dynamix.trainer.measurement.rows import Row, make_row
 
 from .clock import StepTiming
 from .disturbances import LABELS, Conditions, generator
+from .exchange.traffic import StepTraffic
 from .gradients import StepSums
 from .scenario import Scenario
 
@@ -38,8 +40,12 @@ NO_PROCESS = ProcessIdentity(pid=0, start_ticks=0, namespace=0, uid=0)
 def job_options(
     scenario: Scenario, seed: int, policy: str, policy_options: Mapping[str, float], sizes: tuple[int, ...]
 ) -> JobOptions:
-    """What `attach` would have been told."""
-    return JobOptions(
+    """What `attach` would have been told.
+
+    Raises:
+        ValueError: when the policy lets gradients travel from the first step on as this job cannot have it.
+    """
+    options = JobOptions(
         local_batch_sizes=sizes,
         base_global_batch_size=scenario.base_global_batch_size,
         window_steps=scenario.window_steps,
@@ -58,7 +64,16 @@ def job_options(
         noise_every=scenario.noise_every,
         noise_decay=NOISE_DECAY,
         supports_tracking=True,
+        exchange=scenario.exchange,
+        supports_exchange=scenario.supports_exchange,
     )
+    first = options.initial_allocation.exchange
+    if first != EXACT and not scenario.supports_exchange:
+        raise ValueError(
+            f"policy {policy!r} asks for gradients {first.label}, which parameter servers cannot exchange: use "
+            'network.topology = "ring", or the policy without these options'
+        )
+    return options
 
 
 def identity_of(scenario: Scenario, job: str) -> JobIdentity:
@@ -103,7 +118,7 @@ class WindowRecorder:
         self._tx_bytes_per_step = tx_bytes_per_step
         self._round_trip_us = 2e6 * scenario.network.latency_s
         self._retransmits_per_s = 0.0 if scenario.congestion is None else scenario.congestion.retransmits_per_s
-        self._tx_bytes = 0.0
+        self._tx_bytes, self._rx_bytes = np.zeros(count), np.zeros(count)
         self._retransmits = np.zeros(count)
         self._begin()
 
@@ -116,8 +131,15 @@ class WindowRecorder:
         self._largest = np.zeros(count)
         self._noise = [NoiseSums() for _ in range(count)]
 
-    def record_step(self, plan: StepPlan, sums: StepSums, timing: StepTiming, conditions: Conditions) -> None:
-        """Add a step."""
+    def record_step(
+        self,
+        plan: StepPlan,
+        sums: StepSums,
+        timing: StepTiming,
+        conditions: Conditions,
+        traffic: StepTraffic | None = None,
+    ) -> None:
+        """Add a step; `traffic` is what was sent in it, where it is not gradients as they are, by all-reduces."""
         sizes = np.asarray(plan.counts.values)
         self._num_samples += sizes
         self._largest = np.maximum(self._largest, sizes)
@@ -127,7 +149,8 @@ class WindowRecorder:
         self._sync_s += timing.sync_s
         self._update_s += timing.update_s
         self._time_s += timing.step_s
-        self._tx_bytes += self._tx_bytes_per_step
+        self._tx_bytes += self._tx_bytes_per_step if traffic is None else traffic.sent_bytes()
+        self._rx_bytes += self._tx_bytes_per_step if traffic is None else traffic.received_bytes()
         self._retransmits += conditions.congested * (self._retransmits_per_s * timing.step_s)
         self._weighted_round_trip += conditions.congestion * timing.step_s
         if sums.norms is not None:
@@ -165,8 +188,8 @@ class WindowRecorder:
         if self._tx_bytes_per_step == 0:
             return None
         return SocketCounters(
-            tx_bytes=int(self._tx_bytes),
-            rx_bytes=int(self._tx_bytes),
+            tx_bytes=int(self._tx_bytes[rank]),
+            rx_bytes=int(self._rx_bytes[rank]),
             retransmits=int(self._retransmits[rank]),
             srtt_us=self._round_trip_us * float(self._weighted_round_trip[rank]) / self._time_s,
         )

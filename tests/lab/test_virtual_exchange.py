@@ -1,0 +1,318 @@
+"""How gradients travel between virtual ranks: by the trainer's codecs, with real ranks' bytes and parameters."""
+
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from tests.support import virtual
+from tests.support.ranks import run_ranks
+from tests.support.training import flat_parameters, offer
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
+
+from dynamix.lab.simulator.clock import VirtualClock
+from dynamix.lab.simulator.cluster import VirtualCluster
+from dynamix.lab.simulator.disturbances import Conditions
+from dynamix.lab.simulator.exchange.layout import GradientLayout
+from dynamix.lab.simulator.exchange.traffic import StepTraffic
+from dynamix.lab.simulator.exchange.virtual import RuledStep, VirtualExchange
+from dynamix.lab.simulator.scenario import Coding, Network, Scenario, Workers
+from dynamix.lab.workloads import workload_named
+from dynamix.schemas.messages.allocation import EXACT, LOSSY_CODECS, Allocation, Exchange
+from dynamix.trainer import attach
+from dynamix.trainer.exchange.codec import ErrorFeedbackCodec
+from dynamix.trainer.exchange.registry import CODECS
+
+MLP = workload_named("fashion-14-mlp")
+INT8 = Exchange(codec="int8")
+LONG = {"fixed_time_s": 1e3, "time_limit_s": 1e6, "evaluate_every_s": 1e6}
+SIZES = (40, 16, 24)
+
+
+def model(*widths: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(first, second) for first, second in pairwise(widths)))
+
+
+def lossy(**changes: Any) -> Scenario:
+    return virtual.scenario(exchange="lossy", **(LONG | changes))
+
+
+def start_with(exchange: Exchange, of: Scenario, **arguments: Any) -> VirtualCluster:
+    """A cluster in which an exchange rules from the first step on."""
+    run = virtual.cluster(of, **arguments)
+    run._schedule.reset(0, Allocation(run._options.local_batch_sizes, exchange=exchange))
+    return run
+
+
+def parameters(run: VirtualCluster) -> torch.Tensor:
+    return run._gradients.parameters.detach().clone()
+
+
+# --- buckets ---------------------------------------------------------------------------------------------------------
+
+
+def test_buckets_are_equal_and_cut_between_rows_and_the_last_parameters_come_first() -> None:
+    layout = GradientLayout(model(10, 30, 2), 4)  # 300 + 30 + 60 + 2
+    assert [(bucket.start, bucket.stop) for bucket in layout.buckets] == [(0, 102), (102, 192), (192, 292), (292, 392)]
+    keys = [[(part.key, part.start, part.stop, tuple(part.shape)) for part in each.parts] for each in layout.buckets]
+    assert keys[0] == [
+        ("1.bias", 0, 2, (2,)),
+        ("1.weight", 2, 62, (2, 30)),
+        ("0.bias", 62, 92, (30,)),
+        ("0.weight[0:1]", 92, 102, (1, 10)),
+    ]
+    assert keys[1:] == [
+        [(f"0.weight[{n}:{m}]", 0, 10 * (m - n), (m - n, 10))] for n, m in ((1, 10), (10, 20), (20, 30))
+    ]
+
+
+def test_a_vector_that_travelled_comes_back_in_the_order_of_the_model() -> None:
+    layout, gradients = GradientLayout(model(3, 5, 2), 3), torch.arange(64.0).view(2, 32)
+    sent, back = layout.as_sent(gradients), torch.empty(32)
+    assert sent[0, :2].tolist() == [30.0, 31.0]
+    layout.as_model(sent[1], back)
+    assert torch.equal(back, gradients[1])
+
+
+# --- bytes -----------------------------------------------------------------------------------------------------------
+
+
+def traffic_of(exchange: Exchange, num_ranks: int, num_buckets: int = 1, pretended: int = 0) -> StepTraffic:
+    """What a gradient of 4096 numbers sends."""
+    made = nn.Linear(64, 64, bias=False)
+    sums = VirtualExchange(made, num_ranks, num_buckets=num_buckets, gradient_bytes=pretended or 4 * 4096)
+    gradients = torch.randn(num_ranks, 4096, generator=torch.Generator().manual_seed(1))
+    total = torch.empty(4096)
+    traffic = sums.sum_gradients(gradients, RuledStep(exchange, exchange), total)
+    assert torch.allclose(total, gradients.sum(0), atol=0.1 if exchange.codec in LOSSY_CODECS else 1e-5)
+    return traffic
+
+
+def test_bytes_are_those_that_each_codec_sends() -> None:
+    ring = traffic_of(EXACT, 4)
+    assert ring.sent_bytes() == pytest.approx([2 * 3 / 4 * (4 * 4096)] * 4)
+    # each owns 1024 numbers, in messages of 1024 bytes and two scales: three to the owners, three back
+    int8 = traffic_of(INT8, 4)
+    assert int8.sent_bytes().tolist() == int8.received_bytes().tolist() == [6 * 1032] * 4
+    assert [each.num_messages for each in int8.buckets[0].collectives] == [6, 6]
+    shares = traffic_of(Exchange(route="shares", shares=(1.0, 3.0)), 2)
+    assert shares.sent_bytes().tolist() == [4 * (3072 + 1024)] * 2
+    one, other = shares.buckets[0].collectives
+    assert (one.sent.tolist(), other.sent.tolist()) == ([12288, 4096], [4096, 12288])
+
+
+def test_a_pretended_gradient_sends_as_much_more_and_its_owners_own_what_they_should() -> None:
+    # 8 blocks of 512 numbers for 3 owners: 3, 2 and 3
+    real, pretended = (traffic_of(INT8, 3, pretended=size) for size in (0, 40 * 4096))
+    assert len(set(real.sent_bytes().tolist())) > 1
+    assert pretended.sent_bytes() == pytest.approx([10 * real.sent_bytes().mean()] * 3)
+    halves = traffic_of(Exchange(route="shares", shares=(1.0, 1.0, 2.0)), 3, pretended=40 * 4096)
+    push, pull = halves.buckets[0].collectives
+    gradient = 40 * 4096
+    assert push.sent == pytest.approx([gradient * away for away in (0.75, 0.75, 0.5)], rel=1e-3)
+    assert pull.sent == pytest.approx([2 * gradient * home for home in (0.25, 0.25, 0.5)], rel=1e-3)
+
+
+# --- time ------------------------------------------------------------------------------------------------------------
+
+FREE = Coding(none=0.0, bf16=0.0, fp16=0.0, int8=0.0, rows=0.0, sketch=0.0, message_s=0.0)
+
+
+def clock(links: tuple[float, ...], *, coding: Coding = FREE, **network: Any) -> VirtualClock:
+    workers = tuple(Workers(samples_per_s=1000.0, bandwidth_mbit_s=link) for link in links)
+    changed = virtual.scenario(workers=workers, network=Network(**network), coding=coding)
+    return VirtualClock(changed, 4 * 4096)
+
+
+def calm(num_ranks: int, slowdown: float = 1.0, congestion: float = 1.0) -> Conditions:
+    ones = np.ones(num_ranks)
+    return Conditions(slowdown * ones, congestion * ones, congestion * ones > 1)
+
+
+@pytest.mark.parametrize("num_buckets", [1, 2, 5])
+@pytest.mark.parametrize("links", [(8.0,) * 4, (8.0, 8.0, 2.0, 5.0)])
+@pytest.mark.parametrize("overlap", [0.0, 0.3, 1.0])
+def test_plain_all_reduces_take_what_exact_training_takes(
+    links: tuple[float, ...], overlap: float, num_buckets: int
+) -> None:
+    made = clock(links, latency_s=0.0004, overlap=overlap, num_buckets=num_buckets)
+    # equal buckets, as the formula has them: 4096 numbers in rows of 64 divide by 1 and 2; by 5 nearly
+    sizes, conditions = np.array([9.0, 3.0, 5.0, 7.0]), calm(4, congestion=2.0)
+    traffic = traffic_of(Exchange(codec="none"), 4, num_buckets)
+    found, expected = made.step(sizes, conditions, traffic=traffic), made.step(sizes, conditions)
+    assert found.step_s == pytest.approx(expected.step_s, rel=1e-12 if num_buckets < 5 else 0.01)
+    assert found.communication_s == pytest.approx(expected.communication_s, rel=1e-12)
+    assert found.compute_s + found.sync_s == pytest.approx(found.step_s)
+
+
+def test_shares_bring_a_pipelined_step_near_the_bound_of_its_links() -> None:
+    # 1.92 MB over links of 100, 100, 100 and 20 Mbit/s: no step is shorter than the slow link's own gradient, 0.768 s
+    gradient = 1_920_000
+    times = {}
+    for num_buckets in (1, 8):
+        made = clock((100.0, 100.0, 100.0, 20.0), latency_s=0.0, overlap=0.0, num_buckets=num_buckets)
+        shares = Exchange(route="shares", shares=(1.0, 1.0, 1.0, 0.0))
+        traffic = traffic_of(shares, 4, num_buckets, pretended=gradient)
+        times[num_buckets] = made.step(np.ones(4), calm(4), traffic=traffic).communication_s
+    # it sends all of its gradient, and receives all sums: in one bucket one after the other, in eight at a time
+    assert times[1] == pytest.approx(2 * 0.768, rel=1e-9)
+    assert times[8] == pytest.approx(0.768 * 9 / 8, rel=1e-9)
+
+
+def test_coding_costs_bytes_and_messages_and_is_slowed_like_computing() -> None:
+    coding = msgspec.structs.replace(FREE, int8=2.0, message_s=0.003)
+    made = clock((1e9,) * 4, coding=coding, latency_s=0.0, overlap=0.0)
+    step = made.step(np.ones(4), calm(4, slowdown=3.0), traffic=traffic_of(INT8, 4))
+    # 2 s per million bytes of 16,384, and 12 messages of 3 ms, three times as slow
+    assert step.communication_s == pytest.approx(3 * (2 * 0.016384 + 12 * 0.003), rel=1e-6)
+    plain = made.step(np.ones(4), calm(4), traffic=traffic_of(Exchange(codec="none"), 4))
+    assert plain.communication_s == pytest.approx(0.0, abs=1e-9)
+
+
+# --- training --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["fashion-14-mlp", "fashion-14-cnn"])
+def test_codecs_without_loss_train_as_exact_training_does(name: str) -> None:
+    data = virtual.data(500, dtype=torch.float64)
+    exact = lossy(workload=name, noise_every=2)
+    runs = [
+        start_with(exchange, exact, data=data)
+        for exchange in (EXACT, Exchange(route="shares", shares=(1.0, 0.0, 2.0, 5.0)), Exchange(codec="rows"))
+    ]
+    reports = [[report for _ in range(4) for report in run.run_window()] for run in runs]
+    for run, reported in zip(runs[1:], reports[1:], strict=True):
+        assert float((parameters(run) - parameters(runs[0])).abs().max()) < 1e-12
+        for found, expected in zip(reported, reports[0], strict=True):
+            assert found.totals.noise is not None
+            assert expected.totals.noise is not None
+            assert found.totals.noise.trace == pytest.approx(expected.totals.noise.trace, rel=1e-9)
+            assert found.totals.loss_sum == pytest.approx(expected.totals.loss_sum, rel=1e-9)
+
+
+def kept(run: VirtualCluster) -> float:
+    """The largest number that a rank has not sent yet."""
+    codecs = [codec for codec in run._exchange._codecs["int8"] if isinstance(codec, ErrorFeedbackCodec)]
+    return max(float(each.abs().max()) for codec in codecs for each in codec.residuals().values())
+
+
+def test_what_is_kept_goes_out_in_the_last_step_before_another_codec_rules() -> None:
+    run = virtual.cluster(lossy(window_steps=5, lag_windows=1))
+    for decided in (INT8, INT8, EXACT):
+        run.run_window()
+        run.offer(virtual.action(run.job, run.window - 1, (32,) * 4, exchange=decided))
+    run.run_window()
+    assert [applied.exchange for applied in run.applied] == [INT8, INT8, EXACT]
+    assert [applied.effective_step for applied in run.applied] == [10, 15, 20]
+    assert run.position.step == 20
+    assert kept(run) == 0.0
+    run = start_with(INT8, lossy())
+    run.run_window()
+    assert kept(run) > 0.0
+
+
+def test_a_report_has_the_bytes_of_its_own_rank() -> None:
+    shares = Exchange(route="shares", shares=(1.0, 1.0, 1.0, 0.0))
+    run = start_with(shares, lossy(network=Network(num_buckets=1, gradient_bytes=300_000)))
+    rows = run.run_window()[0].rows
+    # per step: what others own goes out; what is owned comes from three and goes to three
+    for row in rows[:3]:
+        assert row.sockets is not None
+        assert row.sockets.tx_bytes == pytest.approx(5 * (200_000 + 300_000), rel=1e-6)
+    last = rows[3].sockets
+    assert last is not None
+    assert (last.tx_bytes, last.rx_bytes) == pytest.approx((5 * 300_000, 5 * 300_000), rel=1e-6)
+
+
+def test_a_job_refuses_what_it_does_not_permit() -> None:
+    run = virtual.cluster(virtual.scenario(**LONG))
+    run.run_window()
+    run.offer(virtual.action(run.job, 0, (32,) * 4, exchange=INT8))
+    run.run_window()
+    run.run_window()
+    assert run.num_refused == {"lever": 1}
+    servers = Network(topology="parameter-server")
+    run = virtual.cluster(virtual.scenario(network=servers, **LONG))
+    run.run_window()
+    run.offer(virtual.action(run.job, 0, (32,) * 4, exchange=Exchange(codec="rows")))
+    run.run_window()
+    assert run.num_refused == {"lever": 1}
+    with pytest.raises(ValueError, match="parameter servers cannot exchange"):
+        virtual.cluster(virtual.scenario(network=servers), policy_options={"codec": 1.0})
+    with pytest.raises(ValueError, match=r"use network\.topology = .ring."):
+        lossy(network=servers)
+    with pytest.raises(ValueError, match=r"lag_windows = 0: .* use at least 1"):
+        lossy(lag_windows=0)
+
+
+@pytest.mark.parametrize("codec", sorted(CODECS))
+def test_a_worker_alone_sends_nothing(codec: str) -> None:
+    alone = lossy(workers=(Workers(samples_per_s=1000.0),))
+    runs = [start_with(exchange, alone) for exchange in (EXACT, Exchange(codec=codec))]
+    reports = [run.run_window() for run in runs]
+    assert torch.allclose(parameters(runs[0]), parameters(runs[1]), atol=1e-6)
+    assert reports[1][0].rows[0].sockets is None
+    assert runs[0].time_s == runs[1].time_s
+
+
+# --- against real ranks ----------------------------------------------------------------------------------------------
+
+
+PLAN = {1: INT8, 3: Exchange(codec="int8", route="shares", shares=(3.0, 1.0, 1.0)), 5: EXACT}
+"""What is decided while a window runs; it rules from the next one on."""
+WINDOW_STEPS = 5
+
+
+def _real(_rank: int, num_steps: int, permission: str) -> tuple[torch.Tensor, list[str]]:
+    """The parameters of real ranks after some steps, and what ruled each, on the data of `virtual.data`."""
+    torch.manual_seed(3)
+    ddp = DistributedDataParallel(MLP.model().double())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
+    data = TensorDataset(*virtual.data(500, dtype=torch.float64).train)
+    options: dict[str, Any] = {"base_global_batch_size": 128, "learning_rate_rule": "sqrt", "exchange": permission}
+    options |= {"policy": "static", "connect": False, "seed": 3, "global_batch": "adaptive"}
+    ruled: list[str] = []
+    with attach(ddp, optimizer, data, local_batch_size=SIZES, window_steps=WINDOW_STEPS, **options) as session:
+        while len(ruled) < num_steps:
+            for inputs, labels in session.loader:
+                if session.step_index % WINDOW_STEPS == 0 and session.window in PLAN:
+                    offer(session, SIZES, session.window - 1, exchange=PLAN[session.window])
+                ruled.append(session.allocation.exchange.label)
+                optimizer.zero_grad()
+                loss = nn.functional.cross_entropy(ddp(inputs), labels)
+                loss.backward()
+                optimizer.step()
+                session.step(loss)
+                if len(ruled) == num_steps:
+                    break
+    return flat_parameters(ddp), ruled
+
+
+@pytest.mark.parametrize("num_windows", [4, 8])
+def test_virtual_ranks_have_the_parameters_of_real_ones(num_windows: int) -> None:
+    num_steps = num_windows * WINDOW_STEPS
+    real = run_ranks(_real, len(SIZES), num_steps, "lossy")
+    workers = tuple(Workers(samples_per_s=1000.0, max_local_batch_size=size) for size in SIZES)
+    of = lossy(workers=workers, network=Network(num_buckets=1), window_steps=WINDOW_STEPS, initial_local_batch_size=64)
+    run, exact = (virtual.cluster(of, data=virtual.data(500, dtype=torch.float64)) for _ in range(2))
+    ruled = []
+    for window in range(num_windows):
+        ruled += [run._schedule.allocation_at(run.position.step).exchange.label] * WINDOW_STEPS
+        if window in PLAN:
+            run.offer(virtual.action(run.job, window - 1, SIZES, exchange=PLAN[window]))
+        run.run_window()
+        exact.run_window()
+    labels = [exchange.label for exchange in PLAN.values()]
+    assert ruled == [
+        label
+        for label in ("exact", "exact", *labels[:1] * 2, *labels[1:2] * 2, "exact", "exact")[:num_windows]
+        for _ in range(WINDOW_STEPS)
+    ]
+    for of_rank, ruled_there in real:
+        assert ruled_there == ruled
+        assert float((of_rank - parameters(run)).abs().max()) < 1e-9
+    assert float((parameters(exact) - parameters(run)).abs().max()) > 1e-7
