@@ -2,9 +2,9 @@
 
 Each rank is a process on a host of its own, a network namespace with a shaped link. Arms are PyTorch's all-reduce of
 the dense gradient, its all-reduce of the same gradient as a sparse tensor, and the exchange codecs. An exchange lasts
-until the slowest rank has the sum; shown is the median over rounds, in which all arms run once. Masks differ from
-exchange to exchange. Throughput is the dense gradient's bits over that time, whatever travelled; bytes are the
-kernel's. Sums are compared with the all-reduce's, and over ranks bit for bit. Needs Linux and iproute2.
+until the slowest rank has the sum; shown is the median over rounds, in which all arms run once. Throughput is the dense
+gradient's bits over that time, whatever travelled; bytes are the kernel's. Sums are compared with the all-reduce's, and
+over ranks bit for bit. Needs Linux and iproute2.
 """
 
 import sys

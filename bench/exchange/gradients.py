@@ -1,4 +1,4 @@
-"""Gradients with rows of zeros: some are made per case, so that two exchanges in a row never have the same mask."""
+"""Gradients with rows of zeros: some are made per case, so that no exchange has the gradient of the one before it."""
 
 import numpy as np
 import torch
@@ -18,10 +18,10 @@ def make_gradients(case: Case, plan: RankPlan, rank: int) -> list[Tensor]:
 
 
 def _gradient(case: Case, plan: RankPlan, rank: int, number: int) -> Tensor:
-    mask_key = [plan.seed, number] if case.mask == "identical" else [plan.seed, number, rank]
+    mask_key = {"steady": [plan.seed], "identical": [plan.seed, number], "independent": [plan.seed, number, rank]}
     num_rows = plan.num_elements // case.width
     num_touched = max(1, round(case.density * num_rows))
-    rows = np.random.default_rng(mask_key).permutation(num_rows)[:num_touched]
+    rows = np.random.default_rng(mask_key[case.mask]).permutation(num_rows)[:num_touched]
     drawn = np.random.default_rng([plan.seed, number, rank, 1])
     values = drawn.standard_normal((num_touched, case.width), dtype=np.float32) * np.float32(STD)
     flat = torch.zeros(num_rows, case.width)

@@ -11,8 +11,9 @@ from bench.hosts import HostsError, Link
 
 from dynamix.trainer.exchange.registry import CODECS
 
-Mask = Literal["identical", "independent"]
-"""Whether all ranks' gradients have their rows in the same places."""
+Mask = Literal["steady", "identical", "independent"]
+"""Where the rows are that are not zero: in the same places on all ranks and in all exchanges, as published measurements
+have them (arXiv 2402.07529); on all ranks, but elsewhere in every exchange; or elsewhere on every rank, too."""
 Value = TypeVar("Value", int, float)
 
 ALL_REDUCE, TORCH_SPARSE = "all-reduce", "torch-sparse"
@@ -80,7 +81,7 @@ def exchange_parser(description: str | None) -> argparse.ArgumentParser:
         ("--ranks", "4", "numbers of ranks, each rank on a host of its own"),
         ("--links", "100mbit", f"rates of all links, as tc writes them; {UNLIMITED}: as fast as memory"),
         ("--densities", "0.05", "shares of a rank's rows that are not zero"),
-        ("--masks", "identical,independent", "whether ranks have their rows in the same places"),
+        ("--masks", "steady,identical,independent", "where rows are: always there, the same on all ranks, or anywhere"),
         ("--widths", "1", "numbers in a row; 1: single elements are zero or not"),
         (
             "--arms",

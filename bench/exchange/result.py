@@ -27,7 +27,13 @@ class _Goal(NamedTuple):
     at_least: float
 
 
-GOALS = (_Goal("rows", "independent", 3.8), _Goal("rows", "identical", 8.0), _Goal("sketch", "identical", 6.3))
+GOALS = (
+    _Goal("rows", "independent", 3.8),
+    _Goal("rows", "identical", 8.0),
+    _Goal("rows", "steady", 8.0),
+    _Goal("sketch", "identical", 6.3),
+    _Goal("sketch", "steady", 6.3),
+)
 
 
 class ArmFigures(msgspec.Struct, frozen=True, kw_only=True):

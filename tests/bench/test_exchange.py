@@ -31,7 +31,13 @@ def test_gradients_have_as_many_rows_as_the_density_says(width: int) -> None:
         assert 0.008 < flat[flat != 0].std() < 0.012
 
 
-def test_masks_are_those_of_all_ranks_or_of_one_and_change_with_every_gradient() -> None:
+def test_a_steady_mask_is_the_same_on_all_ranks_and_in_all_gradients_whose_values_differ() -> None:
+    steady = [flat for rank in (0, 1) for flat in make_gradients(case_of("steady"), PLAN, rank)]
+    assert all(rows_of(flat, 1) == rows_of(steady[0], 1) for flat in steady)
+    assert len({float(flat.sum()) for flat in steady}) == 2 * NUM_GRADIENTS
+
+
+def test_other_masks_are_those_of_all_ranks_or_of_one_and_change_with_every_gradient() -> None:
     same = [make_gradients(case_of("identical"), PLAN, rank) for rank in (0, 1)]
     others = [make_gradients(case_of("independent"), PLAN, rank) for rank in (0, 1)]
     assert rows_of(same[0][0], 1) == rows_of(same[1][0], 1)
@@ -84,10 +90,10 @@ def test_every_combination_is_a_case_and_a_dense_gradient_has_one_mask() -> None
     arguments = ["--links", "100mbit,none", "--densities", "1,0.05", "--ranks", "2,4", "--widths", "1,32"]
     plan = plan_of(exchange_parser("").parse_args(arguments))
     cases = list(plan.cases(4))
-    assert len(cases) == 2 * 2 * 3
-    assert [case.link for case in cases] == ["100mbit"] * 6 + ["none"] * 6
+    assert len(cases) == 2 * 2 * 4
+    assert [case.link for case in cases] == ["100mbit"] * 8 + ["none"] * 8
     assert {case.num_ranks for case in cases} == {4}
-    assert [len(panels) for panels in panels_of([], plan)] == [4, 4, 4, 4]
+    assert [len(panels) for panels in panels_of([], plan)] == [6, 6, 6, 6]
 
 
 @pytest.mark.parametrize(
@@ -115,7 +121,9 @@ def test_what_cannot_be_measured_is_refused(arguments: list[str], said: str) -> 
 def test_sums_are_right_and_fewer_bytes_travel_on_real_hosts(tmp_path: Path) -> None:
     sizes = ("--log2-elements", "16", "--rounds", "2", "--warm-up", "1", "--ranks", "3", "--widths", "16")
     arms = ("--arms", "all-reduce,torch-sparse,none@shares,rows,int8", "--png", str(tmp_path / "figure.png"))
-    found = run_bench("exchange", tmp_path / "result.json", *sizes, *arms, "--links", "1gbit")
+    found = run_bench(
+        "exchange", tmp_path / "result.json", *sizes, *arms, "--masks", "identical,independent", "--links", "1gbit"
+    )
     identical, independent = found["cases"]
     for result in (identical, independent):
         dense, sparse, owners, rows, int8 = result["arms"]
