@@ -1,18 +1,19 @@
 """Sketch: the lossless homomorphic compression of sparse gradients, with integer cells.
 
-A bitmap of the elements that are not zero is united over ranks; each rank adds its values to a table of 1.3 cells per
+A bitmap of the elements that are not zero is united over ranks; each rank adds its values to a table of 1.24 cells per
 element of the union (`sparse.peeling`), the owners add the tables, cell by cell and without looking inside, and every
 rank takes the sums out again. In floating point that has a loss, by cancellation; here values are integers of a common
-unit (`sparse.fixed_point`), so the sum is exact, in any order, and rounded once. Cells have as many bits as the sums
-need (`sparse.cells`): about 50 for float32 values between 1e-6 and 10 on 4 ranks.
+unit (`sparse.fixed_point`), so their sum is exact in any order. Cells have as many bits as the sums need
+(`sparse.cells`), 36 for normal values in float32 on 4 ranks: the small ones that would need more, 1 in 128, send what
+is below the unit beside the table, to all ranks (`sparse.exceptions`).
 
 Where the mask was the same in two steps, the next ones first ask whether a rank touched anything else, and send the
-bitmap only then. A bucket travels as it is where that is cheaper or its values are too far apart (100 bits), and is
+bitmap only then. A bucket travels as it is where that is cheaper or its values are too far apart (64 bits), and is
 looked at again after `LOOK_AGAIN` steps; also where something is not finite, in that step. The union tells all ranks
 the same.
 """
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from typing import NamedTuple
 
 import torch
@@ -20,10 +21,11 @@ from torch import Tensor
 
 from .codec import BucketPart, BucketView, Member
 from .collectives import Collective, Leg, Trade, Union
-from .owners import OwnedRange, owned_ranges, sum_over_ranks
+from .owners import owned_ranges, sum_over_ranks
 from .sparse.bitmap import minus_zeros, positions, unpack_bits
 from .sparse.cells import GROUP, pack_cells, packed_bytes, unpack_cells
-from .sparse.fixed_point import MAX_WIDTH, CellLayout
+from .sparse.exceptions import ExceptionList
+from .sparse.fixed_point import EXCEPTIONS, MAX_WIDTH, Span, from_fixed, to_fixed, width_of_sums
 from .sparse.heads import HEAD_BYTES, Head, TouchedElements
 from .sparse.peeling import CELLS_PER_ELEMENT, Peeling, find_peeling
 from .zeros import settle_zeros
@@ -85,21 +87,23 @@ class SketchExchange:
         own = TouchedElements.of(
             bucket.flat, expected and expected.union, expected.peeling.elements if expected is not None else None
         )
+        zeros = minus_zeros(bucket.flat) if own.has_minus_zero else None
         agreed = yield from _agree(own, expected)
         if agreed.head.is_not_finite:
             yield from sum_over_ranks(bucket.flat, member)
             return
-        layout = CellLayout.of(agreed.head.span, member.world_size)
-        mask = None
-        if layout.is_possible and not agreed.head.is_too_dense:
-            mask = _next_mask(memory.mask, agreed, sum(layout.widths), bucket.flat)
-        if mask is None:
+        width = None if agreed.head.is_too_dense else width_of_sums(agreed.head.span, member.world_size)
+        mask = None if width is None else _next_mask(memory.mask, own, agreed, width, bucket.flat)
+        if mask is None or width is None:
             yield from sum_over_ranks(bucket.flat, member)
             self._memories[bucket.number] = _Memory(bucket.parts, alone=LOOK_AGAIN)
             return
-        zeros = minus_zeros(bucket.flat) if own.has_minus_zero else None
-        if (yield from _sum_sketch(bucket.flat, mask.peeling, layout, member)):
-            yield from settle_zeros(bucket.flat, zeros, one_has_none=agreed.head.lacks_minus_zero)
+        sums = yield from _sum_sketch(bucket.flat, own, mask.peeling, _Cells(agreed.head.span, width), member)
+        if sums is None:
+            yield from sum_over_ranks(bucket.flat, member)
+            return
+        bucket.flat.index_copy_(0, mask.peeling.elements, sums.to(bucket.flat.dtype))
+        yield from settle_zeros(bucket.flat, zeros, one_has_none=agreed.head.lacks_minus_zero)
         self._memories[bucket.number] = _Memory(bucket.parts, mask)
 
 
@@ -114,14 +118,17 @@ def _agree(own: TouchedElements, expected: _Mask | None) -> Generator[Collective
     head = Head.read(said)
     if not head.touches_more:
         return _Agreed(head, expected.union, expected.steps_left - 1)
-    yield Union(own.bitmap)
-    return _Agreed(head, own.bitmap, LOOK_AGAIN)
+    union = own.bitmap.clone()
+    yield Union(union)
+    return _Agreed(head, union, LOOK_AGAIN)
 
 
-def _next_mask(before: _Mask | None, agreed: _Agreed, width: int, flat: Tensor) -> _Mask | None:
+def _next_mask(before: _Mask | None, own: TouchedElements, agreed: _Agreed, width: int, flat: Tensor) -> _Mask | None:
     """The mask of this step, for cells of that width; `None` where a sketch is not worth it, or not possible."""
-    known = before if before is not None and torch.equal(before.union, agreed.union) else None
-    elements = known.peeling.elements if known is not None else positions(unpack_bits(agreed.union, len(flat)))
+    if before is not None and torch.equal(before.union, agreed.union):
+        known, elements = before, before.peeling.elements
+    else:
+        known, elements = None, _elements_of(agreed.union, own, len(flat))
     if len(elements) * CELLS_PER_ELEMENT * width / 8 + len(agreed.union) > WORTH * len(flat) * flat.element_size():
         return None
     if known is not None:
@@ -130,65 +137,74 @@ def _next_mask(before: _Mask | None, agreed: _Agreed, width: int, flat: Tensor) 
     return None if peeling is None else _Mask(agreed.union, peeling, 0)
 
 
-def _sum_sketch(
-    flat: Tensor, peeling: Peeling, layout: CellLayout, member: Member
-) -> Generator[Collective, None, bool]:
-    """Sum the values of the union's elements; returns whether the zeros are still to be settled."""
-    if not len(peeling.elements):
-        return True
-    limbs = layout.encode(flat.index_select(0, peeling.elements).double())
-    tables = [_Table(peeling.insert(limb), width) for limb, width in zip(limbs, layout.widths, strict=True)]
-    yield from _add_tables(tables, member)
-    sums = layout.decode([peeling.take_out(each.cells) for each in tables])
-    if any(bool((each.cells << (MAX_WIDTH - each.width)).any()) for each in tables):
-        yield from sum_over_ranks(flat, member)  # what came out is not what went in: all ranks see the same remains
-        return False
-    flat.index_copy_(0, peeling.elements, sums.to(flat.dtype))
-    return True
+def _elements_of(union: Tensor, own: TouchedElements, length: int) -> Tensor:
+    """The elements of a bitmap, which is often this rank's own."""
+    is_own = not own.fits and torch.equal(union, own.bitmap)  # where it fits, its elements are those expected
+    return own.elements if is_own else positions(unpack_bits(union, length))
 
 
-class _Table(NamedTuple):
-    """Cells of which only so many low bits count."""
+class _Cells(NamedTuple):
+    """What a cell holds: a sum of integers in units of the span, modulo 2^width."""
 
-    cells: Tensor
+    span: Span
     width: int
 
 
-def _add_tables(tables: list[_Table], member: Member) -> Leg:
-    """Make tables of one length the sums over ranks, modulo 2^width, added by the owners of the cells."""
-    width, ranges = sum(each.width for each in tables), owned_ranges(len(tables[0].cells), member, GROUP)
+def _sum_sketch(
+    flat: Tensor, own: TouchedElements, peeling: Peeling, cells: _Cells, member: Member
+) -> Generator[Collective, None, Tensor | None]:
+    """The sums of the union's elements in float64; all others are zero on all ranks.
+
+    `None` where something remains in the table: what came out is not what went in, and all ranks see the same remains.
+    """
+    if not len(peeling.elements):
+        return flat.new_zeros(0, dtype=torch.float64)
+    is_own = peeling.elements is own.elements
+    fixed = to_fixed(own.numbers if is_own else flat.index_select(0, peeling.elements).double(), cells.span)
+    exceptions = ExceptionList(len(peeling.elements) // EXCEPTIONS, flat.dtype)
+    table = peeling.insert(fixed.integers)
+    rests = yield from _add_tables(table, cells.width, exceptions.packed(fixed.places, fixed.rests), member)
+    sums = from_fixed(peeling.take_out(table), cells.span, cells.width)
+    if bool((table << (MAX_WIDTH - cells.width)).any()):
+        return None
+    for rest in rests:
+        exceptions.add(rest, sums)
+    return sums
+
+
+def _add_tables(table: Tensor, width: int, beside: Tensor, member: Member) -> Generator[Collective, None, list[Tensor]]:
+    """Make a table the sum over ranks, modulo 2^width, added by the owners of its cells.
+
+    Returns what all ranks have `beside` it, by rank: bytes, as many on each, that travel to all with the addends.
+    """
+    ranges, rank = owned_ranges(len(table), member, GROUP), member.rank
     theirs = [packed_bytes(each.length, width) for each in ranges]
-    own, mine = ranges[member.rank], [theirs[member.rank]] * member.world_size
-    mine[member.rank] = theirs[member.rank] = 0
+    own, mine = ranges[rank], [theirs[rank]] * member.world_size
+    mine[rank] = theirs[rank] = 0
 
-    pushed, addends = [tables[0].cells.new_empty(sum(sizes), dtype=torch.uint8) for sizes in (theirs, mine)]
-    for owned, message in zip(ranges, torch.split(pushed, theirs), strict=True):
-        _pack(tables, owned, message)
-    yield Trade(addends, pushed, mine, theirs)
+    pushed = [_message(table[each.start : each.stop], width, beside) if each != own else beside for each in ranges]
+    sizes = ([size + len(beside) for size in mine], [len(each) for each in pushed])
+    addends = beside.new_empty(sum(sizes[0]))
+    yield Trade(addends, torch.cat(pushed), *sizes)
 
-    for message in torch.split(addends, mine):
-        for cells, addend in _unpacked(tables, own, message):
-            cells.add_(addend)
-    answer = pushed.new_empty(packed_bytes(own.length, width))
-    _pack(tables, own, answer)
-    sums = torch.empty_like(pushed)
+    total, messages = table[own.start : own.stop], torch.split(addends, sizes[0])
+    for message, size in zip(messages, mine, strict=True):
+        if size:
+            total += unpack_cells(message[:size], width)
+    answer = _message(total, width, beside[:0])
+    sums = beside.new_empty(sum(theirs))
     yield Trade(sums, answer.repeat(sum(1 for size in mine if size)), theirs, mine)
     for owned, message in zip(ranges, torch.split(sums, theirs), strict=True):
-        for cells, total in _unpacked(tables, owned, message):
-            cells.copy_(total)
+        if len(message):
+            table[owned.start : owned.stop] = unpack_cells(message, width)
+    return [message[size:] for message, size in zip(messages, mine, strict=True)]
 
 
-def _pack(tables: list[_Table], owned: OwnedRange, message: Tensor) -> None:
-    """Fill a message with a range of all tables; an empty one is left so."""
-    if len(message):
-        pieces = torch.split(message, [packed_bytes(owned.length, each.width) for each in tables])
-        for each, piece in zip(tables, pieces, strict=True):
-            pack_cells(each.cells[owned.start : owned.stop], each.width, piece)
-
-
-def _unpacked(tables: list[_Table], owned: OwnedRange, message: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """A range of each table, and the cells that a message has for it; nothing of an empty one."""
-    if len(message):
-        pieces = torch.split(message, [packed_bytes(owned.length, each.width) for each in tables])
-        for each, piece in zip(tables, pieces, strict=True):
-            yield each.cells[owned.start : owned.stop], unpack_cells(piece, each.width)
+def _message(cells: Tensor, width: int, beside: Tensor) -> Tensor:
+    """Cells packed, and behind them some bytes."""
+    size = packed_bytes(len(cells), width)
+    message = beside.new_empty(size + len(beside))
+    if size:
+        pack_cells(cells, width, message[:size])
+    message[size:] = beside
+    return message

@@ -43,8 +43,10 @@ class TouchedElements(NamedTuple):
     """What a rank touched in a bucket."""
 
     bitmap: Tensor
+    elements: Tensor
+    """All touched ones, and others where more are expected."""
     numbers: Tensor
-    """The values of all touched elements, in float64, and some zeros; all of the bucket where it is dense."""
+    """Their values in float64; those of the whole bucket where it is dense."""
     is_dense: bool
     fits: bool
     """Whether all that is touched was expected."""
@@ -65,7 +67,7 @@ class TouchedElements(NamedTuple):
         chosen = elements if elements is not None and fits else positions(mask)
         is_dense = 2 * len(chosen) > len(flat)
         numbers = flat if is_dense else flat.index_select(0, chosen).double()
-        return cls(bitmap, numbers, is_dense, fits, not is_dense and bool(minus_zeros(numbers).any()))
+        return cls(bitmap, chosen, numbers, is_dense, fits, not is_dense and bool(minus_zeros(numbers).any()))
 
     def head(self) -> Head:
         """What the other ranks need to know of it."""
