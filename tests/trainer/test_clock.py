@@ -47,6 +47,16 @@ def test_what_lies_between_two_steps_counts_for_neither(now: list[float]) -> Non
     assert clock.take_times() == [StepTimes(1, 1, 1, 1)] * 2
 
 
+def test_the_end_of_a_round_of_local_steps_is_waiting_for_others(now: list[float]) -> None:
+    clock = HostClock()
+    _step(clock, now, (0, "asked"), (1, "handed_out"), (2, "gradient_ready"), (0, "reduced"), (4, "before_update"))
+    with clock.averaging():
+        now[0] += 8
+    _step(clock, now, (16, "end"))
+    _step(clock, now, (0, "asked"), (1, "handed_out"), (1, "gradient_ready"), (1, "reduced"), (1, "end"))
+    assert clock.take_times() == [StepTimes(data_s=1, compute_s=2, sync_s=8, update_s=20), StepTimes(1, 1, 1, 1)]
+
+
 def test_our_own_work_after_a_step_is_charged_to_the_next(now: list[float]) -> None:
     clock = HostClock()
     _step(clock, now, (0, "asked"), (1, "handed_out"), (1, "gradient_ready"), (1, "reduced"), (1, "end"))

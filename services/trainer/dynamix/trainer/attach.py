@@ -40,10 +40,12 @@ from .job.options import (
     bounds_of,
     check_exchange_options,
     check_hook_options,
+    check_local_options,
     family_of,
     fewest_samples,
     sizes_of,
 )
+from .local_steps.rounds import LocalSteps
 from .loggers.delivery import Loggers, MetricLogger, find_loggers
 from .loggers.history import MetricHistory
 from .measurement.clock import AnyClock, DeviceClock, HostClock
@@ -145,8 +147,9 @@ def attach(
         codec: name of a gradient codec, registered in the entry-point group `dynamix.codecs`; `none` sends gradients as
             they are. It needs our own hook, and leaves the division of the global batch to the policy.
         exchange: what decisions may do to how gradients travel: `exact` keeps every bit of them (only other routes and
-            codecs without loss), `lossy` also rounds them and adds the error to the next step's. An `Exchange` holds
-            for the whole run instead. It needs our own hook.
+            codecs without loss), `lossy` also rounds them and adds the error to the next step's, `local` also lets
+            ranks make several steps between two averagings. An `Exchange` holds for the whole run instead. It needs our
+            own hook.
         optimizer_family: `sgd` or `adam` for the reward; from the optimizer's class when not given.
         policy: name of the policy that shall steer the job; when not given `split`, or `rule` with an adaptive global
             batch. Under both the ranks divide the global batch by their measured speeds from the first step on, with or
@@ -182,15 +185,14 @@ def attach(
     optimizers = [unwrapped_optimizer(each) for each in (optimizer if isinstance(optimizer, Sequence) else [optimizer])]
     if not models or not optimizers:
         raise ValueError("attach needs at least one model and one optimizer")
-    if look_ahead < 0:
-        raise ValueError(f"look_ahead={look_ahead}: a script fetches 0 or more batches ahead")
     environment = read_environment()
     world_size = world_size_of(models, environment.launch.world_size)
     averaging = averaging_of(models, weighting, world_size)
     forget_imports()
-    check_loader_options(loader_options)
+    check_loader_options(loader_options, look_ahead)
     check_hook_options(averaging, len(models), codec, base_hook, noise_metric)
     check_exchange_options(averaging, exchange, codec, base_hook)
+    check_local_options(exchange, optimizers, counts_in_batches=count_tokens is not None)
     sizes = sizes_of(local_batch_size, world_size)
     find_codec(codec)
     metric_loggers = Loggers(find_loggers(loggers, rank=dist.get_rank() if world_size > 1 else 0))
@@ -315,6 +317,7 @@ def attach(
         history=history,
         models=covered_models,
         updates=updates,
+        local_steps=LocalSteps(exchanges, covered_models, updates, met.collectives.gather_objects),
         schedulers=schedulers,
         needs_scaling=averaging == "loss",
         memory_caps=caps,

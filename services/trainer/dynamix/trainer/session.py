@@ -23,6 +23,7 @@ from .gradient.schedulers import Schedulers
 from .gradient.updates import Updates
 from .job.memory_caps import MemoryCaps
 from .job.reporting import reason_after
+from .local_steps.rounds import LocalSteps
 from .loggers.history import MetricHistory
 from .measurement.meter import RankMeter, Scalar
 from .session_end import ExitRules, call_while_alive, leave
@@ -51,6 +52,7 @@ class Session(Standing):
         history: MetricHistory,
         models: CoveredModels,
         updates: Updates,
+        local_steps: LocalSteps,
         schedulers: Schedulers,
         needs_scaling: bool,
         memory_caps: MemoryCaps,
@@ -65,6 +67,7 @@ class Session(Standing):
         self._history = history
         self._models = models
         self._updates = updates
+        self._local = local_steps
         self._schedulers = schedulers
         self._needs_scaling = needs_scaling
         self._memory_caps = memory_caps
@@ -73,6 +76,7 @@ class Session(Standing):
             on_start=call_while_alive(self._on_start),
             on_ask=meter.clock.asked,
             on_batch=call_while_alive(self._on_batch),
+            on_exhausted=call_while_alive(self.average),
         )
         self._allocation: Allocation | None = None
         """What ruled the newest batch."""
@@ -185,9 +189,11 @@ class Session(Standing):
         """Weigh the gradients of a further model, and scale the learning rates of its optimizer; on all ranks.
 
         Raises:
-            RuntimeError: when the model is covered already, or has a communication hook.
+            RuntimeError: when the model is covered already, or has a communication hook, or in the middle of a round of
+                local steps.
             ValueError: when the model is not under DDP, but the session's first one is.
         """
+        self._require_average("a model that is covered now would not begin alike on all ranks")
         self._models.cover(unwrapped(model))
         if optimizer is not None:
             self._updates.cover(unwrapped_optimizer(optimizer))
@@ -200,11 +206,36 @@ class Session(Standing):
         norms = self._models.end_step(updated=self._updates.any_since_step)
         self._updates.end_step()
         self._loader.finish_batch()
+        times = self._end_local_step(batch) if self._local.is_begun else self._models.take_times()
         self._meter.record_batch(batch, loss, num_correct, norms)
         self._meter.clock.end()
-        self._steering.after_step(self._loader.position, self._models.take_times(), batch.plan.counts.values)
+        self._steering.after_step(self._loader.position, times, batch.plan.counts.values)
         if self._schedulers:
             self._schedulers.advance(self.progress)
+
+    def _end_local_step(self, batch: MicroBatch) -> list[float] | None:
+        shares_times = self._run.schedule.allocation_at(batch.plan.step).split == "tracking"
+        seconds_per_sample = self._meter.clock.seconds_per_sample() if shares_times else None
+        with self._meter.clock.averaging():
+            return self._local.end_step(
+                batch.plan, ends_epoch=self._loader.epoch_is_over, seconds_per_sample=seconds_per_sample
+            )
+
+    @property
+    def is_averaged(self) -> bool:
+        """Whether all ranks have the same parameters: false in the middle of a round of local steps."""
+        return self._local.is_averaged
+
+    def average(self) -> None:
+        """End a round of local steps now, between two steps; on all ranks. Elsewhere it does nothing."""
+        self._local.average(self._loader.position.step)
+
+    def _require_average(self, otherwise: str) -> None:
+        if not self._local.is_averaged:
+            raise RuntimeError(
+                f"step {self._loader.position.step} is in the middle of a round of local steps, {otherwise}: wait "
+                "until session.is_averaged, or call session.average() on all ranks before"
+            )
 
     def evaluated(self, accuracy: float) -> None:
         """Report the newest accuracy on held-out data, 0 ... 1; it travels with the next window's report."""
@@ -223,13 +254,15 @@ class Session(Standing):
         its own, as large as the model: a resume is exact where every rank saves and loads its own state.
 
         Raises:
-            RuntimeError: between a batch and `session.step()`: the resumed run would use that batch twice.
+            RuntimeError: between a batch and `session.step()`: the resumed run would use that batch twice. Also in the
+                middle of a round of local steps: each rank has parameters of its own.
         """
         if self._loader.is_in_step or self._updates.any_since_step:
             raise RuntimeError(
                 f"step {self._loader.position.step} is not finished, a run resumed from here would repeat its batch: "
                 "save after session.step()"
             )
+        self._require_average("each rank has parameters of its own")
         self._steering.complete_posted()
         residuals = [each.residuals() for each in self._models.exchanges]
         return save(self._run, self._loader.position, residuals) | {"order": self._loader.order_digest}
@@ -292,6 +325,8 @@ class Session(Standing):
         if allocation is not self._allocation:
             self._allocation = allocation
             self._updates.follow(allocation.global_batch_size)
+        if batch.is_first:
+            self._local.begin(batch.plan.step)
         self._models.begin(batch, shares_times=allocation.split == "tracking")
         self._meter.clock.handed_out(batch.size)
 
@@ -309,6 +344,7 @@ class Session(Standing):
         if not self._run.ended:
             self._steering.complete_posted()
             self._steering.end(reason)
+            self._local.leave()
             self._models.remove()
             self._transport.begin_close(self._exit_rules.close_timeout_s)
 

@@ -19,7 +19,7 @@ class JobExchange:
         """`is_decided` says whether the schedule's exchanges are to be carried out here."""
         self.world_size = world_size
         self._schedule = schedule
-        self._rank = rank
+        self.rank = rank
         self._is_decided = is_decided and world_size > 1
         self._timeout: timedelta | None = None
         self._pipeline: Pipeline | None = None
@@ -30,7 +30,7 @@ class JobExchange:
         """What sends the buckets of a model; its group's time-out is that of the exchange."""
         self._timeout = self._timeout or timeout_of(model.process_group)
         keys = {parameter: name for name, parameter in model.module.named_parameters()}
-        return ModelExchange(self._rank, self.world_size, keys, self._connected)
+        return ModelExchange(self.rank, self.world_size, keys, self.pipeline)
 
     def ruling(self, step: int) -> StepExchange | None:
         """What rules a step, `None` for DDP's own all-reduce; a collective call where it is the first one that rules.
@@ -38,27 +38,36 @@ class JobExchange:
         What rules the next step is known by then: a decision arrives two steps before it rules, or three where the
         last step before it has to do something (`margin_steps`).
         """
-        if not self._is_decided or (exchange := self._schedule.allocation_at(step).exchange) == EXACT:
+        exchange = self.at(step)
+        if exchange == EXACT:
             return None
+        self.connect()
+        if exchange.codec not in LOSSY_CODECS:
+            return StepExchange(exchange)
+        return StepExchange(exchange, flushes=not keeps_residuals(exchange, self.at(step + 1)))
+
+    def connect(self) -> None:
+        """Make the pipeline where there is none yet; a collective."""
         if self._pipeline is None:
             self._pipeline = Pipeline(self._timeout)
             self.on_connect()
-        if exchange.codec not in LOSSY_CODECS:
-            return StepExchange(exchange)
-        following = self._schedule.allocation_at(step + 1).exchange
-        return StepExchange(exchange, flushes=not _keeps_residuals(exchange, following))
+
+    def at(self, step: int) -> Exchange:
+        """How the schedule lets gradients travel in a step, as far as it is carried out here."""
+        return self._schedule.allocation_at(step).exchange if self._is_decided else EXACT
 
     def close(self) -> None:
         """End what runs in the background. No collective."""
         if self._pipeline is not None:
             self._pipeline.close()
 
-    def _connected(self) -> Pipeline:
-        assert self._pipeline is not None, "no exchange rules"
+    def pipeline(self) -> Pipeline:
+        """What carries out collectives, once an exchange ruled."""
+        assert self._pipeline is not None, "no exchange ruled yet"
         return self._pipeline
 
 
-def _keeps_residuals(exchange: Exchange, following: Exchange) -> bool:
+def keeps_residuals(exchange: Exchange, following: Exchange) -> bool:
     """Whether what one exchange has not sent yet can be sent by the next one: in the same codec, of the same thing."""
     return exchange.codec == following.codec and (exchange.every > 1) == (following.every > 1)
 

@@ -60,9 +60,13 @@ class ModelExchange:
         copied.under_way = under_way
         return copied
 
-    def send_numbers(self, numbers: Tensor) -> UnderWay:
-        """Begin to add up a few numbers over ranks, exactly, behind the buckets sent so far."""
-        return self._pipeline().send(_sum(numbers))
+    def send_plainly(self, numbers: Tensor) -> "UnderWay | HostCopy":
+        """Begin to add up numbers over ranks, in place and without a codec, behind the buckets sent so far."""
+        if not numbers.is_cuda:
+            return self._pipeline().send(_sum(numbers))
+        copied = HostCopy(numbers)
+        copied.under_way = self._pipeline().send(_sum(copied.host))
+        return copied
 
     def residuals(self) -> dict[str, dict[str, Tensor]]:
         """What the sums lack so far on this rank, by codec and parameter; copies on the CPU."""

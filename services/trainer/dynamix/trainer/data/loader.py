@@ -42,8 +42,10 @@ def drawn_ahead(options: LoaderOptions) -> int:
     return options.get("num_workers", 0) * (PREFETCH_FACTOR if prefetch_factor is None else prefetch_factor)
 
 
-def check_loader_options(options: LoaderOptions) -> None:
-    """Raise TypeError for options that are not the loader's."""
+def check_loader_options(options: LoaderOptions, look_ahead: int) -> None:
+    """Raise TypeError for options that are not the loader's, ValueError for a script that looks back."""
+    if look_ahead < 0:
+        raise ValueError(f"look_ahead={look_ahead}: a script fetches 0 or more batches ahead")
     unknown = sorted(set(options) - set(LoaderOptions.__annotations__))
     if unknown:
         raise TypeError(
@@ -80,6 +82,7 @@ class Loader:
         self._count_tokens = count_tokens
         self._on_start: Callable[[], None] = _nothing
         self._on_ask: Callable[[], None] = _nothing
+        self._on_exhausted: Callable[[], None] = _nothing
         self._on_batch: Callable[[MicroBatch], None] = _nothing
         if isinstance(sampler, StreamSampler):
             assert isinstance(dataset, IterableDataset), "as its orders"
@@ -88,10 +91,19 @@ class Loader:
         self._batches: DataLoader[Any] = DataLoader(dataset, batch_sampler=sampler, **options)
 
     def bind(
-        self, *, on_start: Callable[[], None], on_ask: Callable[[], None], on_batch: Callable[[MicroBatch], None]
+        self,
+        *,
+        on_start: Callable[[], None],
+        on_ask: Callable[[], None],
+        on_batch: Callable[[MicroBatch], None],
+        on_exhausted: Callable[[], None],
     ) -> None:
-        """Call `on_start` before anything is drawn, `on_ask` and `on_batch` before and after each batch to train on."""
+        """Call `on_start` before anything is drawn, `on_ask` and `on_batch` before and after each batch to train on.
+
+        `on_exhausted` is called when a loop came to the end of its epoch and all of its steps have ended.
+        """
         self._on_start, self._on_ask, self._on_batch = on_start, on_ask, on_batch
+        self._on_exhausted = on_exhausted
 
     @property
     def dataset(self) -> Dataset[Any]:
@@ -141,6 +153,8 @@ class Loader:
                 micro_batch, batch = next(drawn)
             except StopIteration:
                 self._is_exhausted = True
+                if not self._held:
+                    self._on_exhausted()
                 return
             self._held.append(self._weighed(micro_batch, batch))
             if is_next:

@@ -90,6 +90,7 @@ class CoveredModels:
         self._batch: MicroBatch | None = None
         self._handles: list[RemovableHandle] = []
         self._uncovered: UncoveredModels | None = None
+        self._unshared: list[DistributedDataParallel] = []
 
     @property
     def has_hooks(self) -> bool:
@@ -146,6 +147,17 @@ class CoveredModels:
         if self._uncovered is not None:
             self._uncovered.ignored.append(model)
 
+    def keep_buffers(self, model: DistributedDataParallel) -> None:
+        """Let DDP broadcast no buffers of a model, until `broadcast_buffers`."""
+        model.broadcast_buffers = False
+        self._unshared.append(model)
+
+    def broadcast_buffers(self) -> None:
+        """Let DDP broadcast them again."""
+        for model in self._unshared:
+            model.broadcast_buffers = True
+        self._unshared.clear()
+
     def remove(self) -> None:
         """Let the models train without the session, as plain DDP does: communication hooks cannot be taken off."""
         for hook in self._hooks:
@@ -155,6 +167,7 @@ class CoveredModels:
         if self._uncovered is not None:
             self._uncovered.remove()
         self._handles.clear()
+        self.broadcast_buffers()
         self._exchange.close()
 
     @property

@@ -47,6 +47,8 @@ class Updates:
         self._num_idle: int | None = 0 if warns else None
         """Steps so far while no optimizer has stepped; `None` once one has, or it was said."""
         self._handles: list[RemovableHandle] = []
+        self._covered: list[weakref.ref[torch.optim.Optimizer]] = []
+        """In the order they were given; a session ends with its last name, so it keeps none alive."""
         self._scalers: dict[int, LearningRateScaler] = {}
         """By the optimizer's id, as below."""
         self._new: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -59,6 +61,7 @@ class Updates:
     def cover(self, optimizer: torch.optim.Optimizer) -> None:
         """Scale the learning rates of one more optimizer."""
         self._scalers[id(optimizer)] = LearningRateScaler()
+        self._covered.append(weakref.ref(optimizer))
         self._handles += [
             optimizer.register_step_pre_hook(self.before_step),
             optimizer.register_step_post_hook(self.after_step),
@@ -66,6 +69,11 @@ class Updates:
         if optimizer not in _covered:
             self._new.add(optimizer)
             _covered.add(optimizer)
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Those of the session, in the order they were given."""
+        return [found for each in self._covered if (found := each()) is not None]
 
     def follow(self, global_batch_size: int) -> None:
         """Scale by this global batch size from now on."""

@@ -213,7 +213,7 @@ class GradientHook:
             known.view = view_of(bucket, known.buffer, self.model_exchange.keys)
         under_way = self.model_exchange.send(known.view)
         if bucket.is_last() and self._shares:
-            self._numbers = self.model_exchange.send_numbers(self._slots.write_apart(self._clock.seconds_per_sample()))
+            self._numbers = self.model_exchange.send_plainly(self._slots.write_apart(self._clock.seconds_per_sample()))
         return under_way
 
     def _call_base_hook(self, base_hook: BaseHook, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

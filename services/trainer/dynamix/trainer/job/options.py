@@ -156,7 +156,7 @@ class JobOptions:
             )
 
     def _check_exchange(self) -> None:
-        _check_choice("exchange", self.exchange, ("exact", "lossy"))
+        _check_choice("exchange", self.exchange, get_args(ExchangePermission))
         first = self.initial_allocation.exchange
         if first == EXACT or self.codec != EXACT.codec:
             return
@@ -165,8 +165,6 @@ class JobOptions:
                 f"exchange {first.label}: use one of the codecs {', '.join(CODECS)}, and of the routes "
                 f"{', '.join(ROUTES)}"
             )
-        if first.every > 1:
-            raise ValueError(f"exchange {first.label}: this version averages in every step, use every=1")
         if self.fixed_exchange is None and not is_permitted(first, self.exchange):
             needed = next(each for each in get_args(ExchangePermission) if is_permitted(first, each))
             raise ValueError(
@@ -234,6 +232,25 @@ def family_of(optimizer: torch.optim.Optimizer) -> OptimizerFamily:
     """The reward's optimizer family, from the names of the optimizer's classes."""
     names = " ".join(cls.__name__.lower() for cls in type(optimizer).__mro__)
     return "adam" if any(name in names for name in ADAPTIVE) else "sgd"
+
+
+def check_local_options(
+    exchange: ExchangePermission | Exchange, optimizers: Iterable[torch.optim.Optimizer], *, counts_in_batches: bool
+) -> None:
+    """Raise ValueError where ranks cannot make steps of their own, saying how to fix it."""
+    if not (exchange == "local" or (isinstance(exchange, Exchange) and exchange.every > 1)):
+        return
+    if counts_in_batches:
+        raise ValueError(
+            "local steps and count_tokens exclude each other, since all ranks must know what counts: pass token_counts"
+        )
+    for optimizer in optimizers:
+        names = [cls.__name__ for cls in type(optimizer).__mro__]
+        if "ZeroRedundancyOptimizer" in names:
+            raise ValueError(
+                f"local steps need optimizers that update all parameters on every rank, not {names[0]}: use the "
+                'optimizer itself, or exchange="lossy"'
+            )
 
 
 def check_exchange_options(

@@ -10,6 +10,7 @@ import itertools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
@@ -42,11 +43,13 @@ class Ended(NamedTuple, Generic[Moment]):
     """While computing, from asking for a further micro-batch to having it."""
     waits: tuple[tuple[Moment, Moment], ...] = ()
     """While computing, from the last bucket of a gradient to having it reduced."""
+    averaging: tuple[Moment, Moment] | None = None
+    """After the update, from the end of a round of local steps to having the mean."""
 
     @property
     def all_moments(self) -> Iterator[Moment]:
         """Every moment of the step; some stand for two."""
-        return itertools.chain(self.moments, *self.fetches, *self.waits)
+        return itertools.chain(self.moments, *self.fetches, *self.waits, self.averaging or ())
 
 
 class Clock(ABC, Generic[Moment]):
@@ -67,6 +70,7 @@ class Clock(ABC, Generic[Moment]):
         self._asked_again: Moment | None = None
         self._fetches: list[tuple[Moment, Moment]] = []
         self._waits: list[tuple[Moment, Moment]] = []
+        self._averaging: tuple[Moment, Moment] | None = None
         self._in_step = False
 
     def asked(self) -> None:
@@ -89,7 +93,7 @@ class Clock(ABC, Generic[Moment]):
     def discard(self) -> None:
         """Forget the step under way: the script left it."""
         self._handed_out = self._ready = self._reduced = None
-        self._fetches, self._waits, self._in_step = [], [], False
+        self._fetches, self._waits, self._averaging, self._in_step = [], [], None, False
 
     def gradient_ready(self) -> None:
         """This rank's last bucket of a gradient is ready to be reduced."""
@@ -101,6 +105,13 @@ class Clock(ABC, Generic[Moment]):
     def reduced(self) -> None:
         """The gradient came back."""
         self._reduced = self._now(self._reduced)
+
+    @contextmanager
+    def averaging(self) -> Iterator[None]:
+        """Count what is done meanwhile, after the update, as waiting for other ranks."""
+        began = self._now(None)
+        yield
+        self._averaging = began, self._now(None)
 
     def before_update(self) -> None:
         """The optimizer begins: where no bucket was seen, computing ends here."""
@@ -115,7 +126,7 @@ class Clock(ABC, Generic[Moment]):
         ready = end if self._ready is None else self._ready
         reduced = ready if self._reduced is None else self._reduced
         moments = (self._asked, self._handed_out, ready, reduced, end)
-        parts = tuple(self._fetches), tuple(self._waits)
+        parts = tuple(self._fetches), tuple(self._waits), self._averaging
         self._ended.append(Ended(moments, self._charged_s, self._num_samples, *parts))
         self._charged_s = 0.0
         self.discard()
@@ -139,6 +150,9 @@ class Clock(ABC, Generic[Moment]):
         if step.fetches or step.waits:
             fetched, waited = self._total(step.fetches), self._total(step.waits)
             data, compute, sync = data + fetched, max(compute - fetched - waited, 0.0), sync + waited
+        if step.averaging is not None:
+            averaged = max(between(*step.averaging), 0.0)
+            sync, update = sync + averaged, max(update - averaged, 0.0)
         return StepTimes(data, compute, sync, update + step.charged_s)
 
     def _total(self, parts: Iterable[tuple[Moment, Moment]]) -> float:

@@ -83,7 +83,7 @@ class WindowEnd:
         if run.place.rank == 0 and (window + 1) % SPECIFIED_EVERY == 0:
             self._transport.publish(run.specification())
         run.reporter.keep_window(rows, totals)
-        self._sockets_due = window == 0
+        self._sockets_due = self._sockets_due or window == 0
 
     def _metrics(
         self, position: Position, rows: Sequence[Row], totals: JobTotals, sizes: Counts, split: Split

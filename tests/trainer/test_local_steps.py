@@ -1,0 +1,457 @@
+"""Local steps on real gloo ranks, against the same steps computed in one process."""
+
+import hashlib
+import logging
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.ranks import run_ranks
+from tests.support.training import flat_parameters, offer
+from tests.support.whole_numbers import SIZES, Whole, attach, distributed, train_step, whole_loss
+from torch import nn
+from torch.utils.data import IterableDataset
+
+from dynamix.schemas.messages.allocation import EXACT, Exchange
+from dynamix.trainer.data.orders import epoch_order
+from dynamix.trainer.exchange.registry import CODECS
+
+STEPS = 22
+RATE = 2**-8
+
+
+class Curved(nn.Module):
+    """A model whose gradient depends on its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.layers = nn.Sequential(nn.Linear(40, 24), nn.Tanh(), nn.Linear(24, 3))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.layers(inputs)
+        return result
+
+
+def _loss(outputs: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    return (outputs - factors).square().mean()
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+
+
+def _trained(_rank: int, exchange: Exchange | None, plan: dict[int, Exchange] | None = None) -> dict[str, Any]:
+    """Parameters after each step with a mean loss; `plan` offers exchanges by step."""
+    model = distributed(Curved())
+    optimizer = _optimizer(model)
+    options: dict[str, Any] = {"reduction": "mean", "exchange": exchange or "local"}
+    parameters, averaged = [], []
+    with attach(model, optimizer, Whole(whole=False), **options) as session:
+        for inputs, factors in session.loader:
+            if plan and session.step_index in plan:
+                offer(session, SIZES, exchange=plan[session.step_index])
+            optimizer.zero_grad()
+            _loss(model(inputs), factors).backward()
+            optimizer.step()
+            session.step()
+            parameters.append(flat_parameters(model))
+            averaged.append(session.is_averaged)
+            if len(parameters) == STEPS:
+                break
+        session.average()
+        parameters.append(flat_parameters(model))
+    momentum = [optimizer.state[each]["momentum_buffer"].flatten() for each in model.parameters()]
+    return {"parameters": parameters, "averaged": averaged, "momentum": torch.cat(momentum)}
+
+
+def _alone(rounds: list[int]) -> list[torch.Tensor]:
+    """The same in one process: two models that are averaged after each round; the mean after each."""
+    data = Whole(whole=False)
+    order = epoch_order(len(data), 0, 0, shuffle=True).tolist()
+    models = [Curved() for _ in SIZES]
+    optimizers = [_optimizer(model) for model in models]
+    means, used = [], 0
+    for length in rounds:
+        for _ in range(length):
+            for model, optimizer, size in zip(models, optimizers, SIZES, strict=True):
+                mine, used = order[used : used + size], used + size
+                optimizer.zero_grad()
+                _loss(model(data.inputs[mine]), data.factors[mine]).backward()
+                optimizer.step()
+        weights = [size / sum(SIZES) for size in SIZES]
+        with torch.no_grad():
+            for parameters in zip(*(model.parameters() for model in models), strict=True):
+                mean = sum(weight * each for weight, each in zip(weights, parameters, strict=True))
+                for each in parameters:
+                    each.copy_(mean)
+        means.append(flat_parameters(models[0]))
+    return means
+
+
+@pytest.mark.parametrize("codec", sorted(CODECS))
+def test_a_round_ends_with_the_weighted_mean_of_the_parameters(codec: str) -> None:
+    means = _alone([4] * 5 + [2])
+    route = "shares" if codec in ("none", "int8") else "all-reduce"
+    first, second = run_ranks(_trained, 2, Exchange(every=4, codec=codec, route=route))
+    assert first["averaged"] == [(step + 1) % 4 == 0 for step in range(STEPS)]
+    ends = [step for step in range(STEPS) if first["averaged"][step]] + [STEPS]
+    for step in range(STEPS + 1):
+        alike = torch.equal(first["parameters"][step], second["parameters"][step])
+        assert alike == (step in ends), step
+    tolerance = {"bf16": 2e-3, "fp16": 5e-4, "int8": 1e-2}.get(codec, 2e-6)
+    for mean, step in zip(means, ends, strict=True):
+        assert torch.allclose(first["parameters"][step], mean, atol=tolerance)
+
+
+def test_other_exchanges_begin_when_all_ranks_have_the_same() -> None:
+    local, lossy = Exchange(every=8), Exchange(every=4, codec="int8")
+    first, second = run_ranks(_trained, 2, None, {0: local, 8: lossy, 15: EXACT})
+    # from step 4 on rounds of 8, from step 12 on rounds of 4 of which the second ends early, from step 18 on none
+    assert first["averaged"] == [step not in (4, 5, 6, 7, 8, 9, 10, 12, 13, 14, 16) for step in range(STEPS)]
+    for step, averaged in enumerate(first["averaged"]):
+        assert torch.equal(first["parameters"][step], second["parameters"][step]) == averaged, step
+    assert torch.equal(first["momentum"], second["momentum"])
+
+
+class Normalised(nn.Module):
+    """A model with buffers: means that move, a count, and a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.layers = nn.Sequential(nn.Linear(40, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+        self.register_buffer("constant", torch.tensor([0.1, 0.7, float("inf")]))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.layers(inputs)
+        return result
+
+
+def _with_buffers(_rank: int) -> dict[str, Any]:
+    """Buffers before and after averagings, whether DDP broadcasts them, and Adam's state."""
+    model = distributed(Normalised())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    norm, found = model.module.layers[1], []
+    options: dict[str, Any] = {"reduction": "mean", "exchange": "local", "window_steps": 4}
+    with attach(model, optimizer, Whole(whole=False), **options) as session:
+        for inputs, factors in session.loader:
+            if session.step_index == 0:
+                offer(session, SIZES, exchange=Exchange(every=2, codec="bf16"))
+            if session.step_index == 6:
+                offer(session, SIZES)
+            _loss(model(inputs), factors).backward()
+            before = norm.running_mean.clone()
+            optimizer.step()
+            optimizer.zero_grad()
+            session.step()
+            ends = [norm.running_mean.clone(), norm.num_batches_tracked.clone(), model.module.constant.clone()]
+            found.append((before, ends, model.broadcast_buffers))
+            if session.step_index == 14:
+                break
+    state = [optimizer.state[each] for each in model.parameters()]
+    return {
+        "steps": found,
+        "moments": torch.cat([each[name].flatten() for each in state for name in ("exp_avg", "exp_avg_sq")]),
+        "counts": {float(each["step"]) for each in state},
+        "parameters": flat_parameters(model),
+    }
+
+
+def test_buffers_are_averaged_and_the_state_of_adam_when_local_steps_end() -> None:
+    first, second = run_ranks(_with_buffers, 2)
+    assert [shares for _, _, shares in first["steps"]] == [True] * 4 + [False] * 7 + [True] * 3
+    for step in (9, 11):
+        (before, ends, _), (other, other_ends, _) = first["steps"][step], second["steps"][step]
+        assert not torch.equal(before, other)
+        assert torch.allclose(ends[0], 0.25 * before + 0.75 * other, atol=1e-6)
+        assert all(torch.equal(*pair) for pair in zip(ends, other_ends, strict=True))
+        assert ends[1] == step + 1
+        assert torch.equal(ends[2], torch.tensor([0.1, 0.7, float("inf")])), "a constant stays as it is"
+    assert not torch.equal(first["steps"][8][1][0], second["steps"][8][1][0])
+    assert torch.equal(first["moments"], second["moments"])
+    assert first["counts"] == second["counts"] == {14.0}
+    assert torch.equal(first["parameters"], second["parameters"])
+
+
+# --- every kind of step --------------------------------------------------------------------------------------------
+
+
+def _changing(_rank: int, num_steps: int) -> list[tuple[bool, bytes]]:
+    """Whether the ranks are averaged after each step, and a digest of parameters and buffers; all levers change."""
+    model = distributed(Normalised())
+    optimizer = torch.optim.SGD(model.parameters(), lr=2**-8, momentum=0.5)
+    drawn = random.Random(11)
+    exchanges = [Exchange(codec=codec, route=route) for codec in CODECS for route in ("all-reduce", "shares")]
+    found: list[tuple[bool, bytes]] = []
+    options: dict[str, Any] = {"exchange": "local", "local_batch_size": 8, "window_steps": 4, "min_local_batch_size": 2}
+    with attach(model, optimizer, Whole(whole=False), reduction="mean", **options) as session:
+        while len(found) < num_steps:
+            for inputs, factors in session.loader:
+                sizes = [drawn.choice([2, 8, 20]) for _ in range(2)]
+                exchange = msgspec.structs.replace(drawn.choice(exchanges), every=drawn.choice([1, 1, 2, 3, 16]))
+                offer(session, [*sizes, 4], split=drawn.choice(["fixed", "tracking"]), exchange=exchange)
+                optimizer.zero_grad()
+                _loss(model(inputs), factors).backward()
+                optimizer.step()
+                is_local = session.allocation.exchange.every > 1
+                session.step()
+                state = [flat_parameters(model).numpy().tobytes()]
+                if is_local:  # else DDP broadcasts them in the next forward pass
+                    state += [buffer.numpy().tobytes() for buffer in model.buffers()]
+                found.append((session.is_averaged, hashlib.sha256(b"".join(state)).digest()))
+    assert flat_parameters(model).isfinite().all()
+    return found[:num_steps]
+
+
+def test_ranks_have_the_same_bits_wherever_they_are_averaged_over_500_steps_of_changing_levers() -> None:
+    first, *others = run_ranks(_changing, 3, 500)
+    averaged = [is_averaged for is_averaged, _ in first]
+    assert 100 < sum(averaged) < 400
+    for other in others:
+        assert [is_averaged for is_averaged, _ in other] == averaged
+        differing = [step for step in range(500) if averaged[step] and other[step] != first[step]]
+        assert differing == []
+    assert sum(one != other for one, other in zip(first, others[0], strict=True)) > 50
+
+
+def _whole_local(_rank: int, kind: str) -> torch.Tensor:
+    """Parameters after rounds of 3 whose gradients do not depend on them: the mean is that of single steps."""
+    options: dict[str, Any] = {"exchange": Exchange(every=3)}
+    models: list[nn.Module] = [distributed(), distributed()] if kind == "two models" else [distributed()]
+    if kind == "accumulation":
+        options |= {"micro_batch_size": 3}
+    elif kind == "empty":
+        options |= {"local_batch_size": (0, 16)}
+    elif kind == "single steps":
+        options |= {"exchange": EXACT, "local_batch_size": 8}
+    optimizers = [torch.optim.SGD(model.parameters(), lr=2**-6) for model in models]
+    with attach(models, optimizers, Whole(), **({"local_batch_size": 8} | options)) as session:  # type: ignore[arg-type]
+        for inputs, factors in session.loader:
+            for model in models:
+                loss = whole_loss(model(inputs), factors)
+                (loss if session.num_samples else loss * torch.nan).backward()
+            if session.sync_gradients:
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            session.step()
+            if session.step_index == 12:
+                break
+        assert session.is_averaged
+    return torch.stack([flat_parameters(model) for model in models])
+
+
+@pytest.mark.parametrize("kind", ["plain", "two models", "accumulation", "empty"])
+def test_where_gradients_do_not_depend_on_parameters_local_steps_are_single_ones(kind: str) -> None:
+    expected = run_ranks(_whole_local, 2, "single steps")[0][0]
+    found, other = run_ranks(_whole_local, 2, kind)
+    assert torch.equal(found, other)
+    for parameters in found:
+        assert torch.equal(parameters, expected)
+
+
+def _tracked(rank: int) -> tuple[tuple[int, ...], list[float]]:
+    """Sizes after 20 local steps in which rank 1 takes three times as long per sample, and the times all were told."""
+    model = distributed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=2**-6)
+    options: dict[str, Any] = {"exchange": Exchange(every=4, codec="int8"), "policy_options": {"track": 1}}
+    with attach(model, optimizer, Whole(), local_batch_size=8, **options) as session:
+        session._meter.clock.seconds_per_sample = lambda: (0.001, 0.003)[rank]  # type: ignore[method-assign]
+        heard: list[float] = []
+        after_step = session._steering.after_step
+
+        def listen(position: Any, times: list[float] | None = None, counts: tuple[int, ...] = ()) -> None:
+            heard.extend(times or [])
+            after_step(position, times, counts)
+
+        session._steering.after_step = listen  # type: ignore[method-assign]
+        for batch in session.loader:
+            train_step(session, model, optimizer, batch)
+            if session.step_index == 20:
+                break
+        return session.local_batch_sizes, heard
+
+
+def test_compute_times_travel_with_the_averaging() -> None:
+    for sizes, heard in run_ranks(_tracked, 2):
+        assert heard == pytest.approx([0.001, 0.003] * 5)
+        assert sizes == (12, 4)
+
+
+# --- stopping and going on -----------------------------------------------------------------------------------------
+
+
+def _saved(_rank: int) -> dict[str, Any]:
+    """What is refused in mid-round, and parameters after 18 steps: in one go, or in two sessions."""
+    found: dict[str, Any] = {}
+    options: dict[str, Any] = {
+        "exchange": "local",
+        "policy_options": {"every": 4, "codec": "int8"},
+    }
+    for how in ("whole", "parts"):
+        model, state = distributed(Curved()), None
+        optimizer = _optimizer(model)
+        for steps in (18,) if how == "whole" else (8, 18):
+            with attach(model, optimizer, Whole(whole=False), reduction="mean", **options) as session:
+                if state is not None:
+                    session.load_state_dict(state)
+                for inputs, factors in session.loader:
+                    optimizer.zero_grad()
+                    _loss(model(inputs), factors).backward()
+                    optimizer.step()
+                    session.step()
+                    if session.step_index == 5:
+                        with pytest.raises(RuntimeError) as refused:
+                            session.state_dict()
+                        found["refused"] = str(refused.value)
+                    if session.step_index == steps:
+                        break
+                session.average()
+                state = session.state_dict()
+        found[how] = flat_parameters(model)
+    return found
+
+
+def test_a_job_resumed_at_an_averaging_goes_on_exactly() -> None:
+    first, second = run_ranks(_saved, 2)
+    assert first["refused"] == (
+        "step 5 is in the middle of a round of local steps, each rank has parameters of its own: wait until "
+        "session.is_averaged, or call session.average() on all ranks before"
+    )
+    assert torch.equal(first["whole"], second["whole"])
+    assert torch.equal(first["parts"], first["whole"])
+    assert torch.equal(second["parts"], first["whole"])
+
+
+def _epochs(_rank: int, streams: bool) -> list[tuple[bool, bytes]]:
+    """Whether the ranks are averaged at the end of each epoch, and the parameters and momentum there."""
+    model = distributed(Curved())
+    optimizer = _optimizer(model)
+    data: Any = Streamed() if streams else Whole(whole=False, num_samples=100)
+    found = []
+    with attach(model, optimizer, data, reduction="mean", exchange=Exchange(every=16)) as session:
+        for _ in session.epochs(2):
+            for inputs, factors in session.loader:
+                optimizer.zero_grad()
+                _loss(model(inputs), factors).backward()
+                optimizer.step()
+                session.step()
+            momentum = torch.cat([optimizer.state[each]["momentum_buffer"].flatten() for each in model.parameters()])
+            found.append((session.is_averaged, torch.cat([flat_parameters(model), momentum]).numpy().tobytes()))
+    return found
+
+
+class Streamed(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
+    """The same samples as a stream, whose end is not known."""
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        data = Whole(whole=False, num_samples=100)
+        return (data[index] for index in range(len(data)))
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_an_epoch_ends_with_an_averaging(streams: bool) -> None:
+    first, second = run_ranks(_epochs, 2, streams)
+    assert [averaged for averaged, _ in first] == [True, True]
+    assert first == second
+    assert first[0] != first[1]
+
+
+def _left(_rank: int, caplog_level: int = 30) -> list[str]:
+    records: list[str] = []
+    handler = logging.Handler(caplog_level)
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dynamix.trainer").addHandler(handler)
+    model = distributed(Normalised())
+    optimizer = _optimizer(model)
+    with attach(model, optimizer, Whole(), reduction="mean", exchange=Exchange(every=4)) as session:
+        for inputs, factors in session.loader:
+            _loss(model(inputs), factors).backward()
+            optimizer.step()
+            session.step()
+            if session.step_index == 6:
+                break
+        try:
+            session.cover(distributed())
+        except RuntimeError as error:
+            records.append(str(error))
+    assert model.broadcast_buffers
+    return [each for each in records if "local steps" in each]
+
+
+def test_a_session_that_ends_in_mid_round_says_so() -> None:
+    covered, left = run_ranks(_left, 2)[0]
+    assert covered.startswith(
+        "step 6 is in the middle of a round of local steps, a model that is covered now would not"
+    )
+    assert left.startswith(
+        "the session ends in the middle of a round of local steps: each rank has parameters of its own"
+    )
+
+
+def _halved(_rank: int, exchange: Exchange) -> torch.Tensor:
+    """Parameters after 6 steps by `session.backward`, in which at most 5 samples fit."""
+    model = distributed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=2**-6)
+
+    def compute(inputs: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        if len(inputs) > 5:
+            raise torch.OutOfMemoryError
+        return whole_loss(model(inputs), factors)
+
+    with attach(model, optimizer, Whole(), exchange=exchange, local_batch_size=8) as session:
+        for inputs, factors in session.loader:
+            session.backward(compute, inputs, factors)
+            optimizer.step()
+            optimizer.zero_grad()
+            session.step()
+            if session.step_index == 6:
+                break
+    return flat_parameters(model)
+
+
+def test_a_local_step_that_does_not_fit_is_computed_in_halves() -> None:
+    expected = run_ranks(_halved, 2, EXACT)
+    found = run_ranks(_halved, 2, Exchange(every=3))
+    for parameters in (*expected, *found):
+        assert torch.equal(parameters, expected[0])
+        assert parameters.abs().max() > 0
+
+
+def _from_rank_0(_rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Parameters after two epochs: in one go, and from what rank 0 has after the first of them."""
+    found = []
+    for epochs in ((2,), (1, 2)):
+        model, optimizer, states = distributed(Curved()), None, [None, None]
+        for number in epochs:
+            if optimizer is not None:
+                model = distributed(model.module)
+            fresh = _optimizer(model)
+            if optimizer is not None:
+                fresh.load_state_dict(states[0][0])  # type: ignore[index]
+            optimizer = fresh
+            data = Whole(whole=False, num_samples=160)
+            with attach(model, optimizer, data, reduction="mean", exchange=Exchange(every=4)) as session:
+                if states[0] is not None:
+                    session.load_state_dict(states[0][1])
+                for _ in session.epochs(number):
+                    for inputs, factors in session.loader:
+                        optimizer.zero_grad()
+                        _loss(model(inputs), factors).backward()
+                        optimizer.step()
+                        session.step()
+                dist.all_gather_object(states, (optimizer.state_dict(), session.state_dict()))
+        found.append(flat_parameters(model))
+    return found[0], found[1]
+
+
+def test_what_rank_0_has_after_an_epoch_is_what_all_have() -> None:
+    (whole, parts), (other_whole, other_parts) = run_ranks(_from_rank_0, 2)
+    assert torch.equal(whole, other_whole)
+    assert torch.equal(parts, whole)
+    assert torch.equal(other_parts, whole)
