@@ -245,7 +245,9 @@ def test_a_job_refuses_what_it_does_not_permit() -> None:
         virtual.cluster(virtual.scenario(network=servers), policy_options={"codec": 1.0})
     with pytest.raises(ValueError, match=r"use network\.topology = .ring."):
         lossy(network=servers)
-    with pytest.raises(ValueError, match=r'exchange = "local": virtual workers are averaged in every step, use "lossy"'):
+    with pytest.raises(
+        ValueError, match=r'exchange = "local": virtual workers are averaged in every step, use "lossy"'
+    ):
         lossy(exchange="local")
     with pytest.raises(ValueError, match=r"lag_windows = 0: .* use at least 1"):
         lossy(lag_windows=0)
