@@ -9,6 +9,9 @@ train scenarios; `dynamix tune` runs six settings beside the baselines' six, for
 B_noise is the gradient noise scale, T(B) the step-time model: for each rank a fixed time, a rate, and a size below
 which a batch costs no less, fitted to its own times. B moves once per window; the division follows every step where the
 job supports tracking, otherwise this policy divides by the fitted model.
+
+Where the job permits more than exact gradients, how they travel is chosen with B: the codec of the greatest progress
+per second, by what it saved when it ruled (`model.exchange_choice`).
 """
 
 import math
@@ -16,10 +19,14 @@ import struct
 from collections.abc import Mapping
 from typing import ClassVar
 
+from msgspec.structs import replace
+
 from dynamix.schemas.messages import Job
 
+from .model.exchange_choice import PACKED_BYTES as MEMORY_BYTES
+from .model.exchange_choice import ExchangeMemory, choose, model_under, sent_gradient_bytes
 from .model.observation import PACKED_BYTES, Array32, NoiseMemory, decided_sizes, job_value
-from .model.step_time import StepTime, best_global_batch
+from .model.step_time import StepTime, best_global_batch, progress
 from .model.step_time_fit import StepTimeFit, window_of
 from .options import Option, Options, allocation_of, option, track
 from .policy import Decision
@@ -47,30 +54,44 @@ class Rule:
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
         """The next sizes. While B_noise was never known B stays, and without any measured time nothing changes."""
-        global_batch_size, noise, fit = _unpack(job, carry)
-        noise = noise.observe(job_value(global_F, "noise_scale"))
+        global_batch_size, noise, memory, fit = _unpack(job, carry)
+        if memory.ruling[0].every == 1:  # in local steps none is measured
+            noise = noise.observe(job_value(global_F, "noise_scale"))
         fit = fit.observe(job, window_of(job, obs_WF))
-        model = fit.model(job)
-        wanted = self._next(job, global_batch_size, model, noise.noise_scale)
+        memory = memory.observe(fit.sync_intercept_s, job_value(global_F, "loss"))
+        model, scale = fit.model(job), noise.noise_scale * option(self.options, job, "noise_multiplier")
+        if model is not None and not math.isnan(scale) and job.exchange != "exact":
+            num_bytes, exponent = sent_gradient_bytes(obs_WF), self._exponent(job)
+            chosen = choose(job, model, memory, lambda sizes: progress(sizes, scale, exponent), num_bytes)
+            memory, model = memory.decided(chosen), model_under(chosen, model, memory, num_bytes)
+        wanted = self._next(job, global_batch_size, model, scale)
         sizes = by_speed(job, clamp_total(job, wanted), model, decided_sizes(obs_WF))
-        carry = _GLOBAL_BATCH.pack(wanted) + noise.pack() + fit.pack()
-        return Decision(allocation_of(self.options, job, sizes), carry=carry)
+        carry = _GLOBAL_BATCH.pack(wanted) + noise.pack() + memory.pack() + fit.pack()
+        allocation = replace(allocation_of(self.options, job, sizes), exchange=memory.newest)
+        return Decision(allocation, carry=carry)
+
+    def _exponent(self, job: Job) -> float:
+        return option(self.options, job, "rate_weight") * RATE_EXPONENTS[job.learning_rate_rule]
 
     def _next(self, job: Job, current: float, model: StepTime | None, noise_scale: float) -> float:
         if model is None or math.isnan(noise_scale):
             return current
-        noise_scale *= option(self.options, job, "noise_multiplier")
-        exponent = option(self.options, job, "rate_weight") * RATE_EXPONENTS[job.learning_rate_rule]
-        target = best_global_batch(model, noise_scale, exponent)
+        target = best_global_batch(model, noise_scale, self._exponent(job))
         pace = _PACE._replace(**{name: option(self.options, job, name) for name in ("max_change", "dead_band")})
         return pace.step(max(current, 1.0), target)
 
 
-def _unpack(job: Job, carry: bytes) -> tuple[float, NoiseMemory, StepTimeFit]:
+def _unpack(job: Job, carry: bytes) -> tuple[float, NoiseMemory, ExchangeMemory, StepTimeFit]:
     """The rule's own global batch (not rounded: a policy that scales its decisions does not feed back), fits."""
     head = _GLOBAL_BATCH.size
-    noise, fit = carry[head : head + PACKED_BYTES], carry[head + PACKED_BYTES :]
+    noise, rest = carry[head : head + PACKED_BYTES], carry[head + PACKED_BYTES :]
+    memory, fit = rest[:MEMORY_BYTES], rest[MEMORY_BYTES:]
     global_batch_size = _GLOBAL_BATCH.unpack_from(carry)[0] if len(carry) >= head else math.nan
     if not 0 < global_batch_size < math.inf:
         global_batch_size = float(sum(job.initial_local_batch_sizes))
-    return global_batch_size, NoiseMemory.unpack(noise), StepTimeFit.unpack(fit, job)
+    return (
+        global_batch_size,
+        NoiseMemory.unpack(noise),
+        ExchangeMemory.unpack(memory, job),
+        StepTimeFit.unpack(fit, job),
+    )

@@ -67,9 +67,13 @@ class StepTime:
 
     def balanced(self, global_batch_sizes: Array64) -> Array64:
         """T(B) with B divided so that compute times are equal where the bounds allow it."""
+        return self.step_time_s(self.slowest_s(global_batch_sizes))
+
+    def slowest_s(self, global_batch_sizes: Array64) -> Array64:
+        """c(B) with that division."""
         batches, times_s = self._line
-        compute_s = np.interp(global_batch_sizes, batches, times_s)
-        return self.step_time_s(np.maximum(compute_s, self._least_s))
+        slowest: Array64 = np.maximum(np.interp(global_batch_sizes, batches, times_s), self._least_s)
+        return slowest
 
     def equal(self, global_batch_sizes: Array64) -> Array64:
         """T(B) with B divided equally, each share within its rank's bounds."""
