@@ -25,7 +25,8 @@ from dynamix.trainer.exchange.sparse.fixed_point import (
     width_of_sums,
 )
 from dynamix.trainer.exchange.sparse.heads import HEAD_BYTES, Head
-from dynamix.trainer.exchange.sparse.peeling import find_peeling
+from dynamix.trainer.exchange.sparse.meanwhile import Meanwhile
+from dynamix.trainer.exchange.sparse.peeling import NUM_SEEDS, HashedElements, Peeling, hashed_elements
 
 LENGTH = 8000
 
@@ -294,9 +295,44 @@ def test_what_is_added_to_a_table_comes_out_again(count: int, stride: int, seed:
     generator = torch.Generator().manual_seed(seed)
     elements = torch.randperm(max(count * stride, 1), generator=generator)[:count].sort().values
     values = [torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator) for _ in range(2)]
-    peeling = find_peeling(elements)
+    hashed, peeling = next(hashed_elements(elements))
     assert peeling is not None
-    table = peeling.insert(values[0]) + peeling.insert(values[1])
-    assert len(table) == peeling.num_cells <= 1.3 * count + 24 + 32 + 3
+    table = hashed.insert(values[0]) + hashed.insert(values[1])
+    assert len(table) == hashed.num_cells <= 1.3 * count + 24 + 32 + 3
     assert torch.equal(peeling.take_out(table), values[0] + values[1])
     assert not table.any()
+
+
+@pytest.mark.parametrize(("length", "num_sent"), [(LENGTH, 1), (200_000, 3)])
+def test_a_table_that_does_not_peel_is_hashed_again(
+    length: int, num_sent: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed_by_seed: list[tuple[HashedElements, int]] = []
+    num_failing = 2
+    hash_with, peel = HashedElements.of, Peeling.of
+
+    def hash_and_note(elements: torch.Tensor, seed: int) -> HashedElements:
+        hashed_by_seed.append((hash_with(elements, seed), seed))
+        return hashed_by_seed[-1][0]
+
+    def peel_later(hashed: HashedElements) -> Peeling | None:
+        seed = next(seed for each, seed in hashed_by_seed if each is hashed)
+        return peel(hashed) if seed >= num_failing else None
+
+    monkeypatch.setattr(HashedElements, "of", hash_and_note)
+    monkeypatch.setattr(Peeling, "of", peel_later)
+    gradients = [(each * 9).round() + 0.0 for each in masked(2, length, 0.05, 1)]
+    kinds, summed = kinds_of_step(VirtualRanks("sketch", 2), gradients)
+    assert kinds == ["Union", *["Trade", "Trade"] * num_sent], "a small one before it is sent"
+    assert torch.equal(summed, dense_sum(gradients))
+    num_failing = NUM_SEEDS
+    kinds, summed = kinds_of_step(VirtualRanks("sketch", 2), gradients)
+    assert kinds == ["Union", *["Trade", "Trade"] * (NUM_SEEDS if num_sent > 1 else 0), "Sum"]
+    assert torch.equal(summed, dense_sum(gradients))
+
+
+def test_what_fails_in_the_background_is_raised_where_its_result_is_asked_for() -> None:
+    with Meanwhile(lambda: 1 + 1) as work:
+        assert work.result() == 2
+    with Meanwhile(lambda: 1 // 0) as work, pytest.raises(ZeroDivisionError):
+        work.result()

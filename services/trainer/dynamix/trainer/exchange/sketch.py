@@ -14,6 +14,7 @@ the same.
 """
 
 from collections.abc import Generator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -25,9 +26,10 @@ from .owners import owned_ranges, sum_over_ranks
 from .sparse.bitmap import minus_zeros, positions, unpack_bits
 from .sparse.cells import GROUP, pack_cells, packed_bytes, unpack_cells
 from .sparse.exceptions import ExceptionList
-from .sparse.fixed_point import EXCEPTIONS, MAX_WIDTH, Span, from_fixed, to_fixed, width_of_sums
+from .sparse.fixed_point import EXCEPTIONS, MAX_WIDTH, from_fixed, to_fixed, width_of_sums
 from .sparse.heads import HEAD_BYTES, Head, TouchedElements
-from .sparse.peeling import CELLS_PER_ELEMENT, Peeling, find_peeling
+from .sparse.meanwhile import Meanwhile
+from .sparse.peeling import CELLS_PER_ELEMENT, HashedElements, Peeling, hashed_elements
 from .zeros import settle_zeros
 
 WORTH = 0.7
@@ -40,6 +42,7 @@ class _Mask(NamedTuple):
     """What the ranks touched in a bucket the last time, the same on all of them."""
 
     union: Tensor
+    hashed: HashedElements
     peeling: Peeling
     steps_left: int
     """For which it is expected again, after it was the same twice; a mask may also shrink."""
@@ -85,7 +88,7 @@ class SketchExchange:
             return
         expected = memory.mask if memory.mask is not None and memory.mask.steps_left else None
         own = TouchedElements.of(
-            bucket.flat, expected and expected.union, expected.peeling.elements if expected is not None else None
+            bucket.flat, expected and expected.union, expected.hashed.elements if expected is not None else None
         )
         zeros = minus_zeros(bucket.flat) if own.has_minus_zero else None
         agreed = yield from _agree(own, expected)
@@ -93,18 +96,19 @@ class SketchExchange:
             yield from sum_over_ranks(bucket.flat, member)
             return
         width = None if agreed.head.is_too_dense else width_of_sums(agreed.head.span, member.world_size)
-        mask = None if width is None else _next_mask(memory.mask, own, agreed, width, bucket.flat)
-        if mask is None or width is None:
+        known = memory.mask if memory.mask is not None and torch.equal(memory.mask.union, agreed.union) else None
+        elements = known.hashed.elements if known is not None else _elements_of(agreed.union, own, len(bucket.flat))
+        if width is None or not _is_worth_it(len(elements), width, bucket.flat):
             yield from sum_over_ranks(bucket.flat, member)
             self._memories[bucket.number] = _Memory(bucket.parts, alone=LOOK_AGAIN)
             return
-        sums = yield from _sum_sketch(bucket.flat, own, mask.peeling, _Cells(agreed.head.span, width), member)
-        if sums is None:
+        summed = yield from _sum_sketch(_Addend(bucket.flat, own, agreed, width), elements, known, member)
+        if summed is None:
             yield from sum_over_ranks(bucket.flat, member)
             return
-        bucket.flat.index_copy_(0, mask.peeling.elements, sums.to(bucket.flat.dtype))
+        bucket.flat.index_copy_(0, elements, summed.numbers.to(bucket.flat.dtype))
         yield from settle_zeros(bucket.flat, zeros, one_has_none=agreed.head.lacks_minus_zero)
-        self._memories[bucket.number] = _Memory(bucket.parts, mask)
+        self._memories[bucket.number] = _Memory(bucket.parts, summed.mask)
 
 
 def _agree(own: TouchedElements, expected: _Mask | None) -> Generator[Collective, None, _Agreed]:
@@ -123,18 +127,10 @@ def _agree(own: TouchedElements, expected: _Mask | None) -> Generator[Collective
     return _Agreed(head, union, LOOK_AGAIN)
 
 
-def _next_mask(before: _Mask | None, own: TouchedElements, agreed: _Agreed, width: int, flat: Tensor) -> _Mask | None:
-    """The mask of this step, for cells of that width; `None` where a sketch is not worth it, or not possible."""
-    if before is not None and torch.equal(before.union, agreed.union):
-        known, elements = before, before.peeling.elements
-    else:
-        known, elements = None, _elements_of(agreed.union, own, len(flat))
-    if len(elements) * CELLS_PER_ELEMENT * width / 8 + len(agreed.union) > WORTH * len(flat) * flat.element_size():
-        return None
-    if known is not None:
-        return known._replace(steps_left=agreed.steps_left)
-    peeling = find_peeling(elements)
-    return None if peeling is None else _Mask(agreed.union, peeling, 0)
+def _is_worth_it(num_elements: int, width: int, flat: Tensor) -> bool:
+    """Whether cells of that width, and the bitmap, are much less than the bucket."""
+    num_bytes = num_elements * CELLS_PER_ELEMENT * width / 8 + len(flat) / 8
+    return num_bytes <= WORTH * len(flat) * flat.element_size()
 
 
 def _elements_of(union: Tensor, own: TouchedElements, length: int) -> Tensor:
@@ -143,33 +139,60 @@ def _elements_of(union: Tensor, own: TouchedElements, length: int) -> Tensor:
     return own.elements if is_own else positions(unpack_bits(union, length))
 
 
-class _Cells(NamedTuple):
-    """What a cell holds: a sum of integers in units of the span, modulo 2^width."""
+class _Addend(NamedTuple):
+    """What a rank adds to the sketch of a bucket."""
 
-    span: Span
+    flat: Tensor
+    own: TouchedElements
+    agreed: _Agreed
     width: int
+    """Bits of a cell."""
+
+
+class _Summed(NamedTuple):
+    """What came out of a sketch."""
+
+    numbers: Tensor
+    """The sums of the elements, in float64."""
+    mask: _Mask | None
 
 
 def _sum_sketch(
-    flat: Tensor, own: TouchedElements, peeling: Peeling, cells: _Cells, member: Member
-) -> Generator[Collective, None, Tensor | None]:
-    """The sums of the union's elements in float64; all others are zero on all ranks.
+    addend: _Addend, elements: Tensor, known: _Mask | None, member: Member
+) -> Generator[Collective, None, _Summed | None]:
+    """Sum the elements of the union; `None` where no table peels, or something else came out than went in.
 
-    `None` where something remains in the table: what came out is not what went in, and all ranks see the same remains.
+    All others are zero on all ranks.
     """
-    if not len(peeling.elements):
-        return flat.new_zeros(0, dtype=torch.float64)
-    is_own = peeling.elements is own.elements
-    fixed = to_fixed(own.numbers if is_own else flat.index_select(0, peeling.elements).double(), cells.span)
-    exceptions = ExceptionList(len(peeling.elements) // EXCEPTIONS, flat.dtype)
-    table = peeling.insert(fixed.integers)
-    rests = yield from _add_tables(table, cells.width, exceptions.packed(fixed.places, fixed.rests), member)
-    sums = from_fixed(peeling.take_out(table), cells.span, cells.width)
-    if bool((table << (MAX_WIDTH - cells.width)).any()):
+    flat, span, width = addend.flat, addend.agreed.head.span, addend.width
+    if not len(elements):
+        return _Summed(flat.new_zeros(0, dtype=torch.float64), None)
+    is_own = elements is addend.own.elements
+    fixed = to_fixed(addend.own.numbers if is_own else flat.index_select(0, elements).double(), span)
+    exceptions = ExceptionList(len(elements) // EXCEPTIONS, flat.dtype)
+    beside = exceptions.packed(fixed.places, fixed.rests)
+    attempts = iter([(known.hashed, known.peeling)]) if known is not None else hashed_elements(elements)
+    for hashed, ready in attempts:
+        table = hashed.insert(fixed.integers)
+        if ready is not None:
+            rests, peeling = (yield from _add_tables(table, width, beside, member)), ready
+            break
+        with Meanwhile(partial(Peeling.of, hashed)) as work:
+            rests = yield from _add_tables(table, width, beside, member)
+            found = work.result()
+        if found is not None:
+            peeling = found
+            break
+    else:
+        return None
+    sums = from_fixed(peeling.take_out(table), span, width)
+    if bool((table << (MAX_WIDTH - width)).any()):
         return None
     for rest in rests:
         exceptions.add(rest, sums)
-    return sums
+    return _Summed(
+        sums, _Mask(addend.agreed.union, hashed, peeling, addend.agreed.steps_left if known is not None else 0)
+    )
 
 
 def _add_tables(table: Tensor, width: int, beside: Tensor, member: Member) -> Generator[Collective, None, list[Tensor]]:
