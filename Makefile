@@ -12,7 +12,7 @@ DATA   := .data/fashion-mnist
 CIFAR  := .data/cifar-10
 ARGS   ?=
 
-.PHONY: help venv venv-frameworks demo data data-cifar test test-slow test-frameworks gpu faults lint types bench cluster scale results heldout adaptdl paper format clean
+.PHONY: help venv venv-frameworks demo data data-cifar test test-slow test-frameworks gpu faults lint types bench cluster exchange scale results heldout adaptdl paper format clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -87,6 +87,14 @@ bench: venv ## overhead and bus benchmarks: a table and JSON each, into out/; wh
 
 cluster: venv data ## times to an accuracy on real clocks, first table of docs/results.md; root, 80 minutes and its predictions; killed, it goes on
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.cluster --target 0.85 --output docs --json out/cluster.json --no-targets $(ARGS)
+
+exchange: venv data ## codecs over shaped links, figures of docs/communication.md; root, 10 minutes
+	mkdir -p docs/results
+	OMP_NUM_THREADS=1 $(BIN)/python -m bench.exchange --log2-elements 20 --densities 0.3,0.05,0.01 --no-targets \
+	    --arms all-reduce,torch-sparse,rows,sketch,int8 \
+	    --json docs/results/exchange.json --png docs/results/exchange.png $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m bench.exchange.steps --no-targets \
+	    --json docs/results/exchange-steps.json $(ARGS)
 
 scale: venv ## one arbitrator from 32 to 10,000 workers: docs/scale.json, .png and the table of docs/scale.md; 8 minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.scale.curve $(ARGS)

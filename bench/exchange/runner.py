@@ -91,5 +91,7 @@ def joined_ranks(hosts: Sequence[Host], module: str, plan: Any, directory: Path)
     finally:
         for host in hosts:
             host.set_link(None)
-    for process in processes:
+    for rank, process in enumerate(processes):
         process.communicate(timeout=STOP_TIMEOUT_S)
+        if process.returncode:  # every case was answered before
+            sys.stderr.write(f"rank {rank} ended with code {process.returncode}:\n{end_of(logs[rank])}\n")

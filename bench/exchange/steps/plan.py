@@ -60,7 +60,7 @@ def steps_parser(description: str | None) -> argparse.ArgumentParser:
         ("--local-batch-sizes", "64", "samples of each rank in a step"),
         ("--arms", ",".join(DEFAULT_ARMS), "baselines and codecs; CODEC@shares: over owners with equal shares"),
         ("--rounds", 10, "in which each arm trains for some steps"),
-        ("--steps", 3, "of an arm in a round"),
+        ("--steps", 2, "of an arm in a round"),
         ("--learning-rate", 0.05, "of SGD with momentum 0.9"),
         ("--seed", 1, "of the model and the order of samples"),
     )
