@@ -19,7 +19,13 @@ from dynamix.arbitrator.policies.registry import POLICIES, policy_named
 from dynamix.lab.experiments.learning.plan import PRESETS
 from dynamix.schemas.features import GLOBAL_FEATURES, RANK_FEATURES, RANK_INDEX
 from dynamix.schemas.messages.allocation import EXACT, Exchange
-from dynamix.schemas.messages.policies import DEFAULT_POLICY, DIVIDED_BY_RANKS, KEEPS_GLOBAL_BATCH, initial_split
+from dynamix.schemas.messages.policies import (
+    DEFAULT_POLICY,
+    DIVIDED_BY_RANKS,
+    KEEPS_GLOBAL_BATCH,
+    OUR_POLICIES,
+    initial_split,
+)
 
 GLOBAL_F = np.full(len(GLOBAL_FEATURES), np.nan, dtype=np.float32)
 JOB = examples.job()
@@ -33,6 +39,10 @@ def observe(sizes: tuple[int, ...], throughput: tuple[float, ...], *, age: int =
     obs_WF[:, RANK_INDEX["age_windows"]] = age
     obs_WF[:, RANK_INDEX["decided_local_batch_size"]] = sizes
     return obs_WF
+
+
+def test_trainers_know_the_names_of_all_our_policies() -> None:
+    assert {*POLICIES, *shipped_names()} == OUR_POLICIES
 
 
 def test_static_is_the_initial_sizes_for_ever() -> None:

@@ -1,10 +1,14 @@
+import logging
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.support.job_options import job_options
 
-from dynamix.trainer.job.options import bounds_of, family_of, fewest_samples, sizes_of
+from dynamix.trainer.job.arguments import policy_options_of, share, sizes_of
+from dynamix.trainer.job.options import bounds_of, family_of, fewest_samples
+from dynamix.trainer.job.policy_name import warn_of_policy
 
 
 @pytest.mark.parametrize(
@@ -41,6 +45,103 @@ def test_one_size_is_every_ranks() -> None:
     assert sizes_of([1, 2, 3], 3) == (1, 2, 3)
     with pytest.raises(ValueError, match="holds 2 sizes for 3 ranks"):
         sizes_of([1, 2], 3)
+
+
+def test_sizes_of_numpy_and_torch_are_whole_numbers() -> None:
+    assert sizes_of(np.array([4, 6]), 2) == (4, 6)  # type: ignore[arg-type]
+    assert sizes_of(np.int64(4), 2) == (4, 4)  # type: ignore[arg-type]
+    assert sizes_of(torch.tensor([4, 6]), 2) == (4, 6)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ("64", "local_batch_size='64' is text: pass a whole number, or a list with one per rank"),
+        (64.0, r"local_batch_size=64.0 is of type float: pass a whole number"),
+        (True, "local_batch_size=True is of type bool"),
+        ([64, 64.9], r"local_batch_size\[1\]=64.9 is of type float: pass a whole number"),
+        ([64, "6"], r"local_batch_size\[1\]='6' is text"),
+        (None, "local_batch_size=None is of type NoneType"),
+    ],
+)
+def test_a_size_that_is_no_whole_number_is_refused(given: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        sizes_of(given, 2)
+
+
+@pytest.mark.parametrize("given", [0, -8, [0, 0], [8, -1]])
+def test_sizes_without_a_sample_are_refused(given: Any) -> None:
+    with pytest.raises(ValueError, match="pass at least 1; in a list a rank may have 0 beside others"):
+        sizes_of(given, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"seed": "a"}, "seed='a' is text: pass a whole number"),
+        ({"shuffle": "no"}, "shuffle='no' is text: pass True or False"),
+        ({"drop_last": 1}, "drop_last=1 is of type int: pass True or False"),
+        ({"window_steps": 2.5}, "window_steps=2.5 is of type float: pass a whole number"),
+        ({"max_local_batch_size": "1024"}, "max_local_batch_size='1024' is text"),
+        ({"noise_decay": "high"}, "noise_decay='high' is text: pass one number"),
+    ],
+)
+def test_an_option_of_another_type_is_refused(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        job_options(**changes)
+
+
+def test_a_count_of_numpy_becomes_a_plain_one() -> None:
+    assert type(job_options(window_steps=np.int64(20)).window_steps) is int
+
+
+def test_options_of_a_policy_are_names_with_numbers() -> None:
+    assert policy_options_of({"noise_multiplier": 2, "codec": "int8", "track": "1"})["noise_multiplier"] == 2.0
+    assert policy_options_of(None) == {}
+    with pytest.raises(ValueError, match="noise_multiplier='x' is not a number"):
+        policy_options_of({"noise_multiplier": "x"})
+    with pytest.raises(
+        TypeError, match=r"policy_options\['noise_multiplier'\]=None is of type NoneType: pass one number"
+    ):
+        policy_options_of({"noise_multiplier": None})  # type: ignore[dict-item]
+    with pytest.raises(TypeError, match="the name 3 is of type int: pass text"):
+        policy_options_of({3: 1.0})  # type: ignore[dict-item]
+    with pytest.raises(TypeError, match="pass a dict of names and numbers"):
+        policy_options_of("track=1")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="pass a finite number"):
+        policy_options_of({"noise_multiplier": float("nan")})
+
+
+def test_a_share_is_from_0_to_1() -> None:
+    assert share("accuracy", torch.tensor(0.5)) == 0.5
+    with pytest.raises(ValueError, match=r"accuracy: 83 is no share: pass 0.83"):
+        share("accuracy", 83)
+    with pytest.raises(ValueError, match="-1 is no share: pass a number from 0 to 1"):
+        share("accuracy", -1)
+    with pytest.raises(ValueError, match="nan is no share"):
+        share("accuracy", float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (
+            {"policy": "rulle", "global_batch": "fixed"},
+            "policy 'rulle' is not one of ours (did you mean 'rule'?): the job is steered only if",
+        ),
+        ({"policy": "qqq"}, "policy 'qqq' is not one of ours (doubling, goodput, "),
+        ({"policy": "goodput", "global_batch": "fixed"}, "policy 'goodput' may change the global batch, but"),
+        ({"policy": "rule", "global_batch": "adaptive"}, ""),
+        ({"policy": "split", "global_batch": "fixed"}, ""),
+    ],
+)
+def test_a_warning_names_a_policy_that_is_not_ours_or_may_do_less(
+    caplog: pytest.LogCaptureFixture, changes: dict[str, Any], text: str
+) -> None:
+    with caplog.at_level(logging.WARNING, "dynamix.trainer"):
+        warn_of_policy(job_options(**changes))
+    assert caplog.text == "" if not text else text in caplog.text
+    assert len(caplog.records) == bool(text)
 
 
 def test_bounds_are_what_the_model_needs_and_what_suits_the_initial_sizes() -> None:

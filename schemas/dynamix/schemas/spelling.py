@@ -4,8 +4,13 @@ import difflib
 from collections.abc import Iterable
 
 
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that a misspelt one most resembles; `None` where none is near."""
+    return next(iter(difflib.get_close_matches(name, sorted(known), n=1)), None)
+
+
 def suggestion(name: str, known: Iterable[str]) -> str:
     """`: did you mean ...?` with the nearest known name, otherwise `: known are ...`; to follow the unknown name."""
     names = sorted(known)
-    near = difflib.get_close_matches(name, names, n=1)
-    return f": did you mean {near[0]}?" if near else f": known are {', '.join(names) or 'none'}"
+    near = nearest(name, names)
+    return f": did you mean {near}?" if near is not None else f": known are {', '.join(names) or 'none'}"

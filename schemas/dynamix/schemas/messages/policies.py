@@ -13,6 +13,15 @@ DEFAULT_POLICY = "rule"
 SPLIT_POLICY = "split"
 """What a job with a fixed global batch is steered by if it names no policy."""
 
+OUR_POLICIES = frozenset(
+    {
+        *("static", "split", "random", "proportional", "noise-scale", "goodput", "doubling", "rule"),
+        *("ppo", "ppo-1", "ppo-2", "ppo-3", "ppo-4"),
+        *("ppo-paper", "ppo-paper-1", "ppo-paper-2", "ppo-paper-3", "ppo-paper-4"),
+    }
+)
+"""The policies that come with the arbitrator; others are learned ones on the bus, or of other packages beside it."""
+
 KEEPS_GLOBAL_BATCH = frozenset({"static", "split", "proportional"})
 """Our policies that never change the global batch."""
 

@@ -1,6 +1,5 @@
 """`attach`: puts a session together around a user's model, optimizer and data set."""
 
-import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,8 +12,8 @@ from torch.utils.data import Dataset
 
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas.messages import OptimizerFamily
-from dynamix.schemas.messages.allocation import EXACT, Exchange, ExchangePermission, option_number
-from dynamix.schemas.messages.policies import DEFAULT_POLICY, KEEPS_GLOBAL_BATCH, SPLIT_POLICY, GlobalBatch
+from dynamix.schemas.messages.allocation import EXACT, Exchange, ExchangePermission
+from dynamix.schemas.messages.policies import DEFAULT_POLICY, SPLIT_POLICY, GlobalBatch
 
 from .communication.job_exchange import JobExchange
 from .communication.lent import forget_imports
@@ -33,6 +32,7 @@ from .gradient.schedulers import Schedulers, StepScheduleWarning
 from .gradient.updates import Updates
 from .gradient.weighting import BaseHook, GradientHook, Reduction
 from .gradient.weights import StepWeights
+from .job.arguments import policy_options_of, sizes_of, whole_number
 from .job.memory_caps import MemoryCaps
 from .job.options import (
     JobOptions,
@@ -43,8 +43,8 @@ from .job.options import (
     check_local_options,
     family_of,
     fewest_samples,
-    sizes_of,
 )
+from .job.policy_name import warn_of_policy
 from .local_steps.rounds import LocalSteps
 from .loggers.delivery import Loggers, MetricLogger, find_loggers
 from .loggers.history import MetricHistory
@@ -60,8 +60,6 @@ from .steering.steering import Steering
 from .steering.window_end import WindowEnd
 from .wire.client import BusClient
 from .wire.transport import Transport
-
-_log = logging.getLogger("dynamix.trainer")
 
 SPARE_STEPS = 2
 """Steps by which an action is broadcast earlier than prefetching alone demands."""
@@ -178,6 +176,7 @@ def attach(
         loader_options: for `torch.utils.data.DataLoader`: num_workers, prefetch_factor, collate_fn, pin_memory, ...
 
     Raises:
+        TypeError: for an argument that is unknown, or of another type than it must have.
         ValueError: for what cannot work, naming the value, the limit and how to fix it.
         RuntimeError: when torch.distributed is not initialised, or the model has a communication hook already.
     """
@@ -198,7 +197,7 @@ def attach(
     metric_loggers = Loggers(find_loggers(loggers, rank=dist.get_rank() if world_size > 1 else 0))
     lower, upper = bounds_of(
         *(sizes, global_batch, (min_local_batch_size, max_local_batch_size)),
-        fewest_samples(models, gradient_accumulation_steps),
+        fewest_samples(models, whole_number("gradient_accumulation_steps", gradient_accumulation_steps)),
     )
     options = JobOptions(
         local_batch_sizes=sizes,
@@ -209,7 +208,7 @@ def attach(
         max_lag_windows=max_lag_windows,
         margin_steps=drawn_ahead(loader_options) + look_ahead + SPARE_STEPS + (exchange in ("lossy", "local")),
         policy=environment.trainer.policy or policy or (SPLIT_POLICY if global_batch == "fixed" else DEFAULT_POLICY),
-        policy_options={key: option_number(key, value) for key, value in (policy_options or {}).items()},
+        policy_options=policy_options_of(policy_options),
         optimizer_family=optimizer_family or family_of(optimizers[0]),
         learning_rate_rule=learning_rate_rule,
         reduction=reduction,
@@ -228,7 +227,6 @@ def attach(
         fixed_exchange=exchange if isinstance(exchange, Exchange) else None,
         supports_exchange=averaging == "hook" and base_hook is None and codec == EXACT.codec,
     )
-    _warn_of_fixed_sum(options)
     orders = orders_of(dataset, sampler, seed, shuffle=shuffle)
     if token_counts is not None:
         orders.count_by_tokens(token_counts, dataset, most=min(upper, micro_batch_size or upper))
@@ -238,6 +236,8 @@ def attach(
     caps = MemoryCaps(None if memory_caps_path is None else Path(memory_caps_path))
     bus = environment.bus if connect is None else connect if isinstance(connect, BusSettings) else None
     met = meet_ranks(name=name, options=options, data=orders.identity, caps=caps, environment=environment, bus=bus)
+    if met.place.rank == 0:
+        warn_of_policy(options)
     run = Run(options=options, data=orders.identity, place=met.place, identity=met.identity)
 
     device = next(models[0].parameters()).device
@@ -326,17 +326,6 @@ def attach(
             may_restart=environment.launch.restart_count < environment.launch.max_restarts,
         ),
     )
-
-
-def _warn_of_fixed_sum(options: JobOptions) -> None:
-    """Say that a policy will not do all that it does elsewhere."""
-    if options.global_batch == "fixed" and options.policy not in KEEPS_GLOBAL_BATCH:
-        _log.warning(
-            "policy %r may change the global batch, but it is fixed at %d: only its division will follow the "
-            "decisions; attach(global_batch='adaptive') lets the policy change it",
-            options.policy,
-            sum(options.local_batch_sizes),
-        )
 
 
 def _cover(

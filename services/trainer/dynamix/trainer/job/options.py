@@ -1,6 +1,6 @@
 """The options of `attach`, checked where they are given."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -24,7 +24,15 @@ from dynamix.trainer.gradient.learning_rate import FACTORS, Rule
 from dynamix.trainer.gradient.models import Averaging
 from dynamix.trainer.gradient.weighting import BaseHook, Reduction
 
+from .arguments import check_choice, check_switch, number, whole_number
+
 NoiseMetric = Literal["gradient", "adam"]
+
+WHOLE_NUMBERS = (
+    *("base_global_batch_size", "window_steps", "min_local_batch_size", "max_local_batch_size", "max_lag_windows"),
+    *("seed", "noise_every", "micro_batch_size", "gradient_accumulation_steps"),
+)
+"""The options that count something; `None` where they may be left out."""
 
 ADAPTIVE = ("adam", "adagrad", "adadelta", "rmsprop", "adafactor", "lamb", "novograd", "shampoo", "yogi")
 """Parts of class names of optimizers that divide by a running gradient norm."""
@@ -94,7 +102,13 @@ class JobOptions:
         return self.base_global_batch_size / len(self.local_batch_sizes) / self.gradient_accumulation_steps
 
     def __post_init__(self) -> None:
-        """Raise ValueError for what cannot work, naming the value, the limit and how to fix it."""
+        """Check all options.
+
+        Raises:
+            TypeError: for what is of another type than the option.
+            ValueError: for what cannot work; each text names the value, the limit and how to fix it.
+        """
+        self._check_types()
         if self.window_steps < 1:
             raise ValueError(f"window_steps={self.window_steps}: a window has at least 1 step")
         if not 0 <= self.min_local_batch_size <= self.max_local_batch_size or self.max_local_batch_size < 1:
@@ -106,10 +120,10 @@ class JobOptions:
             self._check_size(rank, size)
         if sum(self.local_batch_sizes) < 1 or self.base_global_batch_size < 1:
             raise ValueError("a step needs at least one sample over all ranks")
-        _check_choice("learning_rate_rule", self.learning_rate_rule, FACTORS)
-        _check_choice("reduction", self.reduction, ("mean", "sum"))
-        _check_choice("noise_metric", self.noise_metric, ("gradient", "adam"))
-        _check_choice("global_batch", self.global_batch, ("fixed", "adaptive"))
+        check_choice("learning_rate_rule", self.learning_rate_rule, FACTORS)
+        check_choice("reduction", self.reduction, ("mean", "sum"))
+        check_choice("noise_metric", self.noise_metric, ("gradient", "adam"))
+        check_choice("global_batch", self.global_batch, ("fixed", "adaptive"))
         self._check_accumulation()
         if self.noise_every < 1:
             raise ValueError(f"noise_every={self.noise_every}: measure at least on every step, 1")
@@ -136,6 +150,14 @@ class JobOptions:
             (self.exchange, self.fixed_exchange and astuple(self.fixed_exchange), self.supports_exchange),
         )
 
+    def _check_types(self) -> None:
+        for name in WHOLE_NUMBERS:
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, whole_number(name, value))
+        for name in ("shuffle", "drop_last"):
+            check_switch(name, getattr(self, name))
+        object.__setattr__(self, "noise_decay", number("noise_decay", self.noise_decay))
+
     def _check_size(self, rank: int, size: int) -> None:
         if not self.min_local_batch_size <= size <= self.max_local_batch_size:
             raise ValueError(
@@ -156,7 +178,7 @@ class JobOptions:
             )
 
     def _check_exchange(self) -> None:
-        _check_choice("exchange", self.exchange, get_args(ExchangePermission))
+        check_choice("exchange", self.exchange, get_args(ExchangePermission))
         first = self.initial_allocation.exchange
         if first == EXACT or self.codec != EXACT.codec:
             return
@@ -186,24 +208,6 @@ class JobOptions:
                 f"batches ahead: an action would be {shortest} windows old, max_lag_windows={self.max_lag_windows}; "
                 "use longer windows or less num_workers * prefetch_factor"
             )
-
-
-def _check_choice(name: str, value: str, choices: Collection[str]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name}={value!r}: use one of {', '.join(choices)}")
-
-
-def sizes_of(local_batch_size: int | Sequence[int], world_size: int) -> tuple[int, ...]:
-    """One size per rank.
-
-    Raises:
-        ValueError: when a sequence does not hold one size per rank.
-    """
-    if isinstance(local_batch_size, int):
-        return (local_batch_size,) * world_size
-    if len(local_batch_size) != world_size:
-        raise ValueError(f"local_batch_size holds {len(local_batch_size)} sizes for {world_size} ranks")
-    return tuple(int(size) for size in local_batch_size)
 
 
 def bounds_of(
