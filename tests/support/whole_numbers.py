@@ -33,9 +33,9 @@ class Whole(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 class Heads(nn.Module):
     """Linear layers side by side: with `whole_loss` every gradient is a whole number, whatever the parameters are."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32, more: int = 0) -> None:
         super().__init__()
-        self.heads = nn.ModuleList([nn.Linear(40, width) for width in (3, 40, 64, 7)])
+        self.heads = nn.ModuleList([nn.Linear(40, width) for width in (3, 40, 64, 7, *([more] if more else []))])
         self.to(dtype)
         for parameter in self.parameters():
             nn.init.zeros_(parameter)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from tests.support.ranks import run_ranks
 from tests.support.training import flat_parameters, offer
-from tests.support.whole_numbers import SIZES, Whole, attach, distributed, train_step, whole_loss
+from tests.support.whole_numbers import SIZES, Heads, Whole, attach, distributed, train_step, whole_loss
 from torch import nn
 from torch.utils.data import IterableDataset
 
@@ -455,3 +455,38 @@ def test_what_rank_0_has_after_an_epoch_is_what_all_have() -> None:
     assert torch.equal(whole, other_whole)
     assert torch.equal(parts, whole)
     assert torch.equal(other_parts, whole)
+
+
+def _noise(_rank: int, exchange: Exchange, wide: bool) -> list[tuple[int, float, float]]:
+    """Step and squared norms of this rank's and of the whole gradient, where they were measured."""
+    model = distributed(Heads(more=9000 if wide else 0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=2**-6)
+    found = []
+    with attach(model, optimizer, Whole(), exchange=exchange, noise_every=4) as session:
+        record_batch = session._meter.record_batch
+
+        def listen(batch: Any, loss: Any, num_correct: Any, norms: Any) -> None:
+            if norms.reduced:
+                found.append((batch.plan.step, sum(map(float, norms.local)), sum(map(float, norms.reduced))))
+            record_batch(batch, loss, num_correct, norms)
+
+        session._meter.record_batch = listen  # type: ignore[method-assign]
+        for batch in session.loader:
+            train_step(session, model, optimizer, batch)
+            if session.step_index == 30:
+                break
+    return found
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_the_noise_is_measured_where_a_round_ends(wide: bool) -> None:
+    plain, local = run_ranks(_noise, 2, EXACT, wide), run_ranks(_noise, 2, Exchange(every=3), wide)
+    for rank in (0, 1):
+        norms = {step: numbers for step, *numbers in plain[rank]}
+        steps = [step for step, *_ in local[rank]]
+        assert steps == [2, 5, 8, 11, 14, 17, 20, 26, 29]  # due on each of the first 20 steps, then on 20, 24, 28
+        for step, *numbers in local[rank]:
+            if step in norms:
+                assert numbers[0] == pytest.approx(norms[step][0], rel=1e-4)
+                assert numbers[1] == pytest.approx(norms[step][1], rel=0.1 if wide else 1e-5)
+    assert [each[2] for each in local[0]] == [each[2] for each in local[1]]

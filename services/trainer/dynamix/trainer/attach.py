@@ -317,7 +317,10 @@ def attach(
         history=history,
         models=covered_models,
         updates=updates,
-        local_steps=LocalSteps(exchanges, covered_models, updates, met.collectives.gather_objects),
+        local_steps=LocalSteps(
+            *(exchanges, covered_models, updates, met.collectives.gather_objects),
+            noise_every=noise_every if noise_metric == "gradient" else None,
+        ),
         schedulers=schedulers,
         needs_scaling=averaging == "loss",
         memory_caps=caps,

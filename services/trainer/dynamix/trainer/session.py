@@ -23,7 +23,7 @@ from .gradient.schedulers import Schedulers
 from .gradient.updates import Updates
 from .job.memory_caps import MemoryCaps
 from .job.reporting import reason_after
-from .local_steps.rounds import LocalSteps
+from .local_steps.rounds import EndedStep, LocalSteps
 from .loggers.history import MetricHistory
 from .measurement.meter import RankMeter, Scalar
 from .session_end import ExitRules, call_while_alive, leave
@@ -206,14 +206,16 @@ class Session(Standing):
         norms = self._models.end_step(updated=self._updates.any_since_step)
         self._updates.end_step()
         self._loader.finish_batch()
-        times = self._end_local_step(batch) if self._local.is_begun else self._models.take_times()
+        times = self._models.take_times()
+        if self._local.is_begun:
+            times, norms = self._end_local_step(batch)
         self._meter.record_batch(batch, loss, num_correct, norms)
         self._meter.clock.end()
         self._steering.after_step(self._loader.position, times, batch.plan.counts.values)
         if self._schedulers:
             self._schedulers.advance(self.progress)
 
-    def _end_local_step(self, batch: MicroBatch) -> list[float] | None:
+    def _end_local_step(self, batch: MicroBatch) -> EndedStep:
         shares_times = self._run.schedule.allocation_at(batch.plan.step).split == "tracking"
         seconds_per_sample = self._meter.clock.seconds_per_sample() if shares_times else None
         with self._meter.clock.averaging():
@@ -327,7 +329,8 @@ class Session(Standing):
             self._updates.follow(allocation.global_batch_size)
         if batch.is_first:
             self._local.begin(batch.plan.step)
-        self._models.begin(batch, shares_times=allocation.split == "tracking")
+        sketches = batch.is_last and self._local.measures(batch.plan.step)
+        self._models.begin(batch, shares_times=allocation.split == "tracking", sketches=sketches)
         self._meter.clock.handed_out(batch.size)
 
     def _remember_failure(self) -> None:

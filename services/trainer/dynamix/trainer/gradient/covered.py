@@ -21,6 +21,7 @@ from .accumulation import Accumulation
 from .buckets import NOT_MEASURED, SquaredNorms
 from .halving import ComputeLoss, HalvedBackward
 from .models import SessionHook, UncoveredModels
+from .noise import NormSketch
 from .weighting import GradientHook, Reduction, loss_weight
 from .weights import StepWeights
 
@@ -91,6 +92,8 @@ class CoveredModels:
         self._handles: list[RemovableHandle] = []
         self._uncovered: UncoveredModels | None = None
         self._unshared: list[DistributedDataParallel] = []
+        self.sketches: list[NormSketch] = []
+        """Norms of the newest step, if it was local and measured, by model; their cells are not summed yet."""
 
     @property
     def has_hooks(self) -> bool:
@@ -175,14 +178,22 @@ class CoveredModels:
         """What carries out decisions about how gradients travel, by model."""
         return [hook.model_exchange for hook in self._hooks]
 
-    def begin(self, batch: MicroBatch, *, shares_times: bool) -> None:
+    def begin(self, batch: MicroBatch, *, shares_times: bool, sketches: bool = False) -> None:
         """Prepare all models for a batch. Raises RuntimeError as `Accumulation.begin`."""
         self._batch = batch
         self.accumulation.begin(batch)
         if batch.is_last:
             ruling = self._exchange.ruling(batch.plan.step)
             for hook in self._hooks:
-                hook.begin(batch, shares_times=shares_times, ruling=ruling)
+                hook.begin(batch, shares_times=shares_times, ruling=ruling, sketches=sketches)
+
+    def norms_of_sketches(self) -> SquaredNorms:
+        """The squared norms of the newest step, once the cells of its sketches are summed."""
+        squared = self._weights.over_mean() ** 2 or 1.0
+        sketches, self.sketches = self.sketches, []
+        return SquaredNorms(
+            [each.local / squared for each in sketches], [each.reduced() / squared for each in sketches]
+        )
 
     def loss_factor(self, batch: MicroBatch) -> float:
         """Factor on the loss of a batch before a framework that averages gradients over all ranks."""
@@ -209,6 +220,7 @@ class CoveredModels:
         if not self._hooks:
             return NOT_MEASURED
         norms = [hook.take_norms() for hook in self._hooks]
+        self.sketches = [hook.sketch for hook in self._hooks if hook.sketch is not None]
         for hook in self._hooks:
             hook.average_plainly()
         if len(norms) == 1:

@@ -21,7 +21,7 @@ from dynamix.trainer.data.sampler import MicroBatch
 
 from .buckets import NOT_MEASURED, Arrived, ModelBucket, SentBucket, SquaredNorms, Waitable, squared_norm, view_of
 from .codecs import GradientCodec
-from .noise import SecondMoments, is_measured
+from .noise import NormSketch, SecondMoments, is_measured
 from .time_slots import TimeSlots
 from .weights import StepWeights
 
@@ -95,6 +95,8 @@ class GradientHook:
         self.model_exchange = exchange
         self.num_reduced = 0
         """Gradients exchanged so far: one per step, or more where the script calls `backward` more often."""
+        self.sketch: NormSketch | None = None
+        """The norms of a local step, where they are measured."""
         self.reduced_at = 0.0
         self._measures = False
         self._shares = False
@@ -111,12 +113,19 @@ class GradientHook:
         self._buckets: dict[int, ModelBucket] = {}
         """By number: DDP makes its buckets once, and once more after the first step."""
 
-    def begin(self, batch: MicroBatch, *, shares_times: bool = False, ruling: StepExchange | None = None) -> None:
+    def begin(
+        self,
+        batch: MicroBatch,
+        *,
+        shares_times: bool = False,
+        ruling: StepExchange | None = None,
+        sketches: bool = False,
+    ) -> None:
         """Set the weights of a step by its last batch; earlier ones are in its scale by then (`accumulation`).
 
         With `shares_times` all ranks learn each other's compute times: on all ranks or on none, and not over a base
         hook, since what it does with slots is not known. `ruling` says how the gradient travels, `None` by DDP's own
-        all-reduce.
+        all-reduce. In a local step norms are measured where it `sketches` them.
         """
         assert not (shares_times and (self._base_hook or self._codec)), "base hooks and codecs carry no times"
         self._shares = shares_times
@@ -133,6 +142,8 @@ class GradientHook:
         self._measures = not self._is_local and is_measured(batch.plan.step, self._noise_every)
         if self._measures and self._second_moments is not None:
             self._measures = self._second_moments.begin()
+        counts = batch.plan.counts
+        self.sketch = NormSketch(batch.plan.step, counts.values[self._rank] / counts.total) if sketches else None
         self._local.clear()
         self._reduced.clear()
         self._sent.clear()  # of a backward pass that failed
@@ -142,6 +153,7 @@ class GradientHook:
         """Average over the ranks as DDP does without a hook, until a step begins: on batches of the script's own."""
         self._scale = 1.0 if self._base_hook is not None else 1.0 / self._world_size
         self._weighs = self._measures = self._shares = self._sends = self._is_local = False
+        self.sketch = None
 
     def retire(self) -> None:
         """The same for good: the session has ended."""
@@ -208,6 +220,8 @@ class GradientHook:
             known.weigh(self._scale)
         known.stay()
         if self._is_local:
+            if self.sketch is not None:
+                self.sketch.add(known.buffer, bucket.index())
             return Arrived()
         if known.view is None:
             known.view = view_of(bucket, known.buffer, self.model_exchange.keys)

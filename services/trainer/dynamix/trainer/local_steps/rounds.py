@@ -22,8 +22,9 @@ from dynamix.trainer.communication.model_exchange import HostCopy, ModelExchange
 from dynamix.trainer.communication.pipeline import UnderWay
 from dynamix.trainer.data.division import StepPlan
 from dynamix.trainer.exchange.codec import BucketView
-from dynamix.trainer.gradient.buckets import Waitable
+from dynamix.trainer.gradient.buckets import NOT_MEASURED, SquaredNorms, Waitable
 from dynamix.trainer.gradient.covered import CoveredModels
+from dynamix.trainer.gradient.noise import is_measured
 from dynamix.trainer.gradient.time_slots import TimeSlots
 from dynamix.trainer.gradient.updates import Updates
 
@@ -45,10 +46,29 @@ class _Round(NamedTuple):
     """Samples so far, by rank."""
 
 
+class EndedStep(NamedTuple):
+    """What a local step brought besides the mean."""
+
+    times: list[float] | None = None
+    """Seconds per sample by rank, where they are to be shared and a round ended."""
+    norms: SquaredNorms = NOT_MEASURED
+
+
 class LocalSteps:
     """Rounds of local steps of the models of one session; nothing where no exchange asks for them."""
 
-    def __init__(self, exchange: JobExchange, models: CoveredModels, updates: Updates, gather: GatherPlaces) -> None:
+    def __init__(
+        self,
+        exchange: JobExchange,
+        models: CoveredModels,
+        updates: Updates,
+        gather: GatherPlaces,
+        *,
+        noise_every: int | None,
+    ) -> None:
+        """`noise_every` is that of `attach`, `None` where local gradients tell no noise."""
+        self._noise_every = noise_every
+        self._noise_due = False
         self._exchange = exchange
         self._models = models
         self._updates = updates
@@ -82,25 +102,34 @@ class LocalSteps:
         buckets = [(exchange, bucket) for model, exchange in pairs for bucket in buckets_of(model, exchange)]
         self._round = _Round(buckets, [0] * self._exchange.world_size)
 
-    def end_step(self, plan: StepPlan, *, ends_epoch: bool, seconds_per_sample: float | None) -> list[float] | None:
-        """End a step; with a round's last one, a collective, the ranks have their mean.
+    def measures(self, step: int) -> bool:
+        """Whether the noise is measured on a step: the last one of a round, once a step of it is due."""
+        if self._round is None or self._noise_every is None:
+            return False
+        self._noise_due = self._noise_due or is_measured(step, self._noise_every)
+        exchange = self._exchange.at(step)
+        ends = self._num_steps + 1 >= exchange.every or exchange != self._exchange.at(step + 1)
+        if ends and self._noise_due:
+            self._noise_due = False
+            return True
+        return False
 
-        Returns:
-            Seconds per sample by rank, where they are to be shared and a round ended.
-        """
+    def end_step(self, plan: StepPlan, *, ends_epoch: bool, seconds_per_sample: float | None) -> EndedStep:
+        """End a step; with a round's last one, a collective, the ranks have their mean."""
         assert self._round is not None, "the step was not local"
         self._num_steps += 1
         for rank, count in enumerate(plan.counts.values):
             self._round.counts[rank] += count
         exchange, following = self._exchange.at(plan.step), self._exchange.at(plan.step + 1)
         if self._num_steps < exchange.every and exchange == following and not ends_epoch:
-            return None
+            return EndedStep()
         weight = self._average(exchange, following, seconds_per_sample)
         if following.every == 1 or ends_epoch:
             self._average_optimizers(weight)
         if following.every == 1:
             self.leave()
-        return self._slots.take_seconds()
+        norms = self._models.norms_of_sketches() if self._models.sketches else NOT_MEASURED
+        return EndedStep(self._slots.take_seconds(), norms)
 
     def average(self, step: int) -> None:
         """End a round before its time; a collective. Nothing between two rounds."""
@@ -129,15 +158,19 @@ class LocalSteps:
             model.begin(ruling)
             view = bucket.moved(weight)
             sent.append((bucket, view, model.send(view)))
+        some_model = self._round.buckets[0][0]
+        sketches = [some_model.send_plainly(each.cells) for each in self._models.sketches]
         numbers: Waitable | None = None
         if seconds_per_sample is not None:
-            numbers = self._round.buckets[0][0].send_plainly(self._slots.write_apart(seconds_per_sample))
+            numbers = some_model.send_plainly(self._slots.write_apart(seconds_per_sample))
         for _, buffers in self._buffers:
             if buffers is not None:
                 buffers.average(weight)
         for bucket, view, under_way in sent:
             under_way.wait()
             bucket.move(view.flat)
+        for each in sketches:
+            each.wait()
         if numbers is not None:
             numbers.wait()
             self._slots.receive_apart()
