@@ -8,11 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tests.support import virtual
-from tests.support.ranks import run_ranks
-from tests.support.training import flat_parameters, offer
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import TensorDataset
 
 from dynamix.lab.simulator.clock import VirtualClock
 from dynamix.lab.simulator.cluster import VirtualCluster
@@ -21,16 +17,12 @@ from dynamix.lab.simulator.exchange.layout import GradientLayout
 from dynamix.lab.simulator.exchange.traffic import StepTraffic
 from dynamix.lab.simulator.exchange.virtual import RuledStep, VirtualExchange
 from dynamix.lab.simulator.scenario import Coding, Network, Scenario, Workers
-from dynamix.lab.workloads import workload_named
 from dynamix.schemas.messages.allocation import EXACT, LOSSY_CODECS, Allocation, Exchange
-from dynamix.trainer import attach
 from dynamix.trainer.exchange.codec import ErrorFeedbackCodec
 from dynamix.trainer.exchange.registry import CODECS
 
-MLP = workload_named("fashion-14-mlp")
 INT8 = Exchange(codec="int8")
 LONG = {"fixed_time_s": 1e3, "time_limit_s": 1e6, "evaluate_every_s": 1e6}
-SIZES = (40, 16, 24)
 
 
 def model(*widths: int) -> nn.Sequential:
@@ -245,10 +237,6 @@ def test_a_job_refuses_what_it_does_not_permit() -> None:
         virtual.cluster(virtual.scenario(network=servers), policy_options={"codec": 1.0})
     with pytest.raises(ValueError, match=r"use network\.topology = .ring."):
         lossy(network=servers)
-    with pytest.raises(
-        ValueError, match=r'exchange = "local": virtual workers are averaged in every step, use "lossy"'
-    ):
-        lossy(exchange="local")
     with pytest.raises(ValueError, match=r"lag_windows = 0: .* use at least 1"):
         lossy(lag_windows=0)
 
@@ -261,62 +249,3 @@ def test_a_worker_alone_sends_nothing(codec: str) -> None:
     assert torch.allclose(parameters(runs[0]), parameters(runs[1]), atol=1e-6)
     assert reports[1][0].rows[0].sockets is None
     assert runs[0].time_s == runs[1].time_s
-
-
-# --- against real ranks ----------------------------------------------------------------------------------------------
-
-
-PLAN = {1: INT8, 3: Exchange(codec="int8", route="shares", shares=(3.0, 1.0, 1.0)), 5: EXACT}
-"""What is decided while a window runs; it rules from the next one on."""
-WINDOW_STEPS = 5
-
-
-def _real(_rank: int, num_steps: int, permission: str) -> tuple[torch.Tensor, list[str]]:
-    """The parameters of real ranks after some steps, and what ruled each, on the data of `virtual.data`."""
-    torch.manual_seed(3)
-    ddp = DistributedDataParallel(MLP.model().double())
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
-    data = TensorDataset(*virtual.data(500, dtype=torch.float64).train)
-    options: dict[str, Any] = {"base_global_batch_size": 128, "learning_rate_rule": "sqrt", "exchange": permission}
-    options |= {"policy": "static", "connect": False, "seed": 3, "global_batch": "adaptive"}
-    ruled: list[str] = []
-    with attach(ddp, optimizer, data, local_batch_size=SIZES, window_steps=WINDOW_STEPS, **options) as session:
-        while len(ruled) < num_steps:
-            for inputs, labels in session.loader:
-                if session.step_index % WINDOW_STEPS == 0 and session.window in PLAN:
-                    offer(session, SIZES, session.window - 1, exchange=PLAN[session.window])
-                ruled.append(session.allocation.exchange.label)
-                optimizer.zero_grad()
-                loss = nn.functional.cross_entropy(ddp(inputs), labels)
-                loss.backward()
-                optimizer.step()
-                session.step(loss)
-                if len(ruled) == num_steps:
-                    break
-    return flat_parameters(ddp), ruled
-
-
-@pytest.mark.parametrize("num_windows", [4, 8])
-def test_virtual_ranks_have_the_parameters_of_real_ones(num_windows: int) -> None:
-    num_steps = num_windows * WINDOW_STEPS
-    real = run_ranks(_real, len(SIZES), num_steps, "lossy")
-    workers = tuple(Workers(samples_per_s=1000.0, max_local_batch_size=size) for size in SIZES)
-    of = lossy(workers=workers, network=Network(num_buckets=1), window_steps=WINDOW_STEPS, initial_local_batch_size=64)
-    run, exact = (virtual.cluster(of, data=virtual.data(500, dtype=torch.float64)) for _ in range(2))
-    ruled = []
-    for window in range(num_windows):
-        ruled += [run._schedule.allocation_at(run.position.step).exchange.label] * WINDOW_STEPS
-        if window in PLAN:
-            run.offer(virtual.action(run.job, window - 1, SIZES, exchange=PLAN[window]))
-        run.run_window()
-        exact.run_window()
-    labels = [exchange.label for exchange in PLAN.values()]
-    assert ruled == [
-        label
-        for label in ("exact", "exact", *labels[:1] * 2, *labels[1:2] * 2, "exact", "exact")[:num_windows]
-        for _ in range(WINDOW_STEPS)
-    ]
-    for of_rank, ruled_there in real:
-        assert ruled_there == ruled
-        assert float((of_rank - parameters(run)).abs().max()) < 1e-9
-    assert float((parameters(exact) - parameters(run)).abs().max()) > 1e-7

@@ -33,7 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .disturbances import Conditions
-from .exchange.timing import CodingCost, LinkSpeeds, bucket_times, finish_s, ready_times_s
+from .exchange.timing import LinkSpeeds, bucket_times, finish_s, ready_times_s
 from .exchange.traffic import StepTraffic
 from .scenario import BYTES_PER_MBIT, Scenario
 
@@ -85,8 +85,7 @@ class VirtualClock:
 
         `traffic` is what the ranks sent, where it is not their gradients as they are, by all-reduces.
         """
-        sized_s = np.maximum(sizes, self._saturation) * self._s_per_sample
-        compute_s = conditions.slowdown * (self._overhead_s + sized_s)
+        compute_s = self._compute_s(sizes, conditions)
         slowest_s = float(compute_s.max())
         if traffic is None:
             communication_s = self.communication_s(conditions)
@@ -96,6 +95,36 @@ class VirtualClock:
         sync_s = slowest_s - compute_s + exposed_s
         update_s = self.decision_s if decided else 0.0
         return StepTiming(compute_s, sync_s, update_s, slowest_s + exposed_s + update_s, communication_s)
+
+    def local_step(
+        self,
+        sizes: Array64,
+        conditions: Conditions,
+        computed_s: Array64,
+        *,
+        decided: bool = False,
+        traffic: StepTraffic | None = None,
+    ) -> StepTiming:
+        """A step after which ranks go on at once, `computed_s` after their round began, or with `traffic` end it.
+
+        The round lasts as long as the worker that has computed longest: a step, by how much that grew. The others wait
+        for it at the end of the round, where what is sent is not ready before, so that none of it is hidden.
+        """
+        compute_s = self._compute_s(sizes, conditions)
+        ends_s = computed_s + compute_s
+        slowest_s = float(ends_s.max())
+        communication_s, exposed_s, sync_s = 0.0, 0.0, np.zeros(len(compute_s))
+        if traffic is not None:
+            communication_s, exposed_s = self._exchange_s(traffic, conditions, 0.0, 0.0)
+            sync_s = slowest_s - ends_s + exposed_s
+        update_s = self.decision_s if decided else 0.0
+        step_s = slowest_s - float(computed_s.max()) + exposed_s + update_s
+        return StepTiming(compute_s, sync_s, update_s, step_s, communication_s)
+
+    def _compute_s(self, sizes: Array64, conditions: Conditions) -> Array64:
+        sized_s = np.maximum(sizes, self._saturation) * self._s_per_sample
+        compute_s: Array64 = conditions.slowdown * (self._overhead_s + sized_s)
+        return compute_s
 
     def communication_s(self, conditions: Conditions) -> float:
         """C under the given congestion; 0 for a single worker, who reduces nothing."""
@@ -121,8 +150,7 @@ class VirtualClock:
             return 0.0, 0.0
         congestion = conditions.congestion
         links = LinkSpeeds(self._bandwidth / congestion, congestion * self._network.latency_s)
-        cost = CodingCost(self._coding.s_per_byte(traffic.codec), self._coding.message_s)
-        times = bucket_times(traffic, links, cost, float(conditions.slowdown.max()))
+        times = bucket_times(traffic, links, self._coding, float(conditions.slowdown.max()))
         ready_s = ready_times_s(len(times), slowest_s, overlap)
         return finish_s(times, [0.0] * len(times)), finish_s(times, ready_s) - slowest_s
 

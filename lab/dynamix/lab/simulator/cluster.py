@@ -27,11 +27,12 @@ from dynamix.trainer.steering.tracking import FastLoop, Tracker
 
 from .clock import VirtualClock
 from .disturbances import Disturbances
-from .exchange.traffic import StepTraffic
+from .exchange.traffic import NOTHING, StepTraffic
 from .exchange.virtual import RuledStep, VirtualExchange
 from .gradients import StepSums
 from .perceptron import gradients_of
 from .ranks import NOISE_DECAY, WindowRecorder, identity_of, job_options, reporters_of, training_part
+from .rounds import VirtualRounds
 from .scenario import Scenario
 
 
@@ -101,23 +102,26 @@ class VirtualCluster:
             gradient_bytes=self._clock.gradient_bytes,
         )
         self._noise = NoiseAverage(NOISE_DECAY)
-        self._optimizer = make_optimizer(
-            scenario.optimizer,
-            [self._gradients.parameters],
-            scenario.learning_rate,
-            weight_decay=scenario.weight_decay,
-        )
-        rule = FACTORS[scenario.learning_rate_rule]
-        scale_every_step(
-            self._optimizer,
-            lambda: rule(self._schedule.counts_at(self.position.step).total / scenario.base_global_batch_size),
-        )
+        self._optimizer = self._make_optimizer(self._gradients.parameters)
+        self._rounds = VirtualRounds(self._gradients, self._optimizer, self._exchange, self._make_optimizer)
         self._offers = Offers(self._identity, self._options)
         self._waiting: deque[Action] = deque()
         tracker = Tracker(self._options.min_local_batch_size, self._identity.max_local_batch_sizes)
         self._fast_loop = FastLoop(self._schedule, tracker)
         self._decided = False
         self._test_accuracy: float | None = None
+
+    def _make_optimizer(self, parameters: torch.nn.Parameter) -> torch.optim.Optimizer:
+        scenario = self.scenario
+        optimizer = make_optimizer(
+            scenario.optimizer, [parameters], scenario.learning_rate, weight_decay=scenario.weight_decay
+        )
+        rule = FACTORS[scenario.learning_rate_rule]
+        scale_every_step(
+            optimizer,
+            lambda: rule(self._schedule.counts_at(self.position.step).total / scenario.base_global_batch_size),
+        )
+        return optimizer
 
     @property
     def window(self) -> int:
@@ -177,33 +181,55 @@ class VirtualCluster:
         following = self.position.after(plan)
         if following.step % self.scenario.window_steps == 0 and self.scenario.lag_windows > 0:
             self._adopt(following.step)  # before the window's last step: a real rank knows by then what follows
-        sums, traffic = self._train(plan)
+        step = self._ruled(plan.step)
+        sums, traffic = self._train(plan, step, ends_epoch=self._sampler.is_over(following))
         sizes = np.asarray(plan.counts.values, dtype=np.float64)
-        timing = self._clock.step(sizes, conditions, decided=decided, traffic=traffic)
-        self._recorder.record_step(plan, sums, timing, conditions, traffic)
+        if step.is_local:
+            begun_s = self._rounds.computed_s
+            timing = self._clock.local_step(sizes, conditions, begun_s, decided=decided, traffic=traffic)
+        else:
+            timing = self._clock.step(sizes, conditions, decided=decided, traffic=traffic)
+        self._recorder.record_step(
+            plan, sums, timing, conditions, NOTHING if step.is_local and not traffic else traffic
+        )
         self._evaluate(self.time_s + timing.step_s)  # what was due before the step's end saw the parameters before it
-        self._optimizer.step()
+        if step.is_local:
+            self._rounds.end_step(timing.compute_s, step)
+        else:
+            self._optimizer.step()
         self.time_s += timing.step_s
         self.position = following
         self._schedule.drop_before(plan.step)
-        if self._schedule.allocation_at(plan.step).split == "tracking":
+        times_are_shared = traffic is not None or not step.is_local
+        if times_are_shared and self._schedule.allocation_at(plan.step).split == "tracking":
             seconds = timing.seconds_per_sample(plan.counts.values)
             # a loader without workers has drawn nothing yet
             self._fast_loop.observe_times(seconds, self.position.step, plan.counts.values)
 
-    def _train(self, plan: StepPlan) -> tuple[StepSums, StepTraffic | None]:
-        """Leave the gradient of a step; what the ranks sent is told where it is not exact training's."""
+    def _ruled(self, step: int) -> RuledStep:
+        """How gradients travel; those of a worker alone stay where they are."""
+        if self.scenario.world_size == 1:
+            return RuledStep(EXACT, EXACT)
+        return RuledStep(*(self._schedule.allocation_at(each).exchange for each in (step, step + 1)))
+
+    def _train(self, plan: StepPlan, step: RuledStep, *, ends_epoch: bool) -> tuple[StepSums, StepTraffic | None]:
+        """Leave the gradient of a step, or let each worker make a step of its own; what is evaluated stays as it was.
+
+        Returns what was sent, where it is not what exact training sends: `None` also where nothing was.
+        """
         chosen = torch.from_numpy(self._orders.order_of(plan.epoch)[plan.offset : plan.offset + plan.counts.total])
         inputs, labels = (tensor.index_select(0, chosen.to(tensor.device)) for tensor in self._data)
+        if step.is_local:
+            sums = self._rounds.compute(inputs, labels, plan)
+            return sums, self._rounds.update(plan, step, ends_epoch=ends_epoch)
         measured = is_measured(plan.step, self.scenario.noise_every)
-        ruling, following = (self._schedule.allocation_at(step).exchange for step in (plan.step, plan.step + 1))
-        if ruling == EXACT:
+        if step.exchange == EXACT:
             return self._gradients.step(inputs, labels, plan, measured=measured), None
         gradient = self._gradients.parameters.grad
         assert gradient is not None, "made with the model"
         of_each = gradient.new_empty(self.scenario.world_size, len(gradient))
         sums = self._gradients.step_of_each(inputs, labels, plan, of_each)
-        traffic = self._exchange.sum_gradients(of_each / plan.counts.total, RuledStep(ruling, following), gradient)
+        traffic = self._exchange.sum_gradients(of_each / plan.counts.total, step, gradient)
         return sums._replace(norms=self._gradients.norms_of(of_each) if measured else None), traffic
 
     def _evaluate(self, before_s: float) -> None:

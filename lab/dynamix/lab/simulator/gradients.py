@@ -100,10 +100,13 @@ class Gradients(ABC):
             self._segments = WorkerSegments(plan.counts)
         return self._measured(inputs, labels) if measured else self._union(inputs, labels)
 
-    def step_of_each(self, inputs: Tensor, labels: Tensor, plan: StepPlan, gradients: Tensor) -> StepSums:
+    def step_of_each(
+        self, inputs: Tensor, labels: Tensor, plan: StepPlan, gradients: Tensor, *, at: Tensor | None = None
+    ) -> StepSums:
         """Write each worker's gradient of the SUM of its losses into its row of `gradients`; `norms` stays empty.
 
-        Costs a forward and backward pass per worker, on its own samples only.
+        `at` has each worker's own parameters, which replace those of the model. Costs a forward and backward pass per
+        worker, on its own samples only.
         """
         counts = plan.counts
         if self._segments.counts is not counts:
@@ -111,6 +114,8 @@ class Gradients(ABC):
         loss, correct = np.zeros(len(counts.values)), np.zeros(len(counts.values))
         gradients.zero_()
         for rank, start, stop in self._segments.slices():
+            if at is not None:
+                self.parameters.data.copy_(at[rank])
             loss[rank], correct[rank] = self._own(inputs[start:stop], labels[start:stop])
             gradients[rank] = self._gradient
         return StepSums(loss, correct, None)

@@ -220,8 +220,6 @@ class Scenario(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=T
     def _check_exchange(self) -> None:
         if self.exchange == "exact":
             return
-        if self.exchange == "local":
-            raise ValueError('exchange = "local": virtual workers are averaged in every step, use "lossy"')
         if self.network.topology != "ring":
             raise ValueError(
                 f'exchange = "{self.exchange}": only workers that reduce gradients among themselves can exchange them '

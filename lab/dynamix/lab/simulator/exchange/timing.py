@@ -18,7 +18,7 @@ where cores are few is not in the formulas.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -36,11 +36,15 @@ class LinkSpeeds(NamedTuple):
     latency_s: Array64
 
 
-class CodingCost(NamedTuple):
-    """What a codec costs a rank that nothing slows."""
+class CodingCost(Protocol):
+    """What codecs cost a rank that nothing slows, in seconds."""
 
-    s_per_byte: float
-    s_per_message: float
+    @property
+    def message_s(self) -> float:
+        """For each message to and from another rank."""
+
+    def s_per_byte(self, codec: str) -> float:
+        """For each byte of the gradient."""
 
 
 class BucketTimes(NamedTuple):
@@ -51,9 +55,9 @@ class BucketTimes(NamedTuple):
     link_s: float
 
 
-def bucket_times(traffic: StepTraffic, links: LinkSpeeds, cost: CodingCost, slowdown: float) -> list[BucketTimes]:
+def bucket_times(traffic: StepTraffic, links: LinkSpeeds, coding: CodingCost, slowdown: float) -> list[BucketTimes]:
     """What each bucket of a step costs."""
-    return [_of_bucket(bucket, links, cost, slowdown) for bucket in traffic.buckets]
+    return [_of_bucket(bucket, links, slowdown * _coding_s(bucket, coding)) for bucket in traffic.buckets]
 
 
 def finish_s(buckets: Sequence[BucketTimes], ready_s: Sequence[float]) -> float:
@@ -72,15 +76,18 @@ def ready_times_s(num_buckets: int, computed_s: float, overlap: float) -> list[f
     return [computed_s * (1 - overlap * (last - number) / last) for number in range(num_buckets - 1)] + [computed_s]
 
 
-def _of_bucket(bucket: BucketTraffic, links: LinkSpeeds, cost: CodingCost, slowdown: float) -> BucketTimes:
+def _of_bucket(bucket: BucketTraffic, links: LinkSpeeds, coding_s: float) -> BucketTimes:
     if not bucket.collectives:
         return BucketTimes(0.0, 0.0, 0.0)
-    if len(bucket.collectives) == 1 and bucket.collectives[0].is_ring:
-        cost = CodingCost(0.0, 0.0)
-    num_messages = sum(each.num_messages for each in bucket.collectives)
-    coding_s = slowdown * (cost.s_per_byte * bucket.gradient_bytes + cost.s_per_message * num_messages)
     first, *further = (_collective_s(each, links) for each in bucket.collectives)
     return BucketTimes(coding_s / 2 + first, coding_s / 2 + sum(further), _link_s(bucket.collectives, links))
+
+
+def _coding_s(bucket: BucketTraffic, coding: CodingCost) -> float:
+    if len(bucket.collectives) == 1 and bucket.collectives[0].is_ring:
+        return 0.0
+    num_messages = sum(each.num_messages for each in bucket.collectives)
+    return coding.s_per_byte(bucket.coded.codec) * bucket.coded.gradient_bytes + coding.message_s * num_messages
 
 
 def _collective_s(collective: CollectiveTraffic, links: LinkSpeeds) -> float:

@@ -32,19 +32,29 @@ class CollectiveTraffic(NamedTuple):
         return self._replace(sent=away, received=home) if is_push else self._replace(sent=home, received=away)
 
 
+class CodedAs(NamedTuple):
+    """What a rank codes and decodes of a bucket."""
+
+    codec: str
+    gradient_bytes: float
+    """Bytes of the gradient itself."""
+
+
 class BucketTraffic(NamedTuple):
     """The collectives of one bucket, in order."""
 
     collectives: tuple[CollectiveTraffic, ...]
-    gradient_bytes: float
-    """Bytes of the gradient itself."""
+    coded: CodedAs
 
 
 class StepTraffic(NamedTuple):
     """All buckets of a step."""
 
     buckets: tuple[BucketTraffic, ...]
-    codec: str
+
+    def and_then(self, later: "StepTraffic") -> "StepTraffic":
+        """Both, one behind the other."""
+        return StepTraffic(self.buckets + later.buckets)
 
     def sent_bytes(self) -> Array64:
         """By rank."""
@@ -53,6 +63,10 @@ class StepTraffic(NamedTuple):
     def received_bytes(self) -> Array64:
         """By rank."""
         return _total([each.received for bucket in self.buckets for each in bucket.collectives])
+
+
+NOTHING = StepTraffic(())
+"""What ranks send in a step that ends no round."""
 
 
 class _RankTraffic(NamedTuple):

@@ -7,13 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from dynamix.schemas.messages.allocation import EXACT, LOSSY_CODECS, Exchange
+from dynamix.trainer.communication.job_exchange import keeps_residuals
 from dynamix.trainer.communication.model_exchange import member_of
 from dynamix.trainer.exchange.codec import BucketView, ErrorFeedbackCodec, ExchangeCodec, Member
 from dynamix.trainer.exchange.collectives import Leg
 from dynamix.trainer.exchange.registry import exchange_codec
 
 from .layout import GradientLayout
-from .traffic import BucketTraffic, CollectiveTraffic, StepTraffic, run_counted
+from .traffic import BucketTraffic, CodedAs, CollectiveTraffic, StepTraffic, run_counted
 
 
 class RuledStep(NamedTuple):
@@ -24,10 +25,9 @@ class RuledStep(NamedTuple):
     """What rules the next step, which all ranks know by now."""
 
     @property
-    def is_last(self) -> bool:
-        """Whether what this exchange has not sent yet must travel now: the next one is not of its kind."""
-        now, then = self.exchange, self.following
-        return now.codec != then.codec or (now.every > 1) != (then.every > 1)
+    def is_local(self) -> bool:
+        """Whether the step updates each rank's own parameters."""
+        return self.exchange.every > 1
 
 
 class VirtualExchange:
@@ -35,8 +35,9 @@ class VirtualExchange:
 
     def __init__(self, model: nn.Module, world_size: int, *, num_buckets: int, gradient_bytes: int) -> None:
         """Let a gradient count as many bytes as it pretends to have."""
-        self._layout = GradientLayout(model, num_buckets)
-        self._world_size = world_size
+        self._gradients = GradientLayout(model, num_buckets)
+        self._moves = GradientLayout(model, num_buckets, forwards=True)
+        self.world_size = world_size
         self._gradient_bytes = gradient_bytes
         self._codecs: dict[str, list[ExchangeCodec]] = {}
 
@@ -45,41 +46,55 @@ class VirtualExchange:
 
         Costs what N ranks code: N (N - 1) messages per bucket by codecs that send to owners.
         """
-        exchange, sent = step.exchange, self._layout.as_sent(gradients)
-        flushes = step.is_last and exchange.codec in LOSSY_CODECS
-        members = [member_of(exchange, rank, self._world_size) for rank in range(self._world_size)]
+        return self._sum(gradients, step, total, self._gradients)
+
+    def sum_moves(self, moves: Tensor, step: RuledStep, total: Tensor) -> StepTraffic:
+        """The same of how far each rank's parameters moved in a round of local steps, weighted."""
+        return self._sum(moves, step, total, self._moves)
+
+    def sum_plainly(self, numbers: Tensor, total: Tensor) -> StepTraffic:
+        """The same of anything as large as the model, as it is."""
+        return self._sum(numbers, RuledStep(EXACT, EXACT), total, self._moves)
+
+    def _sum(self, rows: Tensor, step: RuledStep, total: Tensor, layout: GradientLayout) -> StepTraffic:
+        exchange, sent = step.exchange, layout.as_sent(rows)
+        flushes = exchange.codec in LOSSY_CODECS and not keeps_residuals(exchange, step.following)
+        members = [member_of(exchange, rank, self.world_size) for rank in range(self.world_size)]
         codecs = self._codecs_of(exchange.codec)
+        factor = self._gradient_bytes / (layout.num_elements * sent.element_size())
         buckets = []
         with torch.inference_mode():
-            for number, bucket in enumerate(self._layout.buckets):
+            for number, bucket in enumerate(layout.buckets):
                 views = [BucketView(number, row[bucket.start : bucket.stop], bucket.parts) for row in sent.unbind()]
                 legs = [_leg(*of_rank, flushes=flushes) for of_rank in zip(codecs, views, members, strict=True)]
-                buckets.append(self._traffic(run_counted(legs), views[0], members[0]))
-            self._layout.as_model(sent[0], total)
-        return StepTraffic(tuple(buckets), EXACT.codec if flushes else exchange.codec)
-
-    def _traffic(self, seen: tuple[CollectiveTraffic, ...], view: BucketView, member: Member) -> BucketTraffic:
-        """What was counted, of a gradient that is as large as it pretends to be.
-
-        Owners own whole blocks, which of a small model are few, so that some own twice as much as others; where a
-        larger one is pretended, its owners own what they should.
-        """
-        factor = self._gradient_bytes / (self._layout.num_elements * view.flat.element_size())
-        if factor != 1.0 and self._world_size > 1:
-            shares = np.array(member.shares or (1.0,) * self._world_size)
-            is_push, dealt = True, []
-            for each in seen:
-                scaled = each.scaled(factor)
-                dealt.append(scaled if each.is_ring else scaled.dealt(shares / shares.sum(), is_push=is_push))
-                is_push = is_push if each.is_ring else not is_push
-            seen = tuple(dealt)
-        return BucketTraffic(seen, factor * view.flat.nbytes)
+                seen = run_counted(legs)
+                coded = CodedAs(EXACT.codec if flushes else exchange.codec, factor * views[0].flat.nbytes)
+                buckets.append(BucketTraffic(_pretended(seen, members[0], factor), coded))
+            layout.as_model(sent[0], total)
+        return StepTraffic(tuple(buckets))
 
     def _codecs_of(self, name: str) -> list[ExchangeCodec]:
         """One per rank."""
         if name not in self._codecs:
-            self._codecs[name] = [exchange_codec(name) for _ in range(self._world_size)]
+            self._codecs[name] = [exchange_codec(name) for _ in range(self.world_size)]
         return self._codecs[name]
+
+
+def _pretended(seen: tuple[CollectiveTraffic, ...], member: Member, factor: float) -> tuple[CollectiveTraffic, ...]:
+    """What was counted, of a gradient that is larger by a factor than the model's.
+
+    Owners own whole blocks, which of a small model are few, so that some own twice as much as others; where a larger
+    one is pretended, its owners own what they should.
+    """
+    if factor == 1.0 or member.world_size < 2:
+        return seen
+    shares = np.array(member.shares or (1.0,) * member.world_size)
+    is_push, found = True, []
+    for each in seen:
+        scaled = each.scaled(factor)
+        found.append(scaled if each.is_ring else scaled.dealt(shares / shares.sum(), is_push=is_push))
+        is_push = is_push if each.is_ring else not is_push
+    return tuple(found)
 
 
 def _leg(codec: ExchangeCodec, view: BucketView, member: Member, *, flushes: bool) -> Leg:

@@ -1,0 +1,136 @@
+"""Local steps of virtual ranks: each has parameters and optimizer state of its own, as a row of one matrix.
+
+The rules are those of `dynamix.trainer.gradient.local_steps`. An optimizer of the catalog does to each number what it
+does to any other, so that one of them on the matrix is one for each rank. With N ranks that takes the memory of the
+model and its optimizer's state N times, and the CPU a forward and backward pass per rank.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from dynamix.trainer.data.division import StepPlan
+
+from .exchange.traffic import StepTraffic
+from .exchange.virtual import RuledStep, VirtualExchange
+from .gradients import Gradients, StepSums
+
+Array64 = npt.NDArray[np.float64]
+MakeOptimizer = Callable[[nn.Parameter], torch.optim.Optimizer]
+
+
+class _Ranks(NamedTuple):
+    """What each rank has, rows by rank."""
+
+    parameters: nn.Parameter
+    optimizer: torch.optim.Optimizer
+
+
+class VirtualRounds:
+    """Rounds of local steps; nothing is begun where no exchange asks for them."""
+
+    def __init__(
+        self, gradients: Gradients, optimizer: torch.optim.Optimizer, exchange: VirtualExchange, make: MakeOptimizer
+    ) -> None:
+        """`optimizer` is that of the ranks in common, `make` one for rows, of the same kind and rate."""
+        self._gradients = gradients
+        self._common = optimizer
+        self._exchange = exchange
+        self._make = make
+        self._ranks: _Ranks | None = None
+        self._start = gradients.parameters.detach().clone()
+        """The parameters with which the round began."""
+        self._num_samples: Array64 = np.zeros(exchange.world_size)
+        self._num_steps = 0
+        self.computed_s: Array64 = np.zeros(exchange.world_size)
+        """What each rank has computed in the round so far, in seconds."""
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether ranks have parameters of their own."""
+        return self._ranks is not None
+
+    def compute(self, inputs: Tensor, labels: Tensor, plan: StepPlan) -> StepSums:
+        """Compute the mean gradient of each rank's samples at its own parameters, and show the mean of these."""
+        ranks = self._begun()
+        assert ranks.parameters.grad is not None, "made with the ranks"
+        sums = self._gradients.step_of_each(inputs, labels, plan, ranks.parameters.grad, at=ranks.parameters.detach())
+        counts = ranks.parameters.grad.new_tensor(plan.counts.values).clamp_(min=1)
+        ranks.parameters.grad.div_(counts[:, None])
+        self._show_mean()
+        return sums
+
+    def update(self, plan: StepPlan, step: RuledStep, *, ends_epoch: bool) -> StepTraffic | None:
+        """Let each rank make its step; returns what a round's last one sends. What is shown stays as it was."""
+        ranks = self._begun()
+        ranks.optimizer.step()
+        self._num_steps += 1
+        self._num_samples += np.asarray(plan.counts.values)
+        exchange, following = step.exchange, step.following
+        if self._num_steps < exchange.every and exchange == following and not ends_epoch:
+            return None
+        weights = self._weights()
+        moved = (ranks.parameters.detach() - self._start) * weights[:, None]
+        total = torch.empty_like(self._start)
+        traffic = self._exchange.sum_moves(moved, step, total)
+        self._start.add_(total)
+        ranks.parameters.data.copy_(self._start.expand_as(ranks.parameters))
+        self._num_steps = 0
+        self._num_samples = np.zeros_like(self._num_samples)
+        if following.every == 1 or ends_epoch:
+            traffic = self._average_optimizers(ranks, weights, traffic)
+        return traffic
+
+    def end_step(self, compute_s: Array64, step: RuledStep) -> None:
+        """Take in what each rank's step took, and show what is in force: before a step that is not local, for all."""
+        self.computed_s = self.computed_s + compute_s if self._num_steps else np.zeros_like(compute_s)
+        self._show_mean()
+        if step.following.every == 1:
+            assert self._num_steps == 0, "a round ends before another exchange rules"
+            self._ranks = None
+
+    def _show_mean(self) -> None:
+        """Put the mean of the ranks' parameters, weighted by their samples in the round, where it is evaluated."""
+        shown, ranks = self._gradients.parameters.data, self._begun()
+        if self._num_steps == 0:
+            shown.copy_(self._start)
+        else:
+            torch.mv(ranks.parameters.detach().t(), self._weights(), out=shown)
+
+    def _weights(self) -> Tensor:
+        return self._start.new_tensor(self._num_samples / self._num_samples.sum())
+
+    def _begun(self) -> _Ranks:
+        """The ranks; all begin with what they had in common."""
+        if self._ranks is None:
+            common = self._gradients.parameters
+            self._start.copy_(common.detach())
+            rows = nn.Parameter(common.detach().expand(self._exchange.world_size, -1).clone())
+            rows.grad = torch.zeros_like(rows)
+            optimizer = self._make(rows)
+            for name, value in self._common.state.get(common, {}).items():
+                is_like = isinstance(value, Tensor) and value.shape == common.shape
+                optimizer.state[rows][name] = value.expand_as(rows).clone() if is_like else _copied(value)
+            self._ranks = _Ranks(rows, optimizer)
+        return self._ranks
+
+    def _average_optimizers(self, ranks: _Ranks, weights: Tensor, traffic: StepTraffic) -> StepTraffic:
+        """Let all ranks have the weighted mean of their optimizers' states, for the common one as well."""
+        common = self._gradients.parameters
+        for name, value in ranks.optimizer.state[ranks.parameters].items():
+            if isinstance(value, Tensor) and value.shape == ranks.parameters.shape:
+                mean = torch.empty_like(self._start)
+                traffic = traffic.and_then(self._exchange.sum_plainly(value * weights[:, None], mean))
+                value.copy_(mean.expand_as(value))
+                self._common.state[common][name] = mean
+            else:
+                self._common.state[common][name] = _copied(value)
+        return traffic
+
+
+def _copied(value: object) -> object:
+    return value.clone() if isinstance(value, Tensor) else value
