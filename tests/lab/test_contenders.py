@@ -31,6 +31,7 @@ def only_setting(text: str, tuned: Tuned | None = None) -> Setting:
     ("text", "setting"),
     [
         ("goodput", Setting(policy="goodput")),
+        ("static:every=4,codec=int8", Setting(policy="static", options={"codec": 5.0, "every": 4.0})),
         ("goodput+track", Setting(policy="goodput", options={"track": 1.0})),
         ("rule:noise_multiplier=2,track=0", Setting(policy="rule", options={"noise_multiplier": 2.0, "track": 0.0})),
         ("static@128", Setting(policy="static", initial_local_batch_size=128)),

@@ -84,6 +84,36 @@ def test_gradients_travel_through_the_memory_of_the_host(device: str, codec: str
         assert result["samples"] == list(range(600))
 
 
+def _local(_rank: int, device: str) -> list[tuple[bool, torch.Tensor]]:
+    """Whether the ranks are averaged after each step, their parameters and buffers; Adam's state in the end."""
+    layers = nn.Sequential(make_model(torch.float32), nn.BatchNorm1d(4)).to(device)
+    model = DistributedDataParallel(layers, bucket_cap_mb=0.001)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    options = OPTIONS | {"min_local_batch_size": 2, "exchange": Exchange(every=3, codec="bf16")}
+    session = dynamix.attach(model, optimizer, Numbered(600, torch.float32), **options)
+    found = []
+    for inputs, targets, _ in _batches(session, device):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        session.step(loss)
+        state = [each.detach().flatten().float().cpu() for each in (*model.parameters(), *model.buffers())]
+        found.append((session.is_averaged, torch.cat(state)))
+    moments = [optimizer.state[each]["exp_avg_sq"].flatten().cpu() for each in model.parameters()]
+    session.close()
+    return [*found, (True, torch.cat(moments))]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_local_steps_end_alike_on_a_device(device: str) -> None:
+    first, second = run_ranks(_local, 2, device)
+    assert [averaged for averaged, _ in first[:7]] == [False, False, True, False, False, True, False]
+    assert first[-2][0], "the epoch's last step ends a round"
+    for (averaged, mine), (_, other) in zip(first, second, strict=True):
+        assert torch.equal(mine, other) == averaged
+
+
 @pytest.mark.parametrize("device", ON_GPU)
 def test_norms_and_losses_stay_on_the_device_until_the_window_ends_and_come_out_alike(device: str) -> None:
     here, there = (run_ranks(_weigh, 2, each, torch.float64, {})[0]["metrics"] for each in ("cpu", device))

@@ -36,7 +36,8 @@ def _trained(
             if len(ruled) == num_steps:
                 break
         residuals = [each for part in session._models.exchanges for each in part.residuals().values()]
-    return {"parameters": flat_parameters(model), "ruled": ruled, "residuals": residuals}
+    shown = {row["exchange"] for row in session.metrics()}
+    return {"parameters": flat_parameters(model), "ruled": ruled, "residuals": residuals, "shown": shown}
 
 
 @pytest.fixture(scope="module", params=[True], ids=[""])
@@ -56,6 +57,7 @@ def test_gradients_of_whole_numbers_arrive_bit_for_bit(codec: str, route: str, e
     exchange = Exchange(codec=codec, route=route, shares=ROUTES[route].shares)
     for result in run_ranks(_trained, 2, {"exchange": exchange}, {}):
         assert set(result["ruled"]) == {exchange}
+        assert result["shown"] == {exchange.label}
         assert torch.equal(result["parameters"], exact)
 
 

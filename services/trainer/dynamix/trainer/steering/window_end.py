@@ -7,7 +7,7 @@ after the next step has the rows of all ranks and publishes the report.
 from collections.abc import Sequence
 
 from dynamix.schemas.messages import JobTotals
-from dynamix.schemas.messages.policies import Split
+from dynamix.schemas.messages.allocation import Allocation
 from dynamix.trainer.data.sampler import Position
 from dynamix.trainer.data.schedule import Counts
 from dynamix.trainer.gradient.noise import window_moments
@@ -37,7 +37,7 @@ class WindowEnd:
         self._collectives = collectives
         self._transport = transport
         self._history = history
-        self._posted: tuple[Position, Counts, Split] | None = None
+        self._posted: tuple[Position, Counts, Allocation] | None = None
         """Where the window ended whose rows are on their way, and what ruled its last step."""
         self._sockets_due = False
 
@@ -50,14 +50,14 @@ class WindowEnd:
         """Send this rank's row of the window that ended at `position`."""
         self._collectives.post_row(self._meter.take_row(times, self._run.held_out_accuracy))
         schedule, last = self._run.schedule, position.step - 1
-        self._posted = position, schedule.counts_at(last), schedule.allocation_at(last).split
+        self._posted = position, schedule.counts_at(last), schedule.allocation_at(last)
 
     def complete(self) -> None:
         """Report the window whose rows have arrived. Nothing where nothing was posted."""
         posted, self._posted = self._posted, None
         if posted is None:
             return
-        (position, sizes, split), run, rows = posted, self._run, self._collectives.take_rows()
+        (position, sizes, ruling), run, rows = posted, self._run, self._collectives.take_rows()
         run.noise.observe_window(window_moments(row.noise for row in rows))
         window = run.window_of(position.step - 1)
         totals = job_totals(
@@ -79,14 +79,14 @@ class WindowEnd:
                 cookies=self._meter.sockets.cookies,
             )
             self._transport.publish(report)
-        self._history.add_window(position.step, self._metrics(position, rows, totals, sizes, split))
+        self._history.add_window(position.step, self._metrics(position, rows, totals, sizes, ruling))
         if run.place.rank == 0 and (window + 1) % SPECIFIED_EVERY == 0:
             self._transport.publish(run.specification())
         run.reporter.keep_window(rows, totals)
         self._sockets_due = self._sockets_due or window == 0
 
     def _metrics(
-        self, position: Position, rows: Sequence[Row], totals: JobTotals, sizes: Counts, split: Split
+        self, position: Position, rows: Sequence[Row], totals: JobTotals, sizes: Counts, ruling: Allocation
     ) -> dict[str, float | str]:
         """The window's metrics: whose it is, what was measured, and in rank 0 why it had these sizes."""
         run = self._run
@@ -96,7 +96,8 @@ class WindowEnd:
             "epoch": position.epoch,
             "samples_seen": position.samples_seen,
             **window_metrics(rows, totals, sizes.values),
-            "split": split,
+            "split": ruling.split,
+            "exchange": ruling.exchange.label,
         }
         return metrics | run.decisions.take(totals.window) if run.place.rank == 0 else metrics
 
