@@ -99,6 +99,15 @@ def test_the_decision_its_adoption_and_the_refusals_are_there() -> None:
     assert "adopted   of window 0, from window 2 on   refused: 2 stale" in text
 
 
+def test_a_job_without_decisions_is_told_where_the_reason_is() -> None:
+    board = Board(examples.JOB)
+    board.fold(examples.job())
+    board.fold(window_of({0: {"local_batch_size": 128}}))
+    assert "decision  none yet: the initial sizes stay" in shown(board)
+    board.fold(window_of({0: {"local_batch_size": 128}}, 3))
+    assert "decision  none in 4 windows: the arbitrator's log says why" in shown(board)
+
+
 def test_how_gradients_travel_is_shown_unless_they_are_exact() -> None:
     assert "gradients" not in shown(board_with())
     board = Board(examples.JOB)

@@ -222,6 +222,12 @@ def test_another_machine_without_credentials_is_refused(url: str) -> None:
     check_url(BusSettings(url=url, user="collector"))
 
 
+@pytest.mark.parametrize("url", ["foo", "nats://", "nats://127.0.0.1:port", "127.0.0.1:99999", ""])
+def test_what_is_no_url_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match=r"is no URL: write nats://host:port"):
+        check_url(BusSettings(url=url, user="trainer"))
+
+
 def test_credentials_in_the_url_count_and_are_never_shown() -> None:
     settings = BusSettings(url="nats://me:secret@10.0.0.1:4222", password="hush")
     check_url(settings)

@@ -66,6 +66,16 @@ async def test_a_refused_password_is_logged_and_stops_nothing(
     assert "wrong" not in caplog.text
 
 
+async def test_a_missing_broker_is_said_to_leave_training_alone_and_how_to_start_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING, "dynamix"):
+        client = _client(BusSettings(url="nats://127.0.0.1:1"))
+        await until(lambda: "waiting for the broker at nats://127.0.0.1:1: " in caplog.text)
+        await asyncio.to_thread(client.close, 0.0)
+    assert "training goes on without steering; start the services with `dynamix up`" in caplog.text
+
+
 async def test_streams_that_are_made_later_get_what_was_waiting(server: ConfiguredServer) -> None:
     client = _client(server.settings)
     client.publish(examples.job())

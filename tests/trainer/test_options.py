@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.support.job_options import job_options
 
-from dynamix.trainer.job.arguments import policy_options_of, share, sizes_of
+from dynamix.trainer.arguments.checks import policy_options_of, share, sizes_of
 from dynamix.trainer.job.options import bounds_of, family_of, fewest_samples
 from dynamix.trainer.job.policy_name import warn_of_policy
 
@@ -21,7 +21,7 @@ from dynamix.trainer.job.policy_name import warn_of_policy
         ({"min_local_batch_size": 0, "local_batch_sizes": (0, 0)}, "at least one sample"),
         ({"learning_rate_rule": "cubic"}, "use one of none, linear, sqrt"),
         ({"reduction": "none"}, "reduction='none'"),
-        ({"policy": "Not a token"}, "cannot be part of a subject"),
+        ({"policy": "Not a token"}, "policy='Not a token': a policy's name has 1 to 63 of the characters"),
         ({"noise_decay": 1.0}, r"noise_decay=1.0 is outside \[0, 1\)"),
         ({"noise_every": 0}, "noise_every=0"),
         ({"noise_metric": "rms"}, "noise_metric"),

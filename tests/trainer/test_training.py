@@ -364,6 +364,11 @@ def _misuse(_rank: int) -> None:
         _attach(data, model)
     with pytest.raises(RuntimeError, match="without a batch"):
         session.step()
+    with pytest.raises(ValueError, match=r"session.evaluated\(accuracy\): 83 is no share: pass 0.83"):
+        session.evaluated(83)
+    for number in ("2", 2.5):
+        with pytest.raises(TypeError, match=r"session.epochs\(num_epochs\)=.* pass a whole number"):
+            next(session.epochs(number))  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="no current batch"):
         _ = session.num_samples
     batches = iter(session.loader)
@@ -375,18 +380,38 @@ def _misuse(_rank: int) -> None:
         session.load_state_dict({})
     with pytest.raises(RuntimeError, match="step 0 is not finished"):
         next(batches)
+    with pytest.raises(TypeError, match=r"session.step\(loss\): a tensor of shape \(8,\): pass one number"):
+        session.step(torch.ones(8))
     session.close()
     with pytest.raises(RuntimeError, match="this session has ended"):
         next(iter(session.loader))
+    with pytest.raises(RuntimeError, match="this session has ended"):
+        session.step()
 
     plain = make_model()
     with pytest.raises(ValueError, match="needs a DistributedDataParallel model"):
         _attach(data, plain, weighting="hook")
     with pytest.raises(ValueError, match="base_hook is for"):
         _attach(data, plain, base_hook=lambda *_: None)
-    with pytest.raises(TypeError, match="attach does not know batch_size"):
-        _attach(data, plain, batch_size=3)
-    session, optimizer = _attach(data, plain, weighting="loss")
+    with pytest.raises(TypeError, match=r"attach does not know samplers: did you mean sampler\?"):
+        _attach(data, plain, samplers=3)
+    with pytest.raises(TypeError, match="attach does not know qqq; for the loader it takes"):
+        _attach(data, plain, qqq=3)
+    with pytest.raises(TypeError, match=r"attach does not know windows_steps: did you mean window_steps\?"):
+        _attach(data, plain, windows_steps=3)
+    with pytest.raises(TypeError, match="look_ahead='1' is text"):
+        _attach(data, plain, look_ahead="1")
+    with pytest.raises(TypeError, match=r"connect='nats://127.0.0.1:4222' is of type str: leave connect out and set"):
+        _attach(data, plain, connect="nats://127.0.0.1:4222")
+    with pytest.raises(ValueError, match="name='My Job!': a job's name has 1 to 54 of the characters"):
+        _attach(data, distribute(make_model()), name="My Job!")
+    with pytest.raises(TypeError, match=r"Linear is no torch.optim.Optimizer, and wraps none: pass model, opt"):
+        dynamix.attach(optimizer, nn.Linear(2, 2), data, local_batch_size=8)  # type: ignore[arg-type]
+    session, optimizer = _attach(data, plain, weighting="loss", seed=5)
+    state = session.state_dict()
+    state["data"]["seed"] = 0
+    with pytest.raises(ValueError, match=r"in another order \(seed 0, now 5\): attach alike"):
+        session.load_state_dict(state)
     for batch in session.loader:
         with pytest.raises(RuntimeError, match="is not weighted"):
             _train_step(session, plain, optimizer, batch)

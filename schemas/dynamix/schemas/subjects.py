@@ -24,6 +24,11 @@ class Address(NamedTuple):
     tokens: tuple[str, ...]
 
 
+def is_token(value: str) -> bool:
+    """Whether it can be a token of a subject: 1 to 63 of the characters a-z, 0-9 and -."""
+    return _TOKEN.match(value) is not None
+
+
 @lru_cache(maxsize=4096)  # the same few jobs and nodes come with every message
 def check_token(value: str) -> str:
     """Return `value` when it can be a token of a subject.
@@ -31,7 +36,7 @@ def check_token(value: str) -> str:
     Raises:
         ValueError: when it has other characters than a-z, 0-9 and -, or not 1 to 63 of them.
     """
-    if _TOKEN.match(value) is None:
+    if not is_token(value):
         raise ValueError(f"{value!r} cannot be part of a subject: use 1 to 63 of the characters a-z, 0-9 and '-'")
     return value
 

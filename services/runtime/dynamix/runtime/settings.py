@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Generic, NamedTuple, TypeVar, get_args, get_origin
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
@@ -184,9 +184,11 @@ def password_of(settings: BusSettings) -> str:
 
 
 def check_url(settings: BusSettings) -> None:
-    """Refuse a broker beyond loopback without credentials. Raises ValueError, naming the host."""
+    """Refuse what is no URL, and a broker beyond loopback without credentials. Raises ValueError, naming the host."""
     for url in settings.url.split(","):
         parts = urlsplit(url.strip() if "://" in url else f"nats://{url.strip()}")
+        if not _has_address(parts) or ("://" not in url and not re.search(r"[.:]|^localhost$", url.strip())):
+            raise ValueError(f"DYNAMIX_NATS_URL: {redact_url(url)!r} is no URL: write nats://host:port")
         if parts.scheme not in {"nats", "tls"}:
             raise ValueError(f"{redact_url(url)}: the bus speaks nats:// and tls:// only")
         has_credentials = bool(settings.user or parts.username)
@@ -195,6 +197,13 @@ def check_url(settings: BusSettings) -> None:
                 f"{redact_url(url)} is not this machine: set DYNAMIX_NATS_USER and DYNAMIX_NATS_PASSWORD_FILE "
                 "(beyond loopback the bus is never used without credentials)"
             )
+
+
+def _has_address(parts: SplitResult) -> bool:
+    try:
+        return bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:  # a port that is no number, or none that there is
+        return False
 
 
 def redact_url(text: str) -> str:

@@ -15,6 +15,7 @@ from dynamix.schemas.messages import OptimizerFamily
 from dynamix.schemas.messages.allocation import EXACT, Exchange, ExchangePermission
 from dynamix.schemas.messages.policies import DEFAULT_POLICY, SPLIT_POLICY, GlobalBatch
 
+from .arguments.checks import policy_options_of, sizes_of, whole_number
 from .communication.job_exchange import JobExchange
 from .communication.lent import forget_imports
 from .data.division import Division
@@ -32,7 +33,6 @@ from .gradient.schedulers import Schedulers, StepScheduleWarning
 from .gradient.updates import Updates
 from .gradient.weighting import BaseHook, GradientHook, Reduction
 from .gradient.weights import StepWeights
-from .job.arguments import policy_options_of, sizes_of, whole_number
 from .job.memory_caps import MemoryCaps
 from .job.options import (
     JobOptions,
@@ -188,7 +188,7 @@ def attach(
     world_size = world_size_of(models, environment.launch.world_size)
     averaging = averaging_of(models, weighting, world_size)
     forget_imports()
-    check_loader_options(loader_options, look_ahead)
+    check_loader_options(loader_options, look_ahead, attach.__annotations__)
     check_hook_options(averaging, len(models), codec, base_hook, noise_metric)
     check_exchange_options(averaging, exchange, codec, base_hook)
     check_local_options(exchange, optimizers, counts_in_batches=count_tokens is not None)
@@ -234,7 +234,7 @@ def attach(
     if accumulates:
         check_accumulation(averaging, models, counts_in_batches=count_tokens is not None)
     caps = MemoryCaps(None if memory_caps_path is None else Path(memory_caps_path))
-    bus = environment.bus if connect is None else connect if isinstance(connect, BusSettings) else None
+    bus = _bus_settings(connect, environment)
     met = meet_ranks(name=name, options=options, data=orders.identity, caps=caps, environment=environment, bus=bus)
     if met.place.rank == 0:
         warn_of_policy(options)
@@ -329,6 +329,16 @@ def attach(
             may_restart=environment.launch.restart_count < environment.launch.max_restarts,
         ),
     )
+
+
+def _bus_settings(connect: object, environment: Environment) -> BusSettings | None:
+    """How the ranks reach the bus; `None` where they train without one, or over a transport of the caller's."""
+    if not (connect is None or connect is False or isinstance(connect, BusSettings | Transport)):
+        raise TypeError(
+            f"connect={connect!r} is of type {type(connect).__name__}: leave connect out and set DYNAMIX_NATS_URL, "
+            "pass dynamix.runtime.settings.BusSettings(url=...), or pass False to train without a bus"
+        )
+    return environment.bus if connect is None else connect if isinstance(connect, BusSettings) else None
 
 
 def _cover(

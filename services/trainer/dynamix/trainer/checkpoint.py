@@ -69,7 +69,12 @@ def restore(run: Run, state: dict[str, Any]) -> Position:
     if state.get("version") not in READABLE:
         raise ValueError(f"session state of version {state.get('version')!r}: this program reads versions 3 to 7")
     if (data := DataIdentity(**state["data"])) != run.data:
-        raise ValueError(f"the session state was saved with {data}, but this session has {run.data}: attach alike")
+        differing = ", ".join(
+            f"{name} {was!r}, now {now!r}"
+            for name, was, now in zip(data._fields, data, run.data, strict=True)
+            if was != now
+        )
+        raise ValueError(f"the session state was saved over other data or in another order ({differing}): attach alike")
     position = Position(**state["position"])
     entries = [ScheduleEntry(step, msgspec.convert(parts, Allocation)) for step, *parts in state["schedule"]]
     generation, caps = run.identity.generation, run.identity.max_local_batch_sizes

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from dynamix.schemas.messages import Action
 from dynamix.schemas.messages.allocation import Allocation
 
+from .arguments.checks import share, whole_number
 from .checkpoint import residuals_of, restore, save, warn_of_missing_state, warn_of_used_samples
 from .data.loader import Loader
 from .data.sampler import MicroBatch
@@ -97,6 +98,7 @@ class Session(Standing):
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
         """The numbers of the epochs that are left, 0 to `num_epochs` - 1; after the last one the job is over."""
+        num_epochs = whole_number("session.epochs(num_epochs)", num_epochs)
         self._run.total_samples = num_epochs * self._run.data.size or None
         loader = self._loader
         first = loader.position.epoch + (1 if loader.epoch_is_over else 0)
@@ -124,9 +126,11 @@ class Session(Standing):
             num_correct: how many of this rank's samples were classified correctly, if the script counts.
 
         Raises:
-            RuntimeError: without a batch, when weighting by the loss and `scale_loss` was not called, or when the
-                script accumulates gradients on its own.
+            RuntimeError: without a batch, after the end, when weighting by the loss and `scale_loss` was not called,
+                or when the script accumulates gradients on its own.
+            TypeError: when a number is of several elements, or no number.
         """
+        self._require_running()
         batch = self._loader.require_current()
         if self._needs_scaling and not self._loss_scaled:
             raise RuntimeError("the gradient of this batch is not weighted: use session.scale_loss(loss).backward()")
@@ -240,8 +244,13 @@ class Session(Standing):
             )
 
     def evaluated(self, accuracy: float) -> None:
-        """Report the newest accuracy on held-out data, 0 ... 1; it travels with the next window's report."""
-        self._run.held_out_accuracy = float(accuracy)
+        """Report the newest accuracy on held-out data, 0 ... 1; it travels with the next window's report.
+
+        Raises:
+            TypeError: when it is no number.
+            ValueError: when it is outside of 0 to 1, as percent are.
+        """
+        self._run.held_out_accuracy = share("session.evaluated(accuracy)", accuracy)
 
     def offer(self, action: Action) -> None:
         """Offer an action from within the process, as if the bus had delivered it; it counts in rank 0 only."""
@@ -307,8 +316,7 @@ class Session(Standing):
 
     def _on_start(self) -> None:
         """Begin with the first batch: only now is it known whether a state was loaded."""
-        if self._run.ended:
-            raise RuntimeError("this session has ended: attach again to train on")
+        self._require_running()
         if self._updates.any_since_step:
             raise RuntimeError(
                 "the loop was left after optimizer.step() and before session.step(), and would repeat that batch: call "
@@ -320,6 +328,10 @@ class Session(Standing):
                 warn_of_missing_state(self._run, from_snapshot=self._updates.begin_from_snapshot)
             self._steering.start(self._loader.position)
             self._schedulers.begin(self.progress)
+
+    def _require_running(self) -> None:
+        if self._run.ended:
+            raise RuntimeError("this session has ended: attach again to train on")
 
     def _on_batch(self, batch: MicroBatch) -> None:
         self._loss_scaled = False

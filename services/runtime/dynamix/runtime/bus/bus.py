@@ -50,7 +50,13 @@ class Bus:
 
     @classmethod
     async def connect(
-        cls, settings: BusSettings, *, name: str, on_closed: Callable[[str], None] | None = None, wait: bool = True
+        cls,
+        settings: BusSettings,
+        *,
+        name: str,
+        on_closed: Callable[[str], None] | None = None,
+        wait: bool = True,
+        while_waiting: str = "",
     ) -> Self:
         """Connect to the broker, and reconnect for ever afterwards.
 
@@ -60,13 +66,14 @@ class Bus:
             on_closed: called with the reason when the broker closes the connection for good; the process should end
                 with a non-zero code so that its supervisor restarts it.
             wait: try the first connection for ever, too.
+            while_waiting: follows the warning that there is no broker yet: what that means and how to fix it.
 
         Raises:
             ValueError: for a broker beyond loopback without credentials.
             PermissionDeniedError: when user or password are refused, or the user may not listen to its own inbox.
             BusError: without `wait`, when the broker cannot be reached.
         """
-        connection = BrokerConnection(settings, name, on_closed)
+        connection = BrokerConnection(settings, name, on_closed, while_waiting=while_waiting)
         await connection.open(wait=wait)
         bus = cls(connection)
         try:

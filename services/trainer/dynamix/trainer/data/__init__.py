@@ -9,5 +9,5 @@ samples, `sampler` cuts one order shared by all ranks into steps, `division` tho
 You may change how an epoch ends or what the loader passes on. What must stay: every sample is used once per epoch,
 all ranks make the same plan for a step without a message (only the order of a script's sampler is one, once per epoch),
 and a saved position resumes at the very sample.
-This room imports no other room of the trainer.
+This room imports no other room of the trainer but `arguments`.
 """

@@ -5,11 +5,14 @@ done, not when a batch is drawn, so that a saved state never counts what was onl
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypedDict
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from dynamix.schemas.spelling import nearest
+from dynamix.trainer.arguments.checks import whole_number
 
 from .sampler import MicroBatch, PlanSampler, Position
 from .stream import CollateParts, StreamReader, StreamSampler
@@ -42,12 +45,18 @@ def drawn_ahead(options: LoaderOptions) -> int:
     return options.get("num_workers", 0) * (PREFETCH_FACTOR if prefetch_factor is None else prefetch_factor)
 
 
-def check_loader_options(options: LoaderOptions, look_ahead: int) -> None:
-    """Raise TypeError for options that are not the loader's, ValueError for a script that looks back."""
-    if look_ahead < 0:
+def check_loader_options(options: LoaderOptions, look_ahead: int, known: Iterable[str]) -> None:
+    """Raise TypeError for options that are not the loader's, ValueError for a script that looks back.
+
+    `known` are the other arguments of `attach`, of which one may be meant.
+    """
+    if whole_number("look_ahead", look_ahead) < 0:
         raise ValueError(f"look_ahead={look_ahead}: a script fetches 0 or more batches ahead")
     unknown = sorted(set(options) - set(LoaderOptions.__annotations__))
     if unknown:
+        near = nearest(unknown[0], [*known, *LoaderOptions.__annotations__])
+        if near is not None:
+            raise TypeError(f"attach does not know {unknown[0]}: did you mean {near}?")
         raise TypeError(
             f"attach does not know {', '.join(unknown)}; for the loader it takes "
             f"{', '.join(LoaderOptions.__annotations__)} - batches, order and sampler are its own"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -171,5 +172,5 @@ def _restore(session: Session, checkpoint: str | None) -> None:
     path = Path(os.fspath(checkpoint)) / STATE_FILE
     if path.exists():
         session.load_state_dict(torch.load(path, weights_only=True))
-    else:
+    elif not dist.is_initialized() or dist.get_rank() == 0:
         _log.warning("%s has no %s: the data are used from the beginning of an epoch", checkpoint, STATE_FILE)

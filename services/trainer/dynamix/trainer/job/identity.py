@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from dynamix.schemas.messages import NodeRanks
-from dynamix.schemas.subjects import check_token
+from dynamix.schemas.subjects import check_token, is_token
 from dynamix.trainer.measurement.connections import Connection
 from dynamix.trainer.measurement.process import ProcessIdentity, boot_id, fingerprint
 
@@ -100,7 +100,9 @@ def propose_job(name: str, configured: str, launch: Launch, run_id: str = "") ->
     """
     if configured:
         return check_token(configured)
-    if len(check_token(name)) > MAX_NAME:
+    if not is_token(name):
+        raise ValueError(f"name={name!r}: a job's name has 1 to {MAX_NAME} of the characters a-z, 0-9 and '-'")
+    if len(name) > MAX_NAME:
         raise ValueError(f"name {name!r} has {len(name)} characters: use at most {MAX_NAME}")
     if run_id:
         return check_token(f"{name}-{run_id}")

@@ -18,13 +18,12 @@ from dynamix.schemas.messages.allocation import (
     is_permitted,
 )
 from dynamix.schemas.messages.policies import EXCHANGE_BY_OPTIONS, GlobalBatch, initial_split
-from dynamix.schemas.subjects import check_token
+from dynamix.schemas.subjects import is_token
+from dynamix.trainer.arguments.checks import check_choice, check_switch, number, whole_number
 from dynamix.trainer.exchange.registry import CODECS
 from dynamix.trainer.gradient.learning_rate import FACTORS, Rule
 from dynamix.trainer.gradient.models import Averaging
 from dynamix.trainer.gradient.weighting import BaseHook, Reduction
-
-from .arguments import check_choice, check_switch, number, whole_number
 
 NoiseMetric = Literal["gradient", "adam"]
 
@@ -131,7 +130,8 @@ class JobOptions:
             raise ValueError(f"noise_decay={self.noise_decay} is outside [0, 1)")
         if self.seed < 0:
             raise ValueError(f"seed={self.seed} is negative")
-        check_token(self.policy)
+        if not (isinstance(self.policy, str) and is_token(self.policy)):
+            raise ValueError(f"policy={self.policy!r}: a policy's name has 1 to 63 of the characters a-z, 0-9 and '-'")
         self._check_exchange()
         self._check_lag()
 

@@ -139,7 +139,7 @@ class LocalSteps:
 
     def leave(self) -> None:
         """Let DDP broadcast buffers again."""
-        if not self.is_averaged:
+        if not self.is_averaged and self._exchange.rank == 0:
             _log.warning(
                 "the session ends in the middle of a round of local steps: each rank has parameters of its own; call "
                 "session.average() on all ranks before"

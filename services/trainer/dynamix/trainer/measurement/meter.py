@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from dynamix.trainer.arguments.checks import number
 from dynamix.trainer.data.sampler import MicroBatch
 from dynamix.trainer.gradient.buckets import SquaredNorms
 from dynamix.trainer.gradient.noise import NoiseSums
@@ -53,8 +54,10 @@ class RankMeter:
             self._batches.append(_Batch(batch, 0.0, 0.0, norms))
             return
         per_size = batch.size / batch.weight  # what the script counts in a batch, per what batch sizes count
-        loss_sum = None if loss is None else _detached(loss) * (batch.size if self.reduction == "mean" else per_size)
-        correct = None if num_correct is None else _detached(num_correct) * per_size
+        loss_sum = (
+            None if loss is None else _detached("loss", loss) * (batch.size if self.reduction == "mean" else per_size)
+        )
+        correct = None if num_correct is None else _detached("num_correct", num_correct) * per_size
         self._batches.append(_Batch(batch, loss_sum, correct, norms))
 
     def take_row(self, times: list[StepTimes], held_out_accuracy: float | None) -> Row:
@@ -98,10 +101,15 @@ def _sum_if_known(values: Sequence[Scalar | None]) -> float | None:
     return sum(_to_floats(known)) if len(known) == len(values) else None
 
 
-def _detached(value: Scalar) -> Scalar:
+def _detached(name: str, value: Scalar) -> Scalar:
     """A number that the user's code cannot change afterwards: at once on the CPU, a copy on the device elsewhere."""
     if not isinstance(value, torch.Tensor):
-        return float(value)
+        return number(f"session.step({name})", value)
+    if value.numel() != 1:
+        raise TypeError(
+            f"session.step({name}): a tensor of shape {tuple(value.shape)}: pass one number, as the criterion reduces "
+            "it over the batch"
+        )
     return value.detach().clone().float() if value.is_cuda else value.item()
 
 

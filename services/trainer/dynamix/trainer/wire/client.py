@@ -31,6 +31,12 @@ RETRY_S = 1.0
 
 CANCEL_AGAIN_S = 0.5
 
+WITHOUT_BROKER = (
+    "until it answers, training goes on without steering; start the services with `dynamix up`, and the script with "
+    '`dynamix train` or after `eval "$(dynamix up --print-env)"`'
+)
+"""What a missing broker means to a training job, and how to fix it."""
+
 _log = logging.getLogger("dynamix.trainer")
 
 
@@ -119,7 +125,12 @@ class BusClient(Transport):
     async def _connect_and_serve(self) -> None:
         closed = asyncio.Event()
 
-        bus = await Bus.connect(self._settings, name=f"{SERVICE}-{self._node}", on_closed=lambda _reason: closed.set())
+        bus = await Bus.connect(
+            self._settings,
+            name=f"{SERVICE}-{self._node}",
+            on_closed=lambda _reason: closed.set(),
+            while_waiting=WITHOUT_BROKER,
+        )
         try:
             await self._serve(bus, closed)
         finally:

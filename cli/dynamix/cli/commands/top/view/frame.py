@@ -19,6 +19,8 @@ MIN_TABLE = 8
 """Lines reserved for the table of ranks; curves get what is left."""
 STALE_AFTER_S = 30.0
 SHOWN_CHANGES = 16
+LATE_AFTER_WINDOWS = 3
+"""By then a decision was made of the first windows, if any will be: a refused job gets none."""
 
 
 def frame(
@@ -120,7 +122,9 @@ def _decision(board: Board) -> Iterator[Text]:
     if board.exchange != EXACT:
         yield _labelled("gradients", (board.exchange.label, "bold"))
     if action is None:
-        yield _labelled("decision", ("none yet: the initial sizes stay", "dim"))
+        late = board.window >= LATE_AFTER_WINDOWS
+        why = f"none in {board.window + 1} windows: the arbitrator's log says why"
+        yield _labelled("decision", (why, "yellow") if late else ("none yet: the initial sizes stay", "dim"))
         return
     version = f" v{action.policy_version}" if action.policy_version else ""
     by = f"  of window {action.window} by {action.policy}{version}"

@@ -47,8 +47,12 @@ class BrokerConnection:
             The user comes first because the broker's permissions are per user, and a wildcard is a whole token.
     """
 
-    def __init__(self, settings: BusSettings, name: str, on_closed: Callable[[str], None] | None) -> None:
+    def __init__(
+        self, settings: BusSettings, name: str, on_closed: Callable[[str], None] | None, *, while_waiting: str = ""
+    ) -> None:
+        """`while_waiting` follows the warning that there is no broker: what that means and how to fix it."""
         check_url(settings)
+        self._while_waiting = while_waiting
         self.counters: dict[str, int] = dict.fromkeys(
             ("errors", "reconnects", "slow_consumer_drops", "permission_denials"), 0
         )
@@ -250,7 +254,8 @@ class BrokerConnection:
         if not self._wait or isinstance(error, ssl.SSLCertVerificationError):
             raise BusError(f"cannot connect to {url}: {describe(error)}") from error
         if self._is_new_reason(error):
-            logger.warning("waiting for the broker at %s: %s", url, describe(error))
+            meaning = f"; {self._while_waiting}" if self._while_waiting else ""
+            logger.warning("waiting for the broker at %s: %s%s", url, describe(error), meaning)
 
     def _is_new_reason(self, error: Exception) -> bool:
         """Whether this failed attempt to connect tells more than those before it; remembers it."""
