@@ -14,12 +14,13 @@ from dynamix.lab.simulator.clock import VirtualClock
 from dynamix.lab.simulator.cluster import VirtualCluster
 from dynamix.lab.simulator.disturbances import Conditions
 from dynamix.lab.simulator.exchange.layout import GradientLayout
-from dynamix.lab.simulator.exchange.traffic import StepTraffic
+from dynamix.lab.simulator.exchange.stacked import StackedInt8
+from dynamix.lab.simulator.exchange.traffic import StepTraffic, run_counted
 from dynamix.lab.simulator.exchange.virtual import RuledStep, VirtualExchange
 from dynamix.lab.simulator.scenario import Coding, Network, Scenario, Workers
 from dynamix.schemas.messages.allocation import EXACT, LOSSY_CODECS, Allocation, Exchange
-from dynamix.trainer.exchange.codec import ErrorFeedbackCodec
-from dynamix.trainer.exchange.registry import CODECS
+from dynamix.trainer.exchange.codec import BucketPart, BucketView, Member
+from dynamix.trainer.exchange.registry import CODECS, exchange_codec
 
 INT8 = Exchange(codec="int8")
 LONG = {"fixed_time_s": 1e3, "time_limit_s": 1e6, "evaluate_every_s": 1e6}
@@ -188,8 +189,34 @@ def test_codecs_without_loss_train_as_exact_training_does(name: str) -> None:
 
 def kept(run: VirtualCluster) -> float:
     """The largest number that a rank has not sent yet."""
-    codecs = [codec for codec in run._exchange._codecs["int8"] if isinstance(codec, ErrorFeedbackCodec)]
-    return max(float(each.abs().max()) for codec in codecs for each in codec.residuals().values())
+    return max(each.largest_residual for each in run._exchange._stacked.values())
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 9])
+@pytest.mark.parametrize("shares", [(), (1.0, 0.0, 2.0, 1.0, 1.0, 1.0, 5.0, 1.0, 0.0)])
+def test_stacked_codecs_have_the_same_bits_and_bytes_as_one_per_rank(num_ranks: int, shares: tuple[float, ...]) -> None:
+    generator = torch.Generator().manual_seed(2)
+    members = [Member(rank, num_ranks, shares[:num_ranks]) for rank in range(num_ranks)]
+    stacked, codecs = StackedInt8(), [exchange_codec("int8") for _ in members]
+    parts = (BucketPart("weight", 0, 4000, torch.Size((4000,))),)
+    for step in range(6):
+        rows = torch.randn(num_ranks, 4000, generator=generator)
+        if step == 3:
+            rows[1, 70] = torch.inf
+        expected = rows.clone()
+        views = [BucketView(0, row, parts) for row in expected.unbind()]
+        seen = run_counted([codec.reduce(*of_rank) for codec, *of_rank in zip(codecs, views, members, strict=True)])
+        found, is_finite = stacked.reduce(rows, members[0])
+        assert is_finite == (step != 3)
+        assert is_finite == (len(seen) == 2)
+        for one, other in zip(found, seen, strict=is_finite):
+            assert one.sent.tolist() == other.sent.tolist()
+            assert one.received.tolist() == other.received.tolist()
+            assert one.num_messages == other.num_messages
+        if is_finite:
+            assert torch.equal(rows, expected)
+    largest = [float(each.abs().max()) for codec in codecs for each in codec.residuals().values()]  # type: ignore[attr-defined]
+    assert stacked.largest_residual == max(largest) > 0
 
 
 def test_what_is_kept_goes_out_in_the_last_step_before_another_codec_rules() -> None:

@@ -1,5 +1,6 @@
 """Virtual exchange: the codecs of all ranks of a job, in one process, on the gradient of each rank."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ from dynamix.trainer.exchange.collectives import Leg
 from dynamix.trainer.exchange.registry import exchange_codec
 
 from .layout import GradientLayout
+from .stacked import STACKED, StackedInt8
 from .traffic import BucketTraffic, CodedAs, CollectiveTraffic, StepTraffic, run_counted
 
 
@@ -40,11 +42,13 @@ class VirtualExchange:
         self.world_size = world_size
         self._gradient_bytes = gradient_bytes
         self._codecs: dict[str, list[ExchangeCodec]] = {}
+        self._stacked: dict[tuple[bool, int], StackedInt8] = {}
+        """By whether parameters moved, and the bucket's number."""
 
     def sum_gradients(self, gradients: Tensor, step: RuledStep, total: Tensor) -> StepTraffic:
         """Write into `total` what the ranks make of their weighted gradients, the rows of `gradients`.
 
-        Costs what N ranks code: N (N - 1) messages per bucket by codecs that send to owners.
+        Costs what N ranks code: N (N - 1) messages per bucket by codecs that send to owners, but not by `int8`.
         """
         return self._sum(gradients, step, total, self._gradients)
 
@@ -60,18 +64,45 @@ class VirtualExchange:
         exchange, sent = step.exchange, layout.as_sent(rows)
         flushes = exchange.codec in LOSSY_CODECS and not keeps_residuals(exchange, step.following)
         members = [member_of(exchange, rank, self.world_size) for rank in range(self.world_size)]
-        codecs = self._codecs_of(exchange.codec)
         factor = self._gradient_bytes / (layout.num_elements * sent.element_size())
+        coded_as = EXACT.codec if flushes else exchange.codec
         buckets = []
         with torch.inference_mode():
             for number, bucket in enumerate(layout.buckets):
-                views = [BucketView(number, row[bucket.start : bucket.stop], bucket.parts) for row in sent.unbind()]
-                legs = [_leg(*of_rank, flushes=flushes) for of_rank in zip(codecs, views, members, strict=True)]
-                seen = run_counted(legs)
-                coded = CodedAs(EXACT.codec if flushes else exchange.codec, factor * views[0].flat.nbytes)
+                rows = sent[:, bucket.start : bucket.stop]
+                views = [BucketView(number, row, bucket.parts) for row in rows.unbind()]
+                if exchange.codec == STACKED:
+                    stacked = self._stacked.setdefault((layout is self._moves, number), StackedInt8())
+                    seen = self._sum_stacked(stacked, rows, views, members, flushes=flushes)
+                else:
+                    seen = self._sum_bucket(exchange.codec, views, members, flushes=flushes)
+                coded = CodedAs(coded_as, factor * views[0].flat.nbytes)
                 buckets.append(BucketTraffic(_pretended(seen, members[0], factor), coded))
             layout.as_model(sent[0], total)
         return StepTraffic(tuple(buckets))
+
+    def _sum_bucket(
+        self, codec: str, views: Sequence[BucketView], members: Sequence[Member], *, flushes: bool = False
+    ) -> tuple[CollectiveTraffic, ...]:
+        of_ranks = zip(self._codecs_of(codec), views, members, strict=True)
+        return run_counted([_leg(*each, flushes=flushes) for each in of_ranks])
+
+    def _sum_stacked(
+        self,
+        stacked: StackedInt8,
+        rows: Tensor,
+        views: Sequence[BucketView],
+        members: Sequence[Member],
+        *,
+        flushes: bool,
+    ) -> tuple[CollectiveTraffic, ...]:
+        if self.world_size == 1:
+            return ()
+        if flushes:
+            stacked.take_residuals(rows)
+            return self._sum_bucket(EXACT.codec, views, members)
+        seen, is_finite = stacked.reduce(rows, members[0])
+        return seen if is_finite else seen + self._sum_bucket(EXACT.codec, views, members)
 
     def _codecs_of(self, name: str) -> list[ExchangeCodec]:
         """One per rank."""
