@@ -1,8 +1,8 @@
 """Stacked int8: the codec `int8` of all ranks at once, with the same bits.
 
 N ranks code N (N - 1) messages of a bucket, each by some small tensor operations: 1.4 s a step with 128 ranks, of the
-smallest model. Its scales belong to blocks, not to messages, so that the rows of a matrix can be narrowed at once: 25 ms.
-`LossyExchange` says what is computed; a test compares both bit for bit.
+smallest model. Its scales belong to blocks, not to messages, so that the rows of a matrix can be narrowed at once, in
+25 ms. `LossyExchange` says what is computed; a test compares both bit for bit.
 """
 
 from collections.abc import Sequence
