@@ -15,6 +15,7 @@ from dynamix.lab.calibration.lines import fit_line
 from dynamix.lab.calibration.observations import observe
 from dynamix.lab.simulator.scenario import Congestion, Scenario, Stragglers, scenarios_in
 from dynamix.schemas.messages import MetricWindow
+from dynamix.schemas.messages.allocation import Exchange
 
 SETTINGS = CalibrationSettings("fashion-14-mlp")
 SCENARIOS = Path(__file__).parents[2] / "scenarios"
@@ -273,3 +274,15 @@ def test_a_written_scenario_is_read_as_the_same(part: str, tmp_path: Path) -> No
         path = tmp_path / f"{scenario.name}.toml"
         path.write_text(scenario_text(scenario, ("a comment",)))
         assert Scenario.read(path) == scenario
+
+
+def test_a_job_whose_gradients_were_coded_is_refused_and_one_where_they_may_have_been_is_remarked_on() -> None:
+    known = known_job(known_scenario())
+    coded = msgspec.structs.replace(known.job, exchange="lossy", initial_exchange=Exchange(codec="int8"))
+    with pytest.raises(
+        ValueError, match=r"travelled int8 over all-reduce.*calibrate to a run in which training was exact"
+    ):
+        calibrate(known.windows, SETTINGS, coded)
+    permitted = msgspec.structs.replace(known.job, exchange="lossy")
+    assert "the fit takes training to have been exact" in calibrate(known.windows, SETTINGS, permitted).remarks[-1]
+    assert not any("exact" in remark for remark in calibrate(known.windows, SETTINGS, known.job).remarks)

@@ -10,6 +10,7 @@ from dynamix.lab.simulator.disturbances import Conditions
 from dynamix.lab.simulator.scenario import Scenario
 from dynamix.lab.workloads import workload_named
 from dynamix.schemas.messages import Job, MetricWindow
+from dynamix.schemas.messages.allocation import EXACT
 
 from .fit import MAX_JITTER, CalibrationFit, fit_observations
 from .lines import MIN_SPREAD
@@ -74,8 +75,13 @@ def calibrate(windows: Iterable[MetricWindow], settings: CalibrationSettings, jo
 
     Raises:
         NotEnoughWindowsError: when there are too few to fit.
-        ValueError: when the workload is not known.
+        ValueError: when the workload is not known, or the job began with another exchange than exact training.
     """
+    if job is not None and job.initial_exchange != EXACT:
+        raise ValueError(
+            f"the gradients of this job travelled {job.initial_exchange.label}: what its windows sent and waited for "
+            "is not what a scenario's network is made of; calibrate to a run in which training was exact"
+        )
     gradient_bytes = workload_named(settings.workload).gradient_bytes
     seen, origin = observe(windows)
     fit = fit_observations(seen)
@@ -99,7 +105,7 @@ def calibrate(windows: Iterable[MetricWindow], settings: CalibrationSettings, jo
         p90_error=float(np.quantile(errors, 0.9)),
         steady_median_error=float(np.median(steady)) if steady else None,
         steady_p90_error=float(np.quantile(steady, 0.9)) if steady else None,
-        remarks=tuple(_remarks(fit, scenario, seen)),
+        remarks=(*_remarks(fit, scenario, seen), *_remarks_on_exchange(job)),
         comparisons=comparisons,
     )
 
@@ -186,6 +192,14 @@ def _remarks(fit: CalibrationFit, scenario: Scenario, seen: Observations) -> Ite
         yield (
             f"The sockets carried gradients of {scenario.network.gradient_bytes} bytes, not the workload's: the "
             "scenario sends as much."
+        )
+
+
+def _remarks_on_exchange(job: Job | None) -> Iterator[str]:
+    if job is not None and job.exchange != "exact":
+        yield (
+            f"This job lets decisions change how gradients travel ({job.exchange}): windows do not say what ruled, and "
+            "the fit takes training to have been exact in all of them. Coding costs are the defaults."
         )
 
 
