@@ -22,6 +22,8 @@ venv: $(STAMP) ## make .venv with everything at the versions of constraints.txt
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
+	@echo "Installing torch and the other packages of constraints.txt into $(VENV), once: several minutes; PyPI's torch"
+	@echo "brings several GB of CUDA libraries (README.md, \"Try it\", says how to get the CPU build)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt hatchling editables torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 	    --no-build-isolation --editable '.[train,cli,learn,test,dev]'

@@ -6,6 +6,7 @@ from tests.support import examples
 
 from dynamix.cli.commands.demo.figure import draw
 from dynamix.cli.commands.demo.plan import DemoPlan, DemoRun, DemoStep, read_progress, summarise
+from dynamix.cli.commands.demo.view import DemoProgress
 from dynamix.schemas.messages import Applied, Report
 
 PLAN = DemoPlan(target_accuracy=0.8, window_steps=2)
@@ -97,3 +98,14 @@ def test_the_json_has_the_documented_keys() -> None:
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
     draw([a_run(), a_run("split", 0.05), a_run("rule", 0.02)], PLAN, tmp_path / "demo.png")
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_last_line_of_a_run_has_the_accuracy_of_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = DemoPlan(min_windows=30)
+    with DemoProgress(plan) as progress:
+        progress.show_window("static", 3, examples.report(window=11, held_out_accuracy=0.82), is_final=True)
+        progress.show_window("static", 9, examples.report(window=39, held_out_accuracy=0.838), is_final=True)
+    first, last = capsys.readouterr().err.splitlines()
+    assert "window 12 of at least 30: " in first
+    assert "window 40: " in last
+    assert "83.8%, 9 applied" in last

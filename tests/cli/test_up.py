@@ -56,6 +56,31 @@ async def start(environ: dict[str, str], *arguments: str) -> Up:
     return Up(await asyncio.create_subprocess_exec(*command, env=environ, stderr=asyncio.subprocess.PIPE), environ)
 
 
+@pytest.mark.parametrize("home", ["/proc/nowhere", "/dev/null/home"])
+def test_a_home_that_cannot_be_made_is_named_with_the_fix(
+    home: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("XDG_RUNTIME_DIR", "XDG_STATE_HOME", "DYNAMIX_UP_STORE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", home)
+    assert main(["up"]) in {1, 2}
+    told = capsys.readouterr().err
+    assert told.startswith("dynamix up: ")
+    assert home in told
+    assert "Traceback" not in told
+
+
+def test_a_place_for_streams_that_cannot_be_made_names_the_flag(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.delenv("DYNAMIX_UP_STORE_DIR", raising=False)
+    monkeypatch.setenv("HOME", "/proc/nowhere")
+    assert main(["up"]) == 1
+    assert "cannot make the directory /proc/nowhere/.local/state/dynamix/jetstream" in (told := capsys.readouterr().err)
+    assert "pass --store-dir DIR" in told
+
+
 @pytest.fixture
 def environ(tmp_path: Path) -> dict[str, str]:
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("DYNAMIX_", "XDG_"))}

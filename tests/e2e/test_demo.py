@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -66,3 +67,23 @@ def test_without_data_the_demo_explains_how_to_get_it(tmp_path: Path) -> None:
     assert result.returncode == 1
     assert "make data" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_the_demo_that_is_ended_by_sigterm_leaves_no_files(tmp_path: Path) -> None:
+    data = str(Path(".data/fashion-mnist").resolve())
+    demo = subprocess.Popen(
+        [sys.executable, "-m", "dynamix.cli.main", "demo", "--data", data],
+        cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with demo:
+        assert demo.stderr is not None
+        assert any(" are ready" in line for line in demo.stderr)
+        assert list(tmp_path.glob("dynamix-demo-*"))
+        demo.terminate()
+        told = demo.stderr.read()
+    assert demo.returncode == 128 + signal.SIGTERM
+    assert told.endswith("dynamix demo: ended by SIGTERM\n")
+    assert list(tmp_path.glob("dynamix-demo-*")) == []

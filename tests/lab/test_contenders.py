@@ -176,3 +176,10 @@ def test_baselines_the_null_the_default_and_the_learned_policies_are_always_show
     assert [row.label for row in rows] == ["best-static", "random", "goodput", "rule", "ppo", "ppo-paper", "doubling"]
     assert DEFAULT_POLICY in [row.label for row in with_references([])]
     assert all(isinstance(row, Contender) for row in rows)
+
+
+def test_a_policy_that_does_not_exist_is_answered_with_all_rows_there_are() -> None:
+    with pytest.raises(ValueError, match="no policy is called 'rul': choose one of best-static, doubling, ") as error:
+        parse_contender("rul")
+    for name in ("ppo", "omnilearn", "oracle", "rule", "static"):
+        assert f" {name}," in f"{error.value},"

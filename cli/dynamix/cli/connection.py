@@ -74,7 +74,7 @@ def running(environ: Mapping[str, str]) -> ConnectionFile | None:
                 what = "holds a password and is open to other users: remove it, or set DYNAMIX_NATS_URL"
                 raise CommandError(f"{file} {what}")
             found = msgspec.json.decode(opened.read(), type=ConnectionFile)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except msgspec.DecodeError as error:
         raise CommandError(f"{file} cannot be read ({error}): remove it") from error

@@ -51,7 +51,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("source", metavar="SOURCE", help="a job's id or how it begins, or a capture")
     parser.add_argument(
-        "--workload", metavar="NAME", required=True, help="what the virtual cluster trains: see `dynamix simulate`"
+        "--workload", metavar="NAME", required=True, help="what the virtual cluster trains: see scenarios/README.md"
     )
     add_output_argument(parser, SCENARIO, "write the scenario (TOML)")
     parser.add_argument("--optimizer", choices=("sgd", "adam", "adamw"), help="(default: of the job's family)")

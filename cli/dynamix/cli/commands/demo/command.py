@@ -7,9 +7,10 @@ Its ranks are PACED: they sleep to a stated time per sample, one of them three t
 
 import argparse
 import asyncio
+import signal
 import sys
 
-from dynamix.cli.errors import explained
+from dynamix.cli.errors import CommandError, explained
 from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, add_option, add_png_argument, write_json
 from dynamix.schemas.messages.policies import DEFAULT_POLICY
 
@@ -24,11 +25,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_json_argument(parser)
     add_png_argument(parser, "write the picture (default: %(default)s)", default="dynamix-demo.png")
     add_option(parser, "--policy", DEFAULT_POLICY, "what moves the adaptive global batch of the last run")
-    parser.add_argument("--target", type=float, default=DEFAULTS.target_accuracy, help="held-out accuracy to reach")
-    parser.add_argument("--windows", type=int, default=DEFAULTS.min_windows, help="least number of windows per run")
-    parser.add_argument("--pace", type=float, default=DEFAULTS.pace_s_per_sample, help="seconds per sample of a rank")
-    parser.add_argument("--slowdown", type=float, default=DEFAULTS.slowdown, help="how many times slower rank 3 is")
-    parser.add_argument("--seed", type=int, default=DEFAULTS.seed)
+    add_option(parser, "--target", DEFAULTS.target_accuracy, "held-out accuracy to reach")
+    add_option(parser, "--windows", DEFAULTS.min_windows, "least number of windows per run")
+    add_option(parser, "--pace", DEFAULTS.pace_s_per_sample, "seconds per sample of a rank")
+    add_option(parser, "--slowdown", DEFAULTS.slowdown, "how many times slower rank 3 is")
+    add_option(parser, "--seed", DEFAULTS.seed, "of the order of the samples and of the model's parameters")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -45,7 +46,10 @@ def run(arguments: argparse.Namespace) -> int:
         plan, compared = _plan(arguments), variants(arguments.policy)
         with DemoProgress(plan) as progress:
             progress.write_line(introduction(plan, compared))
-            runs = asyncio.run(run_demo(plan, compared, progress.write_line, progress.show_window))
+            try:
+                runs = asyncio.run(run_demo(plan, compared, progress.write_line, progress.show_window))
+            except asyncio.CancelledError:
+                raise CommandError("ended by SIGTERM", exit_code=128 + signal.SIGTERM) from None
     draw(runs, plan, arguments.png)
     show(runs, stderr=arguments.json == STANDARD_OUTPUT)
     print(f"Picture: {arguments.png}", file=sys.stderr)

@@ -4,13 +4,15 @@ import asyncio
 import contextlib
 import os
 import secrets
+import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+from msgspec import structs
 
 from dynamix.cli.services import SERVICES, ServiceProcess, bus_environment, wait_until_ready
 from dynamix.runtime.bus import Bus
@@ -31,8 +33,11 @@ TORCH_ENVIRONMENT = {
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else a restart of the ranks fails under gloo
 }
 
-Watcher = Callable[[str, int, Report], None]
-"""Called with the policy, the number of actions applied so far and each window's report."""
+Watcher = Callable[[str, int, Report, bool], None]
+"""Called with the policy, the number of actions applied so far, each window's report, and whether it is final.
+
+The final call repeats the newest report with the last accuracy, which no window's report has.
+"""
 
 
 class TrainingFailedError(RuntimeError):
@@ -44,12 +49,25 @@ async def run_demo(
 ) -> list[DemoRun]:
     """Carry out the plan once per variant, one after the other, against the same services.
 
-    Raises TrainingFailedError, or TimeoutError when a service does not become ready.
+    Raises TrainingFailedError, TimeoutError when a service does not become ready, or CancelledError after SIGTERM, when
+    nothing that it started is left.
     """
-    with tempfile.TemporaryDirectory(prefix="dynamix-demo-") as directory:
+    with _cancelled_by_sigterm(), tempfile.TemporaryDirectory(prefix="dynamix-demo-") as directory:
         async with services(Path(directory), announce) as (bus, environ):
             demo = _Demo(plan, bus, environ, Path(directory), watch)
             return [await demo.run(variant) for variant in variants]
+
+
+@contextlib.contextmanager
+def _cancelled_by_sigterm() -> Iterator[None]:
+    """End the running task where the signal would end the process at once, with its jobs and files left behind."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None, "called from a task"
+    loop.add_signal_handler(signal.SIGTERM, task.cancel)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
 
 
 @contextlib.asynccontextmanager
@@ -97,7 +115,11 @@ class _Demo(NamedTuple):
         finally:
             follower.cancel()
             await asyncio.gather(follower, return_exceptions=True)
-        return summarise(self.plan, variant.policy, progress, messages.reports, messages.applied)
+        run = summarise(self.plan, variant.policy, progress, messages.reports, messages.applied)
+        if messages.reports:
+            final = structs.replace(messages.reports[-1], held_out_accuracy=run.summary.final_accuracy)
+            self.watch(variant.policy, run.summary.num_actions_applied, final, True)
+        return run
 
     async def _train(self, job: str, variant: Variant) -> list[DemoStep]:
         """Run the training script under torchrun until it ends; its own log. Raises TrainingFailedError."""
@@ -150,7 +172,7 @@ class _RunMessages:
     def _record(self, message: Message) -> None:
         if isinstance(message, Report):
             self.reports.append(message)
-            self._watch(self._policy, len(self.applied), message)
+            self._watch(self._policy, len(self.applied), message, False)
         elif isinstance(message, Applied):
             self.applied.append(message)
 

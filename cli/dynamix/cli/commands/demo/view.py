@@ -42,18 +42,20 @@ class DemoProgress(ProgressLine):
         self._plan = plan
         self._policy = ""
 
-    def show_window(self, policy: str, num_applied: int, report: Report) -> None:
-        """Show one window of the run under a policy."""
+    def show_window(self, policy: str, num_applied: int, report: Report, is_final: bool) -> None:
+        """Show one window of the run under a policy; `is_final`: with what the run ended with."""
         if policy != self._policy:
             self.finish()
             self._policy = policy
         sizes = "/".join(str(row.local_batch_size) for row in report.rows)
         totals, done = report.totals, report.window + 1
-        total = max(self._plan.min_windows, done)
+        least = self._plan.min_windows
+        of_least = f" of at least {least}" if done < least else ""
         held_out = "" if report.held_out_accuracy is None else f", {report.held_out_accuracy:.1%}"
         self.show(
-            f"{policy}: {bar(done / total, BAR_WIDTH)} window {done}/{total}: {sizes}, "
-            f"{totals.time_s / totals.num_steps * 1000:.0f} ms{held_out}, {num_applied} applied"
+            f"{policy}: {bar(min(1.0, done / least), BAR_WIDTH)} window {done}{of_least}: {sizes}, "
+            f"{totals.time_s / totals.num_steps * 1000:.0f} ms{held_out}, {num_applied} applied",
+            now=is_final,
         )
 
 

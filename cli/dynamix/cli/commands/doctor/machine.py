@@ -92,8 +92,9 @@ def data(directories: tuple[Path, ...]) -> DoctorCheck:
     for directory in directories:
         if all((directory / name).exists() or (directory / f"{name}.gz").exists() for name in FASHION_MNIST):
             return passed("Fashion-MNIST", "demo", str(directory.resolve()))
-    looked = " and ".join(str(directory) for directory in directories)
-    return failed("Fashion-MNIST", "demo", f"not in {looked}", "`make data`, or Debian's package dataset-fashion-mnist")
+    looked = " and ".join(str(directory.absolute()) for directory in directories)
+    fix = "`make data` in a clone, Debian's package dataset-fashion-mnist, or `dynamix demo --data DIR`"
+    return failed("Fashion-MNIST", "demo", f"not in {looked}", fix)
 
 
 def _version(distribution: str) -> str | None:

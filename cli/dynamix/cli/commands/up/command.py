@@ -72,7 +72,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError(f"it runs already, as process {other.pid} at {other.url}: stop that one first")
     configure_log("warning")
     store = Path(settings.store_dir) if settings.store_dir else _default_store(os.environ)
-    _check_places(store, path(os.environ))
+    connection_file = path(os.environ)
+    _check_places(store, connection_file)
+    _make_directory(store, "pass --store-dir DIR, or set HOME to a directory of yours")
+    _make_directory(connection_file.parent, "set XDG_RUNTIME_DIR or HOME to a directory of yours")
     with _locked(store):
         asyncio.run(_run_until_signal(EmbeddedServer(store_dir=store, port=settings.port), store, os.environ))
     return 0
@@ -140,10 +143,16 @@ def _check_places(store: Path, connection_file: Path) -> None:
         output_files.check(connection_file, streams=False, make_parents=True)
 
 
+def _make_directory(directory: Path, fix: str) -> None:
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise CommandError(f"cannot make the directory {directory} ({error.strerror}): {fix}") from error
+
+
 @contextlib.contextmanager
 def _locked(store: Path) -> Iterator[None]:
     """Keep a second broker from the same streams: it would destroy them."""
-    store.mkdir(mode=0o700, parents=True, exist_ok=True)
     with (store / LOCK).open("a") as lock:  # nothing is written, so that a file of that name keeps its content
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -18,7 +18,7 @@ learned policy has one file per policy seed, and each file is run.
 import hashlib
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import cast
@@ -27,12 +27,13 @@ import msgspec
 
 from dynamix.arbitrator.learned.policy_file import SHIPPED_POLICIES, SUFFIX, shipped_directory
 from dynamix.arbitrator.policies.options import check_options
+from dynamix.arbitrator.policies.registry import policy_names
 from dynamix.runtime.input_files import read_regular
 from dynamix.schemas.messages.allocation import option_number
 from dynamix.schemas.messages.policies import DEFAULT_POLICY
 from dynamix.trainer.gradient.learning_rate import FACTORS, Rule
 
-from .baselines import known_policy
+from .baselines import LABORATORY, known_policy
 from .tuned import Choice, Tuned
 
 BEST_STATIC = "best-static"
@@ -156,6 +157,11 @@ def parse_contenders(text: str, files: Mapping[str, Sequence[str]] | None = None
     return tuple(parse_contender(piece, files) for piece in _split(text))
 
 
+def contender_names(files: Collection[str] = ()) -> list[str]:
+    """All that a contender may be called, sorted; `files` are names of learned policies that come as files."""
+    return sorted({*policy_names(), *LABORATORY, *SHIPPED_POLICIES, *files, BEST_STATIC, ORACLE})
+
+
 def parse_contender(text: str, files: Mapping[str, Sequence[str]] | None = None) -> Contender:
     """Parse one contender; raises as `parse_contenders`."""
     match = _SPELLING.fullmatch(text)
@@ -169,6 +175,9 @@ def parse_contender(text: str, files: Mapping[str, Sequence[str]] | None = None)
     options = _options(match["options"] or "", text)
     if match["track"]:
         options["track"] = 1.0
+    names = contender_names(files or {})
+    if match["name"] not in names:
+        raise ValueError(f"no policy is called {match['name']!r}: choose one of {', '.join(names)}")
     policy = "static" if match["name"] == BEST_STATIC else match["name"]
     if policy == ORACLE:
         check_options(policy, {}, options)
