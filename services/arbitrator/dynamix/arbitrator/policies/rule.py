@@ -11,7 +11,8 @@ which a batch costs no less, fitted to its own times. B moves once per window; t
 job supports tracking, otherwise this policy divides by the fitted model.
 
 Where the job permits more than exact gradients, how they travel is chosen with B: the codec of the greatest progress
-per second, by what it saved when it ruled (`model.exchange_choice`).
+per second, by what it saved when it ruled (`model.exchange_choice`). Local steps are an option, `max_every`, that is
+off: what they cost in progress is a guess so far.
 """
 
 import math
@@ -49,20 +50,25 @@ class Rule:
         "rate_weight": Option(0.5, 0, 1, "power of the learning rate in the worth of a step"),
         "max_change": Option(_PACE.max_change, 1.01, 100, "greatest factor between two decisions"),
         "dead_band": Option(_PACE.dead_band, 0, 1, "relative distance from the best batch at which B stays"),
+        "max_every": Option(1, 1, 16, "most steps between two averagings, for jobs that permit local ones", whole=True),
         "track": track(1),
     }
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
         """The next sizes. While B_noise was never known B stays, and without any measured time nothing changes."""
         global_batch_size, noise, memory, fit = _unpack(job, carry)
-        if memory.ruling[0].every == 1:  # in local steps none is measured
-            noise = noise.observe(job_value(global_F, "noise_scale"))
+        noise_scale = job_value(global_F, "noise_scale")
+        if memory.ruling[0].every == 1 or math.isfinite(noise_scale):  # local steps without any say nothing
+            noise = noise.observe(noise_scale)
         fit = fit.observe(job, window_of(job, obs_WF))
-        memory = memory.observe(fit.sync_intercept_s, job_value(global_F, "loss"))
+        memory = memory.observe(fit.sync_intercept_s, fit.sync_s, job_value(global_F, "loss"))
         model, scale = fit.model(job), noise.noise_scale * option(self.options, job, "noise_multiplier")
         if model is not None and not math.isnan(scale) and job.exchange != "exact":
             num_bytes, exponent = sent_gradient_bytes(obs_WF), self._exponent(job)
-            chosen = choose(job, model, memory, lambda sizes: progress(sizes, scale, exponent), num_bytes)
+            most = int(option(self.options, job, "max_every"))
+            chosen = choose(
+                job, model, memory, lambda sizes: progress(sizes, scale, exponent), num_bytes, max_every=most
+            )
             memory, model = memory.decided(chosen), model_under(chosen, model, memory, num_bytes)
         wanted = self._next(job, global_batch_size, model, scale)
         sizes = by_speed(job, clamp_total(job, wanted), model, decided_sizes(obs_WF))

@@ -49,13 +49,10 @@ PRIORS: Mapping[str, CodecPrior] = MappingProxyType(
 )
 """Shares are those of the bytes, but for `rows`, which may save nothing; coding as measured on one core."""
 CODECS = tuple(PRIORS)
-PERIODS = (1, 2, 4, 8, 16)
 DRIFT, DRIFT_POWER, DRIFT_RANKS = 0.07, 0.7, 8
 """Progress that each further local step costs: with 8 ranks, and its growth with their number."""
 MARGIN = 0.1
 DWELL = 5
-PROBE_EVERY = 20
-"""Windows of local steps, in which no gradient noise is measured, before some with an exchange in every step."""
 LAG = 2
 """Windows after which a decision rules."""
 LEARNED_FROM = 3
@@ -93,17 +90,22 @@ class ExchangeMemory:
         """The newest decision."""
         return self.ruling[-1]
 
-    def observe(self, intercept_s: float, loss: float) -> "ExchangeMemory":
-        """The memory after one more window, in which the first of `ruling` ruled."""
+    def observe(self, intercept_s: float, exposed_s: float, loss: float) -> "ExchangeMemory":
+        """The memory after one more window, in which the first of `ruling` ruled.
+
+        `exposed_s` is what was exposed: of an averaging all of it, and of an exchange in each step what the intercept
+        is fitted to.
+        """
         aged = replace(self, age=min(self.age + 1, 0xFFFF), blocked=max(self.blocked - 1, 0))
         known = aged.with_loss(loss)
-        if not 0.0 < intercept_s < math.inf:
-            return known
         ruled = self.ruling[0]
+        taken_s = intercept_s if ruled.every == 1 else exposed_s * ruled.every
+        if not 0.0 < taken_s < math.inf:
+            return known
         if ruled.codec == EXACT.codec:
-            return replace(known, exact_s=intercept_s * ruled.every)
+            return replace(known, exact_s=taken_s)
         index = CODECS.index(ruled.codec)
-        off = math.log(intercept_s * ruled.every / (PRIORS[ruled.codec].share * self.exact_s))
+        off = math.log(taken_s / (PRIORS[ruled.codec].share * self.exact_s))
         number = self.num_seen[index]
         if number < LEARNED_FROM:
             corrections = self.corrections.copy()
@@ -182,11 +184,18 @@ def drift(job: Job) -> float:
 
 
 def choose(
-    job: Job, model: StepTime, memory: ExchangeMemory, worth: Callable[[Array64], Array64], gradient_bytes: float
+    job: Job,
+    model: StepTime,
+    memory: ExchangeMemory,
+    worth: Callable[[Array64], Array64],
+    gradient_bytes: float,
+    *,
+    max_every: int = 1,
 ) -> Exchange:
     """The way that the next decision should name; that of the last one where no other is clearly better.
 
-    `worth` is that of an exact step of B samples, for some B.
+    `worth` is that of an exact step of B samples, for some B. Periods divide a window, so that each window has as many
+    averagings.
     """
     newest = memory.newest
     if math.isnan(memory.exact_s) or not is_permitted(newest, job.exchange):
@@ -195,8 +204,6 @@ def choose(
         return EXACT
     if memory.age < DWELL:
         return newest
-    if newest.every > 1 and memory.age >= PROBE_EVERY:
-        return Exchange(codec=newest.codec)
     batches = np.geomspace(max(model.smallest, 1.0), max(model.largest, 1.0), 33)
     slowest_s, worths = model.slowest_s(batches), worth(batches)
     exact_s = model_under(EXACT, model, memory, gradient_bytes).step_time_s(slowest_s)
@@ -208,15 +215,15 @@ def choose(
         return float((worths / times_s).max()) * PRIORS[exchange.codec].gain / loss
 
     at_best = float(exposed[int((worths / exact_s).argmax())])
-    best = max(_candidates(job, memory, at_best), key=value)
+    best = max(_candidates(job, memory, at_best, max_every), key=value)
     return best if value(best) > (1.0 + MARGIN) * value(newest) else newest
 
 
-def _candidates(job: Job, memory: ExchangeMemory, exposed: float) -> Iterator[Exchange]:
+def _candidates(job: Job, memory: ExchangeMemory, exposed: float, max_every: int) -> Iterator[Exchange]:
     yield EXACT
     for codec, number in zip(CODECS, memory.num_seen, strict=True):
         is_sure = codec != "rows" or number > 0 or exposed > LEAST_SHARE
-        for every in PERIODS:
+        for every in (period for period in range(1, max_every + 1) if job.window_steps % period == 0):
             exchange = Exchange(codec=codec, every=every)
             if is_sure and is_permitted(exchange, job.exchange) and not (every > 1 and memory.blocked):
                 yield exchange
