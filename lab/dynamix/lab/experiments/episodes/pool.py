@@ -90,11 +90,10 @@ def _worker_processes(num_workers: int) -> Iterator[ProcessPoolExecutor]:
     try:
         yield executor
     except BaseException:
-        executor.shutdown(wait=False, cancel_futures=True)
         for child in multiprocessing.active_children():
             if child.pid not in others:
                 child.terminate()
-                child.join()
+        executor.shutdown(cancel_futures=True)  # its thread joins them; a second join beside it can miss the end
         raise
     executor.shutdown()
 
