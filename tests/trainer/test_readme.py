@@ -38,7 +38,7 @@ def _run_script(_rank: int, script: str) -> dict[str, Any]:
         exec(compile(script, str(README), "exec"), names)
     return {
         "position": names["session"].position,
-        "loss": names["loss"].item(),
+        "loss": names["criterion"](names["model"].module(images), targets).item(),
         "side_effects": [ours for ours, theirs in zip(before, _side_effects(), strict=True) if ours != theirs],
     }
 
