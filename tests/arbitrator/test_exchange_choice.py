@@ -26,7 +26,7 @@ from dynamix.schemas.messages.allocation import EXACT, Exchange
 INT8 = Exchange(codec="int8")
 NUM_RANKS = 8
 COMPUTE_S = 0.010
-"""Of any batch: what is chosen depends on communication alone."""
+"""Compute time of any batch: what is chosen depends on communication alone."""
 TRUE_SHARES = {"none": 1.0, "rows": 1.0, "bf16": 0.5, "int8": 0.26}
 
 
@@ -141,3 +141,20 @@ def test_windows_hold_whole_rounds() -> None:
     }
     assert len(found) > 2
     assert all(job_of("local").window_steps % every == 0 for every in found)
+
+
+def test_a_job_that_began_with_a_codec_can_leave_it_and_come_back() -> None:
+    job = msgspec.structs.replace(job_of("lossy"), initial_exchange=INT8)
+    memory = ExchangeMemory.unpack(b"", job)
+    assert memory.newest == INT8
+    memory = memory.observe(0.26 * 0.02, 0.0, loss=1.0)
+    assert memory.exact_s == pytest.approx(0.02)
+    for _ in range(4):
+        memory = memory.observe(0.26 * 0.02, 0.0, loss=1.0)
+    assert memory.communication_s(INT8, 0.0) == pytest.approx(0.26 * 0.02)
+
+
+def test_a_job_with_one_exchange_for_its_whole_run_is_sent_none_by_rule() -> None:
+    job = msgspec.structs.replace(job_of("exact"), initial_exchange=INT8)
+    found = ToyCluster(np.full(NUM_RANKS, 1000.0), communication_s=0.2).run(Rule(), job, 3)
+    assert {decision.allocation.exchange for decision in found} == {EXACT}

@@ -73,7 +73,9 @@ class Rule:
         wanted = self._next(job, global_batch_size, model, scale)
         sizes = by_speed(job, clamp_total(job, wanted), model, decided_sizes(obs_WF))
         carry = _GLOBAL_BATCH.pack(wanted) + noise.pack() + memory.pack() + fit.pack()
-        allocation = replace(allocation_of(self.options, job, sizes), exchange=memory.newest)
+        allocation = allocation_of(self.options, job, sizes)
+        if job.exchange != "exact":
+            allocation = replace(allocation, exchange=memory.newest)
         return Decision(allocation, carry=carry)
 
     def _exponent(self, job: Job) -> float:

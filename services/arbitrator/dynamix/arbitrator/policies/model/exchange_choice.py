@@ -104,6 +104,8 @@ class ExchangeMemory:
             return known
         if ruled.codec == EXACT.codec:
             return replace(known, exact_s=taken_s)
+        if math.isnan(self.exact_s):  # the job began with this codec
+            return replace(known, exact_s=taken_s / PRIORS[ruled.codec].share)
         index = CODECS.index(ruled.codec)
         off = math.log(taken_s / (PRIORS[ruled.codec].share * self.exact_s))
         number = self.num_seen[index]
