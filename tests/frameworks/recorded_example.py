@@ -27,6 +27,9 @@ KINDS = ("plain", "dynamix")
 NUM_SAMPLES = 12_288
 SLOWDOWN_S = 1e-4
 """Per sample, of rank 1."""
+_kept: list[nn.Module] = []
+"""Models live as long as their process: when DDP's reducer is the last to hold a group of gloo, torch 2.13 waits in the
+group's destructor, with the GIL, for a thread of the group that may be waiting for the GIL to forget its last work."""
 
 
 def record(path: Path, *, slow: bool) -> dict[str, Any]:
@@ -52,6 +55,7 @@ def record(path: Path, *, slow: bool) -> dict[str, Any]:
     TensorDataset.__getitem__ = read_and_record  # type: ignore[method-assign]
     try:
         model = example.main()
+        _kept.append(model)
     finally:
         TensorDataset.__getitem__ = read  # type: ignore[method-assign]
         handle.remove()
