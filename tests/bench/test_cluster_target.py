@@ -177,7 +177,7 @@ def outcome_of(arm: TargetArm, seed: int, time_s: float, limit_s: float, case: T
 
 TIMES_S = {"ddp@32": 30.0, "ddp@64": 20.0, "ddp@128": 24.0, "ddp@256": 90.0, "ddp@16": 50.0, "rule": 14.0, "ppo": 15.0}
 TIMES_S |= {"goodput": 18.0, "goodput:track=1,hysteresis=0": 16.0, "goodput:track=1,noise_multiplier=4": 17.0}
-TIMES_S |= {"proportional@64": 15.0, "split@64": 14.5, "random": 99.0}
+TIMES_S |= {"ddp@8": 70.0, "proportional@64": 15.0, "split@64": 14.5, "random": 99.0}
 
 
 class MadeUpRuns:
@@ -212,25 +212,26 @@ def test_baselines_are_searched_up_to_the_best_so_far_and_arms_run_in_turn() -> 
     runs = MadeUpRuns()
     found, done = compared(runs=runs)
     assert done[0] == ("random", 1, 20.0)
-    assert done[1:6] == [
+    assert done[1:7] == [
         ("ddp@32", 1, 40),
         ("ddp@64", 1, 30),
         ("ddp@128", 1, 20),
         ("ddp@256", 1, 20),
         ("ddp@16", 1, 20),
+        ("ddp@8", 1, 20),
     ]
-    assert [runs.best_runs[1:6], runs.best_runs[6][1]] == [
-        [("ddp@32", None), ("ddp@64", 30), ("ddp@128", 20), ("ddp@256", 20), ("ddp@16", 20)],
+    assert [runs.best_runs[1:7], runs.best_runs[7][1]] == [
+        [("ddp@32", None), ("ddp@64", 30), ("ddp@128", 20), ("ddp@256", 20), ("ddp@16", 20), ("ddp@8", 20)],
         None,
     ]
-    assert [label for label, *_ in done[6:9]] == [arm.label for arm in GOODPUTS]
-    assert [label for label, *_ in done[9:13]] == ["proportional@64", "split@64", "rule", "ppo"]
+    assert [label for label, *_ in done[7:10]] == [arm.label for arm in GOODPUTS]
+    assert [label for label, *_ in done[10:14]] == ["proportional@64", "split@64", "rule", "ppo"]
     second = ["ppo", "rule", "split@64", "goodput:track=1,hysteresis=0", "proportional@64", "ddp@64", "ddp@32"]
-    assert done[13:] == [(label, 2, 40) for label in second]
-    assert len(done) == num_runs(ROWS, 2) == 20
+    assert done[14:] == [(label, 2, 40) for label in second]
+    assert len(done) == num_runs(ROWS, 2) == 21
     assert {row: arm.label for row, arm in found.arms.items()}[STATIC] == "ddp@64"
     assert [run.counted_s for run in found.outcomes[RULE]] == pytest.approx([14.0, 15.4])
-    assert [run.counted_s for run in found.searched[STATIC]] == [30, 20, 20, 20, 20]
+    assert [run.counted_s for run in found.searched[STATIC]] == [30, 20, 20, 20, 20, 20]
 
 
 def test_one_arm_alone_runs_with_what_it_starts_from() -> None:
@@ -289,7 +290,7 @@ def test_the_table_has_a_row_for_every_arm_and_says_what_was_searched() -> None:
     assert lines[7].endswith("| 0.773 | +10% |")
     assert "`ddp@256` > 20" in lines[-5]
     assert "`unequal-processors` 4.0%" in lines[-3]
-    assert len(result.runs) == 4 + 3 + 2 + 4 + 6
+    assert len(result.runs) == 5 + 3 + 2 + 4 + 6
     assert msgspec.json.decode(msgspec.json.encode(result), type=type(result)) == result
 
 

@@ -10,7 +10,7 @@ SCRIPT_SIZE = 32
 BASE_GLOBAL_BATCH_SIZE = 128
 LEARNING_RATE = 0.02
 """For `BASE_GLOBAL_BATCH_SIZE` samples per step; any other number scales it by the square root rule, in every arm."""
-STATIC_SIZES = (32, 64, 128, 256, 16)
+STATIC_SIZES = (32, 64, 128, 256, 16, 8)
 """In the order of the search."""
 
 

@@ -194,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         *("cluster", __doc__),
         ("--target", DEFAULT_TARGET, "held-out accuracy, 0 ... 1"),
         ("--grid", 1.0, "seconds of training time between two looks at the accuracy"),
-        ("--seeds", 2, "number of seeds of model and data"),
+        ("--seeds", 3, "number of seeds of model and data"),
         ("--limit", 0.0, "seconds of training time after which a run has missed the target; 0: the case's own"),
         has_figure=True,
     )
