@@ -67,6 +67,27 @@ def test_the_json_has_the_promised_shape(place: Path, monkeypatch: pytest.Monkey
     assert str(place) not in json.dumps(found["families"])
 
 
+def test_rows_that_may_exchange_otherwise_are_compared_with_exact_ones(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seconds = {None: 1.5, "exact": 1.0, "local": 0.5}
+    monkeypatch.setattr(evaluation, "outcomes", made_up(lambda task: seconds[task.setting.exchange]))
+    rows = ("--policies", "rule,static:every=4,codec=int8@64", "--against", "rule/exchange=exact")
+    assert main(arguments(place, *rows, "--exchange", "local", "--seeds", "2", "--png", str(place / "a.png"))) == 0
+    found = verdict(place)
+    assert found["against"] == ["rule/exchange=exact"]
+    ratios = {row["policy"]: row["against"]["rule/exchange=exact"]["ratio"] for row in found["policies"]}
+    assert ratios["rule"] == ratios["static:every=4,codec=int8@64"] == pytest.approx(0.5)
+    assert ratios["goodput"] == pytest.approx(1.5)
+    assert "time over that of rule/exchange=exact" in capsys.readouterr().out
+    assert "--exchange local --against rule/exchange=exact" in found["command"]
+
+
+def test_a_row_that_needs_a_permission_says_which(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments(place, "--policies", "static:codec=int8@64", "--seeds", "1")) in (1, 2)
+    assert "which scenario alike-2 does not permit: --exchange lossy, or /exchange=lossy" in capsys.readouterr().err
+
+
 def test_an_interrupt_tells_what_there_is_and_resume_goes_on(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -36,6 +36,7 @@ def only_setting(text: str, tuned: Tuned | None = None) -> Setting:
         ("rule:noise_multiplier=2,track=0", Setting(policy="rule", options={"noise_multiplier": 2.0, "track": 0.0})),
         ("static@128", Setting(policy="static", initial_local_batch_size=128)),
         ("goodput/lr=linear", Setting(policy="goodput", learning_rate_rule="linear")),
+        ("rule/lr=none/exchange=exact", Setting(policy="rule", learning_rate_rule="none", exchange="exact")),
         (
             "doubling+track:every_samples=6e4@64/lr=none",
             Setting(
@@ -70,6 +71,7 @@ def test_a_comma_ends_a_row_but_not_its_options() -> None:
         ("oracle/rate=best", "the best of rows that are the best of others"),
         ("oracle:track=1@8", "no option 'track'"),
         ("goodput/lr=cubic", "'cubic' must be one of none, linear, sqrt"),
+        ("rule/exchange=fast", "'fast', must be one of exact, lossy, local"),
     ],
 )
 def test_a_row_that_is_spelled_wrongly_is_refused_with_the_reason(text: str, message: str) -> None:
@@ -125,6 +127,28 @@ def test_the_oracle_is_one_of_several_constant_sizes() -> None:
     assert [part.label for part in row.best_of] == [f"oracle@{size}" for size in ORACLE_SIZES]
     assert {setting.policy for setting in row.settings("mixed", Tuned())} == {"oracle"}
     assert untuned_families(row, ["mixed"], Tuned()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "exchange"),
+    [
+        ("rule", "local"),
+        ("rule/exchange=exact", "exact"),
+        ("static:every=4", "local"),
+        ("static@64", None),
+        ("static:codec=none@64", None),
+        ("goodput", None),
+        ("random", None),
+        ("ppo", None),
+    ],
+)
+def test_a_permission_is_given_to_rows_that_make_use_of_it(text: str, exchange: str | None) -> None:
+    assert parse_contender(text).permitted("local").exchange == exchange
+
+
+def test_each_part_of_a_best_row_gets_the_permission() -> None:
+    parts = parse_contender("rule/rate=best").permitted("lossy").best_of
+    assert [part.exchange for part in parts] == ["lossy"] * 3
 
 
 def test_a_family_without_a_train_part_falls_back_to_what_is_best_over_all() -> None:

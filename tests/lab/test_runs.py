@@ -31,9 +31,19 @@ def test_everything_that_determines_a_run_is_in_its_identity(task: RunTask) -> N
         replace(task, setting=Setting(policy="static", policy_digest="ab")),
         replace(task, setting=Setting(policy="static", initial_local_batch_size=64)),
         replace(task, setting=Setting(policy="static", learning_rate_rule="linear")),
+        replace(task, setting=Setting(policy="static", exchange="local")),
     ]
-    assert len({other.key for other in others} | {task.key}) == 8
+    assert len({other.key for other in others} | {task.key}) == 9
     assert replace(task, setting=Setting(policy="static", policy_file="/elsewhere")).key == task.key
+
+
+def test_a_permission_rules_where_another_exchange_can_be_carried_out(task: RunTask) -> None:
+    replace = msgspec.structs.replace
+    asked = replace(task, setting=Setting(policy="static", exchange="local"))
+    assert asked.ruling_scenario.exchange == "local"
+    servers = replace(task.scenario, network=replace(task.scenario.network, topology="parameter-server"))
+    for unfit in (servers, replace(task.scenario, lag_windows=0)):
+        assert replace(asked, scenario=unfit).ruling_scenario.exchange == "exact"
 
 
 def test_the_code_is_in_the_identity(task: RunTask, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -236,6 +236,11 @@ class Scenario(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=T
         """Whether the workers can carry out decisions on how gradients travel."""
         return self.network.topology == "ring"
 
+    @property
+    def permits_any_exchange(self) -> bool:
+        """Whether the scenario would be one with any other permission, too."""
+        return self.supports_exchange and self.lag_windows >= 1
+
     @classmethod
     def read(cls, path: str | Path) -> Self:
         """The scenario in a TOML file.

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from .fields import MAX_RANKS, Count, Token
-from .policies import Split
+from .policies import EXCHANGE_BY_OPTIONS, Split
 
 Sizes = Annotated[tuple[Count, ...], Meta(max_length=MAX_RANKS)]
 """Local batch sizes in samples, one per rank, in rank order."""
@@ -82,6 +82,11 @@ def exchange_of(options: Mapping[str, float]) -> Exchange:
         int(options.get(name, default)) for name, default in (("every", 1), ("codec", 0), ("route", 0))
     )
     return Exchange(every=every, codec=EXCHANGE_CODECS[codec], route=ROUTES[route])
+
+
+def initial_exchange(policy: str, options: Mapping[str, float]) -> Exchange:
+    """How gradients travel from the first step on, before any decision."""
+    return exchange_of(options) if policy in EXCHANGE_BY_OPTIONS else EXACT
 
 
 def option_number(name: str, value: str | float) -> float:

@@ -2,9 +2,10 @@
 
 Always shown: best static (its size chosen on train scenarios), random (the null), goodput, the default policy and the
 learned ones.
-A policy is spelled NAME[+track][:option=number,...][@SIZE][/lr=RULE][/rate=FACTOR], for example goodput+track,
-static@128, rule:noise_multiplier=2,track=0 or goodput/lr=linear; rule/rate=best is the best of the learning rates times
-0.5, 1 and 2, and oracle the best constant global batch under a split that knows the rates of every step.
+A policy is spelled NAME[+track][:option=number,...][@SIZE][/lr=RULE][/exchange=HOW][/rate=FACTOR], for example
+goodput+track, static@128, rule:noise_multiplier=2,track=0 or goodput/lr=linear; rule/rate=best is the best of the
+learning rates times 0.5, 1 and 2, and oracle the best constant global batch under a split that knows the rates of every
+step. With --exchange local every job permits lossy codecs and local steps; rule/exchange=exact is a row without.
 Interrupted, it shows the finished runs; --resume continues.
 """
 
@@ -34,6 +35,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_list(parser, "--policy-file", "NAME=PATH[,PATH...]", what)
     add_option(parser, "--seeds", 12, "scenario seeds, from 0")
     parser.add_argument(
+        "--exchange",
+        choices=("exact", "lossy", "local"),
+        help="what every job permits of how its gradients travel (default: what the scenarios say)",
+    )
+    parser.add_argument("--against", metavar="LIST", help="rows that all rows are compared with, beside best static")
+    parser.add_argument(
         "--crossed",
         action="store_true",
         help="run every policy seed under every scenario seed; by default each scenario seed runs with one, in turn",
@@ -60,10 +67,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     with explained(OSError, ValueError, EpisodeError):
         comparison = planned(arguments)
-        suite, contenders, tuned, cells = comparison
+        suite, contenders, tuned, cells, against = comparison
         with Ledger(Path(arguments.results), resume=arguments.resume) as ledger:
             exit_code = fill_ledger(comparison, ledger, arguments)
-            builder = VerdictBuilder(suite, contenders, cells, ledger, tuned)
+            builder = VerdictBuilder(suite, contenders, cells, ledger, tuned, against=against)
         verdict = builder.verdict(_command_line(arguments))
         show(verdict, stderr=arguments.json == STANDARD_OUTPUT)
         write_json(verdict, arguments.json)
@@ -76,4 +83,7 @@ def _command_line(arguments: argparse.Namespace) -> str:
     """The command that makes these numbers again, without options that do not change them."""
     which = ["--scenarios", arguments.scenarios] if arguments.scenarios else ["--suite", arguments.suite]
     files = [word for text in arguments.policy_file for word in ("--policy-file", text)]
-    return command_line("evaluate", *which, "--policies", arguments.policies, *files, "--seeds", arguments.seeds)
+    how = ["--exchange", arguments.exchange] if arguments.exchange else []
+    against = ["--against", arguments.against] if arguments.against else []
+    rows = ["--policies", arguments.policies, *files, *how, *against]
+    return command_line("evaluate", *which, *rows, "--seeds", arguments.seeds)

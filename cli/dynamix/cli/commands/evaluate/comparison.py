@@ -26,19 +26,24 @@ class PlannedComparison(NamedTuple):
     contenders: list[Contender]
     tuned: Tuned
     cells: list[ComparisonCell]
+    against: list[str]
+    """Labels of rows that all are compared with."""
 
 
 def planned(arguments: argparse.Namespace) -> PlannedComparison:
     """The comparison that the arguments ask for. Raises ValueError when a policy or scenario cannot be used."""
     suite = suite_of(arguments, arguments.suite)
     files = _policy_files(arguments.policy_file)
-    named = parse_contenders(",".join(filter(None, (arguments.policies, *files))), files)
+    named = parse_contenders(",".join(filter(None, (arguments.policies, *files, arguments.against))), files)
     contenders = with_references(named, files)
+    if arguments.exchange is not None:
+        contenders = [contender.permitted(arguments.exchange) for contender in contenders]
     tuned = read_tuned(Path(arguments.tuned) if arguments.tuned else scenario_root() / TUNED_FILE)
     if arguments.png is not None:
         curves_of(arguments, suite)
     cells = plan(suite, contenders, range(arguments.seeds), tuned, crossed=arguments.crossed)
-    return PlannedComparison(suite, contenders, tuned, cells)
+    against = parse_contenders(arguments.against, files) if arguments.against else ()
+    return PlannedComparison(suite, contenders, tuned, cells, [contender.label for contender in against])
 
 
 def fill_ledger(comparison: PlannedComparison, ledger: Ledger, arguments: argparse.Namespace) -> int:
@@ -57,11 +62,14 @@ def fill_ledger(comparison: PlannedComparison, ledger: Ledger, arguments: argpar
 
 def _warnings(comparison: PlannedComparison) -> Iterator[str]:
     """Why baselines may be worse than they could be, and learned policies better than they are."""
-    suite, contenders, tuned, _ = comparison
+    suite, contenders, tuned, cells, _ = comparison
     if tuned.scenarios != suite_named(TRAIN).digest:
         yield f"The train scenarios have changed since the baselines were tuned: {HOW_TO_FIX}."
     if tuned.code != code_digest():
         yield f"The code has changed since the baselines were tuned: {HOW_TO_FIX}."
+    unfit = [scenario.name for scenario in suite.scenarios if not scenario.permits_any_exchange]
+    if unfit and any(cell.task.setting.exchange for cell in cells):
+        yield f"Gradients travel as they are in {', '.join(unfit)}: no other exchange can be carried out there."
     for contender in contenders:
         families = untuned_families(contender, suite.families, tuned) if contender.policy in GRID else []
         if families:

@@ -30,6 +30,8 @@ def show(verdict: Verdict, *, stderr: bool) -> None:
     names = ", ".join(verdict.heterogeneous_families) or "all families: none is heterogeneous"
     console.print(_table(f"Over {names}, each counted alike", verdict.policies, verdict.default_policy))
     console.print(_headline(verdict))
+    for base in verdict.against:
+        console.print(_against(verdict, base))
     missing = f" {verdict.num_runs_missing} runs are missing." if verdict.num_runs_missing else ""
     console.print(
         f"Time to target in virtual seconds, a miss counts as the time limit. Ratios: geometric mean of pairs of the "
@@ -55,6 +57,24 @@ def _headline(verdict: Verdict) -> Table:
     ]
     columns = ("all families", "heterogeneous", "control")
     return new_table("against", *columns, rows=rows, left=("against",), title=f"{verdict.default_policy}: time over")
+
+
+def _against(verdict: Verdict, base: str) -> Table:
+    """Every row against one, by family, and over the heterogeneous ones."""
+    rows = [
+        (
+            row.policy,
+            *(_interval(_row(family.policies, row.policy).against[base]) for family in verdict.families.values()),
+            _interval(row.against[base]),
+        )
+        for row in verdict.policies
+    ]
+    columns = (*verdict.families, "heterogeneous")
+    return new_table("policy", *columns, rows=rows, left=("policy",), title=f"time over that of {base}")
+
+
+def _row(rows: Sequence[VerdictRow], policy: str) -> VerdictRow:
+    return next(row for row in rows if row.policy == policy)
 
 
 def _cells(row: VerdictRow) -> tuple[str, ...]:

@@ -1,11 +1,11 @@
 """Contenders: the rows of a comparison, spelled as text, and what each runs with in a family.
 
-    NAME[+track][:option=number,...][@SIZE][/lr=RULE][/rate=FACTOR]
+    NAME[+track][:option=number,...][@SIZE][/lr=RULE][/exchange=HOW][/rate=FACTOR]
 
 NAME is a policy, `omnilearn`, `oracle` or `best-static`; `+track` leaves the split to the fast loop; `@SIZE` replaces
 the scenario's initial local batch size, within the scenario's bounds; RULE replaces the scenario's learning-rate rule,
-and FACTOR multiplies its learning rate. For example `goodput+track`, `rule:noise_multiplier=2,track=0`, `static@128`,
-`goodput/lr=linear`.
+HOW what its job permits of how gradients travel, and FACTOR multiplies its learning rate. For example `goodput+track`,
+`rule:noise_multiplier=2,track=0`, `static@128`, `goodput/lr=linear`, `rule/exchange=exact`.
 
 Two rows are the best of others, chosen for each scenario in hindsight, by the runs that are compared: `/rate=best` of
 the learning rates times 0.5, 1 and 2, and `oracle` of several constant global batches, each divided by the rates that a
@@ -21,7 +21,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import cast
+from typing import cast, get_args
 
 import msgspec
 
@@ -29,7 +29,7 @@ from dynamix.arbitrator.learned.policy_file import SHIPPED_POLICIES, SUFFIX, shi
 from dynamix.arbitrator.policies.options import check_options
 from dynamix.arbitrator.policies.registry import policy_names
 from dynamix.runtime.input_files import read_regular
-from dynamix.schemas.messages.allocation import option_number
+from dynamix.schemas.messages.allocation import EXACT, ExchangePermission, exchange_of, option_number
 from dynamix.schemas.messages.policies import DEFAULT_POLICY
 from dynamix.trainer.gradient.learning_rate import FACTORS, Rule
 
@@ -54,10 +54,15 @@ RATE_FACTORS = (0.5, 1.0, 2.0)
 """On the learning rate, of which `/rate=best` takes the best."""
 BEST = "best"
 
-HOW_TO_SPELL = "NAME[+track][:option=number,...][@SIZE][/lr=RULE][/rate=FACTOR]"
+EXACT_POLICIES = frozenset(
+    {"split", "random", "proportional", "noise-scale", "goodput", "doubling", "omnilearn", ORACLE}
+)
+"""They leave gradients to travel as they are, whatever a job permits, as `static` does without options that say how."""
+
+HOW_TO_SPELL = "NAME[+track][:option=number,...][@SIZE][/lr=RULE][/exchange=HOW][/rate=FACTOR]"
 _SPELLING = re.compile(
     r"(?P<base>(?P<name>[a-z0-9-]+)(?P<track>\+track)?(?::(?P<options>[^@/]*))?(?:@(?P<size>[0-9]+))?"
-    r"(?:/lr=(?P<rule>[^/]*))?)(?:/rate=(?P<rate>.*))?"
+    r"(?:/lr=(?P<rule>[^/]*))?(?:/exchange=(?P<exchange>[^/]*))?)(?:/rate=(?P<rate>.*))?"
 )
 _CONTINUED = re.compile(r"[a-z_][a-z0-9_]*=.*")
 """Matches a piece between commas that is an option of the contender before it."""
@@ -77,11 +82,15 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """`None`: the scenario's."""
     learning_rate_factor: float = 1.0
     """On the scenario's learning rate."""
+    exchange: ExchangePermission | None = None
+    """What the job permits of how gradients travel; `None`: what the scenario says."""
 
     def identity(self) -> dict[str, object]:
         """Return what determines the decisions: everything except the path of the file."""
         about = msgspec.to_builtins(self)
         del about["policy_file"]
+        if self.exchange is None:  # as before there was such a field: runs of then are known by it
+            del about["exchange"]
         return cast("dict[str, object]", about)
 
 
@@ -95,6 +104,7 @@ class Contender(msgspec.Struct, frozen=True, kw_only=True):
     initial_local_batch_size: int | None = None
     learning_rate_rule: Rule | None = None
     learning_rate_factor: float = 1.0
+    exchange: ExchangePermission | None = None
     files: tuple[str, ...] = ()
     """Policy files, one per policy seed; empty for a policy that is not learned."""
 
@@ -112,6 +122,21 @@ class Contender(msgspec.Struct, frozen=True, kw_only=True):
     def is_learned(self) -> bool:
         """Whether it comes from files."""
         return self.policy in SHIPPED_POLICIES or bool(self.files)
+
+    @property
+    def decides_exchange(self) -> bool:
+        """Whether what a job permits of how gradients travel makes a difference to it."""
+        is_plain_static = self.policy == "static" and exchange_of(self.options) == EXACT
+        return not (self.is_learned or is_plain_static or self.policy in EXACT_POLICIES)
+
+    def permitted(self, exchange: ExchangePermission) -> "Contender":
+        """Return the row with that permission, where it makes a difference and the row does not say another."""
+        if self.best_of:
+            parts = tuple(part.permitted(exchange) for part in self.best_of)
+            return msgspec.structs.replace(self, best_of=parts)
+        if self.exchange is not None or not self.decides_exchange:
+            return self
+        return msgspec.structs.replace(self, exchange=exchange)
 
     def settings(self, family: str, tuned: Tuned) -> tuple[Setting, ...]:
         """Return the settings in a family: one per policy seed, none when a learned policy has no file.
@@ -145,6 +170,7 @@ class Contender(msgspec.Struct, frozen=True, kw_only=True):
             initial_local_batch_size=choice.initial_local_batch_size if typed is None else typed,
             learning_rate_rule=self.learning_rate_rule,
             learning_rate_factor=self.learning_rate_factor,
+            exchange=self.exchange,
         )
 
 
@@ -190,6 +216,7 @@ def parse_contender(text: str, files: Mapping[str, Sequence[str]] | None = None)
         initial_local_batch_size=int(match["size"]) if match["size"] else None,
         learning_rate_rule=_rule(match["rule"], text),
         learning_rate_factor=_factor(match["rate"], text),
+        exchange=_permission(match["exchange"], text),
         files=_files(match["name"], files or {}),
         is_best_static=match["name"] == BEST_STATIC,
     )
@@ -245,6 +272,13 @@ def _rule(text: str | None, whole: str) -> Rule | None:
     if text not in FACTORS:
         raise ValueError(f"policy {whole!r}: learning-rate rule {text!r} must be one of {', '.join(FACTORS)}")
     return cast("Rule", text)
+
+
+def _permission(text: str | None, whole: str) -> ExchangePermission | None:
+    if text is not None and text not in get_args(ExchangePermission):
+        known = ", ".join(get_args(ExchangePermission))
+        raise ValueError(f"policy {whole!r}: what a job permits of its gradients, {text!r}, must be one of {known}")
+    return cast("ExchangePermission | None", text)
 
 
 def _factor(text: str | None, whole: str) -> float:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from dynamix.arbitrator.learned.policy import LearnedPolicy
 from dynamix.arbitrator.learned.policy_file import PolicyFile
@@ -17,6 +17,7 @@ from dynamix.lab.experiments.episodes.pool import EpisodePool, workload_data
 from dynamix.lab.experiments.episodes.suite import Suite
 from dynamix.lab.simulator.clairvoyant import ClairvoyantCluster
 from dynamix.lab.simulator.cluster import VirtualCluster
+from dynamix.schemas.messages.allocation import ExchangePermission, initial_exchange, is_permitted
 
 from .baselines import known_policy
 from .contenders import ORACLE, Contender, Setting
@@ -65,7 +66,7 @@ def plan(
     that is not learned. The interval then covers 99 % instead of 95 % (simulated, 5 x 12 seeds).
 
     Raises:
-        ValueError: when a contender lacks what it needs.
+        ValueError: when a contender lacks what it needs, or asks for what a job does not permit.
     """
     rows = {part.label: part for contender in contenders for part in contender.best_of or (contender,)}
     settings = {
@@ -73,13 +74,30 @@ def plan(
         for label, contender in rows.items()
         for family in suite.families
     }
-    return [
+    cells = [
         ComparisonCell(label, index, RunTask(scenario=scenario, setting=setting, seed=seed))
         for turn, seed in enumerate(seeds)
         for scenario in suite.scenarios
         for label in rows
         for index, setting in _in_turn(settings[label, scenario.family], None if crossed else turn)
     ]
+    for cell in cells:
+        if cell.task.seed == seeds[0]:
+            _check_permission(cell)
+    return cells
+
+
+def _check_permission(cell: ComparisonCell) -> None:
+    """Raise ValueError where gradients would travel from the first step on as the job does not permit."""
+    setting, scenario = cell.task.setting, cell.task.ruling_scenario
+    first = initial_exchange(setting.policy, setting.options)
+    if is_permitted(first, scenario.exchange):
+        return
+    needed = next(each for each in get_args(ExchangePermission) if is_permitted(first, each))
+    how = "leave the row out" if not scenario.permits_any_exchange else f"--exchange {needed}, or /exchange={needed}"
+    raise ValueError(
+        f"policy {cell.label!r} asks for gradients {first.label}, which scenario {scenario.name} does not permit: {how}"
+    )
 
 
 def _in_turn(settings: Sequence[Setting], turn: int | None) -> Iterator[tuple[int, Setting]]:

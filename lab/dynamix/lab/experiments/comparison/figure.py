@@ -22,7 +22,11 @@ _DEFAULT_COLOUR = "#0b6e4f"
 
 
 def draw(verdict: Verdict, table: OutcomeTable, scenario: str, path: Path) -> None:
-    """Write a PNG of the verdict to `path`; `scenario` is the one whose accuracies are drawn."""
+    """Write a PNG of the verdict to `path`; `scenario` is the one whose accuracies are drawn.
+
+    Ratios are those to the first row that all were asked to be compared with, else to best static.
+    """
+    base = verdict.against[0] if verdict.against else None
     colours = _colours(verdict)
     number = len(verdict.heterogeneous_families)
     panels = [(f"{number} heterogeneous families together" if number else "all families together", verdict.policies)]
@@ -33,11 +37,11 @@ def draw(verdict: Verdict, table: OutcomeTable, scenario: str, path: Path) -> No
     figure = Figure(figsize=(16, height + 4.8), layout="constrained")
     subfigures = figure.subfigures(2, 1, squeeze=False, height_ratios=(height, 4.2))
     upper, lower = subfigures[0, 0], subfigures[1, 0]
-    _forest(upper, panels, colours, num_rows)
+    _forest(upper, panels, colours, num_rows, base)
     _curves(lower.subplots(), table, scenario, colours)
     figure.suptitle(
-        f"Suite {verdict.suite}: time to target against best static, geometric mean of paired ratios with 95 % "
-        f"interval, {len(verdict.seeds)} seeds; left of 1 is faster"
+        f"Suite {verdict.suite}: time to target against {base or 'best static'}, geometric mean of paired ratios with "
+        f"95 % interval, {len(verdict.seeds)} seeds; left of 1 is faster"
     )
     with whole(path) as file:
         figure.savefig(file, dpi=110, format="png")
@@ -51,19 +55,23 @@ def mean_curve(curves: Sequence[Sequence[tuple[float, float]]], times_s: Array64
 
 
 def _forest(
-    figure: FigureBase, panels: Sequence[tuple[str, list[VerdictRow]]], colours: dict[str, str], num_rows: int
+    figure: FigureBase,
+    panels: Sequence[tuple[str, list[VerdictRow]]],
+    colours: dict[str, str],
+    num_rows: int,
+    base: str | None,
 ) -> None:
     grid = figure.subplots(num_rows, min(NUM_COLUMNS, len(panels)), squeeze=False, sharex=True, sharey=True)
     for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
     for axes, (title, rows) in zip(grid.flat, panels, strict=False):
-        _intervals(axes, rows, colours)
+        _intervals(axes, rows, colours, base)
         axes.set_title(title, fontsize="medium")
 
 
-def _intervals(axes: Axes, rows: Sequence[VerdictRow], colours: dict[str, str]) -> None:
+def _intervals(axes: Axes, rows: Sequence[VerdictRow], colours: dict[str, str], base: str | None) -> None:
     for place, row in enumerate(rows):
-        found = row.vs_best_static
+        found = row.vs_best_static if base is None else row.against[base]
         if found is None:
             axes.annotate(row.note or "no runs", (1, place), va="center", fontsize="x-small", color="#777777")
             continue

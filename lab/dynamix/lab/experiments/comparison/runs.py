@@ -60,11 +60,16 @@ class RunTask(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def ruling_scenario(self) -> Scenario:
-        """The scenario with the learning rate, and the rule for it, that the setting asks for."""
+        """The scenario with the learning rate, and the rule for it, that the setting asks for.
+
+        So it is with what the job permits of how gradients travel, where the workers can carry out anything else.
+        """
+        permission = self.setting.exchange if self.scenario.permits_any_exchange else None
         return msgspec.structs.replace(
             self.scenario,
             learning_rate=self.scenario.learning_rate * self.setting.learning_rate_factor,
             learning_rate_rule=self.setting.learning_rate_rule or self.scenario.learning_rate_rule,
+            exchange=permission or self.scenario.exchange,
         )
 
 

@@ -30,6 +30,8 @@ class VerdictRow(msgspec.Struct, frozen=True, kw_only=True):
     misses: int
     vs_best_static: RatioInterval | None
     vs_goodput: RatioInterval | None
+    against: dict[str, RatioInterval | None] = {}
+    """Ratios to the rows that were asked for, by label."""
     num_runs: int
     num_policy_seeds: int
     accuracy_at_fixed_time: float | None
@@ -99,6 +101,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """The default policy against each of `contenders.BASES` that was run."""
     core_minutes: float = 0.0
     """What the runs took, of one core."""
+    against: list[str] = []
+    """Rows that all rows were asked to be compared with, beside best static and goodput."""
 
 
 class VerdictBuilder:
@@ -111,8 +115,12 @@ class VerdictBuilder:
         cells: Sequence[ComparisonCell],
         ledger: Ledger,
         tuned: Tuned,
+        *,
+        against: Sequence[str] = (),
     ) -> None:
+        """`against` are labels of rows that all are compared with, too."""
         self.suite = suite
+        self._compared_with = list(against)
         self.table = OutcomeTable(suite.scenarios, cells, ledger, contenders)
         self._contenders = contenders
         self._cells = cells
@@ -145,6 +153,7 @@ class VerdictBuilder:
             versions=versions(),
             headline=[self._against(base) for base in BASES if base in self._notes],
             core_minutes=self._core_s / 60,
+            against=self._compared_with,
         )
 
     def _against(self, base: str) -> HeadlineRow:
@@ -184,6 +193,7 @@ class VerdictBuilder:
             misses=self.table.num_misses(label, families),
             vs_best_static=self.table.ratio(label, BEST_STATIC, families),
             vs_goodput=self.table.ratio(label, GOODPUT, families),
+            against={base: self.table.ratio(label, base, families) for base in self._compared_with},
             num_runs=len(outcomes),
             num_policy_seeds=times.shape[0] if outcomes else 0,
             accuracy_at_fixed_time=_mean(outcome.accuracy_at_fixed_time for outcome in outcomes),

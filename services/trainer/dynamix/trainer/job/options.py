@@ -14,10 +14,10 @@ from dynamix.schemas.messages.allocation import (
     Allocation,
     Exchange,
     ExchangePermission,
-    exchange_of,
+    initial_exchange,
     is_permitted,
 )
-from dynamix.schemas.messages.policies import EXCHANGE_BY_OPTIONS, GlobalBatch, initial_split
+from dynamix.schemas.messages.policies import GlobalBatch, initial_split
 from dynamix.schemas.subjects import is_token
 from dynamix.trainer.arguments.checks import check_choice, check_switch, number, whole_number
 from dynamix.trainer.exchange.registry import CODECS
@@ -84,16 +84,13 @@ class JobOptions:
     def initial_allocation(self) -> Allocation:
         """What rules the first step: where the policy leaves the division to the ranks, they begin with it at once."""
         split = initial_split(self.policy, self.policy_options, supports_tracking=self.supports_tracking)
-        return Allocation(self.local_batch_sizes, split, self.lasting_exchange or self._first_exchange)
+        first = self.lasting_exchange or initial_exchange(self.policy, self.policy_options)
+        return Allocation(self.local_batch_sizes, split, first)
 
     @property
     def lasting_exchange(self) -> Exchange | None:
         """How gradients travel in the whole run, whatever is decided; `None` where decisions say it."""
         return Exchange(codec=self.codec) if self.codec != EXACT.codec else self.fixed_exchange
-
-    @property
-    def _first_exchange(self) -> Exchange:
-        return exchange_of(self.policy_options) if self.policy in EXCHANGE_BY_OPTIONS else EXACT
 
     @property
     def base_batch_size(self) -> float:
