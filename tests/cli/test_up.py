@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from tests.support.http_get import free_port, get
 
 from dynamix.cli.commands.up.supervisor import exited
 from dynamix.cli.connection import find, path
@@ -165,3 +166,30 @@ async def test_a_misspelt_setting_is_a_usage_error(environ: dict[str, str]) -> N
     assert await wrong.process.wait() == 2
     with pytest.raises(AssertionError, match="DYNAMIX_UP_PORT"):
         await wrong.says("never")
+
+
+async def test_with_a_port_of_metrics_each_service_has_one(environ: dict[str, str]) -> None:
+    first = free_port()
+    up = await start(environ, "--metrics-port", str(first))
+    try:
+        await up.pids()
+        await up.says(rf"^metrics +http://127\.0\.0\.1:{first} to {first + 2}, /metrics, /livez and /readyz$")
+        for port, service in enumerate(("collector", "reward", "arbitrator"), first):
+            assert await get(port, "/readyz") == (200, "ok\n")
+            assert f'dynamix_ready{{component="{service}"}} 1.0' in (await get(port, "/metrics"))[1]
+    finally:
+        assert await up.end() == 0
+
+
+def test_the_port_of_one_service_is_refused_for_three(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DYNAMIX_METRICS_PORT", "9601")
+    assert main(["up"]) == 1
+    assert "three start here: use --metrics-port N" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("port", ["-1", "65534"])
+def test_a_port_of_metrics_leaves_room_for_all_services(port: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["up", "--metrics-port", port]) == 2
+    assert f"metrics_port must be 0 (none) to 65533, not {port}" in capsys.readouterr().err

@@ -137,6 +137,14 @@ def test_the_broker_is_published_on_this_machine_only() -> None:
     assert service("nats")["ports"] == ["127.0.0.1:4222:4222"]
 
 
+@pytest.mark.parametrize("name", SERVICES)
+def test_metrics_are_shown_in_the_network_of_the_containers_and_on_no_port_of_the_host(name: str) -> None:
+    spec = service(name)
+    assert spec["environment"]["DYNAMIX_METRICS_PORT"] == "9601"
+    assert spec["environment"]["DYNAMIX_METRICS_HOST"] == "0.0.0.0"
+    assert "ports" not in spec
+
+
 def test_the_broker_image_is_the_version_of_the_wheel_that_tests_run_with() -> None:
     constraints = (DEPLOY.parent / "constraints.txt").read_text()
     version = service("nats")["image"].removeprefix("nats:").removesuffix("-alpine")

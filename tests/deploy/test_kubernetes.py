@@ -69,12 +69,28 @@ def test_its_image_is_a_target_of_the_dockerfile() -> None:
 
 
 @pytest.mark.parametrize("node", ["ip-10-0-0-7.eu-west-1.compute.internal", "node-a"])
-@pytest.mark.parametrize("what", ["command", "livenessProbe"])
-def test_service_and_health_check_make_the_same_valid_name_of_the_nodes(tmp_path: Path, node: str, what: str) -> None:
-    line = container()["command"] if what == "command" else container()["livenessProbe"]["exec"]["command"]
-    for program in ("python", "dynamix"):
-        (tmp_path / program).write_text('#!/bin/sh\nprintf %s "$DYNAMIX_NODE"\n')
-        (tmp_path / program).chmod(0o755)
+def test_the_service_makes_a_valid_name_of_the_nodes(tmp_path: Path, node: str) -> None:
+    (tmp_path / "python").write_text('#!/bin/sh\nprintf %s "$DYNAMIX_NODE"\n')
+    (tmp_path / "python").chmod(0o755)
     environ = {"PATH": f"{tmp_path}:/usr/bin:/bin", "NODE_NAME": node}
-    shown = subprocess.run(line, env=environ, capture_output=True, text=True, check=True).stdout
+    shown = subprocess.run(container()["command"], env=environ, capture_output=True, text=True, check=True).stdout
     assert check_token(shown) == node.split(".", maxsplit=1)[0]
+
+
+def test_probes_and_scrapes_ask_the_port_that_the_service_answers_on() -> None:
+    environ = {variable["name"]: variable.get("value") for variable in container()["env"]}
+    (port,) = container()["ports"]
+    assert environ["DYNAMIX_METRICS_PORT"] == str(port["containerPort"])
+    assert environ["DYNAMIX_METRICS_HOST"] == "0.0.0.0"
+    probes = {what: container()[what]["httpGet"] for what in ("livenessProbe", "readinessProbe")}
+    assert {what: probe["path"] for what, probe in probes.items()} == {
+        "livenessProbe": "/livez",
+        "readinessProbe": "/readyz",
+    }
+    assert {probe["port"] for probe in probes.values()} == {port["name"]}
+    annotations = manifest()["spec"]["template"]["metadata"]["annotations"]
+    assert annotations == {
+        "prometheus.io/scrape": "true",
+        "prometheus.io/port": environ["DYNAMIX_METRICS_PORT"],
+        "prometheus.io/path": "/metrics",
+    }

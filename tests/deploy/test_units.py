@@ -122,6 +122,13 @@ def test_a_service_runs_its_own_module_with_its_own_credential(service: str) -> 
     assert f"LoadCredential=password:/etc/dynamix/credentials/{service}.password" in lines
 
 
+def test_each_service_has_a_port_of_metrics_of_its_own_on_loopback() -> None:
+    units = {service: text(f"dynamix-{service}.service") for service in SERVICES}
+    ports = {service: re.findall(r"DYNAMIX_METRICS_PORT=(\d+)", unit) for service, unit in units.items()}
+    assert ports == {"collector": ["9601"], "reward": ["9602"], "arbitrator": ["9603"], "learner": ["9604"]}
+    assert not any("METRICS_HOST" in unit for unit in units.values())
+
+
 def test_no_unit_keeps_a_capability() -> None:
     bounding = {name: re.findall(r"^CapabilityBoundingSet=(.*)$", text(name), re.MULTILINE) for name in MAX_EXPOSURE}
     assert {name: sets for name, sets in bounding.items() if sets != [""]} == {}

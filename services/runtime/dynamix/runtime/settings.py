@@ -24,6 +24,8 @@ PREFIX = "DYNAMIX_"
 COMPONENTS = ("nats", "collector", "reward", "arbitrator", "learner", "trainer", "up", "demo")
 """Owners of `DYNAMIX_<COMPONENT>_<FIELD>`; each reads its own and leaves the others' alone."""
 
+MAX_PORT = 65535
+
 S = TypeVar("S", bound=msgspec.Struct)
 
 
@@ -62,10 +64,16 @@ class SharedSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The job that a training process belongs to; `dynamix train` sets it."""
     stuck_after_s: float = 20.0
     """A service whose event loop is blocked for so many seconds ends with code 1, to be started again; 0: never."""
+    metrics_port: int = 0
+    """Port on which a service answers /metrics, /livez and /readyz; 0: none. Training processes open none."""
+    metrics_host: str = "127.0.0.1"
+    """Address of that port. It has no password: beyond loopback only in a network that you trust."""
 
     def __post_init__(self) -> None:
         if self.stuck_after_s != 0 and not 1 <= self.stuck_after_s < math.inf:
             raise ValueError(f"stuck_after_s must be 0 (never) or at least 1 second, not {self.stuck_after_s:g}")
+        if not 0 <= self.metrics_port <= MAX_PORT:
+            raise ValueError(f"metrics_port must be 0 (none) to {MAX_PORT}, not {self.metrics_port}")
         if self.log_level not in LOG_LEVELS:
             raise ValueError(f"log_level must be one of {', '.join(LOG_LEVELS)}, not {self.log_level!r}")
         for token in (self.node, self.instance, self.job):

@@ -26,12 +26,11 @@ from dynamix.runtime.bus import Bus
 from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.embedded import EmbeddedServer, EmbeddedServerError
 from dynamix.runtime.log import configure as configure_log
-from dynamix.runtime.settings import BusSettings, SettingsError, read
+from dynamix.runtime.settings import MAX_PORT, BusSettings, SettingsError, read
 
 from .supervisor import Child, broker, kept, service
 
 LOCK = "lock"
-MAX_PORT = 65535
 
 
 class UpSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,11 +40,16 @@ class UpSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Where the streams are kept; default: dynamix/jetstream below XDG_STATE_HOME (~/.local/state)."""
     port: int = 0
     """Port of the broker on 127.0.0.1; 0 takes a free one."""
+    metrics_port: int = 0
+    """First of three ports on 127.0.0.1 with metrics and health of collector, reward and arbitrator; 0: none."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for what is no port."""
         if not 0 <= self.port <= MAX_PORT:
             raise ValueError(f"port must be 0 (a free one) to {MAX_PORT}, not {self.port}")
+        last = MAX_PORT - len(SERVICES) + 1
+        if not 0 <= self.metrics_port <= last:
+            raise ValueError(f"metrics_port must be 0 (none) to {last}, not {self.metrics_port}")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -54,6 +58,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--store-dir", metavar="DIR", help="keep the streams here (default: ~/.local/state/dynamix/jetstream)"
     )
     parser.add_argument("--port", metavar="N", help="the broker's port on 127.0.0.1 (default: a free one)")
+    parser.add_argument(
+        "--metrics-port",
+        metavar="N",
+        help="answer /metrics, /livez and /readyz: the collector on port N of 127.0.0.1, reward and arbitrator on the "
+        "next two (default: none)",
+    )
     parser.add_argument(
         "--print-env",
         action="store_true",
@@ -65,11 +75,17 @@ def run(arguments: argparse.Namespace) -> int:
     """Run until a signal; 0 after one."""
     if arguments.print_env:
         return _print_environment(os.environ)
-    given = {"--store-dir": arguments.store_dir, "--port": arguments.port}
+    given = {
+        "--store-dir": arguments.store_dir,
+        "--port": arguments.port,
+        "--metrics-port": arguments.metrics_port,
+    }
     with explained(SettingsError, exit_code=MISUSED):
         settings = read(UpSettings, "up", os.environ, [f"{flag}={value}" for flag, value in given.items() if value])
     if (other := running(os.environ)) is not None:
         raise CommandError(f"it runs already, as process {other.pid} at {other.url}: stop that one first")
+    if os.environ.get("DYNAMIX_METRICS_PORT"):
+        raise CommandError("DYNAMIX_METRICS_PORT is for one service, and three start here: use --metrics-port N")
     configure_log("warning")
     store = Path(settings.store_dir) if settings.store_dir else _default_store(os.environ)
     connection_file = path(os.environ)
@@ -77,24 +93,37 @@ def run(arguments: argparse.Namespace) -> int:
     _make_directory(store, "pass --store-dir DIR, or set HOME to a directory of yours")
     _make_directory(connection_file.parent, "set XDG_RUNTIME_DIR or HOME to a directory of yours")
     with _locked(store):
-        asyncio.run(_run_until_signal(EmbeddedServer(store_dir=store, port=settings.port), store, os.environ))
+        asyncio.run(_run_until_signal(EmbeddedServer(store_dir=store, port=settings.port), settings, store, os.environ))
     return 0
 
 
-async def _run_until_signal(server: EmbeddedServer, store: Path, environ: Mapping[str, str]) -> None:
+async def _run_until_signal(
+    server: EmbeddedServer, settings: UpSettings, store: Path, environ: Mapping[str, str]
+) -> None:
     """The broker outside, then our own connection, then the services: each needs what is around it to end well."""
     with stop_event(signal.SIGHUP) as stop, explained(EmbeddedServerError):
         async with server, kept([broker(server)], _say, stop), connected(server.settings, "up") as bus:
             await provision(bus)
             _say("broker", f"{server.settings.url} as process {server.pid}, streams in {store}")
+            if settings.metrics_port:
+                last = settings.metrics_port + len(SERVICES) - 1
+                _say("metrics", f"http://127.0.0.1:{settings.metrics_port} to {last}, /metrics, /livez and /readyz")
             with published(server.settings, environ) as file:
-                await _serve(bus, server.settings, file, environ, stop)
+                await _serve(bus, _services(server.settings, settings.metrics_port, environ), file, stop)
     _say("stopped", "")
 
 
-async def _serve(bus: Bus, settings: BusSettings, file: Path, environ: Mapping[str, str], stop: asyncio.Event) -> None:
-    log_level = {"DYNAMIX_LOG_LEVEL": environ.get("DYNAMIX_LOG_LEVEL") or "warning"}
-    services = [service(ServiceProcess(name, bus_environment(settings) | log_level)) for name in SERVICES]
+def _services(settings: BusSettings, metrics_port: int, environ: Mapping[str, str]) -> list[Child]:
+    """The services, not started; with a first port of metrics each has one."""
+    shared = bus_environment(settings) | {"DYNAMIX_LOG_LEVEL": environ.get("DYNAMIX_LOG_LEVEL") or "warning"}
+    ports = range(metrics_port, metrics_port + len(SERVICES)) if metrics_port else [0] * len(SERVICES)
+    return [
+        service(ServiceProcess(name, shared | {"DYNAMIX_METRICS_PORT": str(port)}))
+        for name, port in zip(SERVICES, ports, strict=True)
+    ]
+
+
+async def _serve(bus: Bus, services: list[Child], file: Path, stop: asyncio.Event) -> None:
     for child in services:
         await child.start()
     async with kept(services, _say, stop):

@@ -43,10 +43,11 @@ class Watchdog:
 
     Attributes:
         max_lag_s: how much later than scheduled the loop ran, at most, since the start.
+        total_lag_s: the same, summed over all ticks: its rate is the share of time in which the loop was blocked.
     """
 
     def __init__(self, limit_s: float, *, tick_s: float = TICK_S) -> None:
-        self.max_lag_s = 0.0
+        self.max_lag_s = self.total_lag_s = 0.0
         self._limit_s = limit_s
         self._tick_s = tick_s
         self._look_s = min(MAX_LOOK_S, limit_s / LOOKS)
@@ -93,6 +94,7 @@ class Watchdog:
 
     def _record_lag(self, lag_s: float) -> None:
         self._recent_lag_s, self.max_lag_s = max(self._recent_lag_s, lag_s), max(self.max_lag_s, lag_s)
+        self.total_lag_s += lag_s
         if lag_s > LAG_LOGGED_S and self._limit.allow("lag"):
             logger.warning("the event loop was blocked for %.1f s: move the work to a thread or process", lag_s)
 

@@ -11,6 +11,7 @@ import structlog
 from dynamix.runtime.bus import BusMessage, StreamFullError
 from dynamix.runtime.bus.service_bus import ServiceBus
 from dynamix.runtime.health.dead_letters import DeadLetters
+from dynamix.runtime.metrics import ServiceMetrics
 from dynamix.schemas.messages import Message
 
 ROOM_WAIT_S = 1.0
@@ -38,6 +39,8 @@ class Context(Generic[S, B_co]):
     log: structlog.stdlib.BoundLogger
     counters: dict[str, int] = field(default_factory=dict)
     """The service's own, shown in its heartbeat beside the bus's."""
+    metrics: ServiceMetrics = field(default_factory=ServiceMetrics)
+    """Where a service registers what it shows to Prometheus."""
 
     def __post_init__(self) -> None:
         self._dead_letters = DeadLetters(self.bus, self.service, self.counters)

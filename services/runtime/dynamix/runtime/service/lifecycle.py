@@ -1,13 +1,14 @@
 """The life of a service: settings, logs, connection, heartbeat, stop on a signal, exit code."""
 
 import asyncio
+import contextlib
 import gc
 import importlib.metadata
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -18,9 +19,11 @@ from dynamix.runtime import log as logs
 from dynamix.runtime.bus import Bus, BusError, Identity
 from dynamix.runtime.health.heartbeat import send_heartbeats
 from dynamix.runtime.health.watchdog import Watchdog
+from dynamix.runtime.metrics import MetricsServer, ServiceMetrics
 from dynamix.runtime.settings import Loaded, check_url, help_text, load, node_name
 
 from .context import Context, StartError
+from .shown import COUNTERS, GAUGES, ServiceState
 
 STOP_TIMEOUT_S = 10.0
 """After a signal: so long for `main` to return, and as long again for what is in flight."""
@@ -35,7 +38,8 @@ def run(service: str, settings_type: type[S], main: Main[S], arguments: Sequence
     """Run a service until a signal, an error or a closed connection; returns the exit code of the process.
 
     Reads settings from environment and `arguments` (`sys.argv` by default), sets up logs, connects (waiting for the
-    broker as long as it takes), sends a heartbeat every second and answers `nats micro` while `main` runs. On SIGTERM
+    broker as long as it takes), sends a heartbeat every second and answers `nats micro` while `main` runs, and
+    `/metrics`, `/livez` and `/readyz` where a port is set. On SIGTERM
     or SIGINT it sets `context.stop` and ends the intake, waits for `main` to return, and drains. Codes: 0 after a
     signal or when `main` is done, 1 when `main` or the connection failed or the event loop was stuck, 2 for settings
     that cannot be used.
@@ -75,6 +79,10 @@ class _Life(Generic[S]):
         self._stop = asyncio.Event()
         self._closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._watchdog = Watchdog(loaded.shared.stuck_after_s)
+        self._metrics = ServiceMetrics(service)
+        self._metrics.declare(counters=COUNTERS, gauges=GAUGES)
+        self._state = ServiceState(self._node, self._instance, self._stop, self._watchdog)
+        self._metrics.add(self._state.show)
 
     async def live(self) -> int:
         """Connect, work, drain; returns the exit code."""
@@ -83,7 +91,7 @@ class _Life(Generic[S]):
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
         try:
-            async with self._watchdog:
+            async with self._watchdog, self._answering():
                 bus = await self._connect(stopped)
                 return EXIT_OK if bus is None else await self._work(bus, stopped)
         except (BusError, OSError) as error:
@@ -93,6 +101,16 @@ class _Life(Generic[S]):
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
             stopped.cancel()
+
+    @contextlib.asynccontextmanager
+    async def _answering(self) -> AsyncIterator[None]:
+        """Answer on the HTTP port, where there is one, from before the connection until after it."""
+        shared = self._loaded.shared
+        if shared.metrics_port == 0:
+            yield
+            return
+        async with MetricsServer(shared.metrics_host, shared.metrics_port, self._metrics, self._state.not_ready):
+            yield
 
     async def _connect(self, stopped: asyncio.Task[bool]) -> Bus | None:
         """The connection; `None` when a signal came first."""
@@ -115,7 +133,10 @@ class _Life(Generic[S]):
             settings=self._loaded.own,
             stop=self._stop,
             log=self._log,
+            metrics=self._metrics,
         )
+        self._state.bus, self._state.counters = bus, context.counters
+        self._metrics.add(lambda scrape: self._metrics.show_counters(scrape, dict(context.counters)))
         heartbeats = send_heartbeats(
             bus,
             self._watchdog,

@@ -1,0 +1,221 @@
+"""The HTTP port of a service: metrics in Prometheus's format, health, refusals, bounds."""
+
+import asyncio
+import contextlib
+import signal
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from tests.runtime.test_service import end, heartbeat, started
+from tests.support.brokers import ConfiguredServer, publish_states
+from tests.support.http_get import free_port, get
+
+from dynamix.runtime.bus import Bus
+from dynamix.runtime.metrics import LabelTable, MetricsServer, Scrape, ServiceMetrics, scrape
+from dynamix.runtime.metrics.label_table import FORGET_AFTER_S
+from dynamix.runtime.metrics.server import MAX_REQUEST_BYTES, PortError
+from dynamix.runtime.settings import SettingsError, SharedSettings, read
+
+
+def values(text: str) -> dict[str, float]:
+    """Every sample of a scrape, by name and labels."""
+    return {
+        sample.name + "".join(f"/{key}={value}" for key, value in sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+@contextlib.asynccontextmanager
+async def answering(metrics: ServiceMetrics, reason: str = "") -> AsyncIterator[int]:
+    async with MetricsServer("127.0.0.1", 0, metrics, lambda: reason) as server:
+        yield server.port
+
+
+async def raw(port: int, request: bytes) -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(request)
+    try:
+        return await reader.read()
+    finally:
+        writer.close()
+
+
+async def test_a_service_shows_what_it_has_handled_and_that_it_is_ready(server: ConfiguredServer, bus: Bus) -> None:
+    await publish_states(bus, range(3))
+    port = free_port()
+    async with started(server, f"--metrics-port={port}") as process:
+        while (await heartbeat(bus)).counters.get("states_seen", 0) < 3:
+            pass
+        assert await get(port, "/livez") == (200, "ok\n")
+        assert await get(port, "/readyz") == (503, "not reading its streams yet\n")  # it never says that it does
+        status, text = await get(port, "/metrics")
+        assert status == 200
+        process.send_signal(signal.SIGTERM)
+        assert (await end(process))[0] == 0
+    shown = values(text)
+    assert shown["dynamix_states_seen_total/component=collector"] == 3
+    assert shown["dynamix_messages_handled_total/component=collector/kind=state"] == 3
+    assert shown["dynamix_bus_published_total/component=collector"] == 3
+    assert shown["dynamix_connected/component=collector"] == 1
+    assert shown["dynamix_ready/component=collector"] == 0
+    assert shown["dynamix_dead_letters_total/component=collector"] == 0  # not counted yet: shown before the first
+    assert 0 < shown["dynamix_process_cpu_seconds_total/component=collector"] < 60
+    assert shown["process_resident_memory_bytes"] > 1e6
+    (info,) = [name for name in shown if name.startswith("dynamix_service_info")]
+    assert "/name=node-a/node=node-a/" in info
+
+
+async def test_a_service_without_broker_lives_and_is_not_ready(server: ConfiguredServer) -> None:
+    await server.stop()
+    port = free_port()
+    async with started(server, f"--metrics-port={port}") as process:
+        assert process.stderr is not None
+        async with asyncio.timeout(15):
+            while b"waiting for the broker" not in await process.stderr.readline():
+                pass
+        assert await get(port, "/livez") == (200, "ok\n")
+        assert await get(port, "/readyz") == (503, "waiting for the broker\n")
+        assert values((await get(port, "/metrics"))[1])["dynamix_connected/component=collector"] == 0
+
+
+async def test_a_port_that_is_taken_is_one_sentence_and_exit_code_1(server: ConfiguredServer, bus: Bus) -> None:
+    assert bus.is_connected
+    async with answering(ServiceMetrics()) as port, started(server, f"--metrics-port={port}") as process:
+        code, text, lines = await end(process)
+    assert code == 1
+    (failure,) = [line for line in lines if line["level"] == "error"]
+    assert failure["reason"] == (
+        f"port {port} of 127.0.0.1 is taken by another process: set DYNAMIX_METRICS_PORT or --metrics-port to a free "
+        "one, or to 0 for no metrics"
+    )
+    assert "Traceback" not in text
+
+
+async def test_an_address_that_is_not_ours_is_named() -> None:
+    with pytest.raises(PortError, match=r"cannot listen on port \d+ of 192\.0\.2\.1"):
+        async with MetricsServer("192.0.2.1", free_port(), ServiceMetrics(), str):
+            pass
+
+
+async def test_without_a_port_nothing_listens(server: ConfiguredServer, bus: Bus) -> None:
+    async with started(server) as process:
+        await heartbeat(bus)
+        listing = await asyncio.to_thread(open_ports, process.pid)
+    assert listing == []
+
+
+def open_ports(pid: int) -> list[int]:
+    """Local ports on which any socket of the process listens."""
+    inodes = set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            inodes.add(str(descriptor.readlink()).removeprefix("socket:[").rstrip("]"))
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()][1:]
+    return [int(row[1].partition(":")[2], 16) for row in rows if row[3] == "0A" and row[9] in inodes]
+
+
+@pytest.mark.parametrize(
+    ("request_text", "status"),
+    [
+        (b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n", 200),
+        (b"GET /livez?verbose HTTP/1.0\r\n\r\n", 200),
+        (b"GET / HTTP/1.1\r\n\r\n", 404),
+        (b"GET /metrics/../etc HTTP/1.1\r\n\r\n", 404),
+        (b"POST /metrics HTTP/1.1\r\nContent-Length: 0\r\n\r\n", 405),
+        (b"GET /metrics HTTP/2\r\n\r\n", 400),
+        (b"\x16\x03\x01 no text at all\r\n\r\n", 400),
+        (b"GET /" + b"x" * 2 * MAX_REQUEST_BYTES + b" HTTP/1.1\r\n\r\n", 400),
+    ],
+)
+async def test_every_request_gets_the_answer_that_it_should(request_text: bytes, status: int) -> None:
+    async with answering(ServiceMetrics()) as port:
+        assert (await raw(port, request_text)).startswith(b"HTTP/1.1 %d " % status)
+
+
+async def test_head_has_the_length_and_no_body() -> None:
+    async with answering(ServiceMetrics()) as port:
+        head, body = (await raw(port, b"HEAD /livez HTTP/1.1\r\n\r\n")).split(b"\r\n\r\n")
+    assert b"Content-Length: 3" in head
+    assert body == b""
+
+
+async def test_a_client_that_sends_nothing_keeps_neither_others_nor_the_end_waiting() -> None:
+    async with asyncio.timeout(10):
+        async with answering(ServiceMetrics()) as port:
+            _, silent = await asyncio.open_connection("127.0.0.1", port)
+            assert await get(port, "/livez") == (200, "ok\n")
+        silent.close()
+
+
+async def test_numbers_are_written_in_a_thread_and_the_loop_goes_on() -> None:
+    asked, go_on = threading.Event(), threading.Event()
+    metrics = ServiceMetrics()
+
+    def slow(_: Scrape) -> None:
+        asked.set()
+        assert go_on.wait(10)
+
+    metrics.add(slow)
+    async with answering(metrics) as port:
+        scraping = asyncio.create_task(get(port, "/metrics"))
+        assert await asyncio.to_thread(asked.wait, 10)
+        assert await get(port, "/livez") == (200, "ok\n")
+        go_on.set()
+        assert (await scraping)[0] == 200
+
+
+async def test_a_number_that_cannot_be_shown_is_said_and_does_no_other_harm(caplog: pytest.LogCaptureFixture) -> None:
+    metrics = ServiceMetrics()
+    metrics.add(lambda _: 1 / 0)
+    async with answering(metrics) as port:
+        assert (await get(port, "/metrics"))[0] == 500
+        assert await get(port, "/livez") == (200, "ok\n")
+    assert "the metrics cannot be shown" in caplog.text
+
+
+def test_a_scrape_has_a_bound_and_says_what_it_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scrape, "MAX_SAMPLES", 5)
+    metrics = ServiceMetrics("reward")
+    for n in range(8):
+        metrics.add(lambda shown, n=n: shown.gauge("size", "a size", n, training_job=f"job-{n}"))
+    text, _ = metrics.exposition("")
+    shown = values(text.decode())
+    assert [name for name in shown if name.startswith("dynamix_size")] == [
+        f"dynamix_size/component=reward/training_job=job-{n}" for n in range(5)
+    ]
+    assert shown["dynamix_samples_left_out/component=reward"] == 3
+
+
+def test_what_is_not_known_is_not_shown_as_zero() -> None:
+    metrics = ServiceMetrics("reward")
+    metrics.add(lambda shown: shown.gauge("loss", "a loss", None))
+    assert "dynamix_loss" not in metrics.exposition("")[0].decode()
+
+
+def test_jobs_are_bounded_in_number_and_in_time() -> None:
+    now = [0.0]
+    table: LabelTable[str, int] = LabelTable(max_entries=2, clock=lambda: now[0])
+    table.record("a", 1)
+    now[0] = 10.0
+    table.record("b", 2)
+    table.record("a", 3)  # the newest again
+    table.record("c", 4)
+    assert [(entry.key, entry.value, entry.age_s) for entry in table.entries()] == [("a", 3, 0.0), ("c", 4, 0.0)]
+    assert table.num_evicted == 1
+    now[0] += FORGET_AFTER_S
+    table.record("c", 5)
+    assert [entry.key for entry in table.entries()] == ["a", "c"]
+    now[0] += 0.1
+    assert [entry.key for entry in table.entries()] == ["c"]
+    table.drop("c")
+    assert table.entries() == []
+
+
+@pytest.mark.parametrize("port", [-1, 65536])
+def test_a_port_that_is_none_is_refused_by_name(port: int) -> None:
+    with pytest.raises(SettingsError, match=f"metrics_port must be 0 \\(none\\) to 65535, not {port}"):
+        read(SharedSettings, "", {"DYNAMIX_METRICS_PORT": str(port)})

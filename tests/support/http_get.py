@@ -1,0 +1,27 @@
+"""HTTP as a probe or a scraper speaks it."""
+
+import asyncio
+import http.client
+import socket
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nothing listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port: int = listening.getsockname()[1]
+    return port
+
+
+async def get(port: int, path: str, timeout_s: float = 20.0) -> tuple[int, str]:
+    """Status and body."""
+
+    def fetch() -> tuple[int, str]:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
+        try:
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode()
+        finally:
+            connection.close()
+
+    return await asyncio.to_thread(fetch)
