@@ -53,9 +53,10 @@ def test_a_round_takes_as_long_as_the_rank_that_computed_longest_in_all_of_it() 
 def test_only_the_last_step_of_a_round_sends_anything() -> None:
     run = started(4, local(window_steps=1, network=Network(num_buckets=1, gradient_bytes=1_000_000)))
     counters = [run.run_window()[0].rows[2].sockets for _ in range(8)]
-    ring = 1_500_000
+    ring, sketch = 1_500_000, 6 * 8192  # of 8192 numbers that measure the noise
+    first = ring + sketch
     # step 8 ends the epoch: the optimizer's momentum is averaged as well
-    assert [each.tx_bytes for each in counters if each] == [0, 0, 0, ring, ring, ring, ring, 3 * ring]
+    assert [each.tx_bytes for each in counters if each] == [0, 0, 0, first, first, first, first, 2 * first + ring]
 
 
 def test_what_is_evaluated_between_two_averagings_is_the_mean_by_samples() -> None:
@@ -88,7 +89,7 @@ def test_a_round_ends_with_an_epoch_and_before_another_exchange_rules() -> None:
     assert ends == [(8, True), (16, False)]
 
 
-def test_speeds_are_known_where_a_round_ends_and_no_noise_is_measured() -> None:
+def test_speeds_are_known_where_a_round_ends() -> None:
     run = started(5, local(window_steps=10), data=virtual.data(6000))  # no epoch ends
     seen: list[int] = []
     observe = run._fast_loop.observe_times
@@ -98,12 +99,36 @@ def test_speeds_are_known_where_a_round_ends_and_no_noise_is_measured() -> None:
         observe(seconds, step, counts)
 
     run._fast_loop.observe_times = spy  # type: ignore[method-assign,assignment]
-    reports = [run.run_window()[0]]
+    run.run_window()
     run.offer(virtual.action(run.job, 0, (32,) * 4, split="tracking", exchange=Exchange(every=5)))
-    reports += [run.run_window()[0] for _ in range(3)]
+    for _ in range(3):
+        run.run_window()
     assert seen
     assert all(step % 5 == 0 for step in seen)
-    assert [report.totals.noise for report in reports] == [None] * 4
+
+
+def test_the_noise_is_that_of_ranks_which_have_the_same_parameters() -> None:
+    run = started(5, local(window_steps=5, noise_every=1))
+    exact = virtual.cluster(local(window_steps=1, noise_every=1))
+    sums = run.run_window()[0].totals.noise, exact.run_window()[0].totals.noise
+    assert sums[0] is not None
+    assert sums[1] is not None  # of the first step alone, from whole gradients instead of sketches
+    assert sums[0].trace == pytest.approx(sums[1].trace, rel=0.02)
+    assert sums[0].squared_norm == pytest.approx(sums[1].squared_norm, rel=0.1)
+
+
+def test_drift_is_how_far_ranks_came_apart_over_how_far_their_mean_moved() -> None:
+    run = started(4, local(window_steps=4))
+    moves = []
+    sum_moves = run._exchange.sum_moves
+    run._exchange.sum_moves = lambda rows, *others: (moves.append(4 * rows), sum_moves(rows, *others))[1]  # type: ignore[method-assign,func-returns-value]
+    drift = run.run_window()[0].totals.drift
+    assert drift is not None
+    mean = moves[0].mean(0)
+    assert drift.moved == pytest.approx(float(mean.square().sum()), rel=1e-4)
+    assert drift.spread == pytest.approx(float((moves[0] - mean).square().sum(1).mean()), rel=1e-4)
+    assert 0.1 < drift.ratio < 3.0  # 3 where ranks move without any common direction
+    assert virtual.cluster(local()).run_window()[0].totals.drift is None
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])

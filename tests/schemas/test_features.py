@@ -84,6 +84,18 @@ def test_a_state_whose_job_part_is_broken_is_refused_before_it_is_unpacked() -> 
     check_state(state)
 
 
+def test_what_earlier_programs_did_not_measure_is_unknown_and_changes_no_byte_of_their_states() -> None:
+    earlier = examples.state()
+    assert earlier.feature_version == 2
+    assert np.isnan(unpack_global(earlier)[GLOBAL_INDEX["local_drift"]])
+    now = state_of(examples.window(job_metrics=examples.job_metrics(local_drift=4.5)))
+    assert now.feature_version == 3
+    assert unpack_global(now)[GLOBAL_INDEX["local_drift"]] == 4.5
+    assert now.global_features[: len(earlier.global_features)] == earlier.global_features
+    with pytest.raises(MalformedMessageError, match="mask bytes do not fit"):
+        check_state(msgspec.structs.replace(now, feature_version=2))
+
+
 def test_bytes_that_do_not_fit_the_ranks_are_refused() -> None:
     state = examples.state()
     with pytest.raises(MalformedMessageError, match="do not fit"):

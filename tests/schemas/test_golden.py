@@ -87,6 +87,17 @@ def test_messages_from_before_exchanges_were_decided_are_exact() -> None:
     assert decode_any(subjects.subject_of(MESSAGES["job"]), bytes.fromhex(old)) == MESSAGES["job"]
 
 
+def test_messages_from_before_drift_was_measured_have_none() -> None:
+    noise = "cb4059000000000000cb3fa999999999999a"
+    old = GOLDEN["report"].replace("99000acd1400", "98000acd1400").replace(noise + "c0", noise)
+    assert len(old) == len(GOLDEN["report"]) - 4
+    assert decode_any(subjects.subject_of(MESSAGES["report"]), bytes.fromhex(old)) == MESSAGES["report"]
+    sigma = "cb4010000000000000"
+    old = GOLDEN["window"].replace("9dcd0200cd1400", "9ccd0200cd1400").replace(sigma + "c0", sigma)
+    assert len(old) == len(GOLDEN["window"]) - 2
+    assert decode_any(subjects.subject_of(MESSAGES["window"]), bytes.fromhex(old)) == MESSAGES["window"]
+
+
 def test_a_job_from_before_the_field_global_batch_may_change_its_sum() -> None:
     since = "a86164617074697665" + "a56578616374" + EXACT_BYTES
     old = bytes.fromhex(GOLDEN["job"].replace("44580101dc0017", "44580101dc0014").removesuffix(since))

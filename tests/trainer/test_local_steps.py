@@ -467,7 +467,8 @@ def _noise(_rank: int, exchange: Exchange, wide: bool) -> list[tuple[int, float,
 
         def listen(batch: Any, loss: Any, num_correct: Any, norms: Any) -> None:
             if norms.reduced:
-                found.append((batch.plan.step, sum(map(float, norms.local)), sum(map(float, norms.reduced))))
+                step = batch.plan.step if norms.counts is None else batch.plan.step - exchange.every + 1
+                found.append((step, sum(map(float, norms.local)), sum(map(float, norms.reduced))))
             record_batch(batch, loss, num_correct, norms)
 
         session._meter.record_batch = listen  # type: ignore[method-assign]
@@ -478,13 +479,43 @@ def _noise(_rank: int, exchange: Exchange, wide: bool) -> list[tuple[int, float,
     return found
 
 
+def _drift(rank: int) -> list[tuple[float, float, torch.Tensor]]:
+    """Both parts of each round's drift, and how far this rank had come by its end, times its weight."""
+    model = distributed(Curved())
+    optimizer = _optimizer(model)
+    weight, found, drifts = SIZES[rank] / sum(SIZES), [], []
+    with attach(model, optimizer, Whole(whole=False), reduction="mean", exchange=Exchange(every=4)) as session:
+        session._meter.record_drift = drifts.append  # type: ignore[method-assign]
+        begun = flat_parameters(model)
+        for inputs, factors in session.loader:
+            optimizer.zero_grad()
+            _loss(model(inputs), factors).backward()
+            optimizer.step()
+            moved = weight * (flat_parameters(model) - begun)
+            session.step()
+            if session.is_averaged:
+                begun = flat_parameters(model)
+                found.append((sum(map(float, drifts[-1].own)), sum(map(float, drifts[-1].mean)), moved))
+            if session.step_index == 12:
+                break
+    return found
+
+
+def test_drift_is_that_of_all_ranks_from_their_mean() -> None:
+    for rounds in zip(*run_ranks(_drift, 2), strict=True):
+        mean = sum(moved for _, _, moved in rounds)
+        for (own, reduced, moved), size in zip(rounds, SIZES, strict=True):
+            assert own == pytest.approx(float(moved.square().sum()) * sum(SIZES) / size, rel=1e-3)
+            assert reduced == pytest.approx(float(mean.square().sum()), rel=1e-3)
+
+
 @pytest.mark.parametrize("wide", [False, True])
-def test_the_noise_is_measured_where_a_round_ends(wide: bool) -> None:
+def test_the_noise_is_measured_where_all_ranks_have_the_same_parameters(wide: bool) -> None:
     plain, local = run_ranks(_noise, 2, EXACT, wide), run_ranks(_noise, 2, Exchange(every=3), wide)
     for rank in (0, 1):
         norms = {step: numbers for step, *numbers in plain[rank]}
         steps = [step for step, *_ in local[rank]]
-        assert steps == [2, 5, 8, 11, 14, 17, 20, 26, 29]  # due on each of the first 20 steps, then on 20, 24, 28
+        assert steps == [0, 3, 6, 9, 12, 15, 18, 21, 24]  # due on each of the first 20 steps, then on 20, 24, 28
         for step, *numbers in local[rank]:
             if step in norms:
                 assert numbers[0] == pytest.approx(norms[step][0], rel=1e-4)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from .codec import MalformedMessageError
 from .messages import MetricWindow, NetworkMetrics, State, SystemMetrics, TrainingMetrics
 
-FEATURE_VERSION = 2
+FEATURE_VERSION = 3
 """Raised whenever the list changes. A name keeps its meaning: policies of older versions find theirs by name."""
 
 Array32 = npt.NDArray[np.float32]
@@ -73,8 +73,13 @@ GLOBAL_FEATURES = (
     Feature("step_time_s", "global", "mean time of a step, slowest rank"),
     Feature("throughput", "global", "samples per second of training"),
     Feature("noise_scale", "global", "B_noise in samples"),
+    Feature("local_drift", "global", "local steps: squared distance of ranks from their mean, over that of its move"),
 )
-"""Features of the whole job, equal on all ranks."""
+"""Features of the whole job, equal on all ranks; new ones go to the end."""
+
+_NUM_GLOBAL = {2: 10, FEATURE_VERSION: len(GLOBAL_FEATURES)}
+"""Features of the job in a state of each version. One in which nothing of a later version is known has the older one:
+its bytes are those of the programs of that time, and captures of theirs replay byte for byte."""
 
 RANK_INDEX = {feature.name: index for index, feature in enumerate(RANK_FEATURES)}
 GLOBAL_INDEX = {feature.name: index for index, feature in enumerate(GLOBAL_FEATURES)}
@@ -104,13 +109,15 @@ _COLUMNS = [_KNOWN.index(feature.name) if feature.name in _KNOWN else len(_KNOWN
 def state_of(window: MetricWindow) -> State:
     """The state vectors of a metric window: computed in float64, rounded once to float32, packed little-endian."""
     features, known = _pack(np.array(_rank_values(window), dtype=np.float64)[:, _COLUMNS])
-    global_features, global_known = _pack(np.array(_OF_JOB(window.job_metrics), dtype=np.float64))
+    of_job = np.array(_OF_JOB(window.job_metrics), dtype=np.float64)
+    version = next(number for number, count in _NUM_GLOBAL.items() if np.isnan(of_job[count:]).all())
+    global_features, global_known = _pack(of_job[: _NUM_GLOBAL[version]])
     return State(
         job=window.job,
         generation=window.generation,
         window=window.window,
         node=window.node,
-        feature_version=FEATURE_VERSION,
+        feature_version=version,
         ranks=tuple(rank.rank for rank in window.ranks),
         features=features,
         known=known,
@@ -126,12 +133,12 @@ def check_state(state: State) -> None:
         MalformedMessageError: when the version is another, the bytes do not fit the number of ranks, or a feature is
             not finite.
     """
-    if state.feature_version != FEATURE_VERSION:
+    if state.feature_version not in _NUM_GLOBAL:
         raise MalformedMessageError(
-            f"features of version {state.feature_version}, this program knows {FEATURE_VERSION}"
+            f"features of version {state.feature_version}, this program knows {', '.join(map(str, _NUM_GLOBAL))}"
         )
     _check(state.features, state.known, len(state.ranks), len(RANK_FEATURES))
-    _check(state.global_features, state.global_known, 1, len(GLOBAL_FEATURES))
+    _check(state.global_features, state.global_known, 1, _NUM_GLOBAL[state.feature_version])
 
 
 def unpack_ranks(state: State) -> Array32:
@@ -152,7 +159,8 @@ def stack_ranks(states: Sequence[State]) -> Array32:
 def unpack_global(state: State) -> Array32:
     """Features of the job: float32, one per `GLOBAL_FEATURES`; NaN where unknown. Raises as `check_state`."""
     check_state(state)
-    return _unpack(state.global_features, [(state.global_known, 1)], len(GLOBAL_FEATURES)).reshape(-1)
+    known = _unpack(state.global_features, [(state.global_known, 1)], _NUM_GLOBAL[state.feature_version]).reshape(-1)
+    return np.concatenate([known, np.full(len(GLOBAL_FEATURES) - len(known), np.nan, dtype=np.float32)])
 
 
 def markdown() -> str:

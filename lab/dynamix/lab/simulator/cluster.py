@@ -103,7 +103,13 @@ class VirtualCluster:
         )
         self._noise = NoiseAverage(NOISE_DECAY)
         self._optimizer = self._make_optimizer(self._gradients.parameters)
-        self._rounds = VirtualRounds(self._gradients, self._optimizer, self._exchange, self._make_optimizer)
+        self._rounds = VirtualRounds(
+            self._gradients,
+            self._optimizer,
+            self._exchange,
+            self._make_optimizer,
+            noise_every=scenario.noise_every,
+        )
         self._offers = Offers(self._identity, self._options)
         self._waiting: deque[Action] = deque()
         tracker = Tracker(self._options.min_local_batch_size, self._identity.max_local_batch_sizes)
@@ -221,7 +227,8 @@ class VirtualCluster:
         inputs, labels = (tensor.index_select(0, chosen.to(tensor.device)) for tensor in self._data)
         if step.is_local:
             sums = self._rounds.compute(inputs, labels, plan)
-            return sums, self._rounds.update(plan, step, ends_epoch=ends_epoch)
+            ended = self._rounds.update(plan, step, ends_epoch=ends_epoch)
+            return (sums, None) if ended is None else (sums._replace(drift=ended.drift), ended.traffic)
         measured = is_measured(plan.step, self.scenario.noise_every)
         if step.exchange == EXACT:
             return self._gradients.step(inputs, labels, plan, measured=measured), None

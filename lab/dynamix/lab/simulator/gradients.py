@@ -38,6 +38,15 @@ class WorkerNorms(NamedTuple):
             own.add_step(counts, rank, local, self.reduced)
 
 
+class WorkerDrift(NamedTuple):
+    """How far the workers came in a round of local steps (`dynamix.trainer.local_steps.drift`)."""
+
+    own: Array64
+    """w_i |d_i|^2 of each worker."""
+    mean: float
+    """|d|^2"""
+
+
 class StepSums(NamedTuple):
     """What N workers saw in one step; float64, one per worker."""
 
@@ -46,6 +55,8 @@ class StepSums(NamedTuple):
     num_correct: Array64
     norms: WorkerNorms | None
     """`None` on a step that was not measured."""
+    drift: WorkerDrift | None = None
+    """That of the round of local steps that ended with the step."""
 
 
 class WorkerSegments:

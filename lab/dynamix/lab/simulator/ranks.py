@@ -130,6 +130,7 @@ class WindowRecorder:
         self._num_samples = np.zeros(count, dtype=np.int64)
         self._largest = np.zeros(count)
         self._noise = [NoiseSums() for _ in range(count)]
+        self._drift_own, self._drift_mean = np.zeros(count), 0.0
 
     def record_step(
         self,
@@ -155,6 +156,9 @@ class WindowRecorder:
         self._weighted_round_trip += conditions.congestion * timing.step_s
         if sums.norms is not None:
             sums.norms.add_to(self._noise, plan.counts)
+        if sums.drift is not None:
+            self._drift_own += sums.drift.own
+            self._drift_mean += sums.drift.mean
 
     def take_rows(self, held_out_accuracy: float | None) -> tuple[list[Row], list[SystemMetrics]]:
         """The rows of all ranks since the last call, and what a kernel would have shown of their processes."""
@@ -181,6 +185,7 @@ class WindowRecorder:
             noise=self._noise[rank],
             sockets=self._sockets(rank),
             held_out_accuracy=held_out_accuracy,
+            drift=(float(self._drift_own[rank]), self._drift_mean),
         )
 
     def _sockets(self, rank: int) -> SocketCounters | None:

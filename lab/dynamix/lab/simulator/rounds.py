@@ -1,6 +1,6 @@
 """Local steps of virtual ranks: each has parameters and optimizer state of its own, as a row of one matrix.
 
-The rules are those of `dynamix.trainer.gradient.local_steps`. An optimizer of the catalog does to each number what it
+The rules are those of `dynamix.trainer.local_steps`. An optimizer of the catalog does to each number what it
 does to any other, so that one of them on the matrix is one for each rank. With N ranks that takes the memory of the
 model and its optimizer's state N times, and the CPU a forward and backward pass per rank.
 """
@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from dynamix.trainer.data.division import StepPlan
+from dynamix.trainer.gradient.noise import NormSketch, RoundMeasurement
 
-from .exchange.traffic import StepTraffic
+from .exchange.traffic import StepTraffic, all_reduced
 from .exchange.virtual import RuledStep, VirtualExchange
-from .gradients import Gradients, StepSums
+from .gradients import Gradients, StepSums, WorkerDrift, WorkerNorms
 
 Array64 = npt.NDArray[np.float64]
 MakeOptimizer = Callable[[nn.Parameter], torch.optim.Optimizer]
@@ -30,13 +31,29 @@ class _Ranks(NamedTuple):
     optimizer: torch.optim.Optimizer
 
 
+class RoundEnd(NamedTuple):
+    """What the last step of a round brought."""
+
+    traffic: StepTraffic
+    drift: WorkerDrift
+
+
 class VirtualRounds:
     """Rounds of local steps; nothing is begun where no exchange asks for them."""
 
     def __init__(
-        self, gradients: Gradients, optimizer: torch.optim.Optimizer, exchange: VirtualExchange, make: MakeOptimizer
+        self,
+        gradients: Gradients,
+        optimizer: torch.optim.Optimizer,
+        exchange: VirtualExchange,
+        make: MakeOptimizer,
+        *,
+        noise_every: int,
     ) -> None:
         """`optimizer` is that of the ranks in common, `make` one for rows, of the same kind and rate."""
+        self._measurement = RoundMeasurement(noise_every)
+        self._sketch_bytes = 0
+        """Size of the sketch that travels with the end of this round."""
         self._gradients = gradients
         self._common = optimizer
         self._exchange = exchange
@@ -62,10 +79,19 @@ class VirtualRounds:
         counts = ranks.parameters.grad.new_tensor(plan.counts.values).clamp_(min=1)
         ranks.parameters.grad.div_(counts[:, None])
         self._show_mean()
+        if self._measurement.measures(plan.step, begins_round=self._num_steps == 0):
+            return sums._replace(norms=self._norms(ranks.parameters.grad, plan))
         return sums
 
-    def update(self, plan: StepPlan, step: RuledStep, *, ends_epoch: bool) -> StepTraffic | None:
-        """Let each rank make its step; returns what a round's last one sends. What is shown stays as it was."""
+    def _norms(self, means: Tensor, plan: StepPlan) -> WorkerNorms:
+        """What real ranks know of a gradient that none of them has; the sum of their sketches is that of the sum."""
+        sketch = NormSketch(plan.step, 1.0)
+        sketch.add(torch.mv(means.t(), means.new_tensor(plan.counts.values) / plan.counts.total), 0)
+        self._sketch_bytes = sketch.cells.nbytes
+        return WorkerNorms(torch.linalg.vector_norm(means, dim=1).double().numpy() ** 2, sketch.reduced())
+
+    def update(self, plan: StepPlan, step: RuledStep, *, ends_epoch: bool) -> RoundEnd | None:
+        """Let each rank make its step; returns what a round's last one brings. What is shown stays as it was."""
         ranks = self._begun()
         ranks.optimizer.step()
         self._num_steps += 1
@@ -76,14 +102,18 @@ class VirtualRounds:
         weights = self._weights()
         moved = (ranks.parameters.detach() - self._start) * weights[:, None]
         total = torch.empty_like(self._start)
+        own = torch.linalg.vector_norm(moved, dim=1).double() ** 2 / weights.clamp(min=1e-12)
         traffic = self._exchange.sum_moves(moved, step, total)
         self._start.add_(total)
         ranks.parameters.data.copy_(self._start.expand_as(ranks.parameters))
         self._num_steps = 0
         self._num_samples = np.zeros_like(self._num_samples)
+        if self._sketch_bytes:
+            traffic = traffic.and_then(all_reduced(self._sketch_bytes, len(weights)))
+            self._sketch_bytes = 0
         if following.every == 1 or ends_epoch:
             traffic = self._average_optimizers(ranks, weights, traffic)
-        return traffic
+        return RoundEnd(traffic, WorkerDrift(own.numpy(), float(torch.dot(total, total))))
 
     def end_step(self, compute_s: Array64, step: RuledStep) -> None:
         """Take in what each rank's step took, and show what is in force: before a step that is not local, for all."""

@@ -115,6 +115,7 @@ def _job_metrics(report: Report) -> GlobalMetrics:
         progress=_progress(report),
         noise_scale=noise_scale,
         sigma_norm_sq=None if noise_scale is None else _ratio(noise_scale, totals.global_batch_size),
+        local_drift=None if totals.drift is None else _ratio(totals.drift.spread, totals.drift.moved),
     )
 
 

@@ -212,7 +212,9 @@ class Session(Standing):
         self._loader.finish_batch()
         times = self._models.take_times()
         if self._local.is_begun:
-            times, norms = self._end_local_step(batch)
+            times, norms, drift = self._end_local_step(batch)
+            if drift is not None:
+                self._meter.record_drift(drift)
         self._meter.record_batch(batch, loss, num_correct, norms)
         self._meter.clock.end()
         self._steering.after_step(self._loader.position, times, batch.plan.counts.values)

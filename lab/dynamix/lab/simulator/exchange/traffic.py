@@ -69,6 +69,13 @@ NOTHING = StepTraffic(())
 """What ranks send in a step that ends no round."""
 
 
+def all_reduced(num_bytes: float, world_size: int) -> StepTraffic:
+    """What an all-reduce of so many bytes sends, which are no part of the gradient."""
+    each_way = np.full(world_size, 2 * (world_size - 1) / world_size * num_bytes)
+    ring = CollectiveTraffic(each_way, each_way, is_ring=True, num_messages=0)
+    return StepTraffic((BucketTraffic((ring,), CodedAs("none", 0.0)),))
+
+
 class _RankTraffic(NamedTuple):
     """What one rank's part of a collective was."""
 

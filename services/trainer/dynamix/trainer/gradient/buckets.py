@@ -7,9 +7,10 @@ import torch
 from torch._C._distributed_c10d import GradBucket  # = dist.GradBucket, which torch's own stubs do not know
 
 from dynamix.trainer.communication.lent import LentTensor
+from dynamix.trainer.data.schedule import Counts
 from dynamix.trainer.exchange.codec import BucketPart, BucketView
 
-from .noise import HALF
+from .noise import HALF, NormSketch
 
 
 class SquaredNorms(NamedTuple):
@@ -20,9 +21,27 @@ class SquaredNorms(NamedTuple):
 
     local: list[float | torch.Tensor]
     reduced: list[float | torch.Tensor]
+    counts: Counts | None = None
+    """Sizes of the step that they are of, where that is not the step which they were known after."""
 
 
 NOT_MEASURED = SquaredNorms([], [])
+
+
+class StepSketches(NamedTuple):
+    """The sketches of one local step, by model, until their cells are summed."""
+
+    sketches: list[NormSketch]
+    counts: Counts
+    """Sizes of the step."""
+    over_mean: float
+    """As `StepWeights.over_mean` was in it."""
+
+    def norms(self) -> SquaredNorms:
+        """The squared norms, once the cells are summed."""
+        squared = self.over_mean**2 or 1.0
+        local: list[float | torch.Tensor] = [each.local / squared for each in self.sketches]
+        return SquaredNorms(local, [each.reduced() / squared for each in self.sketches], self.counts)
 
 
 class ModelBucket:

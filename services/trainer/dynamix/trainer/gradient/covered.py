@@ -15,10 +15,11 @@ from torch.utils.hooks import RemovableHandle
 
 from dynamix.trainer.communication.job_exchange import JobExchange
 from dynamix.trainer.communication.model_exchange import ModelExchange
+from dynamix.trainer.data.division import StepPlan
 from dynamix.trainer.data.sampler import MicroBatch
 
 from .accumulation import Accumulation
-from .buckets import NOT_MEASURED, SquaredNorms
+from .buckets import NOT_MEASURED, SquaredNorms, StepSketches
 from .halving import ComputeLoss, HalvedBackward
 from .models import SessionHook, UncoveredModels
 from .noise import NormSketch
@@ -92,7 +93,7 @@ class CoveredModels:
         self._handles: list[RemovableHandle] = []
         self._uncovered: UncoveredModels | None = None
         self._unshared: list[DistributedDataParallel] = []
-        self.sketches: list[NormSketch] = []
+        self._sketches: list[NormSketch] = []
         """Norms of the newest step, if it was local and measured, by model; their cells are not summed yet."""
 
     @property
@@ -187,13 +188,10 @@ class CoveredModels:
             for hook in self._hooks:
                 hook.begin(batch, shares_times=shares_times, ruling=ruling, sketches=sketches)
 
-    def norms_of_sketches(self) -> SquaredNorms:
-        """The squared norms of the newest step, once the cells of its sketches are summed."""
-        squared = self._weights.over_mean() ** 2 or 1.0
-        sketches, self.sketches = self.sketches, []
-        return SquaredNorms(
-            [each.local / squared for each in sketches], [each.reduced() / squared for each in sketches]
-        )
+    def take_sketches(self, plan: StepPlan) -> StepSketches | None:
+        """The sketches of the step that ended, with this plan; `None` where nothing was sketched."""
+        sketches, self._sketches = self._sketches, []
+        return StepSketches(sketches, plan.counts, self._weights.over_mean()) if sketches else None
 
     def loss_factor(self, batch: MicroBatch) -> float:
         """Factor on the loss of a batch before a framework that averages gradients over all ranks."""
@@ -220,7 +218,7 @@ class CoveredModels:
         if not self._hooks:
             return NOT_MEASURED
         norms = [hook.take_norms() for hook in self._hooks]
-        self.sketches = [hook.sketch for hook in self._hooks if hook.sketch is not None]
+        self._sketches = [hook.sketch for hook in self._hooks if hook.sketch is not None]
         for hook in self._hooks:
             hook.average_plainly()
         if len(norms) == 1:

@@ -22,13 +22,14 @@ from dynamix.trainer.communication.model_exchange import HostCopy, ModelExchange
 from dynamix.trainer.communication.pipeline import UnderWay
 from dynamix.trainer.data.division import StepPlan
 from dynamix.trainer.exchange.codec import BucketView
-from dynamix.trainer.gradient.buckets import NOT_MEASURED, SquaredNorms, Waitable
+from dynamix.trainer.gradient.buckets import NOT_MEASURED, SquaredNorms, StepSketches, Waitable
 from dynamix.trainer.gradient.covered import CoveredModels
-from dynamix.trainer.gradient.noise import is_measured
+from dynamix.trainer.gradient.noise import RoundMeasurement
 from dynamix.trainer.gradient.time_slots import TimeSlots
 from dynamix.trainer.gradient.updates import Updates
 
 from .buffers import SharedBuffers
+from .drift import RoundDrift
 from .optimizer_state import StatePlace, average_states, state_places
 from .parameters import FlatBucket, buckets_of
 
@@ -52,6 +53,8 @@ class EndedStep(NamedTuple):
     times: list[float] | None = None
     """Seconds per sample by rank, where they are to be shared and a round ended."""
     norms: SquaredNorms = NOT_MEASURED
+    drift: RoundDrift | None = None
+    """That of the round that ended."""
 
 
 class LocalSteps:
@@ -67,8 +70,7 @@ class LocalSteps:
         noise_every: int | None,
     ) -> None:
         """`noise_every` is that of `attach`, `None` where local gradients tell no noise."""
-        self._noise_every = noise_every
-        self._noise_due = False
+        self._measurement = None if noise_every is None else RoundMeasurement(noise_every)
         self._exchange = exchange
         self._models = models
         self._updates = updates
@@ -78,6 +80,8 @@ class LocalSteps:
         """The models whose steps are local, with what DDP would broadcast."""
         self._round: _Round | None = None
         self._num_steps = 0
+        self._sketches: StepSketches | None = None
+        """Those of the first step of the round, where its noise is measured."""
 
     @property
     def is_begun(self) -> bool:
@@ -103,39 +107,35 @@ class LocalSteps:
         self._round = _Round(buckets, [0] * self._exchange.world_size)
 
     def measures(self, step: int) -> bool:
-        """Whether the noise is measured on a step: the last one of a round, once a step of it is due."""
-        if self._round is None or self._noise_every is None:
+        """Whether the noise is measured on a step: the first one of a round, where one is due."""
+        if self._round is None or self._measurement is None:
             return False
-        self._noise_due = self._noise_due or is_measured(step, self._noise_every)
-        exchange = self._exchange.at(step)
-        ends = self._num_steps + 1 >= exchange.every or exchange != self._exchange.at(step + 1)
-        if ends and self._noise_due:
-            self._noise_due = False
-            return True
-        return False
+        return self._measurement.measures(step, begins_round=self._num_steps == 0)
 
     def end_step(self, plan: StepPlan, *, ends_epoch: bool, seconds_per_sample: float | None) -> EndedStep:
         """End a step; with a round's last one, a collective, the ranks have their mean."""
         assert self._round is not None, "the step was not local"
         self._num_steps += 1
+        self._sketches = self._models.take_sketches(plan) or self._sketches
         for rank, count in enumerate(plan.counts.values):
             self._round.counts[rank] += count
         exchange, following = self._exchange.at(plan.step), self._exchange.at(plan.step + 1)
         if self._num_steps < exchange.every and exchange == following and not ends_epoch:
             return EndedStep()
-        weight = self._average(exchange, following, seconds_per_sample)
+        weight, drift = self._average(exchange, following, seconds_per_sample)
         if following.every == 1 or ends_epoch:
             self._average_optimizers(weight)
         if following.every == 1:
             self.leave()
-        norms = self._models.norms_of_sketches() if self._models.sketches else NOT_MEASURED
-        return EndedStep(self._slots.take_seconds(), norms)
+        sketches, self._sketches = self._sketches, None
+        return EndedStep(self._slots.take_seconds(), sketches.norms() if sketches else NOT_MEASURED, drift)
 
     def average(self, step: int) -> None:
         """End a round before its time; a collective. Nothing between two rounds."""
         if not self.is_averaged:
             exchange = self._exchange.at(step - 1)
-            self._average_optimizers(self._average(exchange, exchange, None))
+            self._average_optimizers(self._average(exchange, exchange, None)[0])
+            self._sketches = None
 
     def leave(self) -> None:
         """Let DDP broadcast buffers again."""
@@ -147,19 +147,24 @@ class LocalSteps:
         self._models.broadcast_buffers()
         self._buffers, self._round, self._num_steps = [], None, 0
 
-    def _average(self, exchange: Exchange, following: Exchange, seconds_per_sample: float | None) -> float:
-        """Let all ranks have the mean; returns this rank's weight in it."""
+    def _average(
+        self, exchange: Exchange, following: Exchange, seconds_per_sample: float | None
+    ) -> tuple[float, RoundDrift]:
+        """Let all ranks have the mean; returns this rank's weight in it, and how far they were apart."""
         assert self._round is not None, "no round"
         counts = self._round.counts
         weight = counts[self._exchange.rank] / sum(counts)
+        drift = RoundDrift()
         ruling = StepExchange(exchange, flushes=not keeps_residuals(exchange, following))
         sent: list[tuple[FlatBucket, BucketView, UnderWay | HostCopy]] = []
         for model, bucket in self._round.buckets:
             model.begin(ruling)
             view = bucket.moved(weight)
+            drift.add_own(view.flat, weight)
             sent.append((bucket, view, model.send(view)))
         some_model = self._round.buckets[0][0]
-        sketches = [some_model.send_plainly(each.cells) for each in self._models.sketches]
+        cells = [each.cells for each in self._sketches.sketches] if self._sketches else []
+        sketches = [some_model.send_plainly(each) for each in cells]
         numbers: Waitable | None = None
         if seconds_per_sample is not None:
             numbers = some_model.send_plainly(self._slots.write_apart(seconds_per_sample))
@@ -169,13 +174,14 @@ class LocalSteps:
         for bucket, view, under_way in sent:
             under_way.wait()
             bucket.move(view.flat)
+            drift.add_mean(view.flat)
         for each in sketches:
             each.wait()
         if numbers is not None:
             numbers.wait()
             self._slots.receive_apart()
         self._round, self._num_steps = None, 0
-        return weight
+        return weight, drift
 
     def _average_optimizers(self, weight: float) -> None:
         optimizers = self._updates.optimizers

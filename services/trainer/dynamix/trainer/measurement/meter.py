@@ -14,6 +14,7 @@ from dynamix.trainer.data.sampler import MicroBatch
 from dynamix.trainer.gradient.buckets import SquaredNorms
 from dynamix.trainer.gradient.noise import NoiseSums
 from dynamix.trainer.gradient.weighting import Reduction
+from dynamix.trainer.local_steps.drift import RoundDrift
 
 from .clock import AnyClock, StepTimes
 from .process import ProcessIdentity, this_process
@@ -45,6 +46,7 @@ class RankMeter:
     """Whether a hook sees the gradient's buckets, and so where waiting for others begins."""
     process: ProcessIdentity = field(default_factory=this_process)
     _batches: list[_Batch] = field(default_factory=list, init=False)
+    _drifts: list[RoundDrift] = field(default_factory=list, init=False)
 
     def record_batch(
         self, batch: MicroBatch, loss: Scalar | None, num_correct: Scalar | None, norms: SquaredNorms
@@ -60,9 +62,14 @@ class RankMeter:
         correct = None if num_correct is None else _detached("num_correct", num_correct) * per_size
         self._batches.append(_Batch(batch, loss_sum, correct, norms))
 
+    def record_drift(self, drift: RoundDrift) -> None:
+        """Record how far the ranks came apart in a round of local steps."""
+        self._drifts.append(drift)
+
     def take_row(self, times: list[StepTimes], held_out_accuracy: float | None) -> Row:
         """The row of the steps since the last call; `times` are theirs. A sum is unknown if one batch's part is."""
         batches, self._batches = self._batches, []
+        drifts, self._drifts = self._drifts, []
         return make_row(
             self.local_rank,
             self.process,
@@ -72,19 +79,23 @@ class RankMeter:
             times=times,
             times_split=self.times_split,
             noise=self._noise(batches),
+            drift=(
+                sum(_to_floats([value for each in drifts for value in each.own])),
+                sum(_to_floats([value for each in drifts for value in each.mean])),
+            ),
             sockets=self.sockets.read(),
             device=device_memory(self.device),
             held_out_accuracy=held_out_accuracy,
         )
 
     def _noise(self, batches: Sequence[_Batch]) -> NoiseSums:
-        values = iter(_to_floats([value for each in batches for part in each.norms for value in part]))
+        values = iter(_to_floats([value for each in batches for value in (*each.norms.local, *each.norms.reduced)]))
         sums = NoiseSums()
         for each in batches:
             local = sum(next(values) for _ in each.norms.local)
             reduced = sum(next(values) for _ in each.norms.reduced)
             if each.norms.reduced:
-                sums.add_step(each.batch.plan.counts, self.rank, local, reduced)
+                sums.add_step(each.norms.counts or each.batch.plan.counts, self.rank, local, reduced)
         return sums
 
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from dynamix.schemas.messages import GradientNoise, JobTotals, RankRow, SocketCounters
+from dynamix.schemas.messages import GradientNoise, JobTotals, ParameterDrift, RankRow, SocketCounters
 from dynamix.trainer.gradient.noise import NoiseSums
 
 from .clock import StepTimes
@@ -45,6 +45,9 @@ class Row(NamedTuple):
     noise_global_signal: float
     times_split: float
     """1 where compute and sync were measured separately, else 0."""
+    drift_own: float
+    drift_mean: float
+    """The rank's addend, and what all ranks know (`local_steps.drift`); 0 without local steps."""
 
     @property
     def time_s(self) -> float:
@@ -96,6 +99,7 @@ def make_row(
     sockets: SocketCounters | None,
     held_out_accuracy: float | None,
     device: tuple[int, int] | None = None,
+    drift: tuple[float, float] = (0.0, 0.0),
 ) -> Row:
     """One rank's row; `device` is its memory in bytes, used and in all. A loss that is not finite is none."""
     steps = list(times)
@@ -126,6 +130,8 @@ def make_row(
         noise_global_trace=noise.global_trace,
         noise_global_signal=noise.global_signal,
         times_split=times_split,
+        drift_own=drift[0],
+        drift_mean=drift[1],
     )
 
 
@@ -179,12 +185,21 @@ def job_totals(
         num_correct=_known(sum(row.num_correct for row in rows)),
         time_s=max(row.time_s for row in rows),
         noise=noise,
+        drift=_drift(rows),
     )
 
 
 def held_out_accuracy(rows: Sequence[Row]) -> float | None:
     """The newest evaluation, as the lowest rank that has one knows it."""
     return next((row.held_out_accuracy for row in rows if not math.isnan(row.held_out_accuracy)), None)
+
+
+def _drift(rows: Sequence[Row]) -> ParameterDrift | None:
+    """That of all ranks; |d|^2 is rank 0's, since on mixed processors its last bits may differ."""
+    moved, own = rows[0].drift_mean, sum(row.drift_own for row in rows)
+    if not (0.0 < moved < math.inf and own < math.inf):
+        return None
+    return ParameterDrift(spread=max(own - moved, 0.0), moved=moved)
 
 
 def _number(value: float | None) -> float:
