@@ -1,15 +1,17 @@
 """The virtual ranks in the types of real ones: what they agree on when they attach, and the rows that they gather."""
 
 from collections.abc import Mapping
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from dynamix.lab.workloads import Data, Part
+from dynamix.lab.workloads import Data, Part, workload_named
 from dynamix.schemas.messages import SocketCounters, SystemMetrics
 from dynamix.schemas.messages.allocation import EXACT
 from dynamix.trainer.data.division import StepPlan
+from dynamix.trainer.exchange.tables import table_share
 from dynamix.trainer.gradient.noise import NoiseSums
 from dynamix.trainer.job.identity import Attempt, JobIdentity, Place
 from dynamix.trainer.job.options import JobOptions
@@ -66,6 +68,7 @@ def job_options(
         supports_tracking=True,
         exchange=scenario.exchange,
         supports_exchange=scenario.supports_exchange,
+        table_share=_table_share(scenario.workload),
     )
     first = options.initial_allocation.exchange
     if first != EXACT and not scenario.supports_exchange:
@@ -74,6 +77,12 @@ def job_options(
             'network.topology = "ring", or the policy without these options'
         )
     return options
+
+
+@cache
+def _table_share(workload: str) -> float:
+    with torch.device("meta"):  # no memory, and no random number
+        return table_share([workload_named(workload).model()])
 
 
 def identity_of(scenario: Scenario, job: str) -> JobIdentity:

@@ -55,6 +55,10 @@ class Job(Message, frozen=True, kw_only=True, array_like=True):
     """What a decision may do to how gradients travel."""
     initial_exchange: Exchange = EXACT
     """How they travel from the generation's first step on."""
+    supports_exchange: bool = False
+    """Whether the training processes can carry out decisions on how gradients travel, such as an exact codec."""
+    table_share: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """Share of the gradient's numbers that lie in embedding tables, where most rows are zero."""
 
     @property
     def initial_allocation(self) -> Allocation:

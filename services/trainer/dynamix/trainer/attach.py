@@ -23,6 +23,7 @@ from .data.loader import CountTokens, Loader, LoaderOptions, check_loader_option
 from .data.orders import OwnSampler
 from .data.sampler import SamplerOptions
 from .data.source import orders_of, sampler_of
+from .exchange.tables import table_share
 from .gradient.accumulation import check_accumulation, needs_equal_steps
 from .gradient.codecs import find_codec
 from .gradient.covered import CoveredModels
@@ -226,6 +227,7 @@ def attach(
         exchange="exact" if isinstance(exchange, Exchange) else exchange,
         fixed_exchange=exchange if isinstance(exchange, Exchange) else None,
         supports_exchange=averaging == "hook" and base_hook is None and codec == EXACT.codec,
+        table_share=table_share(models),
     )
     orders = orders_of(dataset, sampler, seed, shuffle=shuffle)
     if token_counts is not None:

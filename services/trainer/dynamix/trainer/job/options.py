@@ -79,6 +79,8 @@ class JobOptions:
     """How they travel in the whole run, where the script says so."""
     supports_exchange: bool = False
     """Whether the ranks can carry out any such decision."""
+    table_share: float = 0.0
+    """Share of the trained numbers that lie in embedding tables."""
 
     @property
     def initial_allocation(self) -> Allocation:
@@ -145,6 +147,7 @@ class JobOptions:
             (self.global_batch, self.micro_batch_size, self.gradient_accumulation_steps),
             (self.policy, tuple(sorted(self.policy_options.items()))),
             (self.exchange, self.fixed_exchange and astuple(self.fixed_exchange), self.supports_exchange),
+            self.table_share,
         )
 
     def _check_types(self) -> None:

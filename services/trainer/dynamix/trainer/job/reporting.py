@@ -62,6 +62,8 @@ class Reporter:
             global_batch=options.global_batch,
             exchange=options.exchange,
             initial_exchange=initial.exchange,
+            supports_exchange=options.supports_exchange and options.lasting_exchange is None,
+            table_share=options.table_share,
         )
 
     def report(
