@@ -10,22 +10,25 @@ B_noise is the gradient noise scale, T(B) the step-time model: for each rank a f
 which a batch costs no less, fitted to its own times. B moves once per window; the division follows every step where the
 job supports tracking, otherwise this policy divides by the fitted model.
 
-Where the job permits more than exact gradients, how they travel is chosen with B: the codec of the greatest progress
-per second, by what it saved when it ruled (`model.exchange_choice`). Local steps are an option, `max_every`, that is
-off: what they cost in progress is a guess so far.
+Where the job permits more than exact gradients, how they travel is chosen with B: the codec and the period of local
+steps of the greatest progress per second, by what they saved when they ruled and by how far the ranks drift apart
+(`model.exchange_choice`). In an exact job of a model with embedding tables that may be `rows`.
 """
 
 import math
 import struct
 from collections.abc import Mapping
+from dataclasses import replace as replaced
 from typing import ClassVar
 
 from msgspec.structs import replace
 
 from dynamix.schemas.messages import Job
+from dynamix.schemas.messages.allocation import Exchange
 
-from .model.exchange_choice import PACKED_BYTES as MEMORY_BYTES
-from .model.exchange_choice import ExchangeMemory, choose, model_under, sent_gradient_bytes
+from .model.exchange_choice import choose, exposure_of, is_decided, model_under
+from .model.exchange_memory import PACKED_BYTES as MEMORY_BYTES
+from .model.exchange_memory import ExchangeMemory
 from .model.observation import PACKED_BYTES, Array32, NoiseMemory, decided_sizes, job_value
 from .model.step_time import StepTime, best_global_batch, progress
 from .model.step_time_fit import StepTimeFit, window_of
@@ -50,7 +53,7 @@ class Rule:
         "rate_weight": Option(0.5, 0, 1, "power of the learning rate in the worth of a step"),
         "max_change": Option(_PACE.max_change, 1.01, 100, "greatest factor between two decisions"),
         "dead_band": Option(_PACE.dead_band, 0, 1, "relative distance from the best batch at which B stays"),
-        "max_every": Option(1, 1, 16, "most steps between two averagings, for jobs that permit local ones", whole=True),
+        "max_every": Option(16, 1, 16, "most steps between two averagings, for jobs that permit them", whole=True),
         "track": track(1),
     }
 
@@ -58,25 +61,33 @@ class Rule:
         """The next sizes. While B_noise was never known B stays, and without any measured time nothing changes."""
         global_batch_size, noise, memory, fit = _unpack(job, carry)
         noise_scale = job_value(global_F, "noise_scale")
-        if memory.ruling[0].every == 1 or math.isfinite(noise_scale):  # local steps without any say nothing
+        if memory.ruling[0].every == 1 or math.isfinite(noise_scale):  # not each round of local steps measures it
             noise = noise.observe(noise_scale)
         fit = fit.observe(job, window_of(job, obs_WF))
-        memory = memory.observe(fit.sync_intercept_s, fit.sync_s, job_value(global_F, "loss"))
         model, scale = fit.model(job), noise.noise_scale * option(self.options, job, "noise_multiplier")
-        if model is not None and not math.isnan(scale) and job.exchange != "exact":
-            num_bytes, exponent = sent_gradient_bytes(obs_WF), self._exponent(job)
-            most = int(option(self.options, job, "max_every"))
-            chosen = choose(
-                job, model, memory, lambda sizes: progress(sizes, scale, exponent), num_bytes, max_every=most
-            )
-            memory, model = memory.decided(chosen), model_under(chosen, model, memory, num_bytes)
+        if is_decided(job):
+            seen = exposure_of(fit, model, obs_WF)
+            loss, drift = job_value(global_F, "loss"), job_value(global_F, "local_drift")
+            memory = memory.observe(seen, loss, drift, job.world_size)
+            chosen, ruled = self._exchange(job, model, memory, scale), memory.ruling[0]
+            memory, model = memory.decided(chosen), model and model_under(chosen, model, memory)
+            if memory.ruling[0] != ruled:  # what the next window exposes is no pair with what this one did
+                fit = replaced(fit, sync_s=math.nan)
         wanted = self._next(job, global_batch_size, model, scale)
         sizes = by_speed(job, clamp_total(job, wanted), model, decided_sizes(obs_WF))
-        carry = _GLOBAL_BATCH.pack(wanted) + noise.pack() + memory.pack() + fit.pack()
+        carry = _GLOBAL_BATCH.pack(wanted) + noise.pack() + fit.pack()
         allocation = allocation_of(self.options, job, sizes)
-        if job.exchange != "exact":
+        if is_decided(job):
+            carry += memory.pack()
             allocation = replace(allocation, exchange=memory.newest)
         return Decision(allocation, carry=carry)
+
+    def _exchange(self, job: Job, model: StepTime | None, memory: ExchangeMemory, noise_scale: float) -> Exchange:
+        """The way that is decided now; that of the last decision before anything is known."""
+        if model is None or math.isnan(noise_scale):
+            return memory.newest
+        exponent, most = self._exponent(job), int(option(self.options, job, "max_every"))
+        return choose(job, model, memory, lambda sizes: progress(sizes, noise_scale, exponent), max_every=most)
 
     def _exponent(self, job: Job) -> float:
         return option(self.options, job, "rate_weight") * RATE_EXPONENTS[job.learning_rate_rule]
@@ -91,9 +102,10 @@ class Rule:
 
 def _unpack(job: Job, carry: bytes) -> tuple[float, NoiseMemory, ExchangeMemory, StepTimeFit]:
     """The rule's own global batch (not rounded: a policy that scales its decisions does not feed back), fits."""
-    head = _GLOBAL_BATCH.size
-    noise, rest = carry[head : head + PACKED_BYTES], carry[head + PACKED_BYTES :]
-    memory, fit = rest[:MEMORY_BYTES], rest[MEMORY_BYTES:]
+    head, memory = _GLOBAL_BATCH.size, b""
+    if is_decided(job):
+        carry, memory = carry[:-MEMORY_BYTES], carry[-MEMORY_BYTES:]
+    noise, fit = carry[head : head + PACKED_BYTES], carry[head + PACKED_BYTES :]
     global_batch_size = _GLOBAL_BATCH.unpack_from(carry)[0] if len(carry) >= head else math.nan
     if not 0 < global_batch_size < math.inf:
         global_batch_size = float(sum(job.initial_local_batch_sizes))

@@ -1,0 +1,258 @@
+"""What is known of the ways in which gradients travelled so far: their times, drift, and the loss. Pure.
+
+    C_k = correction_k * (share_k * I + coding_k * gradient bytes)          the time of an exchange that nothing hides
+    exposed(h = 1) = max(SYNC_FLOOR * C_k, C_k - overlap * c)               c: compute time of the slowest rank
+    exposed(h > 1) = C_k / h                                                an averaging is hidden by nothing
+
+I is the time of gradients as they are. Steps with an exchange each show only what computing does not hide, rounds of
+local steps all of it: the overlap is known from the first round on. share_k and coding_k are priors of codec k, its
+correction is what was measured when it began to rule; what changes later is the network.
+
+Drift: with R the squared distance of the ranks from their mean over that of its move (feature `local_drift`), h local
+steps were worth h / (1 + scale * R^DRIFT_POWER (h - 1)) exact ones, by the steps until a small MLP reached an accuracy:
+virtual clusters of 4, 8 and 32 workers, batches of 128 to 2048, periods of 2 to 20. One seed said it within 10 to 20 %.
+"""
+
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+
+from dynamix.schemas.messages import Job
+from dynamix.schemas.messages.allocation import EXACT, Exchange
+
+from .observation import Array64
+from .step_time import SYNC_FLOOR
+
+
+class CodecPrior(NamedTuple):
+    """What is taken for granted of a codec before it was tried."""
+
+    share: float
+    """Communication time over that of gradients as they are."""
+    coding_s_per_byte: float
+    gain: float = 1.0
+    """Progress of a step over that of an exact one."""
+
+
+PRIORS: Mapping[str, CodecPrior] = MappingProxyType(
+    {
+        "none": CodecPrior(1.0, 0.0),
+        "rows": CodecPrior(0.3, 0.7e-9),
+        "bf16": CodecPrior(0.5, 1.2e-9),
+        "int8": CodecPrior(0.26, 1.6e-9, 0.99),
+    }
+)
+"""Shares are those of the bytes, of `rows` those of a table's rows that some rank touched; coding as on one core."""
+CODECS = tuple(PRIORS)
+
+DRIFT_POWER = 4 / 3
+DRIFT_SCALES: Mapping[str, float] = MappingProxyType({"sgd": 0.005, "adam": 0.03})
+"""By optimizer family; adaptive ones also make smaller steps where each rank sees more noise."""
+FIRST_DRIFT = 0.5
+"""R over the number of other ranks, before any was measured: about what it settles at, and more than it begins with."""
+DRIFT_SMOOTHING = 0.5
+
+DWELL = 3
+"""Windows for which a decision stands at least."""
+LAG = 2
+"""Windows after which a decision rules."""
+LEARNED_FROM = 3
+"""Windows that a codec's correction is the mean of, each time it begins to rule."""
+LEAST_CORRECTION, MOST_CORRECTION = 0.5, 4.0
+"""Beyond it is the network that changed meanwhile."""
+MOST_OVERLAP = 0.9
+"""As a share of the compute time."""
+JUMP, SMOOTHING = 1.3, 0.5
+"""A time that changed by more is believed at once, otherwise averaged with this weight."""
+LOSS_SMOOTHING, LOSS_RISE, BLOCKED = 0.3, 0.1, 20
+"""A smoothed loss that is so much above its least since they began ends local steps, for so many windows."""
+
+_HEAD = struct.Struct("<8d2H")
+_RULING = struct.Struct("<BH")
+PACKED_BYTES = _HEAD.size + LAG * _RULING.size + 5 * len(CODECS)
+
+
+class WindowExposure(NamedTuple):
+    """What a window showed of communication, per step."""
+
+    exposed_s: float
+    """Until all ranks were in step, less the slowest one's compute time; NaN where it is not known."""
+    compute_s: float
+    """c"""
+    sent_bytes: float = 0.0
+    """By a rank; 0 where it is not known."""
+
+
+@dataclass(frozen=True)
+class ExchangeMemory:
+    """What is known of the ways that ruled so far."""
+
+    ruling: tuple[Exchange, ...] = (EXACT,) * LAG
+    """What rules the window that closed, and the one after it: the newest decision."""
+    exact_s: float = math.nan
+    """I, in seconds per step."""
+    overlap: float = 0.0
+    exposed_s: float = math.nan
+    hidden_s: float = math.nan
+    """What was exposed of gradients as they are in the last window with an exchange in each step, and the compute time
+    that could hide the rest."""
+    gradient_bytes: float = 0.0
+    """0 before it is known."""
+    drift: float = math.nan
+    """R, smoothed."""
+    corrections: Array64 = field(default_factory=lambda: np.zeros(len(CODECS)))
+    """Logarithm, by codec."""
+    num_seen: tuple[int, ...] = (0,) * len(CODECS)
+    age: int = DWELL
+    """Windows since another way was decided."""
+    blocked: int = 0
+    """Windows for which local steps are out of the question."""
+    loss: float = math.nan
+    least_loss: float = math.nan
+    table_share: float = 0.0
+    """The job's: share of the gradient in embedding tables."""
+
+    @property
+    def newest(self) -> Exchange:
+        """The newest decision."""
+        return self.ruling[-1]
+
+    def observe(self, seen: WindowExposure, loss: float, drift: float, num_ranks: int) -> "ExchangeMemory":
+        """The memory after one more window, in which the first of `ruling` ruled."""
+        aged = replace(self, age=min(self.age + 1, 0xFFFF), blocked=max(self.blocked - 1, 0))
+        known = aged.with_loss(loss).with_bytes(seen.sent_bytes, num_ranks)
+        ruled = self.ruling[0]
+        if ruled.every > 1 and 0.0 < drift < math.inf:
+            rest = 0.0 if math.isnan(self.drift) else 1.0 - DRIFT_SMOOTHING
+            known = replace(known, drift=drift if rest == 0.0 else self.drift**rest * drift ** (1.0 - rest))
+        if ruled.every > 1 and math.isnan(known.drift) and known.age > LAG + DWELL:
+            known = replace(known, blocked=BLOCKED)  # nothing says what local steps cost here
+        if not (0.0 < seen.exposed_s < math.inf and 0.0 < seen.compute_s < math.inf):
+            return known
+        if ruled.every == 1:
+            return known.with_step(seen)
+        return known.with_time(seen.exposed_s * ruled.every).with_overlap()
+
+    def decided(self, exchange: Exchange) -> "ExchangeMemory":
+        """The memory with one more decision."""
+        following = replace(self, ruling=(*self.ruling[1:], exchange))
+        if exchange != self.newest:
+            following = replace(following, age=0)
+        if following.ruling[0] == self.ruling[0]:
+            return following
+        index = CODECS.index(following.ruling[0].codec)  # another one begins to rule: its loss, and its time, are new
+        num_seen = (*self.num_seen[:index], 0, *self.num_seen[index + 1 :])
+        is_other = following.ruling[0].codec != self.ruling[0].codec
+        return replace(following, loss=math.nan, least_loss=math.nan, num_seen=num_seen if is_other else self.num_seen)
+
+    def communication_s(self, codec: str) -> float:
+        """C_k."""
+        prior, measured = self.prior(codec), math.exp(self.corrections[CODECS.index(codec)])
+        return float(measured * (prior.share * self.exact_s + prior.coding_s_per_byte * self.gradient_bytes))
+
+    def prior(self, codec: str) -> CodecPrior:
+        """What is taken for granted of a codec in this job; `rows` leaves what is in no table as it is."""
+        prior = PRIORS[codec]
+        return prior if codec != "rows" else prior._replace(share=1.0 - (1.0 - prior.share) * self.table_share)
+
+    def drift_cost(self, job: Job) -> float:
+        """Progress that each further local step costs, over that of an exact one."""
+        drift = FIRST_DRIFT * (job.world_size - 1) if math.isnan(self.drift) else self.drift
+        return float(DRIFT_SCALES[job.optimizer_family] * drift**DRIFT_POWER)
+
+    def with_loss(self, loss: float) -> "ExchangeMemory":
+        """The memory after a window of such a loss."""
+        if not math.isfinite(loss):
+            return self
+        smoothed = loss if math.isnan(self.loss) else self.loss + LOSS_SMOOTHING * (loss - self.loss)
+        least = smoothed if math.isnan(self.least_loss) else min(self.least_loss, smoothed)
+        rises = smoothed > (1.0 + LOSS_RISE) * least and self.ruling[0].every > 1
+        if rises:
+            return replace(self, loss=smoothed, least_loss=smoothed, blocked=BLOCKED)
+        return replace(self, loss=smoothed, least_loss=least)
+
+    def with_bytes(self, sent_bytes: float, num_ranks: int) -> "ExchangeMemory":
+        """With what a gradient weighs, from a window in which it travelled as it is."""
+        ruled = self.ruling[0]
+        if ruled.codec != EXACT.codec or not sent_bytes > 0.0 or num_ranks < 2:
+            return self
+        return replace(self, gradient_bytes=sent_bytes * ruled.every * num_ranks / (2 * (num_ranks - 1)))
+
+    def with_step(self, seen: WindowExposure) -> "ExchangeMemory":
+        """After a window with an exchange in each step."""
+        known = self.with_time(seen.exposed_s + self.overlap * seen.compute_s)
+        if self.ruling[0].codec != EXACT.codec:
+            return known
+        return replace(known, exposed_s=seen.exposed_s, hidden_s=seen.compute_s)
+
+    def with_time(self, taken_s: float) -> "ExchangeMemory":
+        """After a window in which an exchange took so long."""
+        codec = self.ruling[0].codec
+        index, prior = CODECS.index(codec), self.prior(codec)
+        coding_s = prior.coding_s_per_byte * self.gradient_bytes
+        known = self
+        if codec != EXACT.codec and self.num_seen[index] < LEARNED_FROM and math.isfinite(self.exact_s):
+            off = math.log(taken_s / (prior.share * self.exact_s + coding_s))
+            off = min(max(off, math.log(LEAST_CORRECTION)), math.log(MOST_CORRECTION))
+            number, corrections = self.num_seen[index], self.corrections.copy()
+            corrections[index] += (off - corrections[index]) / (number + 1)
+            num_seen = (*self.num_seen[:index], number + 1, *self.num_seen[index + 1 :])
+            return replace(self, corrections=corrections, num_seen=num_seen)
+        plain_s = (taken_s / math.exp(self.corrections[index]) - coding_s) / prior.share
+        plain_s = max(plain_s, SYNC_FLOOR * taken_s)  # coding may have got faster
+        ratio = plain_s / self.exact_s
+        if 1.0 / JUMP <= ratio <= JUMP:
+            plain_s = self.exact_s * ratio**SMOOTHING
+        return replace(known, exact_s=plain_s)
+
+    def with_overlap(self) -> "ExchangeMemory":
+        """With what computing hid when gradients travelled in each step, if that can have been by these links."""
+        hidden = (self.exact_s - self.exposed_s) / self.hidden_s
+        if not 0.0 <= hidden <= MOST_OVERLAP:
+            return self
+        return replace(self, overlap=hidden, exposed_s=math.nan)
+
+    def pack(self) -> bytes:
+        """Bytes for the carry."""
+        scalars = (self.exact_s, self.overlap, self.exposed_s, self.hidden_s, self.gradient_bytes, self.drift)
+        head = _HEAD.pack(*scalars, self.loss, self.least_loss, self.age, self.blocked)
+        ruling = b"".join(_RULING.pack(CODECS.index(each.codec), each.every) for each in self.ruling)
+        return head + ruling + self.corrections.astype("<f4").tobytes() + bytes(self.num_seen)
+
+    @classmethod
+    def unpack(cls, packed: bytes, job: Job) -> "ExchangeMemory":
+        """What `pack` gave; as a job begins from anything else."""
+        if len(packed) != PACKED_BYTES:
+            first = job.initial_exchange
+            ruling = (first if first.codec in CODECS and not first.shares else EXACT,) * LAG
+            return cls(ruling, table_share=job.table_share)
+        exact_s, overlap, exposed_s, hidden_s, gradient_bytes, drift, loss, least, age, blocked = _HEAD.unpack_from(
+            packed
+        )
+        rest = packed[_HEAD.size :]
+        ruling = tuple(
+            Exchange(codec=CODECS[codec], every=every)
+            for codec, every in _RULING.iter_unpack(rest[: LAG * _RULING.size])
+        )
+        rest = rest[LAG * _RULING.size :]
+        return cls(
+            ruling=ruling,
+            exact_s=exact_s,
+            overlap=overlap,
+            exposed_s=exposed_s,
+            hidden_s=hidden_s,
+            gradient_bytes=gradient_bytes,
+            drift=drift,
+            corrections=np.frombuffer(rest[: 4 * len(CODECS)], dtype="<f4").astype(np.float64),
+            num_seen=tuple(rest[4 * len(CODECS) :]),
+            age=age,
+            blocked=blocked,
+            loss=loss,
+            least_loss=least,
+            table_share=job.table_share,
+        )
