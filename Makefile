@@ -21,6 +21,8 @@ help: ## show this list
 venv: $(STAMP) ## make .venv with everything at the versions of constraints.txt
 
 $(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "$(PYTHON) is missing or has no module venv:" \
+	    "apt-get install python3-venv (Debian, Ubuntu), or name another interpreter with PYTHON=..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	@echo "Installing torch and the other packages of constraints.txt into $(VENV), once: several minutes; PyPI's torch"
 	@echo "brings several GB of CUDA libraries (README.md, \"Try it\", says how to get the CPU build)"

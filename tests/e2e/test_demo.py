@@ -1,10 +1,12 @@
 """The demo as a user runs it, with fewer windows: broker, services, three torchrun jobs, JSON and picture."""
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -87,3 +89,33 @@ def test_the_demo_that_is_ended_by_sigterm_leaves_no_files(tmp_path: Path) -> No
     assert demo.returncode == 128 + signal.SIGTERM
     assert told.endswith("dynamix demo: ended by SIGTERM\n")
     assert list(tmp_path.glob("dynamix-demo-*")) == []
+
+
+def processes_that_name(text: str) -> list[int]:
+    """Processes with a text in their arguments."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if text.encode() in place.read_bytes():
+                found.append(int(place.parent.name))
+    return found
+
+
+def test_the_demo_that_is_killed_leaves_no_rank_behind(tmp_path: Path) -> None:
+    data = str(Path(".data/fashion-mnist").resolve())
+    demo = subprocess.Popen(
+        [sys.executable, "-m", "dynamix.cli.main", "demo", "--data", data],
+        cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    named = str(tmp_path / "dynamix-demo-")  # the log that the arguments of torchrun and of the ranks name
+    with demo:
+        while len(processes_that_name(named)) < 1 + 4:
+            assert demo.poll() is None
+            time.sleep(0.2)
+        demo.kill()
+    while processes_that_name(named):  # the time-out of the test ends this where one stays
+        time.sleep(0.2)
+    assert demo.returncode == -signal.SIGKILL

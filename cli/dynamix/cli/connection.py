@@ -76,7 +76,7 @@ def running(environ: Mapping[str, str]) -> ConnectionFile | None:
             found = msgspec.json.decode(opened.read(), type=ConnectionFile)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CommandError(f"{file} cannot be read ({error}): remove it") from error
     except PermissionError as error:
         raise CommandError(f"{file} may not be read by this user: set HOME to yours, or DYNAMIX_NATS_URL") from error

@@ -5,6 +5,7 @@
 
 import argparse
 import importlib
+import io
 import os
 import signal
 import sys
@@ -51,6 +52,9 @@ class Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
+    for stream in (sys.stdout, sys.stderr):  # a locale that lacks a character shows `?` instead of ending us
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         exit_code = dispatch(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()  # here, and not as the interpreter ends, which would show a traceback
@@ -100,14 +104,25 @@ def guarded(name: str, work: Callable[[], int]) -> int:
         extra = LEARN if name == LEARN else extra
         print(f"dynamix {name}: needs the package {error.name}: pip install 'dynamix-batch[{extra}]'", file=sys.stderr)
         return 1
-    except CommandError as error:
-        print(f"dynamix {name}: {error}", file=sys.stderr)
-        return error.exit_code
+    except BrokenPipeError:  # the reader of our output has gone, which is no failure
+        raise
+    except (CommandError, OSError, RecursionError) as error:
+        print(f"dynamix {name}: {_reason(error)}", file=sys.stderr)
+        return error.exit_code if isinstance(error, CommandError) else 1
     except SystemExit as exit_:  # argparse ends the process itself
         return exit_.code if isinstance(exit_.code, int) else 1
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 128 + signal.SIGINT
+
+
+def _reason(error: CommandError | OSError | RecursionError) -> str:
+    """What a person is told about an error that a person can cause."""
+    if isinstance(error, RecursionError):
+        return "what was read is nested too deeply"
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{error.strerror}: {error.filename}"
+    return str(error)
 
 
 def overview() -> str:

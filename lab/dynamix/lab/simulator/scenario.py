@@ -254,6 +254,8 @@ class Scenario(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=T
             content = tomllib.loads(read_regular(file).decode())
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{file}: this is not TOML: {error}") from error
+        except RecursionError as error:
+            raise ValueError(f"{file}: this is no scenario: its values are nested too deeply") from error
         try:
             return msgspec.convert({"name": file.stem, **content}, cls)
         except msgspec.ValidationError as error:

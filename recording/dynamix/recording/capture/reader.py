@@ -153,7 +153,7 @@ class CaptureReader:
     def _decode_json(self, body: bytes, kind: type[S]) -> S:
         try:
             return msgspec.json.decode(body, type=kind)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise self._damage(f"not a {kind.__name__}: {error}") from error
 
     def _check_order(self, block: list[Record]) -> None:

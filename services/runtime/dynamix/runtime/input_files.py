@@ -6,6 +6,8 @@ from pathlib import Path
 
 from .output_files import noun_of
 
+MAX_BYTES = 1 << 30
+
 
 def check_regular(path: Path) -> None:
     """Refuse what is not a regular file, before it is opened.
@@ -14,12 +16,17 @@ def check_regular(path: Path) -> None:
         OSError: with the reason as `strerror`, as when it is opened; also where nothing is.
     """
     status = path.stat()
+    place = path.resolve()
+    if place.is_relative_to("/proc") or place.is_relative_to("/sys"):  # reading may fail, wait, or have no end
+        raise OSError(errno.EINVAL, "it is made up by the kernel, not a file", str(path))
     if not stat.S_ISREG(status.st_mode):
         code = errno.EISDIR if stat.S_ISDIR(status.st_mode) else errno.EINVAL
         raise OSError(code, f"it is {noun_of(status)}, not a regular file", str(path))
 
 
-def read_regular(path: Path) -> bytes:
-    """The content of a regular file. Raises OSError as `check_regular`."""
+def read_regular(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
+    """The content of a regular file. Raises OSError as `check_regular`, and for one of more than `max_bytes`."""
     check_regular(path)
+    if (num_bytes := path.stat().st_size) > max_bytes:
+        raise OSError(errno.EFBIG, f"it has {num_bytes} bytes, more than {max_bytes}", str(path))
     return path.read_bytes()

@@ -8,6 +8,7 @@ and never removed; what grows line by line or is read again (results, captures, 
 """
 
 import contextlib
+import errno
 import fcntl
 import io
 import os
@@ -19,6 +20,8 @@ from typing import NamedTuple
 
 HEAD_BYTES = 1 << 16
 """What is read of a file to tell its kind."""
+WITHOUT_NAMELESS = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT}
+"""What file systems say that know no files without a name, such as NFS: there a check is by permissions only."""
 MAX_LINKS = 40
 """As the kernel has it."""
 
@@ -73,8 +76,8 @@ def check_directory(path: Path) -> None:
         _check_parent(path, make_parents=True)
     elif not stat.S_ISDIR(status.st_mode):
         raise RefusedOutputError(f"{path} is {noun_of(status)}: name a directory")
-    elif not os.access(path, os.W_OK | os.X_OK):
-        raise RefusedOutputError(f"directory {path} may not be written by this user: name another one")
+    else:
+        _check_directory_takes_files(path, path)
 
 
 def write(
@@ -139,8 +142,20 @@ def _check_parent(path: Path, *, make_parents: bool) -> None:
         directory = directory.parent
     if not directory.is_dir():
         raise RefusedOutputError(f"{path} cannot be written: there is no directory {directory}; make it first")
+    _check_directory_takes_files(path, directory)
+
+
+def _check_directory_takes_files(path: Path, directory: Path) -> None:
+    """By its permissions, and by a file without a name, since root may write everywhere, and in /proc nowhere."""
     if not os.access(directory, os.W_OK | os.X_OK):
         raise RefusedOutputError(f"{path} cannot be written: directory {directory} is closed to this user")
+    try:
+        os.close(os.open(directory, os.O_TMPFILE | os.O_WRONLY, 0o600))
+    except OSError as error:
+        if error.errno not in WITHOUT_NAMELESS or directory.is_relative_to("/proc") or directory.is_relative_to("/sys"):
+            raise RefusedOutputError(
+                f"{path} cannot be written: directory {directory} takes no files ({error.strerror}); name another place"
+            ) from error
 
 
 def _check_existing(path: Path, kind: FileKind | None) -> None:

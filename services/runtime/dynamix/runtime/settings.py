@@ -8,6 +8,7 @@ import math
 import os
 import re
 import socket
+import ssl
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -17,6 +18,7 @@ from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
+from dynamix.runtime.input_files import check_regular, read_regular
 from dynamix.schemas.spelling import suggestion
 from dynamix.schemas.subjects import check_token
 
@@ -81,6 +83,7 @@ class SharedSettings(msgspec.Struct, frozen=True, kw_only=True):
                 check_token(token)
 
 
+MAX_PASSWORD_BYTES = 64 * 1024
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -188,7 +191,42 @@ def help_text(component: str, struct: type[msgspec.Struct]) -> str:
 
 def password_of(settings: BusSettings) -> str:
     """The password in force: the file's when one is named, read now. Raises OSError when the file cannot be read."""
-    return Path(settings.password_file).read_text().strip() if settings.password_file else settings.password
+    if not settings.password_file:
+        return settings.password
+    return read_regular(Path(settings.password_file), max_bytes=MAX_PASSWORD_BYTES).decode(errors="replace").strip()
+
+
+def tls_context(settings: BusSettings) -> ssl.SSLContext | None:
+    """What the broker's certificate is checked with; `None` without `ca_file`.
+
+    Raises:
+        ValueError: when the file holds no certificates; the text names it.
+    """
+    if not settings.ca_file:
+        return None
+    try:
+        check_regular(Path(settings.ca_file))
+        return ssl.create_default_context(cafile=settings.ca_file)
+    except OSError as error:
+        reason = "it holds no certificates" if isinstance(error, ssl.SSLError) else error.strerror
+        raise ValueError(
+            f"DYNAMIX_NATS_CA_FILE={settings.ca_file!r} cannot be used: {reason}; name a file of certificates (PEM)"
+        ) from error
+
+
+def check_bus(settings: BusSettings) -> None:
+    """Refuse what cannot work, before anything connects: see `check_url`, `tls_context`, and the password's file.
+
+    Raises:
+        ValueError: naming the setting, its value and the fix.
+    """
+    check_url(settings)
+    tls_context(settings)
+    try:
+        password_of(settings)
+    except OSError as error:
+        what = f"DYNAMIX_NATS_PASSWORD_FILE={settings.password_file!r} cannot be read: {error.strerror}"
+        raise ValueError(f"{what}; name a file that holds the password") from error
 
 
 def check_url(settings: BusSettings) -> None:

@@ -11,12 +11,17 @@ import signal
 import sys
 
 from dynamix.cli.errors import CommandError, explained
+from dynamix.cli.numbers import count, number, seed
 from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, add_option, add_png_argument, write_json
-from dynamix.schemas.messages.policies import DEFAULT_POLICY
+from dynamix.runtime.extensions import extension_names
+from dynamix.schemas.messages.policies import DEFAULT_POLICY, OUR_POLICIES
+from dynamix.schemas.spelling import suggestion
 
 from .plan import DemoPlan, variants
 
 DEFAULTS = DemoPlan()
+MAX_WINDOWS, MAX_PACE_S, MAX_SLOWDOWN = 100_000, 10.0, 1000.0
+"""Beyond these a typing error is more likely than a wish."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -24,12 +29,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", metavar="DIR", help="directory with Fashion-MNIST's four idx files")
     add_json_argument(parser)
     add_png_argument(parser, "write the picture (default: %(default)s)", default="dynamix-demo.png")
-    add_option(parser, "--policy", DEFAULT_POLICY, "what moves the adaptive global batch of the last run")
-    add_option(parser, "--target", DEFAULTS.target_accuracy, "held-out accuracy to reach")
-    add_option(parser, "--windows", DEFAULTS.min_windows, "least number of windows per run")
-    add_option(parser, "--pace", DEFAULTS.pace_s_per_sample, "seconds per sample of a rank")
-    add_option(parser, "--slowdown", DEFAULTS.slowdown, "how many times slower rank 3 is")
-    add_option(parser, "--seed", DEFAULTS.seed, "of the order of the samples and of the model's parameters")
+    what = "what moves the adaptive global batch of the last run"
+    add_option(parser, "--policy", DEFAULT_POLICY, what, type=_policy)
+    what = "held-out accuracy to reach"
+    add_option(parser, "--target", DEFAULTS.target_accuracy, what, type=number(0, 1, above=True))
+    what = "least number of windows per run"
+    add_option(parser, "--windows", DEFAULTS.min_windows, what, type=count(1, MAX_WINDOWS))
+    what = "seconds per sample of a rank"
+    add_option(parser, "--pace", DEFAULTS.pace_s_per_sample, what, type=number(0, MAX_PACE_S))
+    what = "how many times slower rank 3 is"
+    add_option(parser, "--slowdown", DEFAULTS.slowdown, what, type=number(0, MAX_SLOWDOWN, above=True))
+    what = "of the order of the samples and of the model's parameters"
+    add_option(parser, "--seed", DEFAULTS.seed, what, type=seed)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -55,6 +66,14 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"Picture: {arguments.png}", file=sys.stderr)
     write_json({"runs": [run.summary for run in runs]}, arguments.json)
     return 0 if all(run.summary.time_to_target_s is not None for run in runs) else 1
+
+
+def _policy(text: str) -> str:
+    """An argument's type: a policy that the demo's own arbitrator has; there is no other on its new broker."""
+    known = sorted({*OUR_POLICIES, *extension_names("dynamix.policies")})
+    if text not in known:
+        raise argparse.ArgumentTypeError(f"no policy is called {text[:64]!r}{suggestion(text[:64], known)}")
+    return text
 
 
 def _plan(arguments: argparse.Namespace) -> DemoPlan:

@@ -6,6 +6,7 @@ messages are real. Run by `dynamix demo` under torchrun; the plan comes as JSON 
 """
 
 import contextlib
+import os
 import sys
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dynamix.lab.workloads.datasets import fashion_mnist
+from dynamix.runtime.die_with_parent import die_with_parent, parent_of
 from dynamix.trainer import attach  # DYNAMIX
 
 from .plan import AttachArguments, DemoPlan, DemoStep
@@ -114,9 +116,19 @@ def _write(log: IO[bytes] | None, progress: DemoStep) -> None:
         log.flush()
 
 
+def end_with_demo(demo: int) -> None:
+    """Have the kernel end this rank when torchrun ends; end now if torchrun, the child of process `demo`, has ended."""
+    torchrun = os.getppid()
+    die_with_parent(torchrun)
+    if parent_of(torchrun) != demo:
+        os._exit(1)
+
+
 def main() -> None:
     """Join the process group that torchrun describes and train."""
-    plan, arguments, log_path = msgspec.json.decode(sys.argv[1], type=tuple[DemoPlan, AttachArguments, str])
+    types = tuple[DemoPlan, AttachArguments, str, int]
+    plan, arguments, log_path, demo = msgspec.json.decode(sys.argv[1], type=types)
+    end_with_demo(demo)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     try:

@@ -17,7 +17,7 @@ from msgspec import structs
 from dynamix.cli.services import SERVICES, ServiceProcess, bus_environment, wait_until_ready
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.bus.provision import provision
-from dynamix.runtime.embedded import EmbeddedServer
+from dynamix.runtime.embedded import DIE_WITH_PARENT, EmbeddedServer
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode_any
 from dynamix.schemas.messages import Applied, Message, Report
@@ -124,8 +124,9 @@ class _Demo(NamedTuple):
     async def _train(self, job: str, variant: Variant) -> list[DemoStep]:
         """Run the training script under torchrun until it ends; its own log. Raises TrainingFailedError."""
         progress_log, output = self.directory / f"{job}.jsonl", self.directory / f"{job}.log"
-        argument = msgspec.json.encode((self.plan, variant.arguments, str(progress_log))).decode()
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        argument = msgspec.json.encode((self.plan, variant.arguments, str(progress_log), os.getpid())).decode()
+        guard = [sys.executable, "-I", "-S", str(DIE_WITH_PARENT), str(os.getpid())]
+        command = [*guard, sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += [f"--nproc-per-node={self.plan.num_ranks}", "-m", "dynamix.cli.commands.demo.job", argument]
         with output.open("wb") as log:
             own = {"DYNAMIX_JOB": job, "DYNAMIX_TRAINER_POLICY": variant.policy}

@@ -8,6 +8,7 @@ by validation (time to the target against `rule`), scored on other seeds; judge 
 import argparse
 
 from dynamix.cli.errors import check_counts
+from dynamix.cli.numbers import number, seed
 from dynamix.cli.output import POLICY, add_json_argument, add_list, add_option, add_output_argument, output_directory
 from dynamix.cli.runs import add_data_argument
 
@@ -19,10 +20,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add_option(parser, "--scenarios", "train", "the train suite, or a directory", metavar="train|DIR")
     parser.add_argument("--policy", default="ppo", help="ppo, ppo-paper, or another name for ppo's preset")
-    add_option(parser, "--seed", 0, "of the learning")
+    add_option(parser, "--seed", 0, "of the learning", type=seed)
     add_output_argument(parser, POLICY, "default: POLICY-SEED.safetensors", streams=False)
     parser.add_argument("--episodes", type=int, help="to play (default: the preset's)")
-    parser.add_argument("--minutes", type=float, help="stop sooner, after this time; the same command continues")
+    parser.add_argument(
+        "--minutes", type=number(0, above=True), help="stop sooner, after this time; the same command continues"
+    )
     add_option(parser, "--workers", 2, "processes")
     add_data_argument(parser)
     parser.add_argument("--log", metavar="DIR", type=output_directory, help="write TensorBoard curves")

@@ -104,6 +104,8 @@ def _settings_given(arguments: argparse.Namespace) -> dict[str, Any]:
             raise MisuseError(f"--ppo {text!r}: write NAME=VALUE, for example clip_coef=0.1")
         try:
             given[name] = msgspec.json.decode(value)
+        except RecursionError:
+            raise MisuseError(f"--ppo {name}: the value is nested too deeply") from None
         except msgspec.DecodeError:
             given[name] = value
     return given

@@ -9,10 +9,13 @@ import asyncio
 import os
 
 from dynamix.cli.connection import connected, find
+from dynamix.cli.numbers import number
 from dynamix.cli.output import add_json_argument, write_result
 from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.log import configure as configure_log
 from dynamix.runtime.settings import BusSettings
+
+MAX_WAIT_S = 86_400.0
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -20,9 +23,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--replicas", type=int, choices=(1, 3, 5), help="copies of each stream in a cluster (default: as it is, or 1)"
     )
-    parser.add_argument(
-        "--wait", type=float, default=60.0, metavar="SECONDS", help="wait so long for the broker (default: %(default)g)"
-    )
+    what = "wait so long for the broker (default: %(default)g)"
+    parser.add_argument("--wait", type=number(0, MAX_WAIT_S), default=60.0, metavar="SECONDS", help=what)
     add_json_argument(parser)
 
 

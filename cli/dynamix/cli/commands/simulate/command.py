@@ -11,7 +11,8 @@ must run (`dynamix up`); the collectors of the virtual nodes are started here.
 import argparse
 from typing import TYPE_CHECKING
 
-from dynamix.cli.errors import MISUSED, MisuseError, explained
+from dynamix.cli.errors import MISUSED, MisuseError, explained, reading
+from dynamix.cli.numbers import seed
 from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, add_option, add_png_argument, write_json
 from dynamix.cli.progress import ProgressLine
 from dynamix.cli.runs import add_data_argument
@@ -25,7 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("scenario", metavar="SCENARIO", help="a scenario file, or a name such as train/mixed-8")
     add_option(parser, "--policy", "rule", "NAME[+track][:option=number,...][@SIZE]")
     parser.add_argument("--policy-file", metavar="FILE", help="of a learned policy, instead of a shipped one")
-    add_option(parser, "--seed", 0, "of weights, order of the data and disturbances")
+    add_option(parser, "--seed", 0, "of weights, order of the data and disturbances", type=seed)
     add_data_argument(parser)
     add_option(parser, "--device", "cpu", "where the gradients are computed")
     parser.add_argument("--windows", action="store_true", help="show a line for each window")
@@ -36,14 +37,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the job and show what came of it."""
-    if arguments.seed < 0:
-        raise MisuseError(f"--seed {arguments.seed}: it must not be negative")
     if arguments.bus and arguments.policy_file:
         raise MisuseError("--policy-file: on the bus, policies come from there (`dynamix policy import`)")
     from .simulation import plan
     from .view import show_summary
 
-    with explained(ValueError, exit_code=MISUSED):
+    with reading(arguments.scenario, exit_code=MISUSED), explained(ValueError, exit_code=MISUSED):
         planned = plan(arguments.scenario, arguments.policy, arguments.policy_file, seed=arguments.seed)
     simulation = _run(planned, arguments)
     show_summary(simulation, stderr=arguments.json == STANDARD_OUTPUT)

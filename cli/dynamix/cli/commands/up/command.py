@@ -11,6 +11,7 @@ import fcntl
 import os
 import shlex
 import signal
+import socket
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -86,6 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError(f"it runs already, as process {other.pid} at {other.url}: stop that one first")
     if os.environ.get("DYNAMIX_METRICS_PORT"):
         raise CommandError("DYNAMIX_METRICS_PORT is for one service, and three start here: use --metrics-port N")
+    _check_port(settings.port)
     configure_log("warning")
     store = Path(settings.store_dir) if settings.store_dir else _default_store(os.environ)
     connection_file = path(os.environ)
@@ -157,6 +159,17 @@ def _print_environment(environ: Mapping[str, str]) -> int:
     for key, value in bus_environment(found.settings).items():
         print(f"export {key}={shlex.quote(value)}")
     return 0
+
+
+def _check_port(port: int) -> None:
+    """Refuse a port that is taken or not ours to take, before anything starts; a server may still take it meanwhile."""
+    with socket.socket() as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind(("127.0.0.1", port))
+        except OSError as error:
+            what = f"--port {port}: 127.0.0.1:{port} cannot be listened on ({error.strerror})"
+            raise CommandError(f"{what}; stop what uses it, or name another port (0: a free one)") from error
 
 
 def _default_store(environ: Mapping[str, str]) -> Path:

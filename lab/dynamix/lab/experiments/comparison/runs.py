@@ -207,7 +207,7 @@ def _read(path: Path) -> tuple[dict[str, RunOutcome], int]:
 def _line(path: Path, number: int, text: bytes) -> LedgerLine:
     try:
         return msgspec.json.decode(text, type=LedgerLine)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise RefusedOutputError(
             f"{path}, line {number}, is no result ({error}): name another file, or remove this one"
         ) from error

@@ -56,7 +56,7 @@ def read_tuned(path: Path) -> Tuned:
         raise ValueError(f"{path} is missing: tune the baselines with `dynamix tune -o {path}`") from None
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path}: {error}; write it again with `dynamix tune -o {path}`") from error
 
 

@@ -20,7 +20,7 @@ from dynamix.runtime.bus import Bus, BusError, Identity
 from dynamix.runtime.health.heartbeat import send_heartbeats
 from dynamix.runtime.health.watchdog import Watchdog
 from dynamix.runtime.metrics import MetricsServer, ServiceMetrics
-from dynamix.runtime.settings import Loaded, check_url, help_text, load, node_name
+from dynamix.runtime.settings import Loaded, check_bus, help_text, load, node_name
 
 from .context import Context, StartError
 from .shown import COUNTERS, GAUGES, ServiceState
@@ -50,7 +50,7 @@ def run(service: str, settings_type: type[S], main: Main[S], arguments: Sequence
         return EXIT_OK
     try:
         loaded = load(service, settings_type, given)
-        check_url(loaded.bus)
+        check_bus(loaded.bus)
     except ValueError as error:
         sys.stderr.write(f"dynamix {service}: {error}\n")
         return EXIT_USAGE

@@ -16,7 +16,7 @@ import nats.errors
 from nats.aio.subscription import Subscription as NatsSubscription
 
 from dynamix.runtime.rate_limit import RateLimit
-from dynamix.runtime.settings import BusSettings, check_url, password_of, redact_url
+from dynamix.runtime.settings import BusSettings, check_bus, password_of, redact_url, tls_context
 
 from .client import Client, Handler
 from .errors import BusError, ConnectionClosedError, PermissionDeniedError
@@ -51,7 +51,7 @@ class BrokerConnection:
         self, settings: BusSettings, name: str, on_closed: Callable[[str], None] | None, *, while_waiting: str = ""
     ) -> None:
         """`while_waiting` follows the warning that there is no broker: what that means and how to fix it."""
-        check_url(settings)
+        check_bus(settings)
         self._while_waiting = while_waiting
         self.counters: dict[str, int] = dict.fromkeys(
             ("errors", "reconnects", "slow_consumer_drops", "permission_denials"), 0
@@ -196,8 +196,8 @@ class BrokerConnection:
     async def _connect(self) -> None:
         settings = self._settings
         options: dict[str, Any] = {}
-        if settings.ca_file:
-            options["tls"] = ssl.create_default_context(cafile=settings.ca_file)
+        if (tls := tls_context(settings)) is not None:  # read at each start: a new authority needs no other settings
+            options["tls"] = tls
         if self._user:
             options |= {"user": self._user, "password": self._password}
         await self._client.connect(
