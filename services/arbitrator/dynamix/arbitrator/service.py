@@ -8,7 +8,7 @@ from typing import Annotated, Protocol, TypeVar
 import msgspec
 from msgspec import Meta
 
-from dynamix.runtime.bus import BusMessage, StreamState
+from dynamix.runtime.bus import BusError, BusMessage, StreamState
 from dynamix.runtime.bus.service_bus import ServiceBus
 from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
@@ -20,6 +20,7 @@ from .deciding.action_store import ActionStore, ActionStoreError
 from .deciding.job_log import JobLog, Surroundings
 from .learned.policy_source import PolicySource
 from .learned.policy_store import PolicyBucket, PolicyReader
+from .shown import ShownDecisions
 
 
 class ArbitratorSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +46,23 @@ class ArbitratorBus(ServiceBus, ActionStore, Protocol):
 
 async def serve(context: Context[ArbitratorSettings, ArbitratorBus]) -> None:
     """Decide for every job until the context stops."""
-    await _Arbitrator(context).run()
+    shown = ShownDecisions(context.metrics)
+    following = asyncio.create_task(_follow_ends(context, shown), name="ends of jobs")
+    try:
+        await _Arbitrator(context, shown).run()
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+
+async def _follow_ends(context: Context[ArbitratorSettings, ArbitratorBus], shown: ShownDecisions) -> None:
+    """Only metrics need the ends of jobs: what goes wrong here ends no decisions."""
+    if not context.metrics.is_served:
+        return
+    try:
+        await shown.follow_ends(context.bus)
+    except BusError as error:
+        context.log.warning("metrics do not show how jobs end", reason=str(error))
 
 
 _MISTAKES = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
@@ -60,8 +77,11 @@ T = TypeVar("T")
 
 
 class _Arbitrator:
-    def __init__(self, context: Context[ArbitratorSettings, ArbitratorBus]) -> None:
+    def __init__(
+        self, context: Context[ArbitratorSettings, ArbitratorBus], shown: ShownDecisions | None = None
+    ) -> None:
         self._context = context
+        self._shown = shown or ShownDecisions(context.metrics)
         self._bus = context.bus
         cache = context.settings.policy_cache
         policies = PolicySource(PolicyReader(context.bus.objects, Path(cache) if cache else None))
@@ -105,10 +125,12 @@ class _Arbitrator:
 
     async def _fold_job(self, job: str, items: list[tuple[BusMessage, State]]) -> None:
         for message, state in items:
+            self._shown.record_state(state)
             try:
                 log = await self._log_of(job, state.generation, before=message.sequence)
                 if log is not None:
                     await log.add_state(message.sequence, state)
+                    self._shown.record_folded(state, log)
             except MalformedMessageError as error:
                 await self._context.dead_letter(message, str(error))
             except HALTING_ERRORS as error:
@@ -189,6 +211,7 @@ class _Arbitrator:
         is_foreseen = isinstance(error, (ActionStoreError, ValueError))
         self._logs.pop(job, None)
         self._keep_newest(self._halted, job, generation)
+        self._shown.record_halt(job, generation)
         self._context.count("halted")
         self._context.log.error(
             "no decisions for this job",

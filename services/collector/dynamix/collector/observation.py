@@ -54,7 +54,7 @@ class KernelObserver:
 
     def observe(self, report: Report, *, fresh: bool) -> Observation:
         """Observe the processes of a report; not of a late one, since /proc has moved on from its window."""
-        believed = [row for row in report.rows if self._believes(row)] if fresh else []
+        believed = [row for row in report.rows if self._believes(row, report)] if fresh else []
         at = WindowId(report.job, report.generation, report.window)
         processes = {row.pid: row for row in believed}  # each once, however many rows name it
         read = {pid: self._readings.process(row, at) for pid, row in processes.items()}
@@ -80,14 +80,21 @@ class KernelObserver:
             return "a process is not believed: see refused_pids"
         return self._kernel.window(report)
 
-    def _believes(self, row: RankRow) -> bool:
+    def _believes(self, row: RankRow, report: Report) -> bool:
         reason = reason_to_refuse(row, self._proc, self._context.settings.uids)
         if reason is None:
             return True
         self._context.count("refused_pids")
         if reason not in self._said and len(self._said) < MOST_SAID:
             self._said.add(reason)
-            self._context.log.warning("a reported process is not read", rank=row.rank, reason=reason)
+            self._context.log.warning(
+                "a reported process is not read",
+                job=report.job,
+                generation=report.generation,
+                window=report.window,
+                rank=row.rank,
+                reason=reason,
+            )
         return False
 
 

@@ -15,6 +15,7 @@ from dynamix.schemas.streams import FEED
 from .ebpf.probe import SocketProbe, open_probe
 from .ebpf.syscall import ProbeError
 from .observation import CollectorSettings, KernelObserver, Observer
+from .shown import ShownWindows
 from .window import metric_window, simulated_window
 
 _InFlight = tuple[Message, asyncio.Future[int]]
@@ -31,16 +32,19 @@ async def serve(context: Context[CollectorSettings, ServiceBus]) -> None:
     """
     probe = await asyncio.to_thread(_open_probe, context)
     context.counters["ebpf"] = int(isinstance(probe, SocketProbe))
+    shown = ShownWindows(context.metrics, probe if isinstance(probe, SocketProbe) else None)
     try:
-        await serve_observed(context, KernelObserver(context, probe))
+        await serve_observed(context, KernelObserver(context, probe), shown)
     finally:
         if isinstance(probe, SocketProbe):
             probe.close()
 
 
-async def serve_observed(context: Context[CollectorSettings, ServiceBus], observer: Observer) -> None:
+async def serve_observed(
+    context: Context[CollectorSettings, ServiceBus], observer: Observer, shown: ShownWindows | None = None
+) -> None:
     """Turn every report into a metric window and a state, with what an observer sees of its processes."""
-    collector = _Collector(context, observer)
+    collector = _Collector(context, observer, shown or ShownWindows(context.metrics))
     reports = subjects.of("report", subjects.ANY, context.node)
     durable = f"collector-{context.node}"
     async with context.bus.consume(FEED.name, [reports], start="new", durable=durable, max_batch=MAX_BATCH) as consumer:
@@ -68,9 +72,12 @@ def _open_probe(context: Context[CollectorSettings, ServiceBus]) -> SocketProbe 
 
 
 class _Collector:
-    def __init__(self, context: Context[CollectorSettings, ServiceBus], observer: Observer) -> None:
+    def __init__(
+        self, context: Context[CollectorSettings, ServiceBus], observer: Observer, shown: ShownWindows
+    ) -> None:
         self._context = context
         self._observer = observer
+        self._shown = shown
 
     async def collect(self, batch: list[BusMessage]) -> bool:
         """Publish what a batch of reports gives; only each job's newest report is recent enough to read /proc for.
@@ -100,6 +107,7 @@ class _Collector:
             await self._context.dead_letter(message, str(error))
             return []
         self._context.count("windows")
+        self._shown.record(window)
         send = self._context.bus.publish_bytes_soon
         return [(output, await send(*parcel)) for output, parcel in zip(outputs, packed, strict=True)]
 

@@ -15,6 +15,7 @@ from dynamix.schemas.messages import MetricWindow, Reward
 from dynamix.schemas.streams import FEED
 
 from .formula import Weights, reward_of
+from .shown import ShownRewards
 
 MAX_BATCH = 256
 """Windows that are rewarded without a pause, 65 us each for 8 ranks."""
@@ -29,6 +30,7 @@ class RewardSettings(Weights, frozen=True, kw_only=True):
 
 async def serve(context: Context[RewardSettings, ServiceBus]) -> None:
     """Turn every metric window of every job into rewards until the context stops."""
+    shown = ShownRewards(context.metrics)
     windows = subjects.of("window", subjects.ANY, subjects.ANY)
     durable = f"reward-{context.instance}"
     async with context.bus.consume(FEED.name, [windows], start="new", durable=durable, max_batch=MAX_BATCH) as consumer:
@@ -39,6 +41,8 @@ async def serve(context: Context[RewardSettings, ServiceBus]) -> None:
                 return
             await consumer.ack(batch[-1])
             context.count("rewards", len(rewards))
+            for reward in rewards:
+                shown.record(reward)
 
 
 async def _reward(context: Context[RewardSettings, ServiceBus], message: BusMessage) -> Reward | None:

@@ -78,6 +78,11 @@ class JobLog:
         """FEED sequence after which a restart continues to read."""
         return self._fold.watermark
 
+    @property
+    def stuck_share(self) -> float:
+        """Share of the ranks whose size is stuck at a bound; see `SizeWatch`."""
+        return 0.0 if self._watch is None else self._watch.stuck_share
+
     def check_inputs(self, feed: StreamState) -> None:
         """Continue after a gap if FEED no longer holds what follows the watermark.
 

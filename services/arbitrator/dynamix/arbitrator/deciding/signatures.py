@@ -59,6 +59,8 @@ class SizeWatch:
         self._at_low_W = self._at_high_W = np.zeros(job.world_size, dtype=np.int64)
         """Consecutive decisions at the lower bound, and at the upper one."""
         self._reported = False
+        self.stuck_share = 0.0
+        """Share of the ranks with a choice that are stuck now, at the bound where more are."""
 
     def observe_sizes(self, local_batch_sizes: Sequence[int]) -> Finding | None:
         """Observe a decision; the finding when enough sizes become stuck, once until they leave the bound."""
@@ -66,7 +68,7 @@ class SizeWatch:
         self._at_low_W = np.where(sizes_W <= self._low, self._at_low_W + 1, 0)
         self._at_high_W = np.where(sizes_W >= self._high_W, self._at_high_W + 1, 0)
         low, high = self._share(self._at_low_W), self._share(self._at_high_W)
-        share = max(low, high)
+        share = self.stuck_share = max(low, high)
         was_reported, self._reported = self._reported, share > STUCK_SHARE
         if was_reported or not self._reported:
             return None
@@ -91,9 +93,14 @@ def spread_signature(times: Sequence[float]) -> Finding | None:
     """Spread of one number, times to target or returns, between runs of one policy on one scenario."""
     if len(times) < MIN_RUNS:
         return None
-    variation = _in_deviations(pstdev(times), abs(fmean(times)))
+    variation = variation_between(times)
     text = f"the coefficient of variation between {len(times)} runs is {variation:.2f}"
     return Finding("spread-between-runs", variation, SPREAD, text) if variation > SPREAD else None
+
+
+def variation_between(times: Sequence[float]) -> float:
+    """Coefficient of variation; finite, and 0 where all are equal."""
+    return _in_deviations(pstdev(times), abs(fmean(times)))
 
 
 def value_signature(explained_variances: Sequence[float]) -> Finding | None:

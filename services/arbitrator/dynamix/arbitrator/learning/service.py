@@ -22,10 +22,11 @@ from dynamix.runtime.bus import (
     PermissionDeniedError,
     StreamMissingError,
 )
+from dynamix.runtime.metrics import Scrape
 from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode
-from dynamix.schemas.messages import Job
+from dynamix.schemas.messages import Job, Signature
 from dynamix.schemas.streams import JOBS
 from dynamix.schemas.subjects import check_token
 
@@ -36,6 +37,18 @@ from .updating import Lesson, Outcome
 
 NUM_KEPT_UPDATES = 4
 """Lessons for so many updates are kept while nothing can be stored on the bus."""
+
+COUNTERS = {
+    "generations": "generations of jobs that were learned from",
+    "generations_left_out": "generations that could not be learned from, with the reason in the log",
+    "generations_of_other_rewards": "of those, with rewards of another formula than the policy's",
+    "generations_without_last_rewards": "generations taken as cut off, since their last rewards did not come",
+    "updates": "versions stored",
+    "updates_refused": "versions that the bus did not take, and that are kept",
+}
+GAUGES = {"version": "newest version of the policy"}
+SIGNATURES: tuple[Signature, ...] = ("reward-plateau", "reward-collapse", "value-unexplained")
+"""What a learning curve may show."""
 
 A = TypeVarTuple("A")
 R = TypeVar("R")
@@ -100,6 +113,8 @@ class _Learner:
         self._returns: list[float] = []
         self._explained: list[float] = []
         self._signatures: set[str] = set()
+        context.metrics.declare(counters=COUNTERS, gauges=GAUGES)
+        context.metrics.add(self._show)
 
     async def run(self) -> None:
         await self._start()
@@ -243,6 +258,11 @@ class _Learner:
                 event = finding.event(job=policy, generation=0, window=episode, service="learner")
                 await self._context.bus.publish(event)
         self._signatures = {finding.signature for finding in found}
+
+    def _show(self, scrape: Scrape) -> None:
+        for signature in SIGNATURES:
+            found = int(signature in self._signatures)
+            scrape.gauge("signature", "1 while the learning curve looks like this failure", found, signature=signature)
 
     async def _in_process(self, work: Callable[[*A], R], *args: *A) -> R:
         """Run in the process that has torch: an update takes seconds and must not delay the heartbeat."""

@@ -53,7 +53,12 @@ class DeadLetters:
         logger.warning(
             "dead letter: %s",
             reason,
-            extra={"subject": dead.subject, "sequence": message.sequence, "suppressed": self._limit.suppressed(kind)},
+            extra={
+                "subject": dead.subject,
+                "sequence": message.sequence,
+                "job": job,
+                "suppressed": self._limit.suppressed(kind),
+            },
         )
         try:
             await self._bus.publish_bytes_soon(subjects.of("dead", kind, job), codec.encode(dead), identity)

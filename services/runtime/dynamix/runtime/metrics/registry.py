@@ -17,10 +17,14 @@ class ServiceMetrics:
 
     A service declares the counters that it may count, so that they are shown as 0 before: what appears with 1 is no
     increase to Prometheus.
+
+    Attributes:
+        is_served: whether anything may ask: what costs more than keeping the newest of something is left out otherwise.
     """
 
     def __init__(self, component: str = "") -> None:
         """Begin without any number; `component` is the service."""
+        self.is_served = False
         self._component = component
         self._sources: list[Source] = []
         self._counters: dict[str, str] = {}

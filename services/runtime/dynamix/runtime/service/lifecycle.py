@@ -109,6 +109,7 @@ class _Life(Generic[S]):
         if shared.metrics_port == 0:
             yield
             return
+        self._metrics.is_served = True
         async with MetricsServer(shared.metrics_host, shared.metrics_port, self._metrics, self._state.not_ready):
             yield
 

@@ -1,0 +1,168 @@
+"""What the arbitrator shows to Prometheus: where each job stands, how runs ended, how much they differed."""
+
+import re
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from dynamix.runtime.bus.service_bus import ServiceBus
+from dynamix.runtime.metrics import LabelTable, Scrape, ServiceMetrics
+from dynamix.schemas import subjects
+from dynamix.schemas.codec import MalformedMessageError, decode
+from dynamix.schemas.features import GLOBAL_INDEX, unpack_global
+from dynamix.schemas.messages import Job, State
+from dynamix.schemas.streams import JOBS
+
+from .deciding.job_log import JobLog
+from .deciding.run_times import RunTimes
+
+COUNTERS = {
+    "decided": "actions stored",
+    "adopted": "actions of another arbitrator, or of an earlier start, that were adopted",
+    "late_states": "states that came after their window was decided",
+    "halted": "generations of jobs without decisions, each with its reason in the log",
+    "refused_logs": "of those, since the stored actions cannot be trusted",
+    "size_stuck": "times that sizes began to be stuck at a bound",
+}
+GAUGES = {"jobs": "jobs held in memory"}
+COMPLETED, LEFT = "completed", "left"
+ENDS = (COMPLETED, LEFT, "stopped", "timeout", "error")
+MAX_OVER = 1000
+_STOPPED = ("KeyboardInterrupt", "SignalException")
+_TIMED_OUT = re.compile(r"\btim(ed|e)[ -]?out\b", re.IGNORECASE)
+"""gloo: `Timed out waiting 1800000ms for recv operation`; NCCL: `Watchdog caught collective operation timeout`."""
+
+
+@dataclass
+class JobStanding:
+    """Where one job stands."""
+
+    generation: int
+    window: int
+    """The newest of its states."""
+    began_s: float
+    """When the first state of that window came."""
+    window_s: float | None = None
+    """From one window to the next, the last time."""
+    decided_window: int = -1
+    global_batch_size: int | None = None
+    stuck_share: float = 0.0
+    halted: bool = False
+
+
+class ShownDecisions:
+    """Keeps where each job stands until it is asked for; without a port of metrics nothing is kept."""
+
+    def __init__(self, metrics: ServiceMetrics, clock: Callable[[], float] = time.monotonic) -> None:
+        self._metrics = metrics
+        self._clock = clock
+        self._jobs: LabelTable[str, JobStanding] = LabelTable(clock=clock)
+        self._over: LabelTable[str, int] = LabelTable(MAX_OVER, clock)
+        """The newest generation that has ended: its last states come after the end, from another stream."""
+        self._ends = Counter(dict.fromkeys(ENDS, 0))
+        self._runs = RunTimes()
+        metrics.declare(counters=COUNTERS, gauges=GAUGES)
+        metrics.add(self.show)
+
+    def record_state(self, state: State) -> None:
+        """Note that a state came."""
+        over = self._over.get(state.job)
+        if not self._metrics.is_served or (over is not None and state.generation <= over):
+            return
+        standing, now_s = self._jobs.get(state.job), self._clock()
+        if standing is None or standing.generation != state.generation:
+            standing = JobStanding(state.generation, state.window, now_s)
+        elif state.window > standing.window:
+            standing.window_s = (now_s - standing.began_s) / (state.window - standing.window)
+            standing.window, standing.began_s = state.window, now_s
+        self._jobs.record(state.job, standing)
+
+    def record_folded(self, state: State, log: JobLog) -> None:
+        """Note what was decided after a state, and how the run goes."""
+        if not self._metrics.is_served:
+            return
+        if state.node == log.job.nodes[0].node:  # every node's state has the same numbers of the whole job
+            features = unpack_global(state)
+            step_time_s, accuracy = (float(features[GLOBAL_INDEX[n]]) for n in ("step_time_s", "held_out_accuracy"))
+            time_s = 0.0 if np.isnan(step_time_s) else step_time_s * log.job.window_steps
+            self._runs.record_window(state.job, time_s, None if np.isnan(accuracy) else accuracy)
+        standing = self._jobs.get(state.job)
+        if standing is None:
+            return
+        if log.known is not None and log.known.action.generation == state.generation:
+            standing.decided_window = log.known.action.window
+            standing.global_batch_size = sum(log.known.action.local_batch_sizes)
+        standing.stuck_share = log.stuck_share
+
+    def record_halt(self, job: str, generation: int) -> None:
+        """Note that a generation is not decided."""
+        standing = self._jobs.get(job)
+        if standing is not None and standing.generation == generation:
+            standing.halted = True
+
+    def record_end(self, job: Job) -> None:
+        """Note that a run is over."""
+        end = class_of_end(job.end_reason)
+        self._ends[end] += 1
+        self._jobs.drop(job.job)
+        self._over.record(job.job, job.generation)
+        if end in {COMPLETED, LEFT}:
+            self._runs.end_run(job.job, job.policy)
+        else:
+            self._runs.forget_run(job.job)
+
+    async def follow_ends(self, bus: ServiceBus) -> None:
+        """Note the end of every run until the intake ends."""
+        async with bus.consume(JOBS.name, [subjects.of("job", subjects.ANY)], start="new") as consumer:
+            async for batch in consumer:
+                for message in batch:
+                    try:
+                        job = decode(Job, message.subject, message.payload)
+                    except MalformedMessageError:
+                        continue  # set aside where the specification is read for decisions
+                    if job.phase == "ended":
+                        self.record_end(job)
+
+    def show(self, scrape: Scrape) -> None:
+        """Show all that is kept."""
+        for entry in self._jobs.entries():
+            _show_job(scrape, entry.key, entry.value, entry.age_s)
+        for end, count in self._ends.items():
+            scrape.counter("jobs_ended", "runs that ended, by how", count, reason=end)
+        for kind, variation in self._runs.variations().items():
+            scrape.gauge(
+                "runs_variation_ratio",
+                "coefficient of variation of the times to a common held-out accuracy, newest runs of a name",
+                variation,
+                training_name=kind.name,
+                policy=kind.policy,
+            )
+        scrape.counter("jobs_not_shown", "jobs left out since too many are active", self._jobs.num_evicted)
+
+
+def class_of_end(reason: str) -> str:
+    """One of `ENDS` for what a job says of its end: labels must be few."""
+    if reason in {COMPLETED, LEFT}:
+        return reason
+    if reason.startswith(_STOPPED):
+        return "stopped"
+    return "timeout" if _TIMED_OUT.search(reason) else "error"
+
+
+def _show_job(scrape: Scrape, job: str, standing: JobStanding, age_s: float) -> None:
+    scrape.gauge("job_state_window", "newest window with a state", standing.window, training_job=job)
+    scrape.gauge("job_decided_window", "newest decided window, -1 for none", standing.decided_window, training_job=job)
+    scrape.gauge("job_state_age_seconds", "since the newest state of the job", age_s, training_job=job)
+    scrape.gauge(
+        "job_window_seconds", "from one window to the next, the last time", standing.window_s, training_job=job
+    )
+    scrape.gauge(
+        "job_decided_global_batch_size", "sum of the newest decided sizes", standing.global_batch_size, training_job=job
+    )
+    scrape.gauge(
+        "job_stuck_ratio", "share of ranks whose size is stuck at a bound", standing.stuck_share, training_job=job
+    )
+    scrape.gauge("job_halted", "1 while this generation is not decided", int(standing.halted), training_job=job)

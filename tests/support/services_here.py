@@ -1,0 +1,65 @@
+"""The services in this process, with what each would show to Prometheus."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import structlog
+
+from dynamix.arbitrator.service import ArbitratorSettings
+from dynamix.arbitrator.service import serve as serve_arbitrator
+from dynamix.collector.observation import CollectorSettings
+from dynamix.collector.service import serve as serve_collector
+from dynamix.reward.service import RewardSettings
+from dynamix.reward.service import serve as serve_reward
+from dynamix.runtime.bus import Bus
+from dynamix.runtime.health.watchdog import Watchdog
+from dynamix.runtime.metrics import ServiceMetrics
+from dynamix.runtime.service import Context
+from dynamix.runtime.service.shown import COUNTERS, GAUGES, ServiceState
+
+from .brokers import until
+from .control_plane import NODE
+
+SERVICES: dict[str, tuple[Any, Callable[[Any], Awaitable[None]]]] = {
+    "collector": (CollectorSettings(probe="tcp_info"), serve_collector),
+    "reward": (RewardSettings(), serve_reward),
+    "arbitrator": (ArbitratorSettings(), serve_arbitrator),
+}
+
+
+class ServiceHere:
+    """One service: its context, and what a scrape of it would show."""
+
+    def __init__(self, name: str, bus: Bus, settings: Any, watchdog: Watchdog) -> None:
+        metrics = ServiceMetrics(name)
+        metrics.is_served = True
+        metrics.declare(counters=COUNTERS, gauges=GAUGES)
+        self.context: Context[Any, Bus] = Context(
+            name, NODE, NODE, bus, settings, asyncio.Event(), structlog.stdlib.get_logger(), metrics=metrics
+        )
+        state = ServiceState(NODE, NODE, self.context.stop, watchdog)
+        state.bus, state.counters = bus, self.context.counters
+        metrics.add(state.show)
+        metrics.add(lambda scrape: metrics.show_counters(scrape, dict(self.context.counters)))
+
+    def scrape(self) -> str:
+        """What `/metrics` answers."""
+        return self.context.metrics.exposition("")[0].decode()
+
+
+@contextlib.asynccontextmanager
+async def services_here(bus: Bus, *names: str) -> AsyncIterator[dict[str, ServiceHere]]:
+    """Run services in this event loop until the end of the block, from when they read their streams."""
+    async with Watchdog(0.0) as watchdog:
+        running = {name: ServiceHere(name, bus, SERVICES[name][0], watchdog) for name in names}
+        tasks = [asyncio.ensure_future(SERVICES[name][1](one.context)) for name, one in running.items()]
+        try:
+            for one in running.values():
+                await until(lambda one=one: one.context.counters.get("ready"))
+            yield running
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
