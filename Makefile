@@ -63,7 +63,8 @@ $(FRAMEWORKS)/.installed: constraints-frameworks.txt $(STAMP)
 	echo "import site; site.addsitedir('$$($(BIN)/python $(PURELIB))')" >"$$($(FRAMEWORKS)/bin/python $(PURELIB))/base.pth"
 	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 	    -c constraints-frameworks.txt torch \
-	    accelerate lightning transformers wandb mlflow-skinny pandas pyarrow datasets webdataset torchdata
+	    accelerate lightning transformers wandb mlflow-skinny pandas pyarrow datasets webdataset torchdata \
+	    opentelemetry-sdk opentelemetry-exporter-otlp-proto-http
 	@touch $@
 
 gpu: venv ## what is marked gpu, on a machine that has one: clock, norms, half precision, memory, NCCL, torch.compile

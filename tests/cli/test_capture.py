@@ -17,13 +17,13 @@ from tests.support.brokers import ConfiguredServer, consumer_names
 from tests.support.devices import device_in, identity
 from tests.support.examples import applied, event, reward
 
+from dynamix.cli import source as source_module
 from dynamix.cli.commands.capture import command as command_module
-from dynamix.cli.commands.capture import source as source_module
-from dynamix.cli.commands.capture.source import Source
 from dynamix.cli.errors import CommandError
 from dynamix.cli.jobs import chosen
 from dynamix.cli.main import main
 from dynamix.cli.services import bus_environment
+from dynamix.cli.source import Source
 from dynamix.recording import capture
 from dynamix.recording.capture import CaptureReader, CutOffError, Record
 from dynamix.runtime.bus import Bus

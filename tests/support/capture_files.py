@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.support import examples
 
-from dynamix.cli.commands.capture.source import Source
+from dynamix.cli.source import Source
 from dynamix.recording.capture import CaptureEnd, CaptureHeader, CaptureWriter, EndReason, Fingerprint, Record
 from dynamix.runtime.bus import Bus
 from dynamix.schemas.codec import encode, message_id

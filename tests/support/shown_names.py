@@ -31,7 +31,8 @@ def shown_names() -> set[str]:
         decisions._runs.record_window(f"mnist-{number}", 1.0, 0.5)
         decisions._runs.end_run(f"mnist-{number}", "rule")
     context: Any = SimpleNamespace(
-        metrics=metrics, bus=SimpleNamespace(objects=None), settings=SimpleNamespace(policy="mine", jobs="*"))
+        metrics=metrics, bus=SimpleNamespace(objects=None), settings=SimpleNamespace(policy="mine", jobs="*")
+    )
     _Learner(context, SimpleNamespace())  # type: ignore[arg-type]
     return {
         sample.name

@@ -18,7 +18,7 @@ import torch
 from bench.hosts import Host, Hosts
 from bench.hosts.services import ClusterError, ClusterServices, end_of, node_of, services
 
-from dynamix.cli.commands.capture.source import Source
+from dynamix.cli.source import Source
 from dynamix.lab.workloads import Part, workload_named
 from dynamix.recording.capture import CaptureHeader, CaptureWriter
 from dynamix.runtime.bus import Bus

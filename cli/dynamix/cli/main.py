@@ -18,12 +18,18 @@ from .errors import CommandError
 
 DISTRIBUTION = "dynamix-batch"
 PACKAGE = "dynamix.cli.commands"
-EXTRAS = {"rich": "cli", "matplotlib": "cli", "torch": "train", "tensorboard": "learn"}
+EXTRAS = {
+    "rich": "cli",
+    "matplotlib": "cli",
+    "torch": "train",
+    "tensorboard": "learn",
+    **dict.fromkeys(("opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter"), "otel"),
+}
 """Packages that only some commands need, and the extra that brings them."""
 LEARN = "learn"
 """A command and its extra, which brings everything that it needs."""
 COMMANDS = (
-    *("demo", "up", "train", "top", "capture", "replay", "inspect"),
+    *("demo", "up", "train", "top", "capture", "replay", "inspect", "trace"),
     *("simulate", "learn", "evaluate", "tune", "calibrate", "policy", "provision", "doctor"),
 )
 """Folders of `dynamix.cli.commands`, in the order of `dynamix --help`."""

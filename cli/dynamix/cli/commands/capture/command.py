@@ -22,13 +22,12 @@ from dynamix.cli.errors import MisuseError, check_counts
 from dynamix.cli.jobs import find_job
 from dynamix.cli.output import Document, add_json_argument, add_output_argument, write_result, writing
 from dynamix.cli.progress import ProgressLine, stop_event
+from dynamix.cli.source import Source
 from dynamix.recording.capture import CaptureHeader, CaptureWriter, Record
 from dynamix.runtime.bus import Bus
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode
 from dynamix.schemas.messages import Report
-
-from .source import Source
 
 PLAIN_EVERY_S = 5.0
 FLUSH_EVERY_S = 5.0

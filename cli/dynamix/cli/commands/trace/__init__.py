@@ -1,0 +1,1 @@
+"""Send one OpenTelemetry trace per window of a job: report, window, action, applied."""
