@@ -139,6 +139,14 @@ class Host:
                 namespace.tc("qdisc", "delete", "dev", interface, "root")
         self._link = link
 
+    def cut(self) -> None:
+        """Pull the plug of its link at the switch, until `restore`: whatever is sent is lost, connections stay."""
+        self._switch.ip("link", "set", self.port, "down")
+
+    def restore(self) -> None:
+        """Plug its link in again."""
+        self._switch.ip("link", "set", self.port, "up")
+
     def set_cores(self, cores: float | None) -> None:
         """Give all its processes together so many seconds of processor per second; None: as many as there are.
 

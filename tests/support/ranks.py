@@ -9,14 +9,18 @@ import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from bench.hosts import Host
+from bench.hosts.namespace import Namespace
 
 TIMEOUT_S = 90.0
 _context = multiprocessing.get_context("forkserver")
@@ -34,6 +38,8 @@ class _RankStart(NamedTuple):
     directory: Path
     store: str
     environ: Mapping[str, str]
+    network: Namespace | None
+    timeout: timedelta | None
 
 
 class RankError(AssertionError):
@@ -46,20 +52,24 @@ def run_ranks(
     *args: Any,
     environ: Mapping[str, str] | None = None,
     store: str = "file",
+    hosts: Sequence[Host] = (),
+    timeout: timedelta | None = None,
 ) -> list[Any]:
     """Run `function(rank, *args)` in `world_size` processes of one gloo group; returns what they returned.
 
-    `store` is "file", or "tcp" for a TCPStore on a free port.
+    `store` is "file", or "tcp" for a TCPStore on a free port; `hosts` are where the ranks live, here when there are
+    none; `timeout` is the group's.
 
     Raises:
         RankError: when a rank raised or did not end in time.
     """
     with tempfile.TemporaryDirectory() as directory:
-        settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **(environ or {})}
+        settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0" if hosts else "lo", **(environ or {})}
         ends, processes = [], []
         for rank in range(world_size):
             ours, theirs = _context.Pipe(duplex=False)
-            start = _RankStart(rank, world_size, Path(directory), store, settings)
+            network = hosts[rank].namespace if hosts else None
+            start = _RankStart(rank, world_size, Path(directory), store, settings, network, timeout)
             process = _context.Process(target=_rank_main, args=(theirs, function, start, args))
             process.start()
             theirs.close()
@@ -98,10 +108,11 @@ def _rank_main(end: Connection, function: Callable[..., Any], start: _RankStart,
     multiprocessing.set_start_method("fork", force=True)  # workers of loaders as a script has them: forked, with torch
     torch.set_num_threads(1)
     try:
-        _join(start)
-        _send(end, ok=True, value=function(start.rank, *args))
-        dist.barrier()
-        dist.destroy_process_group()
+        with start.network.entered() if start.network else nullcontext():
+            _join(start)
+            _send(end, ok=True, value=function(start.rank, *args))
+            dist.barrier()
+            dist.destroy_process_group()
     except BaseException:  # noqa: BLE001 - the parent shows it
         _send(end, ok=False, value=traceback.format_exc())
     finally:
@@ -119,7 +130,9 @@ def _join(start: _RankStart) -> None:
         dist.init_process_group("gloo", store=store, rank=start.rank, world_size=start.world_size)
         return
     rendezvous = f"file://{start.directory}/store"
-    dist.init_process_group("gloo", init_method=rendezvous, rank=start.rank, world_size=start.world_size)
+    dist.init_process_group(
+        "gloo", init_method=rendezvous, rank=start.rank, world_size=start.world_size, timeout=start.timeout
+    )
 
 
 def _tcp_store(port_file: Path, rank: int, world_size: int) -> dist.TCPStore:

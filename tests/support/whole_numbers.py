@@ -44,6 +44,18 @@ class Heads(nn.Module):
         return torch.cat([head(inputs) for head in self.heads], dim=1)
 
 
+class Sometimes(Heads):
+    """A model of which one rank does not use a layer."""
+
+    def __init__(self, *, uses_all: bool) -> None:
+        super().__init__()
+        self.uses_all = uses_all
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        used = self.heads if self.uses_all else self.heads[1:]
+        return torch.cat([head(inputs) for head in used], dim=1)
+
+
 def whole_loss(outputs: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     return (outputs * factors).sum()
 

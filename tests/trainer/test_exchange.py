@@ -11,7 +11,16 @@ import pytest
 import torch
 from tests.support.ranks import run_ranks
 from tests.support.training import flat_parameters, offer
-from tests.support.whole_numbers import SIZES, Heads, Whole, attach, distributed, train_step, whole_loss
+from tests.support.whole_numbers import (
+    SIZES,
+    Heads,
+    Sometimes,
+    Whole,
+    attach,
+    distributed,
+    train_step,
+    whole_loss,
+)
 from torch import nn
 
 from dynamix.schemas.messages.allocation import EXACT, LOSSY_CODECS, Exchange
@@ -116,18 +125,6 @@ def test_the_parameters_of_all_ranks_are_the_same_bits_over_500_steps_of_changin
     first, *others = run_ranks(_changing, 3, 500)
     assert len(set(first)) == 500
     assert others == [first, first]
-
-
-class Sometimes(Heads):
-    """A model of which one rank does not use a layer."""
-
-    def __init__(self, *, uses_all: bool) -> None:
-        super().__init__()
-        self.uses_all = uses_all
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        used = self.heads if self.uses_all else self.heads[1:]
-        return torch.cat([head(inputs) for head in used], dim=1)
 
 
 KINDS: dict[str, tuple[Callable[[int], list[nn.Module]], dict[str, Any]]] = {

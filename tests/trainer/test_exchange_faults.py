@@ -1,6 +1,7 @@
 """What goes wrong in an exchange: as in an all-reduce, and never a hang beyond the group's time-out."""
 
 import os
+import signal
 import time
 from datetime import timedelta
 from typing import Any
@@ -52,23 +53,26 @@ def test_a_nan_ends_where_it_ends_without_codecs() -> None:
 
 
 def _dies(rank: int, exchange: Exchange) -> None:
-    """Rank 1 ends in the middle of its backward pass."""
+    """Rank 1 is killed in the middle of its backward pass."""
     group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
     model = DistributedDataParallel(Heads(), bucket_cap_mb=0.005, process_group=group)
     optimizer = torch.optim.SGD(model.parameters(), lr=2**-6)
     with attach(model, optimizer, Whole(), exchange=exchange, local_batch_size=4) as session:
         for batch in session.loader:
             if session.step_index == 4 and rank == 1:
-                next(iter(model.parameters())).register_hook(lambda _: os._exit(1))
+                next(iter(model.parameters())).register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
             train_step(session, model, optimizer, batch)
 
 
 @pytest.mark.parametrize(
     "exchange",
-    [Exchange(codec="int8"), Exchange(route="shares"), Exchange(every=3)],
-    ids=["int8", "shares", "local"],
+    [
+        *(Exchange(codec="int8"), Exchange(codec="rows"), Exchange(codec="sketch"), Exchange(route="shares")),
+        *(Exchange(every=3), Exchange(every=3, codec="int8")),
+    ],
+    ids=lambda exchange: exchange.label,
 )
-def test_a_rank_that_dies_in_mid_exchange_ends_the_others_with_an_error(exchange: Exchange) -> None:
+def test_a_rank_that_is_killed_in_mid_exchange_ends_the_others_with_an_error(exchange: Exchange) -> None:
     began = time.monotonic()
     with pytest.raises(RankError, match="rank 1: ended without a result") as caught:
         run_ranks(_dies, 3, exchange)

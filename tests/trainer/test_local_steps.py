@@ -12,7 +12,16 @@ import torch
 import torch.distributed as dist
 from tests.support.ranks import run_ranks
 from tests.support.training import flat_parameters, offer
-from tests.support.whole_numbers import SIZES, Heads, Whole, attach, distributed, train_step, whole_loss
+from tests.support.whole_numbers import (
+    SIZES,
+    Heads,
+    Sometimes,
+    Whole,
+    attach,
+    distributed,
+    train_step,
+    whole_loss,
+)
 from torch import nn
 from torch.utils.data import IterableDataset
 
@@ -194,6 +203,9 @@ def _changing(_rank: int, num_steps: int) -> list[tuple[bool, bytes]]:
             for inputs, factors in session.loader:
                 sizes = [drawn.choice([2, 8, 20]) for _ in range(2)]
                 exchange = msgspec.structs.replace(drawn.choice(exchanges), every=drawn.choice([1, 1, 2, 3, 16]))
+                if exchange.route == "shares" and drawn.random() < 0.7:
+                    shares = (drawn.random(), drawn.choice([0.0, 1.0]), 0.5)
+                    exchange = msgspec.structs.replace(exchange, shares=shares)
                 offer(session, [*sizes, 4], split=drawn.choice(["fixed", "tracking"]), exchange=exchange)
                 optimizer.zero_grad()
                 _loss(model(inputs), factors).backward()
@@ -219,18 +231,20 @@ def test_ranks_have_the_same_bits_wherever_they_are_averaged_over_500_steps_of_c
     assert sum(one != other for one, other in zip(first, others[0], strict=True)) > 50
 
 
-def _whole_local(_rank: int, kind: str) -> torch.Tensor:
-    """Parameters after rounds of 3 whose gradients do not depend on them: the mean is that of single steps."""
-    options: dict[str, Any] = {"exchange": Exchange(every=3)}
-    models: list[nn.Module] = [distributed(), distributed()] if kind == "two models" else [distributed()]
-    if kind == "accumulation":
+def _whole_local(rank: int, kind: str, exchange: Exchange) -> torch.Tensor:
+    """Parameters after 12 steps whose gradients do not depend on them: the mean of rounds is that of single steps."""
+    options: dict[str, Any] = {"exchange": exchange, "local_batch_size": 8}
+    models: list[nn.Module] = [distributed()]
+    if kind == "two models":
+        models += [distributed()]
+    elif kind == "one rank without a gradient":
+        models = [distributed(Sometimes(uses_all=rank == 0), find_unused_parameters=True)]
+    elif kind == "accumulation":
         options |= {"micro_batch_size": 3}
-    elif kind == "empty":
+    elif kind == "empty" and exchange != EXACT:
         options |= {"local_batch_size": (0, 16)}
-    elif kind == "single steps":
-        options |= {"exchange": EXACT, "local_batch_size": 8}
     optimizers = [torch.optim.SGD(model.parameters(), lr=2**-6) for model in models]
-    with attach(models, optimizers, Whole(), **({"local_batch_size": 8} | options)) as session:  # type: ignore[arg-type]
+    with attach(models, optimizers, Whole(), **options) as session:  # type: ignore[arg-type]
         for inputs, factors in session.loader:
             for model in models:
                 loss = whole_loss(model(inputs), factors)
@@ -246,13 +260,13 @@ def _whole_local(_rank: int, kind: str) -> torch.Tensor:
     return torch.stack([flat_parameters(model) for model in models])
 
 
-@pytest.mark.parametrize("kind", ["plain", "two models", "accumulation", "empty"])
+@pytest.mark.parametrize("kind", ["plain", "two models", "accumulation", "empty", "one rank without a gradient"])
 def test_where_gradients_do_not_depend_on_parameters_local_steps_are_single_ones(kind: str) -> None:
-    expected = run_ranks(_whole_local, 2, "single steps")[0][0]
-    found, other = run_ranks(_whole_local, 2, kind)
-    assert torch.equal(found, other)
-    for parameters in found:
-        assert torch.equal(parameters, expected)
+    expected = run_ranks(_whole_local, 2, kind, EXACT)[0]
+    assert expected.abs().max() > 0
+    for exchange in (Exchange(every=3), Exchange(every=3, codec="rows")):
+        for found in run_ranks(_whole_local, 2, kind, exchange):
+            assert torch.equal(found, expected)
 
 
 def _tracked(rank: int) -> tuple[tuple[int, ...], list[float]]:

@@ -1,5 +1,7 @@
 """The collectives of the job: on a gloo group of their own, so that they never mix with the user's.
 
+Its time-out is that of the script's default group: torch would give it half an hour, whatever the script said.
+
 Two per window, a few hundred bytes each: one gather at its end, one broadcast `margin` steps before the next boundary.
 Both are posted at the end of one step and taken at the end of the next, when they are long done: no rank waits for the
 slowest where it would not have waited anyway. They are the group's own methods: those of torch.distributed check their
@@ -17,6 +19,7 @@ import torch.distributed as dist
 
 from dynamix.schemas.messages.allocation import Allocation
 from dynamix.trainer.communication.lent import LentTensor, keep_for_ever
+from dynamix.trainer.communication.pipeline import timeout_of
 from dynamix.trainer.data.orders import Order
 from dynamix.trainer.measurement.rows import NUM_COLUMNS, Row
 
@@ -34,7 +37,9 @@ class Collectives:
     def __init__(self) -> None:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        self._group: dist.ProcessGroup | None = dist.new_group(backend="gloo")
+        whole = dist.group.WORLD
+        assert whole is not None, "the ranks have no group"
+        self._group: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=timeout_of(whole))
         self._rows = torch.empty(self.world_size, NUM_COLUMNS, dtype=torch.float64)
         self._lent_rows = [LentTensor(row) for row in self._rows.unbind()]
         self._mine = LentTensor(torch.empty(NUM_COLUMNS, dtype=torch.float64))
