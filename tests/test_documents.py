@@ -79,7 +79,7 @@ def test_every_module_and_command_that_is_named_exists(document: str) -> None:
         spec = find_spec(name)
         assert spec is not None, name
         assert spec.submodule_search_locations is None or find_spec(f"{name}.__main__") is not None, name
-    for name in set(re.findall(r"(?:`|^ *)dynamix ([a-z]+)", text, flags=re.MULTILINE)):
+    for name in set(re.findall(r"(?:`|^ *)dynamix ([a-z][a-z-]*)", text, flags=re.MULTILINE)):
         assert name in COMMANDS, f"dynamix {name}"
 
 

@@ -23,8 +23,9 @@ from bench.hosts import Host
 from bench.hosts.namespace import Namespace
 
 TIMEOUT_S = 90.0
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
+START = multiprocessing.get_context("forkserver")
+"""Starts processes that have imported torch already."""
+START.set_forkserver_preload(
     [
         *("torch", "torch.distributed", "torch.utils.data", "torch._dynamo", "torch.distributed.fsdp"),
         *("dynamix.trainer", "tests.support.frozen"),
@@ -67,10 +68,10 @@ def run_ranks(
         settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0" if hosts else "lo", **(environ or {})}
         ends, processes = [], []
         for rank in range(world_size):
-            ours, theirs = _context.Pipe(duplex=False)
+            ours, theirs = START.Pipe(duplex=False)
             network = hosts[rank].namespace if hosts else None
             start = _RankStart(rank, world_size, Path(directory), store, settings, network, timeout)
-            process = _context.Process(target=_rank_main, args=(theirs, function, start, args))
+            process = START.Process(target=_rank_main, args=(theirs, function, start, args))
             process.start()
             theirs.close()
             ends.append(ours)

@@ -215,9 +215,9 @@ def test_owners_have_ranges_in_proportion_to_their_shares() -> None:
     assert [tuple(each) for each in ranges] == [(0, 5000), (5000, 5000), (5000, 6000), (6000, 10_000)]
     assert [each.length for each in owned_ranges(7, Member(0, 3))] == [2, 3, 2]
     assert [each.length for each in owned_ranges(7, Member(0, 3), 4)] == [4, 0, 3]
-    with pytest.raises(ValueError, match="one per rank, none negative, not all 0"):
+    with pytest.raises(ValueError, match="one for each, none negative, not all 0"):
         owned_ranges(7, Member(0, 3, (1, 1)))
-    with pytest.raises(ValueError, match="one per rank, none negative, not all 0"):
+    with pytest.raises(ValueError, match="one for each, none negative, not all 0"):
         owned_ranges(7, Member(0, 2, (0, 0)))
 
 

@@ -29,10 +29,10 @@ EXTRAS = {
 LEARN = "learn"
 """A command and its extra, which brings everything that it needs."""
 COMMANDS = (
-    *("demo", "up", "train", "top", "capture", "replay", "inspect", "trace"),
+    *("demo", "up", "train", "serve-gradients", "top", "capture", "replay", "inspect", "trace"),
     *("simulate", "learn", "evaluate", "tune", "calibrate", "policy", "provision", "doctor"),
 )
-"""Folders of `dynamix.cli.commands`, in the order of `dynamix --help`."""
+"""Folders of `dynamix.cli.commands`, with '_' for '-', in the order of `dynamix --help`."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -91,7 +91,7 @@ def execute(name: str, arguments: Sequence[str]) -> int:
     """Import the command's module, parse its arguments, run it."""
     from .output import check_distinct  # noqa: PLC0415 - msgspec: only once a command runs
 
-    module = importlib.import_module(f"{PACKAGE}.{name}.command")
+    module = importlib.import_module(f"{PACKAGE}.{name.replace('-', '_')}.command")
     parser = Parser(prog=f"dynamix {name}", description=module.__doc__)
     module.configure(parser)
     parsed = parser.parse_args(arguments)
@@ -143,7 +143,7 @@ def overview() -> str:
 
 def summary(name: str) -> str:
     """What a command does, in a line: how the docstring of its folder begins."""
-    return (importlib.import_module(f"{PACKAGE}.{name}").__doc__ or "").partition("\n")[0].rstrip(".")
+    return (importlib.import_module(f"{PACKAGE}.{name.replace('-', '_')}").__doc__ or "").partition("\n")[0].rstrip(".")
 
 
 if __name__ == "__main__":

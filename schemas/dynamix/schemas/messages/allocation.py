@@ -35,6 +35,9 @@ LOSSY_CODECS = frozenset({"bf16", "fp16", "int8"})
 ROUTES = ("all-reduce", "shares")
 """In such an order too. `shares`: each rank sums up its share of a bucket and sends it to all others."""
 
+SERVERS = "servers"
+"""The route of jobs that were started with gradient servers: they and the ranks sum up shares. Nothing decides it."""
+
 NAMED_OPTIONS = {"codec": EXCHANGE_CODECS, "route": ROUTES}
 """Options of policies whose numbers have names."""
 
@@ -48,7 +51,8 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fa
     """Name of the gradient codec; `none` sends gradients as they are."""
     route: Token = "all-reduce"
     shares: Shares = ()
-    """Who sums up how much of a bucket under the route `shares`; equal shares where there are none."""
+    """Who sums up how much of a bucket under the route `shares`; equal shares where there are none. Under the route
+    `servers` those of the servers follow those of the ranks."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for shares that divide nothing."""

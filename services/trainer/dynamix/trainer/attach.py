@@ -16,6 +16,7 @@ from dynamix.schemas.messages.allocation import EXACT, Exchange, ExchangePermiss
 from dynamix.schemas.messages.policies import DEFAULT_POLICY, SPLIT_POLICY, GlobalBatch
 
 from .arguments.checks import policy_options_of, sizes_of, whole_number
+from .communication.gradient_servers import GradientServers
 from .communication.job_exchange import JobExchange
 from .communication.lent import forget_imports
 from .data.division import Division
@@ -46,6 +47,7 @@ from .job.options import (
     fewest_samples,
 )
 from .job.policy_name import warn_of_policy
+from .job.served_exchange import served_exchange
 from .local_steps.rounds import LocalSteps
 from .loggers.delivery import Loggers, MetricLogger, find_loggers
 from .loggers.history import MetricHistory
@@ -189,12 +191,12 @@ def attach(
     world_size = world_size_of(models, environment.launch.world_size)
     averaging = averaging_of(models, weighting, world_size)
     forget_imports()
+    exchange, servers = served_exchange(exchange, environment.trainer.gradient_servers)
     check_loader_options(loader_options, look_ahead, attach.__annotations__)
     check_hook_options(averaging, len(models), codec, base_hook, noise_metric)
     check_exchange_options(averaging, exchange, codec, base_hook)
     check_local_options(exchange, optimizers, counts_in_batches=count_tokens is not None)
     sizes = sizes_of(local_batch_size, world_size)
-    find_codec(codec)
     metric_loggers = Loggers(find_loggers(loggers, rank=dist.get_rank() if world_size > 1 else 0))
     lower, upper = bounds_of(
         *(sizes, global_batch, (min_local_batch_size, max_local_batch_size)),
@@ -226,6 +228,7 @@ def attach(
         codec=codec,
         exchange="exact" if isinstance(exchange, Exchange) else exchange,
         fixed_exchange=exchange if isinstance(exchange, Exchange) else None,
+        gradient_servers=servers,
         supports_exchange=averaging == "hook" and base_hook is None and codec == EXACT.codec,
         table_share=table_share(models),
     )
@@ -261,7 +264,8 @@ def attach(
         times_split=averaging == "hook",
     )
 
-    exchanges = JobExchange(run.schedule, met.place.rank, world_size, is_decided=options.supports_exchange)
+    gradient_servers = GradientServers(servers, met.identity.job, met.place.rank, world_size)
+    exchanges = JobExchange(run.schedule, gradient_servers, is_decided=options.supports_exchange)
     adaptive = weakref.WeakSet(optimizers if noise_metric == "adam" else ())  # a session ends with its last name
 
     def make_hook(covered: DistributedDataParallel, weights: StepWeights) -> GradientHook:
@@ -291,10 +295,12 @@ def attach(
         weighs_alone=averaging == "none" and (accumulates or reduction == "sum"),
     )
     schedulers = Schedulers()
-    warns = global_batch == "adaptive" and met.place.rank == 0
     updates = Updates(
         loader=loader,
-        before_update=_before_update(loader, clock, covered_models, schedulers, warns=warns),
+        before_update=_before_update(
+            *(loader, clock, covered_models, schedulers),
+            warns=global_batch == "adaptive" and met.place.rank == 0,
+        ),
         factor=lambda samples: FACTORS[learning_rate_rule](samples / run.options.base_global_batch_size),
         warns=met.place.rank == 0,
     )

@@ -24,6 +24,8 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Overrules the policy that the script names."""
     outbox_messages: int = 256
     """Messages kept while the bus is away; beyond it the oldest report is given up."""
+    gradient_servers: str = ""
+    """Addresses of gradient servers, HOST:PORT with commas between them: they sum the job's gradients."""
     close_timeout_s: float = 2.0
     """How long the end of the training may wait for the last messages to leave."""
 

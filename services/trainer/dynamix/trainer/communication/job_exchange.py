@@ -8,6 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dynamix.schemas.messages.allocation import EXACT, LOSSY_CODECS, Exchange
 from dynamix.trainer.data.schedule import Schedule
 
+from .gradient_servers import GradientServers
 from .model_exchange import ModelExchange, StepExchange
 from .pipeline import Pipeline, timeout_of
 
@@ -15,11 +16,12 @@ from .pipeline import Pipeline, timeout_of
 class JobExchange:
     """What decisions say about how gradients travel, step by step."""
 
-    def __init__(self, schedule: Schedule, rank: int, world_size: int, *, is_decided: bool) -> None:
-        """`is_decided` says whether the schedule's exchanges are to be carried out here."""
-        self.world_size = world_size
+    def __init__(self, schedule: Schedule, servers: GradientServers, *, is_decided: bool) -> None:
+        """`is_decided` says whether the schedule's exchanges are to be carried out here, for the ranks of `servers`."""
+        self._servers = servers
+        self.world_size = world_size = servers.num_ranks
         self._schedule = schedule
-        self.rank = rank
+        self.rank = servers.rank
         self._is_decided = is_decided and world_size > 1
         self._timeout: timedelta | None = None
         self._pipeline: Pipeline | None = None
@@ -30,7 +32,7 @@ class JobExchange:
         """What sends the buckets of a model; its group's time-out is that of the exchange."""
         self._timeout = self._timeout or timeout_of(model.process_group)
         keys = {parameter: name for name, parameter in model.module.named_parameters()}
-        return ModelExchange(self.rank, self.world_size, keys, self.pipeline)
+        return ModelExchange(self.rank, self.world_size, keys, self.pipeline, len(self._servers.addresses))
 
     def ruling(self, step: int) -> StepExchange | None:
         """What rules a step, `None` for DDP's own all-reduce; a collective call where it is the first one that rules.
@@ -49,7 +51,7 @@ class JobExchange:
     def connect(self) -> None:
         """Make the pipeline where there is none yet; a collective."""
         if self._pipeline is None:
-            self._pipeline = Pipeline(self._timeout)
+            self._pipeline = Pipeline(self._timeout, self._servers)
             self.on_connect()
 
     def at(self, step: int) -> Exchange:

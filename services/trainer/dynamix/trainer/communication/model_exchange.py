@@ -6,9 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dynamix.schemas.messages.allocation import Exchange
+from dynamix.schemas.messages.allocation import SERVERS, Exchange
 from dynamix.trainer.exchange.codec import BucketView, ErrorFeedbackCodec, ExchangeCodec, Member
 from dynamix.trainer.exchange.collectives import Leg, Sum
+from dynamix.trainer.exchange.owners import balanced_shares
 from dynamix.trainer.exchange.registry import exchange_codec
 
 from .pipeline import Pipeline, UnderWay
@@ -26,12 +27,18 @@ class ModelExchange:
     """Sends the buckets of one model as the ruling exchange says."""
 
     def __init__(
-        self, rank: int, world_size: int, keys: Mapping[Tensor, str], pipeline: Callable[[], Pipeline]
+        self,
+        rank: int,
+        world_size: int,
+        keys: Mapping[Tensor, str],
+        pipeline: Callable[[], Pipeline],
+        num_servers: int = 0,
     ) -> None:
         """`keys` names the parameters; `pipeline` is asked for whenever something is sent."""
         self.keys = keys
         self._rank = rank
         self._world_size = world_size
+        self._num_servers = num_servers
         self._pipeline = pipeline
         self._codecs: dict[str, ExchangeCodec] = {}
         self._ruling: StepExchange | None = None
@@ -40,7 +47,7 @@ class ModelExchange:
     def begin(self, ruling: StepExchange) -> None:
         """Let an exchange rule the buckets that follow."""
         if self._ruling is None or ruling.exchange != self._ruling.exchange:
-            self._member = member_of(ruling.exchange, self._rank, self._world_size)
+            self._member = member_of(ruling.exchange, self._rank, self._world_size, self._num_servers)
         self._ruling = ruling
 
     def send(self, bucket: BucketView) -> "UnderWay | HostCopy":
@@ -88,8 +95,11 @@ class ModelExchange:
         return self._codecs[name]
 
 
-def member_of(exchange: Exchange, rank: int, world_size: int) -> Member:
+def member_of(exchange: Exchange, rank: int, world_size: int, num_servers: int = 0) -> Member:
     """This rank in an exchange: without a route over owners it has no shares."""
+    if exchange.route == SERVERS:
+        shares = exchange.shares or balanced_shares((1.0,) * world_size, (1.0,) * num_servers)
+        return Member(rank, world_size, shares, num_servers)
     if exchange.route != "shares":
         return Member(rank, world_size)
     return Member(rank, world_size, exchange.shares or (1.0,) * world_size)

@@ -4,6 +4,9 @@ The first collective of a bucket runs in the first lane, all that follow in the 
 come back, the next bucket is already on its way. Both lanes take buckets in the order in which the training thread
 sends them, which is that of the backward pass and so the same on all ranks. Nothing ever waits in a callback of a
 process group. One thread with one group would send in one direction at a time.
+
+Where gradient servers take part, each lane has one more group, with them; what they do not take part in stays in the
+ranks' own.
 """
 
 import contextlib
@@ -11,12 +14,14 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from queue import SimpleQueue
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from dynamix.trainer.exchange.collectives import Collective, Leg, Sum, Trade, Union
 
+from .gradient_servers import GradientServers, ServedGroup
 from .lent import LentTensor, keep_for_ever
 
 CLOSE_S = 2.0
@@ -51,14 +56,39 @@ class UnderWay:
 _Task = tuple[Leg, UnderWay]
 
 
+class _LaneGroups(NamedTuple):
+    """The process groups of a lane."""
+
+    own: dist.ProcessGroup
+    """The ranks' own."""
+    served: ServedGroup | None
+    """With the servers behind them."""
+
+    def carry_out(self, collective: Collective) -> None:
+        """Carry out a collective in the group that it is for, and wait for it."""
+        if not isinstance(collective, Trade) or collective.served is None:
+            perform(collective, self.own)
+            return
+        assert self.served is not None, "there are no servers"
+        perform(collective, self.served.trade(collective, collective.served))
+
+
 class Pipeline:
     """Two lanes with a process group each; all ranks make it at the same point and send the same legs to it."""
 
-    def __init__(self, timeout: timedelta | None = None) -> None:
-        """A collective call; `timeout` is that of the groups, torch's own when not given."""
+    def __init__(self, timeout: timedelta | None = None, servers: GradientServers | None = None) -> None:
+        """A collective call; `timeout` is that of the groups, torch's own when not given.
+
+        Raises:
+            RuntimeError: when a server cannot be reached, or does not join.
+        """
         groups = [dist.new_group(backend="gloo", timeout=timeout) for _ in range(2)]
-        self._second = _Lane("second", groups[1], _finish)
-        self._first = _Lane("first", groups[0], _begin_and_pass_on(self._second))
+        served: list[ServedGroup] | list[None] = [None, None]
+        if servers is not None and servers.addresses:
+            served = servers.meet(lambda number: _of_rank_0(number, groups[0]), timeout)
+        lanes = [_LaneGroups(own, each) for own, each in zip(groups, served, strict=True)]
+        self._second = _Lane("second", lanes[1], _finish)
+        self._first = _Lane("first", lanes[0], _begin_and_pass_on(self._second))
 
     def send(self, leg: Leg) -> UnderWay:
         """Carry out a leg behind all that were sent before it."""
@@ -75,10 +105,10 @@ class Pipeline:
 class _Lane:
     """A thread that works on tasks in their order, with a process group of its own."""
 
-    def __init__(self, name: str, group: dist.ProcessGroup, work: Callable[[_Task, dist.ProcessGroup], None]) -> None:
-        self._group: dist.ProcessGroup | None = group
+    def __init__(self, name: str, groups: _LaneGroups, work: "_Work") -> None:
+        self._groups: _LaneGroups | None = groups
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
-        arguments = (self._tasks, group, work)
+        arguments = (self._tasks, groups, work)
         self._thread = threading.Thread(
             target=_run_lane, args=arguments, name=f"dynamix exchange {name}", daemon=True
         )  # a daemon: a process that fails must not wait for a rank that is gone
@@ -89,55 +119,58 @@ class _Lane:
         self._tasks.put(task)
 
     def close(self) -> None:
-        """End the thread behind its last task, and leave the group."""
-        group, self._group = self._group, None
-        if group is None:
+        """End the thread behind its last task, and leave the groups."""
+        groups, self._groups = self._groups, None
+        if groups is None:
             return
         self._tasks.put(None)
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
-            keep_for_ever(group)
+            keep_for_ever(groups)
             return
         with contextlib.suppress(ValueError):  # the script has destroyed it, with all others
-            dist.destroy_process_group(group)
+            dist.destroy_process_group(groups.own)
 
 
-def _run_lane(
-    tasks: SimpleQueue[_Task | None], group: dist.ProcessGroup, work: Callable[[_Task, dist.ProcessGroup], None]
-) -> None:
+_Work = Callable[[_Task, _LaneGroups], None]
+
+
+def _run_lane(tasks: SimpleQueue[_Task | None], groups: _LaneGroups, work: _Work) -> None:
     """What a lane's thread does; after the first failure every task fails with it: ranks are no longer in step."""
     failure: BaseException | None = None
     while (task := tasks.get()) is not None:
         leg, under_way = task
         if failure is None:
             try:
-                work(task, group)
+                work(task, groups)
             except BaseException as error:  # noqa: BLE001 - the training thread raises it
                 failure = error
         if failure is not None:
             leg.close()
             under_way.finish(failure)
         del task, leg, under_way  # else they live until the next task comes
+    if failure is None and groups.served is not None:
+        groups.served.leave()
 
 
-def _begin_and_pass_on(second: _Lane) -> Callable[[_Task, dist.ProcessGroup], None]:
-    def begin(task: _Task, group: dist.ProcessGroup) -> None:
+def _begin_and_pass_on(second: _Lane) -> _Work:
+    def begin(task: _Task, groups: _LaneGroups) -> None:
         """Carry out a leg's first collective, and leave the rest to the second lane."""
         first = next(task[0], None)
         if first is None:
             task[1].finish()
             return
-        perform(first, group)
+        groups.carry_out(first)
         second.put(task)
 
     return begin
 
 
-def _finish(task: _Task, group: dist.ProcessGroup) -> None:
+def _finish(task: _Task, groups: _LaneGroups) -> None:
     """Carry out all further collectives of a leg."""
     leg, under_way = task
     for collective in leg:
-        perform(collective, group)
+        groups.carry_out(collective)
     under_way.finish()
 
 
@@ -162,3 +195,10 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
             timeout: timedelta = group._get_backend(device).options._timeout  # noqa: SLF001 - no public name
             return timeout
     return None
+
+
+def _of_rank_0(number: int, group: dist.ProcessGroup) -> int:
+    """Rank 0's number."""
+    lent = LentTensor(torch.tensor([number]))
+    group.broadcast(lent.alias, 0).wait()
+    return int(lent.tensor.item())

@@ -21,8 +21,11 @@ class Member(NamedTuple):
     shares: tuple[float, ...] = ()
     """By rank, at least one above 0 and none below, in any unit; empty for the all-reduce, where nothing is owned.
 
-    A codec that needs owners in any case takes equal ones where this is empty.
+    A codec that needs owners in any case takes equal ones where this is empty. Behind those of the ranks are those of
+    the servers.
     """
+    num_servers: int = 0
+    """Gradient servers, which own parts of a bucket too, and have no gradient."""
 
 
 class BucketPart(NamedTuple):

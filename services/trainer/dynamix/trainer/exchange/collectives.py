@@ -4,6 +4,7 @@ A generator of collectives never touches a process group, so the same code runs 
 virtual cluster and in tests without processes. Its driver carries out what it yields, in place, and resumes it.
 """
 
+import itertools
 from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
@@ -29,17 +30,40 @@ class Largest(NamedTuple):
     tensor: Tensor
 
 
+_numbers = itertools.count()
+
+
+class ServedSum(NamedTuple):
+    """What gradient servers make of the pieces that they get in one trade and give back in another."""
+
+    number: int
+    """The same in both trades of a rank, and in no others of it."""
+    sizes: tuple[int, ...]
+    """Elements that each server gets from every rank, of the type of the tensors that are traded."""
+    width: int = 0
+    """Bits of the cells that the pieces hold, which are added modulo 2^width; 0 for numbers of the tensors' type."""
+
+    @classmethod
+    def make(cls, sizes: Sequence[int], width: int = 0) -> "ServedSum | None":
+        """A new one; `None` where there are no servers."""
+        return cls(next(_numbers), tuple(sizes), width) if sizes else None
+
+
 class Trade(NamedTuple):
     """All-to-all: rank r's piece of `sent` goes to rank r, and what came from it is its piece of `received`.
 
     Pieces lie behind each other in rank order, in elements of the first dimension; both tensors are contiguous and of
-    one type. A piece may be empty.
+    one type. A piece may be empty. Behind those of the ranks are those of the gradient servers, if they take part.
     """
 
     received: Tensor
     sent: Tensor
     received_sizes: list[int]
     sent_sizes: list[int]
+    served: ServedSum | None = None
+    """What servers do with it, where they take part."""
+    is_answer: bool = False
+    """Whether they send the sums of an earlier trade."""
 
 
 Collective = Sum | Union | Largest | Trade

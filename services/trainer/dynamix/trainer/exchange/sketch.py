@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .codec import BucketPart, BucketView, Member
-from .collectives import Collective, Leg, Trade, Union
+from .collectives import Collective, Leg, ServedSum, Trade, Union
 from .owners import owned_ranges, sum_over_ranks
 from .sparse.bitmap import minus_zeros, positions, unpack_bits
 from .sparse.cells import GROUP, pack_cells, packed_bytes, unpack_cells
@@ -199,24 +199,32 @@ def _add_tables(table: Tensor, width: int, beside: Tensor, member: Member) -> Ge
     """Make a table the sum over ranks, modulo 2^width, added by the owners of its cells.
 
     Returns what all ranks have `beside` it, by rank: bytes, as many on each, that travel to all with the addends.
+    Servers get cells alone, and add them as they are.
     """
-    ranges, rank = owned_ranges(len(table), member, GROUP), member.rank
+    ranges, rank, num_ranks = owned_ranges(len(table), member, GROUP), member.rank, member.world_size
     theirs = [packed_bytes(each.length, width) for each in ranges]
-    own, mine = ranges[rank], [theirs[rank]] * member.world_size
+    own, mine = ranges[rank], [theirs[rank]] * num_ranks
     mine[rank] = theirs[rank] = 0
+    served, from_servers = ServedSum.make(theirs[num_ranks:], width), [0] * member.num_servers
 
-    pushed = [_message(table[each.start : each.stop], width, beside) if each != own else beside for each in ranges]
-    sizes = ([size + len(beside) for size in mine], [len(each) for each in pushed])
-    addends = beside.new_empty(sum(sizes[0]))
-    yield Trade(addends, torch.cat(pushed), *sizes)
+    pushed = [
+        _message(table[each.start : each.stop], width, beside if owner < num_ranks else beside[:0])
+        if owner != rank
+        else beside
+        for owner, each in enumerate(ranges)
+    ]
+    sizes = [size + len(beside) for size in mine]
+    addends = beside.new_empty(sum(sizes))
+    yield Trade(addends, torch.cat(pushed), [*sizes, *from_servers], [len(each) for each in pushed], served)
 
-    total, messages = table[own.start : own.stop], torch.split(addends, sizes[0])
+    total, messages = table[own.start : own.stop], torch.split(addends, sizes)
     for message, size in zip(messages, mine, strict=True):
         if size:
             total += unpack_cells(message[:size], width)
     answer = _message(total, width, beside[:0])
     sums = beside.new_empty(sum(theirs))
-    yield Trade(sums, answer.repeat(sum(1 for size in mine if size)), theirs, mine)
+    answers = answer.repeat(sum(1 for size in mine if size))
+    yield Trade(sums, answers, theirs, [*mine, *from_servers], served, is_answer=True)
     for owned, message in zip(ranges, torch.split(sums, theirs), strict=True):
         if len(message):
             table[owned.start : owned.stop] = unpack_cells(message, width)

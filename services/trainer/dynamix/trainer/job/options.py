@@ -11,6 +11,7 @@ from dynamix.schemas.messages import OptimizerFamily
 from dynamix.schemas.messages.allocation import (
     EXACT,
     ROUTES,
+    SERVERS,
     Allocation,
     Exchange,
     ExchangePermission,
@@ -21,6 +22,7 @@ from dynamix.schemas.messages.policies import GlobalBatch, initial_split
 from dynamix.schemas.subjects import is_token
 from dynamix.trainer.arguments.checks import check_choice, check_switch, number, whole_number
 from dynamix.trainer.exchange.registry import CODECS
+from dynamix.trainer.gradient.codecs import find_codec
 from dynamix.trainer.gradient.learning_rate import FACTORS, Rule
 from dynamix.trainer.gradient.models import Averaging
 from dynamix.trainer.gradient.weighting import BaseHook, Reduction
@@ -77,6 +79,8 @@ class JobOptions:
     """What decisions may do to how gradients travel."""
     fixed_exchange: Exchange | None = None
     """How they travel in the whole run, where the script says so."""
+    gradient_servers: tuple[str, ...] = ()
+    """Addresses of the servers that it was started with."""
     supports_exchange: bool = False
     """Whether the ranks can carry out any such decision."""
     table_share: float = 0.0
@@ -148,6 +152,7 @@ class JobOptions:
             (self.policy, tuple(sorted(self.policy_options.items()))),
             (self.exchange, self.fixed_exchange and astuple(self.fixed_exchange), self.supports_exchange),
             self.table_share,
+            self.gradient_servers,
         )
 
     def _check_types(self) -> None:
@@ -182,7 +187,8 @@ class JobOptions:
         first = self.initial_allocation.exchange
         if first == EXACT or self.codec != EXACT.codec:
             return
-        if first.codec not in CODECS or first.route not in ROUTES:
+        is_served = first.route == SERVERS and bool(self.gradient_servers)
+        if first.codec not in CODECS or not (first.route in ROUTES or is_served):
             raise ValueError(
                 f"exchange {first.label}: use one of the codecs {', '.join(CODECS)}, and of the routes "
                 f"{', '.join(ROUTES)}"
@@ -193,10 +199,12 @@ class JobOptions:
                 f"the options of policy {self.policy!r} ask for gradients {first.label}, which this job does not "
                 f'permit: attach(exchange="{needed}")'
             )
-        if len(first.shares) not in (0, len(self.local_batch_sizes)):
-            raise ValueError(
-                f"{len(first.shares)} shares for {len(self.local_batch_sizes)} ranks: one per rank, or none"
+        num_ranks, num_servers = len(self.local_batch_sizes), len(self.gradient_servers) if is_served else 0
+        if len(first.shares) not in (0, num_ranks + num_servers):
+            servers = (
+                f" and {num_servers} servers: one per rank, then one per server" if is_served else ": one per rank"
             )
+            raise ValueError(f"{len(first.shares)} shares for {num_ranks} ranks{servers}, or none")
 
     def _check_lag(self) -> None:
         """An action of window t is known one window later and broadcast `margin_steps` before it starts."""
@@ -262,6 +270,7 @@ def check_exchange_options(
 ) -> None:
     """Raise ValueError where nothing but an exact exchange can be carried out, saying how to fix it."""
     if exchange in ("exact", EXACT) or averaging == "none":
+        find_codec(codec)  # raises for one that cannot be found
         return
     what = f"exchange={exchange.label if isinstance(exchange, Exchange) else exchange!r}"
     if averaging == "loss":

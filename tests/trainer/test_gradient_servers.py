@@ -1,0 +1,249 @@
+"""Gradient servers: real processes that sum for real ranks, as `dynamix serve-gradients` does."""
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.ranks import START, TIMEOUT_S, RankError, run_ranks
+from tests.support.training import flat_parameters
+from tests.support.whole_numbers import Whole, attach, distributed, train_step
+
+from dynamix.cli.main import main
+from dynamix.schemas.messages.allocation import EXACT, Exchange
+from dynamix.trainer.exchange.owners import balanced_shares
+from dynamix.trainer.exchange.sparse.cells import pack_cells, packed_bytes, unpack_cells
+from dynamix.trainer.job.served_exchange import VARIABLE, served_exchange
+from dynamix.trainer.serving.server import GradientServer
+from dynamix.trainer.serving.sums import sum_of_pieces
+
+SERVERS = "servers"
+
+
+class Server(NamedTuple):
+    """A server process, and what it says."""
+
+    process: Any
+    said: Connection
+    address: str
+
+    def read_line(self) -> str:
+        """The next line that it says."""
+        assert self.said.poll(TIMEOUT_S)
+        line: str = self.said.recv()
+        return line
+
+
+def _serve(said: Connection) -> None:
+    """What the command does, in a process that has imported torch already."""
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    server = GradientServer(0, said.send)
+    said.send(server.port)
+    server.run(stop)
+
+
+@contextlib.contextmanager
+def running_server() -> Iterator[Server]:
+    """A server of its own on a free port."""
+    ours, theirs = START.Pipe(duplex=False)
+    process = START.Process(target=_serve, args=(theirs,))
+    process.start()
+    theirs.close()
+    try:
+        assert ours.poll(TIMEOUT_S)
+        yield Server(process, ours, f"127.0.0.1:{ours.recv()}")
+    finally:
+        process.kill()
+        process.join()
+        ours.close()
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[list[Server]]:
+    """Two that serve one job after the other."""
+    with running_server() as first, running_server() as second:
+        yield [first, second]
+
+
+def over(servers: list[Server]) -> dict[str, str]:
+    """The environment of a job over these."""
+    return {VARIABLE: ",".join(server.address for server in servers)}
+
+
+def _trained(_rank: int, exchange: Exchange | None, whole: bool = True, num_steps: int = 12) -> dict[str, Any]:
+    """Parameters after some steps, and how gradients travelled."""
+    model = distributed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=2**-6)
+    num_ranks = dist.get_world_size()
+    options: dict[str, Any] = {"local_batch_size": 4, "base_global_batch_size": 4 * num_ranks**2}  # weights of 1
+    options |= {} if exchange is None else {"exchange": exchange}
+    with attach(model, optimizer, Whole(whole=whole), **options) as session:
+        for batch in session.loader:
+            train_step(session, model, optimizer, batch)
+            if session.step_index == num_steps:
+                break
+        session.average()
+        return {"parameters": flat_parameters(model), "exchange": session.allocation.exchange}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_servers_sum_whole_numbers_bit_for_bit_one_job_after_the_other(servers: list[Server], num_ranks: int) -> None:
+    exact = run_ranks(_trained, num_ranks, None)[0]
+    assert exact["exchange"] == EXACT
+    assert 0 < exact["parameters"].abs().max() < 100
+    shares = (0.0, *[1.0] * (num_ranks - 1), 0.0, 3.0)
+    for chosen, exchange in (
+        (servers, None),
+        (servers[1:], Exchange(route=SERVERS, codec="rows")),
+        (servers, Exchange(route=SERVERS, codec="sketch")),
+        (servers, Exchange(route=SERVERS, shares=shares)),
+    ):
+        for found in run_ranks(_trained, num_ranks, exchange, environ=over(chosen)):
+            assert found["exchange"] == (exchange or Exchange(route=SERVERS))
+            assert torch.equal(found["parameters"], exact["parameters"])
+
+
+def test_other_numbers_have_the_same_sums_to_rounding_and_on_all_ranks(servers: list[Server]) -> None:
+    exact = run_ranks(_trained, 3, None, False)[0]["parameters"]
+    for codec in ("none", "sketch"):
+        first, *others = run_ranks(_trained, 3, Exchange(route=SERVERS, codec=codec), False, environ=over(servers))
+        assert (first["parameters"] - exact).abs().max() <= 1e-6 * exact.abs().max()
+        for other in others:
+            assert torch.equal(other["parameters"], first["parameters"])
+
+
+def test_rounds_of_local_steps_are_summed_by_servers(servers: list[Server]) -> None:
+    exact = run_ranks(_trained, 2, None)[0]["parameters"]  # whole_loss: gradients do not depend on parameters
+    for found in run_ranks(_trained, 2, Exchange(every=3, route=SERVERS), environ=over(servers)):
+        assert torch.equal(found["parameters"], exact)
+
+
+# --- what goes wrong -----------------------------------------------------------------------------------------------
+
+
+def _until_broken(rank: int, ready: Path, killed: int | None) -> None:
+    """Train for as long as the servers are there; a rank may be killed."""
+    model = distributed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=2**-6)
+    with attach(model, optimizer, Whole(), local_batch_size=4) as session:
+        for _ in session.epochs(10_000):
+            for batch in session.loader:
+                if session.step_index == 5:
+                    ready.touch()
+                    if rank == killed:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                train_step(session, model, optimizer, batch)
+
+
+def _kill_when(path: Path, server: Server) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    server.process.kill()
+
+
+def test_a_server_that_is_killed_ends_the_job_with_an_error(servers: list[Server], tmp_path: Path) -> None:
+    with running_server() as mortal, ThreadPoolExecutor(1) as pool:
+        pool.submit(_kill_when, tmp_path / "ready", mortal)
+        with pytest.raises(RankError) as caught:
+            run_ranks(_until_broken, 2, tmp_path / "ready", None, environ=over([servers[0], mortal]))
+    for rank in (0, 1):
+        assert f"rank {rank}: Traceback" in str(caught.value)
+    assert "the exchange between the ranks failed" in str(caught.value)
+
+
+def test_a_server_whose_job_dies_serves_the_next_one(tmp_path: Path) -> None:
+    with running_server() as server:
+        with pytest.raises(RankError, match="rank 1: ended without a result"):
+            run_ranks(_until_broken, 3, tmp_path / "ready", 1, environ=over([server]))
+        assert server.read_line().endswith(": 3 ranks, server 0 of 1")
+        assert ": ended early: " in server.read_line()
+        exact = run_ranks(_trained, 2, None)[0]["parameters"]
+        for found in run_ranks(_trained, 2, None, environ=over([server])):
+            assert torch.equal(found["parameters"], exact)
+        assert server.read_line().endswith(": 2 ranks, server 0 of 1")
+        assert server.read_line().endswith(": ended")
+        server.process.terminate()
+        server.process.join(20)
+        assert server.process.exitcode == 0
+
+
+def test_a_server_that_is_not_there_is_named_on_all_ranks() -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(_trained, 2, None, environ={VARIABLE: "127.0.0.1:9"})
+    assert str(caught.value).count("RuntimeError: the gradient servers 127.0.0.1:9 cannot all be reached") == 2
+    assert "start `dynamix serve-gradients` at each address" in str(caught.value)
+
+
+def test_what_servers_cannot_do_is_refused() -> None:
+    served = Exchange(route=SERVERS)
+    assert served_exchange("exact", "") == ("exact", ())
+    assert served_exchange("exact", "a:1, b:2") == (served, ("a:1", "b:2"))
+    for exchange, named, why in (
+        (served, "", "needs gradient servers: start `dynamix serve-gradients` and name the addresses in DYNAMIX_TR"),
+        ("lossy", "a:1", "exchange='lossy' and gradient servers exclude each other, since no decision uses them"),
+        (Exchange(codec="rows"), "a:1", "exchange=rows over all-reduce and gradient servers exclude each other"),
+        (
+            Exchange(codec="int8", route=SERVERS),
+            "a:1",
+            "servers keep no residuals; use one of the codecs",
+        ),
+        ("exact", "a", "gradient server 'a': write HOST:PORT"),
+        ("exact", "a:1,a:1", "each server once"),
+    ):
+        with pytest.raises(ValueError, match=why.replace("(", "\\(")):
+            served_exchange(exchange, named)  # type: ignore[arg-type]
+
+
+def test_the_command_says_what_it_cannot_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve-gradients", "--port", "70000"]) == 1
+    assert capsys.readouterr().err == "dynamix serve-gradients: --port 70000: use 0 to 65535\n"
+    taken = socket.create_server(("", 0))
+    with taken:
+        port = taken.getsockname()[1]
+        assert main(["serve-gradients", "--port", str(port)]) == 1
+    assert f"dynamix serve-gradients: cannot listen on port {port}: " in capsys.readouterr().err
+
+
+# --- what is computed ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ranks", "servers", "shares"),
+    [
+        ([100] * 4, [], [1 / 4] * 4),
+        ([100, 100, 100, 20], [], [1 / 3, 1 / 3, 1 / 3, 0]),
+        ([100] * 4, [100] * 4, [0, 0, 0, 0, 1 / 4, 1 / 4, 1 / 4, 1 / 4]),
+        ([100] * 4, [100], [1 / 6, 1 / 6, 1 / 6, 1 / 6, 1 / 3]),
+        ([100] * 2, [], [1 / 2] * 2),
+        ([100] * 2, [100, 100], [0, 0, 1 / 2, 1 / 2]),
+        ([100, 100], [50], [3 / 8, 3 / 8, 1 / 4]),
+    ],
+)
+def test_shares_keep_all_links_equally_busy(ranks: list[float], servers: list[float], shares: list[float]) -> None:
+    assert balanced_shares(ranks, servers) == pytest.approx(shares, abs=1e-6)
+
+
+def test_the_sum_of_sketches_needs_no_decoding() -> None:
+    generator = torch.Generator().manual_seed(2)
+    for width in (7, 36, 64):
+        cells = [torch.randint(-(2**40), 2**40, (64,), generator=generator) for _ in range(3)]
+        packed = [torch.empty(packed_bytes(64, width), dtype=torch.uint8) for _ in cells]
+        for table, message in zip(cells, packed, strict=True):
+            pack_cells(table, width, message)
+        shift = 64 - width
+        found = unpack_cells(sum_of_pieces(packed, width), width)
+        assert torch.equal(found << shift, (cells[0] + cells[1] + cells[2]) << shift)
+    assert torch.equal(sum_of_pieces([torch.tensor([1.0]), torch.tensor([2.5])], 0), torch.tensor([3.5]))
