@@ -8,6 +8,7 @@ from tests.support import examples
 
 from dynamix.arbitrator.policies.model.observation import Array32
 from dynamix.arbitrator.policies.options import option
+from dynamix.arbitrator.policies.policy import MAX_REASON
 from dynamix.arbitrator.policies.registry import POLICIES
 from dynamix.schemas.features import GLOBAL_FEATURES, RANK_FEATURES, RANK_INDEX
 from dynamix.schemas.messages import Job
@@ -69,6 +70,18 @@ def test_without_any_measurement_the_last_sizes_stay(policy: str, carry: bytes) 
         decision = POLICIES[policy].decide(job, window, obs_WF, global_F, carry)
         assert decision.allocation.local_batch_sizes == job.initial_local_batch_sizes
         carry = decision.carry
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("value", [np.nan, 1.0])
+def test_every_decision_says_why_in_a_short_sentence(policy: str, value: float) -> None:
+    job = examples.job()
+    obs_WF = np.full((4, len(RANK_FEATURES)), value, dtype=np.float32)
+    obs_WF[:, RANK_INDEX["decided_local_batch_size"]] = job.initial_local_batch_sizes
+    global_F = np.full(len(GLOBAL_FEATURES), value, dtype=np.float32)
+    reason = POLICIES[policy].decide(job, 0, obs_WF, global_F, b"").reason
+    assert 10 < len(reason) <= MAX_REASON
+    assert "\n" not in reason
 
 
 @pytest.mark.parametrize("policy", POLICIES)

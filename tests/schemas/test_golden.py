@@ -76,6 +76,14 @@ def test_an_action_is_bound_to_its_content_and_predecessor() -> None:
     assert seal(examples.action(5), b"q" * 32).hash != sealed.hash
 
 
+def test_an_action_without_a_reason_has_the_bytes_of_those_before_there_were_any() -> None:
+    plain, said = encode(examples.action(5)), encode(examples.action(5, reason="by speed"))
+    assert len(said) - len(plain) == len(bytes.fromhex(EXACT_BYTES)) + 1 + len("by speed")
+    assert b"by speed" in said
+    assert decode_any(subjects.subject_of(examples.action(5)), said) == examples.action(5, reason="by speed")
+    assert decode_any(subjects.subject_of(examples.action(5)), plain) == examples.action(5)
+
+
 EXACT_BYTES = "9401a46e6f6e65aa616c6c2d72656475636590"
 """Of an exchange, as newer messages have it at their end."""
 WITHOUT_TABLES = "c2cb0000000000000000"

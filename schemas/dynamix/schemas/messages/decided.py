@@ -5,7 +5,7 @@ from typing import Annotated
 from msgspec import Meta, field
 
 from .allocation import EXACT, Allocation, Exchange, Sizes
-from .fields import MAX_RANKS, Carry, Count, Digest, Message, Token
+from .fields import MAX_RANKS, Carry, Count, Digest, Message, Text, Token
 from .policies import Split
 
 
@@ -58,6 +58,8 @@ class Action(Message, frozen=True, kw_only=True, array_like=True):
     """SHA-256 of the policy's file; empty for policies that do not learn. Fixed within a generation."""
     exchange: Exchange = EXACT
     """How gradients travel. Not encoded while it is `EXACT`, so that such bytes are as they were before it existed."""
+    reason: Text = ""
+    """Why, in the policy's words and numbers: for people. Not encoded while it is empty."""
 
     @property
     def allocation(self) -> Allocation:

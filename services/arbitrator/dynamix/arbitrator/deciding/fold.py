@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dynamix.arbitrator.policies.policy import Policy, digest_of
+from dynamix.arbitrator.policies.policy import MAX_REASON, Policy, digest_of
 from dynamix.schemas.apportion import apportion
 from dynamix.schemas.chain import seal
 from dynamix.schemas.codec import MalformedMessageError
@@ -122,6 +122,7 @@ class Fold:
             logprobs=decision.logprobs,
             values=decision.values,
             carry=decision.carry,
+            reason=decision.reason[:MAX_REASON],
         )
         return seal(action, self.previous_hash)
 

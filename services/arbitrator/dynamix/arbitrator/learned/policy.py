@@ -46,13 +46,22 @@ class LearnedPolicy:
         inputs = self._normalisation.applied(situation.inputs_DI)
         logits_DA = self._forward.logits(inputs)
         if not (self._explore or option(self.options, job, "explore")):
-            return self.action_set.decision(job, situation, logits_DA.argmax(axis=1))
+            found = self.action_set.decision(job, situation, logits_DA.argmax(axis=1))
+            return found._replace(reason=_reason("the network's likeliest action", found.reason))
         logprobs_DA = log_softmax(logits_DA)
         choices_D = sample(logprobs_DA, keyed_generator(job, window, "explore:").random(len(logprobs_DA)))
         chosen = logprobs_DA[np.arange(len(choices_D)), choices_D]
-        return self.action_set.decision(job, situation, choices_D)._replace(
-            logprobs=tuple(chosen.tolist()), values=tuple(self._forward.values(inputs).tolist())
+        found = self.action_set.decision(job, situation, choices_D)
+        return found._replace(
+            logprobs=tuple(chosen.tolist()),
+            values=tuple(self._forward.values(inputs).tolist()),
+            reason=_reason("drawn from the network's actions, to learn", found.reason),
         )
+
+
+def _reason(what: str, base: str) -> str:
+    """How the action was chosen, and of one that scales a rule the rule's own reason."""
+    return f"{what}; without it: {base}" if base else what
 
 
 def sample(logprobs_DA: Array64, draws_D: Array64) -> Choices:

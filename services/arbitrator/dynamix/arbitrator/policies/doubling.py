@@ -70,7 +70,8 @@ class Doubling:
         fit = fit.observe(job, window_of(job, obs_WF))
         carry = _HEAD.pack(*schedule) + fit.pack()
         sizes = self._sizes(job, schedule, fit, decided_sizes(obs_WF))
-        return Decision(allocation_of(self.options, job, sizes), carry=carry)
+        reason = f"doubled {schedule.num_doublings} times; {schedule.num_stalled} windows without a lower loss"
+        return Decision(allocation_of(self.options, job, sizes), carry=carry, reason=reason)
 
     def _is_due(self, job: Job, schedule: _Schedule) -> bool:
         known, every = self.options, option(self.options, job, "every_samples")

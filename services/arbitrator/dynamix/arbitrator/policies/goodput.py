@@ -48,7 +48,9 @@ class Goodput:
         sizes, model = decided_sizes(obs_WF), fit.model(job)
         if model is not None:
             sizes = self._chosen(job, sizes, model, option(self.options, job, "noise_multiplier") * noise.noise_scale)
-        return Decision(allocation_of(self.options, job, sizes), carry=noise.pack() + fit.pack())
+        allocation = allocation_of(self.options, job, sizes)
+        reason = _reason(allocation.global_batch_size - sum(decided_sizes(obs_WF)), model, noise.noise_scale)
+        return Decision(allocation, carry=noise.pack() + fit.pack(), reason=reason)
 
     def _chosen(self, job: Job, current: tuple[int, ...], model: StepTime, noise_scale: float) -> tuple[int, ...]:
         proportional = option(self.options, job, "proportional") == 1
@@ -64,6 +66,17 @@ class Goodput:
         if float(values.max()) <= (1 + option(self.options, job, "hysteresis")) * now:
             return current
         return model.divide(best) if proportional else equally(job, best)
+
+
+def _reason(change: int, model: StepTime | None, noise_scale: float) -> str:
+    if model is None:
+        return "no step was measured yet"
+    if math.isnan(noise_scale):
+        return "no noise scale is known yet"
+    known = f"at a noise scale of {noise_scale:.3g}"
+    if change == 0:
+        return f"no other batch promises enough more goodput {known}"
+    return f"the greatest predicted goodput {known}"
 
 
 def goodput(global_batch_sizes: Array64, step_times_s: Array64, noise_scale: float, base: int) -> Array64:

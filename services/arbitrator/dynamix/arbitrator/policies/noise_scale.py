@@ -39,7 +39,10 @@ class NoiseScale:
             sizes = by_speed(job, total, fit.model(job), current)
         else:
             sizes = current if total == sum(current) else equally(job, total)
-        return Decision(allocation_of(self.options, job, sizes), carry=noise.pack() + fit.pack())
+        factor, reason = option(self.options, job, "multiplier"), "no noise scale is known yet"
+        if not math.isnan(noise.noise_scale):
+            reason = f"towards {factor:g} times the noise scale of {noise.noise_scale:.3g}"
+        return Decision(allocation_of(self.options, job, sizes), carry=noise.pack() + fit.pack(), reason=reason)
 
     def _total(self, job: Job, current: int, noise_scale: float) -> int:
         if math.isnan(noise_scale):

@@ -8,6 +8,9 @@ from dynamix.schemas.messages.allocation import Allocation
 from .model.observation import Array32
 from .options import Options
 
+MAX_REASON = 240
+"""Characters of a reason that an action carries."""
+
 
 class Decision(NamedTuple):
     """What a policy wants from the next windows, and what it wants to remember."""
@@ -18,6 +21,8 @@ class Decision(NamedTuple):
     """The policy's whole memory, at most 256 KB: handed back at the next window, also after a restart."""
     logprobs: tuple[float, ...] | None = None
     values: tuple[float, ...] | None = None
+    reason: str = ""
+    """Why, in a short sentence with its numbers, for people: it decides nothing. The fold keeps `MAX_REASON` of it."""
 
 
 class Policy(Protocol):

@@ -11,6 +11,7 @@ import numpy as np
 
 from dynamix.schemas.apportion import apportion
 from dynamix.schemas.messages import Job
+from dynamix.schemas.messages.allocation import Allocation
 
 from .model.observation import Array32, Array64, decided_sizes
 from .model.step_time_fit import filtered, window_of
@@ -43,7 +44,22 @@ class Proportional:
         gain = 1 - _step_time_s(proposed, smoothed) / max(_step_time_s(current, smoothed), 1e-12)
         settled = sum(current) == sum(proposed) and gain <= option(self.options, job, "dead_band")
         sizes = current if settled else proposed
-        return Decision(allocation_of(self.options, job, sizes), carry=smoothed.astype("<f4").tobytes())
+        allocation = allocation_of(self.options, job, sizes)
+        return Decision(
+            allocation,
+            carry=smoothed.astype("<f4").tobytes(),
+            reason=_reason(allocation, gain, settled=settled, measured=not np.isnan(smoothed).all()),
+        )
+
+
+def _reason(allocation: Allocation, gain: float, *, settled: bool, measured: bool) -> str:
+    if allocation.split == "tracking":
+        return f"the ranks divide {allocation.global_batch_size} samples by their speed after every step"
+    if not measured:
+        return "no rank's speed is known yet"
+    if settled:
+        return f"another split would make computing {max(gain, 0.0):.1%} shorter, which is too little"
+    return f"divided by measured speed: computing gets {gain:.1%} shorter"
 
 
 def _split(job: Job, current: tuple[int, ...], throughput: Array64) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ class Random:
         draws = keyed_generator(job, window).integers(len(DELTAS), size=job.world_size)
         sizes = tuple(max(0, size + DELTAS[draw]) for size, draw in zip(decided_sizes(obs_WF), draws, strict=True))
         logprobs = (-float(np.log(len(DELTAS))),) * job.world_size
-        return Decision(allocation_of(self.options, job, sizes), logprobs=logprobs)
+        return Decision(allocation_of(self.options, job, sizes), logprobs=logprobs, reason="drawn at random")
 
 
 def keyed_generator(job: Job, window: int, purpose: str = "") -> np.random.Generator:

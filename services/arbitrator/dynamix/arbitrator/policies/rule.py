@@ -73,14 +73,14 @@ class Rule:
             memory, model = memory.decided(chosen), model and model_under(chosen, model, memory)
             if memory.ruling[0] != ruled:  # what the next window exposes is no pair with what this one did
                 fit = replaced(fit, sync_s=math.nan)
-        wanted = self._next(job, global_batch_size, model, scale)
+        wanted, reason = self._next(job, global_batch_size, model, scale)
         sizes = by_speed(job, clamp_total(job, wanted), model, decided_sizes(obs_WF))
         carry = _GLOBAL_BATCH.pack(wanted) + noise.pack() + fit.pack()
         allocation = allocation_of(self.options, job, sizes)
         if is_decided(job):
             carry += memory.pack()
             allocation = replace(allocation, exchange=memory.newest)
-        return Decision(allocation, carry=carry)
+        return Decision(allocation, carry=carry, reason=reason)
 
     def _exchange(self, job: Job, model: StepTime | None, memory: ExchangeMemory, noise_scale: float) -> Exchange:
         """The way that is decided now; that of the last decision before anything is known."""
@@ -92,12 +92,14 @@ class Rule:
     def _exponent(self, job: Job) -> float:
         return option(self.options, job, "rate_weight") * RATE_EXPONENTS[job.learning_rate_rule]
 
-    def _next(self, job: Job, current: float, model: StepTime | None, noise_scale: float) -> float:
+    def _next(self, job: Job, current: float, model: StepTime | None, noise_scale: float) -> tuple[float, str]:
+        """The next global batch, and why."""
         if model is None or math.isnan(noise_scale):
-            return current
+            return current, f"no {'step' if model is None else 'noise scale'} is known yet: the global batch stays"
         target = best_global_batch(model, noise_scale, self._exponent(job))
         pace = _PACE._replace(**{name: option(self.options, job, name) for name in ("max_change", "dead_band")})
-        return pace.step(max(current, 1.0), target)
+        reason = f"{target:.0f} samples buy the most progress per second, at a noise scale of {noise_scale:.3g}"
+        return pace.step(max(current, 1.0), target), reason
 
 
 def _unpack(job: Job, carry: bytes) -> tuple[float, NoiseMemory, ExchangeMemory, StepTimeFit]:

@@ -32,4 +32,6 @@ class Static:
         """The job's initial sizes."""
         allocation = allocation_of(self.options, job, job.initial_local_batch_sizes)
         exchange = exchange_of(job.policy_options)
-        return Decision(replace(allocation, exchange=exchange) if is_permitted(exchange, job.exchange) else allocation)
+        if is_permitted(exchange, job.exchange):
+            allocation = replace(allocation, exchange=exchange)
+        return Decision(allocation, reason="the sizes that the job began with")
