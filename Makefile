@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "brings several GB of CUDA libraries (README.md, \"Try it\", says how to get the CPU build)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt hatchling editables torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-	    --no-build-isolation --editable '.[train,cli,learn,test,dev]'
+	    --no-build-isolation --editable '.[train,cli,learn,dashboard,test,dev]'
 	@touch $@
 
 data: $(DATA)/.complete ## fetch Fashion-MNIST into .data (31 MB, hash-checked when read)

@@ -8,7 +8,8 @@ import pytest
 from tests.support import examples
 from tests.support.examples import applied, event, reward
 
-from dynamix.cli.board.board import HISTORY_WINDOWS, Board
+from dynamix.cli.board.board import Board
+from dynamix.cli.board.timeline import HISTORY_WINDOWS
 from dynamix.schemas.messages import Message
 
 
@@ -113,7 +114,7 @@ def test_curves_leave_out_what_is_not_known_and_are_bounded() -> None:
     for window in range(2 * HISTORY_WINDOWS):
         known = None if window % 2 else float(window)
         board.fold(examples.window("node-a", (0, 1), window, job_metrics=examples.job_metrics(held_out_accuracy=known)))
-    assert len(board.history) == HISTORY_WINDOWS
+    assert len(board.timeline.points) == HISTORY_WINDOWS
     assert board.curve("held_out_accuracy") == [float(w) for w in range(HISTORY_WINDOWS, 2 * HISTORY_WINDOWS, 2)]
 
 

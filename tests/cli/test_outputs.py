@@ -19,7 +19,7 @@ from dynamix.cli.output import write_json
 
 FOREIGN = b"import os\n\nprint('hours of work')\n"
 OUTPUTS = {"--json", "--png", "--output", "--results", "--log"}
-WITHOUT = {"train", "up", "trace"}
+WITHOUT = {"train", "up", "dashboard", "trace"}
 """Commands without a file of output; `up` has a directory, see below."""
 GROWING = {("capture", "--output"), ("learn", "--output"), ("evaluate", "--results"), ("tune", "--results")}
 """What is appended to, or read again, cannot be a device."""

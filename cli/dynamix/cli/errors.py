@@ -32,6 +32,12 @@ def check_counts(arguments: argparse.Namespace, *names: str) -> None:
             raise MisuseError(f"--{name} {value}: at least 1 is needed")
 
 
+def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first of the errors that ended a group of tasks: the others followed from it."""
+    error = group.exceptions[0]
+    return first_error(error) if isinstance(error, BaseExceptionGroup) else error
+
+
 @contextlib.contextmanager
 def explained(*kinds: type[Exception], exit_code: int = FAILED) -> Iterator[None]:
     """End the command with the text of an exception of these kinds; a refused output is always an error of usage."""

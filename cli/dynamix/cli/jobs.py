@@ -1,6 +1,6 @@
 """The jobs on the broker, and which of them a person means."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 from dynamix.runtime.bus import Bus
 from dynamix.schemas import subjects
@@ -59,15 +59,17 @@ def none_called(wanted: str, jobs: Mapping[str, Job]) -> str:
     return f"no job is called {wanted!r}; jobs on this broker: {_listed(list(jobs)) or 'none'}"
 
 
-def newest_job(jobs: dict[str, Job], wanted: str | None) -> str | None:
+def newest_job(jobs: dict[str, Job], wanted: str | None, silent: Container[str] = ()) -> str | None:
     """The id to watch: the wanted one; of several the one that runs, and of those the newest; `None` without any.
 
-    `jobs` are by id, oldest first; `wanted` is an id, its name or its run id, or `None` for any.
+    `jobs` are by id, oldest first; `wanted` is an id, its name or its run id, or `None` for any. `silent` are those
+    that did not say that they ended, and send nothing any more.
     """
     if wanted is not None and wanted in jobs:
         return wanted
     fitting = [name for name in reversed(jobs) if wanted is None or wanted in name.rpartition("-")[::2]]
-    return next((name for name in fitting if jobs[name].phase == "running"), fitting[0] if fitting else None)
+    running = (name for name in fitting if jobs[name].phase == "running" and name not in silent)
+    return next(running, fitting[0] if fitting else None)
 
 
 def _listed(names: list[str]) -> str:

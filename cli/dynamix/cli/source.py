@@ -8,9 +8,10 @@ their messages is later, or the broker says that there are no more - and then al
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from typing import Any, Self
 
-from dynamix.recording.capture import EndReason, Record, RecordMerge
+from dynamix.recording.capture import CaptureHeader, CaptureWriter, EndReason, Record, RecordMerge
 from dynamix.runtime.bus import Bus, BusMessage
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode
@@ -167,6 +168,16 @@ class Source:
 
     def _reached(self, tail: Tail) -> bool:
         return bool(self._ends) and tail.sequence >= self._ends[tail.stream]
+
+
+async def capture_stored(bus: Bus, job: str, path: Path) -> None:
+    """Write what is stored of a job now as a capture, over a file that is there. Raises OSError and BusError."""
+    with CaptureWriter(path, CaptureHeader.of(job), overwrite=True) as writer:
+        async with Source(bus, job, past=True, stop=asyncio.Event()) as source:
+            while batch := await source.read():
+                for record in batch:
+                    writer.write_record(record)
+        writer.finish(source.reason)
 
 
 def _is_end(record: Record) -> bool:

@@ -9,6 +9,6 @@
 Each folder uses only those above it. The views of results are in `dynamix.cli`.
 """
 
-from .table import CaptureTable, load
+from .table import CaptureTable, load, table_of
 
-__all__ = ["CaptureTable", "load"]
+__all__ = ["CaptureTable", "load", "table_of"]

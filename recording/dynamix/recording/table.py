@@ -2,7 +2,7 @@
 
 import warnings
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 from types import NoneType
@@ -59,17 +59,24 @@ def load(path: str | Path) -> "CaptureTable":
         CaptureError: when the file is no capture, or damaged.
         OSError: when it cannot be read.
     """
-    builder = _TableBuilder()
-    num_malformed = 0
     with CaptureReader(path) as reader:
-        try:
-            for record in reader:
-                num_malformed += not builder.add_record(record)
-        except CutOffError as error:
-            warnings.warn(str(error), stacklevel=2)
-        if num_malformed:
-            warnings.warn(f"{path}: {num_malformed} messages cannot be decoded, rows may lack them", stacklevel=2)
-        return builder.table(reader.header.job)
+        return table_of(reader.header.job, _as_far_as_it_goes(reader), str(path))
+
+
+def table_of(job: str, records: Iterable[Record], origin: str) -> "CaptureTable":
+    """A job's records as a table, as `load` makes it of a capture; `origin` names them in the warning."""
+    builder = _TableBuilder()
+    num_malformed = sum(not builder.add_record(record) for record in records)
+    if num_malformed:
+        warnings.warn(f"{origin}: {num_malformed} messages cannot be decoded, rows may lack them", stacklevel=3)
+    return builder.table(job)
+
+
+def _as_far_as_it_goes(reader: CaptureReader) -> Iterator[Record]:
+    try:
+        yield from reader
+    except CutOffError as error:
+        warnings.warn(str(error), stacklevel=4)
 
 
 class CaptureTable(Mapping[str, Sequence[Value]]):
@@ -205,6 +212,7 @@ class _TableBuilder:
                 "decided_exchange": action.exchange.label,
                 "decided_policy": action.policy,
                 "decided_policy_version": action.policy_version,
+                "decided_reason": action.reason,
             }
         return found
 
@@ -243,6 +251,7 @@ _KINDS: dict[str, ColumnKind] = {
     "decided_exchange": "text",
     "decided_policy": "text",
     "decided_policy_version": "whole",
+    "decided_reason": "text",
     "reward_formula": "text",
     "reward": "number",
     **_kinds_of(SystemMetrics),

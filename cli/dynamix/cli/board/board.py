@@ -1,8 +1,8 @@
 """The board: what is known of one job, folded from its messages, and as JSON. Pure: no bus, no clock, no terminal."""
 
 from collections import deque
-from collections.abc import Iterable
 from statistics import fmean
+from typing import Literal
 
 import msgspec
 
@@ -22,17 +22,18 @@ from dynamix.schemas.messages import (
 from dynamix.schemas.messages.allocation import EXACT, Exchange
 
 from .heartbeats import Heartbeats
+from .timeline import Timeline
 
-HISTORY_WINDOWS = 240
-"""Windows kept for the curves: more than a wide terminal has columns for one."""
+SILENT_AFTER_S = 60.0
+"""A job that runs and sends nothing for so long was killed, as far as anyone can tell; its end was never published."""
+SILENT_BEFORE_FIRST_WINDOW_S = 600.0
+"""The same before its first window: loading data or compiling a model takes a while."""
+SILENT_GAPS = 3
+"""As many of its longest pauses between two windows are waited for, where that is longer."""
+KEPT_EVENTS = 32
 
-
-class HistoryPoint(msgspec.Struct, frozen=True):
-    """The whole job in one window, for the curves."""
-
-    generation: int
-    window: int
-    metrics: GlobalMetrics
+Phase = Literal["running", "silent", "ended"]
+"""`silent`: it did not say that it ended, and sends nothing any more."""
 
 
 class BoardRank(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,17 +59,25 @@ class Board(msgspec.Struct):
     ranks: dict[int, BoardRank] = {}
     nodes: dict[str, MetricWindow] = {}
     """By name, the newest metric window."""
-    history: deque[HistoryPoint] = msgspec.field(default_factory=lambda: deque(maxlen=HISTORY_WINDOWS))
-    """One point per window, oldest first."""
+    timeline: Timeline = msgspec.field(default_factory=Timeline)
+    """What it did window by window."""
     action: Action | None = None
     applied: Applied | None = None
     """The newest decision that all ranks adopted."""
     event: Event | None = None
     """The newest failure signature seen."""
+    events: deque[tuple[int, Event]] = msgspec.field(default_factory=lambda: deque(maxlen=KEPT_EVENTS))
+    """This generation's failure signatures, each with the time when the broker stored it, as they came."""
     formula: str = ""
     """The formula of the rewards."""
     updated_ns: int = 0
     """When the broker stored the newest window."""
+    heard_ns: int = 0
+    """When it stored the newest message of this job, 0 where that is not known."""
+    longest_gap_ns: int = 0
+    """The longest pause between two windows of this generation."""
+    revision: int = 0
+    """Counts the messages that were folded in."""
     rewards: dict[int, tuple[int, RankReward]] = {}
     """By rank, the newest reward and its window."""
 
@@ -81,6 +90,9 @@ class Board(msgspec.Struct):
             return
         if generation > self.generation:
             self._begin_generation(generation)
+        self.revision += 1
+        self.heard_ns = max(self.heard_ns, timestamp_ns)
+        self._remember(message, timestamp_ns)
         match message:
             case Job():
                 self.job = message
@@ -98,7 +110,24 @@ class Board(msgspec.Struct):
     @property
     def metrics(self) -> GlobalMetrics | None:
         """The whole job in the newest window."""
-        return self.history[-1].metrics if self.history else None
+        newest = self.timeline.newest
+        return None if newest is None else newest.metrics
+
+    def phase(self, now_ns: int) -> Phase:
+        """Whether it runs, has ended, or died without a word, by the time `now_ns` of the wall clock."""
+        if self.job is not None and self.job.phase == "ended":
+            return "ended"
+        return "silent" if self.heard_ns and now_ns - self.heard_ns > self._patience_ns else "running"
+
+    @property
+    def reason(self) -> str:
+        """Why the arbitrator decided so, in its own words, of the newest decision; empty where it says nothing."""
+        return "" if self.action is None else self.action.reason
+
+    @property
+    def _patience_ns(self) -> int:
+        least_s = SILENT_AFTER_S if self.window >= 0 else SILENT_BEFORE_FIRST_WINDOW_S
+        return max(int(least_s * 1e9), SILENT_GAPS * self.longest_gap_ns)
 
     @property
     def local_batch_sizes(self) -> tuple[int, ...]:
@@ -127,8 +156,7 @@ class Board(msgspec.Struct):
 
     def curve(self, field: str) -> list[float]:
         """One field of the whole job over the windows, unknown values left out."""
-        values: Iterable[float | None] = (getattr(point.metrics, field) for point in self.history)
-        return [float(value) for value in values if value is not None]
+        return list(self.timeline.values(field))
 
     def _begin_generation(self, generation: int) -> None:
         """After a restart windows count from 0 again; the curves go on."""
@@ -137,13 +165,29 @@ class Board(msgspec.Struct):
         self.ranks.clear()
         self.nodes.clear()
         self.rewards.clear()
+        self.events.clear()
+        self.longest_gap_ns = 0
         self.action = self.applied = self.event = None
+
+    def _remember(self, message: Message, timestamp_ns: int) -> None:
+        match message:
+            case MetricWindow():
+                self.timeline.add_window(message, timestamp_ns)
+            case Reward():
+                self.timeline.add_reward(message)
+            case Action():
+                self.timeline.add_action(message, timestamp_ns)
+            case Applied():
+                self.timeline.add_applied(message)
+            case Event() if message not in (event for _, event in self.events):
+                self.events.append((timestamp_ns, message))
 
     def _add_window(self, window: MetricWindow, timestamp_ns: int) -> None:
         if window.window > self.window:
+            if self.window >= 0 and self.updated_ns:
+                self.longest_gap_ns = max(self.longest_gap_ns, timestamp_ns - self.updated_ns)
             self.window = window.window
             self.updated_ns = timestamp_ns
-            self.history.append(HistoryPoint(window.generation, window.window, window.job_metrics))
         known = self.nodes.get(window.node)
         if known is not None and known.window > window.window:
             return
@@ -194,7 +238,8 @@ def _job(board: Board) -> Document:
         "reward": {"formula": board.formula, "mean": board.mean_reward(), "terms": board.reward_terms()},
         "history": [
             {"generation": point.generation, "window": point.window, **document_of(point.metrics)}
-            for point in board.history
+            for point in board.timeline.points
+            if point.metrics is not None
         ],
     }
 

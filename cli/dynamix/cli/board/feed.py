@@ -8,17 +8,20 @@ from dynamix.cli.jobs import NO_JOB, known_jobs, newest_job, none_called
 from dynamix.cli.services import hear
 from dynamix.runtime.bus import Bus, BusError, BusMessage, Consumer
 from dynamix.schemas import subjects
-from dynamix.schemas.codec import MalformedMessageError, decode, decode_any
+from dynamix.schemas.codec import MalformedMessageError, decode
 from dynamix.schemas.messages import Job, Live
 from dynamix.schemas.streams import ACTIONS, FEED, JOBS
 
 from .board import Board
 from .heartbeats import Heartbeats
+from .past import feed_subjects, fold_all, silent_jobs
 
 HISTORY_MESSAGES = 4096
 """Messages of FEED that are read before the job's newest window, for the curves: a second at most."""
 HEARTBEAT_WAIT_S = 1.5
 """A service beats every second."""
+SILENCE_EVERY_S = 10.0
+"""How often it is asked whether a job that is silent is still the one to show."""
 
 
 class Feed:
@@ -29,6 +32,7 @@ class Feed:
         self._bus = bus
         self._wanted = wanted
         self._jobs: dict[str, Job] = {}  # oldest first
+        self._silent: set[str] = set()
         self._following: asyncio.Task[None] | None = None
         self.board: Board | None = None
         self.heartbeats = Heartbeats()
@@ -44,10 +48,12 @@ class Feed:
         async with asyncio.TaskGroup() as group:
             group.create_task(hear(self._bus, self._record_beat))
             group.create_task(self._follow_jobs(group))
+            group.create_task(self._watch_silence(group))
 
     async def catch_up(self) -> None:
         """Read what is stored now, and listen for one round of heartbeats."""
         self._jobs = await known_jobs(self._bus)
+        await self._find_silent()
         self._choose()
         if self.board is not None:
             await self._read_stored(self.board)
@@ -67,7 +73,19 @@ class Feed:
                 for message in batch:
                     self._record_job(message)
                 if batch[-1].num_pending == 0:
+                    await self._find_silent()
                     self._switch_job(group)
+
+    async def _watch_silence(self, group: asyncio.TaskGroup) -> None:
+        """Leave a job that died without a word for another one that runs."""
+        while True:
+            await asyncio.sleep(SILENCE_EVERY_S)
+            if self.board is not None and self.board.phase(time.time_ns()) == "silent":
+                await self._find_silent()
+                self._switch_job(group)
+
+    async def _find_silent(self) -> None:
+        self._silent = await silent_jobs(self._bus, self._jobs, time.time_ns())
 
     def _switch_job(self, group: asyncio.TaskGroup) -> None:
         """Follow the chosen job from now on, when it is another one than before."""
@@ -93,7 +111,7 @@ class Feed:
     async def _read_stored(self, board: Board) -> None:
         """Fold what FEED and ACTIONS hold of the job now."""
         await self._read_newest(board)
-        newest = [await self._bus.last(FEED.name, subject) for subject in _feed_subjects(board)]
+        newest = [await self._bus.last(FEED.name, subject) for subject in feed_subjects(board.name)]
         end = max((message.sequence for message in newest if message is not None), default=0)
         if end == 0:
             return
@@ -113,7 +131,7 @@ class Feed:
         """Read FEED from `HISTORY_MESSAGES` before the job's newest window on, else before the end."""
         newest = await self._bus.last(FEED.name, subjects.of("window", board.name, subjects.ANY))
         last = newest.sequence if newest is not None else (await self._bus.stream_state(FEED.name)).last_sequence
-        return self._bus.consume(FEED.name, _feed_subjects(board), start=max(1, last - HISTORY_MESSAGES))
+        return self._bus.consume(FEED.name, feed_subjects(board.name), start=max(1, last - HISTORY_MESSAGES))
 
     def _record_job(self, message: BusMessage) -> None:
         try:
@@ -123,31 +141,22 @@ class Feed:
         self._jobs.pop(job.job, None)
         self._jobs[job.job] = job
         if self.board is not None:
-            self.board.fold(job)
+            self.board.fold(job, message.timestamp_ns)
         self.changed.set()
 
     def _fold(self, board: Board, batch: list[BusMessage]) -> None:
-        for message in batch:
-            try:
-                board.fold(decode_any(message.subject, message.payload), message.timestamp_ns)
-            except MalformedMessageError:
-                continue
+        fold_all(board, batch)
         self.changed.set()
 
     def _choose(self) -> bool:
         """Choose the job and begin its board; False when it is the one that is shown already."""
-        name = newest_job(self._jobs, self._wanted)
+        name = newest_job(self._jobs, self._wanted, self._silent)
         if name is None or (self.board is not None and self.board.name == name):
             return False
         self.board = Board(name)
         self.board.fold(self._jobs[name])
         self.changed.set()
         return True
-
-
-def _feed_subjects(board: Board) -> list[str]:
-    per_node = [subjects.of(kind, board.name, subjects.ANY) for kind in ("window", "reward")]
-    return [*per_node, subjects.of("applied", board.name), subjects.of("event", board.name)]
 
 
 async def listen(bus: Bus, heartbeats: Heartbeats, timeout_s: float) -> None:

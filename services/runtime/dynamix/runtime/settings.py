@@ -23,7 +23,7 @@ from dynamix.schemas.spelling import suggestion
 from dynamix.schemas.subjects import check_token
 
 PREFIX = "DYNAMIX_"
-COMPONENTS = ("nats", "collector", "reward", "arbitrator", "learner", "trainer", "up", "demo")
+COMPONENTS = ("nats", "collector", "reward", "arbitrator", "learner", "trainer", "up", "demo", "dashboard")
 """Owners of `DYNAMIX_<COMPONENT>_<FIELD>`; each reads its own and leaves the others' alone."""
 
 MAX_PORT = 65535
@@ -281,7 +281,8 @@ def _convert(key: str, text: str, expected: Any) -> Any:
     try:
         return msgspec.convert(value, expected, strict=False)
     except msgspec.ValidationError as error:
-        shown = "***" if "PASSWORD" in key.upper() else repr(text)
+        is_secret = any(word in key.upper() for word in ("PASSWORD", "TOKEN"))
+        shown = "***" if is_secret else repr(text)
         raise SettingsError(f"{key}={shown}: {error}") from error
 
 

@@ -12,7 +12,14 @@ import sys
 
 from dynamix.cli.errors import CommandError, explained
 from dynamix.cli.numbers import count, number, seed
-from dynamix.cli.output import STANDARD_OUTPUT, add_json_argument, add_option, add_png_argument, write_json
+from dynamix.cli.output import (
+    STANDARD_OUTPUT,
+    add_json_argument,
+    add_option,
+    add_png_argument,
+    output_directory,
+    write_json,
+)
 from dynamix.runtime.extensions import extension_names
 from dynamix.schemas.messages.policies import DEFAULT_POLICY, OUR_POLICIES
 from dynamix.schemas.spelling import suggestion
@@ -27,6 +34,10 @@ MAX_WINDOWS, MAX_PACE_S, MAX_SLOWDOWN = 100_000, 10.0, 1000.0
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     parser.add_argument("--data", metavar="DIR", help="directory with Fashion-MNIST's four idx files")
+    parser.add_argument("--dashboard", action="store_true", help="show the jobs as a web page while they train")
+    parser.add_argument(
+        "--captures", metavar="DIR", type=output_directory, help="keep each run as a capture, DIR/POLICY.dxc"
+    )
     add_json_argument(parser)
     add_png_argument(parser, "write the picture (default: %(default)s)", default="dynamix-demo.png")
     what = "what moves the adaptive global batch of the last run"
@@ -48,6 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     from dynamix.lab.workloads.datasets import fashion_mnist
 
     from .figure import draw
+    from .page import demo_page
     from .runner import TrainingFailedError, run_demo
     from .view import DemoProgress, introduction, show
 
@@ -58,7 +70,9 @@ def run(arguments: argparse.Namespace) -> int:
         with DemoProgress(plan) as progress:
             progress.write_line(introduction(plan, compared))
             try:
-                runs = asyncio.run(run_demo(plan, compared, progress.write_line, progress.show_window))
+                page = demo_page(progress.write_line) if arguments.dashboard else None
+                shown = (progress.write_line, progress.show_window)
+                runs = asyncio.run(run_demo(plan, compared, *shown, page=page, captures=arguments.captures))
             except asyncio.CancelledError:
                 raise CommandError("ended by SIGTERM", exit_code=128 + signal.SIGTERM) from None
     draw(runs, plan, arguments.png)

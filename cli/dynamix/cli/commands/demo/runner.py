@@ -15,6 +15,7 @@ import msgspec
 from msgspec import structs
 
 from dynamix.cli.services import SERVICES, ServiceProcess, bus_environment, wait_until_ready
+from dynamix.cli.source import capture_stored
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.embedded import DIE_WITH_PARENT, EmbeddedServer
@@ -44,18 +45,31 @@ class TrainingFailedError(RuntimeError):
     """The training job ended with an error; the text holds what its first failing rank said."""
 
 
+Page = Callable[[Bus], contextlib.AbstractAsyncContextManager[None]]
+"""Shows what happens on the bus for as long as its context lasts."""
+
+
 async def run_demo(
-    plan: DemoPlan, variants: Sequence[Variant], announce: Callable[[str], None], watch: Watcher
+    plan: DemoPlan,
+    variants: Sequence[Variant],
+    announce: Callable[[str], None],
+    watch: Watcher,
+    *,
+    page: Page | None = None,
+    captures: Path | None = None,
 ) -> list[DemoRun]:
     """Carry out the plan once per variant, one after the other, against the same services.
+
+    `captures` is a directory for a capture of each run, named by its policy.
 
     Raises TrainingFailedError, TimeoutError when a service does not become ready, or CancelledError after SIGTERM, when
     nothing that it started is left.
     """
     with _cancelled_by_sigterm(), tempfile.TemporaryDirectory(prefix="dynamix-demo-") as directory:
         async with services(Path(directory), announce) as (bus, environ):
-            demo = _Demo(plan, bus, environ, Path(directory), watch)
-            return [await demo.run(variant) for variant in variants]
+            demo = _Demo(plan, bus, environ, Path(directory), watch, captures)
+            async with page(bus) if page is not None else contextlib.nullcontext():
+                return [await demo.run(variant) for variant in variants]
 
 
 @contextlib.contextmanager
@@ -101,6 +115,7 @@ class _Demo(NamedTuple):
     environ: dict[str, str]
     directory: Path
     watch: Watcher
+    captures: Path | None = None
 
     async def run(self, variant: Variant) -> DemoRun:
         """One training job, watched on the bus."""
@@ -115,6 +130,9 @@ class _Demo(NamedTuple):
         finally:
             follower.cancel()
             await asyncio.gather(follower, return_exceptions=True)
+        if self.captures is not None:
+            self.captures.mkdir(parents=True, exist_ok=True)
+            await capture_stored(self.bus, job, self.captures / f"{variant.policy}.dxc")
         run = summarise(self.plan, variant.policy, progress, messages.reports, messages.applied)
         if messages.reports:
             final = structs.replace(messages.reports[-1], held_out_accuracy=run.summary.final_accuracy)

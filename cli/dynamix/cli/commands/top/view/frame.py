@@ -19,6 +19,11 @@ MIN_TABLE = 8
 """Lines reserved for the table of ranks; curves get what is left."""
 STALE_AFTER_S = 30.0
 SHOWN_CHANGES = 16
+PHASES = {
+    "running": ("● running", "green"),
+    "silent": ("○ silent, perhaps killed", "yellow"),
+    "ended": ("■ ended", "red"),
+}
 LATE_AFTER_WINDOWS = 3
 """By then a decision was made of the first windows, if any will be: a refused job gets none."""
 
@@ -38,7 +43,7 @@ def frame(
     `now_ns` is the wall clock, for the age of the newest window; `now_s` the clock that `heartbeats` was given.
     """
     below = [_services(heartbeats, now_s)]
-    if board is None or (board.job is None and not board.history):
+    if board is None or (board.job is None and not board.timeline.points):
         return _cut([*_empty(board, missing), Text(), *below], width, height)
     rule = Text("─" * width, "dim")
     below = [rule, *_decision(board), *_reward(board, width), *_event(board), *_network(board), *below]
@@ -58,10 +63,8 @@ def _empty(board: Board | None, missing: str) -> list[Text]:
 
 def _title(board: Board, now_ns: int, width: int) -> Text:
     job = board.job
-    running = job is not None and job.phase == "running"
-    left = Text.assemble(
-        (board.name, "bold"), "  ", ("● running" if running else "■ ended", "green" if running else "red")
-    )
+    phase = "ended" if job is None else board.phase(now_ns)
+    left = Text.assemble((board.name, "bold"), "  ", PHASES[phase])
     parts = [f"window {board.window}" if board.window >= 0 else "no window yet"]
     if job is not None:
         nodes = f" on {len(job.nodes)} nodes" if len(job.nodes) > 1 else ""
@@ -71,7 +74,7 @@ def _title(board: Board, now_ns: int, width: int) -> Text:
     if board.generation:
         parts.append(f"restart {board.generation}")
     left.append("  " + " · ".join(parts), "default")
-    age = _age(board, now_ns, running=running)
+    age = _age(board, now_ns, running=phase != "ended")
     left.truncate(max(0, width - age.cell_len - 1), overflow="ellipsis")
     return left.append(" " * (width - left.cell_len - age.cell_len)).append_text(age)
 
@@ -130,6 +133,8 @@ def _decision(board: Board) -> Iterator[Text]:
     by = f"  of window {action.window} by {action.policy}{version}"
     missing = ", inputs missing" if action.gap else ""
     yield _labelled("decision", (_changes(action.deltas), "bold"), (by, "dim"), (missing, "yellow"))
+    if board.reason:
+        yield _labelled("because", (board.reason, "dim"))
     if applied is not None:
         adopted = f"of window {applied.decided_window}, from window {applied.effective_window} on"
         refused = ", ".join(f"{count} {reason}" for reason, count in applied.num_refused.items() if count)

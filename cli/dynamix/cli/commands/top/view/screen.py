@@ -13,6 +13,7 @@ from rich.console import Console, Group
 from rich.live import Live
 
 from dynamix.cli.board.feed import Feed
+from dynamix.cli.errors import first_error
 
 from .frame import frame
 
@@ -46,7 +47,7 @@ async def watch(feed: Feed) -> None:
     except asyncio.CancelledError:
         return
     except BaseExceptionGroup as group:
-        raise _first(group) from group
+        raise first_error(group) from group
 
 
 def current(feed: Feed, console: Console) -> Group:
@@ -55,12 +56,6 @@ def current(feed: Feed, console: Console) -> Group:
     room = {"width": size.width, "height": size.height}
     lines = frame(feed.board, feed.heartbeats, missing=feed.missing, now_ns=now_ns, now_s=now_s, **room)
     return Group(*lines)
-
-
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first of the errors that ended the feed: the others followed from it."""
-    error = group.exceptions[0]
-    return _first(error) if isinstance(error, BaseExceptionGroup) else error
 
 
 async def _news(feed: Feed, left: asyncio.Event) -> None:

@@ -1,0 +1,185 @@
+"""A headless Chromium on a pipe: pages opened, scripts evaluated, screenshots; nothing is installed but the browser.
+
+It speaks the DevTools protocol over two descriptors (`--remote-debugging-pipe`), so that no port is open and no
+WebSocket client is needed.
+"""
+
+import base64
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any, Self
+
+NAMES = ("chromium", "chromium-headless-shell", "chromium-browser", "google-chrome")
+FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-dev-shm-usage"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-extensions"),
+    *("--hide-scrollbars", "--force-color-profile=srgb", "--remote-debugging-pipe"),
+)
+ANSWER_TIMEOUT_S = 60.0
+
+
+def find_browser() -> str | None:
+    """The browser's path, `None` where none is installed."""
+    return next((path for name in NAMES if (path := shutil.which(name))), None)
+
+
+class Browser:
+    """`with Browser() as browser: browser.open(url)`; one page."""
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._answers: dict[int, dict[str, Any]] = {}
+        self._arrived = threading.Condition()
+        self.events: list[dict[str, Any]] = []
+        """What the page sent by itself, oldest first: `Network.requestWillBeSent`, `Runtime.exceptionThrown` ..."""
+
+    def __enter__(self) -> Self:
+        path = find_browser()
+        assert path is not None, "find_browser says whether there is one"
+        self._profile = tempfile.TemporaryDirectory(prefix="browser-", ignore_cleanup_errors=True)
+        read_commands, self._commands = os.pipe()
+        self._output, write_answers = os.pipe()
+        # the browser reads descriptor 3 and writes 4, wherever our pipe ends are
+        shell = f'exec "$@" 3<&{read_commands} 4>&{write_answers}'
+        if {read_commands, write_answers} & {3, 4}:
+            shell = f'exec 8<&{read_commands} 9>&{write_answers}; exec "$@" 3<&8 4>&9'
+        self.process = subprocess.Popen(
+            ["bash", "-c", shell, "browser", path, *FLAGS, f"--user-data-dir={self._profile.name}", "about:blank"],
+            pass_fds=(read_commands, write_answers),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        os.close(read_commands)
+        os.close(write_answers)
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self._session = ""
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Network", "Performance", "Log"):
+            self.call(f"{domain}.enable")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        os.close(self._commands)
+        self._reader.join(10)
+        os.close(self._output)
+        self._profile.cleanup()
+
+    def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """Call a method of the protocol; its result."""
+        with self._arrived:
+            self._next += 1
+            number = self._next
+        message: dict[str, Any] = {"id": number, "method": method, "params": parameters}
+        if self._session:
+            message["sessionId"] = self._session
+        os.write(self._commands, json.dumps(message).encode() + b"\0")
+        with self._arrived:
+            arrived = self._arrived.wait_for(lambda: number in self._answers, ANSWER_TIMEOUT_S)
+            assert arrived, f"{method} was not answered"
+            answer = self._answers.pop(number)
+        assert "error" not in answer, f"{method}: {answer['error']}"
+        result: dict[str, Any] = answer.get("result", {})
+        return result
+
+    def open(self, url: str) -> None:
+        """Open a page; `wait_for` says when it is ready."""
+        self.call("Page.navigate", url=url)
+
+    def evaluate(self, expression: str) -> Any:
+        """The value of a JavaScript expression, awaited where it is a promise."""
+        found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in found, found["exceptionDetails"]
+        return found["result"].get("value")
+
+    def wait_for(self, expression: str, timeout_s: float = 60.0) -> Any:
+        """Wait until an expression is true; its value."""
+        end_s = time.monotonic() + timeout_s
+        while not (value := self.evaluate(f"(() => {{ try {{ return {expression} }} catch {{ return null }} }})()")):
+            assert time.monotonic() < end_s, f"not true after {timeout_s:g} s: {expression}\n{self.text()[:3000]}"
+            time.sleep(0.1)
+        return value
+
+    def text(self) -> str:
+        """All text of the page."""
+        return str(self.evaluate("document.body.innerText"))
+
+    def resize(self, width: int, height: int, *, dark: bool = False, scale: float = 1) -> None:
+        """Set the viewport in CSS pixels, and the colour scheme."""
+        is_phone = width < 600
+        self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=is_phone
+        )
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.call("Emulation.setEmulatedMedia", features=[scheme])
+
+    def press(self, key: str) -> None:
+        """Press a key that has a name, as `Tab` or `ArrowLeft`."""
+        codes = {"Tab": 9, "Enter": 13, "ArrowLeft": 37, "ArrowRight": 39, " ": 32}
+        for kind in ("rawKeyDown", "keyUp"):
+            self.call("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=codes[key])
+
+    def processes(self) -> dict[int, str]:
+        """The browser's processes by id, and what each is: `renderer` runs the page."""
+        parents = {}
+        for directory in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it ended
+                parents[int(directory.name)] = int((directory / "stat").read_text().rpartition(")")[2].split()[1])
+        found = {self.process.pid}
+        while more := {pid for pid, parent in parents.items() if parent in found} - found:
+            found |= more
+        return {pid: _kind_of(pid) for pid in found}
+
+    def screenshot(self, path: Path, *, whole: bool = True) -> None:
+        """Write a PNG of the page, all of it or what the viewport shows."""
+        found = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
+        path.write_bytes(base64.b64decode(found["data"]))
+
+    def requests(self) -> list[str]:
+        """The URLs that were asked for so far."""
+        sent = [event for event in self.events if event["method"] == "Network.requestWillBeSent"]
+        return [event["params"]["request"]["url"] for event in sent]
+
+    def errors(self) -> list[str]:
+        """What went wrong in the page: exceptions, refused requests, broken rules of its content policy."""
+        found = [event["params"] for event in self.events if event["method"] == "Runtime.exceptionThrown"]
+        logged = [event["params"]["entry"] for event in self.events if event["method"] == "Log.entryAdded"]
+        thrown = [one["exceptionDetails"].get("exception", {}).get("description", str(one)) for one in found]
+        return [*thrown, *(entry["text"] for entry in logged if entry["level"] == "error")]
+
+    def _read(self) -> None:
+        rest = b""
+        while chunk := os.read(self._output, 1 << 16):
+            *whole, rest = (rest + chunk).split(b"\0")
+            for text in whole:
+                message = json.loads(text)
+                with self._arrived:
+                    if "id" in message:
+                        self._answers[message["id"]] = message
+                    else:
+                        self.events.append(message)
+                    self._arrived.notify_all()
+
+
+def _kind_of(pid: int) -> str:
+    """What a process of the browser is for, as its command line says."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
+    except OSError:
+        return "ended"
+    return words.partition("--type=")[2].partition(" ")[0] or "browser"

@@ -1,0 +1,1 @@
+"""Show jobs, services and captures as a web page."""

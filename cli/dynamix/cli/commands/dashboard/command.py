@@ -1,0 +1,103 @@
+"""Show all jobs of the broker, and the services, as a web page while they run; or one or two captures.
+
+  dynamix dashboard                     what runs now
+  dynamix dashboard FILE                a capture, with a slider for the time
+  dynamix dashboard FILE FILE           two captures beside each other
+
+It only reads, and listens on 127.0.0.1: from another machine, forward the port (ssh -L 8650:127.0.0.1:8650 HOST). With
+--host ADDRESS it can be reached from elsewhere; every request then needs a token, which is part of the URL that is
+printed. Traffic is not encrypted: put a proxy with TLS in front of it where the network is not yours. Settings are also
+read from DYNAMIX_DASHBOARD_HOST, _PORT, _TOKEN and _TOKEN_FILE. Ctrl-C ends it.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from dynamix.cli.connection import connected, find
+from dynamix.cli.dashboard.captured import CapturedJob
+from dynamix.cli.dashboard.settings import DashboardSettings, token_of
+from dynamix.cli.errors import MISUSED, CommandError, MisuseError, explained, first_error, reading
+from dynamix.cli.progress import stop_event
+from dynamix.recording.capture import CaptureError
+from dynamix.runtime.bus import BusError
+from dynamix.runtime.log import configure as configure_log
+from dynamix.runtime.settings import SettingsError, read
+
+MOST_CAPTURES = 2
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("files", metavar="FILE", nargs="*", help="a capture to show instead of the broker's jobs")
+    parser.add_argument("--host", metavar="ADDRESS", help="listen on this address (default: 127.0.0.1)")
+    parser.add_argument("--port", metavar="N", help="listen on this port; 0 takes a free one (default: 8650)")
+    parser.add_argument("--token-file", metavar="FILE", help="every request needs the token in this file")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until a signal; 0 after one."""
+    if len(arguments.files) > MOST_CAPTURES:
+        raise MisuseError(f"{len(arguments.files)} files: the page shows {MOST_CAPTURES} captures at most")
+    given = {"--host": arguments.host, "--port": arguments.port, "--token-file": arguments.token_file}
+    flags = [f"{flag}={value}" for flag, value in given.items() if value]
+    with explained(SettingsError, exit_code=MISUSED):
+        settings = read(DashboardSettings, "dashboard", os.environ, flags)
+    with explained(ValueError, exit_code=MISUSED), reading(settings.token_file):
+        token = token_of(settings)
+    configure_log("critical")  # the terminal belongs to the URL
+    captures = [_captured(Path(file)) for file in arguments.files]
+    try:
+        asyncio.run(_show_captures(settings, token, captures) if captures else _show_bus(settings, token))
+    except OSError as error:
+        where = f"{settings.host}:{settings.port}"
+        why = error.strerror or error
+        raise CommandError(f"cannot listen on {where}: {why}; --port 0 takes a free port of this machine") from error
+    return 0
+
+
+def _captured(path: Path) -> CapturedJob:
+    with explained(CaptureError), reading(path):
+        return CapturedJob(path)
+
+
+async def _show_captures(settings: DashboardSettings, token: str, captures: Sequence[CapturedJob]) -> None:
+    from dynamix.cli.dashboard.server import DashboardServer
+
+    server = DashboardServer(host=settings.host, port=settings.port, token=token, captures=captures)
+    async with server:
+        with stop_event() as stop:
+            _announce(server.url, token)
+            await stop.wait()
+
+
+async def _show_bus(settings: DashboardSettings, token: str) -> None:
+    from dynamix.cli.board.fleet import Fleet
+    from dynamix.cli.dashboard.server import DashboardServer
+
+    async with connected(find(os.environ), "dashboard") as bus:
+        fleet = Fleet(bus)
+        async with DashboardServer(host=settings.host, port=settings.port, token=token, fleet=fleet) as server:
+            following = asyncio.create_task(fleet.follow(), name="fleet")
+            with stop_event() as stop:
+                following.add_done_callback(lambda _: stop.set())
+                _announce(server.url, token)
+                await stop.wait()
+        following.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            try:
+                await following
+            except BaseExceptionGroup as group:
+                error = first_error(group)
+                if isinstance(error, BusError):
+                    raise error from group
+                raise
+
+
+def _announce(url: str, token: str) -> None:
+    secret = "; who has this URL can read everything" if token else ""
+    print(f"{url} shows the page (read-only{secret}); Ctrl-C ends it", file=sys.stderr, flush=True)

@@ -1,0 +1,98 @@
+"""Who may read the page: without a token this machine only, with one who knows it; everything else gets 401 or 403.
+
+A token comes as `Authorization: Bearer TOKEN`, or once as `?token=TOKEN`, which is exchanged for a cookie so that it
+does not stay in the browser's history. The cookie is a hash of the token. All comparisons take constant time.
+
+Without a token the `Host` of a request must be this machine's: a page of another site, whose name was made to point
+here (DNS rebinding), would have its own name there.
+"""
+
+import hashlib
+import hmac
+from http.cookies import CookieError, SimpleCookie
+from typing import Any
+from urllib.parse import parse_qs
+
+from starlette.datastructures import Headers
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .settings import is_loopback
+
+COOKIE = "dynamix-dashboard"
+COOKIE_AGE_S = 30 * 24 * 3600
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+"""Headers of every answer: nothing is fetched from elsewhere, no other site shows or reads the page."""
+NO_TOKEN = "401: a token is needed: open the URL that `dynamix dashboard` printed\n"  # noqa: S105 - a message
+WRONG_HOST = "403: without a token the page is for this machine only: open it by 127.0.0.1 or localhost\n"
+
+
+class Gate:
+    """ASGI middleware in front of everything that the server has."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        """Let pass who knows `token`; an empty one lets pass what asks for this machine by its own name."""
+        self._app = app
+        self._token = token.encode()
+        self._cookie = hashlib.sha256(b"dynamix dashboard " + self._token).hexdigest()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or hand it on."""
+        if scope["type"] != "http":
+            return
+        answer = self._refusal(scope)
+        await (self._app if answer is None else answer)(scope, receive, _with_headers(send))
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        headers = Headers(scope=scope)
+        if not self._token:
+            host = headers.get("host", "").rpartition("]")
+            name = f"{host[0]}]" if host[0] else host[2].partition(":")[0]
+            return None if is_loopback(name) else PlainTextResponse(WRONG_HOST, 403)
+        if self._is_known(headers):
+            return None
+        given = parse_qs(scope.get("query_string", b"").decode("ascii", "replace")).get("token", [""])[0]
+        if scope["method"] == "GET" and self._matches(given.encode(errors="replace")):
+            return self._with_cookie(scope)
+        return PlainTextResponse(NO_TOKEN, 401, {"WWW-Authenticate": "Bearer"})
+
+    def _is_known(self, headers: Headers) -> bool:
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer" and self._matches(bearer.strip().encode(errors="replace")):
+            return True
+        try:
+            cookie = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
+        except CookieError:
+            return False
+        return cookie is not None and hmac.compare_digest(cookie.value.encode(errors="replace"), self._cookie.encode())
+
+    def _matches(self, given: bytes) -> bool:
+        """Digests are compared, so that the time tells nothing of the token's length either."""
+        return hmac.compare_digest(hashlib.sha256(given).digest(), hashlib.sha256(self._token).digest())
+
+    def _with_cookie(self, scope: Scope) -> Response:
+        response = RedirectResponse(scope["path"], 303)
+        response.set_cookie(COOKIE, self._cookie, max_age=COOKIE_AGE_S, httponly=True, samesite="strict", path="/")
+        return response
+
+
+def _with_headers(send: Send) -> Send:
+    """Add `HEADERS` to whatever is answered."""
+    extra = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
+
+    async def send_with_headers(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            known: list[Any] = list(message.get("headers", []))
+            message = {**message, "headers": [*known, *extra]}
+        await send(message)
+
+    return send_with_headers

@@ -1,0 +1,215 @@
+"""The web server: the page, its data as JSON and as server-sent events, on one address, until it is told to stop.
+
+/                              the page
+/api/source                    what it shows: a bus, or captures with their durations
+/api/events?job=JOB            events `overview` (all jobs, services, alarms) and `job` (one job)
+/api/jobs/JOB                  one job, with its curves and decisions
+/api/captures/N?elapsed_s=S    a capture as it was S seconds after its first message; &curves=1 adds its curves
+"""
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from dynamix.cli.board.board import Board
+from dynamix.cli.board.fleet import Fleet
+from dynamix.cli.output import Document
+
+from .access import Gate
+from .alarms import alarms_of, alarms_of_job
+from .captured import CapturedJob
+from .documents import curves, decisions, job_now, overview
+
+PAGE = Path(__file__).parent / "page"
+TYPES = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    "": "text/plain",
+}
+MIN_INTERVAL_S = 0.25
+"""Events of one reader are no closer than this, however fast windows come."""
+OVERVIEW_EVERY_S = 1.0
+STOP_TIMEOUT_S = 2
+
+
+class DashboardServer:
+    """`async with DashboardServer(...) as server: ...` answers on `server.url`. It needs the extra `dashboard`.
+
+    Attributes:
+        url: where a browser finds the page, with the token.
+        port: the one that it listens on.
+    """
+
+    def __init__(
+        self, *, host: str, port: int, token: str, fleet: Fleet | None = None, captures: Sequence[CapturedJob] = ()
+    ) -> None:
+        """Show a bus by its `fleet`, which the caller keeps up to date, or else `captures`.
+
+        Raises:
+            OSError: when it cannot listen on this address.
+        """
+        self._fleet = fleet
+        self._captures = captures
+        self._token = token
+        self._stopping = asyncio.Event()
+        self._socket = _listening(host, port)
+        where = f"[{host}]" if ":" in host else host
+        self.port: int = self._socket.getsockname()[1]
+        self.url = f"http://{where}:{self.port}/" + (f"?token={token}" if token else "")
+        self.application = Gate(self._routes(), token)
+
+    async def __aenter__(self) -> Self:
+        config = uvicorn.Config(
+            self.application,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            http="h11",
+            server_header=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=STOP_TIMEOUT_S,
+        )
+        self._server = _QuietServer(config)
+        self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]), name="dashboard")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._stopping.set()
+        self._server.should_exit = True
+        await asyncio.gather(self._serving, return_exceptions=True)
+        self._socket.close()
+
+    def _routes(self) -> Starlette:
+        files = [path for path in PAGE.rglob("*") if path.is_file()]
+        return Starlette(
+            routes=[
+                Route("/", _file(PAGE / "index.html")),
+                *(Route(f"/page/{path.relative_to(PAGE).as_posix()}", _file(path)) for path in files),
+                Route("/api/source", self._source),
+                Route("/api/events", self._events),
+                Route("/api/jobs/{name}", self._job),
+                Route("/api/captures/{number:int}", self._capture),
+            ]
+        )
+
+    async def _source(self, _: Request) -> Response:
+        captures = [
+            {"file": one.path.name, "job": one.job, "duration_s": one.duration_s, "start_unix_s": one.start_ns / 1e9}
+            for one in self._captures
+        ]
+        return _json({"kind": "bus" if self._fleet is not None else "captures", "captures": captures})
+
+    async def _job(self, request: Request) -> Response:
+        board = None if self._fleet is None else await self._fleet.open(request.path_params["name"])
+        return PlainTextResponse("404: there is no such job\n", 404) if board is None else _json(_job_event(board, 0))
+
+    async def _capture(self, request: Request) -> Response:
+        number = request.path_params["number"]
+        if number >= len(self._captures):
+            return PlainTextResponse("404: there is no such capture\n", 404)
+        captured = self._captures[number]
+        try:
+            elapsed_s = float(request.query_params.get("elapsed_s", captured.duration_s))
+        except ValueError:
+            return PlainTextResponse("400: elapsed_s is no number\n", 400)
+        elapsed_s = min(max(0.0, elapsed_s), captured.duration_s)
+        with_curves = request.query_params.get("curves") == "1"
+        return _json(await asyncio.to_thread(captured.document, elapsed_s, with_curves=with_curves))
+
+    async def _events(self, request: Request) -> Response:
+        if self._fleet is None:
+            return PlainTextResponse("404: captures have no events\n", 404)
+        return StreamingResponse(
+            self._event_stream(self._fleet, request.query_params.get("job", "")),
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
+        )
+
+    async def _event_stream(self, fleet: Fleet, name: str) -> AsyncIterator[bytes]:
+        """What changed since the last event, at most every `MIN_INTERVAL_S`; the ages in it each second."""
+        yield b"retry: 1000\n\n"
+        next_overview_s, seen, revision = 0.0, -1, 0
+        while not self._stopping.is_set():
+            news, now_s = fleet.news, time.monotonic()
+            if now_s >= next_overview_s:
+                next_overview_s = now_s + OVERVIEW_EVERY_S
+                yield _event("overview", _overview(fleet))
+            board = fleet.opened(name)  # without waiting: a broker that is away is to be said
+            if board is not None and board.revision != seen:
+                seen = board.revision
+                yield _event("job", _job_event(board, revision))
+                revision = board.timeline.revision
+            await self._wait(MIN_INTERVAL_S)
+            await self._wait(max(0.0, next_overview_s - time.monotonic()), news)
+
+    async def _wait(self, timeout_s: float, news: asyncio.Event | None = None) -> None:
+        """Wait for news or the end, at most so long."""
+        waits = [asyncio.ensure_future(event.wait()) for event in (self._stopping, news) if event is not None]
+        try:
+            await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+
+def _overview(fleet: Fleet) -> Document:
+    now_ns, now_s = time.time_ns(), time.monotonic()
+    boards = list(fleet.boards.values())
+    alarms = alarms_of(boards, fleet.heartbeats, now_ns=now_ns, now_s=now_s)
+    document = overview(boards, fleet.heartbeats, alarms, num_older=fleet.num_older, now_ns=now_ns, now_s=now_s)
+    return {"broker_connected": fleet.is_connected, "now_unix_s": now_ns / 1e9, **document}
+
+
+def _job_event(board: Board, since: int) -> Document:
+    now_ns = time.time_ns()
+    return {
+        "is_whole": since == 0,
+        "job": job_now(board, now_ns),
+        "curves": curves(board, since),
+        "decisions": decisions(board, since),
+        "alarms": [{"level": one.level, "text": one.text} for one in alarms_of_job(board, now_ns)],
+    }
+
+
+def _event(kind: str, document: Document) -> bytes:
+    return b"event: " + kind.encode() + b"\ndata: " + msgspec.json.encode(document) + b"\n\n"
+
+
+def _json(document: Document) -> Response:
+    return Response(msgspec.json.encode(document), headers={"Cache-Control": "no-store"}, media_type="application/json")
+
+
+def _file(path: Path) -> Any:
+    """An endpoint that answers with a file of the page, which a browser asks for again each time."""
+
+    async def answer(_: Request) -> Response:
+        media_type = TYPES.get(path.suffix, "application/octet-stream")
+        return FileResponse(path, media_type=media_type, headers={"Cache-Control": "no-cache"})
+
+    return answer
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family)
+
+
+class _QuietServer(uvicorn.Server):
+    """uvicorn without its own signal handlers: the command has its own."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

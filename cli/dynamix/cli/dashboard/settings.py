@@ -1,0 +1,60 @@
+"""Settings of the page's server: `DYNAMIX_DASHBOARD_...`."""
+
+import ipaddress
+import secrets
+from pathlib import Path
+
+import msgspec
+
+DEFAULT_PORT = 8650
+MAX_PORT = 65535
+MIN_TOKEN_CHARACTERS = 16
+
+
+class DashboardSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of `dynamix dashboard`: `DYNAMIX_DASHBOARD_<FIELD>` or `--field`."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Beyond loopback every request needs the token."""
+    port: int = DEFAULT_PORT
+    """TCP port; 0 takes a free one."""
+    token: str = ""
+    """What a reader has to know, at least 16 characters; better given as a file."""
+    token_file: str = ""
+    """A file that holds the token."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for what is no port, and for two tokens."""
+        if not 0 <= self.port <= MAX_PORT:
+            raise ValueError(f"port must be 0 (a free one) to {MAX_PORT}, not {self.port}")
+        if self.token and self.token_file:
+            raise ValueError("token and token_file are both set: choose one")
+
+    def __repr__(self) -> str:
+        return f"DashboardSettings(host={self.host!r}, port={self.port}, token=***)"
+
+
+def token_of(settings: DashboardSettings) -> str:
+    """The token that readers need: the one that was set, beyond loopback else a new one; empty: none is needed.
+
+    Raises:
+        OSError: when the file cannot be read.
+        ValueError: when the token is too short.
+    """
+    token = Path(settings.token_file).read_text().strip() if settings.token_file else settings.token
+    if not token and not settings.token_file and is_loopback(settings.host):
+        return ""
+    if not token and not settings.token_file:
+        return secrets.token_urlsafe(24)
+    if len(token) < MIN_TOKEN_CHARACTERS or not token.isascii() or not token.isprintable():
+        where = settings.token_file or "DYNAMIX_DASHBOARD_TOKEN"
+        raise ValueError(f"{where}: a token needs at least {MIN_TOKEN_CHARACTERS} printable ASCII characters")
+    return token
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address or host name is this machine's own."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,137 @@
+"""Who may read the page, and what those who may not get to see."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("starlette", reason="starlette is not installed: make venv")
+
+from starlette.responses import PlainTextResponse
+from starlette.types import Message, Receive, Scope, Send
+
+from dynamix.cli.dashboard.access import COOKIE, HEADERS, Gate
+from dynamix.cli.dashboard.settings import DashboardSettings, token_of
+
+TOKEN = "a-token-of-24-characters"
+
+
+async def application(scope: Scope, receive: Receive, send: Send) -> None:
+    await PlainTextResponse("the page")(scope, receive, send)
+
+
+async def answer(token: str, path: str = "/", host: str = "127.0.0.1:8650", **headers: str) -> tuple[int, str, dict]:
+    """Status, text and headers of what a GET gets."""
+    path, _, query = path.partition("?")
+    given = {"host": host, **headers}
+    scope: Scope = {
+        "type": "http",
+        "method": "GET",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": query.encode(),
+        "headers": [(name.encode(), value.encode("latin-1")) for name, value in given.items()],
+    }
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def receive() -> Message:
+        return {"type": "http.request"}
+
+    await Gate(application, token)(scope, receive, send)
+    found = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
+    return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:]).decode(), found
+
+
+@pytest.mark.parametrize("path", ["/", "/api/source", "/api/events?job=a", "/page/main.js", "/none", "/?token="])
+async def test_without_the_token_every_path_is_401_and_says_nothing(path: str) -> None:
+    status, text, headers = await answer(TOKEN, path, host="10.0.0.7:8650")
+    assert (status, headers["www-authenticate"]) == (401, "Bearer")
+    assert text == "401: a token is needed: open the URL that `dynamix dashboard` printed\n"
+    assert "set-cookie" not in headers
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"authorization": f"Bearer {TOKEN[:-1]}"},
+        {"authorization": f"Bearer {TOKEN}x"},
+        {"authorization": f"Basic {TOKEN}"},
+        {"authorization": "Bearer \xff\xfe"},
+        {"authorization": "Bearer"},
+        {"cookie": f"{COOKIE}={TOKEN}"},
+        {"cookie": f"{COOKIE}="},
+        {"cookie": "=;;=\xff"},
+    ],
+)
+async def test_a_wrong_token_is_401(headers: dict[str, str]) -> None:
+    assert (await answer(TOKEN, **headers))[0] == 401
+
+
+async def test_the_bearer_of_the_token_may_read_under_any_host() -> None:
+    assert (await answer(TOKEN, host="10.0.0.7", authorization=f"Bearer {TOKEN}"))[:2] == (200, "the page")
+
+
+async def test_the_token_in_the_url_becomes_a_cookie_that_does_not_hold_it() -> None:
+    status, _, headers = await answer(TOKEN, f"/?token={TOKEN}")
+    assert (status, headers["location"]) == (303, "/")
+    cookie = headers["set-cookie"]
+    assert TOKEN not in cookie
+    assert {"HttpOnly", "SameSite=strict"} <= {part.strip() for part in cookie.split(";")}
+    assert (await answer(TOKEN, cookie=cookie.partition(";")[0]))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1:8650", 200),
+        ("localhost:8650", 200),
+        ("localhost", 200),
+        ("[::1]:8650", 200),
+        ("127.0.0.1.evil.example:8650", 403),
+        ("evil.example", 403),
+        ("10.0.0.7:8650", 403),
+        ("", 403),
+    ],
+)
+async def test_without_a_token_only_this_machines_own_names_are_served(host: str, status: int) -> None:
+    """Another site whose name was made to point here has that name in its requests."""
+    assert (await answer("", host=host))[0] == status
+
+
+async def test_every_answer_forbids_what_is_not_from_this_server() -> None:
+    for token in ("", TOKEN):
+        _, _, headers = await answer(token)
+        assert {name.lower() for name in HEADERS} <= set(headers)
+        assert headers["content-security-policy"].startswith("default-src 'none'")
+
+
+def test_loopback_needs_no_token_and_everything_else_gets_a_new_one() -> None:
+    assert token_of(DashboardSettings()) == ""
+    assert token_of(DashboardSettings(host="localhost")) == ""
+    found = {token_of(DashboardSettings(host=host)) for host in ("0.0.0.0", "::", "10.0.0.7", "0.0.0.0")}
+    assert len(found) == 4
+    assert min(map(len, found)) == 32
+
+
+def test_a_token_is_read_of_its_file_and_not_shown(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text(TOKEN + "\n")
+    assert token_of(DashboardSettings(token_file=str(file))) == TOKEN
+    assert TOKEN not in repr(DashboardSettings(token=TOKEN))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "short", "fifteen-letters", "not printable \x00 and long", "ümlaut-umlaut-umlaut"]
+)
+def test_a_token_that_can_be_guessed_or_not_be_sent_is_refused(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text(text)
+    with pytest.raises(ValueError, match="at least 16 printable ASCII characters"):
+        token_of(DashboardSettings(host="0.0.0.0", token_file=str(file)))
+
+
+def test_two_tokens_are_one_too_many() -> None:
+    with pytest.raises(ValueError, match="choose one"):
+        DashboardSettings(token=TOKEN, token_file="file")

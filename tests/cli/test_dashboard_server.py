@@ -1,0 +1,308 @@
+"""The page's server on a real broker: events, JSON, captures, refusals, a broker that restarts."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from tests.support import examples
+from tests.support.examples import applied, reward
+
+pytest.importorskip("uvicorn", reason="uvicorn is not installed: make venv")
+
+from dynamix.cli.board.fleet import Fleet
+from dynamix.cli.dashboard.captured import CapturedJob
+from dynamix.cli.dashboard.server import DashboardServer
+from dynamix.cli.main import main
+from dynamix.cli.services import bus_environment
+from dynamix.runtime.bus import Bus
+from dynamix.runtime.bus.provision import provision
+from dynamix.runtime.embedded import EmbeddedServer
+
+DEMO = Path(__file__).parents[1] / "data" / "demo.dxc"
+PAGE = Path(__file__).parents[2] / "cli" / "dynamix" / "cli" / "dashboard" / "page"
+LOCAL: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "token": ""}
+
+
+class Reply(msgspec.Struct):
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+async def ask(server: DashboardServer, path: str, method: str = "GET") -> Reply:
+    """One request, read to its end."""
+    reader, writer = await _sent(server, path, method)
+    head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    writer.close()
+    status, *lines = head.decode().split("\r\n")
+    headers = dict(line.lower().split(": ", 1) for line in lines)
+    return Reply(status=int(status.split()[1]), headers=headers, body=body)
+
+
+async def events(server: DashboardServer, job: str) -> AsyncIterator[tuple[str, Any]]:
+    """The events of a job's stream, as they come."""
+    reader, writer = await _sent(server, f"/api/events?job={job}", "GET")
+    kind = ""
+    try:
+        async for line in reader:
+            if line.startswith(b"event: "):
+                kind = line[7:].strip().decode()
+            elif line.startswith(b"data: "):
+                yield kind, json.loads(line[6:])
+    finally:
+        writer.close()
+
+
+async def _sent(server: DashboardServer, path: str, method: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    port = server.port
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 24)
+    writer.write(f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nConnection: close\r\n\r\n".encode())
+    await writer.drain()
+    return reader, writer
+
+
+class Page(msgspec.Struct):
+    """What runs in a test of the live page."""
+
+    broker: EmbeddedServer
+    bus: Bus
+    fleet: Fleet
+    server: DashboardServer
+
+
+@pytest.fixture
+async def page() -> AsyncIterator[Page]:
+    async with EmbeddedServer() as broker:
+        bus = await Bus.connect(broker.settings, name="test")
+        await provision(bus)
+        fleet = Fleet(bus)
+        following = asyncio.create_task(fleet.follow())
+        async with DashboardServer(**LOCAL, fleet=fleet) as server:
+            yield Page(broker, bus, fleet, server)
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+        await bus.close()
+
+
+async def first(stream: AsyncIterator[tuple[str, Any]], kind: str, holds: Any = lambda _: True) -> Any:
+    """The first event of a kind of which something holds."""
+    async with asyncio.timeout(30):
+        async for found, data in stream:
+            if found == kind and holds(data):
+                return data
+    raise AssertionError("the events ended")
+
+
+async def publish_windows(bus: Bus, *windows: int, job: str = examples.JOB) -> None:
+    for window in windows:
+        for node, ranks in (("node-a", (0, 1)), ("node-b", (2, 3))):
+            await bus.publish(examples.window(node, ranks, window, job=job))
+            await bus.publish(reward(node, ranks, window, job=job))
+
+
+async def test_a_reader_gets_what_was_stored_before_and_then_only_what_changed(page: Page) -> None:
+    await page.bus.publish(examples.job())
+    await publish_windows(page.bus, 0, 1)
+    await page.bus.publish(examples.action(1))
+    stream = events(page.server, examples.JOB)
+    overview = await first(stream, "overview", lambda data: data["jobs"])
+    assert [(job["name"], job["phase"]) for job in overview["jobs"]] == [(examples.JOB, "running")]
+    assert overview["services_missing"] == ["collector", "reward", "arbitrator"]
+    whole = await first(stream, "job", lambda data: len(data["curves"]) == 2 or data["decisions"])
+    assert whole["job"]["num_ranks"] == 4
+    await publish_windows(page.bus, 2)
+    changed = await first(stream, "job", lambda data: [point["window"] for point in data["curves"]] == [2])
+    assert changed["is_whole"] is False
+    await stream.aclose()  # type: ignore[attr-defined]
+
+
+async def test_an_action_reaches_the_reader(page: Page) -> None:
+    """The page promises a second; how long it took here is in the message where it takes longer than a minute."""
+    await page.bus.publish(examples.job())
+    await publish_windows(page.bus, 0)
+    stream = events(page.server, examples.JOB)
+    await first(stream, "job")
+    begin_s = time.monotonic()
+    await page.bus.publish(examples.action(0, local_batch_sizes=(150, 150, 150, 62), deltas=(22, 22, 22, -66)))
+    found = await first(stream, "job", lambda data: data["decisions"])
+    assert found["decisions"][0]["change"]["local_batch_sizes"] == [22, 22, 22, -66]
+    assert time.monotonic() - begin_s < 60
+    await page.bus.publish(applied(0, 2))
+    found = await first(stream, "job", lambda data: data["decisions"])
+    assert found["decisions"][0]["effective_window"] == 2
+    await stream.aclose()  # type: ignore[attr-defined]
+
+
+async def test_the_page_survives_a_broker_that_restarts_and_says_so(page: Page) -> None:
+    await page.bus.publish(examples.job())
+    await publish_windows(page.bus, 0)
+    stream = events(page.server, examples.JOB)
+    await first(stream, "overview", lambda data: data["broker_connected"])
+    await page.broker.kill()
+    await first(stream, "overview", lambda data: not data["broker_connected"])
+    await page.broker.restart()
+    await first(stream, "overview", lambda data: data["broker_connected"])
+    await publish_windows(page.bus, 1)
+    found = await first(stream, "job", lambda data: data["job"]["window"] == 1)
+    assert found["job"]["phase"] == "running"
+    await stream.aclose()  # type: ignore[attr-defined]
+
+
+async def test_a_job_that_ended_long_ago_is_read_when_it_is_asked_for(
+    page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dynamix.cli.board.fleet.RECENT_MESSAGES", 1)
+    old = "old-00000001"
+    await page.bus.publish(msgspec.structs.replace(examples.job(), job=old, phase="ended", end_reason="completed"))
+    await publish_windows(page.bus, 0, 1, 2, job=old)
+    await page.bus.publish(examples.job())
+    await publish_windows(page.bus, 0)
+    fleet = Fleet(page.bus)
+    following = asyncio.create_task(fleet.follow())
+    async with DashboardServer(**LOCAL, fleet=fleet) as server, asyncio.timeout(30):
+        while list(fleet.boards) != [old, examples.JOB] or fleet.boards[examples.JOB].window < 0:
+            await fleet.news.wait()
+        assert fleet.boards[old].window == -1
+        found = (await ask(server, f"/api/jobs/{old}")).json
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+    assert (found["job"]["phase"], found["job"]["end_reason"], len(found["curves"])) == ("ended", "completed", 3)
+
+
+async def test_jobs_beyond_the_newest_are_counted_and_forgotten(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dynamix.cli.board.fleet.MAX_BOARDS", 2)
+    for number in range(4):
+        await page.bus.publish(msgspec.structs.replace(examples.job(), job=f"job-{number:08x}"))
+    async with asyncio.timeout(30):
+        while list(page.fleet.boards) != ["job-00000002", "job-00000003"]:
+            await page.fleet.news.wait()
+    assert page.fleet.num_older == 2
+    assert (await ask(page.server, "/api/jobs/job-00000000")).status == 404
+
+
+async def test_two_captures_are_served_at_any_moment() -> None:
+    captured = CapturedJob(DEMO)
+    async with DashboardServer(**LOCAL, captures=[captured, captured]) as server:
+        source = (await ask(server, "/api/source")).json
+        assert (source["kind"], len(source["captures"])) == ("captures", 2)
+        whole = (await ask(server, "/api/captures/1?curves=1")).json
+        assert len(whole["curves"]) == 30
+        half = (await ask(server, f"/api/captures/0?elapsed_s={captured.duration_s / 2}")).json
+        assert "curves" not in half
+        assert half["job"]["window"] < whole["job"]["window"]
+        for path, status in (("2", 404), ("0?elapsed_s=x", 400), ("0?elapsed_s=-5", 200), ("0?elapsed_s=nan", 200)):
+            assert (await ask(server, f"/api/captures/{path}")).status == status
+        assert (await ask(server, "/api/events")).status == 404
+
+
+async def test_every_file_of_the_page_is_served_and_none_other() -> None:
+    async with DashboardServer(**LOCAL, captures=[]) as server:
+        index = await ask(server, "/")
+        assert (index.status, index.headers["content-type"]) == (200, "text/html; charset=utf-8")
+        assert "server" not in index.headers
+        size = 0
+        for path in (file for file in PAGE.rglob("*") if file.is_file()):
+            found = await ask(server, f"/page/{path.relative_to(PAGE).as_posix()}")
+            assert (found.status, len(found.body)) == (200, path.stat().st_size)
+            size += len(found.body)
+        assert size < 500_000
+        for path in ("/page/../server.py", "/page/%2e%2e/server.py", "/page/", "/page", "/etc/passwd", "/api"):
+            assert (await ask(server, path)).status == 404
+        for method in ("POST", "PUT", "DELETE", "PATCH"):
+            assert (await ask(server, "/", method)).status == 405
+
+
+def test_nothing_in_the_page_names_another_site() -> None:
+    """But for the name of the SVG namespace, which is not asked for."""
+    for path in PAGE.rglob("*.[hjc]*s*"):
+        text = path.read_text().replace("http://www.w3.org/2000/svg", "")
+        if path.parent.name != "vendor":
+            assert "http" not in text.replace("https://github.com/leeoniya/uPlot", ""), path
+
+
+async def test_a_server_with_a_token_gives_nothing_without_it() -> None:
+    async with DashboardServer(host="127.0.0.1", port=0, token="x" * 20, captures=[]) as server:
+        assert server.url.endswith(f"/?token={'x' * 20}")
+        for path in ("/", "/api/source", "/page/main.js", "/nothing"):
+            found = await ask(server, path)
+            assert (found.status, found.body[:4]) == (401, b"401:")
+        assert (await ask(server, f"/?token={'x' * 20}")).status == 303
+
+
+def run_command(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "dynamix.cli.main", "dashboard", *arguments]
+    return subprocess.run(
+        command, env={**os.environ, **environ}, capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+def test_the_command_prints_its_url_and_ends_by_a_signal() -> None:
+    command = [sys.executable, "-m", "dynamix.cli.main", "dashboard", str(DEMO), "--port", "0", "--host", "0.0.0.0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        said = process.stderr.readline()
+        process.terminate()
+        rest = process.stderr.read()
+    assert said.startswith("http://0.0.0.0:")
+    assert "?token=" in said
+    assert (process.returncode, rest) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "code", "said"),
+    [
+        (["a", "b", "c"], {}, 2, "3 files: the page shows 2 captures at most"),
+        ([str(DEMO), "--port", "99999"], {}, 2, "port must be 0 (a free one) to 65535, not 99999"),
+        ([str(DEMO)], {"DYNAMIX_DASHBOARD_TOKN": "x"}, 2, "did you mean DYNAMIX_DASHBOARD_TOKEN"),
+        ([str(DEMO)], {"DYNAMIX_DASHBOARD_TOKEN": "short"}, 2, "at least 16 printable ASCII characters"),
+        ([str(DEMO), "--token-file", "/none"], {}, 1, "cannot read /none: No such file or directory"),
+        (["/none.dxc"], {}, 1, "cannot read /none.dxc: No such file or directory"),
+        ([str(DEMO), "--host", "192.0.2.1"], {}, 1, "cannot listen on 192.0.2.1:8650"),
+    ],
+)
+def test_what_cannot_be_shown_is_refused_in_a_sentence(  # noqa: PLR0917 - as pytest calls
+    arguments: list[str],
+    environ: dict[str, str],
+    code: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert main(["dashboard", *arguments]) == code
+    found = capsys.readouterr().err
+    assert said in found
+    assert "short" not in found.partition("TOKEN")[0]
+
+
+def test_without_streams_it_says_what_to_run() -> None:
+    async def try_it() -> subprocess.CompletedProcess[str]:
+        async with EmbeddedServer() as broker:
+            return await asyncio.to_thread(run_command, "--port", "0", **bus_environment(broker.settings))
+
+    done = asyncio.run(try_it())
+    assert done.returncode == 1
+    assert "run `dynamix provision`" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_missing_package_is_named_with_its_extra() -> None:
+    script = (
+        "import sys; sys.modules['uvicorn'] = None; from dynamix.cli.main import main;"
+        f"sys.exit(main(['dashboard', {str(DEMO)!r}, '--port', '0']))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, "pip install 'dynamix-batch[dashboard]'" in done.stderr) == (1, True)

@@ -1,0 +1,37 @@
+"""`dynamix dashboard` as the user `watcher` of deploy/nats.conf, who may publish nothing."""
+
+import asyncio
+
+from tests.support import examples
+from tests.support.deployed_broker import DeployedBroker
+
+from dynamix.cli.board.fleet import Fleet
+from dynamix.runtime.bus import Bus
+from dynamix.runtime.bus.provision import provision
+
+
+async def test_a_watcher_may_follow_all_jobs(broker: DeployedBroker) -> None:
+    bus = await Bus.connect(broker.settings("provision"), name="test-1")
+    await provision(bus)
+    await bus.close()
+    for user, message in (
+        ("trainer", examples.job()),
+        ("collector", examples.window()),
+        ("arbitrator", examples.action(0, hash=bytes(32))),
+    ):
+        bus = await Bus.connect(broker.settings(user), name="test-1")
+        await bus.publish(message)
+        await bus.close()
+    watcher = await Bus.connect(broker.settings("watcher"), name="test-2")
+    fleet = Fleet(watcher)
+    following = asyncio.create_task(fleet.follow())
+    async with asyncio.timeout(30):
+        while not fleet.boards or fleet.boards[examples.JOB].window < 0:
+            await fleet.news.wait()
+        board = await fleet.open(examples.JOB)
+    assert board is not None
+    assert board.action is not None
+    assert [point.window for point in board.timeline.points] == [0]
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+    await watcher.close()

@@ -1,0 +1,286 @@
+"""The page in a headless Chromium: a job that trains, a broker that restarts, a phone, dark colours, many ranks."""
+
+import asyncio
+import re
+import threading
+import time
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import pytest
+from bench.harness.browser import Browser, find_browser
+from bench.messages.load import Load, job_of
+from tests.support import examples
+from tests.support.examples import applied, event
+from tests.support.recordings import DEMO
+
+from dynamix.cli.board.fleet import Fleet
+from dynamix.cli.dashboard.captured import CapturedJob
+from dynamix.cli.dashboard.server import DashboardServer
+from dynamix.runtime.bus import Bus
+from dynamix.runtime.bus.provision import provision
+from dynamix.runtime.embedded import EmbeddedServer
+from dynamix.schemas.messages import Live
+
+needs_browser = pytest.mark.skipif(find_browser() is None, reason="no Chromium: apt-get install chromium")
+pytestmark = [needs_browser, pytest.mark.slow, pytest.mark.timeout(300)]
+
+T = TypeVar("T")
+EMPTY = "[...document.querySelectorAll('.panel > .empty')].filter(note => !note.hidden).map(note => note.textContent)"
+DRAWN = "document.querySelectorAll('.u-over').length"
+PLACES = """JSON.stringify([...document.querySelectorAll('.panel, .tile, nav, #alarms')].map(one => {
+    const box = one.getBoundingClientRect();
+    return [box.x, box.y, box.width, box.height].map(Math.round);
+}))"""
+"""Where everything is, in pixels."""
+PANES_AT = "[...document.querySelectorAll('.title')].filter(title => title.innerText.includes('{}')).length"
+MOVE_SLIDER = """(() => {
+    const time = document.querySelector('#time');
+    time.value = time.max / 2;
+    time.dispatchEvent(new Event('input'));
+})()"""
+SERVICES = ("collector", "reward", "arbitrator")
+
+
+class Loop:
+    """An event loop in a thread, so that a test waits for the browser while the server answers it."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(120)
+
+    def close(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(10)
+        self.loop.close()
+
+
+class Bench:
+    """A broker, the page's server and what feeds them."""
+
+    def __init__(self, loop: Loop) -> None:
+        self.loop = loop
+        self.broker = EmbeddedServer()
+
+    async def start(self) -> None:
+        await self.broker.__aenter__()
+        self.bus = await Bus.connect(self.broker.settings, name="test")
+        await provision(self.bus)
+        self.fleet = Fleet(self.bus)
+        self.following = asyncio.create_task(self.fleet.follow())
+        self.beating = asyncio.create_task(self._beat())
+        self.server = DashboardServer(host="127.0.0.1", port=0, token="", fleet=self.fleet)
+        await self.server.__aenter__()
+
+    async def stop(self) -> None:
+        await self.server.__aexit__()
+        self.following.cancel()
+        self.beating.cancel()
+        await asyncio.gather(self.following, self.beating, return_exceptions=True)
+        await self.bus.close()
+        await self.broker.__aexit__(None, None, None)
+
+    def publish(self, *messages: Any) -> None:
+        async def all_of_them() -> None:
+            for message in messages:
+                await self.bus.publish(message)
+
+        self.loop.run(all_of_them())
+
+    async def _beat(self) -> None:
+        started_s = time.monotonic()
+        while True:
+            for service in SERVICES:
+                uptime_s = time.monotonic() - started_s
+                await self.bus.publish_live(Live(service=service, instance="one", uptime_s=uptime_s, node="node-a"))
+            await asyncio.sleep(0.5)
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    loop = Loop()
+    made = Bench(loop)
+    loop.run(made.start())
+    try:
+        yield made
+    finally:
+        loop.run(made.stop())
+        loop.close()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with Browser() as found:
+        yield found
+
+
+def train(bench: Bench, *windows: int) -> None:
+    """Windows, rewards and decisions of the example's four ranks."""
+    for window in windows:
+        for node, ranks in (("node-a", (0, 1)), ("node-b", (2, 3))):
+            metrics = examples.window(node, ranks, window, job_metrics=examples.job_metrics(loss=2.0 / (1 + window)))
+            busy = msgspec.structs.replace(metrics.node_metrics, cpu_time_ratio=0.5)
+            bench.publish(msgspec.structs.replace(metrics, node_metrics=busy), examples.reward(node, ranks, window))
+        bench.publish(examples.action(window), applied(window, window + 2))
+
+
+def shown(browser: Browser, url: str, holds: str, *, width: int = 1400, height: int = 1000, dark: bool = False) -> None:
+    browser.open("about:blank")  # the page before it would complain that its server is gone
+    browser.wait_for("location.href === 'about:blank'")
+    browser.events.clear()
+    browser.resize(width, height, dark=dark)
+    browser.open(url)
+    browser.wait_for(holds)
+
+
+def test_a_job_that_trains_fills_every_panel_and_nothing_moves(bench: Bench, browser: Browser) -> None:
+    shown(browser, bench.server.url, "document.querySelectorAll('.panel').length === 14")
+    browser.wait_for("document.querySelector('#jobs-empty').textContent.includes('waits for a job')")
+    assert all(re.match(r"waits for|none so far", note) for note in browser.evaluate(EMPTY))
+    assert len(browser.evaluate(EMPTY)) == 14, "a panel without data says what it waits for"
+    before = browser.evaluate(PLACES)
+    bench.publish(examples.job())
+    train(bench, 0, 1, 2)
+    browser.wait_for(f"{DRAWN} === 9")
+    assert browser.evaluate(EMPTY) == ["none so far"]
+    browser.wait_for("document.querySelector('#job-list a').textContent.includes('running')")
+    assert browser.evaluate(PLACES) == before
+    assert "mnist-0a1b2c3d" in browser.text()
+    assert browser.evaluate("document.querySelectorAll('.bar').length") == 4
+    bench.publish(event(2))
+    browser.wait_for("document.querySelector('#alarms').textContent.includes('size-stuck')")
+    assert browser.errors() == []
+    origin = bench.server.url
+    assert {url for url in browser.requests() if not url.startswith((origin, "data:"))} == set()
+
+
+def test_an_action_is_on_the_page_as_soon_as_it_is_stored(bench: Bench, browser: Browser) -> None:
+    """A second is what the page promises on a machine that is not busy; bench.dashboard measures it."""
+    bench.publish(examples.job())
+    train(bench, 0)
+    shown(browser, bench.server.url, f"{DRAWN} === 9")
+    bench.publish(examples.action(7, local_batch_sizes=(150, 150, 150, 62), deltas=(22, 22, 22, -66)))
+    browser.wait_for("document.querySelector('tbody td').textContent === '7'", 30)
+    row = browser.evaluate("document.querySelector('tbody tr').innerText")
+    assert "+22 +22 +22 -66" in row
+    assert "not yet" in row
+    bench.publish(applied(7, 9))
+    browser.wait_for("document.querySelector('tbody tr').innerText.includes('window 9')", 30)
+
+
+def test_a_broker_that_restarts_is_shown_and_survived(bench: Bench, browser: Browser) -> None:
+    bench.publish(examples.job())
+    train(bench, 0, 1)
+    shown(browser, bench.server.url, f"{DRAWN} === 9")
+    bench.loop.run(bench.broker.kill())
+    browser.wait_for("document.querySelector('#status').textContent.includes('the broker is away')")
+    assert "no connection to the broker" in browser.evaluate("document.querySelector('#alarms').innerText")
+    assert browser.evaluate(f"{DRAWN}") == 9
+    bench.loop.run(bench.broker.restart())
+    browser.wait_for("document.querySelector('#status').textContent.startsWith('live')")
+    train(bench, 2)
+    browser.wait_for("document.querySelector('.title').innerText.includes('window 2')")
+
+
+def test_ten_jobs_of_32_ranks_are_listed_and_each_can_be_chosen_by_keyboard(bench: Bench, browser: Browser) -> None:
+    jobs = [job_of(f"many-{number:08x}", 32, "proportional") for number in range(10)]
+    bench.publish(*jobs)
+    for job in jobs:
+        load = Load(job, num_variants=1)
+        for window in range(3):
+            bench.publish(*load.windows(window), *load.rewards(window))
+    shown(browser, bench.server.url, "document.querySelectorAll('#job-list a').length === 10")
+    browser.wait_for("document.querySelectorAll('.bar').length === 32")
+    assert browser.evaluate("document.querySelector('.legend').innerText").split()[::2] == [
+        "largest",
+        "median",
+        "smallest",
+    ]
+    browser.evaluate("document.querySelector('#job-list li:nth-child(4) a').focus()")
+    browser.press("Enter")
+    browser.wait_for("document.querySelector('.title h2').textContent === 'many-00000006'")
+    browser.wait_for("document.querySelectorAll('.bar').length === 32")
+    browser.evaluate("document.querySelector('.panel .body[role=img]').focus()")
+    newest = browser.evaluate("document.querySelector('.panel .body[role=img]').getAttribute('aria-label')")
+    assert newest.startswith("Local batch size in samples per step over 3 windows; newest: largest 96")
+    browser.press("ArrowLeft")
+    assert browser.evaluate("document.activeElement.getAttribute('role')") == "img"
+    assert browser.errors() == []
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_a_phone_has_everything_in_one_column_and_nothing_beyond_its_edge(
+    bench: Bench, browser: Browser, dark: bool, tmp_path: Path
+) -> None:
+    bench.publish(examples.job())
+    train(bench, 0, 1)
+    shown(browser, bench.server.url, f"{DRAWN} === 9", width=390, height=844, dark=dark)
+    assert browser.evaluate("document.documentElement.scrollWidth") <= 390
+    lefts = browser.evaluate("[...document.querySelectorAll('.panel')].map(one => one.offsetLeft)")
+    assert len(set(lefts)) == 1
+    background = browser.evaluate("getComputedStyle(document.documentElement).backgroundColor")
+    assert background == ("rgb(20, 23, 28)" if dark else "rgb(244, 245, 247)")
+    browser.screenshot(tmp_path / "phone.png", whole=False)
+    assert (tmp_path / "phone.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_capture_has_a_slider_and_two_stand_beside_each_other(browser: Browser) -> None:
+    loop = Loop()
+    captured = CapturedJob(DEMO)
+
+    async def serve() -> DashboardServer:
+        server = DashboardServer(host="127.0.0.1", port=0, token="", captures=[captured, captured])
+        return await server.__aenter__()
+
+    server = loop.run(serve())
+    try:
+        shown(browser, server.url, f"{DRAWN} === 18")
+        assert browser.evaluate(PANES_AT.format("window 29")) == 2
+        first, second = browser.evaluate("[...document.querySelectorAll('.pane')].map(one => one.offsetLeft)")
+        assert second > first + 500
+        browser.evaluate(MOVE_SLIDER)
+        browser.wait_for("!document.querySelector('.title').innerText.includes('window 29')")
+        assert browser.evaluate("document.querySelector('#moment').textContent") == "16.8 s of 33.5 s"
+        browser.evaluate("document.querySelector('#time').focus()")
+        browser.press("ArrowRight")
+        browser.wait_for("document.querySelector('#moment').textContent !== '16.8 s of 33.5 s'")
+        assert browser.errors() == []
+    finally:
+        loop.run(server.__aexit__())
+        loop.close()
+
+
+def test_a_server_that_went_away_is_said(bench: Bench, browser: Browser) -> None:
+    bench.publish(examples.job())
+    shown(browser, bench.server.url, "document.querySelector('#status').textContent.startsWith('live')")
+    bench.loop.run(bench.server.__aexit__())
+    browser.wait_for("document.querySelector('#status').textContent.includes('trying again')")
+
+
+def contrast(first: str, second: str) -> float:
+    """Contrast of two colours as WCAG 2 defines it."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted((luminance(first), luminance(second)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_text_can_be_read_and_lines_be_seen_on_both_backgrounds(bench: Bench, browser: Browser, dark: bool) -> None:
+    shown(browser, bench.server.url, "document.querySelectorAll('.panel').length === 14", dark=dark)
+    read = "getComputedStyle(document.documentElement).getPropertyValue('--{}').trim()"
+    panel = browser.evaluate(read.format("panel"))
+    for name in ("text", "dim", "link", "error", "warning", "good"):
+        assert contrast(browser.evaluate(read.format(name)), panel) >= 4.5, name
+    for number in range(8):
+        assert contrast(browser.evaluate(read.format(f"s{number}")), panel) >= 3, number
