@@ -1,9 +1,16 @@
 """A capture and a session's metrics in pandas and Arrow: types, gaps, units."""
 
+import re
+from pathlib import Path
+from typing import Any
+
 import pytest
 from tests.support.recordings import DEMO
 
 from dynamix import recording
+from dynamix.cli.main import main
+
+ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of the frameworks
 
@@ -29,3 +36,21 @@ def test_a_capture_is_an_arrow_table() -> None:
     assert table.schema.field("node_run_queue_wait_ratio").type == pa.float64()
     assert table.schema.field("local_batch_size").type == pa.int64()
     assert table["job"][0].as_py() == recording.load(DEMO)["job"][0]
+
+
+def test_the_notebook_of_the_documents_draws_the_demos_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pandas", reason="pandas is not installed: make test-frameworks")
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed: make test-frameworks")
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    for policy in ("static", "split", "rule"):
+        assert main(["export", str(DEMO), "-o", f"runs/{policy}.parquet"]) == 0
+    document = (ROOT / "docs" / "export.md").read_text()
+    names: dict[str, Any] = {}
+    for block in re.findall(r"^```python\n(.*?)^```", document, flags=re.DOTALL | re.MULTILINE):
+        exec(block, names)
+    assert (tmp_path / "runs" / "demo.png").read_bytes().startswith(b"\x89PNG")
+    assert [len(axes.get_lines()) for axes in names["figure"].axes] == [3, 4, 3]
+    assert len(names["runs"]["rule"]) == 120
+    assert len(names["decisions"]) == 30

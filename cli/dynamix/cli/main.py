@@ -26,12 +26,13 @@ EXTRAS = {
     **dict.fromkeys(("opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter"), "otel"),
     "starlette": "dashboard",
     "uvicorn": "dashboard",
+    "pyarrow": "tables",
 }
 """Packages that only some commands need, and the extra that brings them."""
 LEARN = "learn"
 """A command and its extra, which brings everything that it needs."""
 COMMANDS = (
-    *("demo", "up", "train", "serve-gradients", "top", "dashboard", "capture", "replay", "inspect", "trace"),
+    *("demo", "up", "train", "serve-gradients", "top", "dashboard", "capture", "replay", "inspect", "export", "trace"),
     *("simulate", "learn", "evaluate", "tune", "calibrate", "policy", "provision", "doctor"),
 )
 """Folders of `dynamix.cli.commands`, with '_' for '-', in the order of `dynamix --help`."""
