@@ -18,7 +18,7 @@ from dynamix.arbitrator.policies.random import DELTAS, Random
 from dynamix.arbitrator.policies.registry import POLICIES, policy_named
 from dynamix.lab.experiments.learning.plan import PRESETS
 from dynamix.schemas.features import GLOBAL_FEATURES, RANK_FEATURES, RANK_INDEX
-from dynamix.schemas.messages.allocation import EXACT, Exchange
+from dynamix.schemas.messages.allocation import EXACT, Exchange, initial_exchange
 from dynamix.schemas.messages.policies import (
     DEFAULT_POLICY,
     DIVIDED_BY_RANKS,
@@ -48,6 +48,23 @@ def test_trainers_know_the_names_of_all_our_policies() -> None:
 def test_static_is_the_initial_sizes_for_ever() -> None:
     decision = policy_named("static").decide(JOB, 5, observe((64, 64, 64, 64), (1.0,) * 4), GLOBAL_F, b"")
     assert decision.allocation.local_batch_sizes == JOB.initial_local_batch_sizes
+
+
+def test_diloco_makes_rounds_with_outer_steps_where_the_job_permits_it() -> None:
+    published = Exchange(every=8, outer_rate=0.7, outer_momentum=0.9)
+    for options, expected in (
+        ({}, published),
+        ({"every": 16.0, "codec": 5.0}, msgspec.structs.replace(published, every=16, codec="int8")),
+        ({"outer_rate": 1.0, "outer_momentum": 0.0}, Exchange(every=8)),
+    ):
+        job = examples.job(policy="diloco", policy_options=options)
+        for permission in ("exact", "lossy", "local"):
+            permitting = msgspec.structs.replace(job, exchange=permission)
+            decision = policy_named("diloco").decide(permitting, 5, observe((64,) * 4, (1.0,) * 4), GLOBAL_F, b"")
+            assert decision.allocation.exchange == (expected if permission == "local" else EXACT)
+            assert decision.allocation.local_batch_sizes == job.initial_local_batch_sizes
+        assert initial_exchange("diloco", options) == expected
+    assert initial_exchange("rule", {}) == EXACT
 
 
 def test_static_lets_gradients_travel_as_its_options_say_where_the_job_permits_it() -> None:
@@ -128,7 +145,8 @@ def test_random_differs_between_generations() -> None:
 def test_an_unknown_policy_is_refused_with_the_list_of_known_ones() -> None:
     with pytest.raises(ValueError, match="proportional, random, rule, split, static"):
         policy_named("ppo-9000")
-    assert set(POLICIES) == {"static", "split", "random", "proportional", "noise-scale", "goodput", "doubling", "rule"}
+    sizes = {"static", "split", "random", "proportional", "noise-scale", "goodput", "doubling", "rule"}
+    assert set(POLICIES) == {*sizes, "diloco"}
 
 
 def test_every_policy_of_the_folder_is_registered() -> None:

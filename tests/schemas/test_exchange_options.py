@@ -45,3 +45,20 @@ def test_numbers_of_options_have_names() -> None:
 def test_shares_that_divide_nothing_are_refused(shares: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match="each is 0 or more, and one at least above 0"):
         Exchange(shares=shares)
+
+
+@pytest.mark.parametrize(("rate", "momentum"), [(0.0, 0.0), (-1.0, 0.0), (float("nan"), 0.0), (1.0, 1.0), (1.0, -0.1)])
+def test_outer_steps_that_lead_nowhere_are_refused(rate: float, momentum: float) -> None:
+    with pytest.raises(ValueError, match="the rate is above 0, the momentum from 0 to less than 1"):
+        Exchange(every=4, outer_rate=rate, outer_momentum=momentum)
+
+
+def test_an_outer_step_needs_a_round_of_local_ones() -> None:
+    with pytest.raises(ValueError, match="of rounds of local steps: use every=2 or more with them"):
+        Exchange(outer_momentum=0.9)
+    options = {"outer_rate": 0.7, "outer_momentum": 0.9}
+    assert exchange_of(options) == EXACT
+    exchange = exchange_of({"every": 4, **options})
+    assert exchange == Exchange(every=4, outer_rate=0.7, outer_momentum=0.9)
+    assert exchange.label == "none over all-reduce every 4 steps, outer rate 0.7 and momentum 0.9"
+    assert Exchange(every=4).label == "none over all-reduce every 4 steps"

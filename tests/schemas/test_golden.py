@@ -84,7 +84,7 @@ def test_an_action_without_a_reason_has_the_bytes_of_those_before_there_were_any
     assert decode_any(subjects.subject_of(examples.action(5)), plain) == examples.action(5)
 
 
-EXACT_BYTES = "9401a46e6f6e65aa616c6c2d72656475636590"
+EXACT_BYTES = "9601a46e6f6e65aa616c6c2d72656475636590" + "cb3ff0000000000000" + "cb0000000000000000"
 """Of an exchange, as newer messages have it at their end."""
 WITHOUT_TABLES = "c2cb0000000000000000"
 """Of a job that can exchange gradients in no other way, and has no tables."""
@@ -108,6 +108,14 @@ def test_messages_from_before_drift_was_measured_have_none() -> None:
     old = GOLDEN["window"].replace("9dcd0200cd1400", "9ccd0200cd1400").replace(sigma + "c0", sigma)
     assert len(old) == len(GOLDEN["window"]) - 2
     assert decode_any(subjects.subject_of(MESSAGES["window"]), bytes.fromhex(old)) == MESSAGES["window"]
+
+
+def test_exchanges_from_before_outer_steps_end_rounds_with_the_mean() -> None:
+    plain = "9401a46e6f6e65aa616c6c2d72656475636590"
+    for kind in ("applied", "job"):
+        old = bytes.fromhex(GOLDEN[kind].replace(EXACT_BYTES, plain))
+        assert len(old) == len(GOLDEN[kind]) // 2 - 18
+        assert decode_any(subjects.subject_of(MESSAGES[kind]), old) == MESSAGES[kind]
 
 
 def test_a_job_from_before_the_field_global_batch_may_change_its_sum() -> None:

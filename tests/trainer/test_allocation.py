@@ -16,7 +16,11 @@ from dynamix.schemas.subjects import subject_of
 from dynamix.trainer.data.schedule import Schedule
 from dynamix.trainer.steering.collectives import Collectives
 
-EVERY_LEVER = Allocation((24, 40), "tracking", Exchange(every=4, codec="bf16", route="shares", shares=(0.25, 0.75)))
+EVERY_LEVER = Allocation(
+    (24, 40),
+    "tracking",
+    Exchange(every=4, codec="bf16", route="shares", shares=(0.25, 0.75), outer_rate=0.7, outer_momentum=0.9),
+)
 """Another value than the default in every field."""
 
 

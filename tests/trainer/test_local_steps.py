@@ -28,6 +28,7 @@ from torch.utils.data import IterableDataset
 from dynamix.schemas.messages.allocation import EXACT, Exchange
 from dynamix.trainer.data.orders import epoch_order
 from dynamix.trainer.exchange.registry import CODECS
+from dynamix.trainer.local_steps.outer import outer_step
 
 STEPS = 22
 RATE = 2**-8
@@ -78,12 +79,17 @@ def _trained(_rank: int, exchange: Exchange | None, plan: dict[int, Exchange] | 
     return {"parameters": parameters, "averaged": averaged, "momentum": torch.cat(momentum)}
 
 
-def _alone(rounds: list[int]) -> list[torch.Tensor]:
-    """The same in one process: two models that are averaged after each round; the mean after each."""
+def _alone(rounds: list[int], outer: dict[str, float] | None = None) -> list[torch.Tensor]:
+    """The same in one process: two models that are averaged after each round; where all are after each.
+
+    With `outer` torch's SGD with Nesterov momentum makes a step from where the round began.
+    """
     data = Whole(whole=False)
     order = epoch_order(len(data), 0, 0, shuffle=True).tolist()
     models = [Curved() for _ in SIZES]
     optimizers = [_optimizer(model) for model in models]
+    common = Curved()
+    sgd = torch.optim.SGD(common.parameters(), nesterov=True, **outer) if outer else None
     means, used = [], 0
     for length in rounds:
         for _ in range(length):
@@ -94,11 +100,15 @@ def _alone(rounds: list[int]) -> list[torch.Tensor]:
                 optimizer.step()
         weights = [size / sum(SIZES) for size in SIZES]
         with torch.no_grad():
-            for parameters in zip(*(model.parameters() for model in models), strict=True):
-                mean = sum(weight * each for weight, each in zip(weights, parameters, strict=True))
-                for each in parameters:
-                    each.copy_(mean)
-        means.append(flat_parameters(models[0]))
+            for ours, *parameters in zip(*(model.parameters() for model in (common, *models)), strict=True):
+                ours.grad = ours - sum(weight * each for weight, each in zip(weights, parameters, strict=True))
+                if sgd is None:
+                    ours.sub_(ours.grad)
+            if sgd is not None:
+                sgd.step()
+            for model in models:
+                model.load_state_dict(common.state_dict())
+        means.append(flat_parameters(common))
     return means
 
 
@@ -115,6 +125,23 @@ def test_a_round_ends_with_the_weighted_mean_of_the_parameters(codec: str) -> No
     tolerance = {"bf16": 2e-3, "fp16": 5e-4, "int8": 1e-2}.get(codec, 2e-6)
     for mean, step in zip(means, ends, strict=True):
         assert torch.allclose(first["parameters"][step], mean, atol=tolerance)
+
+
+@pytest.mark.parametrize("codec", ["none", "int8"])
+def test_a_round_ends_with_an_outer_nesterov_step(codec: str) -> None:
+    expected = _alone([4] * 5 + [2], {"lr": 0.7, "momentum": 0.9})
+    exchange = Exchange(every=4, codec=codec, outer_rate=0.7, outer_momentum=0.9)
+    first, second = run_ranks(_trained, 2, exchange)
+    ends = [step for step in range(STEPS) if first["averaged"][step]] + [STEPS]
+    for place, step in zip(expected, ends, strict=True):
+        assert torch.equal(first["parameters"][step], second["parameters"][step])
+        assert torch.allclose(first["parameters"][step], place, atol=1e-2 if codec == "int8" else 2e-6)
+    assert not torch.allclose(expected[-1], _alone([4] * 5 + [2])[-1], atol=1e-2), "it makes no difference"
+
+
+def test_without_an_outer_step_what_moved_stays_what_it_is() -> None:
+    moved = torch.randn(5)
+    assert outer_step(Exchange(every=4), moved, None) is moved
 
 
 def test_other_exchanges_begin_when_all_ranks_have_the_same() -> None:
@@ -206,6 +233,8 @@ def _changing(_rank: int, num_steps: int) -> list[tuple[bool, bytes]]:
                 if exchange.route == "shares" and drawn.random() < 0.7:
                     shares = (drawn.random(), drawn.choice([0.0, 1.0]), 0.5)
                     exchange = msgspec.structs.replace(exchange, shares=shares)
+                if exchange.every > 1 and drawn.random() < 0.5:
+                    exchange = msgspec.structs.replace(exchange, outer_rate=0.7, outer_momentum=0.5)
                 offer(session, [*sizes, 4], split=drawn.choice(["fixed", "tracking"]), exchange=exchange)
                 optimizer.zero_grad()
                 _loss(model(inputs), factors).backward()
@@ -300,12 +329,12 @@ def test_compute_times_travel_with_the_averaging() -> None:
 # --- stopping and going on -----------------------------------------------------------------------------------------
 
 
-def _saved(_rank: int) -> dict[str, Any]:
+def _saved(_rank: int, outer: dict[str, float]) -> dict[str, Any]:
     """What is refused in mid-round, and parameters after 18 steps: in one go, or in two sessions."""
     found: dict[str, Any] = {}
     options: dict[str, Any] = {
         "exchange": "local",
-        "policy_options": {"every": 4, "codec": "int8"},
+        "policy_options": {"every": 4, "codec": "int8", **outer},
     }
     for how in ("whole", "parts"):
         model, state = distributed(Curved()), None
@@ -331,8 +360,9 @@ def _saved(_rank: int) -> dict[str, Any]:
     return found
 
 
-def test_a_job_resumed_at_an_averaging_goes_on_exactly() -> None:
-    first, second = run_ranks(_saved, 2)
+@pytest.mark.parametrize("outer", [{}, {"outer_rate": 0.7, "outer_momentum": 0.9}])
+def test_a_job_resumed_at_an_averaging_goes_on_exactly(outer: dict[str, float]) -> None:
+    first, second = run_ranks(_saved, 2, outer)
     assert first["refused"] == (
         "step 5 is in the middle of a round of local steps, each rank has parameters of its own: wait until "
         "session.is_averaged, or call session.average() on all ranks before"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from dynamix.trainer.data.division import StepPlan
 from dynamix.trainer.gradient.noise import NormSketch, RoundMeasurement
+from dynamix.trainer.local_steps.outer import outer_step
 
 from .exchange.traffic import StepTraffic, all_reduced
 from .exchange.virtual import RuledStep, VirtualExchange
@@ -61,6 +62,8 @@ class VirtualRounds:
         self._ranks: _Ranks | None = None
         self._start = gradients.parameters.detach().clone()
         """The parameters with which the round began."""
+        self._velocity: Tensor | None = None
+        """Momentum of outer steps, where they have any."""
         self._num_samples: Array64 = np.zeros(exchange.world_size)
         self._num_steps = 0
         self.computed_s: Array64 = np.zeros(exchange.world_size)
@@ -104,7 +107,7 @@ class VirtualRounds:
         total = torch.empty_like(self._start)
         own = torch.linalg.vector_norm(moved, dim=1).double() ** 2 / weights.clamp(min=1e-12)
         traffic = self._exchange.sum_moves(moved, step, total)
-        self._start.add_(total)
+        self._start.add_(self._outer_step(total, step))
         ranks.parameters.data.copy_(self._start.expand_as(ranks.parameters))
         self._num_steps = 0
         self._num_samples = np.zeros_like(self._num_samples)
@@ -114,6 +117,15 @@ class VirtualRounds:
         if following.every == 1 or ends_epoch:
             traffic = self._average_optimizers(ranks, weights, traffic)
         return RoundEnd(traffic, WorkerDrift(own.numpy(), float(torch.dot(total, total))))
+
+    def _outer_step(self, moved: Tensor, step: RuledStep) -> Tensor:
+        """How far all go, after how far they moved on the mean."""
+        if step.exchange.outer_momentum and self._velocity is None:
+            self._velocity = torch.zeros_like(moved)
+        found = outer_step(step.exchange, moved, self._velocity)
+        if not step.following.outer_momentum:
+            self._velocity = None
+        return found
 
     def end_step(self, compute_s: Array64, step: RuledStep) -> None:
         """Take in what each rank's step took, and show what is in force: before a step that is not local, for all."""

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from .fields import MAX_RANKS, Count, Token
-from .policies import EXCHANGE_BY_OPTIONS, Split
+from .policies import EXCHANGE_OPTIONS, Split
 
 Sizes = Annotated[tuple[Count, ...], Meta(max_length=MAX_RANKS)]
 """Local batch sizes in samples, one per rank, in rank order."""
@@ -53,11 +53,30 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fa
     shares: Shares = ()
     """Who sums up how much of a bucket under the route `shares`; equal shares where there are none. Under the route
     `servers` those of the servers follow those of the ranks."""
+    outer_rate: float = 1.0
+    """How far all go in the direction of their mean after local steps, over the way to it; 1 is the mean itself."""
+    outer_momentum: float = 0.0
+    """Nesterov momentum of these ways, from round to round; 0 is none."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for shares that divide nothing."""
+        """Raise ValueError for shares that divide nothing, and outer steps that lead nowhere."""
         if self.shares and not (sum(self.shares) > 0 and all(0 <= share < math.inf for share in self.shares)):
             raise ValueError(f"shares {list(self.shares)[:16]}: each is 0 or more, and one at least above 0")
+        if not (0 < self.outer_rate < math.inf and 0 <= self.outer_momentum < 1):
+            raise ValueError(
+                f"outer_rate={self.outer_rate:g}, outer_momentum={self.outer_momentum:g}: the rate is above 0, the "
+                "momentum from 0 to less than 1"
+            )
+        if self.has_outer_step and self.every == 1:
+            raise ValueError(
+                f"outer_rate={self.outer_rate:g} and outer_momentum={self.outer_momentum:g} are of rounds of local "
+                "steps: use every=2 or more with them"
+            )
+
+    @property
+    def has_outer_step(self) -> bool:
+        """Whether a round of local steps ends anywhere else than with the mean."""
+        return self.outer_rate != 1.0 or self.outer_momentum != 0.0
 
     @property
     def label(self) -> str:
@@ -65,7 +84,8 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fa
         if self == EXACT:
             return "exact"
         period = "" if self.every == 1 else f" every {self.every} steps"
-        return f"{self.codec} over {self.route}{period}"
+        outer = f", outer rate {self.outer_rate:g} and momentum {self.outer_momentum:g}" if self.has_outer_step else ""
+        return f"{self.codec} over {self.route}{period}{outer}"
 
 
 EXACT = Exchange()
@@ -81,16 +101,27 @@ def is_permitted(exchange: Exchange, permission: ExchangePermission) -> bool:
 
 
 def exchange_of(options: Mapping[str, float]) -> Exchange:
-    """What the options `every`, `codec` and `route` of a policy say, the last two by number."""
+    """What the options `every`, `codec` and `route` of a policy say, the last two by number.
+
+    So do `outer_rate` and `outer_momentum` where there are rounds of local steps.
+    """
     every, codec, route = (
         int(options.get(name, default)) for name, default in (("every", 1), ("codec", 0), ("route", 0))
     )
-    return Exchange(every=every, codec=EXCHANGE_CODECS[codec], route=ROUTES[route])
+    rate, momentum = (options.get("outer_rate", 1.0), options.get("outer_momentum", 0.0)) if every > 1 else (1.0, 0.0)
+    return Exchange(
+        every=every,
+        codec=EXCHANGE_CODECS[codec],
+        route=ROUTES[route],
+        outer_rate=float(rate),
+        outer_momentum=float(momentum),
+    )
 
 
 def initial_exchange(policy: str, options: Mapping[str, float]) -> Exchange:
     """How gradients travel from the first step on, before any decision."""
-    return exchange_of(options) if policy in EXCHANGE_BY_OPTIONS else EXACT
+    defaults = EXCHANGE_OPTIONS.get(policy)
+    return EXACT if defaults is None else exchange_of({**defaults, **options})
 
 
 def option_number(name: str, value: str | float) -> float:

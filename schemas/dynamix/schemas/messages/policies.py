@@ -1,6 +1,7 @@
 """What trainers and arbitrators must agree on about policies, by name."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Literal
 
 GlobalBatch = Literal["fixed", "adaptive"]
@@ -16,20 +17,27 @@ SPLIT_POLICY = "split"
 OUR_POLICIES = frozenset(
     {
         *("static", "split", "random", "proportional", "noise-scale", "goodput", "doubling", "rule"),
+        "diloco",
         *("ppo", "ppo-1", "ppo-2", "ppo-3", "ppo-4"),
         *("ppo-paper", "ppo-paper-1", "ppo-paper-2", "ppo-paper-3", "ppo-paper-4"),
     }
 )
 """The policies that come with the arbitrator; others are learned ones on the bus, or of other packages beside it."""
 
-KEEPS_GLOBAL_BATCH = frozenset({"static", "split", "proportional"})
+KEEPS_GLOBAL_BATCH = frozenset({"static", "split", "proportional", "diloco"})
 """Our policies that never change the global batch."""
 
 DIVIDED_BY_RANKS = frozenset({"split", "rule", "ppo"})
 """Policies that leave the division of the global batch to the training processes unless option `track` says 0."""
 
-EXCHANGE_BY_OPTIONS = frozenset({"static"})
-"""Policies that let gradients travel as their options `every`, `codec` and `route` say, from the first step on."""
+EXCHANGE_OPTIONS: Mapping[str, Mapping[str, float]] = MappingProxyType(
+    {"static": {}, "diloco": {"every": 8, "outer_rate": 0.7, "outer_momentum": 0.9}}
+)
+"""Policies that let gradients travel as their options say, from the first step on, with the defaults of these.
+
+The options are `every`, `codec`, `route`, `outer_rate` and `outer_momentum`; where no default is given, they change
+nothing.
+"""
 
 Split = Literal["fixed", "tracking"]
 """`fixed`: sizes as they were decided; `tracking`: their sum was, and the ranks divide it themselves."""

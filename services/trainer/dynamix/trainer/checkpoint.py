@@ -33,8 +33,16 @@ Residuals = dict[str, dict[str, torch.Tensor]]
 """What the sums of one model lack on one rank, by codec and parameter."""
 
 
-def save(run: Run, position: Position, residuals: Sequence[Residuals] = ()) -> dict[str, Any]:
-    """What a resumed run needs of `run`, as plain containers; `residuals` by model, in the order they are covered."""
+def save(
+    run: Run,
+    position: Position,
+    residuals: Sequence[Residuals] = (),
+    outer: Sequence[dict[str, torch.Tensor]] = (),
+) -> dict[str, Any]:
+    """What a resumed run needs of `run`, as plain containers.
+
+    By model, in the order they are covered: `residuals`, and the momentum of `outer` steps.
+    """
     return {
         "version": VERSION,
         "job": run.identity.job,
@@ -54,6 +62,7 @@ def save(run: Run, position: Position, residuals: Sequence[Residuals] = ()) -> d
         "decided_by": _policy_of(run),
         "rank": run.place.rank,
         "residuals": list(residuals),
+        "outer_momentum": list(outer),
     }
 
 
@@ -110,6 +119,13 @@ def residuals_of(run: Run, state: dict[str, Any], step: int) -> list[Residuals]:
     of_this = state.get("rank") == run.place.rank and state["world_size"] == len(run.options.local_batch_sizes)
     saved: list[Residuals] = state.get("residuals", []) if of_this else []
     return [{name: parts for name, parts in each.items() if name == codec} for each in saved]
+
+
+def outer_momentum_of(run: Run, state: dict[str, Any], step: int) -> list[dict[str, torch.Tensor]]:
+    """The saved momentum of outer steps, by model; any rank's, since all have the same. None where none rules."""
+    has_momentum = run.schedule.allocation_at(step).exchange.outer_momentum > 0
+    saved: list[dict[str, torch.Tensor]] = state.get("outer_momentum", []) if has_momentum else []
+    return saved
 
 
 def _policy_of(run: Run) -> list[Any]:

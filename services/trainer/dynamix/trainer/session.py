@@ -13,7 +13,7 @@ from dynamix.schemas.messages import Action
 from dynamix.schemas.messages.allocation import Allocation
 
 from .arguments.checks import share, whole_number
-from .checkpoint import residuals_of, restore, save, warn_of_missing_state, warn_of_used_samples
+from .checkpoint import outer_momentum_of, residuals_of, restore, save, warn_of_missing_state, warn_of_used_samples
 from .data.loader import Loader
 from .data.sampler import MicroBatch
 from .gradient.buckets import NOT_MEASURED
@@ -278,7 +278,8 @@ class Session(Standing):
         self._require_average("each rank has parameters of its own")
         self._steering.complete_posted()
         residuals = [each.residuals() for each in self._models.exchanges]
-        return save(self._run, self._loader.position, residuals) | {"order": self._loader.order_digest}
+        outer = self._local.outer.state(self._models.exchanges)
+        return save(self._run, self._loader.position, residuals, outer) | {"order": self._loader.order_digest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was saved: the next sample, the sizes in force and those already adopted.
@@ -295,6 +296,7 @@ class Session(Standing):
             self._models.exchanges, residuals_of(self._run, state, position.step), strict=False
         ):
             exchange.load_residuals(residuals)
+        self._local.outer.load_state(self._models.exchanges, outer_momentum_of(self._run, state, position.step))
         self._state_loaded = True
 
     def close(self) -> None:

@@ -1,76 +1,15 @@
-"""Options of policies: numbers in a job's specification, each with one default, bounds and a meaning."""
+"""Options of policies, as authors of policies import them."""
 
-import math
-from collections.abc import Mapping
-from typing import NamedTuple
+from .base.options import (
+    Option,
+    Options,
+    allocation_of,
+    check_options,
+    named,
+    option,
+    switch,
+    track,
+    tracks,
+)
 
-from dynamix.schemas.messages import Job
-from dynamix.schemas.messages.allocation import NAMED_OPTIONS, Allocation
-from dynamix.schemas.spelling import suggestion
-
-
-class Option(NamedTuple):
-    """What one number of `Job.policy_options` means to a policy."""
-
-    default: float
-    low: float
-    high: float
-    meaning: str
-    whole: bool = False
-    """Only whole numbers; with bounds 0 and 1 a switch."""
-
-    def fault(self, value: float) -> str | None:
-        """What is wrong with a value, `None` when nothing is."""
-        if not math.isfinite(value) or not self.low <= value <= self.high:
-            return f"must be from {self.low:g} to {self.high:g}"
-        return "must be a whole number" if self.whole and value != int(value) else None
-
-
-Options = Mapping[str, Option]
-
-
-def switch(default: float, meaning: str) -> Option:
-    """An option that is on (1) or off (0)."""
-    return Option(default, 0, 1, meaning, whole=True)
-
-
-def named(name: str, meaning: str) -> Option:
-    """An option whose numbers have names, which people may write instead."""
-    names = NAMED_OPTIONS[name]
-    numbers = ", ".join(f"{number} {each}" for number, each in enumerate(names))
-    return Option(0, 0, len(names) - 1, f"{meaning}: {numbers}", whole=True)
-
-
-def track(default: float) -> Option:
-    """The option that all our policies have: whether the training processes divide the global batch."""
-    return switch(
-        default, "1: the training processes divide it, every step, where the job supports that; 0: the policy"
-    )
-
-
-def check_options(policy: str, known: Options, given: Mapping[str, float]) -> None:
-    """Refuse what a policy would not understand.
-
-    Raises:
-        ValueError: when an option is unknown or out of its bounds; the text names it and what there is.
-    """
-    for name, value in given.items():
-        if name not in known:
-            raise ValueError(f"policy {policy!r} has no option {name!r}{suggestion(name, known)}")
-        if fault := known[name].fault(value):
-            raise ValueError(f"option {name}={value:g} of policy {policy!r} {fault}: {known[name].meaning}")
-
-
-def option(known: Options, job: Job, name: str) -> float:
-    """The job's value of an option, or its default."""
-    return job.policy_options.get(name, known[name].default)
-
-
-def allocation_of(known: Options, job: Job, local_batch_sizes: tuple[int, ...]) -> Allocation:
-    """These sizes, divided further by the training processes where the job's options say so."""
-    return Allocation(local_batch_sizes, "tracking" if tracks(known, job) else "fixed")
-
-
-def tracks(known: Options, job: Job) -> bool:
-    """Whether the training processes of this job divide the global batch themselves."""
-    return job.supports_tracking and option(known, job, "track") == 1
+__all__ = ["Option", "Options", "allocation_of", "check_options", "named", "option", "switch", "track", "tracks"]

@@ -9,6 +9,7 @@ from dynamix.runtime.extensions import ExtensionError, extension_names, load_ext
 from dynamix.schemas.messages import Job
 
 from .doubling import Doubling
+from .exchanges.diloco import DiLoCo
 from .goodput import Goodput
 from .model.observation import Array32
 from .noise_scale import NoiseScale
@@ -20,10 +21,9 @@ from .rule import Rule
 from .split import Split
 from .static import Static
 
-POLICIES: Mapping[str, NamedPolicy] = {
-    policy.name: policy
-    for policy in (Static(), Split(), Random(), Proportional(), NoiseScale(), Goodput(), Doubling(), Rule())
-}
+_SIZES = (Static(), Split(), Random(), Proportional(), NoiseScale(), Goodput(), Doubling(), Rule())
+_EXCHANGES = (DiLoCo(),)
+POLICIES: Mapping[str, NamedPolicy] = {policy.name: policy for policy in (*_SIZES, *_EXCHANGES)}
 """The policies of this package; learned ones are files."""
 
 

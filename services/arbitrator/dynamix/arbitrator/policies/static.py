@@ -6,10 +6,8 @@ travel, as far as the job permits it (`attach(exchange=...)`): from the first st
 
 from typing import ClassVar
 
-from msgspec.structs import replace
-
 from dynamix.schemas.messages import Job
-from dynamix.schemas.messages.allocation import exchange_of, is_permitted
+from dynamix.schemas.messages.allocation import exchange_of
 
 from .model.observation import Array32
 from .options import Option, Options, allocation_of, named, track
@@ -26,12 +24,12 @@ class Static:
         "every": Option(1, 1, 1024, "optimizer steps between two averagings; above 1 they are local", whole=True),
         "codec": named("codec", "how gradients are encoded"),
         "route": named("route", "over which they travel"),
+        "outer_rate": Option(1, 0.001, 10, "after local steps: how far all go, over the way to their mean"),
+        "outer_momentum": Option(0, 0, 0.999, "after local steps: Nesterov momentum of these ways"),
     }
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
         """The job's initial sizes."""
-        allocation = allocation_of(self.options, job, job.initial_local_batch_sizes)
         exchange = exchange_of(job.policy_options)
-        if is_permitted(exchange, job.exchange):
-            allocation = replace(allocation, exchange=exchange)
+        allocation = allocation_of(self.options, job, job.initial_local_batch_sizes, exchange)
         return Decision(allocation, reason="the sizes that the job began with")

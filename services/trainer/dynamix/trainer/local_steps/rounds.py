@@ -31,6 +31,7 @@ from dynamix.trainer.gradient.updates import Updates
 from .buffers import SharedBuffers
 from .drift import RoundDrift
 from .optimizer_state import StatePlace, average_states, state_places
+from .outer import OuterOptimizer
 from .parameters import FlatBucket, buckets_of
 
 _log = logging.getLogger("dynamix.trainer")
@@ -82,6 +83,7 @@ class LocalSteps:
         self._num_steps = 0
         self._sketches: StepSketches | None = None
         """Those of the first step of the round, where its noise is measured."""
+        self.outer = OuterOptimizer()
 
     @property
     def is_begun(self) -> bool:
@@ -156,12 +158,12 @@ class LocalSteps:
         weight = counts[self._exchange.rank] / sum(counts)
         drift = RoundDrift()
         ruling = StepExchange(exchange, flushes=not keeps_residuals(exchange, following))
-        sent: list[tuple[FlatBucket, BucketView, UnderWay | HostCopy]] = []
+        sent: list[tuple[ModelExchange, FlatBucket, BucketView, UnderWay | HostCopy]] = []
         for model, bucket in self._round.buckets:
             model.begin(ruling)
             view = bucket.moved(weight)
             drift.add_own(view.flat, weight)
-            sent.append((bucket, view, model.send(view)))
+            sent.append((model, bucket, view, model.send(view)))
         some_model = self._round.buckets[0][0]
         cells = [each.cells for each in self._sketches.sketches] if self._sketches else []
         sketches = [some_model.send_plainly(each) for each in cells]
@@ -171,10 +173,11 @@ class LocalSteps:
         for _, buffers in self._buffers:
             if buffers is not None:
                 buffers.average(weight)
-        for bucket, view, under_way in sent:
+        for model, bucket, view, under_way in sent:
             under_way.wait()
-            bucket.move(view.flat)
+            bucket.move(self.outer.step(exchange, model, view))
             drift.add_mean(view.flat)
+        self.outer.end_round(following)
         for each in sketches:
             each.wait()
         if numbers is not None:

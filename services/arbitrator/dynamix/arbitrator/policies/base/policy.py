@@ -1,0 +1,62 @@
+"""What a policy is: a pure function of what is known about one job at one closed window."""
+
+from typing import NamedTuple, Protocol
+
+from dynamix.arbitrator.policies.model.observation import Array32
+from dynamix.schemas.messages import Job
+from dynamix.schemas.messages.allocation import Allocation
+
+from .options import Options
+
+MAX_REASON = 240
+"""Characters of a reason that an action carries."""
+
+
+class Decision(NamedTuple):
+    """What a policy wants from the next windows, and what it wants to remember."""
+
+    allocation: Allocation
+    """The sizes that the job continues with; the fold clamps its sizes to the job's bounds."""
+    carry: bytes = b""
+    """The policy's whole memory, at most 256 KB: handed back at the next window, also after a restart."""
+    logprobs: tuple[float, ...] | None = None
+    values: tuple[float, ...] | None = None
+    reason: str = ""
+    """Why, in a short sentence with its numbers, for people: it decides nothing. The fold keeps `MAX_REASON` of it."""
+
+
+class Policy(Protocol):
+    """Decides allocations. The same arguments give the same decision: no clock, no global random state."""
+
+    @property
+    def name(self) -> str:
+        """The name that a job's specification chooses it by."""
+
+    @property
+    def version(self) -> int:
+        """Fixed within a generation; 1 for policies that do not learn."""
+
+    def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:
+        """Decide how a job continues after `window`.
+
+        Args:
+            job: the specification: bounds, initial sizes, options.
+            window: index of the closed window.
+            obs_WF: ranks x `schemas.features.RANK_FEATURES`; NaN where unknown; `age_windows` > 0 marks a stale row.
+            global_F: `schemas.features.GLOBAL_FEATURES`; NaN where unknown.
+            carry: the carry of the previous decision, empty at the start of a generation.
+        """
+
+
+class NamedPolicy(Policy, Protocol):
+    """One that a job's specification can choose."""
+
+    @property
+    def options(self) -> Options:
+        """What of `Job.policy_options` it understands."""
+
+
+def digest_of(policy: Policy) -> bytes:
+    """SHA-256 of the file that a policy was read from, which tells exactly what decided; empty for one that is code."""
+    digest: bytes = getattr(policy, "digest", b"")
+    return digest
