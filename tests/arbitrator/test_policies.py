@@ -143,10 +143,10 @@ def test_random_differs_between_generations() -> None:
 
 
 def test_an_unknown_policy_is_refused_with_the_list_of_known_ones() -> None:
-    with pytest.raises(ValueError, match="proportional, random, rule, split, static"):
+    with pytest.raises(ValueError, match="proportional, qsr, random, rule, split, static"):
         policy_named("ppo-9000")
     sizes = {"static", "split", "random", "proportional", "noise-scale", "goodput", "doubling", "rule"}
-    assert set(POLICIES) == {*sizes, "diloco"}
+    assert set(POLICIES) == {*sizes, "diloco", "qsr", "adacomm", "accordion", "gravac"}
 
 
 def test_every_policy_of_the_folder_is_registered() -> None:

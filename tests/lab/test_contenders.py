@@ -203,7 +203,9 @@ def test_baselines_the_null_the_default_and_the_learned_policies_are_always_show
 
 
 def test_a_policy_that_does_not_exist_is_answered_with_all_rows_there_are() -> None:
-    with pytest.raises(ValueError, match="no policy is called 'rul': choose one of best-static, doubling, ") as error:
+    with pytest.raises(
+        ValueError, match="no policy is called 'rul': choose one of accordion, adacomm, best-static, "
+    ) as error:
         parse_contender("rul")
     for name in ("ppo", "omnilearn", "oracle", "rule", "static"):
         assert f" {name}," in f"{error.value},"

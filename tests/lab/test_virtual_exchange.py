@@ -276,3 +276,14 @@ def test_a_worker_alone_sends_nothing(codec: str) -> None:
     assert torch.allclose(parameters(runs[0]), parameters(runs[1]), atol=1e-6)
     assert reports[1][0].rows[0].sockets is None
     assert runs[0].time_s == runs[1].time_s
+
+
+def test_reports_have_what_published_rules_need() -> None:
+    lossy = virtual.scenario(exchange="lossy", learning_rate=0.1, noise_every=1, base_global_batch_size=32)
+    totals = virtual.cluster(lossy, policy_options={"codec": 5}).run_window()[0].totals
+    assert totals.learning_rate == pytest.approx(0.1 * (128 / 32) ** 0.5)
+    assert totals.coding_gain == pytest.approx(1.0, abs=1e-3)
+    assert totals.noise is not None
+    expected = (totals.noise.squared_norm + totals.noise.trace / 128) ** 0.5
+    assert totals.gradient_norm == pytest.approx(expected)
+    assert virtual.cluster(lossy).run_window()[0].totals.coding_gain is None

@@ -50,6 +50,18 @@ def test_what_is_not_known_is_nan_and_never_a_silent_zero() -> None:
     assert np.isfinite(np.frombuffer(state.features, "<f4")).all()
 
 
+def test_what_published_rules_for_exchanges_need_makes_a_state_newer() -> None:
+    older = state_of(examples.window())
+    assert (older.feature_version, len(older.global_features)) == (2, 4 * 10)
+    assert np.isnan(unpack_global(older)[GLOBAL_INDEX["learning_rate"] :]).all()
+    newer = state_of(examples.window(job_metrics=examples.job_metrics(learning_rate=0.25, gradient_norm=1.5)))
+    assert newer.feature_version == 4
+    values = unpack_global(newer)
+    assert [values[GLOBAL_INDEX[name]] for name in ("learning_rate", "gradient_norm")] == [0.25, 1.5]
+    assert np.isnan(values[GLOBAL_INDEX["coding_gain"]])
+    np.testing.assert_array_equal(values[:10], unpack_global(older)[:10])
+
+
 def test_what_float32_cannot_hold_is_unknown() -> None:
     state = state_of(examples.window(ranks=(0,), job_metrics=examples.job_metrics(loss=1e300)))
     assert np.isnan(unpack_global(state)[GLOBAL_INDEX["loss"]])

@@ -99,14 +99,14 @@ def test_messages_from_before_exchanges_were_decided_are_exact() -> None:
     assert decode_any(subjects.subject_of(MESSAGES["job"]), bytes.fromhex(old)) == MESSAGES["job"]
 
 
-def test_messages_from_before_drift_was_measured_have_none() -> None:
+def test_messages_from_before_drift_and_learning_rates_were_measured_have_none() -> None:
     noise = "cb4059000000000000cb3fa999999999999a"
-    old = GOLDEN["report"].replace("99000acd1400", "98000acd1400").replace(noise + "c0", noise)
-    assert len(old) == len(GOLDEN["report"]) - 4
+    old = GOLDEN["report"].replace("9c000acd1400", "98000acd1400").replace(noise + "c0c0c0c0", noise)
+    assert len(old) == len(GOLDEN["report"]) - 16
     assert decode_any(subjects.subject_of(MESSAGES["report"]), bytes.fromhex(old)) == MESSAGES["report"]
     sigma = "cb4010000000000000"
-    old = GOLDEN["window"].replace("9dcd0200cd1400", "9ccd0200cd1400").replace(sigma + "c0", sigma)
-    assert len(old) == len(GOLDEN["window"]) - 2
+    old = GOLDEN["window"].replace("dc0010cd0200cd1400", "9ccd0200cd1400").replace(sigma + "c0c0c0c0", sigma)
+    assert len(old) == len(GOLDEN["window"]) - 12
     assert decode_any(subjects.subject_of(MESSAGES["window"]), bytes.fromhex(old)) == MESSAGES["window"]
 
 

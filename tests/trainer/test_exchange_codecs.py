@@ -11,7 +11,7 @@ from tests.support.exchanges import VirtualRanks, dense_sum, make_parts, masked,
 from tests.support.extensions import register
 
 from dynamix.runtime.extensions import ExtensionError
-from dynamix.trainer.exchange.codec import BucketView, ErrorFeedbackCodec, Member
+from dynamix.trainer.exchange.codec import BucketView, CodedSquares, ErrorFeedbackCodec, MeasuredCodec, Member
 from dynamix.trainer.exchange.collectives import Largest, Leg, Sum, Trade, Union, run_alike
 from dynamix.trainer.exchange.owners import owned_ranges
 from dynamix.trainer.exchange.registry import CODECS, exchange_codec
@@ -50,6 +50,29 @@ def test_random_numbers_have_the_dense_sum_to_rounding(codec: str, num_ranks: in
         summed = VirtualRanks(codec, num_ranks, shares).reduce(gradients, {"table": (4099, 1)})
         assert summed.dtype == dtype
         assert (summed.double() - exact).abs().max().item() <= tolerance * largest
+
+
+def test_a_codec_with_loss_knows_how_much_of_a_gradient_it_has_sent() -> None:
+    ranks = VirtualRanks("int8", 2, (1, 0))
+    gradients = [torch.full((512,), 0.25), torch.full((512,), 0.25)]
+    for each in gradients:
+        each[7] = 127.0
+    ranks.reduce(gradients, {"table": (512, 1)})
+    (first, second) = (codec.coded() for codec in ranks.codecs if isinstance(codec, MeasuredCodec))
+    assert first == CodedSquares(0.0, 0.0), "the owner of all sends itself nothing"
+    assert second == CodedSquares(127.0**2 + 511 * 0.25**2, 127.0**2), "what is below half a step is not sent"
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+def test_what_a_codec_that_rounds_sends_has_the_norm_of_the_gradient(codec: str) -> None:
+    ranks = VirtualRanks(codec, 4)
+    for step in range(9):
+        ranks.reduce([torch.randn(4096, generator=torch.Generator().manual_seed(step + 9 * r)) for r in range(4)])
+    for each in ranks.codecs:
+        assert isinstance(each, MeasuredCodec)
+        wanted, sent = each.coded()
+        assert sent / wanted == pytest.approx(1.0, abs=1e-3)
+        assert wanted == pytest.approx(2 * 3072, rel=0.1), "of nine times the first and the last are measured"
 
 
 @settings(deadline=None, max_examples=60)

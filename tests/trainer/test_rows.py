@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tests.support import examples
 
 from dynamix.schemas.codec import decode, encode
-from dynamix.schemas.messages import Report, SocketCounters
+from dynamix.schemas.messages import GradientNoise, Report, SocketCounters
 from dynamix.schemas.subjects import subject_of
 from dynamix.trainer.gradient.noise import NoiseSums
 from dynamix.trainer.measurement.clock import StepTimes
@@ -109,3 +109,16 @@ def test_totals_are_sums_of_the_rows_and_the_longest_time() -> None:
 def test_the_lowest_rank_that_evaluated_is_believed() -> None:
     assert held_out_accuracy([_row(), _row(accuracy=0.5), _row(accuracy=0.25)]) == 0.5
     assert held_out_accuracy([_row(), _row(accuracy=math.nan)]) is None
+
+
+def test_what_published_rules_for_exchanges_need_is_in_the_totals() -> None:
+    rows = [
+        _row()._replace(learning_rate=0.25, coded_wanted=3.0, coded_sent=2.0),
+        _row()._replace(learning_rate=0.5, coded_wanted=1.0, coded_sent=1.0),
+    ]
+    noise = GradientNoise(trace=120.0, squared_norm=0.75)
+    totals = job_totals(rows, window=0, num_steps=2, global_batch_size=80, noise=noise)
+    assert (totals.learning_rate, totals.gradient_norm, totals.coding_gain) == (0.25, 1.5, 0.75)
+    drowned = noise.__class__(trace=1.0, squared_norm=-1.0)
+    plain = job_totals([_row()], window=0, num_steps=2, global_batch_size=80, noise=drowned)
+    assert (plain.learning_rate, plain.gradient_norm, plain.coding_gain) == (None, None, None)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from .codec import MalformedMessageError
 from .messages import MetricWindow, NetworkMetrics, State, SystemMetrics, TrainingMetrics
 
-FEATURE_VERSION = 3
+FEATURE_VERSION = 4
 """Raised whenever the list changes. A name keeps its meaning: policies of older versions find theirs by name."""
 
 Array32 = npt.NDArray[np.float32]
@@ -74,10 +74,13 @@ GLOBAL_FEATURES = (
     Feature("throughput", "global", "samples per second of training"),
     Feature("noise_scale", "global", "B_noise in samples"),
     Feature("local_drift", "global", "local steps: squared distance of ranks from their mean, over that of its move"),
+    Feature("learning_rate", "global", "of the first optimizer's first parameters, as steps use it"),
+    Feature("gradient_norm", "global", "of a step's gradient, by the noise estimate: sqrt(|G|^2 + S / B)"),
+    Feature("coding_gain", "global", "codecs with loss: squared norm of what was sent, over what should have been"),
 )
 """Features of the whole job, equal on all ranks; new ones go to the end."""
 
-_NUM_GLOBAL = {2: 10, FEATURE_VERSION: len(GLOBAL_FEATURES)}
+_NUM_GLOBAL = {2: 10, 3: 11, FEATURE_VERSION: len(GLOBAL_FEATURES)}
 """Features of the job in a state of each version. One in which nothing of a later version is known has the older one:
 its bytes are those of the programs of that time, and captures of theirs replay byte for byte."""
 

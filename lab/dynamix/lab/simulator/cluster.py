@@ -122,12 +122,12 @@ class VirtualCluster:
         optimizer = make_optimizer(
             scenario.optimizer, [parameters], scenario.learning_rate, weight_decay=scenario.weight_decay
         )
-        rule = FACTORS[scenario.learning_rate_rule]
-        scale_every_step(
-            optimizer,
-            lambda: rule(self._schedule.counts_at(self.position.step).total / scenario.base_global_batch_size),
-        )
+        scale_every_step(optimizer, lambda: self._rate_factor(self._schedule.counts_at(self.position.step).total))
         return optimizer
+
+    def _rate_factor(self, global_batch_size: int) -> float:
+        """On the scenario's learning rate."""
+        return FACTORS[self.scenario.learning_rate_rule](global_batch_size / self.scenario.base_global_batch_size)
 
     @property
     def window(self) -> int:
@@ -276,7 +276,8 @@ class VirtualCluster:
         """The reports on the window that ended; they name the sizes of its last step."""
         sizes = self._schedule.counts_at(self.position.step - 1)
         accuracy = self.evaluations[-1].accuracy if self.evaluations else None
-        rows, simulated = self._recorder.take_rows(accuracy)
+        rate = self.scenario.learning_rate * self._rate_factor(sizes.total)
+        rows, simulated = self._recorder.take_rows(accuracy, rate, self._exchange.coded())
         self._noise.observe_window(window_moments(row.noise for row in rows))
         totals = job_totals(
             rows,

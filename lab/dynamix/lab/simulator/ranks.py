@@ -11,6 +11,7 @@ from dynamix.lab.workloads import Data, Part, workload_named
 from dynamix.schemas.messages import SocketCounters, SystemMetrics
 from dynamix.schemas.messages.allocation import EXACT
 from dynamix.trainer.data.division import StepPlan
+from dynamix.trainer.exchange.codec import CodedSquares
 from dynamix.trainer.exchange.tables import table_share
 from dynamix.trainer.gradient.noise import NoiseSums
 from dynamix.trainer.job.identity import Attempt, JobIdentity, Place
@@ -129,6 +130,7 @@ class WindowRecorder:
         self._retransmits_per_s = 0.0 if scenario.congestion is None else scenario.congestion.retransmits_per_s
         self._tx_bytes, self._rx_bytes = np.zeros(count), np.zeros(count)
         self._retransmits = np.zeros(count)
+        self._coded_before = CodedSquares()
         self._begin()
 
     def _begin(self) -> None:
@@ -169,9 +171,18 @@ class WindowRecorder:
             self._drift_own += sums.drift.own
             self._drift_mean += sums.drift.mean
 
-    def take_rows(self, held_out_accuracy: float | None) -> tuple[list[Row], list[SystemMetrics]]:
-        """The rows of all ranks since the last call, and what a kernel would have shown of their processes."""
-        rows = [self._row(rank, held_out_accuracy) for rank in range(len(self._local_ranks))]
+    def take_rows(
+        self, held_out_accuracy: float | None, learning_rate: float, coded: CodedSquares
+    ) -> tuple[list[Row], list[SystemMetrics]]:
+        """The rows of all ranks since the last call, and what a kernel would have shown of their processes.
+
+        `coded` is that of all ranks together from the first step on.
+        """
+        count = len(self._local_ranks)
+        window = coded.since(self._coded_before)
+        self._coded_before = coded
+        each = CodedSquares(window.wanted / count, window.sent / count)
+        rows = [self._row(rank, held_out_accuracy, learning_rate, each) for rank in range(count)]
         busy = self._compute_s / self._time_s
         memory = self._largest / self._memory_sizes
         simulated = [
@@ -181,7 +192,7 @@ class WindowRecorder:
         self._begin()
         return rows, simulated
 
-    def _row(self, rank: int, held_out_accuracy: float | None) -> Row:
+    def _row(self, rank: int, held_out_accuracy: float | None, learning_rate: float, coded: CodedSquares) -> Row:
         times = StepTimes(0.0, float(self._compute_s[rank]), float(self._sync_s[rank]), self._update_s)
         return make_row(
             self._local_ranks[rank],
@@ -195,6 +206,8 @@ class WindowRecorder:
             sockets=self._sockets(rank),
             held_out_accuracy=held_out_accuracy,
             drift=(float(self._drift_own[rank]), self._drift_mean),
+            learning_rate=learning_rate,
+            coded=coded,
         )
 
     def _sockets(self, rank: int) -> SocketCounters | None:

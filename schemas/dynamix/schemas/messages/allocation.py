@@ -38,7 +38,7 @@ ROUTES = ("all-reduce", "shares")
 SERVERS = "servers"
 """The route of jobs that were started with gradient servers: they and the ranks sum up shares. Nothing decides it."""
 
-NAMED_OPTIONS = {"codec": EXCHANGE_CODECS, "route": ROUTES}
+NAMED_OPTIONS = {"codec": EXCHANGE_CODECS, "route": ROUTES, "mild": EXCHANGE_CODECS, "hard": EXCHANGE_CODECS}
 """Options of policies whose numbers have names."""
 
 

@@ -103,6 +103,12 @@ class JobTotals(Message, frozen=True, kw_only=True, array_like=True):
     noise: GradientNoise | None = None
     drift: ParameterDrift | None = None
     """`None` where no round of local steps ended."""
+    learning_rate: float | None = None
+    """That of rank 0's first optimizer, in its first group of parameters, as the window's last step used it."""
+    gradient_norm: float | None = None
+    """sqrt(|G_true|^2 + S / B): of the mean gradient over B samples, noise included."""
+    coding_gain: float | None = None
+    """Codecs with loss: squared norm of what ranks sent, over that of what they should have sent."""
 
 
 class SystemMetrics(Message, frozen=True, kw_only=True, array_like=True):
@@ -220,6 +226,9 @@ class GlobalMetrics(Message, frozen=True, kw_only=True, array_like=True):
     """S / (B |G_true|^2), masked with `noise_scale`."""
     local_drift: float | None = None
     """How far ranks came apart in rounds of local steps over how far their mean moved, both squared."""
+    learning_rate: float | None = None
+    gradient_norm: float | None = None
+    coding_gain: float | None = None
 
 
 class MetricWindow(Message, frozen=True, kw_only=True, array_like=True):

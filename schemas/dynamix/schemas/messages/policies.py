@@ -17,14 +17,14 @@ SPLIT_POLICY = "split"
 OUR_POLICIES = frozenset(
     {
         *("static", "split", "random", "proportional", "noise-scale", "goodput", "doubling", "rule"),
-        "diloco",
+        *("diloco", "qsr", "adacomm", "accordion", "gravac"),
         *("ppo", "ppo-1", "ppo-2", "ppo-3", "ppo-4"),
         *("ppo-paper", "ppo-paper-1", "ppo-paper-2", "ppo-paper-3", "ppo-paper-4"),
     }
 )
 """The policies that come with the arbitrator; others are learned ones on the bus, or of other packages beside it."""
 
-KEEPS_GLOBAL_BATCH = frozenset({"static", "split", "proportional", "diloco"})
+KEEPS_GLOBAL_BATCH = frozenset({"static", "split", "proportional", "diloco", "qsr", "adacomm", "accordion", "gravac"})
 """Our policies that never change the global batch."""
 
 DIVIDED_BY_RANKS = frozenset({"split", "rule", "ppo"})

@@ -254,16 +254,6 @@ def attach(
         SamplerOptions(division=division, drop_last=drop_last, shares_tail=global_batch == "adaptive"),
     )
     loader = Loader(dataset, plan_sampler, options=loader_options, look_ahead=look_ahead, count_tokens=count_tokens)
-    meter = RankMeter(
-        rank=met.place.rank,
-        local_rank=met.place.local_rank,
-        clock=clock,
-        sockets=met.sockets,
-        device=device,
-        reduction=reduction,
-        times_split=averaging == "hook",
-    )
-
     gradient_servers = GradientServers(servers, met.identity.job, met.place.rank, world_size)
     exchanges = JobExchange(run.schedule, gradient_servers, is_decided=options.supports_exchange)
     adaptive = weakref.WeakSet(optimizers if noise_metric == "adam" else ())  # a session ends with its last name
@@ -305,6 +295,17 @@ def attach(
         warns=met.place.rank == 0,
     )
     _cover(models, optimizers, covered_models, updates)
+    meter = RankMeter(
+        rank=met.place.rank,
+        local_rank=met.place.local_rank,
+        clock=clock,
+        sockets=met.sockets,
+        device=device,
+        reduction=reduction,
+        times_split=averaging == "hook",
+        learning_rate=updates.newest_rate,
+        coded=covered_models.coded,
+    )
     transport = _transport(connect, bus, met, environment)
     history = MetricHistory(metric_loggers, transport)
     window_end = WindowEnd(run, meter, met.collectives, transport, history)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dynamix.trainer.exchange.codec import Member
+from dynamix.trainer.exchange.codec import CodedSquares, Member
 from dynamix.trainer.exchange.int8 import Int8
 from dynamix.trainer.exchange.lossy import BLOCK
 from dynamix.trainer.exchange.owners import OwnedRange, owned_ranges
@@ -28,6 +28,8 @@ class StackedInt8:
     def __init__(self) -> None:
         self._narrowing = Int8()
         self._residuals: Tensor | None = None
+        self.coded = CodedSquares()
+        """All ranks together; unlike real ones, it counts what owners keep for themselves as sent."""
 
     def take_residuals(self, rows: Tensor) -> None:
         """Add to the gradients of all ranks, a row each, what was not sent of earlier ones."""
@@ -49,7 +51,9 @@ class StackedInt8:
             values.add_(self._residuals)
         ranges = owned_ranges(values.shape[1], member, BLOCK)
         own = [values[rank, each.start : each.stop].clone() for rank, each in enumerate(ranges)]
+        wanted = torch.linalg.vector_norm(values).item() ** 2
         addends = self._narrowed(values)
+        sent = torch.linalg.vector_norm(addends).item() ** 2
         total = torch.zeros_like(values[0])
         for rank, (each, mine) in enumerate(zip(ranges, own, strict=True)):
             addends[rank, each.start : each.stop] = mine
@@ -57,6 +61,7 @@ class StackedInt8:
         summed = self._narrowed(total)
         if not bool(summed.isfinite().all()):
             return _traffic(self._narrowing, ranges), False
+        self.coded = self.coded.and_more(CodedSquares(wanted, sent))
         for rank, each in enumerate(ranges):
             values[rank, each.start : each.stop] = total[each.start : each.stop]
         self._residuals = values

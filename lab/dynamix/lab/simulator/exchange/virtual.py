@@ -10,7 +10,14 @@ from torch import Tensor, nn
 from dynamix.schemas.messages.allocation import EXACT, LOSSY_CODECS, Exchange
 from dynamix.trainer.communication.job_exchange import keeps_residuals
 from dynamix.trainer.communication.model_exchange import member_of
-from dynamix.trainer.exchange.codec import BucketView, ErrorFeedbackCodec, ExchangeCodec, Member
+from dynamix.trainer.exchange.codec import (
+    BucketView,
+    CodedSquares,
+    ErrorFeedbackCodec,
+    ExchangeCodec,
+    MeasuredCodec,
+    Member,
+)
 from dynamix.trainer.exchange.collectives import Leg
 from dynamix.trainer.exchange.registry import exchange_codec
 
@@ -44,6 +51,16 @@ class VirtualExchange:
         self._codecs: dict[str, list[ExchangeCodec]] = {}
         self._stacked: dict[tuple[bool, int], StackedInt8] = {}
         """By whether parameters moved, and the bucket's number."""
+
+    def coded(self) -> CodedSquares:
+        """How much of what was to be sent codecs with loss have sent, of all ranks together."""
+        found = CodedSquares()
+        for stacked in self._stacked.values():
+            found = found.and_more(stacked.coded)
+        for codec in (each for of_ranks in self._codecs.values() for each in of_ranks):
+            if isinstance(codec, MeasuredCodec):
+                found = found.and_more(codec.coded())
+        return found
 
     def sum_gradients(self, gradients: Tensor, step: RuledStep, total: Tensor) -> StepTraffic:
         """Write into `total` what the ranks make of their weighted gradients, the rows of `gradients`.

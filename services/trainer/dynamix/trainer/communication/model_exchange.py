@@ -7,7 +7,14 @@ import torch
 from torch import Tensor
 
 from dynamix.schemas.messages.allocation import SERVERS, Exchange
-from dynamix.trainer.exchange.codec import BucketView, ErrorFeedbackCodec, ExchangeCodec, Member
+from dynamix.trainer.exchange.codec import (
+    BucketView,
+    CodedSquares,
+    ErrorFeedbackCodec,
+    ExchangeCodec,
+    MeasuredCodec,
+    Member,
+)
 from dynamix.trainer.exchange.collectives import Leg, Sum
 from dynamix.trainer.exchange.owners import balanced_shares
 from dynamix.trainer.exchange.registry import exchange_codec
@@ -74,6 +81,14 @@ class ModelExchange:
         copied = HostCopy(numbers)
         copied.under_way = self._pipeline().send(_sum(copied.host))
         return copied
+
+    def coded(self) -> CodedSquares:
+        """How much of what was to be sent codecs with loss have sent."""
+        found = CodedSquares()
+        for codec in list(self._codecs.values()):
+            if isinstance(codec, MeasuredCodec):
+                found = found.and_more(codec.coded())
+        return found
 
     def residuals(self) -> dict[str, dict[str, Tensor]]:
         """What the sums lack so far on this rank, by codec and parameter; copies on the CPU."""

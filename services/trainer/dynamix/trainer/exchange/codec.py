@@ -49,6 +49,23 @@ class BucketView(NamedTuple):
     """In order; together they cover all of `flat`. The same tuple from step to step, until buckets are made again."""
 
 
+class CodedSquares(NamedTuple):
+    """Squared norms of some messages, summed."""
+
+    wanted: float = 0.0
+    """What was to be sent: the gradient and the residual."""
+    sent: float = 0.0
+    """What the messages say."""
+
+    def and_more(self, others: "CodedSquares") -> "CodedSquares":
+        """Both together."""
+        return CodedSquares(self.wanted + others.wanted, self.sent + others.sent)
+
+    def since(self, before: "CodedSquares") -> "CodedSquares":
+        """What came after."""
+        return CodedSquares(self.wanted - before.wanted, self.sent - before.sent)
+
+
 @runtime_checkable
 class ExchangeCodec(Protocol):
     """Sums the buckets of one model; it may keep what it learned of them."""
@@ -81,3 +98,11 @@ class ErrorFeedbackCodec(ExchangeCodec, Protocol):
 
         For the last step before something else rules.
         """
+
+
+@runtime_checkable
+class MeasuredCodec(ExchangeCodec, Protocol):
+    """A codec that knows how much of a gradient its messages hold."""
+
+    def coded(self) -> CodedSquares:
+        """The squares of some messages, from the first one on."""

@@ -11,19 +11,24 @@ answer tells all ranks, which then send that bucket as it is, so that NaN and ov
 residuals stay as they were.
 """
 
+import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from .codec import BucketView, Member
+from .codec import BucketView, CodedSquares, Member
 from .collectives import Leg, Trade
 from .owners import OwnedRange, owned_ranges, sum_over_ranks
 from .residuals import Residuals
 
 BLOCK = 512
 """Elements: owners own whole blocks, messages hold whole blocks, int8 has a scale for each."""
+
+MEASURED_EVERY = 8
+"""Times a bucket is summed until its gain is measured again, which costs five passes over its numbers."""
 
 
 class Narrowing(Protocol):
@@ -51,6 +56,13 @@ class LossyExchange:
         self.name = name
         self._narrowing = narrowing
         self._residuals = Residuals()
+        self._num_reduced: Counter[int] = Counter()
+        """By bucket."""
+        self._coded = CodedSquares()
+
+    def coded(self) -> CodedSquares:
+        """What was to be sent to owners, and what was, of those buckets that were looked at."""
+        return self._coded
 
     def residuals(self) -> dict[str, Tensor]:
         """What the sums lack so far, by parameter's key."""
@@ -79,6 +91,9 @@ class LossyExchange:
         pushed, addends = _messages(values, plan.theirs), _messages(values, plan.mine)
         for owned, message in plan.others(pushed):
             self._narrowing.write(values[owned.start : owned.stop], message)
+        if self._num_reduced[bucket.number] % MEASURED_EVERY == 0:
+            self._measure(torch.add(residual, bucket.flat), values, mine)
+        self._num_reduced[bucket.number] += 1
         yield Trade(addends, pushed, plan.mine, plan.theirs)
 
         total = self._total(values[mine.start : mine.stop], torch.split(addends, plan.mine))
@@ -102,6 +117,16 @@ class LossyExchange:
             ends = slice(mine.start, min(mine.stop, len(bucket.flat)))
             values[ends].sub_(bucket.flat[ends]).nan_to_num_(0.0, 0.0, 0.0)  # float16 may overflow, as in an all-reduce
         residual.copy_(values[: len(residual)])
+
+    def _measure(self, wanted: Tensor, left: Tensor, mine: OwnedRange) -> None:
+        """Add what was to be sent, and what was, which is that but for what is left; an owner sends itself nothing."""
+        sent = wanted - left[: len(wanted)]
+        found = []
+        for each in (wanted, sent):
+            each[mine.start : mine.stop] = 0
+            found.append(float(torch.dot(each, each)))
+        if all(map(math.isfinite, found)):
+            self._coded = self._coded.and_more(CodedSquares(*found))
 
     def _total(self, own: Tensor, addends: tuple[Tensor, ...]) -> Tensor:
         """The sum of an owner, in rank order; an empty message is this rank's own addend."""

@@ -17,6 +17,7 @@ from dynamix.trainer.communication.job_exchange import JobExchange
 from dynamix.trainer.communication.model_exchange import ModelExchange
 from dynamix.trainer.data.division import StepPlan
 from dynamix.trainer.data.sampler import MicroBatch
+from dynamix.trainer.exchange.codec import CodedSquares
 
 from .accumulation import Accumulation
 from .buckets import NOT_MEASURED, SquaredNorms, StepSketches
@@ -178,6 +179,13 @@ class CoveredModels:
     def exchanges(self) -> list[ModelExchange]:
         """What carries out decisions about how gradients travel, by model."""
         return [hook.model_exchange for hook in self._hooks]
+
+    def coded(self) -> CodedSquares:
+        """How much of what was to be sent codecs with loss have sent, of all models."""
+        found = CodedSquares()
+        for exchange in self.exchanges:
+            found = found.and_more(exchange.coded())
+        return found
 
     def begin(self, batch: MicroBatch, *, shares_times: bool, sketches: bool = False) -> None:
         """Prepare all models for a batch. Raises RuntimeError as `Accumulation.begin`."""

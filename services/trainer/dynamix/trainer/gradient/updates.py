@@ -75,6 +75,13 @@ class Updates:
         """Those of the session, in the order they were given."""
         return [found for each in self._covered if (found := each()) is not None]
 
+    def newest_rate(self) -> float | None:
+        """That of the newest step, in the first group of the first optimizer; `None` where it has none."""
+        for optimizer in self.optimizers:
+            rate = optimizer.param_groups[0].get("lr")
+            return None if rate is None else float(rate) * self._factor
+        return None
+
     def follow(self, global_batch_size: int) -> None:
         """Scale by this global batch size from now on."""
         self._factor = self._factor_of(global_batch_size)

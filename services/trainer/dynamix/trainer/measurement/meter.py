@@ -3,7 +3,7 @@
 Numbers that are still on a GPU stay there until the window ends: one transfer per window, no wait per step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ import torch
 
 from dynamix.trainer.arguments.checks import number
 from dynamix.trainer.data.sampler import MicroBatch
+from dynamix.trainer.exchange.codec import CodedSquares
 from dynamix.trainer.gradient.buckets import SquaredNorms
 from dynamix.trainer.gradient.noise import NoiseSums
 from dynamix.trainer.gradient.weighting import Reduction
@@ -45,6 +46,11 @@ class RankMeter:
     times_split: bool
     """Whether a hook sees the gradient's buckets, and so where waiting for others begins."""
     process: ProcessIdentity = field(default_factory=this_process)
+    learning_rate: Callable[[], float | None] = lambda: None
+    """That of the newest step."""
+    coded: Callable[[], CodedSquares] = CodedSquares
+    """What codecs with loss were to send and sent, from the beginning on."""
+    _coded_before: CodedSquares = field(default=CodedSquares(), init=False)
     _batches: list[_Batch] = field(default_factory=list, init=False)
     _drifts: list[RoundDrift] = field(default_factory=list, init=False)
 
@@ -86,7 +92,14 @@ class RankMeter:
             sockets=self.sockets.read(),
             device=device_memory(self.device),
             held_out_accuracy=held_out_accuracy,
+            learning_rate=self.learning_rate(),
+            coded=self._take_coded(),
         )
+
+    def _take_coded(self) -> CodedSquares:
+        """What was coded since the last call."""
+        before, self._coded_before = self._coded_before, self.coded()
+        return self._coded_before.since(before)
 
     def _noise(self, batches: Sequence[_Batch]) -> NoiseSums:
         values = iter(_to_floats([value for each in batches for value in (*each.norms.local, *each.norms.reduced)]))

@@ -48,6 +48,10 @@ class Row(NamedTuple):
     drift_own: float
     drift_mean: float
     """The rank's addend, and what all ranks know (`local_steps.drift`); 0 without local steps."""
+    learning_rate: float
+    coded_wanted: float
+    coded_sent: float
+    """Squares of what codecs with loss should have sent and of what they sent; 0 where none ruled."""
 
     @property
     def time_s(self) -> float:
@@ -100,8 +104,13 @@ def make_row(
     held_out_accuracy: float | None,
     device: tuple[int, int] | None = None,
     drift: tuple[float, float] = (0.0, 0.0),
+    learning_rate: float | None = None,
+    coded: tuple[float, float] = (0.0, 0.0),
 ) -> Row:
-    """One rank's row; `device` is its memory in bytes, used and in all. A loss that is not finite is none."""
+    """One rank's row; `device` is its memory in bytes, used and in all. A loss that is not finite is none.
+
+    `coded` are squares, of what codecs with loss should have sent and of what they sent.
+    """
     steps = list(times)
     device_memory, device_memory_total = device or (UNKNOWN, UNKNOWN)
     return Row(
@@ -132,6 +141,9 @@ def make_row(
         times_split=times_split,
         drift_own=drift[0],
         drift_mean=drift[1],
+        learning_rate=_number(learning_rate),
+        coded_wanted=coded[0],
+        coded_sent=coded[1],
     )
 
 
@@ -186,6 +198,9 @@ def job_totals(
         time_s=max(row.time_s for row in rows),
         noise=noise,
         drift=_drift(rows),
+        learning_rate=_known(rows[0].learning_rate),
+        gradient_norm=_gradient_norm(noise, global_batch_size),
+        coding_gain=_coding_gain(rows),
     )
 
 
@@ -200,6 +215,20 @@ def _drift(rows: Sequence[Row]) -> ParameterDrift | None:
     if not (0.0 < moved < math.inf and own < math.inf):
         return None
     return ParameterDrift(spread=max(own - moved, 0.0), moved=moved)
+
+
+def _gradient_norm(noise: GradientNoise | None, global_batch_size: int) -> float | None:
+    """That of a step's gradient: E|g|^2 = |G_true|^2 + S / B; unknown where the estimate of it is not positive."""
+    if noise is None or global_batch_size < 1:
+        return None
+    squared = noise.squared_norm + noise.trace / global_batch_size
+    return math.sqrt(squared) if 0 < squared < math.inf else None
+
+
+def _coding_gain(rows: Sequence[Row]) -> float | None:
+    """Over all ranks; unknown where no codec with loss ruled, or something was not finite."""
+    wanted, sent = (sum(getattr(row, name) for row in rows) for name in ("coded_wanted", "coded_sent"))
+    return sent / wanted if 0 < wanted < math.inf and sent < math.inf else None
 
 
 def _number(value: float | None) -> float:
