@@ -12,7 +12,7 @@ DATA   := .data/fashion-mnist
 CIFAR  := .data/cifar-10
 ARGS   ?=
 
-.PHONY: help venv venv-frameworks demo data data-cifar test test-slow test-frameworks gpu faults lint types bench cluster exchange scale results heldout adaptdl paper format clean
+.PHONY: help venv venv-frameworks demo data data-cifar test test-slow test-frameworks gpu faults lint types bench cluster exchange scale results heldout heldout-exchange adaptdl paper format clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -116,6 +116,18 @@ heldout: venv data ## compare all policies on held-out scenarios, some 80 minute
 	$(BIN)/dynamix evaluate --resume --policies $(HELDOUT_ROWS) --results out/heldout.jsonl \
 	    --json docs/results/heldout.json --png docs/results/heldout.png
 	$(BIN)/python -m bench.results.heldout
+
+# Accordion's milder codec is none here: bf16 of 128 virtual ranks takes more than a second a step.
+EXCHANGE_STATICS := best-static+track:every=4,codec=int8,static+track:every=4,codec=int8@64
+EXCHANGE_ROWS := static+track:codec=int8@64,diloco+track:codec=int8,qsr+track:codec=int8,$(\
+    )adacomm+track:codec=int8,accordion+track:mild=none,gravac+track
+
+heldout-exchange: venv data ## compare what decides how gradients travel on held-out scenarios; hours on two cores; killed, it goes on
+	mkdir -p out docs/results
+	$(BIN)/dynamix evaluate --resume --exchange local --policies $(EXCHANGE_ROWS) \
+	    --against rule/exchange=exact,$(EXCHANGE_STATICS) --results out/heldout-exchange.jsonl \
+	    --json docs/results/exchange-heldout.json --png docs/results/exchange-heldout.png $(ARGS)
+	$(BIN)/python -m bench.results.exchange
 
 # Two packages of others and one of ours that the product never needs, beside .venv and not in it.
 $(ADAPTDL)/.installed: bench/adaptdl/requirements.txt $(wildcard bench/adaptdl/pyproject.toml bench/adaptdl/*/*.py) $(STAMP)

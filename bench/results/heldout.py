@@ -59,7 +59,7 @@ def _headline(verdict: Verdict) -> list[str]:
     if not verdict.headline:
         return []
     rows = [
-        [f"`{row.against}`", *map(_interval, (row.all_families, row.heterogeneous, row.control))]
+        [f"`{row.against}`", *map(interval_text, (row.all_families, row.heterogeneous, row.control))]
         for row in verdict.headline
     ]
     intro = (
@@ -75,7 +75,7 @@ def _headline(verdict: Verdict) -> list[str]:
 def _overall(row: VerdictRow) -> list[str]:
     accuracy = "-" if row.test_accuracy is None else f"{row.test_accuracy:.3f}"
     median = "-" if row.median_time_to_target_s is None else f"{row.median_time_to_target_s:.1f}"
-    ratios = [_interval(row.vs_best_static), _interval(row.vs_goodput)]
+    ratios = [interval_text(row.vs_best_static), interval_text(row.vs_goodput)]
     at_equal = "-" if row.accuracy_at_equal_samples is None else f"{row.accuracy_at_equal_samples:.3f}"
     return [f"`{row.policy}`", median, str(row.misses), *ratios, accuracy, str(row.num_runs), at_equal]
 
@@ -86,7 +86,7 @@ def _per_family(verdict: Verdict, policy: str) -> list[str]:
         sizes = (family.best_static_local_batch_size for family in verdict.families.values())
         return [f"`{policy}`", *("-" if size is None else f"1 (size {size})" for size in sizes)]
     ratios = (
-        _interval(row.vs_best_static)
+        interval_text(row.vs_best_static)
         for family in verdict.families.values()
         for row in family.policies
         if row.policy == policy
@@ -94,7 +94,8 @@ def _per_family(verdict: Verdict, policy: str) -> list[str]:
     return [f"`{policy}`", *ratios]
 
 
-def _interval(interval: RatioInterval | None) -> str:
+def interval_text(interval: RatioInterval | None) -> str:
+    """A ratio with its intervals, as tables have it."""
     if interval is None:
         return "-"
     spread = "" if interval.low is None or interval.high is None else f" [{interval.low:.2f}, {interval.high:.2f}]"

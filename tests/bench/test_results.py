@@ -9,7 +9,7 @@ import matplotlib.image
 import msgspec
 import pytest
 from bench.cluster.target import verdict
-from bench.results import heldout, laboratory
+from bench.results import exchange, heldout, laboratory
 from bench.results.__main__ import EXPERIMENTS, main
 from bench.results.laboratory import SCALES, Laboratory
 from bench.results.learned import ADAM
@@ -69,6 +69,40 @@ def test_the_page_holds_the_table_that_the_json_makes(name: str) -> None:
 
 def test_the_page_holds_the_held_out_comparison_that_the_json_makes() -> None:
     assert table_in((DOCS / "results.md").read_text(), heldout.NAME) == heldout.expected_table(DOCS)
+
+
+def test_the_page_holds_the_comparison_of_exchanges_that_the_json_makes() -> None:
+    assert table_in((DOCS / "results.md").read_text(), exchange.NAME) == exchange.expected_table(DOCS)
+
+
+@pytest.mark.parametrize(
+    ("family", "exact", "static", "missed"),
+    [
+        ("slow-links", 0.60, (0.90, 0.8, 1.1), []),
+        ("slow-links", 0.61, (0.91, 0.8, 1.1), ["above 0.60 of exact gradients", "above 0.90 of static"]),
+        ("congestion", 0.59, (1.2, 0.99, 1.4), []),
+        ("congestion", 0.59, (1.2, 1.01, 1.4), ["slower than static"]),
+        ("alike", 1.02, (1.0, 0.9, 1.1), []),
+        ("alike", 1.03, (1.0, 0.9, 1.1), ["above 1.02 of exact gradients"]),
+    ],
+)
+def test_the_default_policy_is_held_to_its_limits_by_family(
+    family: str, exact: float, static: tuple[float, float, float], missed: list[str]
+) -> None:
+    found = exchange.misses(family, RatioInterval(exact, None, None), [RatioInterval(*static)])
+    assert found == missed
+    assert exchange.misses(family, None, []) == ["not measured"]
+
+
+def test_exchanges_are_compared_with_every_base_in_every_family() -> None:
+    bases = {"rule/exchange=exact": RatioInterval(0.5, 0.4, 0.6), "static": RatioInterval(0.75, 0.7, 0.8)}
+    row = msgspec.structs.replace(row_of("rule", 0.4), against=bases)
+    family = VerdictFamily(control=False, scenarios={}, best_static_local_batch_size=None, chosen_on="", policies=[row])
+    verdict = verdict_of(families={"slow-links": family}, policies=[row], against=list(bases))
+    lines = exchange.tables(verdict).splitlines()
+    assert "| slow-links | 0.50 [0.40, 0.60] | 0.75 [0.70, 0.80] | yes |" in lines
+    place = lines.index("Time to target over that of `static`:")
+    assert lines[place + 2 : place + 5] == ["| policy | slow-links |", "|---|---|", "| `rule` | 0.75 [0.70, 0.80] |"]
 
 
 def test_every_row_of_the_verdict_stands_in_the_table_per_family() -> None:

@@ -8,7 +8,7 @@ from tests.support.small_suites import made_up, write_suite
 from dynamix.lab.experiments.comparison import evaluation, tuning
 from dynamix.lab.experiments.comparison.contenders import parse_contender
 from dynamix.lab.experiments.comparison.runs import Ledger, RunTask
-from dynamix.lab.experiments.comparison.tuned import Tuned, read_tuned, to_toml
+from dynamix.lab.experiments.comparison.tuned import Choice, Tuned, read_tuned, to_toml
 from dynamix.lab.experiments.episodes.suite import Suite
 
 BEST = {"mixed": 128, "alike": 64}
@@ -35,7 +35,7 @@ def tuned(train: Suite, monkeypatch: pytest.MonkeyPatch) -> Tuned:
 
 
 def test_every_baseline_has_the_same_number_of_settings_that_its_policy_understands() -> None:
-    for settings in tuning.GRID.values():
+    for settings in (*tuning.GRID.values(), *tuning.EXCHANGE_GRID.values()):
         assert len(set(settings)) == tuning.NUM_SETTINGS
         for text in settings:
             parse_contender(text)
@@ -76,3 +76,20 @@ def test_what_has_no_settings_is_not_tuned(train: Suite) -> None:
         pytest.raises(ValueError, match="'static-of-old' has no settings to tune"),
     ):
         tuning.tune(train, ledger, seeds=[0], baselines=["static-of-old"])
+
+
+def test_what_decides_exchanges_is_tuned_in_jobs_that_permit_it(train: Suite, monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_setting(task: RunTask) -> float:
+        assert task.ruling_scenario.exchange == "local"
+        return 0.5 if task.setting.options.get("every") == 16.0 else 1.0
+
+    monkeypatch.setattr(evaluation, "outcomes", made_up(of_setting))
+    with Ledger() as ledger:
+        tuned = tuning.tune(train, ledger, seeds=[10_000], baselines=["diloco", "static+local"], exchange="local")
+        with pytest.raises(ValueError, match="does not permit: --exchange local, or /exchange=local"):
+            tuning.tune(train, ledger, seeds=[10_000], baselines=["diloco"])
+    assert tuned.overall["diloco"].options["every"] == 16.0
+    both = Tuned(overall={"static": Choice(initial_local_batch_size=8)}).with_choices(tuned)
+    local = parse_contender("best-static+track:every=4,codec=int8").settings("mixed", both)[0]
+    assert local.initial_local_batch_size == tuned.overall["static+local"].initial_local_batch_size == 8
+    assert local.options == {"codec": 5.0, "every": 4.0, "track": 1.0}

@@ -11,10 +11,17 @@ from dynamix.lab.experiments.comparison.contenders import Contender, parse_conte
 from dynamix.lab.experiments.comparison.evaluation import ComparisonCell, estimate, fill, plan
 from dynamix.lab.experiments.comparison.runs import Ledger
 from dynamix.lab.experiments.comparison.tuned import Tuned, read_tuned
-from dynamix.lab.experiments.comparison.tuning import GRID
+from dynamix.lab.experiments.comparison.tuning import EXCHANGE_GRID, GRID
 from dynamix.lab.experiments.comparison.verdict import note_on
 from dynamix.lab.experiments.episodes.provenance import code_digest
-from dynamix.lab.experiments.episodes.suite import TRAIN, TUNED_FILE, Suite, scenario_root, suite_named
+from dynamix.lab.experiments.episodes.suite import (
+    TRAIN,
+    TUNED_EXCHANGE_FILE,
+    TUNED_FILE,
+    Suite,
+    scenario_root,
+    suite_named,
+)
 
 HOW_TO_FIX = "run `dynamix tune`"
 
@@ -39,6 +46,9 @@ def planned(arguments: argparse.Namespace) -> PlannedComparison:
     if arguments.exchange is not None:
         contenders = [contender.permitted(arguments.exchange) for contender in contenders]
     tuned = read_tuned(Path(arguments.tuned) if arguments.tuned else scenario_root() / TUNED_FILE)
+    of_exchanges = scenario_root() / TUNED_EXCHANGE_FILE
+    if arguments.exchange is not None and not arguments.tuned and of_exchanges.exists():
+        tuned = tuned.with_choices(read_tuned(of_exchanges))
     if arguments.png is not None:
         curves_of(arguments, suite)
     cells = plan(suite, contenders, range(arguments.seeds), tuned, crossed=arguments.crossed)
@@ -71,7 +81,8 @@ def _warnings(comparison: PlannedComparison) -> Iterator[str]:
     if unfit and any(cell.task.setting.exchange for cell in cells):
         yield f"Gradients travel as they are in {', '.join(unfit)}: no other exchange can be carried out there."
     for contender in contenders:
-        families = untuned_families(contender, suite.families, tuned) if contender.policy in GRID else []
+        has_grid = contender.policy in {**GRID, **EXCHANGE_GRID}
+        families = untuned_families(contender, suite.families, tuned) if has_grid else []
         if families:
             yield f"{contender.label} is not tuned for {', '.join(families)} and runs with defaults: {HOW_TO_FIX}."
         if contender.files and (note := note_on(contender, suite)):

@@ -17,8 +17,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     what = "a directory of scenario files (default: the train scenarios)"
     parser.add_argument("--scenarios", metavar="DIR", help=what)
     parser.add_argument("--baselines", metavar="LIST", help="separated by commas (default: all that have settings)")
+    parser.add_argument(
+        "--exchange",
+        choices=("lossy", "local"),
+        help="tune the baselines that decide how gradients travel, in jobs that permit this",
+    )
     add_option(parser, "--seeds", 3, "seeds per scenario")
-    what = "the file to write (default, for all baselines only: tuned.toml beside the train scenarios)"
+    what = (
+        "the file to write (default, for all baselines only: tuned.toml beside the train scenarios, or "
+        "tuned-exchange.toml with --exchange)"
+    )
     add_output_argument(parser, TUNED, what)
     add_run_arguments(parser, "dynamix-tune.jsonl")
     add_json_argument(parser)
@@ -29,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_counts(arguments, "seeds", "jobs")
     from dynamix.lab.experiments.comparison.runs import Ledger
     from dynamix.lab.experiments.comparison.tuned import to_toml
-    from dynamix.lab.experiments.comparison.tuning import FIRST_SEED, GRID, tune
+    from dynamix.lab.experiments.comparison.tuning import EXCHANGE_GRID, FIRST_SEED, GRID, tune
     from dynamix.lab.experiments.episodes.pool import EpisodeError
     from dynamix.lab.experiments.episodes.suite import TRAIN
 
@@ -37,6 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     scenarios = ["--scenarios", arguments.scenarios] if arguments.scenarios else []
     baselines = ["--baselines", arguments.baselines] if arguments.baselines else []
+    exchange = ["--exchange", arguments.exchange] if arguments.exchange else []
+    grid = EXCHANGE_GRID if arguments.exchange else GRID
     with explained(OSError, ValueError, EpisodeError):
         suite, output = suite_of(arguments, TRAIN), _output(arguments)
         with Ledger(Path(arguments.results), resume=arguments.resume) as ledger, RunsProgress() as progress:
@@ -44,8 +54,9 @@ def run(arguments: argparse.Namespace) -> int:
                 suite,
                 ledger,
                 seeds=range(FIRST_SEED, FIRST_SEED + arguments.seeds),
-                baselines=tuple(arguments.baselines.split(",")) if arguments.baselines else tuple(GRID),
-                command=command_line("tune", *scenarios, *baselines, "--seeds", arguments.seeds),
+                baselines=tuple(arguments.baselines.split(",")) if arguments.baselines else tuple(grid),
+                exchange=arguments.exchange,
+                command=command_line("tune", *scenarios, *baselines, *exchange, "--seeds", arguments.seeds),
                 jobs=arguments.jobs,
                 data=arguments.data,
                 on_estimate=lambda found: progress.write_line(found.text(arguments.jobs)),
@@ -61,9 +72,9 @@ def _output(arguments: argparse.Namespace) -> Path:
     """The file to write: choices for some baselines, or on other scenarios, never replace those for all."""
     if arguments.output:
         return Path(arguments.output)
-    from dynamix.lab.experiments.episodes.suite import TUNED_FILE, scenario_root
+    from dynamix.lab.experiments.episodes.suite import TUNED_EXCHANGE_FILE, TUNED_FILE, scenario_root
 
-    path = scenario_root() / TUNED_FILE
+    path = scenario_root() / (TUNED_EXCHANGE_FILE if arguments.exchange else TUNED_FILE)
     for option in ("baselines", "scenarios"):
         if value := getattr(arguments, option):
             what = f"{path} holds the choices for all baselines on the train scenarios"

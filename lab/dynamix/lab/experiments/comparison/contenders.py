@@ -42,6 +42,8 @@ RANDOM = "random"
 ORACLE = "oracle"
 TRACKED_STATIC = "static+track"
 """Static sizes under the fast loop are tuned on their own."""
+LOCAL_STATIC = "static+local"
+"""So are those of jobs with local steps."""
 ALWAYS = tuple(dict.fromkeys((BEST_STATIC, RANDOM, GOODPUT, DEFAULT_POLICY, *SHIPPED_POLICIES)))
 """Rows of every comparison, whatever their result: baselines, random, the default and the learned policies."""
 
@@ -116,7 +118,11 @@ class Contender(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def baseline(self) -> str:
         """The name that its settings were tuned under."""
-        return TRACKED_STATIC if self.is_best_static and self.options.get("track") else self.policy
+        if not self.is_best_static:
+            return self.policy
+        if self.options.get("every", 1) > 1:
+            return LOCAL_STATIC
+        return TRACKED_STATIC if self.options.get("track") else self.policy
 
     @property
     def is_learned(self) -> bool:
@@ -146,7 +152,8 @@ class Contender(msgspec.Struct, frozen=True, kw_only=True):
         """
         if self.best_of:
             return tuple(setting for contender in self.best_of for setting in contender.settings(family, tuned))
-        base = self._setting(tuned.choice(self.baseline, family) or tuned.choice(self.policy, family))
+        names = dict.fromkeys((self.baseline, TRACKED_STATIC if self.baseline == LOCAL_STATIC else "", self.policy))
+        base = self._setting(next(filter(None, (tuned.choice(name, family) for name in names)), None))
         if self.is_best_static and base.initial_local_batch_size is None:
             raise ValueError(f"no static size was chosen for {family!r}: run `dynamix tune` first")
         if not self.is_learned:

@@ -39,6 +39,12 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """Return the choice for a policy; `None` for one that was not tuned."""
         return self.families.get(family, {}).get(policy) or self.overall.get(policy)
 
+    def with_choices(self, other: "Tuned") -> "Tuned":
+        """Return these choices and another file's, which count where both have one; the origin is this file's."""
+        names = dict.fromkeys((*self.families, *other.families))
+        families = {name: {**self.families.get(name, {}), **other.families.get(name, {})} for name in names}
+        return msgspec.structs.replace(self, families=families, overall={**self.overall, **other.overall})
+
     def is_fallback(self, family: str) -> bool:
         """Return whether the family has no train scenarios, so that the choice over all of them is used."""
         return bool(self.overall) and family not in self.families

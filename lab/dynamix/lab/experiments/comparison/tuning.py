@@ -13,9 +13,10 @@ from types import MappingProxyType
 
 from dynamix.lab.experiments.episodes.provenance import code_digest
 from dynamix.lab.experiments.episodes.suite import Suite
+from dynamix.schemas.messages.allocation import ExchangePermission
 from dynamix.schemas.messages.policies import DEFAULT_POLICY
 
-from .contenders import GOODPUT, TRACKED_STATIC, Contender, parse_contender
+from .contenders import GOODPUT, LOCAL_STATIC, TRACKED_STATIC, Contender, parse_contender
 from .evaluation import ComparisonProgress, Estimate, estimate, fill, plan
 from .outcomes import OutcomeTable
 from .runs import Ledger
@@ -60,12 +61,37 @@ fast loop and a factor on the noise scale. So have noise-scale and doubling.
 """
 
 
+EXCHANGE_GRID: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        LOCAL_STATIC: tuple(f"static+track:every=4,codec=int8@{size}" for size in SIZES),
+        "diloco": tuple(
+            f"diloco+track:codec=int8,every={every},outer_rate={rate},outer_momentum={momentum}"
+            for every in (4, 8, 16)
+            for rate, momentum in ((0.7, 0.9), (1, 0.5))
+        ),
+        "qsr": tuple(
+            f"qsr+track:codec=int8,h_min={least},alpha={rate}" for least in (2, 4) for rate in (0.1, 0.2, 0.4)
+        ),
+        "adacomm": tuple(
+            f"adacomm+track:codec=int8,tau_0={tau},interval={windows}" for tau in (4, 8, 16) for windows in (5, 20)
+        ),
+        "accordion": tuple(
+            f"accordion+track:mild=none,eta={eta},interval={windows}" for eta in (0.1, 0.25, 0.5) for windows in (5, 20)
+        ),
+        "gravac": tuple(f"gravac+track:trial={trial},hold={hold}" for trial in (3, 5) for hold in (25, 100, 400)),
+    }
+)
+"""The same for what decides exchanges, in jobs that permit local steps. All have the fast loop and, where they choose
+none themselves, the codec `int8`."""
+
+
 def tune(
     suite: Suite,
     ledger: Ledger,
     *,
     seeds: Sequence[int],
     baselines: Sequence[str] = tuple(GRID),
+    exchange: ExchangePermission | None = None,
     command: str = "",
     jobs: int = 1,
     data: Path | None = None,
@@ -74,12 +100,17 @@ def tune(
 ) -> Tuned:
     """Run the grid on the scenarios of a suite and choose the best settings.
 
+    `exchange` is what all jobs permit, for baselines of `EXCHANGE_GRID`.
+
     Raises:
-        ValueError: when a baseline has no grid.
+        ValueError: when a baseline has no grid, or jobs do not permit what it needs.
         EpisodeError: when an episode raises.
     """
     grid = {baseline: [parse_contender(text) for text in _settings(baseline)] for baseline in baselines}
-    cells = plan(suite, [setting for settings in grid.values() for setting in settings], seeds, Tuned())
+    rows = [setting for settings in grid.values() for setting in settings]
+    if exchange is not None:
+        rows = [row.permitted(exchange) for row in rows]
+    cells = plan(suite, rows, seeds, Tuned())
     if on_estimate is not None:
         on_estimate(estimate(cells, ledger))
     fill(cells, ledger, jobs=jobs, data=data, on_progress=on_progress)
@@ -102,9 +133,10 @@ def score_s(table: OutcomeTable, label: str, families: Sequence[str]) -> float:
 
 def _settings(baseline: str) -> tuple[str, ...]:
     try:
-        return GRID[baseline]
+        return {**GRID, **EXCHANGE_GRID}[baseline]
     except KeyError:
-        raise ValueError(f"{baseline!r} has no settings to tune: choose from {', '.join(GRID)}") from None
+        known = ", ".join((*GRID, *EXCHANGE_GRID))
+        raise ValueError(f"{baseline!r} has no settings to tune: choose from {known}") from None
 
 
 def _choices(

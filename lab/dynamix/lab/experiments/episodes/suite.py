@@ -13,6 +13,7 @@ TRAIN = "train"
 HELD_OUT = "heldout"
 SUITES = (HELD_OUT, TRAIN)
 TUNED_FILE = "tuned.toml"
+TUNED_EXCHANGE_FILE = "tuned-exchange.toml"
 
 
 class Suite(msgspec.Struct, frozen=True, kw_only=True, dict=True):
