@@ -22,7 +22,7 @@ FLAGS = (
     *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-extensions"),
     *("--hide-scrollbars", "--force-color-profile=srgb", "--remote-debugging-pipe"),
 )
-ANSWER_TIMEOUT_S = 60.0
+ANSWER_TIMEOUT_S = 300.0
 
 
 def find_browser() -> str | None:

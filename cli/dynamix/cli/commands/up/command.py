@@ -148,7 +148,7 @@ async def _announce(bus: Bus, services: list[Child], file: Path) -> None:
 
     await asyncio.gather(*map(one, services))
     _say("train", "dynamix train -- --standalone --nproc-per-node 4 train.py")
-    _say("watch", "dynamix top")
+    _say("watch", "dynamix top; as a web page: dynamix dashboard")
     _say("connect", f'dynamix commands read {file}; others: eval "$(dynamix up --print-env)"')
     _say("stop", "Ctrl-C")
 
