@@ -136,10 +136,9 @@ def test_the_sync_period_is_that_of_the_closed_form(communication_s: float) -> N
 
 
 def test_the_further_ranks_drift_apart_the_shorter_is_the_period() -> None:
-    periods = [ruled("local", 0.05, drift=drift)[-1].every for drift in (0.3, 4.0, 20.0, 200.0)]
+    periods = [ruled("local", 0.05, drift=drift)[-1].every for drift in (0.3, 2.0, 4.0, 7.0)]
     assert periods == sorted(periods, reverse=True)
-    assert periods[0] == 10
-    assert periods[-1] == 1
+    assert (periods[0], periods[-1]) == (10, 5)
 
 
 def test_drift_costs_what_it_cost_on_virtual_clusters() -> None:
@@ -286,3 +285,23 @@ def test_a_job_that_permits_nothing_keeps_nothing_of_exchanges() -> None:
 def test_rows_save_what_lies_in_tables() -> None:
     memory = ExchangeMemory(exact_s=0.1, table_share=0.5)
     assert memory.communication_s("rows") == pytest.approx(0.1 * (0.5 + 0.5 * 0.3))
+
+
+def test_communication_that_is_hidden_is_not_taken_to_grow_with_what_hides_it() -> None:
+    memory = ExchangeMemory(exact_s=0.011, overlap=0.5)
+    for compute_s in (0.025, 0.05, 0.1, 0.2):
+        memory = memory.observe(WindowExposure(0.0028, compute_s), 1.0, math.nan, NUM_RANKS).decided(EXACT)
+        assert memory.exact_s == pytest.approx(0.011)
+    memory = memory.observe(WindowExposure(0.08, 0.025), 1.0, math.nan, NUM_RANKS)
+    assert memory.exact_s == pytest.approx(0.0925)  # nothing else explains so much
+    memory = memory.observe(WindowExposure(0.0001, 0.2), 1.0, math.nan, NUM_RANKS)
+    assert memory.exact_s < 0.003
+
+
+def test_drift_is_smoothed_bounded_and_forgotten_where_it_is_not_measured() -> None:
+    memory = ExchangeMemory().with_drift(4.0, NUM_RANKS)
+    assert memory.with_drift(1000.0, NUM_RANKS).drift == pytest.approx(4.0**0.7 * 7.0**0.3)
+    for _ in range(200):
+        memory = memory.with_drift(math.nan, NUM_RANKS)
+    assert memory.drift == pytest.approx(3.5, rel=1e-3)
+    assert math.isnan(ExchangeMemory().with_drift(math.nan, NUM_RANKS).drift)

@@ -55,7 +55,8 @@ DRIFT_SCALES: Mapping[str, float] = MappingProxyType({"sgd": 0.005, "adam": 0.03
 """By optimizer family; adaptive ones also make smaller steps where each rank sees more noise."""
 FIRST_DRIFT = 0.5
 """R over the number of other ranks, before any was measured: about what it settles at, and more than it begins with."""
-DRIFT_SMOOTHING = 0.5
+DRIFT_SMOOTHING, DRIFT_RELAXING = 0.3, 0.05
+"""Weight of the newest R, and in windows without local steps of the first one: it is of other batches by then."""
 
 DWELL = 3
 """Windows for which a decision stands at least."""
@@ -65,8 +66,10 @@ LEARNED_FROM = 3
 """Windows that a codec's correction is the mean of, each time it begins to rule."""
 LEAST_CORRECTION, MOST_CORRECTION = 0.5, 4.0
 """Beyond it is the network that changed meanwhile."""
-MOST_OVERLAP = 0.9
+MOST_OVERLAP = 0.7
 """As a share of the compute time."""
+LEAST_EXPOSED, MOST_HIDDEN = 0.05, 0.4
+"""Shares of an exchange's time: exposed in any case, and exposed at most where all the rest may have been hidden."""
 JUMP, SMOOTHING = 1.3, 0.5
 """A time that changed by more is believed at once, otherwise averaged with this weight."""
 LOSS_SMOOTHING, LOSS_RISE, BLOCKED = 0.3, 0.1, 20
@@ -127,9 +130,7 @@ class ExchangeMemory:
         aged = replace(self, age=min(self.age + 1, 0xFFFF), blocked=max(self.blocked - 1, 0))
         known = aged.with_loss(loss).with_bytes(seen.sent_bytes, num_ranks)
         ruled = self.ruling[0]
-        if ruled.every > 1 and 0.0 < drift < math.inf:
-            rest = 0.0 if math.isnan(self.drift) else 1.0 - DRIFT_SMOOTHING
-            known = replace(known, drift=drift if rest == 0.0 else self.drift**rest * drift ** (1.0 - rest))
+        known = known.with_drift(drift if ruled.every > 1 else math.nan, num_ranks)
         if ruled.every > 1 and math.isnan(known.drift) and known.age > LAG + DWELL:
             known = replace(known, blocked=BLOCKED)  # nothing says what local steps cost here
         if not (0.0 < seen.exposed_s < math.inf and 0.0 < seen.compute_s < math.inf):
@@ -162,7 +163,7 @@ class ExchangeMemory:
 
     def drift_cost(self, job: Job) -> float:
         """Progress that each further local step costs, over that of an exact one."""
-        drift = FIRST_DRIFT * (job.world_size - 1) if math.isnan(self.drift) else self.drift
+        drift = first_drift(job.world_size) if math.isnan(self.drift) else self.drift
         return float(DRIFT_SCALES[job.optimizer_family] * drift**DRIFT_POWER)
 
     def with_loss(self, loss: float) -> "ExchangeMemory":
@@ -176,6 +177,15 @@ class ExchangeMemory:
             return replace(self, loss=smoothed, least_loss=smoothed, blocked=BLOCKED)
         return replace(self, loss=smoothed, least_loss=least)
 
+    def with_drift(self, drift: float, num_ranks: int) -> "ExchangeMemory":
+        """The memory after a window of this R, NaN where there was none; of ranks without a common way it is N - 1."""
+        if not 0.0 < drift < math.inf:
+            if math.isnan(self.drift):
+                return self
+            return replace(self, drift=_between(self.drift, first_drift(num_ranks), DRIFT_RELAXING))
+        newest = min(drift, max(num_ranks - 1.0, 1.0))
+        return replace(self, drift=newest if math.isnan(self.drift) else _between(self.drift, newest, DRIFT_SMOOTHING))
+
     def with_bytes(self, sent_bytes: float, num_ranks: int) -> "ExchangeMemory":
         """With what a gradient weighs, from a window in which it travelled as it is."""
         ruled = self.ruling[0]
@@ -185,7 +195,11 @@ class ExchangeMemory:
 
     def with_step(self, seen: WindowExposure) -> "ExchangeMemory":
         """After a window with an exchange in each step."""
-        known = self.with_time(seen.exposed_s + self.overlap * seen.compute_s)
+        expected_s = math.nan if math.isnan(self.exact_s) else self.communication_s(self.ruling[0].codec)
+        may_take_s = seen.exposed_s + self.overlap * seen.compute_s
+        if expected_s <= may_take_s and seen.exposed_s <= MOST_HIDDEN * expected_s:  # how much is hidden cannot be seen
+            may_take_s = min(expected_s, seen.exposed_s / LEAST_EXPOSED)
+        known = self.with_time(may_take_s)
         if self.ruling[0].codec != EXACT.codec:
             return known
         return replace(known, exposed_s=seen.exposed_s, hidden_s=seen.compute_s)
@@ -256,3 +270,13 @@ class ExchangeMemory:
             least_loss=least,
             table_share=job.table_share,
         )
+
+
+def first_drift(num_ranks: int) -> float:
+    """R before any was measured."""
+    return FIRST_DRIFT * max(num_ranks - 1, 1)
+
+
+def _between(old: float, new: float, weight: float) -> float:
+    """The mean of logarithms."""
+    return float(old ** (1.0 - weight) * new**weight)
