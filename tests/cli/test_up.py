@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -193,3 +194,25 @@ def test_the_port_of_one_service_is_refused_for_three(
 def test_a_port_of_metrics_leaves_room_for_all_services(port: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["up", "--metrics-port", port]) == 2
     assert f"metrics_port must be 0 (none) to 65533, not {port}" in capsys.readouterr().err
+
+
+def test_a_port_of_metrics_that_is_taken_is_named_before_anything_starts(
+    environ: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("XDG_RUNTIME_DIR", "HOME"):
+        monkeypatch.setenv(name, environ[name])
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = other.getsockname()[1]
+        assert main(["up", "--metrics-port", str(taken)]) == 1
+    said = capsys.readouterr().err
+    assert f"--metrics-port {taken}: 127.0.0.1:{taken} cannot be listened on (Address already in use)" in said
+
+
+def test_the_brokers_own_port_is_refused_among_those_of_metrics(
+    environ: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("XDG_RUNTIME_DIR", "HOME"):
+        monkeypatch.setenv(name, environ[name])
+    broker = free_port()
+    assert main(["up", "--port", str(broker), "--metrics-port", str(broker)]) == 1
+    assert f"--metrics-port: {broker} is the broker's own port" in capsys.readouterr().err

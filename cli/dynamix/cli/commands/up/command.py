@@ -13,7 +13,7 @@ import shlex
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -87,7 +87,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError(f"it runs already, as process {other.pid} at {other.url}: stop that one first")
     if os.environ.get("DYNAMIX_METRICS_PORT"):
         raise CommandError("DYNAMIX_METRICS_PORT is for one service, and three start here: use --metrics-port N")
-    _check_port(settings.port)
+    _check_port("--port", settings.port)
+    for port in metrics_ports(settings):
+        if port == settings.port:
+            raise CommandError(f"--metrics-port: {port} is the broker's own port: keep it out of the three")
+        _check_port("--metrics-port", port)
     configure_log("warning")
     store = Path(settings.store_dir) if settings.store_dir else _default_store(os.environ)
     connection_file = path(os.environ)
@@ -107,21 +111,20 @@ async def _run_until_signal(
         async with server, kept([broker(server)], _say, stop), connected(server.settings, "up") as bus:
             await provision(bus)
             _say("broker", f"{server.settings.url} as process {server.pid}, streams in {store}")
-            if settings.metrics_port:
-                last = settings.metrics_port + len(SERVICES) - 1
-                _say("metrics", f"http://127.0.0.1:{settings.metrics_port} to {last}, /metrics, /livez and /readyz")
+            ports = metrics_ports(settings)
+            if ports:
+                _say("metrics", f"http://127.0.0.1:{ports[0]} to {ports[-1]}, /metrics, /livez and /readyz")
             with published(server.settings, environ) as file:
-                await _serve(bus, _services(server.settings, settings.metrics_port, environ), file, stop)
+                await _serve(bus, _services(server.settings, ports, environ), file, stop)
     _say("stopped", "")
 
 
-def _services(settings: BusSettings, metrics_port: int, environ: Mapping[str, str]) -> list[Child]:
-    """The services, not started; with a first port of metrics each has one."""
+def _services(settings: BusSettings, ports: Sequence[int], environ: Mapping[str, str]) -> list[Child]:
+    """The services, not started, each with its port of metrics where there are any."""
     shared = bus_environment(settings) | {"DYNAMIX_LOG_LEVEL": environ.get("DYNAMIX_LOG_LEVEL") or "warning"}
-    ports = range(metrics_port, metrics_port + len(SERVICES)) if metrics_port else [0] * len(SERVICES)
     return [
         service(ServiceProcess(name, shared | {"DYNAMIX_METRICS_PORT": str(port)}))
-        for name, port in zip(SERVICES, ports, strict=True)
+        for name, port in zip(SERVICES, ports or [0] * len(SERVICES), strict=True)
     ]
 
 
@@ -161,14 +164,20 @@ def _print_environment(environ: Mapping[str, str]) -> int:
     return 0
 
 
-def _check_port(port: int) -> None:
+def metrics_ports(settings: UpSettings) -> range:
+    """Ports with metrics, in the order of `SERVICES`; empty where there are to be none."""
+    first = settings.metrics_port
+    return range(first, first + len(SERVICES)) if first else range(0)
+
+
+def _check_port(flag: str, port: int) -> None:
     """Refuse a port that is taken or not ours to take, before anything starts; a server may still take it meanwhile."""
     with socket.socket() as trial:
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             trial.bind(("127.0.0.1", port))
         except OSError as error:
-            what = f"--port {port}: 127.0.0.1:{port} cannot be listened on ({error.strerror})"
+            what = f"{flag} {port}: 127.0.0.1:{port} cannot be listened on ({error.strerror})"
             raise CommandError(f"{what}; stop what uses it, or name another port (0: a free one)") from error
 
 

@@ -56,7 +56,10 @@ class ServiceMetrics:
         return scrape.families()
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
-        """All numbers in the format that the header `Accept` prefers, and its content type. Takes up to 0.3 s."""
+        """All numbers in the format that the header `Accept` prefers, and its content type.
+
+        Takes up to 0.16 s of CPU time.
+        """
         registry = CollectorRegistry()
         registry.register(self)
         ProcessCollector(registry=registry)

@@ -6,7 +6,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 PREFIX = "dynamix_"
 MAX_SAMPLES = 20_000
-"""Samples of one service in all; what is beyond is left out and counted. They take 0.3 s to write, in a thread."""
+"""Samples of one service in all; what is beyond is left out and counted. To write them takes 0.16 s of CPU time."""
 
 
 class Scrape:
