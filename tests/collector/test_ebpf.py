@@ -16,6 +16,8 @@ from dynamix.collector.ebpf import syscall
 from dynamix.collector.ebpf.attachment import KINDS, opened, v2_mount
 from dynamix.collector.ebpf.probe import SocketProbe, open_probe
 from dynamix.collector.ebpf.syscall import ProbeError
+from dynamix.collector.shown import STATS_ENABLED, ShownWindows
+from dynamix.runtime.metrics import ServiceMetrics
 
 pytestmark = pytest.mark.bpf
 
@@ -122,6 +124,27 @@ def test_a_recently_closed_socket_is_still_known(probe: SocketProbe) -> None:
 
 def test_the_kernel_says_what_each_program_cost(probe: SocketProbe) -> None:
     assert set(probe.cost()) == {"dynamix_ingress", "dynamix_sockets"}
+
+
+def test_what_the_probe_costs_is_shown_while_the_kernel_counts_it(probe: SocketProbe) -> None:
+    metrics = ServiceMetrics("collector")
+    ShownWindows(metrics, probe)
+
+    def shown(name: str) -> float:
+        (line,) = [line for line in metrics.exposition("")[0].decode().splitlines() if line.startswith(f"{name}{{")]
+        return float(line.split()[-1])
+
+    before = STATS_ENABLED.read_text()
+    STATS_ENABLED.write_text("1")
+    try:
+        assert shown("dynamix_probe_cost_measured") == 1
+        runs, seconds = shown("dynamix_probe_runs_total"), shown("dynamix_probe_cost_seconds_total")
+        with connected() as (client, server):
+            send(client, server, MIB)
+        assert shown("dynamix_probe_runs_total") > runs
+        assert seconds < shown("dynamix_probe_cost_seconds_total") < seconds + 1
+    finally:
+        STATS_ENABLED.write_text(before)
 
 
 def test_nothing_stays_attached_after_kill_9(group: Path) -> None:
