@@ -19,7 +19,7 @@ from dynamix.cli.output import write_json
 
 FOREIGN = b"import os\n\nprint('hours of work')\n"
 OUTPUTS = {"--json", "--png", "--output", "--results", "--log"}
-WITHOUT = {"train", "up", "dashboard", "trace"}
+WITHOUT = {"train", "serve-gradients", "up", "dashboard", "trace"}
 """Commands without a file of output; `up` has a directory, see below."""
 GROWING = {("capture", "--output"), ("learn", "--output"), ("evaluate", "--results"), ("tune", "--results")}
 """What is appended to, or read again, cannot be a device."""
@@ -40,7 +40,8 @@ def options() -> Iterator[Option]:
     """All output options, found in the commands' own parsers."""
     for name in cli.COMMANDS:
         parser = argparse.ArgumentParser(prog=name)
-        importlib.import_module(f"{cli.PACKAGE}.{name}.command").configure(parser)
+        folder = name.replace("-", "_")
+        importlib.import_module(f"{cli.PACKAGE}.{folder}.command").configure(parser)
         yield from _options_of(parser, (name,))
 
 

@@ -13,7 +13,9 @@ import pytest
 from dynamix.cli.main import COMMANDS, PACKAGE, summary
 
 CLI = Path(__file__).parents[2] / "cli" / "dynamix" / "cli"
-ROOMS = ("board", "inspection")
+FOLDERS = tuple(name.replace("-", "_") for name in COMMANDS)
+"""Of the commands: a module's name has no '-'."""
+ROOMS = ("board", "dashboard", "inspection")
 """What other displays than the terminal use."""
 DRAWING = ("rich", "matplotlib")
 
@@ -34,7 +36,7 @@ def is_view(path: Path) -> bool:
 
 def test_every_folder_of_commands_is_a_command() -> None:
     folders = {path.name for path in (CLI / "commands").iterdir() if path.is_dir() and path.name != "__pycache__"}
-    assert folders == set(COMMANDS)
+    assert folders == set(FOLDERS)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -42,7 +44,7 @@ def test_every_command_has_a_summary_of_one_line(name: str) -> None:
     assert 10 < len(summary(name)) <= 100
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", FOLDERS)
 def test_every_command_offers_configure_and_run(name: str) -> None:
     module = importlib.import_module(f"{PACKAGE}.{name}.command")
     assert module.__doc__
@@ -61,13 +63,13 @@ def test_rich_and_matplotlib_are_imported_by_views_only() -> None:
 def test_commands_can_be_imported_without_rich_matplotlib_and_torch() -> None:
     script = (
         "import importlib, sys; sys.modules.update(rich=None, matplotlib=None, torch=None);"
-        f"[importlib.import_module(f'{PACKAGE}.{{name}}.command') for name in {COMMANDS!r}]"
+        f"[importlib.import_module(f'{PACKAGE}.{{name}}.command') for name in {FOLDERS!r}]"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", FOLDERS)
 def test_commands_never_import_each_other(name: str) -> None:
     for path in (CLI / "commands" / name).rglob("*.py"):
         others = [one for one in imported(path) if one.startswith(PACKAGE) and one.split(".")[3:4] != [name]]
