@@ -12,13 +12,13 @@ from dynamix.arbitrator.learned.policy import LearnedPolicy
 from dynamix.arbitrator.learned.policy_file import SHIPPED_POLICIES, PolicyFile, shipped_names, shipped_policy
 from dynamix.arbitrator.learning.service import LearnerSettings
 from dynamix.arbitrator.policies.model.observation import Array32
-from dynamix.arbitrator.policies.options import allocation_of
+from dynamix.arbitrator.policies.options import allocation_of, check_options
 from dynamix.arbitrator.policies.proportional import Proportional
 from dynamix.arbitrator.policies.random import DELTAS, Random
 from dynamix.arbitrator.policies.registry import POLICIES, policy_named
 from dynamix.lab.experiments.learning.plan import PRESETS
 from dynamix.schemas.features import GLOBAL_FEATURES, RANK_FEATURES, RANK_INDEX
-from dynamix.schemas.messages.allocation import EXACT, Exchange, initial_exchange
+from dynamix.schemas.messages.allocation import EXACT, Exchange, OtherCodec, initial_exchange
 from dynamix.schemas.messages.policies import (
     DEFAULT_POLICY,
     DIVIDED_BY_RANKS,
@@ -73,6 +73,23 @@ def test_static_lets_gradients_travel_as_its_options_say_where_the_job_permits_i
         permitting = msgspec.structs.replace(job, exchange=permission)
         decision = policy_named("static").decide(permitting, 5, observe((64,) * 4, (1.0,) * 4), GLOBAL_F, b"")
         assert decision.allocation.exchange == expected
+
+
+def test_static_decides_a_codec_of_another_package_that_the_job_names() -> None:
+    others = (OtherCodec("reversed", is_lossless=True), OtherCodec("coarse", is_lossless=False))
+    static = policy_named("static")
+    for number, permission, codec in (
+        (1000.0, "exact", "reversed"),
+        (1001.0, "exact", "none"),
+        (1001.0, "lossy", "coarse"),
+    ):
+        job = examples.job(policy="static", policy_options={"codec": number}, exchange=permission, other_codecs=others)
+        check_options("static", static.options, job.policy_options)
+        decision = static.decide(job, 5, observe((64,) * 4, (1.0,) * 4), GLOBAL_F, b"")
+        assert decision.allocation.exchange == Exchange(codec=codec)
+    for number in (7.0, 999.0, 1016.0, 1000.5):
+        with pytest.raises(ValueError, match="option codec="):
+            check_options("static", static.options, {"codec": number})
 
 
 def test_proportional_gives_a_rank_three_times_slower_a_third_and_keeps_the_global_batch() -> None:

@@ -6,7 +6,7 @@ out; `tests/trainer/test_allocation.py` says what was forgotten on the way.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -31,6 +31,11 @@ EXCHANGE_CODECS = ("none", "rows", "sketch", "bf16", "fp16", "int8")
 
 LOSSY_CODECS = frozenset({"bf16", "fp16", "int8"})
 """With error feedback: what a step loses is added to the next one."""
+
+FIRST_OTHER_CODEC = 1000
+"""Number, in a policy's options, of the first codec of another package that a job names; the others follow."""
+
+MAX_OTHER_CODECS = 16
 
 ROUTES = ("all-reduce", "shares")
 """In such an order too. `shares`: each rank sums up its share of a bucket and sends it to all others."""
@@ -88,49 +93,68 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fa
         return f"{self.codec} over {self.route}{period}{outer}"
 
 
+class OtherCodec(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """An exchange codec of another package, which all ranks of a job have."""
+
+    name: Token
+    is_lossless: bool
+    """Whether every gradient arrives as it is; else its error is added to the next one."""
+
+
 EXACT = Exchange()
 """Every gradient, as it is, by all-reduce."""
 
 
-def is_permitted(exchange: Exchange, permission: ExchangePermission) -> bool:
-    """Whether a job that says `permission` lets gradients travel like this, by a codec and a route of ours."""
-    if exchange.codec not in EXCHANGE_CODECS or exchange.route not in ROUTES:
+def is_permitted(exchange: Exchange, permission: ExchangePermission, other_codecs: Sequence[OtherCodec] = ()) -> bool:
+    """Whether a job that says `permission` lets gradients travel like this: a route of ours, a codec of ours or its."""
+    others = {each.name: not each.is_lossless for each in other_codecs}
+    if exchange.codec not in (*EXCHANGE_CODECS, *others) or exchange.route not in ROUTES:
         return False
-    is_lossy, is_local = exchange.codec in LOSSY_CODECS, exchange.every > 1
+    is_lossy, is_local = exchange.codec in LOSSY_CODECS or others.get(exchange.codec, False), exchange.every > 1
     return permission == "local" or not (is_local or (is_lossy and permission == "exact"))
 
 
-def exchange_of(options: Mapping[str, float]) -> Exchange:
+def exchange_of(options: Mapping[str, float], other_codecs: Sequence[OtherCodec] = ()) -> Exchange:
     """What the options `every`, `codec` and `route` of a policy say, the last two by number.
 
     So do `outer_rate` and `outer_momentum` where there are rounds of local steps.
+
+    Raises:
+        ValueError: for the number of a codec that neither we nor the job have.
     """
     every, codec, route = (
         int(options.get(name, default)) for name, default in (("every", 1), ("codec", 0), ("route", 0))
     )
     rate, momentum = (options.get("outer_rate", 1.0), options.get("outer_momentum", 0.0)) if every > 1 else (1.0, 0.0)
+    names = dict(enumerate(EXCHANGE_CODECS)) | dict(
+        enumerate((each.name for each in other_codecs), start=FIRST_OTHER_CODEC)
+    )
+    if codec not in names:
+        raise ValueError(f"option codec={codec}: the job has the codecs {', '.join(names.values())}")
     return Exchange(
         every=every,
-        codec=EXCHANGE_CODECS[codec],
+        codec=names[codec],
         route=ROUTES[route],
         outer_rate=float(rate),
         outer_momentum=float(momentum),
     )
 
 
-def initial_exchange(policy: str, options: Mapping[str, float]) -> Exchange:
+def initial_exchange(policy: str, options: Mapping[str, float], other_codecs: Sequence[OtherCodec] = ()) -> Exchange:
     """How gradients travel from the first step on, before any decision."""
     defaults = EXCHANGE_OPTIONS.get(policy)
-    return EXACT if defaults is None else exchange_of({**defaults, **options})
+    return EXACT if defaults is None else exchange_of({**defaults, **options}, other_codecs)
 
 
-def option_number(name: str, value: str | float) -> float:
+def option_number(name: str, value: str | float, other_codecs: Sequence[OtherCodec] = ()) -> float:
     """The number of a policy's option from what a person wrote: a number, or a name where numbers have names.
 
     Raises:
         ValueError: when it is neither.
     """
-    names = NAMED_OPTIONS.get(name, ())
+    names, others = NAMED_OPTIONS.get(name, ()), [each.name for each in other_codecs]
+    if name == "codec" and value in others:
+        return float(FIRST_OTHER_CODEC + others.index(str(value)))
     if value in names:
         return float(names.index(str(value)))
     try:

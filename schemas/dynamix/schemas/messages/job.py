@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, field
 
-from .allocation import EXACT, Allocation, Exchange, ExchangePermission, Sizes
+from .allocation import EXACT, MAX_OTHER_CODECS, Allocation, Exchange, ExchangePermission, OtherCodec, Sizes
 from .fields import MAX_RANKS, Count, Message, OptimizerFamily, Text, Token
 from .policies import GlobalBatch, Split
 
@@ -59,6 +59,8 @@ class Job(Message, frozen=True, kw_only=True, array_like=True):
     """Whether the training processes can carry out decisions on how gradients travel, such as an exact codec."""
     table_share: Annotated[float, Meta(ge=0, le=1)] = 0.0
     """Share of the gradient's numbers that lie in embedding tables, where most rows are zero."""
+    other_codecs: Annotated[tuple[OtherCodec, ...], Meta(max_length=MAX_OTHER_CODECS)] = ()
+    """Exchange codecs of other packages that decisions may name, besides ours."""
 
     @property
     def initial_allocation(self) -> Allocation:

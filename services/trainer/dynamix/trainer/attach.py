@@ -46,7 +46,7 @@ from .job.options import (
     family_of,
     fewest_samples,
 )
-from .job.policy_name import warn_of_policy
+from .job.other_codecs import other_codecs
 from .job.served_exchange import served_exchange
 from .local_steps.rounds import LocalSteps
 from .loggers.delivery import Loggers, MetricLogger, find_loggers
@@ -192,6 +192,7 @@ def attach(
     averaging = averaging_of(models, weighting, world_size)
     forget_imports()
     exchange, servers = served_exchange(exchange, environment.trainer.gradient_servers)
+    others = other_codecs(policy_options, exchange)
     check_loader_options(loader_options, look_ahead, attach.__annotations__)
     check_hook_options(averaging, len(models), codec, base_hook, noise_metric)
     check_exchange_options(averaging, exchange, codec, base_hook)
@@ -211,7 +212,7 @@ def attach(
         max_lag_windows=max_lag_windows,
         margin_steps=drawn_ahead(loader_options) + look_ahead + SPARE_STEPS + (exchange in ("lossy", "local")),
         policy=environment.trainer.policy or policy or (SPLIT_POLICY if global_batch == "fixed" else DEFAULT_POLICY),
-        policy_options=policy_options_of(policy_options),
+        policy_options=policy_options_of(policy_options, others),
         optimizer_family=optimizer_family or family_of(optimizers[0]),
         learning_rate_rule=learning_rate_rule,
         reduction=reduction,
@@ -229,6 +230,7 @@ def attach(
         exchange="exact" if isinstance(exchange, Exchange) else exchange,
         fixed_exchange=exchange if isinstance(exchange, Exchange) else None,
         gradient_servers=servers,
+        other_codecs=others,
         supports_exchange=averaging == "hook" and base_hook is None and codec == EXACT.codec,
         table_share=table_share(models),
     )
@@ -241,8 +243,6 @@ def attach(
     caps = MemoryCaps(None if memory_caps_path is None else Path(memory_caps_path))
     bus = _bus_settings(connect, environment)
     met = meet_ranks(name=name, options=options, data=orders.identity, caps=caps, environment=environment, bus=bus)
-    if met.place.rank == 0:
-        warn_of_policy(options)
     run = Run(options=options, data=orders.identity, place=met.place, identity=met.identity)
 
     device = next(models[0].parameters()).device
@@ -285,12 +285,10 @@ def attach(
         weighs_alone=averaging == "none" and (accumulates or reduction == "sum"),
     )
     schedulers = Schedulers()
+    warns = global_batch == "adaptive" and met.place.rank == 0
     updates = Updates(
         loader=loader,
-        before_update=_before_update(
-            *(loader, clock, covered_models, schedulers),
-            warns=global_batch == "adaptive" and met.place.rank == 0,
-        ),
+        before_update=_before_update(loader, clock, covered_models, schedulers, warns=warns),
         factor=lambda samples: FACTORS[learning_rate_rule](samples / run.options.base_global_batch_size),
         warns=met.place.rank == 0,
     )

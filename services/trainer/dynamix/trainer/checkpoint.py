@@ -15,7 +15,6 @@ from dynamix.schemas.messages.allocation import Allocation, is_permitted
 from .data.orders import DataIdentity
 from .data.sampler import Position
 from .data.schedule import ScheduleEntry
-from .exchange.registry import CODECS
 from .gradient.noise import NoiseAverage
 from .job.identity import Attempt, generation_after
 from .job.memory_caps import merge_caps
@@ -144,7 +143,7 @@ def _restore_schedule(run: Run, saved: list[ScheduleEntry], *, is_same_policy: b
     def restored(saved: Allocation) -> Allocation:
         allocation = now.with_sizes(saved.local_batch_sizes)
         keeps = is_same_policy and options.lasting_exchange is None and options.supports_exchange
-        if keeps and saved.exchange.codec in CODECS and is_permitted(saved.exchange, options.exchange):
+        if keeps and is_permitted(saved.exchange, options.exchange, options.other_codecs):
             allocation = replace_fields(allocation, exchange=saved.exchange)
         return run.bounded(allocation, caps)
 

@@ -31,6 +31,7 @@ from .job.identity import (
 )
 from .job.memory_caps import MemoryCaps, merge_caps
 from .job.options import JobOptions
+from .job.policy_name import warn_of_policy
 from .measurement.process import this_process
 from .measurement.sockets import PeerSockets
 from .settings import Environment
@@ -103,8 +104,10 @@ def meet_ranks(
             options.min_local_batch_size,
         ),
     )
-    if collectives.rank == 0 and not environment.shared.job:
-        _warn_of_several_nodes(identity)
+    if collectives.rank == 0:
+        warn_of_policy(options)
+        if not environment.shared.job:
+            _warn_of_several_nodes(identity)
     return Rendezvous(collectives, sockets, identity, place)
 
 

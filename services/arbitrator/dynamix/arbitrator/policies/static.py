@@ -22,7 +22,7 @@ class Static:
     options: ClassVar[Options] = {
         "track": track(0),
         "every": Option(1, 1, 1024, "optimizer steps between two averagings; above 1 they are local", whole=True),
-        "codec": named("codec", "how gradients are encoded"),
+        "codec": named("codec", "how gradients are encoded", has_others=True),
         "route": named("route", "over which they travel"),
         "outer_rate": Option(1, 0.001, 10, "after local steps: how far all go, over the way to their mean"),
         "outer_momentum": Option(0, 0, 0.999, "after local steps: Nesterov momentum of these ways"),
@@ -30,6 +30,6 @@ class Static:
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
         """The job's initial sizes."""
-        exchange = exchange_of(job.policy_options)
+        exchange = exchange_of(job.policy_options, job.other_codecs)
         allocation = allocation_of(self.options, job, job.initial_local_batch_sizes, exchange)
         return Decision(allocation, reason="the sizes that the job began with")

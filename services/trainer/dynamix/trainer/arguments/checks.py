@@ -5,7 +5,7 @@ import operator
 from collections.abc import Collection, Mapping, Sequence, Sized
 from typing import Any
 
-from dynamix.schemas.messages.allocation import option_number
+from dynamix.schemas.messages.allocation import OtherCodec, option_number
 
 
 def whole_number(name: str, value: Any, instead: str = "a whole number") -> int:
@@ -83,8 +83,10 @@ def sizes_of(local_batch_size: int | Sequence[int], world_size: int) -> tuple[in
     return sizes
 
 
-def policy_options_of(given: Mapping[str, float | str] | None) -> dict[str, float]:
-    """The numbers of a policy's options.
+def policy_options_of(
+    given: Mapping[str, float | str] | None, other_codecs: Sequence[OtherCodec] = ()
+) -> dict[str, float]:
+    """The numbers of a policy's options; `other_codecs` are those of other packages that have a number here.
 
     Raises:
         TypeError: when these are no names with numbers.
@@ -99,7 +101,8 @@ def policy_options_of(given: Mapping[str, float | str] | None) -> dict[str, floa
     for name, value in (given or {}).items():
         if not isinstance(name, str):
             raise TypeError(f"policy_options: the name {name!r} is {_type_of(name)}: pass text")
-        found = option_number(name, value) if isinstance(value, str) else number(f"policy_options[{name!r}]", value)
+        is_text = isinstance(value, str)
+        found = option_number(name, value, other_codecs) if is_text else number(f"policy_options[{name!r}]", value)
         if not math.isfinite(found):
             raise ValueError(f"policy_options[{name!r}]={value!r}: pass a finite number")
         options[name] = found

@@ -5,7 +5,7 @@ from datetime import timedelta
 
 from torch.nn.parallel import DistributedDataParallel
 
-from dynamix.schemas.messages.allocation import EXACT, LOSSY_CODECS, Exchange
+from dynamix.schemas.messages.allocation import EXACT, EXCHANGE_CODECS, LOSSY_CODECS, Exchange
 from dynamix.trainer.data.schedule import Schedule
 
 from .gradient_servers import GradientServers
@@ -44,7 +44,7 @@ class JobExchange:
         if exchange == EXACT:
             return None
         self.connect()
-        if exchange.codec not in LOSSY_CODECS:
+        if exchange.codec in EXCHANGE_CODECS and exchange.codec not in LOSSY_CODECS:
             return StepExchange(exchange)
         return StepExchange(exchange, flushes=not keeps_residuals(exchange, self.at(step + 1)))
 

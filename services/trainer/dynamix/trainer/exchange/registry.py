@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from dynamix.runtime.extensions import extension_names, load_extension
+from dynamix.runtime.extensions import Group, extension_names, load_extension
 from dynamix.schemas.spelling import suggestion
 
 from .casts import Cast
@@ -17,6 +17,9 @@ from .lossy import LossyExchange
 from .plain import PlainExchange
 from .rows import RowsExchange
 from .sketch import SketchExchange
+
+GROUP: Group = "dynamix.exchange_codecs"
+"""Group of entry points."""
 
 CODECS: dict[str, Callable[[], ExchangeCodec]] = {
     "none": PlainExchange,
@@ -37,12 +40,12 @@ def exchange_codec(name: str) -> ExchangeCodec:
     """
     if name in CODECS:
         return CODECS[name]()
-    found = load_extension("dynamix.exchange_codecs", name, _checked)
+    found = load_extension(GROUP, name, _checked)
     if found is None:
-        known = suggestion(name, [*CODECS, *extension_names("dynamix.exchange_codecs")])
+        known = suggestion(name, [*CODECS, *extension_names(GROUP)])
         raise ValueError(
             f"exchange codec {name!r} is unknown: it is none of {', '.join(CODECS)}, and no installed package "
-            f"registers it (group dynamix.exchange_codecs){known}"
+            f"registers it (group {GROUP}){known}"
         )
     return found
 

@@ -15,6 +15,7 @@ from dynamix.schemas.messages.allocation import (
     Allocation,
     Exchange,
     ExchangePermission,
+    OtherCodec,
     initial_exchange,
     is_permitted,
 )
@@ -79,6 +80,8 @@ class JobOptions:
     """What decisions may do to how gradients travel."""
     fixed_exchange: Exchange | None = None
     """How they travel in the whole run, where the script says so."""
+    other_codecs: tuple[OtherCodec, ...] = ()
+    """Exchange codecs of other packages that decisions may name."""
     gradient_servers: tuple[str, ...] = ()
     """Addresses of the servers that it was started with."""
     supports_exchange: bool = False
@@ -90,7 +93,7 @@ class JobOptions:
     def initial_allocation(self) -> Allocation:
         """What rules the first step: where the policy leaves the division to the ranks, they begin with it at once."""
         split = initial_split(self.policy, self.policy_options, supports_tracking=self.supports_tracking)
-        first = self.lasting_exchange or initial_exchange(self.policy, self.policy_options)
+        first = self.lasting_exchange or initial_exchange(self.policy, self.policy_options, self.other_codecs)
         return Allocation(self.local_batch_sizes, split, first)
 
     @property
@@ -152,7 +155,7 @@ class JobOptions:
             (self.policy, tuple(sorted(self.policy_options.items()))),
             (self.exchange, self.fixed_exchange and astuple(self.fixed_exchange), self.supports_exchange),
             self.table_share,
-            self.gradient_servers,
+            (self.gradient_servers, tuple(map(astuple, self.other_codecs))),
         )
 
     def _check_types(self) -> None:
@@ -188,13 +191,14 @@ class JobOptions:
         if first == EXACT or self.codec != EXACT.codec:
             return
         is_served = first.route == SERVERS and bool(self.gradient_servers)
-        if first.codec not in CODECS or not (first.route in ROUTES or is_served):
+        codecs = [*CODECS, *(each.name for each in self.other_codecs)]
+        if first.codec not in codecs or not (first.route in ROUTES or is_served):
             raise ValueError(
-                f"exchange {first.label}: use one of the codecs {', '.join(CODECS)}, and of the routes "
+                f"exchange {first.label}: use one of the codecs {', '.join(codecs)}, and of the routes "
                 f"{', '.join(ROUTES)}"
             )
-        if self.fixed_exchange is None and not is_permitted(first, self.exchange):
-            needed = next(each for each in get_args(ExchangePermission) if is_permitted(first, each))
+        if self.fixed_exchange is None and not is_permitted(first, self.exchange, self.other_codecs):
+            needed = next(each for each in get_args(ExchangePermission) if is_permitted(first, each, self.other_codecs))
             raise ValueError(
                 f"the options of policy {self.policy!r} ask for gradients {first.label}, which this job does not "
                 f'permit: attach(exchange="{needed}")'

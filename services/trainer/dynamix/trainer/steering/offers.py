@@ -14,7 +14,6 @@ import msgspec
 
 from dynamix.schemas.messages import Action
 from dynamix.schemas.messages.allocation import EXACT, Exchange, is_permitted
-from dynamix.trainer.exchange.registry import CODECS
 from dynamix.trainer.job.identity import JobIdentity
 from dynamix.trainer.job.options import JobOptions
 
@@ -89,8 +88,9 @@ class Offers:
         """Whether gradients can travel like this: as in the whole run, or as the job permits."""
         if exchange == EXACT or self._lasting is not None:
             return exchange in (EXACT, self._lasting)
-        fits = exchange.codec in CODECS and len(exchange.shares) in (0, len(self._identity.max_local_batch_sizes))
-        return fits and self._options.supports_exchange and is_permitted(exchange, self._options.exchange)
+        options = self._options
+        fits = len(exchange.shares) in (0, len(self._identity.max_local_batch_sizes)) and options.supports_exchange
+        return fits and is_permitted(exchange, options.exchange, options.other_codecs)
 
     def _feasible(self, action: Action) -> Action:
         """The action as this job can carry it out: with its own exchange, and tracking only where it can."""

@@ -5,7 +5,15 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from dynamix.schemas.messages import Job
-from dynamix.schemas.messages.allocation import EXACT, NAMED_OPTIONS, Allocation, Exchange, is_permitted
+from dynamix.schemas.messages.allocation import (
+    EXACT,
+    FIRST_OTHER_CODEC,
+    MAX_OTHER_CODECS,
+    NAMED_OPTIONS,
+    Allocation,
+    Exchange,
+    is_permitted,
+)
 from dynamix.schemas.spelling import suggestion
 
 
@@ -18,10 +26,13 @@ class Option(NamedTuple):
     meaning: str
     whole: bool = False
     """Only whole numbers; with bounds 0 and 1 a switch."""
+    others: tuple[float, float] | None = None
+    """Bounds of further values, apart from those."""
 
     def fault(self, value: float) -> str | None:
         """What is wrong with a value, `None` when nothing is."""
-        if not math.isfinite(value) or not self.low <= value <= self.high:
+        is_other = self.others is not None and self.others[0] <= value <= self.others[1]
+        if not math.isfinite(value) or not (is_other or self.low <= value <= self.high):
             return f"must be from {self.low:g} to {self.high:g}"
         return "must be a whole number" if self.whole and value != int(value) else None
 
@@ -34,11 +45,17 @@ def switch(default: float, meaning: str) -> Option:
     return Option(default, 0, 1, meaning, whole=True)
 
 
-def named(name: str, meaning: str, default: str = "") -> Option:
-    """An option whose numbers have names, which people may write instead; by default the first of them."""
+def named(name: str, meaning: str, default: str = "", *, has_others: bool = False) -> Option:
+    """An option whose numbers have names, which people may write instead; by default the first of them.
+
+    With `has_others` it also takes the numbers of codecs of other packages.
+    """
     names = NAMED_OPTIONS[name]
-    numbers = ", ".join(f"{number} {each}" for number, each in enumerate(names))
-    return Option(names.index(default) if default else 0, 0, len(names) - 1, f"{meaning}: {numbers}", whole=True)
+    meaning += ": " + ", ".join(f"{number} {each}" for number, each in enumerate(names))
+    others = (FIRST_OTHER_CODEC, FIRST_OTHER_CODEC + MAX_OTHER_CODECS - 1) if has_others else None
+    if others is not None:
+        meaning += f"; from {others[0]} on those of other packages that the job names"
+    return Option(names.index(default) if default else 0, 0, len(names) - 1, meaning, whole=True, others=others)
 
 
 def track(default: float) -> Option:
@@ -73,7 +90,7 @@ def allocation_of(
 
     Gradients travel by `exchange` where the job permits it, else as they are.
     """
-    permitted = exchange if is_permitted(exchange, job.exchange) else EXACT
+    permitted = exchange if is_permitted(exchange, job.exchange, job.other_codecs) else EXACT
     return Allocation(local_batch_sizes, "tracking" if tracks(known, job) else "fixed", permitted)
 
 
