@@ -71,7 +71,7 @@ def test_gradients_of_whole_numbers_arrive_bit_for_bit(codec: str, route: str, e
 
 
 @pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("codec", sorted(LOSSY_CODECS))
+@pytest.mark.parametrize("codec", sorted(LOSSY_CODECS - {"powersgd"}))  # these gradients have one direction
 @pytest.mark.parametrize("exact", [False], indirect=True, ids=[""])
 def test_what_a_codec_lost_has_arrived_when_the_next_one_begins(codec: str, route: str, exact: torch.Tensor) -> None:
     lossy = Exchange(codec=codec, route=route, shares=ROUTES[route].shares)

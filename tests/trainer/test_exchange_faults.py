@@ -209,7 +209,7 @@ def test_what_cannot_be_exchanged_is_refused() -> None:
             "the options of policy 'static' ask for gradients int8 over all-reduce, which this job does not permit: "
             'attach(exchange="lossy")'
         ),
-        "option codec='int9' is not a number, nor one of none, rows, sketch, bf16, fp16, int8",
+        "option codec='int9' is not a number, nor one of none, rows, sketch, bf16, fp16, int8, powersgd",
         f"exchange zip over all-reduce: use one of the codecs {codecs}, and of the routes all-reduce, shares",
         "3 shares for 2 ranks: one per rank, or none",
         (

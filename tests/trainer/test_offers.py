@@ -67,7 +67,7 @@ def test_an_action_that_does_not_fit_is_refused_and_counted(action: Action, reas
         ("exact", Exchange(every=2), "lever"),
         ("lossy", Exchange(codec="int8", route="shares"), None),
         ("lossy", Exchange(every=2), "lever"),
-        ("lossy", Exchange(codec="powersgd"), "lever"),
+        ("lossy", Exchange(codec="unknown"), "lever"),
         ("lossy", Exchange(route="pigeon"), "lever"),
         ("lossy", Exchange(route="shares", shares=(1.0, 1.0, 1.0)), "lever"),
     ],

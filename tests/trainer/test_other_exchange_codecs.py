@@ -81,7 +81,7 @@ def test_a_codec_with_loss_is_refused_in_an_exact_job(example_extension: Path) -
             "the options of policy 'static' ask for gradients coarse over all-reduce, which this job does not permit: "
             'attach(exchange="lossy")'
         ),
-        "option codec='coarser' is not a number, nor one of none, rows, sketch, bf16, fp16, int8",
+        "option codec='coarser' is not a number, nor one of none, rows, sketch, bf16, fp16, int8, powersgd",
     ]
     assert run_ranks(_refused, 2, example_extension) == [expected] * 2
 

@@ -118,6 +118,7 @@ class Coding(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     int8: NotNegative = 0.0016
     rows: NotNegative = 0.0007
     sketch: NotNegative = 0.012
+    powersgd: NotNegative = 0.004
     message_s: NotNegative = 2e-5
     """For each message to and from another rank, whatever its size: what matters with small buckets and many ranks."""
 

@@ -26,10 +26,10 @@ ExchangePermission = Literal["exact", "lossy", "local"]
 """What a job lets decisions do to its gradients, each with all before it. `exact`: every gradient arrives bit for bit.
 `lossy`: rounded, with the error added to the next one. `local`: ranks may make several steps between averagings."""
 
-EXCHANGE_CODECS = ("none", "rows", "sketch", "bf16", "fp16", "int8")
+EXCHANGE_CODECS = ("none", "rows", "sketch", "bf16", "fp16", "int8", "powersgd")
 """Ours, in the order of their numbers in a policy's options: a new one goes to the end."""
 
-LOSSY_CODECS = frozenset({"bf16", "fp16", "int8"})
+LOSSY_CODECS = frozenset({"bf16", "fp16", "int8", "powersgd"})
 """With error feedback: what a step loses is added to the next one."""
 
 FIRST_OTHER_CODEC = 1000

@@ -14,6 +14,7 @@ from dynamix.schemas.messages.allocation import Allocation
 
 from .arguments.checks import share, whole_number
 from .checkpoint import outer_momentum_of, residuals_of, restore, save, warn_of_missing_state, warn_of_used_samples
+from .communication.scaled_residuals import GradientScaler, ScaledResiduals
 from .data.loader import Loader
 from .data.sampler import MicroBatch
 from .gradient.buckets import NOT_MEASURED
@@ -70,6 +71,7 @@ class Session(Standing):
         self._updates = updates
         self._local = local_steps
         self._schedulers = schedulers
+        self._scaled = ScaledResiduals(lambda: models.exchanges, warns=run.place.rank == 0)
         self._needs_scaling = needs_scaling
         self._memory_caps = memory_caps
         self._exit_rules = exit_rules
@@ -189,6 +191,13 @@ class Session(Standing):
         """
         self._schedulers.add(scheduler, self.progress)
 
+    def use_scaler(self, scaler: GradientScaler) -> None:
+        """Follow a `torch.amp.GradScaler`; needed where gradients travel by a codec with loss, else nothing changes.
+
+        What was rounded away is kept through steps that the scaler skips, and scaled as its scale changes.
+        """
+        self._scaled.use(scaler)
+
     def cover(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Weigh the gradients of a further model, and scale the learning rates of its optimizer; on all ranks.
 
@@ -207,7 +216,9 @@ class Session(Standing):
         self._models.ignore(unwrapped(model))
 
     def _end_step(self, batch: MicroBatch, loss: Scalar | None, num_correct: Scalar | None) -> None:
-        norms = self._models.end_step(updated=self._updates.any_since_step)
+        updated = self._updates.any_since_step
+        norms = self._models.end_step(updated=updated)
+        self._scaled.end_step(self._run.schedule.allocation_at(batch.plan.step).exchange, updated=updated)
         self._updates.end_step()
         self._loader.finish_batch()
         times = self._models.take_times()
@@ -344,6 +355,7 @@ class Session(Standing):
             self._allocation = allocation
             self._updates.follow(allocation.global_batch_size)
         if batch.is_first:
+            self._scaled.begin_step()
             self._local.begin(batch.plan.step)
         sketches = batch.is_last and self._local.measures(batch.plan.step)
         self._models.begin(batch, shares_times=allocation.split == "tracking", sketches=sketches)

@@ -14,6 +14,7 @@ from dynamix.trainer.exchange.codec import (
     ExchangeCodec,
     MeasuredCodec,
     Member,
+    RevocableCodec,
 )
 from dynamix.trainer.exchange.collectives import Leg, Sum
 from dynamix.trainer.exchange.owners import balanced_shares
@@ -52,10 +53,17 @@ class ModelExchange:
         self._member = Member(rank, world_size)
 
     def begin(self, ruling: StepExchange) -> None:
-        """Let an exchange rule the buckets that follow."""
+        """Let an exchange rule the buckets that follow, of a new step."""
+        for codec in self._revocable():
+            codec.begin_step()
         if self._ruling is None or ruling.exchange != self._ruling.exchange:
             self._member = member_of(ruling.exchange, self._rank, self._world_size, self._num_servers)
         self._ruling = ruling
+
+    @property
+    def is_local(self) -> bool:
+        """Whether what was sent last is how far parameters moved, and no gradient."""
+        return self._ruling is not None and self._ruling.exchange.every > 1
 
     def send(self, bucket: BucketView) -> "UnderWay | HostCopy":
         """Begin to sum a bucket over ranks, in place; all ranks send the same buckets in the same order."""
@@ -89,6 +97,19 @@ class ModelExchange:
             if isinstance(codec, MeasuredCodec):
                 found = found.and_more(codec.coded())
         return found
+
+    def undo_step(self) -> None:
+        """Have the residuals again that the newest step began with: its gradient is thrown away."""
+        for codec in self._revocable():
+            codec.undo_step()
+
+    def scale_residuals(self, factor: float) -> None:
+        """Multiply all residuals: gradients will be larger by this factor."""
+        for codec in self._revocable():
+            codec.scale_residuals(factor)
+
+    def _revocable(self) -> list[RevocableCodec]:
+        return [codec for codec in self._codecs.values() if isinstance(codec, RevocableCodec)]
 
     def residuals(self) -> dict[str, dict[str, Tensor]]:
         """What the sums lack so far on this rank, by codec and parameter; copies on the CPU."""

@@ -106,3 +106,17 @@ class MeasuredCodec(ExchangeCodec, Protocol):
 
     def coded(self) -> CodedSquares:
         """The squares of some messages, from the first one on."""
+
+
+@runtime_checkable
+class RevocableCodec(ErrorFeedbackCodec, Protocol):
+    """One whose residuals survive a step that the optimizer skips, as under a gradient scaler; for those that care."""
+
+    def begin_step(self) -> None:
+        """Note what the residuals are; the buckets of a step follow."""
+
+    def undo_step(self) -> None:
+        """Have the residuals that were noted: what was sent since is thrown away."""
+
+    def scale_residuals(self, factor: float) -> None:
+        """Multiply the residuals: gradients will be larger by this factor from now on."""

@@ -74,10 +74,19 @@ class LossyExchange:
 
     def flush(self, bucket: BucketView, member: Member) -> Leg:
         """Send the bucket without loss, and the residuals with it."""
-        residual = self._residuals.of(bucket)
-        bucket.flat.add_(residual)
-        yield from sum_over_ranks(bucket.flat, member)
-        residual.zero_()
+        yield from self._residuals.flush(bucket, member)
+
+    def begin_step(self) -> None:
+        """Keep what residuals are now, for `undo_step`."""
+        self._residuals.begin_step()
+
+    def undo_step(self) -> None:
+        """Have the residuals again that the newest step began with."""
+        self._residuals.undo_step()
+
+    def scale_residuals(self, factor: float) -> None:
+        """Multiply all residuals."""
+        self._residuals.scale(factor)
 
     def reduce(self, bucket: BucketView, member: Member) -> Leg:
         """Sum as `ExchangeCodec.reduce`: one trade to the owners, one back."""
@@ -116,7 +125,7 @@ class LossyExchange:
             values[mine.start : mine.stop] += summed[mine.start : mine.stop]
             ends = slice(mine.start, min(mine.stop, len(bucket.flat)))
             values[ends].sub_(bucket.flat[ends]).nan_to_num_(0.0, 0.0, 0.0)  # float16 may overflow, as in an all-reduce
-        residual.copy_(values[: len(residual)])
+        self._residuals.put(bucket, values[: len(residual)])
 
     def _measure(self, wanted: Tensor, left: Tensor, mine: OwnedRange) -> None:
         """Add what was to be sent, and what was, which is that but for what is left; an owner sends itself nothing."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .codec import Member
+from .codec import BucketView, Member
 from .collectives import Leg, ServedSum, Sum, Trade
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
@@ -69,6 +69,17 @@ def sum_in_rank_order(addends: list[Tensor]) -> Tensor:
     for addend in others:
         total.add_(addend)
     return total.to(first.dtype)
+
+
+class PlainExchange:
+    """The codec `none`: gradients as they are, by the all-reduce or to owners."""
+
+    name = "none"
+    is_lossless = True
+
+    def reduce(self, bucket: BucketView, member: Member) -> Leg:
+        """Sum as `ExchangeCodec.reduce`."""
+        return sum_over_ranks(bucket.flat, member)
 
 
 def balanced_shares(rank_rates: Sequence[float], server_rates: Sequence[float] = ()) -> tuple[float, ...]:

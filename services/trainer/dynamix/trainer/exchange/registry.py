@@ -14,7 +14,8 @@ from .casts import Cast
 from .codec import ErrorFeedbackCodec, ExchangeCodec
 from .int8 import Int8
 from .lossy import LossyExchange
-from .plain import PlainExchange
+from .low_rank import LowRankExchange
+from .owners import PlainExchange
 from .rows import RowsExchange
 from .sketch import SketchExchange
 
@@ -28,6 +29,7 @@ CODECS: dict[str, Callable[[], ExchangeCodec]] = {
     "rows": RowsExchange,
     "sketch": SketchExchange,
     "int8": lambda: LossyExchange("int8", Int8()),
+    "powersgd": LowRankExchange,
 }
 """Ours, each made once per model."""
 

@@ -2,6 +2,9 @@
 
 DDP makes its buckets again after the first step, and a checkpoint knows no buckets at all, so a residual belongs to its
 parameter. Within a bucket residuals lie behind each other, as the gradients do: adding them is one operation.
+
+Those that a step began with are kept until the next one begins: an optimizer that skips the step, as under a gradient
+scaler, throws away what was sent in it, and with it what the residuals gave.
 """
 
 from collections.abc import Mapping
@@ -9,7 +12,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from .codec import BucketPart, BucketView
+from .codec import BucketPart, BucketView, Member
+from .collectives import Leg
+from .owners import sum_over_ranks
 
 
 class Residuals:
@@ -18,9 +23,11 @@ class Residuals:
     def __init__(self) -> None:
         self._by_key: dict[str, Tensor] = {}
         self._laid_out: dict[int, tuple[tuple[BucketPart, ...], Tensor]] = {}
+        self._before: dict[str, Tensor] = {}
+        """By key, when the step began; nothing here changes a tensor, but `scale` between steps."""
 
     def of(self, bucket: BucketView) -> Tensor:
-        """The residuals of a bucket, in its layout; to be changed in place.
+        """The residuals of a bucket, in its layout; not to be changed.
 
         Raises:
             ValueError: when a parameter has another size than before.
@@ -45,6 +52,32 @@ class Residuals:
         self._laid_out[bucket.number] = (bucket.parts, flat)
         return flat
 
+    def put(self, bucket: BucketView, flat: Tensor) -> None:
+        """Keep these from now on, instead of what `of` returned."""
+        self._laid_out[bucket.number] = (bucket.parts, flat)
+        self._by_key.update((part.key, flat[part.start : part.stop]) for part in bucket.parts)
+
+    def begin_step(self) -> None:
+        """Let `undo_step` go back to what is kept now."""
+        self._before = dict(self._by_key)
+
+    def undo_step(self) -> None:
+        """Keep again what was kept when the step began."""
+        self._by_key = dict(self._before)
+        self._laid_out.clear()
+
+    def scale(self, factor: float) -> None:
+        """Multiply all, in place."""
+        for each in self._by_key.values():
+            each.mul_(factor)
+
+    def flush(self, bucket: BucketView, member: Member) -> Leg:
+        """Sum a bucket without loss, and its residuals with it; then there are none."""
+        residual = self.of(bucket)
+        bucket.flat.add_(residual)
+        yield from sum_over_ranks(bucket.flat, member)
+        self.put(bucket, torch.zeros_like(residual))
+
     def by_key(self) -> dict[str, Tensor]:
         """All, by parameter's key, as views."""
         return dict(self._by_key)
@@ -52,6 +85,7 @@ class Residuals:
     def load(self, residuals: Mapping[str, Tensor]) -> None:
         """Forget what is kept, and begin with copies of these."""
         self._laid_out.clear()
+        self._before.clear()
         self._by_key = {key: each.detach().flatten().clone() for key, each in residuals.items()}
 
 
