@@ -112,6 +112,7 @@ class VirtualCluster:
         )
         self._offers = Offers(self._identity, self._options)
         self._waiting: deque[Action] = deque()
+        self._is_ended = False
         tracker = Tracker(self._options.min_local_batch_size, self._identity.max_local_batch_sizes)
         self._fast_loop = FastLoop(self._schedule, tracker)
         self._decided = False
@@ -136,9 +137,13 @@ class VirtualCluster:
 
     @property
     def over(self) -> bool:
-        """Whether the target is reached and the fixed time past, or the time limit is."""
+        """Whether the target is reached and the fixed time past, or the time limit is, or `end` was called."""
         limit = self.scenario.time_limit_s if self.time_to_target_s is None else self.scenario.fixed_time_s
-        return self.time_s >= limit
+        return self._is_ended or self.time_s >= limit
+
+    def end(self) -> None:
+        """Let the run be over now, wherever its clock is."""
+        self._is_ended = True
 
     @property
     def num_refused(self) -> Mapping[str, int]:
