@@ -305,3 +305,12 @@ def test_drift_is_smoothed_bounded_and_forgotten_where_it_is_not_measured() -> N
         memory = memory.with_drift(math.nan, NUM_RANKS)
     assert memory.drift == pytest.approx(3.5, rel=1e-3)
     assert math.isnan(ExchangeMemory().with_drift(math.nan, NUM_RANKS).drift)
+
+
+def test_local_steps_begin_where_a_third_of_a_step_is_communication_and_end_below_a_quarter() -> None:
+    local = Exchange(codec="int8", every=5)
+    for share, begins, stays in ((0.2, False, False), (0.3, False, True), (0.4, True, True)):
+        taken_s = COMPUTE_S * share / (1.0 - share)
+        for newest, expected in ((EXACT, begins), (local, stays)):
+            memory = ExchangeMemory(ruling=(newest, newest), exact_s=taken_s, drift=0.01)
+            assert (choose(job_of("local"), model_of(taken_s), memory, worth, max_every=16).every > 1) == expected

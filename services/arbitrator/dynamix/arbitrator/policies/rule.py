@@ -24,7 +24,7 @@ from typing import ClassVar
 from msgspec.structs import replace
 
 from dynamix.schemas.messages import Job
-from dynamix.schemas.messages.allocation import Exchange
+from dynamix.schemas.messages.allocation import EXACT, Exchange
 
 from .model.exchange_choice import choose, exposure_of, is_decided, model_under
 from .model.exchange_memory import PACKED_BYTES as MEMORY_BYTES
@@ -70,7 +70,9 @@ class Rule:
             loss, drift = job_value(global_F, "loss"), job_value(global_F, "local_drift")
             memory = memory.observe(seen, loss, drift, job.world_size)
             chosen, ruled = self._exchange(job, model, memory, scale), memory.ruling[0]
-            memory, model = memory.decided(chosen), model and model_under(chosen, model, memory)
+            if model is not None and not chosen == EXACT == ruled:  # exact steps show all that B needs themselves
+                model = model_under(chosen, model, memory)
+            memory = memory.decided(chosen)
             if memory.ruling[0] != ruled:  # what the next window exposes is no pair with what this one did
                 fit = replaced(fit, sync_s=math.nan)
         wanted, reason = self._next(job, global_batch_size, model, scale)

@@ -24,6 +24,9 @@ from .step_time import StepTime
 from .step_time_fit import StepTimeFit
 
 MARGIN = 0.1
+LEAST_EXPOSED_TO_BEGIN, LEAST_EXPOSED_TO_STAY = 0.35, 0.25
+"""Shares of an exact step, at its best B, that must be exposed communication for local steps: less is not worth what
+they may cost, which drift tells roughly."""
 
 
 def is_decided(job: Job) -> bool:
@@ -70,6 +73,12 @@ def choose(
         return newest
     batches = np.geomspace(max(model.smallest, 1.0), max(model.largest, 1.0), 33)
     slowest_s, worths, cost = model.slowest_s(batches), worth(batches), memory.drift_cost(job)
+    exact_s = model_under(EXACT, model, memory).step_time_s(slowest_s)
+    at_best = int((worths / exact_s).argmax())
+    exposed = 1.0 - (float(slowest_s[at_best]) + model.rest_s) / float(exact_s[at_best])
+    if exposed < (LEAST_EXPOSED_TO_STAY if newest.every > 1 else LEAST_EXPOSED_TO_BEGIN):
+        max_every = 1
+        newest = newest if newest.every == 1 else EXACT
 
     def value(exchange: Exchange) -> float:
         times_s = model_under(exchange, model, memory).step_time_s(slowest_s)
