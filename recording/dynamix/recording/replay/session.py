@@ -225,7 +225,7 @@ class _ReplaySession:
         context = self._context(bus, arbitrator.ArbitratorSettings(), on_error)
         while True:
             try:
-                return await arbitrator.serve(context)
+                return await arbitrator.serve(context, in_step=True)
             except RecordedRestartError as restart:
                 self.counts.add_note(f"the recorded arbitrator {restart}")
                 bus.lose_feed(actions.lost_until)

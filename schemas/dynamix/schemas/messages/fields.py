@@ -8,6 +8,9 @@ from msgspec import Meta
 MAX_RANKS = 1 << 17
 """Ranks in one job: bounds the memory that a foreign message can ask for."""
 
+MAX_GENERATION = 1_000_000
+"""Starts of one job; a number above it was made up, and would leave no room for the next start."""
+
 MAX_SOCKETS = 4096
 """Sockets that one rank names; a full mesh of as many ranks is far beyond what such back ends are used for."""
 

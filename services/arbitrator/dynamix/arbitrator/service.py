@@ -1,6 +1,7 @@
 """The arbitrator's service: reads specifications and states, and gives each state to its job's log."""
 
 import asyncio
+import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Annotated, Protocol, TypeVar
@@ -9,14 +10,16 @@ import msgspec
 from msgspec import Meta
 
 from dynamix.runtime.bus import BusError, BusMessage, StreamState
-from dynamix.runtime.bus.service_bus import ServiceBus
+from dynamix.runtime.bus.service_bus import BatchConsumer, ServiceBus
 from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode
 from dynamix.schemas.messages import Event, Job, State
+from dynamix.schemas.messages.fields import MAX_GENERATION
 from dynamix.schemas.streams import FEED, JOBS
 
 from .deciding.action_store import ActionStore, ActionStoreError
+from .deciding.held_jobs import HeldJobs, WaitingJobs, Wanted, note_state
 from .deciding.job_log import JobLog, Surroundings
 from .learned.policy_source import PolicySource
 from .learned.policy_store import PolicyBucket, PolicyReader
@@ -28,6 +31,10 @@ class ArbitratorSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     max_jobs: Annotated[int, Meta(ge=1)] = 10_000
     """Jobs held in memory at once; the least recently used are dropped first, and read again when needed."""
+    max_ranks: Annotated[int, Meta(ge=1)] = 1_000_000
+    """Ranks of all jobs held in memory at once, some 0.4 kB each; as for `max_jobs`."""
+    forget_after_s: Annotated[float, Meta(gt=0)] = 3600.0
+    """A job without a state for so long is dropped from memory, and read again when its next one comes."""
     policy_cache: str = ""
     """Directory that keeps the learned policies that were read, by digest; empty: none. With it a restart can continue
     with a version that the bus has lost."""
@@ -44,12 +51,15 @@ class ArbitratorBus(ServiceBus, ActionStore, Protocol):
         """First and last sequence of a stream, and how many messages it holds."""
 
 
-async def serve(context: Context[ArbitratorSettings, ArbitratorBus]) -> None:
-    """Decide for every job until the context stops."""
+async def serve(context: Context[ArbitratorSettings, ArbitratorBus], *, in_step: bool = False) -> None:
+    """Decide for every job until the context stops.
+
+    `in_step` is for a replay: a job is opened before more is read, not beside it.
+    """
     shown = ShownDecisions(context.metrics)
     following = asyncio.create_task(_follow_ends(context, shown), name="ends of jobs")
     try:
-        await _Arbitrator(context, shown).run()
+        await _Arbitrator(context, shown, in_step=in_step).run()
     finally:
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
@@ -71,49 +81,87 @@ HALTING_ERRORS = (ActionStoreError, *_MISTAKES)
 the bus ends the process, and a restart fixes it."""
 
 MAX_EXPLANATION = 1024
+MAX_OPENING = 16
+"""Jobs that are opened at once, beside the states of those that are open: some 10 requests to the broker each."""
+SWEEP_S = 60.0
+"""Idle jobs are looked for at least so often."""
 
 M = TypeVar("M", Job, State)
-T = TypeVar("T")
 
 
 class _Arbitrator:
     def __init__(
-        self, context: Context[ArbitratorSettings, ArbitratorBus], shown: ShownDecisions | None = None
+        self, context: Context[ArbitratorSettings, ArbitratorBus], shown: ShownDecisions, *, in_step: bool
     ) -> None:
         self._context = context
-        self._shown = shown or ShownDecisions(context.metrics)
+        self._shown = shown
         self._bus = context.bus
-        cache = context.settings.policy_cache
+        self._in_step = in_step
+        settings = context.settings
+        cache = settings.policy_cache
         policies = PolicySource(PolicyReader(context.bus.objects, Path(cache) if cache else None))
         self._surroundings = Surroundings(context.bus, policies, context.log, context.count)
-        self._logs: dict[str, JobLog] = {}
+        self._logs = HeldJobs[JobLog](settings.max_jobs, settings.max_ranks, settings.forget_after_s)
+        self._waiting = WaitingJobs(settings.max_jobs)
+        self._opening: dict[str, Wanted] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        """Those that open jobs, until their end was looked at."""
         self._halted: dict[str, int] = {}
         """The generation without decisions, by job."""
 
     async def run(self) -> None:
         last = (await self._bus.stream_state(FEED.name)).last_sequence  # first: later states are read below
-        for message in await self._newest_specifications():
-            job = await self._decoded(Job, message)
-            if job is not None and job.phase == "running":
-                await self._open(job, until=last)
+        for job in reversed(await self._running_jobs()):  # the newest first, where not all can wait
+            self._waiting.add_job(job, newest=last)
         states = subjects.of("state", subjects.ANY, subjects.ANY)
-        async with self._bus.consume(FEED.name, [states], start=last + 1) as consumer:
-            self._context.counters["ready"] = 1
-            async for batch in consumer:
-                await self._fold(batch)
+        try:
+            await self._open_in_step()
+            async with self._bus.consume(FEED.name, [states], start=last + 1) as consumer:
+                self._context.counters["ready"] = 1
+                await self._take_turns(consumer)
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _newest_specifications(self) -> list[BusMessage]:
+    async def _take_turns(self, consumer: BatchConsumer) -> None:
+        """Fold what comes, and open jobs beside that, so that no crowd of jobs delays those that are open."""
+        reading: asyncio.Task[list[BusMessage] | None] | None = None
+        try:
+            while True:
+                reading = reading or asyncio.create_task(_next_batch(consumer))
+                self._start_opening()
+                self._count_jobs()
+                await asyncio.wait([reading, *self._tasks], timeout=SWEEP_S, return_when=asyncio.FIRST_COMPLETED)
+                self._end_opening()
+                self._logs.drop_idle(_now_s())
+                if reading.done():
+                    batch, reading = reading.result(), None
+                    if batch is None:
+                        return
+                    await self._fold(batch)
+                    await self._open_in_step()
+        finally:
+            if reading is not None:
+                reading.cancel()
+                await asyncio.gather(reading, return_exceptions=True)
+
+    async def _running_jobs(self) -> list[str]:
+        """The jobs whose newest specification says that they run, oldest first."""
         if (await self._bus.stream_state(JOBS.name)).num_messages == 0:
             return []
-        found: list[BusMessage] = []
+        found: dict[str, None] = {}
         async with self._bus.consume(
             JOBS.name, [subjects.of("job", subjects.ANY)], start="last_per_subject"
         ) as consumer:
             async for batch in consumer:
-                found += batch
+                for message in batch:
+                    job = await self._decoded(Job, message)
+                    if job is not None and job.phase == "running":
+                        found[job.job] = None
                 if batch[-1].num_pending == 0:
                     break
-        return found
+        return list(found)
 
     async def _fold(self, batch: list[BusMessage]) -> None:
         """Fold a batch: jobs concurrently, the states of one job in order."""
@@ -126,35 +174,91 @@ class _Arbitrator:
     async def _fold_job(self, job: str, items: list[tuple[BusMessage, State]]) -> None:
         for message, state in items:
             self._shown.record_state(state)
-            try:
-                log = await self._log_of(job, state.generation, before=message.sequence)
-                if log is not None:
+            if state.generation <= self._halted.get(job, -1):
+                continue
+            log = self._logs.use(job, _now_s())
+            if log is None or log.job.generation < state.generation or self._is_wanted(job):
+                self._let_wait(job, message, state.generation)
+            elif log.job.generation == state.generation:
+                try:
                     await log.add_state(message.sequence, state)
                     self._shown.record_folded(state, log)
-            except MalformedMessageError as error:
-                await self._context.dead_letter(message, str(error))
-            except HALTING_ERRORS as error:
-                await self._halt(job, state.generation, error)
+                except MalformedMessageError as error:
+                    await self._context.dead_letter(message, str(error))
+                except HALTING_ERRORS as error:
+                    await self._halt(job, state.generation, error)
 
-    async def _log_of(self, job: str, generation: int, *, before: int) -> JobLog | None:
-        """The log for a generation of a job; `None` when the generation is over or halted."""
-        if generation <= self._halted.get(job, -1):
-            return None
-        if (log := self._logs.pop(job, None)) is not None:
-            self._logs[job] = log  # the newest, which is dropped last
-        if log is None or log.job.generation < generation:
-            log = await self._read_and_open(job, before)
-        if generation <= self._halted.get(job, -1):
-            return None
-        if log is None or log.job.generation < generation:
-            raise MalformedMessageError(f"generation {generation} of job {job!r} has no specification")
-        return log if log.job.generation == generation else None
+    def _is_wanted(self, job: str) -> bool:
+        return job in self._opening or job in self._waiting
 
-    async def _read_and_open(self, job: str, before: int) -> JobLog | None:
-        """Read a job's newest specification; rank 0 publishes it before its ranks' first report."""
-        message = await self._bus.last(JOBS.name, subjects.of("job", job))
-        specification = None if message is None else await self._decoded(Job, message)
-        return None if specification is None else await self._open(specification, until=before - 1)
+    def _let_wait(self, job: str, message: BusMessage, generation: int) -> None:
+        """Open the job soon: its states are read from FEED again then, so that none is held meanwhile."""
+        if (opening := self._opening.get(job)) is not None:
+            note_state(opening, message, generation)
+        elif not self._waiting.add_state(job, message, generation):
+            self._context.count("jobs_put_off")
+
+    def _start_opening(self) -> None:
+        for job, wanted in self._waiting.take(MAX_OPENING - len(self._opening)):
+            self._opening[job] = wanted
+            self._tasks.add(asyncio.create_task(self._open(job, wanted), name=f"open {job}"))
+
+    def _end_opening(self) -> None:
+        """Raise the error of a task that has failed: of the bus, or our own."""
+        done = {task for task in self._tasks if task.done()}
+        self._tasks -= done
+        if errors := [error for task in done if (error := task.exception()) is not None]:
+            raise errors[0]
+
+    async def _open_in_step(self) -> None:
+        """In a replay: open all that wait before the next batch, as what they read is of this moment."""
+        while self._in_step and (len(self._waiting) or self._opening):
+            self._start_opening()
+            await asyncio.wait(self._tasks)
+            self._end_opening()
+
+    async def _open(self, job: str, wanted: Wanted) -> None:
+        """Read a job's newest specification, which rank 0 publishes before its ranks' first report, and resume it."""
+        try:
+            states = subjects.of("state", job, subjects.ANY)
+            if await self._bus.last(FEED.name, states) is None and not wanted.num_states:
+                return  # it never began, or died long ago
+            message = await self._bus.last(JOBS.name, subjects.of("job", job))
+            specification = None if message is None else await self._decoded(Job, message)
+            if message is not None and specification is not None and specification.generation > MAX_GENERATION:
+                reason = f"generation {specification.generation} of job {job!r} is one that no job reaches: made up"
+                await self._context.dead_letter(message, reason)
+                specification = None
+            held = self._logs.get(job)
+            if held is not None and (specification is None or specification.generation < held.job.generation):
+                specification = held.job  # what is open goes on, with the states that came meanwhile
+            generation = -1 if specification is None else specification.generation
+            if generation < wanted.generation and wanted.example is not None:
+                reason = f"generation {wanted.generation} of job {job!r} has no specification"
+                await self._context.dead_letter(wanted.example, reason)
+            if specification is not None and generation > self._halted.get(job, -1):
+                await self._resume(specification, held, wanted)  # last: nothing is noted after it
+        finally:
+            del self._opening[job]
+
+    async def _resume(self, job: Job, earlier: JobLog | None, wanted: Wanted) -> None:
+        """Hold a job's log once it has folded all states of the job that were read so far, unless that halts it."""
+        try:
+            log = await JobLog.open(job, self._surroundings, None if earlier is None else earlier.known)
+            log.check_inputs(await self._bus.stream_state(FEED.name))
+            done = 0
+            while done < wanted.newest:  # more may have come meanwhile
+                after, done = done, wanted.newest
+                await self._catch_up(log, max(after, log.watermark), done, wanted)
+        except HALTING_ERRORS as error:
+            await self._halt(job.job, job.generation, error)
+        else:
+            self._logs.hold(job.job, log, _now_s())
+            self._count_jobs()
+
+    def _count_jobs(self) -> None:
+        self._context.counters["jobs"] = len(self._logs)
+        self._context.counters["jobs_waiting"] = len(self._waiting) + len(self._opening)
 
     async def _decoded(self, kind: type[M], message: BusMessage) -> M | None:
         try:
@@ -163,54 +267,40 @@ class _Arbitrator:
             await self._context.dead_letter(message, str(error))
             return None
 
-    async def _open(self, job: Job, *, until: int) -> JobLog | None:
-        """Resume a job and fold its states in FEED up to a sequence; `None` when that halts it."""
-        try:
-            earlier = self._logs.get(job.job)
-            log = await JobLog.open(job, self._surroundings, None if earlier is None else earlier.known)
-            log.check_inputs(await self._bus.stream_state(FEED.name))
-            await self._catch_up(log, until)
-        except HALTING_ERRORS as error:
-            await self._halt(job.job, job.generation, error)
-            return None
-        self._keep_newest(self._logs, job.job, log)
-        self._context.counters["jobs"] = len(self._logs)
-        return log
-
-    def _keep_newest(self, table: dict[str, T], job: str, value: T) -> None:
-        table.pop(job, None)
-        table[job] = value
-        while len(table) > self._context.settings.max_jobs:
-            table.pop(next(iter(table)))
-
-    async def _catch_up(self, log: JobLog, until: int) -> None:
-        """Fold a job's own states from its checkpoint to `until`; a job that ended long ago costs nothing."""
+    async def _catch_up(self, log: JobLog, after: int, until: int, wanted: Wanted) -> None:
+        """Fold a job's own states behind a sequence up to another; a job that ended long ago costs nothing."""
         states = subjects.of("state", log.job.job, subjects.ANY)
         newest = await self._bus.last(FEED.name, states)
-        if newest is None or newest.sequence <= log.watermark:
+        if newest is None or newest.sequence <= after:
             return
-        async with self._bus.consume(FEED.name, [states], start=log.watermark + 1) as consumer:
+        async with self._bus.consume(FEED.name, [states], start=after + 1) as consumer:
             async for batch in consumer:
                 for message in batch:
                     if message.sequence > until:
                         return
-                    await self._fold_one(log, message)
+                    await self._fold_one(log, message, is_new=message.sequence >= wanted.first)
+                    await asyncio.sleep(0)  # a long way to catch up must not delay the states of others
                 if batch[-1].sequence >= newest.sequence:
                     return
 
-    async def _fold_one(self, log: JobLog, message: BusMessage) -> None:
+    async def _fold_one(self, log: JobLog, message: BusMessage, *, is_new: bool) -> None:
         try:
             state = decode(State, message.subject, message.payload)
             if state.generation == log.job.generation:
                 await log.add_state(message.sequence, state)
+                if is_new:
+                    self._shown.record_folded(state, log)
         except MalformedMessageError as error:
             await self._context.dead_letter(message, str(error))
 
     async def _halt(self, job: str, generation: int, error: Exception) -> None:
         """Decide nothing for this generation of a job: its training continues with the sizes that it has."""
         is_foreseen = isinstance(error, (ActionStoreError, ValueError))
-        self._logs.pop(job, None)
-        self._keep_newest(self._halted, job, generation)
+        self._logs.drop(job)
+        self._halted.pop(job, None)
+        self._halted[job] = generation
+        if len(self._halted) > self._context.settings.max_jobs:
+            self._halted.pop(next(iter(self._halted)))
         self._shown.record_halt(job, generation)
         self._context.count("halted")
         self._context.log.error(
@@ -234,3 +324,13 @@ class _Arbitrator:
             explanation=str(error)[:MAX_EXPLANATION],
         )
         await self._bus.publish_soon(event)
+
+
+async def _next_batch(consumer: BatchConsumer) -> list[BusMessage] | None:
+    """The next batch; `None` at the end."""
+    return await anext(consumer, None)
+
+
+def _now_s() -> float:
+    """For what is held in memory only: no decision depends on it."""
+    return time.monotonic()

@@ -25,9 +25,10 @@ COUNTERS = {
     "late_states": "states that came after their window was decided",
     "halted": "generations of jobs without decisions, each with its reason in the log",
     "refused_logs": "of those, since the stored actions cannot be trusted",
+    "jobs_put_off": "states of jobs that could not wait to be opened, since too many did",
     "size_stuck": "times that sizes began to be stuck at a bound",
 }
-GAUGES = {"jobs": "jobs held in memory"}
+GAUGES = {"jobs": "jobs held in memory", "jobs_waiting": "jobs that wait to be opened, or are being opened"}
 COMPLETED, LEFT = "completed", "left"
 ENDS = (COMPLETED, LEFT, "stopped", "timeout", "error")
 MAX_OVER = 1000

@@ -1,0 +1,193 @@
+"""A crowd of jobs: opened beside those that are steered, in bounded number, and forgotten again."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import NamedTuple
+
+import msgspec
+import pytest
+import structlog
+from tests.support import examples
+
+from dynamix.arbitrator.deciding.held_jobs import HeldJobs, WaitingJobs
+from dynamix.arbitrator.deciding.job_log import JobLog
+from dynamix.arbitrator.service import MAX_OPENING, ArbitratorSettings, serve
+from dynamix.runtime.bus import Bus, BusMessage
+from dynamix.runtime.service import Context
+from dynamix.schemas import subjects
+from dynamix.schemas.codec import decode
+from dynamix.schemas.messages import Action, Job, State
+from dynamix.schemas.streams import ACTIONS
+
+NUM_CROWD = 100
+NODES = {"node-a": (0, 1)}
+HONEST = examples.job(NODES, policy="static")
+Arbitrating = Context[ArbitratorSettings, Bus]
+
+
+@contextlib.asynccontextmanager
+async def an_arbitrator(bus: Bus, **settings: float) -> AsyncIterator[Arbitrating]:
+    """The service in this process."""
+    chosen = ArbitratorSettings(**settings)  # type: ignore[arg-type]
+    context = Context("arbitrator", "0", "here", bus, chosen, asyncio.Event(), structlog.get_logger())
+    task = asyncio.create_task(serve(context))
+    try:
+        yield context
+        assert not task.done()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def crowd() -> list[Job]:
+    return [examples.job(NODES, job=f"crowd-{number}", policy="static") for number in range(NUM_CROWD)]
+
+
+def state_of(job: Job, window: int = 0) -> State:
+    return msgspec.structs.replace(examples.state("node-a", (0, 1), window), job=job.job)
+
+
+async def until_counter(context: Arbitrating, name: str, value: int) -> None:
+    async with asyncio.timeout(60):
+        while context.counters.get(name) != value:  # noqa: ASYNC110 - a counter has no event
+            await asyncio.sleep(0.01)
+
+
+async def decisions(bus: Bus, job: str, count: int) -> list[int]:
+    """The windows of a job's first decisions."""
+    found: list[int] = []
+    async with asyncio.timeout(60), bus.consume(ACTIONS.name, [subjects.of("action", job)], start="all") as consumer:
+        async for batch in consumer:
+            found += [decode(Action, one.subject, one.payload).window for one in batch]
+            if len(found) >= count:
+                return found
+    raise AssertionError("the consumer ended")
+
+
+async def test_a_crowd_of_new_jobs_does_not_delay_one_that_is_open(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of the crowd can be opened, as if each took for ever: the job that is open is decided all the same."""
+    opened = JobLog.open
+    entered = []
+
+    async def stuck(job: Job, *arguments: object) -> JobLog:
+        if job.job != HONEST.job:
+            entered.append(job.job)
+            await asyncio.Event().wait()
+        return await opened(job, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(JobLog, "open", stuck)
+    await bus.publish(HONEST)
+    async with an_arbitrator(bus) as context:
+        await bus.publish(state_of(HONEST))
+        assert await decisions(bus, HONEST.job, 1) == [0]
+        for job in crowd():
+            await bus.publish_soon(job)
+            await bus.publish_soon(state_of(job))
+        await until_counter(context, "jobs_waiting", NUM_CROWD)
+        await bus.publish(state_of(HONEST, 1))
+        assert await decisions(bus, HONEST.job, 2) == [0, 1]
+        assert len(entered) == MAX_OPENING
+
+
+async def test_a_restart_decides_for_all_jobs_and_opens_none_without_states(bus: Bus) -> None:
+    jobs = crowd()
+    for job in jobs:
+        await bus.publish_soon(job)
+    for job in jobs[:3]:
+        await bus.publish(state_of(job))
+    async with an_arbitrator(bus) as context:
+        for job in jobs[:3]:
+            assert await decisions(bus, job.job, 1) == [0]
+        await until_counter(context, "jobs_waiting", 0)
+        assert context.counters["jobs"] == 3
+
+
+async def test_states_that_come_while_a_job_is_opened_are_decided_in_their_order(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, goes_on = JobLog.open, asyncio.Event()
+
+    async def slow(job: Job, *arguments: object) -> JobLog:
+        await goes_on.wait()
+        return await opened(job, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(JobLog, "open", slow)
+    await bus.publish(HONEST)
+    async with an_arbitrator(bus) as context:
+        for window in range(5):
+            await bus.publish(state_of(HONEST, window))
+        await until_counter(context, "jobs_waiting", 1)
+        goes_on.set()
+        await bus.publish(state_of(HONEST, 5))
+        assert await decisions(bus, HONEST.job, 6) == [0, 1, 2, 3, 4, 5]
+
+
+async def test_an_idle_job_is_forgotten_and_goes_on_with_its_next_state(bus: Bus) -> None:
+    await bus.publish(HONEST)
+    other = examples.job(NODES, job="other-0", policy="static")
+    await bus.publish(other)
+    async with an_arbitrator(bus, forget_after_s=0.2) as context:
+        await bus.publish(state_of(HONEST))
+        assert await decisions(bus, HONEST.job, 1) == [0]
+        await asyncio.sleep(0.3)
+        await bus.publish(state_of(other))
+        assert await decisions(bus, other.job, 1) == [0]
+        await until_counter(context, "jobs", 1)
+        await bus.publish(state_of(HONEST, 1))
+        assert await decisions(bus, HONEST.job, 2) == [0, 1]
+
+
+class Held(NamedTuple):
+    job: Job
+
+
+def held(num_ranks: int) -> Held:
+    return Held(examples.job({"node-a": tuple(range(num_ranks))}))
+
+
+def test_jobs_are_held_up_to_a_number_of_ranks_of_all_of_them() -> None:
+    jobs = HeldJobs[Held](max_jobs=3, max_ranks=10, idle_s=60.0)
+    for name, num_ranks in (("a", 4), ("b", 4), ("c", 2)):
+        jobs.hold(name, held(num_ranks), 0.0)
+    assert (len(jobs), jobs.num_ranks) == (3, 10)
+    jobs.use("a", 1.0)
+    jobs.hold("d", held(1), 2.0)
+    assert [name for name in "abcd" if jobs.get(name)] == ["a", "c", "d"]
+    jobs.hold("e", held(11), 3.0)
+    assert [name for name in "abcde" if jobs.get(name)] == ["e"]
+    assert jobs.num_ranks == 11
+
+
+def test_what_was_not_used_for_a_while_is_dropped() -> None:
+    jobs = HeldJobs[Held](max_jobs=3, max_ranks=10, idle_s=60.0)
+    jobs.hold("a", held(4), 0.0)
+    jobs.hold("b", held(4), 0.0)
+    jobs.use("b", 30.0)
+    jobs.drop_idle(61.0)
+    assert [name for name in "ab" if jobs.get(name)] == ["b"]
+    assert jobs.num_ranks == 4
+
+
+def test_the_job_with_the_most_states_is_opened_first_and_no_more_wait_than_may() -> None:
+    waiting = WaitingJobs(max_jobs=3)
+    for sequence, name in enumerate("abcbdb", start=1):
+        waiting.add_state(name, BusMessage("subject", bytes(9000), sequence, 0, 0), 0)
+    assert len(waiting) == 3
+    ((job, wanted),) = waiting.take(1)
+    assert (job, wanted.newest, wanted.num_states) == ("b", 6, 3)
+    assert wanted.example is not None
+    assert (wanted.example.sequence, len(wanted.example.payload)) == (2, 4096)
+    assert [name for name, _ in waiting.take(5)] == ["a", "c"]
+
+
+async def test_a_specification_of_a_made_up_generation_stops_no_job_that_is_open(bus: Bus) -> None:
+    await bus.publish(HONEST)
+    async with an_arbitrator(bus) as context:
+        await bus.publish(state_of(HONEST))
+        assert await decisions(bus, HONEST.job, 1) == [0]
+        await bus.publish(msgspec.structs.replace(HONEST, generation=2**53 - 1))
+        await bus.publish(msgspec.structs.replace(state_of(HONEST), generation=2**53 - 1))
+        await until_counter(context, "dead_letters", 2)  # the specification, and a state without one
+        await bus.publish(state_of(HONEST, 1))
+        assert await decisions(bus, HONEST.job, 2) == [0, 1]
