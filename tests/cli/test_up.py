@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import sys
@@ -216,3 +217,19 @@ def test_the_brokers_own_port_is_refused_among_those_of_metrics(
     broker = free_port()
     assert main(["up", "--port", str(broker), "--metrics-port", str(broker)]) == 1
     assert f"--metrics-port: {broker} is the broker's own port" in capsys.readouterr().err
+
+
+@pytest.mark.timeout(180)
+async def test_streams_are_made_again_when_the_broker_comes_back_on_an_emptied_store(
+    tmp_path: Path, environ: dict[str, str]
+) -> None:
+    store = tmp_path / "emptied"
+    up = await start(environ, "--store-dir", str(store))
+    try:
+        broker = (await up.pids())["broker"]
+        os.kill(broker, signal.SIGSTOP)  # so that it writes nothing more
+        shutil.rmtree(store / "jetstream")
+        os.kill(broker, signal.SIGKILL)
+        assert "FEED: created" in (await up.says(r"^streams +(.*)$"))[1]
+    finally:
+        assert await up.end() == 0

@@ -218,6 +218,7 @@ def snapshot(board: Board | None, heartbeats: Heartbeats, now_s: float) -> Docum
             for beat in heartbeats.recent(now_s)
         ],
         "services_missing": heartbeats.missing(now_s),
+        "num_not_stored": heartbeats.num_not_stored(now_s),
     }
 
 

@@ -8,6 +8,10 @@ from dynamix.schemas.messages import Live
 LATE_AFTER_S = 3.0
 """Three heartbeats missed."""
 KEPT_S = 60.0
+UNANSWERED = ("bus_unacknowledged", "bus_unanswered")
+"""Counters of a process whose broker does not store now."""
+NOT_STORED = (*UNANSWERED, "bus_failed_lately")
+"""And of one whose broker did not, within the last minute."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +48,14 @@ class Heartbeats:
         """Services in `SERVICES` without a heartbeat that is in time."""
         heard = {beat.live.service for beat in self.recent(now_s) if not beat.is_late(now_s)}
         return [service for service in SERVICES if service not in heard]
+
+    def num_unanswered(self, now_s: float) -> int:
+        """What the broker has not acknowledged or answered for seconds, of all processes."""
+        return sum(self.count(name, now_s) for name in UNANSWERED)
+
+    def num_not_stored(self, now_s: float) -> int:
+        """What the broker has not acknowledged or answered for seconds, or did not store lately, of all processes."""
+        return sum(self.count(name, now_s) for name in NOT_STORED)
 
     def count(self, name: str, now_s: float) -> int:
         """Sum of one counter over all processes."""

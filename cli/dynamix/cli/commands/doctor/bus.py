@@ -77,6 +77,9 @@ async def _services(connection: Bus) -> DoctorCheck:
     if missing:
         fix = "start them: `dynamix up`, or deploy/"
         return failed("services", "training", f"not heard: {', '.join(missing)}", fix)
+    if lost := heartbeats.num_not_stored(time.monotonic()):
+        found = f"{heard}; the broker did not store or answer {lost} of their messages and requests"
+        return failed("services", "training", found, "make room on the broker's disk, then start the broker again")
     if refused := heartbeats.count("refused_logs", time.monotonic()):
         found = f"{heard}; the arbitrator refuses the stored actions of {refused} generation(s)"
         return failed("services", "training", found, "its log names the jobs; `dynamix doctor --actions JOB`")

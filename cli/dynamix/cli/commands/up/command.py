@@ -13,8 +13,9 @@ import shlex
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -23,12 +24,13 @@ from dynamix.cli.errors import MISUSED, CommandError, explained
 from dynamix.cli.progress import stop_event
 from dynamix.cli.services import SERVICES, ServiceProcess, bus_environment, wait_until_ready
 from dynamix.runtime import output_files
-from dynamix.runtime.bus import Bus
+from dynamix.runtime.bus import Bus, BusError
 from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.embedded import EmbeddedServer, EmbeddedServerError
 from dynamix.runtime.log import configure as configure_log
 from dynamix.runtime.settings import MAX_PORT, BusSettings, SettingsError, read
 
+from .store_watch import watch_store
 from .supervisor import Child, broker, kept, service
 
 LOCK = "lock"
@@ -107,15 +109,18 @@ async def _run_until_signal(
     server: EmbeddedServer, settings: UpSettings, store: Path, environ: Mapping[str, str]
 ) -> None:
     """The broker outside, then our own connection, then the services: each needs what is around it to end well."""
+    restarted = asyncio.Event()
     with stop_event(signal.SIGHUP) as stop, explained(EmbeddedServerError):
-        async with server, kept([broker(server)], _say, stop), connected(server.settings, "up") as bus:
+        keeping = kept([broker(server, restarted.set)], _say, stop)
+        async with server, keeping, connected(server.settings, "up") as bus:
             await provision(bus)
             _say("broker", f"{server.settings.url} as process {server.pid}, streams in {store}")
             ports = metrics_ports(settings)
             if ports:
                 _say("metrics", f"http://127.0.0.1:{ports[0]} to {ports[-1]}, /metrics, /livez and /readyz")
             with published(server.settings, environ) as file:
-                await _serve(bus, _services(server.settings, ports, environ), file, stop)
+                beside = [_provision_again(bus, restarted), watch_store(bus, server, store, _say)]
+                await _serve(bus, _services(server.settings, ports, environ), file, stop, beside)
     _say("stopped", "")
 
 
@@ -128,14 +133,30 @@ def _services(settings: BusSettings, ports: Sequence[int], environ: Mapping[str,
     ]
 
 
-async def _serve(bus: Bus, services: list[Child], file: Path, stop: asyncio.Event) -> None:
+async def _serve(
+    bus: Bus, services: list[Child], file: Path, stop: asyncio.Event, beside: list[Coroutine[Any, Any, None]]
+) -> None:
     for child in services:
         await child.start()
     async with kept(services, _say, stop):
-        announcing = asyncio.create_task(_announce(bus, services, file))
+        tasks = [asyncio.create_task(work) for work in (_announce(bus, services, file), *beside)]
         await stop.wait()
-        announcing.cancel()
-        await asyncio.gather(announcing, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _provision_again(bus: Bus, restarted: asyncio.Event) -> None:
+    """After each restart of the broker: its store may have been emptied meanwhile."""
+    while True:
+        await restarted.wait()
+        restarted.clear()
+        try:
+            made = [line for line in await provision(bus) if not line.endswith(": unchanged")]
+        except BusError as error:
+            _say("streams", f"not made: {error}")
+        else:
+            _say("streams", "; ".join(made) or "as they were")
 
 
 async def _announce(bus: Bus, services: list[Child], file: Path) -> None:

@@ -27,9 +27,18 @@ class Child(NamedTuple):
     """Ask it to end, and wait until it has."""
 
 
-def broker(server: EmbeddedServer) -> Child:
-    """The embedded nats-server; a restart keeps its port, password and streams, so that clients come back alone."""
-    return Child("broker", lambda: server.pid, server.restart, server.stop)
+def broker(server: EmbeddedServer, restarted: Callable[[], None] | None = None) -> Child:
+    """The embedded nats-server; a restart keeps its port, password and streams, so that clients come back alone.
+
+    `restarted` is called after each.
+    """
+
+    async def start() -> None:
+        await server.restart()
+        if restarted is not None:
+            restarted()
+
+    return Child("broker", lambda: server.pid, start, server.stop)
 
 
 def service(process: ServiceProcess) -> Child:

@@ -87,10 +87,16 @@ class Bus:
 
     @property
     def counters(self) -> dict[str, int]:
-        """What happened so far, by name; `in_flight` is what is not acknowledged now."""
+        """What happened so far, by name; and how it is now: `in_flight`, `unacknowledged`, `unanswered`.
+
+        The first is what is not acknowledged, the others what was not for 5 s; `failed_lately` counts the last minute.
+        """
         return {
             **self._publisher.counters,
             "in_flight": self._publisher.num_in_flight,
+            "unacknowledged": self._publisher.num_late,
+            "unanswered": self.requests.num_late,
+            "failed_lately": self._publisher.num_failed_lately,
             **self._counters,
             **self._connection.counters,
         }

@@ -31,7 +31,12 @@ BUS_COUNTERS = {
     "slow_consumer_drops": "messages that the client dropped since they came too fast",
     "permission_denials": "subjects that the broker refused to this user",
 }
-BUS_GAUGES = {"in_flight": "messages published and not acknowledged yet"}
+BUS_GAUGES = {
+    "in_flight": "messages published and not acknowledged yet",
+    "unacknowledged": "of those, for longer than 5 s: the broker stores nothing",
+    "unanswered": "requests to the broker without an answer for 5 s",
+    "failed_lately": "messages that were not stored, in the last minute",
+}
 
 
 class ServiceState:
@@ -59,6 +64,8 @@ class ServiceState:
             return "waiting for the broker"
         if not self.bus.is_connected:
             return "the connection to the broker is lost"
+        if late := self.bus.counters["unacknowledged"]:
+            return f"the broker has not acknowledged {late} messages for 5 s: is its disk full?"
         return "" if self.counters.get("ready") else "not reading its streams yet"
 
     def show(self, scrape: Scrape) -> None:

@@ -182,7 +182,9 @@ def _network(board: Board) -> Iterator[Text]:
 
 def _services(heartbeats: Heartbeats, now_s: float) -> Text:
     text = Text()
-    if refused := heartbeats.count("refused_logs", now_s):  # first, since a long line is cut at its end
+    if lost := heartbeats.num_not_stored(now_s):  # first, since a long line is cut at its end
+        text.append(f"{lost} not stored by the broker  ", "red")
+    if refused := heartbeats.count("refused_logs", now_s):
         text.append(f"{refused} logs refused  ", "red")
     for beat in heartbeats.recent(now_s):
         late = beat.is_late(now_s)

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import logging
+import time
 from typing import Any, TypeVar
 
 import msgspec
@@ -24,6 +25,8 @@ API = "$JS.API."
 REQUEST_TIMEOUT_S = 2.0
 RETRY_WAIT_S = 0.25
 LOST_WAIT_S = 0.02
+LATE_S = 5.0
+"""A request without an answer for so long is shown as such."""
 BUDGET_S = 60.0
 """An R3 stream without a leader, and a broker that restarts, answer nothing for up to 10 s."""
 
@@ -54,6 +57,14 @@ class Requests:
         self._tokens = itertools.count()
         self._waiting: dict[bytes, tuple[str, asyncio.Future[bytes | None]]] = {}
         self._inbox_denial: PermissionDeniedError | None = None
+        self._asked_at: dict[int, float] = {}
+        """When each request began that has no final answer yet, its repetitions included."""
+
+    @property
+    def num_late(self) -> int:
+        """Requests without an answer for `LATE_S`."""
+        before = time.monotonic() - LATE_S
+        return sum(begun <= before for begun in list(self._asked_at.values()))  # also asked in other threads
 
     async def open(self) -> None:
         """Listen for answers."""
@@ -84,16 +95,20 @@ class Requests:
             BusError: when no answer comes within the budget.
         """
         payload = b"" if body is None else msgspec.json.encode(body)
-        deadline = asyncio.get_running_loop().time() + BUDGET_S
-        while True:
-            try:
-                return await self._ask_once(operation, payload, answer)
-            except (TimeoutError, ApiError) as error:
-                if isinstance(error, ApiError) and not error.may_pass:
-                    raise
-                if asyncio.get_running_loop().time() > deadline:
-                    raise BusError(f"no answer to {operation} within {BUDGET_S:g} s: {error}") from error
-            await asyncio.sleep(RETRY_WAIT_S)
+        begun, number = time.monotonic(), next(self._tokens)
+        self._asked_at[number] = begun
+        try:
+            while True:
+                try:
+                    return await self._ask_once(operation, payload, answer)
+                except (TimeoutError, ApiError) as error:
+                    if isinstance(error, ApiError) and not error.may_pass:
+                        raise
+                    if time.monotonic() > begun + BUDGET_S:
+                        raise BusError(f"no answer to {operation} within {BUDGET_S:g} s: {error}") from error
+                await asyncio.sleep(RETRY_WAIT_S)
+        finally:
+            del self._asked_at[number]
 
     async def _ask_once(self, operation: str, payload: bytes, answer: type[A]) -> A:
         data = await self._round_trip(API + operation, payload)

@@ -6,6 +6,7 @@ drops when it has it already.
 """
 
 import asyncio
+import collections
 import contextlib
 import functools
 import itertools
@@ -45,6 +46,11 @@ MAX_IN_FLIGHT_BYTES = 32 << 20
 RESUME_AT = MAX_IN_FLIGHT * 3 // 4
 RESUME_AT_BYTES = MAX_IN_FLIGHT_BYTES * 3 // 4
 """A full table takes new messages again at this fill: waking the publisher for each single slot costs a write each."""
+LATE_S = 5.0
+"""A message without an acknowledgement for so long is shown as such: a new leader of a cluster takes as long."""
+LATELY_S = 60.0
+"""Messages that failed are shown for so long."""
+MAX_LATELY = 1000
 TICK_S = 0.1
 HEADER_ROOM_BYTES = 1024
 SERVER_ERROR = 500
@@ -109,12 +115,25 @@ class Publisher:
         self._limit = RateLimit(per_s=1.0)
         self._retries: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
+        self._failed_at: collections.deque[float] = collections.deque(maxlen=MAX_LATELY)
         self.counters = dict.fromkeys(("published", "retries", "duplicates", "publish_errors"), 0)
 
     @property
     def num_in_flight(self) -> int:
         """Messages not acknowledged yet."""
         return len(self._table)
+
+    @property
+    def num_late(self) -> int:
+        """Messages without an acknowledgement for `LATE_S`."""
+        before = self._loop.time() - LATE_S
+        return sum(entry.since <= before for entry in list(self._table.values()))  # also asked in other threads
+
+    @property
+    def num_failed_lately(self) -> int:
+        """Messages that were not stored, in the last `LATELY_S`; at most `MAX_LATELY`."""
+        after = self._loop.time() - LATELY_S
+        return sum(failed > after for failed in list(self._failed_at))
 
     async def open(self) -> None:
         """Listen for acknowledgements and start to watch deadlines."""
@@ -264,6 +283,8 @@ class Publisher:
         self._remove(token, entry)
         if not entry.future.done():
             self.counters["publish_errors"] += 1
+            if not isinstance(error, StaleWriterError | ConnectionClosedError):  # nothing is wrong with the store
+                self._failed_at.append(self._loop.time())
             entry.future.set_exception(error)
             entry.future.exception()  # counted and logged here: a publisher that does not look is not warned twice
             if self._limit.allow(type(error).__name__):

@@ -1,0 +1,79 @@
+"""Sees that the broker stores nothing, and has it started again once its disk has room.
+
+After a full disk nats-server answers nothing until it is started again, also when there is room by then: connections
+stay open, services beat, and no decision is stored. The services say what is not stored in their heartbeats.
+"""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from dynamix.cli.board.heartbeats import Heartbeats
+from dynamix.cli.services import hear
+from dynamix.runtime.bus import Bus
+from dynamix.runtime.embedded import EmbeddedServer, EmbeddedServerError
+from dynamix.schemas.messages import Live
+
+PATIENCE_S = 10.0
+"""Nothing was stored for so long: longer than a restart of the broker takes."""
+AGAIN_AFTER_S = 60.0
+"""Between two restarts, or two complaints: the services need some time to recover."""
+MIN_ROOM_BYTES = 16 << 20
+"""Twice the largest block that a stream begins with."""
+
+Verdict = Literal["restart", "full", ""]
+
+
+class StoreJudge:
+    """Decides what to do about a broker that stores nothing. Pure: told numbers and the time."""
+
+    def __init__(self) -> None:
+        self._since_s: float | None = None
+        self._acted_s: float | None = None
+
+    def judge(self, num_unanswered: int, free_bytes: int, now_s: float) -> Verdict:
+        """What to do, at most every `AGAIN_AFTER_S`: nothing while all is stored, or for less than `PATIENCE_S`."""
+        if not num_unanswered:
+            self._since_s = None
+            return ""
+        self._since_s = now_s if self._since_s is None else self._since_s
+        if now_s - self._since_s < PATIENCE_S or (self._acted_s is not None and now_s - self._acted_s < AGAIN_AFTER_S):
+            return ""
+        self._acted_s = now_s
+        return "restart" if free_bytes >= MIN_ROOM_BYTES else "full"
+
+
+async def watch_store(bus: Bus, server: EmbeddedServer, store: Path, say: Callable[[str, str], None]) -> None:
+    """Listen to heartbeats until cancelled; a broker that is ended here is started again by its supervisor."""
+    judge, heartbeats, time_s = StoreJudge(), Heartbeats(), asyncio.get_running_loop().time
+
+    def observe(beat: Live) -> bool:
+        heartbeats.record(beat, time_s())
+        num_unanswered = heartbeats.num_unanswered(time_s())
+        free_bytes = _free_bytes(store)
+        what = f"it has not answered {num_unanswered} messages or requests for {PATIENCE_S:g} s"
+        match judge.judge(num_unanswered, free_bytes, time_s()):
+            case "restart":
+                say("broker", f"{what}, and there is room: starting it again")
+                with contextlib.suppress(ProcessLookupError, EmbeddedServerError):  # it ends already
+                    os.kill(server.pid, signal.SIGTERM)
+            case "full":
+                say("broker", f"{what}: {store} has {free_bytes >> 20} MiB left, make room; it is then started again")
+            case "":
+                pass
+        return False
+
+    await hear(bus, observe)
+
+
+def _free_bytes(store: Path) -> int:
+    """Room on the store's disk; 0 where there is no store any more."""
+    try:
+        return shutil.disk_usage(store).free
+    except OSError:
+        return 0
