@@ -354,3 +354,16 @@ async def test_a_broker_that_refuses_for_what_it_does_not_show_ends_the_tries(
     with pytest.raises(ActionStoreError, match="for one that it does not show: wrong last sequence: 25"):
         await decide(bus, log, range(1))
     assert broken.num_refused == 1
+
+
+async def test_a_receipt_far_beyond_what_was_reported_halts_no_job(bus: Bus, caplog: pytest.LogCaptureFixture) -> None:
+    """Any trainer may publish one; within reach of the newest report it still counts."""
+    await decide(bus, await opened(bus), range(3))
+    newest = (await actions(bus))[-1]
+    await bus.publish(msgspec.structs.replace(receipt(newest), decided_window=1 << 40, effective_window=(1 << 40) + 2))
+    await decide(bus, await opened(bus), range(3, 5))
+    assert [action.window for action in await actions(bus)] == [0, 1, 2, 3, 4]
+    assert "far beyond what its ranks reported: made up" in caplog.text
+    await bus.publish(msgspec.structs.replace(receipt(newest), decided_window=60, effective_window=62))
+    with pytest.raises(ActionStoreError, match="but the trainer applied an action for window 60"):
+        await opened(bus)

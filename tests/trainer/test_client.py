@@ -9,12 +9,14 @@ from typing import Any
 import msgspec
 import pytest
 from tests.support import examples
-from tests.support.brokers import ConfiguredServer, connected, until
+from tests.support.brokers import ConfiguredServer, connected, operate, until
 
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import subjects
+from dynamix.schemas.codec import decode
+from dynamix.schemas.messages import Job
 from dynamix.schemas.streams import FEED
 from dynamix.trainer.wire import client as client_module
 from dynamix.trainer.wire.client import BusClient
@@ -162,3 +164,50 @@ def test_a_client_that_never_met_a_broker_ends_when_asked() -> None:
     assert not client._thread.is_alive()
     client.publish(examples.report(window=0))  # harmless
     client.close(0.0)
+
+
+@pytest.mark.parametrize("stored", ["nothing", "junk", "ended", "far too many starts"])
+async def test_a_specification_that_the_broker_lost_is_published_again(
+    server: ConfiguredServer, bus: Bus, monkeypatch: pytest.MonkeyPatch, stored: str
+) -> None:
+    monkeypatch.setattr(client_module, "LOOK_EVERY_S", 0.05)
+    client = _client(server.settings)
+    ours, subject = examples.job(), subjects.of("job", examples.JOB)
+    client.publish(ours)
+    await until(lambda: not len(client.outbox))
+    if stored == "nothing":
+        await operate(bus, "STREAM.PURGE.JOBS")
+    elif stored == "junk":
+        await bus.publish_bytes(subject, b"junk", "junk")
+    else:
+        forged = {"phase": "ended"} if stored == "ended" else {"generation": 2**53 - 1}
+        await bus.publish(msgspec.structs.replace(ours, **forged))
+    await until(lambda: client._counters.get("specifications_again"))
+    message = await bus.last("JOBS", subject)
+    assert message is not None
+    assert decode(Job, message.subject, message.payload) == ours
+    await asyncio.to_thread(client.close, 1.0)
+
+
+async def test_the_specification_of_a_later_start_is_left_alone(
+    server: ConfiguredServer, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "LOOK_EVERY_S", 0.05)
+    client = _client(server.settings)
+    client.publish(examples.job())
+    await until(lambda: not len(client.outbox))
+    await bus.publish(examples.job(generation=1))
+    looks = 0
+    last = Bus.last
+
+    async def counted(self: Bus, stream: str, subject: str) -> Any:
+        nonlocal looks
+        looks += 1
+        return await last(self, stream, subject)
+
+    monkeypatch.setattr(Bus, "last", counted)
+    await until(lambda: looks >= 3)
+    message = await bus.last("JOBS", subjects.of("job", examples.JOB))
+    assert message is not None
+    assert decode(Job, message.subject, message.payload).generation == 1
+    await asyncio.to_thread(client.close, 1.0)

@@ -45,7 +45,10 @@ def _messages() -> str:
 
 
 def _streams() -> str:
-    head = "| stream | keeps | for | at most | per subject | duplicates dropped within |\n|---|---|---|---|---|---|\n"
+    head = (
+        "| stream | keeps | for | at most | per subject | per message | unused consumers kept "
+        "| duplicates dropped within |\n|---|---|---|---|---|---|---|---|\n"
+    )
     return head + "\n".join(map(_row, STREAMS)) + "\n"
 
 
@@ -54,7 +57,9 @@ def _row(stream: Stream) -> str:
     age = f"{stream.max_age_s / 86400:g} days" if stream.max_age_s else "ever"
     count = str(stream.max_messages_per_subject) if stream.max_messages_per_subject > 0 else "no limit"
     size, window = f"{stream.max_bytes >> 20} MiB", f"{stream.duplicate_window_s:g} s"
-    return f"| {stream.name} | {kept} | {age} | {size} | {count} | {window} |\n"
+    one = f"{stream.max_message_bytes >> 10} KiB" if stream.max_message_bytes > 0 else "as the broker"
+    unused = f"{stream.unused_consumer_s:g} s"
+    return f"| {stream.name} | {kept} | {age} | {size} | {count} | {one} | {unused} | {window} |\n"
 
 
 def main(arguments: list[str]) -> int:

@@ -7,8 +7,13 @@ from typing import Literal
 
 import msgspec
 
+KIB = 1 << 10
 MIB = 1 << 20
 DAY_S = 24 * 3600
+MAX_STORED_BYTES = 520 * KIB
+"""The codec's limit and its headers: a client that goes round the codec may not store more either."""
+UNUSED_S = 300.0
+"""A reader that has ended is forgotten by the broker after so long."""
 
 
 class Stream(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,13 +29,32 @@ class Stream(msgspec.Struct, frozen=True, kw_only=True):
     duplicate_window_s: float = 300.0
     deny_delete: bool = False
     """Refuse to delete or purge single messages: the log of decisions is append-only."""
+    max_message_bytes: int = MAX_STORED_BYTES
+    """The limit of one message with its headers; -1: none but the broker's."""
+    unused_consumer_s: float = UNUSED_S
+    """What the broker keeps for a reader is removed after so long without a request, whatever the reader asked for: a
+    client that makes consumers without end would otherwise fill the stream with them."""
     discard: Literal["old", "new"] = "old"
     bucket: str = ""
     """The object store that this stream is, in JetStream's standard layout; it then keeps no messages of ours."""
 
 
-JOBS = Stream(name="JOBS", max_age_s=0, max_bytes=64 * MIB, max_messages_per_subject=1)
-FEED = Stream(name="FEED", max_age_s=DAY_S, max_bytes=1024 * MIB, max_messages_per_subject=-1)
+JOBS = Stream(
+    name="JOBS",
+    max_age_s=30 * DAY_S,
+    max_bytes=64 * MIB,
+    max_messages_per_subject=1,
+    max_message_bytes=260 * KIB,
+)
+"""Rank 0 publishes its specification again when it is gone."""
+FEED = Stream(
+    name="FEED",
+    max_age_s=DAY_S,
+    max_bytes=1024 * MIB,
+    max_messages_per_subject=100_000,
+    unused_consumer_s=DAY_S,
+)
+"""One subject may hold more than a day of a window a second. Collector and reward go on where they were after a day."""
 ACTIONS = Stream(
     name="ACTIONS",
     max_age_s=30 * DAY_S,
@@ -44,6 +68,7 @@ POLICIES = Stream(
     max_age_s=0,
     max_bytes=256 * MIB,
     max_messages_per_subject=-1,
+    max_message_bytes=-1,
     discard="new",
     bucket="policies",
 )

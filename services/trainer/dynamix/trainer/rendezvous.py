@@ -14,6 +14,7 @@ from dynamix.runtime.settings import BusSettings, node_name
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode
 from dynamix.schemas.messages import Job
+from dynamix.schemas.messages.fields import MAX_GENERATION
 from dynamix.schemas.streams import JOBS
 
 from .data.orders import DataIdentity
@@ -146,7 +147,13 @@ async def _look_up(settings: BusSettings, job: str, name: str) -> int | None:
             message = await bus.last(JOBS.name, subjects.of("job", job))
         finally:
             await bus.close()
-    return None if message is None else decode(Job, message.subject, message.payload).generation
+    if message is None:
+        return None
+    generation = decode(Job, message.subject, message.payload).generation
+    if generation > MAX_GENERATION:
+        _log.warning("%s has generation %d on the bus, which no job reaches: it was made up", job, generation)
+        return None
+    return generation
 
 
 def _warn_of_several_nodes(identity: JobIdentity) -> None:

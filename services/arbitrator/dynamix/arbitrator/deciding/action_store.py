@@ -6,6 +6,7 @@ compared with the stored actions: their own hashes, what this arbitrator wrote o
 receipts (`Applied`), which are in another stream.
 """
 
+import logging
 from asyncio import Future
 from collections.abc import AsyncIterator
 from typing import NamedTuple, Protocol
@@ -14,8 +15,12 @@ from dynamix.runtime.bus import BusMessage
 from dynamix.schemas import subjects
 from dynamix.schemas.chain import BrokenChainError, ChainCheck, is_intact
 from dynamix.schemas.codec import MalformedMessageError, decode
-from dynamix.schemas.messages import Action, Applied, Event, Job
+from dynamix.schemas.messages import Action, Applied, Event, Job, State
 from dynamix.schemas.streams import ACTIONS, FEED
+
+from .fold import MAX_SKIP_WINDOWS
+
+logger = logging.getLogger(__name__)
 
 MOST_DECIDED_MEANWHILE = 256
 """Actions that other arbitrators may store while the actions of a job are read."""
@@ -109,6 +114,9 @@ async def check_receipt(bus: ActionStore, job: Job, newest: Stored | None, messa
     stored = (-1, -1) if newest is None else (newest.action.generation, newest.action.window)
     where = f"window {receipt.decided_window} of generation {receipt.generation}"
     if stored < applied and not (newest is None and await _is_older_than_actions(bus, message)):
+        if await _is_made_up(bus, receipt):
+            logger.warning("a receipt of %s is for %s, far beyond what its ranks reported: made up", job.job, where)
+            return
         raise ActionStoreError(
             f"{subjects.of('action', job.job)} ends at {_place(newest)}, but the trainer applied an action for {where}"
             ": the broker lost its end, or runs on an old copy of its store",
@@ -180,6 +188,21 @@ async def _has_dropped(bus: ActionStore, sequence: int) -> bool:
     """Whether ACTIONS was full and dropped what was at a sequence; a stream that was made again begins at 1."""
     oldest = await bus.first(ACTIONS.name, subjects.of("action", subjects.ANY))
     return oldest is not None and oldest.sequence > sequence
+
+
+async def _is_made_up(bus: ActionStore, receipt: Applied) -> bool:
+    """Whether a receipt is for a window that cannot have been decided: far behind what any node reported last.
+
+    What is within reach, only permissions per job can refuse: any trainer may publish it.
+    """
+    message = await bus.last(FEED.name, subjects.of("state", receipt.job, subjects.ANY))
+    if message is None:
+        return False
+    try:
+        newest = decode(State, message.subject, message.payload)
+    except MalformedMessageError:
+        return False
+    return newest.generation == receipt.generation and receipt.decided_window > newest.window + MAX_SKIP_WINDOWS
 
 
 async def _is_older_than_actions(bus: ActionStore, receipt: BusMessage) -> bool:

@@ -60,6 +60,8 @@ def config_of(stream: Stream) -> dict[str, Any]:
         "max_age": int(stream.max_age_s * 1e9),
         "max_bytes": stream.max_bytes,
         "max_msgs_per_subject": stream.max_messages_per_subject,
+        "max_msg_size": stream.max_message_bytes,
+        "consumer_limits": {"inactive_threshold": int(stream.unused_consumer_s * 1e9)},
         "duplicate_window": int(stream.duplicate_window_s * 1e9),
         "deny_delete": stream.deny_delete,
         "deny_purge": stream.deny_delete,

@@ -19,13 +19,16 @@ from dynamix.runtime.health.watchdog import Watchdog
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import subjects
 from dynamix.schemas.chain import is_intact
-from dynamix.schemas.codec import MalformedMessageError, decode
-from dynamix.schemas.messages import Action, Message, Reward
-from dynamix.schemas.streams import ACTIONS
+from dynamix.schemas.codec import MalformedMessageError, decode, encode, message_id
+from dynamix.schemas.messages import Action, Job, Message, Reward
+from dynamix.schemas.messages.fields import MAX_GENERATION
+from dynamix.schemas.streams import ACTIONS, JOBS
 
 from .transport import Outbox, Transport
 
 SERVICE = "trainer"
+LOOK_EVERY_S = 10.0
+"""How often rank 0 looks whether the broker still has the job's specification: one small request."""
 RETRY_S = 1.0
 """Pause after the bus refused something that an operator may fix."""
 
@@ -55,6 +58,8 @@ class BusClient(Transport):
         self._wake = asyncio.Event()
         self._closing = asyncio.Event()
         self._emptied = asyncio.Event()
+        self._specification: Job | None = None
+        """The job's while it runs, once published."""
         self._last_error = ""
         self._close_timeout_s: float | None = None
         """Set once the end is asked for."""
@@ -71,6 +76,8 @@ class BusClient(Transport):
 
     def publish(self, message: Message) -> None:
         """Hand a message over; returns at once."""
+        if isinstance(message, Job):
+            self._specification = message if message.phase == "running" else None
         self.outbox.put(message)
         self._call(self._wake.set)
 
@@ -141,6 +148,7 @@ class BusClient(Transport):
         if self._actions_of is not None:
             duties.append(self._listen(bus, subjects.of("action", self._actions_of)))
             duties.append(self._hear_rewards(bus, subjects.of("reward", self._actions_of, subjects.ANY)))
+            duties.append(self._keep_specification(bus))
         tasks = [asyncio.create_task(duty) for duty in duties]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -161,6 +169,26 @@ class BusClient(Transport):
                 self.outbox.remove(message)
                 if not len(self.outbox):
                     self._emptied.set()
+
+    async def _keep_specification(self, bus: Bus) -> None:
+        """Publish the job's specification again when the broker has lost it or holds a made-up one in its place.
+
+        Without it a restarted arbitrator decides nothing. One of a later start of this job is left alone.
+        """
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            ours = self._specification
+            if ours is None or len(self.outbox):
+                continue
+            try:
+                stored = await bus.last(JOBS.name, subjects.subject_of(ours))
+                if ours is self._specification and _is_lost(ours, stored):
+                    identity = f"{message_id(ours)}:again:{time.time_ns()}"  # the broker has seen the usual one
+                    await bus.publish_bytes(subjects.subject_of(ours), encode(ours), identity)
+                    self._counters["specifications_again"] = self._counters.get("specifications_again", 0) + 1
+                    _log.warning("the broker had no longer the specification of %s: published again", ours.job)
+            except BusError as error:
+                self._complain("cannot see whether the specification is stored", error)
 
     async def _publish_one(self, bus: Bus, message: Message) -> bool:
         """Whether the message is done with: acknowledged, or one that no broker could take."""
@@ -242,3 +270,15 @@ def _decode(message: BusMessage) -> Action:
     if action.hash and not is_intact(message.payload):
         raise MalformedMessageError(f"the action of window {action.window} does not have the hash of its content")
     return action
+
+
+def _is_lost(ours: Job, stored: BusMessage | None) -> bool:
+    """Whether what the broker holds in place of our specification is nothing, or cannot be of this job."""
+    if stored is None:
+        return True
+    try:
+        found = decode(Job, stored.subject, stored.payload)
+    except MalformedMessageError:
+        return True
+    is_later_start = ours.generation < found.generation <= MAX_GENERATION
+    return not is_later_start and found != ours
