@@ -79,8 +79,8 @@ def test_a_place_for_streams_that_cannot_be_made_names_the_flag(
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)
     monkeypatch.delenv("DYNAMIX_UP_STORE_DIR", raising=False)
     monkeypatch.setenv("HOME", "/proc/nowhere")
-    assert main(["up"]) == 1
-    assert "cannot make the directory /proc/nowhere/.local/state/dynamix/jetstream" in (told := capsys.readouterr().err)
+    assert main(["up"]) == 2
+    assert "/proc/nowhere/.local/state/dynamix/jetstream cannot be written" in (told := capsys.readouterr().err)
     assert "pass --store-dir DIR" in told
 
 

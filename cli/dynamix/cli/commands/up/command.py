@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from dynamix.cli.connection import connected, path, published, running
-from dynamix.cli.errors import MISUSED, CommandError, explained
+from dynamix.cli.errors import MISUSED, CommandError, MisuseError, explained
 from dynamix.cli.progress import stop_event
 from dynamix.cli.services import SERVICES, ServiceProcess, bus_environment, wait_until_ready
 from dynamix.runtime import output_files
@@ -210,8 +210,11 @@ def _default_store(environ: Mapping[str, str]) -> Path:
 def _check_places(store: Path, connection_file: Path) -> None:
     """Refuse, before anything starts, places that are not what we would write there."""
     with explained():
-        output_files.check_directory(store)
-        output_files.check(store / LOCK, streams=False, make_parents=True)
+        try:
+            output_files.check_directory(store)
+            output_files.check(store / LOCK, streams=False, make_parents=True)
+        except output_files.RefusedOutputError as error:
+            raise MisuseError(f"{error}: pass --store-dir DIR, or set HOME to a directory of yours") from error
         output_files.check(connection_file, streams=False, make_parents=True)
 
 
