@@ -121,7 +121,7 @@ def test_reward_weights_and_objective_replace_the_presets(scenarios: Path, tmp_p
         (["--workers", "0"], "--workers 0: at least 1 is needed"),
         (["--episodes-per-update", "0"], "episodes_per_update=0: Expected `int` >= 1"),
         (["--validate-every", "0"], "validate_every=0: Expected `int` >= 1"),
-        (["--seed", "-1"], "seed=-1: Expected `int` >= 0"),
+        (["--seed", "-1"], "argument --seed: -1: it must be 0 to 2147483647"),
         (["--policy", "A b"], "policy='A b': Expected `str` matching"),
         (["--policy", "rule"], "'rule' is the name of a policy in code: give the learned one another name"),
         (["--episodes", "100001"], "num_episodes=100001: at most 100000"),

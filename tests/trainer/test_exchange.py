@@ -233,7 +233,7 @@ def test_compute_times_travel_exactly_beside_every_codec(codec: str) -> None:
         assert heard == pytest.approx([0.001, 0.003] * 12)
 
 
-def _measured(_rank: int, exchange: Exchange) -> tuple[float, float, float]:
+def _counted(_rank: int, exchange: Exchange) -> tuple[float, float, float]:
     """What a rank's row says of the learning rate and of what codecs with loss were to send and sent."""
     model = distributed()
     optimizer = torch.optim.SGD(model.parameters(), lr=2**-6)
@@ -248,8 +248,8 @@ def _measured(_rank: int, exchange: Exchange) -> tuple[float, float, float]:
 
 
 def test_a_row_has_the_learning_rate_and_what_codecs_sent() -> None:
-    for rate, wanted, sent in run_ranks(_measured, 2, Exchange(codec="int8")):
+    for rate, wanted, sent in run_ranks(_counted, 2, Exchange(codec="int8")):
         assert rate == 2**-6
         assert 0 < sent == pytest.approx(wanted, rel=0.02)
-    for rate, *coded in run_ranks(_measured, 2, EXACT):
+    for rate, *coded in run_ranks(_counted, 2, EXACT):
         assert (rate, *coded) == (2**-6, 0.0, 0.0)

@@ -129,7 +129,7 @@ def test_a_share_is_from_0_to_1() -> None:
             {"policy": "rulle", "global_batch": "fixed"},
             "policy 'rulle' is not one of ours (did you mean 'rule'?): the job is steered only if",
         ),
-        ({"policy": "qqq"}, "policy 'qqq' is not one of ours (doubling, goodput, "),
+        ({"policy": "qqq"}, "policy 'qqq' is not one of ours (accordion, adacomm, "),
         ({"policy": "goodput", "global_batch": "fixed"}, "policy 'goodput' may change the global batch, but"),
         ({"policy": "rule", "global_batch": "adaptive"}, ""),
         ({"policy": "split", "global_batch": "fixed"}, ""),

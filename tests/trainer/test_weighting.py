@@ -19,6 +19,7 @@ from dynamix.trainer.data.division import StepPlan
 from dynamix.trainer.data.orders import epoch_order
 from dynamix.trainer.data.sampler import MicroBatch
 from dynamix.trainer.data.schedule import Counts
+from dynamix.trainer.gradient.buckets import NOT_MEASURED
 from dynamix.trainer.gradient.noise import SecondMoments, is_measured
 from dynamix.trainer.gradient.weighting import loss_weight
 
@@ -206,7 +207,7 @@ def _compare_divided(rank: int) -> list[tuple[float, float]]:
         nn.functional.cross_entropy(model(inputs), targets).backward()
         norms = session._models._hooks[0].take_norms()
         if plan.step == 0 or not is_measured(plan.step, 2):
-            assert norms == ([], [])  # at first Adam has no second moments
+            assert norms == NOT_MEASURED  # at first Adam has no second moments
         else:
             divisors = [
                 (optimizer.state[each]["exp_avg_sq"] / (1 - 0.95**plan.step)).sqrt() + 1e-4

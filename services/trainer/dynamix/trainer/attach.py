@@ -24,6 +24,7 @@ from .data.loader import CountTokens, Loader, LoaderOptions, check_loader_option
 from .data.orders import OwnSampler
 from .data.sampler import SamplerOptions
 from .data.source import orders_of, sampler_of
+from .exchange.codec import CodedSquares
 from .exchange.tables import table_share
 from .gradient.accumulation import check_accumulation, needs_equal_steps
 from .gradient.codecs import find_codec
@@ -52,7 +53,7 @@ from .local_steps.rounds import LocalSteps
 from .loggers.delivery import Loggers, MetricLogger, find_loggers
 from .loggers.history import MetricHistory
 from .measurement.clock import AnyClock, DeviceClock, HostClock
-from .measurement.meter import RankMeter
+from .measurement.meter import RankMeter, while_it_lives
 from .rendezvous import Rendezvous, meet_ranks
 from .session import Session
 from .session_end import ExitRules
@@ -301,8 +302,8 @@ def attach(
         device=device,
         reduction=reduction,
         times_split=averaging == "hook",
-        learning_rate=updates.newest_rate,
-        coded=covered_models.coded,
+        learning_rate=while_it_lives(updates.newest_rate, None),
+        coded=while_it_lives(covered_models.coded, CodedSquares()),
     )
     transport = _transport(connect, bus, met, environment)
     history = MetricHistory(metric_loggers, transport)

@@ -23,9 +23,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--seed", 0, "of the learning", type=seed)
     add_output_argument(parser, POLICY, "default: POLICY-SEED.safetensors", streams=False)
     parser.add_argument("--episodes", type=int, help="to play (default: the preset's)")
-    parser.add_argument(
-        "--minutes", type=number(0, above=True), help="stop sooner, after this time; the same command continues"
-    )
+    parser.add_argument("--minutes", type=number(0), help="stop sooner, after this time; the same command continues")
     add_option(parser, "--workers", 2, "processes")
     add_data_argument(parser)
     parser.add_argument("--log", metavar="DIR", type=output_directory, help="write TensorBoard curves")

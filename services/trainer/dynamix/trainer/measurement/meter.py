@@ -3,9 +3,10 @@
 Numbers that are still on a GPU stay there until the window ends: one transfer per window, no wait per step.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -22,8 +23,20 @@ from .process import ProcessIdentity, this_process
 from .rows import Row, make_row
 from .sockets import PeerSockets
 
+AnswerT = TypeVar("AnswerT")
 Scalar = float | torch.Tensor
 """A number, or a tensor of one element."""
+
+
+def while_it_lives(method: Callable[[], AnswerT], otherwise: AnswerT) -> Callable[[], AnswerT]:
+    """A bound method that keeps nothing alive: a meter may outlive the models and the process group that they hold."""
+    held = weakref.WeakMethod(method)
+
+    def ask() -> AnswerT:
+        living = held()
+        return otherwise if living is None else living()
+
+    return ask
 
 
 class _Batch(NamedTuple):
