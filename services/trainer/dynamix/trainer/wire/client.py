@@ -9,6 +9,7 @@ import contextlib
 import logging
 import threading
 import time
+import uuid
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
@@ -183,7 +184,7 @@ class BusClient(Transport):
             try:
                 stored = await bus.last(JOBS.name, subjects.subject_of(ours))
                 if ours is self._specification and _is_lost(ours, stored):
-                    identity = f"{message_id(ours)}:again:{time.time_ns()}"  # the broker has seen the usual one
+                    identity = f"{message_id(ours)}:again:{uuid.uuid4().hex}"  # the broker has seen the usual one
                     await bus.publish_bytes(subjects.subject_of(ours), encode(ours), identity)
                     self._counters["specifications_again"] = self._counters.get("specifications_again", 0) + 1
                     _log.warning("the broker had no longer the specification of %s: published again", ours.job)
