@@ -50,12 +50,18 @@ def applied(*windows: int) -> list[Applied]:
 
 def a_run(policy: str = "static", step_time_s: float = 0.1) -> DemoRun:
     sizes = [(128, 128), (150, 106), (154, 102), (154, 102)]
-    return summarise(PLAN, policy, progress(step_time_s, {2: 0.5, 5: 0.81, 7: 0.79}), reports(sizes), applied(0, 1, 1))
+    return summarise(
+        PLAN,
+        policy,
+        progress(step_time_s, {2: 0.5, 4: 0.79, 5: 0.81, 6: 0.82, 7: 0.79}),
+        reports(sizes),
+        applied(0, 1, 1),
+    )
 
 
-def test_the_clock_stops_at_the_first_evaluation_that_reaches_the_target() -> None:
+def test_the_clock_stops_when_the_mean_of_three_evaluations_is_at_the_target() -> None:
     summary = a_run().summary
-    assert summary.time_to_target_s == pytest.approx(0.5)
+    assert summary.time_to_target_s == pytest.approx(0.6)
     assert summary.final_accuracy == 0.79
     assert summary.median_step_time_s == pytest.approx(0.1)
     assert (summary.num_steps, summary.num_windows) == (8, 4)

@@ -22,7 +22,7 @@ from dynamix.lab.workloads.datasets import fashion_mnist
 from dynamix.runtime.die_with_parent import die_with_parent, parent_of
 from dynamix.trainer import attach  # DYNAMIX
 
-from .plan import AttachArguments, DemoPlan, DemoStep
+from .plan import AttachArguments, DemoPlan, DemoStep, is_at_target
 
 
 class SmallCnn(nn.Sequential):
@@ -93,6 +93,7 @@ class Evaluator:
         images, labels = fashion_mnist("test", plan.data).tensors
         part = slice(dist.get_rank(), None, dist.get_world_size())
         self._images, self._labels = images[part], labels[part]
+        self._accuracies: list[float] = []
         self._reached = False
 
     @torch.no_grad()
@@ -105,7 +106,9 @@ class Evaluator:
 
     def is_done(self, accuracy: float | None, step: int) -> bool:
         """Whether to stop after `step`; equal on all ranks, since the accuracy is."""
-        self._reached = self._reached or (accuracy is not None and accuracy >= self._plan.target_accuracy)
+        if accuracy is not None:
+            self._accuracies.append(accuracy)
+            self._reached = self._reached or is_at_target(self._accuracies, self._plan.target_accuracy)
         windows = step / self._plan.window_steps
         return (self._reached and windows >= self._plan.min_windows) or windows >= self._plan.max_windows
 

@@ -7,7 +7,7 @@ from dynamix.cli.progress import ProgressLine
 from dynamix.cli.tables import console_for, new_table
 from dynamix.schemas.messages import Report
 
-from .plan import DemoPlan, DemoRun, Variant
+from .plan import LOOKS, DemoPlan, DemoRun, Variant
 
 PLAIN_EVERY_S = 5.0
 BAR_WIDTH = 10
@@ -21,7 +21,7 @@ def introduction(plan: DemoPlan, variants: Sequence[Variant]) -> str:
     )
     return (
         f"A {plan.num_ranks}-process gloo job trains a small CNN on Fashion-MNIST to {plan.target_accuracy:.0%} "
-        f"held-out accuracy, {len(variants)} times with one seed.\n"
+        f"held-out accuracy, the mean of {LOOKS} looks, {len(variants)} times with one seed.\n"
         f"Its ranks are PACED: they sleep to {plan.pace_s_per_sample * 1000:g} ms per sample, rank "
         f"{plan.slow_rank} to {plan.slowdown:g} times that. Data, gradients, processes and messages are real.\n"
         f"One call differs in its script:\n{calls}"
