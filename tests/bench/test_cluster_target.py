@@ -33,10 +33,11 @@ from bench.cluster.target.messages import Attached, CheckIn, CheckInAnswer, exch
 from bench.cluster.target.outcomes import Outcomes, TargetOutcome, TargetPoint, TargetRun, is_at_target, is_behind
 from bench.cluster.target.prediction import Predicted, calibrated, task_of
 from bench.cluster.target.ranks import WORKLOAD
-from bench.cluster.target.runner import NUM_SCREENED, HeldOut
+from bench.cluster.target.runner import NUM_SCREENED, HeldOut, check_steered
 from bench.cluster.target.verdict import error_of, geometric_mean, predicted_ratio_of, ratio_of, result_of, targets_of
 from bench.hosts.cgroups import find_hierarchies
 from bench.hosts.namespace import DIRECTORY
+from bench.hosts.services import ClusterError
 from bench.results.result import markdown
 from tests.support.benches import ROOT, run_bench
 from tests.support.brokers import until
@@ -376,3 +377,16 @@ def test_an_arm_is_predicted_within_the_bounds_that_attach_gives_it() -> None:
     assert (fixed.scenario.initial_local_batch_size, fixed.scenario.window_steps) == (64, 10)
     assert Path(learned.setting.policy_file).name == "ppo.safetensors"
     assert task_of(scenario, STATICS[0], 1).setting.policy == "static"
+
+
+@pytest.mark.parametrize(("num_steps", "num_applied"), [(40, 0), (240, 10), (240, 22), (0, 0)])
+def test_a_run_whose_windows_were_decided_is_kept(num_steps: int, num_applied: int) -> None:
+    run = TargetRun(case=CASE, arm=TargetArm(policy="rule"), seed=1, target_accuracy=0.83, grid_s=1.0)
+    check_steered(run, num_steps, num_applied)
+
+
+@pytest.mark.parametrize(("num_steps", "num_applied"), [(60, 0), (240, 9), (330, 0)])
+def test_a_run_that_nobody_steered_is_refused(num_steps: int, num_applied: int) -> None:
+    run = TargetRun(case=CASE, arm=TargetArm(policy="rule"), seed=1, target_accuracy=0.83, grid_s=1.0)
+    with pytest.raises(ClusterError, match=f"only {num_applied} decisions were applied in {num_steps} steps"):
+        check_steered(run, num_steps, num_applied)

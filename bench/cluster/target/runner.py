@@ -21,6 +21,7 @@ from bench.hosts.services import ClusterError, ClusterServices, end_of, node_of,
 from dynamix.cli.source import Source
 from dynamix.lab.workloads import Part, workload_named
 from dynamix.recording.capture import CaptureHeader, CaptureWriter
+from dynamix.recording.capture.record import kind_of_subject
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.embedded import DIE_WITH_PARENT
 
@@ -35,6 +36,8 @@ FIRST_PORT, NUM_PORTS = 29500, 1000
 READY_TIMEOUT_S = 120.0
 ATTACH_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 30.0
+NOT_DECIDED = 4
+"""Windows of a run, at its start and at its end, without a decision that ruled."""
 WALL_PER_TRAINED = 4.0
 """A run is ended when it takes more than so many seconds per second of training time up to its limit."""
 EVALUATED_AT_ONCE = 500
@@ -120,7 +123,7 @@ class TargetRunner:
         """Train once, up to a limit of training time or until it is clearly behind the best run so far.
 
         Raises:
-            ClusterError: when a rank fails.
+            ClusterError: when a rank fails, or the job was hardly steered.
         """
         began_s = time.monotonic()
         self._num_runs += 1
@@ -158,7 +161,8 @@ class TargetRunner:
         trained_s = points[-1].trained_s if points else 0.0
         reached = is_at_target(points, run.target_accuracy) and trained_s <= limit_s
         if run.arm.policy is not None:
-            await write_capture(self._services.bus, job, capture)
+            num_applied = await write_capture(self._services.bus, job, capture)
+            check_steered(run, points[-1].num_steps if points else 0, num_applied)
         return TargetOutcome(
             case=run.case.name,
             arm=run.arm.label,
@@ -307,14 +311,33 @@ async def target_runner(hosts: Hosts, directory: Path, data: str | None) -> Asyn
         yield runner
 
 
-async def write_capture(bus: Bus, job: str, path: Path) -> None:
-    """Write what is stored of a job."""
+async def write_capture(bus: Bus, job: str, path: Path) -> int:
+    """Write what is stored of a job; returns how many decisions its ranks applied."""
+    num_applied = 0
     async with Source(bus, job, past=True, stop=asyncio.Event()) as source:
         with CaptureWriter(path, CaptureHeader.of(job), overwrite=True) as writer:
             while batch := await source.read():
                 for record in batch:
                     writer.write_record(record)
+                    num_applied += kind_of_subject(record.subject) == "applied"
             writer.finish(source.reason)
+    return num_applied
+
+
+def check_steered(run: TargetRun, num_steps: int, num_applied: int) -> None:
+    """Refuse a run that the services left alone: it would count as one of its policy.
+
+    The first windows and the last ones have no decision that ruled, and late ones are normal on a busy machine.
+
+    Raises:
+        ClusterError: when less than half of the other windows had one.
+    """
+    num_windows = num_steps // run.arm.window_steps - NOT_DECIDED
+    if 2 * num_applied < num_windows:
+        raise ClusterError(
+            f"{run.label}: only {num_applied} decisions were applied in {num_steps} steps, so that its services had "
+            "stopped or were too slow; see services.log in --work, and run it again on a machine without other work"
+        )
 
 
 async def _end(process: Process) -> None:
