@@ -25,6 +25,7 @@ from bench.cluster.target.arms import (
     STATICS,
     TargetArm,
     keeping_sum,
+    static_local,
 )
 from bench.cluster.target.campaign import CaseOutcomes, compare, num_runs
 from bench.cluster.target.cases import CASES, TargetCase
@@ -179,6 +180,8 @@ def outcome_of(arm: TargetArm, seed: int, time_s: float, limit_s: float, case: T
 TIMES_S = {"ddp@32": 30.0, "ddp@64": 20.0, "ddp@128": 24.0, "ddp@256": 90.0, "ddp@16": 50.0, "rule": 14.0, "ppo": 15.0}
 TIMES_S |= {"goodput": 18.0, "goodput:track=1,hysteresis=0": 16.0, "goodput:track=1,noise_multiplier=4": 17.0}
 TIMES_S |= {"ddp@8": 70.0, "proportional@64": 15.0, "split@64": 14.5, "random": 99.0}
+LOCAL = ["static:track=1,every=4,codec=int8@64/exchange=local", "rule/exchange=local"]
+TIMES_S |= dict(zip(LOCAL, (12.0, 10.0), strict=True))
 
 
 class MadeUpRuns:
@@ -226,10 +229,10 @@ def test_baselines_are_searched_up_to_the_best_so_far_and_arms_run_in_turn() -> 
         None,
     ]
     assert [label for label, *_ in done[7:10]] == [arm.label for arm in GOODPUTS]
-    assert [label for label, *_ in done[10:14]] == ["proportional@64", "split@64", "rule", "ppo"]
+    assert [label for label, *_ in done[10:16]] == ["proportional@64", "split@64", "rule", "ppo", *LOCAL]
     second = ["ppo", "rule", "split@64", "goodput:track=1,hysteresis=0", "proportional@64", "ddp@64", "ddp@32"]
-    assert done[14:] == [(label, 2, 40) for label in second]
-    assert len(done) == num_runs(ROWS, 2) == 21
+    assert done[16:] == [(label, 2, 40) for label in [*reversed(LOCAL), *second]]
+    assert len(done) == num_runs(ROWS, 2) == 25
     assert {row: arm.label for row, arm in found.arms.items()}[STATIC] == "ddp@64"
     assert [run.counted_s for run in found.outcomes[RULE]] == pytest.approx([14.0, 15.4])
     assert [run.counted_s for run in found.searched[STATIC]] == [30, 20, 20, 20, 20, 20]
@@ -285,13 +288,13 @@ def test_the_table_has_a_row_for_every_arm_and_says_what_was_searched() -> None:
     lines = markdown(result).splitlines()
     start = "| unequal-processors | plain | `ddp@32` | 30.0 / 33.0 | 1.50 [1.50, 1.50] | "
     assert lines[2].startswith(start)
-    assert lines[2].endswith(" | 2.00 [2.00, 2.00] | - | - |")
+    assert lines[2].endswith(" | 2.00 [2.00, 2.00] | 2.14 [2.14, 2.14] | - | - |")
     assert lines[3].startswith("| unequal-processors | static | `ddp@64` | 20.0 / 22.0 | - | 1.25")
     assert lines[7].startswith("| unequal-processors | rule | `rule` | 14.0 / 15.4 | 0.700 [0.700, 0.700] |")
     assert lines[7].endswith("| 0.773 | +10% |")
     assert "`ddp@256` > 20" in lines[-5]
     assert "`unequal-processors` 4.0%" in lines[-3]
-    assert len(result.runs) == 5 + 3 + 2 + 4 + 6
+    assert len(result.runs) == 5 + 3 + 2 + 4 + 6 + 4
     assert msgspec.json.decode(msgspec.json.encode(result), type=type(result)) == result
 
 
@@ -377,16 +380,19 @@ def test_an_arm_is_predicted_within_the_bounds_that_attach_gives_it() -> None:
     assert (fixed.scenario.initial_local_batch_size, fixed.scenario.window_steps) == (64, 10)
     assert Path(learned.setting.policy_file).name == "ppo.safetensors"
     assert task_of(scenario, STATICS[0], 1).setting.policy == "static"
+    local = task_of(scenario, static_local(64), 1)
+    assert (local.setting.exchange, local.setting.options["every"]) == ("local", 4)
+    assert local.scenario.permits_any_exchange
 
 
 @pytest.mark.parametrize(("num_steps", "num_applied"), [(40, 0), (240, 10), (240, 22), (0, 0)])
-def test_a_run_whose_windows_were_decided_is_kept(num_steps: int, num_applied: int) -> None:
+def test_a_run_whose_windows_were_decided_is_kept(num_steps: int, num_applied: int, tmp_path: Path) -> None:
     run = TargetRun(case=CASE, arm=TargetArm(policy="rule"), seed=1, target_accuracy=0.83, grid_s=1.0)
-    check_steered(run, num_steps, num_applied)
+    check_steered(run, num_steps, num_applied, tmp_path)
 
 
 @pytest.mark.parametrize(("num_steps", "num_applied"), [(60, 0), (240, 9), (330, 0)])
-def test_a_run_that_nobody_steered_is_refused(num_steps: int, num_applied: int) -> None:
+def test_a_run_that_nobody_steered_is_refused(num_steps: int, num_applied: int, tmp_path: Path) -> None:
     run = TargetRun(case=CASE, arm=TargetArm(policy="rule"), seed=1, target_accuracy=0.83, grid_s=1.0)
     with pytest.raises(ClusterError, match=f"only {num_applied} decisions were applied in {num_steps} steps"):
-        check_steered(run, num_steps, num_applied)
+        check_steered(run, num_steps, num_applied, tmp_path)

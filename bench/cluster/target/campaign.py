@@ -14,15 +14,16 @@ from .arms import (
     GOODPUTS,
     PLAIN,
     PPO,
-    PROPORTIONAL,
     RECORDED,
     ROWS,
     RULE,
-    SPLIT,
+    RULE_LOCAL,
     STATIC,
+    STATIC_LOCAL,
     STATICS,
     TargetArm,
     keeping_sum,
+    static_local,
 )
 from .cases import TargetCase
 from .outcomes import TargetOutcome, TargetPoint
@@ -76,7 +77,10 @@ async def compare(
     for row in DIVIDED:
         if STATIC in arms:
             arms[row] = keeping_sum(row, arms[STATIC].local_batch_size)
+    if STATIC in arms:
+        arms[STATIC_LOCAL] = static_local(arms[STATIC].local_batch_size)
     arms |= {row: TargetArm(policy=row) for row in (RULE, PPO)}
+    arms[RULE_LOCAL] = TargetArm(policy=RULE, exchange="local")
     outcomes: dict[str, list[TargetOutcome]] = {row: [] for row in ROWS if row in needed}
     for number, seed in enumerate(seeds):
         in_turn = list(outcomes) if number % 2 == 0 else list(reversed(outcomes))
@@ -102,5 +106,5 @@ async def _best_of(
 
 def _needed(rows: Collection[str]) -> list[str]:
     """The rows that were asked for and those that they start from."""
-    starts_from_static = {PROPORTIONAL, SPLIT} & set(rows)
+    starts_from_static = {*DIVIDED, STATIC_LOCAL} & set(rows)
     return [row for row in ROWS if row in rows or (row == STATIC and starts_from_static)]

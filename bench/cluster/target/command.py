@@ -9,7 +9,6 @@ ratios. Needs Linux, iproute2 and Fashion-MNIST (`make data`); nothing else shou
 
 import argparse
 import asyncio
-import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -122,12 +121,13 @@ async def _run_all(
 ) -> tuple[list[CaseOutcomes], dict[str, Path]]:
     """All runs on real clocks, and the recorded run of each case."""
     seeds, outcomes, recorded = _seeds(options), Outcomes(options.work / "runs"), not options.no_prediction
-    with tempfile.TemporaryDirectory(prefix="dynamix-cluster-") as directory:
-        async with target_runner(hosts, Path(directory), options.data) as runner:
-            num_total = len(cases) * num_runs(rows, len(seeds), recorded=recorded)
-            keeper = RunKeeper(runner, outcomes, options, num_total)
-            found = [await compare(case, rows, seeds, keeper, recorded=recorded) for case in cases]
-            return found, {case.name: keeper.capture_of(case, RECORDED, seeds[0]) for case in cases}
+    logs = options.work / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    async with target_runner(hosts, logs, options.data) as runner:
+        num_total = len(cases) * num_runs(rows, len(seeds), recorded=recorded)
+        keeper = RunKeeper(runner, outcomes, options, num_total)
+        found = [await compare(case, rows, seeds, keeper, recorded=recorded) for case in cases]
+        return found, {case.name: keeper.capture_of(case, RECORDED, seeds[0]) for case in cases}
 
 
 def _predict(

@@ -14,6 +14,7 @@ from dynamix.lab.experiments.comparison.evaluation import ComparisonCell, Compar
 from dynamix.lab.experiments.comparison.outcomes import counted_time_s
 from dynamix.lab.experiments.comparison.runs import Ledger, RunTask
 from dynamix.lab.simulator.scenario import Scenario
+from dynamix.schemas.messages.allocation import option_number
 from dynamix.trainer import attach
 from dynamix.trainer.job.options import bounds_of
 
@@ -73,7 +74,9 @@ def task_of(scenario: Scenario, arm: TargetArm, seed: int) -> RunTask:
         max_local_batch_size=high,
         window_steps=arm.window_steps,
     )
-    setting = Setting(policy=arm.policy or "static", options=arm.options)
+    exchange = None if arm.exchange == "exact" else arm.exchange
+    options = {name: option_number(name, value) for name, value in arm.options.items()}
+    setting = Setting(policy=arm.policy or "static", options=options, exchange=exchange)
     if arm.policy in SHIPPED_POLICIES:
         file = shipped_directory() / f"{arm.policy}{SUFFIX}"
         setting = msgspec.structs.replace(setting, policy_file=str(file), policy_digest=file_digest(file))

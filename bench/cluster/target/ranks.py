@@ -66,7 +66,9 @@ class RankClock:
             found = (0.0, 0.0, 0.0)
             if is_first:
                 self._clock.stop(time.perf_counter())
-                answer = self._ask(num_samples, local_batch_sizes)
+            parameters = self._parameters()
+            if is_first:
+                answer = self._ask(num_samples, local_batch_sizes, parameters)
                 found = (self._clock.plan_steps(), answer.stop, answer.accuracy)
             steps, stop, self.accuracy = _agreed(*found)
             self._clock.go_on(time.perf_counter())
@@ -75,14 +77,21 @@ class RankClock:
         self._steps_left = int(steps)
         return False
 
-    def _ask(self, num_samples: int, local_batch_sizes: tuple[int, ...]) -> CheckInAnswer:
-        parameters = torch.nn.utils.parameters_to_vector(self._model.parameters())
+    def _parameters(self) -> Tensor:
+        """All of them; between two averagings of local steps each rank has its own, and their mean is looked at."""
+        parameters = torch.nn.utils.parameters_to_vector(self._model.parameters()).detach()
+        if self._place.arm.exchange == "local":
+            dist.all_reduce(parameters)
+            parameters /= self._place.world_size
+        return parameters
+
+    def _ask(self, num_samples: int, local_batch_sizes: tuple[int, ...], parameters: Tensor) -> CheckInAnswer:
         check_in = CheckIn(
             trained_s=self._clock.trained_s,
             num_steps=self._total_steps,
             num_samples=num_samples,
             local_batch_sizes=local_batch_sizes,
-            parameters=parameters.detach().numpy().tobytes(),
+            parameters=parameters.numpy().tobytes(),
         )
         return exchange(self._link, check_in)
 
@@ -148,6 +157,7 @@ def train_steered(place: RankPlace, dataset: TensorDataset, link: socket.socket)
         base_global_batch_size=BASE_GLOBAL_BATCH_SIZE,
         policy=place.arm.policy,
         policy_options=place.arm.options,
+        exchange=place.arm.exchange,
         seed=place.seed,
     )
     exchange(link, Attached(rank=place.rank))

@@ -6,6 +6,7 @@ import os
 import secrets
 import signal
 import sys
+import tempfile
 import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -97,12 +98,21 @@ class HeldOut:
 class TargetRunner:
     """Runs jobs on hosts; made by `target_runner`."""
 
-    def __init__(self, hosts: Hosts, running: ClusterServices, held_out: HeldOut, spawner: Process, directory: Path):
+    def __init__(
+        self,
+        hosts: Hosts,
+        running: ClusterServices,
+        held_out: HeldOut,
+        spawner: Process,
+        *,
+        logs: Path,
+        directory: Path,
+    ):
         self._hosts = hosts
         self._services = running
         self._held_out = held_out
         self._spawner = spawner
-        self._directory = directory
+        self._logs = logs
         self._socket = directory / "ranks.sock"
         self._links: asyncio.Queue[RankLink] = asyncio.Queue()
         self._num_runs = 0
@@ -162,7 +172,7 @@ class TargetRunner:
         reached = is_at_target(points, run.target_accuracy) and trained_s <= limit_s
         if run.arm.policy is not None:
             num_applied = await write_capture(self._services.bus, job, capture)
-            check_steered(run, points[-1].num_steps if points else 0, num_applied)
+            check_steered(run, points[-1].num_steps if points else 0, num_applied, self._logs)
         return TargetOutcome(
             case=run.case.name,
             arm=run.arm.label,
@@ -245,7 +255,7 @@ class TargetRunner:
         assert self._spawner.stdout is not None
         line = await self._spawner.stdout.readline()
         if not line:
-            raise ClusterError(f"the process that forks ranks ended:\n{end_of(self._directory / 'spawner.log')}")
+            raise ClusterError(f"the process that forks ranks ended:\n{end_of(self._logs / 'spawner.log')}")
         return msgspec.json.decode(line, type=kind)
 
     def _check(self, codes: list[int], job: str) -> None:
@@ -267,7 +277,7 @@ class TargetRunner:
         return texts[0] if texts else "none of them said why"
 
     def _log(self, job: str, rank: int) -> Path:
-        return self._directory / f"{job}-{rank}.log"
+        return self._logs / f"{job}-{rank}.log"
 
     def _set_speeds(self, case: TargetCase, trained_s: float, before_s: float | None = None) -> None:
         """Give links and shares of the processor, at the start or where they change: each share begins a new period."""
@@ -285,7 +295,7 @@ class TargetRunner:
 
 
 @contextlib.asynccontextmanager
-async def target_runner(hosts: Hosts, directory: Path, data: str | None) -> AsyncIterator[TargetRunner]:
+async def target_runner(hosts: Hosts, logs: Path, data: str | None) -> AsyncIterator[TargetRunner]:
     """Services, the process that forks ranks, and a runner; the calling thread must have entered the switch.
 
     Raises:
@@ -294,19 +304,20 @@ async def target_runner(hosts: Hosts, directory: Path, data: str | None) -> Asyn
     guard = [sys.executable, "-I", "-S", str(DIE_WITH_PARENT), str(os.getpid())]
     command = [*guard, sys.executable, "-m", "bench.cluster.target.ranks", *([] if data is None else [data])]
     async with contextlib.AsyncExitStack() as stack:
-        log = stack.enter_context((directory / "spawner.log").open("wb"))
+        log = stack.enter_context((logs / "spawner.log").open("wb"))
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
         spawner = await asyncio.create_subprocess_exec(
             *command, cwd=ROOT, env=environ, stdin=PIPE, stdout=PIPE, stderr=log, process_group=0
         )
         stack.push_async_callback(_end, spawner)
-        running = await stack.enter_async_context(services(hosts, "auto", directory))
+        running = await stack.enter_async_context(services(hosts, "auto", logs))
         held_out = await asyncio.to_thread(HeldOut.read, data)
         assert spawner.stdout is not None
         async with asyncio.timeout(READY_TIMEOUT_S):
             if not await spawner.stdout.readline():
-                raise ClusterError(f"the process that forks ranks ended:\n{end_of(directory / 'spawner.log')}")
-        runner = TargetRunner(hosts, running, held_out, spawner, directory)
+                raise ClusterError(f"the process that forks ranks ended:\n{end_of(logs / 'spawner.log')}")
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="dynamix-cluster-"))
+        runner = TargetRunner(hosts, running, held_out, spawner, logs=logs, directory=Path(directory))
         await stack.enter_async_context(runner.listening())
         yield runner
 
@@ -324,7 +335,7 @@ async def write_capture(bus: Bus, job: str, path: Path) -> int:
     return num_applied
 
 
-def check_steered(run: TargetRun, num_steps: int, num_applied: int) -> None:
+def check_steered(run: TargetRun, num_steps: int, num_applied: int, logs: Path) -> None:
     """Refuse a run that the services left alone: it would count as one of its policy.
 
     The first windows and the last ones have no decision that ruled, and late ones are normal on a busy machine.
@@ -335,8 +346,8 @@ def check_steered(run: TargetRun, num_steps: int, num_applied: int) -> None:
     num_windows = num_steps // run.arm.window_steps - NOT_DECIDED
     if 2 * num_applied < num_windows:
         raise ClusterError(
-            f"{run.label}: only {num_applied} decisions were applied in {num_steps} steps, so that its services had "
-            "stopped or were too slow; see services.log in --work, and run it again on a machine without other work"
+            f"{run.label}: only {num_applied} decisions were applied in {num_steps} steps: its services have stopped "
+            f"or are too slow; see services.log in {logs}, and run it again on a machine without other work"
         )
 
 

@@ -10,23 +10,24 @@ from bench.results.result import Cell, ExperimentResult, mean_of
 from dynamix.lab.experiments.comparison.scores import MeanInterval
 from dynamix.lab.experiments.episodes.provenance import code_digest, versions
 
-from .arms import GOODPUT, PROPORTIONAL, RULE, SPLIT, STATIC
+from .arms import GOODPUT, PROPORTIONAL, RULE, RULE_LOCAL, SPLIT, STATIC
 from .campaign import CaseOutcomes
 from .outcomes import TargetOutcome
 from .prediction import Predicted
 
 NAME = "cluster"
+BASES = (STATIC, GOODPUT, PROPORTIONAL, RULE)
 COLUMNS = [
     *("case", "arm", "setting", "time to target, s"),
-    *(f"vs {row}" for row in (STATIC, GOODPUT, PROPORTIONAL)),
+    *(f"vs {row}" for row in BASES),
     *("predicted vs static", "error"),
 ]
 LIMITS: Mapping[str, Mapping[tuple[str, str], float]] = {
     "unequal-processors": {(RULE, STATIC): 0.70, (RULE, GOODPUT): 0.95, (RULE, PROPORTIONAL): 1.0},
     "slow-link": {(RULE, STATIC): 1.0},
-    "slow-links": {(RULE, STATIC): 1.0},
+    "slow-links": {(RULE, STATIC): 1.0, (RULE_LOCAL, RULE): 0.6},
     "slow-down": {(RULE, STATIC): 0.65},
-    "equal": {(RULE, STATIC): 1.03, (SPLIT, STATIC): 1.03},
+    "equal": {(RULE, STATIC): 1.03, (SPLIT, STATIC): 1.03, (RULE_LOCAL, RULE): 1.03},
 }
 """Targets: at most this ratio of one row's time to another's."""
 PREDICTION_LIMIT = 0.15
@@ -125,7 +126,7 @@ def _rows(case: CaseOutcomes, predicted: Predicted) -> list[list[Cell]]:
                 row,
                 f"`{case.arms[row].label}`",
                 " / ".join(map(_time, runs)),
-                *(None if row == base else ratio_of(case, row, base) for base in (STATIC, GOODPUT, PROPORTIONAL)),
+                *(None if row == base else ratio_of(case, row, base) for base in BASES),
                 None if row == STATIC else predicted_ratio_of(predicted, row),
                 None if row == STATIC or error is None else f"{error:+.0%}",
             ]
