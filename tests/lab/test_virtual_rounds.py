@@ -92,10 +92,12 @@ def test_a_round_ends_with_an_epoch_and_before_another_exchange_rules() -> None:
 def test_speeds_are_known_where_a_round_ends() -> None:
     run = started(5, local(window_steps=10), data=virtual.data(6000))  # no epoch ends
     seen: list[int] = []
+    told: list[tuple[Any, Any]] = []
     observe = run._fast_loop.observe_times
 
     def spy(seconds: Any, step: int, counts: Any) -> None:
         seen.append(step)
+        told.append((seconds, counts))
         observe(seconds, step, counts)
 
     run._fast_loop.observe_times = spy  # type: ignore[method-assign,assignment]
@@ -105,6 +107,10 @@ def test_speeds_are_known_where_a_round_ends() -> None:
         run.run_window()
     assert seen
     assert all(step % 5 == 0 for step in seen)
+    worker = run.scenario.per_worker[0]
+    size = 32  # of all four, in the first round that divides
+    assert told[0][1][0] == size
+    assert told[0][0][0] == pytest.approx(worker.overhead_s / size + 1 / worker.samples_per_s)
 
 
 def test_the_noise_is_that_of_ranks_which_have_the_same_parameters() -> None:

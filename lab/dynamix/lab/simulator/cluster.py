@@ -195,8 +195,8 @@ class VirtualCluster:
         step = self._ruled(plan.step)
         sums, traffic = self._train(plan, step, ends_epoch=self._sampler.is_over(following))
         sizes = np.asarray(plan.counts.values, dtype=np.float64)
+        begun_s = self._rounds.computed_s
         if step.is_local:
-            begun_s = self._rounds.computed_s
             timing = self._clock.local_step(sizes, conditions, begun_s, decided=decided, traffic=traffic)
         else:
             timing = self._clock.step(sizes, conditions, decided=decided, traffic=traffic)
@@ -213,9 +213,11 @@ class VirtualCluster:
         self._schedule.drop_before(plan.step)
         times_are_shared = traffic is not None or not step.is_local
         if times_are_shared and self._schedule.allocation_at(plan.step).split == "tracking":
-            seconds = timing.seconds_per_sample(plan.counts.values)
+            seconds, counts = timing.seconds_per_sample(plan.counts.values), plan.counts.values
+            if step.is_local:
+                seconds, counts = self._rounds.ended_times(begun_s + timing.compute_s)
             # a loader without workers has drawn nothing yet
-            self._fast_loop.observe_times(seconds, self.position.step, plan.counts.values)
+            self._fast_loop.observe_times(seconds, self.position.step, counts)
 
     def _ruled(self, step: int) -> RuledStep:
         """How gradients travel; those of a worker alone stay where they are."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from dynamix.trainer.data.division import StepPlan
 from dynamix.trainer.gradient.noise import NormSketch, RoundMeasurement
 from dynamix.trainer.local_steps.outer import outer_step
+from dynamix.trainer.local_steps.round_times import mean_counts
 
 from .exchange.traffic import StepTraffic, all_reduced
 from .exchange.virtual import RuledStep, VirtualExchange
@@ -68,6 +69,8 @@ class VirtualRounds:
         self._num_steps = 0
         self.computed_s: Array64 = np.zeros(exchange.world_size)
         """What each rank has computed in the round so far, in seconds."""
+        self._ended: tuple[Array64, int] = self._num_samples, 1
+        """Samples by rank and steps of the newest round that ended."""
 
     @property
     def is_begun(self) -> bool:
@@ -98,7 +101,7 @@ class VirtualRounds:
         ranks = self._begun()
         ranks.optimizer.step()
         self._num_steps += 1
-        self._num_samples += np.asarray(plan.counts.values)
+        self._num_samples = self._num_samples + np.asarray(plan.counts.values)
         exchange, following = step.exchange, step.following
         if self._num_steps < exchange.every and exchange == following and not ends_epoch:
             return None
@@ -109,6 +112,7 @@ class VirtualRounds:
         traffic = self._exchange.sum_moves(moved, step, total)
         self._start.add_(self._outer_step(total, step))
         ranks.parameters.data.copy_(self._start.expand_as(ranks.parameters))
+        self._ended = self._num_samples, self._num_steps
         self._num_steps = 0
         self._num_samples = np.zeros_like(self._num_samples)
         if self._sketch_bytes:
@@ -134,6 +138,15 @@ class VirtualRounds:
         if step.following.every == 1:
             assert self._num_steps == 0, "a round ends before another exchange rules"
             self._ranks = None
+
+    def ended_times(self, computed_s: Array64) -> tuple[list[float], tuple[int, ...]]:
+        """Seconds per sample by rank and samples per step, as real ranks exchange them at the end of a round.
+
+        `computed_s` is what each has computed in it; a rank without samples knows no time.
+        """
+        samples, num_steps = self._ended
+        seconds = np.divide(computed_s, samples, out=np.zeros_like(computed_s), where=samples > 0)
+        return seconds.tolist(), mean_counts((int(number) for number in samples), num_steps)
 
     def _show_mean(self) -> None:
         """Put the mean of the ranks' parameters, weighted by their samples in the round, where it is evaluated."""

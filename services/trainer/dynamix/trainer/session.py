@@ -221,14 +221,14 @@ class Session(Standing):
         self._scaled.end_step(self._run.schedule.allocation_at(batch.plan.step).exchange, updated=updated)
         self._updates.end_step()
         self._loader.finish_batch()
-        times = self._models.take_times()
+        times, counts = self._models.take_times(), batch.plan.counts.values
         if self._local.is_begun:
-            times, norms, drift = self._end_local_step(batch)
+            times, counts, norms, drift = self._end_local_step(batch)
             if drift is not None:
                 self._meter.record_drift(drift)
         self._meter.record_batch(batch, loss, num_correct, norms)
         self._meter.clock.end()
-        self._steering.after_step(self._loader.position, times, batch.plan.counts.values)
+        self._steering.after_step(self._loader.position, times, counts)
         if self._schedulers:
             self._schedulers.advance(self.progress)
 

@@ -33,6 +33,7 @@ from .drift import RoundDrift
 from .optimizer_state import StatePlace, average_states, state_places
 from .outer import OuterOptimizer
 from .parameters import FlatBucket, buckets_of
+from .round_times import RoundTimes, mean_counts
 
 _log = logging.getLogger("dynamix.trainer")
 
@@ -46,13 +47,16 @@ class _Round(NamedTuple):
     buckets: list[tuple[ModelExchange, FlatBucket]]
     counts: list[int]
     """Samples so far, by rank."""
+    times: RoundTimes
 
 
 class EndedStep(NamedTuple):
     """What a local step brought besides the mean."""
 
     times: list[float] | None = None
-    """Seconds per sample by rank, where they are to be shared and a round ended."""
+    """Seconds per sample by rank over the round, where they are to be shared and it ended."""
+    counts: tuple[int, ...] = ()
+    """Samples per step by rank in the round that ended."""
     norms: SquaredNorms = NOT_MEASURED
     drift: RoundDrift | None = None
     """That of the round that ended."""
@@ -106,7 +110,7 @@ class LocalSteps:
                 buffers.begin()
         pairs = zip(self._models.models, self._models.exchanges, strict=True)
         buckets = [(exchange, bucket) for model, exchange in pairs for bucket in buckets_of(model, exchange)]
-        self._round = _Round(buckets, [0] * self._exchange.world_size)
+        self._round = _Round(buckets, [0] * self._exchange.world_size, RoundTimes())
 
     def measures(self, step: int) -> bool:
         """Whether the noise is measured on a step: the first one of a round, where one is due."""
@@ -121,22 +125,26 @@ class LocalSteps:
         self._sketches = self._models.take_sketches(plan) or self._sketches
         for rank, count in enumerate(plan.counts.values):
             self._round.counts[rank] += count
+        if seconds_per_sample is not None:
+            self._round.times.add(seconds_per_sample, plan.counts.values[self._exchange.rank])
         exchange, following = self._exchange.at(plan.step), self._exchange.at(plan.step + 1)
         if self._num_steps < exchange.every and exchange == following and not ends_epoch:
             return EndedStep()
-        weight, drift = self._average(exchange, following, seconds_per_sample)
+        counts = mean_counts(self._round.counts, self._num_steps)
+        weight, drift = self._average(exchange, following, shares_times=seconds_per_sample is not None)
         if following.every == 1 or ends_epoch:
             self._average_optimizers(weight)
         if following.every == 1:
             self.leave()
         sketches, self._sketches = self._sketches, None
-        return EndedStep(self._slots.take_seconds(), sketches.norms() if sketches else NOT_MEASURED, drift)
+        norms = sketches.norms() if sketches else NOT_MEASURED
+        return EndedStep(self._slots.take_seconds(), counts, norms, drift)
 
     def average(self, step: int) -> None:
         """End a round before its time; a collective. Nothing between two rounds."""
         if not self.is_averaged:
             exchange = self._exchange.at(step - 1)
-            self._average_optimizers(self._average(exchange, exchange, None)[0])
+            self._average_optimizers(self._average(exchange, exchange, shares_times=False)[0])
             self._sketches = None
 
     def leave(self) -> None:
@@ -149,9 +157,7 @@ class LocalSteps:
         self._models.broadcast_buffers()
         self._buffers, self._round, self._num_steps = [], None, 0
 
-    def _average(
-        self, exchange: Exchange, following: Exchange, seconds_per_sample: float | None
-    ) -> tuple[float, RoundDrift]:
+    def _average(self, exchange: Exchange, following: Exchange, *, shares_times: bool) -> tuple[float, RoundDrift]:
         """Let all ranks have the mean; returns this rank's weight in it, and how far they were apart."""
         assert self._round is not None, "no round"
         counts = self._round.counts
@@ -168,8 +174,8 @@ class LocalSteps:
         cells = [each.cells for each in self._sketches.sketches] if self._sketches else []
         sketches = [some_model.send_plainly(each) for each in cells]
         numbers: Waitable | None = None
-        if seconds_per_sample is not None:
-            numbers = some_model.send_plainly(self._slots.write_apart(seconds_per_sample))
+        if shares_times:
+            numbers = some_model.send_plainly(self._slots.write_apart(self._round.times.seconds_per_sample))
         for _, buffers in self._buffers:
             if buffers is not None:
                 buffers.average(weight)
