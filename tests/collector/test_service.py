@@ -1,11 +1,11 @@
-"""The collector's shell: what it reads of the kernel does not hold up its event loop."""
+"""The collector's shell: nothing that it reads holds up its event loop, and no job another's reports."""
 
 import asyncio
 import threading
 
 import pytest
 import structlog
-from tests.support import control_plane
+from tests.support import control_plane, examples
 from tests.support.brokers import consumer_names
 
 from dynamix.collector import observation, service
@@ -14,6 +14,8 @@ from dynamix.collector.procfs.proc import Proc
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
+from dynamix.schemas.codec import decode
+from dynamix.schemas.messages import MetricWindow
 from dynamix.schemas.streams import FEED
 
 SIZES, THROUGHPUT = (128,) * 4, (1000.0,) * 4
@@ -74,6 +76,54 @@ async def test_a_cancelled_caller_waits_for_its_reading_thread(bus: Bus, slow: S
     async with asyncio.timeout(20):
         await asyncio.gather(task, return_exceptions=True)
     assert task.cancelled()
+
+
+async def test_a_job_with_a_crowd_of_large_reports_delays_no_other(bus: Bus) -> None:
+    """The honest report is stored behind all of them, and its state comes before that of the last."""
+    task = collector(bus)
+    await listening(bus)
+    await stopped(task)
+    ranks = tuple(range(1024))
+    for number in range(12):
+        crowd = f"crowd-{number % 3}"
+        await bus.publish(examples.report(control_plane.NODE, ranks, number, job=crowd))
+    job = control_plane.one_node_job()
+    await bus.publish(control_plane.report_of(job, 0, SIZES, THROUGHPUT))
+    order = []
+    states = subjects.of("state", subjects.ANY, control_plane.NODE)
+    async with bus.consume(FEED.name, [states], start="new") as stored:
+        task = collector(bus)
+        async with asyncio.timeout(60):
+            while len(order) < 13:
+                order += [subjects.parse(message.subject).tokens[0] for message in await anext(stored)]
+    await stopped(task)
+    assert sorted(order) == sorted([job.job, *(4 * ["crowd-0", "crowd-1", "crowd-2"])])
+    assert order.index(job.job) < 6
+
+
+async def test_what_was_read_and_not_handled_comes_again_after_a_restart(bus: Bus, slow: SlowProc) -> None:
+    """A report that waits for its turn is not acknowledged, also when a later one is done."""
+    task = collector(bus)
+    await listening(bus)
+    job = control_plane.one_node_job()
+    for window in range(3):
+        await bus.publish(control_plane.report_of(job, window, SIZES, THROUGHPUT))
+    assert await asyncio.to_thread(slow.begun.wait, 20)
+    task.cancel()
+    slow.may_go_on.set()
+    await stopped(task)
+    task = collector(bus)
+    windows: set[int] = set()
+    async with bus.consume(FEED.name, [subjects.of("window", job.job, control_plane.NODE)], start="all") as stored:
+        async with asyncio.timeout(20):
+            while windows != {0, 1, 2}:
+                windows |= {decode(MetricWindow, one.subject, one.payload).window for one in await anext(stored)}
+    await stopped(task)
+
+
+async def stopped(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 async def listening(bus: Bus) -> None:

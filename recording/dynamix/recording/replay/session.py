@@ -164,7 +164,7 @@ class _ReplaySession:
         if self._request.into == "collector":
             traffic = CollectorTraffic(limit, self.counts)
             bus = StatelessReplayBus(self.player, traffic, pairing)
-            await collector.serve_observed(self._context(bus, self._request.collector), traffic)
+            await collector.serve_observed(self._context(bus, self._request.collector), traffic, in_step=True)
             traffic.finish()
         else:
             bus = StatelessReplayBus(self.player, RewardTraffic(limit), pairing)

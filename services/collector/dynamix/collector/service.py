@@ -4,7 +4,7 @@ import asyncio
 import itertools
 
 from dynamix.runtime.bus import BusMessage, StreamFullError
-from dynamix.runtime.bus.service_bus import ServiceBus
+from dynamix.runtime.bus.service_bus import BatchConsumer, ServiceBus
 from dynamix.runtime.service import Context, StartError
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode, encode, message_id
@@ -16,12 +16,13 @@ from .ebpf.probe import SocketProbe, open_probe
 from .ebpf.syscall import ProbeError
 from .observation import CollectorSettings, KernelObserver, Observer
 from .shown import ShownWindows
+from .turns import MAX_TURN, WaitingReport, WaitingReports
 from .window import metric_window, simulated_window
 
 _InFlight = tuple[Message, asyncio.Future[int]]
 
-MAX_BATCH = 128
-"""Reports that are turned into windows without a pause, 0.2 ms each: only after an interruption are there so many."""
+READ_ON_S = 0.25
+"""Reading goes on for so long between two turns while the broker has more: all jobs take turns, not only the first."""
 
 
 async def serve(context: Context[CollectorSettings, ServiceBus]) -> None:
@@ -41,18 +42,22 @@ async def serve(context: Context[CollectorSettings, ServiceBus]) -> None:
 
 
 async def serve_observed(
-    context: Context[CollectorSettings, ServiceBus], observer: Observer, shown: ShownWindows | None = None
+    context: Context[CollectorSettings, ServiceBus],
+    observer: Observer,
+    shown: ShownWindows | None = None,
+    *,
+    in_step: bool = False,
 ) -> None:
-    """Turn every report into a metric window and a state, with what an observer sees of its processes."""
-    collector = _Collector(context, observer, shown or ShownWindows(context.metrics))
+    """Turn every report into a metric window and a state, with what an observer sees of its processes.
+
+    `in_step` is for a replay: everything that was read is handled before more is read, not beside it.
+    """
+    collector = _Collector(context, observer, shown or ShownWindows(context.metrics), in_step=in_step)
     reports = subjects.of("report", subjects.ANY, context.node)
     durable = f"collector-{context.node}"
-    async with context.bus.consume(FEED.name, [reports], start="new", durable=durable, max_batch=MAX_BATCH) as consumer:
+    async with context.bus.consume(FEED.name, [reports], start="new", durable=durable, max_batch=MAX_TURN) as consumer:
         context.counters["ready"] = 1
-        async for batch in consumer:
-            if not await collector.collect(batch):
-                return
-            await consumer.ack(batch[-1])
+        await collector.take_turns(consumer)
 
 
 def _open_probe(context: Context[CollectorSettings, ServiceBus]) -> SocketProbe | str:
@@ -73,21 +78,59 @@ def _open_probe(context: Context[CollectorSettings, ServiceBus]) -> SocketProbe 
 
 class _Collector:
     def __init__(
-        self, context: Context[CollectorSettings, ServiceBus], observer: Observer, shown: ShownWindows
+        self,
+        context: Context[CollectorSettings, ServiceBus],
+        observer: Observer,
+        shown: ShownWindows,
+        *,
+        in_step: bool,
     ) -> None:
         self._context = context
         self._observer = observer
         self._shown = shown
+        self._in_step = in_step
+        self._waiting = WaitingReports()
+        self._num_pending = 0
+        """What the broker still held for us when it sent what was read last."""
 
-    async def collect(self, batch: list[BusMessage]) -> bool:
-        """Publish what a batch of reports gives; only each job's newest report is recent enough to read /proc for.
+    async def take_turns(self, consumer: BatchConsumer) -> None:
+        """Read, and handle what was read in turns of all jobs, until the consumer ends or the service is to stop."""
+        reading = _ReadAhead(consumer)
+        try:
+            while await self._read(reading):
+                turn = self._waiting.take_turn()
+                if not await self.collect(turn):
+                    return
+                if (last := self._waiting.finish(turn)) is not None:
+                    await consumer.ack(last)
+        finally:
+            await reading.close()
+
+    async def _read(self, reading: "_ReadAhead") -> bool:
+        """Wait for work; with work, take what is there, and go on for a while when there is more. False at the end."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + READ_ON_S
+        while not self._waiting or (self._waiting.has_room and not self._in_step):
+            patience_s = max(0.0, until - loop.time()) if self._num_pending else 0.0
+            batch = await reading.next_batch(patience_s if self._waiting else None)
+            if batch is None:
+                return False
+            if batch:
+                self._waiting.add_messages(batch)
+                self._num_pending = batch[-1].num_pending
+            if not batch or not self._num_pending or loop.time() >= until:
+                break
+        return True
+
+    async def collect(self, turn: list[WaitingReport]) -> bool:
+        """Publish what some reports give; only each job's newest report is recent enough to read /proc for.
 
         False when the service is to stop before all states could be stored.
         """
-        reports = [(message, report) for message in batch if (report := await self._report(message)) is not None]
-        newest = {report.job: report for _, report in reports}
-        current = batch[-1].num_pending == 0
-        stored = [await self._publish(m, r, fresh=current and newest[r.job] is r) for m, r in reports]
+        stored = []
+        for message, is_newest in turn:
+            if (report := await self._report(message)) is not None:
+                stored.append(await self._publish(message, report, fresh=is_newest and not self._num_pending))
         return all([await self._stored(*output) for output in itertools.chain.from_iterable(stored)])
 
     async def _report(self, message: BusMessage) -> Report | None:
@@ -139,6 +182,32 @@ class _Collector:
         if report.simulated:
             return simulated_window(report, self._context.settings.probe)
         return metric_window(report, self._observer.observe(report, fresh=fresh))
+
+
+class _ReadAhead:
+    """Reads a consumer beside other work."""
+
+    def __init__(self, consumer: BatchConsumer) -> None:
+        self._consumer = consumer
+        self._task: asyncio.Task[list[BusMessage] | None] | None = None
+
+    async def next_batch(self, timeout_s: float | None) -> list[BusMessage] | None:
+        """The next batch; empty when none came in time (it is not lost: a later call returns it), `None` at the end."""
+        task = self._task = self._task or asyncio.create_task(self._next())
+        await asyncio.wait([task], timeout=timeout_s)
+        if not task.done():
+            return []
+        self._task = None
+        return task.result()
+
+    async def close(self) -> None:
+        """Read no more; what was read and not returned comes again after a restart."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _next(self) -> list[BusMessage] | None:
+        return await anext(self._consumer, None)
 
 
 def _packed(output: Message) -> tuple[str, bytes, str]:
