@@ -19,6 +19,7 @@ from urllib.parse import SplitResult, urlsplit
 import msgspec
 
 from dynamix.runtime.input_files import check_regular, read_regular
+from dynamix.runtime.supervisor import Supervisor, read_supervisor
 from dynamix.schemas.spelling import suggestion
 from dynamix.schemas.subjects import check_token
 
@@ -93,6 +94,7 @@ class Loaded(NamedTuple, Generic[S]):
     shared: SharedSettings
     bus: BusSettings
     own: S
+    supervisor: Supervisor = Supervisor()
 
 
 def read(struct: type[S], component: str, environ: Mapping[str, str], arguments: Sequence[str] = ()) -> S:
@@ -141,6 +143,7 @@ def load(component: str, struct: type[S], arguments: Sequence[str]) -> Loaded[S]
         shared=read(SharedSettings, "", os.environ, chosen["shared"]),
         bus=read(BusSettings, "nats", os.environ, [flag.replace("--nats-", "--", 1) for flag in chosen["bus"]]),
         own=settings,
+        supervisor=read_supervisor(os.environ),
     )
 
 

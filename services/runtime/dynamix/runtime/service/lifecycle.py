@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import faulthandler
 import gc
 import importlib.metadata
 import os
@@ -23,6 +24,7 @@ from dynamix.runtime.metrics import MetricsServer, ServiceMetrics
 from dynamix.runtime.settings import Loaded, check_bus, help_text, load, node_name
 
 from .context import Context, StartError
+from .notifier import SystemdNotifier
 from .shown import COUNTERS, GAUGES, ServiceState
 
 STOP_TIMEOUT_S = 10.0
@@ -39,7 +41,7 @@ def run(service: str, settings_type: type[S], main: Main[S], arguments: Sequence
 
     Reads settings from environment and `arguments` (`sys.argv` by default), sets up logs, connects (waiting for the
     broker as long as it takes), sends a heartbeat every second and answers `nats micro` while `main` runs, and
-    `/metrics`, `/livez` and `/readyz` where a port is set. On SIGTERM
+    `/metrics`, `/livez` and `/readyz` where a port is set. systemd is notified where it asks. On SIGTERM
     or SIGINT it sets `context.stop` and ends the intake, waits for `main` to return, and drains. Codes: 0 after a
     signal or when `main` is done, 1 when `main` or the connection failed or the event loop was stuck, 2 for settings
     that cannot be used.
@@ -55,6 +57,7 @@ def run(service: str, settings_type: type[S], main: Main[S], arguments: Sequence
         sys.stderr.write(f"dynamix {service}: {error}\n")
         return EXIT_USAGE
     logs.configure(loaded.shared.log_level)
+    faulthandler.enable()  # systemd's SIGABRT then prints the threads' stacks, also when one keeps the interpreter lock
     gc.freeze()  # what imports made is never garbage: each full collection would spend 20 ms on it, loop and all
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_live(service, loaded, main))
@@ -83,15 +86,16 @@ class _Life(Generic[S]):
         self._metrics.declare(counters=COUNTERS, gauges=GAUGES)
         self._state = ServiceState(self._node, self._instance, self._stop, self._watchdog)
         self._metrics.add(self._state.show)
+        self._notifier = SystemdNotifier(loaded.supervisor, self._state.not_ready)
 
     async def live(self) -> int:
         """Connect, work, drain; returns the exit code."""
         stopped = asyncio.create_task(self._stop.wait(), name="stop")
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop.set)
+            loop.add_signal_handler(number, self._end)
         try:
-            async with self._watchdog, self._answering():
+            async with self._watchdog, self._notifier, self._answering():
                 bus = await self._connect(stopped)
                 return EXIT_OK if bus is None else await self._work(bus, stopped)
         except (BusError, OSError) as error:
@@ -101,6 +105,10 @@ class _Life(Generic[S]):
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
             stopped.cancel()
+
+    def _end(self) -> None:
+        self._stop.set()
+        self._notifier.stopping()
 
     @contextlib.asynccontextmanager
     async def _answering(self) -> AsyncIterator[None]:

@@ -1,0 +1,139 @@
+#!/bin/sh
+# Install DYNAMIX with systemd on this machine, or bring it up to date. As root, in a clone of the repository:
+#
+#   sh deploy/install.sh [OPTION ...] [WHEEL]
+#
+#   --node       a machine that only trains: the collector alone, whose broker is another machine
+#   --ebpf       the collector counts in the kernel (needs python3-bpfcc and kernel headers)
+#   --tls        the broker is for several machines: certificate and key in /etc/dynamix/tls
+#   --learner    also the learner, with PyTorch
+#   --no-start   install and enable, but start nothing
+#
+# WHEEL is a release to install instead of the clone. A second run changes nothing but what is new: options of the first
+# one still hold, passwords stay, and so does configuration that was edited, with the new one beside it as FILE.new.
+# Services are restarted, the broker is not. uninstall.sh takes all of it back.
+#
+# DESTDIR=DIRECTORY installs into that directory instead, for a package or an image, without root: nothing is started.
+# PYTHON=... is the interpreter (3.11 or newer, with venv); pip's own variables (PIP_INDEX_URL, ...) are followed.
+set -eu
+deploy=$(cd "$(dirname "$0")" && pwd)
+source=$(dirname "$deploy")
+root=${DESTDIR:-}
+root=${root%/}
+python=${PYTHON:-python3}
+prefix=/opt/dynamix
+share=$root$prefix/share/dynamix
+node= ebpf= tls= learner= start=1 program=$source
+
+fail() {
+    echo "install.sh: $1" >&2
+    exit 1
+}
+
+units=$root/etc/systemd/system
+
+for argument in "$@"; do
+    case $argument in
+        --node) node=1 ;;
+        --ebpf) ebpf=1 ;;
+        --tls) tls=1 ;;
+        --learner) learner=1 ;;
+        --no-start) start= ;;
+        --help | -h)
+            sed -n '2,/^set/s/^# \{0,1\}//p' "$0"
+            exit 0
+            ;;
+        -*) fail "unknown option $argument: see --help" ;;
+        *.whl) program=$argument ;;
+        *) fail "$argument is no wheel: name a file that ends with .whl, or none" ;;
+    esac
+done
+[ ! -e "$units/dynamix-nats.service.d/tls.conf" ] || tls=1
+[ ! -e "$units/dynamix-collector.service.d/ebpf.conf" ] || ebpf=1
+[ ! -e "$units/dynamix-learner.service" ] || learner=1
+[ ! -e "$units/dynamix-collector.service" ] || [ -e "$units/dynamix-nats.service" ] || node=1
+[ -z "$node" ] || [ -z "$tls$learner" ] || fail "--tls and --learner are for the broker's machine, not for --node"
+[ -e "$program" ] || fail "there is no $program"
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
+    fail "$python is not Python 3.11 or newer: name another interpreter with PYTHON=..."
+"$python" -c 'import venv, ensurepip' 2>/dev/null || fail "$python has no module venv: apt-get install python3-venv"
+if [ -z "$root" ]; then
+    [ "$(id -u)" = 0 ] || fail "run it as root, or with DESTDIR=DIRECTORY"
+    command -v systemctl >/dev/null || fail "there is no systemd here: see compose.yaml and kubernetes/ for other ways"
+fi
+
+# A copy of each file as it was installed tells an edited one from an old one.
+install_configuration() {
+    target=$root/etc/dynamix/$(basename "$1")
+    pristine=$share/installed/$(basename "$1")
+    if [ ! -e "$target" ] || cmp -s "$1" "$target" || cmp -s "$pristine" "$target"; then
+        install -m 644 "$1" "$target"
+        rm -f "$target.new"
+    else
+        install -m 644 "$1" "$target.new"
+        echo "kept $target, which was edited; the new one is $target.new"
+    fi
+    install -m 644 "$1" "$pristine"
+}
+
+# The program. With DESTDIR it is made where it shall not stay: its scripts get the path that they will have.
+[ -x "$root$prefix/bin/python" ] || "$python" -m venv "$root$prefix"
+"$root$prefix/bin/python" -m pip install --quiet --disable-pip-version-check -c "$source/constraints.txt" \
+    "$program[cli${learner:+,learn}]"
+if [ -n "$root" ]; then
+    grep -rlIF "$root$prefix" "$root$prefix/bin" "$root$prefix/pyvenv.cfg" | while read -r file; do
+        sed -i "s|$root$prefix|$prefix|g" "$file"
+    done
+fi
+
+install -d -m 755 "$root/etc/dynamix" "$root/etc/dynamix/train" "$share/installed" "$root$prefix/share/doc/dynamix"
+install -m 644 "$deploy/README.md" "$root$prefix/share/doc/dynamix/"
+install -m 755 "$deploy/uninstall.sh" "$share/"
+install_configuration "$deploy/systemd/dynamix.env"
+if [ -z "$node" ]; then
+    install_configuration "$deploy/nats.conf"
+    [ -z "$tls" ] || install_configuration "$deploy/nats-tls.conf"
+    sh "$deploy/make-secrets.sh" "$root/etc/dynamix/credentials"
+else
+    (umask 077 && mkdir -p "$root/etc/dynamix/credentials")
+fi
+
+services="dynamix-collector"
+[ -n "$node" ] || services="$services dynamix-reward dynamix-arbitrator"
+[ -z "$learner" ] || services="$services dynamix-learner"
+broker=
+[ -n "$node" ] || broker="dynamix-nats dynamix-provision"
+install -d -m 755 "$units"
+for unit in $broker $services dynamix-train@; do
+    install -m 644 "$deploy/systemd/$unit.service" "$units/"
+done
+[ -z "$ebpf" ] || install -D -m 644 "$deploy/systemd/dynamix-collector.service.d/ebpf.conf" \
+    -t "$units/dynamix-collector.service.d"
+[ -z "$tls" ] || install -D -m 644 "$deploy/systemd/dynamix-nats.service.d/tls.conf" -t "$units/dynamix-nats.service.d"
+
+# shellcheck disable=SC2086 # names of units, one word each
+if [ -n "$root" ]; then
+    if command -v systemctl >/dev/null; then
+        systemctl --quiet --root="$root" enable $broker $services
+    else
+        echo "no systemctl here: enable on the machine itself: $broker $services"
+    fi
+    exit 0
+fi
+systemctl daemon-reload
+# shellcheck disable=SC2086
+systemctl --quiet enable $broker $services
+[ -n "$start" ] || exit 0
+if [ -n "$node" ] && [ ! -s /etc/dynamix/credentials/collector.password ]; then
+    echo "copy collector.password and trainer.password from the broker's /etc/dynamix/credentials to here, name the"
+    echo "broker in /etc/dynamix/dynamix.env, and: systemctl start dynamix-collector"
+    exit 0
+fi
+if [ -n "$broker" ]; then
+    systemctl start dynamix-nats
+    systemctl restart dynamix-provision # brings the streams up to date
+fi
+# shellcheck disable=SC2086
+systemctl restart $services # returns once they are ready
+# shellcheck disable=SC2086
+echo "running:" $broker $services

@@ -1,0 +1,166 @@
+"""What services tell systemd, over a real socket: ready, alive, stopping. Real processes."""
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from tests.support.brokers import ConfiguredServer
+from tests.support.notifications import NotificationSocket
+
+from dynamix.cli.services import SERVICES, bus_environment
+from dynamix.runtime.bus import Bus
+from dynamix.runtime.service.notifier import SystemdNotifier
+from dynamix.runtime.supervisor import Supervisor, read_supervisor
+
+ROOT = Path(__file__).parents[2]
+Process = asyncio.subprocess.Process
+
+
+@contextlib.asynccontextmanager
+async def started(
+    server: ConfiguredServer, systemd: dict[str, str], module: str, *arguments: str
+) -> AsyncIterator[Process]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", module, *arguments),
+        cwd=ROOT,
+        env={**os.environ, **bus_environment(server.settings), "DYNAMIX_NODE": "node-a", **systemd},
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.communicate()
+
+
+@pytest.fixture
+def systemd(tmp_path: Path) -> Iterator[NotificationSocket]:
+    with NotificationSocket(tmp_path / "notify") as held:
+        yield held
+
+
+@pytest.mark.parametrize("service", SERVICES)
+async def test_a_service_is_ready_once_it_reads_its_streams_and_says_that_it_stops(
+    server: ConfiguredServer, bus: Bus, systemd: NotificationSocket, service: str
+) -> None:
+    assert bus.is_connected, "the streams are there"
+    async with started(server, systemd.environ(), f"dynamix.{service}") as process:
+        before = await systemd.lines_until("READY=1")
+        assert before[-1] == "STATUS=working"
+        assert set(before) <= {"STATUS=waiting for the broker", "STATUS=not reading its streams yet", "STATUS=working"}
+        process.send_signal(signal.SIGTERM)
+        assert await systemd.line() == "STOPPING=1"
+        await process.communicate()
+    assert process.returncode == 0
+
+
+async def test_a_service_without_a_broker_is_alive_and_not_ready(
+    server: ConfiguredServer, systemd: NotificationSocket
+) -> None:
+    await server.stop()
+    async with started(server, systemd.environ(watchdog_s=0.8), "dynamix.reward"):
+        lines = [await systemd.line() for _ in range(6)]
+    assert lines == ["STATUS=waiting for the broker", *["WATCHDOG=1"] * 5]
+
+
+async def test_a_frozen_loop_sends_no_sign_of_life_and_one_that_comes_back_does(
+    server: ConfiguredServer, bus: Bus, systemd: NotificationSocket, tmp_path: Path
+) -> None:
+    assert bus.is_connected, "the streams are there"
+    trigger = tmp_path / "now"
+    arguments = ("--trigger", str(trigger), "--block-s", "4", "--stuck-after-s", "0")
+    async with started(server, systemd.environ(0.4), "tests.support.stuck_service", *arguments) as process:
+        for _ in range(5):
+            await systemd.lines_until("WATCHDOG=1")
+        trigger.touch()
+        await systemd.silence(2)
+        assert process.returncode is None
+        assert await systemd.line() == "WATCHDOG=1"
+
+
+async def test_an_interpreter_that_is_stuck_sends_none_and_shows_where_when_systemd_aborts_it(
+    server: ConfiguredServer, bus: Bus, systemd: NotificationSocket, tmp_path: Path
+) -> None:
+    assert bus.is_connected, "the streams are there"
+    trigger = tmp_path / "now"
+    arguments = ("--trigger", str(trigger), "--hold-lock", "--stuck-after-s", "1")
+    async with started(server, systemd.environ(0.4), "tests.support.stuck_service", *arguments) as process:
+        await systemd.lines_until("WATCHDOG=1")
+        trigger.touch()
+        await systemd.silence(3)
+        assert process.returncode is None, "our own watchdog cannot see it"
+        process.send_signal(signal.SIGABRT)  # as systemd does after WatchdogSec=
+        _, stderr = await process.communicate()
+    assert process.returncode == -signal.SIGABRT
+    assert b"in hold_interpreter_lock" in stderr
+
+
+async def test_what_a_full_socket_does_not_take_is_told_later() -> None:
+    """The kernel keeps ten datagrams of a socket that is not read, or as many as the machine says."""
+    with NotificationSocket(f"@dynamix-test-{os.getpid()}") as held:
+        reasons = ["not yet"]
+        async with SystemdNotifier(Supervisor(held.address), lambda: reasons[0]) as notifier:
+            assert await held.line() == "STATUS=not yet"
+            while notifier._send("STATUS=more"):
+                pass
+            reasons[0] = ""
+            notifier._look()
+            assert not notifier._was_ready
+            assert set(await held.lines_until("STATUS=working")) == {"STATUS=more"}
+            assert await held.line() == "READY=1"
+
+
+async def test_a_sign_of_life_is_sent_four_times_within_the_limit() -> None:
+    now_s = [0.0]
+    with NotificationSocket(f"@dynamix-test-{os.getpid()}") as held:
+        async with SystemdNotifier(Supervisor(held.address, 60.0), lambda: "not yet", lambda: now_s[0]) as notifier:
+            assert notifier._timer is not None
+            notifier._timer.cancel()
+            assert [await held.line(), await held.line()] == ["STATUS=not yet", "WATCHDOG=1"]
+            for now_s[0] in range(0, 60, 5):
+                notifier._look()
+                assert notifier._timer is not None
+                notifier._timer.cancel()
+            assert [await held.line() for _ in range(3)] == ["WATCHDOG=1"] * 3  # after 15, 30 and 45 s
+            with pytest.raises(TimeoutError):
+                await held.line(timeout_s=0.1)
+
+
+async def test_a_socket_that_is_gone_is_warned_about_once_and_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with SystemdNotifier(Supervisor(str(tmp_path / "notify"), 0.4), lambda: ""):
+        assert caplog.text.count("systemd cannot be notified (NOTIFY_SOCKET): [Errno 2]") == 1
+        with NotificationSocket(tmp_path / "notify") as held:
+            assert await held.lines_until("WATCHDOG=1") == ["STATUS=working", "READY=1"]
+    assert caplog.text.count("systemd cannot be notified") == 1
+
+
+def test_without_systemd_nothing_is_asked_for() -> None:
+    assert read_supervisor({}) == Supervisor("", 0.0)
+    assert read_supervisor({"WATCHDOG_USEC": "1000000"}) == Supervisor("", 0.0)
+
+
+def test_a_watchdog_for_another_process_is_not_ours() -> None:
+    environ = {"NOTIFY_SOCKET": "/run/systemd/notify", "WATCHDOG_USEC": "60000000"}
+    assert read_supervisor({**environ, "WATCHDOG_PID": str(os.getpid())}).watchdog_s == 60.0
+    assert read_supervisor({**environ, "WATCHDOG_PID": str(os.getppid())}).watchdog_s == 0.0
+
+
+@pytest.mark.parametrize(
+    ("environ", "sentence"),
+    [
+        ({"NOTIFY_SOCKET": "vsock:2:9"}, "NOTIFY_SOCKET='vsock:2:9': only a path or @name can be notified; unset it"),
+        ({"NOTIFY_SOCKET": "/n", "WATCHDOG_USEC": "1s"}, "WATCHDOG_USEC='1s' is no number of microseconds"),
+    ],
+)
+def test_what_cannot_be_notified_is_refused(environ: dict[str, str], sentence: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+        read_supervisor(environ)
