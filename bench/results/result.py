@@ -68,6 +68,22 @@ def mean_of(values: Sequence[float]) -> MeanInterval:
     return MeanInterval(mean, mean - half, mean + half)
 
 
+def trend_of(values: Sequence[float], *, per: int = 1) -> MeanInterval | None:
+    """Rise of a straight line through values in turn, over `per` of them, with Student's 95 % interval.
+
+    `None` for less than three values, which have no scatter about a line.
+    """
+    num_free = len(values) - 2
+    if num_free < 1:
+        return None
+    numbers = np.arange(len(values)) - (len(values) - 1) / 2
+    spread = float((numbers**2).sum())
+    slope = float(numbers @ np.asarray(values)) / spread
+    rest = np.asarray(values) - statistics.fmean(values) - slope * numbers
+    half = float(stdtrit(num_free, 0.975)) * math.sqrt(float((rest**2).sum()) / num_free / spread)
+    return MeanInterval(per * slope, per * (slope - half), per * (slope + half))
+
+
 def cells_of(table: OutcomeTable, label: str, scenario: Scenario) -> list[Cell]:
     """The cells of `COLUMNS` for a contender in a scenario; the last one is `ratio_of`."""
     families = [scenario.family]

@@ -20,6 +20,7 @@ from bench.results.result import (
     markdown,
     markers,
     mean_of,
+    trend_of,
     write_table,
 )
 from tests.support.small_suites import made_up
@@ -285,6 +286,13 @@ def test_missing_data_end_an_experiment_before_its_first_run(
     assert main(["--only", "paper-vgg11", *places]) == 2
     assert capsys.readouterr().err.startswith("paper-vgg11: CIFAR-10 is missing: no data_batch_1.bin")
     assert not (tmp_path / "work" / "reduced" / "runs.jsonl").exists()
+
+
+def test_a_trend_is_that_of_the_straight_line_through_all_values() -> None:
+    found = trend_of([1.0, 3.0, 2.0, 4.0], per=10)  # slope 0.8, sum of squares 1.8 about it, t(2) = 4.303
+    assert found is not None
+    assert (found.value, found.low, found.high) == pytest.approx((8.0, 8 - 18.255, 8 + 18.255), abs=2e-3)
+    assert trend_of([1.0, 2.0]) is None
 
 
 def test_an_experiment_runs_and_writes_its_table_numbers_and_picture(tmp_path: Path) -> None:
