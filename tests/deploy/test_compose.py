@@ -1,15 +1,19 @@
 """The compose file: valid, in the right order, with no right that a service does not need."""
 
+import asyncio
 import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 import yaml
+
+from dynamix.runtime.metrics import MetricsServer, ServiceMetrics
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 SCHEMA = json.loads((Path(__file__).parent / "compose.schema.json").read_text())
@@ -83,11 +87,50 @@ def test_a_service_starts_after_the_streams_exist_restarts_for_ever_and_is_watch
     spec = service(name)
     assert spec["restart"] == "always"
     assert spec["depends_on"] == {"provision": {"condition": "service_completed_successfully"}}
-    assert spec["healthcheck"]["test"] == ["CMD", "dynamix", "doctor", "--alive", name]
+    assert spec["healthcheck"] == compose()["x-health"]
 
 
-def test_the_learner_runs_only_when_it_is_asked_for() -> None:
+def test_all_that_stays_up_has_a_health_check() -> None:
+    services = compose()["services"]
+    assert {name for name, spec in services.items() if "healthcheck" in spec} == {*SERVICES, "nats", "prometheus"}
+    assert {name for name, spec in services.items() if spec.get("restart") == "always"} == {
+        *SERVICES,
+        "nats",
+        "prometheus",
+    }
+
+
+@pytest.mark.parametrize(("reason", "code"), [("", 0), ("waiting for the broker", 1)])
+async def test_the_health_check_asks_readyz(reason: str, code: int) -> None:
+    words = compose()["x-health"]["test"]
+    assert (words[:3], len(words)) == (["CMD", "python", "-c"], 4)
+    async with MetricsServer("127.0.0.1", 0, ServiceMetrics("reward"), lambda: reason) as answering:
+        script = words[3].replace("9601", str(answering.port))
+        check = await asyncio.create_subprocess_exec(sys.executable, "-c", script, stdout=asyncio.subprocess.PIPE)
+        shown, _ = await check.communicate()
+    assert (check.returncode, shown.decode()) == (code, f"{reason or 'ok'}\n")
+
+
+def test_the_health_check_asks_the_port_that_services_answer_on() -> None:
+    assert compose()["x-metrics"]["DYNAMIX_METRICS_PORT"] == "9601"
+    assert '"127.0.0.1", 9601' in compose()["x-health"]["test"][3]
+
+
+def test_the_learner_and_prometheus_run_only_when_they_are_asked_for() -> None:
     assert service("learner")["profiles"] == ["learning"]
+    assert service("prometheus")["profiles"] == ["metrics"]
+
+
+def test_prometheus_scrapes_every_service_that_always_runs() -> None:
+    (folder, where, mode) = next(one.split(":") for one in service("prometheus")["volumes"] if one.startswith("./"))
+    (option,) = [word for word in service("prometheus")["command"] if word.startswith("--config.file=")]
+    file = Path(option.removeprefix("--config.file="))
+    assert (str(file.parent), mode) == (where, "ro")
+    config = yaml.safe_load((DEPLOY / folder / file.name).read_text())
+    (scrape,) = config["scrape_configs"]
+    assert scrape["job_name"] == "dynamix", "the alerts expect it"
+    assert scrape["static_configs"] == [{"targets": [f"{name}:9601" for name in SERVICES if name != "learner"]}]
+    assert service("prometheus")["ports"] == ["127.0.0.1:9090:9090"]
 
 
 def test_the_streams_are_made_once_the_broker_is_healthy() -> None:
@@ -96,7 +139,7 @@ def test_the_streams_are_made_once_the_broker_is_healthy() -> None:
     assert "healthcheck" in service("nats")
 
 
-@pytest.mark.parametrize("name", [*SERVICES, "provision", "nats"])
+@pytest.mark.parametrize("name", [*SERVICES, "provision", "nats", "prometheus"])
 def test_no_container_can_write_or_gain_rights(name: str) -> None:
     spec = service(name)
     assert spec["read_only"] is True

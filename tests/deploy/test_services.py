@@ -67,7 +67,7 @@ async def test_a_window_passes_all_services_without_a_denied_permission(broker: 
     checks = await bus_checks(broker.settings("watcher"), configured=True)
     assert {check.name: check.present for check in checks} == {"broker": True, "streams": True, "services": True}
     assert watcher.counters["permission_denials"] == 0
-    node = {"DYNAMIX_NODE": NODE}  # the health check of compose.yaml, as each service's own user
+    node = {"DYNAMIX_NODE": NODE}  # what `doctor --alive` asks, as each service's own user
     assert all(await asyncio.gather(*[is_alive(broker.settings(name), name, node) for name in SERVICES]))
 
 
