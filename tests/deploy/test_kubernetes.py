@@ -1,96 +1,302 @@
-"""The manifest of the collector with eBPF: three capabilities, the processes and groups of the host, and no more."""
+"""The Kubernetes manifests: valid, no right that a pod does not need, probes and policies that fit the services."""
 
+import re
+import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
+from kubeflow_trainer_api.models import TrainerV1alpha1TrainingRuntime, TrainerV1alpha1TrainJob
+from tests.support.manifests import KUBERNETES, Manifest, base, documents, find, pods, resources, training
 
 from dynamix.schemas.subjects import check_token
 
-DEPLOY = Path(__file__).parents[2] / "deploy"
-IMAGE = "dynamix-collector-ebpf"
+ROOT = Path(__file__).parents[2]
+SERVICES = ("collector", "reward", "arbitrator")
+OLDEST = "1.31"
+VERSIONS = (OLDEST, kubernetes_validate.latest_version())
+MODELS = {"TrainingRuntime": TrainerV1alpha1TrainingRuntime, "TrainJob": TrainerV1alpha1TrainJob}
+PODS = dict(pods([*base(), *training()]))
+MEASURED = {"DaemonSet dynamix-collector", "Job mnist", "TrainingRuntime dynamix"}
+
+needs_kubectl = pytest.mark.skipif(
+    shutil.which("kubectl") is None, reason="kubectl is MISSING: only our own reading of the kustomizations is checked"
+)
 
 
-def manifest() -> dict[str, Any]:
-    loaded: dict[str, Any] = yaml.safe_load((DEPLOY / "kubernetes/collector.yaml").read_text())
-    return loaded
+def built(folder: str) -> list[Manifest]:
+    """What kustomize makes of a folder."""
+    command = ["kubectl", "kustomize", str(KUBERNETES / folder)]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return list(yaml.safe_load_all(shown))
 
 
-def pod() -> dict[str, Any]:
-    found: dict[str, Any] = manifest()["spec"]["template"]["spec"]
+def only_container(pod: Manifest) -> Manifest:
+    (found,) = pod["spec"]["containers"]
     return found
 
 
-def container() -> dict[str, Any]:
-    (only,) = pod()["containers"]
-    found: dict[str, Any] = only
-    return found
+def service_pod(name: str) -> Manifest:
+    kind = "DaemonSet" if name == "collector" else "Deployment"
+    return PODS[f"{kind} dynamix-{name}"]
 
 
-def test_it_is_one_daemon_set_that_selects_its_own_pods() -> None:
-    assert (manifest()["apiVersion"], manifest()["kind"]) == ("apps/v1", "DaemonSet")
-    assert manifest()["spec"]["selector"]["matchLabels"] == manifest()["spec"]["template"]["metadata"]["labels"]
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("manifest", [*base(), *training()], ids=lambda one: f"{one['kind']}-{one['metadata']['name']}")
+def test_a_manifest_follows_the_schema_of_its_kind(manifest: Manifest, version: str) -> None:
+    check(manifest, version)
 
 
-def test_its_root_has_three_capabilities_and_can_neither_write_nor_gain_any() -> None:
-    assert container()["securityContext"] == {
-        "runAsUser": 0,
-        "runAsGroup": 0,
+def check(manifest: Manifest, version: str = OLDEST) -> None:
+    """Kubernetes's schemas with unknown fields refused; Trainer's kinds by its own models, which leave those out."""
+    if model := MODELS.get(manifest["kind"]):
+        assert model.from_dict(manifest).to_dict() == manifest
+        if manifest["kind"] == "TrainingRuntime":
+            (replicated,) = manifest["spec"]["template"]["spec"]["replicatedJobs"]
+            template = replicated["template"]["spec"]["template"]
+            job = {"template": {**template, "spec": {"restartPolicy": "Never", **template["spec"]}}}
+            check({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "n"}, "spec": job}, version)
+        return
+    kubernetes_validate.validate(manifest, version, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "old", "new"),
+    [
+        ("Deployment", "dynamix-reward", "readOnlyRootFilesystem", "readOnlyRootFileSystem"),
+        ("Deployment", "dynamix-reward", "replicas: 1", "replicas: one"),
+        ("NetworkPolicy", "dynamix-nats", "podSelector", "podSelectors"),
+        ("TrainJob", "mnist", "numNodes", "numNode"),
+        ("TrainJob", "mnist", "numProcPerNode: 4", "numProcPerNode: four"),
+        ("TrainingRuntime", "dynamix", "replicatedJobs", "replicatedJob"),
+        ("TrainingRuntime", "dynamix", "hostPID", "hostPid"),
+    ],
+)
+def test_a_mistake_in_a_manifest_would_be_found(kind: str, name: str, old: str, new: str) -> None:
+    text = yaml.safe_dump(find([*base(), *training()], kind, name))
+    assert old in text
+    with pytest.raises((kubernetes_validate.ValidationError, AssertionError, ValueError)):
+        check(yaml.safe_load(text.replace(old, new)))
+
+
+def test_every_file_of_the_base_is_a_resource_of_it() -> None:
+    files = {f"base/{path.name}" for path in (KUBERNETES / "base").glob("*.yaml")} - {"base/kustomization.yaml"}
+    assert sorted(resources("base")) == sorted(files)
+    (ebpf,) = documents("ebpf/kustomization.yaml")
+    assert (ebpf["resources"], ebpf["patches"]) == (["../base"], [{"path": "collector.yaml"}])
+
+
+@needs_kubectl
+@pytest.mark.parametrize("folder", ["base", "ebpf"])
+def test_kustomize_builds_what_is_valid_in_one_namespace(folder: str) -> None:
+    manifests = built(folder)
+    assert len(manifests) == len(base()) + 1, "the variables of all services"
+    for manifest in manifests:
+        check(manifest)
+        assert manifest["kind"] == "Namespace" or manifest["metadata"]["namespace"] == "dynamix"
+    (environment,) = [one for one in manifests if one["kind"] == "ConfigMap"]
+    for what, pod in pods(manifests):
+        (named,) = only_container(pod)["envFrom"]
+        assert named["configMapRef"]["name"] == environment["metadata"]["name"], what
+
+
+@needs_kubectl
+def test_ebpf_gives_root_three_capabilities_and_the_nodes_control_groups_and_nothing_else() -> None:
+    plain, opened = (find(built(folder), "DaemonSet", "dynamix-collector") for folder in ("base", "ebpf"))
+    pod = opened["spec"]["template"]
+    assert only_container(pod)["securityContext"] == {
         "privileged": False,
         "allowPrivilegeEscalation": False,
         "readOnlyRootFilesystem": True,
         "capabilities": {"drop": ["ALL"], "add": ["BPF", "NET_ADMIN", "PERFMON"]},
-        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    assert pod["spec"]["securityContext"] == {
+        **plain["spec"]["template"]["spec"]["securityContext"],
+        "runAsNonRoot": False,
+        "runAsUser": 0,
+        "runAsGroup": 0,
+    }
+    added = [volume for volume in pod["spec"]["volumes"] if "hostPath" in volume]
+    assert added == [{"name": "cgroup", "hostPath": {"path": "/sys/fs/cgroup", "type": "Directory"}}]
+    assert {mount["name"]: mount["readOnly"] for mount in only_container(pod)["volumeMounts"]} == {
+        "password": True,
+        "authority": True,
+        "cgroup": True,
     }
 
 
-def test_of_the_host_it_sees_processes_and_control_groups_only() -> None:
-    assert pod()["hostPID"] is True
-    assert "hostNetwork" not in pod()
-    assert "hostIPC" not in pod()
-    assert pod()["automountServiceAccountToken"] is False
-    paths = [volume["hostPath"]["path"] for volume in pod()["volumes"] if "hostPath" in volume]
-    assert paths == ["/sys/fs/cgroup"]
+def test_there_are_these_pods() -> None:
+    assert set(PODS) == {
+        "DaemonSet dynamix-collector",
+        "Deployment dynamix-reward",
+        "Deployment dynamix-arbitrator",
+        "Job dynamix-provision",
+        "Job mnist",
+        "TrainingRuntime dynamix",
+    }
 
 
-def test_every_mount_is_of_a_volume_and_read_only() -> None:
-    mounts = {mount["name"]: mount for mount in container()["volumeMounts"]}
-    assert set(mounts) == {volume["name"] for volume in pod()["volumes"]}
-    assert all(mount["readOnly"] for mount in mounts.values())
-    password = next(one["value"] for one in container()["env"] if one["name"] == "DYNAMIX_NATS_PASSWORD_FILE")
-    assert Path(password).parent == Path(mounts["password"]["mountPath"])
+@pytest.mark.parametrize("what", PODS)
+def test_no_pod_is_root_or_can_write_or_gain_rights(what: str) -> None:
+    assert PODS[what]["spec"]["securityContext"] == {
+        "runAsNonRoot": True,
+        "runAsUser": 10001,
+        "runAsGroup": 10001,
+        "fsGroup": 10001,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    assert only_container(PODS[what])["securityContext"] == {
+        "privileged": False,
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
 
 
-def test_its_image_is_a_target_of_the_dockerfile() -> None:
-    assert container()["image"].partition(":")[0] == IMAGE
-    assert f" AS {IMAGE.removeprefix('dynamix-')}\n" in (DEPLOY / "Dockerfile").read_text()
+@pytest.mark.parametrize("what", PODS)
+def test_no_pod_speaks_to_the_api_server_or_gets_variables_that_are_settings_of_ours(what: str) -> None:
+    """A service named dynamix-nats would be DYNAMIX_NATS_PORT in every pod of its namespace: an unknown setting."""
+    assert PODS[what]["spec"]["automountServiceAccountToken"] is False
+    assert PODS[what]["spec"]["enableServiceLinks"] is False
 
 
-@pytest.mark.parametrize("node", ["ip-10-0-0-7.eu-west-1.compute.internal", "node-a"])
-def test_the_service_makes_a_valid_name_of_the_nodes(tmp_path: Path, node: str) -> None:
-    (tmp_path / "python").write_text('#!/bin/sh\nprintf %s "$DYNAMIX_NODE"\n')
-    (tmp_path / "python").chmod(0o755)
-    environ = {"PATH": f"{tmp_path}:/usr/bin:/bin", "NODE_NAME": node}
-    shown = subprocess.run(container()["command"], env=environ, capture_output=True, text=True, check=True).stdout
-    assert check_token(shown) == node.split(".", maxsplit=1)[0]
+@pytest.mark.parametrize("what", PODS)
+def test_of_the_host_only_processes_are_seen_and_only_where_ranks_are_measured(what: str) -> None:
+    spec = PODS[what]["spec"]
+    assert spec.get("hostPID", False) is (what in MEASURED)
+    assert not {"hostNetwork", "hostIPC"} & set(spec)
+    assert [volume for volume in spec["volumes"] if "hostPath" in volume] == []
 
 
-def test_probes_and_scrapes_ask_the_port_that_the_service_answers_on() -> None:
-    environ = {variable["name"]: variable.get("value") for variable in container()["env"]}
-    (port,) = container()["ports"]
-    assert environ["DYNAMIX_METRICS_PORT"] == str(port["containerPort"])
+@pytest.mark.parametrize("what", PODS)
+def test_every_mount_is_of_a_volume_and_the_password_is_where_it_is_read(what: str) -> None:
+    container, spec = only_container(PODS[what]), PODS[what]["spec"]
+    mounts = {mount["name"]: mount for mount in container["volumeMounts"]}
+    assert set(mounts) == {volume["name"] for volume in spec["volumes"]}
+    environ = {one["name"]: one.get("value") for one in container["env"]}
+    assert Path(environ["DYNAMIX_NATS_PASSWORD_FILE"]).parent == Path(mounts["password"]["mountPath"])
+    secret = next(volume["secret"] for volume in spec["volumes"] if volume["name"] == "password")
+    assert secret == {"secretName": f"dynamix-{environ['DYNAMIX_NATS_USER']}", "defaultMode": 0o440}
+
+
+@pytest.mark.parametrize("what", set(PODS) - {"TrainingRuntime dynamix"})
+def test_every_pod_says_what_it_needs_and_has_a_limit_of_memory(what: str) -> None:
+    needed = only_container(PODS[what])["resources"]
+    assert set(needed["requests"]) == {"cpu", "memory"}
+    assert "memory" in needed["limits"]
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_probes_and_scrapes_ask_the_port_that_a_service_answers_on(service: str) -> None:
+    pod, container = service_pod(service), only_container(service_pod(service))
+    environ = {one["name"]: one.get("value") for one in container["env"]}
+    (port,) = container["ports"]
+    assert environ["DYNAMIX_METRICS_PORT"] == str(port["containerPort"]) == "9601"
     assert environ["DYNAMIX_METRICS_HOST"] == "0.0.0.0"
-    probes = {what: container()[what]["httpGet"] for what in ("livenessProbe", "readinessProbe")}
+    probes = {what: container[what]["httpGet"] for what in ("livenessProbe", "readinessProbe")}
     assert {what: probe["path"] for what, probe in probes.items()} == {
         "livenessProbe": "/livez",
         "readinessProbe": "/readyz",
     }
     assert {probe["port"] for probe in probes.values()} == {port["name"]}
-    annotations = manifest()["spec"]["template"]["metadata"]["annotations"]
-    assert annotations == {
+    assert pod["metadata"]["annotations"] == {
         "prometheus.io/scrape": "true",
         "prometheus.io/port": environ["DYNAMIX_METRICS_PORT"],
         "prometheus.io/path": "/metrics",
     }
+
+
+@pytest.mark.parametrize("what", PODS)
+def test_an_image_is_a_target_of_the_dockerfile_in_the_version_of_this_project(what: str) -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    target, _, tag = only_container(PODS[what])["image"].removeprefix("dynamix-").partition(":")
+    assert f" AS {target}\n" in (ROOT / "deploy/Dockerfile").read_text()
+    assert tag == version
+
+
+@pytest.mark.parametrize("kind", ["DaemonSet", "Deployment", "PodDisruptionBudget"])
+def test_what_selects_pods_selects_its_own(kind: str) -> None:
+    for one in (one for one in base() if one["kind"] == kind):
+        name = one["metadata"]["name"].removeprefix("dynamix-")
+        assert one["spec"]["selector"]["matchLabels"] == service_pod(name)["metadata"]["labels"]
+
+
+def test_one_arbitrator_stays_when_nodes_are_drained_and_the_reward_service_is_never_there_twice() -> None:
+    manifests = base()
+    assert find(manifests, "Deployment", "dynamix-arbitrator")["spec"]["replicas"] == 2
+    assert find(manifests, "PodDisruptionBudget", "dynamix-arbitrator")["spec"]["minAvailable"] == 1
+    reward = find(manifests, "Deployment", "dynamix-reward")["spec"]
+    assert (reward["replicas"], reward["strategy"]) == (1, {"type": "Recreate"})
+    assert {"name": "DYNAMIX_INSTANCE", "value": "1"} in only_container(reward["template"])["env"]
+
+
+def test_only_the_broker_is_spoken_to_and_only_by_those_who_may() -> None:
+    def ports(name: str, direction: str) -> list[int]:
+        return [
+            port["port"] for rule in find(base(), "NetworkPolicy", name)["spec"][direction] for port in rule["ports"]
+        ]
+
+    assert ports("dynamix-services", "ingress") == [9601]
+    assert ports("dynamix-services", "egress") == [4222, 53, 53]
+    assert ports("dynamix-nats", "ingress") == [4222, 6222]
+    assert ports("dynamix-nats", "egress") == [6222, 53, 53]
+    selected = find(base(), "NetworkPolicy", "dynamix-services")["spec"]["podSelector"]["matchLabels"].items()
+    assert all(selected <= service_pod(name)["metadata"]["labels"].items() for name in SERVICES)
+    clients = find(base(), "NetworkPolicy", "dynamix-nats")["spec"]["ingress"][0]["from"][1]
+    assert clients["namespaceSelector"]["matchLabels"] == {"dynamix/clients": "yes"}
+    for what in ("Job mnist", "TrainingRuntime dynamix"):
+        assert clients["podSelector"]["matchLabels"].items() <= PODS[what]["metadata"]["labels"].items()
+
+
+@pytest.mark.parametrize("what", ["DaemonSet dynamix-collector", "Job mnist", "TrainJob mnist"])
+@pytest.mark.parametrize("node", ["ip-10-0-0-7.eu-west-1.compute.internal", "node-a"])
+def test_collector_and_ranks_make_the_same_valid_name_of_the_nodes(tmp_path: Path, what: str, node: str) -> None:
+    shown = start(what, tmp_path, 'printf %s "$DYNAMIX_NODE"', NODE_NAME=node)
+    assert check_token(shown) == node.split(".", maxsplit=1)[0]
+
+
+@pytest.mark.parametrize("what", ["Job mnist", "TrainJob mnist"])
+def test_the_jobs_id_is_its_name_and_eight_digits_of_the_uid(tmp_path: Path, what: str) -> None:
+    shown = start(what, tmp_path, 'printf %s "$DYNAMIX_JOB"')
+    assert check_token(shown) == "mnist-0b3ad2c4"
+
+
+def test_all_pods_of_the_torchrun_job_meet_at_the_first_one(tmp_path: Path) -> None:
+    words = [start("Job mnist", tmp_path, 'printf "%s\n" "$@"', JOB_COMPLETION_INDEX=index).split() for index in "01"]
+    options = [dict(zip(one[2:-1:2], one[3::2], strict=False)) for one in words]
+    assert [one["--rdzv-conf"].split(",")[0] for one in options] == ["is_host=1", "is_host=0"]
+    spec = find(training(), "Job", "mnist")["spec"]
+    host, _, port = options[0]["--rdzv-endpoint"].partition(":")
+    assert host == f"mnist-0.{spec['template']['spec']['subdomain']}"
+    service = find(training(), "Service", "mnist")["spec"]
+    assert (service["clusterIP"], [str(one["port"]) for one in service["ports"]]) == ("None", [port])
+    assert service["selector"].items() <= spec["template"]["metadata"]["labels"].items()
+    assert options[0]["--nnodes"] == str(spec["completions"]) == str(spec["parallelism"])
+
+
+def start(what: str, directory: Path, body: str, **environ: str) -> str:
+    """Run a container's command where `python` and `dynamix` are a script with this body."""
+    if what.startswith("TrainJob"):
+        command: list[Any] = find(training(), "TrainJob", "mnist")["spec"]["trainer"]["command"]
+    else:
+        command = only_container(PODS[what])["command"]
+    for program in ("python", "dynamix"):
+        (directory / program).write_text(f"#!/bin/sh\n{body}\n")
+        (directory / program).chmod(0o755)
+    known = {
+        "PATH": f"{directory}:/usr/bin:/bin",
+        "NODE_NAME": "node-a",
+        "JOB_UID": "0b3ad2c4-7d8e-4f6a-9a51-2c1f0e9d8b7a",
+        "JOB_COMPLETION_INDEX": "0",
+    }
+    return subprocess.run(command, env={**known, **environ}, capture_output=True, text=True, check=True).stdout
+
+
+def test_documents_name_the_charts_version_and_kubernetes_as_they_are_tested() -> None:
+    values, readme = (KUBERNETES / "nats-values.yaml").read_text(), (KUBERNETES / "README.md").read_text()
+    assert set(re.findall(r"--version (\S+)", values + readme)) == {"2.14.2"}
+    assert f"Kubernetes {OLDEST} or newer" in readme
