@@ -52,7 +52,7 @@ async def test_a_delay_over_the_publish_timeout_loses_and_repeats_nothing(
 async def test_an_arbitrator_behind_a_half_open_link_is_replaced_and_returns(
     plane: ControlPlane, proxy: Proxy, scale: Scale, chance: random.Random, figure: Figure
 ) -> None:
-    """The full run waits until pings find it out (10 s, twice); in the quick one a reset comes with the heal."""
+    """The full run waits until pings find it out (4 to 6 s); in the quick one a reset comes with the heal."""
     job = two_node_job()
     await plane.bus.publish(job)
     async with watching(plane.bus, job.job) as watch, crew(plane) as arbitrators:

@@ -4,8 +4,10 @@ import asyncio
 import ssl
 import subprocess
 from pathlib import Path
+from urllib.parse import urlparse
 
 import pytest
+from nats.aio.client import Server
 from tests.support import examples
 from tests.support.brokers import STATE, ConfiguredServer, connected, publish_unstored, until
 
@@ -14,6 +16,7 @@ from dynamix.runtime.bus import Bus, BusError, PermissionDeniedError
 from dynamix.runtime.bus.broker import connection
 from dynamix.runtime.bus.broker.connection import BrokerConnection
 from dynamix.runtime.bus.provision import provision
+from dynamix.runtime.bus.streams import publisher
 from dynamix.runtime.settings import BusSettings, check_url
 
 ALLOWED = (
@@ -82,6 +85,74 @@ async def test_it_reconnects_beyond_the_sixty_attempts_after_which_nats_py_would
     await until(lambda: bus.counters["errors"] > 100)
     await server.start()
     assert await bus.publish(examples.state()) == 1
+
+
+async def test_a_frozen_server_is_left_for_another(server: ConfiguredServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connections stay open, and it would take a new one, too."""
+    monkeypatch.setattr(connection, "PING_INTERVAL_S", 0.2)
+    second = ConfiguredServer()
+    second._password = server.settings.password
+    async with second:
+        both = {one.settings.url: one for one in (server, second)}
+        for one in both.values():
+            async with connected(one.settings) as admin:
+                await provision(admin)
+        async with connected(BusSettings(url=",".join(both), user="dynamix", password=server.settings.password)) as bus:
+            await bus.publish(examples.state())
+            (holder,) = [one for one in both.values() if await num_stored(one) == 1]
+            holder.pause()
+            try:
+                await until(lambda: bus.counters["reconnects"])
+                assert await bus.publish(examples.state(window_index=1)) == 1
+            finally:
+                holder.go_on()
+
+
+async def test_a_server_that_answers_and_stores_nothing_is_left_for_another(
+    server: ConfiguredServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that is cut off from the others of its cluster; here it has no streams."""
+    monkeypatch.setattr(connection, "LEAVE_AFTER_S", 0.3)
+    monkeypatch.setattr(connection, "WATCH_INTERVAL_S", 0.05)
+    monkeypatch.setattr(publisher, "LATE_S", 0.2)
+    second = ConfiguredServer()
+    second._password = server.settings.password
+    async with second, connected(server.settings) as admin:
+        await provision(admin)
+        url = f"{second.settings.url},{server.settings.url}"
+        for _ in range(6):  # it begins with either
+            async with connected(BusSettings(url=url, user="dynamix", password=server.settings.password)) as bus:
+                await bus.publish(examples.state())
+        assert (await admin.stream_state("FEED")).num_messages == 1
+
+
+async def test_the_only_server_is_not_left(server: ConfiguredServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "LEAVE_AFTER_S", 0.1)
+    monkeypatch.setattr(connection, "WATCH_INTERVAL_S", 0.02)
+    monkeypatch.setattr(publisher, "LATE_S", 0.05)
+    async with connected(server.settings) as bus, connected(server.settings) as admin:
+        future = await bus.publish_soon(examples.state())
+        await until(lambda: bus.counters["unacknowledged"])
+        await asyncio.sleep(0.5)
+        await provision(admin)
+        assert await future == 1
+        assert bus.counters["reconnects"] == 0
+
+
+async def num_stored(server: ConfiguredServer) -> int:
+    async with connected(server.settings) as bus:
+        return (await bus.stream_state("FEED")).num_messages
+
+
+async def test_of_several_servers_the_lost_one_comes_last() -> None:
+    servers = [Server(uri=urlparse(f"nats://127.0.0.1:{port}"), reconnects=0) for port in (1, 2, 3)]
+    for _ in range(30):
+        lost = BrokerConnection(BusSettings(), "test", None)
+        lost._lost_server = "127.0.0.1:2"
+        chosen, wait_s = lost._next_server(servers, {})
+        assert chosen in (servers[0], servers[2])
+        assert 0 <= wait_s <= connection.RECONNECT_WAIT_S
+        assert lost._next_server(servers[1:2], {})[0] == servers[1], "it is the only one"
 
 
 async def test_a_password_file_is_read_at_every_connection(server: ConfiguredServer, tmp_path: Path) -> None:

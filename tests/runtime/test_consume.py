@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from tests.support.brokers import (
@@ -26,6 +27,7 @@ from dynamix.runtime.bus import (
     Start,
     StreamMissingError,
 )
+from dynamix.runtime.bus.broker.errors import NoAnswerError
 from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.bus.streams import consumer, pull
 from dynamix.runtime.settings import BusSettings
@@ -178,6 +180,26 @@ async def test_a_silent_broker_is_detected_by_missing_heartbeats(
         server.go_on()
         await publish_states(bus, range(3))
         assert numbers(await read(reader, 3)) == [0, 1, 2]
+
+
+async def test_a_consumer_that_a_dead_server_should_keep_is_asked_for_under_another_name(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cluster answers nothing for the first name until that server is back."""
+    ask, asked = bus.requests.ask, list[str]()
+
+    async def first_unanswered(operation: str, body: Any, answer: Any, **options: Any) -> Any:
+        if operation.startswith("CONSUMER.CREATE"):
+            asked.append(body["config"]["name"])
+            if len(asked) == 1:
+                raise NoAnswerError(f"no answer to {operation} within {options['budget_s']} s")
+        return await ask(operation, body, answer, **options)
+
+    monkeypatch.setattr(bus.requests, "ask", first_unanswered)
+    await publish_states(bus, range(2))
+    async with bus.consume("FEED", STATES, start="all") as reader:
+        assert numbers(await read(reader, 2)) == [0, 1]
+    assert len(set(asked)) == 2
 
 
 async def test_a_quiet_stream_is_not_taken_for_a_silent_broker(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,7 @@ class Bus:
         self.statistics = StatisticsByKind()
         self.requests = Requests(connection)
         self._publisher = Publisher(connection)
+        connection.leave_while(lambda: bool(self._publisher.num_late or self.requests.num_late))
         self.objects = Objects(self.requests, self._publisher, self._read)
         self._readers: weakref.WeakSet[Consumer] = weakref.WeakSet()
         self._intake: weakref.WeakSet[Consumer | Subscription] = weakref.WeakSet()

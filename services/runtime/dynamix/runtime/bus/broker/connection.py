@@ -24,11 +24,15 @@ from .errors import BusError, ConnectionClosedError, PermissionDeniedError
 logger = logging.getLogger(__name__)
 
 RECONNECT_WAIT_S = 0.5
-PING_INTERVAL_S = 10
+PING_INTERVAL_S = 2
 MAX_OUTSTANDING_PINGS = 2
+"""A server that is frozen or cut off keeps its connections open: after 4 to 6 s without an answer we go to another."""
 WATCH_INTERVAL_S = 1.0
 STALLED_AFTER_S = 60.0
 """Without an attempt to reconnect for this long, nats-py's own task for it must have died."""
+LEAVE_AFTER_S = 5.0
+"""A server that answers pings and stores nothing may be cut off from the others: where there are several, we go to
+another so long after it is noticed. That takes 5 s, and a cluster without a leader elects one in 4 to 9 s."""
 MAX_REFUSED_LOGINS = 3
 
 DeniedCallback = Callable[[str, PermissionDeniedError], None]
@@ -69,6 +73,8 @@ class BrokerConnection:
         self._reported = False
         self._refused_logins = 0
         self._last_attempt = time.monotonic()
+        self._lost_server = ""
+        """The address that the connection was lost to."""
         self._limit = RateLimit(per_s=1.0)
         self._logged_reasons: set[str] = set()
         """Why there is no connection, as logged since the last one: a retry that fails alike is not logged again."""
@@ -76,6 +82,8 @@ class BrokerConnection:
         self._on_reconnected: list[Callable[[], None]] = []
         self._on_denied: list[DeniedCallback] = []
         self._on_closing: list[Callable[[], None]] = []
+        self._is_stalled: list[Callable[[], bool]] = []
+        self._stalled_at: float | None = None
 
     async def open(self, *, wait: bool) -> None:
         """Connect; with `wait` try for ever.
@@ -125,6 +133,10 @@ class BrokerConnection:
         """Call `callback` when the connection is closed for good by the broker; returns how to take that back."""
         self._on_closing.append(callback)
         return lambda: self._on_closing.remove(callback)
+
+    def leave_while(self, is_stalled: Callable[[], bool]) -> None:
+        """Go to another server, where there is one, when `is_stalled` for `LEAVE_AFTER_S`."""
+        self._is_stalled.append(is_stalled)
 
     async def send(self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None) -> bool:
         """Hand a message to the socket. False while disconnected: nothing is buffered for later.
@@ -229,9 +241,15 @@ class BrokerConnection:
     def _next_server(
         self, servers: list[nats.aio.client.Server], _info: dict[str, Any]
     ) -> tuple[nats.aio.client.Server | None, float]:
-        """Where to reconnect and after how many seconds: spread, so that a restarted broker is not stormed."""
+        """Where to reconnect and after how many seconds: spread, so that a restarted broker is not stormed.
+
+        Of several servers the one that was lost comes last: frozen, it would take the connection and say nothing.
+        """
         self._last_attempt = time.monotonic()
-        server = min(servers, key=lambda server: (server.reconnects, random.random()))  # noqa: S311 - no secret
+        server = min(
+            servers,
+            key=lambda server: (server.reconnects, server.uri.netloc == self._lost_server, random.random()),  # noqa: S311 - no secret
+        )
         wait = 0.0 if server.reconnects == 0 else RECONNECT_WAIT_S
         return server, wait + random.uniform(0, RECONNECT_WAIT_S)  # noqa: S311 - no secret
 
@@ -287,6 +305,8 @@ class BrokerConnection:
             callback(subject.lower(), denial)
 
     async def _on_disconnected(self) -> None:
+        if (server := self._client._current_server) is not None:  # noqa: SLF001 - nats-py shows it while connected only
+            self._lost_server = server.uri.netloc
         if self._opened and not self._closing:
             logger.warning("lost the connection to the bus; reconnecting")
         self.connected.clear()
@@ -294,6 +314,7 @@ class BrokerConnection:
     async def _on_reconnection(self) -> None:
         self.counters["reconnects"] += 1
         self._refused_logins = 0
+        self._stalled_at = None
         self.connected.set()
         self._logged_reasons.clear()
         logger.warning("reconnected to the bus")  # as loud as its loss
@@ -323,8 +344,21 @@ class BrokerConnection:
                 await self._on_close()
             elif self.connected.is_set():
                 self._last_attempt = now
+                if not any(is_stalled() for is_stalled in self._is_stalled):
+                    self._stalled_at = None
+                elif self._stalled_at is None:
+                    self._stalled_at = now
+                elif now > self._stalled_at + LEAVE_AFTER_S:
+                    await self._leave()
             elif now - self._last_attempt > STALLED_AFTER_S:
                 self._report_closed(f"no attempt to reconnect for {STALLED_AFTER_S:g} s")
+
+    async def _leave(self) -> None:
+        """Let nats-py treat the connection as lost: it goes to another server."""
+        self._stalled_at = None
+        if len(self._client._server_pool) > 1:  # noqa: SLF001 - nats-py shows it nowhere else
+            logger.warning("the server answers and stores nothing; going to another one")
+            await self._client._process_op_err(nats.errors.StaleConnectionError())  # noqa: SLF001 - as its own pings do
 
 
 def describe(error: Exception) -> str:

@@ -17,6 +17,10 @@ class StreamMissingError(BusError):
     """No stream keeps this subject, or there is no stream of this name: run `dynamix provision`."""
 
 
+class NoAnswerError(BusError):
+    """A request to JetStream's API was not answered within its budget."""
+
+
 class PublishError(BusError):
     """A message was not acknowledged within its budget, or the broker refused it."""
 

@@ -15,6 +15,7 @@ from .errors import (
     ApiError,
     BusError,
     ConnectionClosedError,
+    NoAnswerError,
     PermissionDeniedError,
     StreamMissingError,
 )
@@ -83,8 +84,8 @@ class Requests:
         """Fail what is still waited for."""
         self._fail_all(ConnectionClosedError("the connection to the bus is closed"))
 
-    async def ask(self, operation: str, body: Any, answer: type[A]) -> A:
-        """The answer to `$JS.API.<operation>`; asks again for up to `BUDGET_S` while the broker is away or not ready.
+    async def ask(self, operation: str, body: Any, answer: type[A], *, budget_s: float = BUDGET_S) -> A:
+        """The answer to `$JS.API.<operation>`; asks again for up to `budget_s` while the broker is away or not ready.
 
         Ask only what may be done twice.
 
@@ -92,7 +93,7 @@ class Requests:
             ApiError: when the API refuses.
             StreamMissingError: when it knows no such stream.
             PermissionDeniedError: when our user may not ask.
-            BusError: when no answer comes within the budget.
+            NoAnswerError: when no answer comes within the budget.
         """
         payload = b"" if body is None else msgspec.json.encode(body)
         begun, number = time.monotonic(), next(self._tokens)
@@ -104,8 +105,8 @@ class Requests:
                 except (TimeoutError, ApiError) as error:
                     if isinstance(error, ApiError) and not error.may_pass:
                         raise
-                    if time.monotonic() > begun + BUDGET_S:
-                        raise BusError(f"no answer to {operation} within {BUDGET_S:g} s: {error}") from error
+                    if time.monotonic() > begun + budget_s:
+                        raise NoAnswerError(f"no answer to {operation} within {budget_s:g} s: {error}") from error
                 await asyncio.sleep(RETRY_WAIT_S)
         finally:
             del self._asked_at[number]

@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -9,14 +10,16 @@ from typing import Any, Literal
 import msgspec
 
 from dynamix.runtime.bus.broker.connection import BrokerConnection
-from dynamix.runtime.bus.broker.errors import CONSUMER_NOT_FOUND, ApiError, SequenceRegressError
-from dynamix.runtime.bus.broker.requests import API, Answer, Requests
+from dynamix.runtime.bus.broker.errors import CONSUMER_NOT_FOUND, ApiError, NoAnswerError, SequenceRegressError
+from dynamix.runtime.bus.broker.requests import API, BUDGET_S, Answer, Requests
 
 from .stored import stream_state
 
 logger = logging.getLogger(__name__)
 
 INACTIVE_THRESHOLD_S = 60.0
+CREATE_BUDGET_S = 3.0
+"""So long one name of an unnamed consumer is asked for; then another one."""
 MAX_ACK_PENDING = 65_536
 ACK_WAIT_S = 24 * 3600.0
 """Redelivery by time is not wanted: the reset at each opening delivers again, in order, what was not acknowledged."""
@@ -97,23 +100,35 @@ class BrokerConsumer:
         if self.durable is not None:
             return self.durable, await self._reset_durable() + 1
         await self._check_position()
-        name = f"{self.connection.inbox.removeprefix('_INBOX.').replace('.', '-')}-{next(_numbers)}"
-        await self._write(
-            {
-                "name": name,
-                "ack_policy": "none",
-                "inactive_threshold": int(INACTIVE_THRESHOLD_S * 1e9),
-                "mem_storage": True,
-                **self._filter(),
-                **self.position.policy(),
-            },
-            "create",
-        )
-        return name, 1
+        until = time.monotonic() + BUDGET_S
+        while True:
+            try:
+                return await self._create_unnamed(), 1
+            except NoAnswerError:
+                if time.monotonic() > until:
+                    raise
 
     async def forget(self, name: str) -> None:
         """Remove an unnamed consumer. No answer is waited for: the broker removes it anyway when it stays unused."""
         await self.connection.send(f"{API}CONSUMER.DELETE.{self.stream}.{name}", b"")
+
+    async def _create_unnamed(self) -> str:
+        """Create a consumer under a name that was never asked for before.
+
+        A cluster places it on one server. If that one has just died, there is no answer, however often the same name is
+        asked for, until it is back: another name is placed again.
+        """
+        name = f"{self.connection.inbox.removeprefix('_INBOX.').replace('.', '-')}-{next(_numbers)}"
+        config = {
+            "name": name,
+            "ack_policy": "none",
+            "inactive_threshold": int(INACTIVE_THRESHOLD_S * 1e9),
+            "mem_storage": True,
+            **self._filter(),
+            **self.position.policy(),
+        }
+        await self._write(config, "create", budget_s=CREATE_BUDGET_S)
+        return name
 
     async def _reset_durable(self) -> int:
         """Make the durable deliver again from behind its last acknowledgement; returns its deliveries so far."""
@@ -148,13 +163,13 @@ class BrokerConsumer:
         if last and last + 1 < state.first_sequence:
             logger.warning("%s no longer holds what follows %d; on from %d", self.stream, last, state.first_sequence)
 
-    async def _write(self, config: Mapping[str, Any], action: str) -> None:
+    async def _write(self, config: Mapping[str, Any], action: str, *, budget_s: float = BUDGET_S) -> None:
         """Create or update. With one filter it stands in the API's subject, so that permissions can limit it."""
         operation = f"CONSUMER.CREATE.{self.stream}.{config['name']}"
         if "filter_subject" in config:
             operation += f".{config['filter_subject']}"
         body = {"stream_name": self.stream, "config": config, "action": action}
-        await self.requests.ask(operation, body, _ConsumerInfo)
+        await self.requests.ask(operation, body, _ConsumerInfo, budget_s=budget_s)
 
     def _filter(self) -> dict[str, Any]:
         if len(self.subjects) == 1:

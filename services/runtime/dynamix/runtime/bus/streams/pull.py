@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-HEARTBEAT_S = 2.0
+HEARTBEAT_S = 1.0
 EXPIRES_S = 30.0
 MAX_BYTES = 4 << 20
 """Limit of one request: bounds what is in flight. The broker cuts a connection with 64 MB of pending data."""
