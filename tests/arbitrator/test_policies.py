@@ -18,7 +18,7 @@ from dynamix.arbitrator.policies.random import DELTAS, Random
 from dynamix.arbitrator.policies.registry import POLICIES, policy_named
 from dynamix.lab.experiments.learning.plan import PRESETS
 from dynamix.schemas.features import GLOBAL_FEATURES, RANK_FEATURES, RANK_INDEX
-from dynamix.schemas.messages.allocation import EXACT, Exchange, OtherCodec, initial_exchange
+from dynamix.schemas.messages.allocation import EXACT, Allocation, Exchange, OtherCodec, initial_exchange
 from dynamix.schemas.messages.policies import (
     DEFAULT_POLICY,
     DIVIDED_BY_RANKS,
@@ -162,7 +162,7 @@ def test_random_differs_between_generations() -> None:
 def test_an_unknown_policy_is_refused_with_the_list_of_known_ones() -> None:
     with pytest.raises(ValueError, match="proportional, qsr, random, rule, split, static"):
         policy_named("ppo-9000")
-    sizes = {"static", "split", "random", "proportional", "noise-scale", "goodput", "doubling", "rule"}
+    sizes = {"static", "split", "random", "proportional", "noise-scale", "goodput", "doubling", "rule", "stigmergy"}
     assert set(POLICIES) == {*sizes, "diloco", "qsr", "adacomm", "accordion", "gravac"}
 
 
@@ -187,13 +187,21 @@ def test_every_learned_policy_is_shipped_and_has_a_preset_for_learning() -> None
     assert LearnerSettings().policy in SHIPPED_POLICIES
 
 
-@pytest.mark.parametrize("name", sorted(POLICIES))
+@pytest.mark.parametrize("name", sorted({*POLICIES} - {"stigmergy"}))
 @pytest.mark.parametrize("track", [None, 0.0, 1.0])
 def test_a_job_begins_with_the_split_that_its_policy_decides(name: str, track: float | None) -> None:
     options = {} if track is None else {"track": track}
     job = examples.job(policy=name, policy_options=options, supports_tracking=True)
     expected = initial_split(name, options, supports_tracking=True)
     assert allocation_of(POLICIES[name].options, job, (1,)).split == expected
+
+
+def test_stigmergy_decides_nothing_and_leaves_the_sizes_to_the_traces_of_agents() -> None:
+    job = examples.job(policy="stigmergy", supports_tracking=True)
+    decision = policy_named("stigmergy").decide(job, 5, observe((100, 60, 30, 40), (1.0,) * 4), GLOBAL_F, b"")
+    assert decision.allocation == Allocation((100, 60, 30, 40), "traces")
+    assert decision.carry == b""
+    assert initial_split("stigmergy", {}, supports_tracking=False) == "traces"
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))

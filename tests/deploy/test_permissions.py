@@ -36,10 +36,11 @@ USERS = (*SERVICES, "provision", WATCHER)
 STORED = [kind for kind in KINDS if kind.stream is not None]
 MAY_PUBLISH = {kind.name: set(kind.senders) for kind in STORED}
 MAY_READ = {kind.name: {*kind.receivers, WATCHER} for kind in STORED}
-for _name in ("report", "window", "policy", "event"):
+for _name in ("report", "window", "trace", "policy", "event"):
     MAY_READ[_name].add("learner")  # its one consumer of FEED has several filters, which permissions cannot limit
 
-MAY_READ["reward"].discard("trainer")  # it hears them as they are published, and may not read the stream
+for _name in ("reward", "trace"):
+    MAY_READ[_name].discard("trainer")  # it hears them as they are published, and may not read the stream
 
 
 def message(kind: str, job: str = examples.JOB) -> Message:
@@ -60,6 +61,7 @@ def message(kind: str, job: str = examples.JOB) -> Message:
             effective_step=40,
             local_batch_sizes=(128,) * 4,
         ),
+        "trace": examples.trace(job=job),
         "policy": PolicyVersion(policy=job, version=1, feature_version=1, digest=b""),
         "event": Event(
             job=job,
@@ -206,17 +208,20 @@ async def push_consumer(bus: Bus, name: str, target: str, wanted: str) -> None:
     await bus.requests.ask(f"CONSUMER.CREATE.{FEED.name}.{name}.{wanted}", body, Answer)
 
 
+@pytest.mark.parametrize(("kind", "sender"), [("reward", "reward"), ("trace", "collector")])
 @pytest.mark.parametrize("user", [user for user in USERS if user != "provision"])
-async def test_rewards_are_heard_by_the_trainer_only(connect: Any, user: str) -> None:
-    sender, bus = await connect("reward"), await connect(user)
-    async with bus.subscribe(subjects.of("reward", "heard", "*")) as rewards:
+async def test_rewards_and_traces_are_heard_by_the_trainer_only(
+    connect: Any, user: str, kind: str, sender: str
+) -> None:
+    source, bus = await connect(sender), await connect(user)
+    async with bus.subscribe(subjects.of(kind, "heard", "*")) as heard:
         await bus._connection.round_trip(5.0)
-        await publish(sender, "reward", "heard")
+        await publish(source, kind, "heard")
         if user == "trainer":
-            assert (await anext(rewards)).subject == subjects.of("reward", "heard", "node-a")
+            assert (await anext(heard)).subject == subjects.of(kind, "heard", "node-a")
         else:
             with pytest.raises(PermissionDeniedError):
-                await anext(rewards)
+                await anext(heard)
 
 
 @pytest.mark.parametrize("user", SERVICES)

@@ -9,6 +9,7 @@ from tests.support import virtual
 from tests.support.control_plane import ControlPlane, control_plane
 
 from dynamix.arbitrator.policies.registry import policy_named
+from dynamix.collector.agent import trace_of
 from dynamix.lab.experiments.episodes.episode import Episode, run_episode
 from dynamix.lab.simulator.cluster import VirtualCluster
 from dynamix.lab.simulator.lockstep import NoActionError, run_lockstep
@@ -16,7 +17,7 @@ from dynamix.lab.simulator.scenario import Scenario, Stragglers
 from dynamix.reward.formula import Weights
 from dynamix.runtime.bus import Bus
 from dynamix.schemas import subjects
-from dynamix.schemas.messages import Action, Applied, Job, MetricWindow, Reward, State
+from dynamix.schemas.messages import Action, Applied, Job, MetricWindow, Report, Reward, State
 from dynamix.schemas.streams import FEED, JOBS
 
 NODES = ("virtual-0", "virtual-1")
@@ -60,18 +61,26 @@ async def test_the_bus_and_one_process_give_equal_results() -> None:
             await _check_policy(plane, policy)
 
 
+async def test_agents_in_collectors_leave_the_traces_that_one_process_gives() -> None:
+    async with control_plane("reward", "arbitrator") as plane, collectors(plane):
+        cluster = make_cluster("stigmergy")
+        reports: list[Report] = []
+        await run_lockstep(cluster, plane.bus, on_window=reports.extend)
+        expected = _expected("stigmergy", cluster.job.job)
+        await _check_messages(plane, expected)
+        subject = subjects.of("trace", cluster.job.job, subjects.ANY)
+        stored = await plane.wait_for(FEED.name, subject, len(reports))
+    assert cluster.evaluations == expected.evaluations
+    assert cluster.time_s == expected.virtual_time_s
+    by_place = {(message.window, message.node): message for message in stored}  # type: ignore[attr-defined]
+    assert by_place == {(report.window, report.node): trace_of(report) for report in reports}
+    assert len({row.local_batch_size for report in reports for row in report.rows}) > 2
+
+
 async def _check_policy(plane: ControlPlane, policy: str) -> None:
     cluster = make_cluster(policy)
     actions = await run_lockstep(cluster, plane.bus)
-    expected = run_episode(
-        two_nodes(),
-        policy_named(policy),
-        data=virtual.data(),
-        seed=SEED,
-        reward=(None, Weights()),
-        keep_messages=True,
-        job=cluster.job.job,
-    )
+    expected = _expected(policy, cluster.job.job)
     await _check_messages(plane, expected)
     assert cluster.evaluations == expected.evaluations
     assert cluster.time_s == expected.virtual_time_s
@@ -79,6 +88,18 @@ async def _check_policy(plane: ControlPlane, policy: str) -> None:
     assert cluster.test_accuracy() == expected.test_accuracy
     assert [_decision(action) for action in actions] == [_decision(action) for action in expected.actions]
     assert len({action.local_batch_sizes for action in actions}) > 1
+
+
+def _expected(policy: str, job: str) -> Episode:
+    return run_episode(
+        two_nodes(),
+        policy_named(policy),
+        data=virtual.data(),
+        seed=SEED,
+        reward=(None, Weights()),
+        keep_messages=True,
+        job=job,
+    )
 
 
 def _decision(action: Action) -> tuple[object, ...]:

@@ -13,6 +13,8 @@ from tests.support.recordings import DEMO, JobRecording, changed, written
 from dynamix.arbitrator.learned.policy import LearnedPolicy
 from dynamix.arbitrator.learned.policy_file import PolicyFile
 from dynamix.arbitrator.policies.proportional import Proportional
+from dynamix.collector.agent import trace_of
+from dynamix.collector.window import simulated_window
 from dynamix.recording.capture import CaptureError, Record, WindowKey, first_generation, records
 from dynamix.recording.capture.record import identity_of, kind_of, window_key_of
 from dynamix.recording.comparison import agree
@@ -27,7 +29,8 @@ from dynamix.recording.replay import (
 from dynamix.reward.service import RewardSettings
 from dynamix.schemas import codec
 from dynamix.schemas.codec import decode
-from dynamix.schemas.messages import Action, Job
+from dynamix.schemas.features import state_of
+from dynamix.schemas.messages import Action, FieldView, Job, SeenTrace, SystemMetrics, Trace
 from dynamix.schemas.streams import ACTIONS, FEED, JOBS
 
 TWO_NODES = examples.job()
@@ -71,6 +74,34 @@ async def test_the_demo_replays_byte_for_byte(into: ReplayTarget, num_outputs: i
     assert (counts.num_compared, counts.num_equal, counts.num_outside) == (num_outputs, num_outputs, 0)
     assert outcome.bytes_equal
     assert counts.first is None
+
+
+async def test_the_traces_of_an_agent_are_replayed_with_its_windows(tmp_path: Path) -> None:
+    job = examples.job({"node-a": (0, 1)}, policy="stigmergy")
+    path = tmp_path / "traces.dxc"
+    with JobRecording(path, job) as recording:
+        for window in range(3):
+            own = SeenTrace(strength=1.0, appetite=512.0, waiting_s=0.02) if window else None
+            view = FieldView(activity=(1000.0 * window,) * 2, own=own, keeps_global_batch=False)
+            processes = (SystemMetrics(cpu_time_ratio=0.9), SystemMetrics(cpu_time_ratio=0.4))
+            report = examples.report(window=window, field=view, simulated=processes)
+            measured, trace = simulated_window(report), trace_of(report)
+            assert trace is not None
+            for message in (report, *((trace, measured) if window == 1 else (measured, trace)), state_of(measured)):
+                recording.store(message)
+    outcome = await replay(ReplayRequest(path, "collector"))
+    assert (outcome.counts.num_compared, outcome.counts.num_equal) == (9, 9)
+
+    def change(record: Record) -> Record:
+        if kind_of(record) != "trace" or window_of(record) != 2:
+            return record
+        other = msgspec.structs.replace(decode(Trace, record.subject, record.payload), appetite=1.0)
+        return record._replace(payload=codec.encode(other))
+
+    outcome = await replay(ReplayRequest(changed(path, tmp_path / "other.dxc", change), "collector"))
+    first = outcome.counts.first
+    assert first is not None
+    assert (first.kind, first.window, first.reason) == ("trace", 2, "other bytes")
 
 
 async def test_a_changed_action_is_the_first_difference_with_both_sides(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ MESSAGES: dict[str, Message] = {
         local_batch_sizes=(1, 2),
         num_refused={"stale": 1},
     ),
+    "trace": examples.trace(window=3),
     "policy": PolicyVersion(policy="ppo", version=3, feature_version=1, digest=b"d" * 32),
     "dead": Dead(service="reward", subject="dynamix.v1.window.a.b", sequence=9, reason="why", payload=b"x"),
     "live": Live(service="reward", instance="node-a", uptime_s=1.5, counters={"rewards": 4}),
@@ -110,6 +111,13 @@ def test_messages_from_before_drift_and_learning_rates_were_measured_have_none()
     old = GOLDEN["window"].replace("dc0010cd0200cd1400", "9ccd0200cd1400").replace(sigma + "c0c0c0c0", sigma)
     assert len(old) == len(GOLDEN["window"]) - 12
     assert decode_any(subjects.subject_of(MESSAGES["window"]), bytes.fromhex(old)) == MESSAGES["window"]
+
+
+def test_reports_from_before_there_were_agents_show_them_nothing() -> None:
+    assert GOLDEN["report"].startswith("44580102dc0010")
+    old = GOLDEN["report"].replace("44580102dc0010", "445801029f").removesuffix("c0")
+    assert len(old) == len(GOLDEN["report"]) - 6
+    assert decode_any(subjects.subject_of(MESSAGES["report"]), bytes.fromhex(old)) == MESSAGES["report"]
 
 
 def test_exchanges_from_before_outer_steps_end_rounds_with_the_mean() -> None:

@@ -25,6 +25,7 @@ from dynamix.schemas.messages import (
     SocketCounters,
     State,
     SystemMetrics,
+    Trace,
     TrainingMetrics,
 )
 
@@ -179,6 +180,20 @@ def state(
         )
         metrics = msgspec.structs.replace(metrics, ranks=timed)
     return state_of(metrics)
+
+
+def trace(node: str = "node-a", ranks: tuple[int, ...] = (0, 1), window: int = 0, **changes: Any) -> Trace:
+    fields: dict[str, Any] = {
+        "job": JOB,
+        "generation": 0,
+        "window": window,
+        "node": node,
+        "ranks": ranks,
+        "activity": (2560.0,) * len(ranks),
+        "appetite": 512.0,
+        "waiting_s": 0.03,
+    }
+    return Trace(**(fields | changes))
 
 
 def action(window_index: int = 0, **changes: Any) -> Action:

@@ -80,7 +80,7 @@ class Source:
         The permissions of a watcher are enough.
         """
         self.reason: EndReason = "stored" if past else "ended"
-        per_node = [subjects.of(kind, job, subjects.ANY) for kind in ("report", "window", "state", "reward")]
+        per_node = [subjects.of(kind, job, subjects.ANY) for kind in ("report", "window", "state", "trace", "reward")]
         self._jobs = Tail(bus, JOBS.name, [subjects.of("job", job)])
         self._feed = Tail(bus, FEED.name, [*per_node, subjects.of("applied", job), subjects.of("event", job)])
         self._actions = Tail(bus, ACTIONS.name, [subjects.of("action", job)])

@@ -74,6 +74,8 @@ KINDS = (
          ("arbitrator",), ("trainer", "learner"), "the one decision for a window", "rank 0"),
     Kind("applied", 7, messages.Applied, ("job",), ("generation", "decided_window"), FEED,
          ("trainer",), ("learner",), "an action that all ranks adopted", "rank 0"),
+    Kind("trace", 12, messages.Trace, ("job", "node"), _WINDOW, FEED,
+         ("collector",), ("trainer",), "what a node's agent leaves for all ranks", "local rank 0"),
     Kind("policy", 8, messages.PolicyVersion, ("policy",), ("version",), FEED,
          ("learner",), (), "a version of a policy exists"),
     Kind("dead", 9, messages.Dead, ("kind", "job"), (), DEAD,

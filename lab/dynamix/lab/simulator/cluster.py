@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from dynamix.lab.workloads import Data, Part, make_optimizer, workload_named
-from dynamix.schemas.messages import Action, Applied, Job, Report
+from dynamix.schemas.messages import Action, Applied, Job, Report, Trace
 from dynamix.schemas.messages.allocation import EXACT
 from dynamix.trainer.data.division import Division, StepPlan
 from dynamix.trainer.data.orders import Permutations
@@ -23,6 +23,7 @@ from dynamix.trainer.gradient.learning_rate import FACTORS, scale_every_step
 from dynamix.trainer.gradient.noise import NoiseAverage, is_measured, window_moments
 from dynamix.trainer.measurement.rows import job_totals
 from dynamix.trainer.steering.offers import Offers
+from dynamix.trainer.steering.run import field_of
 from dynamix.trainer.steering.tracking import FastLoop, Tracker
 
 from .clock import VirtualClock
@@ -112,6 +113,9 @@ class VirtualCluster:
         )
         self._offers = Offers(self._identity, self._options)
         self._waiting: deque[Action] = deque()
+        self._field = field_of(self._options, self._identity)
+        self._traces: list[Trace] = []
+        self._newest_traces: dict[str, Trace] = {}
         self._is_ended = False
         tracker = Tracker(self._options.min_local_batch_size, self._identity.max_local_batch_sizes)
         self._fast_loop = FastLoop(self._schedule, tracker)
@@ -156,6 +160,10 @@ class VirtualCluster:
             self._waiting.append(action)
         else:
             self._offers.consider(action, self.window)  # of a window yet to come: counted as refused
+
+    def leave_trace(self, trace: Trace) -> None:
+        """Hand over what the agent of a node left; it counts from the boundary on where the scenario's lag is over."""
+        self._traces.append(trace)
 
     def run_window(self) -> list[Report]:
         """Train k steps and return the reports of all nodes; nothing when the run is over."""
@@ -264,20 +272,29 @@ class VirtualCluster:
         due = window - 1 - self.scenario.lag_windows
         while self._waiting and self._waiting[0].window <= due:
             self._offers.consider(self._waiting.popleft(), window)
-        action = self._offers.adopt(window)
-        if action is None:
-            return
-        before = self._schedule.newest
-        self._fast_loop.adopt(first_step, action.allocation)
-        self._decided = self._schedule.newest != before  # a policy that changes nothing pays nothing
-        self.applied.append(
-            self._reporters[0].receipt(
-                action,
-                effective_window=window,
-                effective_step=first_step,
-                num_refused=self._offers.num_refused,
+        action, before = self._offers.adopt(window), self._schedule.newest
+        if action is not None:
+            self._fast_loop.adopt(first_step, action.allocation)
+            self.applied.append(
+                self._reporters[0].receipt(
+                    action,
+                    effective_window=window,
+                    effective_step=first_step,
+                    num_refused=self._offers.num_refused,
+                )
             )
-        )
+        self._follow_traces(first_step, window, due)
+        self._decided = self._schedule.newest != before  # a policy that changes nothing pays nothing
+
+    def _follow_traces(self, first_step: int, window: int, due: int) -> None:
+        """Let the sizes rule that follow from the traces of windows up to `due`, where traces rule."""
+        if self._field is None:
+            return
+        self._newest_traces.update((trace.node, trace) for trace in self._traces if trace.window <= due)
+        self._traces = [trace for trace in self._traces if trace.window > due]
+        self._field.take(self._field.numbers_of(self._newest_traces), window)
+        fewest, upper = self._options.min_local_batch_size, self._identity.max_local_batch_sizes
+        self._field.revise(self._schedule, first_step, fewest, upper)
 
     def _report(self) -> list[Report]:
         """The reports on the window that ended; they name the sizes of its last step."""
@@ -303,6 +320,7 @@ class VirtualCluster:
                 pending=self._schedule.newest,
                 total_samples=None,
                 num_reports_dropped=0,
+                view=None if self._field is None else self._field.view(node.node),
             )
             own = tuple(simulated[rank] for rank in node.ranks)
             reports.append(msgspec.structs.replace(report, simulated=own))

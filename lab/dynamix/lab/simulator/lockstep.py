@@ -6,13 +6,15 @@ machine, and without a bus.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
-from dynamix.runtime.bus import Bus
+from dynamix.runtime.bus import Bus, BusMessage
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode
-from dynamix.schemas.messages import Action, Report
-from dynamix.schemas.streams import ACTIONS
+from dynamix.schemas.messages import Action, Report, Trace
+from dynamix.schemas.messages.policies import STIGMERGY
+from dynamix.schemas.streams import ACTIONS, FEED
 
 from .cluster import VirtualCluster
 
@@ -46,7 +48,8 @@ async def run_lockstep(
     lag, num_applied = max(cluster.scenario.lag_windows, 1), 0
     actions: list[Action] = []
     await bus.publish(cluster.job)
-    async with bus.consume(ACTIONS.name, [subjects.of("action", cluster.job.job)], start="all") as consumer:
+    consumed = bus.consume(ACTIONS.name, [subjects.of("action", cluster.job.job)], start="all")
+    async with consumed as consumer, _traces_of(cluster, bus) as traces:
         batches = aiter(consumer)
 
         async def wait_for(window: int) -> None:
@@ -57,10 +60,12 @@ async def run_lockstep(
                         for message in await anext(batches):
                             actions.append(decode(Action, message.subject, message.payload))
                             cluster.offer(actions[-1])
+                    await traces.wait_for(window)
             except (TimeoutError, StopAsyncIteration):
                 first, last = cluster.job.nodes[0].node, cluster.job.nodes[-1].node
+                missing = "no action" if not actions or actions[-1].window < window else "not every trace"
                 raise NoActionError(
-                    f"no action for window {window} of {cluster.job.job} in {timeout_s:g} s: are the arbitrator and a "
+                    f"{missing} for window {window} of {cluster.job.job} in {timeout_s:g} s: are the arbitrator and a "
                     f"collector for each node (DYNAMIX_NODE={first} ... {last}) running?"
                 ) from None
 
@@ -74,3 +79,30 @@ async def run_lockstep(
         await wait_for(cluster.window - 1)
     await bus.publish(cluster.ended())
     return actions
+
+
+class _Traces:
+    """Passes on what the agents of a job leave; there is nothing to wait for where a centre decides."""
+
+    def __init__(self, cluster: VirtualCluster, batches: AsyncIterator[list[BusMessage]] | None) -> None:
+        self._cluster = cluster
+        self._batches = batches
+        self._newest = {node.node: -1 for node in cluster.job.nodes}
+
+    async def wait_for(self, window: int) -> None:
+        """Return once the traces of a window, or later ones, of all nodes were handed over."""
+        while self._batches is not None and min(self._newest.values()) < window:
+            for message in await anext(self._batches):
+                trace = decode(Trace, message.subject, message.payload)
+                self._newest[trace.node] = trace.window
+                self._cluster.leave_trace(trace)
+
+
+@asynccontextmanager
+async def _traces_of(cluster: VirtualCluster, bus: Bus) -> AsyncIterator[_Traces]:
+    if cluster.job.policy != STIGMERGY:
+        yield _Traces(cluster, None)
+        return
+    subject = subjects.of("trace", cluster.job.job, subjects.ANY)
+    async with bus.consume(FEED.name, [subject], start="all") as consumer:
+        yield _Traces(cluster, aiter(consumer))

@@ -109,18 +109,20 @@ class RewardTraffic:
 
 
 class CollectorTraffic:
-    """Traffic of the collector: reports in, metric windows and states out.
+    """Traffic of the collector: reports in, metric windows and states out, and where agents rule their traces.
 
     Kernel counters cannot be read again. They are taken from the recorded window, so a report is delivered once its
     window was read. (A report of a virtual cluster carries all counters itself.) A collector drops windows, never
-    states, while its stream is full; the state of a dropped window cannot be computed again, and is not compared.
+    states, while its stream is full; what else it made of a dropped window cannot be made again, and is not compared.
     """
 
     def __init__(self, limit: WindowLimit, counts: OutputCounts) -> None:
         self._limit = limit
         self._counts = counts
         self._pending: dict[str, list[Record]] = {}
-        """A report, and its state if that came before the window, by the part of their identity after the kind."""
+        """A report, and its state and trace if they came before the window, by the part of their identity after the
+        kind.
+        """
         self._windows: dict[tuple[str, WindowKey], MetricWindow] = {}
         """Windows whose report is delivered, by node."""
 
@@ -137,9 +139,9 @@ class CollectorTraffic:
         return []
 
     def outputs_of(self, record: Record) -> list[Record]:
-        """Return a state whose window was read; a window, with its state if that came first."""
+        """Return a state or a trace whose window was read; a window, with its state and trace if they came first."""
         kind = kind_of(record)
-        if kind not in ("window", "state") or not self._limit.includes(record):
+        if kind not in ("window", "state", "trace") or not self._limit.includes(record):
             return []
         pending = self._pending.get(_node_window(record))
         if kind == "window":

@@ -5,7 +5,8 @@ operators read. Every message names its job, generation (restart count) and, whe
 in each generation). A new field goes at the end and has a default; a changed meaning is a new version of the codec.
 The kinds of message, with their subjects, senders and receivers, are in `dynamix.schemas.kinds`.
 
-`allocation`, `fields` and `policies` hold the values that messages are made of: this room imports no other of schemas.
+`traces` is what agents leave where no centre decides. `allocation`, `fields` and `policies` hold the values that
+messages are made of: this room imports no other of schemas.
 """
 
 from .allocation import Sizes
@@ -30,12 +31,14 @@ from .measured import (
     TrainingMetrics,
 )
 from .operations import Dead, Event, Live, PolicyVersion, Signature
+from .traces import FieldView, SeenTrace, Trace
 
 __all__ = [
     "Action",
     "Applied",
     "Dead",
     "Event",
+    "FieldView",
     "GlobalMetrics",
     "GradientNoise",
     "Job",
@@ -55,10 +58,12 @@ __all__ = [
     "RankRow",
     "Report",
     "Reward",
+    "SeenTrace",
     "Signature",
     "Sizes",
     "SocketCounters",
     "State",
     "SystemMetrics",
+    "Trace",
     "TrainingMetrics",
 ]

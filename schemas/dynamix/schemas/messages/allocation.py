@@ -170,7 +170,8 @@ class Allocation(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     local_batch_sizes: Sizes
     split: Split = "fixed"
-    """`fixed`: exactly these sizes; `tracking`: their sum, divided by the training processes themselves."""
+    """`fixed`: exactly these sizes; `tracking`: their sum, divided by the training processes themselves; `traces`: what
+    those processes have made of the traces of all agents."""
     exchange: Exchange = EXACT
 
     @property

@@ -43,7 +43,8 @@ class Action(Message, frozen=True, kw_only=True, array_like=True):
     watermark: Count
     """FEED sequence up to which the fold needs nothing again: a restart reads on after it."""
     split: Split = "fixed"
-    """`fixed`: exactly these sizes; `tracking`: their sum, split by the training processes themselves."""
+    """`fixed`: exactly these sizes; `tracking`: their sum, split by the training processes themselves; `traces`: what
+    the agents' traces say, these sizes only until there are any."""
     gap: bool = False
     """Inputs between the previous action and this one were no longer in FEED."""
     logprobs: tuple[float, ...] | None = None

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from .fields import MAX_SOCKETS, Cookie, Count, Message, OptimizerFamily, Seconds, Text, Token
+from .traces import FieldView
 
 Probe = Literal["ebpf", "tcp_info", "proc", "none"]
 
@@ -148,6 +149,8 @@ class Report(Message, frozen=True, kw_only=True, array_like=True):
     """Reports of this node that were dropped because the bus was unavailable for too long."""
     simulated: tuple[SystemMetrics, ...] = ()
     """From a virtual cluster only: what a kernel would have shown of each row's process, which does not exist."""
+    field: FieldView | None = None
+    """Under the policy `stigmergy` what this node's agent sees of the traces around."""
 
 
 class NetworkMetrics(Message, frozen=True, kw_only=True, array_like=True):

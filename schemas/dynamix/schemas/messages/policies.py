@@ -16,7 +16,7 @@ SPLIT_POLICY = "split"
 
 OUR_POLICIES = frozenset(
     {
-        *("static", "split", "random", "proportional", "noise-scale", "goodput", "doubling", "rule"),
+        *("static", "split", "random", "proportional", "noise-scale", "goodput", "doubling", "rule", "stigmergy"),
         *("diloco", "qsr", "adacomm", "accordion", "gravac"),
         *("ppo", "ppo-1", "ppo-2", "ppo-3", "ppo-4"),
         *("ppo-paper", "ppo-paper-1", "ppo-paper-2", "ppo-paper-3", "ppo-paper-4"),
@@ -30,6 +30,35 @@ KEEPS_GLOBAL_BATCH = frozenset({"static", "split", "proportional", "diloco", "qs
 DIVIDED_BY_RANKS = frozenset({"split", "rule", "ppo"})
 """Policies that leave the division of the global batch to the training processes unless option `track` says 0."""
 
+STIGMERGY = "stigmergy"
+"""The policy of agents on all nodes: the ranks divide each step by the traces that these leave; no centre decides."""
+
+STIGMERGY_OPTIONS: Mapping[str, float] = MappingProxyType(
+    {
+        "evaporation": 0.5,
+        "diffusion": 0.2,
+        "noise_multiplier": 1.0,
+        "rate_weight": 0.5,
+        "max_change": 2.0,
+        "dead_band": 0.05,
+    }
+)
+"""Its options with their defaults: the ranks and the agents need them, and no arbitrator tells them."""
+
+STIGMERGY_BOUNDS: Mapping[str, tuple[float, float]] = MappingProxyType(
+    {
+        "evaporation": (0.01, 1.0),
+        "diffusion": (0.0, 1.0),
+        "noise_multiplier": (0.01, 100.0),
+        "rate_weight": (0.0, 1.0),
+        "max_change": (1.01, 100.0),
+        "dead_band": (0.0, 1.0),
+    }
+)
+
+RATE_EXPONENTS: Mapping[str, float] = MappingProxyType({"none": 0.0, "sqrt": 0.5, "linear": 1.0})
+"""Power of B that each learning-rate rule sets the learning rate in proportion to."""
+
 EXCHANGE_OPTIONS: Mapping[str, Mapping[str, float]] = MappingProxyType(
     {"static": {}, "diloco": {"every": 8, "outer_rate": 0.7, "outer_momentum": 0.9}}
 )
@@ -39,8 +68,9 @@ The options are `every`, `codec`, `route`, `outer_rate` and `outer_momentum`; wh
 nothing.
 """
 
-Split = Literal["fixed", "tracking"]
-"""`fixed`: sizes as they were decided; `tracking`: their sum was, and the ranks divide it themselves."""
+Split = Literal["fixed", "tracking", "traces"]
+"""`fixed`: sizes as they were decided; `tracking`: their sum was, and the ranks divide it themselves; `traces`: nothing
+was, sum and division are those of the traces that the agents of all nodes leave."""
 
 
 def initial_split(policy: str, options: Mapping[str, float], *, supports_tracking: bool) -> Split:
@@ -49,5 +79,7 @@ def initial_split(policy: str, options: Mapping[str, float], *, supports_trackin
     The ranks need no bus to divide it: where a policy leaves that to them, they begin at once. Waiting for the first
     decision would cost some thirty steps at the pace of the slowest rank.
     """
+    if policy == STIGMERGY:
+        return "traces"
     tracks = options.get("track", float(policy in DIVIDED_BY_RANKS)) == 1
     return "tracking" if supports_tracking and tracks else "fixed"

@@ -1,4 +1,4 @@
-"""The shell of the collector: consume this node's reports, publish metric windows and states."""
+"""The shell of the collector: consume this node's reports, publish metric windows, states, and its agent's traces."""
 
 import asyncio
 import itertools
@@ -9,9 +9,10 @@ from dynamix.runtime.service import Context, StartError
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode, encode, message_id
 from dynamix.schemas.features import state_of
-from dynamix.schemas.messages import Message, MetricWindow, Report
+from dynamix.schemas.messages import Message, MetricWindow, Report, State
 from dynamix.schemas.streams import FEED
 
+from .agent import trace_of
 from .ebpf.probe import SocketProbe, open_probe
 from .ebpf.syscall import ProbeError
 from .observation import CollectorSettings, KernelObserver, Observer
@@ -141,10 +142,11 @@ class _Collector:
             return None
 
     async def _publish(self, message: BusMessage, report: Report, *, fresh: bool) -> list[_InFlight]:
-        """Put window and state in flight. A well-formed report may still give numbers that no message can hold."""
+        """Put window, state and trace in flight. A well-formed report may give numbers that no message can hold."""
         try:
             window = await self._without_blocking(report, fresh=fresh)
-            outputs: tuple[Message, ...] = (window, state_of(window))
+            trace = trace_of(report)
+            outputs: tuple[Message, ...] = (window, state_of(window), *(() if trace is None else (trace,)))
             packed = [_packed(output) for output in outputs]
         except (MalformedMessageError, OverflowError) as error:
             await self._context.dead_letter(message, str(error))
@@ -155,13 +157,13 @@ class _Collector:
         return [(output, await send(*parcel)) for output, parcel in zip(outputs, packed, strict=True)]
 
     async def _stored(self, output: Message, acknowledged: asyncio.Future[int]) -> bool:
-        """When FEED is full, drop metric windows; retry states, which decisions need."""
+        """When FEED is full, drop metric windows and traces, of which there are newer ones soon; retry states."""
         try:
             await acknowledged
         except StreamFullError:
-            if not isinstance(output, MetricWindow):
+            if isinstance(output, State):
                 return await self._context.publish_when_room(output)
-            self._context.count("windows_shed")
+            self._context.count("windows_shed" if isinstance(output, MetricWindow) else "traces_shed")
         return True
 
     async def _without_blocking(self, report: Report, *, fresh: bool) -> MetricWindow:

@@ -305,7 +305,7 @@ def attach(
         learning_rate=while_it_lives(updates.newest_rate, None),
         coded=while_it_lives(covered_models.coded, CodedSquares()),
     )
-    transport = _transport(connect, bus, met, environment)
+    transport = _transport(connect, bus, met, environment, hears_traces=run.traces is not None)
     history = MetricHistory(metric_loggers, transport)
     window_end = WindowEnd(run, meter, met.collectives, transport, history)
     exchanges.on_connect = window_end.expect_sockets
@@ -383,6 +383,8 @@ def _transport(
     bus: BusSettings | None,
     met: Rendezvous,
     environment: Environment,
+    *,
+    hears_traces: bool,
 ) -> Transport:
     """The way to the bus of a rank that speaks: the first of each node reports, rank 0 also listens."""
     place = met.place
@@ -397,6 +399,7 @@ def _transport(
         node=place.node,
         outbox_messages=environment.trainer.outbox_messages,
         actions_of=met.identity.job if place.rank == 0 else None,
+        traces_of=met.identity.job if hears_traces else None,
     )
     client.start()
     return client

@@ -15,7 +15,7 @@ MAX_FIELDS = 40
 MAX_ALIKE = 12
 """Fields that are alike, for orientation."""
 MAX_WINDOWS = 40
-CONCERNED = {"collector": "windows and states", "reward": "rewards", "arbitrator": "actions and events"}
+CONCERNED = {"collector": "windows, states and traces", "reward": "rewards", "arbitrator": "actions and events"}
 
 
 def show_fingerprint(found: Sequence[str], *, to_stderr: bool) -> None:

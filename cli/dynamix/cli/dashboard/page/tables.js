@@ -123,7 +123,8 @@ export class Levers {
     this.empty.hidden = levers !== null;
     if (!levers) return this.list.replaceChildren();
     const options = Object.entries(levers.policy_options).map(([name, value]) => `${name}=${value}`).join(", ");
-    const split = { tracking: "by the ranks, after every step, by measured speed", fixed: "as decided, once per window" };
+    const split = { tracking: "by the ranks, after every step, by measured speed", fixed: "as decided, once per window",
+                    traces: "by the traces of the nodes' agents, once per window" };
     const rows = {
       policy: `${job.policy}${options ? ` (${options})` : ""}`,
       "global batch": `${whole(job.global_batch_size)} samples, ${levers.global_batch}; began with ${whole(levers.initial_global_batch_size)}`,

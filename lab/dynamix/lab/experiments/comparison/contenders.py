@@ -57,7 +57,7 @@ RATE_FACTORS = (0.5, 1.0, 2.0)
 BEST = "best"
 
 EXACT_POLICIES = frozenset(
-    {"split", "random", "proportional", "noise-scale", "goodput", "doubling", "omnilearn", ORACLE}
+    {"split", "random", "proportional", "noise-scale", "goodput", "doubling", "stigmergy", "omnilearn", ORACLE}
 )
 """They leave gradients to travel as they are, whatever a job permits, as `static` does without options that say how."""
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from dynamix.arbitrator.deciding.fold import Fold
 from dynamix.arbitrator.policies.policy import Policy
+from dynamix.collector.agent import trace_of
 from dynamix.collector.window import simulated_window
 from dynamix.lab.simulator.cluster import Evaluation, VirtualCluster
 from dynamix.lab.simulator.scenario import Scenario
@@ -97,6 +98,8 @@ def run_episode(
             kept.extend(made)
         for action in decided:
             cluster.offer(action)
+        for trace in filter(None, map(trace_of, reports)):
+            cluster.leave_trace(trace)
         actions += decided
     return episode_of(cluster, actions, kept)
 

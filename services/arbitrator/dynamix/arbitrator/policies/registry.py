@@ -24,8 +24,9 @@ from .random import Random
 from .rule import Rule
 from .split import Split
 from .static import Static
+from .stigmergy import Stigmergy
 
-_SIZES = (Static(), Split(), Random(), Proportional(), NoiseScale(), Goodput(), Doubling(), Rule())
+_SIZES = (Static(), Split(), Random(), Proportional(), NoiseScale(), Goodput(), Doubling(), Rule(), Stigmergy())
 _EXCHANGES = (DiLoCo(), QSR(), AdaComm(), Accordion(), GraVAC())
 POLICIES: Mapping[str, NamedPolicy] = {policy.name: policy for policy in (*_SIZES, *_EXCHANGES)}
 """The policies of this package; learned ones are files."""

@@ -17,7 +17,6 @@ steps of the greatest progress per second, by what they saved when they ruled an
 
 import math
 import struct
-from collections.abc import Mapping
 from dataclasses import replace as replaced
 from typing import ClassVar
 
@@ -25,6 +24,7 @@ from msgspec.structs import replace
 
 from dynamix.schemas.messages import Job
 from dynamix.schemas.messages.allocation import EXACT, Exchange
+from dynamix.schemas.messages.policies import RATE_EXPONENTS
 
 from .model.exchange_choice import choose, exposure_of, is_decided, model_under
 from .model.exchange_memory import PACKED_BYTES as MEMORY_BYTES
@@ -35,9 +35,6 @@ from .model.step_time_fit import StepTimeFit, window_of
 from .options import Option, Options, allocation_of, option, track
 from .policy import Decision
 from .sizing import Pace, by_speed, clamp_total
-
-RATE_EXPONENTS: Mapping[str, float] = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
-"""Power of B that each learning-rate rule sets the learning rate in proportion to."""
 
 _PACE = Pace()
 _GLOBAL_BATCH = struct.Struct("<d")

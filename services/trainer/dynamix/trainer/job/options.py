@@ -19,7 +19,7 @@ from dynamix.schemas.messages.allocation import (
     initial_exchange,
     is_permitted,
 )
-from dynamix.schemas.messages.policies import GlobalBatch, initial_split
+from dynamix.schemas.messages.policies import STIGMERGY, STIGMERGY_BOUNDS, STIGMERGY_OPTIONS, GlobalBatch, initial_split
 from dynamix.schemas.subjects import is_token
 from dynamix.trainer.arguments.checks import check_choice, check_switch, number, whole_number
 from dynamix.trainer.exchange.registry import CODECS
@@ -140,6 +140,7 @@ class JobOptions:
             raise ValueError(f"policy={self.policy!r}: a policy's name has 1 to 63 of the characters a-z, 0-9 and '-'")
         self._check_exchange()
         self._check_lag()
+        self._check_traces()
 
     @property
     def fingerprint(self) -> tuple[object, ...]:
@@ -209,6 +210,24 @@ class JobOptions:
                 f" and {num_servers} servers: one per rank, then one per server" if is_served else ": one per rank"
             )
             raise ValueError(f"{len(first.shares)} shares for {num_ranks} ranks{servers}, or none")
+
+    def _check_traces(self) -> None:
+        """Agents see what a rank computes apart from its waiting, and all ranks need their rule's settings."""
+        if self.policy != STIGMERGY:
+            return
+        if not self.supports_tracking and len(self.local_batch_sizes) > 1:
+            raise ValueError(
+                f"policy {STIGMERGY!r} needs the compute time of each rank, which only our own communication hook "
+                'measures: use weighting="hook" on a DistributedDataParallel model, without base_hook and codec, or '
+                "another policy"
+            )
+        for name, value in self.policy_options.items():
+            if name not in STIGMERGY_OPTIONS:
+                known = ", ".join(STIGMERGY_OPTIONS)
+                raise ValueError(f"policy {STIGMERGY!r} has no option {name!r}: it has {known}")
+            low, high = STIGMERGY_BOUNDS[name]
+            if not low <= value <= high:
+                raise ValueError(f"option {name}={value:g} of policy {STIGMERGY!r} is outside [{low:g}, {high:g}]")
 
     def _check_lag(self) -> None:
         """An action of window t is known one window later and broadcast `margin_steps` before it starts."""

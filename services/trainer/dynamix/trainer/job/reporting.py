@@ -5,7 +5,7 @@ from types import MappingProxyType
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from dynamix.schemas.messages import Action, Applied, Job, JobTotals, Report
+from dynamix.schemas.messages import Action, Applied, FieldView, Job, JobTotals, Report
 from dynamix.schemas.messages.allocation import Allocation
 from dynamix.trainer.data.sampler import Position
 from dynamix.trainer.data.schedule import Counts
@@ -78,10 +78,12 @@ class Reporter:
         total_samples: int | None,
         num_reports_dropped: int,
         cookies: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
+        view: FieldView | None = None,
     ) -> Report:
         """The report of this node on the window that ended at `position`.
 
         `cookies` are those of the sockets of its ranks; they need no place in the rows, since they hardly ever change.
+        `view` is for this node's agent, where agents rule.
         """
         return Report(
             job=self._identity.job,
@@ -108,6 +110,7 @@ class Reporter:
             total_samples=total_samples,
             held_out_accuracy=held_out_accuracy(rows),
             num_reports_dropped=num_reports_dropped,
+            field=view,
         )
 
     def keep_window(self, rows: Sequence[Row], totals: JobTotals) -> None:

@@ -3,6 +3,7 @@
 Its time-out is that of the script's default group: torch would give it half an hour, whatever the script said.
 
 Two per window, a few hundred bytes each: one gather at its end, one broadcast `margin` steps before the next boundary.
+Where agents leave traces, a sum of numbers goes out beside the broadcast.
 Both are posted at the end of one step and taken at the end of the next, when they are long done: no rank waits for the
 slowest where it would not have waited anyway. They are the group's own methods: those of torch.distributed check their
 arguments first, 0.1 ms in a process that has just trained.
@@ -48,6 +49,8 @@ class Collectives:
         self._broadcasting: dist.Work | None = None
         self._total = LentTensor(torch.zeros(1, dtype=torch.int64))
         self._sharing: tuple[dist.Work, LentTensor] | None = None
+        self._numbers = LentTensor(torch.zeros(0, dtype=torch.float64))
+        self._summing: dist.Work | None = None
 
     def close(self) -> None:
         """Leave the group, if nothing is under way in it: its threads and connections end. No collective.
@@ -58,7 +61,7 @@ class Collectives:
         group, self._group = self._group, None
         if group is None:
             return
-        under_way = (self._gathering, self._broadcasting, self._sharing and self._sharing[0])
+        under_way = (self._gathering, self._broadcasting, self._summing, self._sharing and self._sharing[0])
         if all(work is None or work.is_completed() for work in under_way):
             with contextlib.suppress(ValueError):  # the script has destroyed it, with all others
                 dist.destroy_process_group(group)
@@ -96,6 +99,23 @@ class Collectives:
         padded = self._decision.tensor.numpy().tobytes()
         length = int.from_bytes(padded[:LENGTH_BYTES])  # what follows is of earlier, longer decisions
         return msgspec.msgpack.decode(padded[LENGTH_BYTES : LENGTH_BYTES + length], type=Allocation | None)
+
+    def post_numbers(self, mine: Sequence[float]) -> None:
+        """Send float64 to be summed over all ranks, each place on its own; all ranks send as many."""
+        assert self._summing is None, "a sum is under way"
+        if len(mine) != self._numbers.tensor.numel():
+            self._numbers = LentTensor(torch.zeros(len(mine), dtype=torch.float64))
+        self._numbers.tensor.numpy()[:] = mine
+        assert self._group is not None, "left"
+        self._summing = self._group.allreduce([self._numbers.alias])
+
+    def take_numbers(self) -> list[float]:
+        """The sums, as they were posted last: exact where at most one rank sent anything but 0."""
+        assert self._summing is not None, "no sum is under way"
+        self._summing.wait()
+        self._summing = None
+        numbers: list[float] = self._numbers.tensor.tolist()
+        return numbers
 
     def share_order(self, order: Order, *, waits: bool = True) -> Order:
         """Rank 0's order; the others' says how long it is. A rank that does not wait does so at the next one."""
@@ -156,6 +176,7 @@ class SoloCollectives:
     def __init__(self) -> None:
         self._row: Row | None = None
         self._decision: Allocation | None = None
+        self._numbers: list[float] = []
 
     def close(self) -> None:
         """Nothing is held."""
@@ -176,6 +197,14 @@ class SoloCollectives:
     def take_decision(self) -> Allocation | None:
         """The decision as it was posted last."""
         return self._decision
+
+    def post_numbers(self, mine: Sequence[float]) -> None:
+        """Keep the numbers."""
+        self._numbers = list(mine)
+
+    def take_numbers(self) -> list[float]:
+        """The numbers, as they were posted last."""
+        return self._numbers
 
     def share_order(self, order: Order, *, waits: bool = True) -> Order:  # noqa: ARG002 - as with several
         """The only rank's order."""

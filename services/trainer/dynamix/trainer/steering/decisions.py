@@ -6,6 +6,7 @@ window's metrics: times, noise, reward.
 
 from dynamix.schemas.messages import Action
 from dynamix.schemas.messages.allocation import EXACT
+from dynamix.schemas.messages.policies import Split
 
 from .offers import Refusal
 
@@ -22,6 +23,13 @@ REFUSALS: dict[Refusal, str] = {
 }
 
 
+DIVISIONS: dict[Split, str] = {
+    "fixed": "",
+    "tracking": ", divided by the ranks",
+    "traces": ", until the traces of the nodes' agents say another sum and division",
+}
+
+
 class Decisions:
     """What was decided for windows to come."""
 
@@ -32,7 +40,7 @@ class Decisions:
         """Note which action rules from a window on, or else which one was refused last."""
         if adopted is not None:
             what = f"{sum(adopted.local_batch_sizes)} samples per step"
-            divided = ", divided by the ranks" if adopted.split == "tracking" else ""
+            divided = DIVISIONS[adopted.split]
             travels = "" if adopted.exchange == EXACT else f", gradients {adopted.exchange.label}"
             self._found[window] = {
                 "decision": "adopted",

@@ -96,7 +96,7 @@ class Offers:
         """The action as this job can carry it out: with its own exchange, and tracking only where it can."""
         if self._lasting is not None:
             action = msgspec.structs.replace(action, exchange=self._lasting)
-        if action.split == "fixed" or self._options.supports_tracking:
+        if action.split != "tracking" or self._options.supports_tracking:
             return action
         self.num_refused["tracking"] += 1
         return msgspec.structs.replace(action, split="fixed")

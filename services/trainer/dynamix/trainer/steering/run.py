@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from dynamix.schemas.apportion import apportion
 from dynamix.schemas.messages import Job
 from dynamix.schemas.messages.allocation import Allocation
+from dynamix.schemas.messages.policies import RATE_EXPONENTS, STIGMERGY, STIGMERGY_OPTIONS
 from dynamix.trainer.data.orders import DataIdentity
 from dynamix.trainer.data.reference_steps import ReferenceSteps
 from dynamix.trainer.data.schedule import Schedule
@@ -14,6 +15,7 @@ from dynamix.trainer.job.options import JobOptions
 from dynamix.trainer.job.reporting import Reporter
 
 from .decisions import Decisions
+from .field import TraceField
 from .tracking import FastLoop, Tracker
 
 
@@ -32,6 +34,8 @@ class Run:
     schedule: Schedule = field(init=False)
     noise: NoiseAverage = field(init=False)
     fast_loop: FastLoop = field(init=False)
+    traces: TraceField | None = field(init=False)
+    """The traces of the agents of all nodes, where these rule."""
     reporter: Reporter = field(init=False)
     decisions: Decisions = field(default_factory=Decisions)
     first_step: int = 0
@@ -55,6 +59,7 @@ class Run:
         self.identity = identity
         tracker = Tracker(self.options.min_local_batch_size, identity.max_local_batch_sizes)
         self.fast_loop = FastLoop(self.schedule, tracker)
+        self.traces = field_of(self.options, identity)
         self.reporter = Reporter(self.options, identity, self.place, self.schedule.newest)
 
     @property
@@ -69,7 +74,7 @@ class Run:
         Where only the sum was decided, or the sum is fixed, what is above one rank's bound goes to the others.
         """
         sizes, lower = allocation.local_batch_sizes, self.options.min_local_batch_size
-        if allocation.split == "tracking" or self.options.global_batch == "fixed":
+        if allocation.split != "fixed" or self.options.global_batch == "fixed":
             return allocation.with_sizes(apportion(sum(sizes), sizes, [min(lower, cap) for cap in caps], caps))
         return allocation.with_sizes(tuple(map(min, sizes, caps)))
 
@@ -86,3 +91,15 @@ class Run:
     def specification(self, end_reason: str | None = None) -> Job:
         """The job's specification: running, or ended for a reason."""
         return self.reporter.specification(total_samples=self.total_samples, end_reason=end_reason)
+
+
+def field_of(options: JobOptions, identity: JobIdentity) -> TraceField | None:
+    """The field of a job that the traces of agents rule, as no trace lies in it yet; `None` in all others."""
+    if options.policy != STIGMERGY:
+        return None
+    return TraceField(
+        identity.nodes,
+        {**STIGMERGY_OPTIONS, **options.policy_options},
+        keeps_global_batch=options.global_batch == "fixed",
+        rate_exponent=RATE_EXPONENTS[options.learning_rate_rule],
+    )

@@ -1,7 +1,8 @@
 """Steering of one rank: what is due after which step, equal on all ranks.
 
 Two loops meet here: the slow one, decisions off the bus, and the fast one, which needs no bus: under tracking every
-rank derives a new split from the compute times that the gradients brought along.
+rank derives a new split from the compute times that the gradients brought along. Where the traces of agents rule, all
+ranks derive sum and split from those, at the same steps as from decisions.
 
 Steps are counted over the whole run, windows from the generation's first step. All ranks call `after_step` after the
 same steps, and whether a collective is due depends on the step's number only: no rank ever waits for one that another
@@ -17,6 +18,7 @@ from dynamix.trainer.wire.transport import Transport
 
 from .adoption import Adoption
 from .collectives import AnyCollectives
+from .field_exchange import FieldExchange
 from .run import Run
 from .window_end import WindowEnd
 
@@ -31,8 +33,13 @@ class Steering:
     clock: AnyClock
     collectives: AnyCollectives
     transport: Transport
+    _field_exchange: FieldExchange = field(init=False)
     _counts_before: tuple[int, ...] = field(default=(), init=False)
     _num_alike: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        """Be ready for traces, where they rule."""
+        self._field_exchange = FieldExchange(self.run, self.collectives, self.transport)
 
     def start(self, position: Position) -> None:
         """Begin the generation: all ranks make sure that they stand at the same place, rank 0 publishes the job."""
@@ -75,6 +82,7 @@ class Steering:
             self.window_end.post(position, times)
         if adopts:
             self.adoption.post(position.step - 1 + options.margin_steps)
+            self._field_exchange.post(position.step - 1 + options.margin_steps)
         self.clock.charge(time.perf_counter() - began)
 
     def _measured_counts(self, counts: tuple[int, ...]) -> tuple[int, ...]:
@@ -87,3 +95,4 @@ class Steering:
         """Complete what the last step posted; no new collective, so that a rank may do it alone, for a checkpoint."""
         self.window_end.complete()
         self.adoption.complete()
+        self._field_exchange.complete()

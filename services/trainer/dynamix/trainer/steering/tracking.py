@@ -120,9 +120,11 @@ class FastLoop:
         """Let a decision of the slow loop rule from a step on.
 
         Under tracking its sum is divided by the speeds known so far; its sizes stand while there are none, and the
-        sizes in use stay when the global batch does.
+        sizes in use stay when the global batch does. Where traces rule, no decision moves the sizes.
         """
         newest = self._schedule.newest
+        if decided.split == newest.split == "traces":
+            decided = decided.with_sizes(newest.local_batch_sizes)
         if decided.split == "tracking":
             kept = newest.split == "tracking" and decided.global_batch_size == newest.global_batch_size
             sizes = newest.local_batch_sizes if kept else self.tracker.divide(decided.local_batch_sizes)

@@ -77,6 +77,7 @@ class WindowEnd:
                 total_samples=run.total_samples,
                 num_reports_dropped=self._transport.num_reports_dropped,
                 cookies=self._meter.sockets.cookies,
+                view=None if run.traces is None else run.traces.view(run.place.node),
             )
             self._transport.publish(report)
         self._history.add_window(position.step, self._metrics(position, rows, totals, sizes, ruling))

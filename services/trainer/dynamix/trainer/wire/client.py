@@ -10,8 +10,8 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Coroutine, Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 from dynamix.runtime.bus import Bus, BusError, BusMessage
 from dynamix.runtime.health.dead_letters import DeadLetters
@@ -21,7 +21,7 @@ from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import subjects
 from dynamix.schemas.chain import is_intact
 from dynamix.schemas.codec import MalformedMessageError, decode, encode, message_id
-from dynamix.schemas.messages import Action, Job, Message, Reward
+from dynamix.schemas.messages import Action, Job, Message, Reward, Trace
 from dynamix.schemas.messages.fields import MAX_GENERATION
 from dynamix.schemas.streams import ACTIONS, JOBS
 
@@ -43,11 +43,25 @@ WITHOUT_BROKER = (
 
 _log = logging.getLogger("dynamix.trainer")
 
+M = TypeVar("M", bound=Message)
+
 
 class BusClient(Transport):
-    """The transport over the bus: publishes this rank's messages; global rank 0 gets its job's actions and rewards."""
+    """The transport over the bus: publishes this rank's messages; global rank 0 gets its job's actions and rewards.
 
-    def __init__(self, settings: BusSettings, *, node: str, outbox_messages: int, actions_of: str | None) -> None:
+    Where agents rule, the first rank of each node gets the traces of the agent of that node.
+    """
+
+    def __init__(
+        self,
+        settings: BusSettings,
+        *,
+        node: str,
+        outbox_messages: int,
+        actions_of: str | None,
+        traces_of: str | None = None,
+    ) -> None:
+        """Not yet connected; `traces_of` names the job whose traces of this node's agent are heard."""
         super().__init__()
         self.outbox = Outbox(outbox_messages)
         self._settings = settings
@@ -55,6 +69,7 @@ class BusClient(Transport):
         self._started_s = time.monotonic()
         self._counters: dict[str, int] = {}
         self._actions_of = actions_of
+        self._traces_of = traces_of
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake = asyncio.Event()
         self._closing = asyncio.Event()
@@ -150,6 +165,8 @@ class BusClient(Transport):
             duties.append(self._listen(bus, subjects.of("action", self._actions_of)))
             duties.append(self._hear_rewards(bus, subjects.of("reward", self._actions_of, subjects.ANY)))
             duties.append(self._keep_specification(bus))
+        if self._traces_of is not None:
+            duties.append(self._hear_traces(bus, subjects.of("trace", self._traces_of, self._node)))
         tasks = [asyncio.create_task(duty) for duty in duties]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -227,17 +244,25 @@ class BusClient(Transport):
                 await asyncio.sleep(RETRY_S)
 
     async def _hear_rewards(self, bus: Bus, subject: str) -> None:
-        """Take rewards as they are published, for metrics only: what is missed is not asked for again."""
+        """Take rewards, for metrics only."""
+        await self._hear(bus, subject, Reward, self.add_reward, "rewards, metrics go without them")
+
+    async def _hear_traces(self, bus: Bus, subject: str) -> None:
+        """Take what this node's agent leaves; the next trace stands for one that was missed."""
+        await self._hear(bus, subject, Trace, self.leave_trace, "traces, the ranks of this node keep their share")
+
+    async def _hear(self, bus: Bus, subject: str, kind: type[M], take: Callable[[M], None], without: str) -> None:
+        """Take messages as they are published: what is missed is not asked for again."""
         dead_letters = DeadLetters(bus, SERVICE, self._counters)
         try:
             async with bus.subscribe(subject) as messages:
                 async for message in messages:
                     try:
-                        self.add_reward(decode(Reward, message.subject, message.payload))
+                        take(decode(kind, message.subject, message.payload))
                     except MalformedMessageError as error:
                         await dead_letters.set_aside(message, str(error))
         except BusError as error:
-            self._complain("cannot hear rewards, metrics go without them", error)
+            self._complain(f"cannot hear {without}", error)
         await asyncio.Event().wait()  # a duty that ends would end the others
 
     async def _receive(self, batch: Sequence[BusMessage], dead_letters: DeadLetters) -> None:

@@ -1,10 +1,10 @@
-"""How a rank's messages leave, and actions and rewards come in: within the process here, over the bus in `client`."""
+"""How a rank's messages leave, and actions, traces and rewards come in: in the process, or by `client` over the bus."""
 
 import threading
 from collections import deque
 from collections.abc import Iterator
 
-from dynamix.schemas.messages import Action, Message, Report, Reward
+from dynamix.schemas.messages import Action, Message, Report, Reward, Trace
 
 INBOX_ACTIONS = 64
 """Only the newest action counts; the rest is slack for one window."""
@@ -20,6 +20,9 @@ class Transport:
 
     num_malformed = 0
     """Messages on the job's action subject that were not valid actions."""
+
+    newest_trace: Trace | None = None
+    """What the agent of this node left last; from the bus in the first rank of each node, where agents rule."""
 
     def __init__(self) -> None:
         self._actions: deque[Action] = deque(maxlen=INBOX_ACTIONS)
@@ -41,6 +44,10 @@ class Transport:
         """The actions received since the last call, oldest first."""
         while self._actions:
             yield self._actions.popleft()
+
+    def leave_trace(self, trace: Trace) -> None:
+        """Hand in what this node's agent left: the last one counts; safe from any thread."""
+        self.newest_trace = trace
 
     def add_reward(self, reward: Reward) -> None:
         """Hand in a node's rewards for one window; safe from any thread."""

@@ -1,0 +1,44 @@
+"""`stigmergy`: no centre decides. Agents on the nodes leave traces, and the ranks divide each step by them.
+
+The agent of a node is in its collector. After each window it leaves at its cell how fast its ranks compute, which
+global batch it would take the job to, and how long its ranks wait at least; it sees the traces beside its own, and
+nothing else of other nodes. All ranks exchange the newest traces once per window and derive sum and division from them
+(docs/stigmergy.md). So this policy decides nothing: where an arbitrator runs, its actions say so, and where none does,
+the same happens. With a fixed global batch only the division follows the traces.
+"""
+
+from typing import ClassVar
+
+from dynamix.schemas.messages import Job
+from dynamix.schemas.messages.allocation import Allocation
+from dynamix.schemas.messages.policies import STIGMERGY, STIGMERGY_BOUNDS, STIGMERGY_OPTIONS
+
+from .model.observation import Array32, decided_sizes
+from .options import Option, Options
+from .policy import Decision
+
+_MEANINGS = {
+    "evaporation": "share of a trace's strength that is lost per window, and weight of what is new",
+    "diffusion": "share of an appetite that comes from the cells beside it",
+    "noise_multiplier": "factor on B_noise: above 1, larger batches count for more",
+    "rate_weight": "power of the learning rate in the worth of a step",
+    "max_change": "greatest factor between the global batch in force and an appetite",
+    "dead_band": "relative distance from the mean appetite at which the global batch stays",
+}
+
+
+class Stigmergy:
+    """Leaves everything to the traces."""
+
+    name = STIGMERGY
+    version = 1
+    options: ClassVar[Options] = {
+        name: Option(STIGMERGY_OPTIONS[name], *STIGMERGY_BOUNDS[name], meaning) for name, meaning in _MEANINGS.items()
+    }
+
+    def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
+        """The sizes that the job began with, which rule until there are traces."""
+        return Decision(
+            Allocation(decided_sizes(obs_WF), "traces"),
+            reason="nothing is decided: the traces of the nodes' agents rule",
+        )

@@ -1,0 +1,145 @@
+"""The agent of one node: what it leaves at its cell after a window, from its own ranks and the traces around. Pure.
+
+It knows nothing of other nodes but the traces in the cells beside its own, sends nothing to any other agent, and
+remembers nothing: what it left before comes back with the report, as far as it has not evaporated. So any agent may
+die, and a new one goes on where the trace lies.
+
+    activity  <-  (1 - a) activity + a * samples / compute time         of each of its ranks
+    waiting   <-  (1 - a) waiting + a * min(its ranks' least, FADING * those around)
+    appetite  <-  (1 - d) ((1 - a) appetite + a * wish) + d * mean of those around
+
+a is the option `evaporation`, d is `diffusion`. The wish is the global batch B of the greatest progress per second as
+seen from here, between 1 / `max_change` and `max_change` of the one in force:
+
+    wish = argmax lr(B)^rate_weight * B / (B + noise_multiplier * B_noise) / (waiting + compute * B / B_now)
+
+where compute is the step without the waiting: what the slowest rank computes. The ranks divide B by all activities
+(`dynamix.trainer.steering.field`), so that an agent changes its own ranks' share by its own trace alone.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from dynamix.schemas.codec import MalformedMessageError
+from dynamix.schemas.messages import FieldView, Report, SeenTrace, Trace
+from dynamix.schemas.messages.policies import STIGMERGY_OPTIONS
+
+FADING = 1.1
+"""Factor on a waiting time from cell to cell: what was measured far away says less."""
+
+NUM_CANDIDATES = 16
+"""Global batches that are compared, on either side of the one in force."""
+
+
+class _Settings(NamedTuple):
+    """The options, within bounds: a report may be made up."""
+
+    evaporation: float
+    diffusion: float
+    noise_multiplier: float
+    rate_weight: float
+    max_change: float
+
+
+def trace_of(report: Report) -> Trace | None:
+    """What the agent of the report's node leaves; `None` in jobs of other policies.
+
+    Raises:
+        MalformedMessageError: when the view does not fit the rows.
+    """
+    view = report.field
+    if view is None:
+        return None
+    if len(view.activity) != len(report.rows):
+        raise MalformedMessageError(
+            f"a view of {len(view.activity)} ranks with {len(report.rows)} rows: there must be one for each"
+        )
+    settings = _settings_of(view)
+    keep = 0.0 if view.own is None else (1.0 - settings.evaporation) * view.own.strength
+    waiting_s = _waiting_s(report, view, keep)
+    return Trace(
+        job=report.job,
+        generation=report.generation,
+        window=report.window,
+        node=report.node,
+        ranks=tuple(row.rank for row in report.rows),
+        activity=_activity(report, view, keep),
+        appetite=_appetite(report, view, settings, keep, waiting_s),
+        waiting_s=waiting_s,
+    )
+
+
+def _settings_of(view: FieldView) -> _Settings:
+    options = {**STIGMERGY_OPTIONS, **view.options}
+    return _Settings(
+        evaporation=min(max(options["evaporation"], 0.0), 1.0),
+        diffusion=min(max(options["diffusion"], 0.0), 1.0),
+        noise_multiplier=max(options["noise_multiplier"], 0.0),
+        rate_weight=min(max(options["rate_weight"], 0.0), 1.0),
+        max_change=min(max(options["max_change"], 1.0), 100.0),
+    )
+
+
+def _activity(report: Report, view: FieldView, keep: float) -> tuple[float, ...]:
+    """A rank that had no samples, or whose times are not known, keeps what it has."""
+    activity = []
+    for row, before in zip(report.rows, view.activity, strict=True):
+        if not (row.times_split and row.num_samples and row.compute_time_s > 0):
+            activity.append(before)
+            continue
+        deposit = row.num_samples / row.compute_time_s
+        activity.append(_mixed(before, deposit, keep if before > 0 else 0.0))
+    return tuple(activity)
+
+
+def _waiting_s(report: Report, view: FieldView, keep: float) -> float:
+    """The least waiting per step: of its own ranks, or of those around."""
+    steps = max(report.totals.num_steps, 1)
+    own = [row.sync_time_s / steps for row in report.rows if row.times_split]
+    least = min([*own, *(FADING * seen.waiting_s for seen in view.around)], default=0.0)
+    return least if view.own is None else _mixed(view.own.waiting_s, least, keep)
+
+
+def _appetite(report: Report, view: FieldView, settings: _Settings, keep: float, waiting_s: float) -> float:
+    in_force = float(report.totals.global_batch_size)
+    if view.keeps_global_batch:
+        return in_force
+    wish = _wish(report, view, settings, waiting_s)
+    if wish is None:
+        wish = in_force if view.own is None else view.own.appetite
+    own = wish if view.own is None else _mixed(view.own.appetite, wish, keep)
+    around = _mean_appetite(view.around)
+    return own if around is None else _mixed(around, own, settings.diffusion)
+
+
+def _wish(report: Report, view: FieldView, settings: _Settings, waiting_s: float) -> float | None:
+    """The best global batch as seen from here; `None` while noise or times are not known."""
+    totals = report.totals
+    noise, in_force = totals.noise, float(totals.global_batch_size)
+    step_s = totals.time_s / max(totals.num_steps, 1)
+    if noise is None or noise.squared_norm <= 0 or noise.trace < 0 or in_force < 1 or step_s <= 0:
+        return None
+    noise_scale = settings.noise_multiplier * noise.trace / noise.squared_norm
+    if noise_scale == math.inf:
+        return None
+    exponent = 1.0 + settings.rate_weight * view.rate_exponent
+    compute_s = max(step_s - waiting_s, 0.0)
+    best, most = in_force, -1.0
+    for index in range(-NUM_CANDIDATES, NUM_CANDIDATES + 1):
+        factor: float = settings.max_change ** (index / NUM_CANDIDATES)
+        worth = factor**exponent / (factor * in_force + noise_scale) / (waiting_s + factor * compute_s)
+        if worth > most:
+            best, most = factor * in_force, worth
+    return best
+
+
+def _mean_appetite(around: Sequence[SeenTrace]) -> float | None:
+    """Fresh traces count for more; `None` where there is none."""
+    strength = sum(seen.strength for seen in around)
+    return sum(seen.strength * seen.appetite for seen in around) / strength if strength > 0 else None
+
+
+def _mixed(before: float, now: float, share: float) -> float:
+    """So much of what was before, and the rest of what is now."""
+    return share * before + (1.0 - share) * now

@@ -1,0 +1,175 @@
+"""The field: the traces of all agents of a job, and the sizes that follow from them. Pure, and alike on all ranks.
+
+Under the policy `stigmergy` no centre decides. Once per window the ranks of each node add the newest trace that they
+have of their own agent to one sum over all ranks: so all have the same field, to the bit, and come to the same sizes by
+the same arithmetic. As in `tracking` it adds, multiplies, divides and compares single float64, in a fixed order.
+
+A trace loses the share `evaporation` of its strength in each window in which no newer one comes. The global batch is
+the mean appetite of all cells, weighted by strength: that of agents that died fades away. Its division is by activity,
+which is a ratio and does not weaken; once such a trace has gone, its ranks keep the share that they have. Without any
+trace nothing changes.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from dynamix.schemas.apportion import apportion
+from dynamix.schemas.messages import FieldView, NodeRanks, SeenTrace, Trace
+from dynamix.trainer.data.schedule import Schedule
+
+from .tracking import DEAD_BAND
+
+GONE = 0.01
+"""Strength below which there is no trace any more."""
+
+LAG_WINDOWS = 2
+"""Windows from the one that a trace is of to the one that it can rule: its age counts from there."""
+
+PER_CELL = 3
+"""Numbers of a cell besides its ranks' activities: appetite, waiting, and window + 1, where 0 stands for no trace."""
+
+
+class _Cell(NamedTuple):
+    strength: float
+    appetite: float
+    waiting_s: float
+
+
+class TraceField:
+    """One job's field as its ranks know it, at most one trace per node."""
+
+    def __init__(
+        self,
+        nodes: Sequence[NodeRanks],
+        options: Mapping[str, float],
+        *,
+        keeps_global_batch: bool,
+        rate_exponent: float,
+    ) -> None:
+        """The field of a job; `options` are all of the policy's."""
+        self._nodes = tuple(nodes)
+        self._index = {node.node: index for index, node in enumerate(self._nodes)}
+        self._num_ranks = sum(len(node.ranks) for node in self._nodes)
+        self._options = dict(options)
+        self._keeps_global_batch = keeps_global_batch
+        self._rate_exponent = rate_exponent
+        self._activity = [0.0] * self._num_ranks
+        self._cells: list[_Cell | None] = [None] * len(self._nodes)
+
+    @property
+    def num_numbers(self) -> int:
+        """Length of what the ranks sum up."""
+        return self._num_ranks + PER_CELL * len(self._nodes)
+
+    def numbers_of(self, traces: Mapping[str, Trace]) -> list[float]:
+        """The numbers of these traces, by node, and zero everywhere else; traces that do not fit the job are none."""
+        numbers = [0.0] * self.num_numbers
+        for name, trace in traces.items():
+            index = self._index.get(name)
+            if index is None or not self._fits(trace, index):
+                continue
+            for rank, activity in zip(trace.ranks, trace.activity, strict=True):
+                numbers[rank] = activity
+            at = self._num_ranks + PER_CELL * index
+            numbers[at : at + PER_CELL] = [trace.appetite, trace.waiting_s, float(trace.window + 1)]
+        return numbers
+
+    def take(self, numbers: Sequence[float], window: int) -> None:
+        """Take in what all ranks have summed up, as the field that rules from the beginning of `window`."""
+        self._activity = list(numbers[: self._num_ranks])
+        for index, node in enumerate(self._nodes):
+            at = self._num_ranks + PER_CELL * index
+            appetite, waiting_s, after = numbers[at : at + PER_CELL]
+            strength = self._strength(window - LAG_WINDOWS - (int(after) - 1)) if after > 0 else 0.0
+            self._cells[index] = _Cell(strength, appetite, waiting_s) if strength >= GONE else None
+            if strength < GONE:
+                for rank in node.ranks:
+                    self._activity[rank] = 0.0
+
+    def revise(self, schedule: Schedule, effective_step: int, fewest: int, upper: Sequence[int]) -> None:
+        """Let better sizes rule from a step on, where traces rule and there are any."""
+        newest = schedule.newest
+        if newest.split != "traces":
+            return
+        better = self.better_sizes(newest.local_batch_sizes, fewest, upper)
+        if better is not None and better != newest.local_batch_sizes:
+            schedule.revise(effective_step, newest.with_sizes(better))
+
+    def better_sizes(self, sizes: Sequence[int], fewest: int, upper: Sequence[int]) -> tuple[int, ...] | None:
+        """The sizes that shall replace `sizes`, between `fewest` and `upper`; `None` where these are good enough."""
+        weights = self._weights(sizes)
+        if weights is None:
+            return None
+        total = self._total(sum(sizes))
+        if fewest == 0 and total >= len(weights):
+            fewest = 1  # a rank without samples would never be measured again
+        proposed = apportion(total, weights, [min(fewest, most) for most in upper], upper)
+        if sum(proposed) == sum(sizes) and _slowest(proposed, weights) >= (1.0 - DEAD_BAND) * _slowest(sizes, weights):
+            return None
+        return proposed
+
+    def view(self, node: str) -> FieldView:
+        """What the agent of a node sees: its own cell, and those beside it."""
+        index = self._index[node]
+        beside = sorted({(index + step) % len(self._cells) for step in (-1, 1)} - {index})
+        return FieldView(
+            activity=tuple(self._activity[rank] for rank in self._nodes[index].ranks),
+            own=_seen(self._cells[index]),
+            around=tuple(seen for each in beside if (seen := _seen(self._cells[each])) is not None),
+            keeps_global_batch=self._keeps_global_batch,
+            rate_exponent=self._rate_exponent,
+            options=self._options,
+        )
+
+    def _fits(self, trace: Trace, index: int) -> bool:
+        return trace.ranks == self._nodes[index].ranks and len(trace.activity) == len(trace.ranks)
+
+    def _strength(self, age: int) -> float:
+        """By products: a power is not the same to the last bit everywhere."""
+        strength, left = 1.0, 1.0 - self._options["evaporation"]
+        for _ in range(age):
+            strength *= left
+            if strength < GONE:
+                break
+        return strength
+
+    def _weights(self, sizes: Sequence[int]) -> list[float] | None:
+        """What the sizes are in proportion to: activities, and for ranks without one the share that they have."""
+        known = [rank for rank, activity in enumerate(self._activity) if activity > 0.0]
+        active, taken = _sum([self._activity[rank] for rank in known]), sum(sizes[rank] for rank in known)
+        if not (taken and active < math.inf):
+            return None
+        per_sample = active / taken
+        return [
+            activity if activity > 0.0 else size * per_sample
+            for activity, size in zip(self._activity, sizes, strict=True)
+        ]
+
+    def _total(self, in_force: int) -> int:
+        """The global batch: the mean appetite where that is further from the one in force than the dead band."""
+        cells = [cell for cell in self._cells if cell is not None and cell.appetite > 0.0]
+        strength = _sum([cell.strength for cell in cells])
+        if self._keeps_global_batch or strength == 0.0:
+            return in_force
+        mean = _sum([cell.strength * cell.appetite for cell in cells]) / strength
+        if not abs(mean - in_force) > self._options["dead_band"] * in_force or mean >= 2.0**52:
+            return in_force
+        return max(int(mean + 0.5), 1)
+
+
+def _seen(cell: _Cell | None) -> SeenTrace | None:
+    return None if cell is None else SeenTrace(**cell._asdict())
+
+
+def _slowest(sizes: Sequence[int], weights: Sequence[float]) -> float:
+    """Predicted compute time of the slowest rank; one of no weight was never measured, and has no samples."""
+    return max(size / weight for size, weight in zip(sizes, weights, strict=True) if weight > 0.0)
+
+
+def _sum(numbers: Sequence[float]) -> float:
+    """One after the other: `sum` adds differently from Python 3.12 on."""
+    total = 0.0
+    for number in numbers:
+        total += number
+    return total
