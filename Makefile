@@ -12,7 +12,7 @@ DATA   := .data/fashion-mnist
 CIFAR  := .data/cifar-10
 ARGS   ?=
 
-.PHONY: help venv venv-frameworks demo data data-cifar test test-slow test-frameworks gpu faults lint types bench cluster exchange scale results heldout heldout-exchange adaptdl paper format clean
+.PHONY: help venv venv-frameworks demo data data-cifar test test-slow test-frameworks gpu faults lint types bench cluster exchange scale results heldout heldout-exchange adaptdl paper image dist format clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -142,9 +142,15 @@ adaptdl: $(ADAPTDL)/.installed data ## AdaptDL's published goodput code on train
 paper: venv data-cifar ## the paper's models in full, docs/results.md; needs a text in .data/text; hours; killed, it goes on
 	$(BIN)/python -m bench.results --only paper-vgg11 --only paper-resnet20 --only paper-transformer --seeds 2 $(ARGS)
 
+image: venv ## container images without Docker: their sizes, and whether services run closed; root, debootstrap, 5 minutes
+	$(BIN)/python -m bench.image --json out/image.json $(ARGS)
+
+dist: venv data ## wheel and sdist into dist/, tried in an empty environment: the demo runs from there (ARGS="--windows 5")
+	sh deploy/release.sh dist $(BIN)/python $(DATA) $(ARGS)
+
 format: venv ## let ruff rewrite
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean: ## remove what the targets made
-	rm -rf $(VENV) $(FRAMEWORKS) .data out .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(FRAMEWORKS) .data out dist .pytest_cache .mypy_cache .ruff_cache

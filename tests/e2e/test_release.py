@@ -1,0 +1,33 @@
+"""A release as `make dist` tries it, with a short demo: sdist, wheel, an empty environment, nothing of the clone."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+
+def test_a_release_is_installed_into_an_empty_environment_and_runs_the_demo_from_there(tmp_path: Path) -> None:
+    dist, result = tmp_path / "dist", tmp_path / "out.json"
+    done = subprocess.run(
+        [
+            *("sh", str(ROOT / "deploy/release.sh"), str(dist), sys.executable, str(ROOT / ".data/fashion-mnist")),
+            *("--windows", "5", "--target", "0.4", "--pace", "0.0004"),
+            *("--json", str(result), "--png", str(tmp_path / "out.png")),
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "tried and ready:" in done.stdout
+    assert sorted(path.suffix for path in dist.iterdir()) == [".gz", ".whl"]
+    runs = json.loads(result.read_text())["runs"]
+    assert [run["policy"] for run in runs] == ["static", "split", "rule"]
+    assert all(run["num_actions_applied"] >= 3 for run in runs)
