@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 def test_a_release_is_installed_into_an_empty_environment_and_runs_the_demo_from_there(tmp_path: Path) -> None:
