@@ -5,21 +5,15 @@ rows between their markers: the time of each row over that of the rule whose gra
 static rows with local steps and int8; and whether the default policy is as fast as it was meant to be.
 """
 
-import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
-import msgspec
 from bench.harness.tables import markdown
 
 from dynamix.lab.experiments.comparison.scores import RatioInterval
 from dynamix.lab.experiments.comparison.verdict import Verdict, VerdictRow
 
-from .heldout import interval_text
-from .result import NOT_RUN, write_table
+from .verdict_table import VerdictTable, interval_text
 
-DOCS = Path(__file__).parents[2] / "docs"
-NAME = "exchange-heldout"
 LIMITS = {"slow-links": 0.60, "congestion": 0.60}
 """Most time over that of exact gradients, by family: where links are slow or congested."""
 LIMIT = 1.02
@@ -28,7 +22,7 @@ STATIC_LIMITS = {"slow-links": 0.90}
 """Most time over that of a static row, where links differ; elsewhere no interval may be above 1 as a whole."""
 
 
-def tables(verdict: Verdict) -> str:
+def _parts(verdict: Verdict) -> list[str]:
     """What was meant, then every row against each base in every family."""
     exact, *statics = verdict.against
     seeds = f"seeds {min(verdict.seeds)} to {max(verdict.seeds)}"
@@ -37,30 +31,15 @@ def tables(verdict: Verdict) -> str:
         f"Time to target of `{verdict.default_policy}` in jobs that permit local steps, {seeds}; below 1 is faster. "
         "Brackets: 95 % interval over seeds."
     )
-    parts = [
+    return [
         intro,
         markdown(["family", *columns, "as meant"], list(_judged(verdict, exact, statics))),
         *(part for base in verdict.against for part in _against(verdict, base)),
-        f"`{verdict.command}`" + (f" ({verdict.core_minutes:.0f} minutes of a core)" if verdict.core_minutes else ""),
-        f"![{NAME}](results/{NAME}.png)",
     ]
-    return "\n\n".join(parts)
-
-
-def expected_table(docs: Path) -> str:
-    """What docs/results.md must hold between the markers."""
-    path = docs / "results" / f"{NAME}.json"
-    return tables(msgspec.json.decode(path.read_bytes(), type=Verdict)) if path.exists() else NOT_RUN
-
-
-def main() -> int:
-    """Write the tables into docs/results.md."""
-    write_table(DOCS / "results.md", NAME, expected_table(DOCS))
-    return 0
 
 
 def misses(family: str, exact: RatioInterval | None, statics: Sequence[RatioInterval | None]) -> list[str]:
-    """In what the default policy is slower in a family than it was meant to be; nothing where all is as meant."""
+    """Return in what the default policy is slower in a family than meant; nothing where all is as meant."""
     if exact is None or None in statics:
         return ["not measured"]
     found = []
@@ -104,5 +83,8 @@ def _row(rows: Sequence[VerdictRow], policy: str) -> VerdictRow:
     return next(row for row in rows if row.policy == policy)
 
 
+TABLE = VerdictTable("exchange-heldout", _parts)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    TABLE.write()

@@ -3,24 +3,17 @@
 Reads docs/results/heldout.json, which `dynamix evaluate` wrote, and puts its rows between their markers.
 """
 
-import sys
-from pathlib import Path
-
-import msgspec
 from bench.harness.tables import markdown
 
 from dynamix.lab.experiments.comparison.contenders import BEST_STATIC
-from dynamix.lab.experiments.comparison.scores import RatioInterval
 from dynamix.lab.experiments.comparison.verdict import Verdict, VerdictRow
 
-from .result import NOT_RUN, write_table
+from .verdict_table import VerdictTable, interval_text
 
-DOCS = Path(__file__).parents[2] / "docs"
-NAME = "heldout"
 OVERALL = ["policy", "median time to target, s", "missed", "vs best static", "vs goodput", "test accuracy", "runs"]
 
 
-def tables(verdict: Verdict) -> str:
+def _parts(verdict: Verdict) -> list[str]:
     """All rows over the heterogeneous families, and the ratio of each to best static in every family."""
     seeds = f"seeds {min(verdict.seeds)} to {max(verdict.seeds)}"
     intro = (
@@ -30,28 +23,13 @@ def tables(verdict: Verdict) -> str:
     headings = ["policy", *(f"{name} (control)" if one.control else name for name, one in verdict.families.items())]
     has_samples = any(row.accuracy_at_equal_samples is not None for row in verdict.policies)
     overall = [*OVERALL, *(["accuracy at equal samples"] if has_samples else [])]
-    parts = [
+    return [
         *_headline(verdict),
         intro,
         markdown(overall, [_overall(row)[: len(overall)] for row in verdict.policies]),
         "Per family, time to target over that of the best static size:",
         markdown(headings, [_per_family(verdict, row.policy) for row in verdict.policies]),
-        f"`{verdict.command}`" + (f" ({verdict.core_minutes:.0f} minutes of a core)" if verdict.core_minutes else ""),
-        f"![{NAME}](results/{NAME}.png)",
     ]
-    return "\n\n".join(parts)
-
-
-def expected_table(docs: Path) -> str:
-    """What docs/results.md must hold between the markers."""
-    path = docs / "results" / f"{NAME}.json"
-    return tables(msgspec.json.decode(path.read_bytes(), type=Verdict)) if path.exists() else NOT_RUN
-
-
-def main() -> int:
-    """Write the tables into docs/results.md."""
-    write_table(DOCS / "results.md", NAME, expected_table(DOCS))
-    return 0
 
 
 def _headline(verdict: Verdict) -> list[str]:
@@ -94,15 +72,8 @@ def _per_family(verdict: Verdict, policy: str) -> list[str]:
     return [f"`{policy}`", *ratios]
 
 
-def interval_text(interval: RatioInterval | None) -> str:
-    """A ratio with its intervals, as tables have it."""
-    if interval is None:
-        return "-"
-    spread = "" if interval.low is None or interval.high is None else f" [{interval.low:.2f}, {interval.high:.2f}]"
-    if interval.family_low is not None:
-        spread += f" {{{interval.family_low:.2f}, {interval.family_high:.2f}}}"
-    return f"{interval.ratio:.2f}{spread}"
+TABLE = VerdictTable("heldout", _parts)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    TABLE.write()

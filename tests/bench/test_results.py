@@ -69,11 +69,11 @@ def test_the_page_holds_the_table_that_the_json_makes(name: str) -> None:
 
 
 def test_the_page_holds_the_held_out_comparison_that_the_json_makes() -> None:
-    assert table_in((DOCS / "results.md").read_text(), heldout.NAME) == heldout.expected_table(DOCS)
+    assert table_in((DOCS / "results.md").read_text(), heldout.TABLE.name) == heldout.TABLE.expected(DOCS)
 
 
 def test_the_page_holds_the_comparison_of_exchanges_that_the_json_makes() -> None:
-    assert table_in((DOCS / "results.md").read_text(), exchange.NAME) == exchange.expected_table(DOCS)
+    assert table_in((DOCS / "results.md").read_text(), exchange.TABLE.name) == exchange.TABLE.expected(DOCS)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_exchanges_are_compared_with_every_base_in_every_family() -> None:
     row = msgspec.structs.replace(row_of("rule", 0.4), against=bases)
     family = VerdictFamily(control=False, scenarios={}, best_static_local_batch_size=None, chosen_on="", policies=[row])
     verdict = verdict_of(families={"slow-links": family}, policies=[row], against=list(bases))
-    lines = exchange.tables(verdict).splitlines()
+    lines = exchange.TABLE.text(verdict).splitlines()
     assert "| slow-links | 0.50 [0.40, 0.60] | 0.75 [0.70, 0.80] | yes |" in lines
     place = lines.index("Time to target over that of `static`:")
     assert lines[place + 2 : place + 5] == ["| policy | slow-links |", "|---|---|", "| `rule` | 0.75 [0.70, 0.80] |"]
@@ -121,7 +121,7 @@ def test_every_row_of_the_verdict_stands_in_the_table_per_family() -> None:
         for name in ("mixed", "alike")
     }
     verdict = verdict_of(families=families, policies=rows)
-    lines = heldout.tables(verdict).partition("Per family")[2].splitlines()
+    lines = heldout.TABLE.text(verdict).partition("Per family")[2].splitlines()
     assert lines[2:10] == [
         "| policy | mixed | alike (control) |",
         "|---|---|---|",
@@ -137,7 +137,7 @@ def test_the_headline_stands_first_with_both_intervals_and_the_control() -> None
     )
     rule = msgspec.structs.replace(row_of("rule", 0.4), accuracy_at_equal_samples=0.8125)
     verdict = verdict_of(families={}, policies=[rule], headline=[found], core_minutes=90.4)
-    lines = heldout.tables(verdict).splitlines()
+    lines = heldout.TABLE.text(verdict).splitlines()
     assert lines[0].startswith("Time to target of `rule` over that of each baseline")
     assert lines[2:5] == [
         "| against | all families | heterogeneous families | control |",
