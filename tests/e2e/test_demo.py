@@ -7,11 +7,28 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+
+@pytest.fixture
+def demo(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A demo that was just started and keeps its temporary files in `tmp_path`."""
+    data = str(Path(".data/fashion-mnist").resolve())
+    started = subprocess.Popen(
+        [sys.executable, "-m", "dynamix.cli.main", "demo", "--data", data],
+        cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with started:
+        yield started
+        started.kill()  # where a test failed; after the end it does nothing
 
 
 def test_the_demo_steers_a_real_job_and_writes_results(tmp_path: Path) -> None:
@@ -71,22 +88,13 @@ def test_without_data_the_demo_explains_how_to_get_it(tmp_path: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_the_demo_that_is_ended_by_sigterm_leaves_no_files(tmp_path: Path) -> None:
-    data = str(Path(".data/fashion-mnist").resolve())
-    demo = subprocess.Popen(
-        [sys.executable, "-m", "dynamix.cli.main", "demo", "--data", data],
-        cwd=tmp_path,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    with demo:
-        assert demo.stderr is not None
-        assert any(" are ready" in line for line in demo.stderr)
-        assert list(tmp_path.glob("dynamix-demo-*"))
-        demo.terminate()
-        told = demo.stderr.read()
-    assert demo.returncode == 128 + signal.SIGTERM
+def test_the_demo_that_is_ended_by_sigterm_leaves_no_files(tmp_path: Path, demo: subprocess.Popen[str]) -> None:
+    assert demo.stderr is not None
+    assert any(" are ready" in line for line in demo.stderr)
+    assert list(tmp_path.glob("dynamix-demo-*"))
+    demo.terminate()
+    told = demo.stderr.read()
+    assert demo.wait() == 128 + signal.SIGTERM
     assert told.endswith("dynamix demo: ended by SIGTERM\n")
     assert list(tmp_path.glob("dynamix-demo-*")) == []
 
@@ -101,21 +109,12 @@ def processes_that_name(text: str) -> list[int]:
     return found
 
 
-def test_the_demo_that_is_killed_leaves_no_rank_behind(tmp_path: Path) -> None:
-    data = str(Path(".data/fashion-mnist").resolve())
-    demo = subprocess.Popen(
-        [sys.executable, "-m", "dynamix.cli.main", "demo", "--data", data],
-        cwd=tmp_path,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def test_the_demo_that_is_killed_leaves_no_rank_behind(tmp_path: Path, demo: subprocess.Popen[str]) -> None:
     named = str(tmp_path / "dynamix-demo-")  # the log that the arguments of torchrun and of the ranks name
-    with demo:
-        while len(processes_that_name(named)) < 1 + 4:
-            assert demo.poll() is None
-            time.sleep(0.2)
-        demo.kill()
+    while len(processes_that_name(named)) < 1 + 4:
+        assert demo.poll() is None
+        time.sleep(0.2)
+    demo.kill()
+    assert demo.wait() == -signal.SIGKILL
     while processes_that_name(named):  # the time-out of the test ends this where one stays
         time.sleep(0.2)
-    assert demo.returncode == -signal.SIGKILL
