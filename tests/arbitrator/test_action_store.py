@@ -1,6 +1,5 @@
 """Stored actions are checked against their hashes, the trainer's receipts and what was known before."""
 
-import asyncio
 import hashlib
 import itertools
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 import structlog
 from tests.support import examples
 from tests.support.brokers import ConfiguredServer, connected, operate, until
+from tests.support.services_here import arbitrator_here
 from tests.support.stored_blocks import BlockRecord, block_of, flip_in_header, flip_in_payload, records
 
 from dynamix.arbitrator.deciding import job_log
@@ -18,10 +18,8 @@ from dynamix.arbitrator.deciding.action_store import ActionStoreError
 from dynamix.arbitrator.deciding.job_log import JobLog, Surroundings
 from dynamix.arbitrator.learned.policy_source import PolicySource
 from dynamix.arbitrator.learned.policy_store import PolicyStore
-from dynamix.arbitrator.service import ArbitratorSettings, serve
 from dynamix.runtime.bus import Bus, BusMessage, StaleWriterError
 from dynamix.runtime.bus.provision import provision
-from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
 from dynamix.schemas.chain import seal
 from dynamix.schemas.codec import HEADER_BYTES, decode, encode
@@ -273,20 +271,13 @@ class TestRot:
         self.rot(tmp_path, where, index)
         await server.start()
         async with connected(server.settings) as bus:
-            context = Context(
-                "arbitrator", "0", "here", bus, ArbitratorSettings(), asyncio.Event(), structlog.get_logger()
-            )
             before = (await bus.stream_state(ACTIONS.name)).last_sequence
-            task = asyncio.create_task(serve(context))
-            try:
+            async with arbitrator_here(bus) as context:
                 for job, window in ((JOB, 10), (OTHER, 5), (OTHER, 6)):
                     await bus.publish(state(job, window))
                 counters = context.counters
                 await until(lambda: counters.get("decided", 0) >= 2 and counters.get("halted", 0) >= 1)
-            finally:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
-            assert (context.counters["refused_logs"], context.counters["halted"]) == (1, 1)
+            assert (counters["refused_logs"], counters["halted"]) == (1, 1)
             assert [action.window for action in await actions(bus, OTHER)] == list(range(7))
             last = await bus.last(FEED.name, subjects.of("event", JOB.job))
             assert last is not None

@@ -1,19 +1,17 @@
 """An error of one job's policy halts the decisions for that generation only."""
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
 
 import msgspec
 import pytest
-import structlog
 from tests.support import examples, trained_policies
+from tests.support.services_here import arbitrator_here
 
 from dynamix.arbitrator.learned.policy_source import PolicySource
 from dynamix.arbitrator.learned.policy_store import PolicyStore
 from dynamix.arbitrator.policies.policy import Decision, Policy
 from dynamix.arbitrator.policies.static import Static
-from dynamix.arbitrator.service import ArbitratorSettings, serve
+from dynamix.arbitrator.service import ArbitratorSettings
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
@@ -23,19 +21,6 @@ from dynamix.schemas.streams import ACTIONS
 
 NODES: dict[str, tuple[int, ...]] = {"node-a": (0, 1), "node-b": (2, 3)}
 ODD, OTHER = examples.job(NODES, job="odd-0", policy="odd"), examples.job(NODES, job="other-0", policy="static")
-
-
-@contextlib.asynccontextmanager
-async def an_arbitrator(bus: Bus) -> AsyncIterator[Context[ArbitratorSettings, Bus]]:
-    """The service in this process."""
-    context = Context("arbitrator", "0", "here", bus, ArbitratorSettings(), asyncio.Event(), structlog.get_logger())
-    task = asyncio.create_task(serve(context))
-    try:
-        yield context
-        assert not task.done()
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
 async def report(bus: Bus, job: Job) -> None:
@@ -68,7 +53,7 @@ async def test_a_file_with_odd_metadata_halts_its_own_generation_only(
     await bus.publish(OTHER)
     if is_there_first:
         await report(bus, ODD)
-    async with an_arbitrator(bus) as context:
+    async with arbitrator_here(bus) as context:
         if not is_there_first:
             await report(bus, ODD)
         await report(bus, OTHER)
@@ -96,7 +81,7 @@ async def test_an_unexpected_error_halts_its_own_generation_only(
 
     monkeypatch.setattr(PolicySource, "choose", fail)
     await bus.publish(ODD)
-    async with an_arbitrator(bus) as context:
+    async with arbitrator_here(bus) as context:
         await bus.publish(OTHER)
         await report(bus, ODD)
         await report(bus, OTHER)
@@ -110,7 +95,7 @@ async def test_a_policy_that_raises_halts_its_own_generation_only(bus: Bus, monk
 
     monkeypatch.setattr(PolicySource, "choose", broken)
     await bus.publish(ODD)
-    async with an_arbitrator(bus) as context:
+    async with arbitrator_here(bus) as context:
         await bus.publish(OTHER)
         await report(bus, ODD)
         await report(bus, OTHER)

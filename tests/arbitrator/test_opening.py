@@ -1,18 +1,16 @@
 """A crowd of jobs: opened beside those that are steered, in bounded number, and forgotten again."""
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
 from typing import NamedTuple
 
 import msgspec
 import pytest
-import structlog
 from tests.support import examples
+from tests.support.services_here import arbitrator_here
 
 from dynamix.arbitrator.deciding.held_jobs import HeldJobs, WaitingJobs
 from dynamix.arbitrator.deciding.job_log import JobLog
-from dynamix.arbitrator.service import MAX_OPENING, ArbitratorSettings, serve
+from dynamix.arbitrator.service import MAX_OPENING, ArbitratorSettings
 from dynamix.runtime.bus import Bus, BusMessage
 from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
@@ -24,20 +22,6 @@ NUM_CROWD = 100
 NODES = {"node-a": (0, 1)}
 HONEST = examples.job(NODES, policy="static")
 Arbitrating = Context[ArbitratorSettings, Bus]
-
-
-@contextlib.asynccontextmanager
-async def an_arbitrator(bus: Bus, **settings: float) -> AsyncIterator[Arbitrating]:
-    """The service in this process."""
-    chosen = ArbitratorSettings(**settings)  # type: ignore[arg-type]
-    context = Context("arbitrator", "0", "here", bus, chosen, asyncio.Event(), structlog.get_logger())
-    task = asyncio.create_task(serve(context))
-    try:
-        yield context
-        assert not task.done()
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
 def crowd() -> list[Job]:
@@ -78,7 +62,7 @@ async def test_a_crowd_of_new_jobs_does_not_delay_one_that_is_open(bus: Bus, mon
 
     monkeypatch.setattr(JobLog, "open", stuck)
     await bus.publish(HONEST)
-    async with an_arbitrator(bus) as context:
+    async with arbitrator_here(bus) as context:
         await bus.publish(state_of(HONEST))
         assert await decisions(bus, HONEST.job, 1) == [0]
         for job in crowd():
@@ -96,7 +80,7 @@ async def test_a_restart_decides_for_all_jobs_and_opens_none_without_states(bus:
         await bus.publish_soon(job)
     for job in jobs[:3]:
         await bus.publish(state_of(job))
-    async with an_arbitrator(bus) as context:
+    async with arbitrator_here(bus) as context:
         for job in jobs[:3]:
             assert await decisions(bus, job.job, 1) == [0]
         await until_counter(context, "jobs_waiting", 0)
@@ -114,7 +98,7 @@ async def test_states_that_come_while_a_job_is_opened_are_decided_in_their_order
 
     monkeypatch.setattr(JobLog, "open", slow)
     await bus.publish(HONEST)
-    async with an_arbitrator(bus) as context:
+    async with arbitrator_here(bus) as context:
         for window in range(5):
             await bus.publish(state_of(HONEST, window))
         await until_counter(context, "jobs_waiting", 1)
@@ -127,7 +111,7 @@ async def test_an_idle_job_is_forgotten_and_goes_on_with_its_next_state(bus: Bus
     await bus.publish(HONEST)
     other = examples.job(NODES, job="other-0", policy="static")
     await bus.publish(other)
-    async with an_arbitrator(bus, forget_after_s=0.2) as context:
+    async with arbitrator_here(bus, forget_after_s=0.2) as context:
         await bus.publish(state_of(HONEST))
         assert await decisions(bus, HONEST.job, 1) == [0]
         await asyncio.sleep(0.3)
@@ -183,7 +167,7 @@ def test_the_job_with_the_most_states_is_opened_first_and_no_more_wait_than_may(
 
 async def test_a_specification_of_a_made_up_generation_stops_no_job_that_is_open(bus: Bus) -> None:
     await bus.publish(HONEST)
-    async with an_arbitrator(bus) as context:
+    async with arbitrator_here(bus) as context:
         await bus.publish(state_of(HONEST))
         assert await decisions(bus, HONEST.job, 1) == [0]
         await bus.publish(msgspec.structs.replace(HONEST, generation=2**53 - 1))

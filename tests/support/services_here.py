@@ -63,3 +63,18 @@ async def services_here(bus: Bus, *names: str) -> AsyncIterator[dict[str, Servic
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def arbitrator_here(bus: Bus, **settings: Any) -> AsyncIterator[Context[ArbitratorSettings, Bus]]:
+    """Run an arbitrator in this event loop until the end of the block, where it must still run; yields its context."""
+    context = Context(
+        "arbitrator", "0", "here", bus, ArbitratorSettings(**settings), asyncio.Event(), structlog.stdlib.get_logger()
+    )
+    task = asyncio.create_task(serve_arbitrator(context))
+    try:
+        yield context
+        assert not task.done()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
