@@ -20,7 +20,7 @@ DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 
 @pytest.fixture(scope="session", autouse=True)
 def _dev_as_it_was() -> Iterator[None]:
-    """As root a test could replace a device by a file, for everybody on the machine."""
+    """Check /dev: as root a test could replace a device by a file, for everybody on the machine."""
     before = _devices()
     yield
     assert _devices() == before, "a test has changed /dev"

@@ -46,7 +46,7 @@ def is_path(name: str, files: str) -> bool:
 
 
 def anchor(heading: str) -> str:
-    """As GitHub makes it of a heading."""
+    """The anchor that GitHub makes of a heading."""
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
 
 

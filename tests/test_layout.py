@@ -126,7 +126,7 @@ def product_files() -> list[Path]:
 
 
 def module_name(path: Path) -> str:
-    """As it is imported; a package for its `__init__.py`."""
+    """The name that a module is imported by; the package for its `__init__.py`."""
     top = next((top for top in ROOTS.values() if path.is_relative_to(top)), ROOT)
     return ".".join(path.relative_to(top).with_suffix("").parts).removesuffix(".__init__")
 
@@ -181,10 +181,11 @@ def test_no_two_classes_have_the_same_name() -> None:
 
 
 def test_a_docstring_stands_alone_as_hover_text() -> None:
+    """It says what something is or returns; "Of ..." and "As ..." can only be read below the line before."""
     found = [
         f"{path.relative_to(ROOT)}:{number}"
-        for path in product_files()
+        for path in [*product_files(), *sorted((ROOT / "tests").rglob("*.py"))]
         for number, line in enumerate(path.read_text().splitlines(), start=1)
-        if line.lstrip().startswith('"""Of ')
+        if line.lstrip().startswith(('"""Of ', '"""As '))
     ]
     assert found == []

@@ -35,7 +35,7 @@ class Arm(NamedTuple):
 
     @property
     def label(self) -> str:
-        """As it is parsed."""
+        """The text that `parse` reads."""
         return f"{self.policy}:{self.local_batch_size}"
 
 
@@ -152,7 +152,7 @@ def plan_of(options: argparse.Namespace, **slow: Any) -> ClusterPlan:
 
 
 def by_rank(pairs: list[str] | None, convert: type[Value]) -> dict[int, Value]:
-    """From `RANK=VALUE` to a value per rank.
+    """The value of each rank, from pairs `RANK=VALUE`.
 
     Raises:
         ValueError: for what is not written so.

@@ -28,7 +28,7 @@ class PartTimer:
         self._thread = threading.get_ident()
 
     def seconds(self, *, here: bool) -> dict[str, dict[str, float]]:
-        """By clock and part: in the thread that made the timer, or in all other threads."""
+        """Seconds by clock and part: in the thread that made the timer, or in all other threads."""
         sums = {clock: defaultdict[str, float](float) for clock in CLOCKS}
         ended: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
         for clock, thread, part, began, end in self._calls:

@@ -103,7 +103,7 @@ class Host:
 
     @property
     def cgroup(self) -> Path:
-        """Its cgroup of version 2: what is attached to it sees this host's sockets alone."""
+        """The host's cgroup of version 2: what is attached to it sees this host's sockets alone."""
         return self._cgroup.unified
 
     @property

@@ -88,7 +88,7 @@ class Programs:
 
     @contextlib.contextmanager
     def attached(self, directory: Path) -> Iterator[None]:
-        """On a control group, as the collector attaches them."""
+        """Attach the programs to a control group, as the collector does."""
         with contextlib.closing(Attachment(directory, self._descriptors)):
             yield
 
@@ -104,7 +104,7 @@ class Programs:
             yield
 
     def run_times(self) -> dict[str, RunTime]:
-        """By name; they count while `measured`."""
+        """Run times of the programs by name, counted while `measured`."""
         infos = [syscall.program_info(descriptor) for descriptor in (*self._descriptors, self._empty)]
         return {info.name: RunTime(info.run_time_ns, info.num_runs) for info in infos}
 

@@ -28,7 +28,7 @@ SPEEDS = (4000.0, 2000.0, 1000.0, 500.0)
 OVERHEAD_S = 0.002
 LINE_EVERY_S = 30.0
 LEARNING_RATES = {"sgd": 0.1, "adam": 0.002, "adamw": 0.002}
-"""As in the scenarios: for a global batch of 512."""
+"""Learning rates for a global batch of 512, as in the scenarios."""
 
 
 class Scale(NamedTuple):
@@ -131,7 +131,7 @@ class Laboratory:
         return [] if self.scale.name == "full" else [STAND_IN_NOTE.format(name=name)]
 
     def tuning_note(self, labels: Iterable[str]) -> str:
-        """With what settings rows run that `dynamix tune` chooses for; the default policy runs as it ships."""
+        """A sentence on the settings of rows that `dynamix tune` chooses for; the default policy runs as it ships."""
         choices = {
             row.label: self.tuned.overall.get(row.policy)
             for row in parse_contenders(",".join(labels))

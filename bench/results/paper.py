@@ -51,7 +51,7 @@ def transformer(laboratory: Laboratory) -> ExperimentResult:
 def _compared(
     laboratory: Laboratory, name: str, *, reference_s: float, typical_run_s: float, **job: Any
 ) -> ExperimentResult:
-    """To the accuracy that `BASE` reaches in `reference_s`; `typical_run_s` is what a run takes of a core."""
+    """All rows to the accuracy that `BASE` reaches in `reference_s`; `typical_run_s` is what a run takes of a core."""
     scenario = laboratory.cluster(
         f"paper-{name}",
         network=Network(),  # gradients as large as the model's own

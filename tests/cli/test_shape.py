@@ -14,7 +14,7 @@ from dynamix.cli.main import COMMANDS, PACKAGE, summary
 
 CLI = Path(__file__).parents[2] / "cli" / "dynamix" / "cli"
 FOLDERS = tuple(name.replace("-", "_") for name in COMMANDS)
-"""Of the commands: a module's name has no '-'."""
+"""The commands' folders: a module's name has no '-'."""
 ROOMS = ("board", "dashboard", "inspection")
 """What other displays than the terminal use."""
 DRAWING = ("rich", "matplotlib")

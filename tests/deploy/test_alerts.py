@@ -388,7 +388,7 @@ def learner_here(bus: Bus) -> tuple[_Learner, ServiceHere]:
 async def test_a_probe_that_costs_more_than_a_hundredth_of_the_machine(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a kernel tells it that counts; 3 % of all processors, then 0.3 %."""
+    """The kernel counts what the probe takes: 3 % of all processors, then 0.3 %."""
     stats = tmp_path / "bpf_stats_enabled"
     stats.write_text("1\n")
     monkeypatch.setattr(collector_shown, "STATS_ENABLED", stats)
@@ -418,7 +418,7 @@ async def test_a_probe_that_costs_more_than_a_hundredth_of_the_machine(
 async def test_a_collector_that_computes_all_the_time(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, metric: str, firing: str
 ) -> None:
-    """In its event loop: which is late, and takes more than a hundredth of the machine."""
+    """Its event loop is late, and takes more than a hundredth of the machine."""
     others = tuple(name for name in alert_trials.LOADED if name != metric)
     async with Watchdog(0.0, tick_s=0.01) as watchdog:
         one = ServiceHere("collector", bus, None, watchdog)

@@ -14,7 +14,7 @@ PLAIN, ATTACHED, WORKLOAD = (EXAMPLES / f"ddp_{name}.py" for name in ("plain", "
 
 
 def code_lines(path: Path) -> list[str]:
-    """Without the first docstring, blank lines and the imports that only the removed lines needed."""
+    """The lines without the first docstring, blank lines and the imports that only the removed lines needed."""
     lines = path.read_text().splitlines()[1:]
     return [line for line in lines if line.strip() and not line.startswith("from torch.utils.data")]
 

@@ -19,7 +19,7 @@ FRAMEWORKS = {"accelerate": "accelerate", "lightning": "lightning", "transformer
 
 
 def _code_lines(path: Path) -> list[str]:
-    """Without the first docstring and blank lines."""
+    """The lines without the first docstring and blank lines."""
     return [line for line in path.read_text().splitlines()[1:] if line.strip()]
 
 

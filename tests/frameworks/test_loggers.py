@@ -26,7 +26,7 @@ WINDOWS: list[Metrics] = [
 
 
 def log_in_thread(logger: MetricLogger, windows: list[Metrics], first_step: int = 20) -> None:
-    """As a session does, in a thread of their own."""
+    """Log windows in a thread of their own, as a session does."""
 
     def log() -> None:
         for index, metrics in enumerate(windows):

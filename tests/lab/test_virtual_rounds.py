@@ -27,7 +27,7 @@ def started(every: int, of: Scenario, **arguments: Any) -> VirtualCluster:
 
 
 def own_parameters(run: VirtualCluster) -> torch.Tensor:
-    """Of each rank, a row each."""
+    """The parameters of all ranks, a row each."""
     ranks = run._rounds._ranks
     assert ranks is not None
     return ranks.parameters.detach()

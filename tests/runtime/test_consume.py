@@ -37,7 +37,7 @@ STATES = ["dynamix.v1.state.>"]
 
 
 async def read(reader: Consumer, count: int) -> list[BusMessage]:
-    """At least `count` messages."""
+    """The first messages, at least `count` of them."""
     found: list[BusMessage] = []
     async with asyncio.timeout(20):
         async for batch in reader:

@@ -86,7 +86,7 @@ async def test_a_consumer_that_is_not_used_is_removed_whatever_its_maker_asked_f
 
 
 async def test_streams_with_durable_readers_of_before_get_the_limits(server: ConfiguredServer) -> None:
-    """As a deployment has them that was provisioned by an earlier version."""
+    """An earlier version provisioned them so."""
     async with connected(server.settings) as bus:
         await provision(bus)
         without = {**(await stream_config(bus.requests, "FEED")), "consumer_limits": {}, "max_msg_size": -1}

@@ -86,11 +86,11 @@ def test_an_action_without_a_reason_has_the_bytes_of_those_before_there_were_any
 
 
 EXACT_BYTES = "9601a46e6f6e65aa616c6c2d72656475636590" + "cb3ff0000000000000" + "cb0000000000000000"
-"""Of an exchange, as newer messages have it at their end."""
+"""The bytes of an exchange, as newer messages have it at their end."""
 WITHOUT_TABLES = "c2cb0000000000000000"
-"""Of a job that can exchange gradients in no other way, and has no tables."""
+"""The bytes behind it in a job that can exchange gradients in no other way, and has no tables."""
 NO_CODECS = "90"
-"""Behind it in a job: the codecs of other packages that it names, none."""
+"""The bytes behind those: the codecs of other packages that a job names, none."""
 
 
 def test_messages_from_before_exchanges_were_decided_are_exact() -> None:

@@ -38,7 +38,7 @@ def record(message: Message, sequence: int, timestamp_ns: int | None = None) -> 
 
 
 def records_of(messages: Iterable[Message]) -> list[Record]:
-    """In one order, each with the next sequence: as on a broker whose streams count together."""
+    """Records of messages in one order, each with the next sequence: as on a broker whose streams count together."""
     return [record(message, sequence) for sequence, message in enumerate(messages, start=1)]
 
 

@@ -26,13 +26,13 @@ NUM_STEPS = 4
 
 
 def closes(session: dynamix.Session) -> None:
-    """As in the examples, and the session closed too."""
+    """Close the session, then end as the examples do."""
     session.close()
     dist.destroy_process_group()
 
 
 def destroys(_session: dynamix.Session) -> None:
-    """As in the examples."""
+    """End as the examples do."""
     dist.destroy_process_group()
 
 

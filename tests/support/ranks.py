@@ -121,7 +121,7 @@ def _rank_main(end: Connection, function: Callable[..., Any], start: _RankStart,
 
 
 def _send(end: Connection, *, ok: bool, value: Any) -> None:
-    """By value: torch would leave tensors in the memory of a process that is about to end."""
+    """Send by value: torch would leave tensors in the memory of a process that is about to end."""
     end.send_bytes(pickle.dumps((ok, value)))
 
 

@@ -23,7 +23,7 @@ CUT_BEFORE = 6
 """The step before which the link is cut: the first one of a round of local steps, and of a window."""
 CUT_S = 5.0
 TIMEOUT_S = 12.0
-"""Of the ranks' group, for a link that stays cut: a busy machine needs some seconds to connect them."""
+"""The time-out of the ranks' group, for a link that stays cut: a busy machine needs some seconds to connect them."""
 EXCHANGES = {
     "exact": EXACT,
     "rows": Exchange(codec="rows"),

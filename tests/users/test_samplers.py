@@ -29,7 +29,7 @@ SIZES = [(9, 4), (13, 0), (3, 20), (17, 17)]
 
 
 class Balanced(Sampler[int]):
-    """As many samples of each class, in an order of Python's own random numbers."""
+    """Equally many samples of each class, in an order of Python's own random numbers."""
 
     def __init__(self, targets: torch.Tensor) -> None:
         self.by_class = [torch.nonzero(targets == label).flatten().tolist() for label in targets.unique()]

@@ -67,7 +67,7 @@ class Profile(msgspec.Struct, frozen=True):
         )
 
     def fitted(self, parameters: tuple[float, ...]) -> "Profile":
-        """With parameters that were fitted now."""
+        """The same with parameters that were fitted now."""
         return msgspec.structs.replace(self, parameters=parameters, windows_since_fit=0)
 
     def fit_arguments(self) -> FitArguments:
@@ -80,7 +80,7 @@ class Profile(msgspec.Struct, frozen=True):
         return FitArguments(sizes, (step_s - sync_s) / num_steps, step_s / num_steps)
 
     def pack(self) -> bytes:
-        """For the carry."""
+        """The bytes that the carry holds."""
         return msgspec.msgpack.encode(self)
 
     @classmethod
@@ -95,7 +95,7 @@ def local_batch_size(job: Job, global_batch_size: float) -> int:
 
 
 def gradient_statistics(noise_scale: float, initial_global_batch_size: int) -> tuple[float, float]:
-    """Its sqr and var, in units of |G|^2."""
+    """AdaptDL's sqr and var of the gradient, in units of |G|^2."""
     return 1.0, noise_scale / initial_global_batch_size
 
 

@@ -56,7 +56,7 @@ GOODPUTS = (
     TargetArm(policy="goodput", options={"track": 1.0, "hysteresis": 0.0}),
     TargetArm(policy="goodput", options={"track": 1.0, "noise_multiplier": 4.0}),
 )
-"""As published, with the fast loop, and with our weight of the noise; the best one is found by search."""
+"""Goodput as published, with the fast loop, and with our weight of the noise; the best one is found by search."""
 RECORDED = TargetArm(policy="random", window_steps=3, max_local_batch_size=256)
 """Its sizes vary, which calibration needs, in as many windows as a short run can have; it is in no comparison."""
 

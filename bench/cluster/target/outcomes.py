@@ -47,7 +47,7 @@ class TargetRun(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def label(self) -> str:
-        """For readers."""
+        """Case, row and seed in words, for readers."""
         return f"{self.case.name}, {self.arm.label}, seed {self.seed}"
 
 

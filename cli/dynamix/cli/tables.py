@@ -11,7 +11,7 @@ PLAIN_WIDTH = 240
 
 
 def console_for(*, stderr: bool) -> Console:
-    """As wide as the terminal; a file or a pipe has no width to respect."""
+    """A console as wide as the terminal; a file or a pipe has no width to respect."""
     console = Console(stderr=stderr)
     return console if console.is_terminal else Console(stderr=stderr, width=PLAIN_WIDTH)
 

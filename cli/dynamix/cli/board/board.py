@@ -29,7 +29,7 @@ SILENT_AFTER_S = 60.0
 SILENT_BEFORE_FIRST_WINDOW_S = 600.0
 """The same before its first window: loading data or compiling a model takes a while."""
 SILENT_GAPS = 3
-"""As many of its longest pauses between two windows are waited for, where that is longer."""
+"""How many of its longest pauses between two windows are waited for, where that is longer."""
 KEPT_EVENTS = 32
 
 Phase = Literal["running", "silent", "ended"]

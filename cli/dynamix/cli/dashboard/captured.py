@@ -59,7 +59,7 @@ class CapturedJob:
 
     @property
     def duration_s(self) -> float:
-        """From the first message to the last."""
+        """Seconds from the first message to the last."""
         return (self._messages[-1].timestamp_ns - self.start_ns) / 1e9 if self._messages else 0.0
 
     def board_at(self, elapsed_s: float) -> Board:

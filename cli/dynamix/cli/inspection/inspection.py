@@ -56,7 +56,7 @@ class Inspection(msgspec.Struct):
 
     @property
     def nodes(self) -> dict[int, set[str]]:
-        """By generation, the nodes that were specified, or else heard of."""
+        """The nodes of each generation: those that were specified, or else heard of."""
         found: dict[int, set[str]] = {}
         for window in self.windows.values():
             found.setdefault(window.generation, set()).update(*window.nodes.values())

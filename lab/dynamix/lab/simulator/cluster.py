@@ -131,7 +131,7 @@ class VirtualCluster:
         return optimizer
 
     def _rate_factor(self, global_batch_size: int) -> float:
-        """On the scenario's learning rate."""
+        """The factor on the scenario's learning rate."""
         return FACTORS[self.scenario.learning_rate_rule](global_batch_size / self.scenario.base_global_batch_size)
 
     @property

@@ -30,10 +30,10 @@ from .scenario import Scenario
 Array64 = npt.NDArray[np.float64]
 
 MARGIN_STEPS = 2
-"""As a real loader without workers has it: steps from knowing of a change to the first step that can follow it."""
+"""Steps from knowing of a change to the first step that can follow it, with a real loader without workers."""
 
 NOISE_DECAY = 0.9
-"""As `attach` has it."""
+"""The default of `attach`."""
 
 MAX_LAG_WINDOWS = 4
 

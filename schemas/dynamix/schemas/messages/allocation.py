@@ -85,7 +85,7 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fa
 
     @property
     def label(self) -> str:
-        """In words, for people."""
+        """The exchange in words, for people."""
         if self == EXACT:
             return "exact"
         period = "" if self.every == 1 else f" every {self.every} steps"

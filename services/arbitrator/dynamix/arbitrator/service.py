@@ -211,7 +211,7 @@ class _Arbitrator:
             raise errors[0]
 
     async def _open_in_step(self) -> None:
-        """In a replay: open all that wait before the next batch, as what they read is of this moment."""
+        """Open, in a replay, all that wait before the next batch: what they read is of this moment."""
         while self._in_step and (len(self._waiting) or self._opening):
             self._start_opening()
             await asyncio.wait(self._tasks)
@@ -332,5 +332,5 @@ async def _next_batch(consumer: BatchConsumer) -> list[BusMessage] | None:
 
 
 def _now_s() -> float:
-    """For what is held in memory only: no decision depends on it."""
+    """The clock of what is held in memory only: no decision depends on it."""
     return time.monotonic()

@@ -35,7 +35,7 @@ class Traffic(NamedTuple):
 
 
 def tcp_info(evidence: Evidence) -> KernelWindow | str:
-    """From the counters that the ranks read of their own sockets: exact per rank, unprivileged."""
+    """A window from the counters that the ranks read of their own sockets: exact per rank, unprivileged."""
     rows = evidence.report.rows
     silent = next((row.rank for row in rows if row.sockets is None), None)
     if silent is not None:
@@ -44,7 +44,7 @@ def tcp_info(evidence: Evidence) -> KernelWindow | str:
 
 
 def proc(evidence: Evidence) -> KernelWindow | str:
-    """From the counters of the whole network namespace: only where the node has a single rank."""
+    """A window from the counters of the whole network namespace: only where the node has a single rank."""
     rows, node = evidence.report.rows, evidence.node
     if len(rows) != 1:
         return f"{len(rows)} ranks share the node's counters"

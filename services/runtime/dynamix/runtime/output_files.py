@@ -23,7 +23,7 @@ HEAD_BYTES = 1 << 16
 WITHOUT_NAMELESS = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT}
 """What file systems say that know no files without a name, such as NFS: there a check is by permissions only."""
 MAX_LINKS = 40
-"""As the kernel has it."""
+"""Most links that are followed, as in the kernel."""
 
 
 class RefusedOutputError(ValueError):
@@ -146,7 +146,7 @@ def _check_parent(path: Path, *, make_parents: bool) -> None:
 
 
 def _check_directory_takes_files(path: Path, directory: Path) -> None:
-    """By its permissions, and by a file without a name, since root may write everywhere, and in /proc nowhere."""
+    """Check by permissions, and by a file without a name, since root may write everywhere, and in /proc nowhere."""
     if not os.access(directory, os.W_OK | os.X_OK):
         raise RefusedOutputError(f"{path} cannot be written: directory {directory} is closed to this user")
     try:

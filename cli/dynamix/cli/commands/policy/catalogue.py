@@ -173,7 +173,7 @@ def _row(entry: AvailablePolicy) -> tuple[str, ...]:
 
 
 def _when(time: str) -> str:
-    """To the second: `2026-11-20 17:22:03`."""
+    """A time cut to the second: `2026-11-20 17:22:03`."""
     return time[:19].replace("T", " ")
 
 

@@ -64,7 +64,7 @@ class Simulation(NamedTuple):
     """How the job went; times are virtual."""
 
     policy: str
-    """As it was spelled."""
+    """The name that was given, with its options."""
     seed: int
     episode: Episode
     windows: list[SimulatedWindow]

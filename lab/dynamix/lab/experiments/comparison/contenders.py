@@ -100,7 +100,7 @@ class Contender(msgspec.Struct, frozen=True, kw_only=True):
     """One row of a comparison."""
 
     label: str
-    """As it was spelled."""
+    """The text that it was parsed from."""
     policy: str
     options: dict[str, float] = {}
     initial_local_batch_size: int | None = None

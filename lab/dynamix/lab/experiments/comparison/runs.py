@@ -47,7 +47,7 @@ class RunTask(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Policy, scenario and seed in words, for messages."""
         return f"{self.setting.policy} in scenario {self.scenario.name}, seed {self.seed}"
 
     @property

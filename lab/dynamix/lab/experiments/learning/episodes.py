@@ -35,7 +35,7 @@ class EpisodeTask(NamedTuple):
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Scenario and seed in words, for messages."""
         return f"scenario {self.scenario.name}, seed {self.seed}"
 
 

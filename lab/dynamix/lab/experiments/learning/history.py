@@ -52,7 +52,7 @@ class LearningUpdate(msgspec.Struct, frozen=True, kw_only=True):
     learning_rate: float
     num_decisions: int
     validation_vs_rule: float | None = None
-    """As `vs_rule`, of the likeliest actions on the validation seeds; `None` when this update was not validated."""
+    """`vs_rule` of the likeliest actions on the validation seeds; `None` when this update was not validated."""
 
     @property
     def mean_return(self) -> float:

@@ -41,10 +41,10 @@ class CodingCost(Protocol):
 
     @property
     def message_s(self) -> float:
-        """For each message to and from another rank."""
+        """Seconds for each message to and from another rank."""
 
     def s_per_byte(self, codec: str) -> float:
-        """For each byte of the gradient."""
+        """Seconds for each byte of the gradient."""
 
 
 class BucketTimes(NamedTuple):

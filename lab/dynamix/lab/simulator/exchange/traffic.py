@@ -22,7 +22,7 @@ class CollectiveTraffic(NamedTuple):
     """Most that a rank codes or decodes for others; none in a ring."""
 
     def scaled(self, factor: float) -> Self:
-        """As much more."""
+        """The same collective with `factor` times the bytes."""
         return self._replace(sent=factor * self.sent, received=factor * self.received)
 
     def dealt(self, shares: Array64, *, is_push: bool) -> Self:
@@ -86,7 +86,7 @@ class _RankTraffic(NamedTuple):
 
 
 def run_counted(legs: Sequence[Leg]) -> tuple[CollectiveTraffic, ...]:
-    """As `run_alike`, and the bytes of each collective."""
+    """Run legs as `run_alike` does; returns the bytes of each collective."""
     seen: list[list[_RankTraffic]] = [[] for _ in legs]
     run_alike([_watched(leg, rank, len(legs), seen[rank]) for rank, leg in enumerate(legs)])
     return tuple(

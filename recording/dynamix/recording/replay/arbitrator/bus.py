@@ -82,7 +82,7 @@ class ArbitratorReplayBus:
             self._states.popleft()
 
     def lose_feed(self, until: int) -> None:
-        """From now on FEED begins after a sequence."""
+        """Let FEED begin after a sequence from now on."""
         self._feed_first = until + 1
 
     def end(self) -> None:

@@ -21,7 +21,7 @@ class OfJob(Protocol):
 
     @property
     def job(self) -> Job:
-        """Its specification."""
+        """The job's specification."""
 
 
 L = TypeVar("L", bound=OfJob)

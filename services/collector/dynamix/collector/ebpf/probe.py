@@ -66,7 +66,7 @@ class SocketProbe:
         return Counters(*counters) if owner in (uid, _UID_UNKNOWN) else None
 
     def _open(self, cookie: int) -> tuple[int, ...] | None:
-        """Its slot; the first is nearly always it."""
+        """The slot of a socket; the first one looked at is nearly always it."""
         for way in range(NUM_WAYS):
             found = self._sockets.look_up(((cookie * SCATTER % 2**64 >> 32) + way) % MAX_OPEN)
             if found is not None and found[0] == cookie:

@@ -127,11 +127,11 @@ class Bus:
         return await self.publish_bytes_soon(subjects.subject_of(message), payload, codec.message_id(message))
 
     async def publish_bytes(self, subject: str, payload: bytes, message_id: str) -> int:
-        """As `publish`, of bytes; `message_id` is equal for equal content."""
+        """Publish bytes as `publish` does a message; `message_id` is equal for equal content."""
         return await (await self.publish_bytes_soon(subject, payload, message_id))
 
     async def publish_bytes_soon(self, subject: str, payload: bytes, message_id: str) -> asyncio.Future[int]:
-        """As `publish_soon`, of bytes."""
+        """Publish bytes as `publish_soon` does a message."""
         return await self._publisher.publish(subject, payload, message_id)
 
     async def publish_action(self, action: Action, *, expected_last: int) -> int:

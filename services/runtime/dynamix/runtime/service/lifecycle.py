@@ -182,7 +182,7 @@ class _Life(Generic[S]):
         return code
 
     async def _wait(self, main: asyncio.Task[None], bus: Bus, stopped: asyncio.Task[bool]) -> int:
-        """Until `main` is done, a signal came, or the connection closed for good; a failure ends the wait by itself."""
+        """Wait until `main` is done, a signal came, or the connection closed for good; a failure ends the wait, too."""
         ends: list[asyncio.Future[Any]] = [main, self._closed]
         await asyncio.wait([*ends, stopped], return_when=asyncio.FIRST_COMPLETED)
         if not main.done() and not self._closed.done():

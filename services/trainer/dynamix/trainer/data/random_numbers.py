@@ -16,7 +16,7 @@ class RandomNumbers(NamedTuple):
 
     @classmethod
     def capture(cls) -> Self:
-        """As they are now."""
+        """The states that the generators have now."""
         return cls(torch.get_rng_state(), np.random.get_state(), random.getstate())  # noqa: NPY002 - scripts use it
 
     def restore(self) -> None:

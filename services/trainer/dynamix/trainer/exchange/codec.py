@@ -88,13 +88,13 @@ class ErrorFeedbackCodec(ExchangeCodec, Protocol):
     """A codec with loss, which keeps what it has not sent yet and sends it later: the residual."""
 
     def residuals(self) -> dict[str, Tensor]:
-        """By parameter's key, of this rank, flat: what the sums lack so far. Views: copy what is to be kept."""
+        """What the sums lack so far of this rank, flat, by the parameter's key. Views: copy what is to be kept."""
 
     def load_residuals(self, residuals: Mapping[str, Tensor]) -> None:
         """Begin with these instead, copied: of a checkpoint, or of another codec of this kind."""
 
     def flush(self, bucket: BucketView, member: Member) -> Leg:
-        """As `reduce`, without loss: residuals travel with the gradient and are zero afterwards.
+        """Do what `reduce` does, without loss: residuals travel with the gradient and are zero afterwards.
 
         For the last step before something else rules.
         """

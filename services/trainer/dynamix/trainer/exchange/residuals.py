@@ -90,5 +90,5 @@ class Residuals:
 
 
 def residual_type(gradient_type: torch.dtype) -> torch.dtype:
-    """In which residuals and sums of a bucket are kept: float64 for float64, else float32."""
+    """The type of the residuals and sums of a bucket: float64 for float64, else float32."""
     return torch.float64 if gradient_type == torch.float64 else torch.float32

@@ -129,13 +129,13 @@ class _Touched(NamedTuple):
     """Rows of a table that this rank touched."""
 
     rows: Tensor
-    """As bool."""
+    """One bool per row."""
     skips_zeros: bool = False
     """Whether another row may have a -0.0."""
 
 
 def _touched(table: Tensor, num_rows: int) -> _Touched:
-    """By their bits, or by value where that makes a difference to many rows."""
+    """The rows that were touched, by their bits, or by value where that makes a difference to many rows."""
     rows = touched_rows(table, num_rows)
     count = int(rows.count_nonzero())
     if count > MANY * num_rows:

@@ -35,7 +35,7 @@ class StepSketches(NamedTuple):
     counts: Counts
     """Sizes of the step."""
     over_mean: float
-    """As `StepWeights.over_mean` was in it."""
+    """`StepWeights.over_mean` of the step."""
 
     def norms(self) -> SquaredNorms:
         """The squared norms, once the cells are summed."""

@@ -76,7 +76,7 @@ class Updates:
         return [found for each in self._covered if (found := each()) is not None]
 
     def newest_rate(self) -> float | None:
-        """That of the newest step, in the first group of the first optimizer; `None` where it has none."""
+        """Learning rate of the newest step in the first group of the first optimizer; `None` where it has none."""
         for optimizer in self.optimizers:
             rate = optimizer.param_groups[0].get("lr")
             return None if rate is None else float(rate) * self._factor

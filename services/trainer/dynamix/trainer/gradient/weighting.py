@@ -255,7 +255,7 @@ class GradientHook:
         return launched(lambda: group.allreduce([alias]))
 
     def wait(self) -> list[Any]:
-        """With the last bucket: wait until every bucket is reduced."""
+        """Wait, with the last bucket, until every bucket is reduced."""
         results = [sent.under_way.wait() for sent in self._sent]
         if self._numbers is not None:
             self._numbers.wait()

@@ -46,7 +46,7 @@ class SharedBuffers:
 
 
 def _moved(now: Tensor, start: Tensor) -> Tensor:
-    """By how much; nothing where infinities stayed, as in a mask."""
+    """The difference; zero where infinities stayed, as in a mask."""
     return torch.where(now == start, torch.zeros_like(now), now - start)
 
 

@@ -102,7 +102,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """On the CPU, in float32 or float64."""
+    """The tensor on the CPU, in float32 or float64."""
     return tensor.to("cpu", torch.float64 if tensor.dtype == torch.float64 else torch.float32)
 
 

@@ -32,7 +32,7 @@ class FlatBucket:
             place.copy_(tensor)
 
     def moved(self, weight: float) -> BucketView:
-        """By how much they moved, times this rank's weight."""
+        """How far they moved, times this rank's weight."""
         flat = torch.empty_like(self._start)
         for place, tensor in self._places(flat):
             place.copy_(tensor)

@@ -71,7 +71,7 @@ class Row(NamedTuple):
 
     @property
     def sockets(self) -> SocketCounters | None:
-        """Its socket counters, if it has sockets that can be read."""
+        """The rank's socket counters, if it has sockets that can be read."""
         if math.isnan(self.tx_bytes):
             return None
         return SocketCounters(
@@ -210,7 +210,7 @@ def held_out_accuracy(rows: Sequence[Row]) -> float | None:
 
 
 def _drift(rows: Sequence[Row]) -> ParameterDrift | None:
-    """That of all ranks; |d|^2 is rank 0's, since on mixed processors its last bits may differ."""
+    """The drift of all ranks; |d|^2 is rank 0's, since on mixed processors its last bits may differ."""
     moved, own = rows[0].drift_mean, sum(row.drift_own for row in rows)
     if not (0.0 < moved < math.inf and own < math.inf):
         return None
@@ -218,7 +218,7 @@ def _drift(rows: Sequence[Row]) -> ParameterDrift | None:
 
 
 def _gradient_norm(noise: GradientNoise | None, global_batch_size: int) -> float | None:
-    """That of a step's gradient: E|g|^2 = |G_true|^2 + S / B; unknown where the estimate of it is not positive."""
+    """Norm of a step's gradient: E|g|^2 = |G_true|^2 + S / B; unknown where the estimate of it is not positive."""
     if noise is None or global_batch_size < 1:
         return None
     squared = noise.squared_norm + noise.trace / global_batch_size

@@ -124,7 +124,7 @@ class PeerSockets:
 
 
 def mutual_connections(listings: Sequence[Collection[Connection]], ranks: Iterable[int]) -> dict[int, list[Connection]]:
-    """For each of `ranks`, its connections that another rank listed from the other end.
+    """The connections of each of `ranks` that another rank listed from the other end.
 
     A connection between two sockets of one process is none; two ranks with the same addresses, in network namespaces
     of their own, do not hide each other.

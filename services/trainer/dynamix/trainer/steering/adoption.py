@@ -72,7 +72,7 @@ class Adoption:
         self._run.fast_loop.observe_times(seconds_per_sample, effective_step, counts)
 
     def _newest_action(self, effective_window: int) -> Action | None:
-        """In rank 0, the action to offer to all."""
+        """The action that rank 0 offers to all."""
         if self._offers is None:
             return None
         for action in self._transport.take_actions():

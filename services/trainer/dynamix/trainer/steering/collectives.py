@@ -219,7 +219,7 @@ class SoloCollectives:
         return [mine]
 
     def agree(self, what: str, mine: Sequence[object]) -> None:
-        """There is no other rank to differ from."""
+        """Return: there is no other rank to differ from."""
 
 
 AnyCollectives = Collectives | SoloCollectives

@@ -67,7 +67,7 @@ LEARNED_FROM = 3
 LEAST_CORRECTION, MOST_CORRECTION = 0.5, 4.0
 """Beyond it is the network that changed meanwhile."""
 MOST_OVERLAP = 0.7
-"""As a share of the compute time."""
+"""Most that is believed to be hidden, as a share of the compute time."""
 LEAST_EXPOSED, MOST_HIDDEN = 0.05, 0.4
 """Shares of an exchange's time: exposed in any case, and exposed at most where all the rest may have been hidden."""
 JUMP, SMOOTHING = 1.3, 0.5
@@ -187,7 +187,7 @@ class ExchangeMemory:
         return replace(self, drift=newest if math.isnan(self.drift) else _between(self.drift, newest, DRIFT_SMOOTHING))
 
     def with_bytes(self, sent_bytes: float, num_ranks: int) -> "ExchangeMemory":
-        """With what a gradient weighs, from a window in which it travelled as it is."""
+        """The memory with the gradient's bytes, from a window in which it travelled as it is."""
         ruled = self.ruling[0]
         if ruled.codec != EXACT.codec or not sent_bytes > 0.0 or num_ranks < 2:
             return self
@@ -225,7 +225,7 @@ class ExchangeMemory:
         return replace(known, exact_s=plain_s)
 
     def with_overlap(self) -> "ExchangeMemory":
-        """With what computing hid when gradients travelled in each step, if that can have been by these links."""
+        """The memory with what computing hid of an exchange in each step, if these links can have taken so long."""
         hidden = (self.exact_s - self.exposed_s) / self.hidden_s
         if not 0.0 <= hidden <= MOST_OVERLAP:
             return self

@@ -58,7 +58,7 @@ class Client(nats.aio.client.Client):
             logger.exception("error while handling a message on %s", subject.decode(errors="replace"))
 
     async def _connect_to_server(self, s: nats.aio.client.Srv) -> None:
-        """As nats-py does, but closing what a failed attempt (a refused login, say) left open."""
+        """Connect as nats-py does, but close what a failed attempt (a refused login, say) left open."""
         s.last_attempt = time.monotonic()
         if isinstance(self._transport, _Transport):
             self._transport.close()

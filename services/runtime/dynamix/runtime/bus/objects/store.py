@@ -39,7 +39,7 @@ MAX_OBJECT_BYTES = 64 << 20
 MAX_CHUNKS_IN_FLIGHT = 16
 """2 MB on their way: enough to keep the line busy, too little to delay other messages of this connection."""
 STALL_TIMEOUT_S = 60.0
-"""As long as a request waits for a broker that restarts."""
+"""How long a transfer may stand still: as long as a request waits for a broker that restarts."""
 CLEAN_UP_TIMEOUT_S = 5.0
 ROLLUP = {"Nats-Rollup": "sub"}
 """A description replaces its predecessor."""

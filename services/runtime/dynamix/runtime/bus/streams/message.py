@@ -21,7 +21,7 @@ class BusMessage(NamedTuple):
     num_pending: int
     """Messages of this consumer that the stream still held when this one was sent: how far behind the reader is."""
     headers: bytes = b""
-    """As they came, of a delivery; most readers have no use for them."""
+    """The headers of a delivery, not parsed: most readers have no use for them."""
 
     @property
     def message_id(self) -> str:

@@ -54,14 +54,14 @@ def unpack_bits(packed: Tensor, length: int) -> Tensor:
 
 
 def pack_on_device(mask: Tensor) -> Tensor:
-    """As `pack_bits`, on any device."""
+    """`pack_bits` on any device."""
     padded = mask.new_zeros(-(-len(mask) // 8) * 8, dtype=torch.uint8)
     padded[: len(mask)] = mask
     return (padded.view(-1, 8) * padded.new_tensor(BIT_VALUES)).sum(1, dtype=torch.uint8)
 
 
 def unpack_on_device(packed: Tensor, length: int) -> Tensor:
-    """As `unpack_bits`, on any device."""
+    """`unpack_bits` on any device."""
     return (packed.view(-1, 1).bitwise_and(packed.new_tensor(BIT_VALUES)) != 0).flatten()[:length]
 
 

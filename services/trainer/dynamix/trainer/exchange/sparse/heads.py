@@ -27,7 +27,7 @@ class Head(NamedTuple):
     """A rank has -0.0 nowhere."""
 
     def packed(self, like: Tensor) -> Tensor:
-        """As bytes, on the device of another tensor."""
+        """The head as bytes, on the device of another tensor."""
         flags = [*self[1:], *[False] * (NUM_FLAGS - len(self[1:]))]
         return pack_bits(torch.cat([torch.tensor(flags, device=like.device), span_bits(self.span, like)]))
 
@@ -54,7 +54,7 @@ class TouchedElements(NamedTuple):
 
     @classmethod
     def of(cls, flat: Tensor, union: Tensor | None, elements: Tensor | None) -> "TouchedElements":
-        """By bits, or by value where there is a -0.0; with the elements that are expected, also as a bitmap."""
+        """What was touched by its bits, or by value where there is a -0.0; expected elements also come as a bitmap."""
         found = cls._among(flat, touched_rows(flat, len(flat)), union, elements)
         if found.is_dense or (found.has_minus_zero and not found.fits):
             return cls._among(flat, flat != 0, union, elements)._replace(has_minus_zero=True)
