@@ -1,6 +1,6 @@
 """Small training jobs for tests, to be run by `tests.support.ranks.run_ranks`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
+from dynamix import trainer as dynamix
 from dynamix.schemas.messages import Action
 from dynamix.schemas.messages.allocation import EXACT, Exchange
 from dynamix.trainer import Session
@@ -42,6 +43,40 @@ def make_model(dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
 def distribute(model: nn.Module) -> DistributedDataParallel:
     """DDP with buckets of some hundred bytes: several of them, as in a real model."""
     return DistributedDataParallel(model, bucket_cap_mb=0.001)
+
+
+def attach_numbered(data: Numbered, model: nn.Module, *, rate: float = 0.05, **options: Any) -> tuple[Session, Any]:
+    """Attach without a bus to a job that trains by SGD with momentum; the session and the optimizer."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+    chosen: dict[str, Any] = {
+        "local_batch_size": 8,
+        "min_local_batch_size": 0,
+        "policy": "static",
+        "connect": False,
+        "global_batch": "adaptive",
+    } | options
+    return dynamix.attach(model, optimizer, data, **chosen), optimizer
+
+
+def loader_workers(num_workers: int) -> dict[str, Any]:
+    """Loader options: one worker restarts with each epoch, several stay."""
+    return {"num_workers": num_workers, "persistent_workers": num_workers > 1}
+
+
+def train_step(
+    session: Session, model: nn.Module, optimizer: Any, batch: Any, wait: Callable[[int, int], None] | None = None
+) -> list[int]:
+    """One step, as long as `wait(step, samples)` makes it; the indices of the samples that counted."""
+    inputs, targets, indices = batch
+    loss = nn.functional.cross_entropy(model(inputs), targets)
+    if wait is not None:
+        wait(session.step_index, session.num_samples)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    used: list[int] = indices[: session.num_samples].tolist()
+    session.step(loss)
+    return used
 
 
 def offer(

@@ -1,0 +1,111 @@
+"""Which samples the ranks of small jobs use: each once per epoch, whatever changes, and how an epoch ends."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from tests.support.ranks import run_ranks
+from tests.support.training import Numbered, attach_numbered, distribute, loader_workers, make_model, offer, train_step
+from torch import nn
+
+
+def _count_samples(_rank: int, num_workers: int) -> dict[str, Any]:
+    data = Numbered(701, torch.float32)
+    model = distribute(make_model(torch.float32))
+    session, optimizer = attach_numbered(data, model, window_steps=2, max_lag_windows=9, **loader_workers(num_workers))
+    sizes = torch.Generator().manual_seed(num_workers)
+    epochs, steps, changes = [], 0, set()
+    for _ in session.epochs(2):
+        used: list[int] = []
+        for batch in session.loader:
+            changes.add(session.local_batch_sizes)
+            used += train_step(session, model, optimizer, batch)
+            steps += 1
+            offer(session, torch.randint(0, 14, (2,), generator=sizes).add(1 if steps % 5 else 0).tolist())
+        epochs.append(used)
+    session.close()
+    return {"epochs": epochs, "steps": steps, "changes": len(changes), "position": session.position}
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+def test_each_sample_is_used_exactly_once_per_epoch_over_many_changes(num_workers: int) -> None:
+    results = run_ranks(_count_samples, 2, num_workers)
+    assert results[0]["changes"] > 26
+    assert results[0]["steps"] == results[1]["steps"]
+    assert [result["position"] for result in results] == [1402, 1402]
+    for epoch in range(2):
+        used = Counter(results[0]["epochs"][epoch] + results[1]["epochs"][epoch])
+        assert used == Counter(range(701))
+    assert results[0]["epochs"][0] != results[0]["epochs"][1]  # another order in each epoch
+
+
+def _leave_early(_rank: int) -> dict[str, Any]:
+    data = Numbered(400, torch.float32)
+    model = distribute(make_model(torch.float32))
+    session, optimizer = attach_numbered(data, model, shuffle=False, **loader_workers(2))
+    used, lengths = [], []
+    for _ in range(2):
+        lengths.append(len(session.loader))
+        for number, batch in enumerate(session.loader):
+            used += train_step(session, model, optimizer, batch)
+            if number == 4:
+                break
+    rest = [sample for batch in session.loader for sample in train_step(session, model, optimizer, batch)]
+    epoch_after_break = []
+    for epoch in session.epochs(3):
+        for batch in session.loader:
+            train_step(session, model, optimizer, batch)
+            break
+        epoch_after_break.append((epoch, session.position))
+    session.close()
+    return {"used": used + rest, "lengths": lengths, "epochs": epoch_after_break}
+
+
+def test_a_loop_that_was_left_goes_on_where_it_was_and_a_new_epoch_begins_at_its_beginning() -> None:
+    results = run_ranks(_leave_early, 2)
+    assert sorted(results[0]["used"] + results[1]["used"]) == list(range(400))
+    assert results[0]["lengths"] == [25, 20]
+    assert results[0]["epochs"] == [(1, 416), (2, 432)]
+
+
+def _normalise(_rank: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Two epochs at 2 x 32; of one sample, one rank has none."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    model = nn.parallel.DistributedDataParallel(layers)
+    data = Numbered(options.pop("num_samples"), torch.float32)
+    session, optimizer = attach_numbered(data, model, local_batch_size=32, **options)
+    steps = []
+    for epoch in session.epochs(2):
+        for batch in session.loader:
+            steps.append((epoch, session.num_samples, len(batch[1])))
+            if session.num_samples == 1:
+                model.eval()  # what the README says of a tail of one sample
+            train_step(session, model, optimizer, batch)
+            model.train()
+    session.close()
+    return {"steps": steps, "position": session.position}
+
+
+def test_a_rank_without_samples_can_normalise_its_dummy_batch() -> None:
+    results = run_ranks(_normalise, 2, {"num_samples": 1})
+    assert results[0]["steps"] == [(epoch, 1, 1) for epoch in (0, 1)]
+    assert results[1]["steps"] == [(epoch, 0, 2) for epoch in (0, 1)]
+    assert results[0]["position"] == 2
+
+
+def test_the_last_two_steps_of_an_epoch_share_what_is_left() -> None:
+    results = run_ranks(_normalise, 2, {"num_samples": 193})
+    assert results[0]["steps"] == [(epoch, count, count) for epoch in (0, 1) for count in (32, 32, 17, 16)]
+    assert results[1]["steps"] == [(epoch, count, count) for epoch in (0, 1) for count in (32, 32, 16, 16)]
+    assert results[0]["position"] == 386
+
+
+@pytest.mark.parametrize(
+    "loader", [{"num_workers": 0, "prefetch_factor": None}, {"num_workers": 2, "prefetch_factor": None}]
+)
+def test_a_tail_that_is_left_out_is_left_out_on_all_ranks(loader: dict[str, Any]) -> None:
+    results = run_ranks(_normalise, 2, {"num_samples": 193, "drop_last": True, **loader})
+    assert results[0]["steps"] == results[1]["steps"] == [(epoch, 32, 32) for epoch in (0, 1) for _ in range(3)]
+    assert results[0]["position"] == 384

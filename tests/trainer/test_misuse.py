@@ -1,0 +1,95 @@
+"""What a script does wrong is refused, with what to do instead."""
+
+import pytest
+import torch
+from tests.support.ranks import RankError, run_ranks
+from tests.support.training import Numbered, attach_numbered, distribute, make_model, train_step
+from torch import nn
+
+from dynamix import trainer as dynamix
+
+
+def _attach_differently(rank: int) -> None:
+    attach_numbered(Numbered(100), distribute(make_model()), local_batch_size=8 + rank)
+
+
+def test_options_that_differ_between_ranks_end_all_of_them() -> None:
+    with pytest.raises(RankError) as error:
+        run_ranks(_attach_differently, 2)
+    assert str(error.value).count("rank 1 attached with other options than rank 0 ((9, 9) and not (8, 8)") == 2
+
+
+def _misuse(_rank: int) -> None:
+    data = Numbered(64)
+    model = distribute(make_model())
+    session, optimizer = attach_numbered(data, model, window_steps=1)
+    with pytest.raises(RuntimeError, match="another session covers the model: end that one first"):
+        attach_numbered(data, model)
+    with pytest.raises(RuntimeError, match="without a batch"):
+        session.step()
+    with pytest.raises(ValueError, match=r"session.evaluated\(accuracy\): 83 is no share: pass 0.83"):
+        session.evaluated(83)
+    for number in ("2", 2.5):
+        with pytest.raises(TypeError, match=r"session.epochs\(num_epochs\)=.* pass a whole number"):
+            next(session.epochs(number))  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="no current batch"):
+        _ = session.num_samples
+    batches = iter(session.loader)
+    next(batches)
+    assert session.scale_loss(loss := torch.ones(())) is loss  # the hook weighs: nothing to scale
+    with pytest.raises(RuntimeError, match=r"step 0 is not finished.*save after session.step\(\)"):
+        session.state_dict()
+    with pytest.raises(RuntimeError, match="after the first step"):
+        session.load_state_dict({})
+    with pytest.raises(RuntimeError, match="step 0 is not finished"):
+        next(batches)
+    with pytest.raises(TypeError, match=r"session.step\(loss\): a tensor of shape \(8,\): pass one number"):
+        session.step(torch.ones(8))
+    session.close()
+    with pytest.raises(RuntimeError, match="this session has ended"):
+        next(iter(session.loader))
+    with pytest.raises(RuntimeError, match="this session has ended"):
+        session.step()
+
+    plain = make_model()
+    with pytest.raises(ValueError, match="needs a DistributedDataParallel model"):
+        attach_numbered(data, plain, weighting="hook")
+    with pytest.raises(ValueError, match="base_hook is for"):
+        attach_numbered(data, plain, base_hook=lambda *_: None)
+    with pytest.raises(TypeError, match=r"attach does not know samplers: did you mean sampler\?"):
+        attach_numbered(data, plain, samplers=3)
+    with pytest.raises(TypeError, match="attach does not know qqq; for the loader it takes"):
+        attach_numbered(data, plain, qqq=3)
+    with pytest.raises(TypeError, match=r"attach does not know windows_steps: did you mean window_steps\?"):
+        attach_numbered(data, plain, windows_steps=3)
+    with pytest.raises(TypeError, match="look_ahead='1' is text"):
+        attach_numbered(data, plain, look_ahead="1")
+    with pytest.raises(TypeError, match=r"connect='nats://127.0.0.1:4222' is of type str: leave connect out and set"):
+        attach_numbered(data, plain, connect="nats://127.0.0.1:4222")
+    with pytest.raises(ValueError, match="name='My Job!': a job's name has 1 to 54 of the characters"):
+        attach_numbered(data, distribute(make_model()), name="My Job!")
+    with pytest.raises(TypeError, match=r"Linear is no torch.optim.Optimizer, and wraps none: pass model, opt"):
+        dynamix.attach(optimizer, nn.Linear(2, 2), data, local_batch_size=8)  # type: ignore[arg-type]
+    session, optimizer = attach_numbered(data, plain, weighting="loss", seed=5)
+    state = session.state_dict()
+    state["data"]["seed"] = 0
+    with pytest.raises(ValueError, match=r"in another order \(seed 0, now 5\): attach alike"):
+        session.load_state_dict(state)
+    for batch in session.loader:
+        with pytest.raises(RuntimeError, match="is not weighted"):
+            train_step(session, plain, optimizer, batch)
+        break
+    session.close()
+
+
+def test_misuse_is_told_what_to_do() -> None:
+    run_ranks(_misuse, 1)
+
+
+def test_attaching_without_a_process_group_is_refused_where_a_launcher_announced_several_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    model = make_model()
+    with pytest.raises(RuntimeError, match="is not initialised: call"):
+        attach_numbered(Numbered(10), model)
