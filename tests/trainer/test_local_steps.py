@@ -1,29 +1,18 @@
 """Local steps on real gloo ranks, against the same steps computed in one process."""
 
-import hashlib
-import logging
-import random
-from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 import pytest
 import torch
-import torch.distributed as dist
+from tests.support.local_steps import Curved, Normalised, mean_loss, momentum_optimizer
 from tests.support.ranks import run_ranks
 from tests.support.training import flat_parameters, offer
 from tests.support.whole_numbers import (
     SIZES,
-    Heads,
-    Sometimes,
     Whole,
     attach,
     distributed,
-    train_step,
-    whole_loss,
 )
-from torch import nn
-from torch.utils.data import IterableDataset
 
 from dynamix.schemas.messages.allocation import EXACT, Exchange
 from dynamix.trainer.data.orders import epoch_order
@@ -31,34 +20,12 @@ from dynamix.trainer.exchange.registry import CODECS
 from dynamix.trainer.local_steps.outer import outer_step
 
 STEPS = 22
-RATE = 2**-8
-
-
-class Curved(nn.Module):
-    """A model whose gradient depends on its parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(4)
-        self.layers = nn.Sequential(nn.Linear(40, 24), nn.Tanh(), nn.Linear(24, 3))
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.layers(inputs)
-        return result
-
-
-def _loss(outputs: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    return (outputs - factors).square().mean()
-
-
-def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
 
 
 def _trained(_rank: int, exchange: Exchange | None, plan: dict[int, Exchange] | None = None) -> dict[str, Any]:
     """Parameters after each step with a mean loss; `plan` offers exchanges by step."""
     model = distributed(Curved())
-    optimizer = _optimizer(model)
+    optimizer = momentum_optimizer(model)
     options: dict[str, Any] = {"reduction": "mean", "exchange": exchange or "local"}
     parameters, averaged = [], []
     with attach(model, optimizer, Whole(whole=False), **options) as session:
@@ -66,7 +33,7 @@ def _trained(_rank: int, exchange: Exchange | None, plan: dict[int, Exchange] | 
             if plan and session.step_index in plan:
                 offer(session, SIZES, exchange=plan[session.step_index])
             optimizer.zero_grad()
-            _loss(model(inputs), factors).backward()
+            mean_loss(model(inputs), factors).backward()
             optimizer.step()
             session.step()
             parameters.append(flat_parameters(model))
@@ -87,7 +54,7 @@ def _alone(rounds: list[int], outer: dict[str, float] | None = None) -> list[tor
     data = Whole(whole=False)
     order = epoch_order(len(data), 0, 0, shuffle=True).tolist()
     models = [Curved() for _ in SIZES]
-    optimizers = [_optimizer(model) for model in models]
+    optimizers = [momentum_optimizer(model) for model in models]
     common = Curved()
     sgd = torch.optim.SGD(common.parameters(), nesterov=True, **outer) if outer else None
     means, used = [], 0
@@ -96,7 +63,7 @@ def _alone(rounds: list[int], outer: dict[str, float] | None = None) -> list[tor
             for model, optimizer, size in zip(models, optimizers, SIZES, strict=True):
                 mine, used = order[used : used + size], used + size
                 optimizer.zero_grad()
-                _loss(model(data.inputs[mine]), data.factors[mine]).backward()
+                mean_loss(model(data.inputs[mine]), data.factors[mine]).backward()
                 optimizer.step()
         weights = [size / sum(SIZES) for size in SIZES]
         with torch.no_grad():
@@ -154,21 +121,6 @@ def test_other_exchanges_begin_when_all_ranks_have_the_same() -> None:
     assert torch.equal(first["momentum"], second["momentum"])
 
 
-class Normalised(nn.Module):
-    """A model with buffers: means that move, a count, and a constant."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(4)
-        self.layers = nn.Sequential(nn.Linear(40, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
-        self.register_buffer("constant", torch.tensor([0.1, 0.7, float("inf")]))
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        twice = inputs.repeat(2, 1) if len(inputs) == 1 else inputs  # BatchNorm refuses a single sample
-        result: torch.Tensor = self.layers(twice)[: len(inputs)]
-        return result
-
-
 def _with_buffers(_rank: int) -> dict[str, Any]:
     """Buffers before and after averagings, whether DDP broadcasts them, and Adam's state."""
     model = distributed(Normalised())
@@ -181,7 +133,7 @@ def _with_buffers(_rank: int) -> dict[str, Any]:
                 offer(session, SIZES, exchange=Exchange(every=2, codec="bf16"))
             if session.step_index == 6:
                 offer(session, SIZES)
-            _loss(model(inputs), factors).backward()
+            mean_loss(model(inputs), factors).backward()
             before = norm.running_mean.clone()
             optimizer.step()
             optimizer.zero_grad()
@@ -213,356 +165,3 @@ def test_buffers_are_averaged_and_the_state_of_adam_when_local_steps_end() -> No
     assert torch.equal(first["moments"], second["moments"])
     assert first["counts"] == second["counts"] == {14.0}
     assert torch.equal(first["parameters"], second["parameters"])
-
-
-# --- every kind of step --------------------------------------------------------------------------------------------
-
-
-def _changing(_rank: int, num_steps: int) -> list[tuple[bool, bytes]]:
-    """Whether the ranks are averaged after each step, and a digest of parameters and buffers; all levers change."""
-    model = distributed(Normalised())
-    optimizer = torch.optim.SGD(model.parameters(), lr=2**-8, momentum=0.5)
-    drawn = random.Random(11)
-    exchanges = [Exchange(codec=codec, route=route) for codec in CODECS for route in ("all-reduce", "shares")]
-    found: list[tuple[bool, bytes]] = []
-    options: dict[str, Any] = {"exchange": "local", "local_batch_size": 8, "window_steps": 4, "min_local_batch_size": 2}
-    with attach(model, optimizer, Whole(whole=False), reduction="mean", **options) as session:
-        while len(found) < num_steps:
-            for inputs, factors in session.loader:
-                sizes = [drawn.choice([2, 8, 20]) for _ in range(2)]
-                exchange = msgspec.structs.replace(drawn.choice(exchanges), every=drawn.choice([1, 1, 2, 3, 16]))
-                if exchange.route == "shares" and drawn.random() < 0.7:
-                    shares = (drawn.random(), drawn.choice([0.0, 1.0]), 0.5)
-                    exchange = msgspec.structs.replace(exchange, shares=shares)
-                if exchange.every > 1 and drawn.random() < 0.5:
-                    exchange = msgspec.structs.replace(exchange, outer_rate=0.7, outer_momentum=0.5)
-                offer(session, [*sizes, 4], split=drawn.choice(["fixed", "tracking"]), exchange=exchange)
-                optimizer.zero_grad()
-                _loss(model(inputs), factors).backward()
-                optimizer.step()
-                is_local = session.allocation.exchange.every > 1
-                session.step()
-                state = [flat_parameters(model).numpy().tobytes()]
-                if is_local:  # else DDP broadcasts them in the next forward pass
-                    state += [buffer.numpy().tobytes() for buffer in model.buffers()]
-                found.append((session.is_averaged, hashlib.sha256(b"".join(state)).digest()))
-    assert flat_parameters(model).isfinite().all()
-    return found[:num_steps]
-
-
-def test_ranks_have_the_same_bits_wherever_they_are_averaged_over_500_steps_of_changing_levers() -> None:
-    first, *others = run_ranks(_changing, 3, 500)
-    averaged = [is_averaged for is_averaged, _ in first]
-    assert 100 < sum(averaged) < 400
-    for other in others:
-        assert [is_averaged for is_averaged, _ in other] == averaged
-        differing = [step for step in range(500) if averaged[step] and other[step] != first[step]]
-        assert differing == []
-    assert sum(one != other for one, other in zip(first, others[0], strict=True)) > 50
-
-
-def _whole_local(rank: int, kind: str, exchange: Exchange) -> torch.Tensor:
-    """Parameters after 12 steps whose gradients do not depend on them: the mean of rounds is that of single steps."""
-    options: dict[str, Any] = {"exchange": exchange, "local_batch_size": 8}
-    models: list[nn.Module] = [distributed()]
-    if kind == "two models":
-        models += [distributed()]
-    elif kind == "one rank without a gradient":
-        models = [distributed(Sometimes(uses_all=rank == 0), find_unused_parameters=True)]
-    elif kind == "accumulation":
-        options |= {"micro_batch_size": 3}
-    elif kind == "empty" and exchange != EXACT:
-        options |= {"local_batch_size": (0, 16)}
-    optimizers = [torch.optim.SGD(model.parameters(), lr=2**-6) for model in models]
-    with attach(models, optimizers, Whole(), **options) as session:  # type: ignore[arg-type]
-        for inputs, factors in session.loader:
-            for model in models:
-                loss = whole_loss(model(inputs), factors)
-                (loss if session.num_samples else loss * torch.nan).backward()
-            if session.sync_gradients:
-                for optimizer in optimizers:
-                    optimizer.step()
-                    optimizer.zero_grad()
-            session.step()
-            if session.step_index == 12:
-                break
-        assert session.is_averaged
-    return torch.stack([flat_parameters(model) for model in models])
-
-
-@pytest.mark.parametrize("kind", ["plain", "two models", "accumulation", "empty", "one rank without a gradient"])
-def test_where_gradients_do_not_depend_on_parameters_local_steps_are_single_ones(kind: str) -> None:
-    expected = run_ranks(_whole_local, 2, kind, EXACT)[0]
-    assert expected.abs().max() > 0
-    for exchange in (Exchange(every=3), Exchange(every=3, codec="rows")):
-        for found in run_ranks(_whole_local, 2, kind, exchange):
-            assert torch.equal(found, expected)
-
-
-def _tracked(rank: int) -> tuple[tuple[int, ...], list[float]]:
-    """Sizes after 20 local steps in which rank 1 takes three times as long per sample, and the times all were told."""
-    model = distributed()
-    optimizer = torch.optim.SGD(model.parameters(), lr=2**-6)
-    options: dict[str, Any] = {"exchange": Exchange(every=4, codec="int8"), "policy_options": {"track": 1}}
-    with attach(model, optimizer, Whole(), local_batch_size=8, **options) as session:
-        session._meter.clock.seconds_per_sample = lambda: (0.001, 0.003)[rank]  # type: ignore[method-assign]
-        heard: list[float] = []
-        after_step = session._steering.after_step
-
-        def listen(position: Any, times: list[float] | None = None, counts: tuple[int, ...] = ()) -> None:
-            heard.extend(times or [])
-            after_step(position, times, counts)
-
-        session._steering.after_step = listen  # type: ignore[method-assign]
-        for batch in session.loader:
-            train_step(session, model, optimizer, batch)
-            if session.step_index == 20:
-                break
-        return session.local_batch_sizes, heard
-
-
-def test_compute_times_travel_with_the_averaging() -> None:
-    for sizes, heard in run_ranks(_tracked, 2):
-        assert heard == pytest.approx([0.001, 0.003] * 5)
-        assert sizes == (12, 4)
-
-
-# --- stopping and going on -----------------------------------------------------------------------------------------
-
-
-def _saved(_rank: int, outer: dict[str, float]) -> dict[str, Any]:
-    """What is refused in mid-round, and parameters after 18 steps: in one go, or in two sessions."""
-    found: dict[str, Any] = {}
-    options: dict[str, Any] = {
-        "exchange": "local",
-        "policy_options": {"every": 4, "codec": "int8", **outer},
-    }
-    for how in ("whole", "parts"):
-        model, state = distributed(Curved()), None
-        optimizer = _optimizer(model)
-        for steps in (18,) if how == "whole" else (8, 18):
-            with attach(model, optimizer, Whole(whole=False), reduction="mean", **options) as session:
-                if state is not None:
-                    session.load_state_dict(state)
-                for inputs, factors in session.loader:
-                    optimizer.zero_grad()
-                    _loss(model(inputs), factors).backward()
-                    optimizer.step()
-                    session.step()
-                    if session.step_index == 5:
-                        with pytest.raises(RuntimeError) as refused:
-                            session.state_dict()
-                        found["refused"] = str(refused.value)
-                    if session.step_index == steps:
-                        break
-                session.average()
-                state = session.state_dict()
-        found[how] = flat_parameters(model)
-    return found
-
-
-@pytest.mark.parametrize("outer", [{}, {"outer_rate": 0.7, "outer_momentum": 0.9}])
-def test_a_job_resumed_at_an_averaging_goes_on_exactly(outer: dict[str, float]) -> None:
-    first, second = run_ranks(_saved, 2, outer)
-    assert first["refused"] == (
-        "step 5 is in the middle of a round of local steps, each rank has parameters of its own: wait until "
-        "session.is_averaged, or call session.average() on all ranks before"
-    )
-    assert torch.equal(first["whole"], second["whole"])
-    assert torch.equal(first["parts"], first["whole"])
-    assert torch.equal(second["parts"], first["whole"])
-
-
-def _epochs(_rank: int, streams: bool) -> list[tuple[bool, bytes]]:
-    """Whether the ranks are averaged at the end of each epoch, and the parameters and momentum there."""
-    model = distributed(Curved())
-    optimizer = _optimizer(model)
-    data: Any = Streamed() if streams else Whole(whole=False, num_samples=100)
-    found = []
-    with attach(model, optimizer, data, reduction="mean", exchange=Exchange(every=16)) as session:
-        for _ in session.epochs(2):
-            for inputs, factors in session.loader:
-                optimizer.zero_grad()
-                _loss(model(inputs), factors).backward()
-                optimizer.step()
-                session.step()
-            momentum = torch.cat([optimizer.state[each]["momentum_buffer"].flatten() for each in model.parameters()])
-            found.append((session.is_averaged, torch.cat([flat_parameters(model), momentum]).numpy().tobytes()))
-    return found
-
-
-class Streamed(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
-    """The same samples as a stream, whose end is not known."""
-
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        data = Whole(whole=False, num_samples=100)
-        return (data[index] for index in range(len(data)))
-
-
-@pytest.mark.parametrize("streams", [False, True])
-def test_an_epoch_ends_with_an_averaging(streams: bool) -> None:
-    first, second = run_ranks(_epochs, 2, streams)
-    assert [averaged for averaged, _ in first] == [True, True]
-    assert first == second
-    assert first[0] != first[1]
-
-
-def _left(_rank: int, caplog_level: int = 30) -> list[str]:
-    records: list[str] = []
-    handler = logging.Handler(caplog_level)
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("dynamix.trainer").addHandler(handler)
-    model = distributed(Normalised())
-    optimizer = _optimizer(model)
-    with attach(model, optimizer, Whole(), reduction="mean", exchange=Exchange(every=4)) as session:
-        for inputs, factors in session.loader:
-            _loss(model(inputs), factors).backward()
-            optimizer.step()
-            session.step()
-            if session.step_index == 6:
-                break
-        try:
-            session.cover(distributed())
-        except RuntimeError as error:
-            records.append(str(error))
-    assert model.broadcast_buffers
-    return [each for each in records if "local steps" in each]
-
-
-def test_a_session_that_ends_in_mid_round_says_so() -> None:
-    covered, left = run_ranks(_left, 2)[0]
-    assert covered.startswith(
-        "step 6 is in the middle of a round of local steps, a model that is covered now would not"
-    )
-    assert left.startswith(
-        "the session ends in the middle of a round of local steps: each rank has parameters of its own"
-    )
-
-
-def _halved(_rank: int, exchange: Exchange) -> torch.Tensor:
-    """Parameters after 6 steps by `session.backward`, in which at most 5 samples fit."""
-    model = distributed()
-    optimizer = torch.optim.SGD(model.parameters(), lr=2**-6)
-
-    def compute(inputs: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        if len(inputs) > 5:
-            raise torch.OutOfMemoryError
-        return whole_loss(model(inputs), factors)
-
-    with attach(model, optimizer, Whole(), exchange=exchange, local_batch_size=8) as session:
-        for inputs, factors in session.loader:
-            session.backward(compute, inputs, factors)
-            optimizer.step()
-            optimizer.zero_grad()
-            session.step()
-            if session.step_index == 6:
-                break
-    return flat_parameters(model)
-
-
-def test_a_local_step_that_does_not_fit_is_computed_in_halves() -> None:
-    expected = run_ranks(_halved, 2, EXACT)
-    found = run_ranks(_halved, 2, Exchange(every=3))
-    for parameters in (*expected, *found):
-        assert torch.equal(parameters, expected[0])
-        assert parameters.abs().max() > 0
-
-
-def _from_rank_0(_rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Parameters after two epochs: in one go, and from what rank 0 has after the first of them."""
-    found = []
-    for epochs in ((2,), (1, 2)):
-        model, optimizer, states = distributed(Curved()), None, [None, None]
-        for number in epochs:
-            if optimizer is not None:
-                model = distributed(model.module)
-            fresh = _optimizer(model)
-            if optimizer is not None:
-                fresh.load_state_dict(states[0][0])  # type: ignore[index]
-            optimizer = fresh
-            data = Whole(whole=False, num_samples=160)
-            with attach(model, optimizer, data, reduction="mean", exchange=Exchange(every=4)) as session:
-                if states[0] is not None:
-                    session.load_state_dict(states[0][1])
-                for _ in session.epochs(number):
-                    for inputs, factors in session.loader:
-                        optimizer.zero_grad()
-                        _loss(model(inputs), factors).backward()
-                        optimizer.step()
-                        session.step()
-                dist.all_gather_object(states, (optimizer.state_dict(), session.state_dict()))
-        found.append(flat_parameters(model))
-    return found[0], found[1]
-
-
-def test_what_rank_0_has_after_an_epoch_is_what_all_have() -> None:
-    (whole, parts), (other_whole, other_parts) = run_ranks(_from_rank_0, 2)
-    assert torch.equal(whole, other_whole)
-    assert torch.equal(parts, whole)
-    assert torch.equal(other_parts, whole)
-
-
-def _noise(_rank: int, exchange: Exchange, wide: bool) -> list[tuple[int, float, float]]:
-    """Step and squared norms of this rank's and of the whole gradient, where they were measured."""
-    model = distributed(Heads(more=9000 if wide else 0))
-    optimizer = torch.optim.SGD(model.parameters(), lr=2**-6)
-    found = []
-    with attach(model, optimizer, Whole(), exchange=exchange, noise_every=4) as session:
-        record_batch = session._meter.record_batch
-
-        def listen(batch: Any, loss: Any, num_correct: Any, norms: Any) -> None:
-            if norms.reduced:
-                step = batch.plan.step if norms.counts is None else batch.plan.step - exchange.every + 1
-                found.append((step, sum(map(float, norms.local)), sum(map(float, norms.reduced))))
-            record_batch(batch, loss, num_correct, norms)
-
-        session._meter.record_batch = listen  # type: ignore[method-assign]
-        for batch in session.loader:
-            train_step(session, model, optimizer, batch)
-            if session.step_index == 30:
-                break
-    return found
-
-
-def _drift(rank: int) -> list[tuple[float, float, torch.Tensor]]:
-    """Both parts of each round's drift, and how far this rank had come by its end, times its weight."""
-    model = distributed(Curved())
-    optimizer = _optimizer(model)
-    weight, found, drifts = SIZES[rank] / sum(SIZES), [], []
-    with attach(model, optimizer, Whole(whole=False), reduction="mean", exchange=Exchange(every=4)) as session:
-        session._meter.record_drift = drifts.append  # type: ignore[method-assign]
-        begun = flat_parameters(model)
-        for inputs, factors in session.loader:
-            optimizer.zero_grad()
-            _loss(model(inputs), factors).backward()
-            optimizer.step()
-            moved = weight * (flat_parameters(model) - begun)
-            session.step()
-            if session.is_averaged:
-                begun = flat_parameters(model)
-                found.append((sum(map(float, drifts[-1].own)), sum(map(float, drifts[-1].mean)), moved))
-            if session.step_index == 12:
-                break
-    return found
-
-
-def test_drift_is_that_of_all_ranks_from_their_mean() -> None:
-    for rounds in zip(*run_ranks(_drift, 2), strict=True):
-        mean = sum(moved for _, _, moved in rounds)
-        for (own, reduced, moved), size in zip(rounds, SIZES, strict=True):
-            assert own == pytest.approx(float(moved.square().sum()) * sum(SIZES) / size, rel=1e-3)
-            assert reduced == pytest.approx(float(mean.square().sum()), rel=1e-3)
-
-
-@pytest.mark.parametrize("wide", [False, True])
-def test_the_noise_is_measured_where_all_ranks_have_the_same_parameters(wide: bool) -> None:
-    plain, local = run_ranks(_noise, 2, EXACT, wide), run_ranks(_noise, 2, Exchange(every=3), wide)
-    for rank in (0, 1):
-        norms = {step: numbers for step, *numbers in plain[rank]}
-        steps = [step for step, *_ in local[rank]]
-        assert steps == [0, 3, 6, 9, 12, 15, 18, 21, 24]  # due on each of the first 20 steps, then on 20, 24, 28
-        for step, *numbers in local[rank]:
-            if step in norms:
-                assert numbers[0] == pytest.approx(norms[step][0], rel=1e-4)
-                assert numbers[1] == pytest.approx(norms[step][1], rel=0.1 if wide else 1e-5)
-    assert [each[2] for each in local[0]] == [each[2] for each in local[1]]
