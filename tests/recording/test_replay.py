@@ -1,69 +1,28 @@
-"""Replays of captures: equal, or the first difference and its window."""
+"""Captures that replay equal, and those that cannot be replayed."""
 
 import asyncio
 import time
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 from tests.support import examples, learned
-from tests.support.recordings import DEMO, JobRecording, changed, written
+from tests.support.recordings import DEMO, JobRecording, Matching, changed, into_arbitrator, written
 
 from dynamix.arbitrator.learned.policy import LearnedPolicy
 from dynamix.arbitrator.learned.policy_file import PolicyFile
-from dynamix.arbitrator.policies.proportional import Proportional
 from dynamix.collector.agent import trace_of
 from dynamix.collector.window import simulated_window
 from dynamix.recording.capture import CaptureError, Record, WindowKey, first_generation, records
-from dynamix.recording.capture.record import identity_of, kind_of, window_key_of
-from dynamix.recording.comparison import agree
-from dynamix.recording.replay import (
-    OtherPolicy,
-    ReplayError,
-    ReplayOutcome,
-    ReplayRequest,
-    ReplayTarget,
-    replay,
-)
-from dynamix.reward.service import RewardSettings
+from dynamix.recording.replay import ReplayError, ReplayRequest, ReplayTarget, replay
 from dynamix.schemas import codec
 from dynamix.schemas.codec import decode
 from dynamix.schemas.features import state_of
-from dynamix.schemas.messages import Action, FieldView, Job, SeenTrace, SystemMetrics, Trace
+from dynamix.schemas.messages import FieldView, Job, SeenTrace, SystemMetrics, Trace
 from dynamix.schemas.streams import ACTIONS, FEED, JOBS
 
 TWO_NODES = examples.job()
 ONE_NODE = examples.job({"node-a": (0, 1)})
-
-
-def window_of(record: Record) -> int | None:
-    key = window_key_of(identity_of(record))
-    return None if key is None else key.window
-
-
-def of(kind: str, window: int) -> "Matching":
-    return Matching(kind, window)
-
-
-class Matching:
-    """Tells the one message of a kind about a window."""
-
-    def __init__(self, kind: str, window: int) -> None:
-        self._kind, self._window = kind, window
-
-    def __call__(self, record: Record) -> bool:
-        if self._kind == "action" and kind_of(record) == "action":
-            return codec.decode_any(record.subject, record.payload).window == self._window  # type: ignore[attr-defined]
-        return kind_of(record) == self._kind and window_of(record) == self._window
-
-
-def without(source: Path, target: Path, matching: Matching) -> Path:
-    return changed(source, target, lambda record: None if matching(record) else record)
-
-
-async def into_arbitrator(path: Path) -> ReplayOutcome:
-    return await replay(ReplayRequest(path, "arbitrator"))
 
 
 @pytest.mark.parametrize(("into", "num_outputs"), [("collector", 60), ("reward", 30), ("arbitrator", 30)])
@@ -93,7 +52,7 @@ async def test_the_traces_of_an_agent_are_replayed_with_its_windows(tmp_path: Pa
     assert (outcome.counts.num_compared, outcome.counts.num_equal) == (9, 9)
 
     def change(record: Record) -> Record:
-        if kind_of(record) != "trace" or window_of(record) != 2:
+        if not Matching("trace", 2)(record):
             return record
         other = msgspec.structs.replace(decode(Trace, record.subject, record.payload), appetite=1.0)
         return record._replace(payload=codec.encode(other))
@@ -102,43 +61,6 @@ async def test_the_traces_of_an_agent_are_replayed_with_its_windows(tmp_path: Pa
     first = outcome.counts.first
     assert first is not None
     assert (first.kind, first.window, first.reason) == ("trace", 2, "other bytes")
-
-
-async def test_a_changed_action_is_the_first_difference_with_both_sides(tmp_path: Path) -> None:
-    def change(record: Record) -> Record:
-        if not of("action", 7)(record):
-            return record
-        action = decode(Action, record.subject, record.payload)
-        sizes = (action.local_batch_sizes[0] + 1, *action.local_batch_sizes[1:])
-        other = msgspec.structs.replace(action, local_batch_sizes=sizes)
-        return record._replace(payload=codec.encode(other))
-
-    outcome = await into_arbitrator(changed(DEMO, tmp_path / "other.dxc", change))
-    first = outcome.counts.first
-    assert first is not None
-    assert (first.kind, first.window, first.reason, first.agrees) == ("action", 7, "other bytes", False)
-    assert [(pair.field, int(pair.recorded) - int(pair.replayed)) for pair in first.fields if pair.differs] == [
-        ("local_batch_sizes[0]", 1)
-    ]
-    assert outcome.counts.num_different == 1, "what stands behind it is judged by itself"
-    assert outcome.counts.num_equal == 29
-
-
-@pytest.mark.parametrize("offset", [0, 3, 60, -1])
-async def test_a_flipped_bit_of_an_action_is_found_wherever_it_is(tmp_path: Path, offset: int) -> None:
-    def flip(record: Record) -> Record:
-        if not of("action", 7)(record):
-            return record
-        payload = bytearray(record.payload)
-        payload[offset] ^= 1
-        return record._replace(payload=bytes(payload))
-
-    outcome = await into_arbitrator(changed(DEMO, tmp_path / "flipped.dxc", flip))
-    first = outcome.counts.first
-    assert first is not None
-    assert (first.window, outcome.counts.num_equal) == (7, 29)
-    assert first.first_byte == offset % len(next(r.payload for r in records(DEMO) if of("action", 7)(r)))
-    assert any(pair.differs for pair in first.fields)
 
 
 async def test_until_a_window_compares_no_later_one() -> None:
@@ -204,7 +126,7 @@ async def test_a_past_capture_with_the_specification_last_replays_equal(tmp_path
 
 
 async def test_a_capture_from_the_middle_of_a_job_continues_from_an_action(tmp_path: Path) -> None:
-    middle = next(record.sequence for record in records(DEMO) if of("report", 10)(record))
+    middle = next(record.sequence for record in records(DEMO) if Matching("report", 10)(record))
 
     def later(record: Record) -> bool:
         return record.stream != FEED.name or record.sequence >= middle
@@ -232,32 +154,6 @@ async def test_an_earlier_generation_without_its_specification_is_left_out(tmp_p
     newest = changed(recording.path, tmp_path / "newest.dxc", lambda record: None if record == first else record)
     outcome = await into_arbitrator(newest)
     assert (outcome.counts.num_compared, outcome.counts.num_equal, outcome.counts.num_outside) == (6, 6, 6)
-
-
-async def test_a_missing_action_is_reported_with_its_window(tmp_path: Path) -> None:
-    outcome = await into_arbitrator(without(DEMO, tmp_path / "lacking.dxc", of("action", 9)))
-    first = outcome.counts.first
-    assert first is not None
-    assert (first.window, first.reason) == (9, "only replayed")
-    assert not outcome.decisions_equal
-
-
-async def test_an_arbitrator_that_stops_deciding_is_a_difference_also_with_until(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    decide = Proportional.decide
-
-    def fails(self: Proportional, job: Job, window: int, *observed: Any) -> Any:
-        if window >= 5:
-            raise ValueError("made to fail")
-        return decide(self, job, window, *observed)
-
-    monkeypatch.setattr(Proportional, "decide", fails)
-    generation = first_generation(DEMO)
-    for until, num_missing in ((None, 25), (WindowKey(generation, 12), 8)):
-        outcome = await replay(ReplayRequest(DEMO, "arbitrator", until=until))
-        assert not outcome.decisions_equal
-        assert outcome.counts.num_different == num_missing
 
 
 async def test_stuck_sizes_are_reported_in_the_same_window(tmp_path: Path) -> None:
@@ -293,98 +189,6 @@ async def test_a_learned_policy_is_replayed_from_its_file(tmp_path: Path) -> Non
     assert (outcome.counts.num_compared, outcome.bytes_equal) == (6, True)
     with pytest.raises(ReplayError, match=r"version 3 of policy 'mine' decided here, but its file .* is not given"):
         await into_arbitrator(recording.path)
-
-
-async def test_asking_the_recorded_policy_gives_the_recorded_decisions() -> None:
-    outcome = await replay(ReplayRequest(DEMO, "arbitrator", other=OtherPolicy("proportional", {})))
-    assert outcome.what_if is not None
-    assert (outcome.what_if.num_windows, outcome.what_if.num_windows_different) == (30, 0)
-
-
-async def test_asking_another_policy_gives_its_decisions() -> None:
-    initial = next(decode(Job, r.subject, r.payload) for r in records(DEMO) if r.stream == JOBS.name)
-    outcome = await replay(ReplayRequest(DEMO, "arbitrator", other=OtherPolicy("static", {})))
-    asked = outcome.what_if
-    assert asked is not None
-    assert {row.other for row in asked.windows} == {initial.initial_local_batch_sizes}
-    recorded = [decode(Action, r.subject, r.payload) for r in records(DEMO) if r.stream == ACTIONS.name]
-    assert [row.recorded for row in asked.windows] == [action.local_batch_sizes for action in recorded]
-    assert asked.mean_difference == pytest.approx(
-        sum(abs(a - b) for row in asked.windows for a, b in zip(row.recorded, row.other, strict=True)) / (30 * 4)
-    )
-
-
-async def test_an_unknown_policy_or_option_is_an_error_with_a_reason() -> None:
-    with pytest.raises(ReplayError, match="no policy is called 'magic'"):
-        await replay(ReplayRequest(DEMO, "arbitrator", other=OtherPolicy("magic", {})))
-    with pytest.raises(ReplayError, match="has no option 'speed'"):
-        await replay(ReplayRequest(DEMO, "arbitrator", other=OtherPolicy("rule", {"speed": 1.0})))
-
-
-async def test_other_weights_give_other_rewards_and_the_term_is_listed() -> None:
-    outcome = await replay(ReplayRequest(DEMO, "reward", reward=RewardSettings(beta=0.2)))
-    first = outcome.counts.first
-    assert first is not None
-    assert (first.kind, first.window) == ("reward", 0)
-    differing = {pair.field for pair in first.fields if pair.differs}
-    assert "ranks[0].terms.iteration_time" in differing
-    assert "ranks[0].terms.accuracy" not in differing
-
-
-@pytest.mark.parametrize("num_dropped", range(10, 16))
-@pytest.mark.parametrize("into", ["collector", "reward"])
-async def test_a_capture_that_begins_in_the_middle_of_a_window_is_no_difference(
-    tmp_path: Path, into: ReplayTarget, num_dropped: int
-) -> None:
-    feed = [record.sequence for record in records(DEMO) if record.stream == FEED.name]
-    dropped = frozenset(feed[:num_dropped])
-    cut = changed(
-        DEMO,
-        tmp_path / "cut.dxc",
-        lambda record: None if record.stream == FEED.name and record.sequence in dropped else record,
-    )
-    outcome = await replay(ReplayRequest(cut, into))
-    assert outcome.bytes_equal
-    assert outcome.counts.num_compared >= 26
-
-
-async def test_an_output_recorded_twice_is_no_difference(tmp_path: Path) -> None:
-    last = list(records(DEMO))[-1]
-    reward = next(record for record in records(DEMO) if of("reward", 3)(record))
-    newest = max(record.sequence for record in records(DEMO) if record.stream == FEED.name)
-    again = reward._replace(sequence=newest + 1, timestamp_ns=last.timestamp_ns)
-    outcome = await replay(ReplayRequest(written(DEMO, tmp_path / "twice.dxc", [*records(DEMO), again]), "reward"))
-    assert (outcome.counts.num_repeated, outcome.bytes_equal) == (1, True)
-
-
-async def test_a_missing_reward_is_a_difference_except_at_the_end(tmp_path: Path) -> None:
-    lacking = await replay(ReplayRequest(without(DEMO, tmp_path / "a.dxc", of("reward", 11)), "reward"))
-    assert lacking.counts.first is not None
-    assert (lacking.counts.first.window, lacking.counts.first.reason) == (11, "only replayed")
-    short = await replay(ReplayRequest(without(DEMO, tmp_path / "b.dxc", of("reward", 29)), "reward"))
-    assert (short.counts.num_outside, short.bytes_equal) == (1, True)
-
-
-async def test_the_state_of_a_dropped_window_is_not_compared(tmp_path: Path) -> None:
-    outcome = await replay(ReplayRequest(without(DEMO, tmp_path / "shed.dxc", of("window", 11)), "collector"))
-    assert (outcome.counts.num_compared, outcome.counts.num_outside, outcome.bytes_equal) == (58, 2, True)
-
-
-async def test_a_changed_feature_is_listed_by_its_name(tmp_path: Path) -> None:
-    def change(record: Record) -> Record:
-        if not of("state", 5)(record):
-            return record
-        payload = bytearray(record.payload)
-        payload[120] ^= 0x40
-        return record._replace(payload=bytes(payload))
-
-    outcome = await replay(ReplayRequest(changed(DEMO, tmp_path / "other.dxc", change), "collector"))
-    first = outcome.counts.first
-    assert first is not None
-    assert (first.kind, first.window) == ("state", 5)
-    differing = [pair.field for pair in first.fields if pair.differs]
-    assert len(differing) == 1
-    assert differing[0].startswith("rank ")
 
 
 async def test_a_damaged_capture_is_an_error_and_a_cut_off_one_is_replayed(
@@ -430,15 +234,3 @@ async def test_a_stopped_replay_returns_what_was_compared() -> None:
     )
     assert outcome.interrupted
     assert outcome.counts.num_different == 0
-
-
-def test_close_numbers_agree_and_decisions_must_be_equal() -> None:
-    near = examples.state(throughput=(1000.0, 2000.0))
-    far = examples.state(throughput=(1000.0004, 2000.0))
-    assert near != far
-    other = examples.state(throughput=(1010.0, 2000.0))
-    assert agree(near, far)
-    assert not agree(near, other)
-    assert agree(examples.action(carry=b"a", hash=b"b"), examples.action(carry=b"c", hash=b"d"))
-    assert not agree(examples.action(), examples.action(local_batch_sizes=(128, 128, 128, 129)))
-    assert not agree(examples.action(), "cannot be decoded")

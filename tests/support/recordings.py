@@ -12,6 +12,9 @@ from dynamix.arbitrator.deciding.signatures import SizeWatch
 from dynamix.arbitrator.policies.policy import Policy
 from dynamix.arbitrator.policies.registry import policy_named
 from dynamix.recording.capture import CaptureHeader, CaptureWriter, Record, read_header, records
+from dynamix.recording.capture.record import identity_of, kind_of, window_key_of
+from dynamix.recording.replay import ReplayOutcome, ReplayRequest, replay
+from dynamix.schemas.codec import decode_any
 from dynamix.schemas.messages import Action, Job, Message, State
 
 DEMO = Path(__file__).parents[1] / "data/demo.dxc"
@@ -30,6 +33,29 @@ def written(source: Path, target: Path, found: Iterable[Record]) -> Path:
         for record in found:
             writer.write_record(record)
     return target
+
+
+class Matching:
+    """Tells the one message of a kind about a window."""
+
+    def __init__(self, kind: str, window: int) -> None:
+        self._kind, self._window = kind, window
+
+    def __call__(self, record: Record) -> bool:
+        if self._kind == "action" and kind_of(record) == "action":
+            return decode_any(record.subject, record.payload).window == self._window  # type: ignore[attr-defined]
+        key = window_key_of(identity_of(record))
+        return kind_of(record) == self._kind and key is not None and key.window == self._window
+
+
+def without(source: Path, target: Path, matching: Matching) -> Path:
+    """A copy without one message."""
+    return changed(source, target, lambda record: None if matching(record) else record)
+
+
+async def into_arbitrator(path: Path) -> ReplayOutcome:
+    """Replay a capture into the arbitrator."""
+    return await replay(ReplayRequest(path, "arbitrator"))
 
 
 class JobRecording:
