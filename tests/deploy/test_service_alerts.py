@@ -1,0 +1,199 @@
+"""Every alert about a service is raised by the fault that it is for, and by no other of these, and clears again.
+
+The services are real and here; a fault is scraped while it lasts, and promtool goes on with it for twenty minutes.
+"""
+
+import asyncio
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+from tests.support import alert_trials, examples
+from tests.support.alert_trials import Phase, Recorded, check_alerts, needs, record
+from tests.support.brokers import publish_unstored, until
+from tests.support.control_plane import NODE, one_node_job
+from tests.support.scraped_plane import ScrapedPlane
+from tests.support.services_here import ServiceHere
+
+from dynamix.arbitrator.learning.service import LearnerSettings, _Learner
+from dynamix.arbitrator.learning.updating import Outcome
+from dynamix.collector import shown as collector_shown
+from dynamix.collector.ebpf.syscall import ProgramInfo
+from dynamix.collector.shown import ShownWindows
+from dynamix.runtime.bus import Bus
+from dynamix.runtime.bus.provision import provision
+from dynamix.runtime.health.watchdog import Watchdog
+from dynamix.runtime.metrics import scrape as scraping
+from dynamix.schemas import subjects
+from dynamix.schemas.streams import FEED
+
+pytestmark = needs("promtool")
+
+
+async def test_a_broker_that_is_away(plane: ScrapedPlane, tmp_path: Path) -> None:
+    before = await plane.record()
+    await plane.server.stop()
+    await until(lambda: not plane.bus.is_connected)
+    away = await plane.record()
+    await plane.server.restart()
+    await until(lambda: plane.bus.is_connected)
+    check_alerts(
+        tmp_path,
+        Phase(20, before, set()),
+        Phase(20, away, {"DynamixNotReady"}),
+        Phase(20, await plane.record(), set()),
+    )
+
+
+async def test_a_service_that_is_down(plane: ScrapedPlane, tmp_path: Path) -> None:
+    before = await plane.record()
+    down = before | {"reward": Recorded(None, None, 1.0)}
+    check_alerts(
+        tmp_path,
+        Phase(20, before, set()),
+        Phase(20, down, {"DynamixServiceDown"}),
+        Phase(20, before, set()),
+    )
+
+
+async def test_a_stream_that_is_full(plane: ScrapedPlane, tmp_path: Path) -> None:
+    job = one_node_job()
+    await plane.bus.publish(job)
+    before = await plane.record(plane.train(job, 1))
+    context = plane.services["reward"].context
+
+    async def wait_for_room() -> None:
+        await provision(plane.bus, [msgspec.structs.replace(FEED, max_bytes=100, discard="new")])
+        waiting = asyncio.create_task(context.publish_when_room(examples.reward(NODE, (0, 1, 2, 3), window=50)))
+        await until(lambda: context.counters.get("waits_for_room"))
+        await provision(plane.bus, [FEED])
+        assert await waiting
+
+    full = await plane.record(wait_for_room())
+    check_alerts(
+        tmp_path,
+        Phase(20, before, set()),
+        Phase(20, full, {"DynamixStreamFull"}),
+        Phase(20, await plane.record(), set()),
+    )
+
+
+async def test_messages_that_nothing_can_be_made_of(plane: ScrapedPlane, tmp_path: Path) -> None:
+    before = await plane.record()
+
+    async def send_garbage() -> None:
+        await publish_unstored(plane.bus, subjects.of("state", "job-1", NODE), b"no message")
+        await until(lambda: plane.services["arbitrator"].context.counters.get("dead_letters"))
+
+    check_alerts(
+        tmp_path,
+        Phase(20, before, set()),
+        Phase(20, await plane.record(send_garbage()), {"DynamixDeadLetters"}),
+        Phase(20, await plane.record(), set()),
+    )
+
+
+async def test_more_samples_than_are_shown(
+    plane: ScrapedPlane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = await plane.record()
+    with monkeypatch.context() as patch:
+        patch.setattr(scraping, "MAX_SAMPLES", 25)
+        beyond = await plane.record()
+    check_alerts(
+        tmp_path,
+        Phase(20, before, set()),
+        Phase(20, beyond, {"DynamixSamplesLeftOut"}),
+        Phase(20, await plane.record(), set()),
+    )
+
+
+@pytest.mark.parametrize(
+    ("bad", "good", "firing"),
+    [
+        ([1.0, 1.1] * 8, [9.0, 9.1] * 12, {"DynamixRewardPlateau"}),
+        ([1.0, 1.1] * 5 + [9.0, 9.1] * 5 + [5.0, 5.1] * 4, [9.2, 9.3] * 8, {"DynamixRewardCollapse"}),
+    ],
+)
+async def test_returns_that_do_not_rise_or_fall(
+    bus: Bus, tmp_path: Path, bad: list[float], good: list[float], firing: set[str]
+) -> None:
+    learner, one = learner_here(bus)
+    before = await record({"learner": one.scrape})
+    await learner._watch(Outcome(None, bad, float("nan"), 0.0, []))
+    found = await record({"learner": one.scrape})
+    await learner._watch(Outcome(None, good, float("nan"), 0.0, []))
+    after = await record({"learner": one.scrape})
+    check_alerts(tmp_path, Phase(20, before, set()), Phase(20, found, firing), Phase(20, after, set()))
+
+
+async def test_a_value_function_that_explains_nothing(bus: Bus, tmp_path: Path) -> None:
+    learner, one = learner_here(bus)
+    phases = [Phase(20, await record({"learner": one.scrape}), set())]
+    for explained, firing in ((0.01, {"DynamixValueUnexplained"}), (0.9, set())):
+        for _ in range(10):
+            await learner._watch(Outcome(None, [], explained, 0.0, []))
+        phases.append(Phase(20, await record({"learner": one.scrape}), firing))
+    check_alerts(tmp_path, *phases)
+
+
+def learner_here(bus: Bus) -> tuple[_Learner, ServiceHere]:
+    one = ServiceHere("learner", bus, LearnerSettings(policy="mine"), Watchdog(0.0))
+    one.context.counters["ready"] = 1
+    return _Learner(one.context, SimpleNamespace()), one  # type: ignore[arg-type]
+
+
+async def test_a_probe_that_costs_more_than_a_hundredth_of_the_machine(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel counts what the probe takes: 3 % of all processors, then 0.3 %."""
+    stats = tmp_path / "bpf_stats_enabled"
+    stats.write_text("1\n")
+    monkeypatch.setattr(collector_shown, "STATS_ENABLED", stats)
+    monkeypatch.setattr(collector_shown.os, "cpu_count", lambda: 4)
+    spent_ns = [0]
+    probe = SimpleNamespace(cost=lambda: {"sockets": ProgramInfo("sockets", (), spent_ns[0], 1000)})
+    one = ServiceHere("collector", bus, None, Watchdog(0.0))
+    one.context.counters["ready"] = 1
+    ShownWindows(one.context.metrics, probe)
+    phases = []
+    for share, firing in ((0.003, set()), (0.03, {"DynamixProbeCost"}), (0.003, set())):
+        before = alert_trials.samples(one.scrape(), "collector")
+        spent_ns[0] += int(10e9 * 4 * share)
+        after = alert_trials.samples(one.scrape(), "collector")
+        phases.append(Phase(20, {"collector": Recorded(before, after, 10.0)}, firing))
+    assert 'dynamix_probe_cost_measured{component="collector"} 1.0' in one.scrape()
+    check_alerts(tmp_path, *phases)
+
+
+@pytest.mark.parametrize(
+    ("metric", "firing"),
+    [
+        ("dynamix_process_cpu_seconds_total", "DynamixCollectorCost"),
+        ("dynamix_loop_lag_seconds_total", "DynamixEventLoopBlocked"),
+    ],
+)
+async def test_a_collector_that_computes_all_the_time(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, metric: str, firing: str
+) -> None:
+    """Its event loop is late, and takes more than a hundredth of the machine."""
+    others = tuple(name for name in alert_trials.LOADED if name != metric)
+    async with Watchdog(0.0, tick_s=0.01) as watchdog:
+        one = ServiceHere("collector", bus, None, watchdog)
+        one.context.counters["ready"] = 1
+        ShownWindows(one.context.metrics)
+
+        async def block() -> None:
+            for _ in range(5):
+                begin_s = time.process_time()
+                while time.process_time() < begin_s + 0.1:
+                    pass
+                await asyncio.sleep(0.02)
+
+        monkeypatch.setattr(collector_shown.os, "cpu_count", lambda: 4)
+        took = await record({"collector": one.scrape}, block(), without=others)
+        blocked = {"collector": took["collector"]._replace(seconds=1.0)}  # at least half of it computing
+        quiet = {"collector": blocked["collector"]._replace(before=blocked["collector"].after)}
+        check_alerts(tmp_path, Phase(30, quiet, set()), Phase(30, blocked, {firing}), Phase(30, quiet, set()))
