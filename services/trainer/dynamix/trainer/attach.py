@@ -3,19 +3,19 @@
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
-from dynamix.runtime.settings import BusSettings
 from dynamix.schemas.messages import OptimizerFamily
 from dynamix.schemas.messages.allocation import EXACT, Exchange, ExchangePermission
 from dynamix.schemas.messages.policies import DEFAULT_POLICY, SPLIT_POLICY, GlobalBatch
 
 from .arguments.checks import policy_options_of, sizes_of, whole_number
+from .bus_connection import Connect, bus_settings, transport_of
 from .communication.gradient_servers import GradientServers
 from .communication.job_exchange import JobExchange
 from .communication.lent import forget_imports
@@ -54,16 +54,14 @@ from .loggers.delivery import Loggers, MetricLogger, find_loggers
 from .loggers.history import MetricHistory
 from .measurement.clock import AnyClock, DeviceClock, HostClock
 from .measurement.meter import RankMeter, while_it_lives
-from .rendezvous import Rendezvous, meet_ranks
+from .rendezvous import meet_ranks
 from .session import Session
 from .session_end import ExitRules
-from .settings import Environment, read_environment
+from .settings import read_environment
 from .steering.adoption import Adoption
 from .steering.run import Run
 from .steering.steering import Steering
 from .steering.window_end import WindowEnd
-from .wire.client import BusClient
-from .wire.transport import Transport
 
 SPARE_STEPS = 2
 """Steps by which an action is broadcast earlier than prefetching alone demands."""
@@ -105,7 +103,7 @@ def attach(
     noise_decay: float = 0.9,
     noise_metric: NoiseMetric = "gradient",
     memory_caps_path: str | Path | None = None,
-    connect: BusSettings | Transport | Literal[False] | None = None,
+    connect: Connect = None,
     loggers: Sequence[str | MetricLogger] = (),
     **loader_options: Unpack[LoaderOptions],
 ) -> Session:
@@ -242,7 +240,7 @@ def attach(
     if accumulates:
         check_accumulation(averaging, models, counts_in_batches=count_tokens is not None)
     caps = MemoryCaps(None if memory_caps_path is None else Path(memory_caps_path))
-    bus = _bus_settings(connect, environment)
+    bus = bus_settings(connect, environment)
     met = meet_ranks(name=name, options=options, data=orders.identity, caps=caps, environment=environment, bus=bus)
     run = Run(options=options, data=orders.identity, place=met.place, identity=met.identity)
 
@@ -305,7 +303,7 @@ def attach(
         learning_rate=while_it_lives(updates.newest_rate, None),
         coded=while_it_lives(covered_models.coded, CodedSquares()),
     )
-    transport = _transport(connect, bus, met, environment, hears_traces=run.traces is not None)
+    transport = transport_of(connect, bus, met, environment, hears_traces=run.traces is not None)
     history = MetricHistory(metric_loggers, transport)
     window_end = WindowEnd(run, meter, met.collectives, transport, history)
     exchanges.on_connect = window_end.expect_sockets
@@ -339,16 +337,6 @@ def attach(
     )
 
 
-def _bus_settings(connect: object, environment: Environment) -> BusSettings | None:
-    """How the ranks reach the bus; `None` where they train without one, or over a transport of the caller's."""
-    if not (connect is None or connect is False or isinstance(connect, BusSettings | Transport)):
-        raise TypeError(
-            f"connect={connect!r} is of type {type(connect).__name__}: leave connect out and set DYNAMIX_NATS_URL, "
-            "pass dynamix.runtime.settings.BusSettings(url=...), or pass False to train without a bus"
-        )
-    return environment.bus if connect is None else connect if isinstance(connect, BusSettings) else None
-
-
 def _cover(
     models: Sequence[torch.nn.Module],
     optimizers: Sequence[torch.optim.Optimizer],
@@ -376,30 +364,3 @@ def _before_update(
             watch.observe_update(optimizer, loader.position.epoch)
 
     return before_update
-
-
-def _transport(
-    connect: BusSettings | Transport | Literal[False] | None,
-    bus: BusSettings | None,
-    met: Rendezvous,
-    environment: Environment,
-    *,
-    hears_traces: bool,
-) -> Transport:
-    """The way to the bus of a rank that speaks: the first of each node reports, rank 0 also listens."""
-    place = met.place
-    if place.local_rank != 0 or connect is False:
-        return Transport()
-    if bus is None:
-        assert connect is not None, "without a connection of the caller's own the settings are the environment's"
-        assert not isinstance(connect, BusSettings), "its settings are the bus"
-        return connect
-    client = BusClient(
-        bus,
-        node=place.node,
-        outbox_messages=environment.trainer.outbox_messages,
-        actions_of=met.identity.job if place.rank == 0 else None,
-        traces_of=met.identity.job if hears_traces else None,
-    )
-    client.start()
-    return client
