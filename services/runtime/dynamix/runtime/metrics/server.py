@@ -117,7 +117,7 @@ class MetricsServer:
         async with self._writing:
             try:
                 body, content_type = await asyncio.to_thread(self._metrics.exposition, accept)
-            except Exception:
+            except Exception:  # any service may add a source: its fault is answered and logged, and ends no service
                 logger.exception("the metrics cannot be shown")
                 return HttpAnswer(500, b"the metrics cannot be shown: see the service's log\n")
         return HttpAnswer(200, body, content_type)
