@@ -26,7 +26,8 @@ def shown_names() -> set[str]:
     ShownWindows(metrics, probe).record(examples.window())
     ShownRewards(metrics).record(examples.reward("node-a", (0,)))
     decisions = ShownDecisions(metrics)
-    decisions._jobs.record("a", JobStanding(0, 3, 0.0, window_s=1.0, decided_window=2, global_batch_size=512))
+    standing = JobStanding(0, 3, 0.0, window_s=1.0, decided_window=2, global_batch_size=512, num_refused={"stale": 1})
+    decisions._jobs.record("a", standing)
     for number in range(3):
         decisions._runs.record_window(f"mnist-{number}", 1.0, 0.5)
         decisions._runs.end_run(f"mnist-{number}", "rule")

@@ -6,7 +6,9 @@ from tests.support.job_options import job_options
 
 from dynamix.schemas.messages import Action, NodeRanks
 from dynamix.schemas.messages.allocation import Exchange
+from dynamix.schemas.messages.decided import REFUSAL_REASONS
 from dynamix.trainer.job.identity import Attempt, JobIdentity
+from dynamix.trainer.steering.decisions import REFUSALS
 from dynamix.trainer.steering.offers import Offers
 
 IDENTITY = JobIdentity(
@@ -146,3 +148,8 @@ def test_where_they_cannot_it_is_adopted_for_its_sizes_and_counted() -> None:
     assert offers.consider(_with(split="tracking"), 7) is None
     assert offers.adopt(7) == ACTION
     assert offers.num_refused == {"tracking": 1}
+
+
+def test_every_reason_of_a_refusal_is_known_to_those_who_count_them() -> None:
+    """`malformed` is counted where messages come in."""
+    assert {*REFUSALS, "tracking", "malformed"} == set(REFUSAL_REASONS)

@@ -73,7 +73,7 @@ KINDS = (
     Kind("action", 6, messages.Action, ("job",), (*_WINDOW, "hash"), ACTIONS,
          ("arbitrator",), ("trainer", "learner"), "the one decision for a window", "rank 0"),
     Kind("applied", 7, messages.Applied, ("job",), ("generation", "decided_window"), FEED,
-         ("trainer",), ("learner",), "an action that all ranks adopted", "rank 0"),
+         ("trainer",), ("arbitrator", "learner"), "an action that all ranks adopted", "rank 0"),
     Kind("trace", 12, messages.Trace, ("job", "node"), _WINDOW, FEED,
          ("collector",), ("trainer",), "what a node's agent leaves for all ranks", "local rank 0"),
     Kind("policy", 8, messages.PolicyVersion, ("policy",), ("version",), FEED,

@@ -68,6 +68,13 @@ class Action(Message, frozen=True, kw_only=True, array_like=True):
         return Allocation(self.local_batch_sizes, self.split, self.exchange)
 
 
+REFUSAL_REASONS = (
+    *("job", "generation", "length", "bounds", "sum", "lever", "stale", "not_newer", "future"),
+    *("tracking", "malformed"),
+)
+"""Why a trainer refuses an action, by name; of `tracking` only the split was refused."""
+
+
 class Applied(Message, frozen=True, kw_only=True, array_like=True):
     """An action that all ranks adopted, and from when on it holds."""
 
@@ -79,6 +86,6 @@ class Applied(Message, frozen=True, kw_only=True, array_like=True):
     local_batch_sizes: Sizes
     action_hash: Digest = b""
     num_refused: dict[str, Count] = field(default_factory=dict)
-    """Actions refused so far in this generation, by reason."""
+    """Actions refused so far in this generation, by reason: see `REFUSAL_REASONS`."""
     exchange: Exchange = EXACT
     """How gradients travel from `effective_step` on."""

@@ -3,6 +3,8 @@
 import asyncio
 import time
 from collections import defaultdict
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Protocol, TypeVar
 
@@ -57,22 +59,29 @@ async def serve(context: Context[ArbitratorSettings, ArbitratorBus], *, in_step:
     `in_step` is for a replay: a job is opened before more is read, not beside it.
     """
     shown = ShownDecisions(context.metrics)
-    following = asyncio.create_task(_follow_ends(context, shown), name="ends of jobs")
+    followed = {
+        "how jobs end": partial(shown.follow_ends, context.bus),
+        "which actions are refused": partial(shown.follow_receipts, context.bus, context.dead_letter),
+    }
+    following = [asyncio.create_task(_follow(context, *one), name=one[0]) for one in followed.items()]
     try:
         await _Arbitrator(context, shown, in_step=in_step).run()
     finally:
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
+        for task in following:
+            task.cancel()
+        await asyncio.gather(*following, return_exceptions=True)
 
 
-async def _follow_ends(context: Context[ArbitratorSettings, ArbitratorBus], shown: ShownDecisions) -> None:
-    """Only metrics need the ends of jobs: what goes wrong here ends no decisions."""
+async def _follow(
+    context: Context[ArbitratorSettings, ArbitratorBus], what: str, follow: Callable[[], Awaitable[None]]
+) -> None:
+    """Follow what only metrics need: what goes wrong here ends no decisions."""
     if not context.metrics.is_served:
         return
     try:
-        await shown.follow_ends(context.bus)
+        await follow()
     except BusError as error:
-        context.log.warning("metrics do not show how jobs end", reason=str(error))
+        context.log.warning("the metrics are incomplete", missing=what, reason=str(error))
 
 
 _MISTAKES = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)

@@ -1,20 +1,22 @@
-"""What the arbitrator shows to Prometheus: where each job stands, how runs ended, how much they differed."""
+"""What the arbitrator shows to Prometheus: where each job stands, what was refused, how runs ended and differed."""
 
 import re
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from dynamix.runtime.bus import BusMessage
 from dynamix.runtime.bus.service_bus import ServiceBus
 from dynamix.runtime.metrics import LabelTable, Scrape, ServiceMetrics
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode
 from dynamix.schemas.features import GLOBAL_INDEX, unpack_global
-from dynamix.schemas.messages import Job, State
-from dynamix.schemas.streams import JOBS
+from dynamix.schemas.messages import Applied, Job, State
+from dynamix.schemas.messages.decided import REFUSAL_REASONS
+from dynamix.schemas.streams import FEED, JOBS
 
 from .deciding.job_log import JobLog
 from .deciding.run_times import RunTimes
@@ -31,6 +33,8 @@ COUNTERS = {
 GAUGES = {"jobs": "jobs held in memory", "jobs_waiting": "jobs that wait to be opened, or are being opened"}
 COMPLETED, LEFT = "completed", "left"
 ENDS = (COMPLETED, LEFT, "stopped", "timeout", "error")
+OTHER_REASON = "other"
+"""Refusals for a reason that no trainer of ours gives."""
 MAX_OVER = 1000
 _STOPPED = ("KeyboardInterrupt", "SignalException")
 _TIMED_OUT = re.compile(r"\btim(ed|e)[ -]?out\b", re.IGNORECASE)
@@ -52,6 +56,8 @@ class JobStanding:
     global_batch_size: int | None = None
     stuck_share: float = 0.0
     halted: bool = False
+    num_refused: Mapping[str, int] = field(default_factory=dict)
+    """Actions that its trainer has refused, by reason."""
 
 
 class ShownDecisions:
@@ -104,6 +110,12 @@ class ShownDecisions:
         if standing is not None and standing.generation == generation:
             standing.halted = True
 
+    def record_receipt(self, receipt: Applied) -> None:
+        """Note which actions the trainer has refused until it adopted this one."""
+        standing = self._jobs.get(receipt.job)
+        if standing is not None and standing.generation == receipt.generation:
+            standing.num_refused = _by_known_reason(receipt.num_refused)
+
     def record_end(self, job: Job) -> None:
         """Note that a run is over."""
         end = class_of_end(job.end_reason)
@@ -126,6 +138,18 @@ class ShownDecisions:
                         continue  # set aside where the specification is read for decisions
                     if job.phase == "ended":
                         self.record_end(job)
+
+    async def follow_receipts(self, bus: ServiceBus, set_aside: Callable[[BusMessage, str], Awaitable[None]]) -> None:
+        """Note every receipt until the intake ends."""
+        async with bus.consume(FEED.name, [subjects.of("applied", subjects.ANY)], start="new") as consumer:
+            async for batch in consumer:
+                for message in batch:
+                    try:
+                        receipt = decode(Applied, message.subject, message.payload)
+                    except MalformedMessageError as error:
+                        await set_aside(message, str(error))
+                    else:
+                        self.record_receipt(receipt)
 
     def show(self, scrape: Scrape) -> None:
         """Show all that is kept."""
@@ -153,6 +177,14 @@ def class_of_end(reason: str) -> str:
     return "timeout" if _TIMED_OUT.search(reason) else "error"
 
 
+def _by_known_reason(num_refused: Mapping[str, int]) -> dict[str, int]:
+    """The counts by reason; those of made-up reasons together: labels must be few."""
+    found: Counter[str] = Counter()
+    for reason, count in num_refused.items():
+        found[reason if reason in REFUSAL_REASONS else OTHER_REASON] += count
+    return dict(found)
+
+
 def _show_job(scrape: Scrape, job: str, standing: JobStanding, age_s: float) -> None:
     scrape.gauge("job_state_window", "newest window with a state", standing.window, training_job=job)
     scrape.gauge("job_decided_window", "newest decided window, -1 for none", standing.decided_window, training_job=job)
@@ -167,3 +199,11 @@ def _show_job(scrape: Scrape, job: str, standing: JobStanding, age_s: float) -> 
         "job_stuck_ratio", "share of ranks whose size is stuck at a bound", standing.stuck_share, training_job=job
     )
     scrape.gauge("job_halted", "1 while this generation is not decided", int(standing.halted), training_job=job)
+    for reason, count in standing.num_refused.items():
+        scrape.gauge(
+            "job_refused_actions",
+            "actions that the trainer refused in this generation before the newest one that it adopted",
+            count,
+            training_job=job,
+            reason=reason,
+        )
