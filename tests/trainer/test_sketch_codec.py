@@ -11,8 +11,9 @@ from tests.support.exchanges import VirtualRanks, dense_sum, make_parts, masked,
 from dynamix.trainer.exchange.codec import BucketView, Member
 from dynamix.trainer.exchange.collectives import Collective, Leg, Trade, Union, perform_alike
 from dynamix.trainer.exchange.sketch import LOOK_AGAIN, SketchExchange
+from dynamix.trainer.exchange.sparse.background_call import BackgroundCall
 from dynamix.trainer.exchange.sparse.cells import pack_cells, packed_bytes, unpack_cells
-from dynamix.trainer.exchange.sparse.exceptions import ExceptionList
+from dynamix.trainer.exchange.sparse.exception_list import ExceptionList
 from dynamix.trainer.exchange.sparse.fixed_point import (
     EXCEPTIONS,
     NOTHING,
@@ -25,7 +26,6 @@ from dynamix.trainer.exchange.sparse.fixed_point import (
     width_of_sums,
 )
 from dynamix.trainer.exchange.sparse.heads import HEAD_BYTES, Head
-from dynamix.trainer.exchange.sparse.meanwhile import Meanwhile
 from dynamix.trainer.exchange.sparse.peeling import NUM_SEEDS, HashedElements, Peeling, hashed_elements
 
 LENGTH = 8000
@@ -332,7 +332,7 @@ def test_a_table_that_does_not_peel_is_hashed_again(
 
 
 def test_what_fails_in_the_background_is_raised_where_its_result_is_asked_for() -> None:
-    with Meanwhile(lambda: 1 + 1) as work:
+    with BackgroundCall(lambda: 1 + 1) as work:
         assert work.result() == 2
-    with Meanwhile(lambda: 1 // 0) as work, pytest.raises(ZeroDivisionError):
+    with BackgroundCall(lambda: 1 // 0) as work, pytest.raises(ZeroDivisionError):
         work.result()

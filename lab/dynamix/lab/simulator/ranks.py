@@ -12,7 +12,7 @@ from dynamix.schemas.messages import SocketCounters, SystemMetrics
 from dynamix.schemas.messages.allocation import EXACT
 from dynamix.trainer.data.division import StepPlan
 from dynamix.trainer.exchange.codec import CodedSquares
-from dynamix.trainer.exchange.tables import table_share
+from dynamix.trainer.exchange.embedding_tables import table_share
 from dynamix.trainer.gradient.noise import NoiseSums
 from dynamix.trainer.job.identity import Attempt, JobIdentity, Place
 from dynamix.trainer.job.options import JobOptions

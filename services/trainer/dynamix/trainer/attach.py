@@ -18,14 +18,14 @@ from .arguments.checks import policy_options_of, sizes_of, whole_number
 from .bus_connection import Connect, bus_settings, transport_of
 from .communication.gradient_servers import GradientServers
 from .communication.job_exchange import JobExchange
-from .communication.lent import forget_imports
+from .communication.lent_tensors import forget_imports
 from .data.division import Division
 from .data.loader import CountTokens, Loader, LoaderOptions, check_loader_options, drawn_ahead
 from .data.orders import OwnSampler
 from .data.sampler import SamplerOptions
 from .data.source import orders_of, sampler_of
 from .exchange.codec import CodedSquares
-from .exchange.tables import table_share
+from .exchange.embedding_tables import table_share
 from .gradient.accumulation import check_accumulation, needs_equal_steps
 from .gradient.codecs import find_codec
 from .gradient.covered import CoveredModels

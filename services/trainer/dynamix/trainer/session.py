@@ -29,7 +29,7 @@ from .local_steps.rounds import EndedStep, LocalSteps
 from .loggers.history import MetricHistory
 from .measurement.meter import RankMeter, Scalar
 from .session_end import ExitRules, call_while_alive, leave
-from .standing import Standing
+from .session_view import SessionView
 from .steering.run import Run
 from .steering.steering import Steering
 from .wire.transport import Transport
@@ -37,7 +37,7 @@ from .wire.transport import Transport
 _log = logging.getLogger("dynamix.trainer")
 
 
-class Session(Standing):
+class Session(SessionView):
     """Handle of one attached training job; made by `dynamix.trainer.attach`.
 
     As a context manager it closes itself, and remembers the size at which a rank ran out of memory.

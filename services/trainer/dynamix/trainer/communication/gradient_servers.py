@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore  
 
 from dynamix.trainer.exchange.collectives import ServedSum, Trade
 
-from .lent import LentTensor
+from .lent_tensors import LentTensor
 
 NUM_GROUPS = 2
 """One for each lane."""

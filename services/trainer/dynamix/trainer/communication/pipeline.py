@@ -22,7 +22,7 @@ import torch.distributed as dist
 from dynamix.trainer.exchange.collectives import Collective, Leg, Sum, Trade, Union
 
 from .gradient_servers import GradientServers, ServedGroup
-from .lent import LentTensor, keep_for_ever
+from .lent_tensors import LentTensor, keep_for_ever
 
 CLOSE_S = 2.0
 """Longest wait for a lane to end: one that waits for a rank that is gone does so until its group's time-out."""

@@ -17,8 +17,8 @@ from torch import Tensor
 from .codec import BucketPart, BucketView, Member
 from .collectives import Leg, Union
 from .owners import sum_over_ranks
+from .signed_zeros import settle_zeros
 from .sparse.bitmap import minus_zeros, pack_bits, positions, touched_rows, unpack_bits, valued_rows
-from .zeros import settle_zeros
 
 DENSE = 0.7
 """Share of rows in the union above which packing them saves too little."""

@@ -5,7 +5,7 @@ element of the union (`sparse.peeling`), the owners add the tables, cell by cell
 rank takes the sums out again. In floating point that has a loss, by cancellation; here values are integers of a common
 unit (`sparse.fixed_point`), so their sum is exact in any order. Cells have as many bits as the sums need
 (`sparse.cells`), 36 for normal values in float32 on 4 ranks: the small ones that would need more, 1 in 128, send what
-is below the unit beside the table, to all ranks (`sparse.exceptions`).
+is below the unit beside the table, to all ranks (`sparse.exception_list`).
 
 Where the mask was the same in two steps, the next ones first ask whether a rank touched anything else, and send the
 bitmap only then. A bucket travels as it is where that is cheaper or its values are too far apart (64 bits), and is
@@ -23,14 +23,14 @@ from torch import Tensor
 from .codec import BucketPart, BucketView, Member
 from .collectives import Collective, Leg, ServedSum, Trade, Union
 from .owners import owned_ranges, sum_over_ranks
+from .signed_zeros import settle_zeros
+from .sparse.background_call import BackgroundCall
 from .sparse.bitmap import minus_zeros, positions, unpack_bits
 from .sparse.cells import GROUP, pack_cells, packed_bytes, unpack_cells
-from .sparse.exceptions import ExceptionList
+from .sparse.exception_list import ExceptionList
 from .sparse.fixed_point import EXCEPTIONS, MAX_WIDTH, from_fixed, to_fixed, width_of_sums
 from .sparse.heads import HEAD_BYTES, Head, TouchedElements
-from .sparse.meanwhile import Meanwhile
 from .sparse.peeling import CELLS_PER_ELEMENT, HashedElements, Peeling, hashed_elements
-from .zeros import settle_zeros
 
 WORTH = 0.7
 """Most bytes of a sketch over those of the bucket: above, the bucket travels as it is."""
@@ -177,7 +177,7 @@ def _sum_sketch(
         if ready is not None:
             rests, peeling = (yield from _add_tables(table, width, beside, member)), ready
             break
-        with Meanwhile(partial(Peeling.of, hashed)) as work:
+        with BackgroundCall(partial(Peeling.of, hashed)) as work:
             rests = yield from _add_tables(table, width, beside, member)
             found = work.result()
         if found is not None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket  # = dist.GradBucket, which torch's own stubs do not know
 from torch.nn.parallel import DistributedDataParallel
 
-from dynamix.trainer.communication.lent import launched
+from dynamix.trainer.communication.lent_tensors import launched
 from dynamix.trainer.communication.model_exchange import ModelExchange, StepExchange
 from dynamix.trainer.data.sampler import MicroBatch
 

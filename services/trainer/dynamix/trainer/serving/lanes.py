@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dynamix.trainer.communication.gradient_servers import DTYPES, END, TELL_TAG, ToldTrade
-from dynamix.trainer.communication.lent import LentTensor
+from dynamix.trainer.communication.lent_tensors import LentTensor
 from dynamix.trainer.communication.pipeline import perform
 from dynamix.trainer.exchange.collectives import Trade
 

@@ -1,4 +1,4 @@
-"""Meanwhile: a function that runs while a collective is under way, in a thread of its own."""
+"""A call in the background: a function that runs while a collective is under way, in a thread of its own."""
 
 import threading
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Meanwhile(Generic[T]):
+class BackgroundCall(Generic[T]):
     """What a function returns, or raises, once it is asked for; a context, at whose end the thread has ended."""
 
     def __init__(self, work: Callable[[], T]) -> None:
@@ -16,7 +16,7 @@ class Meanwhile(Generic[T]):
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="dynamix exchange peeling", daemon=True)
 
-    def __enter__(self) -> "Meanwhile[T]":
+    def __enter__(self) -> "BackgroundCall[T]":
         self._thread.start()
         return self
 

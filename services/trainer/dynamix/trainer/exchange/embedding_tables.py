@@ -1,4 +1,4 @@
-"""Tables: parameters whose gradients are zero in all rows that a batch does not name, by the kind of their module."""
+"""Embedding tables: parameters whose gradients are zero in all rows that a batch does not name, by their module."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""Where a session stands: what a script may ask it at any time."""
+"""The view of a session: what a script may ask it at any time."""
 
 from dynamix.schemas.messages.allocation import Allocation
 
@@ -10,7 +10,7 @@ from .measurement.meter import RankMeter
 from .steering.run import Run
 
 
-class Standing:
+class SessionView:
     """The questions that a session answers; none changes anything."""
 
     _run: Run

@@ -1,4 +1,4 @@
-"""Exceptions: a list of a few numbers and their places, in a message of a size that all ranks know before."""
+"""Exception list: a few numbers and their places, in a message of a size that all ranks know before."""
 
 from typing import NamedTuple
 
