@@ -13,7 +13,21 @@ from dynamix.cli.main import COMMANDS
 ROOT = Path(__file__).parents[1]
 MAIN_DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/architecture.md")
 MADE_BY_COMMANDS = ("out/", ".venv", "/", "~")
+HISTORY = "CHANGELOG.md"
+"""What had another name once."""
+WITH_GENERATED_LINES = ("docs/reference.md", "docs/results.md", "docs/subjects.md", "docs/policies.md")
 MAX_WIDTH = 120
+
+REFERENCE = "docs/reference.md"
+"""All arguments of commands and all settings, held to the code by tests/cli/test_reference.py."""
+OPTIONS_OF_OTHERS = {
+    *("--standalone", "--nproc-per-node", "--nnodes", "--max-restarts", "--rdzv-id"),  # torchrun
+    *("--build", "--build-arg", "--detach", "--profile", "--rm"),  # container engines
+    *("--reuid", "--regid", "--init-groups", "--inh-caps", "--ambient-caps", "--bounding-set"),  # setpriv
+    *("--index-url", "--now", "--user", "--password", "--inbox-prefix"),  # pip, systemctl, nats
+    "--config.file",  # prometheus
+}
+PLACEHOLDERS = {"--field", "--flags", "--option"}
 
 AVOIDED = re.compile(r"\b(mend(s|ed|ing|able)?|anew|whoever|nobody|rivals?|sent again)\b", re.IGNORECASE)
 ALLOWED = {"CHANGELOG.md": ("--rivals", "`mend`"), "tests/test_documents.py": ("AVOIDED", "ALLOWED")}
@@ -43,6 +57,22 @@ def named_paths(text: str) -> set[str]:
 def is_path(name: str, files: str) -> bool:
     """Whether a file or folder has this path, or this end of a path: `trainer/data/` is short for a longer one."""
     return f"/{name}" in files if name.endswith("/") else f"/{name}\n" in files or f"/{name}/" in files
+
+
+def known_variables() -> set[str]:
+    return set(re.findall(r"^\| `(DYNAMIX_[A-Z_]+)` \|", (ROOT / REFERENCE).read_text(), flags=re.MULTILINE))
+
+
+def known_options() -> set[str]:
+    """Those of the commands, of the services (a setting as an option), of other modules that are run, and of pytest."""
+    found = set(re.findall(r"--[a-z][a-z0-9-]+", (ROOT / REFERENCE).read_text()))
+    for name in tracked(".py"):
+        if name.startswith(("bench/", "schemas/", "tests/conftest")):
+            found |= set(re.findall(r'"(--[a-z0-9-]+)"', (ROOT / name).read_text()))
+    for variable in known_variables():
+        words = variable.lower().split("_")[1:]
+        found |= {"--" + "-".join(words), "--" + "-".join(words[1:])}
+    return found
 
 
 def anchor(heading: str) -> str:
@@ -83,10 +113,23 @@ def test_every_module_and_command_that_is_named_exists(document: str) -> None:
         assert name in COMMANDS, f"dynamix {name}"
 
 
-@pytest.mark.parametrize("document", MAIN_DOCUMENTS)
+@pytest.mark.parametrize("document", sorted({*tracked(".md")} - {HISTORY}))
+def test_every_option_variable_and_target_that_is_named_exists(document: str) -> None:
+    text = (ROOT / document).read_text()
+    options = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9.-]*[a-z0-9]", text))
+    assert options - known_options() - OPTIONS_OF_OTHERS - PLACEHOLDERS == set()
+    known = known_variables()
+    prefixes = {name[: end.start() + 1] for name in known for end in re.finditer("_", name)}
+    assert set(re.findall(r"DYNAMIX_[A-Z_]+", text)) - known - prefixes == set()
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    assert set(re.findall(r"(?:`|^ *)make ([a-z][a-z-]*)", text, flags=re.MULTILINE)) - targets == set()
+
+
+@pytest.mark.parametrize("document", sorted({*tracked(".md")} - {HISTORY, *WITH_GENERATED_LINES}))
 def test_lines_are_at_most_120_wide(document: str) -> None:
-    lines = (ROOT / document).read_text().splitlines()
-    assert [number for number, line in enumerate(lines, 1) if len(line) > MAX_WIDTH] == []
+    """But for tables, whose rows cannot be broken, and commands to copy."""
+    lines = enumerate((ROOT / document).read_text().splitlines(), 1)
+    assert [number for number, line in lines if len(line) > MAX_WIDTH and not line.startswith(("|", "    "))] == []
 
 
 def test_words_that_puzzle_readers_are_avoided() -> None:

@@ -44,6 +44,11 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
+    @property
+    def actions(self) -> list[argparse.Action]:
+        """All arguments that were declared, in order."""
+        return self._actions
+
     def parse_args(  # type: ignore[override]  # argparse types it for namespaces of any class
         self, args: Sequence[str] | None = None, namespace: None = None
     ) -> argparse.Namespace:

@@ -181,15 +181,33 @@ def help_text(component: str, struct: type[msgspec.Struct]) -> str:
     lines = [f"usage: python -m dynamix.{component} [--flag value ...]", ""]
     owners = ((struct, component, "--"), (SharedSettings, "", "--"), (BusSettings, "nats", "--nats-"))
     for owner, owned_by, dashes in owners:
-        meanings = _field_docstrings(owner)
-        for field in msgspec.structs.fields(owner):
-            is_secret = owner is BusSettings and field.name == "password"
-            flag = "(no flag)" if is_secret else _flag(field.name).replace("--", dashes, 1)
-            default = "required" if field.required else _as_text(field.default)
-            lines.append(f"  {flag:<32} {_prefix(owned_by)}{field.name.upper()}, default {default}")
-            meaning = meanings.get(field.name, "")
-            lines += textwrap.wrap(meaning, width=100, initial_indent=" " * 8, subsequent_indent=" " * 8)
+        for one in describe(owner, owned_by):
+            is_secret = owner is BusSettings and one.name == "password"
+            flag = "(no flag)" if is_secret else _flag(one.name).replace("--", dashes, 1)
+            lines.append(f"  {flag:<32} {one.variable}, default {one.default or '(empty)'}")
+            lines += textwrap.wrap(one.meaning, width=100, initial_indent=" " * 8, subsequent_indent=" " * 8)
     return "\n".join(lines) + "\n"
+
+
+class DescribedSetting(NamedTuple):
+    """One setting, for people."""
+
+    name: str
+    variable: str
+    default: str
+    """The text that would give it; empty where that is empty."""
+    meaning: str
+    """The docstring beneath the field."""
+
+
+def describe(struct: type[msgspec.Struct], component: str) -> Iterator[DescribedSetting]:
+    """The settings of one of `COMPONENTS`, or those that all share for ""."""
+    meanings = _field_docstrings(struct)
+    for field in msgspec.structs.fields(struct):
+        default = "required" if field.required else _as_text(field.default)
+        yield DescribedSetting(
+            field.name, _prefix(component) + field.name.upper(), default, meanings.get(field.name, "")
+        )
 
 
 def password_of(settings: BusSettings) -> str:
@@ -297,8 +315,8 @@ def _is_tuple(annotation: Any) -> bool:
 
 def _as_text(default: Any) -> str:
     if isinstance(default, tuple):
-        return ",".join(str(part) for part in default) or "(empty)"
-    return str(default) or "(empty)"
+        return ",".join(str(part) for part in default)
+    return str(default)
 
 
 def _field_docstrings(struct: type[msgspec.Struct]) -> dict[str, str]:

@@ -54,10 +54,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--workload", metavar="NAME", required=True, help="what the virtual cluster trains: see scenarios/README.md"
     )
     add_output_argument(parser, SCENARIO, "write the scenario (TOML)")
-    parser.add_argument("--optimizer", choices=("sgd", "adam", "adamw"), help="(default: of the job's family)")
-    add_option(parser, "--learning-rate", 0.05)
+    what = "of the virtual cluster (default: of the job's family)"
+    parser.add_argument("--optimizer", choices=("sgd", "adam", "adamw"), help=what)
+    add_option(parser, "--learning-rate", 0.05, "of the virtual cluster")
     parser.add_argument("--target", type=float, help="validation accuracy (default: the best that the job reported)")
-    add_option(parser, "--topology", "ring", choices=("ring", "parameter-server"))
+    add_option(parser, "--topology", "ring", "how its gradients are reduced", choices=("ring", "parameter-server"))
     add_option(parser, "--servers", 1, "parameter servers")
     add_json_argument(parser)
     add_png_argument(parser, "draw virtual against real step times")

@@ -28,7 +28,7 @@ POLICIES = ",".join(
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     which = parser.add_mutually_exclusive_group()
-    add_option(which, "--suite", "heldout", choices=("heldout", "train"))
+    add_option(which, "--suite", "heldout", "shipped scenarios", choices=("heldout", "train"))
     which.add_argument("--scenarios", metavar="DIR", help="a directory of scenario files of your own instead")
     add_option(parser, "--policies", POLICIES, "with commas between", metavar="LIST")
     what = "files of a learned policy, one per policy seed; may be given again"

@@ -41,7 +41,8 @@ EQUAL, DIFFERENT, UNUSABLE = 0, 1, 2
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("file", metavar="FILE", help="a capture: `dynamix capture JOB -o FILE` makes one")
-    add_option(parser, "--into", "arbitrator", choices=("collector", "reward", "arbitrator"))
+    services = ("collector", "reward", "arbitrator")
+    add_option(parser, "--into", "arbitrator", "the service whose outputs are made again", choices=services)
     add_option(parser, "--speed", "max", "the recording's pace or none", choices=("original", "max"))
     parser.add_argument("--until", metavar="WINDOW", help="the last window, as N or GENERATION:N (default: all)")
     parser.add_argument("--policy", metavar="NAME", help="ask another policy what it would have decided")
