@@ -22,7 +22,7 @@ REFERENCE = "docs/reference.md"
 """All arguments of commands and all settings, held to the code by tests/cli/test_reference.py."""
 OPTIONS_OF_OTHERS = {
     *("--standalone", "--nproc-per-node", "--nnodes", "--max-restarts", "--rdzv-id"),  # torchrun
-    *("--build", "--build-arg", "--detach", "--profile", "--rm"),  # container engines
+    *("--build", "--build-arg", "--detach", "--pid", "--profile", "--rm"),  # container engines
     *("--reuid", "--regid", "--init-groups", "--inh-caps", "--ambient-caps", "--bounding-set"),  # setpriv
     *("--index-url", "--now", "--user", "--password", "--inbox-prefix"),  # pip, systemctl, nats
     "--config.file",  # prometheus
@@ -67,7 +67,7 @@ def known_options() -> set[str]:
     """Those of the commands, of the services (a setting as an option), of other modules that are run, and of pytest."""
     found = set(re.findall(r"--[a-z][a-z0-9-]+", (ROOT / REFERENCE).read_text()))
     for name in tracked(".py"):
-        if name.startswith(("bench/", "schemas/", "tests/conftest")):
+        if name.startswith(("bench/", "schemas/", "tests/support/")):
             found |= set(re.findall(r'"(--[a-z0-9-]+)"', (ROOT / name).read_text()))
     for variable in known_variables():
         words = variable.lower().split("_")[1:]
@@ -122,7 +122,21 @@ def test_every_option_variable_and_target_that_is_named_exists(document: str) ->
     prefixes = {name[: end.start() + 1] for name in known for end in re.finditer("_", name)}
     assert set(re.findall(r"DYNAMIX_[A-Z_]+", text)) - known - prefixes == set()
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
-    assert set(re.findall(r"(?:`|^ *)make ([a-z][a-z-]*)", text, flags=re.MULTILINE)) - targets == set()
+    typed = "\n".join(re.findall(r"^```.*?^```|^ {4}.*?$", text, flags=re.DOTALL | re.MULTILINE))
+    made = {*re.findall(r"`make ([a-z][a-z-]*)", text), *re.findall(r"^ *make ([a-z][a-z-]*)", typed, re.MULTILINE)}
+    assert made - targets == set()
+
+
+@pytest.mark.parametrize("document", sorted({*tracked(".md")} - {HISTORY}))
+def test_every_command_is_given_options_that_it_has(document: str) -> None:
+    sections = re.split(
+        r"^### dynamix ", (ROOT / REFERENCE).read_text().partition("\n## Settings")[0], flags=re.MULTILINE
+    )
+    options = {part.split()[0]: {"--help", *re.findall(r"--[a-z][a-z-]*", part)} for part in sections[1:]}
+    assert set(options) == set(COMMANDS)
+    for name, rest in re.findall(r"\bdynamix ([a-z-]+)([^`|#;&\n]*)", (ROOT / document).read_text()):
+        given = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", rest.partition(" -- ")[0]))
+        assert given <= options.get(name, given), f"dynamix {name}"
 
 
 @pytest.mark.parametrize("document", sorted({*tracked(".md")} - {HISTORY, *WITH_GENERATED_LINES}))
