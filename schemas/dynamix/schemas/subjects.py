@@ -1,6 +1,7 @@
 """Subjects: the only place that spells them and checks their tokens."""
 
 import re
+import secrets
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -12,6 +13,10 @@ from .streams import Stream
 ROOT = "dynamix.v1"
 ANY = "*"
 """Stands for every job or node in a filter."""
+
+RUN_ID_BYTES = 4
+MAX_NAME = 63 - 1 - 2 * RUN_ID_BYTES
+"""Characters of a job's name: its id is the name, a dash and a run id, in one token."""
 
 _TOKEN = re.compile(TOKEN_PATTERN)
 _DEPTH = {kind.name: len(kind.tokens) for kind in KINDS}
@@ -39,6 +44,11 @@ def check_token(value: str) -> str:
     if not is_token(value):
         raise ValueError(f"{value!r} cannot be part of a subject: use 1 to 63 of the characters a-z, 0-9 and '-'")
     return value
+
+
+def new_run_id() -> str:
+    """What tells runs of one name apart: 8 hexadecimal digits."""
+    return secrets.token_hex(RUN_ID_BYTES)
 
 
 def of(kind: str, *tokens: str) -> str:

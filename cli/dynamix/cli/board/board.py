@@ -30,6 +30,8 @@ SILENT_BEFORE_FIRST_WINDOW_S = 600.0
 """The same before its first window: loading data or compiling a model takes a while."""
 SILENT_GAPS = 3
 """How many of its longest pauses between two windows are waited for, where that is longer."""
+LATE_AFTER_WINDOWS = 3
+"""By then a decision was made of the first windows, if any will be: a refused job gets none."""
 KEPT_EVENTS = 32
 
 Phase = Literal["running", "silent", "ended"]
@@ -123,6 +125,11 @@ class Board(msgspec.Struct):
     def reason(self) -> str:
         """Why the arbitrator decided so, in its own words, of the newest decision; empty where it says nothing."""
         return "" if self.action is None else self.action.reason
+
+    @property
+    def lacks_decision(self) -> bool:
+        """Whether no decision was made although there should be one by now."""
+        return self.action is None and self.window >= LATE_AFTER_WINDOWS
 
     @property
     def _patience_ns(self) -> int:

@@ -9,8 +9,6 @@ from dynamix.cli.board.board import Board
 from dynamix.cli.board.heartbeats import Heartbeats
 from dynamix.cli.formatting import duration
 
-LATE_AFTER_WINDOWS = 3
-"""By then a decision was made of the first windows, if any will be: a refused job gets none."""
 SILENT_ALARM_S = 3600.0
 """A job that has been silent for longer is history, and no alarm any more."""
 
@@ -47,7 +45,7 @@ def alarms_of_job(board: Board, now_ns: int) -> Iterator[Alarm]:
     for _, event in board.events:
         level: Level = "error" if event.signature == "log-refused" else "warning"
         yield Alarm(level=level, subject=name, text=f"{event.signature}: {event.explanation} (window {event.window})")
-    if board.action is None and board.window >= LATE_AFTER_WINDOWS:
+    if board.lacks_decision:
         text = f"no decision in {board.window + 1} windows: the arbitrator's log says why"
         yield Alarm(level="warning", subject=name, text=text)
     refused = {} if board.applied is None else board.applied.num_refused

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import msgspec
 
+from dynamix.runtime.settings import MAX_PORT
+
 DEFAULT_PORT = 8650
-MAX_PORT = 65535
 MIN_TOKEN_CHARACTERS = 16
 
 

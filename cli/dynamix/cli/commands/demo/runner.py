@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import os
-import secrets
 import signal
 import sys
 import tempfile
@@ -119,7 +118,7 @@ class _Demo(NamedTuple):
 
     async def run(self, variant: Variant) -> DemoRun:
         """One training job, watched on the bus."""
-        job = f"demo-{variant.policy}-{secrets.token_hex(4)}"
+        job = f"demo-{variant.policy}-{subjects.new_run_id()}"
         messages = _RunMessages(variant.policy, self.watch)
         follower = asyncio.create_task(messages.follow(self.bus, job))
         try:

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import os
-import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -27,9 +26,9 @@ from dynamix.lab.workloads import Data, Part, workload_named
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas.messages import Report
+from dynamix.schemas.subjects import MAX_NAME, new_run_id
 
 COLLECTORS_READY_S = 60.0
-RUN_ID_BYTES = 4
 MAX_SHOWN = 64
 """Characters of a wrong name that an error repeats."""
 
@@ -199,7 +198,7 @@ async def _on_bus(planned: SimulationPlan, data: Data, record: OnReports) -> Epi
         policy=setting.policy,
         policy_options=setting.options,
         initial_local_batch_size=setting.initial_local_batch_size,
-        job=f"{planned.scenario.name[:54]}-{secrets.token_hex(RUN_ID_BYTES)}",
+        job=f"{planned.scenario.name[:MAX_NAME]}-{new_run_id()}",
     )
     async with connected(settings, "simulate") as bus, _collectors(bus, settings, cluster):
         with explained(NoActionError):

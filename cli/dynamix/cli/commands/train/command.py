@@ -11,7 +11,6 @@ import importlib.util
 import itertools
 import os
 import re
-import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,11 +19,9 @@ from dynamix.cli.connection import find
 from dynamix.cli.errors import CommandError, MisuseError
 from dynamix.cli.services import bus_environment
 from dynamix.runtime.settings import BusSettings, redact_url
-from dynamix.schemas.subjects import check_token
+from dynamix.schemas.subjects import MAX_NAME, check_token, new_run_id
 
 JOB, NAME, RUN_ID = "DYNAMIX_JOB", "DYNAMIX_TRAINER_NAME", "DYNAMIX_TRAINER_RUN_ID"
-RUN_ID_BYTES = 4
-MAX_NAME = 63 - 1 - 2 * RUN_ID_BYTES
 ELASTIC_RESTART = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """Without it, gloo ranks that torchrun restarts connect to the addresses of dead processes."""
 
@@ -78,7 +75,7 @@ def identity(arguments: Sequence[str], *, name: str | None, given: str) -> dict[
         raise MisuseError(str(error)) from error
     if len(chosen) > MAX_NAME:
         raise MisuseError(f"the name {chosen!r} has {len(chosen)} characters: use at most {MAX_NAME}")
-    run_id = secrets.token_hex(RUN_ID_BYTES)
+    run_id = new_run_id()
     made = f"{chosen}-{run_id}"
     if spans_nodes(arguments):
         what = "a job on several nodes needs one id on all of them: pass, for example,"

@@ -9,6 +9,7 @@ from typing import ClassVar
 from dynamix.schemas.messages import Job
 from dynamix.schemas.messages.allocation import exchange_of
 
+from .base.options import MOST_STEPS
 from .model.observation import Array32
 from .options import Option, Options, allocation_of, named, track
 from .policy import Decision
@@ -21,7 +22,7 @@ class Static:
     version = 1
     options: ClassVar[Options] = {
         "track": track(0),
-        "every": Option(1, 1, 1024, "optimizer steps between two averagings; above 1 they are local", whole=True),
+        "every": Option(1, 1, MOST_STEPS, "optimizer steps between two averagings; above 1 they are local", whole=True),
         "codec": named("codec", "how gradients are encoded", has_others=True),
         "route": named("route", "over which they travel"),
         "outer_rate": Option(1, 0.001, 10, "after local steps: how far all go, over the way to their mean"),

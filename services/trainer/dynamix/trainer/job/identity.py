@@ -11,17 +11,13 @@ the bus for the last one (`history`), and a checkpoint says which ones its launc
 
 import hashlib
 import os
-import secrets
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from dynamix.schemas.messages import NodeRanks
-from dynamix.schemas.subjects import check_token, is_token
+from dynamix.schemas.subjects import MAX_NAME, check_token, is_token, new_run_id
 from dynamix.trainer.measurement.connections import Connection
 from dynamix.trainer.measurement.process import ProcessIdentity, boot_id, fingerprint
-
-MAX_NAME = 54
-"""Characters: a token's 63 less a dash and the run id's 8."""
 
 
 class Launch(NamedTuple):
@@ -107,7 +103,7 @@ def propose_job(name: str, configured: str, launch: Launch, run_id: str = "") ->
     if run_id:
         return check_token(f"{name}-{run_id}")
     if not launch.elastic:
-        return f"{name}-{secrets.token_hex(4)}"
+        return f"{name}-{new_run_id()}"
     named = launch.id if launch.log_directory else fingerprint(os.getppid())
     return f"{name}-{_digest(launch.run_id or named)[:8]}"
 

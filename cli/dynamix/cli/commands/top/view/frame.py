@@ -24,8 +24,6 @@ PHASES = {
     "silent": ("○ silent, perhaps killed", "yellow"),
     "ended": ("■ ended", "red"),
 }
-LATE_AFTER_WINDOWS = 3
-"""By then a decision was made of the first windows, if any will be: a refused job gets none."""
 
 
 def frame(
@@ -125,9 +123,10 @@ def _decision(board: Board) -> Iterator[Text]:
     if board.exchange != EXACT:
         yield _labelled("gradients", (board.exchange.label, "bold"))
     if action is None:
-        late = board.window >= LATE_AFTER_WINDOWS
         why = f"none in {board.window + 1} windows: the arbitrator's log says why"
-        yield _labelled("decision", (why, "yellow") if late else ("none yet: the initial sizes stay", "dim"))
+        yield _labelled(
+            "decision", (why, "yellow") if board.lacks_decision else ("none yet: the initial sizes stay", "dim")
+        )
         return
     version = f" v{action.policy_version}" if action.policy_version else ""
     by = f"  of window {action.window} by {action.policy}{version}"

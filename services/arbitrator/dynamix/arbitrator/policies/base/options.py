@@ -16,6 +16,9 @@ from dynamix.schemas.messages.allocation import (
 )
 from dynamix.schemas.spelling import suggestion
 
+MOST_STEPS = 1024
+"""Steps between two averagings that an option can ask for, at most."""
+
 
 class Option(NamedTuple):
     """What one number of `Job.policy_options` means to a policy."""

@@ -11,14 +11,13 @@ import math
 import struct
 from typing import ClassVar, NamedTuple
 
-from dynamix.arbitrator.policies.base.options import Option, Options, allocation_of, named, option, track
+from dynamix.arbitrator.policies.base.options import MOST_STEPS, Option, Options, allocation_of, named, option, track
 from dynamix.arbitrator.policies.base.policy import Decision
 from dynamix.arbitrator.policies.model.observation import Array32, job_value
 from dynamix.schemas.messages import Job
 from dynamix.schemas.messages.allocation import EXCHANGE_CODECS, Exchange
 
 _PACKED = struct.Struct("<dddddHH")
-MOST_STEPS = 1024
 MOST_WINDOWS = 10_000
 
 

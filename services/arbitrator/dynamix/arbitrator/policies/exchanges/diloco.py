@@ -7,7 +7,7 @@ jobs that take ten thousands; the default here is for short jobs. The batch stay
 
 from typing import ClassVar
 
-from dynamix.arbitrator.policies.base.options import Option, Options, allocation_of, named, option, track
+from dynamix.arbitrator.policies.base.options import MOST_STEPS, Option, Options, allocation_of, named, option, track
 from dynamix.arbitrator.policies.base.policy import Decision
 from dynamix.arbitrator.policies.model.observation import Array32
 from dynamix.schemas.messages import Job
@@ -23,7 +23,7 @@ class DiLoCo:
     name = "diloco"
     version = 1
     options: ClassVar[Options] = {
-        "every": Option(_DEFAULTS["every"], 2, 1024, "optimizer steps between two averagings", whole=True),
+        "every": Option(_DEFAULTS["every"], 2, MOST_STEPS, "optimizer steps between two averagings", whole=True),
         "outer_rate": Option(_DEFAULTS["outer_rate"], 0.001, 10, "rate of the outer step; 1 is the mean"),
         "outer_momentum": Option(_DEFAULTS["outer_momentum"], 0, 0.999, "its Nesterov momentum"),
         "codec": named("codec", "how what moved is encoded"),

@@ -12,14 +12,13 @@ import math
 import struct
 from typing import ClassVar
 
-from dynamix.arbitrator.policies.base.options import Option, Options, allocation_of, named, option, track
+from dynamix.arbitrator.policies.base.options import MOST_STEPS, Option, Options, allocation_of, named, option, track
 from dynamix.arbitrator.policies.base.policy import Decision
 from dynamix.arbitrator.policies.model.observation import Array32, job_value
 from dynamix.schemas.messages import Job
 from dynamix.schemas.messages.allocation import EXCHANGE_CODECS, Exchange
 
 _PERIOD = struct.Struct("<H")
-MOST_STEPS = 1024
 ROUNDING = 1e-6
 """States are in float32: a period that is a whole number may come out a little below it."""
 
