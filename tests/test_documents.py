@@ -24,7 +24,7 @@ OPTIONS_OF_OTHERS = {
     *("--standalone", "--nproc-per-node", "--nnodes", "--max-restarts", "--rdzv-id"),  # torchrun
     *("--build", "--build-arg", "--detach", "--pid", "--profile", "--rm"),  # container engines
     *("--reuid", "--regid", "--init-groups", "--inh-caps", "--ambient-caps", "--bounding-set"),  # setpriv
-    *("--index-url", "--now", "--user", "--password", "--inbox-prefix"),  # pip, systemctl, nats
+    *("--index-url", "--now", "--no-block", "--user", "--password", "--inbox-prefix"),  # pip, systemctl, nats
     "--config.file",  # prometheus
 }
 PLACEHOLDERS = {"--field", "--flags", "--option"}
@@ -64,11 +64,13 @@ def known_variables() -> set[str]:
 
 
 def known_options() -> set[str]:
-    """Those of the commands, of the services (a setting as an option), of other modules that are run, and of pytest."""
+    """Those of the commands, of the services (a setting as an option), of other modules and scripts, and of pytest."""
     found = set(re.findall(r"--[a-z][a-z0-9-]+", (ROOT / REFERENCE).read_text()))
     for name in tracked(".py"):
         if name.startswith(("bench/", "schemas/", "tests/support/")):
             found |= set(re.findall(r'"(--[a-z0-9-]+)"', (ROOT / name).read_text()))
+    for name in tracked(".sh"):
+        found |= set(re.findall(r"^ *(--[a-z-]+)\)", (ROOT / name).read_text(), flags=re.MULTILINE))
     for variable in known_variables():
         words = variable.lower().split("_")[1:]
         found |= {"--" + "-".join(words), "--" + "-".join(words[1:])}

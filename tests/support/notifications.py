@@ -24,7 +24,7 @@ class NotificationSocket:
         self._socket.close()
 
     def environ(self, watchdog_s: float = 0.0) -> dict[str, str]:
-        """As systemd sets it for a unit with `Type=notify` and, perhaps, `WatchdogSec=`."""
+        """What systemd sets for a unit with `Type=notify` and, perhaps, `WatchdogSec=`."""
         usec = {"WATCHDOG_USEC": f"{watchdog_s * 1e6:.0f}"} if watchdog_s else {}
         return {"NOTIFY_SOCKET": self.address, **usec}
 
