@@ -111,7 +111,7 @@ async def test_a_frozen_server_is_left_for_another(server: ConfiguredServer, mon
 async def test_a_server_that_answers_and_stores_nothing_is_left_for_another(
     server: ConfiguredServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one that is cut off from the others of its cluster; here it has no streams."""
+    """It is like one that is cut off from the others of its cluster; here it has no streams."""
     monkeypatch.setattr(connection, "LEAVE_AFTER_S", 0.3)
     monkeypatch.setattr(connection, "WATCH_INTERVAL_S", 0.05)
     monkeypatch.setattr(publisher, "LATE_S", 0.2)
