@@ -56,7 +56,7 @@ def installed(tmp_path: Path) -> Path:
         name = unit.name.replace("@.", "@mnist.")  # a template is verified as an instance
         (tmp_path / name).write_text(lines)
     for drop_in in UNITS.glob("*.service.d/*.conf"):
-        (tmp_path / drop_in.parent.name).mkdir()
+        (tmp_path / drop_in.parent.name).mkdir(exist_ok=True)
         lines = re.sub(r"^(ExecStart=)/\S+", r"\1/bin/true", drop_in.read_text(), flags=re.MULTILINE)
         (tmp_path / drop_in.parent.name / drop_in.name).write_text(lines)
     return tmp_path

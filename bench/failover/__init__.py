@@ -1,0 +1,7 @@
+"""A broker of three servers that loses one: what is lost, and how long a running job has no decisions.
+
+`servers` are three real nats-servers on loopback; a steady job with the real services runs on them, and a `bystander`
+counts what they acknowledge; `trial` does something to a server and judges. `__main__` repeats the trials and makes
+the table of docs/failover.md.
+In: kinds of fault and their number. Out: docs/failover.json, the table, and exit code 1 when a message was lost.
+"""

@@ -1,0 +1,129 @@
+"""What a running job loses and how long it has no decisions when a broker of three servers loses one.
+
+`python -m bench.failover [--trials N] [--json FILE]`, some 20 minutes for 20 trials of each fault. Three real
+nats-servers with three copies of each stream and an fsync per message, the real services, a job that reports a window
+every 0.2 s, and a bystander that stores 200 to 400 messages a second:
+
+none                the same without a fault
+leader-kill         SIGKILL for the server that leads FEED, or in turn ACTIONS; it starts again once decisions are back
+minority-partition  the same server is frozen with its connections open, and goes on once decisions are back
+rolling-restart     every server is stopped by SIGTERM and started again, one after the other
+
+Lost is an acknowledged message (bystander's, report, action) that is not in its stream afterwards, or is another one.
+The time without decisions is the longest from a window's report to its action at the reader. Judged are the messages;
+the time has no target: nats-server waits for 4 to 9 s, which cannot be set, before others elect a leader in the place
+of one that was killed.
+"""
+
+import argparse
+import asyncio
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from bench.failover.servers import NUM_SERVERS, ThreeServers
+from bench.failover.trial import FAULTS, Fault, Scene, Trial, run_trial
+from bench.harness.broker import run_with_uvloop
+from bench.harness.command import BenchmarkReport, Target, benchmark_parser, run_benchmark
+from bench.harness.steady_job import SteadyJobError, running_job
+from bench.harness.tables import formatted, markdown, replaced
+
+from dynamix.runtime import output_files
+from dynamix.runtime.bus import Bus, BusError
+from dynamix.runtime.bus.provision import provision
+from dynamix.runtime.embedded import EmbeddedServerError
+from dynamix.schemas.streams import ACTIONS, FEED
+
+BEGIN, END = "<!-- the table is made by `make failover` -->", "<!-- end of the table -->"
+COLUMNS = {
+    "fault": "{fault}",
+    "trials": "{trials}",
+    "acknowledged": "{acknowledged:,}",
+    "lost": "{lost}",
+    "without decisions, median [s]": "{median_s:.2f}",
+    "shortest to longest [s]": "{shortest_s:.2f} to {longest_s:.2f}",
+    "within 5 s": "{within_5_s} of {trials}",
+}
+SOON_S = 5.0
+
+
+async def measure(faults: Sequence[Fault], num_trials: int) -> tuple[list[Trial], int]:
+    """All trials, the faults in turn; and how many actions did not follow the one before them."""
+    async with ThreeServers() as servers:
+        bus = await Bus.connect(servers.settings, name="trainer")
+        try:
+            await provision(bus, num_replicas=NUM_SERVERS)
+            await servers.until_current(bus)
+            async with running_job(servers.settings, bus) as job:
+                trials: list[Trial] = []
+                for number in range(num_trials):
+                    for fault in faults:
+                        stream = (FEED, ACTIONS)[number % 2].name
+                        trials.append(await run_trial(Scene(servers, bus, job), fault, len(trials), stream))
+                        sys.stderr.write(f"{number + 1}/{num_trials} {describe(trials[-1])}\n")
+                return trials, job.num_out_of_chain()
+        finally:
+            await bus.close()
+
+
+def describe(trial: Trial) -> str:
+    """One trial in a line."""
+    return (
+        f"{trial.fault} ({trial.server}, {trial.stream}): {trial.lost} of {trial.acknowledged:,} lost, "
+        f"without decisions for {trial.longest_wait_s:.2f} s"
+    )
+
+
+def summary(trials: Sequence[Trial]) -> list[dict[str, Any]]:
+    """One row per fault."""
+    rows = []
+    for fault in dict.fromkeys(trial.fault for trial in trials):
+        own = [trial for trial in trials if trial.fault == fault]
+        times = [trial.longest_wait_s for trial in own]
+        row = {
+            "fault": fault,
+            "trials": len(own),
+            "acknowledged": sum(trial.acknowledged for trial in own),
+            "lost": sum(trial.lost for trial in own),
+            "median_s": statistics.median(times),
+            "shortest_s": min(times),
+            "longest_s": max(times),
+            "within_5_s": sum(time <= SOON_S for time in times),
+        }
+        rows.append(row)
+    return rows
+
+
+def report_of(options: argparse.Namespace) -> BenchmarkReport:
+    """Measure, and write the table into a document that has a place for it."""
+    trials, num_out_of_chain = run_with_uvloop(measure(options.fault or FAULTS, options.trials))
+    rows = summary(trials)
+    if options.document:
+        path = Path(options.document)
+        cells = [[cell.format_map(row) for cell in COLUMNS.values()] for row in rows]
+        text = replaced(path.read_text(), BEGIN, END, f"\n{markdown([*COLUMNS], cells, num_left=1)}\n")
+        output_files.write(path, text.encode())
+    lost = sum(trial.lost for trial in trials)
+    targets = [
+        Target(name="acknowledged messages lost", value=lost, at_most=0),
+        Target(name="actions out of their chain", value=num_out_of_chain, at_most=0),
+    ]
+    figures = {"summary": rows, "trials": [msgspec.structs.asdict(trial) for trial in trials]}
+    return BenchmarkReport(figures, formatted(rows, COLUMNS), targets)
+
+
+def main() -> int:
+    """Run the trials; 1 when a message was lost, 2 when a service or a server failed."""
+    parser = benchmark_parser("failover", __doc__, ("--trials", 20, "of each fault"))
+    parser.add_argument("--fault", choices=FAULTS, action="append", help="only this one (may be repeated)")
+    parser.add_argument("--document", metavar="FILE", help="write the table into this Markdown file, between its marks")
+    options = parser.parse_args()
+    cannot = (SteadyJobError, EmbeddedServerError, BusError, asyncio.TimeoutError)
+    return run_benchmark("failover", options, lambda: report_of(options), cannot=cannot)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""A bystander that counts what a broker acknowledges, and compares it with what is stored."""
+
+import asyncio
+
+from dynamix.runtime.bus import Bus, BusMessage
+from dynamix.schemas import subjects
+from dynamix.schemas.streams import FEED
+
+NUM_WRITERS = 4
+PAUSE_S = 0.01
+"""A writer waits so long between two messages."""
+
+
+class Bystander:
+    """Publishes numbered messages as they are acknowledged, and compares what FEED has of them."""
+
+    def __init__(self, bus: Bus, number: int) -> None:
+        self._bus = bus
+        self._subject = subjects.of("reward", f"bystander-{number:08d}", "node-z")
+        self._stop = asyncio.Event()
+        self._acknowledged: dict[int, bytes] = {}
+        """Payload by sequence."""
+        self._num_twice = 0
+        self._writers = [asyncio.create_task(self._write(writer)) for writer in range(NUM_WRITERS)]
+
+    @property
+    def num_acknowledged(self) -> int:
+        """Messages that the broker said it has."""
+        return len(self._acknowledged) + self._num_twice
+
+    async def num_lost(self) -> int:
+        """Stop, and count the acknowledged messages that are not in FEED as they were."""
+        self._stop.set()
+        await asyncio.gather(*self._writers)
+        kept = {message.sequence: message.payload for message in await stored(self._bus, FEED.name, self._subject)}
+        return self._num_twice + sum(kept.get(at) != payload for at, payload in self._acknowledged.items())
+
+    async def _write(self, writer: int) -> None:
+        number = 0
+        while not self._stop.is_set():
+            payload = b"%d/%d" % (writer, number)
+            sequence = await self._bus.publish_bytes(self._subject, payload, f"{self._subject}:{writer}:{number}")
+            self._num_twice += sequence in self._acknowledged  # a place that was given away twice has lost one
+            self._acknowledged[sequence] = payload
+            number += 1
+            await asyncio.sleep(PAUSE_S)
+
+
+async def stored(bus: Bus, stream: str, subject: str) -> list[BusMessage]:
+    """All messages on a subject, up to the newest one now."""
+    newest, found = await bus.last(stream, subject), list[BusMessage]()
+    if newest is None:
+        return found
+    async with bus.consume(stream, [subject], start="all") as consumer:
+        async for batch in consumer:
+            found += batch
+            if batch[-1].sequence >= newest.sequence:
+                break
+    return found

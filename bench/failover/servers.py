@@ -1,0 +1,136 @@
+"""Three real nats-servers on loopback that keep every stream three times, each with a store of its own."""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from dynamix.runtime.bus import Bus
+from dynamix.runtime.bus.broker.errors import BusError
+from dynamix.runtime.bus.broker.requests import Answer
+from dynamix.runtime.embedded import EmbeddedServer
+from dynamix.runtime.settings import BusSettings
+from dynamix.schemas.streams import STREAMS
+
+NUM_SERVERS = 3
+CURRENT_TIMEOUT_S = 120.0
+_NAME, _SYNC = 'server_name: "dynamix-embedded"', 'sync_interval: "2m"'
+
+
+class ClusterServer(EmbeddedServer):
+    """One of the three: an embedded server that syncs as the deployed one does and knows the others."""
+
+    def __init__(self, name: str, route_ports: Sequence[int], own: int, password: str) -> None:
+        super().__init__()
+        self.name = name
+        self._password = password
+        self._routes = ", ".join(f'"nats-route://127.0.0.1:{port}"' for port in route_ports)
+        self._listen = f'"127.0.0.1:{route_ports[own]}"'
+
+    def freeze(self) -> None:
+        """Let it neither answer nor close a connection, as a machine that is cut off or out of memory."""
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let a frozen one go on with what it believes."""
+        os.kill(self.pid, signal.SIGCONT)
+
+    def _config(self, store: Path) -> str:
+        text = super()._config(store)
+        assert _NAME in text, "the embedded server's configuration has another name"
+        assert _SYNC in text, "the embedded server's configuration syncs otherwise"
+        text = text.replace(_NAME, f'server_name: "{self.name}"').replace(_SYNC, "sync_interval: always")
+        cluster = f"name: dynamix, listen: {self._listen}, no_advertise: true, routes: [{self._routes}]"
+        return f"{text}cluster {{ {cluster} }}\n"
+
+
+class _Replica(msgspec.Struct):
+    name: str
+    current: bool = False
+    offline: bool = False
+
+
+class _Cluster(msgspec.Struct):
+    leader: str = ""
+    replicas: list[_Replica] = []
+
+
+class _StreamPlaces(Answer):
+    cluster: _Cluster = msgspec.field(default_factory=_Cluster)
+
+
+class ThreeServers:
+    """`async with ThreeServers() as servers: ...`; streams are made by the caller.
+
+    Attributes:
+        servers: by name.
+    """
+
+    def __init__(self) -> None:
+        ports, password = free_ports(NUM_SERVERS), secrets.token_urlsafe(24)
+        self.servers = {
+            name: ClusterServer(name, ports, number, password)
+            for number, name in enumerate(f"broker-{number + 1}" for number in range(NUM_SERVERS))
+        }
+        self._open = contextlib.AsyncExitStack()
+
+    @property
+    def settings(self) -> BusSettings:
+        """How to connect to any of them, once started."""
+        own = [server.settings for server in self.servers.values()]
+        return msgspec.structs.replace(own[0], url=",".join(settings.url for settings in own))
+
+    async def __aenter__(self) -> Self:
+        try:
+            for server in self.servers.values():
+                await self._open.enter_async_context(server)
+        except BaseException:
+            await self._open.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._open.aclose()
+
+    async def leader_of(self, bus: Bus, stream: str) -> ClusterServer:
+        """The server that stores a stream's messages first."""
+        async with asyncio.timeout(CURRENT_TIMEOUT_S):
+            while not (leader := (await _places(bus, stream)).leader):  # noqa: ASYNC110 - no event tells
+                await asyncio.sleep(0.1)
+        return self.servers[leader]
+
+    async def until_current(self, bus: Bus) -> None:
+        """Wait until every stream has all its copies, and no copy lags."""
+        async with asyncio.timeout(CURRENT_TIMEOUT_S):
+            for stream in STREAMS:
+                while not await _is_current(bus, stream.name):  # noqa: ASYNC110 - no event tells
+                    await asyncio.sleep(0.25)
+
+
+async def _places(bus: Bus, stream: str) -> _Cluster:
+    return (await bus.requests.ask(f"STREAM.INFO.{stream}", None, _StreamPlaces)).cluster
+
+
+async def _is_current(bus: Bus, stream: str) -> bool:
+    try:
+        places = await _places(bus, stream)
+    except BusError:  # it has no leader at the moment
+        return False
+    is_whole = len(places.replicas) == NUM_SERVERS - 1
+    return is_whole and bool(places.leader) and all(one.current and not one.offline for one in places.replicas)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of loopback that no socket listens on now."""
+    with contextlib.ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]

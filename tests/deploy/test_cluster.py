@@ -1,0 +1,189 @@
+"""nats-cluster.conf and make-cluster.sh: three real servers, every stream three times; strangers stay outside."""
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench.failover.servers import free_ports
+from tests.support import examples
+from tests.support.deployed_broker import DEPLOY, STORE, make_secrets
+
+from dynamix.runtime.bus import Bus
+from dynamix.runtime.embedded import server_binary
+from dynamix.runtime.settings import BusSettings
+from dynamix.schemas import subjects
+from dynamix.schemas.streams import FEED, STREAMS
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("openssl") is None, reason="openssl is MISSING: no certificate can be made, the cluster is NOT checked"
+)
+
+START_TIMEOUT_S = 60.0
+LISTEN = '"0.0.0.0:6222"'
+
+
+class Deployment:
+    """Certificates, passwords and the three files of variables; servers are started one by one."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._secrets = directory / "secrets"
+        self._ports = free_ports(3)
+        self._certificate = certificate(directory)
+        self._variables = make_secrets(self._secrets)
+        addresses = [f"localhost:{port}" for port in self._ports]
+        self.said = make_cluster(self._secrets, *addresses).stdout
+        self.urls: dict[int, str] = {}
+
+    def settings(self, user: str) -> BusSettings:
+        return BusSettings(
+            url=",".join(self.urls.values()),
+            user=user,
+            password_file=str(self._secrets / f"{user}.password"),
+            ca_file=str(self._certificate),
+        )
+
+    def log(self, number: int) -> str:
+        return (self._directory / str(number) / "log").read_text()
+
+    @contextlib.contextmanager
+    def server(self, number: int, **changes: str) -> Iterator[subprocess.Popen[bytes]]:
+        """Run server 1, 2 or 3 with what make-cluster.sh wrote for it."""
+        home = self._directory / str(number)
+        home.mkdir()
+        for file in DEPLOY.glob("*.conf"):
+            text = file.read_text().replace(STORE, str(home / "store"))
+            (home / file.name).write_text(text.replace(LISTEN, f'"127.0.0.1:{self._ports[number - 1]}"'))
+        tls = {"CERTIFICATE": self._certificate, "KEY": self._certificate.with_suffix(".key"), "CA": self._certificate}
+        environ = {**os.environ, **self._variables, **variables_of(self._secrets / f"cluster-{number}.env")}
+        environ |= {f"NATS_TLS_{name}": str(path) for name, path in tls.items()} | changes
+        options = ["-p", "-1", "-m", "-1", "--ports_file_dir", str(home), "-l", str(home / "log"), "-a", "127.0.0.1"]
+        command = [str(server_binary()), "-c", str(home / "nats-cluster.conf"), *options]
+        with subprocess.Popen(command, env=environ) as process:
+            try:
+                port = ports_of(home, process)["nats"][0].rpartition(":")[2]
+                self.urls[number] = f"tls://localhost:{port}"
+                yield process
+            finally:
+                process.kill()
+
+
+def certificate(directory: Path) -> Path:
+    """A certificate of its own authority for this machine, and its key beside it."""
+    path = directory / "server.pem"
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
+    files = ["-keyout", str(path.with_suffix(".key")), "-out", str(path)]
+    subprocess.run(["openssl", "req", "-x509", *curve, *files, *names], check=True, capture_output=True)
+    return path
+
+
+def make_cluster(directory: Path, *servers: str) -> subprocess.CompletedProcess[str]:
+    command = ["sh", str(DEPLOY / "make-cluster.sh"), str(directory), *servers]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def variables_of(file: Path) -> dict[str, str]:
+    pairs = (line.partition("=") for line in file.read_text().splitlines())
+    return {key: value for key, _, value in pairs}
+
+
+def ports_of(home: Path, process: subprocess.Popen[bytes]) -> dict[str, list[str]]:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline and process.poll() is None:
+        with contextlib.suppress(FileNotFoundError, json.JSONDecodeError, StopIteration):
+            found: dict[str, list[str]] = json.loads(next(home.glob("*.ports")).read_text())
+            return found
+        time.sleep(0.01)
+    log = home / "log"
+    raise AssertionError(f"nats-server did not start: {log.read_text() if log.exists() else 'no log'}")
+
+
+def provision(settings: BusSettings) -> dict[str, Any]:
+    """`dynamix provision --replicas 3`, as an operator runs it."""
+    environ: Mapping[str, str] = {
+        "DYNAMIX_NATS_URL": settings.url,
+        "DYNAMIX_NATS_USER": settings.user,
+        "DYNAMIX_NATS_PASSWORD_FILE": settings.password_file,
+        "DYNAMIX_NATS_CA_FILE": settings.ca_file,
+    }
+    command = [sys.executable, "-m", "dynamix.cli.main", "provision", "--replicas", "3", "--json", "-"]
+    done = subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_three_servers_keep_what_they_acknowledged_when_one_is_killed(tmp_path: Path) -> None:
+    deployment = Deployment(tmp_path)
+    with contextlib.ExitStack() as running:
+        processes = [running.enter_context(deployment.server(number)) for number in (1, 2, 3)]
+        made = provision(deployment.settings("provision"))["streams"]
+        assert [one["stream"] for one in made] == [stream.name for stream in STREAMS]
+        assert {one["result"] for one in made} == {"created"}
+        bus = await Bus.connect(deployment.settings("trainer"), name="trainer-1")
+        try:
+            sequences = [await bus.publish(examples.report(window=window)) for window in range(20)]
+            processes[0].kill()
+            processes[0].wait()
+            sequences += [await bus.publish(examples.report(window=window)) for window in range(20, 40)]
+        finally:
+            await bus.close()
+        assert sequences == list(range(1, 41))
+        reader = await Bus.connect(deployment.settings("collector"), name="collector-1")
+        try:
+            found = []
+            async with reader.consume(
+                FEED.name, [subjects.of("report", subjects.ANY, "node-a")], start="all", durable="test"
+            ) as consumer:
+                async for batch in consumer:
+                    found += [message.sequence for message in batch]
+                    if len(found) >= len(sequences):
+                        break
+        finally:
+            await reader.close()
+        assert found == sequences
+
+
+def test_a_server_with_another_password_is_refused(tmp_path: Path) -> None:
+    deployment = Deployment(tmp_path)
+    own = variables_of(tmp_path / "secrets" / "cluster-2.env")
+    changed = {key: value.replace(own["NATS_CLUSTER_PASSWORD"], "another") for key, value in own.items()}
+    with deployment.server(1), deployment.server(2, **changed):
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while "authentication error" not in deployment.log(1).lower() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert "authentication error" in deployment.log(1).lower()
+
+
+def test_the_files_of_the_three_differ_in_their_name_only(tmp_path: Path) -> None:
+    said = make_cluster(tmp_path, "a.example", "b.example:7000", "10.0.0.3").stdout
+    assert said == (
+        "for every service and job: DYNAMIX_NATS_URL=tls://a.example:4222,tls://b.example:4222,tls://10.0.0.3:4222\n"
+    )
+    found = [variables_of(tmp_path / f"cluster-{number}.env") for number in (1, 2, 3)]
+    assert [one.pop("NATS_SERVER_NAME") for one in found] == ["dynamix-1", "dynamix-2", "dynamix-3"]
+    assert found[0] == found[1] == found[2]
+    hosts = [found[0][f"NATS_ROUTE_{number}"].rpartition("@")[2] for number in (1, 2, 3)]
+    assert hosts == ["a.example:6222", "b.example:7000", "10.0.0.3:6222"]
+    assert make_cluster(tmp_path, "a.example", "b.example:7000", "10.0.0.3").returncode == 0
+    assert variables_of(tmp_path / "cluster-1.env")["NATS_CLUSTER_PASSWORD"] == found[0]["NATS_CLUSTER_PASSWORD"]
+    assert (tmp_path / "cluster-1.env").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("servers", [(), ("a", "b"), ("a", "b", "c", "d"), ("a", "b", "c d"), ("a", "", "c")])
+def test_what_is_no_three_servers_is_refused(tmp_path: Path, servers: tuple[str, ...]) -> None:
+    done = make_cluster(tmp_path, *servers)
+    assert done.returncode == 2
+    assert "make-cluster.sh" in done.stderr
+    assert not list(tmp_path.glob("*.env"))
