@@ -153,7 +153,7 @@ def test_drift_costs_what_it_cost_on_virtual_clusters() -> None:
 
 def test_a_rising_loss_ends_local_steps_for_some_windows() -> None:
     local = Exchange(codec="int8", every=5)
-    memory = ExchangeMemory(ruling=(local, local), exact_s=0.02, num_seen=(3, 0, 0, 3))
+    memory = ExchangeMemory(ruling=(local, local), exact_s=0.02, num_seen=(3, 0, 0, 3, 0))
     job, model = job_of("local"), model_of(0.02)
     assert choose(job, model, after(memory, 0.001), worth, max_every=16).every > 1
     for loss in (1.0, 1.5):
@@ -169,7 +169,7 @@ def test_a_rising_loss_ends_local_steps_for_some_windows() -> None:
 
 def test_local_steps_whose_drift_stays_unknown_end() -> None:
     local = Exchange(codec="int8", every=5)
-    memory = ExchangeMemory(ruling=(local, local), exact_s=0.02, num_seen=(3, 0, 0, 3), age=0)
+    memory = ExchangeMemory(ruling=(local, local), exact_s=0.02, num_seen=(3, 0, 0, 3, 0), age=0)
     job, model, chosen = job_of("local"), model_of(0.02), []
     for _ in range(LAG + DWELL + 1):
         memory = after(memory, 0.001, drift=math.nan)

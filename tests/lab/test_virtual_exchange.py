@@ -10,11 +10,14 @@ import torch
 from tests.support import virtual
 from torch import nn
 
+from dynamix.arbitrator.policies.rule import Rule
+from dynamix.lab.experiments.episodes.episode import run_episode
 from dynamix.lab.simulator.clock import VirtualClock
 from dynamix.lab.simulator.cluster import VirtualCluster
 from dynamix.lab.simulator.disturbances import Conditions
 from dynamix.lab.simulator.exchange.layout import GradientLayout
 from dynamix.lab.simulator.exchange.stacked import StackedInt8
+from dynamix.lab.simulator.exchange.timing import ready_times_s
 from dynamix.lab.simulator.exchange.traffic import StepTraffic, run_counted
 from dynamix.lab.simulator.exchange.virtual import RuledStep, VirtualExchange
 from dynamix.lab.simulator.scenario import Coding, Network, Scenario, Workers
@@ -104,8 +107,9 @@ def test_a_pretended_gradient_sends_as_much_more_and_its_owners_own_what_they_sh
     assert len(set(real.sent_bytes().tolist())) > 1
     assert pretended.sent_bytes() == pytest.approx([10 * real.sent_bytes().mean()] * 3)
     halves = traffic_of(Exchange(route="shares", shares=(1.0, 1.0, 2.0)), 3, pretended=40 * 4096)
+    assert [bucket.is_continued for bucket in halves.buckets] == [False, True]
     push, pull = halves.buckets[0].collectives
-    gradient = 40 * 4096
+    gradient = 40 * 4096 / 2  # in two chunks
     assert push.sent == pytest.approx([gradient * away for away in (0.75, 0.75, 0.5)], rel=1e-3)
     assert pull.sent == pytest.approx([2 * gradient * home for home in (0.25, 0.25, 0.5)], rel=1e-3)
 
@@ -145,15 +149,63 @@ def test_plain_all_reduces_take_what_exact_training_takes(
 def test_shares_bring_a_pipelined_step_near_the_bound_of_its_links() -> None:
     # 1.92 MB over links of 100, 100, 100 and 20 Mbit/s: no step is shorter than the slow link's own gradient, 0.768 s
     gradient = 1_920_000
-    times = {}
-    for num_buckets in (1, 8):
+    for num_buckets, num_chunks in ((1, 8), (8, 24)):
         made = clock((100.0, 100.0, 100.0, 20.0), latency_s=0.0, overlap=0.0, num_buckets=num_buckets)
         shares = Exchange(route="shares", shares=(1.0, 1.0, 1.0, 0.0))
         traffic = traffic_of(shares, 4, num_buckets, pretended=gradient)
-        times[num_buckets] = made.step(np.ones(4), calm(4), traffic=traffic).communication_s
-    # it sends all of its gradient, and receives all sums: in one bucket one after the other, in eight at a time
-    assert times[1] == pytest.approx(2 * 0.768, rel=1e-9)
-    assert times[8] == pytest.approx(0.768 * 9 / 8, rel=1e-9)
+        taken_s = made.step(np.ones(4), calm(4), traffic=traffic).communication_s
+        # it sends all of its gradient, and receives all sums: both at a time, but for the first chunk and the last one
+        assert taken_s == pytest.approx(0.768 * (num_chunks + 1) / num_chunks, rel=1e-9)
+
+
+def test_chunks_of_a_bucket_are_ready_with_it() -> None:
+    made = clock((8.0,) * 4, latency_s=0.0, overlap=0.5, num_buckets=2)
+    shares = Exchange(route="shares")
+    whole = traffic_of(shares, 4, 2)
+    assert [bucket.is_continued for bucket in whole.buckets] == [False, False]
+    chunks = StepTraffic(tuple(chunk for bucket in whole.buckets for chunk in bucket.in_chunks(4)))
+    assert ready_times_s(whole, 8.0, 0.5) == [4.0, 8.0]
+    assert ready_times_s(chunks, 8.0, 0.5) == [4.0] * 4 + [8.0] * 4
+    assert chunks.sent_bytes() == pytest.approx(whole.sent_bytes())
+    sizes = np.ones(4)
+    assert made.step(sizes, calm(4), traffic=chunks).step_s < made.step(sizes, calm(4), traffic=whole).step_s
+
+
+# --- links -----------------------------------------------------------------------------------------------------------
+
+
+def behind_one_slow_link(**changes: Any) -> Scenario:
+    workers = tuple(
+        Workers(samples_per_s=20000.0, overhead_s=0.002, bandwidth_mbit_s=link) for link in (400.0, 400.0, 60.0, 400.0)
+    )
+    network = Network(gradient_bytes=2_000_000, latency_s=0.0001, num_buckets=2)
+    return virtual.scenario(workers=workers, network=network, **(LONG | changes))
+
+
+def test_reports_say_how_fast_each_rank_sent_to_the_next_one() -> None:
+    run = virtual.cluster(behind_one_slow_link())
+    rows = run.run_window()[0].rows
+    assert [row.link_peer for row in rows] == [1, 2, 3, 0]
+    assert [row.link_bytes_per_s for row in rows] == pytest.approx([5e7, 7.5e6, 7.5e6, 5e7])
+    under_shares = start_with(Exchange(route="shares"), behind_one_slow_link())
+    assert {row.link_bytes_per_s for row in under_shares.run_window()[0].rows} == {None}
+    servers = virtual.cluster(virtual.scenario(network=Network(topology="parameter-server"), **LONG))
+    assert {row.link_peer for row in servers.run_window()[0].rows} == {None}
+
+
+def test_rule_lets_gradients_travel_over_owners_where_one_link_is_slow() -> None:
+    sizes = {"min_local_batch_size": 32, "max_local_batch_size": 32}
+    scenario = behind_one_slow_link(**sizes, fixed_time_s=14.0, time_limit_s=14.0, evaluate_every_s=5.0)
+    episode = run_episode(scenario, Rule(), data=virtual.data(), seed=3, keep_messages=True)
+    shares = Exchange(route="shares", shares=(333.0, 333.0, 0.0, 333.0))
+    assert shares in {applied.exchange for applied in episode.applied}
+    times: dict[str, list[float]] = {"all-reduce": [], "shares": []}
+    ruling = {applied.effective_window: applied.exchange.route for applied in episode.applied}
+    route = "all-reduce"
+    for window in episode.windows[:: len(scenario.nodes)]:
+        route = ruling.get(window.window, route)
+        times[route].append(window.job_metrics.step_time_s)
+    assert 0.6 < np.median(times["shares"]) / np.median(times["all-reduce"]) < 0.85
 
 
 def test_coding_costs_bytes_and_messages_and_is_slowed_like_computing() -> None:

@@ -62,6 +62,21 @@ def test_what_published_rules_for_exchanges_need_makes_a_state_newer() -> None:
     np.testing.assert_array_equal(values[:10], unpack_global(older)[:10])
 
 
+def test_rates_of_links_make_a_state_newer_and_older_ones_are_read_beside_it() -> None:
+    older, window = state_of(examples.window("node-a", (0, 1))), examples.window("node-b", (2, 3))
+    link = {"link_bytes_per_s": 4e6, "link_peer": 3}
+    first, second = window.ranks
+    known = msgspec.structs.replace(first, training=msgspec.structs.replace(first.training, **link))
+    newer = state_of(msgspec.structs.replace(window, ranks=(known, second)))
+    assert (older.feature_version, newer.feature_version) == (2, 5)
+    assert len(newer.features) == len(older.features) + 2 * 2 * 4
+    rows = stack_ranks([older, newer])
+    assert rows.shape == (4, len(RANK_FEATURES))
+    np.testing.assert_array_equal(rows[:, RANK_INDEX["link_bytes_per_s"]], [np.nan, np.nan, 4e6, np.nan])
+    np.testing.assert_array_equal(rows[:, RANK_INDEX["link_peer"]], [np.nan, np.nan, 3.0, np.nan])
+    np.testing.assert_array_equal(rows[2:, :28], unpack_ranks(state_of(window))[:, :28])
+
+
 def test_what_float32_cannot_hold_is_unknown() -> None:
     state = state_of(examples.window(ranks=(0,), job_metrics=examples.job_metrics(loss=1e300)))
     assert np.isnan(unpack_global(state)[GLOBAL_INDEX["loss"]])

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from tests.support import examples
 
@@ -12,6 +13,7 @@ from dynamix.schemas.codec import decode_any, encode
 from dynamix.schemas.kinds import KINDS
 from dynamix.schemas.messages import Applied, Dead, Event, Live, Message, PolicyVersion, RankReward, Reward
 
+HEAD_BYTES = 4
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "golden_messages.json").read_text())
 
 MESSAGES: dict[str, Message] = {
@@ -118,6 +120,19 @@ def test_reports_from_before_there_were_agents_show_them_nothing() -> None:
     old = GOLDEN["report"].replace("44580102dc0010", "445801029f").removesuffix("c0")
     assert len(old) == len(GOLDEN["report"]) - 6
     assert decode_any(subjects.subject_of(MESSAGES["report"]), bytes.fromhex(old)) == MESSAGES["report"]
+
+
+def test_messages_from_before_links_were_measured_know_none() -> None:
+    for kind, place, inner in (("report", 8, None), ("window", 7, 1)):
+        golden = bytes.fromhex(GOLDEN[kind])
+        parts = msgspec.msgpack.decode(golden[HEAD_BYTES:])
+        for row in parts[place]:
+            fields = row if inner is None else row[inner]
+            assert fields[-2:] == [None, None]
+            del fields[-2:]
+        old = golden[:HEAD_BYTES] + msgspec.msgpack.encode(parts)
+        assert len(old) < len(golden)
+        assert decode_any(subjects.subject_of(MESSAGES[kind]), old) == MESSAGES[kind]
 
 
 def test_exchanges_from_before_outer_steps_end_rounds_with_the_mean() -> None:

@@ -13,7 +13,7 @@ from tests.support.extensions import register
 from dynamix.runtime.extensions import ExtensionError
 from dynamix.trainer.exchange.codec import BucketView, CodedSquares, ErrorFeedbackCodec, MeasuredCodec, Member
 from dynamix.trainer.exchange.collectives import Largest, Leg, Sum, Trade, Union, run_alike
-from dynamix.trainer.exchange.owners import owned_ranges
+from dynamix.trainer.exchange.owners import PlainExchange, chunks_of, owned_ranges
 from dynamix.trainer.exchange.registry import CODECS, exchange_codec
 
 LOSSY = [name for name in CODECS if not exchange_codec(name).is_lossless]
@@ -27,6 +27,26 @@ def feedback_codec(ranks: VirtualRanks, rank: int) -> ErrorFeedbackCodec:
     codec = ranks.codecs[rank]
     assert isinstance(codec, ErrorFeedbackCodec)
     return codec
+
+
+def test_a_bucket_in_chunks_has_the_bits_of_the_whole_whoever_owns_what() -> None:
+    gradients = torch.randn(4, 100_001, generator=torch.Generator().manual_seed(4))
+
+    def summed(shares: tuple[float, ...], num_bytes: float, num_chunks: int) -> torch.Tensor:
+        rows = gradients.clone()
+        members = [Member(rank, 4, shares) for rank in range(4)]
+        chunks = [chunks_of(BucketView(0, row, ()), num_bytes) for row in rows.unbind()]
+        assert {len(each) for each in chunks} == {num_chunks}
+        for of_ranks in zip(*chunks, strict=True):
+            run_alike([PlainExchange().reduce(*each) for each in zip(of_ranks, members, strict=True)])
+        assert all(torch.equal(row, rows[0]) for row in rows)
+        return rows[0]
+
+    whole = summed((1.0, 1.0, 1.0, 1.0), 65_535, 1)
+    assert torch.equal(whole, gradients[0] + gradients[1] + gradients[2] + gradients[3])  # in rank order
+    for shares in ((1.0, 1.0, 1.0, 1.0), (333.0, 333.0, 0.0, 333.0), (5.0, 0.0, 1.0, 2.5)):
+        assert torch.equal(summed(shares, 4 * 100_001, 6), whole)
+        assert torch.equal(summed(shares, 1e9, 8), whole)
 
 
 @pytest.mark.parametrize("shares", [(), (1, 1, 1, 1), (5, 0, 1, 2.5), (0, 0, 0, 1)])

@@ -21,7 +21,7 @@ from tests.support.whole_numbers import Whole, attach, distributed, train_step
 
 from dynamix.cli.main import main
 from dynamix.schemas.messages.allocation import EXACT, Exchange
-from dynamix.trainer.exchange.owners import balanced_shares
+from dynamix.schemas.owner_shares import balanced_shares
 from dynamix.trainer.exchange.sparse.cells import pack_cells, packed_bytes, unpack_cells
 from dynamix.trainer.job.served_exchange import VARIABLE, served_exchange
 from dynamix.trainer.serving.server import GradientServer

@@ -4,6 +4,7 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,14 @@ from dynamix.schemas.codec import MAX_MESSAGE_BYTES, encode
 from dynamix.schemas.messages import Message, Report
 from dynamix.schemas.messages.fields import MAX_SOCKETS
 from dynamix.trainer.measurement import connections
-from dynamix.trainer.measurement.connections import Connection, Endpoint, own_connections
-from dynamix.trainer.measurement.sockets import MAX_NODE_SOCKETS, PeerSockets, mutual_connections
+from dynamix.trainer.measurement import sockets as sockets_module
+from dynamix.trainer.measurement.connections import Connection, Endpoint, TcpInfo, own_connections
+from dynamix.trainer.measurement.sockets import (
+    LEAST_SENDING_US,
+    MAX_NODE_SOCKETS,
+    PeerSockets,
+    mutual_connections,
+)
 
 SO_COOKIE = 57
 
@@ -177,6 +184,67 @@ def test_only_established_connections_are_listed() -> None:
         assert listener.fileno() not in fds
 
 
+# --- links -----------------------------------------------------------------------------------------------------
+
+
+def _info(sent: int = 0, sending_us: int = 0) -> TcpInfo:
+    return TcpInfo(acked_bytes=sent, received_bytes=0, retransmits=0, srtt_us=0, sending_us=sending_us)
+
+
+def test_a_link_is_as_fast_as_the_fastest_connection_was_while_it_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    listings = _mesh(4, 1)
+    told = dict(zip(listings[1], itertools.count(100)))  # by descriptor
+    infos = {fd: _info() for fd in told.values()}
+    monkeypatch.setattr(sockets_module, "own_connections", lambda: told)
+    monkeypatch.setattr(sockets_module, "tcp_info", lambda fd, _: infos[fd])
+    sockets = PeerSockets()
+    sockets.match(listings, 1, (1,))
+    assert sockets.take_link() is None
+    to_3, to_2, to_0 = (fd for connection, fd in told.items())
+    assert [connection.remote.address for connection in told] == ["10.0.0.3", "10.0.0.2", "10.0.0.0"]
+    infos[to_2] = _info(4_000_000, 2_000_000)
+    infos[to_0] = _info(3_000_000, 1_000_000)
+    infos[to_3] = _info(100_000, 10)  # messages only
+    sockets.read()
+    assert sockets.take_link() == (3e6, 0)
+    infos[to_2] = _info(4_000_000 + 1_000_000, 2_000_000)  # for less than a tick: as fast as can be told
+    sockets.read()
+    assert sockets.take_link() == (1e6 * 1_000_000 / LEAST_SENDING_US, 2)
+    sockets.read()
+    assert sockets.take_link() is None
+    infos[to_0] = _info(9_000_000, -1)  # a kernel that does not count
+    sockets.read()
+    assert sockets.take_link() is None
+
+
+def test_the_time_of_sending_is_that_in_which_something_was_on_its_way(
+    connection: tuple[socket.socket, socket.socket],
+) -> None:
+    client, server = connection
+    sockets, near = PeerSockets(), PeerSockets()
+    sockets.match([[_told(client)], [_told(server)]], 0, (0,))
+    near.match([[_told(client)], [_told(server)]], 0, (0, 1))
+    began_s = time.monotonic()
+    server.settimeout(10)
+    sender = threading.Thread(target=client.sendall, args=(b"x" * 8_000_000,))
+    sender.start()
+    left = 8_000_000
+    while left:  # a reader that takes its time: the kernel says that it left no room
+        left -= len(server.recv(min(left, 1 << 20)))
+        time.sleep(0.02)
+    sender.join()
+    server.sendall(b"!")
+    assert client.recv(1) == b"!"
+    taken_s = time.monotonic() - began_s
+    sockets.read()
+    near.read()
+    found = sockets.take_link()
+    assert found is not None
+    assert found.peer == 1
+    assert found.bytes_per_s > 0.9 * 8_000_000 / taken_s
+    assert near.take_link() is None, "between ranks of one node nothing is sent over a link"
+
+
 # --- names -----------------------------------------------------------------------------------------------------
 
 
@@ -250,14 +318,17 @@ def _mesh(num_ranks: int, num_groups: int) -> list[list[Connection]]:
 
 def test_only_what_two_ranks_tell_is_mutual() -> None:
     listings = _mesh(4, 2)
-    assert mutual_connections(listings, range(4)) == dict(enumerate(listings))
+    found = mutual_connections(listings, range(4))
+    assert {rank: list(to_peers) for rank, to_peers in found.items()} == dict(enumerate(listings))
+    for to_peers in found.values():
+        assert all(each.remote.address == f"10.0.0.{peer}" for each, peer in to_peers.items())
 
     ends = Endpoint("127.0.0.1", 5), Endpoint("127.0.0.1", 6)
     inside = [Connection(*ends, 1), Connection(*reversed(ends), 2)]  # both in one process
     missing = listings[3].pop(0)  # rank 3 does not tell of its connection to rank 2
     listings[1] += inside
     mutual = mutual_connections(listings, (1, 2))
-    assert mutual[1] == listings[1][:-2]
+    assert list(mutual[1]) == listings[1][:-2]
     assert {found[:2] for found in listings[2]} - {found[:2] for found in mutual[2]} == {
         (missing.remote, missing.local)
     }

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from .codec import MalformedMessageError
 from .messages import MetricWindow, NetworkMetrics, State, SystemMetrics, TrainingMetrics
 
-FEATURE_VERSION = 4
+FEATURE_VERSION = 5
 """Raised whenever the list changes. A name keeps its meaning: policies of older versions find theirs by name."""
 
 Array32 = npt.NDArray[np.float32]
@@ -59,8 +59,10 @@ RANK_FEATURES = (
     Feature("pending_local_batch_size", "training", "the newest size already scheduled"),
     Feature("decided_local_batch_size", "decision", "the arbitrator's own last decision, filled in by its fold"),
     Feature("age_windows", "decision", "how many windows old the row is, filled in by the fold"),
+    Feature("link_bytes_per_s", "network", "per second of sending, to the rank with which it was fastest"),
+    Feature("link_peer", "network", "that rank"),
 )
-"""Features of one rank (method section IV-B, plus pending sizes and the age of information)."""
+"""Features of one rank (method section IV-B, plus pending sizes and the age of information); new ones go to the end."""
 
 GLOBAL_FEATURES = (
     Feature("loss", "global", "mean loss over samples"),
@@ -80,9 +82,11 @@ GLOBAL_FEATURES = (
 )
 """Features of the whole job, equal on all ranks; new ones go to the end."""
 
-_NUM_GLOBAL = {2: 10, 3: 11, FEATURE_VERSION: len(GLOBAL_FEATURES)}
+_NUM_GLOBAL = {2: 10, 3: 11, 4: len(GLOBAL_FEATURES), FEATURE_VERSION: len(GLOBAL_FEATURES)}
 """Features of the job in a state of each version. One in which nothing of a later version is known has the older one:
 its bytes are those of the programs of that time, and captures of theirs replay byte for byte."""
+_NUM_RANK = dict.fromkeys(_NUM_GLOBAL, 28) | {FEATURE_VERSION: len(RANK_FEATURES)}
+"""Features of a rank in such a state."""
 
 RANK_INDEX = {feature.name: index for index, feature in enumerate(RANK_FEATURES)}
 GLOBAL_INDEX = {feature.name: index for index, feature in enumerate(GLOBAL_FEATURES)}
@@ -111,9 +115,14 @@ _COLUMNS = [_KNOWN.index(feature.name) if feature.name in _KNOWN else len(_KNOWN
 
 def state_of(window: MetricWindow) -> State:
     """The state vectors of a metric window: computed in float64, rounded once to float32, packed little-endian."""
-    features, known = _pack(np.array(_rank_values(window), dtype=np.float64)[:, _COLUMNS])
+    of_ranks = np.array(_rank_values(window), dtype=np.float64)[:, _COLUMNS]
     of_job = np.array(_OF_JOB(window.job_metrics), dtype=np.float64)
-    version = next(number for number, count in _NUM_GLOBAL.items() if np.isnan(of_job[count:]).all())
+    version = next(
+        number
+        for number, count in _NUM_GLOBAL.items()
+        if np.isnan(of_job[count:]).all() and np.isnan(of_ranks[:, _NUM_RANK[number] :]).all()
+    )
+    features, known = _pack(of_ranks[:, : _NUM_RANK[version]])
     global_features, global_known = _pack(of_job[: _NUM_GLOBAL[version]])
     return State(
         job=window.job,
@@ -140,7 +149,7 @@ def check_state(state: State) -> None:
         raise MalformedMessageError(
             f"features of version {state.feature_version}, this program knows {', '.join(map(str, _NUM_GLOBAL))}"
         )
-    _check(state.features, state.known, len(state.ranks), len(RANK_FEATURES))
+    _check(state.features, state.known, len(state.ranks), _NUM_RANK[state.feature_version])
     _check(state.global_features, state.global_known, 1, _NUM_GLOBAL[state.feature_version])
 
 
@@ -154,9 +163,15 @@ def unpack_ranks(state: State) -> Array32:
 
 
 def stack_ranks(states: Sequence[State]) -> Array32:
-    """Unpack the ranks of several checked states, one below the other, in one pass."""
+    """Unpack the ranks of several checked states, one below the other, in one pass where they have as many features."""
+    counts = {_NUM_RANK[state.feature_version] for state in states}
+    if len(counts) > 1:
+        return np.concatenate([stack_ranks([state]) for state in states])
     masks = [(state.known, len(state.ranks)) for state in states]
-    return _unpack(b"".join(state.features for state in states), masks, len(RANK_FEATURES))
+    rows = _unpack(b"".join(state.features for state in states), masks, count := counts.pop())
+    if count == len(RANK_FEATURES):
+        return rows
+    return np.pad(rows, ((0, 0), (0, len(RANK_FEATURES) - count)), constant_values=np.nan)
 
 
 def unpack_global(state: State) -> Array32:

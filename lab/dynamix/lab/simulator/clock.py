@@ -126,6 +126,11 @@ class VirtualClock:
         compute_s: Array64 = conditions.slowdown * (self._overhead_s + sized_s)
         return compute_s
 
+    def link_rates(self, conditions: Conditions) -> Array64:
+        """Bytes per second at which each worker sends to the next one around the ring: over both of their links."""
+        bandwidth = self._bandwidth / conditions.congestion
+        return np.minimum(bandwidth, np.roll(bandwidth, -1))
+
     def communication_s(self, conditions: Conditions) -> float:
         """C under the given congestion; 0 for a single worker, who reduces nothing."""
         network, num_workers, congestion = self._network, len(self._bandwidth), conditions.congestion
@@ -151,7 +156,7 @@ class VirtualClock:
         congestion = conditions.congestion
         links = LinkSpeeds(self._bandwidth / congestion, congestion * self._network.latency_s)
         times = bucket_times(traffic, links, self._coding, float(conditions.slowdown.max()))
-        ready_s = ready_times_s(len(times), slowest_s, overlap)
+        ready_s = ready_times_s(traffic, slowest_s, overlap)
         return finish_s(times, [0.0] * len(times)), finish_s(times, ready_s) - slowest_s
 
 

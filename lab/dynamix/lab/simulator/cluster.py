@@ -95,7 +95,7 @@ class VirtualCluster:
         self._sampler = PlanSampler(self._orders, self._schedule, division=Division(0))
         self._disturbances = Disturbances(scenario, seed)
         self._clock = VirtualClock(scenario, workload.gradient_bytes)
-        self._recorder = WindowRecorder(scenario, self._clock.tx_bytes_per_step)
+        self._recorder = WindowRecorder(scenario, self._clock.tx_bytes_per_step, self._clock.link_rates)
         self._exchange = VirtualExchange(
             self._gradients.model,
             scenario.world_size,

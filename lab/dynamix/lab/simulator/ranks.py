@@ -1,6 +1,6 @@
 """The virtual ranks in the types of real ones: what they agree on when they attach, and the rows that they gather."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 
 import numpy as np
@@ -121,11 +121,16 @@ def reporters_of(options: JobOptions, identity: JobIdentity) -> list[Reporter]:
 class WindowRecorder:
     """Sums over the steps of a window, one number per worker in each array."""
 
-    def __init__(self, scenario: Scenario, tx_bytes_per_step: float) -> None:
+    def __init__(
+        self, scenario: Scenario, tx_bytes_per_step: float, link_rates: Callable[[Conditions], Array64]
+    ) -> None:
+        """`link_rates` has bytes per second at which each worker sends to the next one."""
+        self._link_rates = link_rates
         count = scenario.world_size
         self._local_ranks = [local_rank for node in scenario.nodes for local_rank in range(len(node.ranks))]
         self._memory_sizes = np.array(scenario.max_local_batch_sizes, dtype=np.float64)
         self._tx_bytes_per_step = tx_bytes_per_step
+        self._is_ring = scenario.network.topology == "ring"
         self._round_trip_us = 2e6 * scenario.network.latency_s
         self._retransmits_per_s = 0.0 if scenario.congestion is None else scenario.congestion.retransmits_per_s
         self._tx_bytes, self._rx_bytes = np.zeros(count), np.zeros(count)
@@ -142,6 +147,7 @@ class WindowRecorder:
         self._largest = np.zeros(count)
         self._noise = [NoiseSums() for _ in range(count)]
         self._drift_own, self._drift_mean = np.zeros(count), 0.0
+        self._sending_s, self._num_rings = np.zeros(count), 0
 
     def record_step(
         self,
@@ -161,6 +167,9 @@ class WindowRecorder:
         self._sync_s += timing.sync_s
         self._update_s += timing.update_s
         self._time_s += timing.step_s
+        if traffic is None:
+            self._sending_s += self._tx_bytes_per_step / self._link_rates(conditions)
+            self._num_rings += 1
         self._tx_bytes += self._tx_bytes_per_step if traffic is None else traffic.sent_bytes()
         self._rx_bytes += self._tx_bytes_per_step if traffic is None else traffic.received_bytes()
         self._retransmits += conditions.congested * (self._retransmits_per_s * timing.step_s)
@@ -208,7 +217,15 @@ class WindowRecorder:
             drift=(float(self._drift_own[rank]), self._drift_mean),
             learning_rate=learning_rate,
             coded=coded,
+            link=self._link(rank),
         )
+
+    def _link(self, rank: int) -> tuple[float, int] | None:
+        """How fast a worker sent to the next one; unknown where gradients did not travel around the ring."""
+        if not self._is_ring or not self._sending_s[rank] > 0:
+            return None
+        sent = self._num_rings * self._tx_bytes_per_step
+        return float(sent / self._sending_s[rank]), (rank + 1) % len(self._local_ranks)
 
     def _sockets(self, rank: int) -> SocketCounters | None:
         """Cumulative counters; a worker alone has no socket."""

@@ -64,6 +64,10 @@ class RankRow(Message, frozen=True, kw_only=True, array_like=True):
     cookies: Annotated[tuple[Cookie, ...], Meta(max_length=MAX_SOCKETS)] = ()
     """The kernel's cookies (SO_COOKIE) of the rank's sockets to other ranks, also of closed ones: a probe finds their
     traffic by them."""
+    link_bytes_per_s: float | None = None
+    """Acknowledged bytes per second of sending, over the connection that was fastest; `None` where none sent much."""
+    link_peer: Count | None = None
+    """The rank at the other end of that connection."""
 
 
 class GradientNoise(Message, frozen=True, kw_only=True, array_like=True):
@@ -180,6 +184,9 @@ class TrainingMetrics(Message, frozen=True, kw_only=True, array_like=True):
     sync_time_s: Seconds | None
     data_time_s: Seconds
     update_time_s: Seconds
+    link_bytes_per_s: float | None = None
+    """While it sent, to the rank with which it was fastest: neither of the two has a slower link."""
+    link_peer: Count | None = None
 
 
 class RankMetrics(Message, frozen=True, kw_only=True, array_like=True):

@@ -95,6 +95,8 @@ def _training(row: RankRow, num_steps: int) -> TrainingMetrics:
         sync_time_s=row.sync_time_s / steps if row.times_split else None,
         data_time_s=row.data_time_s / steps,
         update_time_s=row.update_time_s / steps,
+        link_bytes_per_s=row.link_bytes_per_s,
+        link_peer=row.link_peer,
     )
 
 

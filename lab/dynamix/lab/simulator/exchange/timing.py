@@ -12,7 +12,8 @@ no less than all their bytes over the busiest direction of the slowest link.
     all to all:       max_i (l_i + congestion_i * max(sent_i, received_i) / bandwidth_i)
     coding: max slowdown * (seconds per byte * gradient bytes + seconds per message * messages)
 
-A bucket that goes through one all-reduce and no more is sent as it is, and not coded: by `none`, and where a codec
+Gradients as they are over owners travel in chunks of each bucket, which are ready together (`owners.chunks_of`). A
+bucket that goes through one all-reduce and no more is sent as it is, and not coded: by `none`, and where a codec
 without loss by-passes it. Coding costs what it costs an idle core: that it takes time from the model's own computing
 where cores are few is not in the formulas.
 """
@@ -70,10 +71,13 @@ def finish_s(buckets: Sequence[BucketTimes], ready_s: Sequence[float]) -> float:
     return max(second, link)
 
 
-def ready_times_s(num_buckets: int, computed_s: float, overlap: float) -> list[float]:
+def ready_times_s(traffic: StepTraffic, computed_s: float, overlap: float) -> list[float]:
     """When each bucket is ready: the first when the share `overlap` of computing is left, the last when it ends."""
+    num_buckets = sum(not bucket.is_continued for bucket in traffic.buckets)
     last = max(1, num_buckets - 1)
-    return [computed_s * (1 - overlap * (last - number) / last) for number in range(num_buckets - 1)] + [computed_s]
+    whole = [computed_s * (1 - overlap * (last - number) / last) for number in range(num_buckets - 1)] + [computed_s]
+    numbers = np.cumsum([not bucket.is_continued for bucket in traffic.buckets]) - 1
+    return [whole[number] for number in numbers]
 
 
 def _of_bucket(bucket: BucketTraffic, links: LinkSpeeds, coding_s: float) -> BucketTimes:

@@ -45,6 +45,14 @@ class BucketTraffic(NamedTuple):
 
     collectives: tuple[CollectiveTraffic, ...]
     coded: CodedAs
+    is_continued: bool = False
+    """Whether it is a further chunk of the bucket before it, and ready with that."""
+
+    def in_chunks(self, count: int) -> tuple["BucketTraffic", ...]:
+        """The same bucket in equal chunks, each with as many messages."""
+        collectives = tuple(each.scaled(1 / count) for each in self.collectives)
+        coded = self.coded._replace(gradient_bytes=self.coded.gradient_bytes / count)
+        return tuple(BucketTraffic(collectives, coded, number > 0) for number in range(count))
 
 
 class StepTraffic(NamedTuple):

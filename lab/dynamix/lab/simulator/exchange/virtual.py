@@ -19,6 +19,7 @@ from dynamix.trainer.exchange.codec import (
     Member,
 )
 from dynamix.trainer.exchange.collectives import Leg
+from dynamix.trainer.exchange.owners import chunks_of
 from dynamix.trainer.exchange.registry import exchange_codec
 
 from .layout import GradientLayout
@@ -83,7 +84,7 @@ class VirtualExchange:
         members = [member_of(exchange, rank, self.world_size) for rank in range(self.world_size)]
         factor = self._gradient_bytes / (layout.num_elements * sent.element_size())
         coded_as = EXACT.codec if flushes else exchange.codec
-        buckets = []
+        buckets: list[BucketTraffic] = []
         with torch.inference_mode():
             for number, bucket in enumerate(layout.buckets):
                 rows = sent[:, bucket.start : bucket.stop]
@@ -94,7 +95,8 @@ class VirtualExchange:
                 else:
                     seen = self._sum_bucket(exchange.codec, views, members, flushes=flushes)
                 coded = CodedAs(coded_as, factor * views[0].flat.nbytes)
-                buckets.append(BucketTraffic(_pretended(seen, members[0], factor), coded))
+                travelled = BucketTraffic(_pretended(seen, members[0], factor), coded)
+                buckets += travelled.in_chunks(_num_chunks(exchange, views[0], coded.gradient_bytes))
             layout.as_model(sent[0], total)
         return StepTraffic(tuple(buckets))
 
@@ -126,6 +128,11 @@ class VirtualExchange:
         if name not in self._codecs:
             self._codecs[name] = [exchange_codec(name) for _ in range(self.world_size)]
         return self._codecs[name]
+
+
+def _num_chunks(exchange: Exchange, view: BucketView, num_bytes: float) -> int:
+    """Chunks of a bucket that counts so many bytes; the sum has the same bits in one piece."""
+    return len(chunks_of(view, num_bytes)) if exchange.route == "shares" and exchange.codec == EXACT.codec else 1
 
 
 def _pretended(seen: tuple[CollectiveTraffic, ...], member: Member, factor: float) -> tuple[CollectiveTraffic, ...]:

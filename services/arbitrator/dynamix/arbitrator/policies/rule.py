@@ -10,6 +10,9 @@ B_noise is the gradient noise scale, T(B) the step-time model: for each rank a f
 which a batch costs no less, fitted to its own times. B moves once per window; the division follows every step where the
 job supports tracking, otherwise this policy divides by the fitted model.
 
+Where one link is slower than others, gradients may travel over owners whose shares follow what the links carry
+(`model.links`), also in an exact job: that changes nothing but the order of additions.
+
 Where the job permits more than exact gradients, how they travel is chosen with B: the codec and the period of local
 steps of the greatest progress per second, by what they saved when they ruled and by how far the ranks drift apart
 (`model.exchange_choice`). In an exact job of a model with embedding tables that may be `rows`.
@@ -23,12 +26,12 @@ from typing import ClassVar
 from msgspec.structs import replace
 
 from dynamix.schemas.messages import Job
-from dynamix.schemas.messages.allocation import EXACT, Exchange
+from dynamix.schemas.messages.allocation import Exchange
 from dynamix.schemas.messages.policies import RATE_EXPONENTS
 
-from .model.exchange_choice import choose, exposure_of, is_decided, model_under
-from .model.exchange_memory import PACKED_BYTES as MEMORY_BYTES
-from .model.exchange_memory import ExchangeMemory
+from .model.exchange_choice import choose, exposure_of, is_decided, model_after
+from .model.exchange_memory import OVER_OWNERS, ExchangeMemory, packed_bytes, way_of
+from .model.links import can_share, link_rates, slowest_in_words
 from .model.observation import PACKED_BYTES, Array32, NoiseMemory, decided_sizes, job_value
 from .model.step_time import StepTime, best_global_batch, progress
 from .model.step_time_fit import StepTimeFit, window_of
@@ -44,7 +47,7 @@ class Rule:
     """Sets the global batch; B may go below the initial one as well as above it."""
 
     name = "rule"
-    version = 3
+    version = 4
     options: ClassVar[Options] = {
         "noise_multiplier": Option(1.0, 0.01, 100, "factor on B_noise: above 1, larger batches count for more"),
         "rate_weight": Option(0.5, 0, 1, "power of the learning rate in the worth of a step"),
@@ -66,9 +69,11 @@ class Rule:
             seen = exposure_of(fit, model, obs_WF)
             loss, drift = job_value(global_F, "loss"), job_value(global_F, "local_drift")
             memory = memory.observe(seen, loss, drift, job.world_size)
+            if can_share(job):
+                memory = memory.with_links(link_rates(obs_WF))
             chosen, ruled = self._exchange(job, model, memory, scale), memory.ruling[0]
-            if model is not None and not chosen == EXACT == ruled:  # exact steps show all that B needs themselves
-                model = model_under(chosen, model, memory)
+            if model is not None:
+                model = model_after(ruled, chosen, model, memory)
             memory = memory.decided(chosen)
             if memory.ruling[0] != ruled:  # what the next window exposes is no pair with what this one did
                 fit = replaced(fit, sync_s=math.nan)
@@ -77,8 +82,10 @@ class Rule:
         carry = _GLOBAL_BATCH.pack(wanted) + noise.pack() + fit.pack()
         allocation = allocation_of(self.options, job, sizes)
         if is_decided(job):
-            carry += memory.pack()
-            allocation = replace(allocation, exchange=memory.newest)
+            if way_of(memory.newest) == OVER_OWNERS:
+                reason += f"; {slowest_in_words(memory.rates)}"
+            carry += memory.pack().ljust(_memory_bytes(job), b"\0")
+            allocation = replace(allocation, exchange=memory.newest_with_shares)
         return Decision(allocation, carry=carry, reason=reason)
 
     def _exchange(self, job: Job, model: StepTime | None, memory: ExchangeMemory, noise_scale: float) -> Exchange:
@@ -101,11 +108,15 @@ class Rule:
         return pace.step(max(current, 1.0), target), reason
 
 
+def _memory_bytes(job: Job) -> int:
+    return packed_bytes(job.world_size if can_share(job) else 0)
+
+
 def _unpack(job: Job, carry: bytes) -> tuple[float, NoiseMemory, ExchangeMemory, StepTimeFit]:
     """The rule's own global batch (not rounded: a policy that scales its decisions does not feed back), fits."""
     head, memory = _GLOBAL_BATCH.size, b""
     if is_decided(job):
-        carry, memory = carry[:-MEMORY_BYTES], carry[-MEMORY_BYTES:]
+        carry, memory = carry[: -_memory_bytes(job)], carry[-_memory_bytes(job) :]
     noise, fit = carry[head : head + PACKED_BYTES], carry[head + PACKED_BYTES :]
     global_batch_size = _GLOBAL_BATCH.unpack_from(carry)[0] if len(carry) >= head else math.nan
     if not 0 < global_batch_size < math.inf:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dynamix.schemas.messages.allocation import SERVERS, Exchange
+from dynamix.schemas.owner_shares import balanced_shares
 from dynamix.trainer.exchange.codec import (
     BucketView,
     CodedSquares,
@@ -17,7 +18,7 @@ from dynamix.trainer.exchange.codec import (
     RevocableCodec,
 )
 from dynamix.trainer.exchange.collectives import Leg, Sum
-from dynamix.trainer.exchange.owners import balanced_shares
+from dynamix.trainer.exchange.owners import PlainExchange, chunks_of
 from dynamix.trainer.exchange.registry import exchange_codec
 
 from .pipeline import Pipeline, UnderWay
@@ -65,18 +66,21 @@ class ModelExchange:
         """Whether what was sent last is how far parameters moved, and no gradient."""
         return self._ruling is not None and self._ruling.exchange.every > 1
 
-    def send(self, bucket: BucketView) -> "UnderWay | HostCopy":
+    def send(self, bucket: BucketView) -> "UnderWay | ChunksUnderWay | HostCopy":
         """Begin to sum a bucket over ranks, in place; all ranks send the same buckets in the same order."""
         assert self._ruling is not None, "no exchange rules"
         codec = self._codec(self._ruling.exchange.codec)
         copied = HostCopy(bucket.flat) if bucket.flat.is_cuda else None
         if copied is not None:
             bucket = bucket._replace(flat=copied.host)
+        under_way: UnderWay | ChunksUnderWay
         if self._ruling.flushes and isinstance(codec, ErrorFeedbackCodec):
-            leg = codec.flush(bucket, self._member)
+            under_way = self._pipeline().send(codec.flush(bucket, self._member))
+        elif isinstance(codec, PlainExchange) and self._member.shares and not self._num_servers:
+            chunks = chunks_of(bucket, bucket.flat.nbytes)
+            under_way = ChunksUnderWay([self._pipeline().send(codec.reduce(each, self._member)) for each in chunks])
         else:
-            leg = codec.reduce(bucket, self._member)
-        under_way = self._pipeline().send(leg)
+            under_way = self._pipeline().send(codec.reduce(bucket, self._member))
         if copied is None:
             return under_way
         copied.under_way = under_way
@@ -145,6 +149,17 @@ def _sum(numbers: Tensor) -> Leg:
     yield Sum(numbers)
 
 
+class ChunksUnderWay(NamedTuple):
+    """A bucket that travels in chunks."""
+
+    chunks: list[UnderWay]
+
+    def wait(self) -> None:
+        """Return when all are summed. Raises as `UnderWay.wait`."""
+        for chunk in self.chunks:
+            chunk.wait()
+
+
 class HostCopy:
     """A bucket of a GPU on its way through the memory of its host: codecs compute there, and gloo sends from there."""
 
@@ -152,7 +167,7 @@ class HostCopy:
         """Copy the bucket, once the device has computed it."""
         self._flat = flat
         self.host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True).copy_(flat)
-        self.under_way: UnderWay | None = None
+        self.under_way: UnderWay | ChunksUnderWay | None = None
 
     def wait(self) -> None:
         """Put the sum into the bucket, once it is there. Raises as `UnderWay.wait`."""

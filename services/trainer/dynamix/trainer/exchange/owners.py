@@ -5,7 +5,6 @@ and pull the sums back: a slow link that owns less carries less, which the ring 
 servers are owners behind the ranks.
 """
 
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -16,6 +15,10 @@ from .codec import BucketView, Member
 from .collectives import Leg, ServedSum, Sum, Trade
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
+MOST_CHUNKS = 8
+"""In a bucket: the first one's way there and the last one's way back overlap with nothing."""
+LEAST_CHUNK_BYTES = 64 * 1024
+"""Each chunk costs 4 (N - 1) messages."""
 
 
 class OwnedRange(NamedTuple):
@@ -71,6 +74,15 @@ def sum_in_rank_order(addends: list[Tensor]) -> Tensor:
     return total.to(first.dtype)
 
 
+def chunks_of(bucket: BucketView, num_bytes: float) -> list[BucketView]:
+    """A bucket of so many bytes in parts: while the sum of one comes back, the next one is on its way.
+
+    For codecs that care for nothing but the numbers: the parts say nothing of parameters.
+    """
+    count = min(MOST_CHUNKS, max(1, int(num_bytes // LEAST_CHUNK_BYTES)))
+    return [bucket._replace(flat=flat, parts=()) for flat in torch.tensor_split(bucket.flat, count)]
+
+
 class PlainExchange:
     """The codec `none`: gradients as they are, by the all-reduce or to owners."""
 
@@ -80,39 +92,3 @@ class PlainExchange:
     def reduce(self, bucket: BucketView, member: Member) -> Leg:
         """Sum as `ExchangeCodec.reduce`."""
         return sum_over_ranks(bucket.flat, member)
-
-
-def balanced_shares(rank_rates: Sequence[float], server_rates: Sequence[float] = ()) -> tuple[float, ...]:
-    """Shares by rank, then by server, with which all links are busy equally long, as far as that can be.
-
-    Every rank sends M bytes in any case, however little it owns, so a sum takes at least T = M / min B. A rank that
-    owns the share s sends M (1 + s (N - 2)), a server M N s. The smallest T in which all of M is owned:
-
-        sum_i max(0, (T B_i / M - 1) / (N - 2)) + sum_j T B_j / (N M) >= 1
-
-    Args:
-        rank_rates: B_i, of each rank's link, in any unit.
-        server_rates: B_j, of each server's link, in the same unit.
-
-    Raises:
-        ValueError: for a rate that is not above 0, or fewer than 2 ranks.
-    """
-    num_ranks = len(rank_rates)
-    if num_ranks < 2 or not all(rate > 0 for rate in (*rank_rates, *server_rates)):
-        raise ValueError(f"rates {[*rank_rates, *server_rates]} of {num_ranks} ranks and the servers: each above 0")
-    others = max(num_ranks - 2, 1e-9)  # with two ranks a rank sends no more for what it owns
-
-    def owned(time: float) -> list[float]:
-        ranks = [max(0.0, time * rate - 1) / others for rate in rank_rates]
-        return [*ranks, *(time * rate / num_ranks for rate in server_rates)]
-
-    low = 1 / min(rank_rates)
-    high = 2 * num_ranks * low
-    if sum(owned(low)) < 1:
-        for _ in range(60):
-            middle = (low + high) / 2
-            low, high = (low, middle) if sum(owned(middle)) >= 1 else (middle, high)
-    else:
-        high = low
-    shares = owned(high)
-    return tuple(share / sum(shares) for share in shares)

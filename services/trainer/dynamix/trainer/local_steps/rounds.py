@@ -18,8 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dynamix.schemas.messages.allocation import Exchange
 from dynamix.trainer.communication.job_exchange import JobExchange, keeps_residuals
-from dynamix.trainer.communication.model_exchange import HostCopy, ModelExchange, StepExchange
-from dynamix.trainer.communication.pipeline import UnderWay
+from dynamix.trainer.communication.model_exchange import ModelExchange, StepExchange
 from dynamix.trainer.data.division import StepPlan
 from dynamix.trainer.exchange.codec import BucketView
 from dynamix.trainer.gradient.buckets import NOT_MEASURED, SquaredNorms, StepSketches, Waitable
@@ -164,7 +163,7 @@ class LocalSteps:
         weight = counts[self._exchange.rank] / sum(counts)
         drift = RoundDrift()
         ruling = StepExchange(exchange, flushes=not keeps_residuals(exchange, following))
-        sent: list[tuple[ModelExchange, FlatBucket, BucketView, UnderWay | HostCopy]] = []
+        sent: list[tuple[ModelExchange, FlatBucket, BucketView, Waitable]] = []
         for model, bucket in self._round.buckets:
             model.begin(ruling)
             view = bucket.moved(weight)

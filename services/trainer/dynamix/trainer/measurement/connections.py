@@ -17,6 +17,8 @@ FDS = Path("/proc/self/fd")
 TCP_ESTABLISHED = 1
 INFO_BYTES = 136
 """struct tcp_info up to tcpi_bytes_received (linux/tcp.h, since 4.1)."""
+BUSY_BYTES = 184
+"""The same up to tcpi_rwnd_limited (since 4.10)."""
 SO_COOKIE = 57
 """Socket option of asm-generic/socket.h, since Linux 4.12; Python's `socket` has no name for it."""
 
@@ -44,6 +46,11 @@ class TcpInfo(NamedTuple):
     received_bytes: int
     retransmits: int
     srtt_us: int
+    sending_us: int = -1
+    """While something was sent or on its way, less the time that the receiver left no room; below 0: not known.
+
+    The kernel counts it in ticks of 1 to 10 ms; over many transfers what is cut off and what is added are equal.
+    """
 
 
 def own_connections() -> dict[Connection, int]:
@@ -87,7 +94,8 @@ def _tcp_info(fd: int) -> TcpInfo | None:
     (srtt_us,) = struct.unpack_from("=I", info, 68)
     (retransmits,) = struct.unpack_from("=I", info, 100)
     acked_bytes, received_bytes = struct.unpack_from("=QQ", info, 120)
-    return TcpInfo(acked_bytes, received_bytes, retransmits, srtt_us)
+    busy_us, full_us = struct.unpack_from("=QQ", info, 168) if length.value >= BUSY_BYTES else (0, 1)
+    return TcpInfo(acked_bytes, received_bytes, retransmits, srtt_us, busy_us - full_us)
 
 
 def _cookie(fd: int) -> int | None:

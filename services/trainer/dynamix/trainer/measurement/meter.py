@@ -103,6 +103,7 @@ class RankMeter:
                 sum(_to_floats([value for each in drifts for value in each.mean])),
             ),
             sockets=self.sockets.read(),
+            link=self.sockets.take_link(),
             device=device_memory(self.device),
             held_out_accuracy=held_out_accuracy,
             learning_rate=self.learning_rate(),

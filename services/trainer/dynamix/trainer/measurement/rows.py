@@ -52,6 +52,9 @@ class Row(NamedTuple):
     coded_wanted: float
     coded_sent: float
     """Squares of what codecs with loss should have sent and of what they sent; 0 where none ruled."""
+    link_bytes_per_s: float
+    link_peer: float
+    """While it sent, to the rank with which it was fastest."""
 
     @property
     def time_s(self) -> float:
@@ -106,13 +109,16 @@ def make_row(
     drift: tuple[float, float] = (0.0, 0.0),
     learning_rate: float | None = None,
     coded: tuple[float, float] = (0.0, 0.0),
+    link: tuple[float, int] | None = None,
 ) -> Row:
     """One rank's row; `device` is its memory in bytes, used and in all. A loss that is not finite is none.
 
-    `coded` are squares, of what codecs with loss should have sent and of what they sent.
+    `coded` are squares, of what codecs with loss should have sent and of what they sent; `link` is the rate of sending
+    to the rank with which it was fastest, in bytes per second, and that rank.
     """
     steps = list(times)
     device_memory, device_memory_total = device or (UNKNOWN, UNKNOWN)
+    link_bytes_per_s, link_peer = link or (UNKNOWN, UNKNOWN)
     return Row(
         local_rank=local_rank,
         pid=process.pid,
@@ -144,6 +150,8 @@ def make_row(
         learning_rate=_number(learning_rate),
         coded_wanted=coded[0],
         coded_sent=coded[1],
+        link_bytes_per_s=link_bytes_per_s,
+        link_peer=link_peer,
     )
 
 
@@ -181,6 +189,8 @@ def rank_row(
         device_memory_total_bytes=_whole(row.device_memory_total_bytes),
         times_split=bool(row.times_split),
         cookies=cookies,
+        link_bytes_per_s=_known(row.link_bytes_per_s),
+        link_peer=_whole(row.link_peer),
     )
 
 

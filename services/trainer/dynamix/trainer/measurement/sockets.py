@@ -18,6 +18,14 @@ from .connections import Connection, Endpoint, TcpInfo, own_connections, tcp_inf
 MAX_NODE_SOCKETS = 40_960
 """Sockets that the ranks of one node name together: at most 360 KB of a report, which may have 512."""
 
+LEAST_SENT_BYTES = 256 * 1024
+"""In a window over a connection, for a rate: less is messages, whose time is that of a round trip."""
+LEAST_SENDING_US = 10_000
+"""Kernels count in ticks of up to 10 ms: who sent for less was as fast as makes no difference."""
+
+SEVERAL = -1
+"""In place of a rank: one of those that share an address."""
+
 _log = logging.getLogger("dynamix.trainer")
 
 
@@ -25,14 +33,36 @@ class _Counted(NamedTuple):
     """A connection that is counted."""
 
     fd: int
+    peer: int | None
+    """The rank at the other end, if it is on another node: else nothing is sent over a link."""
     first: TcpInfo
     newest: TcpInfo
+    rated: TcpInfo
+    """When the last rate was taken."""
 
     @property
     def difference(self) -> TcpInfo:
         """Counters since `first`, and the newest round trip time."""
         since = TcpInfo(*map(operator.sub, self.newest, self.first))
         return since._replace(srtt_us=self.newest.srtt_us)
+
+    @property
+    def link(self) -> "LinkRate | None":
+        """What it showed of its link since the last rate was taken; `None` where it sent too little."""
+        sent, sending_us = (
+            getattr(self.newest, name) - getattr(self.rated, name) for name in ("acked_bytes", "sending_us")
+        )
+        if sent < LEAST_SENT_BYTES or self.newest.sending_us < 0 or self.peer is None:
+            return None
+        return LinkRate(1e6 * sent / max(sending_us, LEAST_SENDING_US), self.peer)
+
+
+class LinkRate(NamedTuple):
+    """How fast this rank sent to another one while it did: what both of their links carry at least."""
+
+    bytes_per_s: float
+    peer: int
+    """The other rank."""
 
 
 class PeerSockets:
@@ -63,7 +93,7 @@ class PeerSockets:
         from now on; those of `node_ranks`, it among them, are named.
         """
         mutual = mutual_connections(listings, node_ranks)
-        self._count(mutual[rank])
+        self._count(mutual[rank], near={*mutual, SEVERAL})
         for named, connections in mutual.items():
             found = {connection.cookie for connection in connections if connection.cookie is not None}
             self._cookies[named] = tuple(sorted(found.union(self._cookies.get(named, ()))))
@@ -98,20 +128,26 @@ class PeerSockets:
             srtt_us=sum(part.srtt_us for part in parts) / len(parts) if parts else None,
         )
 
+    def take_link(self) -> LinkRate | None:
+        """The fastest connection since the last call, up to the newest `read`; `None` where none sent much."""
+        found = [link for counted in self._counted.values() if (link := counted.link) is not None]
+        self._counted = {each: counted._replace(rated=counted.newest) for each, counted in self._counted.items()}
+        return max(found, default=None)
+
     @property
     def _can_name(self) -> bool:
         counts = [len(cookies) for cookies in self._cookies.values()]
         return max(counts, default=0) <= MAX_SOCKETS and sum(counts) <= MAX_NODE_SOCKETS
 
-    def _count(self, connections: Iterable[Connection]) -> None:
+    def _count(self, connections: Mapping[Connection, int], near: Collection[int]) -> None:
         descriptors = own_connections()
-        for connection in connections:
+        for connection, peer in connections.items():
             fd = descriptors.get(connection)
             if fd is None or connection in self._counted:  # closed since it was listed, or known
                 continue
             info = tcp_info(fd, connection)
             if info is not None:
-                self._counted[connection] = _Counted(fd, info, info)
+                self._counted[connection] = _Counted(fd, None if peer in near else peer, info, info, info)
 
     def _refresh(self) -> None:
         for connection, counted in list(self._counted.items()):
@@ -123,20 +159,23 @@ class PeerSockets:
             self._closed = TcpInfo(*map(operator.add, self._closed, part))._replace(srtt_us=0)
 
 
-def mutual_connections(listings: Sequence[Collection[Connection]], ranks: Iterable[int]) -> dict[int, list[Connection]]:
-    """The connections of each of `ranks` that another rank listed from the other end.
+def mutual_connections(
+    listings: Sequence[Collection[Connection]], ranks: Iterable[int]
+) -> dict[int, dict[Connection, int]]:
+    """The connections of each of `ranks` that another rank listed from the other end, with that rank.
 
     A connection between two sockets of one process is none; two ranks with the same addresses, in network namespaces
-    of their own, do not hide each other.
+    of their own, do not hide each other, but which of them it is is not known: `SEVERAL`.
     """
-    several = -1
     owners: dict[tuple[Endpoint, Endpoint], int] = {}
     for rank, listed in enumerate(listings):
         for connection in listed:
             ends = (connection.remote, connection.local)
             if owners.setdefault(ends, rank) != rank:
-                owners[ends] = several
+                owners[ends] = SEVERAL
     return {
-        rank: [found for found in listings[rank] if owners.get((found.local, found.remote), rank) != rank]
+        rank: {
+            found: peer for found in listings[rank] if (peer := owners.get((found.local, found.remote), rank)) != rank
+        }
         for rank in ranks
     }

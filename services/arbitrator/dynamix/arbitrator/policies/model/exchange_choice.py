@@ -7,6 +7,9 @@ Each (k, h) has its own best B, so all are compared at theirs.
 
 A decision rules two windows later, and costs little; but estimates are noisy, so another way must promise `MARGIN`
 more, and stays for `DWELL` windows at least. Local steps end while the loss rises.
+
+Gradients as they are may also travel over owners with shares, where the rates of the links promise it (`links`). Shares
+end as soon as a ring would be faster, and now and then, to look at the links again: under them nothing tells.
 """
 
 import math
@@ -18,7 +21,17 @@ import numpy as np
 from dynamix.schemas.messages import Job
 from dynamix.schemas.messages.allocation import EXACT, Exchange, is_permitted
 
-from .exchange_memory import CODECS, DWELL, PRIORS, ExchangeMemory, WindowExposure
+from .exchange_memory import (
+    CODECS,
+    DWELL,
+    LOOK_AGAIN,
+    OVER_OWNERS,
+    PRIORS,
+    ExchangeMemory,
+    WindowExposure,
+    way_of,
+)
+from .links import can_share
 from .observation import Array32, Array64, column
 from .step_time import StepTime
 from .step_time_fit import StepTimeFit
@@ -31,7 +44,7 @@ they may cost, which drift tells roughly."""
 
 def is_decided(job: Job) -> bool:
     """Whether another way than that of exact training by all-reduces may be worth it: permitted, and of some use."""
-    return job.exchange != "exact" or (job.supports_exchange and job.table_share > 0.0)
+    return job.exchange != "exact" or (job.supports_exchange and job.table_share > 0.0) or can_share(job)
 
 
 def exposure_of(fit: StepTimeFit, model: StepTime | None, obs_WF: Array32) -> WindowExposure:
@@ -51,9 +64,23 @@ def model_under(exchange: Exchange, model: StepTime, memory: ExchangeMemory) -> 
     """The step-time model with what this exchange exposes; as it is before any was measured."""
     if math.isnan(memory.exact_s):
         return model
-    communication_s, waiting = memory.communication_s(exchange.codec), max(model.sync_slope, 0.0)
+    communication_s, waiting = memory.communication_s(way_of(exchange)), max(model.sync_slope, 0.0)
     slope = waiting if exchange.every > 1 else waiting - memory.overlap
     return replace(model, sync_intercept_s=communication_s / exchange.every, sync_slope=slope)
+
+
+def model_after(ruled: Exchange, chosen: Exchange, model: StepTime, memory: ExchangeMemory) -> StepTime:
+    """The step-time model for the next decision, of one that was fitted to windows up to one that `ruled`.
+
+    Steps in which all gradients travel as they are show all that B needs themselves, also what computing hides.
+    """
+    ways = way_of(ruled), way_of(chosen)
+    if not (ruled.every == chosen.every == 1 and all(way in (EXACT.codec, OVER_OWNERS) for way in ways)):
+        return model_under(chosen, model, memory)
+    if ways[0] == ways[1] or math.isnan(memory.exact_s):
+        return model
+    factor = memory.communication_s(ways[1]) / memory.communication_s(ways[0])
+    return replace(model, sync_intercept_s=factor * model.sync_intercept_s)
 
 
 def choose(
@@ -71,6 +98,8 @@ def choose(
         return EXACT
     if memory.age < DWELL:
         return newest
+    if way_of(newest) == OVER_OWNERS and memory.age >= LOOK_AGAIN:
+        return EXACT
     batches = np.geomspace(max(model.smallest, 1.0), max(model.largest, 1.0), 33)
     slowest_s, worths, cost = model.slowest_s(batches), worth(batches), memory.drift_cost(job)
     exact_s = model_under(EXACT, model, memory).step_time_s(slowest_s)
@@ -82,14 +111,18 @@ def choose(
 
     def value(exchange: Exchange) -> float:
         times_s = model_under(exchange, model, memory).step_time_s(slowest_s)
-        return float((worths / times_s).max()) * PRIORS[exchange.codec].gain / (1.0 + cost * (exchange.every - 1))
+        return float((worths / times_s).max()) * PRIORS[way_of(exchange)].gain / (1.0 + cost * (exchange.every - 1))
 
+    if way_of(newest) == OVER_OWNERS and value(EXACT) > value(newest):
+        newest = EXACT
     best = max(_candidates(job, memory, max_every), key=value)
     return best if value(best) > (1.0 + MARGIN) * value(newest) else newest
 
 
 def _candidates(job: Job, memory: ExchangeMemory, max_every: int) -> Iterator[Exchange]:
     yield EXACT
+    if can_share(job) and memory.rates:
+        yield Exchange(route=OVER_OWNERS)
     for codec in CODECS:
         if codec == "rows" and not job.table_share:
             continue

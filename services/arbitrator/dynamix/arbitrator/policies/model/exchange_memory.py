@@ -6,7 +6,9 @@
 
 I is the time of gradients as they are. Steps with an exchange each show only what computing does not hide, rounds of
 local steps all of it: the overlap is known from the first round on. share_k and coding_k are priors of codec k, its
-correction is what was measured when it began to rule; what changes later is the network.
+correction is what was measured when it began to rule; what changes later is the network. Gradients as they are over
+owners with shares count as one more codec: its share is what the links' rates say (`links`), which are known from
+windows in which a ring carried them. A time that changes by much under shares ends them, to look at the links again.
 
 Drift: with R the squared distance of the ranks from their mean over that of its move (feature `local_drift`), h local
 steps were worth h / (1 + scale * R^DRIFT_POWER (h - 1)) exact ones, by the steps until a small MLP reached an accuracy:
@@ -20,11 +22,13 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from dynamix.schemas.messages import Job
 from dynamix.schemas.messages.allocation import EXACT, Exchange
 
+from .links import share_of_ring_time, shares_of
 from .observation import Array64
 from .step_time import SYNC_FLOOR
 
@@ -45,10 +49,16 @@ PRIORS: Mapping[str, CodecPrior] = MappingProxyType(
         "rows": CodecPrior(0.3, 0.7e-9),
         "bf16": CodecPrior(0.5, 1.2e-9),
         "int8": CodecPrior(0.26, 1.6e-9, 0.99),
+        "shares": CodecPrior(1.0, 0.0),
     }
 )
-"""Shares are those of the bytes, of `rows` those of a table's rows that some rank touched; coding as on one core."""
-CODECS = tuple(PRIORS)
+"""Shares are those of the bytes, of `rows` those of a table's rows that some rank touched; coding as on one core.
+`shares` is no codec: gradients as they are, over owners."""
+WAYS = tuple(PRIORS)
+OVER_OWNERS = "shares"
+CODECS = tuple(way for way in WAYS if way != OVER_OWNERS)
+RINGS = ("none", "rows")
+"""Ways in which a rank sends to the next one only, so that its connections tell what links carry."""
 
 DRIFT_POWER = 4 / 3
 DRIFT_SCALES: Mapping[str, float] = MappingProxyType({"sgd": 0.005, "adam": 0.03})
@@ -60,6 +70,8 @@ DRIFT_SMOOTHING, DRIFT_RELAXING = 0.3, 0.05
 
 DWELL = 3
 """Windows for which a decision stands at least."""
+LOOK_AGAIN = 60
+"""Windows after which shares end, to look at the links again: `DWELL` windows, which cost a few percent of the gain."""
 LAG = 2
 """Windows after which a decision rules."""
 LEARNED_FROM = 3
@@ -77,7 +89,7 @@ LOSS_SMOOTHING, LOSS_RISE, BLOCKED = 0.3, 0.1, 20
 
 _HEAD = struct.Struct("<8d2H")
 _RULING = struct.Struct("<BH")
-PACKED_BYTES = _HEAD.size + LAG * _RULING.size + 5 * len(CODECS)
+_LINK = np.dtype([("rate", "<f4"), ("share", "<f4")])
 
 
 class WindowExposure(NamedTuple):
@@ -108,9 +120,9 @@ class ExchangeMemory:
     """0 before it is known."""
     drift: float = math.nan
     """R, smoothed."""
-    corrections: Array64 = field(default_factory=lambda: np.zeros(len(CODECS)))
-    """Logarithm, by codec."""
-    num_seen: tuple[int, ...] = (0,) * len(CODECS)
+    corrections: Array64 = field(default_factory=lambda: np.zeros(len(WAYS)))
+    """Logarithm, by way."""
+    num_seen: tuple[int, ...] = (0,) * len(WAYS)
     age: int = DWELL
     """Windows since another way was decided."""
     blocked: int = 0
@@ -119,11 +131,21 @@ class ExchangeMemory:
     least_loss: float = math.nan
     table_share: float = 0.0
     """The job's: share of the gradient in embedding tables."""
+    rates: tuple[float, ...] = ()
+    """Bytes per second of each rank's link, smoothed; empty before they are known."""
+    shares: tuple[float, ...] = ()
+    """Those of the newest decision for shares; in `ruling` exchanges are without."""
 
     @property
     def newest(self) -> Exchange:
         """The newest decision."""
         return self.ruling[-1]
+
+    @property
+    def newest_with_shares(self) -> Exchange:
+        """The newest decision as an action has it."""
+        newest = self.newest
+        return newest if way_of(newest) != OVER_OWNERS else msgspec.structs.replace(newest, shares=self.shares)
 
     def observe(self, seen: WindowExposure, loss: float, drift: float, num_ranks: int) -> "ExchangeMemory":
         """The memory after one more window, in which the first of `ruling` ruled."""
@@ -144,22 +166,27 @@ class ExchangeMemory:
         following = replace(self, ruling=(*self.ruling[1:], exchange))
         if exchange != self.newest:
             following = replace(following, age=0)
+            if way_of(exchange) == OVER_OWNERS:
+                following = replace(following, shares=shares_of(self.rates))
         if following.ruling[0] == self.ruling[0]:
             return following
-        index = CODECS.index(following.ruling[0].codec)  # another one begins to rule: its loss, and its time, are new
+        begins = way_of(following.ruling[0])
+        index = WAYS.index(begins)  # another one begins to rule: its loss, and its time, are new
         num_seen = (*self.num_seen[:index], 0, *self.num_seen[index + 1 :])
-        is_other = following.ruling[0].codec != self.ruling[0].codec
+        is_other = begins != way_of(self.ruling[0])
         return replace(following, loss=math.nan, least_loss=math.nan, num_seen=num_seen if is_other else self.num_seen)
 
-    def communication_s(self, codec: str) -> float:
+    def communication_s(self, way: str) -> float:
         """C_k."""
-        prior, measured = self.prior(codec), math.exp(self.corrections[CODECS.index(codec)])
+        prior, measured = self.prior(way), math.exp(self.corrections[WAYS.index(way)])
         return float(measured * (prior.share * self.exact_s + prior.coding_s_per_byte * self.gradient_bytes))
 
-    def prior(self, codec: str) -> CodecPrior:
-        """What is taken for granted of a codec in this job; `rows` leaves what is in no table as it is."""
-        prior = PRIORS[codec]
-        return prior if codec != "rows" else prior._replace(share=1.0 - (1.0 - prior.share) * self.table_share)
+    def prior(self, way: str) -> CodecPrior:
+        """What is taken for granted of a way in this job; `rows` leaves what is in no table as it is."""
+        prior = PRIORS[way]
+        if way == OVER_OWNERS:
+            return prior._replace(share=share_of_ring_time(self.rates)) if self.rates else prior
+        return prior if way != "rows" else prior._replace(share=1.0 - (1.0 - prior.share) * self.table_share)
 
     def drift_cost(self, job: Job) -> float:
         """Progress that each further local step costs, over that of an exact one."""
@@ -186,31 +213,43 @@ class ExchangeMemory:
         newest = min(drift, max(num_ranks - 1.0, 1.0))
         return replace(self, drift=newest if math.isnan(self.drift) else _between(self.drift, newest, DRIFT_SMOOTHING))
 
+    def with_links(self, rates: Array64 | None) -> "ExchangeMemory":
+        """The memory after a window in which links showed these rates, if that was the time to look at them."""
+        if rates is None or way_of(self.ruling[0]) not in RINGS:
+            return self
+        if len(self.rates) != len(rates):
+            return replace(self, rates=tuple(rates.tolist()))
+        before = np.array(self.rates)
+        ratios = rates / before
+        is_new = (ratios > JUMP) | (ratios < 1.0 / JUMP)
+        smoothed = np.where(is_new, rates, before * ratios**SMOOTHING)
+        return replace(self, rates=tuple(smoothed.tolist()))
+
     def with_bytes(self, sent_bytes: float, num_ranks: int) -> "ExchangeMemory":
         """The memory with the gradient's bytes, from a window in which it travelled as it is."""
         ruled = self.ruling[0]
-        if ruled.codec != EXACT.codec or not sent_bytes > 0.0 or num_ranks < 2:
+        if way_of(ruled) != EXACT.codec or not sent_bytes > 0.0 or num_ranks < 2:
             return self
         return replace(self, gradient_bytes=sent_bytes * ruled.every * num_ranks / (2 * (num_ranks - 1)))
 
     def with_step(self, seen: WindowExposure) -> "ExchangeMemory":
         """After a window with an exchange in each step."""
-        expected_s = math.nan if math.isnan(self.exact_s) else self.communication_s(self.ruling[0].codec)
+        ruled = way_of(self.ruling[0])
+        expected_s = math.nan if math.isnan(self.exact_s) else self.communication_s(ruled)
         may_take_s = seen.exposed_s + self.overlap * seen.compute_s
         if expected_s <= may_take_s and seen.exposed_s <= MOST_HIDDEN * expected_s:  # how much is hidden cannot be seen
             may_take_s = min(expected_s, seen.exposed_s / LEAST_EXPOSED)
         known = self.with_time(may_take_s)
-        if self.ruling[0].codec != EXACT.codec:
+        if ruled != EXACT.codec:
             return known
         return replace(known, exposed_s=seen.exposed_s, hidden_s=seen.compute_s)
 
     def with_time(self, taken_s: float) -> "ExchangeMemory":
         """After a window in which an exchange took so long."""
-        codec = self.ruling[0].codec
-        index, prior = CODECS.index(codec), self.prior(codec)
+        way = way_of(self.ruling[0])
+        index, prior = WAYS.index(way), self.prior(way)
         coding_s = prior.coding_s_per_byte * self.gradient_bytes
-        known = self
-        if codec != EXACT.codec and self.num_seen[index] < LEARNED_FROM and math.isfinite(self.exact_s):
+        if way != EXACT.codec and self.num_seen[index] < LEARNED_FROM and math.isfinite(self.exact_s):
             off = math.log(taken_s / (prior.share * self.exact_s + coding_s))
             off = min(max(off, math.log(LEAST_CORRECTION)), math.log(MOST_CORRECTION))
             number, corrections = self.num_seen[index], self.corrections.copy()
@@ -222,7 +261,9 @@ class ExchangeMemory:
         ratio = plain_s / self.exact_s
         if 1.0 / JUMP <= ratio <= JUMP:
             plain_s = self.exact_s * ratio**SMOOTHING
-        return replace(known, exact_s=plain_s)
+        elif way == OVER_OWNERS:
+            return replace(self, exact_s=plain_s, age=max(self.age, LOOK_AGAIN))
+        return replace(self, exact_s=plain_s)
 
     def with_overlap(self) -> "ExchangeMemory":
         """The memory with what computing hid of an exchange in each step, if these links can have taken so long."""
@@ -232,28 +273,30 @@ class ExchangeMemory:
         return replace(self, overlap=hidden, exposed_s=math.nan)
 
     def pack(self) -> bytes:
-        """Bytes for the carry."""
+        """Bytes for the carry; those of the links are there once their rates are known."""
         scalars = (self.exact_s, self.overlap, self.exposed_s, self.hidden_s, self.gradient_bytes, self.drift)
         head = _HEAD.pack(*scalars, self.loss, self.least_loss, self.age, self.blocked)
-        ruling = b"".join(_RULING.pack(CODECS.index(each.codec), each.every) for each in self.ruling)
-        return head + ruling + self.corrections.astype("<f4").tobytes() + bytes(self.num_seen)
+        ruling = b"".join(_RULING.pack(WAYS.index(way_of(each)), each.every) for each in self.ruling)
+        links = np.zeros(max(len(self.rates), len(self.shares)), dtype=_LINK)
+        for name, values in (("rate", self.rates), ("share", self.shares)):
+            links[name] = values or 0.0
+        return head + ruling + self.corrections.astype("<f4").tobytes() + bytes(self.num_seen) + links.tobytes()
 
     @classmethod
     def unpack(cls, packed: bytes, job: Job) -> "ExchangeMemory":
         """What `pack` gave; as a job begins from anything else."""
-        if len(packed) != PACKED_BYTES:
+        if len(packed) not in (packed_bytes(), packed_bytes(job.world_size)):
             first = job.initial_exchange
-            ruling = (first if first.codec in CODECS and not first.shares else EXACT,) * LAG
-            return cls(ruling, table_share=job.table_share)
+            is_known = first.codec in CODECS and (way_of(first) == OVER_OWNERS or not first.shares)
+            ruling = (msgspec.structs.replace(first, shares=()) if is_known else EXACT,) * LAG
+            return cls(ruling, table_share=job.table_share, shares=first.shares if is_known else ())
         exact_s, overlap, exposed_s, hidden_s, gradient_bytes, drift, loss, least, age, blocked = _HEAD.unpack_from(
             packed
         )
         rest = packed[_HEAD.size :]
-        ruling = tuple(
-            Exchange(codec=CODECS[codec], every=every)
-            for codec, every in _RULING.iter_unpack(rest[: LAG * _RULING.size])
-        )
+        ruling = tuple(_exchange(WAYS[way], every) for way, every in _RULING.iter_unpack(rest[: LAG * _RULING.size]))
         rest = rest[LAG * _RULING.size :]
+        links = np.frombuffer(rest[5 * len(WAYS) :], dtype=_LINK).astype([("rate", "f8"), ("share", "f8")])
         return cls(
             ruling=ruling,
             exact_s=exact_s,
@@ -262,14 +305,30 @@ class ExchangeMemory:
             hidden_s=hidden_s,
             gradient_bytes=gradient_bytes,
             drift=drift,
-            corrections=np.frombuffer(rest[: 4 * len(CODECS)], dtype="<f4").astype(np.float64),
-            num_seen=tuple(rest[4 * len(CODECS) :]),
+            corrections=np.frombuffer(rest[: 4 * len(WAYS)], dtype="<f4").astype(np.float64),
+            num_seen=tuple(rest[4 * len(WAYS) : 5 * len(WAYS)]),
             age=age,
             blocked=blocked,
             loss=loss,
             least_loss=least,
             table_share=job.table_share,
+            rates=tuple(links["rate"].tolist()) if links["rate"].any() else (),
+            shares=tuple(links["share"].tolist()) if links["share"].any() else (),
         )
+
+
+def packed_bytes(num_links: int = 0) -> int:
+    """Size of what `pack` gives for so many links of known rates."""
+    return _HEAD.size + LAG * _RULING.size + 5 * len(WAYS) + num_links * _LINK.itemsize
+
+
+def way_of(exchange: Exchange) -> str:
+    """The codec, or `shares` where gradients travel over owners with shares."""
+    return OVER_OWNERS if exchange.route == OVER_OWNERS and exchange.codec == EXACT.codec else exchange.codec
+
+
+def _exchange(way: str, every: int) -> Exchange:
+    return Exchange(every=every, route=OVER_OWNERS) if way == OVER_OWNERS else Exchange(every=every, codec=way)
 
 
 def first_drift(num_ranks: int) -> float:

@@ -1,0 +1,193 @@
+"""Shares of owners, decided by what links carry: where they beat a ring, for as long as they do."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+from tests.support import examples
+
+from dynamix.arbitrator.policies.model.exchange_choice import choose, is_decided, model_after
+from dynamix.arbitrator.policies.model.exchange_memory import (
+    DWELL,
+    LAG,
+    LOOK_AGAIN,
+    ExchangeMemory,
+    WindowExposure,
+)
+from dynamix.arbitrator.policies.model.links import (
+    MOST_RANKS,
+    PIPELINE,
+    can_share,
+    link_rates,
+    share_of_ring_time,
+    shares_of,
+)
+from dynamix.arbitrator.policies.model.observation import Array32, Array64
+from dynamix.arbitrator.policies.model.step_time import StepTime
+from dynamix.schemas.features import RANK_FEATURES, RANK_INDEX
+from dynamix.schemas.messages import Job
+from dynamix.schemas.messages.allocation import EXACT, Exchange
+from dynamix.schemas.owner_shares import ring_time, shared_time
+
+MB = 1e6
+GRADIENT = 0.5 * MB
+COMPUTE_S = 0.010
+FAST = (12.0 * MB,) * 4
+ONE_SLOW = (12.0 * MB, 12.0 * MB, 2.5 * MB, 12.0 * MB)
+SHARES = Exchange(route="shares")
+
+
+def job_of(num_ranks: int = 4, *, permission: str = "exact") -> Job:
+    nodes = {f"node-{rank}": (rank,) for rank in range(num_ranks)}
+    sizes = (64,) * num_ranks
+    job = examples.job(nodes, initial_local_batch_sizes=sizes, max_local_batch_sizes=sizes, min_local_batch_size=64)
+    return msgspec.structs.replace(job, supports_exchange=True, exchange=permission)
+
+
+def observed(rates: Sequence[float]) -> Array32:
+    """What ranks see of their links around a ring: each sends to the next one, as fast as both of theirs carry."""
+    obs_WF = np.full((len(rates), len(RANK_FEATURES)), np.nan, dtype=np.float32)
+    obs_WF[:, RANK_INDEX["link_bytes_per_s"]] = np.minimum(rates, np.roll(rates, -1))
+    obs_WF[:, RANK_INDEX["link_peer"]] = np.roll(np.arange(len(rates)), -1)
+    return obs_WF
+
+
+def model_of(num_ranks: int, communication_s: float) -> StepTime:
+    ones = np.ones(num_ranks)
+    return StepTime(ones * 1e-9, ones * 64, ones * 64, ones * COMPUTE_S, 0 * ones, communication_s)
+
+
+def worth(sizes: Array64) -> Array64:
+    return np.ones_like(sizes)
+
+
+def ruled(
+    rates: Sequence[float] | Callable[[int], Sequence[float]],
+    *,
+    windows: int = 40,
+    slower: float = 1.0,
+    permission: str = "exact",
+    is_seen: bool = True,
+) -> list[Exchange]:
+    """What rules each window over links of such rates, where shares take `slower` times what is promised."""
+    decided, memory = [EXACT, EXACT], ExchangeMemory()
+    for window in range(windows):
+        now, links = decided[window], rates(window) if callable(rates) else rates
+        job = job_of(len(links), permission=permission)
+        taken_s = GRADIENT * ring_time(links) * (0.26 if now.codec == "int8" else 1.0)
+        if now.route == "shares":
+            taken_s = slower * PIPELINE * GRADIENT * shared_time(links, now.shares)
+        memory = memory.observe(WindowExposure(taken_s, COMPUTE_S), 1.0, 4.0, len(links))
+        is_ring = now.route == "all-reduce" and now.codec == "none"
+        memory = memory.with_links(link_rates(observed(links)) if is_ring and is_seen else None)
+        chosen = choose(job, model_of(len(links), taken_s), memory, worth, max_every=16)
+        memory = memory.decided(chosen)
+        packed = memory.pack()
+        memory = ExchangeMemory.unpack(packed, job)
+        assert memory.pack() == packed
+        decided.append(memory.newest_with_shares)
+    return decided
+
+
+def test_a_slow_link_among_fast_ones_owns_nothing_in_an_exact_job() -> None:
+    found = ruled(ONE_SLOW)
+    shares = Exchange(route="shares", shares=(333.0, 333.0, 0.0, 333.0))
+    assert found == [EXACT] * LAG + [shares] * 40  # decided in the first window that showed the links
+
+
+@pytest.mark.parametrize("rates", [FAST, (12 * MB, 10 * MB, 11 * MB, 13 * MB), (2.5 * MB,) * 4, (2 * MB, 12 * MB)])
+def test_links_that_are_about_equal_keep_the_ring(rates: tuple[float, ...]) -> None:
+    assert set(ruled(rates)) == {EXACT}
+
+
+def test_links_of_which_nothing_is_seen_keep_the_ring() -> None:
+    assert set(ruled(ONE_SLOW, is_seen=False)) == {EXACT}
+
+
+def test_shares_that_save_nothing_here_end_and_are_not_tried_again() -> None:
+    found = ruled(ONE_SLOW, windows=200, slower=1.6)
+    assert sum(each.route == "shares" for each in found) <= DWELL + LAG
+    assert found[-1] == EXACT
+
+
+def test_links_are_looked_at_again_now_and_then() -> None:
+    found = ruled(ONE_SLOW, windows=LOOK_AGAIN + 3 * DWELL)
+    away = [window for window, each in enumerate(found) if each == EXACT and window >= LAG]
+    assert away == list(range(LAG + LOOK_AGAIN, LAG + LOOK_AGAIN + DWELL))
+    assert found[-1].route == "shares"
+
+
+def test_a_link_that_is_fast_again_gets_its_ring_back() -> None:
+    found = ruled(lambda window: ONE_SLOW if window < 20 else FAST, windows=2 * LOOK_AGAIN)
+    assert found[15].route == "shares"
+    assert found[-1] == EXACT
+
+
+def test_another_link_that_gets_slow_under_shares_is_found_at_once() -> None:
+    other = (2.0 * MB, 12.0 * MB, 12.0 * MB, 12.0 * MB)
+    found = ruled(lambda window: ONE_SLOW if window < 20 else other, windows=40)
+    assert found[19].shares[2] == 0
+    assert EXACT in found[20 : 20 + 2 * LAG]
+    assert found[-1].shares[0] == 0 < found[-1].shares[2]
+
+
+def test_a_codec_that_saves_more_is_taken_where_the_job_permits_it() -> None:
+    assert ruled(ONE_SLOW, permission="lossy")[-1] == Exchange(codec="int8")
+
+
+def test_a_rank_that_sends_fast_to_another_has_a_fast_link_and_so_has_the_other() -> None:
+    found = link_rates(observed(ONE_SLOW))
+    assert found is not None
+    assert found.tolist() == list(ONE_SLOW)
+    between = link_rates(observed((2.5 * MB, 12.0 * MB, 2.5 * MB, 12.0 * MB)))  # what is between slow ones is not seen
+    assert between is not None
+    assert between.tolist() == [2.5 * MB] * 4
+    unknown = observed(FAST)
+    unknown[1, RANK_INDEX["link_bytes_per_s"]] = np.nan
+    assert link_rates(unknown) is None
+    unknown = observed(FAST)
+    unknown[1, RANK_INDEX["link_peer"]] = 4
+    assert link_rates(unknown) is None
+
+
+def test_two_ranks_and_very_many_cannot_share() -> None:
+    assert can_share(job_of(4))
+    assert is_decided(job_of(4))
+    assert not can_share(job_of(2))
+    assert not is_decided(job_of(2))
+    assert not can_share(job_of(MOST_RANKS + 1))
+    assert not can_share(msgspec.structs.replace(job_of(4), supports_exchange=False))
+
+
+def test_what_is_promised_is_what_was_measured() -> None:
+    # four ranks, 1.92 MB in 8 chunks: best ring and shares in ms, docs/communication.md
+    for rates, ring_ms, shares_ms in (
+        ((100.0, 100.0, 100.0, 20.0), 1226, 987),
+        ((200.0, 200.0, 200.0, 50.0), 490, 392),
+        ((100.0, 100.0, 100.0, 50.0), 498, 409),
+        ((100.0, 100.0, 100.0, 100.0), 243, 278),
+    ):
+        assert share_of_ring_time(rates) == pytest.approx(shares_ms / ring_ms, rel=0.06)
+    assert shares_of((100.0, 100.0, 100.0, 50.0)) == (333.0, 333.0, 333.0, 0.0)
+
+
+def test_the_best_batch_under_shares_is_that_of_the_model_fitted_to_them() -> None:
+    memory = ExchangeMemory(exact_s=0.2, rates=ONE_SLOW)
+    fitted = replace(model_of(4, 0.3), sync_slope=-0.5)  # computing hides half of its time
+    assert model_after(SHARES, SHARES, fitted, memory) is fitted
+    assert model_after(EXACT, EXACT, fitted, memory) is fitted
+    begun = model_after(EXACT, SHARES, fitted, memory)  # what was fitted is still that of the ring
+    assert begun.sync_intercept_s == pytest.approx(share_of_ring_time(ONE_SLOW) * 0.3)
+    assert begun.sync_slope == -0.5
+    assert model_after(SHARES, EXACT, begun, memory).sync_intercept_s == pytest.approx(0.3)
+
+
+def test_a_job_that_was_restarted_under_shares_looks_at_its_links_first() -> None:
+    shares = Exchange(route="shares", shares=(1.0, 1.0, 0.0, 1.0))
+    job = msgspec.structs.replace(job_of(4), initial_exchange=shares)
+    memory = ExchangeMemory.unpack(b"", job)
+    assert memory.newest_with_shares == shares
+    memory = memory.observe(WindowExposure(0.2, COMPUTE_S), 1.0, 4.0, 4)
+    assert choose(job, model_of(4, 0.2), memory, worth, max_every=16) == EXACT

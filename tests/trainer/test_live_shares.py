@@ -1,0 +1,119 @@
+"""Shares from links that are measured while a job trains: real ranks, one of them behind a slow link."""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from bench.hosts import Hosts, Link
+from tests.support.ranks import run_ranks
+from tests.support.training import flat_parameters, gather
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
+
+from dynamix import trainer as dynamix
+from dynamix.arbitrator.policies.rule import Rule
+from dynamix.lab.experiments.episodes.episode import ControlPlane
+from dynamix.schemas.messages import Message, Report, SystemMetrics
+from dynamix.schemas.messages.allocation import Exchange
+from dynamix.trainer.wire.transport import Transport
+
+NUM_RANKS = 4
+SLOW = 2
+SIZE = 8
+WINDOW_STEPS = 5
+NUM_WINDOWS = 14
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    with Hosts(NUM_RANKS) as made:
+        made[SLOW].set_link(Link.parse("20mbit"))
+        yield made
+
+
+class _Published(Transport):
+    """Keeps reports instead of sending them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reports: list[Report] = []
+
+    def publish(self, message: Message) -> None:
+        if isinstance(message, Report):
+            self.reports.append(msgspec.structs.replace(message, simulated=(SystemMetrics(),) * len(message.rows)))
+
+
+def _trained(rank: int) -> dict[str, Any]:
+    """Train under `rule`, decided in rank 0 by the functions of the services: what ruled, and what came of it."""
+    os.environ["DYNAMIX_NODE"] = f"node-{rank}"
+    torch.manual_seed(1)
+    inputs = torch.randn(4096, 40)
+    dataset = TensorDataset(inputs, inputs.sum(1, keepdim=True))
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(40, 2400), nn.ReLU(), nn.Linear(2400, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    sizes = {"local_batch_size": SIZE, "min_local_batch_size": SIZE, "max_local_batch_size": SIZE}
+    published, control, actions, digests = _Published(), None, [], []
+    session = dynamix.attach(
+        model,
+        optimizer,
+        dataset,
+        **sizes,  # type: ignore[arg-type]
+        global_batch="adaptive",
+        policy="rule",
+        window_steps=WINDOW_STEPS,
+        connect=published,
+    )
+    reports: list[list[Report]] = []
+    with session:
+        while len(digests) < NUM_WINDOWS * WINDOW_STEPS:
+            for batch, targets in session.loader:
+                loss = ((model(batch) - targets) ** 2).mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                session.step(loss)
+                digests.append(hashlib.sha256(flat_parameters(model).numpy().tobytes()).digest())
+                if published.reports:
+                    reports.append([each for of_node in gather(published.reports) for each in of_node])
+                    published.reports.clear()
+                    control = control or ControlPlane(session._run.specification(), Rule())
+                    _, decided = control.of_window(reports[-1])
+                    actions += decided
+                    for action in decided:
+                        session.offer(action)
+                if len(digests) == NUM_WINDOWS * WINDOW_STEPS:
+                    break
+        shown = [row["exchange"] for row in session.metrics()]
+    again = ControlPlane(session._run.specification(), Rule())
+    replayed = [action for window in reports for action in again.of_window(window)[1]]
+    return {
+        "digests": digests,
+        "shown": shown,
+        "exchanges": [action.exchange for action in actions],
+        "is_replayed": replayed == actions,
+        "rates": [[row.link_bytes_per_s for report in window for row in report.rows] for window in reports],
+        "reasons": [action.reason for action in actions],
+    }
+
+
+@pytest.mark.bpf
+def test_an_exact_job_behind_one_slow_link_takes_shares_that_nobody_typed(hosts: Hosts) -> None:
+    first, *others = run_ranks(_trained, NUM_RANKS, hosts=hosts)
+    for other in others:
+        assert other["digests"] == first["digests"], "ranks have the same bits in every step"
+        assert other["shown"] == first["shown"]
+        assert other["exchanges"] == first["exchanges"]
+    chosen = [each for each in first["exchanges"] if each.route == "shares"]
+    assert chosen, (first["rates"], first["reasons"])
+    assert Exchange(route="shares").label in first["shown"]
+    for exchange in chosen:
+        assert exchange.codec == "none"
+        assert exchange.every == 1
+        assert exchange.shares[SLOW] < 50 < min(each for rank, each in enumerate(exchange.shares) if rank != SLOW)
+    assert any(f"rank {SLOW} carries" in reason for reason in first["reasons"])
+    assert first["is_replayed"], "a decision is made of nothing but the reports"
