@@ -16,6 +16,7 @@ COLUMNS = (
     ("rx MB/s", "rx_bytes_per_s", 1e-6, 2),
     ("retransmits per window", "retransmits", 1.0, 0),
     ("srtt ms", "srtt_us", 1e-3, 2),
+    ("link MB/s", "link_bytes_per_s", 1e-6, 2),
     ("CPU time ratio", "cpu_time_ratio", 1.0, 3),
     ("run-queue wait ratio", "run_queue_wait_ratio", 1.0, 3),
 )
@@ -47,6 +48,13 @@ def text_of(result: ClusterResult) -> str:
     ranks = aligned(["rank", *(heading for heading, *_ in COLUMNS), "probe"], [_cells(rank) for rank in result.ranks])
     pairs = ", ".join(f"{rank.num_retransmits} of {rank.host_retransmits}" for rank in result.ranks)
     notes = [f"probe: {note}" for note in sorted({note for rank in result.ranks for note in rank.probe_notes})]
+    spreads = result.step_time_s_by_exchange
+    if len(spreads) > 1:
+        notes += [
+            f"step with gradients {exchange}: {1e3 * spread.median:.1f} ms [{1e3 * spread.low:.1f}, "
+            f"{1e3 * spread.high:.1f}]"
+            for exchange, spread in spreads.items()
+        ]
     counted = f"retransmitted segments, by the windows and by all sockets of each host: {pairs}"
     return "\n".join([title, ranks, counted, *notes])
 

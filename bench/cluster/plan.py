@@ -67,6 +67,10 @@ class ClusterPlan(msgspec.Struct, frozen=True, kw_only=True):
         """Raise ValueError for what cannot be run."""
         if self.num_hosts < 2:
             raise ValueError(f"{self.num_hosts} hosts: a network has at least 2")
+        if not 0 <= self.min_local_batch_size <= self.max_local_batch_size:
+            raise ValueError(
+                f"local batch sizes from {self.min_local_batch_size} to {self.max_local_batch_size}: there are none"
+            )
         if not 0 <= self.num_warm_up_windows < self.num_windows:
             raise ValueError(
                 f"{self.num_warm_up_windows} of {self.num_windows} windows to warm up leave none to measure"
@@ -117,6 +121,8 @@ def cluster_parser(
         ("--window-steps", DEFAULTS.window_steps, "steps in a window"),
         ("--warm-up", DEFAULTS.num_warm_up_windows, "windows not measured"),
         ("--local-batch-size", 32, "to begin with"),
+        ("--smallest", DEFAULTS.min_local_batch_size, "local batch size of a decision"),
+        ("--largest", DEFAULTS.max_local_batch_size, "local batch size of a decision"),
         ("--seed", DEFAULTS.seed, "of model and data"),
         *more,
         has_figure=has_figure,
@@ -144,6 +150,8 @@ def plan_of(options: argparse.Namespace, **slow: Any) -> ClusterPlan:
         num_windows=options.windows,
         window_steps=options.window_steps,
         num_warm_up_windows=options.warm_up,
+        min_local_batch_size=options.smallest,
+        max_local_batch_size=options.largest,
         probe=options.probe,
         seed=options.seed,
         data=options.data,

@@ -12,6 +12,7 @@ from bench.harness.rounds import median_of
 from dynamix.collector.procfs.proc import NamespaceTraffic
 from dynamix.schemas.features import RANK_INDEX, state_of, unpack_ranks
 from dynamix.schemas.messages import Action, Applied, Message, MetricWindow
+from dynamix.schemas.messages.allocation import EXACT
 
 SIGNALS = (
     "local_batch_size",
@@ -22,6 +23,7 @@ SIGNALS = (
     "rx_bytes_per_s",
     "retransmits",
     "srtt_us",
+    "link_bytes_per_s",
     "cpu_time_ratio",
     "run_queue_wait_ratio",
     "context_switches_per_s",
@@ -113,6 +115,10 @@ class ClusterResult(msgspec.Struct, frozen=True, kw_only=True):
     ranks: list[RankResult]
     step_times_s: list[float]
     """Step time of every window."""
+    exchanges: list[str]
+    """How gradients travelled in every window, in words."""
+    step_time_s_by_exchange: dict[str, WindowSpread]
+    """Over the measured windows, without those in which another one began: their first step may connect ranks."""
 
 
 def summarise(plan: ClusterPlan, arm: Arm, seen: JobMessages, traffic: Sequence[NamespaceTraffic]) -> ClusterResult:
@@ -127,6 +133,8 @@ def summarise(plan: ClusterPlan, arm: Arm, seen: JobMessages, traffic: Sequence[
         raise ValueError(f"{arm.label}: none of the {plan.num_windows} windows came from all {plan.num_hosts} hosts")
     job = [ranks[0].job_metrics for ranks in whole.values()]
     measured_job = [ranks[0].job_metrics for ranks in measured]
+    step_times_s = [metrics.step_time_s for metrics in job]
+    exchanges = [_exchange(seen.applied, window) for window in whole]
     return ClusterResult(
         label=arm.label,
         policy=arm.policy,
@@ -143,8 +151,24 @@ def summarise(plan: ClusterPlan, arm: Arm, seen: JobMessages, traffic: Sequence[
             _rank_result(rank, [ranks[rank] for ranks in whole.values()], len(measured), traffic[rank])
             for rank in range(plan.num_hosts)
         ],
-        step_times_s=[metrics.step_time_s for metrics in job],
+        step_times_s=step_times_s,
+        exchanges=exchanges,
+        step_time_s_by_exchange=_by_exchange(exchanges, step_times_s, len(whole) - len(measured)),
     )
+
+
+def _exchange(applied: Sequence[Applied], window: int) -> str:
+    """What ruled a window: the newest decision that was adopted by then."""
+    adopted = [each for each in applied if each.effective_window <= window]
+    return (max(adopted, key=lambda each: each.effective_window).exchange if adopted else EXACT).label
+
+
+def _by_exchange(exchanges: Sequence[str], step_times_s: Sequence[float], num_warm_up: int) -> dict[str, WindowSpread]:
+    found: dict[str, list[float]] = {}
+    for number in range(max(num_warm_up, 1), len(exchanges)):
+        if exchanges[number] == exchanges[number - 1]:
+            found.setdefault(exchanges[number], []).append(step_times_s[number])
+    return {exchange: WindowSpread.of(times_s) for exchange, times_s in found.items()}
 
 
 def missed(result: ClusterResult) -> list[str]:

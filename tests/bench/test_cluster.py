@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from bench.cluster import table
-from bench.cluster.display import describe, panels_of
+from bench.cluster.display import describe, panels_of, text_of
 from bench.cluster.plan import Arm, ClusterPlan, by_rank, cluster_parser, plan_of
 from bench.cluster.summary import ClusterResult, JobMessages, WindowSpread, missed, summarise
 from bench.harness.figure import draw
@@ -20,6 +20,7 @@ from tests.support.brokers import until
 
 from dynamix.collector.procfs.proc import NamespaceTraffic
 from dynamix.schemas.messages import Applied, MetricWindow, NetworkMetrics, RankMetrics, SystemMetrics
+from dynamix.schemas.messages.allocation import EXACT, Exchange
 
 PLAN = ClusterPlan(num_hosts=2, num_windows=3, num_warm_up_windows=1)
 NO_TRAFFIC = NamespaceTraffic(0, 0, 0)
@@ -108,6 +109,32 @@ def test_medians_leave_out_what_is_to_warm_up_and_windows_do_not() -> None:
     assert rank.medians["srtt_us"] is None
     assert (rank.num_retransmits, rank.probes) == (15, {"tcp_info": 3})
     assert result.local_batch_sizes == [32, 33]
+
+
+def test_times_of_steps_are_told_apart_by_how_gradients_travelled() -> None:
+    plan = ClusterPlan(num_hosts=2, num_windows=6, num_warm_up_windows=1)
+    seen = JobMessages(2, 6)
+    for number, step_s in enumerate((0.9, 0.3, 0.5, 0.7, 0.1, 0.2)):
+        for rank in range(2):
+            seen.record_message(window_of(rank, number, step_s))
+    shares = Exchange(route="shares", shares=(1.0, 0.0))
+    for window, exchange in ((2, EXACT), (3, shares), (4, shares)):
+        seen.record_message(
+            Applied(
+                job=examples.JOB,
+                generation=0,
+                decided_window=window - 2,
+                effective_window=window,
+                effective_step=10 * window,
+                local_batch_sizes=(32, 32),
+                exchange=exchange,
+            )
+        )
+    result = summarise(plan, Arm("rule", 32), seen, [NO_TRAFFIC] * 2)
+    assert result.exchanges == ["exact"] * 3 + ["none over shares"] * 3
+    found = {exchange: spread.median for exchange, spread in result.step_time_s_by_exchange.items()}
+    assert found == pytest.approx({"exact": 0.4, "none over shares": 0.15})  # without the window in which they began
+    assert "step with gradients none over shares: 150.0 ms" in text_of(result)
 
 
 def test_a_window_counts_when_all_hosts_sent_it() -> None:
@@ -199,7 +226,7 @@ def test_the_table_compares_actions_within_a_condition_and_the_slow_rank_with_th
     assert lines[2] == "| slow link | 150 ms, 750/s, **1.00x** (32/33) | 150 ms, 1500/s, **2.00x** (32/33) |"
     state = lines[-1].split(" | ")
     assert state[0] == "| slow link"
-    assert state[6] == "0.500 / 0.250"
+    assert state[7] == "0.500 / 0.250"
     assert state[5] == "- / -"
 
 
