@@ -108,7 +108,7 @@ class Coding(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """What it costs a rank that nothing slows to code and decode its gradient, in seconds per million bytes of it.
 
     The defaults were measured with our codecs, as CPU time of one core (2026), on buckets of 1 and 4 MB over 4 and 8
-    ranks; for `rows` and `sketch` with 5 % of the rows, drawn by each rank.
+    ranks; for `rows` and `sketch` with 5 % of the rows, drawn by each rank. Only that of `powersgd` is an estimate.
     """
 
     none: NotNegative = 0.0006
