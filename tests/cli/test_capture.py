@@ -45,7 +45,7 @@ def window_of(window: int) -> list[Message]:
     found: list[Message] = []
     for node, ranks in NODES.items():
         found += [examples.report(node, ranks, window), examples.window(node, ranks, window)]
-        found += [examples.state(node, ranks, window), reward(node, ranks, window)]
+        found += [examples.state(node, ranks, window), examples.trace(node, ranks, window), reward(node, ranks, window)]
     return [*found, examples.action(window, hash=window.to_bytes(32, "big")), applied(window, window + 2)]
 
 
