@@ -12,7 +12,7 @@ DATA   := .data/fashion-mnist
 CIFAR  := .data/cifar-10
 ARGS   ?=
 
-.PHONY: help venv venv-frameworks demo data data-cifar test test-slow test-frameworks gpu faults failover lint types bench cluster exchange scale results heldout heldout-exchange adaptdl paper image dist format clean
+.PHONY: help venv venv-frameworks demo data data-cifar test test-slow test-frameworks gpu faults failover floods lint types bench cluster exchange scale results heldout heldout-exchange adaptdl paper image dist format clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -75,6 +75,9 @@ faults: venv ## all faults at full counts, five rounds with other seeds, into ou
 
 failover: venv ## a broker of three servers that loses one, 20 times each: docs/failover.json and the table of docs/failover.md; 30 minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.failover --json docs/failover.json --document docs/failover.md $(ARGS)
+
+floods: venv ## one client floods the broker beside an honest job: docs/floods.json and the table of docs/floods.md; 5 minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m bench.floods --json docs/floods.json --document docs/floods.md $(ARGS)
 
 lint: venv ## ruff: rules and format
 	$(BIN)/ruff check .

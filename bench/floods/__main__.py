@@ -1,0 +1,96 @@
+"""How long an honest job waits for its decisions while one client floods the broker.
+
+`python -m bench.floods [--flood NAME] [--json FILE]`, some 5 minutes. For each flood a broker, the real services and a
+job that reports a window every 0.2 s; the delay is that from a window's report to its action at the reader, first
+without the flood and then from its beginning until some time after it. The flood comes from another process, with all
+permissions of a trainer, as fast as the broker takes it. What the streams' limits refuse is counted.
+
+Every window must be decided once and in order. With a flood of full size no delay may be above 1 s.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from bench.floods.measurement import FloodResult, measure
+from bench.floods.senders import FLOODS
+from bench.harness.broker import run_with_uvloop
+from bench.harness.command import BenchmarkReport, Target, benchmark_parser, run_benchmark
+from bench.harness.tables import aligned, markdown, replaced
+
+from dynamix.runtime import output_files
+from dynamix.runtime.bus import BusError
+from dynamix.runtime.embedded import EmbeddedServerError
+
+BEGIN, END = "<!-- the table is made by `make floods` -->", "<!-- end of the table -->"
+HEADINGS = [
+    "flood",
+    "accepted",
+    "refused",
+    "in [s]",
+    "delay without it: median / p95 / longest [ms]",
+    "with it [ms]",
+]
+MAX_DELAY_S = 1.0
+
+
+def cells_of(result: FloodResult) -> list[str]:
+    """One row of the table."""
+    return [
+        f"{result.count:,} {FLOODS[result.flood].what}",
+        f"{result.sent.accepted:,}",
+        f"{result.sent.refused:,}",
+        f"{result.sent.seconds:.1f}",
+        *(
+            " / ".join(f"{1000 * value:,.0f}" for value in (delays.median_s, delays.p95_s, delays.longest_s))
+            for delays in (result.calm, result.flooded)
+        ),
+    ]
+
+
+def targets_of(results: Sequence[FloodResult]) -> list[Target]:
+    """What each flood is judged by."""
+    return [
+        target
+        for result in results
+        for target in (
+            Target(name=f"{result.flood}: longest delay, s", value=result.flooded.longest_s, at_most=MAX_DELAY_S),
+            Target(name=f"{result.flood}: actions out of their chain", value=result.num_out_of_chain, at_most=0),
+        )
+    ]
+
+
+def report_of(options: argparse.Namespace) -> BenchmarkReport:
+    """Run the floods, and write the table into a document that has a place for it."""
+    results = []
+    for name in options.flood or FLOODS:
+        count = max(1, round(FLOODS[name].full * options.size))
+        results.append(run_with_uvloop(measure(name, count, calm_s=options.calm, after_s=options.after)))
+        sys.stderr.write(f"floods: {' | '.join(cells_of(results[-1]))}\n")
+    cells = [cells_of(result) for result in results]
+    if options.document:
+        path = Path(options.document)
+        text = replaced(path.read_text(), BEGIN, END, f"\n{markdown(HEADINGS, cells, num_left=1)}\n")
+        output_files.write(path, text.encode())
+    figures = {"floods": [msgspec.to_builtins(result) for result in results]}
+    return BenchmarkReport(figures, aligned(HEADINGS, cells), targets_of(results))
+
+
+def main() -> int:
+    """Flood; 1 when an honest job waited too long, 2 when a service failed."""
+    parser = benchmark_parser(
+        *("floods", __doc__),
+        ("--size", 1.0, "of each flood, over the full one"),
+        ("--calm", 10.0, "seconds without a flood"),
+        ("--after", 10.0, "seconds after it that count as flooded"),
+    )
+    parser.add_argument("--flood", choices=[*FLOODS], action="append", help="only this one (may be repeated)")
+    parser.add_argument("--document", metavar="FILE", help="write the table into this Markdown file, between its marks")
+    options = parser.parse_args()
+    return run_benchmark("floods", options, lambda: report_of(options), cannot=(BusError, EmbeddedServerError))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""What floods a broker, sent by one client as fast as the broker takes it. Runs in a process of its own."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+from bench.harness.broker import run_with_uvloop
+from bench.harness.steady_job import NODE
+from bench.messages.load import NodeWindow, Parcel, job_of, node_window, parcel
+
+from dynamix.runtime.bus import Bus, BusError
+from dynamix.runtime.bus.broker.requests import Answer
+from dynamix.runtime.settings import BusSettings
+from dynamix.schemas import subjects
+from dynamix.schemas.messages import Job, NodeRanks
+from dynamix.schemas.streams import ACTIONS
+
+LARGE_BYTES = 487_000
+LARGE_RANKS = 4096
+SMALL_RANKS = 4
+NUM_AT_ONCE = 64
+"""Requests to JetStream's API that wait for their answer."""
+
+
+class Sent(msgspec.Struct, frozen=True, kw_only=True):
+    """What a flood came to."""
+
+    accepted: int
+    refused: int
+    num_bytes: int
+    """All payloads together, refused ones too."""
+    seconds: float
+
+
+class Flood(NamedTuple):
+    """A kind of flood."""
+
+    what: str
+    """One of it, in words."""
+    full: int
+    """How many make the full size."""
+    send: Callable[[Bus, int], Awaitable[Sent]]
+
+
+def send(name: str, count: int, settings: BusSettings) -> Sent:
+    """Send so many of a kind; for a process of its own."""
+    return run_with_uvloop(_send(name, count, settings))
+
+
+async def _send(name: str, count: int, settings: BusSettings) -> Sent:
+    bus = await Bus.connect(settings, name="flood")
+    try:
+        return await FLOODS[name].send(bus, count)
+    finally:
+        await bus.close()
+
+
+def job_on_one_node(name: str, num_ranks: int) -> Job:
+    """A job whose ranks are all on the node of the honest one."""
+    job = job_of(name, num_ranks, "static")
+    return msgspec.structs.replace(job, nodes=(NodeRanks(node=NODE, ranks=tuple(range(num_ranks))),))
+
+
+def measured_of(job: Job) -> NodeWindow:
+    """What a job's node measured in its first window."""
+    return node_window(job, job.nodes[0], np.random.default_rng(0))
+
+
+def _jobs(count: int) -> Iterator[Parcel]:
+    """Specifications, and a report of each job to the honest job's collector."""
+    report = measured_of(job_on_one_node("fake-0", SMALL_RANKS)).report
+    for number in range(count):
+        job = job_on_one_node(f"fake-{number}", SMALL_RANKS)
+        yield parcel(job)
+        yield parcel(msgspec.structs.replace(report, job=job.job))
+
+
+def _reports(count: int) -> Iterator[Parcel]:
+    """Reports of one job to the honest job's collector, one per window."""
+    measured = measured_of(job_on_one_node("crowd", LARGE_RANKS))
+    rows = tuple(msgspec.structs.replace(row, sockets=None, sockets_before=None) for row in measured.report.rows)
+    small = measured._replace(report=msgspec.structs.replace(measured.report, rows=rows))  # with sockets over the limit
+    for window in range(count):
+        yield parcel(small.at(window).report)
+
+
+def _specifications(count: int) -> Iterator[Parcel]:
+    for number in range(count):
+        yield Parcel(subjects.of("job", f"large-{number}"), bytes(LARGE_BYTES), f"large:{number}")
+
+
+def _junk(count: int) -> Iterator[Parcel]:
+    for number in range(count):
+        yield Parcel(subjects.of("report", "junk", "node-z"), bytes(LARGE_BYTES), f"junk:{number}")
+
+
+def _publishing(parcels: Callable[[int], Iterator[Parcel]]) -> Callable[[Bus, int], Awaitable[Sent]]:
+    async def publish(bus: Bus, count: int) -> Sent:
+        begun, futures, num_bytes = time.monotonic(), list[asyncio.Future[int]](), 0
+        for one in parcels(count):
+            futures.append(await bus.publish_bytes_soon(*one))
+            num_bytes += len(one.payload)
+            await asyncio.sleep(0)
+        return await _judged(futures, num_bytes, begun)
+
+    return publish
+
+
+async def _consumers(bus: Bus, count: int) -> Sent:
+    """Durable consumers, which a trainer may make to read the actions of its job."""
+    begun, accepted = time.monotonic(), 0
+    async for answers in _in_groups(bus, count):
+        accepted += sum(not isinstance(answer, BusError) for answer in answers)
+    return Sent(accepted=accepted, refused=count - accepted, num_bytes=0, seconds=time.monotonic() - begun)
+
+
+async def _in_groups(bus: Bus, count: int) -> AsyncIterator[list[Answer | BaseException]]:
+    for start in range(0, count, NUM_AT_ONCE):
+        asked = [_consumer(bus, number) for number in range(start, min(count, start + NUM_AT_ONCE))]
+        yield await asyncio.gather(*asked, return_exceptions=True)
+
+
+async def _consumer(bus: Bus, number: int) -> Answer:
+    name, subject = f"flood-{number}", subjects.of("action", f"fake-{number}")
+    config = {"durable_name": name, "name": name, "ack_policy": "explicit", "filter_subject": subject}
+    body = {"stream_name": ACTIONS.name, "config": config, "action": "create"}
+    return await bus.requests.ask(f"CONSUMER.CREATE.{ACTIONS.name}.{name}.{subject}", body, Answer)
+
+
+async def _judged(futures: list[asyncio.Future[int]], num_bytes: int, begun: float) -> Sent:
+    results = await asyncio.gather(*futures, return_exceptions=True)
+    refused = sum(isinstance(result, BusError) for result in results)
+    accepted = sum(isinstance(result, int) for result in results)
+    assert refused + accepted == len(results), "the bus raises nothing else"
+    return Sent(accepted=accepted, refused=refused, num_bytes=num_bytes, seconds=time.monotonic() - begun)
+
+
+FLOODS = {
+    "jobs": Flood(
+        "jobs of 4 ranks that never end, each with a report to the same collector", 10_000, _publishing(_jobs)
+    ),
+    "consumers": Flood("durable consumers on ACTIONS", 1000, _consumers),
+    "specifications": Flood("specifications of 487 kB", 150, _publishing(_specifications)),
+    "junk": Flood("messages of 487 kB into FEED, 1.1 GB", 2260, _publishing(_junk)),
+    "reports": Flood("reports of 4,096 ranks to the same collector", 256, _publishing(_reports)),
+}
