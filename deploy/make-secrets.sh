@@ -1,6 +1,7 @@
 #!/bin/sh
-# Write one password per user of nats.conf into the directory $1; what is there already stays, so that a second run
-# changes nothing. To rotate a password delete its file, run this again, restart the broker, then the service.
+# Write one password per user of users/users.conf into the directory $1; what is there already stays, so that a second
+# run changes nothing. To rotate a password delete its file, run this again, restart the broker, then the service. Keys,
+# which need no restart and can be for one job or one node only: `dynamix keys --help`.
 #
 #   <user>.password   for the service (DYNAMIX_NATS_PASSWORD_FILE)
 #   nats.env          all of them, for the broker

@@ -1,4 +1,4 @@
-"""What each user of deploy/nats.conf may do, tried on the real server: its own work, and nothing else."""
+"""What each user of deploy/users/users.conf may do, tried on the real server: its own work, and nothing else."""
 
 import asyncio
 import contextlib
@@ -19,6 +19,7 @@ from dynamix.runtime.bus.objects.layout import description_subject
 from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.bus.streams.stored import write_stream
 from dynamix.schemas import subjects
+from dynamix.schemas.codec import encode
 from dynamix.schemas.kinds import BY_NAME, KINDS, SERVICES, WATCHER
 from dynamix.schemas.messages import (
     Applied,
@@ -39,8 +40,8 @@ MAY_READ = {kind.name: {*kind.receivers, WATCHER} for kind in STORED}
 for _name in ("report", "window", "trace", "policy", "event"):
     MAY_READ[_name].add("learner")  # its one consumer of FEED has several filters, which permissions cannot limit
 
-for _name in ("reward", "trace"):
-    MAY_READ[_name].discard("trainer")  # it hears them as they are published, and may not read the stream
+for _name in ("reward", "trace", "action"):
+    MAY_READ[_name].discard("trainer")  # it hears them, and may read no stream
 
 
 def message(kind: str, job: str = examples.JOB) -> Message:
@@ -167,7 +168,7 @@ async def test_provision_cannot_delete_an_action(connect: Any) -> None:
 async def test_no_user_subscribes_to_anothers_inbox_or_to_live_messages(connect: Any, user: str) -> None:
     bus = await connect(user)
     others = [f"_INBOX.{other}.>" for other in USERS if other != user]
-    for subject in (*others, "_INBOX.>", ">", f"{subjects.ROOT}.>", "$JS.>", wildcard("action")):
+    for subject in (*others, "_INBOX.>", ">", f"{subjects.ROOT}.>", "$JS.>", wildcard("action"), subjects.ANNOUNCED):
         with pytest.raises(PermissionDeniedError):
             async with bus.subscribe(subject) as messages:
                 await anext(messages)
@@ -184,6 +185,7 @@ async def test_a_consumer_cannot_be_made_to_publish_for_its_maker(connect: Any) 
         policy,
         "$JS.API.STREAM.DELETE.DEAD",
         "$JS.API.STREAM.PURGE.ACTIONS",
+        f"$JS.API.DIRECT.GET.JOBS.{subjects.of('job', 'forged')}",
         own,
     )
     async with collector.subscribe(own) as deliveries:
@@ -222,6 +224,22 @@ async def test_rewards_and_traces_are_heard_by_the_trainer_only(
         else:
             with pytest.raises(PermissionDeniedError):
                 await anext(heard)
+
+
+@pytest.mark.parametrize("user", USERS)
+async def test_a_stored_action_is_heard_and_looked_up_by_the_trainer_only(connect: Any, user: str) -> None:
+    arbitrator, bus = await connect("arbitrator"), await connect(user)
+    wanted = subjects.of("action", f"heard-by-{user}")
+    await publish(arbitrator, "action", f"heard-by-{user}")
+    async with bus.follow(ACTIONS.name, wanted) as actions:
+        if user == "trainer":
+            assert (await anext(actions)).subject == wanted
+            again = examples.action(1, job=f"heard-by-{user}", hash=bytes(31))
+            await arbitrator.publish(again)
+            assert (await anext(actions)).payload == encode(again)
+        else:
+            with pytest.raises(PermissionDeniedError):
+                await anext(actions)
 
 
 @pytest.mark.parametrize("user", SERVICES)
@@ -358,7 +376,11 @@ async def test_the_arbitrators_compare_and_set_works_with_its_rights(connect: An
 async def test_a_jobs_last_start_is_looked_up_by_those_who_need_it_only(connect: Any, user: str) -> None:
     trainer, bus = await connect("trainer"), await connect(user)
     sequence = await publish(trainer, "job", "looked-up")
-    if user in {"trainer", "arbitrator", "learner", "watcher", "provision"}:
+    if user == "trainer":
+        found = await bus.newest(JOBS.name, subjects.of("job", "looked-up"))
+        assert found is not None
+        assert found.payload == encode(message("job", "looked-up"))
+    elif user in {"arbitrator", "learner", "watcher", "provision"}:
         stored = await bus.last(JOBS.name, subjects.of("job", "looked-up"))
         assert stored is not None
         assert stored.sequence == sequence

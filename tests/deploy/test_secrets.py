@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from tests.support.deployed_broker import DEPLOY, make_secrets
 
+from dynamix.runtime.bus.users.users_file import read_users
+
 
 @pytest.fixture
 def secrets(tmp_path: Path) -> Path:
@@ -14,7 +16,7 @@ def secrets(tmp_path: Path) -> Path:
 
 
 def users_of_the_broker() -> set[str]:
-    return set(re.findall(r"^\s*user: (\S+)$", (DEPLOY / "nats.conf").read_text(), re.MULTILINE))
+    return {user.name for user in read_users((DEPLOY / "users" / "users.conf").read_text()) if not user.keys}
 
 
 def test_every_user_of_the_broker_has_a_password_and_the_broker_knows_it(secrets: Path) -> None:
@@ -24,7 +26,8 @@ def test_every_user_of_the_broker_has_a_password_and_the_broker_knows_it(secrets
 
 
 def test_the_broker_reads_exactly_these_variables(secrets: Path) -> None:
-    used = set(re.findall(r"\$(NATS_\w+)", (DEPLOY / "nats.conf").read_text()))
+    files = (DEPLOY / "nats.conf", DEPLOY / "users" / "users.conf")
+    used = {name for file in files for name in re.findall(r"\$(NATS_\w+)", file.read_text())}
     assert used == set(make_secrets(secrets))
 
 

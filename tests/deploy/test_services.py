@@ -49,11 +49,14 @@ async def test_a_window_passes_all_services_without_a_denied_permission(broker: 
     try:
         await trainer.publish(job)
         await trainer.publish(report_of(job, 0, job.initial_local_batch_sizes, (1000.0, 1000.0, 1000.0, 300.0)))
-        action = await first(trainer, ACTIONS.name, subjects.of("action", job.job), Action)
+        action = await first(watcher, ACTIONS.name, subjects.of("action", job.job), Action)
+        heard = await trainer.newest(ACTIONS.name, subjects.of("action", job.job))
         reward = await first(watcher, FEED.name, subjects.of("reward", job.job, NODE), Reward)
     finally:
         await trainer.close()
     assert (action.generation, action.window) == (0, 0)
+    assert heard is not None
+    assert decode(Action, heard.subject, heard.payload) == action
     assert sum(action.local_batch_sizes) == sum(job.initial_local_batch_sizes)
     assert action.local_batch_sizes[3] < action.local_batch_sizes[0]
     assert [rank.rank for rank in reward.ranks] == [0, 1, 2, 3]

@@ -198,14 +198,14 @@ async def test_the_specification_of_a_later_start_is_left_alone(
     await until(lambda: not len(client.outbox))
     await bus.publish(examples.job(generation=1))
     looks = 0
-    last = Bus.last
+    newest = Bus.newest
 
     async def counted(self: Bus, stream: str, subject: str) -> Any:
         nonlocal looks
         looks += 1
-        return await last(self, stream, subject)
+        return await newest(self, stream, subject)
 
-    monkeypatch.setattr(Bus, "last", counted)
+    monkeypatch.setattr(Bus, "newest", counted)
     await until(lambda: looks >= 3)
     message = await bus.last("JOBS", subjects.of("job", examples.JOB))
     assert message is not None

@@ -49,7 +49,13 @@ def _streams() -> str:
         "| stream | keeps | for | at most | per subject | per message | unused consumers kept "
         "| duplicates dropped within |\n|---|---|---|---|---|---|---|---|\n"
     )
-    return head + "\n".join(map(_row, STREAMS)) + "\n"
+    announcing = [kind for kind in KINDS if kind.stream is not None and kind.stream.announces]
+    heard = "".join(
+        f"\n{kind.carrier} sends each `{kind.struct.__name__}` again once it is stored, on "
+        f"`{subjects.announced(subjects.template(kind, '<{}>'))}`:\nthere a trainer hears it, and needs no consumer.\n"
+        for kind in announcing
+    )
+    return head + "".join(map(_row, STREAMS)) + heard
 
 
 def _row(stream: Stream) -> str:

@@ -35,6 +35,8 @@ class Stream(msgspec.Struct, frozen=True, kw_only=True):
     """What the broker keeps for a reader is removed after so long without a request, whatever the reader asked for: a
     client that makes consumers without end would otherwise fill the stream with them."""
     discard: Literal["old", "new"] = "old"
+    announces: bool = False
+    """Send each message once more, to those who listen, when it is stored: see `subjects.announced`."""
     bucket: str = ""
     """The object store that this stream is, in JetStream's standard layout; it then keeps no messages of ours."""
 
@@ -61,7 +63,9 @@ ACTIONS = Stream(
     max_bytes=512 * MIB,
     max_messages_per_subject=4096,
     deny_delete=True,
+    announces=True,
 )
+"""Announced, so that a training process needs no consumer, whose name no permission could tell from another job's."""
 DEAD = Stream(name="DEAD", max_age_s=7 * DAY_S, max_bytes=16 * MIB, max_messages_per_subject=10_000)
 POLICIES = Stream(
     name="OBJ_policies",

@@ -11,6 +11,7 @@ from .messages.fields import TOKEN_PATTERN
 from .streams import Stream
 
 ROOT = "dynamix.v1"
+ANNOUNCED = f"{ROOT}.stored"
 ANY = "*"
 """Stands for every job or node in a filter."""
 
@@ -59,6 +60,12 @@ def of(kind: str, *tokens: str) -> str:
     """
     assert _DEPTH[kind] == len(tokens), f"{kind} has {_DEPTH[kind]} tokens, not {len(tokens)}"
     return ".".join((ROOT, kind, *(token if token == ANY else check_token(token) for token in tokens)))
+
+
+def announced(subject: str) -> str:
+    """Where a stream that announces sends a message of this subject, or filter, again once it is stored."""
+    assert subject.startswith(ROOT), f"{subject} is no subject of ours"
+    return ANNOUNCED + subject.removeprefix(ROOT)
 
 
 def subject_of(message: Message) -> str:

@@ -144,7 +144,7 @@ async def _look_up(settings: BusSettings, job: str, name: str) -> int | None:
     async with asyncio.timeout(LOOKUP_S):
         bus = await Bus.connect(settings, name=name, wait=False)
         try:
-            message = await bus.last(JOBS.name, subjects.of("job", job))
+            message = await bus.newest(JOBS.name, subjects.of("job", job))
         finally:
             await bus.close()
     if message is None:

@@ -18,12 +18,13 @@ from .objects.store import Objects
 from .streams import stored
 from .streams.broker_consumer import Start
 from .streams.consumer import Consumer
+from .streams.following import Following
 from .streams.message import BusMessage, StreamState
 from .streams.publisher import Publisher
 from .streams.statistics import HandlingStatistics, StatisticsByKind
 from .streams.subscription import Subscription
 
-R = TypeVar("R", Consumer, Subscription)
+R = TypeVar("R", Consumer, Subscription, Following)
 
 
 class Bus:
@@ -43,7 +44,7 @@ class Bus:
         connection.leave_while(lambda: bool(self._publisher.num_late or self.requests.num_late))
         self.objects = Objects(self.requests, self._publisher, self._read)
         self._readers: weakref.WeakSet[Consumer] = weakref.WeakSet()
-        self._intake: weakref.WeakSet[Consumer | Subscription] = weakref.WeakSet()
+        self._intake: weakref.WeakSet[Consumer | Subscription | Following] = weakref.WeakSet()
         self._intake_stopped = False
         self._counters = dict.fromkeys(
             ("received", "received_twice", "consumer_resets", "dropped_live", "dropped_received"), 0
@@ -166,6 +167,10 @@ class Bus:
         """The last stored message of a subject, `None` when there is none. Raises as `stream_state`."""
         return await stored.last_message(self.requests, stream, subject)
 
+    async def newest(self, stream: str, subject: str) -> BusMessage | None:
+        """As `last`, from any replica, which may lag; the right to ask can be limited to one subject."""
+        return await stored.newest_message(self.requests, stream, subject)
+
     async def first(self, stream: str, subject: str, *, start: int = 1) -> BusMessage | None:
         """The first stored message of a subject or filter at or after a sequence. Otherwise as `last`."""
         return await stored.find_message(self.requests, stream, {"seq": start, "next_by_subj": subject})
@@ -206,6 +211,13 @@ class Bus:
             statistics=self.statistics.of_subjects(*subjects),
         )
         return self._admit(consumer)
+
+    def follow(self, stream: str, subject: str) -> Following:
+        """Follow the newest message of one subject of a stream that announces; nothing is kept for us at the broker.
+
+        Only the newest counts: what was stored while we were away is not read one by one.
+        """
+        return self._admit(Following(self._connection, self.requests, stream, subject))
 
     def subscribe(self, subject: str) -> Subscription:
         """Listen on core NATS, where nothing is stored: for `live`. A slow reader loses the oldest, counted."""

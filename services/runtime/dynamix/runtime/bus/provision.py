@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from dynamix.schemas.streams import STREAMS, Stream
-from dynamix.schemas.subjects import kept_by
+from dynamix.schemas.subjects import announced, kept_by
 
 from . import Bus
 from .broker.errors import ApiError, BusError, StreamMissingError
@@ -51,9 +51,11 @@ async def _provision_one(bus: Bus, stream: Stream, num_replicas: int | None) -> 
 
 def config_of(stream: Stream) -> dict[str, Any]:
     """JetStream's configuration of a stream."""
+    kept = [all_chunks(stream.bucket), all_descriptions(stream.bucket)] if stream.bucket else kept_by(stream)
     return {
         "name": stream.name,
-        "subjects": [all_chunks(stream.bucket), all_descriptions(stream.bucket)] if stream.bucket else kept_by(stream),
+        "subjects": kept,
+        "republish": {"src": kept[0], "dest": announced(kept[0])} if stream.announces else None,
         "retention": "limits",
         "storage": "file",
         "discard": stream.discard,

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from dynamix.runtime.bus import Bus, BusError, BusMessage
@@ -199,7 +199,7 @@ class BusClient(Transport):
             if ours is None or len(self.outbox):
                 continue
             try:
-                stored = await bus.last(JOBS.name, subjects.subject_of(ours))
+                stored = await bus.newest(JOBS.name, subjects.subject_of(ours))
                 if ours is self._specification and _is_lost(ours, stored):
                     identity = f"{message_id(ours)}:again:{uuid.uuid4().hex}"  # the broker has seen the usual one
                     await bus.publish_bytes(subjects.subject_of(ours), encode(ours), identity)
@@ -236,9 +236,9 @@ class BusClient(Transport):
         dead_letters = DeadLetters(bus, SERVICE, self._counters)
         while True:
             try:
-                async with bus.consume(ACTIONS.name, [subject], start="last_per_subject") as consumer:
-                    async for batch in consumer:
-                        await self._receive(batch, dead_letters)
+                async with bus.follow(ACTIONS.name, subject) as messages:
+                    async for message in messages:
+                        await self._receive(message, dead_letters)
             except BusError as error:
                 self._complain("cannot listen to actions; trying again", error)
                 await asyncio.sleep(RETRY_S)
@@ -265,13 +265,12 @@ class BusClient(Transport):
             self._complain(f"cannot hear {without}", error)
         await asyncio.Event().wait()  # a duty that ends would end the others
 
-    async def _receive(self, batch: Sequence[BusMessage], dead_letters: DeadLetters) -> None:
-        for message in batch:
-            try:
-                self.offer(_decode(message))
-            except MalformedMessageError as error:
-                self.num_malformed += 1
-                await dead_letters.set_aside(message, str(error))
+    async def _receive(self, message: BusMessage, dead_letters: DeadLetters) -> None:
+        try:
+            self.offer(_decode(message))
+        except MalformedMessageError as error:
+            self.num_malformed += 1
+            await dead_letters.set_aside(message, str(error))
 
     def _complain(self, what: str, error: BaseException) -> None:
         """Log a problem once, until it is another one."""

@@ -4,14 +4,16 @@ import asyncio
 import itertools
 import logging
 import time
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from .client import NO_RESPONDERS, parse_status
+from .client import NO_RESPONDERS, NOT_FOUND, parse_status
 from .connection import BrokerConnection
 from .errors import (
     STREAM_NOT_FOUND,
+    UNAVAILABLE,
     ApiError,
     BusError,
     ConnectionClosedError,
@@ -30,6 +32,7 @@ LATE_S = 5.0
 """A request without an answer for so long is shown as such."""
 BUDGET_S = 60.0
 """An R3 stream without a leader, and a broker that restarts, answer nothing for up to 10 s."""
+NO_STREAM_S = 5.0
 
 
 class Refusal(msgspec.Struct):
@@ -46,7 +49,15 @@ class Answer(msgspec.Struct):
     error: Refusal | None = None
 
 
+class _Reply(NamedTuple):
+    """What came back: payload and raw headers."""
+
+    payload: bytes
+    headers: bytes
+
+
 A = TypeVar("A", bound=Answer)
+T = TypeVar("T")
 
 
 class Requests:
@@ -56,7 +67,7 @@ class Requests:
         self._connection = connection
         self._prefix = f"{connection.inbox}.r."
         self._tokens = itertools.count()
-        self._waiting: dict[bytes, tuple[str, asyncio.Future[bytes | None]]] = {}
+        self._waiting: dict[bytes, tuple[str, asyncio.Future[_Reply | None]]] = {}
         self._inbox_denial: PermissionDeniedError | None = None
         self._asked_at: dict[int, float] = {}
         """When each request began that has no final answer yet, its repetitions included."""
@@ -96,12 +107,24 @@ class Requests:
             NoAnswerError: when no answer comes within the budget.
         """
         payload = b"" if body is None else msgspec.json.encode(body)
+        return await self._until_answered(operation, lambda: self._ask_once(operation, payload, answer), budget_s)
+
+    async def ask_directly(self, stream: str, subject: str) -> bytes | None:
+        """The newest message that a replica of a stream holds of a subject, `None` when it holds none.
+
+        A stream that does not exist answers as one that is not ready: nothing; it is asked for `NO_STREAM_S`. Otherwise
+        as `ask`.
+        """
+        operation = f"DIRECT.GET.{stream}.{subject}"
+        return await self._until_answered(operation, lambda: self._ask_directly_once(operation), NO_STREAM_S)
+
+    async def _until_answered(self, operation: str, once: Callable[[], Awaitable[T]], budget_s: float = BUDGET_S) -> T:
         begun, number = time.monotonic(), next(self._tokens)
         self._asked_at[number] = begun
         try:
             while True:
                 try:
-                    return await self._ask_once(operation, payload, answer)
+                    return await once()
                 except (TimeoutError, ApiError) as error:
                     if isinstance(error, ApiError) and not error.may_pass:
                         raise
@@ -112,10 +135,10 @@ class Requests:
             del self._asked_at[number]
 
     async def _ask_once(self, operation: str, payload: bytes, answer: type[A]) -> A:
-        data = await self._round_trip(API + operation, payload)
-        if data is None:
+        reply = await self._round_trip(API + operation, payload)
+        if reply is None:
             raise ApiError(f"{operation}: JetStream does not answer (is it enabled?)", 503, 0)
-        result = msgspec.json.decode(data, type=answer)
+        result = msgspec.json.decode(reply.payload, type=answer)
         if result.error is not None:
             text = f"{operation}: {result.error.description} (code {result.error.code}, error {result.error.err_code})"
             if result.error.err_code == STREAM_NOT_FOUND:
@@ -123,12 +146,23 @@ class Requests:
             raise ApiError(text, result.error.code, result.error.err_code)
         return result
 
-    async def _round_trip(self, subject: str, payload: bytes) -> bytes | None:
-        """The answer's payload, `None` when no server listens."""
+    async def _ask_directly_once(self, operation: str) -> bytes | None:
+        reply = await self._round_trip(API + operation, b"")
+        if reply is None:
+            raise ApiError(f"{operation}: no such stream answers (run `dynamix provision`)", UNAVAILABLE, 0)
+        status = parse_status(reply.headers)
+        if status.code == NOT_FOUND:
+            return None
+        if status.code:
+            raise ApiError(f"{operation}: {status.text} (code {status.code})", status.code, 0)
+        return reply.payload
+
+    async def _round_trip(self, subject: str, payload: bytes) -> _Reply | None:
+        """The answer, `None` when no server listens."""
         if self._inbox_denial is not None:
             raise self._inbox_denial
         token = b"%d" % next(self._tokens)
-        future: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[_Reply | None] = asyncio.get_running_loop().create_future()
         self._waiting[token] = (subject.lower(), future)
         try:
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
@@ -142,7 +176,8 @@ class Requests:
     def _on_answer(self, subject: bytes, _reply: bytes, payload: bytes, headers: bytes | None) -> None:
         _, future = self._waiting.get(subject[len(self._prefix) :], ("", None))
         if future is not None and not future.done():
-            future.set_result(None if headers and parse_status(headers).code == NO_RESPONDERS else payload)
+            missing = headers is not None and parse_status(headers).code == NO_RESPONDERS
+            future.set_result(None if missing else _Reply(payload, headers or b""))
 
     def _on_denied(self, subject: str, denial: PermissionDeniedError) -> None:
         if subject == (self._prefix + "*").lower():

@@ -39,6 +39,9 @@ class StreamState(NamedTuple):
     first_sequence: int
     last_sequence: int
     num_messages: int
+    num_bytes: int = 0
+    span_s: float = 0.0
+    """From the oldest to the newest message."""
 
 
 def parse_delivery(

@@ -15,6 +15,9 @@ class _State(msgspec.Struct):
     messages: int
     first_seq: int
     last_seq: int
+    bytes: int = 0
+    first_ts: str = ""
+    last_ts: str = ""
     subjects: dict[str, int] | None = None
 
 
@@ -38,7 +41,8 @@ async def stream_state(requests: Requests, stream: str) -> StreamState:
     """What the stream holds now. Raises StreamMissingError when there is none of this name."""
     state = (await requests.ask(f"STREAM.INFO.{stream}", None, _StreamInfo)).state
     assert state is not None, "the API answers with an error or a state"
-    return StreamState(state.first_seq, state.last_seq, state.messages)
+    span_ns = _nanoseconds(state.last_ts) - _nanoseconds(state.first_ts) if state.messages else 0
+    return StreamState(state.first_seq, state.last_seq, state.messages, state.bytes, span_ns / 1e9)
 
 
 async def count_messages(requests: Requests, stream: str, subject: str) -> int:
@@ -78,6 +82,15 @@ async def find_message(requests: Requests, stream: str, which: dict[str, Any]) -
     stored = answer.message
     assert stored is not None, "the API answers with an error or a message"
     return BusMessage(stored.subject, stored.data, stored.seq, _nanoseconds(stored.time), 0)
+
+
+async def newest_message(requests: Requests, stream: str, subject: str) -> BusMessage | None:
+    """As `last_message`, from any replica, which may lag behind the leader.
+
+    The subject stands in the request's own subject, so that permissions can limit it to one job. Its numbers are 0.
+    """
+    payload = await requests.ask_directly(stream, subject)
+    return None if payload is None else BusMessage(subject, payload, 0, 0, 0)
 
 
 def _nanoseconds(time: str) -> int:

@@ -1,0 +1,131 @@
+"""Follows the newest message of one subject without a consumer: heard as it is stored, and looked up now and then."""
+
+import asyncio
+import collections
+import contextlib
+import logging
+from typing import Self
+
+from nats.aio.subscription import Subscription as NatsSubscription
+
+from dynamix.runtime.bus.broker.connection import BrokerConnection
+from dynamix.runtime.bus.broker.errors import BusError, PermissionDeniedError
+from dynamix.runtime.bus.broker.requests import Requests
+from dynamix.schemas.subjects import announced
+
+from .message import BusMessage
+from .stored import newest_message
+
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 10.0
+"""What is only heard can be lost: one small request finds it."""
+CAPACITY = 64
+
+
+class Following:
+    """`async with bus.follow(stream, subject) as messages: async for message in messages: ...`.
+
+    The stream announces what it stores (`Stream.announces`). Each message comes once, but for an old one that a
+    replica which lags brings again. A slow reader loses the oldest.
+    """
+
+    def __init__(self, connection: BrokerConnection, requests: Requests, stream: str, subject: str) -> None:
+        self._connection = connection
+        self._requests = requests
+        self._stream = stream
+        self._subject = subject
+        self._heard_on = announced(subject)
+        self._messages: collections.deque[BusMessage] = collections.deque(maxlen=CAPACITY)
+        self._newest = b""
+        self._arrived = asyncio.Event()
+        self._look_now = asyncio.Event()
+        self._has_heard = False
+        self._ended = False
+        self._error: BusError | None = None
+        self._subscription: NatsSubscription | None = None
+        self._looking: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._forget = (
+            self._connection.when_denied(self._on_denied),
+            self._connection.when_closed(self.end),
+            self._connection.when_reconnected(self._look_now.set),
+        )
+        self._subscription = await self._connection.subscribe(self._heard_on, self._on_message)
+        self._looking = asyncio.create_task(self._look())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.end()
+        for forget in self._forget:
+            forget()
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.gather(self._looking, return_exceptions=True)
+        if self._subscription is not None:
+            await self._connection.unsubscribe(self._subscription)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> BusMessage:
+        """The next message. Raises BusError when it cannot be looked up, or our user may not."""
+        while self._error is None and not self._messages:
+            if self._ended:
+                raise StopAsyncIteration
+            self._arrived.clear()
+            await self._arrived.wait()
+        if self._error is not None:  # before what is queued: following again finds the newest
+            raise self._error
+        return self._messages.popleft()
+
+    def end(self) -> None:
+        """Let the reader's loop end once it has read what is queued."""
+        self._ended = True
+        self._arrived.set()
+
+    def _on_message(self, _subject: bytes, _reply: bytes, payload: bytes, _headers: bytes | None) -> None:
+        self._has_heard = True
+        self._take(payload)
+
+    def _take(self, payload: bytes) -> bool:
+        """Whether it is another message than the last one."""
+        if payload == self._newest:
+            return False
+        self._newest = payload
+        self._messages.append(BusMessage(self._subject, payload, 0, 0, 0))
+        self._arrived.set()
+        return True
+
+    async def _look(self) -> None:
+        """Look at once, after each reconnection, and every `LOOK_EVERY_S`."""
+        is_first = True
+        while True:
+            self._look_now.clear()
+            try:
+                found = await newest_message(self._requests, self._stream, self._subject)
+            except BusError as error:
+                self._fail(error)
+                return
+            if found is not None and self._take(found.payload) and not is_first and not self._has_heard:
+                logger.warning(
+                    "%s does not announce what it stores, so that messages on %s come up to %g s late: run "
+                    "`dynamix provision`",
+                    self._stream,
+                    self._subject,
+                    LOOK_EVERY_S,
+                )
+                self._has_heard = True  # once is enough
+            is_first = False
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_EVERY_S):
+                    await self._look_now.wait()
+
+    def _on_denied(self, subject: str, denial: PermissionDeniedError) -> None:
+        if subject == self._heard_on.lower():
+            self._fail(denial)
+
+    def _fail(self, error: BusError) -> None:
+        self._error = error
+        self._arrived.set()

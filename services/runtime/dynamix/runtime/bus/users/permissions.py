@@ -1,0 +1,162 @@
+"""What a user of the broker may publish and listen to, by role, job and node; generated from the table of kinds.
+
+- A message is published on its own subject. Every answer, acknowledgement and delivery comes to the sender's inbox, to
+  which no other user can listen.
+- To read a stream takes its state (STREAM.INFO), a consumer (CONSUMER.CREATE) and requests for messages (MSG.NEXT). The
+  consumer's filter is part of the request's subject, and the server checks that both agree: with
+  `CONSUMER.CREATE.FEED.*.dynamix.v1.report.*.*` one can read reports and nothing else of FEED.
+- Durable consumers (collector, reward) are also looked up, reset and acknowledged; acknowledgements come in two forms,
+  without and with domain and account. Unnamed ones are deleted after use.
+- A trainer has no consumer: what it receives is heard as it is published (actions: as they are stored), and the newest message of a
+  subject is asked for on a subject of its own (DIRECT.GET), so that both can be limited to its jobs.
+- Learned policies are files in an object store: chunks on `$O.<bucket>.C.*`, descriptions on `$O.<bucket>.M.*`. The
+  user who writes them may also remove chunks (PURGE); replacing a description allows that anyway.
+- `nats micro ls` asks on $SRV.PING, INFO and STATS, each for all services, for those of a name, and for one. Only the
+  watcher may ask; a service answers to the watcher's inbox. There is no allow_responses: it would let a service publish
+  on any reply subject that a request names.
+- A wildcard is a whole token, and the name of a consumer is one: a role whose consumers have no fixed name can delete
+  or drain another user's consumer of a stream that it reads. SECURITY.md says what that means.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from dynamix.runtime.bus.broker.requests import API
+from dynamix.runtime.bus.discovery import PREFIX, VERBS
+from dynamix.schemas import subjects
+from dynamix.schemas.kinds import BY_NAME, KINDS, SERVICES, WATCHER, Kind
+from dynamix.schemas.streams import ACTIONS, FEED, JOBS, POLICIES, Stream
+from dynamix.schemas.subjects import ANY
+
+PROVISION = "provision"
+ROLES = (*SERVICES, PROVISION, WATCHER)
+INBOX = "_INBOX"
+
+_DURABLE = ("collector", "reward")
+_LOOKS_UP = {"arbitrator": (JOBS, FEED, ACTIONS), "learner": (JOBS, FEED, ACTIONS)}
+_READS_WHOLE = {"learner": FEED}
+"""By one consumer with several filters, which permissions cannot limit."""
+
+_Places = Mapping[str, Sequence[str]]
+"""What may stand in a subject for a token; any where it is missing."""
+
+
+class Permissions(NamedTuple):
+    """Subjects, with the broker's wildcards."""
+
+    publish: tuple[str, ...]
+    subscribe: tuple[str, ...]
+
+
+def permissions_of(role: str, name: str, *, jobs: Sequence[str] = (), nodes: Sequence[str] = ()) -> Permissions:
+    """What a user of a role needs, and no more.
+
+    Args:
+        role: one of `ROLES`.
+        name: of the user.
+        jobs: of a trainer; none: all.
+        nodes: of a collector; none: all.
+    """
+    inbox = f"{INBOX}.{inbox_of(role, name)}.>"
+    if role == PROVISION:
+        return Permissions((f"{API}>",), (inbox,))
+    if role == WATCHER:
+        return Permissions(tuple(_watched()), (inbox, _any("live")))
+    places: dict[str, Sequence[str]] = {"service": (role,)}
+    if jobs:
+        places["job"] = jobs
+    if nodes:
+        places |= {"node": nodes, "instance": nodes}
+    publish = [*_sent(role, places), *_read(role, places)]
+    subscribe = [inbox, *_heard(role, places)]
+    if role != "trainer":
+        publish.append(f"{INBOX}.{WATCHER}.>")
+        subscribe += _asked(role)
+    return Permissions(tuple(publish), tuple(subscribe))
+
+
+def inbox_of(role: str, name: str) -> str:
+    """What follows `_INBOX` in a user's inbox; a watcher's is where services may answer its questions."""
+    return f"{WATCHER}.{name}" if role == WATCHER != name else name
+
+
+def _sent(role: str, places: _Places) -> Iterator[str]:
+    for kind in KINDS:
+        if role in kind.senders:
+            yield from _subjects(kind, places)
+    if role == "learner":
+        yield from (f"$O.{POLICIES.bucket}.C.*", f"$O.{POLICIES.bucket}.M.*")
+
+
+def _read(role: str, places: _Places) -> Iterator[str]:
+    """Requests to JetStream's API."""
+    if role == "trainer":
+        for name in ("job", "action"):
+            for subject in _subjects(BY_NAME[name], places):
+                yield f"{API}DIRECT.GET.{BY_NAME[name].carrier}.{subject}"
+        return
+    whole = _READS_WHOLE.get(role)
+    filters: dict[str, list[str]] = {} if whole is None else {whole.name: []}
+    for kind in KINDS:
+        if role in kind.receivers and kind.stream is not None and kind.stream is not whole:
+            filters.setdefault(kind.stream.name, []).extend(_subjects(kind, places))
+    for stream, wanted in filters.items():
+        names = [f"{role}-{node}" for node in places.get("node", ())] or [ANY]
+        yield from _durable(stream, wanted, names) if role in _DURABLE else _unnamed(stream, wanted)
+    yield from (f"{API}STREAM.MSG.GET.{stream.name}" for stream in _LOOKS_UP.get(role, ()))
+    if role in ("arbitrator", "learner"):
+        yield from _objects(POLICIES, removes=role == "learner")
+
+
+def _durable(stream: str, wanted: Sequence[str], names: Sequence[str]) -> Iterator[str]:
+    yield f"{API}STREAM.INFO.{stream}"
+    for name in names:
+        yield from (f"{API}CONSUMER.CREATE.{stream}.{name}.{subject}" for subject in wanted)
+        yield from (f"{API}CONSUMER.{what}.{stream}.{name}" for what in ("MSG.NEXT", "INFO", "RESET"))
+        yield from (f"$JS.ACK.{stream}.{name}.>", f"$JS.ACK.*.*.{stream}.{name}.>")
+
+
+def _unnamed(stream: str, wanted: Sequence[str]) -> Iterator[str]:
+    yield f"{API}STREAM.INFO.{stream}"
+    yield from (f"{API}CONSUMER.CREATE.{stream}.*.{subject}" for subject in wanted)
+    if not wanted:
+        yield f"{API}CONSUMER.CREATE.{stream}.>"
+    yield from (f"{API}CONSUMER.{what}.{stream}.*" for what in ("MSG.NEXT", "DELETE"))
+
+
+def _objects(stream: Stream, *, removes: bool) -> Iterator[str]:
+    yield from _unnamed(stream.name, [f"$O.{stream.bucket}.>"])
+    yield f"{API}STREAM.MSG.GET.{stream.name}"
+    if removes:
+        yield f"{API}STREAM.PURGE.{stream.name}"
+
+
+def _watched() -> Iterator[str]:
+    yield from (f"{API}INFO", f"{API}STREAM.INFO.*", f"{API}STREAM.MSG.GET.*", f"{API}CONSUMER.CREATE.*.>")
+    yield from (f"{API}CONSUMER.{what}.*.*" for what in ("MSG.NEXT", "DELETE"))
+    yield f"{PREFIX}.>"
+
+
+def _heard(role: str, places: _Places) -> Iterator[str]:
+    """Without a stream: its own heartbeat, for health checks; and what a trainer hears of its jobs."""
+    yield from _subjects(BY_NAME["live"], places)
+    for kind in KINDS:
+        if role == "trainer" and role in kind.receivers and kind.stream is not None:
+            wanted = _subjects(kind, places)
+            yield from map(subjects.announced, wanted) if kind.stream.announces else wanted
+
+
+def _asked(role: str) -> Iterator[str]:
+    """Requests of `nats micro`, to all services, and to this one by name or id."""
+    for verb in VERBS:
+        yield from (f"{PREFIX}.{verb}", f"{PREFIX}.{verb}.dynamix-{role}", f"{PREFIX}.{verb}.dynamix-{role}.*")
+
+
+def _subjects(kind: Kind, places: _Places) -> Iterator[str]:
+    for tokens in itertools.product(*(places.get(token, (ANY,)) for token in kind.tokens)):
+        yield subjects.of(kind.name, *tokens)
+
+
+def _any(kind: str) -> str:
+    return subjects.template(BY_NAME[kind], ANY)

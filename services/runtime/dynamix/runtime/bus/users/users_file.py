@@ -1,0 +1,105 @@
+"""The file of users that the broker includes: written as a whole, and read back to change it; it holds no secret.
+
+Each user is a comment that begins with `#: ` and says in JSON who it is, and what nats-server reads: a block for each
+of its keys, or one with the variable of its password. Only the comments are read back.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+from dynamix.schemas.spelling import suggestion
+from dynamix.schemas.subjects import check_token
+
+from .permissions import ROLES, permissions_of
+
+MARK = "#: "
+HEAD = """\
+# The users of the broker and what each may do: included by nats.conf, written by `dynamix keys`, with permissions
+# generated from the table of kinds (dynamix.schemas.kinds). It holds public keys and names of variables, no secret.
+# nats-server reads it when it starts and when it is told to (SIGHUP); `dynamix keys --help` says how to change it.
+"""
+
+
+class UsersFileError(ValueError):
+    """The file, or a user, cannot be used; the text says what is wrong and how to fix it."""
+
+
+class User(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Who a user of the broker is."""
+
+    name: str
+    role: str
+    jobs: tuple[str, ...] = ()
+    """The jobs of a trainer; none: all."""
+    nodes: tuple[str, ...] = ()
+    """The nodes of a collector; none: all."""
+    keys: tuple[str, ...] = ()
+    """Public keys that it may log in with, the newest last; none: the password NATS_PASSWORD_<NAME>."""
+
+    def __post_init__(self) -> None:
+        for token in (self.name, *self.jobs, *self.nodes):
+            check_token(token)
+        if self.role not in ROLES:
+            raise ValueError(f"role {self.role!r} is none of {', '.join(ROLES)}{suggestion(self.role, ROLES)}")
+        if self.name in ROLES and self.name != self.role:
+            raise ValueError(f"the name {self.name!r} is that of another role: it would share its inbox")
+        if self.jobs and self.role != "trainer":
+            raise ValueError(f"a {self.role} has no jobs of its own: only a trainer can be limited to jobs")
+        if self.nodes and self.role != "collector":
+            raise ValueError(f"a {self.role} has no node of its own: only a collector can be limited to nodes")
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether it is for certain jobs or nodes only."""
+        return bool(self.jobs or self.nodes)
+
+
+DEFAULT = tuple(User(name=role, role=role) for role in ROLES)
+"""One user per role, with a password: no job is kept from another."""
+
+
+def read_users(text: str) -> list[User]:
+    """The users in the text of the file. Raises UsersFileError, naming the line."""
+    users = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.strip().startswith(MARK):
+            try:
+                users.append(msgspec.json.decode(line.strip()[len(MARK) :], type=User))
+            except (msgspec.DecodeError, ValueError) as error:
+                raise UsersFileError(f"line {number} is no user: {error}") from error
+    if not users:
+        raise UsersFileError("it has no users: it is not a file of `dynamix keys`")
+    return users
+
+
+def write_users(users: Iterable[User]) -> str:
+    """The text of the file."""
+    lines = [HEAD, "users: ["]
+    for user in users:
+        lines.append(f"  {MARK}{msgspec.json.encode(user).decode()}")
+        for login in _logins(user):
+            lines += ["  {", f"    {login}", *_permissions(user), "  }"]
+    return "\n".join([*lines, "]", ""])
+
+
+def password_variable(name: str) -> str:
+    """The variable that the broker reads a user's password from."""
+    return f"NATS_PASSWORD_{name.upper().replace('-', '_')}"
+
+
+def _logins(user: User) -> Iterator[str]:
+    if not user.keys:
+        yield f"user: {user.name}, password: ${password_variable(user.name)}"
+    yield from (f"nkey: {key}" for key in user.keys)
+
+
+def _permissions(user: User) -> Iterator[str]:
+    allowed = permissions_of(user.role, user.name, jobs=user.jobs, nodes=user.nodes)
+    yield "    permissions {"
+    for verb, subjects in zip(allowed._fields, allowed, strict=True):
+        yield f"      {verb}: ["
+        yield from (f"        {json.dumps(subject)}" for subject in dict.fromkeys(subjects))
+        yield "      ]"
+    yield "    }"

@@ -1,0 +1,95 @@
+"""Following the newest message of a subject: heard once it is stored, and found again after what was lost."""
+
+import logging
+from typing import Any
+
+import pytest
+from tests.support import examples
+from tests.support.brokers import ConfiguredServer, connected, consumer_names, until
+
+from dynamix.runtime.bus import Bus, StaleWriterError
+from dynamix.runtime.bus.provision import provision
+from dynamix.runtime.bus.streams import following
+from dynamix.runtime.bus.streams.stored import stream_config, write_stream
+from dynamix.schemas import subjects
+from dynamix.schemas.codec import encode
+from dynamix.schemas.messages import Action
+from dynamix.schemas.streams import ACTIONS
+
+SUBJECT = subjects.of("action", examples.JOB)
+
+
+def action(window: int) -> Action:
+    return examples.action(window, hash=bytes([window]) * 32)
+
+
+async def without_announcements(bus: Bus) -> None:
+    config: dict[str, Any] = await stream_config(bus.requests, ACTIONS.name)
+    await write_stream(bus.requests, "UPDATE", {**config, "republish": None})
+
+
+async def test_the_newest_comes_first_and_each_further_one_as_it_is_stored(bus: Bus) -> None:
+    await bus.publish(action(0))
+    await bus.publish(action(1))
+    async with bus.follow(ACTIONS.name, SUBJECT) as messages:
+        assert (await anext(messages)).payload == encode(action(1))
+        for window in (2, 3, 4):
+            await bus.publish(action(window))
+            found = await anext(messages)
+            assert (found.subject, found.payload) == (SUBJECT, encode(action(window)))
+
+
+async def test_a_refused_action_is_heard_by_no_one(bus: Bus) -> None:
+    """Compare-and-set refuses the second writer: what it wrote must not rule a job."""
+    async with bus.follow(ACTIONS.name, SUBJECT) as messages:
+        first = await bus.publish_action(action(0), expected_last=0)
+        with pytest.raises(StaleWriterError):
+            await bus.publish_action(action(1), expected_last=0)
+        await bus.publish_action(action(2), expected_last=first)
+        assert [(await anext(messages)).payload for _ in range(2)] == [encode(action(0)), encode(action(2))]
+
+
+async def test_nothing_is_kept_for_it_at_the_broker(bus: Bus) -> None:
+    await bus.publish(action(0))
+    async with bus.follow(ACTIONS.name, SUBJECT) as messages:
+        await anext(messages)
+        assert await consumer_names(bus, ACTIONS.name) == []
+
+
+async def test_what_was_stored_while_the_broker_was_away_is_found_after_it(server: ConfiguredServer, bus: Bus) -> None:
+    async with connected(server.settings, "other") as other, bus.follow(ACTIONS.name, SUBJECT) as messages:
+        await server.kill()
+        await server.start()
+        await other.publish(action(7))
+        assert (await anext(messages)).payload == encode(action(7))
+
+
+async def test_what_is_not_announced_is_found_by_looking_and_said(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(following, "LOOK_EVERY_S", 0.05)
+    await without_announcements(bus)
+    with caplog.at_level(logging.WARNING):
+        async with bus.follow(ACTIONS.name, SUBJECT) as messages:
+            await bus.publish(action(0))
+            assert (await anext(messages)).payload == encode(action(0))
+            await bus.publish(action(1))
+            assert (await anext(messages)).payload == encode(action(1))
+            await until(lambda: "ACTIONS does not announce what it stores" in caplog.text)
+    assert caplog.text.count("run `dynamix provision`") == 1
+
+
+async def test_provisioning_adds_the_announcements(bus: Bus) -> None:
+    await without_announcements(bus)
+    assert (await provision(bus, [ACTIONS]))[0].startswith("ACTIONS: updated republish null -> ")
+    assert await provision(bus, [ACTIONS]) == ["ACTIONS: unchanged"]
+
+
+async def test_an_ended_intake_ends_it(bus: Bus) -> None:
+    async with bus.follow(ACTIONS.name, SUBJECT) as messages:
+        bus.stop_intake()
+        assert [message async for message in messages] == []
+
+
+async def test_the_newest_of_a_subject_without_messages_is_none(bus: Bus) -> None:
+    assert await bus.newest(ACTIONS.name, SUBJECT) is None

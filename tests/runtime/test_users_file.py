@@ -1,0 +1,110 @@
+"""The broker's file of users: generated, read back as it was written, and the shipped one is today's."""
+
+from pathlib import Path
+
+import pytest
+
+from dynamix.runtime.bus.users.permissions import ROLES, permissions_of
+from dynamix.runtime.bus.users.users_file import DEFAULT, User, UsersFileError, read_users, write_users
+
+SHIPPED = Path(__file__).parents[2] / "deploy" / "users" / "users.conf"
+KEY = "UDXU4RCSJNZOIQHZNWXHXORDPRTGNJAHAHFRGZNEEJCPQTT2M7NLCNF4"
+
+
+def test_the_shipped_file_is_generated_from_the_table_of_kinds() -> None:
+    how = "python -m dynamix.runtime.bus.users > deploy/users/users.conf"
+    assert SHIPPED.read_text() == write_users(DEFAULT), how
+
+
+def test_users_are_read_back_as_they_were_written() -> None:
+    users = [
+        *DEFAULT,
+        User(name="alice", role="trainer", jobs=("alice-1", "alice-2"), keys=(KEY, KEY[::-1])),
+        User(name="node-a", role="collector", nodes=("node-a",), keys=(KEY,)),
+    ]
+    text = write_users(users)
+    assert read_users(text) == users
+    assert text.count(f"nkey: {KEY}\n") == 2
+    assert text.count("password: $NATS_PASSWORD_") == len(ROLES)
+
+
+def test_a_trainer_of_one_job_may_do_this_and_nothing_else() -> None:
+    assert permissions_of("trainer", "alice", jobs=("j",)) == (
+        (
+            "dynamix.v1.job.j",
+            "dynamix.v1.report.j.*",
+            "dynamix.v1.applied.j",
+            "dynamix.v1.dead.*.j",
+            "dynamix.v1.live.trainer.*",
+            "$JS.API.DIRECT.GET.JOBS.dynamix.v1.job.j",
+            "$JS.API.DIRECT.GET.ACTIONS.dynamix.v1.action.j",
+        ),
+        ("_INBOX.alice.>", "dynamix.v1.live.trainer.*", "dynamix.v1.reward.j.*", "dynamix.v1.stored.action.j"),
+    )
+
+
+def test_a_collector_of_one_node_may_do_this_and_nothing_else() -> None:
+    publish, subscribe = permissions_of("collector", "node-a", nodes=("node-a",))
+    assert publish == (
+        "dynamix.v1.window.*.node-a",
+        "dynamix.v1.state.*.node-a",
+        "dynamix.v1.dead.*.*",
+        "dynamix.v1.live.collector.node-a",
+        "$JS.API.STREAM.INFO.FEED",
+        "$JS.API.CONSUMER.CREATE.FEED.collector-node-a.dynamix.v1.report.*.node-a",
+        "$JS.API.CONSUMER.MSG.NEXT.FEED.collector-node-a",
+        "$JS.API.CONSUMER.INFO.FEED.collector-node-a",
+        "$JS.API.CONSUMER.RESET.FEED.collector-node-a",
+        "$JS.ACK.FEED.collector-node-a.>",
+        "$JS.ACK.*.*.FEED.collector-node-a.>",
+        "_INBOX.watcher.>",
+    )
+    assert subscribe[:2] == ("_INBOX.node-a.>", "dynamix.v1.live.collector.node-a")
+    assert all(subject.startswith("$SRV.") for subject in subscribe[2:])
+
+
+def test_several_jobs_are_all_permitted_and_no_other() -> None:
+    publish, _ = permissions_of("trainer", "alice", jobs=("a", "b"))
+    assert [subject for subject in publish if subject.startswith("dynamix.v1.job.")] == [
+        "dynamix.v1.job.a",
+        "dynamix.v1.job.b",
+    ]
+
+
+def test_only_a_watcher_listens_below_the_watchers_inbox() -> None:
+    inboxes = {role: permissions_of(role, "alice").subscribe[0] for role in ROLES}
+    assert inboxes.pop("watcher") == "_INBOX.watcher.alice.>"
+    assert set(inboxes.values()) == {"_INBOX.alice.>"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"name": "Alice"}, "cannot be part of a subject"),
+        ({"name": "a.b"}, "cannot be part of a subject"),
+        ({"jobs": ("a.*",)}, "cannot be part of a subject"),
+        ({"jobs": ("*",)}, "cannot be part of a subject"),
+        ({"role": "trainr"}, "did you mean trainer"),
+        ({"name": "watcher"}, "it would share its inbox"),
+        ({"nodes": ("a",)}, "a trainer has no node of its own"),
+        ({"role": "reward", "jobs": ("a",)}, "a reward has no jobs of its own"),
+    ],
+)
+def test_a_user_that_cannot_be_is_refused(changes: dict[str, object], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        User(**{"name": "alice", "role": "trainer", **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "it has no users"),
+        ("users: []\n", "it has no users"),
+        ('#: {"name": "a"}\n', "line 1 is no user: .*role"),
+        ('\n#: {"name": "a", "role": "trainer", "job": "x"}\n', "line 2 is no user: .*job"),
+        ("#: nonsense\n", "line 1 is no user"),
+    ],
+)
+def test_a_file_that_is_none_is_refused_by_its_line(text: str, reason: str) -> None:
+    with pytest.raises(UsersFileError, match=reason):
+        read_users(text)
