@@ -93,6 +93,14 @@ install_configuration "$deploy/systemd/dynamix.env"
 if [ -z "$node" ]; then
     install_configuration "$deploy/nats.conf"
     [ -z "$tls" ] || install_configuration "$deploy/nats-tls.conf"
+    # Users that `dynamix keys` made stay, and get the permissions of this version.
+    users=$root/etc/dynamix/users/users.conf
+    if [ ! -e "$users" ]; then
+        install -d -m 755 "$root/etc/dynamix/users"
+        install -m 644 "$deploy/users/users.conf" "$users"
+    elif ! cmp -s "$deploy/users/users.conf" "$users"; then
+        "$root$prefix/bin/python" -m dynamix.cli.main keys refresh --users "$users"
+    fi
     sh "$deploy/make-secrets.sh" "$root/etc/dynamix/credentials"
 else
     (umask 077 && mkdir -p "$root/etc/dynamix/credentials")
@@ -131,6 +139,7 @@ if [ -n "$node" ] && [ ! -s /etc/dynamix/credentials/collector.password ]; then
 fi
 if [ -n "$broker" ]; then
     systemctl start dynamix-nats
+    systemctl reload dynamix-nats # it may run with the permissions of before
     systemctl restart dynamix-provision # brings the streams up to date
 fi
 # shellcheck disable=SC2086

@@ -21,7 +21,13 @@ FOREIGN = b"import os\n\nprint('hours of work')\n"
 OUTPUTS = {"--json", "--png", "--output", "--results", "--log"}
 WITHOUT = {"train", "serve-gradients", "up", "dashboard", "trace"}
 """Commands without a file of output; `up` has a directory, see below."""
-GROWING = {("capture", "--output"), ("learn", "--output"), ("evaluate", "--results"), ("tune", "--results")}
+GROWING = {
+    ("capture", "--output"),
+    ("learn", "--output"),
+    ("evaluate", "--results"),
+    ("tune", "--results"),
+    ("keys", "--output"),
+}
 """What is appended to, or read again, cannot be a device."""
 
 

@@ -11,6 +11,7 @@ import pytest
 from dynamix.cli.commands.train import command as train
 from dynamix.cli.errors import CommandError
 from dynamix.cli.main import main
+from dynamix.runtime.key_file import key_file_text
 from dynamix.runtime.settings import BusSettings
 
 TORCHRUN = ["--standalone", "--nproc-per-node", "1"]
@@ -55,6 +56,22 @@ def test_several_nodes_must_be_told_one_id(option: list[str]) -> None:
 )
 def test_one_node_is_one_node_whatever_the_script_is_told(arguments: list[str]) -> None:
     assert not train.spans_nodes(arguments)
+
+
+def test_a_credential_says_which_jobs_can_be_trained(tmp_path: Path) -> None:
+    def bus(*jobs: str) -> BusSettings:
+        file = tmp_path / "alice.nkey"
+        file.write_text(key_file_text("SUA", name="alice", inbox="alice", jobs=jobs))
+        return BusSettings(nkey_file=str(file))
+
+    assert train.permitted("", None, bus("alice-1")) == "alice-1"
+    assert train.permitted("alice-2", "mnist", bus("alice-1", "alice-2")) == "alice-2"
+    assert train.permitted("any", None, bus()) == "any"
+    assert train.permitted("any", None, BusSettings()) == "any"
+    for given, name in (("", None), ("bob-1", None), ("", "mnist")):
+        with pytest.raises(CommandError, match="is for alice-1, alice-2 only: pass one of them with --job") as caught:
+            train.permitted(given, name, bus("alice-1", "alice-2"))
+        assert caught.value.exit_code == 2
 
 
 def test_the_environment_adds_what_ranks_need_and_keeps_what_the_user_chose() -> None:

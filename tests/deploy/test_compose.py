@@ -54,7 +54,9 @@ def test_the_schema_finds_a_mistake(change: dict[str, Any]) -> None:
 
 
 @pytest.mark.skipif(not has_docker_compose(), reason="docker compose is not installed: only our own schema was checked")
-@pytest.mark.parametrize("files", [("compose.yaml",), ("compose.yaml", "compose.ebpf.yaml")])
+@pytest.mark.parametrize(
+    "files", [("compose.yaml",), ("compose.yaml", "compose.ebpf.yaml"), ("compose.yaml", "compose.keys.yaml")]
+)
 def test_docker_compose_accepts_the_files(tmp_path: Path, files: tuple[str, ...]) -> None:
     shutil.copytree(DEPLOY, tmp_path / "deploy")
     subprocess.run(["sh", "make-secrets.sh", "secrets"], cwd=tmp_path / "deploy", check=True)
@@ -174,6 +176,18 @@ def test_each_service_has_its_own_password_and_no_other(name: str) -> None:
     assert spec["environment"]["DYNAMIX_NATS_USER"] == name
     assert spec["environment"]["DYNAMIX_NATS_PASSWORD_FILE"] == f"/run/secrets/{name}"
     assert "env_file" not in spec
+
+
+def test_a_key_takes_the_place_of_the_collectors_password_and_of_nothing_else() -> None:
+    keys = compose("compose.keys.yaml")
+    assert list(keys["services"]) == ["collector"]
+    whole = compose()
+    whole["services"]["collector"] |= keys["services"]["collector"]
+    jsonschema.validate(whole | {"secrets": whole["secrets"] | keys["secrets"]}, SCHEMA)
+    assert keys["services"]["collector"]["environment"] == {
+        "DYNAMIX_NATS_PASSWORD_FILE": "",  # as if it were not set
+        "DYNAMIX_NATS_NKEY_FILE": "/run/secrets/collector-key",
+    }
 
 
 def test_the_broker_is_published_on_this_machine_only() -> None:

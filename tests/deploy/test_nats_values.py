@@ -49,6 +49,13 @@ def configuration(directory: Path, *, cluster: bool) -> str:
     return re.sub(r'"<<\s+(.*?)\s+>>"', r"\1", text)
 
 
+def write_config_map(directory: Path) -> None:
+    """The two files of ours, in the one folder of the chart's ConfigMap, as the values' first lines make them."""
+    broker, users = DEPLOY / "nats.conf", DEPLOY / "users" / "users.conf"
+    (directory / "dynamix.conf").write_text(broker.read_text().replace("users/users.conf", "users.conf"))
+    (directory / "users.conf").write_text(users.read_text())
+
+
 def test_the_values_follow_the_schema() -> None:
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     jsonschema.validate(VALUES, SCHEMA)
@@ -84,7 +91,7 @@ def test_no_server_is_root_or_can_write_beyond_its_streams() -> None:
 
 
 async def test_a_real_server_takes_the_users_of_nats_conf_and_the_charts_addresses(tmp_path: Path) -> None:
-    (tmp_path / "dynamix.conf").write_text((DEPLOY / "nats.conf").read_text())
+    write_config_map(tmp_path)
     (tmp_path / "chart.conf").write_text(configuration(tmp_path, cluster=False))
     with deployed_broker(tmp_path, config="chart.conf", environ={"SERVER_NAME": "dynamix-nats-0"}) as broker:
         shown = json.loads((await get(urlsplit(broker.monitor).port or 0, "/varz"))[1])
@@ -101,7 +108,7 @@ async def test_a_real_server_takes_the_users_of_nats_conf_and_the_charts_address
 
 
 def test_a_real_server_would_take_the_configuration_of_the_cluster(tmp_path: Path) -> None:
-    (tmp_path / "dynamix.conf").write_text((DEPLOY / "nats.conf").read_text())
+    write_config_map(tmp_path)
     (tmp_path / "chart.conf").write_text(configuration(tmp_path, cluster=True))
     environ = {**make_secrets(tmp_path / "secrets"), "SERVER_NAME": "dynamix-nats-0"}
     command = [str(server_binary()), "-t", "-c", str(tmp_path / "chart.conf")]

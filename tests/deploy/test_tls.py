@@ -1,6 +1,7 @@
-"""nats-tls.conf: the same broker for several machines; who does not check its certificate does not get in."""
+"""nats-tls.conf and nats-mtls.conf: the broker for several machines, by TLS 1.3, and by certificates of clients."""
 
 import shutil
+import ssl
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,8 +10,9 @@ import msgspec
 import pytest
 from tests.support.deployed_broker import DeployedBroker, deployed_broker
 
-from dynamix.runtime.bus import Bus, BusError
-from dynamix.runtime.settings import BusSettings
+from dynamix.runtime.bus import Bus, BusError, PermissionDeniedError
+from dynamix.runtime.bus.broker import connection
+from dynamix.runtime.settings import BusSettings, check_bus, tls_context
 
 pytestmark = pytest.mark.skipif(
     shutil.which("openssl") is None, reason="openssl is MISSING: no certificate can be made, TLS is NOT checked here"
@@ -51,3 +53,104 @@ async def test_a_certificate_of_another_authority_is_refused(broker: DeployedBro
     other = certificate(tmp_path, "other")
     with pytest.raises(BusError, match="certificate"):
         await Bus.connect(settings(broker, "tls", other), name="test-1", wait=False)
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Path:
+    """An authority's certificate, and of its making a server's (`localhost`) and a client's (`client`)."""
+    path = certificate(tmp_path, "authority")
+    for name in ("localhost", "client"):
+        signed_certificate(tmp_path, name, path)
+    return path
+
+
+@pytest.fixture
+def mutual(tmp_path: Path, authority: Path) -> Iterator[DeployedBroker]:
+    environ = {
+        "NATS_TLS_CERTIFICATE": str(tmp_path / "localhost.pem"),
+        "NATS_TLS_KEY": str(tmp_path / "localhost.key"),
+        "NATS_TLS_CA": str(authority),
+    }
+    with deployed_broker(tmp_path, config="nats-mtls.conf", environ=environ) as running:
+        yield running
+
+
+def signed_certificate(directory: Path, name: str, authority: Path) -> Path:
+    """A certificate that the authority signed, and its key beside it."""
+    path = directory / f"{name}.pem"
+    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    request = ["openssl", "req", *curve, "-keyout", str(path.with_suffix(".key")), "-subj", f"/CN={name}"]
+    names = ["-addext", f"subjectAltName=DNS:{name}"]
+    asked = subprocess.run([*request, *names], check=True, capture_output=True).stdout
+    keys = ["-CA", str(authority), "-CAkey", str(authority.with_suffix(".key")), "-CAcreateserial"]
+    sign = ["openssl", "x509", "-req", "-days", "2", "-copy_extensions", "copy", *keys, "-out", str(path)]
+    subprocess.run(sign, input=asked, check=True, capture_output=True)
+    return path
+
+
+def with_certificate(settings: BusSettings, certificate: Path) -> BusSettings:
+    files = {"certificate_file": str(certificate), "certificate_key_file": str(certificate.with_suffix(".key"))}
+    return msgspec.structs.replace(settings, **files)
+
+
+async def test_a_client_with_a_certificate_of_the_authority_connects_by_tls_1_3(
+    mutual: DeployedBroker, authority: Path, tmp_path: Path
+) -> None:
+    ours = with_certificate(settings(mutual, "tls", authority), tmp_path / "client.pem")
+    bus = await Bus.connect(ours, name="test-1", wait=False)
+    socket = bus._connection._client._transport._io_writer.get_extra_info("ssl_object")
+    assert socket.version() == "TLSv1.3"
+    await bus.close()
+
+
+async def test_a_certificate_does_not_replace_the_password(
+    mutual: DeployedBroker, authority: Path, tmp_path: Path
+) -> None:
+    ours = with_certificate(settings(mutual, "tls", authority), tmp_path / "client.pem")
+    with pytest.raises(PermissionDeniedError):
+        await Bus.connect(msgspec.structs.replace(ours, password_file="", password="pwrong"), name="test-1", wait=False)
+
+
+async def test_a_client_without_a_certificate_is_refused(mutual: DeployedBroker, authority: Path) -> None:
+    with pytest.raises(BusError):
+        await Bus.connect(settings(mutual, "tls", authority), name="test-1", wait=False)
+
+
+async def test_a_client_with_a_certificate_of_another_authority_is_refused(
+    mutual: DeployedBroker, authority: Path, tmp_path: Path
+) -> None:
+    other = certificate(tmp_path, "mallory")
+    with pytest.raises(BusError):
+        await Bus.connect(with_certificate(settings(mutual, "tls", authority), other), name="test-1", wait=False)
+
+
+async def test_tls_1_2_is_refused(
+    mutual: DeployedBroker, authority: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = with_certificate(settings(mutual, "tls", authority), tmp_path / "client.pem")
+
+    def older(settings: BusSettings) -> ssl.SSLContext | None:
+        context = tls_context(settings)
+        assert context is not None
+        context.maximum_version = ssl.TLSVersion.TLSv1_2
+        return context
+
+    monkeypatch.setattr(connection, "tls_context", older)
+    with pytest.raises(BusError, match=r"(?i)protocol version"):
+        await Bus.connect(ours, name="test-1", wait=False)
+
+
+def test_a_certificate_that_does_not_fit_its_key_is_said_before_anything_connects(tmp_path: Path) -> None:
+    one, other = certificate(tmp_path, "one"), certificate(tmp_path, "other")
+    both = BusSettings(certificate_file=str(one), certificate_key_file=str(other.with_suffix(".key")))
+    with pytest.raises(ValueError, match="they do not fit; name a certificate and its key"):
+        check_bus(both)
+
+
+def test_a_key_with_a_pass_phrase_is_refused_and_asks_no_terminal(tmp_path: Path) -> None:
+    path = certificate(tmp_path, "one")
+    plain, locked = path.with_suffix(".key"), tmp_path / "locked.key"
+    command = ["openssl", "ec", "-aes128", "-passout", "pass:secret", "-in", str(plain), "-out", str(locked)]
+    subprocess.run(command, check=True, capture_output=True)
+    with pytest.raises(ValueError, match="without a pass phrase"):
+        check_bus(BusSettings(certificate_file=str(path), certificate_key_file=str(locked)))

@@ -56,9 +56,12 @@ def installed(tmp_path: Path) -> Path:
         name = unit.name.replace("@.", "@mnist.")  # a template is verified as an instance
         (tmp_path / name).write_text(lines)
     for drop_in in UNITS.glob("*.service.d/*.conf"):
-        (tmp_path / drop_in.parent.name).mkdir(exist_ok=True)
+        if drop_in.name == "tls.conf":
+            continue  # mtls.conf stands in its place
+        folder = tmp_path / drop_in.parent.name.replace("@.", "@mnist.")
+        folder.mkdir(exist_ok=True)
         lines = re.sub(r"^(ExecStart=)/\S+", r"\1/bin/true", drop_in.read_text(), flags=re.MULTILINE)
-        (tmp_path / drop_in.parent.name / drop_in.name).write_text(lines)
+        (folder / drop_in.name).write_text(lines)
     return tmp_path
 
 
@@ -88,7 +91,7 @@ def test_a_misspelt_directive_would_be_found(installed: Path) -> None:
 
 @needs_systemd
 @pytest.mark.parametrize(
-    ("file", "directive"), [("dynamix-nats.service.d/tls.conf", "LoadCredential"), (EBPF, "AmbientCapabilities")]
+    ("file", "directive"), [("dynamix-nats.service.d/mtls.conf", "LoadCredential"), (EBPF, "AmbientCapabilities")]
 )
 def test_a_misspelt_directive_of_a_drop_in_would_be_found(installed: Path, file: str, directive: str) -> None:
     drop_in = installed / file

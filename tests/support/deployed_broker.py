@@ -3,11 +3,15 @@
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import time
+import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+from dynamix.cli.main import main
 from dynamix.runtime.embedded import server_binary
 from dynamix.runtime.settings import BusSettings
 
@@ -19,17 +23,44 @@ START_TIMEOUT_S = 15.0
 class DeployedBroker:
     """How to reach the broker, as each of its users."""
 
-    def __init__(self, url: str, monitor: str, secrets: Path, log: Path) -> None:
+    def __init__(self, url: str, monitor: str, directory: Path, pid: int) -> None:
         self.url = url
         self.monitor = monitor
-        self.log = log
-        self._secrets = secrets
+        self.directory = directory
+        self.users_file = directory / "users" / "users.conf"
+        self.log = directory / "log"
+        self.pid = pid
 
     def settings(self, user: str) -> BusSettings:
         return BusSettings(url=self.url, user=user, password_file=str(self.password_file(user)))
 
     def password_file(self, user: str) -> Path:
-        return self._secrets / f"{user}.password"
+        return self.directory / "secrets" / f"{user}.password"
+
+    def key(self, *words: str) -> BusSettings:
+        """A new user with a key, made by `dynamix keys create`; the broker does not know it before `reload`."""
+        file = self.directory / f"{words[0]}.nkey"
+        self.keys("create", *words, "-o", str(file))
+        return BusSettings(url=self.url, nkey_file=str(file))
+
+    def keys(self, *words: str) -> None:
+        """Run `dynamix keys` on this broker's users."""
+        assert main(["keys", *words, "--users", str(self.users_file)]) == 0
+
+    def reload(self) -> None:
+        """Let the running server read its configuration again, and wait until it has."""
+        before = self.varz()["config_load_time"]
+        os.kill(self.pid, signal.SIGHUP)
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while self.varz()["config_load_time"] == before:
+            assert time.monotonic() < deadline, f"nats-server did not reload: {self.log.read_text()[-2000:]}"
+            time.sleep(0.01)
+
+    def varz(self) -> dict[str, Any]:
+        """What the server says of itself."""
+        with urllib.request.urlopen(f"{self.monitor}/varz", timeout=5) as answer:
+            found: dict[str, Any] = json.load(answer)
+            return found
 
 
 def make_secrets(directory: Path) -> dict[str, str]:
@@ -45,14 +76,16 @@ def deployed_broker(
 ) -> Iterator[DeployedBroker]:
     """Run the broker; only the place of its store is changed, which root alone could write."""
     whole = {**os.environ, **make_secrets(directory / "secrets"), **(environ or {})}
-    for file in DEPLOY.glob("*.conf"):
-        (directory / file.name).write_text(file.read_text().replace(STORE, str(directory / "store")))
+    (directory / "users").mkdir()
+    for file in (*DEPLOY.glob("*.conf"), DEPLOY / "users" / "users.conf"):
+        text = file.read_text().replace(STORE, str(directory / "store"))
+        (directory / file.relative_to(DEPLOY)).write_text(text)
     log = directory / "log"
     ports = ["-p", "-1", "-m", "-1", "--ports_file_dir", str(directory), "-l", str(log)]
     with subprocess.Popen([str(server_binary()), "-c", str(directory / config), *ports], env=whole) as process:
         try:
             found = _wait_for_ports(directory, process, log)
-            yield DeployedBroker(found["nats"][0], found["monitoring"][0], directory / "secrets", log)
+            yield DeployedBroker(found["nats"][0], found["monitoring"][0], directory, process.pid)
         finally:
             process.terminate()
 

@@ -19,6 +19,7 @@ from urllib.parse import SplitResult, urlsplit
 import msgspec
 
 from dynamix.runtime.input_files import check_regular, read_regular
+from dynamix.runtime.key_file import KeyFile, read_key_file
 from dynamix.runtime.supervisor import Supervisor, read_supervisor
 from dynamix.schemas.spelling import suggestion
 from dynamix.schemas.subjects import check_token
@@ -47,8 +48,19 @@ class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The user's password; better given as a file."""
     password_file: str = ""
     """A file that holds the password; read again at every connection, so that it can be rotated."""
+    nkey_file: str = ""
+    """A credential of `dynamix keys`, in place of user and password; read again at every connection."""
     ca_file: str = ""
     """Certificates (PEM) that the broker's certificate is checked against; demands TLS."""
+    certificate_file: str = ""
+    """Our own certificate (PEM), for a broker that asks its clients for one; demands TLS."""
+    certificate_key_file: str = ""
+    """Its private key (PEM), where the certificate's file does not hold it."""
+
+    @property
+    def demands_tls(self) -> bool:
+        """Whether nothing may be sent in clear."""
+        return bool(self.ca_file or self.certificate_file) or self.url.startswith("tls://")
 
     def __repr__(self) -> str:
         return f"BusSettings(url={redact_url(self.url)!r}, user={self.user!r}, password=***)"
@@ -217,32 +229,74 @@ def password_of(settings: BusSettings) -> str:
     return read_regular(Path(settings.password_file), max_bytes=MAX_PASSWORD_BYTES).decode(errors="replace").strip()
 
 
-def tls_context(settings: BusSettings) -> ssl.SSLContext | None:
-    """What the broker's certificate is checked with; `None` without `ca_file`.
+def key_of(settings: BusSettings) -> KeyFile | None:
+    """The credential in force, read now; `None` where there is none.
 
     Raises:
-        ValueError: when the file holds no certificates; the text names it.
+        ValueError: when the file cannot be read, or is none; the text names it.
     """
-    if not settings.ca_file:
+    if not settings.nkey_file:
         return None
     try:
-        check_regular(Path(settings.ca_file))
-        return ssl.create_default_context(cafile=settings.ca_file)
+        return read_key_file(Path(settings.nkey_file))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        what = f"DYNAMIX_NATS_NKEY_FILE={settings.nkey_file!r} cannot be used: {reason}"
+        raise ValueError(f"{what}; name a credential of `dynamix keys`") from error
+
+
+def tls_context(settings: BusSettings) -> ssl.SSLContext | None:
+    """What the broker's certificate is checked with, and our own; `None` where no file is named.
+
+    Raises:
+        ValueError: when a file cannot be used; the text names it.
+    """
+    if settings.certificate_key_file and not settings.certificate_file:
+        raise ValueError("DYNAMIX_NATS_CERTIFICATE_KEY_FILE needs DYNAMIX_NATS_CERTIFICATE_FILE: set both, or neither")
+    if not (settings.ca_file or settings.certificate_file):
+        return None
+    try:
+        if settings.ca_file:
+            check_regular(Path(settings.ca_file))
+        context = ssl.create_default_context(cafile=settings.ca_file or None)
     except OSError as error:
         reason = "it holds no certificates" if isinstance(error, ssl.SSLError) else error.strerror
         raise ValueError(
             f"DYNAMIX_NATS_CA_FILE={settings.ca_file!r} cannot be used: {reason}; name a file of certificates (PEM)"
         ) from error
+    if settings.certificate_file:
+        _load_certificate(context, settings)
+    return context
+
+
+def _load_certificate(context: ssl.SSLContext, settings: BusSettings) -> None:
+    certificate, key = settings.certificate_file, settings.certificate_key_file
+    try:
+        for file in filter(None, (certificate, key)):
+            check_regular(Path(file))
+        context.load_cert_chain(certificate, key or None, password=_no_pass_phrase)
+    except OSError as error:
+        fix = "name a certificate and its key (PEM, without a pass phrase)"
+        reason = "they do not fit" if isinstance(error, ssl.SSLError) else error.strerror
+        named = f"DYNAMIX_NATS_CERTIFICATE_FILE={certificate!r} and DYNAMIX_NATS_CERTIFICATE_KEY_FILE={key!r}"
+        raise ValueError(f"{named} cannot be used: {reason}; {fix}") from error
+
+
+def _no_pass_phrase() -> str:
+    """Called for an encrypted key, which OpenSSL would otherwise ask the terminal for."""
+    return ""
 
 
 def check_bus(settings: BusSettings) -> None:
-    """Refuse what cannot work, before anything connects: see `check_url`, `tls_context`, and the password's file.
+    """Refuse what cannot work, before anything connects: see `check_url`, `tls_context`, `key_of`, and the password.
 
     Raises:
         ValueError: naming the setting, its value and the fix.
     """
     check_url(settings)
     tls_context(settings)
+    if key_of(settings) is not None and (settings.password or settings.password_file):
+        raise ValueError("DYNAMIX_NATS_NKEY_FILE and a password are set: unset one of them, only one can be used")
     try:
         password_of(settings)
     except OSError as error:
@@ -258,11 +312,11 @@ def check_url(settings: BusSettings) -> None:
             raise ValueError(f"DYNAMIX_NATS_URL: {redact_url(url)!r} is no URL: write nats://host:port")
         if parts.scheme not in {"nats", "tls"}:
             raise ValueError(f"{redact_url(url)}: the bus speaks nats:// and tls:// only")
-        has_credentials = bool(settings.user or parts.username)
+        has_credentials = bool(settings.user or settings.nkey_file or parts.username)
         if not has_credentials and not _is_loopback(parts.hostname or ""):
             raise ValueError(
-                f"{redact_url(url)} is not this machine: set DYNAMIX_NATS_USER and DYNAMIX_NATS_PASSWORD_FILE "
-                "(beyond loopback the bus is never used without credentials)"
+                f"{redact_url(url)} is not this machine: set DYNAMIX_NATS_NKEY_FILE, or DYNAMIX_NATS_USER and "
+                "DYNAMIX_NATS_PASSWORD_FILE (beyond loopback the bus is never used without credentials)"
             )
 
 

@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dynamix.cli.connection import find
-from dynamix.cli.errors import CommandError, MisuseError
+from dynamix.cli.errors import CommandError, MisuseError, explained
 from dynamix.cli.services import bus_environment
-from dynamix.runtime.settings import BusSettings, redact_url
+from dynamix.runtime.settings import BusSettings, key_of, redact_url
 from dynamix.schemas.subjects import MAX_NAME, check_token, new_run_id
 
 JOB, NAME, RUN_ID = "DYNAMIX_JOB", "DYNAMIX_TRAINER_NAME", "DYNAMIX_TRAINER_RUN_ID"
@@ -47,8 +47,9 @@ def run(arguments: argparse.Namespace) -> int:
             "PyTorch is not installed in this environment: pip install torch, or 'dynamix-batch[train]' "
             "(https://pytorch.org says which build fits your GPU)"
         )
-    named = identity(words, name=arguments.name, given=arguments.job or os.environ.get(JOB, ""))
     bus = find(os.environ)
+    given = permitted(arguments.job or os.environ.get(JOB, ""), arguments.name, bus)
+    named = identity(words, name=arguments.name, given=given)
     what, watched = ("job", named[JOB]) if JOB in named else ("run", named[RUN_ID])
     print(
         f"{what} {watched}, bus {redact_url(bus.url)}; watch it with: dynamix top {watched}",
@@ -57,6 +58,21 @@ def run(arguments: argparse.Namespace) -> int:
     )
     command = [sys.executable, "-m", "torch.distributed.run", *words]
     os.execve(sys.executable, command, environment(os.environ, named, bus, arguments.policy))  # noqa: S606 - no shell
+
+
+def permitted(given: str, name: str | None, bus: BusSettings) -> str:
+    """The job's id as given; without one, the only one that our credential is for.
+
+    Raises:
+        CommandError: when the credential is for other jobs, or cannot be read.
+    """
+    with explained(ValueError):
+        key = key_of(bus)
+    if key is None or not key.jobs or given in key.jobs:
+        return given
+    if not given and name is None and len(key.jobs) == 1:
+        return key.jobs[0]
+    raise MisuseError(f"{bus.nkey_file} is for {', '.join(key.jobs)} only: pass one of them with --job")
 
 
 def identity(arguments: Sequence[str], *, name: str | None, given: str) -> dict[str, str]:

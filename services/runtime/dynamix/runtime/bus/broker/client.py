@@ -47,6 +47,8 @@ class Client(nats.aio.client.Client):
         check_nats_py()
         super().__init__()
         self.handlers: dict[int, Handler] = {}
+        self.challenge: Callable[[], tuple[str, Callable[[str], bytes]]] | None = None
+        """Called before each connection: our public key, and what signs the broker's challenge."""
 
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
         handler = self.handlers.get(sid)
@@ -63,6 +65,9 @@ class Client(nats.aio.client.Client):
         if isinstance(self._transport, _Transport):
             self._transport.close()
         self._transport = _Transport()
+        if self.challenge is not None:
+            self._public_nkey, self._signature_cb = self.challenge()
+            self._auth_configured = True
         await self._transport.connect(s.uri, nats.aio.client.DEFAULT_BUFFER_SIZE, self.options["connect_timeout"])
 
 

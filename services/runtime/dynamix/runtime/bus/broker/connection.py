@@ -8,7 +8,7 @@ import secrets
 import ssl
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 import nats.aio.client
@@ -16,10 +16,13 @@ import nats.errors
 from nats.aio.subscription import Subscription as NatsSubscription
 
 from dynamix.runtime.rate_limit import RateLimit
-from dynamix.runtime.settings import BusSettings, check_bus, password_of, redact_url, tls_context
+from dynamix.runtime.settings import BusSettings, check_bus, key_of, password_of, redact_url, tls_context
 
 from .client import Client, Handler
 from .errors import BusError, ConnectionClosedError, PermissionDeniedError
+
+if TYPE_CHECKING:
+    from .nkeys import UserKey
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +51,8 @@ class BrokerConnection:
         counters: what happened so far, by name.
         connected: set while there is a connection.
         inbox: prefix of every subject that this connection listens to for replies: `_INBOX.<user>.<name>.<random>`.
-            The user comes first because the broker's permissions are per user, and a wildcard is a whole token.
+            The user comes first because the broker's permissions are per user, and a wildcard is a whole token. With a
+            credential its file says what stands for the user.
     """
 
     def __init__(
@@ -62,11 +66,16 @@ class BrokerConnection:
         )
         self.connected = asyncio.Event()
         self._settings = settings
-        self._user = settings.user or unquote(urlsplit(settings.url).username or "")
-        self.inbox = ".".join(("_INBOX", *(_token(part) for part in (self._user, name) if part), secrets.token_hex(4)))
+        key = key_of(settings)
+        self._user = settings.user or (key.name if key else "") or unquote(urlsplit(settings.url).username or "")
+        owner = key.inbox.split(".") if key and key.inbox else [self._user]
+        self.inbox = ".".join(("_INBOX", *(_token(part) for part in (*owner, name) if part), secrets.token_hex(4)))
         self._name = name
         self._on_closed = on_closed
         self._client = Client()
+        if key is not None:
+            _user_key(settings)  # a broken one is an error now, and later one to wait for
+            self._client.challenge = self._challenge
         self._wait = True
         self._opened = False
         self._closing = False
@@ -210,7 +219,7 @@ class BrokerConnection:
         options: dict[str, Any] = {}
         if (tls := tls_context(settings)) is not None:  # read at each start: a new authority needs no other settings
             options["tls"] = tls
-        if self._user:
+        if self._user and not settings.nkey_file:
             options |= {"user": self._user, "password": self._password}
         await self._client.connect(
             servers=[url.strip() for url in settings.url.split(",")],
@@ -230,12 +239,28 @@ class BrokerConnection:
             **options,
         )
 
-    def _password(self) -> str:
-        """Called by nats-py for each connection, after the server's INFO: the last chance not to send it in clear."""
-        demands_tls = bool(self._settings.ca_file) or self._settings.url.startswith("tls://")
+    def _challenge(self) -> tuple[str, Callable[[str], bytes]]:
+        """The credential's public key, and what signs with it: read for each connection, so that it can be rotated."""
+        try:
+            key = _user_key(self._settings)
+        except ValueError as error:
+            raise nats.errors.Error(f"nats: {error}") from error
+
+        def sign(nonce: str) -> bytes:
+            self._refuse_clear_text()
+            return key.sign(nonce)
+
+        return key.public, sign
+
+    def _refuse_clear_text(self) -> None:
+        """See, after the server's INFO, that it speaks TLS where that is demanded: the last chance to send nothing."""
         info = self._client._server_info  # noqa: SLF001 - nats-py shows it nowhere else
-        if demands_tls and not info.get("tls_required"):
+        if self._settings.demands_tls and not info.get("tls_required"):
             raise nats.errors.Error("nats: the server offers no TLS although it is demanded: no password was sent")
+
+    def _password(self) -> str:
+        """Called by nats-py for each connection, after the server's INFO."""
+        self._refuse_clear_text()
         return password_of(self._settings) or unquote(urlsplit(self._settings.url).password or "")
 
     def _next_server(
@@ -266,9 +291,10 @@ class BrokerConnection:
     def _judge_first_error(self, error: Exception) -> None:
         url = redact_url(self._settings.url)
         if _is_refused_login(error):
-            raise PermissionDeniedError(
-                f"{url} refuses user {self._user!r}: check DYNAMIX_NATS_USER and DYNAMIX_NATS_PASSWORD"
-            ) from error
+            check = "check DYNAMIX_NATS_USER and DYNAMIX_NATS_PASSWORD"
+            if self._settings.nkey_file:
+                check = f"the key in {self._settings.nkey_file} may be revoked, or the broker not know it yet"
+            raise PermissionDeniedError(f"{url} refuses user {self._user!r}: {check}") from error
         if not self._wait or isinstance(error, ssl.SSLCertVerificationError):
             raise BusError(f"cannot connect to {url}: {describe(error)}") from error
         if self._is_new_reason(error):
@@ -299,7 +325,7 @@ class BrokerConnection:
         self.counters["permission_denials"] += 1
         verb = "publish to" if operation.lower() == "publish" else "listen to"
         denial = PermissionDeniedError(
-            f"the broker does not let user {self._user!r} {verb} {subject}: see its permissions in deploy/nats.conf"
+            f"the broker does not let user {self._user!r} {verb} {subject}: see its permissions in users.conf"
         )
         for callback in list(self._on_denied):
             callback(subject.lower(), denial)
@@ -359,6 +385,18 @@ class BrokerConnection:
         if len(self._client._server_pool) > 1:  # noqa: SLF001 - nats-py shows it nowhere else
             logger.warning("the server answers and stores nothing; going to another one")
             await self._client._process_op_err(nats.errors.StaleConnectionError())  # noqa: SLF001 - as its own pings do
+
+
+def _user_key(settings: BusSettings) -> "UserKey":
+    """The key in the credential's file. Raises ValueError, naming the file."""
+    from .nkeys import UserKey  # noqa: PLC0415 - libsodium, only where there is a key
+
+    credential = key_of(settings)
+    assert credential is not None, "asked with a credential only"
+    try:
+        return UserKey(credential.seed)
+    except ValueError as error:
+        raise ValueError(f"DYNAMIX_NATS_NKEY_FILE={settings.nkey_file!r} cannot be used: {error}") from error
 
 
 def describe(error: Exception) -> str:

@@ -1,0 +1,186 @@
+"""Create, rotate, revoke and list the keys that let users in at the broker, each for certain jobs or nodes.
+
+  dynamix keys create alice --role trainer --job alice-1 --job alice-2
+  dynamix keys create node-a --role collector --node node-a
+  dynamix keys rotate alice            # both keys work; then, once the new one is in use: keys revoke alice --old
+  dynamix keys revoke alice
+  dynamix keys refresh                 # after an upgrade: the permissions that this version needs
+
+It changes the file of users that the broker includes (users.conf), which holds public keys only; the secret goes into a
+file of mode 0600, for DYNAMIX_NATS_NKEY_FILE. Run it on the broker's machine. A change is in force once the broker has
+read its configuration again: `systemctl reload dynamix-nats`, or `docker compose -f deploy/compose.yaml kill -s HUP
+nats`. That keeps the connections of all others, and ends those of a revoked key.
+"""
+
+import argparse
+import contextlib
+import fcntl
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from dynamix.cli.errors import CommandError, MisuseError, explained, reading
+from dynamix.cli.output import add_json_argument, add_list, add_output_argument, write_result, writing
+from dynamix.runtime import output_files
+from dynamix.runtime.bus.broker.nkeys import UserKey, new_seed
+from dynamix.runtime.bus.users.permissions import ROLES, inbox_of
+from dynamix.runtime.bus.users.users_file import DEFAULT, User, UsersFileError, read_users, write_users
+from dynamix.runtime.input_files import read_regular
+from dynamix.runtime.key_file import FIRST_LINE, key_file_text, read_key_file
+from dynamix.runtime.output_files import FileKind
+
+from . import changes
+
+USERS_FILE = Path("/etc/dynamix/users/users.conf")
+KEY = FileKind("a credential of `dynamix keys`", lambda head: head.startswith(FIRST_LINE.encode()))
+ALL = "*"
+IN_FORCE = "in force once the broker has read it: systemctl reload dynamix-nats (in a container: kill -s HUP)"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's actions."""
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+
+    def add(name: str, act: Callable[[argparse.Namespace], None], what: str) -> argparse.ArgumentParser:
+        one: argparse.ArgumentParser = actions.add_parser(name, help=what, description=what)
+        one.set_defaults(act=act)
+        where = "the broker's file of users (default: %(default)s)"
+        one.add_argument("--users", metavar="FILE", type=Path, default=USERS_FILE, help=where)
+        return one
+
+    add_json_argument(add("list", _list, "List the users, what each is limited to, and its public keys."))
+    creating = add("create", _create, "Let a new user in, and write its key.")
+    rotating = add("rotate", _rotate, "Write a new key of a user; the one that it has stays good until it is revoked.")
+    revoking = add("revoke", _revoke, "Let a user in no longer.")
+    what = "Write the permissions of this version; where there is no file, one with a user and password per service."
+    add("refresh", _refresh, what)
+    for one in (creating, rotating, revoking):
+        one.add_argument("name", metavar="NAME", help="the user")
+    creating.add_argument("--role", choices=ROLES, required=True, help="what it does on the bus")
+    add_list(creating, "--job", "ID", "a job that this trainer is for, its whole id; may be repeated ('*': all jobs)")
+    add_list(creating, "--node", "NODE", "a node that this collector is for; may be repeated ('*': all nodes)")
+    for one in (creating, rotating):
+        what = "where to write the key, with mode 0600 (default: NAME.nkey here)"
+        add_output_argument(one, KEY, what, streams=False)
+    revoking.add_argument("--old", action="store_true", help="only what its newest key replaced")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do one action."""
+    arguments.act(arguments)
+    return 0
+
+
+def _list(arguments: argparse.Namespace) -> None:
+    users = _read(arguments.users)
+    rows = [("user", "role", "limited to", "logs in with"), *map(_row, users)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    write_result({"users": users}, "\n".join(lines), arguments.json)
+
+
+def _create(arguments: argparse.Namespace) -> None:
+    file = Path(arguments.output or f"{arguments.name}.nkey")
+    if file.exists():
+        raise CommandError(f"{file} is there already: name another file with -o, or `rotate` for a new key of a user")
+    role, jobs, nodes = arguments.role, arguments.job, arguments.node
+    for wanted, given, flag in (("trainer", jobs, "--job ID"), ("collector", nodes, "--node NODE")):
+        if role == wanted and not given:
+            what = f"a {role}'s key is for what is named: add {flag}, repeated for each"
+            raise MisuseError(f"{what}, or {flag.split()[0]} '{ALL}' for all")
+    seed = new_seed()
+    with explained(ValueError, exit_code=2):
+        user = User(
+            name=arguments.name,
+            role=role,
+            jobs=() if ALL in jobs else tuple(jobs),
+            nodes=() if ALL in nodes else tuple(nodes),
+            keys=(UserKey(seed).public,),
+        )
+    with _changing(arguments.users) as users:
+        users[:] = changes.added(users, user)
+        _write_key(file, seed, user)
+    _say(f"{file} lets in {user.name}, {_limits(user)}: set DYNAMIX_NATS_NKEY_FILE to it where it is used", IN_FORCE)
+    shared = next((other for other in users if other.role == role and not other.keys), None)
+    if user.is_limited and shared is not None:
+        _say(f"{shared.name} still logs in with one password for all: `dynamix keys revoke {shared.name}` ends that")
+
+
+def _rotate(arguments: argparse.Namespace) -> None:
+    file, name = Path(arguments.output or f"{arguments.name}.nkey"), arguments.name
+    if file.exists():
+        with reading(file), explained(ValueError):
+            holder = read_key_file(file).name
+        if holder != name:
+            raise CommandError(f"{file} is the key of {holder or 'another user'}: name another file with -o")
+    seed = new_seed()
+    with _changing(arguments.users) as users:
+        users[:] = changes.rotated(users, name, UserKey(seed).public)
+        _write_key(file, seed, changes.named(users, name))
+    _say(f"{file} is a new key of {name}; the one before stays good until `dynamix keys revoke {name} --old`", IN_FORCE)
+
+
+def _revoke(arguments: argparse.Namespace) -> None:
+    with _changing(arguments.users) as users:
+        users[:] = changes.revoked(users, arguments.name, only_old=arguments.old)
+    what = "the older key of " if arguments.old else ""
+    _say(f"{what}{arguments.name} is revoked", IN_FORCE)
+
+
+def _refresh(arguments: argparse.Namespace) -> None:
+    if not arguments.users.exists():
+        with writing(arguments.users):
+            text = write_users(DEFAULT).encode()  # the broker runs as a user of its own, and reads no secret here
+            output_files.write(arguments.users, text, mode=0o644, streams=False, make_parents=True)
+    else:
+        with _changing(arguments.users):
+            pass  # they are written as they are
+    _say(f"{arguments.users} has the permissions of this version", IN_FORCE)
+
+
+def _write_key(file: Path, seed: str, user: User) -> None:
+    text = key_file_text(seed, name=user.name, inbox=inbox_of(user.role, user.name), jobs=user.jobs)
+    with writing(file):
+        output_files.write(file, text.encode(), mode=0o600, streams=False)
+
+
+@contextlib.contextmanager
+def _changing(path: Path) -> Iterator[list[User]]:
+    """The users, to change in place; written when the block ends without an error. No other process changes them."""
+    with reading(path.parent):
+        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX)
+        users = _read(path)
+        yield users
+        with writing(path):
+            output_files.write(path, write_users(users).encode(), streams=False)
+    finally:
+        os.close(directory)
+
+
+def _read(path: Path) -> list[User]:
+    try:
+        return read_users(read_regular(path).decode(errors="replace"))
+    except FileNotFoundError:
+        fix = "name the broker's file with --users, or make one with `dynamix keys refresh`"
+        raise CommandError(f"there is no {path}: {fix}") from None
+    except OSError as error:
+        raise CommandError(f"cannot read {path}: {error.strerror}") from error
+    except UsersFileError as error:
+        raise CommandError(f"{path}: {error}") from error
+
+
+def _row(user: User) -> tuple[str, str, str, str]:
+    return user.name, user.role, _limits(user), " or ".join(user.keys) or "a password"
+
+
+def _limits(user: User) -> str:
+    if user.is_limited:
+        return "{} {}".format("jobs" if user.jobs else "node", ", ".join(user.jobs or user.nodes))
+    return {"trainer": "all jobs", "collector": "all nodes"}.get(user.role, f"the {user.role}")
+
+
+def _say(*lines: str) -> None:
+    print("\n".join(lines), file=sys.stderr)
