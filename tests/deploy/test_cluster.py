@@ -58,10 +58,10 @@ class Deployment:
     def server(self, number: int, **changes: str) -> Iterator[subprocess.Popen[bytes]]:
         """Run server 1, 2 or 3 with what make-cluster.sh wrote for it."""
         home = self._directory / str(number)
-        home.mkdir()
-        for file in DEPLOY.glob("*.conf"):
+        (home / "users").mkdir(parents=True)
+        for file in (*DEPLOY.glob("*.conf"), DEPLOY / "users" / "users.conf"):
             text = file.read_text().replace(STORE, str(home / "store"))
-            (home / file.name).write_text(text.replace(LISTEN, f'"127.0.0.1:{self._ports[number - 1]}"'))
+            (home / file.relative_to(DEPLOY)).write_text(text.replace(LISTEN, f'"127.0.0.1:{self._ports[number - 1]}"'))
         tls = {"CERTIFICATE": self._certificate, "KEY": self._certificate.with_suffix(".key"), "CA": self._certificate}
         environ = {**os.environ, **self._variables, **variables_of(self._secrets / f"cluster-{number}.env")}
         environ |= {f"NATS_TLS_{name}": str(path) for name, path in tls.items()} | changes

@@ -76,7 +76,7 @@ async def test_a_trainer_hears_and_looks_up_of_its_own_job_only(trainer: Bus, ki
     for job in (MINE, OTHERS, "*"):
         place = {"job": (job,), "service": ("trainer" if job == MINE else "arbitrator",)}
         for subject in subjects_of_kind(kind, place):
-            heard = job == MINE and kind.name in ("reward", "live")
+            heard = job == MINE and kind.name in ("reward", "trace", "live")
             assert await is_heard(trainer, subject) == heard, subject
             stored = job == MINE and kind.name == "action"
             assert await is_heard(trainer, subjects.announced(subject)) == stored, subject

@@ -17,6 +17,7 @@ from tests.support.control_plane import NODE, one_node_job
 from tests.support.scraped_plane import ScrapedPlane
 from tests.support.services_here import ServiceHere
 
+from dynamix.arbitrator import shown as arbitrator_shown
 from dynamix.arbitrator.learning.service import LearnerSettings, _Learner
 from dynamix.arbitrator.learning.updating import Outcome
 from dynamix.collector import shown as collector_shown
@@ -77,6 +78,44 @@ async def test_a_stream_that_is_full(plane: ScrapedPlane, tmp_path: Path) -> Non
         Phase(20, before, set()),
         Phase(20, full, {"DynamixStreamFull"}),
         Phase(20, await plane.record(), set()),
+    )
+
+
+async def test_a_feed_that_is_flooded(plane: ScrapedPlane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Junk fills FEED within seconds; then it is old junk, as it is in a day."""
+    monkeypatch.setattr(arbitrator_shown, "FEED_EVERY_S", 0.05)
+    small = msgspec.structs.replace(FEED, max_bytes=1 << 20)
+    monkeypatch.setattr(arbitrator_shown, "FEED", small)
+    await provision(plane.bus, [small])
+    await plane.shows("arbitrator", "feed_full_ratio", 0)
+    before = await plane.record()
+    for number in range(5):
+        await plane.bus.publish_bytes(subjects.of("report", "junk", "x"), bytes(500_000), f"junk-{number}")
+    await plane.scraped("arbitrator", lambda text: 'feed_full_ratio{component="arbitrator"} 0.9' in text)
+    flooded = await plane.record()
+    await provision(plane.bus, [FEED])
+    monkeypatch.setattr(arbitrator_shown, "FEED", FEED)
+    await plane.scraped("arbitrator", lambda text: 'feed_full_ratio{component="arbitrator"} 0.9' not in text)
+    check_alerts(
+        tmp_path,
+        Phase(20, before, set()),
+        Phase(20, flooded, {"DynamixFeedFlooded"}),
+        Phase(20, await plane.record(), set()),
+    )
+
+
+async def test_an_operation_that_the_broker_refuses_to_a_service(plane: ScrapedPlane, tmp_path: Path) -> None:
+    before = await plane.record()
+
+    async def be_refused() -> None:
+        plane.bus._connection.counters["permission_denials"] += 1
+
+    refused = await plane.record(be_refused())
+    check_alerts(
+        tmp_path,
+        Phase(20, before, set()),
+        Phase(5, refused, {"DynamixPermissionDenied"}),
+        Phase(25, await plane.record(), set()),
     )
 
 

@@ -39,7 +39,13 @@ def test_a_trainer_of_one_job_may_do_this_and_nothing_else() -> None:
             "$JS.API.DIRECT.GET.JOBS.dynamix.v1.job.j",
             "$JS.API.DIRECT.GET.ACTIONS.dynamix.v1.action.j",
         ),
-        ("_INBOX.alice.>", "dynamix.v1.live.trainer.*", "dynamix.v1.reward.j.*", "dynamix.v1.stored.action.j"),
+        (
+            "_INBOX.alice.>",
+            "dynamix.v1.live.trainer.*",
+            "dynamix.v1.reward.j.*",
+            "dynamix.v1.stored.action.j",
+            "dynamix.v1.trace.j.*",
+        ),
     )
 
 
@@ -48,6 +54,7 @@ def test_a_collector_of_one_node_may_do_this_and_nothing_else() -> None:
     assert publish == (
         "dynamix.v1.window.*.node-a",
         "dynamix.v1.state.*.node-a",
+        "dynamix.v1.trace.*.node-a",
         "dynamix.v1.dead.*.*",
         "dynamix.v1.live.collector.node-a",
         "$JS.API.STREAM.INFO.FEED",

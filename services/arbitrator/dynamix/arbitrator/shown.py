@@ -1,5 +1,6 @@
 """What the arbitrator shows to Prometheus: where each job stands, what was refused, how runs ended and differed."""
 
+import asyncio
 import re
 import time
 from collections import Counter
@@ -8,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dynamix.runtime.bus import BusMessage
+from dynamix.runtime.bus import BusMessage, StreamState
 from dynamix.runtime.bus.service_bus import ServiceBus
 from dynamix.runtime.metrics import LabelTable, Scrape, ServiceMetrics
 from dynamix.schemas import subjects
@@ -36,6 +37,7 @@ ENDS = (COMPLETED, LEFT, "stopped", "timeout", "error")
 OTHER_REASON = "other"
 """Refusals for a reason that no trainer of ours gives."""
 MAX_OVER = 1000
+FEED_EVERY_S = 10.0
 _STOPPED = ("KeyboardInterrupt", "SignalException")
 _TIMED_OUT = re.compile(r"\btim(ed|e)[ -]?out\b", re.IGNORECASE)
 """gloo: `Timed out waiting 1800000ms for recv operation`; NCCL: `Watchdog caught collective operation timeout`."""
@@ -71,6 +73,7 @@ class ShownDecisions:
         """The newest generation that has ended: its last states come after the end, from another stream."""
         self._ends = Counter(dict.fromkeys(ENDS, 0))
         self._runs = RunTimes()
+        self._feed: StreamState | None = None
         metrics.declare(counters=COUNTERS, gauges=GAUGES)
         metrics.add(self.show)
 
@@ -127,6 +130,12 @@ class ShownDecisions:
         else:
             self._runs.forget_run(job.job)
 
+    async def follow_feed(self, state_of: Callable[[str], Awaitable[StreamState]]) -> None:
+        """Note how much FEED holds, now and every `FEED_EVERY_S`, until cancelled."""
+        while True:
+            self._feed = await state_of(FEED.name)
+            await asyncio.sleep(FEED_EVERY_S)
+
     async def follow_ends(self, bus: ServiceBus) -> None:
         """Note the end of every run until the intake ends."""
         async with bus.consume(JOBS.name, [subjects.of("job", subjects.ANY)], start="new") as consumer:
@@ -165,6 +174,10 @@ class ShownDecisions:
                 training_name=kind.name,
                 policy=kind.policy,
             )
+        if self._feed is not None:
+            taken = self._feed.num_bytes / FEED.max_bytes
+            scrape.gauge("feed_full_ratio", "share of FEED's room that is taken", taken)
+            scrape.gauge("feed_span_seconds", "from FEED's oldest to its newest message", self._feed.span_s)
         scrape.counter("jobs_not_shown", "jobs left out since too many are active", self._jobs.num_evicted)
 
 

@@ -168,7 +168,7 @@ class Bus:
         return await stored.last_message(self.requests, stream, subject)
 
     async def newest(self, stream: str, subject: str) -> BusMessage | None:
-        """As `last`, from any replica, which may lag; the right to ask can be limited to one subject."""
+        """The last stored message of a subject, from any replica, which may lag; the right can be for one subject."""
         return await stored.newest_message(self.requests, stream, subject)
 
     async def first(self, stream: str, subject: str, *, start: int = 1) -> BusMessage | None:

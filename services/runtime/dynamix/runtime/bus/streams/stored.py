@@ -85,7 +85,7 @@ async def find_message(requests: Requests, stream: str, which: dict[str, Any]) -
 
 
 async def newest_message(requests: Requests, stream: str, subject: str) -> BusMessage | None:
-    """As `last_message`, from any replica, which may lag behind the leader.
+    """The last message of a subject, from any replica, which may lag behind the leader; `None` when there is none.
 
     The subject stands in the request's own subject, so that permissions can limit it to one job. Its numbers are 0.
     """

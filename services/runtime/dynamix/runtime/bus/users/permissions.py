@@ -7,8 +7,8 @@
   `CONSUMER.CREATE.FEED.*.dynamix.v1.report.*.*` one can read reports and nothing else of FEED.
 - Durable consumers (collector, reward) are also looked up, reset and acknowledged; acknowledgements come in two forms,
   without and with domain and account. Unnamed ones are deleted after use.
-- A trainer has no consumer: what it receives is heard as it is published (actions: as they are stored), and the newest message of a
-  subject is asked for on a subject of its own (DIRECT.GET), so that both can be limited to its jobs.
+- A trainer has no consumer: what it receives is heard as it is published (actions: as they are stored), and the newest
+  message of a subject is asked for on a subject of its own (DIRECT.GET), so that both can be limited to its jobs.
 - Learned policies are files in an object store: chunks on `$O.<bucket>.C.*`, descriptions on `$O.<bucket>.M.*`. The
   user who writes them may also remove chunks (PURGE); replacing a description allows that anyway.
 - `nats micro ls` asks on $SRV.PING, INFO and STATS, each for all services, for those of a name, and for one. Only the
