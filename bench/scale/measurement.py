@@ -48,9 +48,9 @@ async def measure(plan: ScalePlan, *, ingest_messages: int) -> ScaleResult:
     """
     async with broker_with_bus("scale") as (server, bus):
         watch = Watch(bus, plan.all_windows * plan.jobs)
-        async with _arbitrator(bus, server.settings) as arbitrator:
+        async with running_arbitrator(bus, server.settings) as arbitrator:
             meter = Meter({ARBITRATOR: arbitrator.pid, BROKER: server.pid})
-            published = await _load(plan, server.settings, watch, meter)
+            published = await run_load(plan, server.settings, watch, meter)
             load_average = os.getloadavg()[0]
         ingest = await _ingest(plan, bus, server.settings, ingest_messages)
     if not kept_rate(plan, published.sent):
@@ -63,7 +63,7 @@ async def measure(plan: ScalePlan, *, ingest_messages: int) -> ScaleResult:
 
 
 @contextlib.asynccontextmanager
-async def _arbitrator(bus: Bus, settings: BusSettings) -> AsyncIterator[ServiceProcess]:
+async def running_arbitrator(bus: Bus, settings: BusSettings) -> AsyncIterator[ServiceProcess]:
     """The real service in a process of its own; its log is shown when it ends before it should."""
     environ = {**bus_environment(settings), "DYNAMIX_NODE": "scale"}
     with tempfile.TemporaryDirectory(prefix="dynamix-scale-") as directory:
@@ -86,7 +86,7 @@ def _tail(log: Path) -> str:
     return log.read_text(errors="replace")[-2000:] or "it wrote no log"
 
 
-async def _load(plan: ScalePlan, settings: BusSettings, watch: Watch, meter: Meter) -> Published:
+async def run_load(plan: ScalePlan, settings: BusSettings, watch: Watch, meter: Meter) -> Published:
     """Let the generator run, and wait for the last decisions."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, context, initializer=begin_worker, initargs=(os.getpid(),)) as pool:

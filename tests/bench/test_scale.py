@@ -1,3 +1,4 @@
+import argparse
 import math
 import os
 import re
@@ -12,6 +13,7 @@ from bench.scale.generator import SentWindow
 from bench.scale.latency import achieved_rate, kept_rate, latency_of, lateness_ms, percentile
 from bench.scale.plan import WARM_UP_WINDOWS, ScalePlan
 from bench.scale.result import MEMORY_RUN_S, ScaleResult, missed, targets_of
+from bench.scale.shards import ShardResult, plan_of
 from bench.scale.watch import ProcessSample, cpu_seconds, rss_growth_bytes, sample_of, wait_seconds
 from tests.support.benches import ROOT, run_bench
 
@@ -85,6 +87,29 @@ def test_it_decides_every_window_of_a_real_load_and_writes_what_it_found(tmp_pat
     assert 0 < found["decision_latency_p50_ms"] <= found["decision_latency_p95_ms"] <= found["decision_latency_max_ms"]
     assert all(math.isfinite(found[name]) and found[name] > 0 for name in ("ingest_vs_raw", "rss_mb", "bytes_per_s"))
     assert found["messages_per_s"] == pytest.approx(3 * 6, rel=0.15)
+
+
+@pytest.mark.slow
+def test_two_shards_share_a_broker_and_see_nothing_of_each_other(tmp_path: Path) -> None:
+    """Jobs of both have the same names, and each arbitrator decides its own."""
+    found = run_bench(
+        *("scale.shards", tmp_path / "result.json", "--shards", "2", "--workers", "32", "--jobs", "4", "--rate", "1"),
+        *("--seconds", "2"),
+    )
+    results = msgspec.convert(found["shards"], list[ShardResult])
+    assert [(one.shard, one.workers, one.jobs) for one in results] == [(0, 16, 2), (1, 16, 2)]
+    for one in results:
+        assert one.windows_decided == one.windows_expected == 2 * (WARM_UP_WINDOWS + 2)
+        assert one.actions_out_of_chain == 0
+        assert 0 < one.decision_latency_p50_ms <= one.decision_latency_max_ms
+    assert found["broker_rss_mb"] > 0
+
+
+@pytest.mark.parametrize(("shards", "workers", "jobs"), [(0, 10, 1), (3, 10, 3), (2, 10, 3)])
+def test_what_cannot_be_divided_into_shards_is_said(shards: int, workers: int, jobs: int) -> None:
+    options = argparse.Namespace(shards=shards, workers=workers, jobs=jobs)
+    with pytest.raises(ValueError, match=f"must divide --workers {workers} and --jobs {jobs}, {shards} does not"):
+        plan_of(options)
 
 
 def test_a_decision_is_timed_from_the_last_state_to_its_action_and_the_warm_up_is_left_out() -> None:
