@@ -120,6 +120,18 @@ async def test_an_unawaited_error_is_counted(bus: Bus, monkeypatch: pytest.Monke
     assert bus.counters["publish_errors"] == 1
 
 
+async def test_a_broker_with_too_many_requests_is_asked_again(server: ConfiguredServer, bus: Bus) -> None:
+    """As a flood of another client makes it answer: publishing must wait, not fail."""
+    server.pause()
+    future = await bus.publish_soon(examples.state())
+    (token,) = bus._publisher._table
+    refusal = b'{"error": {"code": 429, "err_code": 10167, "description": "too many requests"}}'
+    bus._publisher._on_ack(bus._publisher._prefix.encode() + token, b"", refusal, None)
+    assert not future.done()
+    server.go_on()
+    assert await future == 1
+
+
 async def test_a_cancelled_publisher_gives_its_slot_back(server: ConfiguredServer, bus: Bus) -> None:
     await server.kill()
     publishing = asyncio.create_task(bus.publish(examples.state()))

@@ -54,6 +54,8 @@ MAX_LATELY = 1000
 TICK_S = 0.1
 HEADER_ROOM_BYTES = 1024
 SERVER_ERROR = 500
+TOO_MANY_REQUESTS = 429
+"""The stream's own queue is full, since some client sends more than the disk takes; no message is lost by waiting."""
 """JetStream's codes from here on may pass: trying again can help."""
 EXPECTED_LAST = "Nats-Expected-Last-Subject-Sequence"
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
@@ -235,7 +237,7 @@ class Publisher:
         elif refusal.err_code == STORE_FAILED and refusal.description.startswith("maximum"):
             # a stream at its own limit that discards nothing: it will not have room in a minute
             self._fail(token, entry, StreamFullError(text))
-        elif refusal.code >= SERVER_ERROR:
+        elif refusal.code >= SERVER_ERROR or refusal.code == TOO_MANY_REQUESTS:  # it is sent once more when it is due
             if self._limit.allow(str(refusal.err_code)):
                 logger.warning("the broker cannot store now: %s", text)
         else:
