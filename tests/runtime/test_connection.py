@@ -355,3 +355,21 @@ async def test_an_outage_is_logged_once_and_so_is_its_end(
     assert logged.count("lost the connection to the bus; reconnecting") == 1
     assert logged[-1] == "reconnected to the bus"
     assert len(logged) == len(set(logged)) < 8, logged  # the others are reasons, once each
+
+
+async def test_a_login_goes_out_in_one_piece_so_that_its_refusal_is_read() -> None:
+    heard: list[bytes] = []
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b'INFO {"auth_required":true,"max_payload":1048576,"version":"2.15.1","headers":true}\r\n')
+        heard.append(await reader.read(65536))
+        writer.write(b"-ERR 'Authorization Violation'\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        settings = BusSettings(url=f"nats://127.0.0.1:{port}", user="someone", password="wrong")
+        with pytest.raises(PermissionDeniedError, match="refuses user 'someone'"):
+            await Bus.connect(settings, name="login", wait=False)
+    assert heard[0].startswith(b"CONNECT {")
+    assert heard[0].endswith(b"}\r\nPING\r\n")

@@ -72,10 +72,22 @@ class Client(nats.aio.client.Client):
 
 
 class _Transport(TcpTransport):
-    """nats-py's, whose wait for a connection to close never ends when its TLS handshake has failed."""
+    """nats-py's, whose wait for a connection to close never ends when its TLS handshake has failed.
+
+    CONNECT goes out together with the PING behind it: a broker that refuses a login answers why and closes, and a PING
+    that came after that would reset the connection, and with it drop the answer.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._held = b""
+
+    def write(self, payload: bytes) -> None:
+        if payload.startswith(b"CONNECT "):
+            self._held = payload
+            return
+        held, self._held = self._held, b""
+        super().write(held + payload)  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
         super().close()  # type: ignore[no-untyped-call]
