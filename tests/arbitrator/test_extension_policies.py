@@ -5,10 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.arbitrator.test_halting import NODES, an_arbitrator, decided, report
+from tests.arbitrator.test_halting import NODES, decided, report
 from tests.support import examples
 from tests.support.brokers import until
 from tests.support.extensions import register
+from tests.support.services_here import arbitrator_here
 
 from dynamix.arbitrator.deciding.fold import Fold
 from dynamix.arbitrator.learned.policy_source import PolicySource
@@ -49,7 +50,7 @@ def test_a_fold_decides_with_an_installed_policy() -> None:
 @pytest.mark.usefixtures("example_extension")
 async def test_an_arbitrator_decides_with_an_installed_policy(bus: Bus) -> None:
     await bus.publish(HALVED)
-    async with an_arbitrator(bus) as context:
+    async with arbitrator_here(bus) as context:
         await report(bus, HALVED)
         assert await decided(bus) == [HALVED.job]
         assert "halted" not in context.counters
@@ -119,7 +120,7 @@ async def test_a_broken_extension_halts_only_the_jobs_that_name_it(bus: Bus, the
     theirs(source)
     broken, other = (examples.job(NODES, job=f"{name}-0", policy=name) for name in ("theirs", "static"))
     await bus.publish(broken)
-    async with an_arbitrator(bus) as context:
+    async with arbitrator_here(bus) as context:
         await bus.publish(other)
         await report(bus, broken)
         await report(bus, other)
