@@ -4,25 +4,21 @@ import asyncio
 import logging
 import random
 import re
-import secrets
 import ssl
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote, urlsplit
+from typing import Any
 
 import nats.aio.client
 import nats.errors
 from nats.aio.subscription import Subscription as NatsSubscription
 
 from dynamix.runtime.rate_limit import RateLimit
-from dynamix.runtime.settings import BusSettings, check_bus, key_of, password_of, redact_url, tls_context
+from dynamix.runtime.settings import BusSettings, check_bus, redact_url, tls_context
 
 from .client import Client, Handler
 from .errors import BusError, ConnectionClosedError, PermissionDeniedError
-
-if TYPE_CHECKING:
-    from .nkeys import UserKey
+from .login import Login, Sign, is_refused_login
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +46,7 @@ class BrokerConnection:
     Attributes:
         counters: what happened so far, by name.
         connected: set while there is a connection.
-        inbox: prefix of every subject that this connection listens to for replies: `_INBOX.<user>.<name>.<random>`.
-            The user comes first because the broker's permissions are per user, and a wildcard is a whole token. With a
-            credential its file says what stands for the user.
+        inbox: prefix of every subject that this connection listens to for replies (`Login.inbox`).
     """
 
     def __init__(
@@ -66,15 +60,12 @@ class BrokerConnection:
         )
         self.connected = asyncio.Event()
         self._settings = settings
-        key = key_of(settings)
-        self._user = settings.user or (key.name if key else "") or unquote(urlsplit(settings.url).username or "")
-        owner = key.inbox.split(".") if key and key.inbox else [self._user]
-        self.inbox = ".".join(("_INBOX", *(_token(part) for part in (*owner, name) if part), secrets.token_hex(4)))
+        self._login = Login(settings, name)
+        self.inbox = self._login.inbox
         self._name = name
         self._on_closed = on_closed
         self._client = Client()
-        if key is not None:
-            _user_key(settings)  # a broken one is an error now, and later one to wait for
+        if self._login.has_key:
             self._client.challenge = self._challenge
         self._wait = True
         self._opened = False
@@ -219,8 +210,8 @@ class BrokerConnection:
         options: dict[str, Any] = {}
         if (tls := tls_context(settings)) is not None:  # read at each start: a new authority needs no other settings
             options["tls"] = tls
-        if self._user and not settings.nkey_file:
-            options |= {"user": self._user, "password": self._password}
+        if self._login.user and not self._login.has_key:
+            options |= {"user": self._login.user, "password": self._password}
         await self._client.connect(
             servers=[url.strip() for url in settings.url.split(",")],
             name=self._name,
@@ -239,18 +230,15 @@ class BrokerConnection:
             **options,
         )
 
-    def _challenge(self) -> tuple[str, Callable[[str], bytes]]:
-        """The credential's public key, and what signs with it: read for each connection, so that it can be rotated."""
-        try:
-            key = _user_key(self._settings)
-        except ValueError as error:
-            raise nats.errors.Error(f"nats: {error}") from error
+    def _challenge(self) -> tuple[str, Sign]:
+        """Called before each connection; what signs is called after the server's INFO."""
+        public, sign = self._login.challenge()
 
-        def sign(nonce: str) -> bytes:
+        def sign_unless_clear(nonce: str) -> bytes:
             self._refuse_clear_text()
-            return key.sign(nonce)
+            return sign(nonce)
 
-        return key.public, sign
+        return public, sign_unless_clear
 
     def _refuse_clear_text(self) -> None:
         """See, after the server's INFO, that it speaks TLS where that is demanded: the last chance to send nothing."""
@@ -261,7 +249,7 @@ class BrokerConnection:
     def _password(self) -> str:
         """Called by nats-py for each connection, after the server's INFO."""
         self._refuse_clear_text()
-        return password_of(self._settings) or unquote(urlsplit(self._settings.url).password or "")
+        return self._login.password()
 
     def _next_server(
         self, servers: list[nats.aio.client.Server], _info: dict[str, Any]
@@ -289,12 +277,9 @@ class BrokerConnection:
             logger.exception("error while handling an error of the connection")
 
     def _judge_first_error(self, error: Exception) -> None:
+        if is_refused_login(error):
+            raise PermissionDeniedError(self._login.refusal()) from error
         url = redact_url(self._settings.url)
-        if _is_refused_login(error):
-            check = "check DYNAMIX_NATS_USER and DYNAMIX_NATS_PASSWORD"
-            if self._settings.nkey_file:
-                check = f"the key in {self._settings.nkey_file} may be revoked, or the broker not know it yet"
-            raise PermissionDeniedError(f"{url} refuses user {self._user!r}: {check}") from error
         if not self._wait or isinstance(error, ssl.SSLCertVerificationError):
             raise BusError(f"cannot connect to {url}: {describe(error)}") from error
         if self._is_new_reason(error):
@@ -313,7 +298,7 @@ class BrokerConnection:
             self.counters["slow_consumer_drops"] += 1
         if match := _DENIED.search(str(error)):
             self._note_denial(match[1], match[2])
-        if _is_refused_login(error):
+        if is_refused_login(error):
             self._refused_logins += 1
             if self._refused_logins >= MAX_REFUSED_LOGINS:  # it came back with other passwords: end, to read ours again
                 self._report_closed("the broker refuses our user or password")
@@ -325,7 +310,7 @@ class BrokerConnection:
         self.counters["permission_denials"] += 1
         verb = "publish to" if operation.lower() == "publish" else "listen to"
         denial = PermissionDeniedError(
-            f"the broker does not let user {self._user!r} {verb} {subject}: see its permissions in users.conf"
+            f"the broker does not let user {self._login.user!r} {verb} {subject}: see its permissions in users.conf"
         )
         for callback in list(self._on_denied):
             callback(subject.lower(), denial)
@@ -387,31 +372,11 @@ class BrokerConnection:
             await self._client._process_op_err(nats.errors.StaleConnectionError())  # noqa: SLF001 - as its own pings do
 
 
-def _user_key(settings: BusSettings) -> "UserKey":
-    """The key in the credential's file. Raises ValueError, naming the file."""
-    from .nkeys import UserKey  # noqa: PLC0415 - libsodium, only where there is a key
-
-    credential = key_of(settings)
-    assert credential is not None, "asked with a credential only"
-    try:
-        return UserKey(credential.seed)
-    except ValueError as error:
-        raise ValueError(f"DYNAMIX_NATS_NKEY_FILE={settings.nkey_file!r} cannot be used: {error}") from error
-
-
 def describe(error: Exception) -> str:
     """The error in words, without secrets; some of nats-py's have no text."""
     return redact_url(str(error)) or type(error).__name__
 
 
-def _is_refused_login(error: Exception) -> bool:
-    return isinstance(error, nats.errors.AuthorizationError) or "authorization violation" in str(error).lower()
-
-
 async def _never(_message: object) -> None:
     """What nats-py would call, did `Client` not take every message before."""
     raise AssertionError("a message went round our client")
-
-
-def _token(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9_-]", "-", text)
