@@ -13,7 +13,6 @@ residuals stay as they were.
 
 import math
 from collections import Counter
-from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor
 from .codec import BucketView, CodedSquares, Member
 from .collectives import Leg, Trade
 from .owners import OwnedRange, owned_ranges, sum_over_ranks
-from .residuals import Residuals
+from .residuals import ErrorFeedback
 
 BLOCK = 512
 """Elements: owners own whole blocks, messages hold whole blocks, int8 has a scale for each."""
@@ -47,15 +46,15 @@ class Narrowing(Protocol):
         """Write into `values` what a message says, the same bits on every rank."""
 
 
-class LossyExchange:
+class LossyExchange(ErrorFeedback):
     """A codec that narrows, with error feedback on the way to the owners and back."""
 
     is_lossless = False
 
     def __init__(self, name: str, narrowing: Narrowing) -> None:
+        super().__init__()
         self.name = name
         self._narrowing = narrowing
-        self._residuals = Residuals()
         self._num_reduced: Counter[int] = Counter()
         """By bucket."""
         self._coded = CodedSquares()
@@ -63,30 +62,6 @@ class LossyExchange:
     def coded(self) -> CodedSquares:
         """What was to be sent to owners, and what was, of those buckets that were looked at."""
         return self._coded
-
-    def residuals(self) -> dict[str, Tensor]:
-        """What the sums lack so far, by parameter's key."""
-        return self._residuals.by_key()
-
-    def load_residuals(self, residuals: Mapping[str, Tensor]) -> None:
-        """Begin with these instead."""
-        self._residuals.load(residuals)
-
-    def flush(self, bucket: BucketView, member: Member) -> Leg:
-        """Send the bucket without loss, and the residuals with it."""
-        yield from self._residuals.flush(bucket, member)
-
-    def begin_step(self) -> None:
-        """Keep what residuals are now, for `undo_step`."""
-        self._residuals.begin_step()
-
-    def undo_step(self) -> None:
-        """Have the residuals again that the newest step began with."""
-        self._residuals.undo_step()
-
-    def scale_residuals(self, factor: float) -> None:
-        """Multiply all residuals."""
-        self._residuals.scale(factor)
 
     def reduce(self, bucket: BucketView, member: Member) -> Leg:
         """Sum as `ExchangeCodec.reduce`: one trade to the owners, one back."""

@@ -15,7 +15,6 @@ Where something is not finite the bucket travels as it is, and the residuals sta
 """
 
 import zlib
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ from torch import Tensor
 from .codec import BucketPart, BucketView, Member
 from .collectives import Leg
 from .owners import sum_over_ranks
-from .residuals import Residuals
+from .residuals import ErrorFeedback
 
 RANK = 4
 WORTH = 0.5
@@ -52,41 +51,17 @@ class _Matrix(NamedTuple):
         return flat[self.start : self.stop].view(self.num_rows, -1)
 
 
-class LowRankExchange:
+class LowRankExchange(ErrorFeedback):
     """The codec `powersgd`, for one model."""
 
     name = "powersgd"
     is_lossless = False
 
     def __init__(self, rank: int = RANK) -> None:
+        super().__init__()
         self._rank = rank
-        self._residuals = Residuals()
         self._factors: dict[str, Tensor] = {}
         """Q by parameter's key, of the newest step, the same on all ranks."""
-
-    def residuals(self) -> dict[str, Tensor]:
-        """What the sums lack so far, by parameter's key."""
-        return self._residuals.by_key()
-
-    def load_residuals(self, residuals: Mapping[str, Tensor]) -> None:
-        """Begin with these instead."""
-        self._residuals.load(residuals)
-
-    def begin_step(self) -> None:
-        """Keep what residuals are now, for `undo_step`."""
-        self._residuals.begin_step()
-
-    def undo_step(self) -> None:
-        """Have the residuals again that the newest step began with."""
-        self._residuals.undo_step()
-
-    def scale_residuals(self, factor: float) -> None:
-        """Multiply all residuals."""
-        self._residuals.scale(factor)
-
-    def flush(self, bucket: BucketView, member: Member) -> Leg:
-        """Send the bucket without loss, and the residuals with it."""
-        yield from self._residuals.flush(bucket, member)
 
     def reduce(self, bucket: BucketView, member: Member) -> Leg:
         """Sum as `ExchangeCodec.reduce`: vectors and first factors, then second factors."""

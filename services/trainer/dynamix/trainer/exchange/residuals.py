@@ -89,6 +89,37 @@ class Residuals:
         self._by_key = {key: each.detach().flatten().clone() for key, each in residuals.items()}
 
 
+class ErrorFeedback:
+    """What `RevocableCodec` asks of a codec's residuals, for codecs that derive from it and write only `reduce`."""
+
+    def __init__(self) -> None:
+        self._residuals = Residuals()
+
+    def residuals(self) -> dict[str, Tensor]:
+        """What the sums lack so far, by parameter's key."""
+        return self._residuals.by_key()
+
+    def load_residuals(self, residuals: Mapping[str, Tensor]) -> None:
+        """Begin with these instead."""
+        self._residuals.load(residuals)
+
+    def flush(self, bucket: BucketView, member: Member) -> Leg:
+        """Send the bucket without loss, and the residuals with it."""
+        yield from self._residuals.flush(bucket, member)
+
+    def begin_step(self) -> None:
+        """Keep what residuals are now, for `undo_step`."""
+        self._residuals.begin_step()
+
+    def undo_step(self) -> None:
+        """Have the residuals again that the newest step began with."""
+        self._residuals.undo_step()
+
+    def scale_residuals(self, factor: float) -> None:
+        """Multiply all residuals."""
+        self._residuals.scale(factor)
+
+
 def residual_type(gradient_type: torch.dtype) -> torch.dtype:
     """The type of the residuals and sums of a bucket: float64 for float64, else float32."""
     return torch.float64 if gradient_type == torch.float64 else torch.float32
