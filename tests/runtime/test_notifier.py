@@ -1,43 +1,22 @@
 """What services tell systemd, over a real socket: ready, alive, stopping. Real processes."""
 
-import asyncio
-import contextlib
 import os
 import re
 import signal
-import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.support.brokers import ConfiguredServer
 from tests.support.notifications import NotificationSocket
+from tests.support.service_processes import service_process
 
-from dynamix.cli.services import SERVICES, bus_environment
+from dynamix.cli.services import SERVICES
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.service.notifier import SystemdNotifier
 from dynamix.runtime.supervisor import Supervisor, read_supervisor
 
-ROOT = Path(__file__).parents[2]
-Process = asyncio.subprocess.Process
-
-
-@contextlib.asynccontextmanager
-async def started(
-    server: ConfiguredServer, systemd: dict[str, str], module: str, *arguments: str
-) -> AsyncIterator[Process]:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", module, *arguments),
-        cwd=ROOT,
-        env={**os.environ, **bus_environment(server.settings), "DYNAMIX_NODE": "node-a", **systemd},
-        stderr=asyncio.subprocess.PIPE,
-    )
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.communicate()
+STUCK = "tests.support.stuck_service"
 
 
 @pytest.fixture
@@ -51,7 +30,7 @@ async def test_a_service_is_ready_once_it_reads_its_streams_and_says_that_it_sto
     server: ConfiguredServer, bus: Bus, systemd: NotificationSocket, service: str
 ) -> None:
     assert bus.is_connected, "the streams are there"
-    async with started(server, systemd.environ(), f"dynamix.{service}") as process:
+    async with service_process(server, f"dynamix.{service}", **systemd.environ()) as process:
         before = await systemd.lines_until("READY=1")
         assert before[-1] == "STATUS=working"
         assert set(before) <= {"STATUS=waiting for the broker", "STATUS=not reading its streams yet", "STATUS=working"}
@@ -65,7 +44,7 @@ async def test_a_service_without_a_broker_is_alive_and_not_ready(
     server: ConfiguredServer, systemd: NotificationSocket
 ) -> None:
     await server.stop()
-    async with started(server, systemd.environ(watchdog_s=0.8), "dynamix.reward"):
+    async with service_process(server, "dynamix.reward", **systemd.environ(watchdog_s=0.8)):
         lines = [await systemd.line() for _ in range(6)]
     assert lines == ["STATUS=waiting for the broker", *["WATCHDOG=1"] * 5]
 
@@ -76,7 +55,7 @@ async def test_a_frozen_loop_sends_no_sign_of_life_and_one_that_comes_back_does(
     assert bus.is_connected, "the streams are there"
     trigger = tmp_path / "now"
     arguments = ("--trigger", str(trigger), "--block-s", "4", "--stuck-after-s", "0")
-    async with started(server, systemd.environ(0.4), "tests.support.stuck_service", *arguments) as process:
+    async with service_process(server, STUCK, *arguments, **systemd.environ(0.4)) as process:
         for _ in range(5):
             await systemd.lines_until("WATCHDOG=1")
         trigger.touch()
@@ -91,7 +70,7 @@ async def test_an_interpreter_that_is_stuck_sends_none_and_shows_where_when_syst
     assert bus.is_connected, "the streams are there"
     trigger = tmp_path / "now"
     arguments = ("--trigger", str(trigger), "--hold-lock", "--stuck-after-s", "1")
-    async with started(server, systemd.environ(0.4), "tests.support.stuck_service", *arguments) as process:
+    async with service_process(server, STUCK, *arguments, **systemd.environ(0.4)) as process:
         await systemd.lines_until("WATCHDOG=1")
         trigger.touch()
         await systemd.silence(3)

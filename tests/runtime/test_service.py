@@ -1,52 +1,25 @@
 """The life of a service, as real processes: exit codes, signals, heartbeat, closed connections."""
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
-import sys
-from collections.abc import AsyncIterator
-from pathlib import Path
+from asyncio.subprocess import Process
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
 from tests.support.brokers import ConfiguredServer, publish_states
+from tests.support.service_processes import service_process
 
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.service import lifecycle
 from dynamix.schemas import codec
 from dynamix.schemas.messages import Live
 
-ROOT = Path(__file__).parents[2]
-Process = asyncio.subprocess.Process
 
-
-@contextlib.asynccontextmanager
-async def started(server: ConfiguredServer, *arguments: str, **environ: str) -> AsyncIterator[Process]:
-    settings = server.settings
-    known = {
-        "DYNAMIX_NATS_URL": settings.url,
-        "DYNAMIX_NATS_USER": settings.user,
-        "DYNAMIX_NATS_PASSWORD": settings.password,
-        "DYNAMIX_NODE": "node-a",
-    }
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "tests.support.small_service",
-        *arguments,
-        cwd=ROOT,
-        env={**os.environ, **known, **environ},
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.communicate()
+def started(server: ConfiguredServer, *arguments: str, **environ: str) -> AbstractAsyncContextManager[Process]:
+    return service_process(server, "tests.support.small_service", *arguments, **environ)
 
 
 async def heartbeat(bus: Bus) -> Live:

@@ -1,42 +1,24 @@
 """A stuck process ends itself; a stopped one does not. Real processes."""
 
 import asyncio
-import contextlib
-import os
 import signal
-import sys
 import time
-from collections.abc import AsyncIterator
+from asyncio.subprocess import Process
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
 from tests.support.brokers import ConfiguredServer
+from tests.support.service_processes import service_process
 
-from dynamix.cli.services import bus_environment
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.health.watchdog import Blocked, Watchdog
 from dynamix.schemas import codec
 from dynamix.schemas.messages import Live
 
-ROOT = Path(__file__).parents[2]
-Process = asyncio.subprocess.Process
 
-
-@contextlib.asynccontextmanager
-async def started(server: ConfiguredServer, *arguments: str) -> AsyncIterator[Process]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-m", "tests.support.stuck_service", *arguments),
-        cwd=ROOT,
-        env={**os.environ, **bus_environment(server.settings), "DYNAMIX_NODE": "node-a"},
-        stderr=asyncio.subprocess.PIPE,
-    )
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.communicate()
+def started(server: ConfiguredServer, *arguments: str) -> AbstractAsyncContextManager[Process]:
+    return service_process(server, "tests.support.stuck_service", *arguments)
 
 
 async def beat(bus: Bus) -> Live:
