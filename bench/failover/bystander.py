@@ -2,7 +2,9 @@
 
 import asyncio
 
-from dynamix.runtime.bus import Bus, BusMessage
+from bench.messages.stored import stored_messages
+
+from dynamix.runtime.bus import Bus
 from dynamix.schemas import subjects
 from dynamix.schemas.streams import FEED
 
@@ -32,7 +34,8 @@ class Bystander:
         """Stop, and count the acknowledged messages that are not in FEED as they were."""
         self._stop.set()
         await asyncio.gather(*self._writers)
-        kept = {message.sequence: message.payload for message in await stored(self._bus, FEED.name, self._subject)}
+        found = await stored_messages(self._bus, FEED.name, self._subject)
+        kept = {message.sequence: message.payload for message in found}
         return self._num_twice + sum(kept.get(at) != payload for at, payload in self._acknowledged.items())
 
     async def _write(self, writer: int) -> None:
@@ -44,16 +47,3 @@ class Bystander:
             self._acknowledged[sequence] = payload
             number += 1
             await asyncio.sleep(PAUSE_S)
-
-
-async def stored(bus: Bus, stream: str, subject: str) -> list[BusMessage]:
-    """All messages on a subject, up to the newest one now."""
-    newest, found = await bus.last(stream, subject), list[BusMessage]()
-    if newest is None:
-        return found
-    async with bus.consume(stream, [subject], start="all") as consumer:
-        async for batch in consumer:
-            found += batch
-            if batch[-1].sequence >= newest.sequence:
-                break
-    return found

@@ -5,9 +5,10 @@ from collections.abc import Awaitable, Callable
 from typing import Literal, NamedTuple, get_args
 
 import msgspec
-from bench.failover.bystander import Bystander, stored
+from bench.failover.bystander import Bystander
 from bench.failover.servers import ClusterServer, ThreeServers
 from bench.harness.steady_job import SteadyJob
+from bench.messages.stored import stored_messages
 
 from dynamix.runtime.bus import Bus
 from dynamix.schemas import subjects
@@ -116,13 +117,13 @@ async def _until_back(scene: Scene) -> None:
 async def _lost_reports(scene: Scene, windows: range) -> int:
     """Reports of some windows that FEED does not have; all were acknowledged."""
     job = scene.job.job
-    found = await stored(scene.bus, FEED.name, subjects.of("report", job.job, job.nodes[0].node))
+    found = await stored_messages(scene.bus, FEED.name, subjects.of("report", job.job, job.nodes[0].node))
     kept = {decode(Report, message.subject, message.payload).window for message in found}
     return len(set(windows) - kept)
 
 
 async def _lost_actions(scene: Scene, windows: range) -> int:
     """Actions of some windows that the reader had and ACTIONS has not, or has otherwise."""
-    found = await stored(scene.bus, ACTIONS.name, subjects.of("action", scene.job.job.job))
+    found = await stored_messages(scene.bus, ACTIONS.name, subjects.of("action", scene.job.job.job))
     kept = {action.window: action for action in (decode(Action, one.subject, one.payload) for one in found)}
     return sum(action.window in windows and kept.get(action.window) != action for action in scene.job.actions)

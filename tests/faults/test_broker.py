@@ -5,9 +5,10 @@ import random
 from collections.abc import AsyncIterator
 
 import pytest
+from bench.messages.stored import stored_messages
 from tests.support.bus_watch import watching
 from tests.support.control_plane import ControlPlane, control_plane, one_node_job, report_of
-from tests.support.decision_checks import check_decisions, stored
+from tests.support.decision_checks import check_decisions
 from tests.support.faults import Figure, Scale
 
 from dynamix.runtime.bus import Bus
@@ -75,7 +76,8 @@ async def test_no_acknowledged_message_is_missing_after_broker_kills(
             assert sorted(message.window for message in found) == list(range(num_windows))  # type: ignore[attr-defined]
         await check_decisions(plane.bus, job, num_windows=num_windows)
     assert all(service.exit_code() is None for service in plane.services.values())
-    kept = {message.sequence: message.payload for message in await stored(plane.bus, FEED.name, SUBJECT)}
+    stored = await stored_messages(plane.bus, FEED.name, SUBJECT)
+    kept = {message.sequence: message.payload for message in stored}
     missing = {sequence for sequence, payload in bystander.acknowledged.items() if kept.get(sequence) != payload}
     assert not missing
     figure("broker_kills", num_kills)

@@ -6,10 +6,11 @@ import random
 from pathlib import Path
 
 import pytest
+from bench.messages.stored import stored_messages
 from tests.support.arbitrators import Crew, crew, feed_states, two_node_job
 from tests.support.bus_watch import BusWatch, watching
 from tests.support.control_plane import ControlPlane, control_plane
-from tests.support.decision_checks import recorded_states, stored
+from tests.support.decision_checks import recorded_states
 from tests.support.examples import applied
 from tests.support.faults import Figure, Scale
 from tests.support.reference_fold import reference_decisions
@@ -48,9 +49,8 @@ async def _flip_once(chance: random.Random) -> bool:
             newest = watch.actions[-1].action
             receipt = applied(newest.window, newest.window + 2, action_hash=newest.hash)
             await plane.bus.publish(receipt)
-        original = {
-            one.sequence: one.payload for one in await stored(plane.bus, ACTIONS.name, subjects.of("action", job.job))
-        }
+        stored = await stored_messages(plane.bus, ACTIONS.name, subjects.of("action", job.job))
+        original = {one.sequence: one.payload for one in stored}
         if chance.random() < 0.5:
             arbitrators.kill(first)
         await plane.server.kill()
@@ -74,7 +74,7 @@ async def _go_on(plane: ControlPlane, arbitrators: Crew, job: Job, original: dic
         refused = _refused(watch, arbitrators)
     states = await recorded_states(plane.bus, job)
     expected = {one.window: one for one in reference_decisions(job, policy_named(job.policy), states)}
-    for message in await stored(plane.bus, ACTIONS.name, subjects.of("action", job.job)):
+    for message in await stored_messages(plane.bus, ACTIONS.name, subjects.of("action", job.job)):
         if message.sequence in original:
             assert message.payload == original[message.sequence] or refused
             continue

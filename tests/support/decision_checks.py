@@ -3,10 +3,11 @@
 import contextlib
 import itertools
 
+from bench.messages.stored import stored_messages
 from tests.support.reference_fold import Decided, reference_decisions
 
 from dynamix.arbitrator.policies.registry import policy_named
-from dynamix.runtime.bus import Bus, BusMessage
+from dynamix.runtime.bus import Bus
 from dynamix.schemas import subjects
 from dynamix.schemas.chain import is_intact
 from dynamix.schemas.codec import MalformedMessageError, decode, encode
@@ -14,23 +15,10 @@ from dynamix.schemas.messages import Action, Job, State
 from dynamix.schemas.streams import ACTIONS, FEED
 
 
-async def stored(bus: Bus, stream: str, subject: str) -> list[BusMessage]:
-    """All messages on a subject, up to the newest one now."""
-    newest, found = await bus.last(stream, subject), []
-    if newest is None:
-        return []
-    async with bus.consume(stream, [subject], start="all") as consumer:
-        async for batch in consumer:
-            found += batch
-            if batch[-1].sequence >= newest.sequence:
-                break
-    return found
-
-
 async def recorded_states(bus: Bus, job: Job) -> list[tuple[int, State]]:
     """A job's states as FEED has them; unreadable messages are skipped, as in every fold."""
     states = []
-    for message in await stored(bus, FEED.name, subjects.of("state", job.job, subjects.ANY)):
+    for message in await stored_messages(bus, FEED.name, subjects.of("state", job.job, subjects.ANY)):
         with contextlib.suppress(MalformedMessageError):
             states.append((message.sequence, decode(State, message.subject, message.payload)))
     return states
@@ -49,7 +37,7 @@ async def check_decisions(
 
     Returns the stored actions.
     """
-    recorded = await stored(bus, ACTIONS.name, subjects.of("action", generations[0].job))
+    recorded = await stored_messages(bus, ACTIONS.name, subjects.of("action", generations[0].job))
     actions = [decode(Action, message.subject, message.payload) for message in recorded]
     check_chain(actions)
     expected: list[tuple[int, Decided]] = []
