@@ -16,8 +16,10 @@ PAUSE_S = 0.01
 class Bystander:
     """Publishes numbered messages as they are acknowledged, and compares what FEED has of them."""
 
-    def __init__(self, bus: Bus, number: int) -> None:
+    def __init__(self, bus: Bus, number: int, *, pause_s: float = PAUSE_S) -> None:
+        """Begin to publish; `number` is another one for each bystander of a broker."""
         self._bus = bus
+        self._pause_s = pause_s
         self._subject = subjects.of("reward", f"bystander-{number:08d}", "node-z")
         self._stop = asyncio.Event()
         self._acknowledged: dict[int, bytes] = {}
@@ -46,4 +48,4 @@ class Bystander:
             self._num_twice += sequence in self._acknowledged  # a place that was given away twice has lost one
             self._acknowledged[sequence] = payload
             number += 1
-            await asyncio.sleep(PAUSE_S)
+            await asyncio.sleep(self._pause_s)
