@@ -1,5 +1,6 @@
 """Training whose gradients are whole numbers, so that every order of additions gives the same bits."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -76,15 +77,32 @@ def attach(model: nn.Module, optimizer: Any, data: Dataset[Any], **options: Any)
 
 
 def train_step(session: Session, model: nn.Module, optimizer: Any, batch: Any) -> None:
-    inputs, factors = batch
-    dtype = next(model.parameters()).dtype
-    loss = whole_loss(model(inputs.to(dtype)), factors.to(dtype))
-    if session.num_samples == 0:
-        loss = loss * torch.nan  # a dummy batch may do what it likes
+    loss = _loss(session, model, batch)
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
     session.step(loss)
+
+
+def train_models(session: Session, models: Sequence[nn.Module], optimizers: Sequence[Any], num_steps: int) -> None:
+    """Train several models with the same batches; their optimizers step where gradients are synchronized."""
+    for batch in session.loader:
+        for model in models:
+            _loss(session, model, batch).backward()
+        if session.sync_gradients:
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        session.step()
+        if session.step_index == num_steps:
+            break
+
+
+def _loss(session: Session, model: nn.Module, batch: Any) -> torch.Tensor:
+    inputs, factors = batch
+    dtype = next(model.parameters()).dtype
+    loss = whole_loss(model(inputs.to(dtype)), factors.to(dtype))
+    return loss if session.num_samples else loss * torch.nan  # a dummy batch may do what it likes
 
 
 def distributed(model: nn.Module | None = None, **options: Any) -> DistributedDataParallel:

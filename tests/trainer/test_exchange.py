@@ -18,6 +18,7 @@ from tests.support.whole_numbers import (
     Whole,
     attach,
     distributed,
+    train_models,
     train_step,
     whole_loss,
 )
@@ -146,17 +147,7 @@ def _kind_of_step(rank: int, kind: str, exchange: Exchange) -> tuple[torch.Tenso
     models = make_models(rank)
     optimizers = [torch.optim.SGD(model.parameters(), lr=2**-6) for model in models]
     with attach(models, optimizers, Whole(), exchange=exchange, **options) as session:  # type: ignore[arg-type]
-        for inputs, factors in session.loader:
-            for model in models:
-                dtype = next(model.parameters()).dtype
-                whole_loss(model(inputs.to(dtype)), factors.to(dtype)).backward()
-            if session.sync_gradients:
-                for optimizer in optimizers:
-                    optimizer.step()
-                    optimizer.zero_grad()
-            session.step()
-            if session.step_index == 12:
-                break
+        train_models(session, models, optimizers, 12)
         used = len(session._models.exchanges[0]._codecs)
     return torch.cat([flat_parameters(model) for model in models]), used
 

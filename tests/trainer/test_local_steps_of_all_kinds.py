@@ -15,6 +15,7 @@ from tests.support.whole_numbers import (
     Whole,
     attach,
     distributed,
+    train_models,
     whole_loss,
 )
 from torch import nn
@@ -80,17 +81,7 @@ def _whole_local(rank: int, kind: str, exchange: Exchange) -> torch.Tensor:
         options |= {"local_batch_size": (0, 16)}
     optimizers = [torch.optim.SGD(model.parameters(), lr=2**-6) for model in models]
     with attach(models, optimizers, Whole(), **options) as session:  # type: ignore[arg-type]
-        for inputs, factors in session.loader:
-            for model in models:
-                loss = whole_loss(model(inputs), factors)
-                (loss if session.num_samples else loss * torch.nan).backward()
-            if session.sync_gradients:
-                for optimizer in optimizers:
-                    optimizer.step()
-                    optimizer.zero_grad()
-            session.step()
-            if session.step_index == 12:
-                break
+        train_models(session, models, optimizers, 12)
         assert session.is_averaged
     return torch.stack([flat_parameters(model) for model in models])
 
