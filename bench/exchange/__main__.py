@@ -8,39 +8,24 @@ over ranks bit for bit. Needs Linux and iproute2.
 """
 
 import sys
-import tempfile
-from pathlib import Path
 
+from bench.exchange.figures import missed
 from bench.exchange.plan import ExchangePlan, exchange_parser, plan_of
-from bench.exchange.rank import ArmTimings
-from bench.exchange.result import CaseResult, missed, panels_of, summarise, targets_of, text_of
-from bench.exchange.runner import joined_ranks
+from bench.exchange.result import panels_of, summarise, targets_of, text_of
+from bench.exchange.runner import run_cases
 from bench.harness.command import BenchmarkReport, run_benchmark
 from bench.harness.figure import draw
-from bench.hosts import Hosts, HostsError
-
-
-def run_all(plan: ExchangePlan) -> list[CaseResult]:
-    """Run one case after the other.
-
-    Raises:
-        HostsError: when there can be no such hosts here, or this user may not make them.
-        ClusterError: when a rank fails.
-    """
-    results = []
-    with Hosts(max(plan.ranks)) as hosts, tempfile.TemporaryDirectory(prefix="dynamix-exchange-") as name:
-        for num_ranks in plan.ranks:
-            with joined_ranks(hosts[:num_ranks], "bench.exchange.rank", plan.rank, Path(name)) as ranks:
-                for case in plan.cases(num_ranks):
-                    timings = ranks.ask(case, case.link, dict[str, ArmTimings])
-                    results.append(summarise(case, plan.rank.num_elements, timings))
-                    sys.stderr.write(f"  {results[-1].line}\n")
-    return results
+from bench.hosts import HostsError
 
 
 def measure(plan: ExchangePlan) -> BenchmarkReport:
     """Run all cases."""
-    results = run_all(plan)
+    results = run_cases(
+        list(plan.cases()),
+        "bench.exchange.rank",
+        plan.rank,
+        lambda case, timings: summarise(case, plan.rank.num_elements, timings),
+    )
     return BenchmarkReport(
         {"plan": plan.rank, "cases": results},
         text_of(results),

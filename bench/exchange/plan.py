@@ -22,12 +22,17 @@ UNLIMITED = "none"
 MAX_RANKS = 64
 
 
-class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """One gradient on one network."""
+class LinkedCase(msgspec.Struct, frozen=True, kw_only=True):
+    """One network."""
 
     num_ranks: int
     link: str
     """Rate of all links as `tc` writes it, or `none`."""
+
+
+class Case(LinkedCase, frozen=True, kw_only=True):
+    """One gradient on one network."""
+
     density: float
     """Share of a rank's rows that are not zero."""
     mask: Mask
@@ -58,9 +63,11 @@ class ExchangePlan(NamedTuple):
     masks: tuple[Mask, ...]
     widths: tuple[int, ...]
 
-    def cases(self, num_ranks: int) -> Iterator[Case]:
-        """Those of so many ranks, one link after the other. One rank's mask is any rank's where nothing is zero."""
-        for link, width, density, mask in itertools.product(self.links, self.widths, self.densities, self.masks):
+    def cases(self) -> Iterator[Case]:
+        """All, one link after the other. One rank's mask is any rank's where nothing is zero."""
+        for num_ranks, link, width, density, mask in itertools.product(
+            self.ranks, self.links, self.widths, self.densities, self.masks
+        ):
             if density < 1 or mask == self.masks[0]:
                 yield Case(num_ranks=num_ranks, link=link, density=density, mask=mask, width=width)
 

@@ -39,9 +39,9 @@ class ArmTimings(msgspec.Struct, frozen=True, kw_only=True):
     """CPU time of the process, gloo's threads included."""
     tx_bytes: list[int]
     digest: int
-    """Checksum of the sum of the first gradient."""
+    """Checksum of what the arm is judged by: the sum of the first gradient, or parameters after the last step."""
     error: float
-    """Largest difference of that sum from the all-reduce's, over the largest number in it."""
+    """Largest difference of this from the all-reduce's, over the largest number in that."""
 
 
 def run_case(case: Case, plan: RankPlan) -> dict[str, ArmTimings]:

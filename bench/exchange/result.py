@@ -3,20 +3,19 @@
 import itertools
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import msgspec
-from bench.exchange.plan import ALL_REDUCE, Case, ExchangePlan
+from bench.exchange.figures import MeasuredArm, figures_of, tables
+from bench.exchange.plan import Case, ExchangePlan
 from bench.exchange.rank import ArmTimings
 from bench.harness.command import Target
 from bench.harness.figure import Curve, Panel
-from bench.harness.tables import aligned
 
 BITS = 32
 """Bits of each number."""
 MAX_ERROR = 1e-6
 """Difference of a lossless sum from the all-reduce's, which adds in another order, over the largest number."""
-LOSSLESS = (ALL_REDUCE, "torch-sparse", "none", "rows", "sketch")
 
 
 class _Goal(NamedTuple):
@@ -36,29 +35,16 @@ GOALS = (
 )
 
 
-class ArmFigures(msgspec.Struct, frozen=True, kw_only=True):
+class ArmFigures(MeasuredArm, frozen=True, kw_only=True):
     """One arm of a case."""
 
-    arm: str
+    max_error: ClassVar[float] = MAX_ERROR
+
     median_s: float
     """Median over rounds of the time of the slowest rank."""
     range_s: tuple[float, float]
     throughput_mbit_s: float
     """Bits of the dense gradient over the median."""
-    speedup: float
-    """The all-reduce's median over this one."""
-    tx_bytes: float
-    """Sent by a rank in an exchange: median over rounds of the mean over ranks."""
-    cpu_s: float
-    """CPU time of all ranks in an exchange, median."""
-    error: float
-    is_same: bool
-    """Whether the sums of all ranks had the same bits."""
-
-    @property
-    def is_right(self) -> bool:
-        """Whether all ranks got the same sum, and without loss where none is allowed."""
-        return self.is_same and (self.arm.partition("@")[0] not in LOSSLESS or self.error <= MAX_ERROR)
 
 
 class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,11 +60,6 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
         case = self.case
         masks = "" if case.density == 1 else f", {case.mask} masks"
         return f"{case.num_ranks} ranks, {case.link}, {100 * case.density:g} % dense, rows of {case.width}{masks}"
-
-    @property
-    def line(self) -> str:
-        """The speed-ups."""
-        return f"{self.name}: {', '.join(f'{arm.arm} {arm.speedup:.2f}x' for arm in self.arms)}"
 
 
 def summarise(case: Case, num_elements: int, timings: Sequence[Mapping[str, ArmTimings]]) -> CaseResult:
@@ -99,21 +80,8 @@ def _figures(num_elements: int, timings: Sequence[Mapping[str, ArmTimings]]) -> 
             range_s=(min(slowest), max(slowest)),
             throughput_mbit_s=1e-6 * BITS * num_elements / median_s,
             speedup=all_reduce_s / median_s,
-            tx_bytes=statistics.median(map(statistics.mean, zip(*(rank.tx_bytes for rank in ranks), strict=True))),
-            cpu_s=statistics.median(map(sum, zip(*(rank.cpu_s for rank in ranks), strict=True))),
-            error=max(rank.error for rank in ranks),
-            is_same=len({rank.digest for rank in ranks}) == 1,
+            **figures_of(ranks),
         )
-
-
-def missed(results: Sequence[CaseResult]) -> list[str]:
-    """Sums that are not right, in words."""
-    return [
-        f"{arm.arm} with {result.name}: error {arm.error:.2g}, ranks {'alike' if arm.is_same else 'DIFFER'}"
-        for result in results
-        for arm in result.arms
-        if not arm.is_right
-    ]
 
 
 def targets_of(results: Sequence[CaseResult]) -> list[Target]:
@@ -130,24 +98,15 @@ def targets_of(results: Sequence[CaseResult]) -> list[Target]:
 
 def text_of(results: Sequence[CaseResult]) -> str:
     """A table for each case."""
-    headings = ("", "ms", "range", "Mbit/s", "speed-up", "MB sent", "CPU ms", "error")
-    tables = []
-    for result in results:
-        rows = [
-            (
-                arm.arm,
-                f"{1e3 * arm.median_s:.1f}",
-                f"{1e3 * arm.range_s[0]:.1f} - {1e3 * arm.range_s[1]:.1f}",
-                f"{arm.throughput_mbit_s:,.0f}",
-                f"{arm.speedup:.2f}",
-                f"{1e-6 * arm.tx_bytes:.3f}",
-                f"{1e3 * arm.cpu_s:.1f}",
-                f"{arm.error:.1g}" if arm.is_same else "RANKS DIFFER",
-            )
-            for arm in result.arms
-        ]
-        tables.append(f"{result.name}\n{aligned(headings, rows)}")
-    return "\n\n".join(tables)
+    return tables(
+        results,
+        ("ms", "range", "Mbit/s"),
+        lambda arm: (
+            f"{1e3 * arm.median_s:.1f}",
+            f"{1e3 * arm.range_s[0]:.1f} - {1e3 * arm.range_s[1]:.1f}",
+            f"{arm.throughput_mbit_s:,.0f}",
+        ),
+    )
 
 
 def panels_of(results: Sequence[CaseResult], plan: ExchangePlan) -> list[list[Panel]]:

@@ -1,19 +1,25 @@
 """Processes on hosts, one on each, that have joined each other; they are asked cases and answer what they measured."""
 
 import contextlib
+import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-from bench.exchange.plan import link_named
-from bench.hosts import Host
+from bench.exchange.figures import MeasuredArm, MeasuredCase, speedups
+from bench.exchange.plan import LinkedCase, link_named
+from bench.exchange.rank import ArmTimings
+from bench.hosts import Host, Hosts
 from bench.hosts.services import ClusterError, end_of
 
 T = TypeVar("T")
+C = TypeVar("C", bound=LinkedCase)
+R = TypeVar("R", bound=MeasuredCase[MeasuredArm])
 
 MASTER_PORT = "29500"
 """Free, since the network belongs to these hosts alone."""
@@ -95,3 +101,29 @@ def joined_ranks(hosts: Sequence[Host], module: str, plan: Any, directory: Path)
         process.communicate(timeout=STOP_TIMEOUT_S)
         if process.returncode:  # every case was answered before
             sys.stderr.write(f"rank {rank} ended with code {process.returncode}:\n{end_of(logs[rank])}\n")
+
+
+def run_cases(
+    cases: Sequence[C], module: str, plan: Any, summarise: Callable[[C, Sequence[Mapping[str, ArmTimings]]], R]
+) -> list[R]:
+    """Run one case after the other, those of as many ranks behind each other by the same processes.
+
+    Args:
+        cases: in order.
+        module: what a rank runs.
+        plan: for `module`.
+        summarise: makes a result of a case and all ranks' timings, by arm.
+
+    Raises:
+        HostsError: when there can be no such hosts here, or this user may not make them.
+        ClusterError: when a rank fails.
+    """
+    results = []
+    most = max(case.num_ranks for case in cases)
+    with Hosts(most) as hosts, tempfile.TemporaryDirectory(prefix="dynamix-exchange-") as directory:
+        for num_ranks, of_ranks in itertools.groupby(cases, key=lambda case: case.num_ranks):
+            with joined_ranks(hosts[:num_ranks], module, plan, Path(directory)) as ranks:
+                for case in of_ranks:
+                    results.append(summarise(case, ranks.ask(case, case.link, dict[str, ArmTimings])))
+                    sys.stderr.write(f"  {speedups(results[-1])}\n")
+    return results

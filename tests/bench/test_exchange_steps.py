@@ -3,17 +3,18 @@
 from pathlib import Path
 
 import pytest
+from bench.exchange.figures import missed
+from bench.exchange.rank import ArmTimings
 from bench.exchange.steps.plan import StepsCase, plan_of, steps_parser
-from bench.exchange.steps.rank import StepsTimings
-from bench.exchange.steps.result import missed, summarise, targets_of, text_of
+from bench.exchange.steps.result import summarise, targets_of, text_of
 from tests.support.benches import run_bench
 
 CASE = StepsCase(num_ranks=2, link="100mbit", workload="ncf", local_batch_size=64)
 
 
-def timings(wall_s: list[float], *, digest: int = 7, error: float = 0.0) -> StepsTimings:
+def timings(wall_s: list[float], *, digest: int = 7, error: float = 0.0) -> ArmTimings:
     tx_bytes = [3000] * len(wall_s)
-    return StepsTimings(wall_s=wall_s, cpu_s=wall_s, tx_bytes=tx_bytes, digest=digest, error=error)
+    return ArmTimings(wall_s=wall_s, cpu_s=wall_s, tx_bytes=tx_bytes, digest=digest, error=error)
 
 
 def test_a_step_counts_when_the_slowest_rank_has_made_it() -> None:

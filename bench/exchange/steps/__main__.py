@@ -8,38 +8,23 @@ iproute2, and for workloads that are not generated their data.
 """
 
 import sys
-import tempfile
-from pathlib import Path
 
-from bench.exchange.runner import joined_ranks
+from bench.exchange.figures import missed
+from bench.exchange.runner import run_cases
 from bench.exchange.steps.plan import TrainingPlan, plan_of, steps_parser
-from bench.exchange.steps.rank import StepsTimings
-from bench.exchange.steps.result import StepsResult, missed, summarise, targets_of, text_of
+from bench.exchange.steps.result import summarise, targets_of, text_of
 from bench.harness.command import BenchmarkReport, run_benchmark
-from bench.hosts import Hosts, HostsError
-
-
-def run_all(plan: TrainingPlan) -> list[StepsResult]:
-    """Run one case after the other.
-
-    Raises:
-        HostsError: when there can be no such hosts here, or this user may not make them.
-        ClusterError: when a rank fails.
-    """
-    results = []
-    with Hosts(max(plan.ranks)) as hosts, tempfile.TemporaryDirectory(prefix="dynamix-exchange-") as name:
-        for num_ranks in plan.ranks:
-            with joined_ranks(hosts[:num_ranks], "bench.exchange.steps.rank", plan.rank, Path(name)) as ranks:
-                for case in plan.cases(num_ranks):
-                    timings = ranks.ask(case, case.link, dict[str, StepsTimings])
-                    results.append(summarise(case, plan.rank.num_steps, timings))
-                    sys.stderr.write(f"  {results[-1].line}\n")
-    return results
+from bench.hosts import HostsError
 
 
 def measure(plan: TrainingPlan) -> BenchmarkReport:
     """Run all cases."""
-    results = run_all(plan)
+    results = run_cases(
+        list(plan.cases()),
+        "bench.exchange.steps.rank",
+        plan.rank,
+        lambda case, timings: summarise(case, plan.rank.num_steps, timings),
+    )
     return BenchmarkReport(
         {"plan": plan.rank, "cases": results}, text_of(results), targets=targets_of(results), missed=missed(results)
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import msgspec
-from bench.exchange.plan import BASELINES, at_least, check_arms, check_links, numbers
+from bench.exchange.plan import BASELINES, LinkedCase, at_least, check_arms, check_links, numbers
 from bench.harness.command import benchmark_parser
 
 from dynamix.lab.workloads import workload_named
@@ -14,11 +14,9 @@ from dynamix.lab.workloads import workload_named
 DEFAULT_ARMS = (*BASELINES, "rows", "int8")
 
 
-class StepsCase(msgspec.Struct, frozen=True, kw_only=True):
+class StepsCase(LinkedCase, frozen=True, kw_only=True):
     """One workload on one network."""
 
-    num_ranks: int
-    link: str
     workload: str
     local_batch_size: int
 
@@ -44,9 +42,9 @@ class TrainingPlan(NamedTuple):
     workloads: tuple[str, ...]
     sizes: tuple[int, ...]
 
-    def cases(self, num_ranks: int) -> Iterator[StepsCase]:
-        """Those of so many ranks."""
-        for workload, size, link in itertools.product(self.workloads, self.sizes, self.links):
+    def cases(self) -> Iterator[StepsCase]:
+        """All, one workload after the other."""
+        for num_ranks, workload, size, link in itertools.product(self.ranks, self.workloads, self.sizes, self.links):
             yield StepsCase(num_ranks=num_ranks, link=link, workload=workload, local_batch_size=size)
 
 

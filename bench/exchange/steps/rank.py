@@ -10,11 +10,10 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import msgspec
 import torch
 import torch.distributed as dist
 from bench.exchange.plan import ALL_REDUCE, TORCH_SPARSE
-from bench.exchange.rank import TIMEOUT, answer_cases, timed
+from bench.exchange.rank import TIMEOUT, ArmTimings, answer_cases, timed
 from bench.exchange.steps.hook import CodecHook
 from bench.exchange.steps.plan import StepsCase, StepsPlan
 from bench.harness.rounds import Rounds
@@ -26,18 +25,6 @@ from dynamix.trainer.communication.pipeline import Pipeline
 
 NUM_WARM_UP = 1
 """Rounds before those that are measured: DDP makes its buckets again behind the first step."""
-
-
-class StepsTimings(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank saw of an arm; one value per round."""
-
-    wall_s: list[float]
-    cpu_s: list[float]
-    tx_bytes: list[int]
-    digest: int
-    """Checksum of the parameters after the last step."""
-    error: float
-    """Largest difference of these from plain DDP's, over the largest parameter."""
 
 
 class ArmTraining:
@@ -68,7 +55,7 @@ class ArmTraining:
         return nn.utils.parameters_to_vector(self.model.parameters()).detach()
 
 
-def run_case(case: StepsCase, plan: StepsPlan) -> dict[str, StepsTimings]:
+def run_case(case: StepsCase, plan: StepsPlan) -> dict[str, ArmTimings]:
     """All arms, in rounds whose order is the same on all ranks."""
     workload, data = workload_named(case.workload), _data(case.workload, plan.data)
     pipeline = Pipeline(TIMEOUT)
@@ -88,7 +75,7 @@ def run_case(case: StepsCase, plan: StepsPlan) -> dict[str, StepsTimings]:
     found = {}
     for name, timings in rounds.timings.items():
         parameters = arms[name].parameters()
-        found[name] = StepsTimings(
+        found[name] = ArmTimings(
             wall_s=[timing.wall_s for timing in timings],
             cpu_s=[timing.cpu_s for timing in timings],
             tx_bytes=[timing.num_bytes for timing in timings],
