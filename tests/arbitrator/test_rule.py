@@ -63,6 +63,15 @@ def test_a_longer_stride_counts_as_half_its_logarithm(rule: str, exponent: float
     assert totals(cluster, job)[-1] == pytest.approx(cluster.best(job, exponent=exponent), rel=0.05)
 
 
+@pytest.mark.parametrize(("noise_scale", "most"), [(60.0, 16 * 512), (1000.0, 16 * 1000)])
+def test_an_exchange_of_many_seconds_makes_it_grow_to_16_times_noise_or_base(noise_scale: float, most: float) -> None:
+    """Without the bound it would be about 15,500 samples/s * 20 s / 3, for the learning rate's sake."""
+    cluster = ToyCluster(RATES, tracking=True, communication_s=20.0, noise_scale=noise_scale)
+    job = job_of(base_global_batch_size=512, max_local_batch_sizes=(65536,) * 8)
+    assert totals(cluster, job)[-1] == pytest.approx(most, rel=0.05)
+    assert cluster.best(job) > 3 * most
+
+
 def test_a_slower_network_makes_it_grow_and_a_faster_one_shrink() -> None:
     cluster = ToyCluster(RATES, tracking=True, communication_s=0.005)
 

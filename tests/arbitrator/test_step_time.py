@@ -90,6 +90,16 @@ def test_a_step_worth_its_length_is_best_where_compute_takes_as_long_as_the_fixe
     assert best_global_batch(fitted, 1e-6, rate_exponent=0.5) == pytest.approx(1200, rel=2e-3)
 
 
+def test_a_step_above_the_most_is_worth_what_one_of_the_most_is() -> None:
+    assert progress(np.array([100.0, 400.0, 1e9]), 100.0, 0.5, most=400.0) == pytest.approx([5.0, 16.0, 16.0])
+
+
+def test_the_best_batch_is_the_most_where_a_longer_step_would_be_worth_more_without_end() -> None:
+    fitted = model([8000.0, 4000.0], sync_intercept_s=0.1)
+    assert best_global_batch(fitted, 1e-6, rate_exponent=0.5, most=300.0) == pytest.approx(300, rel=5e-3)
+    assert best_global_batch(fitted, 1e-6, rate_exponent=0.5, most=1500.0) == best_global_batch(fitted, 1e-6, 0.5)
+
+
 rates = st.lists(st.floats(10, 1e5), min_size=1, max_size=12)
 
 

@@ -15,6 +15,7 @@ sorting the 2 W times at which a rank leaves its lower bound or its saturation, 
 exactly, in O(W log W).
 """
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -130,23 +131,27 @@ class StepTime:
         return np.maximum.accumulate(self._free.sum() + gained), times_s
 
 
-def progress(global_batch_sizes: Array64, noise_scale: float, rate_exponent: float = 0.0) -> Array64:
-    """What a step of B samples is worth, up to a constant: B^rate_exponent B / (B + B_noise).
+def progress(
+    global_batch_sizes: Array64, noise_scale: float, rate_exponent: float = 0.0, most: float = math.inf
+) -> Array64:
+    """What a step of B samples is worth, up to a constant: B^rate_exponent B / (B + B_noise); no more above `most`.
 
     With exponent 0 that is McCandlish et al. (arXiv 1812.06162): the learning rate is the best one for each B. A rule
-    that sets it in proportion to B^e instead makes a step of little noise worth as much more: the first factor.
+    that sets it in proportion to B^e instead makes a step of little noise worth as much more: the first factor. It has
+    no bound of its own, unlike the learning rates that a training bears.
     """
-    worth: Array64 = global_batch_sizes**rate_exponent * global_batch_sizes / (global_batch_sizes + noise_scale)
+    counted = np.minimum(global_batch_sizes, most)
+    worth: Array64 = counted**rate_exponent * counted / (counted + noise_scale)
     return worth
 
 
-def best_global_batch(model: StepTime, noise_scale: float, rate_exponent: float = 0.0) -> float:
+def best_global_batch(model: StepTime, noise_scale: float, rate_exponent: float = 0.0, most: float = math.inf) -> float:
     """The B of the greatest progress(B) / T(B) with B divided as `balanced` does, within the model's bounds."""
     low, high = max(model.smallest, 1.0), max(model.largest, 1.0)
     best = low
     for _ in range(2):
         candidates = np.geomspace(low, high, _CANDIDATES)
-        worth = progress(candidates, noise_scale, rate_exponent)
+        worth = progress(candidates, noise_scale, rate_exponent, most)
         index = int(np.argmax(worth / np.maximum(model.balanced(candidates), 1e-12)))
         best = float(candidates[index])
         low, high = float(candidates[max(0, index - 1)]), float(candidates[min(_CANDIDATES - 1, index + 1)])
