@@ -35,8 +35,9 @@ def connected_over(client_side: Entered, server_side: Entered, address: tuple[st
     with listening:
         with client_side():
             client = socket.create_connection(listening.getsockname()[:2])
-        with client, listening.accept()[0] as server:
-            yield client, server
+        server, _ = listening.accept()
+    with client, server:
+        yield client, server
 
 
 def cookie(end: socket.socket) -> int:

@@ -1,0 +1,202 @@
+"""How the sockets between ranks are named in reports: by the kernel's cookies, so that a probe finds the same ones."""
+
+import itertools
+import logging
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support import examples
+from tests.support.rank_connections import match, mesh, told, transfer
+from tests.support.ranks import run_ranks
+from tests.support.sockets import Pair, connected, cookie
+from tests.support.training import Numbered, distribute, make_model
+from torch import nn
+
+from dynamix import trainer as dynamix
+from dynamix.schemas.codec import MAX_MESSAGE_BYTES, encode
+from dynamix.schemas.messages import Message, Report
+from dynamix.schemas.messages.fields import MAX_SOCKETS
+from dynamix.trainer.measurement import connections
+from dynamix.trainer.measurement.connections import Connection, Endpoint
+from dynamix.trainer.measurement.sockets import MAX_NODE_SOCKETS, PeerSockets, mutual_connections
+
+
+def test_a_rank_is_named_by_the_cookies_that_the_kernel_gives(connection: Pair) -> None:
+    client, server = connection
+    with connected() as (other_client, other_server):
+        sockets = PeerSockets()
+        match(sockets, server, other_server)
+        assert sockets.cookies == {
+            0: tuple(sorted((cookie(client), cookie(other_client)))),
+            1: tuple(sorted((cookie(server), cookie(other_server)))),
+        }
+
+
+def test_a_connection_is_named_once_however_many_descriptors_it_has() -> None:
+    with connected() as (client, server), client.dup():
+        sockets = PeerSockets()
+        match(sockets, server)
+        transfer(client, server, 1234)
+        counted = sockets.read()
+        assert counted is not None
+        assert counted.tx_bytes == 1234
+        assert sockets.cookies[0] == (cookie(client),)
+
+
+def test_a_closed_connection_stays_named_and_later_ones_join_it(connection: Pair) -> None:
+    client, server = connection
+    first, second = cookie(client), cookie(server)
+    sockets = PeerSockets()
+    match(sockets, server)
+    client.close()
+    server.close()
+    with connected() as (new_client, new_server):
+        match(sockets, new_server)
+        assert sockets.cookies[0] == tuple(sorted((first, cookie(new_client))))
+        assert sockets.cookies[1] == tuple(sorted((second, cookie(new_server))))
+
+
+def test_a_kernel_that_gives_no_cookies_leaves_the_counters(connection: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "SO_COOKIE", 32767)  # unknown to every kernel
+    client, server = connection
+    sockets = PeerSockets()
+    sockets.match([sockets.candidates(), [told(server)._replace(cookie=None)]], 0, (0, 1))
+    transfer(client, server, 77)
+    counted = sockets.read()
+    assert counted is not None
+    assert (counted.tx_bytes, counted.rx_bytes) == (77, 1)
+    assert sockets.cookies == {0: (), 1: ()}
+
+
+def test_only_what_two_ranks_tell_is_mutual() -> None:
+    listings = mesh(4, 2)
+    found = mutual_connections(listings, range(4))
+    assert {rank: list(to_peers) for rank, to_peers in found.items()} == dict(enumerate(listings))
+    for to_peers in found.values():
+        assert all(each.remote.address == f"10.0.0.{peer}" for each, peer in to_peers.items())
+
+    ends = Endpoint("127.0.0.1", 5), Endpoint("127.0.0.1", 6)
+    inside = [Connection(*ends, 1), Connection(*reversed(ends), 2)]  # both in one process
+    missing = listings[3].pop(0)  # rank 3 does not tell of its connection to rank 2
+    listings[1] += inside
+    mutual = mutual_connections(listings, (1, 2))
+    assert list(mutual[1]) == listings[1][:-2]
+    assert {found[:2] for found in listings[2]} - {found[:2] for found in mutual[2]} == {
+        (missing.remote, missing.local)
+    }
+    assert len(mutual[2]) == len(listings[2]) - 1
+
+
+def test_the_report_of_eight_ranks_of_128_is_far_below_the_limit() -> None:
+    sockets = PeerSockets()
+    sockets.match(mesh(128, 3), 0, range(8))
+    assert {len(cookies) for cookies in sockets.cookies.values()} == {3 * 127}
+    rows = tuple(examples.row(rank, cookies=cookies) for rank, cookies in sockets.cookies.items())
+    assert len(encode(examples.report(rows=rows))) < MAX_MESSAGE_BYTES // 10
+
+
+def test_more_sockets_than_a_report_can_name_are_not_named_in_part(caplog: pytest.LogCaptureFixture) -> None:
+    def matched(num_sockets: int, num_ranks: int) -> PeerSockets:
+        ends = [(Endpoint("10.0.0.1", port), Endpoint("10.0.0.2", port)) for port in range(num_sockets)]
+        ours = [Connection(*both, cookie) for cookie, both in enumerate(ends, 1)]
+        theirs = [Connection(*reversed(both), cookie) for cookie, both in enumerate(ends, num_sockets + 1)]
+        sockets = PeerSockets()
+        sockets.match([*[ours] * num_ranks, theirs], 0, range(num_ranks))
+        return sockets
+
+    assert len(matched(MAX_SOCKETS, 10).cookies[9]) == MAX_SOCKETS  # 40,960 in all
+    with caplog.at_level(logging.WARNING, "dynamix.trainer"):
+        assert matched(MAX_SOCKETS + 1, 1).cookies == {}
+        assert matched(MAX_NODE_SOCKETS // 16, 17).cookies == {}
+    assert [record.getMessage().split(", more")[0] for record in caplog.records] == [
+        "the ranks of this node have 4097 sockets to others",
+        "the ranks of this node have 43520 sockets to others",
+    ]
+
+
+def _tcp_sockets(store_port: int) -> set[int]:
+    """Cookie of every TCP connection of this process but the store's, by Python's own sockets."""
+    found = set()
+    for entry in list(Path("/proc/self/fd").iterdir()):
+        try:
+            copy = socket.socket(fileno=os.dup(int(entry.name)))
+        except OSError:  # closed since, or no socket
+            continue
+        with copy:
+            if copy.family not in {socket.AF_INET, socket.AF_INET6} or copy.type != socket.SOCK_STREAM:
+                continue
+            try:
+                ports = copy.getsockname()[1], copy.getpeername()[1]
+            except OSError:  # it listens
+                continue
+            if store_port not in ports:
+                found.add(cookie(copy))
+    return found
+
+
+def _store_port() -> int:
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
+        store = store.underlying_store
+    assert isinstance(store, dist.TCPStore)  # type: ignore[attr-defined]
+    return int(store.port)
+
+
+def _train_and_report(rank: int) -> dict[str, Any]:
+    """Three windows of two steps on two nodes; groups of the user's come and go around them."""
+    os.environ["DYNAMIX_NODE"] = "node-b" if rank == 2 else "node-a"
+    port = _store_port()
+    model, data = distribute(make_model(torch.float32)), Numbered(400, torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    passing = dist.new_group()
+    options: dict[str, Any] = {"local_batch_size": 8, "min_local_batch_size": 8, "window_steps": 2, "policy": "static"}
+    session = dynamix.attach(model, optimizer, data, connect=False, **options)
+    reports: list[Message] = []
+    session._transport.publish = reports.append  # type: ignore[method-assign]
+    attached = _tcp_sockets(port)
+    dist.barrier()  # all have looked
+
+    dist.destroy_process_group(passing)
+    del passing  # the last reference closes its sockets
+    closed = attached - _tcp_sockets(port)
+    dist.new_group()  # is there at the end of the first window
+    matched = _tcp_sockets(port)
+    for batch in itertools.islice(session.loader, 7):
+        if session.step_index == 4:
+            dist.new_group()  # comes after the ranks told each other
+        nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
+        optimizer.step()
+        session.step()
+    session.close()
+    return {
+        "attached": attached,
+        "closed": closed,
+        "joined": matched - attached,
+        "unnamed": _tcp_sockets(port) - matched,
+        "named": session._meter.sockets.cookies,
+        "reports": [report for report in reports if isinstance(report, Report)],
+    }
+
+
+def test_reports_name_exactly_the_sockets_between_ranks() -> None:
+    results = run_ranks(_train_and_report, 3, store="tcp")
+    for rank, result in enumerate(results):
+        # a socket to each of the others for every group: torch's own, ours, and the one that passes
+        assert len(result["attached"]) == 6
+        assert len(result["closed"]) == len(result["joined"]) == len(result["unnamed"]) == 2
+        first = tuple(sorted(result["attached"]))
+        later = tuple(sorted(result["joined"] | result["attached"]))
+        reporter = results[0 if rank < 2 else 2]
+        named = [row.cookies for report in reporter["reports"] for row in report.rows if row.rank == rank]
+        assert named == [first, later, later]
+    every = [cookie for result in results for cookie in (*result["attached"], *result["joined"])]
+    assert len(set(every)) == len(every) == 24
+    assert [row.rank for row in results[0]["reports"][0].rows] == [0, 1]
+    assert results[1]["reports"] == []
+    assert set(results[1]["named"]) == {0, 1}
+    assert set(results[2]["named"]) == {2}
