@@ -1,7 +1,9 @@
 """A broker with the deployed configuration, one for all tests of a module, and services that are scraped."""
 
+import contextlib
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.support.brokers import ConfiguredServer
@@ -10,6 +12,7 @@ from tests.support.scraped_plane import ScrapedPlane
 from tests.support.services_here import services_here
 
 from dynamix.runtime.bus import Bus
+from dynamix.runtime.bus.provision import provision
 
 
 @pytest.fixture(scope="module")
@@ -18,6 +21,20 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeployedBroker]
     directory: Path = tmp_path_factory.mktemp("broker")
     with deployed_broker(directory) as running:
         yield running
+
+
+@pytest.fixture
+async def connect(broker: DeployedBroker) -> AsyncIterator[Any]:
+    """`await connect(user)`: a bus as that user; the streams exist."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def connect_as(user: str, name: str = "test-1") -> Bus:
+            bus = await Bus.connect(broker.settings(user), name=name)
+            stack.push_async_callback(bus.close)
+            return bus
+
+        await provision(await connect_as("provision"))
+        yield connect_as
 
 
 @pytest.fixture

@@ -14,10 +14,13 @@ from typing import Any
 from dynamix.cli.main import main
 from dynamix.runtime.embedded import server_binary
 from dynamix.runtime.settings import BusSettings
+from dynamix.schemas.kinds import SERVICES, WATCHER
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 STORE = "/var/lib/dynamix-nats"
 START_TIMEOUT_S = 15.0
+USERS = (*SERVICES, "provision", WATCHER)
+"""All in deploy/users/users.conf."""
 
 
 class DeployedBroker:
