@@ -111,6 +111,35 @@ def test_a_rank_that_sends_nothing_is_waited_for_until_the_time_out() -> None:
     assert 1.5 < seconds < 30
 
 
+def _fails_alone(rank: int) -> list[str]:
+    """Rank 1 fails between two collectives and goes on; what both ranks are told of that leg and of the next one."""
+    pipeline = Pipeline(timedelta(seconds=60))
+    under_way = [pipeline.send(leg) for leg in (_sum_twice(fails=rank == 1), _sum(torch.ones(4)))]
+    found = []
+    for each in under_way:
+        with pytest.raises(RuntimeError) as caught:
+            each.wait()
+        found.append(str(caught.value))
+    dist.barrier()  # until then both processes live
+    pipeline.close()
+    return found
+
+
+def _sum_twice(*, fails: bool) -> Leg:
+    yield Sum(torch.ones(4))
+    if fails:
+        raise ValueError("of one rank")
+    yield Sum(torch.ones(4))
+
+
+def test_a_rank_that_fails_alone_is_not_waited_for_although_its_process_lives() -> None:
+    first, second = run_ranks(_fails_alone, 2)
+    assert second == ["the exchange between the ranks failed: of one rank"] * 2
+    assert first[0] == first[1]
+    assert first[0].startswith("the exchange between the ranks failed: ")
+    assert "Timed out" not in first[0]
+
+
 def _resumed(rank: int, codec: str) -> dict[str, torch.Tensor]:
     """Parameters after 12 steps: in one go, in two sessions of which each rank saves its state, or rank 0 for both."""
     found = {}

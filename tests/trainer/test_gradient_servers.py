@@ -2,12 +2,14 @@
 
 import contextlib
 import os
+import select
 import signal
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +24,8 @@ from tests.support.whole_numbers import Whole, attach, distributed, train_step
 from dynamix.cli.main import main
 from dynamix.schemas.messages.allocation import EXACT, Exchange
 from dynamix.schemas.owner_shares import balanced_shares
+from dynamix.trainer.communication.gradient_servers import GradientServers
+from dynamix.trainer.exchange.collectives import ServedSum, Trade
 from dynamix.trainer.exchange.sparse.cells import pack_cells, packed_bytes, unpack_cells
 from dynamix.trainer.job.served_exchange import VARIABLE, served_exchange
 from dynamix.trainer.serving.server import GradientServer
@@ -162,6 +166,51 @@ def test_a_server_that_is_killed_ends_the_job_with_an_error(servers: list[Server
     for rank in (0, 1):
         assert f"rank {rank}: Traceback" in str(caught.value)
     assert "the exchange between the ranks failed" in str(caught.value)
+
+
+def _misled(_rank: int, address: str) -> list[str]:
+    """What ends a wait for a server in each lane, of which only the first one was told what cannot be done."""
+    lanes = GradientServers([address], "misled", 0, 1).meet(lambda number: number, timedelta(seconds=60))
+    nothing = Trade(torch.empty(0), torch.empty(0), [], [])
+    groups = [lanes[0].trade(nothing, ServedSum(0, (-1,))), lanes[1].trade(nothing, ServedSum(0, ()))]
+    found = []
+    for group in groups:
+        with pytest.raises(RuntimeError) as caught:
+            group.recv([torch.empty(1)], 1, 9).wait()
+        found.append(str(caught.value))
+    return found
+
+
+def test_a_server_that_fails_in_one_lane_is_not_waited_for_in_any() -> None:
+    with running_server() as server:
+        (found,) = run_ranks(_misled, 1, server.address)
+        assert server.read_line().endswith("misled: 1 ranks, server 0 of 1")
+        assert ": ended early: " in server.read_line()
+    assert len(found) == 2
+    assert not any("Timed out" in each for each in found)
+
+
+def _outlives(rank: int, server: int) -> list[str]:
+    """Rank 0 kills the server behind the last step; what threads die of when the session ends."""
+    died: list[str] = []
+    threading.excepthook = lambda raised: died.append(str(raised.exc_value))
+    model = distributed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=2**-6)
+    with attach(model, optimizer, Whole(), local_batch_size=4) as session:
+        train_step(session, model, optimizer, next(iter(session.loader)))
+        dist.barrier()
+        if rank == 0:
+            handle = os.pidfd_open(server)
+            os.kill(server, signal.SIGKILL)
+            select.select([handle], [], [])
+            os.close(handle)
+        dist.barrier()
+    return died
+
+
+def test_a_server_that_is_killed_behind_the_last_step_is_not_missed() -> None:
+    with running_server() as mortal:
+        assert run_ranks(_outlives, 2, mortal.process.pid, environ=over([mortal])) == [[], []]
 
 
 def test_a_server_whose_job_dies_serves_the_next_one(tmp_path: Path) -> None:

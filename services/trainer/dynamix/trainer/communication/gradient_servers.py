@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore  
 
 from dynamix.trainer.exchange.collectives import ServedSum, Trade
 
+from .broken_groups import break_group
 from .lent_tensors import LentTensor
 
 NUM_GROUPS = 2
@@ -88,6 +89,12 @@ class ServedGroup:
         for index in range(self._num_servers):
             self._tell(index, END)
         self._group = None
+
+    def break_off(self) -> None:
+        """Let everything that waits in the group fail, here, in the servers and in other ranks."""
+        group = self._group
+        if group is not None:
+            break_group(group)
 
     def _tell(self, index: int, told: ToldTrade) -> None:
         if self._rank == 0:

@@ -6,10 +6,12 @@ sends them, which is that of the backward pass and so the same on all ranks. Not
 process group. One thread with one group would send in one direction at a time.
 
 Where gradient servers take part, each lane has one more group, with them; what they do not take part in stays in the
-ranks' own.
+ranks' own. When a collective fails in one lane, all groups of both are broken: no rank or server waits for this rank
+longer than for one whose process has ended.
 """
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -21,8 +23,11 @@ import torch.distributed as dist
 
 from dynamix.trainer.exchange.collectives import Collective, Leg, Sum, Trade, Union
 
+from .broken_groups import break_group
 from .gradient_servers import GradientServers, ServedGroup
 from .lent_tensors import LentTensor, keep_for_ever
+
+_log = logging.getLogger("dynamix.trainer")
 
 CLOSE_S = 2.0
 """Longest wait for a lane to end: one that waits for a rank that is gone does so until its group's time-out."""
@@ -72,6 +77,35 @@ class _LaneGroups(NamedTuple):
         assert self.served is not None, "there are no servers"
         perform(collective, self.served.trade(collective, collective.served))
 
+    def leave(self) -> None:
+        """Let the servers know that nothing follows."""
+        if self.served is not None:
+            self.served.leave()
+
+    def break_off(self) -> None:
+        """Let everything that waits in the groups fail, here and in other processes."""
+        break_group(self.own)
+        if self.served is not None:
+            self.served.break_off()
+
+
+class _FirstFailure:
+    """What went wrong first in a pipeline, for both of its lanes: what goes wrong then is a consequence."""
+
+    def __init__(self, lanes: list[_LaneGroups]) -> None:
+        self._lanes = lanes
+        self._lock = threading.Lock()
+        self.error: BaseException | None = None
+
+    def report(self, error: BaseException) -> BaseException:
+        """Break the groups, at the first failure; returns that one."""
+        with self._lock:
+            lanes, self._lanes = self._lanes, []
+            self.error = first = self.error or error
+        for groups in lanes:
+            groups.break_off()
+        return first
+
 
 class Pipeline:
     """Two lanes with a process group each; all ranks make it at the same point and send the same legs to it."""
@@ -87,8 +121,9 @@ class Pipeline:
         if servers is not None and servers.addresses:
             served = servers.meet(lambda number: _of_rank_0(number, groups[0]), timeout)
         lanes = [_LaneGroups(own, each) for own, each in zip(groups, served, strict=True)]
-        self._second = _Lane("second", lanes[1], _finish)
-        self._first = _Lane("first", lanes[0], _begin_and_pass_on(self._second))
+        failure = _FirstFailure(lanes)
+        self._second = _Lane("second", lanes[1], _finish, failure)
+        self._first = _Lane("first", lanes[0], _begin_and_pass_on(self._second), failure)
 
     def send(self, leg: Leg) -> UnderWay:
         """Carry out a leg behind all that were sent before it."""
@@ -105,10 +140,10 @@ class Pipeline:
 class _Lane:
     """A thread that works on tasks in their order, with a process group of its own."""
 
-    def __init__(self, name: str, groups: _LaneGroups, work: "_Work") -> None:
+    def __init__(self, name: str, groups: _LaneGroups, work: "_Work", failure: _FirstFailure) -> None:
         self._groups: _LaneGroups | None = groups
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
-        arguments = (self._tasks, groups, work)
+        arguments = (self._tasks, groups, work, failure)
         self._thread = threading.Thread(
             target=_run_lane, args=arguments, name=f"dynamix exchange {name}", daemon=True
         )  # a daemon: a process that fails must not wait for a rank that is gone
@@ -135,22 +170,25 @@ class _Lane:
 _Work = Callable[[_Task, _LaneGroups], None]
 
 
-def _run_lane(tasks: SimpleQueue[_Task | None], groups: _LaneGroups, work: _Work) -> None:
-    """What a lane's thread does; after the first failure every task fails with it: ranks are no longer in step."""
-    failure: BaseException | None = None
+def _run_lane(tasks: SimpleQueue[_Task | None], groups: _LaneGroups, work: _Work, failure: _FirstFailure) -> None:
+    """What a lane's thread does; after the first failure in either lane every task fails: ranks are not in step."""
     while (task := tasks.get()) is not None:
         leg, under_way = task
-        if failure is None:
+        failed = failure.error
+        if failed is None:
             try:
-                work(task, groups)
+                work(task, groups)  # which may pass the task on: then it is the other lane's
             except BaseException as error:  # noqa: BLE001 - the training thread raises it
-                failure = error
-        if failure is not None:
+                failed = failure.report(error)
+        if failed is not None:
             leg.close()
-            under_way.finish(failure)
+            under_way.finish(failed)
         del task, leg, under_way  # else they live until the next task comes
-    if failure is None and groups.served is not None:
-        groups.served.leave()
+    if failure.error is None:
+        try:
+            groups.leave()
+        except RuntimeError as error:
+            _log.warning("a gradient server was gone before it was told of the end of the job: %s", error)
 
 
 def _begin_and_pass_on(second: _Lane) -> _Work:

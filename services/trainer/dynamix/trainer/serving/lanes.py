@@ -1,7 +1,8 @@
 """Lanes of a server: one thread for each process group of a job, which does what rank 0 tells it.
 
 Pieces may come in either lane, sums go back in the second one. A thread waits for rank 0 without limit: ranks may
-compute, evaluate or save for as long as they like, and the end of a rank's process ends its connections.
+compute, evaluate or save for as long as they like, and the end of a rank's process ends its connections. When one lane
+fails, the groups of both are broken: the process goes on, and ranks would wait for its part until their time-out.
 """
 
 import threading
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dynamix.trainer.communication.broken_groups import break_group
 from dynamix.trainer.communication.gradient_servers import DTYPES, END, TELL_TAG, ToldTrade
 from dynamix.trainer.communication.lent_tensors import LentTensor
 from dynamix.trainer.communication.pipeline import perform
@@ -58,6 +60,7 @@ class ServedJob:
     """One job, from the first trade to the last."""
 
     def __init__(self, groups: list[dist.ProcessGroup], num_ranks: int, num_servers: int) -> None:
+        self._groups = groups
         self._num_ranks = num_ranks
         self._num_servers = num_servers
         self._answers = Answers()
@@ -75,16 +78,21 @@ class ServedJob:
         with self._ended:
             return self._ended.wait_for(lambda: not self._left, timeout_s)
 
+    def break_off(self, problem: str) -> None:
+        """End the job here: nothing waits for it any more, in no process."""
+        with self._ended:
+            self.problem = self.problem or problem
+        self._answers.fail()
+        for group in self._groups:
+            break_group(group)
+
     def _run(self, group: dist.ProcessGroup) -> None:
-        problem = ""
         try:
             while (told := _next_trade(group)) != END:
                 self._take_part(told, group)
         except Exception as error:  # noqa: BLE001 - said by the server, which goes on with the next job
-            problem = str(error)
-            self._answers.fail()
+            self.break_off(str(error))
         with self._ended:
-            self.problem = self.problem or problem
             self._left -= 1
             self._ended.notify_all()
 

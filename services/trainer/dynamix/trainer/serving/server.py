@@ -54,6 +54,7 @@ class GradientServer:
         job = ServedJob(groups, found.num_ranks, found.num_servers)
         while not job.wait(LOOK_S) and not stop.is_set():
             if self._starts_again(found.job, number + 1):
+                job.break_off("it starts again")
                 self._say(f"{found.job}: starts again before it has ended")
                 return
         self._say(f"{found.job}: ended" + (f" early: {job.problem}" if job.problem else ""))
