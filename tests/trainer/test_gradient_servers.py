@@ -24,6 +24,7 @@ from tests.support.whole_numbers import Whole, attach, distributed, train_step
 from dynamix.cli.main import main
 from dynamix.schemas.messages.allocation import EXACT, Exchange
 from dynamix.schemas.owner_shares import balanced_shares
+from dynamix.trainer.communication import gradient_servers
 from dynamix.trainer.communication.gradient_servers import GradientServers
 from dynamix.trainer.exchange.collectives import ServedSum, Trade
 from dynamix.trainer.exchange.sparse.cells import pack_cells, packed_bytes, unpack_cells
@@ -234,6 +235,18 @@ def test_a_server_that_is_not_there_is_named_on_all_ranks() -> None:
         run_ranks(_trained, 2, None, environ={VARIABLE: "127.0.0.1:9"})
     assert str(caught.value).count("RuntimeError: the gradient servers 127.0.0.1:9 cannot all be reached") == 2
     assert "start `dynamix serve-gradients` at each address" in str(caught.value)
+
+
+def _in_vain(_rank: int) -> None:
+    gradient_servers.MEETING_S = 2.0
+    _trained(_rank, None)
+
+
+def test_a_server_that_does_not_join_is_not_waited_for_until_the_time_out() -> None:
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # answers, as one that is busy does
+    with pytest.raises(RankError) as caught:
+        run_ranks(_in_vain, 2, environ={VARIABLE: f"127.0.0.1:{store.port}"})
+    assert str(caught.value).count(f"the gradient servers 127.0.0.1:{store.port} do not join within 2 s: ") == 2
 
 
 def test_what_servers_cannot_do_is_refused() -> None:

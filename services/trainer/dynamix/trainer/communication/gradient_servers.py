@@ -185,6 +185,13 @@ def open_store(address: str) -> TCPStore:
 
 
 def make_groups(store: TCPStore, number: int, rank: int, size: int, timeout: timedelta) -> list[dist.ProcessGroup]:
-    """The groups of a job, outside of torch's default group; a collective of its ranks and servers."""
+    """The groups of a job, outside of torch's default group; a collective of its ranks and servers.
+
+    Raises:
+        RuntimeError: when not all have come within `MEETING_S`: the groups would wait for them until `timeout`.
+    """
+    arrived = [f"{job_key(number)}/arrived/{each}" for each in range(size)]
+    store.set(arrived[rank], "")
+    store.wait(arrived, timedelta(seconds=MEETING_S))
     prefixes = [PrefixStore(f"{job_key(number)}/lane/{lane}", store) for lane in range(NUM_GROUPS)]
     return [cast("dist.ProcessGroup", ProcessGroupGloo(prefix, rank, size, timeout)) for prefix in prefixes]
