@@ -17,7 +17,7 @@ import gc
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -33,6 +33,8 @@ NOT_LENT = 2
 CONTEXT = "context"
 """What `torch.autograd.graph._engine_run_backward` calls the contextvars that it leaves with the thread."""
 HAS_CONTEXT = hasattr(torch._C, "_remove_obj_from_tls")  # noqa: SLF001 - older ones keep it until the next pass
+if HAS_CONTEXT:  # bound once: in the middle of a step each look-up of a name finds empty caches
+    from torch._C import _get_obj_in_tls, _is_key_in_tls, _remove_obj_from_tls, _stash_obj_in_tls
 
 
 class _Keeper(NamedTuple):
@@ -59,19 +61,19 @@ class LentTensor:
         weakref.finalize(self, _take_back, keeper).atexit = False  # the group may be used after our exit handlers
 
 
-def launched(launch: Callable[[], T]) -> T:
+def launched(launch: Callable[..., T], *arguments: Any) -> T:
     """What `launch` returns, a collective's work, which holds no Python object of the backward pass that it began in.
 
     Torch leaves one with the thread for the length of a backward pass, and a work keeps what it finds there.
     """
-    if not HAS_CONTEXT or not torch._C._is_key_in_tls(CONTEXT):  # noqa: SLF001 - no public names
-        return launch()
-    context = torch._C._get_obj_in_tls(CONTEXT)  # noqa: SLF001
-    torch._C._remove_obj_from_tls(CONTEXT)  # noqa: SLF001
+    if not HAS_CONTEXT or not _is_key_in_tls(CONTEXT):
+        return launch(*arguments)
+    context = _get_obj_in_tls(CONTEXT)
+    _remove_obj_from_tls(CONTEXT)
     try:
-        return launch()
+        return launch(*arguments)
     finally:
-        torch._C._stash_obj_in_tls(CONTEXT, context)  # noqa: SLF001
+        _stash_obj_in_tls(CONTEXT, context)
 
 
 def forget_imports() -> None:
