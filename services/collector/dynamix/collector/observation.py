@@ -107,11 +107,11 @@ def reason_to_refuse(row: RankRow, proc: Proc, uids: Collection[int]) -> str | N
     try:
         if proc.stat(row.pid).start_ticks != row.pid_start_ticks:
             return f"pid {row.pid} belongs to another process now"
-        if proc.pid_namespace(row.pid) != row.pid_namespace:
-            return f"pid {row.pid} counts in another pid namespace: run the collector in the ranks' namespace"
-        uid = proc.uid(row.pid)
+        uid, pid_namespace = proc.owner(row.pid)
     except OSError:
         return f"pid {row.pid} is not running here, or hidden from this collector (hidepid)"
+    if pid_namespace != row.pid_namespace:
+        return f"pid {row.pid} counts in another pid namespace: run the collector in the ranks' namespace"
     if uid != row.uid:
         return f"pid {row.pid} belongs to uid {uid}, not to {row.uid}"
     if uids and uid not in uids:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+READ_BYTES = 1 << 16
 SCHEDSTAT_VERSIONS = ("15", "16", "17")
 """Layouts of /proc/schedstat in which field 8 of a processor's line is what its threads waited (Linux 2.6.26 and later;
 Documentation/scheduler/sched-stats.rst). The numbers of another layout would be guesses."""
@@ -30,6 +31,15 @@ class ThreadCounters(NamedTuple):
     """
     num_switches: int
     """Times that it got a processor: the same number as the context switches in its status, which is dearer to read."""
+
+
+class ProcessOwner(NamedTuple):
+    """Whose a process is."""
+
+    uid: int
+    """Real user id."""
+    pid_namespace: int | None
+    """Inode of its pid namespace if it is our own, else `None`."""
 
 
 class FamilyCounters(NamedTuple):
@@ -69,10 +79,20 @@ def parse_stat(text: str) -> ProcessStat:
     return ProcessStat(cpu_ticks=utime + stime + cutime + cstime, start_ticks=int(fields[19]), state=fields[0])
 
 
-def parse_status(text: str) -> dict[str, str]:
-    """Parse the `Key: value` lines of /proc/<pid>/status or /proc/meminfo."""
-    pairs = (line.split(":", 1) for line in text.splitlines() if ":" in line)
-    return {key: value.strip() for key, value in pairs}
+def field_of(text: str, key: str, default: str | None = None) -> str:
+    """The value of a `Key: value` line of /proc/<pid>/status or /proc/meminfo.
+
+    Of sixty lines two are wanted: to parse all of them takes as long as the kernel takes to write them.
+
+    Raises:
+        KeyError: without such a line and a default.
+    """
+    _, found, rest = ("\n" + text).partition(f"\n{key}:")
+    if found:
+        return rest.partition("\n")[0].strip()
+    if default is None:
+        raise KeyError(key)
+    return default
 
 
 def parse_thread_schedstat(text: str) -> ThreadCounters | None:
@@ -128,28 +148,36 @@ class Proc:
 
     def __init__(self, root: Path = Path("/proc")) -> None:
         self._root = root
+        self._own_pid_namespace: int | None = None
+        """Found once: a process stays in its own."""
         self.ticks_per_s = os.sysconf("SC_CLK_TCK")
 
     def stat(self, pid: int) -> ProcessStat:
         """CPU time and start time of one process."""
         return parse_stat(self._text(f"{pid}/stat"))
 
-    def uid(self, pid: int) -> int:
-        """Real user id of a process."""
-        return int(parse_status(self._text(f"{pid}/status"))["Uid"].split()[0])
-
     def pid_namespace(self, pid: int) -> int | None:
-        """Inode of a process's pid namespace if it is our own, else `None`.
+        """Inode of a process's pid namespace if it is our own, else `None`."""
+        return self.owner(pid).pid_namespace
+
+    def owner(self, pid: int) -> ProcessOwner:
+        """Whose a process is.
 
         Another user's /proc/<pid>/ns/pid takes CAP_SYS_PTRACE; its status takes nothing, and names one pid per
         namespace from here down: a single one says that it lives in the namespace of this /proc, which is ours.
         """
-        nested = len(parse_status(self._text(f"{pid}/status"))["NSpid"].split()) > 1
-        return None if nested else (self._root / "self/ns/pid").stat().st_ino
+        status = self._text(f"{pid}/status")
+        nested = len(field_of(status, "NSpid").split()) > 1
+        return ProcessOwner(int(field_of(status, "Uid").split()[0]), None if nested else self._pid_namespace())
+
+    def _pid_namespace(self) -> int:
+        if self._own_pid_namespace is None:
+            self._own_pid_namespace = (self._root / "self/ns/pid").stat().st_ino
+        return self._own_pid_namespace
 
     def resident_bytes(self, pid: int) -> int:
         """Resident memory of a process."""
-        return _kib(parse_status(self._text(f"{pid}/status")).get("VmRSS", "0 kB"))
+        return _kib(field_of(self._text(f"{pid}/status"), "VmRSS", "0 kB"))
 
     def family(self, pid: int) -> FamilyCounters:
         """CPU time and threads of a process and its living descendants; a dead child's time is in its parent's.
@@ -184,32 +212,39 @@ class Proc:
 
     def memory(self) -> tuple[int, int]:
         """Total and available memory of the machine in bytes."""
-        fields = parse_status(self._text("meminfo"))
-        return _kib(fields["MemTotal"]), _kib(fields["MemAvailable"])
+        text = self._text("meminfo")
+        return _kib(field_of(text, "MemTotal")), _kib(field_of(text, "MemAvailable"))
 
     def _add_threads(self, pid: int, threads: dict[int, ThreadCounters]) -> list[int]:
         """Put a process's threads into `threads`; the children that they began."""
-        children = []
-        for tid in os.listdir(f"{self._root}/{pid}/task"):  # noqa: PTH208 - paths are made 20 times a reading
-            task = f"{pid}/task/{tid}"
-            text = self._text_or_empty(f"{task}/schedstat")
-            if text and (counters := parse_thread_schedstat(text)) is not None:
-                threads[int(tid)] = counters
-            children += [int(child) for child in self._text_or_empty(f"{task}/children").split()]
+        children: list[int] = []
+        tasks = os.open(f"{self._root}/{pid}/task", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:  # below it, so that the kernel looks up the process once and not twice a thread
+            for tid in os.listdir(tasks):  # noqa: PTH208 - of a descriptor
+                text = self._text_or_empty(f"{tid}/schedstat", tasks)
+                if text and (counters := parse_thread_schedstat(text)) is not None:
+                    threads[int(tid)] = counters
+                children += map(int, self._text_or_empty(f"{tid}/children", tasks).split())
+        finally:
+            os.close(tasks)
         return children
 
-    def _text(self, name: str) -> str:
+    def _text(self, name: str, directory: int | None = None) -> str:
         """A command's name is any bytes, often cut within a character: what is not UTF-8 is replaced, not refused."""
-        fd = os.open(f"{self._root}/{name}", os.O_RDONLY | os.O_CLOEXEC)  # half the time of a file object
+        path = f"{self._root}/{name}" if directory is None else name
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=directory)  # half the time of a file object
         try:
-            return b"".join(iter(lambda: os.read(fd, 1 << 16), b"")).decode(errors="replace")
+            content = os.read(fd, READ_BYTES)
+            while part := os.read(fd, READ_BYTES):
+                content += part
         finally:
             os.close(fd)
+        return content.decode(errors="replace")
 
-    def _text_or_empty(self, name: str) -> str:
+    def _text_or_empty(self, name: str, directory: int | None = None) -> str:
         """Text of a file that may be gone by now, or that the kernel was built without."""
         try:
-            return self._text(name)
+            return self._text(name, directory)
         except (FileNotFoundError, ProcessLookupError):
             return ""
 
