@@ -10,7 +10,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from dynamix.schemas.messages import Action
-from dynamix.schemas.messages.allocation import Allocation
+from dynamix.schemas.messages.allocation import EXACT, Allocation, Exchange
 
 from .arguments.checks import share, whole_number
 from .checkpoint import outer_momentum_of, residuals_of, restore, save, warn_of_missing_state, warn_of_used_samples
@@ -82,7 +82,9 @@ class Session(SessionView):
             on_exhausted=call_while_alive(self.average),
         )
         self._allocation: Allocation | None = None
-        """What ruled the newest batch."""
+        """What rules the batch to train on."""
+        self._exchange: Exchange = EXACT
+        """Its exchange."""
         self._loss_scaled = False
         self._said_needless = False
         self._state_loaded = False
@@ -218,7 +220,7 @@ class Session(SessionView):
     def _end_step(self, batch: MicroBatch, loss: Scalar | None, num_correct: Scalar | None) -> None:
         updated = self._updates.any_since_step
         norms = self._models.end_step(updated=updated)
-        self._scaled.end_step(self._run.schedule.allocation_at(batch.plan.step).exchange, updated=updated)
+        self._scaled.end_step(self._exchange, updated=updated)
         self._updates.end_step()
         self._loader.finish_batch()
         times, counts = self._models.take_times(), batch.plan.counts.values
@@ -352,7 +354,7 @@ class Session(SessionView):
         self._loss_scaled = False
         allocation = self._run.schedule.allocation_at(batch.plan.step)
         if allocation is not self._allocation:
-            self._allocation = allocation
+            self._allocation, self._exchange = allocation, allocation.exchange
             self._updates.follow(allocation.global_batch_size)
         if batch.is_first:
             self._scaled.begin_step()

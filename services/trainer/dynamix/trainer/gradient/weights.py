@@ -88,8 +88,10 @@ class StepWeights:
 
     def correction(self) -> float:
         """Factor on a gradient that was divided by `expected`."""
+        if self._exchange is None or self._base_size is not None:
+            return 1.0
         total = self.total()
-        if self._base_size is not None or total == self.expected:
+        if total == self.expected:
             return 1.0
         return self.expected / total if total else 0.0
 

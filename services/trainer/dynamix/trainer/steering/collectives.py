@@ -31,6 +31,9 @@ HEAD_BYTES = 256
 SIZE_BYTES = 18
 """Most bytes of a broadcast decision: 9 each per size and share in msgpack, and room for every other lever."""
 
+_decoder: msgspec.msgpack.Decoder[Allocation | None] = msgspec.msgpack.Decoder(Allocation | None)
+"""Decodes decisions; made once: to make one takes longer than to decode."""
+
 
 class Collectives:
     """All ranks must call the same methods in the same order."""
@@ -98,7 +101,7 @@ class Collectives:
         self._broadcasting = None
         padded = self._decision.tensor.numpy().tobytes()
         length = int.from_bytes(padded[:LENGTH_BYTES])  # what follows is of earlier, longer decisions
-        return msgspec.msgpack.decode(padded[LENGTH_BYTES : LENGTH_BYTES + length], type=Allocation | None)
+        return _decoder.decode(padded[LENGTH_BYTES : LENGTH_BYTES + length])
 
     def post_numbers(self, mine: Sequence[float]) -> None:
         """Send float64 to be summed over all ranks, each place on its own; all ranks send as many."""

@@ -55,6 +55,10 @@ SAME = 0.2
 """Relative distance below which a time is the one from before a slowdown."""
 
 
+PRECISION_2, LEAST_NOISE_2, MOST_NOISE_2 = PRECISION * PRECISION, LEAST_NOISE * LEAST_NOISE, MOST_NOISE * MOST_NOISE
+"""Every step takes the squares of every rank."""
+
+
 class FilterState(NamedTuple):
     """All that a filter remembers, in rank order: plain numbers for a checkpoint."""
 
@@ -76,6 +80,18 @@ class RankRate:
     """
 
     NUM_NUMBERS = 9
+
+    __slots__ = (
+        "_newest",
+        "_num_seen",
+        "_number",
+        "_run_length",
+        "_run_total",
+        "_sum",
+        "_suspect",
+        "noise_2",
+        "value",
+    )
 
     def __init__(self) -> None:
         self.value = 0.0
@@ -113,8 +129,8 @@ class RankRate:
             self.begin(measured)
             self._newest = measured
             return 1.0
-        noise_2 = max(self.noise_2, LEAST_NOISE * LEAST_NOISE)
-        noises = _off(measured, before) / math.sqrt(noise_2)
+        noise_2 = max(self.noise_2, LEAST_NOISE_2)
+        noises = 2.0 * (measured - before) / (measured + before) / math.sqrt(noise_2)
         side = float((noises > OUTLIER) - (noises < -OUTLIER))
         if side and side == self._suspect:
             self.begin(measured)
@@ -128,8 +144,7 @@ class RankRate:
             self.begin(self._run_total / self._run_length, self._run_length)
             return self.value / before
         self._number += 1.0
-        enough_2 = PRECISION * PRECISION
-        weight = 2.0 * enough_2 / (self.noise_2 + enough_2)  # an average with it has that error
+        weight = 2.0 * PRECISION_2 / (self.noise_2 + PRECISION_2)  # an average with it has that error
         self.value += max(1.0 / self._number, min(weight, SHORTEST), LONGEST) * (measured - before)
         return 1.0
 
@@ -140,7 +155,7 @@ class RankRate:
 
     def _observe_noise(self, measured: float, most_2: float) -> None:
         self._num_seen += 1.0
-        off = _off(measured, self._newest)
+        off = 2.0 * (measured - self._newest) / (measured + self._newest)
         weight = max(1.0 / (self._num_seen + 2.0), 1.0 / NOISE_WINDOW)
         self.noise_2 += weight * (min(0.5 * off * off, most_2) - self.noise_2)
         self._newest = measured
@@ -178,6 +193,18 @@ class FixedCost:
     """
 
     NUM_MOMENTS = 9
+
+    __slots__ = (
+        "_both",
+        "_newest_size",
+        "_number",
+        "_size",
+        "_size_2",
+        "_slowdown",
+        "_slowdown_age",
+        "_time_2",
+        "_time_s",
+    )
 
     def __init__(self) -> None:
         self._number = self._size = self._time_s = self._size_2 = self._both = self._time_2 = 0.0
@@ -259,6 +286,7 @@ class RateFilter:
         self._is_fitted = [False] * world_size
         self._fits = [FixedCost() for _ in range(world_size)]
         self._counts: tuple[int, ...] = ()
+        self._most_fixed = 0.0
 
     def observe(self, seconds_per_sample: Sequence[float], counts: tuple[int, ...] = ()) -> None:
         """Take in one step's measurements; what is not a positive number is unknown and changes nothing.
@@ -267,6 +295,7 @@ class RateFilter:
         ranks that have some keep their rates.
         """
         self._counts = counts
+        self._most_fixed = MAX_FIXED * sum(counts) / len(counts) if counts else 0.0
         for rank, measured in enumerate(seconds_per_sample):
             if not 0.0 < measured < math.inf:
                 continue
@@ -291,8 +320,8 @@ class RateFilter:
     def _fit(self, rank: int, count: int, time_s: float) -> None:
         fit, before = self._fits[rank], self.fixed[rank]
         fit.observe(count, time_s)
-        found = fit.samples(MAX_FIXED * sum(self._counts) / len(self._counts))
-        if self._rates[rank].noise_2 > MOST_NOISE * MOST_NOISE:
+        found = fit.samples(self._most_fixed)
+        if self._rates[rank].noise_2 > MOST_NOISE_2:
             if before:
                 self._forget_fixed(rank, count, self._rates[rank].value * (before + count))
             return
@@ -365,11 +394,6 @@ class RateFilter:
         self.fixed, self._is_fitted = list(state.fixed), list(state.is_fitted)
         for fit, moments in zip(self._fits, _parts(state.moments, FixedCost.NUM_MOMENTS), strict=True):
             fit.restore(moments)
-
-
-def _off(measured: float, other: float) -> float:
-    """Relative difference, the same for a factor as for its inverse."""
-    return 2.0 * (measured - other) / (measured + other)
 
 
 def _parts(values: Sequence[float], length: int) -> list[Sequence[float]]:
