@@ -104,6 +104,21 @@ async def test_a_feed_that_is_flooded(plane: ScrapedPlane, tmp_path: Path, monke
     )
 
 
+async def test_a_broker_that_has_too_much_to_store(plane: ScrapedPlane, tmp_path: Path) -> None:
+    before = await plane.record()
+
+    async def be_refused() -> None:
+        plane.bus._publisher.counters["too_many_requests"] += 1
+
+    refused = await plane.record(be_refused())
+    check_alerts(
+        tmp_path,
+        Phase(20, before, set()),
+        Phase(2, refused, {"DynamixBrokerFlooded"}),
+        Phase(25, await plane.record(), set()),
+    )
+
+
 async def test_an_operation_that_the_broker_refuses_to_a_service(plane: ScrapedPlane, tmp_path: Path) -> None:
     before = await plane.record()
 

@@ -128,8 +128,26 @@ async def test_a_broker_with_too_many_requests_is_asked_again(server: Configured
     refusal = b'{"error": {"code": 429, "err_code": 10167, "description": "too many requests"}}'
     bus._publisher._on_ack(bus._publisher._prefix.encode() + token, b"", refusal, None)
     assert not future.done()
+    assert bus._publisher._table[token].due == 0.0, "as soon as a place may be free, not after the doubled waits"
+    assert bus.counters["too_many_requests"] == 1
     server.go_on()
     assert await future == 1
+
+
+async def test_a_crowd_of_messages_waits_its_whole_time_before_it_is_sent_again(
+    server: ConfiguredServer, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the broker refuses: insisting on it would make the crowd larger."""
+    monkeypatch.setattr(publisher, "MAX_INSISTENT", 1)
+    server.pause()
+    futures = [await bus.publish_bytes_soon(STATE, b"", f"m{number}") for number in range(2)]
+    (token, _) = bus._publisher._table
+    due = bus._publisher._table[token].due
+    refusal = b'{"error": {"code": 429, "err_code": 10167, "description": "too many requests"}}'
+    bus._publisher._on_ack(bus._publisher._prefix.encode() + token, b"", refusal, None)
+    assert bus._publisher._table[token].due == due > 0.0
+    server.go_on()
+    assert await asyncio.gather(*futures) == [1, 2]
 
 
 async def test_a_cancelled_publisher_gives_its_slot_back(server: ConfiguredServer, bus: Bus) -> None:

@@ -20,6 +20,7 @@ BUS_COUNTERS = {
     "published": "messages acknowledged by the broker",
     "retries": "messages published again, since no acknowledgement came",
     "duplicates": "acknowledged as stored before",
+    "too_many_requests": "messages that the broker refused for a moment, since a stream had too many to store",
     "publish_errors": "messages that the broker refused",
     "received": "messages read from streams",
     "received_twice": "of those, left out since they came before",

@@ -54,9 +54,14 @@ MAX_LATELY = 1000
 TICK_S = 0.1
 HEADER_ROOM_BYTES = 1024
 SERVER_ERROR = 500
-TOO_MANY_REQUESTS = 429
-"""The stream's own queue is full, since some client sends more than the disk takes; no message is lost by waiting."""
 """JetStream's codes from here on may pass: trying again can help."""
+TOO_MANY_REQUESTS = 429
+"""The stream's own queue is full, since some client sends more than the broker stores; nothing is lost by waiting."""
+BUSY_TICK_S = 0.02
+"""While that lasts, a try is lucky only where a place has just become free: doubled waits would take seconds."""
+INSIST_S = 1.0
+MAX_INSISTENT = 32
+"""What is refused for longer, or beside more in flight, waits its time: the disk stalls, or we are the crowd."""
 EXPECTED_LAST = "Nats-Expected-Last-Subject-Sequence"
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
@@ -114,11 +119,12 @@ class Publisher:
         self._idle = asyncio.Event()
         self._idle.set()
         self._failure: BusError | None = None
+        self._broker_is_busy = False
         self._limit = RateLimit(per_s=1.0)
         self._retries: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
         self._failed_at: collections.deque[float] = collections.deque(maxlen=MAX_LATELY)
-        self.counters = dict.fromkeys(("published", "retries", "duplicates", "publish_errors"), 0)
+        self.counters = dict.fromkeys(("published", "retries", "duplicates", "too_many_requests", "publish_errors"), 0)
 
     @property
     def num_in_flight(self) -> int:
@@ -238,6 +244,11 @@ class Publisher:
             # a stream at its own limit that discards nothing: it will not have room in a minute
             self._fail(token, entry, StreamFullError(text))
         elif refusal.code >= SERVER_ERROR or refusal.code == TOO_MANY_REQUESTS:  # it is sent once more when it is due
+            if refusal.code == TOO_MANY_REQUESTS:
+                self.counters["too_many_requests"] += 1
+                if len(self._table) <= MAX_INSISTENT and self._loop.time() < entry.since + INSIST_S:
+                    self._broker_is_busy = True
+                    entry.due = 0.0
             if self._limit.allow(str(refusal.err_code)):
                 logger.warning("the broker cannot store now: %s", text)
         else:
@@ -258,7 +269,9 @@ class Publisher:
     async def _retry(self) -> None:
         while True:
             await self._busy.wait()
-            await asyncio.sleep(TICK_S)
+            tick_s = BUSY_TICK_S if self._broker_is_busy else TICK_S
+            self._broker_is_busy = False
+            await asyncio.sleep(tick_s)
             now = self._loop.time()
             for token, entry in list(self._table.items()):
                 if entry.future.cancelled() or now >= entry.since + BUDGET_S:
