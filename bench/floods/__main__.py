@@ -1,9 +1,12 @@
 """How long an honest job waits for its decisions while one client floods the broker.
 
-`python -m bench.floods [--flood NAME] [--json FILE]`, some 5 minutes. For each flood a broker, the real services and a
-job that reports a window every 0.2 s; the delay is that from a window's report to its action at the reader, first
-without the flood and then from its beginning until some time after it. The flood comes from another process, with all
-permissions of a trainer, as fast as the broker takes it. What the streams' limits refuse is counted.
+`python -m bench.floods [--keys] [--flood NAME] [--json FILE]`, some 5 minutes. For each flood a broker, the real
+services and a job that reports a window every 0.2 s; the delay is that from a window's report to its action at the
+reader, first without the flood and then from its beginning until some time after it. The flood comes from another
+process, with all permissions of a trainer, as fast as the broker takes it. What the streams' limits refuse is counted.
+
+With `--keys` it is the broker as deploy/ configures it, the flood comes from a trainer whose key is for its own job
+only, and two jobs with keys of their own are measured, some 2 minutes. Refused is then what FEED did not store.
 
 Every window must be decided once and in order. With a flood of full size no delay may be above 1 s.
 """
@@ -25,6 +28,7 @@ from dynamix.runtime.bus import BusError
 from dynamix.runtime.embedded import EmbeddedServerError
 
 BEGIN, END = "<!-- the table is made by `make floods` -->", "<!-- end of the table -->"
+BEGIN_KEYS = "<!-- this table is made by `make floods`, too -->"
 HEADINGS = [
     "flood",
     "accepted",
@@ -65,14 +69,15 @@ def targets_of(results: Sequence[FloodResult]) -> list[Target]:
 def report_of(options: argparse.Namespace) -> BenchmarkReport:
     """Run the floods, and write the table into a document that has a place for it."""
     results = []
-    for name in options.flood or FLOODS:
+    for name in options.flood or [name for name, flood in FLOODS.items() if flood.with_key == options.keys]:
         count = max(1, round(FLOODS[name].full * options.size))
         results.append(run_with_uvloop(measure(name, count, calm_s=options.calm, after_s=options.after)))
         sys.stderr.write(f"floods: {' | '.join(cells_of(results[-1]))}\n")
     cells = [cells_of(result) for result in results]
     if options.document:
         path = Path(options.document)
-        text = replaced(path.read_text(), BEGIN, END, f"\n{markdown(HEADINGS, cells, num_left=1)}\n")
+        begin = BEGIN_KEYS if options.keys else BEGIN
+        text = replaced(path.read_text(), begin, END, f"\n{markdown(HEADINGS, cells, num_left=1)}\n")
         output_files.write(path, text.encode())
     figures = {"floods": [msgspec.to_builtins(result) for result in results]}
     return BenchmarkReport(figures, aligned(HEADINGS, cells), targets_of(results))
@@ -87,6 +92,7 @@ def main() -> int:
         ("--after", 10.0, "seconds after it that count as flooded"),
     )
     parser.add_argument("--flood", choices=[*FLOODS], action="append", help="only this one (may be repeated)")
+    parser.add_argument("--keys", action="store_true", help="the floods by a key, on the broker of a deployment")
     parser.add_argument("--document", metavar="FILE", help="write the table into this Markdown file, between its marks")
     options = parser.parse_args()
     return run_benchmark("floods", options, lambda: report_of(options), cannot=(BusError, EmbeddedServerError))

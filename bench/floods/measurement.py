@@ -1,19 +1,27 @@
-"""One flood beside a steady job: its delays before, and from the beginning of the flood until after it."""
+"""One flood beside steady jobs: their delays before, and from the beginning of the flood until after it."""
 
 import asyncio
+import contextlib
 import multiprocessing
 import os
+from collections.abc import AsyncIterator, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
-from bench.floods.senders import Sent, send
+from bench.floods.deployment import deployment
+from bench.floods.senders import FLOODS, HOSTILE_JOB, Sent, send
 from bench.harness.broker import broker_with_bus
-from bench.harness.steady_job import running_job
+from bench.harness.steady_job import NODE, SteadyJob, running_job
 
+from dynamix.runtime.bus import Bus
 from dynamix.runtime.die_with_parent import begin_worker
+from dynamix.runtime.settings import BusSettings
+from dynamix.schemas.streams import FEED
 
 DECIDED_TIMEOUT_S = 300.0
+HONEST_JOBS = ("steady-0a1b2c3d", "steady-4e5f6a7b")
 
 
 class Delays(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,7 +34,7 @@ class Delays(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FloodResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What one flood did to an honest job."""
+    """What one flood did to honest jobs."""
 
     flood: str
     count: int
@@ -36,29 +44,73 @@ class FloodResult(msgspec.Struct, frozen=True, kw_only=True):
     num_out_of_chain: int
 
 
+class _Honest(NamedTuple):
+    """Jobs that are measured, and how the flood connects."""
+
+    jobs: Sequence[SteadyJob]
+    flooder: BusSettings
+    watcher: Bus
+
+
 async def measure(flood: str, count: int, *, calm_s: float, after_s: float) -> FloodResult:
     """Run one flood on a broker and services of its own.
 
     Raises:
         SteadyJobError: when a service ended, or a window was not decided at all.
     """
-    async with broker_with_bus("trainer") as (server, bus), running_job(server.settings, bus) as job:
-        first = len(job.reported_at)
+    async with _honest_with_keys() if FLOODS[flood].with_key else _honest() as honest:
+        jobs = honest.jobs
+        first = [len(job.reported_at) for job in jobs]
         await asyncio.sleep(calm_s)
-        begin = len(job.reported_at)
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(1, context, initializer=begin_worker, initargs=(os.getpid(),)) as pool:
-            sent = await asyncio.get_running_loop().run_in_executor(pool, send, flood, count, server.settings)
+        begin = [len(job.reported_at) for job in jobs]
+        stored = (await honest.watcher.stream_state(FEED.name)).last_sequence
+        sent = await _send(flood, count, honest.flooder)
         await asyncio.sleep(after_s)
-        async with job.paused(DECIDED_TIMEOUT_S):
+        async with contextlib.AsyncExitStack() as stack:
+            for job in jobs:
+                await stack.enter_async_context(job.paused(DECIDED_TIMEOUT_S))
+            if FLOODS[flood].with_key:  # the honest jobs' own few hundred messages are in it
+                stored = min(count, (await honest.watcher.stream_state(FEED.name)).last_sequence - stored)
+                sent = msgspec.structs.replace(sent, accepted=stored, refused=count - stored)
+            ends = [len(job.reported_at) for job in jobs]
             return FloodResult(
                 flood=flood,
                 count=count,
                 sent=sent,
-                calm=delays_of(job.waits_s(range(first, begin))),
-                flooded=delays_of(job.waits_s(range(begin, len(job.reported_at)))),
-                num_out_of_chain=job.num_out_of_chain(),
+                calm=_delays(jobs, map(range, first, begin)),
+                flooded=_delays(jobs, map(range, begin, ends)),
+                num_out_of_chain=sum(job.num_out_of_chain() for job in jobs),
             )
+
+
+async def _send(flood: str, count: int, settings: BusSettings) -> Sent:
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, context, initializer=begin_worker, initargs=(os.getpid(),)) as pool:
+        return await asyncio.get_running_loop().run_in_executor(pool, send, flood, count, settings)
+
+
+@contextlib.asynccontextmanager
+async def _honest() -> AsyncIterator[_Honest]:
+    """One job, on a broker that has one user."""
+    async with broker_with_bus("trainer") as (server, bus), running_job(server.settings, bus) as job:
+        yield _Honest([job], server.settings, bus)
+
+
+@contextlib.asynccontextmanager
+async def _honest_with_keys() -> AsyncIterator[_Honest]:
+    """Two jobs, each with a key of its own, on the broker of a deployment."""
+    async with deployment([*HONEST_JOBS, HOSTILE_JOB]) as running, contextlib.AsyncExitStack() as stack:
+        jobs = []
+        for name in HONEST_JOBS:
+            bus = await Bus.connect(running.settings(name), name=f"trainer-{NODE}")
+            stack.push_async_callback(bus.close)
+            jobs.append(SteadyJob(bus, reader=running.watcher, name=name))
+            await stack.enter_async_context(jobs[-1].running())
+        yield _Honest(jobs, running.settings(HOSTILE_JOB), running.watcher)
+
+
+def _delays(jobs: Sequence[SteadyJob], windows: Iterable[range]) -> Delays:
+    return delays_of([wait_s for job, own in zip(jobs, windows, strict=True) for wait_s in job.waits_s(own)])
 
 
 def delays_of(waits_s: list[float]) -> Delays:

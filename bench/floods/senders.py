@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from typing import NamedTuple
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -12,6 +12,7 @@ from bench.harness.steady_job import NODE
 from bench.messages.load import NodeWindow, Parcel, job_of, node_window, parcel
 
 from dynamix.runtime.bus import Bus, BusError
+from dynamix.runtime.bus.broker.connection import BrokerConnection
 from dynamix.runtime.bus.broker.requests import Answer
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import subjects
@@ -21,6 +22,11 @@ from dynamix.schemas.streams import ACTIONS
 LARGE_BYTES = 487_000
 LARGE_RANKS = 4096
 SMALL_RANKS = 4
+SMALL_BYTES = 100
+SMALL_AT_ONCE = 10_000
+"""Sent before it waits until the broker has read them: it reads as fast as it can, and queues or refuses."""
+ANSWER_S = 60.0
+HOSTILE_JOB = "hostile-0a1b2c3d"
 NUM_AT_ONCE = 64
 """Requests to JetStream's API that wait for their answer."""
 
@@ -35,6 +41,10 @@ class Sent(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
 
+Send = Callable[[BusSettings, int], Coroutine[Any, Any, Sent]]
+"""Connects, and sends so many."""
+
+
 class Flood(NamedTuple):
     """A kind of flood."""
 
@@ -42,20 +52,15 @@ class Flood(NamedTuple):
     """One of it, in words."""
     full: int
     """How many make the full size."""
-    send: Callable[[Bus, int], Awaitable[Sent]]
+    send: Send
+    with_key: bool = False
+    """By a trainer whose key is for its own job only, to the broker of a deployment; else by a client with all
+    permissions of a trainer, to one with a single user."""
 
 
 def send(name: str, count: int, settings: BusSettings) -> Sent:
     """Send so many of a kind; for a process of its own."""
-    return run_with_uvloop(_send(name, count, settings))
-
-
-async def _send(name: str, count: int, settings: BusSettings) -> Sent:
-    bus = await Bus.connect(settings, name="flood")
-    try:
-        return await FLOODS[name].send(bus, count)
-    finally:
-        await bus.close()
+    return run_with_uvloop(FLOODS[name].send(settings, count))
 
 
 def job_on_one_node(name: str, num_ranks: int) -> Job:
@@ -97,7 +102,38 @@ def _junk(count: int) -> Iterator[Parcel]:
         yield Parcel(subjects.of("report", "junk", "node-z"), bytes(LARGE_BYTES), f"junk:{number}")
 
 
-def _publishing(parcels: Callable[[int], Iterator[Parcel]]) -> Callable[[Bus, int], Awaitable[Sent]]:
+def _connected(flood: Callable[[Bus, int], Coroutine[Any, Any, Sent]]) -> Send:
+    async def connected(settings: BusSettings, count: int) -> Sent:
+        bus = await Bus.connect(settings, name="flood")
+        try:
+            return await flood(bus, count)
+        finally:
+            await bus.close()
+
+    return connected
+
+
+def _small(kind: str, *nodes: str) -> Send:
+    """Junk of 100 bytes in the name of its own job, without acknowledgements: the sender sees not what is stored."""
+
+    async def send_small(settings: BusSettings, count: int) -> Sent:
+        subject, payload = subjects.of(kind, HOSTILE_JOB, *nodes), bytes(SMALL_BYTES)
+        connection = BrokerConnection(settings, "flood", None)
+        await connection.open(wait=False)
+        try:
+            begun = time.monotonic()
+            for number in range(1, count + 1):
+                await connection.send(subject, payload)
+                if number % SMALL_AT_ONCE == 0 or number == count:
+                    await connection.round_trip(ANSWER_S)
+            return Sent(accepted=0, refused=0, num_bytes=count * SMALL_BYTES, seconds=time.monotonic() - begun)
+        finally:
+            await connection.close()
+
+    return send_small
+
+
+def _publishing(parcels: Callable[[int], Iterator[Parcel]]) -> Send:
     async def publish(bus: Bus, count: int) -> Sent:
         begun, futures, num_bytes = time.monotonic(), list[asyncio.Future[int]](), 0
         for one in parcels(count):
@@ -106,7 +142,7 @@ def _publishing(parcels: Callable[[int], Iterator[Parcel]]) -> Callable[[Bus, in
             await asyncio.sleep(0)
         return await _judged(futures, num_bytes, begun)
 
-    return publish
+    return _connected(publish)
 
 
 async def _consumers(bus: Bus, count: int) -> Sent:
@@ -142,8 +178,12 @@ FLOODS = {
     "jobs": Flood(
         "jobs of 4 ranks that never end, each with a report to the same collector", 10_000, _publishing(_jobs)
     ),
-    "consumers": Flood("durable consumers on ACTIONS", 1000, _consumers),
+    "consumers": Flood("durable consumers on ACTIONS", 1000, _connected(_consumers)),
     "specifications": Flood("specifications of 487 kB", 150, _publishing(_specifications)),
     "junk": Flood("messages of 487 kB into FEED, 1.1 GB", 2260, _publishing(_junk)),
     "reports": Flood("reports of 4,096 ranks to the same collector", 256, _publishing(_reports)),
+    "small": Flood("junk receipts of 100 B, of its own job", 1_000_000, _small("applied"), with_key=True),
+    "small-reports": Flood(
+        "junk reports of 100 B, of its own job, to the same collector", 500_000, _small("report", NODE), with_key=True
+    ),
 }

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from dynamix.schemas.streams import ACTIONS
 EVERY_S = 0.2
 """Between two reports of the job."""
 NODE = "node-0"
+JOB = "steady-0a1b2c3d"
 NUM_RANKS = 4
 POLICY = "rule"
 
@@ -38,13 +39,15 @@ class SteadyJob:
         actions: as they were read, in order.
     """
 
-    def __init__(self, bus: Bus) -> None:
-        self.job = job_of("steady-0a1b2c3d", NUM_RANKS, POLICY)
+    def __init__(self, bus: Bus, *, reader: Bus | None = None, name: str = JOB) -> None:
+        """Report on `bus`, and read actions there or, where its user may not read ACTIONS, on `reader`."""
+        self.job = job_of(name, NUM_RANKS, POLICY)
         assert [node.node for node in self.job.nodes] == [NODE], "the services run for one node"
         self.reported_at: list[float] = []
         self.decided_at: dict[int, float] = {}
         self.actions: list[Action] = []
         self._bus = bus
+        self._reader = reader or bus
         self._measured = node_window(self.job, self.job.nodes[0], np.random.default_rng(0))
         self._unacknowledged: set[asyncio.Future[int]] = set()
         self._news = asyncio.Condition()
@@ -66,7 +69,7 @@ class SteadyJob:
     async def follow(self) -> None:
         """Read actions until cancelled."""
         own = subjects.of("action", self.job.job)
-        async with self._bus.consume(ACTIONS.name, [own], start="all") as consumer:
+        async with self._reader.consume(ACTIONS.name, [own], start="all") as consumer:
             async for batch in consumer:
                 async with self._news:
                     for message in batch:
@@ -105,22 +108,34 @@ class SteadyJob:
         follow = [new.window == old.window + 1 and new.previous_hash == old.hash for old, new in pairs]
         return follow.count(False) + (not first)
 
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Report during a block, from the first decision on."""
+        await self._bus.publish(self.job)
+        async with _beside(self.follow(), self.report()):
+            await self.until_decided(0, timeout_s=60)
+            yield
+
 
 @contextlib.asynccontextmanager
 async def running_job(settings: BusSettings, bus: Bus) -> AsyncIterator[SteadyJob]:
     """The services and the job, from its first decision on."""
     job = SteadyJob(bus)
-    environ = {**bus_environment(settings), "DYNAMIX_NODE": NODE, "DYNAMIX_LOG_LEVEL": "error"}
-    services = [ServiceProcess(name, environ) for name in SERVICES]
+    async with running_services(lambda _: settings, bus), job.running():
+        yield job
+
+
+@contextlib.asynccontextmanager
+async def running_services(settings_of: Callable[[str], BusSettings], watcher: Bus) -> AsyncIterator[None]:
+    """The services, ready; each connects with the settings of its name."""
+    own = {"DYNAMIX_NODE": NODE, "DYNAMIX_LOG_LEVEL": "error"}
+    services = [ServiceProcess(name, {**bus_environment(settings_of(name)), **own}) for name in SERVICES]
     try:
         for service in services:
             service.start()
-        await wait_until_ready(bus, SERVICES, timeout_s=120)
-        await bus.publish(job.job)
-        async with _beside(job.follow(), job.report()):
-            await job.until_decided(0, timeout_s=60)
-            yield job
-            check_running(services)
+        await wait_until_ready(watcher, SERVICES, timeout_s=120)
+        yield
+        check_running(services)
     finally:
         for service in services:
             service.stop()

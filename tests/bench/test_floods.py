@@ -3,7 +3,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from bench.floods.__main__ import BEGIN, END, HEADINGS, cells_of, targets_of
+from bench.floods.__main__ import BEGIN, BEGIN_KEYS, END, HEADINGS, cells_of, targets_of
 from bench.floods.measurement import Delays, FloodResult, delays_of
 from bench.floods.senders import FLOODS, LARGE_RANKS, Sent, job_on_one_node, measured_of
 from bench.harness.steady_job import NODE
@@ -44,6 +44,24 @@ def test_every_flood_is_sent_and_every_window_of_the_honest_job_is_decided(tmp_p
     assert "old" not in (tmp_path / "floods.md").read_text()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_honest_jobs_with_keys_are_decided_while_a_key_floods_with_small_messages(tmp_path: Path) -> None:
+    (tmp_path / "floods.md").write_text(f"{BEGIN}\nother\n{END}\n{BEGIN_KEYS}\nold\n{END}\n")
+    options = ["--keys", "--size", "0.01", "--calm", "1", "--after", "1", "--document", str(tmp_path / "floods.md")]
+    found = run_bench("floods", tmp_path / "r.json", *options)
+    results = {one.flood: one for one in msgspec.convert(found["floods"], list[FloodResult])}
+    assert {name: one.count for name, one in results.items()} == {"small": 10_000, "small-reports": 5_000}
+    for one in results.values():
+        assert one.num_out_of_chain == 0
+        assert one.sent.accepted + one.sent.refused == one.count
+        assert one.calm.num_windows > 0
+        assert one.flooded.num_windows > 0
+    text = (tmp_path / "floods.md").read_text()
+    assert "other" in text
+    assert "old" not in text
+
+
 def test_delays_are_summed_up() -> None:
     found = delays_of([0.1, 0.2, 0.3, 0.4, 9.0])
     assert (found.num_windows, found.median_s, found.longest_s) == (5, 0.3, 9.0)
@@ -65,9 +83,11 @@ def test_floods_go_to_the_collector_of_the_honest_job() -> None:
     assert (report.node, len(report.rows), job.world_size) == (NODE, 4096, 4096)
 
 
-def test_the_documented_table_is_of_the_documented_figures() -> None:
-    found = msgspec.json.decode((ROOT / "docs" / "floods.json").read_bytes())
+@pytest.mark.parametrize(("file", "with_key"), [("floods.json", False), ("floods-keys.json", True)])
+def test_the_documented_table_is_of_the_documented_figures(file: str, *, with_key: bool) -> None:
+    found = msgspec.json.decode((ROOT / "docs" / file).read_bytes())
     results = msgspec.convert(found["floods"], list[FloodResult])
-    assert {one.flood: one.count for one in results} == {name: flood.full for name, flood in FLOODS.items()}
+    wanted = {name: flood.full for name, flood in FLOODS.items() if flood.with_key == with_key}
+    assert {one.flood: one.count for one in results} == wanted
     cells = [cells_of(result) for result in results]
     assert markdown(HEADINGS, cells, num_left=1) in (ROOT / "docs" / "floods.md").read_text()

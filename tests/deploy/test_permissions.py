@@ -301,7 +301,8 @@ async def test_provisioning_again_changes_nothing(connect: Any) -> None:
 def test_the_server_runs_as_the_file_says(broker: DeployedBroker) -> None:
     shown = monitor(broker, "varz")
     assert shown["max_payload"] == 1 << 20
-    assert shown["jetstream"]["config"]["sync_always"] is True
+    store = shown["jetstream"]["config"]
+    assert (store["sync_interval"], store.get("sync_always", False)) == (200_000_000, False)
     assert monitor(broker, "healthz?js-enabled-only=true") == {"status": "ok"}
     assert not {"mqtt", "websocket", "leaf", "gateway"} & {key for key in shown if (shown[key] or {}) not in ({}, 0)}
 

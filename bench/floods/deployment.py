@@ -1,0 +1,101 @@
+"""The broker as deploy/ configures it, with a key for each user, and the services on it."""
+
+import contextlib
+import json
+import subprocess
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+from bench.harness.command import BenchmarkError
+from bench.harness.steady_job import NODE, running_services
+
+from dynamix.runtime.bus import Bus
+from dynamix.runtime.bus.broker.nkeys import UserKey, new_seed
+from dynamix.runtime.bus.provision import provision
+from dynamix.runtime.bus.users.permissions import PROVISION, inbox_of
+from dynamix.runtime.bus.users.users_file import User, write_users
+from dynamix.runtime.embedded import server_binary
+from dynamix.runtime.key_file import key_file_text
+from dynamix.runtime.settings import BusSettings
+from dynamix.schemas.kinds import WATCHER
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+STORE = "/var/lib/dynamix-nats"
+START_TIMEOUT_S = 20.0
+
+
+class Deployment:
+    """How to reach the broker, as each of its users.
+
+    Attributes:
+        watcher: connected as the user who may read everything.
+    """
+
+    def __init__(self, url: str, directory: Path) -> None:
+        self._url = url
+        self._directory = directory
+        self.watcher: Bus
+
+    def settings(self, name: str) -> BusSettings:
+        """How to connect as a user."""
+        return BusSettings(url=self._url, nkey_file=str(self._directory / f"{name}.nkey"))
+
+
+@contextlib.asynccontextmanager
+async def deployment(jobs: Sequence[str]) -> AsyncIterator[Deployment]:
+    """Broker and services, ready, and a trainer of the same name for each job, which may speak of no other one."""
+    services = [User(name=role, role=role) for role in ("reward", "arbitrator", PROVISION, WATCHER)]
+    trainers = [User(name=job, role="trainer", jobs=(job,)) for job in jobs]
+    users = [*services, User(name="collector", role="collector", nodes=(NODE,)), *trainers]
+    with tempfile.TemporaryDirectory(prefix="dynamix-floods-") as name, _broker(Path(name), users) as running:
+        async with _bus(running, PROVISION) as operator:
+            await provision(operator)
+        async with _bus(running, WATCHER) as running.watcher, running_services(running.settings, running.watcher):
+            yield running
+
+
+@contextlib.asynccontextmanager
+async def _bus(running: Deployment, name: str) -> AsyncIterator[Bus]:
+    bus = await Bus.connect(running.settings(name), name=f"{name}-1")
+    try:
+        yield bus
+    finally:
+        await bus.close()
+
+
+@contextlib.contextmanager
+def _broker(directory: Path, users: Sequence[User]) -> Iterator[Deployment]:
+    (directory / "users").mkdir()
+    text = (DEPLOY / "nats.conf").read_text()
+    assert STORE in text, "deploy/nats.conf has another place for its streams"
+    (directory / "nats.conf").write_text(text.replace(STORE, str(directory / "store")))
+    (directory / "users" / "users.conf").write_text(write_users(_with_key(directory, user) for user in users))
+    log = directory / "nats.log"
+    ports = ["-p", "-1", "-m", "-1", "--ports_file_dir", str(directory), "-l", str(log)]
+    with subprocess.Popen([str(server_binary()), "-c", str(directory / "nats.conf"), *ports]) as process:
+        try:
+            yield Deployment(_address(directory, process, log), directory)
+        finally:
+            process.terminate()
+
+
+def _with_key(directory: Path, user: User) -> User:
+    seed = new_seed()
+    file = directory / f"{user.name}.nkey"
+    file.touch(mode=0o600)
+    file.write_text(key_file_text(seed, name=user.name, inbox=inbox_of(user.role, user.name), jobs=user.jobs))
+    return msgspec.structs.replace(user, keys=(UserKey(seed).public,))
+
+
+def _address(directory: Path, process: subprocess.Popen[bytes], log: Path) -> str:
+    """From the file that the server writes once it listens."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline and process.poll() is None:
+        with contextlib.suppress(FileNotFoundError, json.JSONDecodeError, StopIteration):
+            address: str = json.loads(next(directory.glob("*.ports")).read_text())["nats"][0]
+            return address
+        time.sleep(0.01)
+    raise BenchmarkError(f"nats-server did not start: {log.read_text() if log.exists() else 'it wrote no log'}")
