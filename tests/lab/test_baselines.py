@@ -16,7 +16,7 @@ from dynamix.lab.experiments.comparison.contenders import Setting
 from dynamix.lab.experiments.comparison.evaluation import run_task
 from dynamix.lab.experiments.comparison.runs import RunTask
 from dynamix.lab.simulator.clairvoyant import ClairvoyantCluster, ComputeTimes, best_split
-from dynamix.lab.simulator.scenario import Stragglers, Workers
+from dynamix.lab.simulator.scenario import SpeedChange, Stragglers, Workers
 from dynamix.schemas.features import GLOBAL_FEATURES, RANK_FEATURES, RANK_INDEX
 
 JOB = examples.job()
@@ -102,6 +102,15 @@ def test_a_clairvoyant_cluster_meets_every_slowdown_with_equal_times_and_takes_n
     assert run.time_s < 0.6 * plain.time_s
     waits = [row.sync_time_s or 0.0 for row in report.rows]
     assert max(waits) - min(waits) < 0.1 * run.time_s / 10  # whole samples alone keep times apart
+
+
+def test_a_clairvoyant_cluster_divides_by_a_changed_speed_from_the_first_step_that_has_it() -> None:
+    workers = (Workers(samples_per_s=1000, count=2),)
+    change = SpeedChange(rank=1, at_s=0.08, factor=3.0)
+    job = scenario(workers=workers, speed_changes=(change,), initial_local_batch_size=32)
+    rows = ClairvoyantCluster(job, data(6000), seed=3, policy="static").run_window()[0].rows
+    # three steps of 32 ms and some communication begin before 0.08 s, the others divide 64 samples as 48 and 16
+    assert [row.num_samples for row in rows] == [3 * 32 + 2 * 48, 3 * 32 + 2 * 16]
 
 
 def test_runs_at_a_constant_batch_are_fastest_under_the_oracle_and_slowest_undivided(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from tests.support.small_suites import MIXED, write_suite
 
 from dynamix.lab.experiments.episodes.suite import digest_of, is_control, is_homogeneous, read_suite, suite_named
-from dynamix.lab.simulator.scenario import Congestion, Scenario, Stragglers, Workers
+from dynamix.lab.simulator.scenario import Congestion, Scenario, SpeedChange, Stragglers, Workers
 
 
 def test_scenarios_are_grouped_by_family(tmp_path: Path) -> None:
@@ -34,6 +34,7 @@ def test_a_family_is_the_control_when_all_its_workers_are_alike_and_stay_alike(t
         ({"stragglers": Stragglers(factor=2.0)}, False),
         ({"congestion": Congestion(factor=1.0)}, True),
         ({"congestion": Congestion(factor=4.0)}, False),
+        ({"speed_changes": (SpeedChange(rank=0, at_s=1.0, factor=2.0),)}, False),
         ({"workers": (Workers(samples_per_s=1.0, count=3),)}, True),
         ({"workers": (Workers(samples_per_s=1.0), Workers(samples_per_s=1.0, bandwidth_mbit_s=10.0))}, False),
     ],
@@ -50,6 +51,13 @@ def test_the_digest_is_of_what_the_scenario_says_not_of_how_it_is_written(tmp_pa
         (tmp_path / name / "a.toml").write_text(content)
     one, two, three = (read_suite(tmp_path / name).scenarios[0] for name in ("one", "two", "three"))
     assert digest_of(one) == digest_of(two) != digest_of(three)
+
+
+def test_the_digest_is_as_it_was_before_speeds_could_change(tmp_path: Path) -> None:
+    (scenario,) = write_suite(tmp_path, mixed=1000).scenarios
+    assert digest_of(scenario) == "f8e6bccd9be1881bc3eefec0c481c54f2f47dd1962b8436fe44b8ca973b44190"
+    changed = msgspec.structs.replace(scenario, speed_changes=(SpeedChange(rank=0, at_s=1.0, factor=2.0),))
+    assert digest_of(changed) != digest_of(scenario)
 
 
 def test_what_is_no_suite_is_said(tmp_path: Path) -> None:

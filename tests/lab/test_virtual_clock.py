@@ -104,6 +104,18 @@ def test_every_workers_parts_add_up_to_the_step() -> None:
     assert timing.compute_s + timing.sync_s + timing.update_s == pytest.approx(timing.step_s, rel=1e-12)
 
 
+def test_a_changed_worker_may_make_exchanges_longer_and_none_of_that_is_hidden() -> None:
+    hiding, longer = clock(overlap=1.0, num_buckets=8), CALM._replace(exchange_s=0.02)
+    calm, changed = hiding.step(SIZES, CALM), hiding.step(SIZES, longer)
+    assert changed.step_s == pytest.approx(calm.step_s + 0.02, rel=1e-12)
+    assert changed.sync_s == pytest.approx(calm.sync_s + 0.02, rel=1e-12)
+    assert changed.communication_s == pytest.approx(calm.communication_s + 0.02, rel=1e-12)
+    assert hiding.local_step(SIZES, longer, np.zeros(4)).sync_s == pytest.approx(np.zeros(4))  # nothing is sent
+    alone = clock((Workers(samples_per_s=1000.0),))
+    one = Conditions(np.ones(1), np.ones(1), np.zeros(1, dtype=bool), 0.02)
+    assert alone.step(np.array([10.0]), one).step_s == pytest.approx(0.01, rel=1e-12)
+
+
 def test_a_worker_alone_reduces_nothing_and_pays_decisions_without_doublings() -> None:
     alone = clock((Workers(samples_per_s=1000.0),))
     one = Conditions(np.ones(1), np.ones(1), np.zeros(1, dtype=bool))

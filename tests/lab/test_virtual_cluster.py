@@ -7,7 +7,7 @@ from tests.support.virtual import FREE, action, cluster, data, scenario
 
 from dynamix.lab.simulator.cluster import VirtualCluster
 from dynamix.lab.simulator.ranks import training_part
-from dynamix.lab.simulator.scenario import Congestion, Network, Stragglers, Workers
+from dynamix.lab.simulator.scenario import Congestion, Network, SpeedChange, Stragglers, Workers
 from dynamix.lab.workloads import OPTIMIZERS, Part, make_optimizer
 from dynamix.schemas.messages import Report
 from dynamix.schemas.messages.allocation import Allocation
@@ -104,6 +104,19 @@ def test_a_window_adds_up_what_its_steps_cost() -> None:
     assert [system.memory_ratio for system in report.simulated] == [32 / 1024, 32 / 1024]
     assert first.sockets is not None
     assert (first.sockets.tx_bytes, first.sockets.retransmits) == (250_000, 0)
+
+
+def test_a_worker_that_becomes_slower_does_so_at_its_time_and_for_good() -> None:
+    workers = (Workers(samples_per_s=1000.0, overhead_s=0.004), Workers(samples_per_s=2000.0, overhead_s=0.002))
+    network = Network(bandwidth_mbit_s=80.0, latency_s=0.0, overlap=0.0, num_buckets=1, gradient_bytes=50_000)
+    change = SpeedChange(rank=1, at_s=0.1, factor=3.0, exchange_s=0.001)
+    run = cluster(scenario(workers=workers, network=network, speed_changes=(change,), decision=FREE, **LONG))
+    first, second = run.run_window()[0], run.run_window()[0]
+    # steps of 36 and 18 ms, and 5 ms of communication; those from 0.123 s on of 36 and 54 ms, and 6 ms
+    assert [row.compute_time_s for row in first.rows] == pytest.approx([5 * 0.036, 3 * 0.018 + 2 * 0.054])
+    assert [row.compute_time_s for row in second.rows] == pytest.approx([5 * 0.036, 5 * 0.054])
+    assert second.rows[1].sync_time_s == pytest.approx(5 * 0.006)
+    assert run.time_s == pytest.approx(3 * 0.041 + 7 * 0.060)
 
 
 def cost_of(*decisions: Allocation) -> float:

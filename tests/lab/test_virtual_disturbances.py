@@ -3,7 +3,7 @@ import pytest
 from tests.support import virtual
 
 from dynamix.lab.simulator.disturbances import SLOW, Disturbances, Jitter, Switching
-from dynamix.lab.simulator.scenario import Congestion, Stragglers
+from dynamix.lab.simulator.scenario import Congestion, SpeedChange, Stragglers
 
 EIGHT = (virtual.Workers(count=8, samples_per_s=1000.0),)
 HEAVY = Stragglers(factor=4.0, mean_normal_s=2.0, mean_slow_s=1.0, jitter=0.1)
@@ -58,6 +58,24 @@ def test_congestion_is_of_the_whole_network_or_of_single_links(shared: bool) -> 
     assert {float(factor) for conditions in seen for factor in conditions.congestion} == {1.0, 8.0}
     assert all(((c.congestion == 8.0) == c.congested).all() for c in seen)
     assert all(len(set(c.congestion.tolist())) == 1 for c in seen) == shared
+
+
+def test_a_change_of_speed_rules_from_its_time_to_the_next_one_of_its_rank() -> None:
+    changes = (
+        SpeedChange(rank=1, at_s=4.0, factor=0.5),
+        SpeedChange(rank=1, at_s=1.0, factor=3.0, exchange_s=0.02),
+        SpeedChange(rank=6, at_s=2.0, factor=2.0, exchange_s=0.01),
+    )
+    jitter, stragglers = Jitter(7, 8, 0.1), Stragglers(jitter=0.1)
+    changing = Disturbances(virtual.scenario(workers=EIGHT, stragglers=stragglers, speed_changes=changes), 7)
+    seen = []
+    for step, time_s in enumerate((0.0, 0.999, 1.0, 1.5, 2.0, 3.9, 4.0, 99.0)):
+        conditions = changing.at(step, time_s)
+        factors = (conditions.slowdown / jitter.of_step(step)).round(9).tolist()
+        assert [factors[rank] for rank in (0, 2, 3, 4, 5, 7)] == [1.0] * 6
+        seen.append((factors[1], factors[6], conditions.exchange_s))
+    calm, first, both, last = (1.0, 1.0, 0.0), (3.0, 1.0, 0.02), (3.0, 2.0, 0.02), (0.5, 2.0, 0.01)
+    assert seen == [calm, calm, first, first, both, both, last, last]
 
 
 def test_a_calm_cluster_is_never_disturbed() -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dynamix.lab.simulator.scenario import TABLES, Network, Scenario, Workers, scenarios_in
+from dynamix.lab.simulator.scenario import TABLES, Network, Scenario, SpeedChange, Workers, scenarios_in
 from dynamix.lab.workloads import OPTIMIZERS, WORKLOADS
 from dynamix.trainer.gradient.learning_rate import FACTORS
 
@@ -91,6 +91,51 @@ def test_what_is_wrong_is_named_with_file_key_and_value(
     with pytest.raises(ValueError, match=re.escape(complaint)) as caught:
         read(tmp_path, SMALLEST.replace(line, replacement, 1))
     assert str(caught.value).startswith(f"{tmp_path / 'one.toml'}: ")
+
+
+CHANGES = (
+    SMALLEST
+    + """
+[[speed_changes]]
+rank = 2
+at_s = 5
+factor = 3.5
+
+[[speed_changes]]
+rank = 2
+at_s = 8
+factor = 0.5
+exchange_s = 0.01
+"""
+)
+
+
+def test_a_worker_may_change_its_speed_and_change_it_again(tmp_path: Path) -> None:
+    first, second = read(tmp_path, CHANGES).speed_changes
+    assert first == SpeedChange(rank=2, at_s=5.0, factor=3.5)
+    assert (second.at_s, second.factor, second.exchange_s) == (8.0, 0.5, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("line", "replacement", "complaint"),
+    [
+        ("rank = 2", "rank = 3", "speed_changes.rank = 3: it must be between 0 and 2"),
+        ("rank = 2", "rank = -1", "speed_changes.rank = -1: it must be at least 0"),
+        ("factor = 3.5", "factor = 0", "speed_changes.factor = 0: it must be above 0"),
+        ("factor = 3.5", "factor = -2", "speed_changes.factor = -2: it must be above 0"),
+        ("factor = 3.5", "", "the key 'speed_changes[0].factor' is missing"),
+        ("factor = 3.5", "factr = 3.5", "unknown key 'speed_changes[0].factr': did you mean factor?"),
+        ("at_s = 5", "at_s = -5", "speed_changes.at_s = -5: it must be at least 0"),
+        ("at_s = 5", "at_s = 8", "speed_changes: rank 2 changes twice at 8 s: leave one of them out"),
+        ("exchange_s = 0.01", "exchange_s = nan", "speed_changes.exchange_s = nan: it must be at least 0"),
+    ],
+)
+def test_a_change_of_speed_that_cannot_be_is_refused(
+    tmp_path: Path, line: str, replacement: str, complaint: str
+) -> None:
+    assert line in CHANGES
+    with pytest.raises(ValueError, match=re.escape(complaint)):
+        read(tmp_path, CHANGES.replace(line, replacement, 1))
 
 
 def test_a_directory_is_read_in_the_order_of_names(tmp_path: Path) -> None:

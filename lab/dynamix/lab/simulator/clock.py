@@ -3,7 +3,7 @@
     compute_i = slowdown_i * (overhead_i + max(b_i, saturation_i) / samples_per_s_i)
     ring:              C = 2 (N - 1) K * max(mean_i (l_i + s_i), max_i s_i),  s_i = congestion_i * M / (K N bandwidth_i)
     parameter server:  C = 2 K * max(l_0 + congestion_0 * N M / (K servers bandwidth), max_i (l_i + N s_i))
-    exposed = max(C / K, C - overlap * max_i compute_i)
+    exposed = max(C / K, C - overlap * max_i compute_i) + exchange_s
     step    = max_i compute_i + exposed + decision
 
 l_i = congestion_i * latency is a message's latency on a worker's link, and s_i the time that the link takes to send its
@@ -20,9 +20,10 @@ where the whole network is. A congested link has its bandwidth divided and its l
 Where another exchange than exact training by all-reduces rules, `exchange.timing` has the formulas of C and of what is
 exposed; a ring's are the same there.
 
-A straggler, and the jitter of a step, slow all of a worker's computing, its overhead too. The parts are those of the
-real clock (`dynamix.trainer.measurement.clock`): data 0, compute, sync = waiting for the slowest and the exposed
-communication, update = the cost of a decision. The optimizer's own time belongs to `overhead_s`.
+A straggler, the jitter of a step and a lasting change of speed slow all of a worker's computing, its overhead too, and
+such a change may add `exchange_s` to each exchange of gradients. The parts are those of the real clock
+(`dynamix.trainer.measurement.clock`): data 0, compute, sync = waiting for the slowest and the exposed communication,
+update = the cost of a decision. The optimizer's own time belongs to `overhead_s`.
 """
 
 import math
@@ -92,6 +93,8 @@ class VirtualClock:
             exposed_s = exposed_time_s(communication_s, slowest_s, self._network.overlap, self._network.num_buckets)
         else:
             communication_s, exposed_s = self._exchange_s(traffic, conditions, slowest_s, self._network.overlap)
+        if len(compute_s) > 1:
+            communication_s, exposed_s = communication_s + conditions.exchange_s, exposed_s + conditions.exchange_s
         sync_s = slowest_s - compute_s + exposed_s
         update_s = self.decision_s if decided else 0.0
         return StepTiming(compute_s, sync_s, update_s, slowest_s + exposed_s + update_s, communication_s)
@@ -116,6 +119,7 @@ class VirtualClock:
         communication_s, exposed_s, sync_s = 0.0, 0.0, np.zeros(len(compute_s))
         if traffic is not None:
             communication_s, exposed_s = self._exchange_s(traffic, conditions, 0.0, 0.0)
+            communication_s, exposed_s = communication_s + conditions.exchange_s, exposed_s + conditions.exchange_s
             sync_s = slowest_s - ends_s + exposed_s
         update_s = self.decision_s if decided else 0.0
         step_s = slowest_s - float(computed_s.max()) + exposed_s + update_s

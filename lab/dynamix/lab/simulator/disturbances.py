@@ -1,15 +1,17 @@
-"""Disturbances: which worker is slow and which link congested at a moment of virtual time.
+"""Disturbances: which worker is slow and which link congested at a moment of virtual time, and who changed its speed.
 
 A pure function of seed, worker and time (jitter: of the step): whatever a policy does, and however long its steps are,
 with one seed it meets what every other policy meets. That is what makes runs comparable in pairs.
 """
 
+from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from .scenario import Scenario
+from .scenario import Scenario, SpeedChange
 
 Array64 = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
@@ -25,10 +27,12 @@ class Conditions(NamedTuple):
     """What each worker meets in one step; float64, one per worker."""
 
     slowdown: Array64
-    """Factor on its compute time."""
+    """Factor on its compute time: straggling, jitter and a lasting change of its speed."""
     congestion: Array64
     """Factor that its link's bandwidth is divided by, and its latency multiplied."""
     congested: Flags
+    exchange_s: float = 0.0
+    """By how much longer an exchange of gradients takes, as a worker's processor has become slower."""
 
 
 class Disturbances:
@@ -51,16 +55,20 @@ class Disturbances:
             links = 1 if congestion.shared else count
             off_s, on_s = congestion.mean_clear_s, congestion.mean_congested_s
             self._congested = Switching(seed, CONGESTED, links, off_s=off_s, on_s=on_s)
+        self._speeds = SpeedChanges(count, scenario.speed_changes)
 
     def at(self, step: int, time_s: float) -> Conditions:
         """What rules a step that begins at `time_s`; it does not change until its end."""
         slowdown = self._ones if self._jitter is None else self._jitter.of_step(step)
         if self._slow is not None:
             slowdown = np.where(self._slow.at(time_s), self._slow_factor * slowdown, slowdown)
+        if (factors := self._speeds.at(time_s)) is not None:
+            slowdown = factors * slowdown
+        exchange_s = self._speeds.exchange_s
         if self._congested is None:
-            return Conditions(slowdown, self._ones, self._clear)
+            return Conditions(slowdown, self._ones, self._clear, exchange_s)
         congested = np.logical_or(self._clear, self._congested.at(time_s))
-        return Conditions(slowdown, np.where(congested, self._congestion_factor, 1.0), congested)
+        return Conditions(slowdown, np.where(congested, self._congestion_factor, 1.0), congested, exchange_s)
 
 
 class Switching:
@@ -89,6 +97,31 @@ class Switching:
 
     def _stay_s(self, index: int) -> float:
         return float(self._generators[index].exponential(self._mean_s[int(self._on[index])]))
+
+
+class SpeedChanges:
+    """Lasting changes of workers' speeds, as far as they have happened.
+
+    Attributes:
+        exchange_s: by how much longer an exchange takes.
+    """
+
+    def __init__(self, count: int, changes: Sequence[SpeedChange]) -> None:
+        self.exchange_s = 0.0
+        self._later = deque(sorted(changes, key=lambda change: change.at_s))
+        self._factors: Array64 | None = None
+        self._exchange_s = np.zeros(count)
+
+    def at(self, time_s: float) -> Array64 | None:
+        """Factors on compute times at a time, not earlier than the last call's; `None` before the first change."""
+        while self._later and self._later[0].at_s <= time_s:
+            change = self._later.popleft()
+            factors = np.ones(len(self._exchange_s)) if self._factors is None else self._factors.copy()
+            factors[change.rank] = change.factor
+            self._factors = factors  # another array: those of earlier steps stay as they were
+            self._exchange_s[change.rank] = change.exchange_s
+            self.exchange_s = float(self._exchange_s.max())
+        return self._factors
 
 
 class Jitter:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import msgspec
 
@@ -104,6 +104,21 @@ class Congestion(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields
     """One state for the whole network, or one for each worker's link."""
 
 
+class SpeedChange(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A worker that becomes slower or faster, and stays so until its next change."""
+
+    rank: WholeNumber
+    at_s: NotNegative
+    """Virtual time: it rules all steps that begin then, or later."""
+    factor: Positive
+    """Compute time from then on, the overhead included, over that by the worker's table."""
+    exchange_s: NotNegative = 0.0
+    """By how much longer each exchange of gradients takes from then on: sending takes some of a processor, too.
+
+    None of it is hidden behind computing. Where several workers have changed, the longest counts.
+    """
+
+
 class Coding(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What it costs a rank that nothing slows to code and decode its gradient, in seconds per million bytes of it.
 
@@ -143,11 +158,16 @@ TABLES: Mapping[str, type[ScenarioTable]] = MappingProxyType(
         "workers": Workers,
         "stragglers": Stragglers,
         "congestion": Congestion,
+        "speed_changes": SpeedChange,
         "decision": DecisionCost,
         "coding": Coding,
     }
 )
 """The tables of a scenario by their names."""
+
+
+LATER = frozenset({"speed_changes"})
+"""Keys of a scenario that came when results of others were already kept by their digests."""
 
 
 class Scenario(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -195,6 +215,8 @@ class Scenario(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=T
     network: Network = Network()
     stragglers: Stragglers | None = None
     congestion: Congestion | None = None
+    speed_changes: tuple[SpeedChange, ...] = ()
+    """In any order; one for each rank and time."""
     decision: DecisionCost = DecisionCost()
     exchange: ExchangePermission = "exact"
     """What decisions may do to how gradients travel, as `attach` has it."""
@@ -214,9 +236,19 @@ class Scenario(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=T
         Limits(0, self.max_local_batch_size).check("min_local_batch_size", self.min_local_batch_size)
         Limits(least, self.max_local_batch_size).check("initial_local_batch_size", self.initial_local_batch_size)
         self._check_exchange()
+        self._check_speed_changes()
         for group in self.workers:
             if group.max_local_batch_size is not None:
                 Limits(least).check("workers.max_local_batch_size", group.max_local_batch_size)
+
+    def _check_speed_changes(self) -> None:
+        for change in self.speed_changes:
+            Limits(0, self.world_size - 1).check("speed_changes.rank", change.rank)
+        for first, second in pairwise(sorted((change.rank, change.at_s) for change in self.speed_changes)):
+            if first == second:
+                raise ValueError(
+                    f"speed_changes: rank {first[0]} changes twice at {first[1]:g} s: leave one of them out"
+                )
 
     def _check_exchange(self) -> None:
         if self.exchange == "exact":
@@ -261,6 +293,16 @@ class Scenario(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=T
             return msgspec.convert({"name": file.stem, **content}, cls)
         except msgspec.ValidationError as error:
             raise ValueError(f"{file}: {explain_decode_error(str(error), content, {'': cls, **TABLES})}") from error
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """All keys and values, as digests have them: `LATER` keys only where they are used.
+
+        So digests of older scenarios stay, and with them what was learned and measured in these.
+        """
+        found: dict[str, Any] = msgspec.to_builtins(self)
+        unused = [field.name for field in msgspec.structs.fields(self) if getattr(self, field.name) == field.default]
+        return {key: value for key, value in found.items() if key not in LATER or key not in unused}
 
     @property
     def world_size(self) -> int:

@@ -35,7 +35,7 @@ class RunTask(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def key(self) -> str:
         """SHA-256 of everything that determines the outcome."""
         about = {
-            "scenario": msgspec.to_builtins(self.ruling_scenario),
+            "scenario": self.ruling_scenario.content,
             "setting": self.setting.identity(),
             "seed": self.seed,
             "code": code_digest(),

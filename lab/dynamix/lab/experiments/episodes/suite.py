@@ -41,14 +41,15 @@ class Suite(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 def digest_of(scenario: Scenario) -> str:
     """Return the SHA-256 of a scenario's content; comments and the order of keys do not change it."""
-    return hashlib.sha256(msgspec.json.encode(scenario, order="sorted")).hexdigest()
+    return hashlib.sha256(msgspec.json.encode(scenario.content, order="sorted")).hexdigest()
 
 
 def is_homogeneous(scenario: Scenario) -> bool:
-    """Whether all workers are alike and stay alike: no stragglers, no congestion. Jitter is allowed."""
+    """Whether all workers are alike and stay alike: no stragglers, congestion or changes. Jitter is allowed."""
     kinds = {msgspec.structs.replace(workers, count=1) for workers in scenario.workers}
     disturbances = (scenario.stragglers, scenario.congestion)
-    return len(kinds) == 1 and all(disturbance is None or disturbance.factor == 1.0 for disturbance in disturbances)
+    alike = len(kinds) == 1 and not scenario.speed_changes
+    return alike and all(disturbance is None or disturbance.factor == 1.0 for disturbance in disturbances)
 
 
 def is_control(scenarios: Sequence[Scenario]) -> bool:
