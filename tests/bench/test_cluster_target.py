@@ -31,7 +31,15 @@ from bench.cluster.target.campaign import CaseOutcomes, compare, num_runs
 from bench.cluster.target.cases import CASES, TargetCase
 from bench.cluster.target.command import RunKeeper, TargetForecast
 from bench.cluster.target.messages import Attached, CheckIn, CheckInAnswer, exchange, read_frame, write_frame
-from bench.cluster.target.outcomes import Outcomes, TargetOutcome, TargetPoint, TargetRun, is_at_target, is_behind
+from bench.cluster.target.outcomes import (
+    LOOKS,
+    Outcomes,
+    TargetOutcome,
+    TargetPoint,
+    TargetRun,
+    is_at_target,
+    is_behind,
+)
 from bench.cluster.target.prediction import Predicted, calibrated, task_of
 from bench.cluster.target.ranks import WORKLOAD
 from bench.cluster.target.runner import NUM_SCREENED, HeldOut, check_steered
@@ -370,6 +378,7 @@ async def test_a_run_that_two_rows_ask_for_is_run_and_counted_once(tmp_path: Pat
 def test_an_arm_is_predicted_within_the_bounds_that_attach_gives_it() -> None:
     scenario, error = calibrated(CASE, DEMO, 0.83, 0.5)
     assert (scenario.target_accuracy, scenario.evaluate_every_s, scenario.time_limit_s) == (0.83, 1.0, 40.0)
+    assert scenario.target_looks == LOOKS  # as real runs are judged
     assert (scenario.base_global_batch_size, scenario.learning_rate, scenario.workload) == (128, 0.02, "fashion-28-cnn")
     assert 0 < error < 1
     fixed, adaptive, learned = (

@@ -20,9 +20,10 @@ from dynamix.trainer.job.options import bounds_of
 
 from .arms import BASE_GLOBAL_BATCH_SIZE, LEARNING_RATE, TargetArm
 from .cases import TargetCase
+from .outcomes import LOOKS
 from .ranks import WORKLOAD
 
-SEEDS = range(1, 5)
+SEEDS = range(1, 3)
 """Seeds of the virtual runs, which cost a few seconds each; one alone is some 10 % off."""
 EVALUATE_EVERY_S = 1.0
 EVALUATION_SAMPLES = 2_000
@@ -55,6 +56,7 @@ def calibrated(case: TargetCase, capture: Path, target_accuracy: float, grid_s: 
         calibration.scenario,
         fixed_time_s=0.0,
         time_limit_s=case.time_limit_s,
+        target_looks=LOOKS,
         evaluate_every_s=max(grid_s, EVALUATE_EVERY_S),
         evaluation_samples=EVALUATION_SAMPLES,
         noise_every=inspect.signature(attach).parameters["noise_every"].default,

@@ -13,7 +13,7 @@ from dynamix.lab.experiments.episodes.provenance import code_digest, versions
 from .arms import GOODPUT, PROPORTIONAL, RULE, RULE_LOCAL, SPLIT, STATIC
 from .campaign import CaseOutcomes
 from .outcomes import TargetOutcome
-from .prediction import Predicted
+from .prediction import SEEDS, Predicted
 
 NAME = "cluster"
 BASES = (STATIC, GOODPUT, PROPORTIONAL, RULE)
@@ -180,7 +180,7 @@ def _notes(
     ]
     if errors:
         notes.append(
-            "Predicted: first seed, on virtual clusters that `dynamix calibrate` fitted to a captured run of `random`; "
-            f"median error of their step times: {', '.join(errors)}."
+            f"Predicted: {len(SEEDS)} seeds, on virtual clusters that `dynamix calibrate` fitted to a captured run of "
+            f"`random`; median error of their step times: {', '.join(errors)}."
         )
     return notes

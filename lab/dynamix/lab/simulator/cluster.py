@@ -74,7 +74,7 @@ class VirtualCluster:
         """Actions adopted so far."""
         self.evaluations: list[Evaluation] = []
         self.time_to_target_s: float | None = None
-        """Virtual time of the first evaluation that reached the target."""
+        """Virtual time of the first evaluation with which the target was reached."""
         sizes = scenario.local_batch_sizes(initial_local_batch_size)
         self._options = job_options(scenario, seed, policy, policy_options or {}, sizes)
         self._identity = identity_of(scenario, job or f"{scenario.name or scenario.family}-{seed}")
@@ -263,8 +263,13 @@ class VirtualCluster:
             if accuracy is None:
                 accuracy = self._gradients.accuracy(self._evaluated)
             self.evaluations.append(Evaluation(due_s, accuracy, self.position.samples_seen))
-            if self.time_to_target_s is None and accuracy >= scenario.target_accuracy:
+            if self.time_to_target_s is None and self._is_at_target():
                 self.time_to_target_s = due_s
+
+    def _is_at_target(self) -> bool:
+        looks = self.scenario.target_looks
+        newest = [evaluation.accuracy for evaluation in self.evaluations[-looks:]]
+        return len(newest) == looks and sum(newest) / looks >= self.scenario.target_accuracy
 
     def _adopt(self, first_step: int) -> None:
         """Let the newest action that is old enough rule from the window on that begins with a step."""

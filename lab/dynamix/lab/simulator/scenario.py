@@ -166,7 +166,7 @@ TABLES: Mapping[str, type[ScenarioTable]] = MappingProxyType(
 """The tables of a scenario by their names."""
 
 
-LATER = frozenset({"speed_changes"})
+LATER = frozenset({"speed_changes", "target_looks"})
 """Keys of a scenario that came when results of others were already kept by their digests."""
 
 
@@ -184,6 +184,8 @@ class Scenario(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=T
     """The accuracy is compared at this time; no run ends before, but at `time_limit_s`."""
     time_limit_s: Positive
     """A run that has not reached the target by then has missed it."""
+    target_looks: AtLeastOne = 1
+    """The target is reached when the mean of so many newest evaluations is at it: a single one may be lucky."""
     name: str = ""
     """Within its directory; the file's name when not given."""
     learn: bool = True
