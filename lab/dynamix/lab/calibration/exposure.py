@@ -45,6 +45,10 @@ class Exposure(NamedTuple):
     scatter: float
     """Relative scatter of C over the windows."""
 
+    def expected_s(self, slowest_s: Array64) -> Array64:
+        """Return what the formula says of windows with these slowest compute times."""
+        return np.maximum(self.communication_s / self.num_buckets, self.communication_s - self.overlap * slowest_s)
+
     def factor(self, exposed_s: Array64, slowest_s: Array64) -> Array64:
         """Return C of each window, divided by the fitted C."""
         return _implied(exposed_s, slowest_s, self.num_buckets, self.overlap) / self.communication_s

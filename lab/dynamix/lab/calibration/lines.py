@@ -31,6 +31,8 @@ MAX_OVERHEAD_ERROR = 0.25
 SLOW = 1.3
 """A worker straggles above this slowdown, or above so many sigmas of its usual scatter if that is more."""
 SLOW_SIGMAS = 6.0
+HEAVY = 0.25
+"""Windows tell of stragglers when their fitted time, over that of the median window, is above this."""
 LEAST_SIZED_SHARE = 0.01
 """Lower bound of the part of the longest time that grows with the samples, so that the rate stays finite."""
 NUM_SATURATIONS = 24
@@ -71,6 +73,11 @@ class ComputeTimeLine(NamedTuple):
     def slow(self, samples: Array64, busy_s: Array64) -> Flags:
         """Return for each window whether the worker straggled."""
         return self.slowdown(samples, busy_s) > max(SLOW, 1 + SLOW_SIGMAS * self.scatter)
+
+    def is_heavy(self, samples: Array64) -> Flags:
+        """Return which windows have so much to do that some milliseconds more are not a multiple of it."""
+        times_s = self.time_s(samples)
+        return times_s > HEAVY * np.median(times_s)
 
 
 class LineFit(NamedTuple):

@@ -1,7 +1,7 @@
 """The metric windows of a job as arrays over windows and ranks. Pure."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +27,8 @@ class Observations(NamedTuple):
 
     window: Array64
     """Number of each window."""
+    begin_s: Array64
+    """Training time at which each window began, by the durations of all windows before it, those left out as well."""
     num_steps: Array64
     """Steps in each window."""
     samples: Array64
@@ -77,7 +79,9 @@ def observe(windows: Iterable[MetricWindow]) -> tuple[Observations, Origin]:
     for window in windows:
         joined[window.generation, window.window].append(window)
     world_size = max((len(_ranks(nodes)) for nodes in joined.values()), default=0)
-    whole = [nodes for key, nodes in sorted(joined.items()) if key[1] > 0 and _is_whole(nodes, world_size)]
+    begins_s = _begins_s(joined)
+    keys = [key for key, nodes in sorted(joined.items()) if key[1] > 0 and _is_whole(nodes, world_size)]
+    whole = [joined[key] for key in keys]
     if len(whole) < MIN_WINDOWS:
         raise NotEnoughWindowsError(
             f"{len(whole)} of {len(joined)} windows can be used, {MIN_WINDOWS} are the least: a window needs the "
@@ -87,6 +91,7 @@ def observe(windows: Iterable[MetricWindow]) -> tuple[Observations, Origin]:
     columns = np.array(rows, dtype=np.float64)
     seen = Observations(
         window=_per_window(nodes[0].window for nodes in whole),
+        begin_s=_per_window(begins_s[key] for key in keys),
         num_steps=_per_window(nodes[0].num_steps for nodes in whole),
         samples=columns[:, :, 0],
         busy_s=columns[:, :, 1],
@@ -98,6 +103,20 @@ def observe(windows: Iterable[MetricWindow]) -> tuple[Observations, Origin]:
         held_out_accuracy=_per_window(nodes[0].job_metrics.held_out_accuracy for nodes in whole),
     )
     return seen, Origin(whole[0][0].optimizer_family, len(joined) - len(whole))
+
+
+def _begins_s(joined: Mapping[tuple[int, int], Sequence[MetricWindow]]) -> dict[tuple[int, int], float]:
+    """Return training times by generation and window; a window that is not there took as long as those around it."""
+    begins_s: dict[tuple[int, int], float] = {}
+    durations_s: dict[int, dict[int, float]] = defaultdict(dict)
+    for (generation, number), nodes in sorted(joined.items()):
+        durations_s[generation][number] = nodes[0].num_steps * nodes[0].job_metrics.step_time_s
+    before_s = 0.0
+    for generation, known in durations_s.items():
+        ends_s = before_s + np.cumsum(np.interp(np.arange(max(known) + 1), list(known), list(known.values())))
+        begins_s |= {(generation, number): float(ends_s[number]) - known[number] for number in known}
+        before_s = float(ends_s[-1])
+    return begins_s
 
 
 def _per_window(values: Iterable[float | None]) -> Array64:

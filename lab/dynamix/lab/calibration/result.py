@@ -89,7 +89,7 @@ def calibrate(windows: Iterable[MetricWindow], settings: CalibrationSettings, jo
 
     def compared(others: Observations, mine: Observations) -> list[StepTimeComparison]:
         """Compare some windows with a fit to others."""
-        found = fit_observations(others)
+        found = fit_observations(others, fit.shifts)
         return compare(found, scenario_of(found, others, origin, settings, job), mine, gradient_bytes)
 
     comparisons = _crossed(seen, compared)
@@ -113,18 +113,20 @@ def calibrate(windows: Iterable[MetricWindow], settings: CalibrationSettings, jo
 def compare(
     fit: CalibrationFit, scenario: Scenario, seen: Observations, gradient_bytes: int
 ) -> list[StepTimeComparison]:
-    """Compare virtual with real step times: same sizes, same disturbances, jitter averaged over draws."""
+    """Compare virtual with real step times: same sizes, disturbances and changes, jitter averaged over draws."""
     slow = fit.slow(seen) if scenario.stragglers is not None else np.zeros_like(seen.samples, dtype=bool)
     congested = fit.congested(seen) & (scenario.congestion is not None)
+    factors, added_s = fit.factors(seen), fit.added_exchange_s(seen)
     clock, draws = VirtualClock(scenario, gradient_bytes), _jitter_draws(scenario)
     factor = 1.0 if scenario.stragglers is None else scenario.stragglers.factor
     divisor = 1.0 if scenario.congestion is None else scenario.congestion.factor
     compared = []
     for index in range(len(seen.step_s)):
-        slowdown = np.where(slow[index], factor, 1.0)
+        slowdown = np.where(slow[index], factor, 1.0) * factors[index]
         links = np.full(seen.world_size, divisor if congested[index] else 1.0)
         flags = np.full(seen.world_size, congested[index])
-        steps = [clock.step(seen.samples[index], Conditions(slowdown * draw, links, flags)).step_s for draw in draws]
+        met = [Conditions(slowdown * draw, links, flags, float(added_s[index])) for draw in draws]
+        steps = [clock.step(seen.samples[index], conditions).step_s for conditions in met]
         compared.append(
             StepTimeComparison(
                 window=int(seen.window[index]),
@@ -184,6 +186,7 @@ def _remarks(fit: CalibrationFit, scenario: Scenario, seen: Observations) -> Ite
         yield f"Not identifiable from these windows: {'; '.join(unknown)}."
     if fit.jitter >= MAX_JITTER:
         yield f"The windows scatter more than a jitter of {MAX_JITTER:g} explains: it is written as that."
+    yield from _changes_in_words(fit)
     if fit.stragglers is None:
         yield "No stragglers were visible: no rank was slower than usual for some windows."
     if fit.exposure is not None and fit.congestion is None:
@@ -192,6 +195,18 @@ def _remarks(fit: CalibrationFit, scenario: Scenario, seen: Observations) -> Ite
         yield (
             f"The sockets carried gradients of {scenario.network.gradient_bytes} bytes, not the workload's: the "
             "scenario sends as much."
+        )
+
+
+def _changes_in_words(fit: CalibrationFit) -> Iterator[str]:
+    for rank, shift in enumerate(fit.shifts):
+        if shift is None:
+            continue
+        how = f"{shift.factor:.3g} times as long" if shift.factor > 1 else f"{shift.factor:.3g} of the time"
+        more = f", and exchanges of gradients {shift.exchange_s * 1e3:.3g} ms longer" if shift.exchange_s else ""
+        yield (
+            f"From {shift.at_s:.4g} s of training on, until the end, rank {rank} took {how}{more}: the scenario has it "
+            "as a change of speed, and the rank's rate and overhead are those before it."
         )
 
 

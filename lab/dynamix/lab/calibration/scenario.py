@@ -15,6 +15,7 @@ from dynamix.lab.simulator.scenario import (
     DecisionCost,
     Network,
     Scenario,
+    SpeedChange,
     Stragglers,
     Workers,
 )
@@ -67,6 +68,7 @@ def scenario_of(
         network=_network(fit, seen, settings),
         stragglers=_stragglers(fit),
         congestion=_congestion(fit),
+        speed_changes=tuple(_speed_changes(fit)),
         decision=DecisionCost(cost_s=0.0, cost_per_doubling_s=0.0),  # the overheads contain the cost
     )
 
@@ -180,6 +182,13 @@ def _congestion(fit: CalibrationFit) -> Congestion | None:
         mean_congested_s=_rounded(found.mean_on_s),
         retransmits_per_s=_rounded(fit.retransmits_per_s),
     )
+
+
+def _speed_changes(fit: CalibrationFit) -> Iterator[SpeedChange]:
+    for rank, shift in enumerate(fit.shifts):
+        if shift is not None:
+            at_s, factor, exchange_s = map(_rounded, shift)
+            yield SpeedChange(rank=rank, at_s=at_s, factor=factor, exchange_s=exchange_s)
 
 
 def _rounded(value: float) -> float:
