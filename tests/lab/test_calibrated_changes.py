@@ -147,6 +147,20 @@ def test_times_that_one_line_explains_are_no_change() -> None:
     assert find_shifts(observations(sizes, times_s)) == (None, None)
 
 
+def test_a_window_with_next_to_nothing_to_do_tells_nothing_of_stragglers() -> None:
+    samples = SAMPLES.copy()
+    samples[::5, 0] = 1.0
+    times_s = np.repeat(0.001 * samples[:, None, :], 10, axis=1)
+    times_s[::5, :, 0] = 0.005  # instead of 1 ms: what a step costs beside its samples
+    fit = fit_observations(observations(samples, times_s))
+    assert not fit.slow(observations(samples, times_s)).any()
+    assert fit.stragglers is None
+    times_s[2::5, :, 0] *= 3
+    slow = fit_observations(observations(samples, times_s)).stragglers
+    assert slow is not None
+    assert slow.factor == pytest.approx(3.0, rel=0.02)
+
+
 def test_communication_is_that_before_a_change_made_exchanges_longer() -> None:
     change = SpeedChange(rank=1, at_s=60.3, factor=4.0, exchange_s=0.05)
     assert calibrated(known_scenario(speed_changes=(change,))).communication_s == pytest.approx(

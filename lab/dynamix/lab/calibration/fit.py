@@ -49,16 +49,19 @@ class CalibrationFit(NamedTuple):
     """By rank, the lasting change of its speed; the lines are those before it."""
 
     def slow(self, seen: Observations) -> Flags:
-        """Return, as windows x ranks, which rank straggled; in the window of its change a rank did not."""
+        """Return, as windows x ranks, which rank straggled; never with next to nothing to do, or while it changed."""
         busy_s = usual_busy_s(seen, self.shifts)
         columns = [line.slow(seen.samples[:, rank], busy_s[:, rank]) for rank, line in enumerate(self.lines)]
-        return np.stack(columns, axis=1)
+        return np.stack(columns, axis=1) & self._is_heavy(seen)
 
     def slowdown(self, seen: Observations) -> Array64:
-        """Return, as windows x ranks, times over the lines, without changes; 1 in the window of a change."""
+        """Return, as windows x ranks, times over the lines, without changes; 1 where a rank cannot straggle."""
         busy_s = usual_busy_s(seen, self.shifts)
         columns = [line.slowdown(seen.samples[:, rank], busy_s[:, rank]) for rank, line in enumerate(self.lines)]
-        return np.nan_to_num(np.stack(columns, axis=1), nan=1.0)
+        return np.where(self._is_heavy(seen), np.nan_to_num(np.stack(columns, axis=1), nan=1.0), 1.0)
+
+    def _is_heavy(self, seen: Observations) -> Flags:
+        return np.stack([line.is_heavy(seen.samples[:, rank]) for rank, line in enumerate(self.lines)], axis=1)
 
     def factors(self, seen: Observations) -> Array64:
         """Return, as windows x ranks, what lasting changes multiply compute times by."""
