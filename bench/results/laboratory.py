@@ -11,7 +11,7 @@ from bench.harness.figure import Curve
 from dynamix.lab.experiments.comparison.contenders import parse_contenders
 from dynamix.lab.experiments.comparison.evaluation import TYPICAL_RUN_S, ComparisonProgress, estimate, fill, plan
 from dynamix.lab.experiments.comparison.outcomes import OutcomeTable
-from dynamix.lab.experiments.comparison.runs import Ledger
+from dynamix.lab.experiments.comparison.runs import Ledger, as_published
 from dynamix.lab.experiments.comparison.tuned import Tuned, read_tuned
 from dynamix.lab.experiments.episodes.provenance import code_digest, versions
 from dynamix.lab.experiments.episodes.suite import TUNED_FILE, Suite, scenario_root
@@ -171,8 +171,9 @@ class Laboratory:
         """A policy learned on scenarios, once per policy seed; a killed learning goes on where it was."""
         sized = {"num_episodes": self.scale.num_episodes} | changes
         sized["validate_every"] = sized["num_episodes"]  # validation steers nothing here: the last version counts
+        bounded = tuple(as_published(policy, scenario) for scenario in scenarios)
         return [
-            self._learned(plan_named(policy, tuple(scenarios), seed=seed, num_score_seeds=1, select="last", **sized))
+            self._learned(plan_named(policy, bounded, seed=seed, num_score_seeds=1, select="last", **sized))
             for seed in self.policy_seeds
         ]
 

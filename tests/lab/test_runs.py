@@ -46,6 +46,17 @@ def test_a_permission_rules_where_another_exchange_can_be_carried_out(task: RunT
         assert replace(asked, scenario=unfit).ruling_scenario.exchange == "exact"
 
 
+def test_a_published_policy_does_not_go_below_its_published_sizes(task: RunTask) -> None:
+    replace = msgspec.structs.replace
+    scenario = replace(task.scenario, min_local_batch_size=1, initial_local_batch_size=64)
+    for policy, size, least in (("ppo-paper", 64, 32), ("ppo-paper", 16, 16), ("rule", 64, 1)):
+        job = replace(scenario, initial_local_batch_size=size)
+        run = replace(task, scenario=job, setting=Setting(policy=policy))
+        assert run.ruling_scenario.min_local_batch_size == least
+    asked = Setting(policy="ppo-paper", initial_local_batch_size=8)
+    assert replace(task, scenario=scenario, setting=asked).initial_local_batch_size == 32
+
+
 def test_the_code_is_in_the_identity(task: RunTask, monkeypatch: pytest.MonkeyPatch) -> None:
     key = task.key
     monkeypatch.setattr("dynamix.lab.experiments.comparison.runs.code_digest", lambda: "other code")

@@ -23,6 +23,9 @@ from .baselines import LABORATORY
 from .contenders import ORACLE, Setting
 from .results_file import HEADER, LEDGER
 
+PUBLISHED_LEAST = {"ppo-paper": 32}
+"""Samples per worker: the lower bound that a policy was published with. Of what it does below nothing was claimed."""
+
 
 class RunTask(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """One episode of a comparison: what determines its outcome."""
@@ -56,7 +59,7 @@ class RunTask(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         size = self.setting.initial_local_batch_size
         if size is None:
             return None
-        return max(1, self.scenario.min_local_batch_size, min(size, self.scenario.max_local_batch_size))
+        return max(1, self.ruling_scenario.min_local_batch_size, min(size, self.scenario.max_local_batch_size))
 
     @cached_property
     def ruling_scenario(self) -> Scenario:
@@ -70,7 +73,14 @@ class RunTask(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             learning_rate=self.scenario.learning_rate * self.setting.learning_rate_factor,
             learning_rate_rule=self.setting.learning_rate_rule or self.scenario.learning_rate_rule,
             exchange=permission or self.scenario.exchange,
+            min_local_batch_size=as_published(self.setting.policy, self.scenario).min_local_batch_size,
         )
+
+
+def as_published(policy: str, scenario: Scenario) -> Scenario:
+    """The scenario with no size below those that the policy was published with, where it starts with such sizes."""
+    least = min(PUBLISHED_LEAST.get(policy, 1), scenario.initial_local_batch_size, *scenario.max_local_batch_sizes)
+    return msgspec.structs.replace(scenario, min_local_batch_size=max(scenario.min_local_batch_size, least))
 
 
 class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
