@@ -118,9 +118,9 @@ HELDOUT_ROWS := proportional,noise-scale,doubling,omnilearn,best-static+track,st
     )goodput:hysteresis=0.05,noise_multiplier=1,track=0,$(\
     )best-static/rate=best,best-static+track/rate=best,goodput/rate=best,omnilearn/rate=best,rule/rate=best,oracle
 
-heldout: venv data ## compare all policies on held-out scenarios, some 80 minutes on two cores; killed, it goes on
+heldout: venv data ## compare all policies on held-out scenarios, some 90 minutes on two cores; killed, it goes on
 	mkdir -p out docs/results
-	$(BIN)/dynamix evaluate --resume --policies $(HELDOUT_ROWS) --results out/heldout.jsonl \
+	$(BIN)/dynamix evaluate --resume --seeds 6 --policies $(HELDOUT_ROWS) --results out/heldout.jsonl \
 	    --json docs/results/heldout.json --png docs/results/heldout.png
 	$(BIN)/python -m bench.results.heldout
 
@@ -147,7 +147,7 @@ adaptdl: $(ADAPTDL)/.installed data ## AdaptDL's published goodput code on train
 	PYTHONPATH=$(ADAPTDL) $(BIN)/python -m bench.results --only adaptdl $(ARGS)
 
 paper: venv data-cifar ## the paper's models in full, docs/results.md; needs a text in .data/text; hours; killed, it goes on
-	$(BIN)/python -m bench.results --only paper-vgg11 --only paper-resnet20 --only paper-transformer --seeds 2 $(ARGS)
+	$(BIN)/python -m bench.results --only paper-vgg11 --only paper-resnet20 --only paper-transformer --seeds 1 $(ARGS)
 
 image: venv ## container images without Docker: their sizes, and whether services run closed; root, debootstrap, 5 minutes
 	$(BIN)/python -m bench.image --json out/image.json $(ARGS)
