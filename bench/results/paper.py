@@ -23,7 +23,7 @@ def vgg11(laboratory: Laboratory) -> ExperimentResult:
         laboratory,
         "vgg11",
         reference_s=20.0,
-        typical_run_s=2400.0,
+        typical_run_s=400.0,
         workload="cifar10-vgg11",
         evaluation_samples=CIFAR10_SAMPLES,
     )
@@ -34,8 +34,8 @@ def resnet20(laboratory: Laboratory) -> ExperimentResult:
     return _compared(
         laboratory,
         "resnet20",
-        reference_s=25.0,
-        typical_run_s=900.0,
+        reference_s=12.0,
+        typical_run_s=450.0,
         workload="cifar10-resnet20",
         evaluation_samples=CIFAR10_SAMPLES,
     )
@@ -44,7 +44,7 @@ def resnet20(laboratory: Laboratory) -> ExperimentResult:
 def transformer(laboratory: Laboratory) -> ExperimentResult:
     """A Transformer on a text, with AdamW: static 32, 64 and 128 and the default policy."""
     return _compared(
-        laboratory, "transformer", reference_s=40.0, typical_run_s=500.0, workload="text-transformer", optimizer="adamw"
+        laboratory, "transformer", reference_s=20.0, typical_run_s=250.0, workload="text-transformer", optimizer="adamw"
     )
 
 
