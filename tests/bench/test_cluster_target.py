@@ -5,7 +5,6 @@ import asyncio
 import signal
 import socket
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,8 @@ import msgspec
 import pytest
 import torch
 from bench.cluster.target.arms import (
-    GOODPUT,
     GOODPUTS,
     PLAIN,
-    PPO,
-    RECORDED,
     ROWS,
     RULE,
     SPLIT,
@@ -25,14 +21,12 @@ from bench.cluster.target.arms import (
     STATICS,
     TargetArm,
     keeping_sum,
-    static_local,
 )
-from bench.cluster.target.campaign import CaseOutcomes, compare, num_runs
+from bench.cluster.target.campaign import num_runs
 from bench.cluster.target.cases import CASES, TargetCase
 from bench.cluster.target.command import RunKeeper, TargetForecast
 from bench.cluster.target.messages import Attached, CheckIn, CheckInAnswer, exchange, read_frame, write_frame
 from bench.cluster.target.outcomes import (
-    LOOKS,
     Outcomes,
     TargetOutcome,
     TargetPoint,
@@ -40,21 +34,17 @@ from bench.cluster.target.outcomes import (
     is_at_target,
     is_behind,
 )
-from bench.cluster.target.prediction import Predicted, calibrated, task_of
 from bench.cluster.target.ranks import WORKLOAD
 from bench.cluster.target.runner import NUM_SCREENED, HeldOut, check_steered
-from bench.cluster.target.verdict import error_of, geometric_mean, predicted_ratio_of, ratio_of, result_of, targets_of
 from bench.hosts.cgroups import find_hierarchies
 from bench.hosts.namespace import DIRECTORY
 from bench.hosts.services import ClusterError
-from bench.results.result import markdown
 from tests.support.benches import ROOT, run_bench
 from tests.support.brokers import until
+from tests.support.target_runs import CASE, LOCAL, MadeUpRuns, compared, outcome_of
 
 from dynamix.lab.workloads import Part, workload_named
 
-DEMO = ROOT / "tests" / "data" / "demo.dxc"
-CASE = TargetCase(name="unequal-processors", title="one is slow", slow_cpus={3: 0.15}, time_limit_s=40.0)
 SMALL = ("--target", "0.4", "--grid", "0.5", "--seeds", "1", "--limit", "120", "--case", "equal", "--no-prediction")
 
 
@@ -168,58 +158,6 @@ async def test_a_rank_waits_for_the_answer_to_its_message() -> None:
             await gone
 
 
-def outcome_of(arm: TargetArm, seed: int, time_s: float, limit_s: float, case: TargetCase = CASE) -> TargetOutcome:
-    reached = time_s <= limit_s
-    end_s = min(time_s, limit_s)
-    point = TargetPoint(
-        trained_s=end_s, accuracy=0.85 if reached else 0.7, num_steps=9, num_samples=99, local_batch_sizes=(9, 9)
-    )
-    return TargetOutcome(
-        case=case.name,
-        arm=arm.label,
-        seed=seed,
-        time_to_target_s=end_s if reached else None,
-        limit_s=limit_s,
-        points=[point],
-        wall_s=2 * end_s,
-    )
-
-
-TIMES_S = {"ddp@32": 30.0, "ddp@64": 20.0, "ddp@128": 24.0, "ddp@256": 90.0, "ddp@16": 50.0, "rule": 14.0, "ppo": 15.0}
-TIMES_S |= {"goodput": 18.0, "goodput:track=1,hysteresis=0": 16.0, "goodput:track=1,noise_multiplier=4": 17.0}
-TIMES_S |= {"ddp@8": 70.0, "proportional@64": 15.0, "split@64": 14.5, "random": 99.0}
-LOCAL = ["static:track=1,every=4,codec=int8@64/exchange=local", "rule/exchange=local"]
-TIMES_S |= dict(zip(LOCAL, (12.0, 10.0), strict=True))
-
-
-class MadeUpRuns:
-    """Runs that take the times above, 10 % longer under the second seed."""
-
-    def __init__(self) -> None:
-        self.done: list[tuple[str, int, float]] = []
-        self.best_runs: list[tuple[str, float | None]] = []
-        self._known: dict[tuple[str, int], TargetOutcome] = {}
-
-    async def __call__(
-        self, case: TargetCase, arm: TargetArm, seed: int, limit_s: float, best_so_far: Sequence[TargetPoint] = ()
-    ) -> TargetOutcome:
-        self.best_runs.append((arm.label, best_so_far[-1].trained_s if best_so_far else None))
-        known = self._known.get((arm.label, seed))
-        if known is not None and known.answers(limit_s):
-            return known
-        self.done.append((arm.label, seed, limit_s))
-        self._known[arm.label, seed] = outcome_of(arm, seed, TIMES_S[arm.label] * (0.9 + 0.1 * seed), limit_s, case)
-        return self._known[arm.label, seed]
-
-
-def compared(
-    *rows: str, num_seeds: int = 2, runs: MadeUpRuns | None = None
-) -> tuple[CaseOutcomes, list[tuple[str, int, float]]]:
-    runs = runs or MadeUpRuns()
-    found = asyncio.run(compare(CASE, rows or ROWS, range(1, 1 + num_seeds), runs))
-    return found, runs.done
-
-
 def test_baselines_are_searched_up_to_the_best_so_far_and_arms_run_in_turn() -> None:
     runs = MadeUpRuns()
     found, done = compared(runs=runs)
@@ -254,56 +192,6 @@ def test_one_arm_alone_runs_with_what_it_starts_from() -> None:
     assert [label for label, *_ in done] == ["random", *(arm.label for arm in STATICS), "split@64"]
     assert len(done) == num_runs([SPLIT], 1)
     assert len(compared(PLAIN, STATIC)[1]) == num_runs([PLAIN, STATIC], 2)
-
-
-def test_ratios_are_those_of_pairs_and_a_miss_counts_as_the_limit() -> None:
-    found, _ = compared()
-    ratio = ratio_of(found, RULE, STATIC)
-    assert ratio is not None
-    assert (ratio.value, ratio.low, ratio.high) == pytest.approx((0.7, 0.7, 0.7))
-    assert ratio_of(found, RULE, GOODPUT).value == pytest.approx(14 / 16)  # type: ignore[union-attr]
-    assert ratio_of(compared(RULE)[0], RULE, STATIC) is None
-    plain = found.outcomes[PLAIN][0]
-    assert msgspec.structs.replace(plain, time_to_target_s=None).counted_s == plain.limit_s == 40
-
-
-def test_two_seeds_have_students_interval() -> None:
-    found = geometric_mean([0.5, 2.0])  # logarithms of mean 0 and standard error ln 2, t(1) = 12.706
-    assert found.value == pytest.approx(1.0)
-    assert (found.low, found.high) == pytest.approx((2**-12.706, 2**12.706), rel=1e-3)
-    assert geometric_mean([0.5]).low is None
-
-
-PREDICTED = Predicted(times_s={STATIC: [22.0], RULE: [17.0], PPO: [11.0]}, median_error=0.04)
-
-
-def test_a_prediction_stands_beside_what_was_measured_with_its_error() -> None:
-    found, _ = compared()
-    assert predicted_ratio_of(PREDICTED, RULE) == pytest.approx(17 / 22)
-    assert error_of(found, PREDICTED, RULE) == pytest.approx(17 / 22 / 0.7 - 1)
-    assert error_of(found, PREDICTED, GOODPUT) is None
-    assert error_of(found, Predicted(reason="too few windows"), RULE) is None
-    targets = {target.name: target for target in targets_of([found], {CASE.name: PREDICTED})}
-    assert targets["unequal-processors: rule / goodput"].met
-    assert not targets["unequal-processors: error of the predicted ratio ppo / static"].met
-
-
-def test_the_table_has_a_row_for_every_arm_and_says_what_was_searched() -> None:
-    found, _ = compared()
-    result = result_of(
-        [found], {CASE.name: PREDICTED}, target_accuracy=0.83, grid_s=1.0, seeds=[1, 2], command="the command"
-    )
-    lines = markdown(result).splitlines()
-    start = "| unequal-processors | plain | `ddp@32` | 30.0 / 33.0 | 1.50 [1.50, 1.50] | "
-    assert lines[2].startswith(start)
-    assert lines[2].endswith(" | 2.00 [2.00, 2.00] | 2.14 [2.14, 2.14] | - | - |")
-    assert lines[3].startswith("| unequal-processors | static | `ddp@64` | 20.0 / 22.0 | - | 1.25")
-    assert lines[7].startswith("| unequal-processors | rule | `rule` | 14.0 / 15.4 | 0.700 [0.700, 0.700] |")
-    assert lines[7].endswith("| 0.773 | +10% |")
-    assert "`ddp@256` > 20" in lines[-5]
-    assert "`unequal-processors` 4.0%" in lines[-3]
-    assert len(result.runs) == 5 + 3 + 2 + 4 + 6 + 4
-    assert msgspec.json.decode(msgspec.json.encode(result), type=type(result)) == result
 
 
 def _curve(*accuracies: float) -> list[TargetPoint]:
@@ -373,25 +261,6 @@ async def test_a_run_that_two_rows_ask_for_is_run_and_counted_once(tmp_path: Pat
     for arm in (STATICS[0], STATICS[0], STATICS[1]):
         await keeper(CASE, arm, 1, 40.0)
     assert keeper.forecast.num_done == keeper.forecast.num_total == 2
-
-
-def test_an_arm_is_predicted_within_the_bounds_that_attach_gives_it() -> None:
-    scenario, error = calibrated(CASE, DEMO, 0.83, 0.5)
-    assert (scenario.target_accuracy, scenario.evaluate_every_s, scenario.time_limit_s) == (0.83, 1.0, 40.0)
-    assert scenario.target_looks == LOOKS  # as real runs are judged
-    assert (scenario.base_global_batch_size, scenario.learning_rate, scenario.workload) == (128, 0.02, "fashion-28-cnn")
-    assert 0 < error < 1
-    fixed, adaptive, learned = (
-        task_of(scenario, arm, 1) for arm in (keeping_sum(SPLIT, 64), RECORDED, TargetArm(policy=PPO))
-    )
-    assert (fixed.scenario.min_local_batch_size, fixed.scenario.max_local_batch_size) == (1, 128)
-    assert (adaptive.scenario.min_local_batch_size, adaptive.scenario.max_local_batch_size) == (1, 1024)
-    assert (fixed.scenario.initial_local_batch_size, fixed.scenario.window_steps) == (64, 10)
-    assert Path(learned.setting.policy_file).name == "ppo.safetensors"
-    assert task_of(scenario, STATICS[0], 1).setting.policy == "static"
-    local = task_of(scenario, static_local(64), 1)
-    assert (local.setting.exchange, local.setting.options["every"]) == ("local", 4)
-    assert local.scenario.permits_any_exchange
 
 
 @pytest.mark.parametrize(("num_steps", "num_applied"), [(40, 0), (240, 10), (240, 22), (0, 0)])

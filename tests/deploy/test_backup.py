@@ -10,12 +10,13 @@ from bench.failover.bystander import Bystander
 from bench.failover.servers import NUM_SERVERS, ThreeServers
 from bench.harness.steady_job import running_job
 from tests.support.brokers import connected, until
-from tests.support.control_plane import control_plane, feed_windows, one_node_job
+from tests.support.control_plane import ControlPlane, control_plane, feed_windows, one_node_job
 from tests.support.decision_checks import check_chain, check_decisions
 from tests.support.deployed_broker import DEPLOY
 
 from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.embedded import EmbeddedServer
+from dynamix.schemas.messages import Job
 
 SERVICES = ("collector", "reward", "arbitrator")
 
@@ -50,15 +51,21 @@ def store(tmp_path: Path) -> Path:
     return path
 
 
+async def begun_job(plane: ControlPlane, num_reports: int) -> Job:
+    """A job with so many reports, the first ten of which are decided at least."""
+    job = one_node_job()
+    await plane.bus.publish(job)
+    await feed_windows(plane, job, range(num_reports))
+    await plane.wait_for_actions(10, job.job)
+    return job
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_a_moved_store_loses_nothing_and_every_window_is_decided_once(tmp_path: Path) -> None:
     """The broker of another directory takes over the address; reports go in all the time."""
     async with control_plane(*SERVICES) as plane:
-        job = one_node_job()
-        await plane.bus.publish(job)
-        await feed_windows(plane, job, range(20))
-        await plane.wait_for_actions(10, job.job)
+        job = await begun_job(plane, num_reports=20)
         await plane.server.stop()
         file = backed_up(store_of(plane.server), tmp_path / "store.tar.gz")
         shutil.rmtree(store_of(plane.server))
@@ -76,10 +83,7 @@ async def test_a_moved_store_loses_nothing_and_every_window_is_decided_once(tmp_
 async def test_services_that_read_further_than_an_old_copy_end_and_go_on_after_a_restart(tmp_path: Path) -> None:
     """What was decided after the copy is decided again, without measurements; a trainer refuses what is not newer."""
     async with control_plane(*SERVICES) as plane:
-        job = one_node_job()
-        await plane.bus.publish(job)
-        await feed_windows(plane, job, range(10))
-        await plane.wait_for_actions(10, job.job)
+        job = await begun_job(plane, num_reports=10)
         await plane.server.stop()
         file = backed_up(store_of(plane.server), tmp_path / "store.tar.gz")
         await plane.server.start()
