@@ -166,7 +166,7 @@ TABLES: Mapping[str, type[ScenarioTable]] = MappingProxyType(
 """The tables of a scenario by their names."""
 
 
-LATER = frozenset({"speed_changes", "target_looks"})
+ADDED_LATER = frozenset({"speed_changes", "target_looks"})
 """Keys of a scenario that came when results of others were already kept by their digests."""
 
 
@@ -298,13 +298,13 @@ class Scenario(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def content(self) -> dict[str, Any]:
-        """All keys and values, as digests have them: `LATER` keys only where they are used.
+        """All keys and values, as digests have them: `ADDED_LATER` keys only where they are used.
 
         So digests of older scenarios stay, and with them what was learned and measured in these.
         """
         found: dict[str, Any] = msgspec.to_builtins(self)
         unused = [field.name for field in msgspec.structs.fields(self) if getattr(self, field.name) == field.default]
-        return {key: value for key, value in found.items() if key not in LATER or key not in unused}
+        return {key: value for key, value in found.items() if key not in ADDED_LATER or key not in unused}
 
     @property
     def world_size(self) -> int:

@@ -24,7 +24,7 @@ from .contenders import ORACLE, Setting
 from .results_file import HEADER, LEDGER
 
 PUBLISHED_LEAST = {"ppo-paper": 32}
-"""Samples per worker: the lower bound that a policy was published with. Of what it does below nothing was claimed."""
+"""Samples per worker: the smallest batch that a policy was published with. It is not compared with smaller ones."""
 
 
 class RunTask(msgspec.Struct, frozen=True, kw_only=True, dict=True):
