@@ -40,6 +40,8 @@ class Panel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A target, drawn as a dashed line."""
     shaded_until: float | None = None
     """Where the part that is not judged ends."""
+    places: list[str] = []
+    """What stands at 0, 1, 2 ... of x, where it counts no numbers."""
 
 
 def draw(rows: Sequence[Sequence[Panel]], path: Path, title: str = "") -> None:
@@ -77,6 +79,8 @@ def _draw_panel(axes: "Axes", panel: Panel) -> None:
         for name, axis in (("x", axes.xaxis), ("y", axes.yaxis)):
             getattr(axes, f"set_{name}scale")("log", base=2)
             axis.set_major_formatter(lambda value, _: f"{value:g}")
+    if panel.places:
+        axes.set_xticks(range(len(panel.places)), panel.places)
     if panel.limit is not None:
         axes.axhline(panel.limit, color="black", linewidth=0.8, linestyle="--")
     if panel.shaded_until is not None:

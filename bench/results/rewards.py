@@ -30,9 +30,13 @@ def sensitivity(laboratory: Laboratory) -> ExperimentResult:
         table = laboratory.compare([scenario], [PAPER, BASE], {PAPER: learned})
         rows.append([parameter, value, *cells_of(table, PAPER, scenario)])
         if (ratio := ratio_of(table, PAPER, scenario)) is not None:
-            points.setdefault(parameter, []).append((value, ratio.value))
+            place = sum(row[0] == parameter for row in rows) - 1
+            points.setdefault(parameter, []).append((place, ratio.value))
     curves = [Curve(label=name, points=found) for name, found in points.items() if name != "k"]
-    panel = Panel(title=f"Time to target against {BASE}", x="value of the weight", y="ratio", curves=curves)
+    places = [f"{factor:g} x default" for factor in FACTORS]
+    panel = Panel(
+        title=f"Time to target against {BASE}", x="weight", y="ratio", curves=curves, limit=1.0, places=places
+    )
     return laboratory.result(
         "sensitivity",
         ["parameter", "value", *COLUMNS],
@@ -89,7 +93,7 @@ def _with(**changes: float) -> Weights:
 
 def _default_weights() -> str:
     weights = ", ".join(f"{name} = {getattr(PUBLISHED, name):g}" for name in Weights.__struct_fields__)
-    return f"No weight is published; ours by default: {weights}. LearningRun by `{PAPER}`, evaluated without exploring."
+    return f"No weight is published; ours by default: {weights}. Learned by `{PAPER}`, evaluated without exploring."
 
 
 def _return(learned: Sequence[LearningRun]) -> float:
