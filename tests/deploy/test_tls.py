@@ -1,5 +1,7 @@
 """nats-tls.conf and nats-mtls.conf: the broker for several machines, by TLS 1.3, and by certificates of clients."""
 
+import asyncio
+import gc
 import shutil
 import ssl
 import subprocess
@@ -8,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from tests.support.brokers import until
 from tests.support.deployed_broker import DeployedBroker, deployed_broker
 
 from dynamix.runtime.bus import Bus, BusError, PermissionDeniedError
@@ -37,9 +40,9 @@ def broker(tmp_path: Path) -> Iterator[DeployedBroker]:
         yield running
 
 
-def settings(broker: DeployedBroker, scheme: str, ca_file: Path) -> BusSettings:
+def settings(broker: DeployedBroker, scheme: str, ca_file: Path, host: str = "localhost") -> BusSettings:
     port = broker.url.rpartition(":")[2]
-    url = f"{scheme}://localhost:{port}"
+    url = f"{scheme}://{host}:{port}"
     return msgspec.structs.replace(broker.settings("watcher"), url=url, ca_file=str(ca_file))
 
 
@@ -49,10 +52,44 @@ async def test_a_client_with_the_ca_certificate_connects(broker: DeployedBroker,
     await bus.close()
 
 
-async def test_a_certificate_of_another_authority_is_refused(broker: DeployedBroker, tmp_path: Path) -> None:
+async def test_a_certificate_of_another_authority_is_refused_and_nothing_else_is_printed(
+    broker: DeployedBroker, tmp_path: Path
+) -> None:
     other = certificate(tmp_path, "other")
-    with pytest.raises(BusError, match="certificate"):
+    with pytest.raises(BusError, match="of the authority that signed it in DYNAMIX_NATS_CA_FILE") as refused:
         await Bus.connect(settings(broker, "tls", other), name="test-1", wait=False)
+    assert "[SSL" not in str(refused.value)
+    futures = [each for each in gc.get_objects() if isinstance(each, asyncio.Future) and each.done()]
+    unheard = [future for future in futures if future._log_traceback]  # asyncio prints each when it is collected
+    assert unheard == []
+
+
+async def test_a_broker_of_another_name_than_its_certificates_is_refused_with_the_fix(
+    broker: DeployedBroker, tmp_path: Path
+) -> None:
+    by_address = settings(broker, "tls", tmp_path / "localhost.pem", host="127.0.0.1")
+    with pytest.raises(BusError, match=r"127\.0\.0\.1'\): name the broker in DYNAMIX_NATS_URL as its certificate does"):
+        await Bus.connect(by_address, name="test-1", wait=False)
+
+
+async def test_an_expired_certificate_is_refused_with_the_fix(tmp_path: Path) -> None:
+    path = signed_certificate(tmp_path, "localhost", certificate(tmp_path, "authority"), days=-1)
+    environ = {"NATS_TLS_CERTIFICATE": str(path), "NATS_TLS_KEY": str(path.with_suffix(".key"))}
+    with (
+        deployed_broker(tmp_path, config="nats-tls.conf", environ=environ) as broker,
+        pytest.raises(BusError, match=r"has expired\): look at the clocks of both machines, or give the broker"),
+    ):
+        await Bus.connect(settings(broker, "tls", tmp_path / "authority.pem"), name="test-1")
+
+
+async def test_a_connection_that_ends_is_no_warning_of_asyncio(
+    broker: DeployedBroker, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bus = await Bus.connect(settings(broker, "tls", tmp_path / "localhost.pem"), name="test-1", wait=False)
+    reader = bus._connection._client._transport._io_reader
+    await bus.close()
+    await until(reader.at_eof)
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
 
 
 @pytest.fixture
@@ -75,7 +112,7 @@ def mutual(tmp_path: Path, authority: Path) -> Iterator[DeployedBroker]:
         yield running
 
 
-def signed_certificate(directory: Path, name: str, authority: Path) -> Path:
+def signed_certificate(directory: Path, name: str, authority: Path, *, days: int = 2) -> Path:
     """A certificate that the authority signed, and its key beside it."""
     path = directory / f"{name}.pem"
     curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
@@ -83,7 +120,7 @@ def signed_certificate(directory: Path, name: str, authority: Path) -> Path:
     names = ["-addext", f"subjectAltName=DNS:{name}"]
     asked = subprocess.run([*request, *names], check=True, capture_output=True).stdout
     keys = ["-CA", str(authority), "-CAkey", str(authority.with_suffix(".key")), "-CAcreateserial"]
-    sign = ["openssl", "x509", "-req", "-days", "2", "-copy_extensions", "copy", *keys, "-out", str(path)]
+    sign = ["openssl", "x509", "-req", "-days", str(days), "-copy_extensions", "copy", *keys, "-out", str(path)]
     subprocess.run(sign, input=asked, check=True, capture_output=True)
     return path
 

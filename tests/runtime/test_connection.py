@@ -337,7 +337,7 @@ async def test_tls_checks_the_broker_against_the_ca_file(tmp_path: Path) -> None
         async with connected(trusted, wait=False) as bus:
             await provision(bus)
             assert await bus.publish_bytes(STATE, b"", "m") == 1
-        with pytest.raises((BusError, ssl.SSLError), match="CERTIFICATE_VERIFY_FAILED"):
+        with pytest.raises((BusError, ssl.SSLError), match="certificate is not trusted"):
             await Bus.connect(
                 BusSettings(url=trusted.url, user=trusted.user, password=trusted.password), name="test", wait=False
             )

@@ -10,9 +10,11 @@ import asyncio
 import contextlib
 import inspect
 import logging
+import ssl
 import time
 from collections.abc import Callable
 from typing import NamedTuple
+from urllib.parse import ParseResult
 
 import nats
 import nats.aio.client
@@ -71,6 +73,24 @@ class Client(nats.aio.client.Client):
         await self._transport.connect(s.uri, nats.aio.client.DEFAULT_BUFFER_SIZE, self.options["connect_timeout"])
 
 
+class _TlsProtocol(asyncio.StreamReaderProtocol):
+    """asyncio's stream, told that it is encrypted, which it cannot see of a connection that became so.
+
+    Without that each closed connection is a warning of asyncio's, and each failed handshake a traceback that no caller
+    can retrieve: in the output of somebody's training script.
+    """
+
+    is_up = False
+    """Whether the handshake is over. What makes it fail is raised where it is waited for."""
+
+    def eof_received(self) -> bool:
+        super().eof_received()
+        return False  # an encrypted connection cannot stay half open
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc if self.is_up else None)
+
+
 class _Transport(TcpTransport):
     """nats-py's, whose wait for a connection to close never ends when its TLS handshake has failed.
 
@@ -81,6 +101,20 @@ class _Transport(TcpTransport):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._held = b""
+
+    async def connect_tls(
+        self, uri: str | ParseResult, ssl_context: ssl.SSLContext, buffer_size: int, connect_timeout: int
+    ) -> None:
+        assert self._io_writer is not None, "connect comes first"
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader(limit=buffer_size)
+        protocol = _TlsProtocol(reader)
+        host = uri if isinstance(uri, str) else uri.hostname
+        async with asyncio.timeout(connect_timeout):
+            tls = await loop.start_tls(self._io_writer.transport, protocol, ssl_context, server_hostname=host)
+        assert tls is not None, "it is open: no other task closes it"
+        protocol.is_up = True
+        self._io_reader, self._io_writer = reader, asyncio.StreamWriter(tls, protocol, reader, loop)
 
     def write(self, payload: bytes) -> None:
         if payload.startswith(b"CONNECT "):

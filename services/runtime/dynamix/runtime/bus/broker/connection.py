@@ -16,6 +16,7 @@ from nats.aio.subscription import Subscription as NatsSubscription
 from dynamix.runtime.rate_limit import RateLimit
 from dynamix.runtime.settings import BusSettings, check_bus, redact_url, tls_context
 
+from .certificates import untrusted
 from .client import Client, Handler
 from .errors import BusError, ConnectionClosedError, PermissionDeniedError
 from .login import Login, Sign, is_refused_login
@@ -374,6 +375,8 @@ class BrokerConnection:
 
 def describe(error: Exception) -> str:
     """The error in words, without secrets; some of nats-py's have no text."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return untrusted(error)
     return redact_url(str(error)) or type(error).__name__
 
 
