@@ -11,13 +11,16 @@ from tests.support.brokers import consumer_names
 from dynamix.collector import observation, service
 from dynamix.collector.observation import CollectorSettings
 from dynamix.collector.procfs.proc import Proc
-from dynamix.runtime.bus import Bus
+from dynamix.recording.playback import ReplayedConsumer
+from dynamix.runtime.bus import Bus, BusMessage
+from dynamix.runtime.bus.streams.statistics import StatisticsByKind
 from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
-from dynamix.schemas.codec import decode
-from dynamix.schemas.messages import MetricWindow
+from dynamix.schemas.codec import decode, encode
+from dynamix.schemas.messages import Message, MetricWindow
 from dynamix.schemas.streams import FEED
 
+HONEST_AT = 50
 SIZES, THROUGHPUT = (128,) * 4, (1000.0,) * 4
 
 
@@ -99,6 +102,51 @@ async def test_a_job_with_a_crowd_of_large_reports_delays_no_other(bus: Bus) -> 
     await stopped(task)
     assert sorted(order) == sorted([job.job, *(4 * ["crowd-0", "crowd-1", "crowd-2"])])
     assert order.index(job.job) < 6
+
+
+class EndlessReports:
+    """A bus with an honest report, which is handled, then those of a flood without end, and among them its next one."""
+
+    def __init__(self) -> None:
+        self.statistics = StatisticsByKind()
+        self.num_read_before_it_was_handled = asyncio.get_running_loop().create_future()
+        self._honest = control_plane.one_node_job()
+        self._num_read = 0
+
+    def consume(self, *_: object, **__: object) -> ReplayedConsumer:
+        return ReplayedConsumer(self._next_batch)
+
+    async def _next_batch(self) -> list[BusMessage]:
+        await asyncio.sleep(0)
+        number, self._num_read = self._num_read, self._num_read + 1
+        if number in (0, HONEST_AT):
+            report = control_plane.report_of(self._honest, int(number > 0), SIZES, THROUGHPUT)
+        else:
+            report = examples.report(control_plane.NODE, window=number, job="flood")
+        return [BusMessage(subjects.subject_of(report), encode(report), 1 + number, 0, 10_000 if number else 0)]
+
+    async def publish_bytes_soon(self, _subject: str, _payload: bytes, message_id: str) -> asyncio.Future[int]:
+        if message_id == f"state:{self._honest.job}:{control_plane.NODE}:0:1":
+            self.num_read_before_it_was_handled.set_result(self._num_read - 1 - HONEST_AT)
+        stored = asyncio.get_running_loop().create_future()
+        stored.set_result(1)
+        return stored
+
+    async def publish(self, message: Message) -> int:
+        raise AssertionError(f"{message} waits for no room")
+
+
+async def test_a_known_jobs_report_is_handled_while_another_job_sends_without_a_pause() -> None:
+    """Reading ends with it, though the broker always has more."""
+    endless = EndlessReports()
+    context: Context[CollectorSettings, EndlessReports] = Context(
+        *("collector", "0", control_plane.NODE, endless, CollectorSettings(probe="tcp_info")),
+        *(asyncio.Event(), structlog.stdlib.get_logger()),
+    )
+    task = asyncio.create_task(service.serve(context))
+    async with asyncio.timeout(20):
+        assert await endless.num_read_before_it_was_handled == 0
+    await stopped(task)
 
 
 async def test_what_was_read_and_not_handled_comes_again_after_a_restart(bus: Bus, slow: SlowProc) -> None:

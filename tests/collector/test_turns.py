@@ -136,6 +136,51 @@ def test_reading_stops_while_too_much_waits(monkeypatch: pytest.MonkeyPatch) -> 
     assert not reports.has_room, "2 and 3 are not acknowledged yet"
 
 
+def test_a_report_is_pressing_where_nothing_of_its_known_job_waits() -> None:
+    reports = WaitingReports()
+    assert not reports.add_messages([message("a", 1)]), "a new job"
+    reports.finish(reports.take_turn())
+    assert reports.add_messages([message("a", 2)])
+    assert not reports.add_messages([message("a", 3), message("b", 4)])
+    assert not reports.add_messages([])
+
+
+def test_the_job_with_most_reports_loses_its_older_half_where_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "MAX_WAITING", 8)
+    reports = waiting(message("honest", 1), *(message("flood", number) for number in range(2, 11)))
+    assert reports.num_passed_over == 0, "8, and one of each job"
+    reports.add_messages([message("flood", 11)])
+    assert (reports.num_passed_over, reports.crowding_job) == (5, "flood")
+    assert sequences(reports) == [1, 7, 8, 9, 10, 11]
+    assert not reports
+
+
+def test_the_job_with_most_bytes_loses_its_older_half_where_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "MAX_WAITING_BYTES", 4 * LARGE)
+    large = [message("large", number, LARGE) for number in range(10, 14)]
+    reports = waiting(*(message("small", number) for number in range(1, 9)), *large)
+    assert (reports.num_passed_over, reports.crowding_job) == (2, "large")
+    handled = []
+    while reports:
+        handled += sequences(reports)
+    assert handled == [*range(1, 9), 12, 13]
+
+
+def test_reports_that_were_passed_over_are_acknowledged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "MAX_WAITING", 2)
+    reports = waiting(*(message("a", number) for number in range(1, 5)))
+    assert reports.num_passed_over == 2
+    last = reports.finish(reports.take_turn())
+    assert last is not None
+    assert last.sequence == 4
+
+
+def test_a_crowd_of_jobs_with_a_report_each_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "MAX_WAITING", 2)
+    reports = waiting(*(message(f"job-{number}", number) for number in range(1, 101)))
+    assert (len(sequences(reports)), reports.num_passed_over) == (100, 0)
+
+
 def test_subjects_that_name_no_job_wait_as_one() -> None:
     odd = [BusMessage(f"dynamix.v1.report.JOB-{number}.node-a", bytes(LARGE), number, 0, 0) for number in range(1, 9)]
     reports = waiting(*odd, message("honest", 9))

@@ -119,6 +119,21 @@ async def test_a_broker_that_has_too_much_to_store(plane: ScrapedPlane, tmp_path
     )
 
 
+async def test_a_collector_that_passes_over_reports(plane: ScrapedPlane, tmp_path: Path) -> None:
+    before = await plane.record()
+
+    async def pass_over() -> None:
+        plane.services["collector"].context.count("reports_passed_over", 8192)
+
+    flooded = await plane.record(pass_over())
+    check_alerts(
+        tmp_path,
+        Phase(20, before, set()),
+        Phase(2, flooded, {"DynamixCollectorFlooded"}),
+        Phase(25, await plane.record(), set()),
+    )
+
+
 async def test_an_operation_that_the_broker_refuses_to_a_service(plane: ScrapedPlane, tmp_path: Path) -> None:
     before = await plane.record()
 

@@ -1,5 +1,6 @@
 """Streams from the table: made, left alone, changed, refused."""
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -47,6 +48,26 @@ async def test_messages_survive_a_change(bus: Bus) -> None:
     await bus.publish(examples.state())
     await provision(bus, [msgspec.structs.replace(FEED, max_bytes=FEED.max_bytes // 2)])
     assert (await bus.stream_state("FEED")).num_messages == 1
+
+
+async def test_a_subject_that_holds_more_than_its_stream_shall_keeps_the_newest(bus: Bus) -> None:
+    """As where FEED was made when it kept 100,000 messages of a subject."""
+    await provision(bus, [msgspec.structs.replace(FEED, max_messages_per_subject=100_000)])
+    flooded, other = subjects.of("report", "flood", "node-a"), subjects.of("report", "honest", "node-a")
+    await bus.publish_bytes(other, b"other", "other")
+    sent = [await bus.publish_bytes_soon(flooded, b"%d" % number, f"id-{number}") for number in range(5000)]
+    await asyncio.gather(*sent)
+    assert (await bus.stream_state(FEED.name)).num_messages == 5001
+    assert await provision(bus) == [
+        *("JOBS: unchanged", "FEED: updated max_msgs_per_subject 100000 -> 4096"),
+        *(f"{name}: unchanged" for name in ("ACTIONS", "DEAD", "OBJ_policies")),
+    ]
+    assert (await bus.stream_state(FEED.name)).num_messages == 4097
+    oldest, kept = await bus.first(FEED.name, flooded), await bus.last(FEED.name, other)
+    assert oldest is not None
+    assert oldest.payload == b"904"
+    assert kept is not None
+    assert kept.sequence == 1
 
 
 async def test_only_the_last_specification_of_a_job_is_kept(bus: Bus) -> None:

@@ -53,10 +53,12 @@ FEED = Stream(
     name="FEED",
     max_age_s=DAY_S,
     max_bytes=1024 * MIB,
-    max_messages_per_subject=100_000,
+    max_messages_per_subject=4096,
     unused_consumer_s=DAY_S,
 )
-"""One subject may hold more than a day of a window a second. Collector and reward go on where they were after a day."""
+"""It keeps as many windows of a job and node as ACTIONS has decisions. What is not read yet of one subject is read
+before what comes on others later, so that a client that floods its own subject delays other jobs by so many messages:
+with 100,000 it was 3 s. Collector and reward go on where they were after a day."""
 ACTIONS = Stream(
     name="ACTIONS",
     max_age_s=30 * DAY_S,

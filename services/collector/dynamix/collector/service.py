@@ -5,6 +5,7 @@ import itertools
 
 from dynamix.runtime.bus import BusMessage, StreamFullError
 from dynamix.runtime.bus.service_bus import BatchConsumer, ServiceBus
+from dynamix.runtime.rate_limit import RateLimit
 from dynamix.runtime.service import Context, StartError
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode, encode, message_id
@@ -23,7 +24,8 @@ from .window import metric_window, simulated_window
 _InFlight = tuple[Message, asyncio.Future[int]]
 
 READ_ON_S = 0.25
-"""Reading goes on for so long between two turns while the broker has more: all jobs take turns, not only the first."""
+"""Reading goes on for so long between two turns while the broker has more: all jobs take turns, not only the first.
+What is pressing ends it, so that a job that trains does not wait while those are read that send without a pause."""
 
 
 async def serve(context: Context[CollectorSettings, ServiceBus]) -> None:
@@ -91,6 +93,7 @@ class _Collector:
         self._shown = shown
         self._in_step = in_step
         self._waiting = WaitingReports()
+        self._limit = RateLimit(per_s=0.1)
         self._num_pending = 0
         """What the broker still held for us when it sent what was read last."""
 
@@ -116,12 +119,24 @@ class _Collector:
             batch = await reading.next_batch(patience_s if self._waiting else None)
             if batch is None:
                 return False
+            is_pressing = self._waiting.add_messages(batch)
             if batch:
-                self._waiting.add_messages(batch)
                 self._num_pending = batch[-1].num_pending
-            if not batch or not self._num_pending or loop.time() >= until:
+                self._tell_of_crowds()
+            if not batch or is_pressing or not self._num_pending or loop.time() >= until:
                 break
         return True
+
+    def _tell_of_crowds(self) -> None:
+        if self._waiting.num_passed_over == self._context.counters.get("reports_passed_over", 0):
+            return
+        self._context.counters["reports_passed_over"] = self._waiting.num_passed_over
+        if self._limit.allow("crowd"):
+            self._context.log.warning(
+                "a job sends more reports than can be handled: its older ones are passed over",
+                training_job=self._waiting.crowding_job,
+                passed_over=self._waiting.num_passed_over,
+            )
 
     async def collect(self, turn: list[WaitingReport]) -> bool:
         """Publish what some reports give; only each job's newest report is recent enough to read /proc for.

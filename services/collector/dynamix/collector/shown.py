@@ -15,6 +15,7 @@ from .ebpf.syscall import ProgramInfo
 COUNTERS = {
     "windows": "metric windows made of reports",
     "windows_shed": "metric windows dropped since the stream FEED was full",
+    "reports_passed_over": "reports without a window, since their job sent more than can be handled",
     "refused_pids": "reported processes that were not what their rank said",
 }
 GAUGES = {"ebpf": "1 while the eBPF probe is attached"}

@@ -3,13 +3,13 @@
 Fair by bytes, after self-clocked fair queueing (Golestani 1994): a report is due when its job has had as many bytes as
 every other job that waits. So a report of 2 kB waits for none of 450 kB, however many these are. A job that is new here
 is due a little later than one that is known, so that a crowd of new jobs does not delay those that train. A job's own
-reports keep their order.
+reports keep their order. Where more waits than there is room for, those jobs lose their oldest that have the most.
 """
 
 import collections
 import heapq
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from dynamix.runtime.bus import BusMessage
@@ -20,9 +20,11 @@ MAX_TURN = 128
 TURN_BYTES = 256 << 10
 """Bytes handled without a pause, at least one report: 4,096 ranks take 45 ms."""
 MAX_WAITING_BYTES = 256 << 20
-"""No more is read while so much waits; what the broker still holds is in no order but its own."""
+"""More does not wait: reading goes on, since the broker holds what is not read in no order but its own. Old ones go."""
+MAX_WAITING = 16_384
+"""The same in reports, beside one of each job."""
 MAX_UNFINISHED = 32_768
-"""The same in reports, half of what the broker lets a reader leave unacknowledged."""
+"""No more is read while so many are not acknowledged, half of what the broker lets a reader leave so."""
 OVERHEAD_BYTES = 1024
 """What a report costs beside its bytes."""
 NEW_JOB_BYTES = 256 << 10
@@ -49,7 +51,12 @@ class _Waiting(NamedTuple):
 
 
 class WaitingReports:
-    """Adds messages in the order of the stream, hands them out in turns, and says what can be acknowledged."""
+    """Adds messages in the order of the stream, hands them out in turns, and says what can be acknowledged.
+
+    Attributes:
+        num_passed_over: reports that had no turn, since their job sent more than there is room for.
+        crowding_job: the job of the newest of them.
+    """
 
     def __init__(self) -> None:
         self._queues: dict[str, collections.deque[_Waiting]] = {}
@@ -63,7 +70,10 @@ class WaitingReports:
         self._unfinished: collections.deque[BusMessage] = collections.deque()
         """In the order of the stream, without payloads."""
         self._finished: set[int] = set()
+        self._num_waiting = 0
         self._num_bytes = 0
+        self.num_passed_over = 0
+        self.crowding_job = _NO_JOB
 
     def __bool__(self) -> bool:
         return bool(self._heads)
@@ -73,8 +83,9 @@ class WaitingReports:
         """Whether more may be read."""
         return self._num_bytes < MAX_WAITING_BYTES and len(self._unfinished) < MAX_UNFINISHED
 
-    def add_messages(self, batch: Iterable[BusMessage]) -> None:
-        """Let messages wait for their turn."""
+    def add_messages(self, batch: Iterable[BusMessage]) -> bool:
+        """Let messages wait for their turn; whether one is pressing: of a known job of which nothing waited."""
+        is_pressing = False
         for message in batch:
             job, number = _job_of(message), next(self._numbers)
             queue = self._queues.setdefault(job, collections.deque())
@@ -82,8 +93,13 @@ class WaitingReports:
             queue.append(_Waiting(begins + len(message.payload) + OVERHEAD_BYTES, number, message))
             if len(queue) == 1:
                 self._push_head(job)
+                is_pressing = is_pressing or job in self._known
             self._unfinished.append(message._replace(payload=b"", headers=b""))
+            self._num_waiting += 1
             self._num_bytes += len(message.payload)
+        if self._num_waiting - len(self._queues) > MAX_WAITING or self._num_bytes > MAX_WAITING_BYTES:
+            self._make_room()
+        return is_pressing
 
     def take_turn(self) -> list[WaitingReport]:
         """The reports that are due first, at most `MAX_TURN` and, but for a single one, `TURN_BYTES`."""
@@ -111,6 +127,31 @@ class WaitingReports:
         handicap = 0 if job in self._known else NEW_JOB_BYTES
         heapq.heappush(self._heads, (first.due + handicap, first.number, job))
 
+    def _make_room(self) -> None:
+        """Pass over the older half of what waits of a job, of those with the most first, until a quarter is free.
+
+        No job loses its newest. Halves, so that jobs are seldom sorted.
+        """
+        size_of: Callable[[collections.deque[_Waiting]], int] = (
+            len if self._num_bytes <= MAX_WAITING_BYTES else _num_bytes_of
+        )
+        for job, queue in sorted(self._queues.items(), key=lambda entry: size_of(entry[1]), reverse=True):
+            if (
+                self._num_waiting - len(self._queues) <= MAX_WAITING * 3 // 4
+                and self._num_bytes <= MAX_WAITING_BYTES * 3 // 4
+            ):
+                break
+            for _ in range(len(queue) // 2):
+                dropped = queue.popleft().message
+                self._finished.add(dropped.sequence)
+                self._num_waiting -= 1
+                self._num_bytes -= len(dropped.payload)
+                self.num_passed_over += 1
+                self.crowding_job = job
+        self._heads = []
+        for job in self._queues:
+            self._push_head(job)
+
     def _take(self) -> WaitingReport:
         _, _, job = heapq.heappop(self._heads)
         queue = self._queues[job]
@@ -118,6 +159,7 @@ class WaitingReports:
         self._clock = max(
             self._clock, taken.due
         )  # without the handicap: known jobs stay ahead of all that wait with it
+        self._num_waiting -= 1
         self._num_bytes -= len(taken.message.payload)
         self._known.pop(job, None)
         self._known[job] = None
@@ -128,6 +170,10 @@ class WaitingReports:
         else:
             del self._queues[job]
         return WaitingReport(taken.message, is_newest=not queue)
+
+
+def _num_bytes_of(queue: Iterable[_Waiting]) -> int:
+    return sum(len(waiting.message.payload) for waiting in queue)
 
 
 def _job_of(message: BusMessage) -> str:
