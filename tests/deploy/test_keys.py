@@ -1,7 +1,10 @@
 """`dynamix keys` on the real broker: let in, rotated and revoked while it runs, and no other connection is touched."""
 
 import asyncio
+import json
 import logging
+import os
+import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ from tests.support import examples
 from tests.support.brokers import connected, until
 from tests.support.deployed_broker import DeployedBroker, deployed_broker
 
+from dynamix.cli.services import bus_environment
 from dynamix.runtime.bus import Bus, PermissionDeniedError
 from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.key_file import read_key_file
@@ -125,6 +129,33 @@ async def test_every_role_can_have_a_key(broker: DeployedBroker) -> None:
             pass
     async with connected(keys["watcher"], "watcher-1") as watcher:
         assert watcher._connection.inbox.startswith("_INBOX.watcher.my-watcher.watcher-1.")
+
+
+@pytest.mark.parametrize(
+    ("service", "key", "fix"),
+    [
+        ("collector", ("of-reward", "--role", "reward"), "--role collector --node node-b`"),
+        ("collector", ("of-node-a", "--role", "collector", "--node", "node-a"), "--role collector --node node-b`"),
+        ("reward", ("of-node-b", "--role", "collector", "--node", "node-b"), "--role reward`"),
+    ],
+)
+async def test_a_service_with_the_key_of_another_ends_with_one_sentence(
+    broker: DeployedBroker, service: str, key: tuple[str, ...], fix: str
+) -> None:
+    settings = broker.key(*key)
+    broker.reload()
+    environ = {**os.environ, **bus_environment(settings), "DYNAMIX_NODE": "node-b"}
+    command = [sys.executable, "-m", f"dynamix.{service}"]
+    process = await asyncio.create_subprocess_exec(*command, env=environ, stderr=asyncio.subprocess.PIPE)
+    async with asyncio.timeout(30):
+        said = (await process.communicate())[1].decode()
+    assert process.returncode == 1
+    lines = [line for line in map(json.loads, said.splitlines()) if line["level"] == "error"]
+    assert {line["event"] for line in lines} == {"cannot go on"}
+    start = f"the broker does not let user '{key[0]}' publish to dynamix.v1.live.{service}.node-b: see its permissions"
+    (reason,) = [line["reason"] for line in lines if line["reason"].startswith(start)]  # beside what else is denied
+    assert reason.endswith(fix)
+    assert "Traceback" not in said
 
 
 async def test_neither_a_log_nor_an_error_nor_the_broker_shows_a_seed(

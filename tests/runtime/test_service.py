@@ -85,6 +85,16 @@ async def test_a_start_error_is_one_sentence_in_the_log(server: ConfiguredServer
     assert "exception" not in failure
 
 
+async def test_a_service_without_streams_says_in_one_sentence_how_to_make_them(server: ConfiguredServer) -> None:
+    async with started(server) as process:
+        code, text, lines = await end(process)
+    assert code == 1
+    (failure,) = [line for line in lines if line["level"] == "error"]
+    assert failure["event"] == "cannot go on"
+    assert failure["reason"].endswith("run `dynamix provision`")
+    assert "Traceback" not in text
+
+
 async def test_a_service_whose_work_is_done_exits_with_0(server: ConfiguredServer) -> None:
     async with started(server, "--mode", "finish") as process:
         code, _, _ = await end(process)

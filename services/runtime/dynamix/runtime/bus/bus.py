@@ -10,7 +10,7 @@ from dynamix.schemas import codec, subjects
 from dynamix.schemas.messages import Action, Live, Message
 from dynamix.schemas.streams import ACTIONS
 
-from .broker.connection import BrokerConnection
+from .broker.connection import BrokerConnection, DeniedCallback
 from .broker.errors import StaleWriterError
 from .broker.requests import Requests
 from .discovery import Discovery, Identity
@@ -107,6 +107,10 @@ class Bus:
     def is_connected(self) -> bool:
         """Whether there is a connection now."""
         return self._connection.connected.is_set()
+
+    def when_denied(self, callback: DeniedCallback) -> Callable[[], None]:
+        """Call `callback` with each subject, in small letters, that the broker denies; returns how to end that."""
+        return self._connection.when_denied(callback)
 
     async def publish(self, message: Message) -> int:
         """Publish and wait for the acknowledgement; returns the sequence in the stream.
