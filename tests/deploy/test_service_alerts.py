@@ -12,10 +12,10 @@ import msgspec
 import pytest
 from tests.support import alert_trials, examples
 from tests.support.alert_trials import Phase, Recorded, check_alerts, needs, record
-from tests.support.brokers import publish_unstored, until
+from tests.support.brokers import ConfiguredServer, connected, publish_unstored, until
 from tests.support.control_plane import NODE, one_node_job
 from tests.support.scraped_plane import ScrapedPlane
-from tests.support.services_here import ServiceHere
+from tests.support.services_here import ServiceHere, services_here
 
 from dynamix.arbitrator import shown as arbitrator_shown
 from dynamix.arbitrator.learning.service import LearnerSettings, _Learner
@@ -104,19 +104,39 @@ async def test_a_feed_that_is_flooded(plane: ScrapedPlane, tmp_path: Path, monke
     )
 
 
-async def test_a_broker_that_has_too_much_to_store(plane: ScrapedPlane, tmp_path: Path) -> None:
-    before = await plane.record()
+class ShortOfQueue(ConfiguredServer):
+    """A broker that refuses what comes while five messages wait to be stored; by default it is 10,000."""
 
-    async def be_refused() -> None:
-        plane.bus._publisher.counters["too_many_requests"] += 1
+    def _config(self, store: Path) -> str:
+        return super()._config(store).replace("sync_interval:", "max_buffered_msgs: 5\n  sync_interval:")
 
-    refused = await plane.record(be_refused())
-    check_alerts(
-        tmp_path,
-        Phase(20, before, set()),
-        Phase(2, refused, {"DynamixBrokerFlooded"}),
-        Phase(25, await plane.record(), set()),
-    )
+
+async def test_a_broker_that_has_too_much_to_store(tmp_path: Path) -> None:
+    """A client floods it with small messages, while the services of a job publish theirs."""
+    async with ShortOfQueue() as server, connected(server.settings) as bus, connected(server.settings) as flooding:
+        await provision(bus)
+        async with services_here(bus, "collector", "reward", "arbitrator") as services:
+            plane, job = ScrapedPlane(server, bus, services), one_node_job()
+            await bus.publish(job)
+            before = await plane.record(plane.train(job, 1))
+
+            async def flood() -> None:
+                async with asyncio.TaskGroup() as group:
+                    training = group.create_task(plane.train(job, 30))
+                    while not bus.counters["too_many_requests"] and not training.done():
+                        for _ in range(200):
+                            await publish_unstored(flooding, subjects.of("report", "junk", "x"), b"junk")
+                        await flooding.flush()
+                        await asyncio.sleep(0)
+                    training.cancel()
+
+            flooded = await plane.record(flood())
+            check_alerts(
+                tmp_path,
+                Phase(20, before, set()),
+                Phase(2, flooded, {"DynamixBrokerFlooded"}),
+                Phase(25, await plane.record(), set()),
+            )
 
 
 async def test_a_collector_that_passes_over_reports(plane: ScrapedPlane, tmp_path: Path) -> None:
@@ -135,16 +155,26 @@ async def test_a_collector_that_passes_over_reports(plane: ScrapedPlane, tmp_pat
 
 
 async def test_an_operation_that_the_broker_refuses_to_a_service(plane: ScrapedPlane, tmp_path: Path) -> None:
+    """Its user may no longer publish what becomes of a message that it cannot use."""
     before = await plane.record()
 
+    settings = plane.server.settings
+    allowed = '{ publish: { deny: "dynamix.v1.dead.>" } }'
+
     async def be_refused() -> None:
-        plane.bus._connection.counters["permission_denials"] += 1
+        user = f'user: "{settings.user}", password: "{settings.password}", permissions: {allowed}'
+        plane.server.authorization = f"users: [{{ {user} }}]"
+        plane.server.reload()
+        async with asyncio.timeout(60):
+            while not plane.bus.counters["permission_denials"]:
+                await publish_unstored(plane.bus, subjects.of("state", "job-1", NODE), b"no message")
+                await asyncio.sleep(0.1)
 
     refused = await plane.record(be_refused())
     check_alerts(
         tmp_path,
         Phase(20, before, set()),
-        Phase(5, refused, {"DynamixPermissionDenied"}),
+        Phase(5, refused, {"DynamixPermissionDenied", "DynamixDeadLetters"}),
         Phase(25, await plane.record(), set()),
     )
 
