@@ -9,24 +9,12 @@ from typing import Any
 import pytest
 import yaml
 from tests.support.alert_trials import RULES, needs
+from tests.support.prometheus import grafana_dashboard, grafana_panels, grafana_queries
 from tests.support.shown_names import shown_names
 
 ROOT = Path(__file__).parents[2]
 OF_PROMETHEUS = {"up", "ALERTS", "process_resident_memory_bytes"}
 CALLED = re.compile(r"\b(dynamix[\w:]*|process_\w+|up|ALERTS)(?=[{\[) ]|$)")
-
-
-def dashboard() -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads((ROOT / "deploy/grafana/dynamix.json").read_text())
-    return loaded
-
-
-def panels() -> list[dict[str, Any]]:
-    return [panel for panel in dashboard()["panels"] if panel["type"] != "row"]
-
-
-def queries() -> list[str]:
-    return [target["expr"].replace("$training_job", ".+") for panel in panels() for target in panel["targets"]]
 
 
 def rules() -> list[dict[str, Any]]:
@@ -35,7 +23,7 @@ def rules() -> list[dict[str, Any]]:
 
 def test_panels_have_a_meaning_a_unit_and_a_place_of_their_own() -> None:
     taken: set[tuple[int, int]] = set()
-    for panel in panels():
+    for panel in grafana_panels():
         assert panel["description"], panel["title"]
         assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
         place = panel["gridPos"]
@@ -47,13 +35,13 @@ def test_panels_have_a_meaning_a_unit_and_a_place_of_their_own() -> None:
         assert not cells & taken, panel["title"]
         assert place["x"] + place["w"] <= 24
         taken |= cells
-    ids = [panel["id"] for panel in dashboard()["panels"]]
+    ids = [panel["id"] for panel in grafana_dashboard()["panels"]]
     assert len(set(ids)) == len(ids)
 
 
 @pytest.mark.parametrize("source", ["dashboard", "alerts"])
 def test_only_numbers_that_a_service_shows_are_asked_for(source: str) -> None:
-    asked = queries() if source == "dashboard" else [rule["expr"] for rule in rules()]
+    asked = grafana_queries() if source == "dashboard" else [rule["expr"] for rule in rules()]
     names = {name for query in asked for name in CALLED.findall(re.sub(r'"[^"]*"', '""', query))}
     recorded = {rule["record"] for rule in rules() if "record" in rule}
     assert len(names) > 15
@@ -70,7 +58,9 @@ def test_every_number_that_is_shown_is_explained() -> None:
 
 @needs("promtool")
 def test_prometheus_reads_every_query(tmp_path: Path) -> None:
-    groups = [{"name": "g", "rules": [{"record": f"q:{n}", "expr": query} for n, query in enumerate(queries())]}]
+    groups = [
+        {"name": "g", "rules": [{"record": f"q:{n}", "expr": query} for n, query in enumerate(grafana_queries())]}
+    ]
     (tmp_path / "queries.yaml").write_text(json.dumps({"groups": groups}))
     for file in (tmp_path / "queries.yaml", RULES):
         told = subprocess.run(["promtool", "check", "rules", str(file)], capture_output=True, text=True, check=False)

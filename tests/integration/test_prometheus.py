@@ -1,95 +1,37 @@
 """A real Prometheus scrapes the services of a running job, reads all rules, raises an alert and clears it."""
 
 import asyncio
-import contextlib
-import json
-import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+import time
 from pathlib import Path
-from typing import Any
-from urllib.parse import quote
 
 import pytest
-from tests.support.alert_trials import RULES, needs
-from tests.support.control_plane import ControlPlane, control_plane, feed_windows, one_node_job
-from tests.support.http_get import free_port, get
+import torch
+from tests.support import examples
+from tests.support.alert_trials import needs
+from tests.support.control_plane import NODE, control_plane, feed_windows, one_node_job
+from tests.support.http_get import free_port
+from tests.support.prometheus import (
+    Prometheus,
+    eventually,
+    grafana_dashboard,
+    grafana_queries,
+    prometheus,
+    start_scraped,
+)
+from tests.support.ranks import run_ranks
+from tests.support.training import Numbered, distribute, gather, make_model
 
-from dynamix.cli.services import SERVICES, ServiceProcess, wait_until_ready
-
-CONFIGURATION = RULES.with_name("prometheus.yml")
-DEPLOYED_PORTS = {"collector": 9601, "reward": 9602, "arbitrator": 9603}
+from dynamix import trainer as dynamix
+from dynamix.cli.services import SERVICES, bus_environment
+from dynamix.schemas import subjects
 
 pytestmark = [needs("prometheus"), pytest.mark.slow, pytest.mark.timeout(180)]
-
-
-class Prometheus:
-    """A running Prometheus, asked over its API."""
-
-    def __init__(self, port: int) -> None:
-        self._port = port
-
-    async def ask(self, path: str) -> Any:
-        status, body = await get(self._port, f"/api/v1/{path}")
-        assert status == 200, body
-        return json.loads(body)["data"]
-
-    async def values(self, query: str) -> list[float]:
-        """The values of a query now."""
-        return [float(series["value"][1]) for series in (await self.ask(f"query?query={quote(query)}"))["result"]]
-
-
-@contextlib.asynccontextmanager
-async def prometheus(directory: Path, ports: dict[str, int]) -> AsyncIterator[Prometheus]:
-    """Our configuration and our rules, every second and without their waits."""
-    configuration = CONFIGURATION.read_text().replace("15s", "1s")
-    for service, port in ports.items():
-        configuration = configuration.replace(f":{DEPLOYED_PORTS[service]}", f":{port}")
-    (directory / "prometheus.yml").write_text(configuration)
-    (directory / RULES.name).write_text(re.sub(r"^ +for: .*\n", "", RULES.read_text(), flags=re.MULTILINE))
-    port = free_port()
-    with (directory / "prometheus.log").open("wb") as log:
-        process = await asyncio.create_subprocess_exec(
-            "prometheus",
-            f"--config.file={directory / 'prometheus.yml'}",
-            f"--storage.tsdb.path={directory / 'data'}",
-            f"--web.listen-address=127.0.0.1:{port}",
-            stdout=log,
-            stderr=log,
-        )
-    try:
-        await eventually(lambda: _is_ready(port))
-        yield Prometheus(port)
-    finally:
-        process.terminate()
-        await process.wait()
-
-
-async def _is_ready(port: int) -> bool:
-    with contextlib.suppress(OSError):
-        return (await get(port, "/-/ready"))[0] == 200
-    return False
-
-
-async def eventually(condition: Callable[[], Awaitable[object]], timeout_s: float = 60.0) -> None:
-    """Wait for what is only seen by asking."""
-    async with asyncio.timeout(timeout_s):
-        while not await condition():  # noqa: ASYNC110 - see above
-            await asyncio.sleep(0.2)
-
-
-async def started(plane: ControlPlane, ports: dict[str, int]) -> dict[str, ServiceProcess]:
-    services = {name: plane.another(name, {"DYNAMIX_METRICS_PORT": str(port)}) for name, port in ports.items()}
-    for service in services.values():
-        service.start()
-    plane.services |= services
-    await wait_until_ready(plane.bus, services)
-    return services
 
 
 async def test_it_scrapes_a_running_job_and_raises_an_alert_for_a_dead_service_until_it_is_back(tmp_path: Path) -> None:
     ports = {name: free_port() for name in SERVICES}
     async with control_plane() as plane, prometheus(tmp_path, ports) as server:
-        services = await started(plane, ports)
+        services = await start_scraped(plane, ports)
         job = one_node_job()
         await plane.bus.publish(job)
         await feed_windows(plane, job, range(5))
@@ -109,10 +51,77 @@ async def test_it_scrapes_a_running_job_and_raises_an_alert_for_a_dead_service_u
         assert await shows(down)
         services["reward"].kill()
         await eventually(lambda: shows(down, 1))
-        await started(plane, {"reward": ports["reward"]})
+        await start_scraped(plane, {"reward": ports["reward"]})
         await eventually(lambda: shows(down))
 
         groups = (await server.ask("rules"))["groups"]
         rules = [rule for group in groups for rule in group["rules"]]
         assert len(rules) > 15
         assert [rule["name"] for rule in rules if rule["health"] != "ok"] == []
+
+
+def train_until(_rank: int, end: Path) -> str:
+    """A script of a user, until a file exists; the job's name."""
+    data, model = Numbered(480, torch.float32), distribute(make_model(torch.float32))
+    data.targets = data.inputs[:, :4].argmax(1)  # can be learned: else there is no gradient to compare the noise with
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    session = dynamix.attach(
+        model, optimizer, data, local_batch_size=8, min_local_batch_size=2,
+        max_local_batch_size=64, window_steps=4, global_batch="adaptive", policy="proportional",
+    )  # fmt: skip
+    with session:
+        for epoch in session.epochs(100_000):
+            session.evaluated(0.5 + 0.4 * epoch / (1 + epoch))
+            for inputs, targets, _ in session.loader:
+                outputs = model(inputs)
+                loss = torch.nn.functional.cross_entropy(outputs, targets)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                session.step(loss, num_correct=int((outputs.argmax(1) == targets).sum()))
+                time.sleep(0.01)  # leaves the cores to the services
+                if any(gather(end.exists())):
+                    return session.job
+    raise AssertionError("nothing ended it")
+
+
+async def test_a_job_that_trains_answers_every_query_of_the_grafana_dashboard(tmp_path: Path) -> None:
+    """Two ranks train, those of another job refused an action, an alert is raised; the probe's cost needs eBPF."""
+    ports, end = {name: free_port() for name in SERVICES}, tmp_path / "end"
+    async with control_plane() as plane, prometheus(tmp_path, ports) as server:
+        plane.environ["DYNAMIX_COLLECTOR_PROBE"] = "auto"
+        await start_scraped(plane, ports)
+        environ = {**bus_environment(plane.server.settings), "DYNAMIX_NODE": NODE}
+        training = asyncio.create_task(asyncio.to_thread(run_ranks, train_until, 2, end, environ=environ))
+        try:
+            await eventually(lambda: server.values("dynamix_job_window > 5"))
+            await plane.bus.publish_bytes(subjects.of("state", "junk", NODE), b"no message", "junk")
+            (job,) = await server.ask("label/training_job/values")
+            other = one_node_job()
+            await plane.bus.publish(other)
+            await feed_windows(plane, other, range(3))
+            decided = f'dynamix_job_decided_window{{training_job="{other.job}"}}'
+            await eventually(lambda: server.values(f"{decided} == 2"))
+            await plane.bus.publish(examples.applied(0, 2, job=other.job, num_refused={"stale": 1}))
+            await answers_all(server, grafana_queries(f"({job}|{other.job})"))
+        finally:
+            end.touch()
+            assert set(await training) == {job}
+    variables = {one["name"]: one for one in grafana_dashboard()["templating"]["list"]}
+    assert variables["training_job"]["definition"] == "label_values(dynamix_job_window, training_job)"
+
+
+async def answers_all(server: Prometheus, queries: list[str]) -> None:
+    """Wait until no query has an empty answer."""
+    missing = queries
+    for _ in range(60):
+        has_probe = await server.values("dynamix_ebpf") == [1.0]
+        missing = [
+            query
+            for query in queries
+            if not await server.values(query) and (has_probe or query != "dynamix:probe_cost:ratio")
+        ]
+        if not missing:
+            return
+        await asyncio.sleep(0.5)
+    raise AssertionError(f"no answer to {missing}")

@@ -1,0 +1,101 @@
+"""A real Prometheus with our configuration and rules, asked over its API; and the queries of the Grafana dashboard."""
+
+import asyncio
+import contextlib
+import json
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from dynamix.cli.services import ServiceProcess, wait_until_ready
+
+from .alert_trials import RULES
+from .control_plane import ControlPlane
+from .http_get import free_port, get
+
+CONFIGURATION = RULES.with_name("prometheus.yml")
+DASHBOARD = RULES.parents[1] / "grafana/dynamix.json"
+DEPLOYED_PORTS = {"collector": 9601, "reward": 9602, "arbitrator": 9603}
+
+
+class Prometheus:
+    """A running Prometheus, asked over its API."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+
+    async def ask(self, path: str) -> Any:
+        status, body = await get(self._port, f"/api/v1/{path}")
+        assert status == 200, body
+        return json.loads(body)["data"]
+
+    async def values(self, query: str) -> list[float]:
+        """The values of a query now."""
+        return [float(series["value"][1]) for series in (await self.ask(f"query?query={quote(query)}"))["result"]]
+
+
+@contextlib.asynccontextmanager
+async def prometheus(directory: Path, ports: dict[str, int]) -> AsyncIterator[Prometheus]:
+    """Our configuration and our rules, every second and without their waits."""
+    configuration = CONFIGURATION.read_text().replace("15s", "1s")
+    for service, port in ports.items():
+        configuration = configuration.replace(f":{DEPLOYED_PORTS[service]}", f":{port}")
+    (directory / "prometheus.yml").write_text(configuration)
+    (directory / RULES.name).write_text(re.sub(r"^ +for: .*\n", "", RULES.read_text(), flags=re.MULTILINE))
+    port = free_port()
+    with (directory / "prometheus.log").open("wb") as log:
+        process = await asyncio.create_subprocess_exec(
+            "prometheus",
+            f"--config.file={directory / 'prometheus.yml'}",
+            f"--storage.tsdb.path={directory / 'data'}",
+            f"--web.listen-address=127.0.0.1:{port}",
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        await eventually(lambda: _is_ready(port))
+        yield Prometheus(port)
+    finally:
+        process.terminate()
+        await process.wait()
+
+
+async def _is_ready(port: int) -> bool:
+    with contextlib.suppress(OSError):
+        return (await get(port, "/-/ready"))[0] == 200
+    return False
+
+
+async def eventually(condition: Callable[[], Awaitable[object]], timeout_s: float = 60.0) -> None:
+    """Wait for what is only seen by asking."""
+    async with asyncio.timeout(timeout_s):
+        while not await condition():  # noqa: ASYNC110 - see above
+            await asyncio.sleep(0.2)
+
+
+async def start_scraped(plane: ControlPlane, ports: dict[str, int]) -> dict[str, ServiceProcess]:
+    """Start services that show their numbers on these ports, and wait until they are ready."""
+    services = {name: plane.another(name, {"DYNAMIX_METRICS_PORT": str(port)}) for name, port in ports.items()}
+    for service in services.values():
+        service.start()
+    plane.services |= services
+    await wait_until_ready(plane.bus, services)
+    return services
+
+
+def grafana_dashboard() -> dict[str, Any]:
+    """The dashboard that a user imports."""
+    loaded: dict[str, Any] = json.loads(DASHBOARD.read_text())
+    return loaded
+
+
+def grafana_panels() -> list[dict[str, Any]]:
+    """Its panels, without the rows that group them."""
+    return [panel for panel in grafana_dashboard()["panels"] if panel["type"] != "row"]
+
+
+def grafana_queries(job: str = ".+") -> list[str]:
+    """All queries of its panels, as Grafana sends them once a job (an expression) is chosen."""
+    return [target["expr"].replace("$training_job", job) for panel in grafana_panels() for target in panel["targets"]]
