@@ -64,14 +64,19 @@ def test_the_list_shows_limits_and_public_keys(users: Path, capsys: pytest.Captu
     assert lines[-1].split() == ["alice", "trainer", "jobs", "alice-1", listed[-1]["keys"][0]]
 
 
-def test_a_rotation_keeps_the_newest_two_keys(users: Path) -> None:
+def test_a_rotation_ends_no_key_before_the_old_ones_are_revoked(
+    users: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert keys(users, *CREATE) == 0
     public = [read_users(users.read_text())[-1].keys[-1]]
     for _ in range(2):
         assert keys(users, "rotate", "alice") == 0
         public.append(read_users(users.read_text())[-1].keys[-1])
     assert len(set(public)) == 3
-    assert read_users(users.read_text())[-1].keys == tuple(public[1:])
+    assert read_users(users.read_text())[-1].keys == tuple(public)
+    said = capsys.readouterr().err
+    assert "the one before stays good until" in said
+    assert "the 2 before stay good until" in said
     assert keys(users, "revoke", "alice", "--old") == 0
     assert read_users(users.read_text())[-1].keys == (public[2],)
 

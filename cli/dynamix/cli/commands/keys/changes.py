@@ -16,12 +16,12 @@ def added(users: Iterable[User], user: User) -> list[User]:
 
 
 def rotated(users: Iterable[User], name: str, key: str) -> list[User]:
-    """With one more key of a user; of those that it had, the newest stays. Raises CommandError where it has none."""
+    """With one more key of a user, who keeps all others: only `revoked` ends one. Raises CommandError without a key."""
     users = list(users)
     user = named(users, name)
     if not user.keys:
         raise CommandError(f"{name} has a password and no key: make-secrets.sh makes passwords, `create` makes keys")
-    return _replaced(users, user, (user.keys[-1], key))
+    return _replaced(users, user, (*user.keys, key))
 
 
 def revoked(users: Iterable[User], name: str, *, only_old: bool) -> list[User]:

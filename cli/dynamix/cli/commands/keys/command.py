@@ -63,7 +63,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     for one in (creating, rotating):
         what = "where to write the key, with mode 0600 (default: NAME.nkey here)"
         add_output_argument(one, KEY, what, streams=False)
-    revoking.add_argument("--old", action="store_true", help="only what its newest key replaced")
+    revoking.add_argument("--old", action="store_true", help="only what its newest key replaced: all its older ones")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -117,15 +117,18 @@ def _rotate(arguments: argparse.Namespace) -> None:
     seed = new_seed()
     with _changing(arguments.users) as users:
         users[:] = changes.rotated(users, name, UserKey(seed).public)
-        _write_key(file, seed, changes.named(users, name))
-    _say(f"{file} is a new key of {name}; the one before stays good until `dynamix keys revoke {name} --old`", IN_FORCE)
+        user = changes.named(users, name)
+        _write_key(file, seed, user)
+    num_old = len(user.keys) - 1
+    old = "the one before stays" if num_old == 1 else f"the {num_old} before stay"
+    _say(f"{file} is a new key of {name}; {old} good until `dynamix keys revoke {name} --old`", IN_FORCE)
 
 
 def _revoke(arguments: argparse.Namespace) -> None:
     with _changing(arguments.users) as users:
         users[:] = changes.revoked(users, arguments.name, only_old=arguments.old)
-    what = "the older key of " if arguments.old else ""
-    _say(f"{what}{arguments.name} is revoked", IN_FORCE)
+    what = "all of {} but the newest key" if arguments.old else "{}"
+    _say(f"{what.format(arguments.name)} is revoked", IN_FORCE)
 
 
 def _refresh(arguments: argparse.Namespace) -> None:
