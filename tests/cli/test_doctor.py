@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from dynamix.cli.commands.doctor import machine
-from dynamix.cli.commands.doctor.bus import bus, is_alive
+from dynamix.cli.commands.doctor.bus import bus, credential, is_alive
 from dynamix.cli.commands.doctor.check import (
     BOLD,
     GREEN,
@@ -254,6 +254,19 @@ def test_a_configured_broker_that_is_away_makes_the_doctor_fail(
     monkeypatch.setenv("DYNAMIX_NATS_URL", AWAY.url)
     assert main(["doctor"]) == 1
     assert capsys.readouterr().out.splitlines()[-1] == "Nothing works without: broker."
+
+
+def test_a_key_that_others_may_read_is_found_and_closed_by_the_fix(tmp_path: Path) -> None:
+    file = tmp_path / "alice.nkey"
+    file.touch(mode=0o600)
+    settings = BusSettings(nkey_file=str(file))
+    assert credential(settings) == []
+    file.chmod(0o604)
+    (check,) = credential(settings)
+    assert (check.present, check.is_fatal) == (False, False)
+    subprocess.run(check.fix.split(), check=True)
+    assert credential(settings) == []
+    assert credential(BusSettings()) == credential(BusSettings(nkey_file="/none")) == []
 
 
 def test_a_service_that_does_not_exist_cannot_be_asked_for() -> None:

@@ -74,6 +74,21 @@ def test_a_credential_says_which_jobs_can_be_trained(tmp_path: Path) -> None:
         assert caught.value.exit_code == 2
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("CA_FILE", "name a file of certificates (PEM)"), ("PASSWORD_FILE", "name a file that holds the password")],
+)
+def test_a_file_for_the_bus_that_is_not_there_is_said_before_anything_trains(
+    name: str, reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("os.execve", lambda *_: pytest.fail("torchrun was started"))
+    monkeypatch.setenv(f"DYNAMIX_NATS_{name}", "/none")
+    assert main(["train", "--", "train.py"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"dynamix train: DYNAMIX_NATS_{name}='/none' cannot be ")
+    assert said.endswith(f"No such file or directory; {reason}\n")
+
+
 def test_the_environment_adds_what_ranks_need_and_keeps_what_the_user_chose() -> None:
     bus = BusSettings(url="nats://127.0.0.1:5000", user="trainer", password_file="/run/p")
     made = train.environment({"OMP_NUM_THREADS": "8", "HOME": "/h"}, {"DYNAMIX_JOB": "mnist-0a1b2c3d"}, bus, "static")
@@ -100,7 +115,7 @@ def test_torch_that_is_not_installed_is_said_with_the_way_to_get_it(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "torch" else object())
     assert main(["train", "--", "train.py"]) == 1
-    assert "pip install torch" in capsys.readouterr().err
+    assert f"`{sys.executable} -m pip install torch`" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -115,8 +115,11 @@ async def test_a_shared_password_ends_with_its_user(broker: DeployedBroker) -> N
     alice(broker)
     broker.keys("revoke", "trainer")
     broker.reload()
-    with pytest.raises(PermissionDeniedError):
+    with pytest.raises(PermissionDeniedError, match="`dynamix keys revoke` may have ended this user"):
         await Bus.connect(broker.settings("trainer"), name="test", wait=False)
+    nothing = BusSettings(url=broker.url, user="trainer")
+    with pytest.raises(PermissionDeniedError, match="there is no password: set DYNAMIX_NATS_PASSWORD_FILE"):
+        await Bus.connect(nothing, name="test", wait=False)
 
 
 async def test_every_role_can_have_a_key(broker: DeployedBroker) -> None:

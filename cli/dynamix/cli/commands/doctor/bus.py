@@ -1,8 +1,10 @@
 """Checks of the broker, of the services on it, and of one job's stored actions."""
 
 import asyncio
+import stat
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 from dynamix.arbitrator.deciding.action_store import ActionStoreError, check_receipt, newest_action, newest_receipt
 from dynamix.cli.board.feed import listen
@@ -24,7 +26,7 @@ CONNECT_TIMEOUT_S = 3.0
 LISTEN_S = 1.5
 """A service beats every second."""
 ALIVE_TIMEOUT_S = 5.0
-HOW_TO_CONNECT = "check DYNAMIX_NATS_URL, _USER and _PASSWORD_FILE"
+HOW_TO_CONNECT = "check DYNAMIX_NATS_URL, and _NKEY_FILE or _USER and _PASSWORD_FILE"
 HOW_TO_ASK = "ask as the user `watcher`, for a job that `dynamix top` shows"
 HOW_TO_RESTORE = (
     "restore the broker's store from a backup, or start the run under a new id: the arbitrator decides nothing on it"
@@ -34,6 +36,22 @@ HOW_TO_RESTORE = (
 async def bus(settings: BusSettings, *, configured: bool) -> list[DoctorCheck]:
     """The broker and what runs on it. With `configured`, a broker that was asked for and is away is fatal."""
     need: Need = "always" if configured else "training"
+    return [*credential(settings), *await _reached(settings, need, configured=configured)]
+
+
+def credential(settings: BusSettings) -> list[DoctorCheck]:
+    """The key's file, where others may read it."""
+    file = settings.nkey_file
+    try:
+        is_open = bool(file) and Path(file).stat().st_mode & stat.S_IROTH
+    except OSError:  # the attempt to connect says so
+        return []
+    if not is_open:
+        return []
+    return [failed("key", "secrecy", f"{file} may be read by every user of this machine", f"chmod 600 {file}")]
+
+
+async def _reached(settings: BusSettings, need: Need, *, configured: bool) -> list[DoctorCheck]:
     try:
         async with connected(settings, "doctor", timeout_s=CONNECT_TIMEOUT_S, wait=False) as connection:
             return [

@@ -6,10 +6,16 @@ from typing import Literal
 
 import msgspec
 
-Need = Literal["always", "training", "demo", "views", "ebpf"]
+Need = Literal["always", "training", "demo", "views", "ebpf", "secrecy"]
 NAME_WIDTH, MARKS = 14, {True: "ok     ", False: "missing"}
 GREEN, YELLOW, RED, BOLD, PLAIN = "\033[32m", "\033[33m", "\033[31m", "\033[1m", "\033[0m"
-PURPOSES = {"training": "training", "demo": "the demo", "views": "live views", "ebpf": "eBPF probes"}
+PURPOSES = {
+    "training": "training",
+    "demo": "the demo",
+    "views": "live views",
+    "ebpf": "eBPF probes",
+    "secrecy": "secrecy",
+}
 
 
 class DoctorCheck(msgspec.Struct, frozen=True, kw_only=True):

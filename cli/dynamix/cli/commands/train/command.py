@@ -18,7 +18,7 @@ from pathlib import Path
 from dynamix.cli.connection import find
 from dynamix.cli.errors import CommandError, MisuseError, explained
 from dynamix.cli.services import bus_environment
-from dynamix.runtime.settings import BusSettings, key_of, redact_url
+from dynamix.runtime.settings import BusSettings, check_bus, key_of, redact_url
 from dynamix.schemas.subjects import MAX_NAME, check_token, new_run_id
 
 JOB, NAME, RUN_ID = "DYNAMIX_JOB", "DYNAMIX_TRAINER_NAME", "DYNAMIX_TRAINER_RUN_ID"
@@ -44,8 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise MisuseError("no script: put torchrun's options, the script and its arguments behind --")
     if importlib.util.find_spec("torch") is None:
         raise CommandError(
-            "PyTorch is not installed in this environment: pip install torch, or 'dynamix-batch[train]' "
-            "(https://pytorch.org says which build fits your GPU)"
+            f"PyTorch is not installed in the environment of {sys.executable}: install it there, by "
+            f"`{sys.executable} -m pip install torch` (https://pytorch.org says which build fits your GPU)"
         )
     bus = find(os.environ)
     given = permitted(arguments.job or os.environ.get(JOB, ""), arguments.name, bus)
@@ -64,9 +64,11 @@ def permitted(given: str, name: str | None, bus: BusSettings) -> str:
     """The job's id as given; without one, the only one that our credential is for.
 
     Raises:
-        CommandError: when the credential is for other jobs, or cannot be read.
+        CommandError: when the credential is for other jobs, or the settings of the bus cannot be used: the ranks would
+            train without steering, and say so among much else.
     """
     with explained(ValueError):
+        check_bus(bus)
         key = key_of(bus)
     if key is None or not key.jobs or given in key.jobs:
         return given

@@ -139,7 +139,7 @@ class BusClient(Transport):
             try:
                 await self._connect_and_serve()
             except (BusError, ValueError, OSError) as error:
-                self._complain("cannot connect to the bus", error)
+                self._complain("cannot connect to the bus, so that training goes on without steering", error)
                 await asyncio.sleep(RETRY_S)
             except Exception as error:  # noqa: BLE001 - what a broken broker provokes must not end the thread unheard
                 self._complain(f"the bus client failed with {type(error).__name__}", error)

@@ -52,9 +52,12 @@ class Login:
 
     def refusal(self) -> str:
         """What to say where the broker refuses us."""
-        check = "check DYNAMIX_NATS_USER and DYNAMIX_NATS_PASSWORD"
+        check = "check DYNAMIX_NATS_USER and DYNAMIX_NATS_PASSWORD_FILE; `dynamix keys revoke` may have ended this user"
         if self.has_key:
-            check = f"the key in {self._settings.nkey_file} may be revoked, or the broker not know it yet"
+            unknown = "the broker may not have read its users again since it was made (systemctl reload dynamix-nats)"
+            check = f"the key in {self._settings.nkey_file} may be revoked, or {unknown}"
+        elif not self.password():
+            check = "there is no password: set DYNAMIX_NATS_PASSWORD_FILE, or DYNAMIX_NATS_NKEY_FILE instead"
         return f"{redact_url(self._settings.url)} refuses user {self.user!r}: {check}"
 
     def _key(self) -> "UserKey":
