@@ -141,6 +141,17 @@ def test_missing_services_and_dead_letters_are_alarms() -> None:
     assert found == [("error", "arbitrator"), ("warning", "services")]
 
 
+def test_a_node_of_a_running_job_without_a_collector_is_an_alarm() -> None:
+    heartbeats = Heartbeats()
+    for service in ("collector", "reward", "arbitrator"):
+        heartbeats.record(Live(service=service, instance="one", node="node-b", uptime_s=5.0), 100.0)
+    (alarm,) = alarms_of([board_of(examples.job())], heartbeats, now_ns=NOW, now_s=101.0)
+    assert (alarm.level, alarm.subject) == ("error", examples.JOB)
+    assert alarm.text.startswith("no collector on node-a: start it there")
+    measured = board_of(examples.job(), examples.window())
+    assert list(alarms_of([measured], heartbeats, now_ns=NOW, now_s=101.0)) == []
+
+
 def test_a_capture_is_the_board_of_any_of_its_moments() -> None:
     captured = CapturedJob(DEMO)
     begin, middle, end = (captured.document(part * captured.duration_s, with_curves=True) for part in (0, 0.5, 1))

@@ -201,6 +201,30 @@ def test_a_job_without_windows_shows_what_it_begins_with() -> None:
     assert "waiting for the first window; local batch sizes 128 128 128 128" in shown(board)
 
 
+def test_a_node_of_the_job_without_a_collector_is_named_with_the_fix() -> None:
+    board = Board(examples.JOB)
+    board.fold(examples.job({"node-x": (0, 1, 2, 3)}))
+    fix = "start it there, or set the same DYNAMIX_NODE for it and the ranks"
+    assert f"collector none on node-x: {fix}" in shown(board, width=120).replace("collector  ", "collector ")
+    board.fold(examples.job({"node-x": (0, 1), "node-y": (2, 3)}))
+    assert f"none on node-x and 1 more: {fix}" in shown(board, width=120)
+    assert "none on" not in shown(board, alive("reward"), width=120), "no collector at all is said of the services"
+    board.fold(examples.job({"node-a": (0, 1, 2, 3)}))
+    assert "none on" not in shown(board, width=120)
+    elsewhere = board_with()
+    elsewhere.fold(examples.job({"node-a": (0, 1, 2, 3)}))
+    services = Heartbeats()
+    services.record(Live(service="collector", instance="node-b", uptime_s=1.0, node="node-b"), 0.0)
+    assert "none on" not in shown(elsewhere, services, width=120), "its windows came"
+
+
+def test_a_job_that_ended_without_a_window_waits_for_none() -> None:
+    board = Board(examples.JOB)
+    board.fold(examples.job({"node-x": (0, 1, 2, 3)}, phase="ended", end_reason="completed"))
+    assert "it ended and no window came; local batch sizes 128 128 128 128" in shown(board)
+    assert "none on node-x" in shown(board)
+
+
 def test_an_ended_job_says_why() -> None:
     board = board_with()
     board.fold(examples.job({"node-a": (0, 1, 2, 3)}, phase="ended", end_reason="all epochs done"))

@@ -127,6 +127,11 @@ class Board(msgspec.Struct):
         return "" if self.action is None else self.action.reason
 
     @property
+    def unmeasured_nodes(self) -> list[str]:
+        """Nodes of the job that no window came from yet."""
+        return [] if self.job is None else [node.node for node in self.job.nodes if node.node not in self.nodes]
+
+    @property
     def lacks_decision(self) -> bool:
         """Whether no decision was made although there should be one by now."""
         return self.action is None and self.window >= LATE_AFTER_WINDOWS

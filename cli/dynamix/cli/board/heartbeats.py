@@ -1,5 +1,7 @@
 """Which services are alive: the newest heartbeat of each, and how long ago it was. Pure: the caller passes the time."""
 
+from collections.abc import Iterable
+
 import msgspec
 
 from dynamix.cli.services import SERVICES
@@ -48,6 +50,12 @@ class Heartbeats:
         """Services in `SERVICES` without a heartbeat that is in time."""
         heard = {beat.live.service for beat in self.recent(now_s) if not beat.is_late(now_s)}
         return [service for service in SERVICES if service not in heard]
+
+    def nodes_without_collector(self, nodes: Iterable[str], now_s: float) -> list[str]:
+        """Those of `nodes` on which no collector is heard, while one is heard elsewhere."""
+        collectors = (beat.live for beat in self.recent(now_s) if beat.live.service == "collector")
+        heard = {live.node for live in collectors if live.node}
+        return [node for node in nodes if node not in heard] if heard else []
 
     def num_unanswered(self, now_s: float) -> int:
         """What the broker has not acknowledged or answered for seconds, of all processes."""

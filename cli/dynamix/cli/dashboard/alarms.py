@@ -29,6 +29,10 @@ def alarms_of(boards: Iterable[Board], heartbeats: Heartbeats, *, now_ns: int, n
     found = list(_of_services(heartbeats, now_s))
     for board in boards:
         found += alarms_of_job(board, now_ns)
+        if board.phase(now_ns) == "running":
+            for node in heartbeats.nodes_without_collector(board.unmeasured_nodes, now_s):
+                text = f"no collector on {node}: start it there, or set the same DYNAMIX_NODE for it and the ranks"
+                found.append(Alarm(level="error", subject=board.name, text=text))
     return found
 
 

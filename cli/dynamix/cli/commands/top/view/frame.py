@@ -44,7 +44,8 @@ def frame(
     if board is None or (board.job is None and not board.timeline.points):
         return _cut([*_empty(board, missing), Text(), *below], width, height)
     rule = Text("─" * width, "dim")
-    below = [rule, *_decision(board), *_reward(board, width), *_event(board), *_network(board), *below]
+    lacking = _collectors(board, heartbeats, now_s)
+    below = [rule, *_decision(board), *_reward(board, width), *_event(board), *_network(board), *lacking, *below]
     tiles = _tiles(board, width)[: max(2, height - len(below) - MIN_TABLE)]
     above = [_title(board, now_ns, width), rule, *tiles, rule]
     room = height - len(above) - len(below)
@@ -177,6 +178,14 @@ def _network(board: Board) -> Iterator[Text]:
     num_lost = sum(node.num_readings_lost for node in nodes)
     lost = f"  {num_lost} readings lost" if num_lost else ""
     yield _labelled("network", named, (note, "dim"), (lost, "yellow"))
+
+
+def _collectors(board: Board, heartbeats: Heartbeats, now_s: float) -> Iterator[Text]:
+    """Nodes of the job that no collector measures."""
+    if nodes := heartbeats.nodes_without_collector(board.unmeasured_nodes, now_s):
+        more = f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""
+        fix = "start it there, or set the same DYNAMIX_NODE for it and the ranks"
+        yield _labelled("collector", (f"none on {nodes[0]}{more}: {fix}", "red"))
 
 
 def _services(heartbeats: Heartbeats, now_s: float) -> Text:

@@ -92,12 +92,13 @@ def rank_lines(board: Board, width: int, height: int) -> list[Text]:
 
 
 def _announced(board: Board, height: int) -> list[Text]:
-    """Before the first window: what the job said it would begin with."""
+    """Without a window: what the job said it would begin with."""
     if board.job is None or height < 1:
         return []
     sizes = board.job.initial_local_batch_sizes
     text = " ".join(str(size) for size in sizes[:16]) + (" …" if len(sizes) > 16 else "")
-    return [Text(f"waiting for the first window; local batch sizes {text}", "dim")]
+    what = "waiting for the first window" if board.job.phase == "running" else "it ended and no window came"
+    return [Text(f"{what}; local batch sizes {text}", "dim")]
 
 
 def _layout(board: Board, width: int) -> TableLayout:
