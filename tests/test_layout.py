@@ -31,7 +31,7 @@ PURE_CORES = {
     "reward": {"formula"},
     "schemas": {"apportion", "features"},
     "arbitrator": {
-        *("deciding.fold", "deciding.signatures", "policies"),
+        *("deciding.fold", "deciding.signatures", "families.profile", "policies"),
         *(f"learned.{name}" for name in ("actions", "inputs", "forward", "policy", "policy_file")),
         *(f"learning.{name}" for name in ("agent", "ppo", "rollout")),
     },

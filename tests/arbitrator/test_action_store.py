@@ -16,6 +16,7 @@ from tests.support.stored_blocks import BlockRecord, block_of, flip_in_header, f
 from dynamix.arbitrator.deciding import job_log
 from dynamix.arbitrator.deciding.action_store import ActionStoreError
 from dynamix.arbitrator.deciding.job_log import JobLog, Surroundings
+from dynamix.arbitrator.families.source import ProfileSource
 from dynamix.arbitrator.learned.policy_source import PolicySource
 from dynamix.arbitrator.learned.policy_store import PolicyStore
 from dynamix.runtime.bus import Bus, BusMessage, StaleWriterError
@@ -34,7 +35,10 @@ SIZES = (128, 128)
 
 async def opened(bus: Bus, job: Job = JOB, known: Any = None) -> JobLog:
     """A job's log as an arbitrator that has just started opens it."""
-    around = Surroundings(bus, PolicySource(PolicyStore(bus)), structlog.stdlib.get_logger(), lambda _: None)
+    log = structlog.stdlib.get_logger()
+    around = Surroundings(
+        bus, PolicySource(PolicyStore(bus)), ProfileSource(bus, log, lambda _: None), log, lambda _: None
+    )
     return await JobLog.open(job, around, known)
 
 

@@ -8,6 +8,7 @@ from tests.support import examples, learned
 
 from dynamix.arbitrator.deciding.action_store import ActionStoreError
 from dynamix.arbitrator.deciding.job_log import JobLog, Surroundings
+from dynamix.arbitrator.families.source import ProfileSource
 from dynamix.arbitrator.learned.policy_source import PolicySource
 from dynamix.arbitrator.learned.policy_store import BUCKET, PolicyStore
 from dynamix.runtime.bus import Bus
@@ -26,7 +27,8 @@ async def opened(bus: Bus, counts: Counter[str], job: Job = JOB) -> JobLog:
     def count(name: str) -> None:
         counts[name] += 1
 
-    around = Surroundings(bus, PolicySource(PolicyStore(bus)), structlog.stdlib.get_logger(), count)
+    log = structlog.stdlib.get_logger()
+    around = Surroundings(bus, PolicySource(PolicyStore(bus)), ProfileSource(bus, log, count), log, count)
     return await JobLog.open(job, around)
 
 

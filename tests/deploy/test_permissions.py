@@ -57,6 +57,7 @@ def message(kind: str, job: str = examples.JOB) -> Message:
             local_batch_sizes=(128,) * 4,
         ),
         "trace": examples.trace(job=job),
+        "profile": examples.profile(family=job),
         "policy": PolicyVersion(policy=job, version=1, feature_version=1, digest=b""),
         "event": Event(
             job=job,

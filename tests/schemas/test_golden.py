@@ -48,6 +48,7 @@ MESSAGES: dict[str, Message] = {
         num_refused={"stale": 1},
     ),
     "trace": examples.trace(window=3),
+    "profile": examples.profile(),
     "policy": PolicyVersion(policy="ppo", version=3, feature_version=1, digest=b"d" * 32),
     "dead": Dead(service="reward", subject="dynamix.v1.window.a.b", sequence=9, reason="why", payload=b"x"),
     "live": Live(service="reward", instance="node-a", uptime_s=1.5, counters={"rewards": 4}),
@@ -79,6 +80,12 @@ def test_an_action_is_bound_to_its_content_and_predecessor() -> None:
     assert seal(examples.action(5), b"q" * 32).hash != sealed.hash
 
 
+def test_an_action_without_a_profile_has_the_bytes_of_those_before_there_were_any() -> None:
+    said, with_profile = (examples.action(5, reason="by speed", profile=each) for each in (b"", b"\x07"))
+    assert len(encode(with_profile)) - len(encode(said)) == 3
+    assert decode_any(subjects.subject_of(said), encode(with_profile)) == with_profile
+
+
 def test_an_action_without_a_reason_has_the_bytes_of_those_before_there_were_any() -> None:
     plain, said = encode(examples.action(5)), encode(examples.action(5, reason="by speed"))
     assert len(said) - len(plain) == len(bytes.fromhex(EXACT_BYTES)) + 1 + len("by speed")
@@ -93,13 +100,15 @@ WITHOUT_TABLES = "c2cb0000000000000000"
 """The bytes behind it in a job that can exchange gradients in no other way, and has no tables."""
 NO_CODECS = "90"
 """The bytes behind those: the codecs of other packages that a job names, none."""
+NO_FAMILY = "a0"
+"""The byte behind those in a job whose runs have nothing in common."""
 
 
 def test_messages_from_before_exchanges_were_decided_are_exact() -> None:
     old = GOLDEN["applied"].replace("44580107" + "99", "44580107" + "98").removesuffix(EXACT_BYTES)
     assert decode_any(subjects.subject_of(MESSAGES["applied"]), bytes.fromhex(old)) == MESSAGES["applied"]
-    since = "a56578616374" + EXACT_BYTES + WITHOUT_TABLES + NO_CODECS
-    old = GOLDEN["job"].replace("44580101dc001a", "44580101dc0015").removesuffix(since)
+    since = "a56578616374" + EXACT_BYTES + WITHOUT_TABLES + NO_CODECS + NO_FAMILY
+    old = GOLDEN["job"].replace("44580101dc001b", "44580101dc0015").removesuffix(since)
     assert len(old) == len(GOLDEN["job"]) - len(since)
     assert decode_any(subjects.subject_of(MESSAGES["job"]), bytes.fromhex(old)) == MESSAGES["job"]
 
@@ -144,6 +153,6 @@ def test_exchanges_from_before_outer_steps_end_rounds_with_the_mean() -> None:
 
 
 def test_a_job_from_before_the_field_global_batch_may_change_its_sum() -> None:
-    since = "a86164617074697665" + "a56578616374" + EXACT_BYTES + WITHOUT_TABLES + NO_CODECS
-    old = bytes.fromhex(GOLDEN["job"].replace("44580101dc001a", "44580101dc0014").removesuffix(since))
+    since = "a86164617074697665" + "a56578616374" + EXACT_BYTES + WITHOUT_TABLES + NO_CODECS + NO_FAMILY
+    old = bytes.fromhex(GOLDEN["job"].replace("44580101dc001b", "44580101dc0014").removesuffix(since))
     assert decode_any(subjects.subject_of(MESSAGES["job"]), old) == MESSAGES["job"]

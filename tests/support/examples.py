@@ -12,11 +12,13 @@ from dynamix.schemas.messages import (
     GlobalMetrics,
     GradientNoise,
     Job,
+    JobProfile,
     JobTotals,
     MetricWindow,
     NetworkMetrics,
     NodeMetrics,
     NodeRanks,
+    NoisePoint,
     RankMetrics,
     RankReward,
     RankRow,
@@ -208,6 +210,26 @@ def action(window_index: int = 0, **changes: Any) -> Action:
         "watermark": 0,
     }
     return Action(**(fields | changes))
+
+
+def profile(**changes: Any) -> JobProfile:
+    fields: dict[str, Any] = {
+        "family": "mnist-0a1b2c3d",
+        "format": 1,
+        "run": 2,
+        "job": JOB,
+        "generation": 0,
+        "ended_sequence": 17,
+        "policy": "rule",
+        "policy_version": 5,
+        "world_size": 4,
+        "num_windows": 30,
+        "local_batch_sizes": (128, 128, 64, 64),
+        "split": "tracking",
+        "memory": b"\x01\x02",
+        "noise": (NoisePoint(1024.0, 50.0), NoisePoint(2048.0, 75.0)),
+    }
+    return JobProfile(**(fields | changes))
 
 
 def sockets(

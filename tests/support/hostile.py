@@ -7,7 +7,7 @@ from dynamix.runtime.bus import Bus, PermissionDeniedError
 from dynamix.schemas.kinds import KINDS, Kind
 from dynamix.schemas.subjects import ROOT
 
-STREAMS = ("JOBS", "FEED", "ACTIONS", "DEAD", "OBJ_policies")
+STREAMS = ("JOBS", "FEED", "ACTIONS", "DEAD", "PROFILES", "OBJ_policies")
 STREAM_OPERATIONS = ("CREATE", "UPDATE", "DELETE", "PURGE", "INFO", "SNAPSHOT", "RESTORE", "MSG.DELETE", "MSG.GET")
 CONSUMER_OPERATIONS = ("CREATE", "DURABLE.CREATE", "DELETE", "INFO", "MSG.NEXT", "PAUSE", "RESET", "UNPIN")
 

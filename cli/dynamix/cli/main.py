@@ -33,7 +33,7 @@ LEARN = "learn"
 """A command and its extra, which brings everything that it needs."""
 COMMANDS = (
     *("demo", "up", "train", "serve-gradients", "top", "dashboard", "capture", "replay", "inspect", "export", "trace"),
-    *("simulate", "learn", "evaluate", "tune", "calibrate", "policy", "provision", "keys", "doctor"),
+    *("simulate", "learn", "evaluate", "tune", "calibrate", "policy", "family", "provision", "keys", "doctor"),
 )
 """Folders of `dynamix.cli.commands`, with '_' for '-', in the order of `dynamix --help`."""
 

@@ -7,7 +7,7 @@ broker's permissions against it.
 from typing import NamedTuple
 
 from . import messages
-from .streams import ACTIONS, DEAD, FEED, JOBS, Stream
+from .streams import ACTIONS, DEAD, FEED, JOBS, PROFILES, Stream
 
 SERVICES = ("trainer", "collector", "reward", "arbitrator", "learner")
 WATCHER = "watcher"
@@ -84,6 +84,8 @@ KINDS = (
          SERVICES, (), "heartbeat and counters"),
     Kind("event", 11, messages.Event, ("job",), (*_WINDOW, "signature"), FEED,
          ("arbitrator", "learner"), (), "a failure signature seen"),
+    Kind("profile", 13, messages.JobProfile, ("family",), ("run", "job", "generation"), PROFILES,
+         ("arbitrator",), ("arbitrator",), "what the runs of a job family taught"),
 )
 # fmt: on
 

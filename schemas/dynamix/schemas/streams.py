@@ -69,6 +69,14 @@ ACTIONS = Stream(
 )
 """Announced, so that a training process needs no consumer, whose name no permission could tell from another job's."""
 DEAD = Stream(name="DEAD", max_age_s=7 * DAY_S, max_bytes=16 * MIB, max_messages_per_subject=10_000)
+PROFILES = Stream(
+    name="PROFILES",
+    max_age_s=365 * DAY_S,
+    max_bytes=32 * MIB,
+    max_messages_per_subject=8,
+    max_message_bytes=100 * KIB,
+)
+"""A version per run of each family; `dynamix family forget` purges a subject."""
 POLICIES = Stream(
     name="OBJ_policies",
     max_age_s=0,
@@ -80,4 +88,4 @@ POLICIES = Stream(
 )
 """Learned policies as files: object `<policy>/<version>`."""
 
-STREAMS = (JOBS, FEED, ACTIONS, DEAD, POLICIES)
+STREAMS = (JOBS, FEED, ACTIONS, DEAD, PROFILES, POLICIES)

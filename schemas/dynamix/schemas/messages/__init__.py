@@ -5,8 +5,8 @@ operators read. Every message names its job, generation (restart count) and, whe
 in each generation). A new field goes at the end and has a default; a changed meaning is a new version of the codec.
 The kinds of message, with their subjects, senders and receivers, are in `dynamix.schemas.kinds`.
 
-`traces` is what agents leave where no centre decides. `allocation`, `fields` and `policies` hold the values that
-messages are made of: this room imports no other of schemas.
+`traces` is what agents leave where no centre decides, `profiles` what a run leaves to the next one of its family.
+`allocation`, `fields` and `policies` hold the values that messages are made of: this room imports no other of schemas.
 """
 
 from .allocation import Sizes
@@ -31,6 +31,7 @@ from .measured import (
     TrainingMetrics,
 )
 from .operations import Dead, Event, Live, PolicyVersion, Signature
+from .profiles import JobProfile, NoisePoint
 from .traces import FieldView, SeenTrace, Trace
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "GlobalMetrics",
     "GradientNoise",
     "Job",
+    "JobProfile",
     "JobTotals",
     "Live",
     "Message",
@@ -49,6 +51,7 @@ __all__ = [
     "NetworkMetrics",
     "NodeMetrics",
     "NodeRanks",
+    "NoisePoint",
     "OptimizerFamily",
     "ParameterDrift",
     "PolicyVersion",

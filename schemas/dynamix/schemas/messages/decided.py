@@ -7,6 +7,9 @@ from msgspec import Meta, field
 from .allocation import EXACT, Allocation, Exchange, Sizes
 from .fields import MAX_RANKS, Carry, Count, Digest, Message, Text, Token
 from .policies import Split
+from .profiles import MAX_PROFILE_BYTES
+
+ProfileBytes = Annotated[bytes, Meta(max_length=MAX_PROFILE_BYTES)]
 
 
 class RankReward(Message, frozen=True, kw_only=True, array_like=True):
@@ -61,6 +64,9 @@ class Action(Message, frozen=True, kw_only=True, array_like=True):
     """How gradients travel. Not encoded while it is `EXACT`, so that such bytes are as they were before it existed."""
     reason: Text = ""
     """Why, in the policy's words and numbers: for people. Not encoded while it is empty."""
+    profile: ProfileBytes = b""
+    """The message with the profile that the generation began with, in its first action: a replay needs no other source.
+    Not encoded while it is empty."""
 
     @property
     def allocation(self) -> Allocation:

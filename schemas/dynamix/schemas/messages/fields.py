@@ -22,6 +22,9 @@ TOKEN_PATTERN = r"^[a-z0-9-]{1,63}\Z"  # noqa: S105 - a subject token, not a sec
 Token = Annotated[str, Meta(pattern=TOKEN_PATTERN)]
 """One token of a subject: a job, a node, a service, a policy."""
 
+OptionalToken = Annotated[str, Meta(pattern=r"^[a-z0-9-]{0,63}\Z")]
+"""A token, or nothing."""
+
 Count = Annotated[int, Meta(ge=0, lt=2**53)]
 """A count that a float64 holds exactly."""
 

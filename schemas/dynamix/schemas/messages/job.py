@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, field
 
 from .allocation import EXACT, MAX_OTHER_CODECS, Allocation, Exchange, ExchangePermission, OtherCodec, Sizes
-from .fields import MAX_RANKS, Count, Message, OptimizerFamily, Text, Token
+from .fields import MAX_RANKS, Count, Message, OptimizerFamily, OptionalToken, Text, Token
 from .policies import GlobalBatch, Split
 
 
@@ -61,6 +61,8 @@ class Job(Message, frozen=True, kw_only=True, array_like=True):
     """Share of the gradient's numbers that lie in embedding tables, where most rows are zero."""
     other_codecs: Annotated[tuple[OtherCodec, ...], Meta(max_length=MAX_OTHER_CODECS)] = ()
     """Exchange codecs of other packages that decisions may name, besides ours."""
+    family: OptionalToken = ""
+    """What its runs have in common, so that one can begin with what another one learned; empty: they have nothing."""
 
     @property
     def initial_allocation(self) -> Allocation:

@@ -11,8 +11,8 @@ from typing import Annotated, Protocol, TypeVar
 import msgspec
 from msgspec import Meta
 
-from dynamix.runtime.bus import BusError, BusMessage, StreamState
-from dynamix.runtime.bus.service_bus import BatchConsumer, ServiceBus
+from dynamix.runtime.bus import BusError, BusMessage
+from dynamix.runtime.bus.service_bus import BatchConsumer
 from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode
@@ -20,9 +20,11 @@ from dynamix.schemas.messages import Event, Job, State
 from dynamix.schemas.messages.fields import MAX_GENERATION
 from dynamix.schemas.streams import FEED, JOBS
 
-from .deciding.action_store import ActionStore, ActionStoreError
+from .deciding.action_store import ActionStoreError
+from .deciding.family_ends import FamilyEnds, ProfileStore
 from .deciding.held_jobs import HeldJobs, WaitingJobs, Wanted, note_state
 from .deciding.job_log import JobLog, Surroundings
+from .families.source import ProfileSource
 from .learned.policy_source import PolicySource
 from .learned.policy_store import PolicyBucket, PolicyReader
 from .shown import ShownDecisions
@@ -42,15 +44,12 @@ class ArbitratorSettings(msgspec.Struct, frozen=True, kw_only=True):
     with a version that the bus has lost."""
 
 
-class ArbitratorBus(ServiceBus, ActionStore, Protocol):
+class ArbitratorBus(ProfileStore, Protocol):
     """What the arbitrator uses of the bus."""
 
     @property
     def objects(self) -> PolicyBucket:
         """Whole files in buckets."""
-
-    async def stream_state(self, stream: str) -> StreamState:
-        """First and last sequence of a stream, and how many messages it holds."""
 
 
 async def serve(context: Context[ArbitratorSettings, ArbitratorBus], *, in_step: bool = False) -> None:
@@ -65,6 +64,8 @@ async def serve(context: Context[ArbitratorSettings, ArbitratorBus], *, in_step:
         "how full FEED is": partial(shown.follow_feed, context.bus.stream_state),
     }
     following = [asyncio.create_task(_follow(context, *one), name=one[0]) for one in followed.items()]
+    if not in_step:
+        following.append(asyncio.create_task(_keep_profiles(context), name="what runs taught"))
     try:
         await _Arbitrator(context, shown, in_step=in_step).run()
     finally:
@@ -83,6 +84,14 @@ async def _follow(
         await follow()
     except BusError as error:
         context.log.warning("the metrics are incomplete", missing=what, reason=str(error))
+
+
+async def _keep_profiles(context: Context[ArbitratorSettings, ArbitratorBus]) -> None:
+    """Store what runs taught: what goes wrong here ends no decisions."""
+    try:
+        await FamilyEnds(context.bus, context.log, context.count).follow()
+    except BusError as error:
+        context.log.warning("what runs teach is not stored until this service is started again", reason=str(error))
 
 
 _MISTAKES = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
@@ -110,7 +119,8 @@ class _Arbitrator:
         settings = context.settings
         cache = settings.policy_cache
         policies = PolicySource(PolicyReader(context.bus.objects, Path(cache) if cache else None))
-        self._surroundings = Surroundings(context.bus, policies, context.log, context.count)
+        profiles = ProfileSource(context.bus, context.log, context.count)
+        self._surroundings = Surroundings(context.bus, policies, profiles, context.log, context.count)
         self._logs = HeldJobs[JobLog](settings.max_jobs, settings.max_ranks, settings.forget_after_s)
         self._waiting = WaitingJobs(settings.max_jobs)
         self._opening: dict[str, Wanted] = {}

@@ -36,6 +36,7 @@ from .gradient.schedulers import Schedulers, StepScheduleWarning
 from .gradient.updates import Updates
 from .gradient.weighting import BaseHook, GradientHook, Reduction
 from .gradient.weights import StepWeights
+from .job.family import job_family
 from .job.memory_caps import MemoryCaps
 from .job.options import (
     JobOptions,
@@ -78,6 +79,7 @@ def attach(
     gradient_accumulation_steps: int = 1,
     look_ahead: int = 0,
     name: str | None = None,
+    family: str | None = None,
     window_steps: int = 20,
     min_local_batch_size: int | None = None,
     max_local_batch_size: int | None = None,
@@ -131,6 +133,9 @@ def attach(
         look_ahead: batches that the script fetches before `session.step()` ended the one before, as prefetchers do.
         name: of the job on the bus, `[a-z0-9-]`; a run id is added. When not given, the script's file name under
             `dynamix train`, else `training`. `dynamix train --name` and `DYNAMIX_JOB` overrule it.
+        family: what the runs of this training have in common: a name, or `auto` for a fingerprint of script, model,
+            optimizer and data. A run begins with what earlier ones of its family taught, where the policy can (`rule`),
+            and drops it when its first windows disagree. When not given, runs have nothing in common.
         window_steps: k, the optimizer steps between two decisions.
         min_local_batch_size: bound of decisions; 0 lets a rank have no samples. When not given, what the model needs:
             one sample in each batch, or two where it has BatchNorm. Below the size at which a rank's times stop
@@ -232,6 +237,7 @@ def attach(
         other_codecs=others,
         supports_exchange=averaging == "hook" and base_hook is None and codec == EXACT.codec,
         table_share=table_share(models),
+        family=job_family(family, models, optimizers, dataset, learning_rate_rule),
     )
     orders = orders_of(dataset, sampler, seed, shuffle=shuffle)
     if token_counts is not None:

@@ -3,16 +3,20 @@
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+import msgspec
+
 from dynamix.arbitrator.deciding.fold import Fold
-from dynamix.arbitrator.policies.policy import Policy
+from dynamix.arbitrator.families.profile import profile_after
+from dynamix.arbitrator.policies.policy import Policy, RecurringPolicy
 from dynamix.collector.agent import trace_of
 from dynamix.collector.window import simulated_window
 from dynamix.lab.simulator.cluster import Evaluation, VirtualCluster
 from dynamix.lab.simulator.scenario import Scenario
 from dynamix.lab.workloads import Data
 from dynamix.reward.formula import Formula, Weights, reward_of
+from dynamix.schemas.codec import encode
 from dynamix.schemas.features import state_of
-from dynamix.schemas.messages import Action, Applied, Job, MetricWindow, Report, Reward, State
+from dynamix.schemas.messages import Action, Applied, Job, JobProfile, MetricWindow, Report, Reward, State
 
 GRID_TOLERANCE_S = 1e-9
 """Points of the grid are multiples of a float: the last one may lie a rounding error behind a time."""
@@ -52,6 +56,8 @@ class Episode(NamedTuple):
     states: list[State]
     rewards: list[Reward]
     windows: list[MetricWindow]
+    profile: JobProfile | None = None
+    """The family's profile after the run; `None` in a job without a family, or where nothing was learned."""
 
 
 def run_episode(
@@ -67,13 +73,16 @@ def run_episode(
     job: str | None = None,
     on_window: Callable[[list[Report]], None] | None = None,
     make_cluster: type[VirtualCluster] = VirtualCluster,
+    family: str = "",
+    profile: JobProfile | None = None,
 ) -> Episode:
     """Run a job to its end; data, options and initial size are as `VirtualCluster` takes them.
 
     The seed rules weights, order of the data and disturbances: equal seeds make policies comparable in pairs. `reward`
     is the formula (`None`: the published one for the optimizer) and its weights; without it nothing is rewarded.
     `keep_messages` keeps windows, states and rewards. Policies that sample draw by the name of the job, by default of
-    scenario and seed. `on_window` is called with the reports of each window.
+    scenario and seed. `on_window` is called with the reports of each window. A job of a family begins with the
+    `profile` of an earlier episode, if it is given one, and leaves one.
 
     Raises:
         ValueError: when the scenario names what is not known.
@@ -87,7 +96,8 @@ def run_episode(
         initial_local_batch_size=initial_local_batch_size,
         job=job,
     )
-    control = ControlPlane(cluster.job, policy, reward=reward)
+    cluster.job = msgspec.structs.replace(cluster.job, family=family)
+    control = ControlPlane(cluster.job, policy, reward=reward, profile=profile)
     kept = EpisodeMessages([], [], [])
     actions: list[Action] = []
     while reports := cluster.run_window():
@@ -101,14 +111,24 @@ def run_episode(
         for trace in filter(None, map(trace_of, reports)):
             cluster.leave_trace(trace)
         actions += decided
-    return episode_of(cluster, actions, kept)
+    after = None
+    if family and actions and isinstance(policy, RecurringPolicy):
+        after = profile_after(cluster.job, actions[-1], policy, profile)
+    return episode_of(cluster, actions, kept)._replace(profile=after)
 
 
 class ControlPlane:
     """Collector, reward service and arbitrator of one job, as functions."""
 
-    def __init__(self, job: Job, policy: Policy, *, reward: tuple[Formula | None, Weights] | None = None) -> None:
-        self._fold = Fold(job, policy, None)
+    def __init__(
+        self,
+        job: Job,
+        policy: Policy,
+        *,
+        reward: tuple[Formula | None, Weights] | None = None,
+        profile: JobProfile | None = None,
+    ) -> None:
+        self._fold = Fold(job, policy, None, b"" if profile is None else encode(profile))
         self._reward = reward
         self._sequence = 0
 

@@ -15,8 +15,8 @@ from dynamix.runtime.bus import (
 )
 from dynamix.runtime.bus.streams.statistics import StatisticsByKind
 from dynamix.schemas.codec import MalformedMessageError, decode, encode
-from dynamix.schemas.messages import Action, Event, Job
-from dynamix.schemas.streams import ACTIONS, FEED, JOBS
+from dynamix.schemas.messages import Action, Event, Job, JobProfile
+from dynamix.schemas.streams import ACTIONS, FEED, JOBS, PROFILES
 
 from .action_store import RecordedAction, ReplayedActions
 from .events import EventComparer
@@ -122,7 +122,10 @@ class ArbitratorReplayBus:
         return StreamState(1, 1, 1) if self._specification is not None else StreamState(1, 0, 0)
 
     async def last(self, stream: str, subject: str) -> BusMessage | None:
-        """The newest specification, receipt, state or action."""
+        """The newest specification, receipt, state or action; the profile that the next recorded action began with."""
+        if stream == PROFILES.name:
+            recorded = self._actions.next_recorded()
+            return BusMessage(subject, recorded.profile, 1, 0, 0) if recorded and recorded.profile else None
         if stream == ACTIONS.name:
             return self._actions.stored[-1] if self._actions.stored else None
         if stream == JOBS.name:
@@ -136,6 +139,10 @@ class ArbitratorReplayBus:
     async def publish_action(self, action: Action, *, expected_last: int) -> int:
         """Store an action, as `ReplayedActions.publish`."""
         return self._actions.publish(action, expected_last)
+
+    async def publish_profile(self, profile: JobProfile, *, expected_last: int) -> int:  # noqa: ARG002 - as `Bus.publish_profile`
+        """Refuse: a replay stores nothing of what a run taught."""
+        raise PublishError("a replay stores no profile")
 
     async def publish_soon(self, message: Event) -> asyncio.Future[int]:
         """Add an event to the comparison."""

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dynamix.arbitrator.policies.policy import MAX_REASON, Policy, digest_of
+from dynamix.arbitrator.families.profile import read_profile
+from dynamix.arbitrator.policies.policy import MAX_REASON, Policy, RecurringPolicy, digest_of
 from dynamix.schemas.apportion import apportion
 from dynamix.schemas.chain import seal
 from dynamix.schemas.codec import MalformedMessageError
@@ -42,10 +43,11 @@ class _Row(NamedTuple):
 class Fold:
     """Decides the windows of one generation of one job, in order, each once."""
 
-    def __init__(self, job: Job, policy: Policy, last: Action | None) -> None:
+    def __init__(self, job: Job, policy: Policy, last: Action | None, profile: bytes = b"") -> None:
         """Start at the beginning of the generation, or after its `last` action, which is also the checkpoint.
 
-        An action of an earlier generation only gives the chain its predecessor.
+        An action of an earlier generation only gives the chain its predecessor. A generation without actions begins
+        with a `profile` of its family, where its policy can: a stored message that `check_usable` accepted.
         """
         self.job = job
         self.policy = policy
@@ -59,7 +61,11 @@ class Fold:
         self._gap = False
         self.next_window = 0
         self.watermark = 0
-        self._carry = b""
+        self._profile, self._carry = b"", b""
+        if profile and isinstance(policy, RecurringPolicy):
+            self._profile, self._carry = profile, policy.begin(job, read_profile(job.family, profile))
+        self.note = ""
+        """What the log should say of the decision that `close` made last."""
         self._decided = job.initial_local_batch_sizes
         self.previous_hash = b""
         if last is not None:
@@ -105,6 +111,7 @@ class Fold:
             return None
         obs_WF, global_F = self._observe(window)
         decision = self.policy.decide(self.job, window, obs_WF, global_F, self._carry)
+        self.note = decision.note
         sizes = self._feasible(decision.allocation.local_batch_sizes)
         action = Action(
             job=self.job.job,
@@ -123,6 +130,7 @@ class Fold:
             values=decision.values,
             carry=decision.carry,
             reason=decision.reason[:MAX_REASON],
+            profile=self._profile,
         )
         return seal(action, self.previous_hash)
 
@@ -133,7 +141,7 @@ class Fold:
             return
         self.next_window = action.window + 1
         self.watermark = max(self.watermark, action.watermark)
-        self._carry = action.carry
+        self._profile, self._carry = b"", action.carry
         self._decided = action.local_batch_sizes
         self._gap = False
         for rows in self._rows.values():

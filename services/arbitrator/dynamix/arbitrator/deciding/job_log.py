@@ -7,6 +7,7 @@ from typing import Self
 
 from structlog.stdlib import BoundLogger
 
+from dynamix.arbitrator.families.source import ProfileSource
 from dynamix.arbitrator.learned.policy_source import PolicySource
 from dynamix.arbitrator.policies.policy import Policy, digest_of
 from dynamix.arbitrator.policies.static import Static
@@ -35,6 +36,7 @@ class Surroundings:
 
     bus: ActionStore
     policies: PolicySource
+    profiles: ProfileSource
     log: BoundLogger
     count: Callable[[str], None]
 
@@ -42,14 +44,14 @@ class Surroundings:
 class JobLog:
     """The fold of one generation of a job, joined to its subject in ACTIONS; made by `open`."""
 
-    def __init__(self, job: Job, policy: Policy, around: Surroundings) -> None:
+    def __init__(self, job: Job, policy: Policy, around: Surroundings, profile: bytes = b"") -> None:
         self.job = job
         self.known: Stored | None = None
         """The newest action that this process wrote or read."""
         self._around = around
         self._log = around.log.bind(job=job.job, generation=job.generation)
         self._superseded = False
-        self._fold = Fold(job, policy, None)
+        self._fold = Fold(job, policy, None, profile)
         self._watch = None if job.policy == Static.name else SizeWatch(job)  # static sizes are not stuck
 
     @classmethod
@@ -67,7 +69,10 @@ class JobLog:
         if known is not None:
             await check_goes_on(around.bus, job, known, newest)
         await check_receipt(around.bus, job, newest, receipt)
-        opened = cls(job, await around.policies.choose(job, _of_generation(newest, job)), around)
+        recorded = _of_generation(newest, job)
+        policy = await around.policies.choose(job, recorded)
+        profile = b"" if recorded is not None else await around.profiles.choose(job, policy)
+        opened = cls(job, policy, around, profile)
         if newest is not None:
             opened._adopt(newest)
         opened._log.info("decides", policy=job.policy, version=opened._fold.policy.version)
@@ -114,6 +119,8 @@ class JobLog:
         self.known = Stored(sequence, action)
         self._fold.adopt(action)
         self._around.count("decided")
+        if self._fold.note:
+            self._log.info(self._fold.note, family=self.job.family, window=action.window)
         self._log.debug("decided", window=action.window, local_batch_sizes=action.local_batch_sizes[:16])
         await self._watch_sizes(action)
 

@@ -19,34 +19,35 @@ Where one link is slower than others, gradients may travel over owners whose sha
 Where the job permits more than exact gradients, how they travel is chosen with B: the codec and the period of local
 steps of the greatest progress per second, by what they saved when they ruled and by how far the ranks drift apart
 (`model.exchange_choice`). In an exact job of a model with embedding tables that may be `rows`.
+
+A job of a family begins with what earlier runs taught (`rule_memory`): with their times it goes to the best batch at
+once, while the first windows agree with them; and its noise scale is half what was measured at as many samples then.
 """
 
 import math
-import struct
-from dataclasses import replace as replaced
 from typing import ClassVar
 
 from msgspec.structs import replace
 
-from dynamix.schemas.messages import Job
+from dynamix.schemas.messages import Job, JobProfile
 from dynamix.schemas.messages.allocation import Exchange
 from dynamix.schemas.messages.policies import RATE_EXPONENTS
 
 from .model.exchange_choice import choose, exposure_of, is_decided, model_after
-from .model.exchange_memory import OVER_OWNERS, ExchangeMemory, packed_bytes, way_of
+from .model.exchange_memory import OVER_OWNERS, ExchangeMemory, way_of
 from .model.links import can_share, link_rates, slowest_in_words
-from .model.observation import PACKED_BYTES, Array32, NoiseMemory, decided_sizes, job_value
+from .model.observation import Array32, decided_sizes, job_value
+from .model.rule_memory import RuleMemory, begun_with, knowledge_of
 from .model.step_time import StepTime, best_global_batch, progress
-from .model.step_time_fit import StepTimeFit, window_of
+from .model.step_time_fit import window_of
 from .options import Option, Options, allocation_of, option, track
-from .policy import Decision
+from .policy import Decision, Knowledge
 from .sizing import Pace, by_speed, clamp_total
 
 _PACE = Pace()
 _MOST = 16.0
 """Above so many times B_noise a step is worth no more. Without a bound 1,024 ranks behind a ring of 0.4 s per step went
 to 372,469 samples at a noise scale of 60, and to a learning rate of 2.7; 0.8 trained, from 1.1 on the loss diverged."""
-_GLOBAL_BATCH = struct.Struct("<d")
 
 
 class Rule:
@@ -65,34 +66,43 @@ class Rule:
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
         """The next sizes. While B_noise was never known B stays, and without any measured time nothing changes."""
-        global_batch_size, noise, memory, fit = _unpack(job, carry)
-        noise_scale = job_value(global_F, "noise_scale")
+        known = RuleMemory.unpack(carry, job)
+        noise, memory, noise_scale = known.noise, known.exchange, job_value(global_F, "noise_scale")
         if memory.ruling[0].every == 1 or math.isfinite(noise_scale):  # not each round of local steps measures it
             noise = noise.observe(noise_scale)
-        fit = fit.observe(job, window_of(job, obs_WF))
-        model, scale = fit.model(job), noise.noise_scale * option(self.options, job, "noise_multiplier")
+        seen = known.observe_times(job, window_of(job, obs_WF)).observe_noise(obs_WF, noise_scale)
+        fit, known = seen.fit, seen.memory
+        model = fit.model(job)
+        scale = known.recurrence.noise_scale(noise.noise_scale) * option(self.options, job, "noise_multiplier")
         if is_decided(job):
-            seen = exposure_of(fit, model, obs_WF)
-            loss, drift = job_value(global_F, "loss"), job_value(global_F, "local_drift")
-            memory = memory.observe(seen, loss, drift, job.world_size)
-            if can_share(job):
-                memory = memory.with_links(link_rates(obs_WF))
+            memory = known.exchange
+            if not seen.disagrees:
+                loss, drift = job_value(global_F, "loss"), job_value(global_F, "local_drift")
+                memory = memory.observe(exposure_of(fit, model, obs_WF), loss, drift, job.world_size)
+                memory = memory.with_links(link_rates(obs_WF)) if can_share(job) else memory
             chosen, ruled = self._exchange(job, model, memory, scale), memory.ruling[0]
             if model is not None:
                 model = model_after(ruled, chosen, model, memory)
             memory = memory.decided(chosen)
             if memory.ruling[0] != ruled:  # what the next window exposes is no pair with what this one did
-                fit = replaced(fit, sync_s=math.nan)
-        wanted, reason = self._next(job, global_batch_size, model, scale)
+                known = known.with_unknown_sync()
+        wanted, reason = self._next(job, known.global_batch_size, model, scale, leaps=seen.leaps)
         sizes = by_speed(job, clamp_total(job, wanted), model, decided_sizes(obs_WF))
-        carry = _GLOBAL_BATCH.pack(wanted) + noise.pack() + fit.pack()
         allocation = allocation_of(self.options, job, sizes)
         if is_decided(job):
             if way_of(memory.newest) == OVER_OWNERS:
                 reason += f"; {slowest_in_words(memory.rates)}"
-            carry += memory.pack().ljust(_memory_bytes(job), b"\0")
             allocation = replace(allocation, exchange=memory.newest_with_shares)
-        return Decision(allocation, carry=carry, reason=reason)
+        packed = known.decided(wanted, noise, memory).pack(job)
+        return Decision(allocation, carry=packed, reason=reason + seen.remark, note=seen.note)
+
+    def begin(self, job: Job, profile: JobProfile) -> bytes:
+        """The carry of a generation that begins with a profile."""
+        return begun_with(job, profile, self.name).pack(job)
+
+    def knowledge(self, job: Job, carry: bytes) -> Knowledge:
+        """What the run behind a carry taught."""
+        return Knowledge(*knowledge_of(job, carry))
 
     def _exchange(self, job: Job, model: StepTime | None, memory: ExchangeMemory, noise_scale: float) -> Exchange:
         """The way that is decided now; that of the last decision before anything is known."""
@@ -107,37 +117,18 @@ class Rule:
     def _exponent(self, job: Job) -> float:
         return option(self.options, job, "rate_weight") * RATE_EXPONENTS[job.learning_rate_rule]
 
-    def _next(self, job: Job, current: float, model: StepTime | None, noise_scale: float) -> tuple[float, str]:
-        """The next global batch, and why."""
+    def _next(
+        self, job: Job, current: float, model: StepTime | None, noise_scale: float, *, leaps: bool
+    ) -> tuple[float, str]:
+        """The next global batch, and why; at once the best one where an earlier run came to it."""
         if model is None or math.isnan(noise_scale):
             return current, f"no {'step' if model is None else 'noise scale'} is known yet: the global batch stays"
         target = best_global_batch(model, noise_scale, self._exponent(job), _most(job, noise_scale))
         pace = _PACE._replace(**{name: option(self.options, job, name) for name in ("max_change", "dead_band")})
         reason = f"{target:.0f} samples buy the most progress per second, at a noise scale of {noise_scale:.3g}"
-        return pace.step(max(current, 1.0), target), reason
+        return target if leaps else pace.step(max(current, 1.0), target), reason
 
 
 def _most(job: Job, noise_scale: float) -> float:
     """The global batch above which a step is worth no more; early in a training B_noise alone would say too little."""
     return _MOST * max(noise_scale, job.base_global_batch_size)
-
-
-def _memory_bytes(job: Job) -> int:
-    return packed_bytes(job.world_size if can_share(job) else 0)
-
-
-def _unpack(job: Job, carry: bytes) -> tuple[float, NoiseMemory, ExchangeMemory, StepTimeFit]:
-    """The rule's own global batch (not rounded: a policy that scales its decisions does not feed back), fits."""
-    head, memory = _GLOBAL_BATCH.size, b""
-    if is_decided(job):
-        carry, memory = carry[: -_memory_bytes(job)], carry[-_memory_bytes(job) :]
-    noise, fit = carry[head : head + PACKED_BYTES], carry[head + PACKED_BYTES :]
-    global_batch_size = _GLOBAL_BATCH.unpack_from(carry)[0] if len(carry) >= head else math.nan
-    if not 0 < global_batch_size < math.inf:
-        global_batch_size = float(sum(job.initial_local_batch_sizes))
-    return (
-        global_batch_size,
-        NoiseMemory.unpack(noise),
-        ExchangeMemory.unpack(memory, job),
-        StepTimeFit.unpack(fit, job),
-    )

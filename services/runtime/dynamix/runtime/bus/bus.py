@@ -7,8 +7,8 @@ from typing import Self, TypeVar
 
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import codec, subjects
-from dynamix.schemas.messages import Action, Live, Message
-from dynamix.schemas.streams import ACTIONS
+from dynamix.schemas.messages import Action, JobProfile, Live, Message
+from dynamix.schemas.streams import ACTIONS, PROFILES
 
 from .broker.connection import BrokerConnection, DeniedCallback
 from .broker.errors import StaleWriterError
@@ -148,16 +148,26 @@ class Bus:
             StaleWriterError: when another action is there.
             BusError: as `publish`.
         """
-        subject = subjects.of("action", action.job)
-        payload = codec.encode(action)
+        return await self._publish_next(ACTIONS.name, action, expected_last)
+
+    async def publish_profile(self, profile: JobProfile, *, expected_last: int) -> int:
+        """Publish a profile if `expected_last` is the last sequence on its subject. Raises as `publish_action`."""
+        return await self._publish_next(PROFILES.name, profile, expected_last)
+
+    async def _publish_next(self, stream: str, message: Message, expected_last: int) -> int:
+        subject, payload = subjects.subject_of(message), codec.encode(message)
         try:
-            return await (await self._publisher.publish(subject, payload, codec.message_id(action), expected_last))
+            return await (await self._publisher.publish(subject, payload, codec.message_id(message), expected_last))
         except StaleWriterError:
             # a retry that comes when the broker has forgotten the first try's identity
-            last = await self.last(ACTIONS.name, subject)
+            last = await self.last(stream, subject)
             if last is not None and last.payload == payload:
                 return last.sequence
             raise
+
+    async def purge(self, stream: str, subject: str) -> int:
+        """Remove all messages of a subject from a stream; how many there were. Only an operator's user may."""
+        return await stored.purge_subject(self.requests, stream, subject)
 
     async def publish_live(self, message: Live) -> None:
         """Publish on core NATS, unstored; while disconnected it is dropped and counted."""

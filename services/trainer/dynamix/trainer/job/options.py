@@ -88,6 +88,8 @@ class JobOptions:
     """Whether the ranks can carry out any such decision."""
     table_share: float = 0.0
     """Share of the trained numbers that lie in embedding tables."""
+    family: str = ""
+    """What its runs have in common; empty: they have nothing."""
 
     @property
     def initial_allocation(self) -> Allocation:
@@ -157,6 +159,7 @@ class JobOptions:
             (self.exchange, self.fixed_exchange and astuple(self.fixed_exchange), self.supports_exchange),
             self.table_share,
             (self.gradient_servers, tuple(map(astuple, self.other_codecs))),
+            self.family,
         )
 
     def _check_types(self) -> None:

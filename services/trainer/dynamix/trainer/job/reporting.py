@@ -65,6 +65,7 @@ class Reporter:
             supports_exchange=options.supports_exchange and options.lasting_exchange is None,
             table_share=options.table_share,
             other_codecs=options.other_codecs,
+            family=options.family,
         )
 
     def report(

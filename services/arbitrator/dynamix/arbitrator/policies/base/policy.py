@@ -1,9 +1,9 @@
 """What a policy is: a pure function of what is known about one job at one closed window."""
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from dynamix.arbitrator.policies.model.observation import Array32
-from dynamix.schemas.messages import Job
+from dynamix.schemas.messages import Job, JobProfile, NoisePoint
 from dynamix.schemas.messages.allocation import Allocation
 
 from .options import Options
@@ -23,6 +23,8 @@ class Decision(NamedTuple):
     values: tuple[float, ...] | None = None
     reason: str = ""
     """Why, in a short sentence with its numbers, for people: it decides nothing. The fold keeps `MAX_REASON` of it."""
+    note: str = ""
+    """What the arbitrator's log should say of it, once: a sentence for people."""
 
 
 class Policy(Protocol):
@@ -54,6 +56,29 @@ class NamedPolicy(Policy, Protocol):
     @property
     def options(self) -> Options:
         """What of `Job.policy_options` it understands."""
+
+
+class Knowledge(NamedTuple):
+    """What a run taught, for the next one of its family."""
+
+    memory: bytes
+    """Times and links, in the policy's own bytes; empty when nothing was measured."""
+    noise: tuple[NoisePoint, ...] = ()
+    """The noise scale by samples seen: of this run and, where it began with a profile, of those before."""
+
+
+@runtime_checkable
+class RecurringPolicy(Policy, Protocol):
+    """One that can begin with what earlier runs of a job's family taught."""
+
+    def begin(self, job: Job, profile: JobProfile) -> bytes:
+        """The carry of a generation that begins with a profile.
+
+        It checks the profile against the first windows; of what does not fit the job's shape, nothing is in the carry.
+        """
+
+    def knowledge(self, job: Job, carry: bytes) -> Knowledge:
+        """What the run behind the last decision's carry taught."""
 
 
 def digest_of(policy: Policy) -> bytes:

@@ -22,12 +22,12 @@ from dynamix.runtime.bus.broker.errors import (
     ObjectMissingError,
     StaleWriterError,
 )
-from dynamix.runtime.bus.broker.requests import Answer, Requests
+from dynamix.runtime.bus.broker.requests import Requests
 from dynamix.runtime.bus.streams.broker_consumer import Start
 from dynamix.runtime.bus.streams.consumer import Consumer
 from dynamix.runtime.bus.streams.message import BusMessage
 from dynamix.runtime.bus.streams.publisher import Publisher
-from dynamix.runtime.bus.streams.stored import count_messages, last_message
+from dynamix.runtime.bus.streams.stored import count_messages, last_message, purge_subject
 
 from . import layout
 from .layout import ObjectInfo
@@ -54,10 +54,6 @@ class StoredObject(NamedTuple):
 
     info: ObjectInfo
     data: bytes
-
-
-class _PurgeAnswer(Answer):
-    purged: int = 0
 
 
 class Objects:
@@ -210,7 +206,7 @@ class Objects:
         """Free the room of chunks that nothing describes; they are harmless if that fails."""
         try:
             async with asyncio.timeout(CLEAN_UP_TIMEOUT_S):
-                await self._requests.ask(f"STREAM.PURGE.{stream}", {"filter": subject}, _PurgeAnswer)
+                await purge_subject(self._requests, stream, subject)
         except (BusError, TimeoutError) as error:
             logger.warning("chunks on %s are left behind: %s", subject, error)
 

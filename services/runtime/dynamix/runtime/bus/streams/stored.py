@@ -37,6 +37,15 @@ class _StoredAnswer(Answer):
     message: _StoredMessage | None = None
 
 
+class _PurgeAnswer(Answer):
+    purged: int = 0
+
+
+async def purge_subject(requests: Requests, stream: str, subject: str) -> int:
+    """Remove all messages of a subject; how many there were. Raises StreamMissingError as `stream_state`."""
+    return (await requests.ask(f"STREAM.PURGE.{stream}", {"filter": subject}, _PurgeAnswer)).purged
+
+
 async def stream_state(requests: Requests, stream: str) -> StreamState:
     """What the stream holds now. Raises StreamMissingError when there is none of this name."""
     state = (await requests.ask(f"STREAM.INFO.{stream}", None, _StreamInfo)).state

@@ -1,0 +1,1 @@
+"""List, show and forget what the runs of job families taught."""

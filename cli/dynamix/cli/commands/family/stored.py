@@ -1,0 +1,137 @@
+"""The profiles of job families on the bus, and the same as text."""
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import msgspec
+
+from dynamix.arbitrator.families.profile import UnusableProfileError, read_profile
+from dynamix.cli.errors import CommandError
+from dynamix.runtime.bus import Bus, BusMessage, StreamMissingError
+from dynamix.schemas import subjects
+from dynamix.schemas.messages import JobProfile
+from dynamix.schemas.streams import PROFILES
+
+HEADINGS = ("family", "runs", "newest", "policy", "ranks", "windows", "last sizes", "size")
+MOST_SIZES = 4
+NAME_WIDTH = 20
+
+
+class StoredFamily(msgspec.Struct, frozen=True, kw_only=True):
+    """The newest profile of a family."""
+
+    family: str
+    num_bytes: int
+    stored_at_ns: int
+    """When the broker stored it, since the Unix epoch."""
+    profile: JobProfile | None = None
+    fault: str = ""
+    """Why this program cannot use it; empty when it can."""
+
+
+async def families(bus: Bus) -> list[StoredFamily]:
+    """All families, by name.
+
+    Raises:
+        CommandError: when the broker has no stream for them.
+    """
+    try:
+        state = await bus.stream_state(PROFILES.name)
+    except StreamMissingError:
+        raise CommandError("the broker has no stream for job families: run `dynamix provision`") from None
+    found = [] if state.num_messages == 0 else [_read(message) async for message in _newest(bus)]
+    return sorted(found, key=lambda one: one.family)
+
+
+async def family_named(bus: Bus, name: str) -> StoredFamily:
+    """One family. Raises CommandError when nothing is stored for it; the text says what there is."""
+    found = await families(bus)
+    for one in found:
+        if one.family == name:
+            return one
+    known = ", ".join(one.family for one in found) or "none"
+    raise CommandError(f"nothing is stored of a family {name!r}: there is {known}")
+
+
+def table(found: Sequence[StoredFamily]) -> str:
+    """One line per family."""
+    if not found:
+        return "no job families: a job has one with attach(..., family='auto'), and leaves what it learned at its end"
+    rows = [HEADINGS, *map(_row, found)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def document(one: StoredFamily) -> dict[str, Any]:
+    """One family as data, without the bytes that only its policy reads."""
+    found: dict[str, Any] = {"family": one.family, "usable": not one.fault, "reason": one.fault}
+    found |= {"num_bytes": one.num_bytes, "stored_at_ns": one.stored_at_ns}
+    if (profile := one.profile) is not None:
+        named = {name: getattr(profile, name) for name in profile.__struct_fields__ if name not in ("memory", "family")}
+        noise = [msgspec.structs.asdict(point) for point in profile.noise]
+        found |= {**named, "noise": noise, "exchange": profile.exchange.label, "memory_bytes": len(profile.memory)}
+    return found
+
+
+def details(one: StoredFamily) -> str:
+    """One family, a property per line."""
+    lines = [f"{one.family}, {one.num_bytes:,} bytes", _line("usable here", f"no: {one.fault}" if one.fault else "yes")]
+    profile = one.profile
+    if profile is not None:
+        curve = [f"{point.noise_scale:.3g} at {point.num_samples:.3g}" for point in profile.noise]
+        lines += [
+            _line("runs", str(profile.run)),
+            _line("newest run", f"{profile.job}, generation {profile.generation}, {profile.num_windows} windows"),
+            _line("policy", f"{profile.policy} version {profile.policy_version}"),
+            _line("ranks", str(profile.world_size)),
+            _line("last allocation", f"{_sizes(profile)} ({profile.split}), {profile.exchange.label}"),
+            _line("times", f"{len(profile.memory):,} bytes" if profile.memory else "none"),
+            _line("noise scale", f"{', '.join(curve)} samples seen" if curve else "unknown"),
+        ]
+    return "\n".join(lines)
+
+
+async def _newest(bus: Bus) -> AsyncIterator[BusMessage]:
+    async with bus.consume(PROFILES.name, [subjects.of("profile", subjects.ANY)], start="last_per_subject") as consumer:
+        async for batch in consumer:
+            for message in batch:
+                yield message
+            if batch[-1].num_pending == 0:
+                return
+
+
+def _read(message: BusMessage) -> StoredFamily:
+    family = subjects.parse(message.subject).tokens[0]
+    profile, fault = None, ""
+    try:
+        profile = read_profile(family, message.payload)
+    except UnusableProfileError as error:
+        fault = str(error)
+    return StoredFamily(
+        family=family,
+        num_bytes=len(message.payload),
+        stored_at_ns=message.timestamp_ns,
+        profile=profile,
+        fault=fault,
+    )
+
+
+def _row(one: StoredFamily) -> tuple[str, ...]:
+    size, profile = f"{one.num_bytes / 1024:.1f} KB", one.profile
+    if profile is None:
+        return (one.family, "?", "cannot be used here: `dynamix family show`", "", "", "", "", size)
+    policy = f"{profile.policy} {profile.policy_version}"
+    counts = (str(profile.world_size), str(profile.num_windows))
+    return (one.family, str(profile.run), profile.job, policy, *counts, _sizes(profile), size)
+
+
+def _sizes(profile: JobProfile) -> str:
+    shown = "/".join(map(str, profile.local_batch_sizes[:MOST_SIZES]))
+    rest = "/..." if len(profile.local_batch_sizes) > MOST_SIZES else ""
+    return f"{shown}{rest} = {sum(profile.local_batch_sizes)}"
+
+
+def _line(name: str, value: str) -> str:
+    return f"  {name:{NAME_WIDTH}}{value}"

@@ -1,0 +1,63 @@
+"""What the runs of a job family taught, for the next one."""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from .allocation import EXACT, Allocation, Exchange, Sizes
+from .fields import MAX_RANKS, Count, Message, Token
+from .policies import Split
+
+PROFILE_FORMAT = 1
+"""The version of what a profile means; one with a greater number is not used by this program."""
+
+MAX_PROFILE_BYTES = 96 * 1024
+"""A profile is in the first action of a job that begins with it, beside the carry."""
+
+MAX_CURVE_POINTS = 64
+
+
+class NoisePoint(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The gradient noise scale at one point of a training."""
+
+    num_samples: Annotated[float, Meta(ge=0)]
+    """Samples that the run had seen."""
+    noise_scale: Annotated[float, Meta(gt=0)]
+    """B_noise in samples: geometric mean over the windows around it, and over runs."""
+
+
+class JobProfile(Message, frozen=True, kw_only=True, array_like=True):
+    """What the runs of a job family taught: written by the arbitrator at the end of each, read at the next one's start.
+
+    Times are those of the newest run; the curve of the noise scale is a mean over runs.
+    """
+
+    family: Token
+    format: Count
+    run: Annotated[int, Meta(ge=1)]
+    """Version: how many runs it was made of."""
+    job: Token
+    """The newest of them."""
+    generation: Count
+    ended_sequence: Count
+    """Sequence in JOBS of the end of that run: an end behind it is not in the profile yet."""
+    policy: Token
+    """The policy that can read `memory`."""
+    policy_version: Count
+    world_size: Annotated[int, Meta(ge=1, le=MAX_RANKS)]
+    num_windows: Count
+    """Decided in the newest run."""
+    local_batch_sizes: Sizes
+    """The last ones."""
+    split: Split = "fixed"
+    exchange: Exchange = EXACT
+    memory: Annotated[bytes, Meta(max_length=MAX_PROFILE_BYTES)] = b""
+    """What the policy knows of times and links: rates and fixed times by rank, saturation, communication."""
+    noise: Annotated[tuple[NoisePoint, ...], Meta(max_length=MAX_CURVE_POINTS)] = ()
+    """By samples seen, ascending."""
+
+    @property
+    def allocation(self) -> Allocation:
+        """The last decision of the newest run."""
+        return Allocation(self.local_batch_sizes, self.split, self.exchange)

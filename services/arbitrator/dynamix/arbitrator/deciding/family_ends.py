@@ -1,0 +1,135 @@
+"""Stores what a run taught when it is over: once per end, whichever arbitrator comes first, and also after a restart.
+
+A profile names the sequence in JOBS of the end that it was made for; an end behind it is not in it yet. So the newest
+specifications are all that a restarted arbitrator looks at, and two arbitrators write by compare-and-set.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from structlog.stdlib import BoundLogger
+
+from dynamix.arbitrator.families.profile import UnusableProfileError, profile_after, read_profile
+from dynamix.arbitrator.policies.policy import RecurringPolicy
+from dynamix.arbitrator.policies.registry import POLICIES
+from dynamix.runtime.bus import BusMessage, PermissionDeniedError, StaleWriterError, StreamMissingError, StreamState
+from dynamix.runtime.bus.service_bus import ServiceBus
+from dynamix.schemas import subjects
+from dynamix.schemas.codec import MalformedMessageError, decode, encode
+from dynamix.schemas.messages import Action, Job, JobProfile
+from dynamix.schemas.messages.profiles import MAX_PROFILE_BYTES
+from dynamix.schemas.streams import JOBS, PROFILES
+
+from .action_store import ActionStore, ActionStoreError, newest_action
+
+MAX_TRIES = 5
+"""Other arbitrators that may store another run's profile meanwhile."""
+MAX_KNOWN = 10_000
+
+
+class ProfileStore(ServiceBus, ActionStore, Protocol):
+    """The part of the bus that it uses."""
+
+    async def stream_state(self, stream: str) -> StreamState:
+        """First and last sequence of a stream."""
+
+    async def publish_profile(self, profile: JobProfile, *, expected_last: int) -> int:
+        """Store a profile if the family's newest one has the sequence `expected_last`."""
+
+
+class FamilyEnds:
+    """Follows the ends of jobs that have a family."""
+
+    def __init__(self, bus: ProfileStore, log: BoundLogger, count: Callable[[str], None]) -> None:
+        self._bus = bus
+        self._log = log
+        self._count = count
+        self._stored: dict[str, int] = {}
+        """By family the newest end in JOBS that its profile has: no request for those of long ago."""
+
+    async def follow(self) -> None:
+        """Store a profile after every end, those of the past first, until the intake ends."""
+        async with self._bus.consume(
+            JOBS.name, [subjects.of("job", subjects.ANY)], start="last_per_subject"
+        ) as consumer:
+            async for batch in consumer:
+                for message in batch:
+                    if (job := _ended(message)) is not None and message.sequence > self._stored.get(job.family, 0):
+                        await self._record(job, message.sequence)
+
+    async def _record(self, job: Job, sequence: int) -> None:
+        log = self._log.bind(job=job.job, family=job.family)
+        try:
+            reason = await self._store(job, sequence)
+        except (ActionStoreError, UnusableProfileError, PermissionDeniedError, StreamMissingError) as error:
+            log.warning("what the run taught is not stored", reason=str(error))
+        else:
+            if reason:
+                log.info("the run taught nothing for its family", reason=reason)
+        self._stored[job.family] = max(sequence, self._stored.get(job.family, 0))
+        if len(self._stored) > MAX_KNOWN:
+            self._stored.pop(next(iter(self._stored)))
+
+    async def _store(self, job: Job, sequence: int) -> str:
+        """Store the profile after a run, unless there is one; why there is nothing to store, if there is not."""
+        for _ in range(MAX_TRIES):
+            stored = await self._bus.last(PROFILES.name, subjects.of("profile", job.family))
+            earlier = await self._earlier(job.family, stored)
+            if earlier is not None and earlier.ended_sequence >= sequence and await self._is_of_these_jobs(earlier):
+                self._stored[job.family] = earlier.ended_sequence
+                return ""
+            newest = await newest_action(self._bus, job)
+            if newest is None or newest.action.generation != job.generation:
+                return "nothing was decided in its last start"
+            policy = _recurring(newest.action)
+            if policy is None:
+                return f"policy {newest.action.policy!r} keeps nothing for later runs"
+            profile = profile_after(job, newest.action, policy, earlier, ended_sequence=sequence)
+            if profile is None:
+                return f"{newest.action.window + 1} windows, and nothing measured in them"
+            if (num_bytes := len(encode(profile))) > MAX_PROFILE_BYTES:
+                raise UnusableProfileError(f"{num_bytes} bytes are over the limit of {MAX_PROFILE_BYTES}")
+            try:
+                await self._bus.publish_profile(profile, expected_last=0 if stored is None else stored.sequence)
+            except StaleWriterError:
+                continue
+            self._count("profiles_stored")
+            self._log.info("stored what the run taught", job=job.job, family=job.family, run=profile.run)
+            return ""
+        raise UnusableProfileError(f"others stored {MAX_TRIES} profiles of the family meanwhile")
+
+    async def _earlier(self, family: str, stored: BusMessage | None) -> JobProfile | None:
+        """The newest profile; a broken one is replaced, one of a newer program never.
+
+        Raises:
+            UnusableProfileError: when a newer program wrote it.
+        """
+        if stored is None:
+            return None
+        try:
+            return read_profile(family, stored.payload)
+        except UnusableProfileError as error:
+            if isinstance(error.__cause__, MalformedMessageError):
+                self._log.warning("a broken profile is replaced", family=family, reason=str(error))
+                return None
+            raise
+
+    async def _is_of_these_jobs(self, profile: JobProfile) -> bool:
+        """Whether its sequence is one of this JOBS, which may have been made again."""
+        return profile.ended_sequence <= (await self._bus.stream_state(JOBS.name)).last_sequence
+
+
+def _ended(message: BusMessage) -> Job | None:
+    """The specification, if it says that a job with a family is over."""
+    try:
+        job = decode(Job, message.subject, message.payload)
+    except MalformedMessageError:
+        return None  # set aside where it is read for decisions
+    return job if job.phase == "ended" and job.family else None
+
+
+def _recurring(action: Action) -> RecurringPolicy | None:
+    """The policy that decided, if this program has it in this version, and it keeps anything."""
+    policy = POLICIES.get(action.policy)
+    is_same = policy is not None and policy.version == action.policy_version
+    return policy if is_same and isinstance(policy, RecurringPolicy) else None

@@ -1,0 +1,82 @@
+"""Profiles of job families: made of a run's last action, read at the next run's start. Pure."""
+
+from dynamix.arbitrator.policies.policy import RecurringPolicy
+from dynamix.schemas import subjects
+from dynamix.schemas.codec import MalformedMessageError, decode
+from dynamix.schemas.messages import Action, Job, JobProfile
+from dynamix.schemas.messages.profiles import MAX_PROFILE_BYTES, PROFILE_FORMAT
+
+FEWEST_WINDOWS = 5
+"""Runs with fewer decided windows teach nothing."""
+
+
+class UnusableProfileError(ValueError):
+    """A profile that this program cannot use; the text says why."""
+
+
+def read_profile(family: str, payload: bytes) -> JobProfile:
+    """The profile in a stored message.
+
+    Raises:
+        UnusableProfileError: when it cannot be read, or a newer program wrote it.
+    """
+    try:
+        profile = decode(JobProfile, subjects.of("profile", family), payload)
+    except MalformedMessageError as error:
+        raise UnusableProfileError(f"it cannot be read: {error}") from error
+    if profile.format > PROFILE_FORMAT:
+        raise UnusableProfileError(
+            f"a newer program wrote it, in format {profile.format}; this one reads formats up to {PROFILE_FORMAT}: "
+            "update it"
+        )
+    return profile
+
+
+def check_usable(job: Job, policy: RecurringPolicy, payload: bytes) -> JobProfile:
+    """The profile in a message, once it is certain that a generation can begin with it.
+
+    Raises:
+        UnusableProfileError: when it cannot.
+    """
+    if len(payload) > MAX_PROFILE_BYTES:
+        raise UnusableProfileError(f"it has {len(payload)} bytes, at most {MAX_PROFILE_BYTES} go into an action")
+    profile = read_profile(job.family, payload)
+    try:
+        policy.begin(job, profile)
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise UnusableProfileError(f"policy {policy.name!r} cannot read its memory: {error!r}") from error
+    return profile
+
+
+def profile_after(
+    job: Job, last: Action, policy: RecurringPolicy, earlier: JobProfile | None, *, ended_sequence: int = 0
+) -> JobProfile | None:
+    """The family's profile after a run with this last action; `None` where the run taught nothing.
+
+    What the run could not measure is kept of the earlier profile.
+    """
+    if last.window + 1 < FEWEST_WINDOWS:
+        return None
+    knowledge = policy.knowledge(job, last.carry)
+    known = earlier if earlier is not None and earlier.policy == policy.name else None
+    if not (knowledge.memory or knowledge.noise):
+        return None
+    is_again = earlier is not None and earlier.job == job.job  # a restarted run has ended once more
+    has_times = bool(knowledge.memory) or known is None
+    return JobProfile(
+        family=job.family,
+        format=PROFILE_FORMAT,
+        run=1 if earlier is None else earlier.run + (not is_again),
+        job=job.job,
+        generation=job.generation,
+        ended_sequence=ended_sequence,
+        policy=policy.name,
+        policy_version=policy.version,
+        world_size=job.world_size if has_times or known is None else known.world_size,
+        num_windows=last.window + 1,
+        local_batch_sizes=last.local_batch_sizes,
+        split=last.split,
+        exchange=last.exchange,
+        memory=knowledge.memory if has_times or known is None else known.memory,
+        noise=knowledge.noise or (() if known is None else known.noise),
+    )

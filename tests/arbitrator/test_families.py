@@ -1,0 +1,164 @@
+"""Profiles of job families on a real bus: stored once per end, begun with, and ignored with one warning."""
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import structlog
+from structlog.testing import capture_logs
+from tests.support import examples
+from tests.support.brokers import until
+from tests.support.recordings import JobRecording, into_arbitrator
+from tests.support.toy_cluster import ToyCluster
+
+from dynamix.arbitrator.deciding.family_ends import FamilyEnds
+from dynamix.arbitrator.deciding.fold import Fold
+from dynamix.arbitrator.deciding.job_log import JobLog, Surroundings
+from dynamix.arbitrator.families.profile import profile_after
+from dynamix.arbitrator.families.source import ProfileSource
+from dynamix.arbitrator.learned.policy_source import PolicySource
+from dynamix.arbitrator.learned.policy_store import PolicyStore
+from dynamix.arbitrator.policies.rule import Rule
+from dynamix.runtime.bus import Bus
+from dynamix.schemas import subjects
+from dynamix.schemas.chain import seal
+from dynamix.schemas.codec import decode, encode
+from dynamix.schemas.messages import Action, Job, JobProfile
+from dynamix.schemas.streams import ACTIONS, PROFILES
+
+FAMILY = "mnist-0a1b2c3d"
+JOB = examples.job({"node-a": (0, 1)}, policy="rule", family=FAMILY)
+LOG = structlog.stdlib.get_logger()
+
+
+def last_action(job: Job = JOB) -> Action:
+    """The last action of a run of 12 windows."""
+    decisions = ToyCluster(np.array([4000.0, 1000.0])).run(Rule(), job, 12)
+    sizes, carry = decisions[-1].allocation.local_batch_sizes, decisions[-1].carry
+    changes = {"job": job.job, "local_batch_sizes": sizes, "deltas": (0, 0), "carry": carry, "policy": "rule"}
+    return seal(examples.action(11, policy_version=Rule.version, **changes), b"")
+
+
+def made_profile(**changes: object) -> JobProfile:
+    profile = profile_after(JOB, last_action(), Rule(), None)
+    assert profile is not None
+    return msgspec.structs.replace(profile, **changes)
+
+
+async def end(bus: Bus, job: Job) -> None:
+    """A run that was decided, and is over."""
+    await bus.publish_action(last_action(job), expected_last=0)
+    await bus.publish(msgspec.structs.replace(job, phase="ended", end_reason="completed"))
+
+
+@contextlib.asynccontextmanager
+async def following(bus: Bus, counts: Counter[str]) -> AsyncIterator[None]:
+    """An arbitrator's keeper of profiles."""
+
+    def count(name: str) -> None:
+        counts[name] += 1
+
+    task = asyncio.create_task(FamilyEnds(bus, LOG, count).follow())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def newest(bus: Bus) -> JobProfile | None:
+    message = await bus.last(PROFILES.name, subjects.of("profile", FAMILY))
+    return None if message is None else decode(JobProfile, message.subject, message.payload)
+
+
+async def until_run(bus: Bus, number: int) -> JobProfile:
+    async with asyncio.timeout(30):
+        while (found := await newest(bus)) is None or found.run < number:  # noqa: ASYNC110 - no event tells
+            await asyncio.sleep(0.02)
+    return found
+
+
+async def test_each_end_is_stored_once_by_whichever_arbitrator_comes_first(bus: Bus) -> None:
+    counts = Counter[str]()
+    async with following(bus, counts), following(bus, counts):
+        await end(bus, JOB)
+        assert (await until_run(bus, 1)).job == JOB.job
+        second = msgspec.structs.replace(JOB, job="mnist-99999999")
+        await end(bus, second)
+        found = await until_run(bus, 2)
+    assert (found.job, found.run, found.world_size) == (second.job, 2, 2)
+    assert (await bus.stream_state(PROFILES.name)).last_sequence == 2
+    async with following(bus, counts):  # a restart looks at all ends again, one of a third run among them
+        await end(bus, msgspec.structs.replace(JOB, job="mnist-88888888"))
+        assert (await until_run(bus, 3)).job == "mnist-88888888"
+    assert (await bus.stream_state(PROFILES.name)).last_sequence == 3
+
+
+async def test_an_end_that_no_arbitrator_saw_is_stored_by_the_next_start(bus: Bus) -> None:
+    await end(bus, JOB)
+    async with following(bus, Counter()):
+        assert (await until_run(bus, 1)).num_windows == 12
+
+
+async def test_a_profile_of_a_newer_program_is_neither_used_nor_replaced(bus: Bus) -> None:
+    newer = made_profile(format=99, ended_sequence=0)
+    await bus.publish(newer)
+    with capture_logs() as logs:
+        async with following(bus, Counter()):
+            await end(bus, JOB)
+            await until(lambda: any("not stored" in one["event"] for one in logs))
+        source = ProfileSource(bus, LOG, lambda _: None)
+        for name in ("a", "b"):
+            log = await opened(bus, msgspec.structs.replace(JOB, job=f"mnist-{name}"), source)
+            assert log._fold._carry == b""
+    assert await newest(bus) == newer
+    warnings = [one["event"] for one in logs if one["log_level"] == "warning"]
+    assert [text for text in warnings if "not used: a newer program wrote it" in text] == [warnings[-1]]
+
+
+async def opened(bus: Bus, job: Job, source: ProfileSource | None = None) -> JobLog:
+    """A job's log as an arbitrator opens it."""
+    profiles = source or ProfileSource(bus, LOG, lambda _: None)
+    return await JobLog.open(job, Surroundings(bus, PolicySource(PolicyStore(bus)), profiles, LOG, lambda _: None))
+
+
+async def test_a_job_begins_with_its_familys_profile_which_is_in_its_first_action_only(bus: Bus) -> None:
+    profile = made_profile()
+    await bus.publish(profile)
+    with capture_logs() as logs:
+        log = await opened(bus, JOB)
+    assert [one["run"] for one in logs if one["event"] == "begins with the profile of its family"] == [1]
+    await log.add_state(1, examples.state())
+    await log.add_state(2, examples.state(window_index=1))
+    first = await bus.first(ACTIONS.name, subjects.of("action", JOB.job))
+    last = await bus.last(ACTIONS.name, subjects.of("action", JOB.job))
+    assert first is not None
+    assert last is not None
+    actions = [decode(Action, one.subject, one.payload) for one in (first, last)]
+    assert [(one.window, one.profile) for one in actions] == [(0, encode(profile)), (1, b"")]
+    await bus.publish(made_profile(run=2))  # a restart goes on from the carry
+    resumed = await opened(bus, JOB)
+    assert resumed._fold._carry == actions[1].carry
+
+
+async def test_a_job_without_a_family_begins_with_none(bus: Bus) -> None:
+    await bus.publish(made_profile())
+    log = await opened(bus, msgspec.structs.replace(JOB, family=""))
+    assert log._fold._carry == b""
+
+
+@pytest.mark.parametrize("is_used", [True, False])
+async def test_a_capture_replays_byte_for_byte_without_the_store(tmp_path: Path, is_used: bool) -> None:
+    profile = encode(made_profile()) if is_used else b""
+    with JobRecording(tmp_path / "job.dxc", JOB) as recording:
+        recording._fold = Fold(JOB, Rule(), None, profile)
+        for window in range(8):
+            recording.state(window)
+    assert [bool(action.profile) for action in recording.actions] == [is_used, *[False] * 7]
+    outcome = await into_arbitrator(recording.path)
+    assert (outcome.counts.num_compared, outcome.counts.num_equal) == (8, 8)

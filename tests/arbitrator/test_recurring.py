@@ -1,0 +1,168 @@
+"""A job of a family begins with what an earlier run taught, and drops it when its first windows disagree."""
+
+import math
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+from tests.support import examples
+from tests.support.toy_cluster import ToyCluster
+
+from dynamix.arbitrator.families.profile import UnusableProfileError, check_usable, profile_after, read_profile
+from dynamix.arbitrator.policies.model.noise_curve import NoiseCurve
+from dynamix.arbitrator.policies.model.observation import Array32
+from dynamix.arbitrator.policies.model.recurrence import ProfileTrial, Standing
+from dynamix.arbitrator.policies.policy import Decision
+from dynamix.arbitrator.policies.rule import Rule
+from dynamix.schemas.codec import encode
+from dynamix.schemas.messages import Job, JobProfile, NoisePoint
+
+RATES = np.array([4000.0, 4000.0, 1000.0, 1000.0])
+FAMILY = "mnist-0a1b2c3d"
+
+
+def job_of(**changes: object) -> Job:
+    fields = {
+        "initial_local_batch_sizes": (64,) * 4,
+        "min_local_batch_size": 8,
+        "policy": "rule",
+        "supports_tracking": True,
+        "family": FAMILY,
+    }
+    return examples.job({f"node-{rank}": (rank,) for rank in range(4)}, **(fields | changes))
+
+
+class Begun:
+    """`rule` in a generation that begins with a profile."""
+
+    name, version, options = Rule.name, Rule.version, Rule.options
+
+    def __init__(self, profile: JobProfile) -> None:
+        self._profile = profile
+
+    def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:
+        return Rule().decide(job, window, obs_WF, global_F, carry or Rule().begin(job, self._profile))
+
+
+def cluster(**changes: float) -> ToyCluster:
+    return ToyCluster(RATES * changes.pop("speed", 1.0), tracking=True, **({"communication_s": 0.02} | changes))
+
+
+def profile_of(decisions: list[Decision], job: Job | None = None, earlier: JobProfile | None = None) -> JobProfile:
+    last = decisions[-1]
+    action = examples.action(
+        len(decisions) - 1, local_batch_sizes=last.allocation.local_batch_sizes, carry=last.carry, policy="rule"
+    )
+    profile = profile_after(job or job_of(), action, Rule(), earlier)
+    assert profile is not None
+    return profile
+
+
+@pytest.fixture(scope="module")
+def first() -> list[Decision]:
+    return cluster().run(Rule(), job_of(), 20)
+
+
+def test_without_a_profile_a_family_is_decided_as_no_family(first: list[Decision]) -> None:
+    alone = cluster().run(Rule(), job_of(family=""), 20)
+    assert [one.allocation for one in first] == [one.allocation for one in alone]
+    assert [one.reason for one in first] == [one.reason for one in alone]
+
+
+def test_the_second_run_begins_where_the_first_one_ended(first: list[Decision]) -> None:
+    second = cluster().run(Begun(profile_of(first)), job_of(), 6)
+    ended = first[-1].allocation.global_batch_size
+    assert first[0].allocation.global_batch_size < 0.7 * ended
+    assert second[0].allocation.global_batch_size == pytest.approx(ended, rel=0.03)
+    assert second[0].reason.endswith("; begins with its profile")
+    assert [one.note for one in second] == ["", "the first windows agree with its profile", "", "", "", ""]
+
+
+@pytest.mark.parametrize("change", [{"speed": 0.5}, {"speed": 2.0}, {"communication_s": 0.1}])
+def test_another_cluster_is_noticed_within_three_windows_and_decided_as_if_cold(
+    first: list[Decision], change: dict[str, float]
+) -> None:
+    profile = msgspec.structs.replace(profile_of(first), noise=())
+    cold, warm = (cluster(**change).run(policy, job_of(), 20) for policy in (Rule(), Begun(profile)))
+    notes = [one.note for one in warm]
+    assert [window for window, note in enumerate(notes) if note.startswith("dropped its profile: ")] in ([1], [2])
+    assert notes[1] in warm[1].reason
+    assert [one.allocation for one in warm] == [one.allocation for one in cold]
+
+
+def test_a_curve_of_other_noise_scales_is_dropped_and_times_are_kept(first: list[Decision]) -> None:
+    warm = cluster(noise_scale=20.0).run(Begun(profile_of(first)), job_of(), 6)
+    notes = "; ".join(one.note for one in warm[:3])
+    assert "the first windows agree with its profile" in notes
+    assert "dropped its noise scales: 1e+03 samples by now, another was measured" in notes
+
+
+def test_a_job_of_another_shape_begins_with_the_curve_only(first: list[Decision]) -> None:
+    profile = profile_of(first)
+    for job in (job_of(max_local_batch_sizes=(512,) * 4), replace_ranks(2)):
+        cold, begun = Rule().begin(job, msgspec.structs.replace(profile, noise=())), Rule().begin(job, profile)
+        assert len(cold) == len(begun)
+        assert cold != begun
+    assert Rule().begin(job_of(), msgspec.structs.replace(profile, policy="other", noise=())) != Rule().begin(
+        job_of(), profile
+    )
+
+
+def replace_ranks(count: int) -> Job:
+    return examples.job(
+        {f"node-{rank}": (rank,) for rank in range(count)}, policy="rule", family=FAMILY, supports_tracking=True
+    )
+
+
+def test_profiles_count_runs_and_keep_what_a_run_could_not_measure(first: list[Decision]) -> None:
+    one = profile_of(first)
+    assert (one.run, one.num_windows, one.family, one.world_size) == (1, 20, FAMILY, 4)
+    two = profile_of(first, job_of(job="mnist-11112222"), earlier=one)
+    assert (two.run, two.job) == (2, "mnist-11112222")
+    again = profile_of(first, job_of(job="mnist-11112222", generation=1), earlier=two)
+    assert (again.run, again.noise) == (2, two.noise)
+
+
+def test_a_short_run_teaches_nothing(first: list[Decision]) -> None:
+    action = examples.action(3, carry=first[3].carry, policy="rule")
+    assert profile_after(job_of(), action, Rule(), None) is None
+    assert profile_after(job_of(), examples.action(9, carry=b"", policy="rule"), Rule(), None) is None
+
+
+def test_profiles_that_cannot_be_used_say_why(first: list[Decision]) -> None:
+    profile = profile_of(first)
+    assert check_usable(job_of(), Rule(), encode(profile)) == profile
+    with pytest.raises(UnusableProfileError, match="a newer program wrote it, in format 2; this one reads"):
+        read_profile(FAMILY, encode(msgspec.structs.replace(profile, format=2)))
+    with pytest.raises(UnusableProfileError, match="it cannot be read: not a DYNAMIX message"):
+        read_profile(FAMILY, b"junk")
+    with pytest.raises(UnusableProfileError, match="carries the identity"):
+        read_profile("other", encode(profile))
+
+
+@pytest.mark.parametrize(("windows", "standing", "after"), [("aa", 2, 2), ("oo", 3, 2), ("oao", 3, 3), ("aoa", 2, 3)])
+def test_a_profile_is_settled_within_three_windows(windows: str, standing: int, after: int) -> None:
+    trial = ProfileTrial(Standing.ON_TRIAL)
+    for number, window in enumerate(windows, start=1):
+        assert trial.standing is Standing.ON_TRIAL
+        trial = trial.judge(agrees=window == "a")
+        assert (trial.standing is Standing.ON_TRIAL) == (number < after)
+    assert trial.standing == standing
+
+
+def test_a_noise_curve_lies_between_its_points_and_is_the_mean_over_runs() -> None:
+    curve = NoiseCurve.of_points([NoisePoint(1024.0, 100.0), NoisePoint(4096.0, 400.0)])
+    assert [curve.at(samples) for samples in (10, 1024, 2048, 4096, 1e9)] == pytest.approx([100, 100, 200, 400, 400])
+    assert [tuple(msgspec.structs.astuple(point)) for point in curve.points] == [
+        pytest.approx((1024.0, 100.0)),
+        pytest.approx((4096.0, 400.0)),
+    ]
+    other = NoiseCurve.of_points([NoisePoint(1024.0, 400.0)])
+    assert other.with_earlier(curve).at(1024) == pytest.approx(200.0)
+    assert other.with_earlier(curve).at(4096) == pytest.approx(400.0)
+    assert math.isnan(NoiseCurve.empty().at(1024))
+    packed = NoiseCurve.unpack(curve.pack())
+    assert packed.at(2048) == pytest.approx(200.0)
+    assert not NoiseCurve.unpack(b"other").is_known
+    assert replace(curve, counts=np.zeros(40)).points == ()

@@ -1,0 +1,86 @@
+"""`dynamix family` on a real broker, as the users of a deployment."""
+
+import asyncio
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support import examples
+from tests.support.deployed_broker import DeployedBroker, deployed_broker
+
+from dynamix.cli.connection import find
+from dynamix.cli.main import main
+from dynamix.runtime.bus import Bus
+from dynamix.schemas.messages import Message
+
+
+@pytest.fixture
+def broker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DeployedBroker]:
+    """The deployed broker with its streams; the environment is the watcher's."""
+    with deployed_broker(tmp_path) as running:
+        use(monkeypatch, running, "provision")
+        assert main(["provision"]) == 0
+        use(monkeypatch, running, "watcher")
+        yield running
+
+
+def use(monkeypatch: pytest.MonkeyPatch, broker: DeployedBroker, user: str) -> None:
+    monkeypatch.setenv("DYNAMIX_NATS_URL", broker.url)
+    monkeypatch.setenv("DYNAMIX_NATS_USER", user)
+    monkeypatch.setenv("DYNAMIX_NATS_PASSWORD_FILE", str(broker.password_file(user)))
+
+
+def publish(monkeypatch: pytest.MonkeyPatch, broker: DeployedBroker, *messages: Message) -> None:
+    """Publish as an arbitrator."""
+
+    async def act() -> None:
+        bus = await Bus.connect(find(os.environ), name="arbitrator-test")
+        for message in messages:
+            await bus.publish(message)
+        await bus.close()
+
+    use(monkeypatch, broker, "arbitrator")
+    asyncio.run(act())
+    use(monkeypatch, broker, "watcher")
+
+
+def result_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    """What a command gives to programs."""
+    capsys.readouterr()
+    assert main(["family", *arguments, "--json", "-"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_families_are_listed_shown_and_forgotten_by_provision_only(
+    broker: DeployedBroker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    assert main(["family", "list"]) == 0
+    assert capsys.readouterr().out.startswith("no job families: ")
+    profile = examples.profile()
+    publish(monkeypatch, broker, profile, examples.profile(family="other", format=9, run=1))
+    listed = result_of(capsys, "list")["families"]
+    assert [(one["family"], one["usable"]) for one in listed] == [("mnist-0a1b2c3d", True), ("other", False)]
+    assert (listed[0]["run"], listed[0]["memory_bytes"]) == (2, 2)
+    assert main(["family", "show", "mnist-0a1b2c3d"]) == 0
+    shown = capsys.readouterr().out
+    assert "128/128/64/64 = 384 (tracking), exact" in shown
+    assert "50 at 1.02e+03, 75 at 2.05e+03 samples seen" in shown
+    assert main(["family", "forget", "other"]) == 1
+    assert "stream.purge.profiles: see its permissions" in capsys.readouterr().err
+    use(monkeypatch, broker, "provision")
+    assert result_of(capsys, "forget", "other") == {"family": "other", "versions_forgotten": 1}
+    use(monkeypatch, broker, "watcher")
+    assert [one["family"] for one in result_of(capsys, "list")["families"]] == ["mnist-0a1b2c3d"]
+
+
+def test_an_unknown_family_is_named_with_those_there_are(
+    broker: DeployedBroker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    publish(monkeypatch, broker, examples.profile())
+    assert main(["family", "show", "mnist"]) == 1
+    assert "nothing is stored of a family 'mnist': there is mnist-0a1b2c3d" in capsys.readouterr().err
+    assert main(["family", "show", "No!"]) == 2
