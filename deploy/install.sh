@@ -48,6 +48,10 @@ for argument in "$@"; do
         *) fail "$argument is no wheel: name a file that ends with .whl, or none" ;;
     esac
 done
+if [ -z "$root" ]; then
+    [ -d /run/systemd/system ] || fail "systemd does not run here: deploy/README.md has other ways (By hand, Containers)"
+    [ "$(id -u)" = 0 ] || fail "run it as root, or with DESTDIR=DIRECTORY"
+fi
 [ ! -e "$units/dynamix-nats.service.d/tls.conf" ] || tls=1
 [ ! -e "$units/dynamix-collector.service.d/ebpf.conf" ] || ebpf=1
 [ ! -e "$units/dynamix-learner.service" ] || learner=1
@@ -57,10 +61,6 @@ done
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
     fail "$python is not Python 3.11 or newer: name another interpreter with PYTHON=..."
 "$python" -c 'import venv, ensurepip' 2>/dev/null || fail "$python has no module venv: apt-get install python3-venv"
-if [ -z "$root" ]; then
-    [ "$(id -u)" = 0 ] || fail "run it as root, or with DESTDIR=DIRECTORY"
-    command -v systemctl >/dev/null || fail "there is no systemd here: see compose.yaml and kubernetes/ for other ways"
-fi
 
 # A copy of each file as it was installed tells an edited one from an old one.
 install_configuration() {
@@ -119,6 +119,22 @@ done
     -t "$units/dynamix-collector.service.d"
 [ -z "$tls" ] || install -D -m 644 "$deploy/systemd/dynamix-nats.service.d/tls.conf" -t "$units/dynamix-nats.service.d"
 
+# What only the operator has, and without which nothing can start.
+has() {
+    [ -s "$root/etc/dynamix/$1" ]
+}
+wanting=
+if [ -n "$node" ] && ! has credentials/collector.password && ! has credentials/collector.nkey; then
+    wanting="copy collector.password and trainer.password from the broker's /etc/dynamix/credentials to here, name the
+broker in /etc/dynamix/dynamix.env, and: systemctl start dynamix-collector"
+elif [ -n "$tls" ] && ! { has tls/certificate.pem && has tls/key.pem; }; then
+    wanting="put the broker's certificate and key into /etc/dynamix/tls/certificate.pem and key.pem, and run this again"
+elif [ -n "$tls" ] && ! grep -q '^DYNAMIX_NATS_URL=tls://' "$root/etc/dynamix/dynamix.env"; then
+    wanting="name the broker in /etc/dynamix/dynamix.env as its certificate does (DYNAMIX_NATS_URL=tls://NAME:4222, and
+DYNAMIX_NATS_CA_FILE) for the services of this machine, too, and run this again"
+fi
+[ -z "$wanting" ] || echo "nothing is started yet: $wanting"
+
 # shellcheck disable=SC2086 # names of units, one word each
 if [ -n "$root" ]; then
     if command -v systemctl >/dev/null; then
@@ -131,12 +147,7 @@ fi
 systemctl daemon-reload
 # shellcheck disable=SC2086
 systemctl --quiet enable $broker $services
-[ -n "$start" ] || exit 0
-if [ -n "$node" ] && [ ! -s /etc/dynamix/credentials/collector.password ]; then
-    echo "copy collector.password and trainer.password from the broker's /etc/dynamix/credentials to here, name the"
-    echo "broker in /etc/dynamix/dynamix.env, and: systemctl start dynamix-collector"
-    exit 0
-fi
+{ [ -n "$start" ] && [ -z "$wanting" ]; } || exit 0
 if [ -n "$broker" ]; then
     systemctl start dynamix-nats
     systemctl reload dynamix-nats # it may run with the permissions of before

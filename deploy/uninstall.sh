@@ -28,19 +28,21 @@ if [ -z "$root" ] && [ "$(id -u)" != 0 ]; then
     exit 1
 fi
 units=$root/etc/systemd/system
+running= # whether there are units to stop, and a systemd to tell
+[ -n "$root" ] || [ ! -d /run/systemd/system ] || running=1
 for service in collector reward arbitrator learner provision nats; do
     unit=dynamix-$service.service
     [ -e "$units/$unit" ] || continue
     if command -v systemctl >/dev/null; then
-        if [ -z "$root" ]; then
+        if [ -n "$running" ]; then
             systemctl --quiet disable --now "$unit"
         else
-            systemctl --quiet --root="$root" disable "$unit"
+            systemctl --quiet --root="${root:-/}" disable "$unit"
         fi
     fi
     rm -f "$units/$unit"
 done
-if [ -z "$root" ] && [ -e "$units/dynamix-train@.service" ]; then
+if [ -n "$running" ] && [ -e "$units/dynamix-train@.service" ]; then
     systemctl stop 'dynamix-train@*'
 fi
 rm -f "$units/dynamix-train@.service" "$units/dynamix-collector.service.d/ebpf.conf" \
@@ -48,7 +50,7 @@ rm -f "$units/dynamix-train@.service" "$units/dynamix-collector.service.d/ebpf.c
 for directory in "$units"/dynamix-*.service.d; do
     [ ! -d "$directory" ] || rmdir --ignore-fail-on-non-empty "$directory"
 done
-[ -n "$root" ] || systemctl daemon-reload
+[ -z "$running" ] || systemctl daemon-reload
 rm -rf "$root/opt/dynamix"
 if [ -n "$purge" ]; then
     rm -rf "$root/etc/dynamix"

@@ -175,6 +175,39 @@ def test_what_cannot_be_installed_is_refused_before_anything_is(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_only_the_operator_has_is_named_in_its_order_before_anything_starts(root: Path, wheel: Path) -> None:
+    def wanting(*arguments: str) -> str:
+        return run("install.sh", root, *arguments, str(wheel)).stdout
+
+    assert wanting("--tls").startswith(
+        "nothing is started yet: put the broker's certificate and key into /etc/dynamix/tls"
+    )
+    (root / "etc/dynamix/tls").mkdir()
+    for name in ("certificate.pem", "key.pem"):
+        (root / "etc/dynamix/tls" / name).write_text("-----BEGIN\n")
+    assert wanting().startswith(
+        "nothing is started yet: name the broker in /etc/dynamix/dynamix.env as its certificate"
+    )
+    (root / "etc/dynamix/dynamix.env").write_text("DYNAMIX_NATS_URL=tls://broker.example:4222\n")
+    assert wanting().startswith("kept ")
+
+
+def test_a_machine_that_only_trains_wants_a_password_or_a_key(root: Path, wheel: Path) -> None:
+    assert "copy collector.password" in run("install.sh", root, "--node", str(wheel)).stdout
+    (root / "etc/dynamix/credentials/collector.nkey").write_text("SU\n")
+    assert run("install.sh", root, str(wheel)).stdout == ""
+
+
+@pytest.mark.skipif(Path("/run/systemd/system").is_dir(), reason="systemd runs here: this would install")
+def test_without_systemd_nothing_is_installed_and_other_ways_are_named() -> None:
+    # were it not refused before, it would be for this interpreter
+    environ = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "PYTHON": "/bin/false"}
+    command = ["sh", str(ROOT / "deploy/install.sh")]
+    refused = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert refused.returncode == 1
+    assert refused.stderr.startswith("install.sh: systemd does not run here: deploy/README.md has other ways")
+
+
 @pytest.mark.parametrize("script", ["install.sh", "uninstall.sh"])
 def test_help_is_the_head_of_the_script(tmp_path: Path, script: str) -> None:
     shown = run(script, tmp_path, "--help").stdout

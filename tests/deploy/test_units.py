@@ -179,6 +179,18 @@ def test_ebpf_takes_three_capabilities_and_one_system_call_and_nothing_else() ->
     ]
 
 
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_drop_in_lets_a_service_log_in_with_its_own_key_and_no_password(service: str) -> None:
+    lines = (UNITS / f"dynamix-{service}.service.d" / "nkey.conf").read_text().splitlines()
+    assert [line for line in lines if line and not line.startswith("#")] == [
+        "[Service]",
+        "Environment=DYNAMIX_NATS_PASSWORD_FILE=",
+        "Environment=DYNAMIX_NATS_NKEY_FILE=%d/nkey",
+        "LoadCredential=",
+        f"LoadCredential=nkey:/etc/dynamix/credentials/{service}.nkey",
+    ]
+
+
 def test_no_password_stands_in_a_unit() -> None:
     files = [file for file in UNITS.rglob("*") if file.is_file()]
     assert [file.name for file in files if re.search(r"PASSWORD=", file.read_text())] == []
