@@ -1,6 +1,7 @@
 """What floods a broker, sent by one client as fast as the broker takes it. Runs in a process of its own."""
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, NamedTuple
@@ -113,24 +114,40 @@ def _connected(flood: Callable[[Bus, int], Coroutine[Any, Any, Sent]]) -> Send:
     return connected
 
 
-def _small(kind: str, *nodes: str) -> Send:
-    """Junk of 100 bytes in the name of its own job, without acknowledgements: the sender sees not what is stored."""
+def _unheard(parcels: Callable[[int], Iterator[Parcel]]) -> Send:
+    """Without acknowledgements: the sender sees not what is stored."""
 
-    async def send_small(settings: BusSettings, count: int) -> Sent:
-        subject, payload = subjects.of(kind, HOSTILE_JOB, *nodes), bytes(SMALL_BYTES)
+    async def send_all(settings: BusSettings, count: int) -> Sent:
         connection = BrokerConnection(settings, "flood", None)
         await connection.open(wait=False)
         try:
-            begun = time.monotonic()
-            for number in range(1, count + 1):
-                await connection.send(subject, payload)
-                if number % SMALL_AT_ONCE == 0 or number == count:
+            begun, num_bytes = time.monotonic(), 0
+            for number, one in enumerate(parcels(count), start=1):
+                await connection.send(one.subject, one.payload)
+                num_bytes += len(one.payload)
+                if number % SMALL_AT_ONCE == 0:
                     await connection.round_trip(ANSWER_S)
-            return Sent(accepted=0, refused=0, num_bytes=count * SMALL_BYTES, seconds=time.monotonic() - begun)
+            await connection.round_trip(ANSWER_S)
+            return Sent(accepted=0, refused=0, num_bytes=num_bytes, seconds=time.monotonic() - begun)
         finally:
             await connection.close()
 
-    return send_small
+    return send_all
+
+
+def _small(kind: str, *nodes: str) -> Send:
+    """Junk of 100 bytes in the name of its own job."""
+    one = Parcel(subjects.of(kind, HOSTILE_JOB, *nodes), bytes(SMALL_BYTES), "")
+    return _unheard(lambda count: itertools.repeat(one, count))
+
+
+def _own_reports(count: int) -> Iterator[Parcel]:
+    """A job of its own, which is steered, and a report for each window: the services can use all of them."""
+    job = job_on_one_node(HOSTILE_JOB, SMALL_RANKS)
+    yield parcel(job)
+    measured = measured_of(job)
+    for window in range(count):
+        yield parcel(measured.at(window).report)
 
 
 def _publishing(parcels: Callable[[int], Iterator[Parcel]]) -> Send:
@@ -185,5 +202,8 @@ FLOODS = {
     "small": Flood("junk receipts of 100 B, of its own job", 1_000_000, _small("applied"), with_key=True),
     "small-reports": Flood(
         "junk reports of 100 B, of its own job, to the same collector", 500_000, _small("report", NODE), with_key=True
+    ),
+    "own-reports": Flood(
+        "reports of 4 ranks, of its own job, to the same collector", 50_000, _unheard(_own_reports), with_key=True
     ),
 }

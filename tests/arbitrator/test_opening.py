@@ -8,6 +8,7 @@ import pytest
 from tests.support import examples
 from tests.support.services_here import arbitrator_here
 
+from dynamix.arbitrator import state_queues
 from dynamix.arbitrator.deciding.held_jobs import HeldJobs, WaitingJobs
 from dynamix.arbitrator.deciding.job_log import JobLog
 from dynamix.arbitrator.service import MAX_OPENING, ArbitratorSettings
@@ -72,6 +73,44 @@ async def test_a_crowd_of_new_jobs_does_not_delay_one_that_is_open(bus: Bus, mon
         await bus.publish(state_of(HONEST, 1))
         assert await decisions(bus, HONEST.job, 2) == [0, 1]
         assert len(entered) == MAX_OPENING
+
+
+async def test_a_job_whose_decision_is_not_stored_delays_no_other(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    folded, entered = JobLog.add_state, asyncio.Event()
+    slow = examples.job(NODES, job="slow-0", policy="static")
+
+    async def stuck(log: JobLog, sequence: int, state: State) -> None:
+        if state.job == slow.job:
+            entered.set()
+            await asyncio.Event().wait()
+        await folded(log, sequence, state)
+
+    monkeypatch.setattr(JobLog, "add_state", stuck)
+    for job in (HONEST, slow):
+        await bus.publish(job)
+    async with arbitrator_here(bus) as context:
+        await until_counter(context, "jobs_waiting", 0)
+        await bus.publish(state_of(HONEST))
+        assert await decisions(bus, HONEST.job, 1) == [0]
+        await bus.publish(state_of(slow))
+        async with asyncio.timeout(60):
+            await entered.wait()
+        await bus.publish(state_of(HONEST, 1))
+        assert await decisions(bus, HONEST.job, 2) == [0, 1]
+
+
+async def test_a_job_that_falls_behind_is_decided_once_for_each_window(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is opened again, and reads what was put off from FEED."""
+    monkeypatch.setattr(state_queues, "MAX_BEHIND", 8)
+    await bus.publish(HONEST)
+    async with arbitrator_here(bus) as context:
+        await bus.publish(state_of(HONEST))
+        assert await decisions(bus, HONEST.job, 1) == [0]
+        await asyncio.gather(*[await bus.publish_soon(state_of(HONEST, window)) for window in range(1, 300)])
+        assert await decisions(bus, HONEST.job, 300) == list(range(300))
+        assert context.counters["states_put_off"] > 8
 
 
 async def test_a_restart_decides_for_all_jobs_and_opens_none_without_states(bus: Bus) -> None:

@@ -51,7 +51,11 @@ def test_honest_jobs_with_keys_are_decided_while_a_key_floods_with_small_message
     options = ["--keys", "--size", "0.01", "--calm", "1", "--after", "1", "--document", str(tmp_path / "floods.md")]
     found = run_bench("floods", tmp_path / "r.json", *options)
     results = {one.flood: one for one in msgspec.convert(found["floods"], list[FloodResult])}
-    assert {name: one.count for name, one in results.items()} == {"small": 10_000, "small-reports": 5_000}
+    assert {name: one.count for name, one in results.items()} == {
+        "small": 10_000,
+        "small-reports": 5_000,
+        "own-reports": 500,
+    }
     for one in results.values():
         assert one.num_out_of_chain == 0
         assert one.sent.accepted + one.sent.refused == one.count

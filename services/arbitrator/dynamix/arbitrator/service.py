@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -28,6 +27,7 @@ from .families.source import ProfileSource
 from .learned.policy_source import PolicySource
 from .learned.policy_store import PolicyBucket, PolicyReader
 from .shown import ShownDecisions
+from .state_queues import StateQueues
 
 
 class ArbitratorSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,6 +124,7 @@ class _Arbitrator:
         self._logs = HeldJobs[JobLog](settings.max_jobs, settings.max_ranks, settings.forget_after_s)
         self._waiting = WaitingJobs(settings.max_jobs)
         self._opening: dict[str, Wanted] = {}
+        self._queues = StateQueues(self._fold_state, self._put_off, may_put_off=not in_step)
         self._tasks: set[asyncio.Task[None]] = set()
         """Those that open jobs, until their end was looked at."""
         self._halted: dict[str, int] = {}
@@ -140,6 +141,7 @@ class _Arbitrator:
                 self._context.counters["ready"] = 1
                 await self._take_turns(consumer)
         finally:
+            await self._queues.close()
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -147,24 +149,35 @@ class _Arbitrator:
     async def _take_turns(self, consumer: BatchConsumer) -> None:
         """Fold what comes, and open jobs beside that, so that no crowd of jobs delays those that are open."""
         reading: asyncio.Task[list[BusMessage] | None] | None = None
+        changed: asyncio.Task[bool] | None = None
         try:
             while True:
                 reading = reading or asyncio.create_task(_next_batch(consumer))
+                changed = changed or asyncio.create_task(self._queues.changed.wait())
                 self._start_opening()
                 self._count_jobs()
-                await asyncio.wait([reading, *self._tasks], timeout=SWEEP_S, return_when=asyncio.FIRST_COMPLETED)
+                awaited = [reading] if self._queues.has_room else []
+                await asyncio.wait(
+                    [changed, *awaited, *self._tasks], timeout=SWEEP_S, return_when=asyncio.FIRST_COMPLETED
+                )
                 self._end_opening()
+                if changed.done():
+                    changed = None
+                    self._queues.check()
                 self._logs.drop_idle(_now_s())
-                if reading.done():
+                if reading.done() and self._queues.has_room:
                     batch, reading = reading.result(), None
                     if batch is None:
+                        await self._queues.drained()
+                        self._queues.check()
                         return
                     await self._fold(batch)
                     await self._open_in_step()
         finally:
-            if reading is not None:
-                reading.cancel()
-                await asyncio.gather(reading, return_exceptions=True)
+            unfinished = [task for task in (reading, changed) if task is not None]
+            for task in unfinished:
+                task.cancel()
+            await asyncio.gather(*unfinished, return_exceptions=True)
 
     async def _running_jobs(self) -> list[str]:
         """The jobs whose newest specification says that they run, oldest first."""
@@ -184,29 +197,36 @@ class _Arbitrator:
         return list(found)
 
     async def _fold(self, batch: list[BusMessage]) -> None:
-        """Fold a batch: jobs concurrently, the states of one job in order."""
-        by_job: dict[str, list[tuple[BusMessage, State]]] = defaultdict(list)
-        for message in batch:
-            if (state := await self._decoded(State, message)) is not None:
-                by_job[state.job].append((message, state))
-        await asyncio.gather(*[self._fold_job(job, items) for job, items in by_job.items()])
+        """Fold a batch: jobs concurrently, the states of one job in order. In a replay nothing is read meanwhile."""
+        decoded = [(message, await self._decoded(State, message)) for message in batch]
+        self._queues.add_states((message, state) for message, state in decoded if state is not None)
+        if self._in_step:
+            await self._queues.drained()
+            self._queues.check()
 
-    async def _fold_job(self, job: str, items: list[tuple[BusMessage, State]]) -> None:
-        for message, state in items:
-            self._shown.record_state(state)
-            if state.generation <= self._halted.get(job, -1):
-                continue
-            log = self._logs.use(job, _now_s())
-            if log is None or log.job.generation < state.generation or self._is_wanted(job):
-                self._let_wait(job, message, state.generation)
-            elif log.job.generation == state.generation:
-                try:
-                    await log.add_state(message.sequence, state)
-                    self._shown.record_folded(state, log)
-                except MalformedMessageError as error:
-                    await self._context.dead_letter(message, str(error))
-                except HALTING_ERRORS as error:
-                    await self._halt(job, state.generation, error)
+    async def _fold_state(self, message: BusMessage, state: State) -> None:
+        job = state.job
+        self._shown.record_state(state)
+        if state.generation <= self._halted.get(job, -1):
+            return
+        log = self._logs.use(job, _now_s())
+        if log is None or log.job.generation < state.generation or self._is_wanted(job):
+            self._let_wait(job, message, state.generation)
+        elif log.job.generation == state.generation:
+            try:
+                await log.add_state(message.sequence, state)
+                self._shown.record_folded(state, log)
+            except MalformedMessageError as error:
+                await self._context.dead_letter(message, str(error))
+            except HALTING_ERRORS as error:
+                await self._halt(job, state.generation, error)
+
+    def _put_off(self, message: BusMessage, state: State) -> None:
+        """Let a job that has fallen behind be opened again."""
+        self._shown.record_state(state)
+        if state.generation > self._halted.get(state.job, -1):
+            self._let_wait(state.job, message, state.generation)
+            self._context.count("states_put_off")
 
     def _is_wanted(self, job: str) -> bool:
         return job in self._opening or job in self._waiting
@@ -219,7 +239,8 @@ class _Arbitrator:
             self._context.count("jobs_put_off")
 
     def _start_opening(self) -> None:
-        for job, wanted in self._waiting.take(MAX_OPENING - len(self._opening)):
+        num_new = sum(self._logs.get(job) is None for job in self._opening)  # those that fell behind keep none out
+        for job, wanted in self._waiting.take(MAX_OPENING - num_new):
             self._opening[job] = wanted
             self._tasks.add(asyncio.create_task(self._open(job, wanted), name=f"open {job}"))
 

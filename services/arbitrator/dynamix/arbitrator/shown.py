@@ -29,6 +29,7 @@ COUNTERS = {
     "halted": "generations of jobs without decisions, each with its reason in the log",
     "refused_logs": "of those, since the stored actions cannot be trusted",
     "jobs_put_off": "states of jobs that could not wait to be opened, since too many did",
+    "states_put_off": "states of jobs that sent more than could be decided: they are read again",
     "size_stuck": "times that sizes began to be stuck at a bound",
 }
 GAUGES = {"jobs": "jobs held in memory", "jobs_waiting": "jobs that wait to be opened, or are being opened"}

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from dynamix.runtime.bus import BusMessage
 from dynamix.schemas import subjects
 
-MAX_TURN = 128
+MAX_TURN = 32
 """Reports handled without a pause, 0.2 ms each for 8 ranks: only after an interruption do so many wait."""
 TURN_BYTES = 256 << 10
 """Bytes handled without a pause, at least one report: 4,096 ranks take 45 ms."""
