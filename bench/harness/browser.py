@@ -130,9 +130,21 @@ class Browser:
 
     def press(self, key: str) -> None:
         """Press a key that has a name, as `Tab` or `ArrowLeft`."""
-        codes = {"Tab": 9, "Enter": 13, "ArrowLeft": 37, "ArrowRight": 39, " ": 32}
+        codes = {"Tab": 9, "Enter": 13, "Escape": 27, " ": 32, "End": 35, "Home": 36, "ArrowLeft": 37, "ArrowRight": 39}
+        codes |= {"+": 187, "-": 189}
         for kind in ("rawKeyDown", "keyUp"):
             self.call("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=codes[key])
+
+    def drag(self, left: float, right: float, top: float) -> None:
+        """Press the mouse at one place, move it to the right, and let go; in CSS pixels of the viewport."""
+        places = (
+            ("mousePressed", left),
+            ("mouseMoved", (left + right) / 2),
+            ("mouseMoved", right),
+            ("mouseReleased", right),
+        )
+        for kind, x in places:
+            self.call("Input.dispatchMouseEvent", type=kind, x=x, y=top, button="left", buttons=1, clickCount=1)
 
     def processes(self) -> dict[int, str]:
         """The browser's processes by id, and what each is: `renderer` runs the page."""

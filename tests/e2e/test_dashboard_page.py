@@ -1,6 +1,7 @@
 """The page in a headless Chromium: a job that trains, a broker that restarts, a phone, dark colours, many ranks."""
 
 import asyncio
+import contextlib
 import re
 import threading
 import time
@@ -13,12 +14,14 @@ import pytest
 from bench.harness.browser import Browser, find_browser
 from bench.messages.load import Load, job_of
 from tests.support import examples
+from tests.support.capture_files import write
 from tests.support.examples import applied, event
 from tests.support.recordings import DEMO
 
 from dynamix.cli.board.fleet import Fleet
 from dynamix.cli.dashboard.captured import CapturedJob
 from dynamix.cli.dashboard.server import DashboardServer
+from dynamix.recording.capture import read_header, records
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.embedded import EmbeddedServer
@@ -40,6 +43,14 @@ MOVE_SLIDER = """(() => {
     const time = document.querySelector('#time');
     time.value = time.max / 2;
     time.dispatchEvent(new Event('input'));
+})()"""
+SCALES = """window.page.panes.map(pane => ['x', 'y'].map(axis => {
+    const scale = pane.charts.loss.plot.scales[axis];
+    return [scale.min, scale.max];
+}))"""
+PLOT_AT = """(() => {
+    const box = document.querySelector('.u-over').getBoundingClientRect();
+    return [box.x, box.y, box.width, box.height];
 })()"""
 SERVICES = ("collector", "reward", "arbitrator")
 
@@ -118,6 +129,22 @@ def bench() -> Iterator[Bench]:
 def browser() -> Iterator[Browser]:
     with Browser() as found:
         yield found
+
+
+@contextlib.contextmanager
+def served(*captures: CapturedJob) -> Iterator[str]:
+    """The address of a page of captures."""
+    loop = Loop()
+
+    async def serve() -> DashboardServer:
+        return await DashboardServer(host="127.0.0.1", port=0, token="", captures=list(captures)).__aenter__()
+
+    server = loop.run(serve())
+    try:
+        yield server.url
+    finally:
+        loop.run(server.__aexit__())
+        loop.close()
 
 
 def train(bench: Bench, *windows: int) -> None:
@@ -226,21 +253,16 @@ def test_a_phone_has_everything_in_one_column_and_nothing_beyond_its_edge(
     assert len(set(lefts)) == 1
     background = browser.evaluate("getComputedStyle(document.documentElement).backgroundColor")
     assert background == ("rgb(20, 23, 28)" if dark else "rgb(244, 245, 247)")
+    rows = browser.evaluate("[...document.querySelectorAll('tbody tr')].map(row => row.offsetHeight)")
+    assert max(rows) < 60, "a long reason makes a table wide, and not its rows high"
     browser.screenshot(tmp_path / "phone.png", whole=False)
     assert (tmp_path / "phone.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_capture_has_a_slider_and_two_stand_beside_each_other(browser: Browser) -> None:
-    loop = Loop()
     captured = CapturedJob(DEMO)
-
-    async def serve() -> DashboardServer:
-        server = DashboardServer(host="127.0.0.1", port=0, token="", captures=[captured, captured])
-        return await server.__aenter__()
-
-    server = loop.run(serve())
-    try:
-        shown(browser, server.url, f"{DRAWN} === 18")
+    with served(captured, captured) as url:
+        shown(browser, url, f"{DRAWN} === 18")
         assert browser.evaluate(PANES_AT.format("window 29")) == 2
         first, second = browser.evaluate("[...document.querySelectorAll('.pane')].map(one => one.offsetLeft)")
         assert second > first + 500
@@ -251,9 +273,82 @@ def test_a_capture_has_a_slider_and_two_stand_beside_each_other(browser: Browser
         browser.press("ArrowRight")
         browser.wait_for("document.querySelector('#moment').textContent !== '16.8 s of 33.5 s'")
         assert browser.errors() == []
-    finally:
-        loop.run(server.__aexit__())
-        loop.close()
+
+
+def test_two_captures_have_the_same_axes_and_are_enlarged_together(browser: Browser, tmp_path: Path) -> None:
+    found = list(records(DEMO))
+    shorter = write(tmp_path / "part.dxc", found[: len(found) * 2 // 3], job=read_header(DEMO).job)
+    whole, part = CapturedJob(DEMO), CapturedJob(shorter)
+    assert part.duration_s < whole.duration_s - 5
+    with served(whole, part) as url:
+        shown(browser, url, f"{DRAWN} === 18", width=1600)
+        first, second = browser.evaluate(SCALES)
+        assert first == second, "a shorter run is drawn to the same scales"
+        browser.evaluate("document.querySelector('.panel .body[role=img]').focus()")
+        for key in ("Home", "+", "+"):
+            browser.press(key)
+        for pane in browser.evaluate(SCALES):
+            assert pane[0][0] == first[0][0]
+            assert pane[0][1] - pane[0][0] == pytest.approx((first[0][1] - first[0][0]) / 4)
+        assert browser.evaluate("window.page.panes[0].charts.sizes.plot.cursor.idx") == 0
+        browser.press("Escape")
+        browser.wait_for("window.page.panes.every(pane => pane.charts.loss.zoom === null)")
+        assert browser.evaluate(SCALES) == [first, second]
+        assert browser.errors() == []
+
+
+def test_what_is_enlarged_stays_while_windows_come(bench: Bench, browser: Browser) -> None:
+    bench.publish(examples.job())
+    train(bench, *range(8))
+    shown(browser, bench.server.url, f"{DRAWN} === 9")
+    browser.wait_for("document.querySelector('.title').innerText.includes('window 7')")
+    left, top, width, height = browser.evaluate(PLOT_AT)
+    browser.drag(left + width / 4, left + width / 2, top + height / 2)
+    shown_part = (
+        "['loss', 'cpu'].map(name => {const x = window.page.pane.charts[name].plot.scales.x; return [x.min, x.max]})"
+    )
+    browser.wait_for("window.page.pane.charts.sizes.zoom !== null")
+    loss, cpu = before = browser.evaluate(shown_part)
+    assert loss == cpu
+    train(bench, 8)
+    browser.wait_for("document.querySelector('.title').innerText.includes('window 8')")
+    assert browser.evaluate(shown_part) == before
+    browser.evaluate("document.querySelector('.panel .body[role=img]').focus()")
+    browser.press("Escape")
+    browser.wait_for(
+        "window.page.pane.charts.loss.plot.scales.x.max === Math.max(...window.page.pane.charts.loss.plot.data[0])"
+    )
+
+
+def test_everything_that_can_be_used_is_reached_with_the_tab_key_and_seen_to_be(bench: Bench, browser: Browser) -> None:
+    bench.publish(examples.job())
+    train(bench, 0, 1)
+    shown(browser, bench.server.url, f"{DRAWN} === 9")
+    browser.wait_for("document.querySelectorAll('#job-list a').length === 1")
+    wanted = browser.evaluate(
+        "[...document.querySelectorAll('a, button, input, [tabindex=\"0\"]')].filter(one => one.offsetParent).length"
+    )
+    reached = []
+    for _ in range(wanted):
+        browser.press("Tab")
+        reached.append(
+            browser.evaluate(
+                "(() => {const one = document.activeElement; one.dataset.reached = 1;"
+                " return [one.tagName, getComputedStyle(one).outlineStyle]})()"
+            )
+        )
+    assert {outline for _, outline in reached} == {"solid"}
+    assert browser.evaluate("document.querySelectorAll('[data-reached]').length") == wanted > 25
+
+
+def test_bars_are_drawn_to_their_axis(bench: Bench, browser: Browser) -> None:
+    job = job_of("many-00000000", 32, "proportional")
+    bench.publish(job)
+    load = Load(job, num_variants=1)
+    bench.publish(*load.windows(0), *load.windows(1))
+    shown(browser, bench.server.url, "document.querySelectorAll('.bar').length === 32")
+    ends = "(one => [one.left, one.right])(document.querySelector('{}').getBoundingClientRect())"
+    assert browser.evaluate(ends.format(".track")) == browser.evaluate(ends.format(".scale div"))
 
 
 def test_a_server_that_went_away_is_said(bench: Bench, browser: Browser) -> None:

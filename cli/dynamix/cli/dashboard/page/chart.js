@@ -1,4 +1,5 @@
-// One chart with its legend: uPlot underneath, our own legend, arrow keys for the cursor, colours from the style sheet.
+// One chart with its legend: uPlot underneath, our own legend, colours from the style sheet. Charts of one `sync` have
+// one cursor and one part of the time: arrow keys, Home and End move the cursor, + and - enlarge, Escape shows all.
 
 import { element, number, setText } from "./format.js";
 
@@ -15,6 +16,8 @@ export class Chart {
     this.options = options;
     this.keys = "";
     this.moment = null;
+    this.zoom = null;  // the part of the x axis that is enlarged
+    this.shared = null;  // {x, y}: what other charts show, of two captures beside each other
     this.hidden = new Set();
     this.legend = element("div", { class: "legend", role: "group", "aria-label": `Lines of ${options.title}` });
     this.body = element("div", { class: "body", tabindex: "0", role: "img", "aria-label": `${options.title}: no data yet` });
@@ -39,7 +42,8 @@ export class Chart {
       this.build();
     } else if (this.plot) {
       this.lines = known;
-      this.plot.setData(this.data);
+      this.plot.setData(this.data, false);
+      this.fitTime();
     }
     this.showValues();
     const values = known.filter((line) => !line.faint).map((line) => `${line.label} ${this.format(last(line.values))}`);
@@ -52,6 +56,37 @@ export class Chart {
   setMoment(x) {
     this.moment = x;
     if (this.plot) this.plot.redraw(false);
+  }
+
+  // The least and the largest of all x and of all y, null without data.
+  extent() {
+    const [xs, ...lines] = this.data || [[]];
+    const known = lines.flat().filter((value) => value !== null);
+    const ends = (values) => values.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [Infinity, -Infinity]);
+    return known.length ? { x: [xs[0], xs[xs.length - 1]], y: ends(known) } : null;
+  }
+
+  // Show at least what another chart shows, so that two runs can be compared by eye.
+  share(extents) {
+    const known = extents.filter((one) => one !== null);
+    const union = (axis) => [Math.min(...known.map((one) => one[axis][0])), Math.max(...known.map((one) => one[axis][1]))];
+    this.shared = known.length > 1 ? { x: union("x"), y: union("y") } : null;
+    this.fitTime();
+  }
+
+  // Enlarge a part of the x axis in all charts of one cursor; null shows all.
+  enlarge(part) {
+    for (const chart of charts) {
+      if (chart.options.sync !== this.options.sync) continue;
+      chart.zoom = part;
+      chart.fitTime();
+    }
+  }
+
+  fitTime() {
+    if (!this.plot || !this.data[0].length) return;
+    const [min, max] = this.zoom || this.allTime();
+    this.plot.setScale("x", min < max ? { min, max } : { min: min - 1, max: max + 1 });
   }
 
   destroy() {
@@ -79,11 +114,14 @@ export class Chart {
     const axis = { stroke: colours.text, font: "11px system-ui", labelFont: "11px system-ui", labelGap: 0,
       grid: { stroke: colours.grid, width: 1 }, ticks: { stroke: colours.grid, width: 1, size: 4 } };
     const { log, fromZero, x, stepped, sync } = this.options;
-    const y = log ? { distr: 3, log: 2, range: powers } : { range: (_, low, high) => range(low, high, fromZero) };
+    const seen = (range) => (plot, low, high) => (this.shared && !this.zoom && low !== null
+      ? range(plot, Math.min(low, this.shared.y[0]), Math.max(high, this.shared.y[1])) : range(plot, low, high));
+    const y = log ? { distr: 3, log: 2, range: seen(powers) } : { range: seen((_, low, high) => range(low, high, fromZero)) };
     this.plot = new uPlot({
       ...this.size(),
       legend: { show: false },
-      cursor: { sync: { key: sync, setSeries: false }, points: { size: 5 }, drag: { setScale: true, x: true, y: false } },
+      cursor: { sync: { key: sync, setSeries: false }, points: { size: 5 }, drag: { setScale: false, x: true, y: false },
+        bind: { dblclick: () => () => this.enlarge(null) } },
       scales: { x: { time: x.time, range: (_, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) }, y },
       axes: [
         { ...axis, label: x.label, labelSize: 15, size: 28, space: 64, ...(x.time ? { values: clockLabels } : {}) },
@@ -98,8 +136,16 @@ export class Chart {
         points: { show: (plot) => plot.data[0].length < 3 },
         spanGaps: true,
       }))],
-      hooks: { setCursor: [() => this.showValues()], draw: [(plot) => this.drawMoment(plot)] },
+      hooks: { setCursor: [() => this.showValues()], setSelect: [(plot) => this.onSelect(plot)], draw: [(plot) => this.drawMoment(plot)] },
     }, this.data, this.body);
+    this.fitTime();
+  }
+
+  onSelect(plot) {
+    const { left, width } = plot.select;
+    if (width < 3) return;
+    plot.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+    this.enlarge([plot.posToVal(left, "x"), plot.posToVal(left + width, "x")]);
   }
 
   makeLegend() {
@@ -131,12 +177,46 @@ export class Chart {
   }
 
   onKey(event) {
-    const steps = { ArrowLeft: -1, ArrowRight: 1 };
-    if (!(event.key in steps) || !this.plot) return;
-    event.preventDefault();
+    if (!this.plot || event.ctrlKey || event.altKey || event.metaKey) return;
     const xs = this.plot.data[0];
-    const index = Math.min(xs.length - 1, Math.max(0, (this.plot.cursor.idx ?? xs.length) + steps[event.key]));
-    this.plot.setCursor({ left: this.plot.valToPos(xs[index], "x"), top: this.plot.bbox.height / 2 / devicePixelRatio });
+    const newest = xs.length - 1;
+    const index = this.plot.cursor.idx ?? newest + 1;
+    const moves = { ArrowLeft: index - 1, ArrowRight: index + 1, Home: 0, End: newest };
+    const factors = { "+": 0.5, "=": 0.5, "-": 2 };
+    if (event.key in moves) this.moveCursor(Math.min(newest, Math.max(0, moves[event.key])));
+    else if (event.key in factors) this.scaleTime(Math.min(index, newest), factors[event.key]);
+    else if (event.key === "Escape") this.enlarge(null);
+    else return;
+    event.preventDefault();
+  }
+
+  moveCursor(index) {
+    const x = this.plot.data[0][index];
+    const { min, max } = this.plot.scales.x;
+    if (this.zoom && (x < min || x > max)) this.enlarge(this.around(x, max - min));
+    this.plot.setCursor({ left: this.plot.valToPos(x, "x"), top: this.plot.bbox.height / 2 / devicePixelRatio });
+  }
+
+  // Enlarge by a factor around a window; all where that is no part any more.
+  scaleTime(index, factor) {
+    const { min, max } = this.plot.scales.x;
+    const x = this.plot.data[0][index];
+    const [first, newest] = this.allTime();
+    const width = (max - min) * factor;
+    this.enlarge(width < newest - first ? this.around(x, width) : null);
+    queueMicrotask(() => this.plot && this.moveCursor(index));  // once uPlot has drawn the new scale
+  }
+
+  // A part of that width with a point in its middle, as far as there is something on both sides.
+  around(x, width) {
+    const [first, newest] = this.allTime();
+    const begin = Math.max(first, Math.min(newest - width, x - width / 2));
+    return [begin, begin + width];
+  }
+
+  allTime() {
+    const xs = this.data[0];
+    return this.shared?.x || [xs[0], xs[xs.length - 1]];
   }
 
   size() {

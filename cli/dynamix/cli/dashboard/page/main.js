@@ -148,6 +148,7 @@ class CapturePage {
         const at = this.wanted;
         this.wanted = null;
         await Promise.all(this.panes.map((pane, index) => this.load(pane, index, at, withCurves)));
+        if (withCurves) this.shareAxes();
         withCurves = false;
       }
     } catch (error) {
@@ -169,6 +170,14 @@ class CapturePage {
     pane.setMoment(at);
     if (index === 0 || data.notes.length || data.alarms.length) this.notes = { ...(this.notes || {}), [index]: data };
     this.showNotes();
+  }
+
+  shareAxes() {
+    for (const name of Object.keys(this.panes[0].charts)) {
+      const same = this.panes.map((pane) => pane.charts[name]);
+      const extents = same.map((chart) => chart.extent());
+      same.forEach((chart) => chart.share(extents));
+    }
   }
 
   showNotes() {

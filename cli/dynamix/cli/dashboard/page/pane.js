@@ -21,12 +21,12 @@ const TILES = [
 let panes = 0;
 
 export class Pane {
-  // startUnixS: of a capture, whose times count from there; null for a job that runs.
+  // startUnixS: of a capture, whose times count from there; null for a job that runs. Captures have one cursor together.
   constructor(name, startUnixS = null) {
     this.start = startUnixS;
     this.windows = new Map();
     this.decided = new Map();
-    this.sync = `pane-${(panes += 1)}`;
+    this.sync = startUnixS === null ? `job-${(panes += 1)}` : "captures";
     this.name = element("h2", {}, name || "no job yet");
     this.phase = element("span", {});
     this.about = element("span", { class: "dim" }, "waits for the first message");
@@ -85,7 +85,7 @@ export class Pane {
     merge(this.windows, document.curves || []);
     merge(this.decided, document.decisions);
     this.showJob(document);
-    this.decisions.update([...this.decided.values()]);
+    this.decisions.update([...this.decided.values()], document.job.phase);
     if (document.curves) this.drawCurves();
   }
 

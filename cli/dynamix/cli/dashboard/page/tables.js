@@ -29,8 +29,8 @@ export class Bars {
     this.key = key;
     this.axis = element("div", { class: "scale" }, element("span", {}, "rank: batch"), element("div", {}, ...this.ticks, element("em", {}, "time of one step [ms]")));
     this.body.before(key);
-    this.body.after(this.axis);
-    this.body.append(this.list);
+    this.body.classList.add("stacked");  // the axis in it: as wide as the bars, beside a scroll bar too
+    this.body.append(this.list, this.axis);
   }
 
   update(job) {
@@ -74,14 +74,15 @@ export class Decisions {
   constructor(atTime) {
     Object.assign(this, panel("Decisions", "one per window, newest first", "waits for the first decision of the arbitrator", "wide"));
     this.atTime = atTime;
-    const headings = [["window", "number"], ["decided"], ["global batch", "number"], ["changes by rank"], ["split"], ["exchange"], ["why"], ["in effect from"]];
+    const headings = [["window", "number"], ["decided"], ["global batch", "number"], ["changes by rank"], ["split"], ["exchange"], ["why", "why"], ["in effect from"]];
     this.rows = element("tbody", {});
     this.body.append(element("table", {}, element("thead", {}, element("tr", {},
       ...headings.map(([text, kind]) => element("th", { scope: "col", class: kind }, text)))), this.rows));
   }
 
   // newest last; all of them
-  update(decisions) {
+  update(decisions, phase) {
+    this.notAdopted = phase === "ended" ? "never" : "not yet";
     this.empty.hidden = decisions.length > 0;
     const kept = this.body.scrollTop;
     this.rows.replaceChildren(...decisions.slice(-100).reverse().map((one) => this.row(one)));
@@ -91,7 +92,7 @@ export class Decisions {
   row(one) {
     const restart = one.generation ? `${one.generation}:` : "";
     const change = one.change.global_batch_size ? ` (${signed(one.change.global_batch_size)})` : "";
-    const adopted = one.effective_window === null ? "not yet" : `window ${one.effective_window}`;
+    const adopted = one.effective_window === null ? this.notAdopted : `window ${one.effective_window}`;
     const why = one.reason || `${one.policy} gives no reason`;
     return element("tr", {},
       element("td", { class: "number" }, `${restart}${one.window}`),
@@ -159,7 +160,10 @@ export class Nodes {
   }
 }
 
-const megabytes = (bytes) => (bytes === null || bytes === undefined ? number(null) : number(bytes / 1e6));
+function megabytes(bytes) {
+  if (bytes === null || bytes === undefined) return number(null);
+  return bytes > 0 && bytes < 1000 ? "< 0.001" : number(bytes / 1e6);
+}
 
 export class Alarms {
   constructor() {
