@@ -64,10 +64,12 @@ def test_families_are_listed_shown_and_forgotten_by_provision_only(
     publish(monkeypatch, broker, profile, examples.profile(family="other", format=9, run=1))
     listed = result_of(capsys, "list")["families"]
     assert [(one["family"], one["usable"]) for one in listed] == [("mnist-0a1b2c3d", True), ("other", False)]
+    assert [one["arm"]["rate_factor"] for one in listed[0]["arms"]] == [1.0, 1.5]
     assert (listed[0]["run"], listed[0]["memory_bytes"]) == (2, 2)
     assert main(["family", "show", "mnist-0a1b2c3d"]) == 0
     shown = capsys.readouterr().out
     assert "128/128/64/64 = 384 (tracking), exact" in shown
+    assert "learning rate x 1.5: 1 runs, 1 stopped, 1.25 s to the last of 1 levels" in shown
     assert "50 at 1.02e+03, 75 at 2.05e+03 samples seen" in shown
     assert main(["family", "forget", "other"]) == 1
     assert "stream.purge.profiles: see its permissions" in capsys.readouterr().err

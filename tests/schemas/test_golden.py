@@ -100,15 +100,15 @@ WITHOUT_TABLES = "c2cb0000000000000000"
 """The bytes behind it in a job that can exchange gradients in no other way, and has no tables."""
 NO_CODECS = "90"
 """The bytes behind those: the codecs of other packages that a job names, none."""
-NO_FAMILY = "a0"
-"""The byte behind those in a job whose runs have nothing in common."""
+NO_FAMILY = "a090"
+"""The bytes behind those in a job whose runs have nothing in common, and explore nothing."""
 
 
 def test_messages_from_before_exchanges_were_decided_are_exact() -> None:
     old = GOLDEN["applied"].replace("44580107" + "99", "44580107" + "98").removesuffix(EXACT_BYTES)
     assert decode_any(subjects.subject_of(MESSAGES["applied"]), bytes.fromhex(old)) == MESSAGES["applied"]
     since = "a56578616374" + EXACT_BYTES + WITHOUT_TABLES + NO_CODECS + NO_FAMILY
-    old = GOLDEN["job"].replace("44580101dc001b", "44580101dc0015").removesuffix(since)
+    old = GOLDEN["job"].replace("44580101dc001c", "44580101dc0015").removesuffix(since)
     assert len(old) == len(GOLDEN["job"]) - len(since)
     assert decode_any(subjects.subject_of(MESSAGES["job"]), bytes.fromhex(old)) == MESSAGES["job"]
 
@@ -154,5 +154,5 @@ def test_exchanges_from_before_outer_steps_end_rounds_with_the_mean() -> None:
 
 def test_a_job_from_before_the_field_global_batch_may_change_its_sum() -> None:
     since = "a86164617074697665" + "a56578616374" + EXACT_BYTES + WITHOUT_TABLES + NO_CODECS + NO_FAMILY
-    old = bytes.fromhex(GOLDEN["job"].replace("44580101dc001b", "44580101dc0014").removesuffix(since))
+    old = bytes.fromhex(GOLDEN["job"].replace("44580101dc001c", "44580101dc0014").removesuffix(since))
     assert decode_any(subjects.subject_of(MESSAGES["job"]), old) == MESSAGES["job"]

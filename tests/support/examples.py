@@ -8,7 +8,9 @@ from dynamix.schemas.features import state_of
 from dynamix.schemas.messages import (
     Action,
     Applied,
+    ArmRecord,
     Event,
+    ExploredArm,
     GlobalMetrics,
     GradientNoise,
     Job,
@@ -228,6 +230,7 @@ def profile(**changes: Any) -> JobProfile:
         "split": "tracking",
         "memory": b"\x01\x02",
         "noise": (NoisePoint(1024.0, 50.0), NoisePoint(2048.0, 75.0)),
+        "arms": (ArmRecord(ExploredArm(), 1, 0, (1.5, 4.0)), ArmRecord(ExploredArm(1.5), 1, 1, (1.25,))),
     }
     return JobProfile(**(fields | changes))
 

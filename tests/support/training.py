@@ -85,6 +85,8 @@ def offer(
     window: int | None = None,
     split: Literal["fixed", "tracking"] = "fixed",
     exchange: Exchange = EXACT,
+    *,
+    rate_factor: float = 1.0,
 ) -> None:
     """Offer sizes, as decided for the window before the current one; all ranks may call it, rank 0's counts."""
     session.offer(
@@ -99,6 +101,7 @@ def offer(
             watermark=0,
             split=split,
             exchange=exchange,
+            rate_factor=rate_factor,
         )
     )
 

@@ -82,6 +82,14 @@ def test_gradients_travel_only_as_the_job_permits(permission: str, exchange: Exc
     assert _offers(exchange=permission).consider(action, 7) == "lever"  # the ranks cannot
 
 
+def test_a_learning_rate_is_changed_only_where_the_job_lets_its_runs_explore_it() -> None:
+    for explores, reason in (((), "lever"), (("noise_multiplier",), "lever"), (("learning_rate",), None)):
+        offers = _offers(family="mnist", explores=explores)
+        offers.consider(_with(rate_factor=1.5), 6)
+        assert (offers.adopt(6) is None) == (reason is not None)
+        assert offers.num_refused["lever"] == (reason is not None)
+
+
 def test_a_job_with_a_codec_of_its_own_keeps_it() -> None:
     own = Exchange(codec="example")
     offers = _offers(codec="example", supports_exchange=True)

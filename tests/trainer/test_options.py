@@ -1,4 +1,5 @@
 import logging
+import re
 from typing import Any
 
 import numpy as np
@@ -7,6 +8,7 @@ import torch
 from tests.support.job_options import job_options
 
 from dynamix.trainer.arguments.checks import policy_options_of, share, sizes_of
+from dynamix.trainer.job.family import job_family
 from dynamix.trainer.job.options import bounds_of, family_of, fewest_samples
 from dynamix.trainer.job.policy_name import warn_of_policy
 
@@ -166,3 +168,29 @@ def test_the_optimizer_family_follows_the_class() -> None:
     assert family_of(torch.optim.SGD(parameters, lr=0.1)) == "sgd"
     assert family_of(torch.optim.RMSprop(parameters)) == "adam"
     assert family_of(MyAdam(parameters)) == "adam"
+
+
+def test_a_family_is_a_name_or_a_fingerprint_of_what_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["/somewhere/Train_MNIST.py", "--epochs", "3"])
+    model = torch.nn.Linear(4, 2)
+
+    def auto(model: torch.nn.Module = model, rate: float = 0.1, length: int = 10) -> str:
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+        return job_family("auto", [model], [optimizer], list(range(length)), "sqrt")
+
+    found = auto()
+    assert re.fullmatch("train-mnist-[0-9a-f]{8}", found)
+    assert auto() == found
+    assert len({found, auto(torch.nn.Linear(4, 3)), auto(rate=0.2), auto(length=11)}) == 4
+    assert job_family(None, [model], [], []) == job_family("", [model], [], []) == ""
+    assert job_family("mnist", [model], [], []) == "mnist"
+    with pytest.raises(ValueError, match="family='My model': use 'auto', or 1 to 63"):
+        job_family("My model", [model], [], [])
+
+
+def test_only_a_family_can_explore() -> None:
+    assert job_options(family="mnist", explores=("learning_rate",)).explores == ("learning_rate",)
+    with pytest.raises(ValueError, match="between the runs of a family: add family='auto'"):
+        job_options(explores=("learning_rate",))
+    with pytest.raises(ValueError, match="explores='rate'"):
+        job_options(family="mnist", explores=("rate",))

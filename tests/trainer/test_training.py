@@ -138,6 +138,26 @@ def test_all_ranks_hold_equal_parameters_after_500_steps_of_changes() -> None:
     assert results[0]["noise"].trace > 0
 
 
+def _explored_rates(_rank: int) -> list[float | None]:
+    model = nn.parallel.DistributedDataParallel(make_model(torch.float32))
+    explored = {"family": "numbered", "explores": ["learning_rate"]}
+    session, optimizer = attach_numbered(Numbered(400, torch.float32), model, window_steps=5, **explored)
+    rates = []
+    for batch in session.loader:
+        train_step(session, model, optimizer, batch)
+        if session.step_index == 1:
+            offer(session, (8, 8), rate_factor=1.5)
+        rates.append(session._updates.newest_rate())
+        if session.step_index == 20:
+            break
+    session.close()
+    return [rates[0], rates[-1], optimizer.param_groups[0]["lr"]]
+
+
+def test_all_ranks_scale_their_learning_rate_by_the_factor_of_a_decision() -> None:
+    assert run_ranks(_explored_rates, 2) == [[pytest.approx(0.05), pytest.approx(0.075), 0.05]] * 2
+
+
 def _parameters_with(_rank: int, connect: Any) -> dict[str, Any]:
     model = distribute(make_model(torch.float32))
     session, optimizer = attach_numbered(Numbered(300, torch.float32), model, window_steps=3, connect=connect)

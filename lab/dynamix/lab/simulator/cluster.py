@@ -6,6 +6,7 @@ totals and reports, which action is adopted. Virtual are the clock and what the 
 
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import msgspec
@@ -14,7 +15,7 @@ import torch
 
 from dynamix.lab.workloads import Data, Part, make_optimizer, workload_named
 from dynamix.schemas.messages import Action, Applied, Job, Report, Trace
-from dynamix.schemas.messages.allocation import EXACT
+from dynamix.schemas.messages.allocation import EXACT, Explored
 from dynamix.trainer.data.division import Division, StepPlan
 from dynamix.trainer.data.orders import Permutations
 from dynamix.trainer.data.sampler import PlanSampler, Position
@@ -59,8 +60,12 @@ class VirtualCluster:
         policy_options: Mapping[str, float] | None = None,
         initial_local_batch_size: int | None = None,
         job: str | None = None,
+        family: str = "",
+        explores: tuple[Explored, ...] = (),
     ) -> None:
         """Make the job; `initial_local_batch_size` overrules the scenario's, at most what each worker's memory holds.
+
+        Its runs may have a `family`, and try out what it `explores`.
 
         Raises:
             ValueError: when the scenario names what is not known, or the size is outside its bounds.
@@ -76,7 +81,8 @@ class VirtualCluster:
         self.time_to_target_s: float | None = None
         """Virtual time of the first evaluation with which the target was reached."""
         sizes = scenario.local_batch_sizes(initial_local_batch_size)
-        self._options = job_options(scenario, seed, policy, policy_options or {}, sizes)
+        options = job_options(scenario, seed, policy, policy_options or {}, sizes)
+        self._options = replace(options, family=family, explores=explores)
         self._identity = identity_of(scenario, job or f"{scenario.name or scenario.family}-{seed}")
         self._data = training_part(scenario, data, seed)
         self._evaluated = Part(*(tensor[: scenario.evaluation_samples or None] for tensor in data.validation))
@@ -127,12 +133,13 @@ class VirtualCluster:
         optimizer = make_optimizer(
             scenario.optimizer, [parameters], scenario.learning_rate, weight_decay=scenario.weight_decay
         )
-        scale_every_step(optimizer, lambda: self._rate_factor(self._schedule.counts_at(self.position.step).total))
+        scale_every_step(optimizer, lambda: self._rate_factor(self.position.step))
         return optimizer
 
-    def _rate_factor(self, global_batch_size: int) -> float:
-        """The factor on the scenario's learning rate."""
-        return FACTORS[self.scenario.learning_rate_rule](global_batch_size / self.scenario.base_global_batch_size)
+    def _rate_factor(self, step: int) -> float:
+        """The factor on the scenario's learning rate in a step."""
+        ratio = self._schedule.counts_at(step).total / self.scenario.base_global_batch_size
+        return FACTORS[self.scenario.learning_rate_rule](ratio) * self._schedule.allocation_at(step).rate_factor
 
     @property
     def window(self) -> int:
@@ -305,7 +312,7 @@ class VirtualCluster:
         """The reports on the window that ended; they name the sizes of its last step."""
         sizes = self._schedule.counts_at(self.position.step - 1)
         accuracy = self.evaluations[-1].accuracy if self.evaluations else None
-        rate = self.scenario.learning_rate * self._rate_factor(sizes.total)
+        rate = self.scenario.learning_rate * self._rate_factor(self.position.step - 1)
         rows, simulated = self._recorder.take_rows(accuracy, rate, self._exchange.coded())
         self._noise.observe_window(window_moments(row.noise for row in rows))
         totals = job_totals(

@@ -31,14 +31,16 @@ from .measured import (
     TrainingMetrics,
 )
 from .operations import Dead, Event, Live, PolicyVersion, Signature
-from .profiles import JobProfile, NoisePoint
+from .profiles import ArmRecord, ExploredArm, JobProfile, NoisePoint
 from .traces import FieldView, SeenTrace, Trace
 
 __all__ = [
     "Action",
     "Applied",
+    "ArmRecord",
     "Dead",
     "Event",
+    "ExploredArm",
     "FieldView",
     "GlobalMetrics",
     "GradientNoise",

@@ -165,6 +165,14 @@ def option_number(name: str, value: str | float, other_codecs: Sequence[OtherCod
         ) from None
 
 
+RateFactor = Annotated[float, Meta(ge=0.1, le=10)]
+"""What a decision may make of a learning rate."""
+
+Explored = Literal["learning_rate", "noise_multiplier", "exchange"]
+"""What a job lets the runs of its family explore: a factor on its learning rate, one on the noise scale that the policy
+decides by, and whether to use what `ExchangePermission` permits at all."""
+
+
 class Allocation(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Who trains on how many samples, who may change that, and how gradients travel."""
 
@@ -173,6 +181,8 @@ class Allocation(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """`fixed`: exactly these sizes; `tracking`: their sum, divided by the training processes themselves; `traces`: what
     those processes have made of the traces of all agents."""
     exchange: Exchange = EXACT
+    rate_factor: RateFactor = 1.0
+    """On the learning rate that the script and its rule say, in jobs that let recurring runs explore it."""
 
     @property
     def global_batch_size(self) -> int:

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from msgspec import Meta, field
 
-from .allocation import EXACT, Allocation, Exchange, Sizes
+from .allocation import EXACT, Allocation, Exchange, RateFactor, Sizes
 from .fields import MAX_RANKS, Carry, Count, Digest, Message, Text, Token
 from .policies import Split
 from .profiles import MAX_PROFILE_BYTES
@@ -67,11 +67,13 @@ class Action(Message, frozen=True, kw_only=True, array_like=True):
     profile: ProfileBytes = b""
     """The message with the profile that the generation began with, in its first action: a replay needs no other source.
     Not encoded while it is empty."""
+    rate_factor: RateFactor = 1.0
+    """On the learning rate. Not encoded while it is 1."""
 
     @property
     def allocation(self) -> Allocation:
         """What was decided, as one value."""
-        return Allocation(self.local_batch_sizes, self.split, self.exchange)
+        return Allocation(self.local_batch_sizes, self.split, self.exchange, self.rate_factor)
 
 
 REFUSAL_REASONS = (

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, field
 
-from .allocation import EXACT, MAX_OTHER_CODECS, Allocation, Exchange, ExchangePermission, OtherCodec, Sizes
+from .allocation import EXACT, MAX_OTHER_CODECS, Allocation, Exchange, ExchangePermission, Explored, OtherCodec, Sizes
 from .fields import MAX_RANKS, Count, Message, OptimizerFamily, OptionalToken, Text, Token
 from .policies import GlobalBatch, Split
 
@@ -63,6 +63,8 @@ class Job(Message, frozen=True, kw_only=True, array_like=True):
     """Exchange codecs of other packages that decisions may name, besides ours."""
     family: OptionalToken = ""
     """What its runs have in common, so that one can begin with what another one learned; empty: they have nothing."""
+    explores: tuple[Explored, ...] = ()
+    """What runs of the family may try out."""
 
     @property
     def initial_allocation(self) -> Allocation:

@@ -5,7 +5,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from .allocation import EXACT, Allocation, Exchange, Sizes
+from .allocation import EXACT, Allocation, Exchange, RateFactor, Sizes
 from .fields import MAX_RANKS, Count, Message, Token
 from .policies import Split
 
@@ -16,6 +16,8 @@ MAX_PROFILE_BYTES = 96 * 1024
 """A profile is in the first action of a job that begins with it, beside the carry."""
 
 MAX_CURVE_POINTS = 64
+MAX_MILESTONES = 128
+MAX_ARMS = 8
 
 
 class NoisePoint(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -25,6 +27,37 @@ class NoisePoint(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Samples that the run had seen."""
     noise_scale: Annotated[float, Meta(gt=0)]
     """B_noise in samples: geometric mean over the windows around it, and over runs."""
+
+
+class ExploredArm(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One choice of what cannot be known within a run; the default is a run without exploration."""
+
+    rate_factor: RateFactor = 1.0
+    noise_multiplier: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
+    exact: bool = False
+    """Gradients travel exactly, though the job permits more."""
+
+    @property
+    def label(self) -> str:
+        """In words, for people."""
+        parts = [
+            f"learning rate x {self.rate_factor:.3g}" if self.rate_factor != 1.0 else "",
+            f"noise scale x {self.noise_multiplier:.3g}" if self.noise_multiplier != 1.0 else "",
+            "exact gradients" if self.exact else "",
+        ]
+        return ", ".join(filter(None, parts)) or "nothing changed"
+
+
+class ArmRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """How runs with an arm went."""
+
+    arm: ExploredArm
+    num_runs: Annotated[int, Meta(ge=1)]
+    num_stopped: Count
+    """Runs that left the arm, since they were too far behind."""
+    milestones_s: Annotated[tuple[Annotated[float, Meta(ge=0)], ...], Meta(max_length=MAX_MILESTONES)] = ()
+    """Seconds of training until the held-out error first fell below each of a row of levels, mean over runs; 0: never.
+    """
 
 
 class JobProfile(Message, frozen=True, kw_only=True, array_like=True):
@@ -56,6 +89,9 @@ class JobProfile(Message, frozen=True, kw_only=True, array_like=True):
     """What the policy knows of times and links: rates and fixed times by rank, saturation, communication."""
     noise: Annotated[tuple[NoisePoint, ...], Meta(max_length=MAX_CURVE_POINTS)] = ()
     """By samples seen, ascending."""
+
+    arms: Annotated[tuple[ArmRecord, ...], Meta(max_length=MAX_ARMS)] = ()
+    """What runs tried out, in the order of their first runs."""
 
     @property
     def allocation(self) -> Allocation:

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 from dynamix.schemas.messages import OptimizerFamily
-from dynamix.schemas.messages.allocation import EXACT, Exchange, ExchangePermission
+from dynamix.schemas.messages.allocation import EXACT, Exchange, ExchangePermission, Explored
 from dynamix.schemas.messages.policies import DEFAULT_POLICY, SPLIT_POLICY, GlobalBatch
 
 from .arguments.checks import policy_options_of, sizes_of, whole_number
@@ -80,6 +80,7 @@ def attach(
     look_ahead: int = 0,
     name: str | None = None,
     family: str | None = None,
+    explores: Sequence[Explored] = (),
     window_steps: int = 20,
     min_local_batch_size: int | None = None,
     max_local_batch_size: int | None = None,
@@ -136,6 +137,10 @@ def attach(
         family: what the runs of this training have in common: a name, or `auto` for a fingerprint of script, model,
             optimizer and data. A run begins with what earlier ones of its family taught, where the policy can (`rule`),
             and drops it when its first windows disagree. When not given, runs have nothing in common.
+        explores: what runs of the family may try out, one thing per run and in two runs at most: `learning_rate` (a
+            factor on the optimizer's), `noise_multiplier` (a factor on the noise scale that the policy decides by),
+            `exchange` (exact gradients where more is permitted). It needs `session.evaluated`, by which runs are
+            compared; a run that falls behind by a quarter goes back to what is known to be best.
         window_steps: k, the optimizer steps between two decisions.
         min_local_batch_size: bound of decisions; 0 lets a rank have no samples. When not given, what the model needs:
             one sample in each batch, or two where it has BatchNorm. Below the size at which a rank's times stop
@@ -238,6 +243,7 @@ def attach(
         supports_exchange=averaging == "hook" and base_hook is None and codec == EXACT.codec,
         table_share=table_share(models),
         family=job_family(family, models, optimizers, dataset, learning_rate_rule),
+        explores=tuple(explores),
     )
     orders = orders_of(dataset, sampler, seed, shuffle=shuffle)
     if token_counts is not None:

@@ -355,7 +355,7 @@ class Session(SessionView):
         allocation = self._run.schedule.allocation_at(batch.plan.step)
         if allocation is not self._allocation:
             self._allocation, self._exchange = allocation, allocation.exchange
-            self._updates.follow(allocation.global_batch_size)
+            self._updates.follow(allocation.global_batch_size, allocation.rate_factor)
         if batch.is_first:
             self._scaled.begin_step()
             self._local.begin(batch.plan.step)

@@ -9,7 +9,7 @@ from dynamix.arbitrator.families.profile import UnusableProfileError, read_profi
 from dynamix.cli.errors import CommandError
 from dynamix.runtime.bus import Bus, BusMessage, StreamMissingError
 from dynamix.schemas import subjects
-from dynamix.schemas.messages import JobProfile
+from dynamix.schemas.messages import ArmRecord, JobProfile
 from dynamix.schemas.streams import PROFILES
 
 HEADINGS = ("family", "runs", "newest", "policy", "ranks", "windows", "last sizes", "size")
@@ -71,7 +71,14 @@ def document(one: StoredFamily) -> dict[str, Any]:
     if (profile := one.profile) is not None:
         named = {name: getattr(profile, name) for name in profile.__struct_fields__ if name not in ("memory", "family")}
         noise = [msgspec.structs.asdict(point) for point in profile.noise]
-        found |= {**named, "noise": noise, "exchange": profile.exchange.label, "memory_bytes": len(profile.memory)}
+        arms = [msgspec.structs.asdict(each) | {"arm": msgspec.structs.asdict(each.arm)} for each in profile.arms]
+        found |= {
+            **named,
+            "noise": noise,
+            "arms": arms,
+            "exchange": profile.exchange.label,
+            "memory_bytes": len(profile.memory),
+        }
     return found
 
 
@@ -89,6 +96,7 @@ def details(one: StoredFamily) -> str:
             _line("last allocation", f"{_sizes(profile)} ({profile.split}), {profile.exchange.label}"),
             _line("times", f"{len(profile.memory):,} bytes" if profile.memory else "none"),
             _line("noise scale", f"{', '.join(curve)} samples seen" if curve else "unknown"),
+            *(_line("tried", _record(each)) for each in profile.arms),
         ]
     return "\n".join(lines)
 
@@ -125,6 +133,13 @@ def _row(one: StoredFamily) -> tuple[str, ...]:
     policy = f"{profile.policy} {profile.policy_version}"
     counts = (str(profile.world_size), str(profile.num_windows))
     return (one.family, str(profile.run), profile.job, policy, *counts, _sizes(profile), size)
+
+
+def _record(record: ArmRecord) -> str:
+    ended = f", {record.num_stopped} stopped" if record.num_stopped else ""
+    reached = [time_s for time_s in record.milestones_s if time_s]
+    until = f", {reached[-1]:.4g} s to the last of {len(reached)} levels" if reached else ""
+    return f"{record.arm.label}: {record.num_runs} runs{ended}{until}"
 
 
 def _sizes(profile: JobProfile) -> str:

@@ -3,8 +3,6 @@
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-import msgspec
-
 from dynamix.arbitrator.deciding.fold import Fold
 from dynamix.arbitrator.families.profile import profile_after
 from dynamix.arbitrator.policies.policy import Policy, RecurringPolicy
@@ -17,6 +15,7 @@ from dynamix.reward.formula import Formula, Weights, reward_of
 from dynamix.schemas.codec import encode
 from dynamix.schemas.features import state_of
 from dynamix.schemas.messages import Action, Applied, Job, JobProfile, MetricWindow, Report, Reward, State
+from dynamix.schemas.messages.allocation import Explored
 
 GRID_TOLERANCE_S = 1e-9
 """Points of the grid are multiples of a float: the last one may lie a rounding error behind a time."""
@@ -75,6 +74,7 @@ def run_episode(
     make_cluster: type[VirtualCluster] = VirtualCluster,
     family: str = "",
     profile: JobProfile | None = None,
+    explores: tuple[Explored, ...] = (),
 ) -> Episode:
     """Run a job to its end; data, options and initial size are as `VirtualCluster` takes them.
 
@@ -82,7 +82,7 @@ def run_episode(
     is the formula (`None`: the published one for the optimizer) and its weights; without it nothing is rewarded.
     `keep_messages` keeps windows, states and rewards. Policies that sample draw by the name of the job, by default of
     scenario and seed. `on_window` is called with the reports of each window. A job of a family begins with the
-    `profile` of an earlier episode, if it is given one, and leaves one.
+    `profile` of an earlier episode, if it is given one, and leaves one; it may try out what it `explores`.
 
     Raises:
         ValueError: when the scenario names what is not known.
@@ -95,8 +95,9 @@ def run_episode(
         policy_options=policy_options,
         initial_local_batch_size=initial_local_batch_size,
         job=job,
+        family=family,
+        explores=explores,
     )
-    cluster.job = msgspec.structs.replace(cluster.job, family=family)
     control = ControlPlane(cluster.job, policy, reward=reward, profile=profile)
     kept = EpisodeMessages([], [], [])
     actions: list[Action] = []

@@ -131,6 +131,7 @@ class Fold:
             carry=decision.carry,
             reason=decision.reason[:MAX_REASON],
             profile=self._profile,
+            rate_factor=decision.allocation.rate_factor,
         )
         return seal(action, self.previous_hash)
 

@@ -1,10 +1,12 @@
 """Profiles of job families: made of a run's last action, read at the next run's start. Pure."""
 
+from itertools import zip_longest
+
 from dynamix.arbitrator.policies.policy import RecurringPolicy
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode
-from dynamix.schemas.messages import Action, Job, JobProfile
-from dynamix.schemas.messages.profiles import MAX_PROFILE_BYTES, PROFILE_FORMAT
+from dynamix.schemas.messages import Action, ArmRecord, Job, JobProfile
+from dynamix.schemas.messages.profiles import MAX_ARMS, MAX_PROFILE_BYTES, PROFILE_FORMAT
 
 FEWEST_WINDOWS = 5
 """Runs with fewer decided windows teach nothing."""
@@ -79,4 +81,22 @@ def profile_after(
         exchange=last.exchange,
         memory=knowledge.memory if has_times or known is None else known.memory,
         noise=knowledge.noise or (() if known is None else known.noise),
+        arms=with_record(() if known is None else known.arms, None if is_again else knowledge.tried),
     )
+
+
+def with_record(records: tuple[ArmRecord, ...], newest: ArmRecord | None) -> tuple[ArmRecord, ...]:
+    """The records after one more run: means of times to what both reached."""
+    if newest is None:
+        return records
+    for index, record in enumerate(records):
+        if record.arm == newest.arm:
+            return (*records[:index], _merged(record, newest), *records[index + 1 :])
+    return (*records, newest)[:MAX_ARMS]
+
+
+def _merged(record: ArmRecord, newest: ArmRecord) -> ArmRecord:
+    count, times = record.num_runs, []
+    for before, now in zip_longest(record.milestones_s, newest.milestones_s, fillvalue=0.0):
+        times.append((count * before + now) / (count + 1) if before and now else before or now)
+    return ArmRecord(record.arm, count + 1, record.num_stopped + newest.num_stopped, tuple(times))

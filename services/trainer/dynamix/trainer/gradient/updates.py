@@ -82,9 +82,9 @@ class Updates:
             return None if rate is None else float(rate) * self._factor
         return None
 
-    def follow(self, global_batch_size: int) -> None:
-        """Scale by this global batch size from now on."""
-        self._factor = self._factor_of(global_batch_size)
+    def follow(self, global_batch_size: int, rate_factor: float = 1.0) -> None:
+        """Scale by this global batch size from now on, and by a decision's own factor."""
+        self._factor = self._factor_of(global_batch_size) * rate_factor
 
     def remove(self) -> None:
         """Leave the optimizers as they were."""

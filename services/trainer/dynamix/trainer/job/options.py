@@ -15,6 +15,7 @@ from dynamix.schemas.messages.allocation import (
     Allocation,
     Exchange,
     ExchangePermission,
+    Explored,
     OtherCodec,
     initial_exchange,
     is_permitted,
@@ -90,6 +91,8 @@ class JobOptions:
     """Share of the trained numbers that lie in embedding tables."""
     family: str = ""
     """What its runs have in common; empty: they have nothing."""
+    explores: tuple[Explored, ...] = ()
+    """What they may try out."""
 
     @property
     def initial_allocation(self) -> Allocation:
@@ -159,7 +162,7 @@ class JobOptions:
             (self.exchange, self.fixed_exchange and astuple(self.fixed_exchange), self.supports_exchange),
             self.table_share,
             (self.gradient_servers, tuple(map(astuple, self.other_codecs))),
-            self.family,
+            (self.family, self.explores),
         )
 
     def _check_types(self) -> None:
@@ -191,6 +194,12 @@ class JobOptions:
 
     def _check_exchange(self) -> None:
         check_choice("exchange", self.exchange, get_args(ExchangePermission))
+        for each in self.explores:
+            check_choice("explores", each, get_args(Explored))
+        if self.explores and not self.family:
+            raise ValueError(
+                f"explores={list(self.explores)} is between the runs of a family: add family='auto', or a name"
+            )
         first = self.initial_allocation.exchange
         if first == EXACT or self.codec != EXACT.codec:
             return

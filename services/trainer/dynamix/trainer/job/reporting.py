@@ -66,6 +66,7 @@ class Reporter:
             table_share=options.table_share,
             other_codecs=options.other_codecs,
             family=options.family,
+            explores=options.explores,
         )
 
     def report(

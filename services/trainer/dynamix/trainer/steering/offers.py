@@ -80,6 +80,8 @@ class Offers:
             return "length"
         if action.levers or not self._can_travel(action.exchange):
             return "lever"
+        if action.rate_factor != 1.0 and "learning_rate" not in self._options.explores:
+            return "lever"
         if self._global_batch_size not in (None, sum(action.local_batch_sizes)):
             return "sum"
         return None if self._within_bounds(action.local_batch_sizes) else "bounds"

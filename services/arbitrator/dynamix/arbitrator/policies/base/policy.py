@@ -3,7 +3,7 @@
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from dynamix.arbitrator.policies.model.observation import Array32
-from dynamix.schemas.messages import Job, JobProfile, NoisePoint
+from dynamix.schemas.messages import ArmRecord, Job, JobProfile, NoisePoint
 from dynamix.schemas.messages.allocation import Allocation
 
 from .options import Options
@@ -65,6 +65,8 @@ class Knowledge(NamedTuple):
     """Times and links, in the policy's own bytes; empty when nothing was measured."""
     noise: tuple[NoisePoint, ...] = ()
     """The noise scale by samples seen: of this run and, where it began with a profile, of those before."""
+    tried: ArmRecord | None = None
+    """How this run went, with what it tried out; `None` where runs explore nothing, or nothing tells how it went."""
 
 
 @runtime_checkable

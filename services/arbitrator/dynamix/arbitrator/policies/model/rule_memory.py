@@ -6,11 +6,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from dynamix.schemas.messages import Job, JobProfile, NoisePoint
+from dynamix.schemas.messages import ArmRecord, ExploredArm, Job, JobProfile, NoisePoint
 from dynamix.schemas.messages.profiles import MAX_PROFILE_BYTES
 
 from .exchange_choice import is_decided, model_after
 from .exchange_memory import DWELL, ExchangeMemory, packed_bytes
+from .exploration import EXPLORATION_BYTES, Exploration
 from .links import can_share
 from .observation import PACKED_BYTES, Array32, NoiseMemory
 from .recurrence import RECURRENCE_BYTES, Recurrence, Standing
@@ -36,6 +37,7 @@ class RuleMemory:
     exchange: ExchangeMemory
     fits: WarmFit
     recurrence: Recurrence = field(default_factory=Recurrence)
+    exploration: Exploration = field(default_factory=Exploration)
 
     def observe_times(self, job: Job, window: Window) -> "SeenWindow":
         """After one more window's times."""
@@ -63,14 +65,18 @@ class RuleMemory:
         packed = _GLOBAL_BATCH.pack(self.global_batch_size) + self.noise.pack() + fits
         if is_decided(job):
             packed += self.exchange.pack().ljust(_exchange_bytes(job), b"\0")
+        if job.explores:
+            packed += self.exploration.pack()
         return packed + self.recurrence.pack() if job.family else packed
 
     @classmethod
     def unpack(cls, carry: bytes, job: Job) -> "RuleMemory":
         """What `pack` gave; as a job begins from anything else."""
-        exchange, recurrence = b"", b""
+        exchange, recurrence, exploration = b"", b"", b""
         if job.family:
             carry, recurrence = carry[:-RECURRENCE_BYTES], carry[-RECURRENCE_BYTES:]
+        if job.explores:
+            carry, exploration = carry[:-EXPLORATION_BYTES], carry[-EXPLORATION_BYTES:]
         if is_decided(job):
             carry, exchange = carry[: -_exchange_bytes(job)], carry[-_exchange_bytes(job) :]
         head = _GLOBAL_BATCH.size
@@ -83,6 +89,7 @@ class RuleMemory:
             ExchangeMemory.unpack(exchange, job),
             _unpacked_fits(fits, job, known),
             known,
+            Exploration.unpack(exploration),
         )
 
 
@@ -104,10 +111,10 @@ class SeenWindow:
         """Whether decisions may not rest on what earlier runs showed of the exchange, for this window."""
         return self.verdict.trial.standing is Standing.ON_TRIAL and bool(self.verdict.disagreement)
 
-    @property
-    def leaps(self) -> bool:
-        """Whether to go to the best batch at once."""
-        return self.verdict.leaps
+    def observe_progress(self, global_F: Array32, window_steps: int) -> "SeenWindow":
+        """After how the training went in the same window."""
+        seen = self.memory.exploration.observe(global_F, window_steps)
+        return replace(self, memory=replace(self.memory, exploration=seen))
 
     @property
     def note(self) -> str:
@@ -120,6 +127,8 @@ class SeenWindow:
         if now.noise.standing is Standing.DROPPED is not was.noise.standing:
             expected = now.earlier.at(now.num_samples)
             found.append(f"dropped its noise scales: {expected:.3g} samples by now, another was measured")
+        if self.memory.exploration.stopped and not self.before.exploration.stopped:
+            found.append(f"stopped trying {self.before.exploration.arm.label}: too far behind earlier runs")
         return "; ".join(found)
 
     @property
@@ -129,7 +138,9 @@ class SeenWindow:
             return f"; {self.note}"
         if self.disagrees:
             return f"; not by its profile: {self.verdict.disagreement}"
-        return "; begins with its profile" if self.leaps else ""
+        remark = "; begins with its profile" if self.verdict.is_first else ""
+        exploration = self.memory.exploration
+        return remark + (f"; {exploration.arm.label}" if exploration.arm != ExploredArm() else "")
 
     def observe_noise(self, obs_WF: Array32, noise_scale: float) -> "SeenWindow":
         """After the noise scale of the same window."""
@@ -143,11 +154,12 @@ def begun_with(job: Job, profile: JobProfile, policy: str) -> RuleMemory:
     fit, exchange = _known_times(job, profile, cold) if profile.policy == policy else (None, cold.exchange)
     recurrence = Recurrence.of_profile(profile, has_times=fit is not None, first_start=job.generation == 0)
     fits = cold.fits if fit is None else WarmFit(fit, cold.fits.fit)
-    return replace(cold, fits=fits, exchange=exchange, recurrence=recurrence)
+    exploration = Exploration.of_records(profile.arms, job) if profile.policy == policy else Exploration()
+    return replace(cold, fits=fits, exchange=exchange, recurrence=recurrence, exploration=exploration)
 
 
-def knowledge_of(job: Job, carry: bytes) -> tuple[bytes, tuple[NoisePoint, ...]]:
-    """What the run behind a carry taught: of times, and of the noise scale by samples.
+def knowledge_of(job: Job, carry: bytes) -> tuple[bytes, tuple[NoisePoint, ...], ArmRecord | None]:
+    """What the run behind a carry taught: of times, of the noise scale by samples, and of what it tried out.
 
     A restarted run's curve begins amid a training: it is left out.
     """
@@ -159,7 +171,8 @@ def knowledge_of(job: Job, carry: bytes) -> tuple[bytes, tuple[NoisePoint, ...]]
     if is_decided(job):
         memory += known.exchange.pack()
     is_kept = len(memory) <= MAX_MEMORY_BYTES and fit.model(job) is not None
-    return memory if is_kept else b"", curve.points if job.generation == 0 else ()
+    tried = known.exploration.record if job.explores and job.generation == 0 else None
+    return memory if is_kept else b"", curve.points if job.generation == 0 else (), tried
 
 
 def _known_times(job: Job, profile: JobProfile, cold: RuleMemory) -> tuple[StepTimeFit | None, ExchangeMemory]:

@@ -30,7 +30,7 @@ class WarmFit(NamedTuple):
         warm = self.fit if off is not None else self.fit.observe(job, window)
         ruling = warm if off is None else cold
         kept = WarmFit(warm, cold) if judged.standing is Standing.ON_TRIAL else WarmFit(ruling)
-        return FitVerdict(kept, ruling, judged, off or "", leaps=off is None and judged.num_agreeing == 1)
+        return FitVerdict(kept, ruling, judged, off or "", is_first=off is None and judged.num_agreeing == 1)
 
 
 class FitVerdict(NamedTuple):
@@ -42,5 +42,5 @@ class FitVerdict(NamedTuple):
     trial: ProfileTrial
     disagreement: str = ""
     """How the window contradicts the profile, in words; empty when it does not."""
-    leaps: bool = False
-    """Whether this is the first window that agrees: the way to the best batch was gone in an earlier run."""
+    is_first: bool = False
+    """Whether this is the first window that agrees."""

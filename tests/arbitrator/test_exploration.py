@@ -1,0 +1,112 @@
+"""What runs of a family try out: at most two arms, the better direction, and back when a run falls behind."""
+
+import math
+
+import numpy as np
+import pytest
+from tests.support import examples
+
+from dynamix.arbitrator.families.profile import with_record
+from dynamix.arbitrator.policies.model.exploration import Exploration, next_arm, score
+from dynamix.schemas.features import GLOBAL_FEATURES, GLOBAL_INDEX
+from dynamix.schemas.messages import ArmRecord, ExploredArm, Job
+
+BOTH = ("learning_rate", "noise_multiplier")
+FIRST, FASTER, FURTHER, QUIETER = ExploredArm(), ExploredArm(1.5), ExploredArm(2.25), ExploredArm(1.0, 0.5)
+
+
+def job_of(*explores: str, **changes: object) -> Job:
+    return examples.job(policy="rule", family="mnist", explores=explores, **changes)
+
+
+def record(arm: ExploredArm, factor: float, stopped: int = 0) -> ArmRecord:
+    return ArmRecord(arm, 1, stopped, tuple(factor * level for level in range(1, 11)))
+
+
+def trained(exploration: Exploration, window_s: float, num_windows: int) -> Exploration:
+    """After windows in which the held-out error fell by a factor of 0.9 each."""
+    for window in range(num_windows):
+        global_F = np.full(len(GLOBAL_FEATURES), np.nan, dtype=np.float32)
+        global_F[GLOBAL_INDEX["step_time_s"]] = window_s / 10
+        global_F[GLOBAL_INDEX["held_out_accuracy"]] = 1.0 - 0.9**window
+        exploration = exploration.observe(global_F, 10)
+    return exploration
+
+
+@pytest.mark.parametrize(
+    ("explores", "records", "arm"),
+    [
+        (BOTH, (), FIRST),
+        (BOTH, (ArmRecord(FIRST, 1, 0),), FIRST),  # nothing told how it went
+        ((), (record(FIRST, 1.0),), FIRST),
+        (BOTH, (record(FIRST, 1.0),), FASTER),
+        (BOTH, (record(FIRST, 1.0), record(FASTER, 0.8)), FURTHER),
+        (BOTH, (record(FIRST, 1.0), record(FASTER, 1.1)), QUIETER),
+        (BOTH, (record(FIRST, 1.0), record(FASTER, 0.8, stopped=1)), QUIETER),
+        (("learning_rate",), (record(FIRST, 1.0), record(FASTER, 1.1)), ExploredArm(1 / 1.5)),
+        (("noise_multiplier",), (record(FIRST, 1.0),), QUIETER),
+        (("noise_multiplier",), (record(FIRST, 1.0), record(QUIETER, 0.9)), ExploredArm(1.0, 0.25)),
+        (BOTH, (record(FIRST, 1.0), record(FASTER, 0.8), record(FURTHER, 0.9)), FASTER),
+        (BOTH, (record(FIRST, 1.0), record(FASTER, 1.2), record(QUIETER, 0.99)), FIRST),
+    ],
+)
+def test_two_runs_explore_and_then_the_best_arm_is_taken(
+    explores: tuple[str, ...], records: tuple[ArmRecord, ...], arm: ExploredArm
+) -> None:
+    assert next_arm(records, job_of(*explores)) == arm
+
+
+def test_exact_gradients_are_tried_only_where_the_job_permits_more() -> None:
+    records = (record(FIRST, 1.0),)
+    assert next_arm(records, job_of("exchange", exchange="local")) == ExploredArm(exact=True)
+    assert next_arm(records, job_of("exchange", exchange="exact")) == FIRST
+
+
+def test_runs_are_compared_by_the_last_eight_levels_that_both_reached() -> None:
+    slow_start = ArmRecord(FASTER, 1, 0, (9.0, *(level / 2 for level in range(2, 10))))
+    assert score(slow_start, record(FIRST, 1.0)) == pytest.approx(0.5)
+    assert math.isnan(score(ArmRecord(FASTER, 1, 0), record(FIRST, 1.0)))
+
+
+def test_milestones_are_the_first_times_below_each_level() -> None:
+    found = trained(Exploration(), 2.0, 20).record
+    assert found is not None
+    assert (found.arm, found.num_runs, found.num_stopped) == (FIRST, 1, 0)
+    reached = [time_s for time_s in found.milestones_s if time_s]
+    assert reached == sorted(reached)
+    assert set(reached) <= {2.0 * window for window in range(1, 21)}
+    # smoothed by halves the error of window t is 0.9^t (1 + 0.1 / 0.8) at last: 0.152, and 0.917^21 = 0.162
+    assert len(reached) == 21
+    assert Exploration().record is None
+
+
+def test_a_run_that_falls_behind_by_a_quarter_goes_back_to_the_best_arm() -> None:
+    first = trained(Exploration(), 1.0, 20).record
+    assert first is not None
+    begun = Exploration.of_records((first,), job_of(*BOTH))
+    assert (begun.arm, begun.best) == (FASTER, FIRST)
+    assert not trained(begun, 1.1, 20).stopped
+    behind = trained(begun, 1.6, 20)
+    assert behind.stopped
+    assert behind.arm == FIRST
+    found = behind.record
+    assert found is not None
+    assert (found.arm, found.num_stopped) == (FASTER, 1)
+    assert not trained(Exploration(tried=FIRST, reference_s=begun.reference_s), 1.6, 20).stopped
+
+
+def test_an_exploration_survives_the_carry() -> None:
+    begun = Exploration.of_records((record(FIRST, 1.0),), job_of(*BOTH))
+    later = trained(begun, 1.6, 20)
+    again = Exploration.unpack(later.pack())
+    assert (again.tried, again.best, again.arm, again.stopped) == (FASTER, FIRST, FIRST, True)
+    assert again.pack() == later.pack()
+    assert Exploration.unpack(b"other").record is None
+
+
+def test_records_of_one_arm_are_means_over_its_runs() -> None:
+    one = with_record((), ArmRecord(FIRST, 1, 0, (1.0, 2.0, 0.0)))
+    two = with_record(one, ArmRecord(FIRST, 1, 0, (3.0, 4.0, 6.0, 8.0)))
+    assert two == (ArmRecord(FIRST, 2, 0, (2.0, 3.0, 6.0, 8.0)),)
+    assert with_record(two, None) == two
+    assert [each.arm for each in with_record(two, ArmRecord(FASTER, 1, 1))] == [FIRST, FASTER]

@@ -1,0 +1,76 @@
+"""Episodes of one family: each begins with what the one before it taught, by the code that services run."""
+
+import msgspec
+from tests.support import virtual
+
+from dynamix.arbitrator.deciding.fold import Fold
+from dynamix.arbitrator.policies.rule import Rule
+from dynamix.lab.experiments.episodes.episode import Episode, run_episode
+from dynamix.schemas.codec import encode
+from dynamix.schemas.messages import ArmRecord, ExploredArm, JobProfile
+
+LONG = virtual.scenario(target_accuracy=0.5, fixed_time_s=2.0)
+
+
+def episode(profile: JobProfile | None = None, *explores: str, seed: int = 3, family: str = "virtual") -> Episode:
+    return run_episode(
+        *(LONG, Rule()),
+        data=virtual.data(),
+        seed=seed,
+        family=family,
+        profile=profile,
+        explores=explores,  # type: ignore[arg-type]
+        keep_messages=True,
+    )
+
+
+def test_an_episode_leaves_a_profile_and_the_next_one_begins_with_it() -> None:
+    first = episode()
+    assert first.profile is not None
+    assert (first.profile.run, first.profile.num_windows) == (1, first.num_windows)
+    assert first.profile.noise
+    second = episode(first.profile, seed=4)
+    assert second.profile is not None
+    assert second.profile.run == 2
+    assert [bool(action.profile) for action in second.actions[:3]] == [True, False, False]
+    assert any("the first windows agree with its profile" in action.reason for action in second.actions[:3])
+    assert episode(family="").profile is None
+
+
+def test_the_recorded_states_and_the_first_action_are_enough_to_decide_again() -> None:
+    second = episode(episode().profile, seed=4)
+    fold = Fold(second.job, Rule(), None, second.actions[0].profile)
+    again = []
+    for sequence, state in enumerate(second.states, start=1):
+        fold.add_state(sequence, state)
+        while (action := fold.close()) is not None:
+            fold.adopt(action)
+            again.append(encode(action))
+    assert again == list(map(encode, second.actions))
+
+
+def test_a_learning_rate_is_tried_only_where_the_job_lets_it() -> None:
+    first = episode(None, "learning_rate")
+    assert first.profile is not None
+    assert [record.arm for record in first.profile.arms] == [ExploredArm()]
+    second = episode(first.profile, "learning_rate", seed=4)
+    assert {action.rate_factor for action in second.actions} <= {1.5, 1.0}
+    assert second.actions[0].rate_factor == 1.5
+    rates = [window.job_metrics.learning_rate for window in second.windows]
+    sizes = [sum(rank.training.local_batch_size for rank in window.ranks) for window in second.windows]
+    assert rates[0] is not None
+    assert rates[2] is not None
+    assert rates[2] / (sizes[2] / sizes[0]) ** 0.5 / rates[0] > 1.4
+    unasked = episode(first.profile, seed=4)
+    assert {action.rate_factor for action in unasked.actions} == {1.0}
+
+
+def test_after_two_arms_the_best_one_is_taken() -> None:
+    first = episode(None, "learning_rate")
+    assert first.profile is not None
+    base = first.profile.arms[0]
+    faster = tuple(0.5 * time_s for time_s in base.milestones_s)
+    arms = (base, ArmRecord(ExploredArm(1.5), 1, 0, faster), ArmRecord(ExploredArm(2.25), 1, 1, faster))
+    third = episode(msgspec.structs.replace(first.profile, arms=arms), "learning_rate", seed=5)
+    assert third.actions[0].rate_factor == 1.5
+    assert "learning rate x 1.5" in third.actions[0].reason
