@@ -13,14 +13,15 @@ import pytest
 from tests.support import alert_trials, examples
 from tests.support.alert_trials import Phase, Recorded, check_alerts, needs, record
 from tests.support.brokers import ConfiguredServer, connected, publish_unstored, until
-from tests.support.control_plane import NODE, one_node_job
-from tests.support.scraped_plane import ScrapedPlane
+from tests.support.control_plane import NODE, one_node_job, report_of
+from tests.support.scraped_plane import EQUAL, ScrapedPlane
 from tests.support.services_here import ServiceHere, services_here
 
 from dynamix.arbitrator import shown as arbitrator_shown
 from dynamix.arbitrator.learning.service import LearnerSettings, _Learner
 from dynamix.arbitrator.learning.updating import Outcome
 from dynamix.collector import shown as collector_shown
+from dynamix.collector import turns
 from dynamix.collector.ebpf.syscall import ProgramInfo
 from dynamix.collector.shown import ShownWindows
 from dynamix.runtime.bus import Bus
@@ -139,13 +140,22 @@ async def test_a_broker_that_has_too_much_to_store(tmp_path: Path) -> None:
             )
 
 
-async def test_a_collector_that_passes_over_reports(plane: ScrapedPlane, tmp_path: Path) -> None:
+async def test_a_collector_that_passes_over_reports(
+    plane: ScrapedPlane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job sends them faster than windows are made of them; by default 16,384 may wait."""
+    monkeypatch.setattr(turns, "MAX_WAITING", 16)
+    job = one_node_job()
+    await plane.bus.publish(job)
     before = await plane.record()
 
     async def pass_over() -> None:
-        plane.services["collector"].context.count("reports_passed_over", 8192)
+        reports = [report_of(job, window, (128,) * 4, EQUAL) for window in range(60)]
+        await asyncio.gather(*[await plane.bus.publish_soon(report) for report in reports])
+        await until(lambda: plane.services["collector"].context.counters.get("reports_passed_over"))
 
     flooded = await plane.record(pass_over())
+    await plane.shows("arbitrator", "job_decided_window", 59, training_job=job.job)
     check_alerts(
         tmp_path,
         Phase(20, before, set()),

@@ -134,7 +134,7 @@ class _Collector:
         if self._limit.allow("crowd"):
             self._context.log.warning(
                 "a job sends more reports than can be handled: its older ones are passed over",
-                training_job=self._waiting.crowding_job,
+                job=self._waiting.crowding_job,
                 passed_over=self._waiting.num_passed_over,
             )
 

@@ -177,13 +177,13 @@ class _Learner:
             return True
         self._context.count("generations_left_out")
         if not usable:
-            self._context.log.info("left out", generation=finished.name, versions_behind=behind)
+            self._context.log.info("left out", **_named(finished), versions_behind=behind)
             return False
         self._context.count("generations_of_other_rewards")
         self._context.log.warning(
             "left out: rewards of another formula than the policy's; set DYNAMIX_REWARD_FORMULA of the reward service, "
             "or DYNAMIX_LEARNER_REWARDS=any",
-            generation=finished.name,
+            **_named(finished),
             formulas=foreign,
             wanted=self._metadata.reward_formula,
         )
@@ -195,7 +195,7 @@ class _Learner:
             self._context.count("generations_without_last_rewards")
             self._context.log.warning(
                 "rewards did not come in time: taken as cut off",
-                generation=finished.name,
+                **_named(finished),
                 num_unrewarded=collected.num_unrewarded,
                 grace_s=self._settings.grace_s,
             )
@@ -267,3 +267,8 @@ class _Learner:
     async def _in_process(self, work: Callable[[*A], R], *args: *A) -> R:
         """Run in the process that has torch: an update takes seconds and must not delay the heartbeat."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, work, *args)
+
+
+def _named(finished: Finished) -> dict[str, str | int]:
+    """What a line of the log says of a generation."""
+    return {"job": finished.job.job, "generation": finished.job.generation}

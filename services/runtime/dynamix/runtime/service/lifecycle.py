@@ -76,9 +76,9 @@ class _Life(Generic[S]):
         self._main = main
         self._node = node_name(loaded.shared)
         self._instance = loaded.shared.instance or self._node
-        self._log: structlog.stdlib.BoundLogger = structlog.get_logger(f"dynamix.{service}").bind(
-            service=service, instance=self._instance
-        )
+        # of this process's context and not of one logger: those of the bus and of the standard library say it, too
+        structlog.contextvars.bind_contextvars(service=service, instance=self._instance)
+        self._log: structlog.stdlib.BoundLogger = structlog.get_logger(f"dynamix.{service}")
         self._stop = asyncio.Event()
         self._closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._watchdog = Watchdog(loaded.shared.stuck_after_s)
