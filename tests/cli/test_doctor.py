@@ -31,7 +31,7 @@ from dynamix.cli.services import SERVICES
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.embedded import EmbeddedServer
-from dynamix.runtime.settings import BusSettings
+from dynamix.runtime.settings import BusSettings, SharedSettings, node_name
 from dynamix.schemas.messages import Live
 
 ROOT = Path(__file__).parents[2]
@@ -254,6 +254,11 @@ def test_a_configured_broker_that_is_away_makes_the_doctor_fail(
     monkeypatch.setenv("DYNAMIX_NATS_URL", AWAY.url)
     assert main(["doctor"]) == 1
     assert capsys.readouterr().out.splitlines()[-1] == "Nothing works without: broker."
+
+
+def test_the_name_of_this_machine_is_said_as_a_collectors_key_needs_it() -> None:
+    assert machine.node({"DYNAMIX_NODE": "node-a"}).found == "node-a, as DYNAMIX_NODE says"
+    assert machine.node({}).found.startswith(f"{node_name(SharedSettings())}, from the host name")
 
 
 def test_a_key_that_others_may_read_is_found_and_closed_by_the_fix(tmp_path: Path) -> None:

@@ -204,8 +204,8 @@ def test_a_job_without_windows_shows_what_it_begins_with() -> None:
 def test_a_node_of_the_job_without_a_collector_is_named_with_the_fix() -> None:
     board = Board(examples.JOB)
     board.fold(examples.job({"node-x": (0, 1, 2, 3)}))
-    fix = "start it there, or set the same DYNAMIX_NODE for it and the ranks"
-    assert f"collector none on node-x: {fix}" in shown(board, width=120).replace("collector  ", "collector ")
+    fix = "start it, or set one DYNAMIX_NODE for it and the ranks"
+    assert f"collector none on node-x: {fix}" in shown(board, width=80)
     board.fold(examples.job({"node-x": (0, 1), "node-y": (2, 3)}))
     assert f"none on node-x and 1 more: {fix}" in shown(board, width=120)
     assert "none on" not in shown(board, alive("reward"), width=120), "no collector at all is said of the services"

@@ -23,7 +23,7 @@ from dynamix.runtime.settings import SettingsError, read
 from .bus import actions, bus, is_alive
 from .check import CheckSection, report
 from .ebpf import choice, chosen, ebpf, try_ebpf
-from .machine import kernel, software
+from .machine import kernel, node, software
 
 WIDEST = 110
 EBPF = "eBPF, which the collector uses where it can"
@@ -61,12 +61,16 @@ def run(arguments: argparse.Namespace) -> int:
         return _show([CheckSection("Stored actions", checks)], {}, arguments.json, all_fatal=True)
     with explained(SettingsError):
         settings = read(CollectorSettings, "collector", os.environ)
+        here = node(os.environ)
     if arguments.ebpf:
         return _show([CheckSection(EBPF, [*ebpf(), try_ebpf(settings.cgroup)])], {}, arguments.json, all_fatal=True)
     open_to_all, programs = kernel(), ebpf()
     sections = [
         CheckSection("Software", software()),
-        CheckSection("Broker and services", asyncio.run(bus(find(os.environ), configured=is_configured(os.environ)))),
+        CheckSection(
+            "Broker and services",
+            [here, *asyncio.run(bus(find(os.environ), configured=is_configured(os.environ)))],
+        ),
         CheckSection("Kernel, as every user sees it", open_to_all),
         CheckSection(EBPF, [*programs, chosen(open_to_all, programs, settings.probe)]),
     ]

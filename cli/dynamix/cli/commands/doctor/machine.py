@@ -8,10 +8,11 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dynamix.runtime.embedded import EmbeddedServerError, server_binary
+from dynamix.runtime.settings import SharedSettings, node_name, read
 
 from .check import DoctorCheck, Need, failed, passed
 
@@ -39,6 +40,13 @@ def software() -> list[DoctorCheck]:
         installed("views", "views", ("rich", "matplotlib"), "pip install 'dynamix-batch[cli]'"),
         data(DATA_DIRECTORIES),
     ]
+
+
+def node(environ: Mapping[str, str]) -> DoctorCheck:
+    """What the collector and the training processes of this machine call it: a collector's key is for this name."""
+    shared = read(SharedSettings, "", environ)
+    origin = "as DYNAMIX_NODE says" if shared.node else "from the host name; DYNAMIX_NODE changes it"
+    return passed("node", "training", f"{node_name(shared)}, {origin}")
 
 
 def python(version: tuple[int, ...]) -> DoctorCheck:

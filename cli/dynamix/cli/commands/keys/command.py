@@ -127,8 +127,8 @@ def _rotate(arguments: argparse.Namespace) -> None:
 def _revoke(arguments: argparse.Namespace) -> None:
     with _changing(arguments.users) as users:
         users[:] = changes.revoked(users, arguments.name, only_old=arguments.old)
-    what = "all of {} but the newest key" if arguments.old else "{}"
-    _say(f"{what.format(arguments.name)} is revoked", IN_FORCE)
+    what = "all keys of {} but the newest are revoked" if arguments.old else "{} is revoked"
+    _say(what.format(arguments.name), IN_FORCE)
 
 
 def _refresh(arguments: argparse.Namespace) -> None:

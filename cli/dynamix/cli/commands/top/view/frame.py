@@ -184,7 +184,7 @@ def _collectors(board: Board, heartbeats: Heartbeats, now_s: float) -> Iterator[
     """Nodes of the job that no collector measures."""
     if nodes := heartbeats.nodes_without_collector(board.unmeasured_nodes, now_s):
         more = f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""
-        fix = "start it there, or set the same DYNAMIX_NODE for it and the ranks"
+        fix = "start it, or set one DYNAMIX_NODE for it and the ranks"
         yield _labelled("collector", (f"none on {nodes[0]}{more}: {fix}", "red"))
 
 
