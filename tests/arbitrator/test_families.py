@@ -14,6 +14,7 @@ from structlog.testing import capture_logs
 from tests.support import examples
 from tests.support.brokers import until
 from tests.support.recordings import JobRecording, into_arbitrator
+from tests.support.services_here import services_here
 from tests.support.toy_cluster import ToyCluster
 
 from dynamix.arbitrator.deciding.family_ends import FamilyEnds
@@ -162,3 +163,32 @@ async def test_a_capture_replays_byte_for_byte_without_the_store(tmp_path: Path,
     assert [bool(action.profile) for action in recording.actions] == [is_used, *[False] * 7]
     outcome = await into_arbitrator(recording.path)
     assert (outcome.counts.num_compared, outcome.counts.num_equal) == (8, 8)
+
+
+async def test_a_service_keeps_what_a_run_taught_and_gives_it_to_the_next(bus: Bus) -> None:
+    async with services_here(bus, "arbitrator"):
+        for number, name in enumerate(("mnist-11111111", "mnist-22222222"), start=1):
+            job = msgspec.structs.replace(JOB, job=name)
+            await bus.publish(job)
+            for window in range(6):
+                state = examples.state(window_index=window, throughput=(3000.0, 1000.0))
+                await bus.publish(msgspec.structs.replace(state, job=name))
+            actions = await decided(bus, name, 6)
+            assert bool(actions[0].profile) == (number == 2)
+            assert not any(action.profile for action in actions[1:])
+            await bus.publish(msgspec.structs.replace(job, phase="ended", end_reason="completed"))
+            found = await until_run(bus, number)
+            assert (found.job, found.num_windows, bool(found.memory)) == (name, 6, True)
+            assert [point.noise_scale for point in found.noise] == [pytest.approx(2000.0)] * len(found.noise)
+
+
+async def decided(bus: Bus, job: str, count: int) -> list[Action]:
+    """The first actions of a job."""
+    found: list[Action] = []
+    async with asyncio.timeout(30):
+        async with bus.consume(ACTIONS.name, [subjects.of("action", job)], start="all") as consumer:
+            async for batch in consumer:
+                found += [decode(Action, one.subject, one.payload) for one in batch]
+                if len(found) >= count:
+                    return found
+    raise AssertionError("a consumer ends only when it is told to")
