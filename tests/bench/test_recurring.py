@@ -1,0 +1,57 @@
+import math
+
+import pytest
+from bench.recurring import chains
+from bench.recurring.__main__ import mean_of, report_of
+from bench.recurring.chains import ChainTask, ChangedCluster, FamilyChain, changed_clusters, run_chain
+from tests.support import virtual
+
+from dynamix.lab.workloads import Data
+
+
+def chain(**changes: object) -> FamilyChain:
+    fields = {
+        "scenario": "mixed-8",
+        "family": "mixed",
+        "seed": 1,
+        "cold_s": [10.0, 10.0, 10.0, 10.0],
+        "exploring_s": [10.0, 8.0, 6.0, 4.0],
+        "second_s": 9.0,
+        "arms": ["first", "learning rate x 1.5", "stopped", "learning rate x 1.5"],
+        "changed": [
+            ChangedCluster(change="half the speed", time_s=10.2, cold_s=10.0, noticed=2),
+            ChangedCluster(change="a fifth of the links", time_s=10.0, cold_s=10.0, noticed=None),
+        ],
+    }
+    return FamilyChain(**(fields | changes))  # type: ignore[arg-type]
+
+
+def test_ratios_are_of_runs_under_the_same_seed() -> None:
+    report = report_of([chain(), chain(second_s=10.0)])
+    values = {target.name: target.value for target in report.targets}
+    assert values == {
+        "second run over a cold one": pytest.approx(math.sqrt(0.9)),
+        "second run that explores over a cold one": pytest.approx(0.8),
+        "all runs over cold ones": pytest.approx(0.7),
+        "second run on a changed cluster over a cold one": pytest.approx(math.sqrt(1.02)),
+        "windows until the last noticed change": 2,
+    }
+    assert "1.02 (2)" in report.text
+    assert "1.00 (never)" in report.text
+
+
+def test_a_mean_knows_its_error() -> None:
+    mean = mean_of([math.exp(0.1), math.exp(-0.1)])
+    assert (mean.value, mean.error, mean.count) == (pytest.approx(1.0), pytest.approx(0.1), 2)
+
+
+def test_a_chain_is_run_on_the_cluster_and_on_changed_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    data: Data = virtual.data()
+    monkeypatch.setattr(chains, "workload_data", lambda *_: data)
+    scenario = virtual.scenario(name="small", target_accuracy=0.4, fixed_time_s=1.5)
+    assert [other.workers[0].samples_per_s for _, other in changed_clusters(scenario)] == [2000.0, 4000.0]
+    found = run_chain(ChainTask(scenario=scenario, seed=1, num_runs=2))
+    assert found.cold_s[0] == found.exploring_s[0]
+    assert len(found.exploring_s) == len(found.arms) == 2
+    assert [each.change for each in found.changed] == ["half the speed", "a fifth of the links"]
+    assert found.changed[0].noticed in (2, 3)
