@@ -14,7 +14,7 @@ def untrusted(error: ssl.SSLCertVerificationError) -> str:
 
 def _fix(code: int) -> str:
     if code in (NOT_YET_VALID, EXPIRED):
-        return "look at the clocks of both machines, or give the broker a new certificate and reload it"
+        return "look at the clocks of both machines, or give the broker a new certificate and restart it"
     if code in (OTHER_NAME, OTHER_EMAIL, OTHER_ADDRESS):
         return "name the broker in DYNAMIX_NATS_URL as its certificate does"
     return "name the certificate of the authority that signed it in DYNAMIX_NATS_CA_FILE"
