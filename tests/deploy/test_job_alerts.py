@@ -155,6 +155,24 @@ async def test_a_job_whose_communication_times_out(plane: ScrapedPlane, tmp_path
     )
 
 
+async def test_a_job_that_is_started_again(plane: ScrapedPlane, tmp_path: Path) -> None:
+    """As torchrun does after a time-out of its communication, too: the job does not end by it."""
+    job = one_node_job()
+    await plane.bus.publish(job)
+    before = await plane.record(plane.train(job, 2))
+    again = msgspec.structs.replace(job, generation=1)
+    await plane.bus.publish(again)
+    plane.window = 0
+    started = await plane.record(plane.train(again, 2))
+    await plane.shows("collector", "job_generation", 1, training_job=job.job)
+    check_alerts(
+        tmp_path,
+        Phase(20, before, set()),
+        Phase(5, started, {"DynamixJobRestarted"}),
+        Phase(25, await plane.record(), set()),
+    )
+
+
 @pytest.mark.parametrize(
     ("reason", "end"),
     [
