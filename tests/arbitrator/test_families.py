@@ -106,6 +106,19 @@ async def test_an_end_that_no_arbitrator_saw_is_stored_by_the_next_start(bus: Bu
         assert (await until_run(bus, 1)).num_windows == 12
 
 
+async def test_an_action_that_its_policy_cannot_read_costs_one_profile_and_no_later_one(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with following(bus, Counter()):
+        with capture_logs() as logs, monkeypatch.context() as patch:
+            patch.setattr(Rule, "knowledge", lambda *_: 1 / 0)
+            await end(bus, JOB)
+            await until(lambda: any(one["log_level"] == "error" for one in logs))
+        assert "ZeroDivisionError" in next(one["reason"] for one in logs if one["log_level"] == "error")
+        await end(bus, msgspec.structs.replace(JOB, job="mnist-99999999"))
+        assert (await until_run(bus, 1)).job == "mnist-99999999"
+
+
 async def test_a_profile_of_a_newer_program_is_neither_used_nor_replaced(bus: Bus) -> None:
     newer = made_profile(format=99, ended_sequence=0)
     await bus.publish(newer)

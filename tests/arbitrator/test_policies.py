@@ -13,6 +13,7 @@ from dynamix.arbitrator.learned.policy_file import SHIPPED_POLICIES, PolicyFile,
 from dynamix.arbitrator.learning.service import LearnerSettings
 from dynamix.arbitrator.policies.model.observation import Array32
 from dynamix.arbitrator.policies.options import allocation_of, check_options
+from dynamix.arbitrator.policies.policy import RecurringPolicy
 from dynamix.arbitrator.policies.proportional import Proportional
 from dynamix.arbitrator.policies.random import DELTAS, Random
 from dynamix.arbitrator.policies.registry import POLICIES, policy_named
@@ -24,6 +25,7 @@ from dynamix.schemas.messages.policies import (
     DIVIDED_BY_RANKS,
     KEEPS_GLOBAL_BATCH,
     OUR_POLICIES,
+    RECURRING,
     initial_split,
 )
 
@@ -43,6 +45,7 @@ def observe(sizes: tuple[int, ...], throughput: tuple[float, ...], *, age: int =
 
 def test_trainers_know_the_names_of_all_our_policies() -> None:
     assert {*POLICIES, *shipped_names()} == OUR_POLICIES
+    assert {name for name, policy in POLICIES.items() if isinstance(policy, RecurringPolicy)} == RECURRING
 
 
 def test_static_is_the_initial_sizes_for_ever() -> None:

@@ -135,6 +135,8 @@ def test_a_share_is_from_0_to_1() -> None:
         ({"policy": "goodput", "global_batch": "fixed"}, "policy 'goodput' may change the global batch, but"),
         ({"policy": "rule", "global_batch": "adaptive"}, ""),
         ({"policy": "split", "global_batch": "fixed"}, ""),
+        ({"policy": "rule", "family": "mnist"}, ""),
+        ({"policy": "split", "family": "mnist"}, "policy 'split' leaves nothing to later runs of the family 'mnist'"),
     ],
 )
 def test_a_warning_names_a_policy_that_is_not_ours_or_may_do_less(
@@ -194,3 +196,5 @@ def test_only_a_family_can_explore() -> None:
         job_options(explores=("learning_rate",))
     with pytest.raises(ValueError, match="explores='rate'"):
         job_options(family="mnist", explores=("rate",))
+    with pytest.raises(ValueError, match="explores='exchange' has nothing to explore: use it with exchange='lossy'"):
+        job_options(family="mnist", explores=("exchange",))

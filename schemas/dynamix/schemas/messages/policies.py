@@ -27,6 +27,9 @@ OUR_POLICIES = frozenset(
 KEEPS_GLOBAL_BATCH = frozenset({"static", "split", "proportional", "diloco", "qsr", "adacomm", "accordion", "gravac"})
 """Our policies that never change the global batch."""
 
+RECURRING = frozenset({"rule"})
+"""Our policies that leave what they learned to the next run of a job family, and begin with it."""
+
 DIVIDED_BY_RANKS = frozenset({"split", "rule", "ppo"})
 """Policies that leave the division of the global batch to the training processes unless option `track` says 0."""
 

@@ -27,6 +27,10 @@ MAX_TRIES = 5
 MAX_KNOWN = 10_000
 
 
+_MISTAKES = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
+"""Errors of a policy: they cost one profile, and no later one."""
+
+
 class ProfileStore(ServiceBus, ActionStore, Protocol):
     """The part of the bus that it uses."""
 
@@ -63,6 +67,8 @@ class FamilyEnds:
             reason = await self._store(job, sequence)
         except (ActionStoreError, UnusableProfileError, PermissionDeniedError, StreamMissingError) as error:
             log.warning("what the run taught is not stored", reason=str(error))
+        except _MISTAKES as error:
+            log.error("what the run taught is not stored", reason=repr(error), exc_info=error)
         else:
             if reason:
                 log.info("the run taught nothing for its family", reason=reason)

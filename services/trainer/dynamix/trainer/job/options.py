@@ -200,6 +200,8 @@ class JobOptions:
             raise ValueError(
                 f"explores={list(self.explores)} is between the runs of a family: add family='auto', or a name"
             )
+        if "exchange" in self.explores and self.exchange == "exact":
+            raise ValueError("explores='exchange' has nothing to explore: use it with exchange='lossy' or 'local'")
         first = self.initial_allocation.exchange
         if first == EXACT or self.codec != EXACT.codec:
             return

@@ -2,7 +2,7 @@
 
 import logging
 
-from dynamix.schemas.messages.policies import KEEPS_GLOBAL_BATCH, OUR_POLICIES
+from dynamix.schemas.messages.policies import KEEPS_GLOBAL_BATCH, OUR_POLICIES, RECURRING
 from dynamix.schemas.spelling import nearest
 
 from .options import JobOptions
@@ -27,4 +27,12 @@ def warn_of_policy(options: JobOptions) -> None:
             "decisions; attach(global_batch='adaptive') lets the policy change it",
             policy,
             sum(options.local_batch_sizes),
+        )
+    if options.family and policy in OUR_POLICIES - RECURRING:
+        _log.warning(
+            "policy %r leaves nothing to later runs of the family %r, and begins with nothing: %s does, which moves "
+            "the global batch (global_batch='adaptive')",
+            policy,
+            options.family,
+            ", ".join(map(repr, sorted(RECURRING))),
         )
