@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import http.server
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,14 +109,15 @@ async def test_a_job_on_the_broker_is_followed_to_its_end(monkeypatch: pytest.Mo
             await provision(bus)
             await bus.publish(job)
             with endpoint() as receiver:
-                tracing = asyncio.to_thread(main, ["trace", job.job, "--endpoint", receiver.url])
-                following = asyncio.create_task(tracing)
+                command = [sys.executable, "-m", "dynamix.cli.main", "trace", job.job, "--endpoint", receiver.url]
+                following = await asyncio.create_subprocess_exec(*command)
                 for make in (examples.report, examples.window, examples.state, examples.reward):
                     await bus.publish(make("node-a", (0, 1)))
                 await bus.publish(examples.action(0, local_batch_sizes=(128, 128), deltas=(0, 0)))
                 await bus.publish(examples.applied(0, 2, local_batch_sizes=(128, 128)))
                 await bus.publish(msgspec.structs.replace(job, phase="ended", end_reason="completed"))
-                assert await following == 0
+                async with asyncio.timeout(90):
+                    assert await following.wait() == 0
     spans = receiver.spans()
     assert {span.name for span in spans} == {"window", "collect node-a", "reward node-a", "decide", "adopt"}
     assert len({span.trace_id for span in spans}) == 1
