@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -248,16 +249,29 @@ def run_command(*arguments: str, **environ: str) -> subprocess.CompletedProcess[
     )
 
 
-def test_the_command_prints_its_url_and_ends_by_a_signal() -> None:
+def announced(*arguments: str) -> str:
+    """What the command says before it is told to end, after which it says nothing."""
     command = [sys.executable, "-m", "dynamix.cli.main", "dashboard", str(DEMO), "--port", "0", "--host", "0.0.0.0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([*command, *arguments], stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         said = process.stderr.readline()
         process.terminate()
         rest = process.stderr.read()
     assert said.startswith("http://0.0.0.0:")
-    assert "?token=" in said
     assert (process.returncode, rest) == (0, "")
+    return said
+
+
+def test_the_command_prints_its_url_and_ends_by_a_signal() -> None:
+    assert re.search(r"/\?token=[\w-]{20,} shows the page", announced())
+
+
+def test_a_token_of_a_file_is_not_printed(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("a-token-of-24-characters\n")
+    said = announced("--token-file", str(file))
+    assert "a-token-of" not in said
+    assert said.endswith(f"/?token= and what {file} holds); Ctrl-C ends it\n")
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from tests.support.control_plane import NODE, one_node_job, report_of
 from tests.support.deployed_broker import DeployedBroker
 
 from dynamix.cli.board.feed import Feed
+from dynamix.cli.commands.doctor.bus import HOW_TO_LOOK, is_alive
 from dynamix.cli.commands.doctor.bus import bus as bus_checks
-from dynamix.cli.commands.doctor.bus import is_alive
 from dynamix.cli.services import SERVICES, ServiceProcess, bus_environment, wait_until_ready
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.bus.provision import provision
@@ -70,6 +70,10 @@ async def test_a_window_passes_all_services_without_a_denied_permission(broker: 
     checks = await bus_checks(broker.settings("watcher"), configured=True)
     assert {check.name: check.present for check in checks} == {"broker": True, "streams": True, "services": True}
     assert watcher.counters["permission_denials"] == 0
+    unseen = await bus_checks(broker.settings("trainer"), configured=True)
+    assert {check.name: check.fix for check in unseen if not check.present} == dict.fromkeys(
+        ("streams", "services"), HOW_TO_LOOK
+    )
     node = {"DYNAMIX_NODE": NODE}  # what `doctor --alive` asks, as each service's own user
     assert all(await asyncio.gather(*[is_alive(broker.settings(name), name, node) for name in SERVICES]))
 

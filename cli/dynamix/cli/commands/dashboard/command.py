@@ -71,7 +71,7 @@ async def _show_captures(settings: DashboardSettings, token: str, captures: Sequ
     server = DashboardServer(host=settings.host, port=settings.port, token=token, captures=captures)
     async with server:
         with stop_event() as stop:
-            _announce(server.url, token)
+            _announce(server.url, settings, token)
             await stop.wait()
 
 
@@ -85,7 +85,7 @@ async def _show_bus(settings: DashboardSettings, token: str) -> None:
             following = asyncio.create_task(fleet.follow(), name="fleet")
             with stop_event() as stop:
                 following.add_done_callback(lambda _: stop.set())
-                _announce(server.url, token)
+                _announce(server.url, settings, token)
                 await stop.wait()
         following.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -98,6 +98,10 @@ async def _show_bus(settings: DashboardSettings, token: str) -> None:
                 raise
 
 
-def _announce(url: str, token: str) -> None:
+def _announce(url: str, settings: DashboardSettings, token: str) -> None:
+    """Where the page is. A token that was set is not shown: what this prints may become a log."""
     secret = "; who has this URL can read everything" if token else ""
+    if given := settings.token_file or (settings.token and "DYNAMIX_DASHBOARD_TOKEN"):
+        url, _, _ = url.partition("?")
+        secret = f"; the first visit needs {url}?token= and what {given} holds"
     print(f"{url} shows the page (read-only{secret}); Ctrl-C ends it", file=sys.stderr, flush=True)

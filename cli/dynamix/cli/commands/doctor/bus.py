@@ -12,7 +12,7 @@ from dynamix.cli.board.heartbeats import Heartbeats
 from dynamix.cli.connection import connected
 from dynamix.cli.errors import CommandError
 from dynamix.cli.services import hear
-from dynamix.runtime.bus import Bus, BusError, StreamMissingError
+from dynamix.runtime.bus import Bus, BusError, PermissionDeniedError, StreamMissingError
 from dynamix.runtime.settings import BusSettings, SharedSettings, node_name, read, redact_url
 from dynamix.schemas import subjects
 from dynamix.schemas.chain import BrokenChainError, ChainCheck
@@ -27,6 +27,7 @@ LISTEN_S = 1.5
 """A service beats every second."""
 ALIVE_TIMEOUT_S = 5.0
 HOW_TO_CONNECT = "check DYNAMIX_NATS_URL, and _NKEY_FILE or _USER and _PASSWORD_FILE"
+HOW_TO_LOOK = "ask as the user `watcher`, or with a key of `dynamix keys create NAME --role watcher`"
 HOW_TO_ASK = "ask as the user `watcher`, for a job that `dynamix top` shows"
 HOW_TO_RESTORE = (
     "restore the broker's store from a backup, or start the run under a new id: the arbitrator decides nothing on it"
@@ -79,8 +80,10 @@ async def _streams(connection: Bus, need: Need) -> DoctorCheck:
         states = {stream.name: await connection.stream_state(stream.name) for stream in STREAMS}
     except StreamMissingError as error:
         return failed("streams", need, str(error).partition(":")[0] + ": not made yet", "run `dynamix provision`")
+    except PermissionDeniedError as error:
+        return failed("streams", need, str(error), HOW_TO_LOOK)
     except BusError as error:
-        return failed("streams", need, str(error), "use a broker with JetStream and a user who may read the streams")
+        return failed("streams", need, str(error), "use a broker with JetStream")
     return passed("streams", need, ", ".join(f"{name} {state.num_messages:,}" for name, state in states.items()))
 
 
@@ -89,7 +92,7 @@ async def _services(connection: Bus) -> DoctorCheck:
     try:
         await listen(connection, heartbeats, LISTEN_S)
     except BusError as error:
-        return failed("services", "training", str(error), "ask as the user `watcher`")
+        return failed("services", "training", str(error), HOW_TO_LOOK)
     missing = heartbeats.missing(time.monotonic())
     heard = ", ".join(beat.live.service for beat in heartbeats.recent(time.monotonic()))
     if missing:
