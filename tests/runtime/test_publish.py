@@ -134,6 +134,21 @@ async def test_a_broker_with_too_many_requests_is_asked_again(server: Configured
     assert await future == 1
 
 
+async def test_a_copy_that_comes_while_the_first_is_being_stored_fails_nothing(
+    server: ConfiguredServer, bus: Bus
+) -> None:
+    """Three servers that are busy, or far from each other, take longer than we wait for an acknowledgement."""
+    server.pause()
+    future = await bus.publish_soon(examples.state())
+    (token,) = bus._publisher._table
+    refusal = b'{"error": {"code": 409, "err_code": 10158, "description": "duplicate message id is in process"}}'
+    bus._publisher._on_ack(bus._publisher._prefix.encode() + token, b"", refusal, None)
+    assert not future.done()
+    server.go_on()
+    assert await future == 1
+    assert bus.counters["publish_errors"] == 0
+
+
 async def test_a_crowd_of_messages_waits_its_whole_time_before_it_is_sent_again(
     server: ConfiguredServer, bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,4 +77,6 @@ CONSUMER_NOT_FOUND = 10014
 MESSAGE_NOT_FOUND = 10037
 STREAM_NOT_FOUND = 10059
 STORE_FAILED = 10077
+STILL_IN_PROCESS = 10158
+"""Servers of a cluster have not agreed on the first copy of a message yet when the second one comes."""
 WRONG_LAST_SEQUENCE = (10071, 10164)

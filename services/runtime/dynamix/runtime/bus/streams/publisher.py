@@ -21,6 +21,7 @@ import msgspec
 from dynamix.runtime.bus.broker.client import NO_RESPONDERS, parse_status
 from dynamix.runtime.bus.broker.connection import BrokerConnection
 from dynamix.runtime.bus.broker.errors import (
+    STILL_IN_PROCESS,
     STORE_FAILED,
     WRONG_LAST_SEQUENCE,
     BusError,
@@ -243,6 +244,8 @@ class Publisher:
         elif refusal.err_code == STORE_FAILED and refusal.description.startswith("maximum"):
             # a stream at its own limit that discards nothing: it will not have room in a minute
             self._fail(token, entry, StreamFullError(text))
+        elif refusal.err_code == STILL_IN_PROCESS:
+            pass  # no refusal: the first copy is acknowledged once it is stored, or a later one tells that it is not
         elif refusal.code >= SERVER_ERROR or refusal.code == TOO_MANY_REQUESTS:  # it is sent once more when it is due
             if refusal.code == TOO_MANY_REQUESTS:
                 self.counters["too_many_requests"] += 1
