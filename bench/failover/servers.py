@@ -108,10 +108,15 @@ class ThreeServers:
 
     async def until_current(self, bus: Bus) -> None:
         """Wait until every stream has all its copies, and no copy lags."""
-        async with asyncio.timeout(CURRENT_TIMEOUT_S):
-            for stream in STREAMS:
-                while not await _is_current(bus, stream.name):  # noqa: ASYNC110 - no event tells
-                    await asyncio.sleep(0.25)
+        await until_current(bus)
+
+
+async def until_current(bus: Bus) -> None:
+    """Wait until every stream has all its copies, and no copy lags."""
+    async with asyncio.timeout(CURRENT_TIMEOUT_S):
+        for stream in STREAMS:
+            while not await _is_current(bus, stream.name):  # noqa: ASYNC110 - no event tells
+                await asyncio.sleep(0.25)
 
 
 async def _places(bus: Bus, stream: str) -> _Cluster:

@@ -8,6 +8,8 @@ process, with all permissions of a trainer, as fast as the broker takes it. What
 With `--keys` it is the broker as deploy/ configures it, the flood comes from a trainer whose key is for its own job
 only, and two jobs with keys of their own are measured, some 2 minutes. Refused is then what FEED did not store.
 
+With `--servers 3` the broker is three servers on this machine, each stream on all of them, with an fsync per message.
+
 Every window must be decided once and in order. With a flood of full size no delay may be above 1 s.
 """
 
@@ -17,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+from bench.failover.servers import NUM_SERVERS
 from bench.floods.measurement import FloodResult, measure
 from bench.floods.senders import FLOODS
 from bench.harness.broker import run_with_uvloop
@@ -71,7 +74,11 @@ def report_of(options: argparse.Namespace) -> BenchmarkReport:
     results = []
     for name in options.flood or [name for name, flood in FLOODS.items() if flood.with_key == options.keys]:
         count = max(1, round(FLOODS[name].full * options.size))
-        results.append(run_with_uvloop(measure(name, count, calm_s=options.calm, after_s=options.after)))
+        results.append(
+            run_with_uvloop(
+                measure(name, count, calm_s=options.calm, after_s=options.after, num_servers=options.servers)
+            )
+        )
         sys.stderr.write(f"floods: {' | '.join(cells_of(results[-1]))}\n")
     cells = [cells_of(result) for result in results]
     if options.document:
@@ -93,6 +100,7 @@ def main() -> int:
     )
     parser.add_argument("--flood", choices=[*FLOODS], action="append", help="only this one (may be repeated)")
     parser.add_argument("--keys", action="store_true", help="the floods by a key, on the broker of a deployment")
+    parser.add_argument("--servers", type=int, choices=(1, NUM_SERVERS), default=1, help="of the broker")
     parser.add_argument("--document", metavar="FILE", help="write the table into this Markdown file, between its marks")
     options = parser.parse_args()
     return run_benchmark("floods", options, lambda: report_of(options), cannot=(BusError, EmbeddedServerError))

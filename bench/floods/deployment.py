@@ -1,4 +1,4 @@
-"""The broker as deploy/ configures it, with a key for each user, and the services on it."""
+"""The broker as deploy/ configures it, one server or three, with a key for each user, and the services on it."""
 
 import contextlib
 import json
@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
+from bench.failover.servers import free_ports, until_current
 from bench.harness.command import BenchmarkError
 from bench.harness.steady_job import NODE, running_services
 
@@ -23,7 +24,7 @@ from dynamix.runtime.settings import BusSettings
 from dynamix.schemas.kinds import WATCHER
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
-STORE = "/var/lib/dynamix-nats"
+STORE, NAME, SYNC = "/var/lib/dynamix-nats", "server_name: dynamix\n", "sync_interval: 200ms"
 START_TIMEOUT_S = 20.0
 
 
@@ -34,8 +35,8 @@ class Deployment:
         watcher: connected as the user who may read everything.
     """
 
-    def __init__(self, url: str, directory: Path) -> None:
-        self._url = url
+    def __init__(self, urls: Sequence[str], directory: Path) -> None:
+        self._url = ",".join(urls)
         self._directory = directory
         self.watcher: Bus
 
@@ -45,14 +46,19 @@ class Deployment:
 
 
 @contextlib.asynccontextmanager
-async def deployment(jobs: Sequence[str]) -> AsyncIterator[Deployment]:
+async def deployment(jobs: Sequence[str], num_servers: int) -> AsyncIterator[Deployment]:
     """Broker and services, ready, and a trainer of the same name for each job, which may speak of no other one."""
     services = [User(name=role, role=role) for role in ("reward", "arbitrator", PROVISION, WATCHER)]
     trainers = [User(name=job, role="trainer", jobs=(job,)) for job in jobs]
     users = [*services, User(name="collector", role="collector", nodes=(NODE,)), *trainers]
-    with tempfile.TemporaryDirectory(prefix="dynamix-floods-") as name, _broker(Path(name), users) as running:
+    with (
+        tempfile.TemporaryDirectory(prefix="dynamix-floods-") as name,
+        _broker(Path(name), users, num_servers) as running,
+    ):
         async with _bus(running, PROVISION) as operator:
-            await provision(operator)
+            await provision(operator, num_replicas=num_servers)
+            if num_servers > 1:
+                await until_current(operator)
         async with _bus(running, WATCHER) as running.watcher, running_services(running.settings, running.watcher):
             yield running
 
@@ -67,19 +73,37 @@ async def _bus(running: Deployment, name: str) -> AsyncIterator[Bus]:
 
 
 @contextlib.contextmanager
-def _broker(directory: Path, users: Sequence[User]) -> Iterator[Deployment]:
-    (directory / "users").mkdir()
+def _broker(directory: Path, users: Sequence[User], num_servers: int) -> Iterator[Deployment]:
+    """Servers that keep every stream on all of them, as on Kubernetes where they are three."""
     text = (DEPLOY / "nats.conf").read_text()
-    assert STORE in text, "deploy/nats.conf has another place for its streams"
-    (directory / "nats.conf").write_text(text.replace(STORE, str(directory / "store")))
-    (directory / "users" / "users.conf").write_text(write_users(_with_key(directory, user) for user in users))
-    log = directory / "nats.log"
-    ports = ["-p", "-1", "-m", "-1", "--ports_file_dir", str(directory), "-l", str(log)]
-    with subprocess.Popen([str(server_binary()), "-c", str(directory / "nats.conf"), *ports]) as process:
-        try:
-            yield Deployment(_address(directory, process, log), directory)
-        finally:
-            process.terminate()
+    for part in (STORE, NAME, SYNC):
+        assert part in text, f"deploy/nats.conf has no {part!r}"
+    users_conf = write_users(_with_key(directory, user) for user in users)
+    routes = free_ports(num_servers) if num_servers > 1 else []
+    with contextlib.ExitStack() as running:
+        started = []
+        for number in range(num_servers):
+            own = directory / f"server-{number}"
+            (own / "users").mkdir(parents=True)
+            (own / "users" / "users.conf").write_text(users_conf)
+            config = text.replace(STORE, str(own / "store"))
+            if routes:
+                config = config.replace(NAME, f"server_name: dynamix-{number}\n").replace(SYNC, "sync_interval: always")
+                config += _cluster(routes, number)
+            (own / "nats.conf").write_text(config)
+            log = own / "nats.log"
+            ports = ["-p", "-1", "-m", "-1", "--ports_file_dir", str(own), "-l", str(log)]
+            process = running.enter_context(
+                subprocess.Popen([str(server_binary()), "-c", str(own / "nats.conf"), *ports])
+            )
+            running.callback(process.terminate)
+            started.append((own, process, log))
+        yield Deployment([_address(*server) for server in started], directory)
+
+
+def _cluster(routes: Sequence[int], own: int) -> str:
+    others = ", ".join(f'"nats-route://127.0.0.1:{port}"' for port in routes)
+    return f'cluster {{ name: dynamix, listen: "127.0.0.1:{routes[own]}", no_advertise: true, routes: [{others}] }}\n'
 
 
 def _with_key(directory: Path, user: User) -> User:

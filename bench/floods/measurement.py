@@ -10,12 +10,14 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
+from bench.failover.servers import NUM_SERVERS, ThreeServers
 from bench.floods.deployment import deployment
 from bench.floods.senders import FLOODS, HOSTILE_JOB, Sent, send
 from bench.harness.broker import broker_with_bus
 from bench.harness.steady_job import NODE, SteadyJob, running_job
 
 from dynamix.runtime.bus import Bus
+from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.die_with_parent import begin_worker
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas.streams import FEED
@@ -52,13 +54,13 @@ class _Honest(NamedTuple):
     watcher: Bus
 
 
-async def measure(flood: str, count: int, *, calm_s: float, after_s: float) -> FloodResult:
-    """Run one flood on a broker and services of its own.
+async def measure(flood: str, count: int, *, calm_s: float, after_s: float, num_servers: int = 1) -> FloodResult:
+    """Run one flood on a broker, of one server or three, and services of its own.
 
     Raises:
         SteadyJobError: when a service ended, or a window was not decided at all.
     """
-    async with _honest_with_keys() if FLOODS[flood].with_key else _honest() as honest:
+    async with _honest_with_keys(num_servers) if FLOODS[flood].with_key else _honest(num_servers) as honest:
         jobs = honest.jobs
         first = [len(job.reported_at) for job in jobs]
         await asyncio.sleep(calm_s)
@@ -90,16 +92,35 @@ async def _send(flood: str, count: int, settings: BusSettings) -> Sent:
 
 
 @contextlib.asynccontextmanager
-async def _honest() -> AsyncIterator[_Honest]:
+async def _honest(num_servers: int) -> AsyncIterator[_Honest]:
     """One job, on a broker that has one user."""
-    async with broker_with_bus("trainer") as (server, bus), running_job(server.settings, bus) as job:
-        yield _Honest([job], server.settings, bus)
+    servers = _three_servers() if num_servers > 1 else _one_server()
+    async with servers as (settings, bus), running_job(settings, bus) as job:
+        yield _Honest([job], settings, bus)
 
 
 @contextlib.asynccontextmanager
-async def _honest_with_keys() -> AsyncIterator[_Honest]:
+async def _one_server() -> AsyncIterator[tuple[BusSettings, Bus]]:
+    async with broker_with_bus("trainer") as (server, bus):
+        yield server.settings, bus
+
+
+@contextlib.asynccontextmanager
+async def _three_servers() -> AsyncIterator[tuple[BusSettings, Bus]]:
+    async with ThreeServers() as servers:
+        bus = await Bus.connect(servers.settings, name="trainer")
+        try:
+            await provision(bus, num_replicas=NUM_SERVERS)
+            await servers.until_current(bus)
+            yield servers.settings, bus
+        finally:
+            await bus.close()
+
+
+@contextlib.asynccontextmanager
+async def _honest_with_keys(num_servers: int) -> AsyncIterator[_Honest]:
     """Two jobs, each with a key of its own, on the broker of a deployment."""
-    async with deployment([*HONEST_JOBS, HOSTILE_JOB]) as running, contextlib.AsyncExitStack() as stack:
+    async with deployment([*HONEST_JOBS, HOSTILE_JOB], num_servers) as running, contextlib.AsyncExitStack() as stack:
         jobs = []
         for name in HONEST_JOBS:
             bus = await Bus.connect(running.settings(name), name=f"trainer-{NODE}")

@@ -66,6 +66,16 @@ def test_honest_jobs_with_keys_are_decided_while_a_key_floods_with_small_message
     assert "old" not in text
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("keys", "flood", "count"), [(["--keys"], "small", 1000), ([], "junk", 2)])
+def test_floods_of_three_servers_are_measured(tmp_path: Path, keys: list[str], flood: str, count: int) -> None:
+    options = [*keys, "--servers", "3", "--flood", flood, "--size", "0.001", "--calm", "1", "--after", "1"]
+    (one,) = msgspec.convert(run_bench("floods", tmp_path / "r.json", *options)["floods"], list[FloodResult])
+    assert (one.flood, one.count, one.num_out_of_chain) == (flood, count, 0)
+    assert one.flooded.num_windows > 0
+
+
 def test_delays_are_summed_up() -> None:
     found = delays_of([0.1, 0.2, 0.3, 0.4, 9.0])
     assert (found.num_windows, found.median_s, found.longest_s) == (5, 0.3, 9.0)
