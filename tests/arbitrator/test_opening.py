@@ -1,7 +1,8 @@
 """A crowd of jobs: opened beside those that are steered, in bounded number, and forgotten again."""
 
 import asyncio
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -11,13 +12,13 @@ from tests.support.services_here import arbitrator_here
 from dynamix.arbitrator import state_queues
 from dynamix.arbitrator.deciding.held_jobs import HeldJobs, WaitingJobs
 from dynamix.arbitrator.deciding.job_log import JobLog
-from dynamix.arbitrator.service import MAX_OPENING, ArbitratorSettings
-from dynamix.runtime.bus import Bus, BusMessage
+from dynamix.arbitrator.service import MAX_OPENING, NUM_ALONE, ArbitratorSettings
+from dynamix.runtime.bus import Bus, BusMessage, Consumer
 from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode
 from dynamix.schemas.messages import Action, Job, State
-from dynamix.schemas.streams import ACTIONS
+from dynamix.schemas.streams import ACTIONS, FEED
 
 NUM_CROWD = 100
 NODES = {"node-a": (0, 1)}
@@ -111,6 +112,28 @@ async def test_a_job_that_falls_behind_is_decided_once_for_each_window(
         await asyncio.gather(*[await bus.publish_soon(state_of(HONEST, window)) for window in range(1, 300)])
         assert await decisions(bus, HONEST.job, 300) == list(range(300))
         assert context.counters["states_put_off"] > 8
+
+
+@pytest.mark.parametrize(("num_states", "num_consumers"), [(1, 0), (NUM_ALONE, 0), (NUM_ALONE + 1, 1), (20, 1)])
+async def test_only_a_job_with_many_states_is_opened_by_a_consumer(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch, num_states: int, num_consumers: int
+) -> None:
+    """A crowd of new jobs has few states each, and a consumer takes as many requests as all else."""
+    made, consume = [], Bus.consume
+
+    def noted(self: Bus, stream: str, wanted: Sequence[str], **options: Any) -> Consumer:
+        made.append((stream, *wanted))
+        return consume(self, stream, wanted, **options)
+
+    await bus.publish(HONEST)
+    for window in range(num_states):
+        await bus.publish(state_of(HONEST, window))
+    monkeypatch.setattr(Bus, "consume", noted)
+    async with arbitrator_here(bus) as context:
+        await until_counter(context, "decided", num_states)
+        await until_counter(context, "jobs_waiting", 0)
+    assert made.count((FEED.name, subjects.of("state", HONEST.job, subjects.ANY))) == num_consumers
+    assert await decisions(bus, HONEST.job, num_states) == list(range(num_states))
 
 
 async def test_a_restart_decides_for_all_jobs_and_opens_none_without_states(bus: Bus) -> None:

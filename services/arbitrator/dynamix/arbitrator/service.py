@@ -101,7 +101,9 @@ the bus ends the process, and a restart fixes it."""
 
 MAX_EXPLANATION = 1024
 MAX_OPENING = 16
-"""Jobs that are opened at once, beside the states of those that are open: some 10 requests to the broker each."""
+"""Jobs that are opened at once, beside the states of those that are open: 4 requests to the broker each, or more."""
+NUM_ALONE = 4
+"""States that are asked for one by one before a consumer is made to read all others, which takes as many requests."""
 SWEEP_S = 60.0
 """Idle jobs are looked for at least so often."""
 
@@ -262,7 +264,7 @@ class _Arbitrator:
         """Read a job's newest specification, which rank 0 publishes before its ranks' first report, and resume it."""
         try:
             states = subjects.of("state", job, subjects.ANY)
-            if await self._bus.last(FEED.name, states) is None and not wanted.num_states:
+            if not wanted.num_states and await self._bus.last(FEED.name, states) is None:
                 return  # it never began, or died long ago
             message = await self._bus.last(JOBS.name, subjects.of("job", job))
             specification = None if message is None else await self._decoded(Job, message)
@@ -286,7 +288,8 @@ class _Arbitrator:
         """Hold a job's log once it has folded all states of the job that were read so far, unless that halts it."""
         try:
             log = await JobLog.open(job, self._surroundings, None if earlier is None else earlier.known)
-            log.check_inputs(await self._bus.stream_state(FEED.name))
+            if log.has_inputs:
+                log.check_inputs(await self._bus.stream_state(FEED.name))
             done = 0
             while done < wanted.newest:  # more may have come meanwhile
                 after, done = done, wanted.newest
@@ -311,6 +314,13 @@ class _Arbitrator:
     async def _catch_up(self, log: JobLog, after: int, until: int, wanted: Wanted) -> None:
         """Fold a job's own states behind a sequence up to another; a job that ended long ago costs nothing."""
         states = subjects.of("state", log.job.job, subjects.ANY)
+        for _ in range(NUM_ALONE):
+            message = await self._bus.first(FEED.name, states, start=after + 1)
+            if message is None or message.sequence > until:
+                return
+            await self._fold_one(log, message, is_new=message.sequence >= wanted.first)
+            if (after := message.sequence) == until:
+                return
         newest = await self._bus.last(FEED.name, states)
         if newest is None or newest.sequence <= after:
             return

@@ -133,8 +133,9 @@ class ArbitratorReplayBus:
         return self._receipt if ".applied." in subject else self._newest_state
 
     async def first(self, stream: str, subject: str, *, start: int = 1) -> BusMessage | None:  # noqa: ARG002 - as `Bus.first`
-        """The oldest stored action at or after a sequence."""
-        return next((stored for stored in self._actions.stored if stored.sequence >= start), None)
+        """The oldest stored state or action at or after a sequence."""
+        found = self._states if stream == FEED.name else self._actions.stored
+        return next((stored for stored in found if stored.sequence >= start), None)
 
     async def publish_action(self, action: Action, *, expected_last: int) -> int:
         """Store an action, as `ReplayedActions.publish`."""

@@ -88,12 +88,17 @@ class JobLog:
         """Share of the ranks whose size is stuck at a bound; see `SizeWatch`."""
         return 0.0 if self._watch is None else self._watch.stuck_share
 
+    @property
+    def has_inputs(self) -> bool:
+        """Whether it goes on after states that were decided before."""
+        return self._fold.next_window > 0
+
     def check_inputs(self, feed: StreamState) -> None:
         """Continue after a gap if FEED no longer holds what follows the watermark.
 
         A watermark behind FEED's end belongs to another FEED: the stream was made again.
         """
-        if self._fold.next_window > 0 and not feed.first_sequence - 1 <= self.watermark <= feed.last_sequence:
+        if self.has_inputs and not feed.first_sequence - 1 <= self.watermark <= feed.last_sequence:
             self._log.warning("inputs after the checkpoint are gone", watermark=self.watermark, **feed._asdict())
             self._fold.start_after_gap(max(0, feed.first_sequence - 1))
 
