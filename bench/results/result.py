@@ -29,6 +29,7 @@ NOT_RUN = "Not measured. The command above writes the table here."
 MADE_BY = {
     "adaptdl": "adaptdl",
     "cluster": "cluster",
+    "cluster-short": "cluster-short",
     "exchange-heldout": "heldout-exchange",
     "paper-vgg11": "paper",
     "paper-resnet20": "paper",

@@ -18,11 +18,22 @@ from bench.cluster.target.arms import (
     static_local,
 )
 from bench.cluster.target.outcomes import LOOKS
-from bench.cluster.target.prediction import Predicted, calibrated, task_of
+from bench.cluster.target.prediction import (
+    SESSION_S,
+    TRACKING_S,
+    WINDOW_S,
+    CalibratedCase,
+    Predicted,
+    calibrated,
+    task_of,
+    with_session_of,
+)
 from bench.cluster.target.verdict import error_of, geometric_mean, predicted_ratio_of, ratio_of, result_of, targets_of
 from bench.results.result import markdown
 from tests.support.benches import ROOT
 from tests.support.target_runs import CASE, compared
+
+from dynamix.lab.simulator.scenario import Workers
 
 DEMO = ROOT / "tests" / "data" / "demo.dxc"
 
@@ -78,7 +89,7 @@ def test_the_table_has_a_row_for_every_arm_and_says_what_was_searched() -> None:
 
 
 def test_an_arm_is_predicted_within_the_bounds_that_attach_gives_it() -> None:
-    scenario, error = calibrated(CASE, DEMO, 0.83, 0.5)
+    _, scenario, error = calibrated(CASE, DEMO, 0.83, 0.5)
     assert (scenario.target_accuracy, scenario.evaluate_every_s, scenario.time_limit_s) == (0.83, 1.0, 40.0)
     assert scenario.target_looks == LOOKS  # as real runs are judged
     assert (scenario.base_global_batch_size, scenario.learning_rate, scenario.workload) == (128, 0.02, "fashion-28-cnn")
@@ -94,3 +105,18 @@ def test_an_arm_is_predicted_within_the_bounds_that_attach_gives_it() -> None:
     local = task_of(scenario, static_local(64), 1)
     assert (local.setting.exchange, local.setting.options["every"]) == ("local", 4)
     assert local.scenario.permits_any_exchange
+
+
+def test_a_row_pays_for_its_own_session_and_not_for_the_captured_one() -> None:
+    workers = (Workers(samples_per_s=6000.0, overhead_s=0.02, count=3), Workers(samples_per_s=2000.0, overhead_s=0.001))
+    scenario = msgspec.structs.replace(calibrated(CASE, DEMO, 0.83, 0.5).scenario, workers=workers)
+    known = CalibratedCase(CASE, scenario, 0.05)
+    arms = STATICS[0], TargetArm(policy="proportional"), TargetArm(policy="rule")
+    plain, ours, tracked = (with_session_of(arm, known).per_worker for arm in arms)
+    shares = [CASE.cores_of(rank, 0.0) for rank in range(4)]
+    assert shares == [0.4, 0.4, 0.4, 0.15]
+    whole_s = SESSION_S + WINDOW_S / RECORDED.window_steps
+    assert [each.overhead_s for each in plain] == pytest.approx([0.02 - whole_s / 0.4] * 3 + [0.0])
+    windows_s = WINDOW_S * (1 / 3 - 1 / 10)
+    assert [each.overhead_s for each in ours] == pytest.approx([0.02 - windows_s / 0.4] * 3 + [0.0])
+    assert tracked[0].overhead_s == pytest.approx(0.02 - (windows_s - TRACKING_S) / 0.4)

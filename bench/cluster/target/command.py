@@ -23,20 +23,20 @@ from dynamix.cli.output import output_directory
 from dynamix.cli.progress import ProgressLine
 from dynamix.lab.calibration import NotEnoughWindowsError
 from dynamix.lab.experiments.comparison.evaluation import ComparisonProgress
-from dynamix.lab.simulator.scenario import Scenario
 
 from .arms import RECORDED, ROWS, TargetArm
 from .campaign import CaseOutcomes, compare, num_runs
 from .cases import CASES, TargetCase
 from .outcomes import Outcomes, TargetOutcome, TargetPoint, TargetRun, is_behind
-from .prediction import Predicted, calibrated, predict
+from .prediction import CalibratedCase, Predicted, calibrated, predict
 from .runner import TargetRunner, target_runner
-from .verdict import result_of, targets_of
+from .verdict import NAME, SHORT, result_of, targets_of
 
 ROOT = Path(__file__).parents[3]
 DEFAULT_TARGET = 0.85
 PROGRESS_EVERY_S = 10.0
 NEVER_REACHED = 1.0
+GRID_S = 1.0
 
 
 class TargetForecast:
@@ -134,12 +134,12 @@ def _predict(
     found: Sequence[CaseOutcomes], captures: Mapping[str, Path], options: argparse.Namespace
 ) -> dict[str, Predicted]:
     """What virtual clusters say of the cases; a case that cannot be calibrated says why."""
-    scenarios: dict[str, tuple[Scenario, float]] = {}
+    cases: list[CalibratedCase] = []
     refused: dict[str, Predicted] = {}
     for case in found:
         name = case.case.name
         try:
-            scenarios[name] = calibrated(case.case, captures[name], options.target, options.grid)
+            cases.append(calibrated(case.case, captures[name], options.target, options.grid))
         except NotEnoughWindowsError as error:
             refused[name] = Predicted(reason=str(error))
 
@@ -150,7 +150,15 @@ def _predict(
     with ProgressLine(PROGRESS_EVERY_S) as line:
         arms = {case.case.name: case.arms for case in found}
         data = None if options.data is None else Path(options.data)
-        return refused | predict(scenarios, arms, options.work, show, data=data)
+        return refused | predict(cases, arms, options.work, show, data=data)
+
+
+def _command(options: argparse.Namespace) -> str:
+    """What measures the same again."""
+    grid = f" --grid {options.grid:g}" if options.grid != GRID_S else ""
+    chosen = "".join(f" --case {name}" for name in options.case or ())
+    chosen += "".join(f" --arm {row}" for row in options.arm or ())
+    return f"python -m bench.cluster --target {options.target:g}{grid} --seeds {options.seeds}{chosen}"
 
 
 def _seeds(options: argparse.Namespace) -> list[int]:
@@ -176,7 +184,8 @@ def measure(options: argparse.Namespace) -> BenchmarkReport:
         target_accuracy=options.target,
         grid_s=options.grid,
         seeds=_seeds(options),
-        command=f"python -m bench.cluster --target {options.target:g} --seeds {options.seeds}",
+        name=options.name,
+        command=_command(options),
     )
     if options.output is not None:
         write(result, options.output)
@@ -193,7 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = benchmark_parser(
         *("cluster", __doc__),
         ("--target", DEFAULT_TARGET, "held-out accuracy, 0 ... 1"),
-        ("--grid", 1.0, "seconds of training time between two looks at the accuracy"),
+        ("--grid", GRID_S, "seconds of training time between two looks at the accuracy"),
         ("--seeds", 3, "number of seeds of model and data"),
         ("--limit", 0.0, "seconds of training time after which a run has missed the target; 0: the case's own"),
         has_figure=True,
@@ -213,8 +222,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--output",
         metavar="DIR",
         type=output_directory,
-        help="write results/cluster.json, .png and the table there: docs",
+        help="write results/NAME.json, .png and the table there: docs",
     )
+    parser.add_argument("--name", choices=(NAME, SHORT), default=NAME, help="of that (default: %(default)s)")
     options = parser.parse_args(arguments)
     if not 0 < options.target < 1 or options.grid <= 0 or options.seeds < 1 or options.limit < 0:
         parser.error("--target is between 0 and 1, --grid above 0, --seeds at least 1, --limit not below 0")

@@ -1,8 +1,9 @@
 """Predictions: the same arms on a virtual cluster that was calibrated on a captured run of another policy."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -18,7 +19,7 @@ from dynamix.schemas.messages.allocation import option_number
 from dynamix.trainer import attach
 from dynamix.trainer.job.options import bounds_of
 
-from .arms import BASE_GLOBAL_BATCH_SIZE, LEARNING_RATE, TargetArm
+from .arms import BASE_GLOBAL_BATCH_SIZE, LEARNING_RATE, RECORDED, TargetArm
 from .cases import TargetCase
 from .outcomes import LOOKS
 from .ranks import WORKLOAD
@@ -26,6 +27,11 @@ from .ranks import WORKLOAD
 SEEDS = range(1, 3)
 """Seeds of the virtual runs, which cost a few seconds each; one alone is some 10 % off."""
 EVALUATE_EVERY_S = 1.0
+SESSION_S, TRACKING_S, WINDOW_S = -0.00025, 0.00047, 0.006
+"""Processor time that a session takes of each host beside plain DDP: per step, more of it where the ranks divide the
+batch, and per window (`bench.cluster.target.session_cost`). Its loader costs less than torch's own."""
+TRACKERS = "split", "rule", "ppo"
+"""Policies that let the ranks divide the batch."""
 EVALUATION_SAMPLES = 2_000
 """Held-out samples, the first ones: to look at all of them every half second would take longer than to train."""
 
@@ -41,7 +47,15 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True):
     """Why there is no prediction."""
 
 
-def calibrated(case: TargetCase, capture: Path, target_accuracy: float, grid_s: float) -> tuple[Scenario, float]:
+class CalibratedCase(NamedTuple):
+    """A case, and the virtual cluster that stands for it."""
+
+    case: TargetCase
+    scenario: Scenario
+    median_error: float
+
+
+def calibrated(case: TargetCase, capture: Path, target_accuracy: float, grid_s: float) -> CalibratedCase:
     """The scenario that `dynamix calibrate` makes of a capture, with this comparison's goal; the fit's median error.
 
     Raises:
@@ -62,7 +76,30 @@ def calibrated(case: TargetCase, capture: Path, target_accuracy: float, grid_s: 
         noise_every=inspect.signature(attach).parameters["noise_every"].default,
         base_global_batch_size=BASE_GLOBAL_BATCH_SIZE,
     )
-    return scenario, calibration.median_error
+    return CalibratedCase(case, scenario, calibration.median_error)
+
+
+def session_s(arm: TargetArm) -> float:
+    """Processor time of a host that a step of an arm takes beside plain DDP."""
+    if arm.policy is None:
+        return 0.0
+    tracks = arm.policy in TRACKERS or bool(arm.options.get("track"))
+    return SESSION_S + (TRACKING_S if tracks else 0.0) + WINDOW_S / arm.window_steps
+
+
+def with_session_of(arm: TargetArm, known: CalibratedCase) -> Scenario:
+    """The scenario with what a session costs the arm, instead of what it cost the captured run with its short windows.
+
+    A host's share of a processor stretches it. None of it is taken off where a rank's fixed time was found to be less.
+    """
+    less_s = session_s(RECORDED) - session_s(arm)
+    workers = tuple(
+        msgspec.structs.replace(
+            group, count=1, overhead_s=max(0.0, group.overhead_s - less_s / known.case.cores_of(rank, 0.0))
+        )
+        for rank, group in enumerate(known.scenario.per_worker)
+    )
+    return msgspec.structs.replace(known.scenario, workers=workers)
 
 
 def task_of(scenario: Scenario, arm: TargetArm, seed: int) -> RunTask:
@@ -86,7 +123,7 @@ def task_of(scenario: Scenario, arm: TargetArm, seed: int) -> RunTask:
 
 
 def predict(
-    scenarios: Mapping[str, tuple[Scenario, float]],
+    cases: Sequence[CalibratedCase],
     arms: Mapping[str, Mapping[str, TargetArm]],
     work: Path,
     on_progress: Callable[[ComparisonProgress], None],
@@ -95,17 +132,18 @@ def predict(
     data: Path | None = None,
 ) -> dict[str, Predicted]:
     """Run the arms of every case, by name and row, in its calibrated scenario; what was run before is not run again."""
-    cells = {
-        (name, row): [ComparisonCell(f"{name} {row}", 0, task_of(scenario, arms[name][row], seed)) for seed in SEEDS]
-        for name, (scenario, _) in scenarios.items()
-        for row in arms[name]
-    }
+    cells: dict[tuple[str, str], list[ComparisonCell]] = {}
+    for known in cases:
+        for row, arm in arms[known.case.name].items():
+            scenario, label = with_session_of(arm, known), f"{known.case.name} {row}"
+            tasks = [task_of(scenario, arm, seed) for seed in SEEDS]
+            cells[known.case.name, row] = [ComparisonCell(label, 0, task) for task in tasks]
     with Ledger(work / "predictions.jsonl") as ledger:
         fill([cell for some in cells.values() for cell in some], ledger, jobs=jobs, data=data, on_progress=on_progress)
         times_s = {place: [_counted(ledger, cell.task) for cell in some] for place, some in cells.items()}
     return {
         name: Predicted(times_s={row: times_s[name, row] for row in arms[name]}, median_error=error)
-        for name, (_, error) in scenarios.items()
+        for name, error in ((known.case.name, known.median_error) for known in cases)
     }
 
 

@@ -16,6 +16,8 @@ from .outcomes import TargetOutcome
 from .prediction import SEEDS, Predicted
 
 NAME = "cluster"
+SHORT = "cluster-short"
+"""Cases of short runs apart, with more seeds and looks."""
 BASES = (STATIC, GOODPUT, PROPORTIONAL, RULE)
 COLUMNS = [
     *("case", "arm", "setting", "time to target, s"),
@@ -51,10 +53,11 @@ def result_of(
     grid_s: float,
     seeds: Sequence[int],
     command: str,
+    name: str = NAME,
 ) -> ClusterTargets:
     """Put all cases together."""
     return ClusterTargets(
-        name=NAME,
+        name=name,
         command=command,
         scale="full",
         seeds=list(seeds),
