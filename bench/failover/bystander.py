@@ -11,6 +11,8 @@ from dynamix.schemas.streams import FEED
 NUM_WRITERS = 4
 PAUSE_S = 0.01
 """A writer waits so long between two messages."""
+MESSAGES_PER_SUBJECT = 4000
+"""A writer then goes on with another subject: FEED gives the oldest of one away that has more than 4,096."""
 
 
 class Bystander:
@@ -20,7 +22,7 @@ class Bystander:
         """Begin to publish; `number` is another one for each bystander of a broker."""
         self._bus = bus
         self._pause_s = pause_s
-        self._subject = subjects.of("reward", f"bystander-{number:08d}", "node-z")
+        self._job = f"bystander-{number:08d}"
         self._stop = asyncio.Event()
         self._acknowledged: dict[int, bytes] = {}
         """Payload by sequence."""
@@ -36,7 +38,7 @@ class Bystander:
         """Stop, and count the acknowledged messages that are not in FEED as they were."""
         self._stop.set()
         await asyncio.gather(*self._writers)
-        found = await stored_messages(self._bus, FEED.name, self._subject)
+        found = await stored_messages(self._bus, FEED.name, subjects.of("reward", self._job, subjects.ANY))
         kept = {message.sequence: message.payload for message in found}
         return self._num_twice + sum(kept.get(at) != payload for at, payload in self._acknowledged.items())
 
@@ -44,7 +46,8 @@ class Bystander:
         number = 0
         while not self._stop.is_set():
             payload = b"%d/%d" % (writer, number)
-            sequence = await self._bus.publish_bytes(self._subject, payload, f"{self._subject}:{writer}:{number}")
+            subject = subjects.of("reward", self._job, f"node-{writer}-{number // MESSAGES_PER_SUBJECT}")
+            sequence = await self._bus.publish_bytes(subject, payload, f"{subject}:{number}")
             self._num_twice += sequence in self._acknowledged  # a place that was given away twice has lost one
             self._acknowledged[sequence] = payload
             number += 1
