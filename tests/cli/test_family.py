@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tests.support import examples
-from tests.support.deployed_broker import DeployedBroker, deployed_broker
+from tests.support.deployed_broker import DeployedBroker, become, deployed_broker
 
 from dynamix.cli.connection import find
 from dynamix.cli.main import main
@@ -21,16 +21,10 @@ from dynamix.schemas.messages import Message
 def broker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DeployedBroker]:
     """The deployed broker with its streams; the environment is the watcher's."""
     with deployed_broker(tmp_path) as running:
-        use(monkeypatch, running, "provision")
+        become(monkeypatch, running, "provision")
         assert main(["provision"]) == 0
-        use(monkeypatch, running, "watcher")
+        become(monkeypatch, running, "watcher")
         yield running
-
-
-def use(monkeypatch: pytest.MonkeyPatch, broker: DeployedBroker, user: str) -> None:
-    monkeypatch.setenv("DYNAMIX_NATS_URL", broker.url)
-    monkeypatch.setenv("DYNAMIX_NATS_USER", user)
-    monkeypatch.setenv("DYNAMIX_NATS_PASSWORD_FILE", str(broker.password_file(user)))
 
 
 def publish(monkeypatch: pytest.MonkeyPatch, broker: DeployedBroker, *messages: Message) -> None:
@@ -42,9 +36,9 @@ def publish(monkeypatch: pytest.MonkeyPatch, broker: DeployedBroker, *messages: 
             await bus.publish(message)
         await bus.close()
 
-    use(monkeypatch, broker, "arbitrator")
+    become(monkeypatch, broker, "arbitrator")
     asyncio.run(act())
-    use(monkeypatch, broker, "watcher")
+    become(monkeypatch, broker, "watcher")
 
 
 def result_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
@@ -73,9 +67,9 @@ def test_families_are_listed_shown_and_forgotten_by_provision_only(
     assert "50 at 1.02e+03, 75 at 2.05e+03 samples seen" in shown
     assert main(["family", "forget", "other"]) == 1
     assert "stream.purge.profiles: see its permissions" in capsys.readouterr().err
-    use(monkeypatch, broker, "provision")
+    become(monkeypatch, broker, "provision")
     assert result_of(capsys, "forget", "other") == {"family": "other", "versions_forgotten": 1}
-    use(monkeypatch, broker, "watcher")
+    become(monkeypatch, broker, "watcher")
     assert [one["family"] for one in result_of(capsys, "list")["families"]] == ["mnist-0a1b2c3d"]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tests.support import learned
-from tests.support.deployed_broker import DeployedBroker, deployed_broker
+from tests.support.deployed_broker import DeployedBroker, become, deployed_broker
 from tests.support.foreign_policy import of_other_features
 
 from dynamix.arbitrator.learned import policy_file
@@ -26,9 +26,9 @@ def broker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Deployed
     directory = tmp_path / "broker"
     directory.mkdir()
     with deployed_broker(directory) as running:
-        use(monkeypatch, running, "provision")
+        become(monkeypatch, running, "provision")
         assert main(["provision", "--json", str(tmp_path / "provision.json")]) == 0
-        use(monkeypatch, running, "learner")
+        become(monkeypatch, running, "learner")
         yield running
 
 
@@ -40,12 +40,6 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (directory / "ppo.safetensors").write_bytes(OTHER)
     monkeypatch.setattr(policy_file, "shipped_directory", lambda: directory)
     return directory
-
-
-def use(monkeypatch: pytest.MonkeyPatch, broker: DeployedBroker, user: str) -> None:
-    monkeypatch.setenv("DYNAMIX_NATS_URL", broker.url)
-    monkeypatch.setenv("DYNAMIX_NATS_USER", user)
-    monkeypatch.setenv("DYNAMIX_NATS_PASSWORD_FILE", str(broker.password_file(user)))
 
 
 def result_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
@@ -68,7 +62,7 @@ def test_what_is_imported_is_listed_shown_and_exported(
     assert "ppo version 3 (" in capsys.readouterr().out
     assert main(["policy", "import", str(tmp_path / "0.safetensors"), "--name", "mine"]) == 0
 
-    use(monkeypatch, broker, "watcher")
+    become(monkeypatch, broker, "watcher")
     listed = result_of(capsys, "list")
     assert listed["broker"] is True
     versions = [(policy["name"], policy["version"], policy["origin"]) for policy in listed["policies"]]
@@ -103,7 +97,7 @@ def test_what_cannot_be_done_is_said_in_a_sentence(
     ):
         assert main(["policy", *arguments]) == 1
         assert reason in capsys.readouterr().err
-    use(monkeypatch, broker, "watcher")
+    become(monkeypatch, broker, "watcher")
     assert main(["policy", "import", str(good)]) == 1
     error = capsys.readouterr().err
     assert error.startswith("dynamix policy: the broker does not let user 'watcher' publish to $o.policies.c.")
@@ -117,7 +111,7 @@ def test_a_broker_without_a_bucket_is_as_good_as_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with deployed_broker(tmp_path) as broker:
-        use(monkeypatch, broker, "watcher")
+        become(monkeypatch, broker, "watcher")
         assert main(["policy", "list"]) == 0
     shown = capsys.readouterr()
     assert "has no bucket for policies: run `dynamix provision`; these come with the package" in shown.err

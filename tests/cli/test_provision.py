@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.support.deployed_broker import DeployedBroker, deployed_broker
+from tests.support.deployed_broker import DeployedBroker, become, deployed_broker
 
 from dynamix.cli.main import main
 from dynamix.schemas.streams import STREAMS
@@ -15,14 +15,8 @@ from dynamix.schemas.streams import STREAMS
 def broker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DeployedBroker]:
     """The deployed broker; the environment is that of dynamix-provision.service."""
     with deployed_broker(tmp_path) as running:
-        use(monkeypatch, running, "provision")
+        become(monkeypatch, running, "provision")
         yield running
-
-
-def use(monkeypatch: pytest.MonkeyPatch, broker: DeployedBroker, user: str) -> None:
-    monkeypatch.setenv("DYNAMIX_NATS_URL", broker.url)
-    monkeypatch.setenv("DYNAMIX_NATS_USER", user)
-    monkeypatch.setenv("DYNAMIX_NATS_PASSWORD_FILE", str(broker.password_file(user)))
 
 
 @pytest.mark.usefixtures("broker")
@@ -39,7 +33,7 @@ def test_the_streams_are_made_once_and_then_left_alone(tmp_path: Path, capsys: p
 def test_a_service_that_tries_is_told_whose_work_it_is(
     broker: DeployedBroker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    use(monkeypatch, broker, "reward")
+    become(monkeypatch, broker, "reward")
     assert main(["provision"]) == 1
     assert "does not let user 'reward' publish to" in capsys.readouterr().err
 

@@ -120,13 +120,18 @@ async def test_an_unawaited_error_is_counted(bus: Bus, monkeypatch: pytest.Monke
     assert bus.counters["publish_errors"] == 1
 
 
+def _refuse(bus: Bus, error: str) -> bytes:
+    """Let the one message under way be refused; returns its token."""
+    (token,) = bus._publisher._table
+    bus._publisher._on_ack(bus._publisher._prefix.encode() + token, b"", f'{{"error": {error}}}'.encode(), None)
+    return token
+
+
 async def test_a_broker_with_too_many_requests_is_asked_again(server: ConfiguredServer, bus: Bus) -> None:
     """As a flood of another client makes it answer: publishing must wait, not fail."""
     server.pause()
     future = await bus.publish_soon(examples.state())
-    (token,) = bus._publisher._table
-    refusal = b'{"error": {"code": 429, "err_code": 10167, "description": "too many requests"}}'
-    bus._publisher._on_ack(bus._publisher._prefix.encode() + token, b"", refusal, None)
+    token = _refuse(bus, '{"code": 429, "err_code": 10167, "description": "too many requests"}')
     assert not future.done()
     assert bus._publisher._table[token].due == 0.0, "as soon as a place may be free, not after the doubled waits"
     assert bus.counters["too_many_requests"] == 1
@@ -140,9 +145,7 @@ async def test_a_copy_that_comes_while_the_first_is_being_stored_fails_nothing(
     """Three servers that are busy, or far from each other, take longer than we wait for an acknowledgement."""
     server.pause()
     future = await bus.publish_soon(examples.state())
-    (token,) = bus._publisher._table
-    refusal = b'{"error": {"code": 409, "err_code": 10158, "description": "duplicate message id is in process"}}'
-    bus._publisher._on_ack(bus._publisher._prefix.encode() + token, b"", refusal, None)
+    _refuse(bus, '{"code": 409, "err_code": 10158, "description": "duplicate message id is in process"}')
     assert not future.done()
     server.go_on()
     assert await future == 1

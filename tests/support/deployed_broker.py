@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from dynamix.cli.main import main
 from dynamix.runtime.embedded import server_binary
 from dynamix.runtime.settings import BusSettings
@@ -91,6 +93,13 @@ def deployed_broker(
             yield DeployedBroker(found["nats"][0], found["monitoring"][0], directory, process.pid)
         finally:
             process.terminate()
+
+
+def become(monkeypatch: pytest.MonkeyPatch, broker: DeployedBroker, user: str) -> None:
+    """Let the environment be that of a user of the broker."""
+    monkeypatch.setenv("DYNAMIX_NATS_URL", broker.url)
+    monkeypatch.setenv("DYNAMIX_NATS_USER", user)
+    monkeypatch.setenv("DYNAMIX_NATS_PASSWORD_FILE", str(broker.password_file(user)))
 
 
 def _wait_for_ports(directory: Path, process: subprocess.Popen[bytes], log: Path) -> dict[str, list[str]]:

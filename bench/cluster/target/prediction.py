@@ -16,6 +16,7 @@ from dynamix.lab.experiments.comparison.outcomes import counted_time_s
 from dynamix.lab.experiments.comparison.runs import Ledger, RunTask
 from dynamix.lab.simulator.scenario import Scenario
 from dynamix.schemas.messages.allocation import option_number
+from dynamix.schemas.messages.policies import initial_split
 from dynamix.trainer import attach
 from dynamix.trainer.job.options import bounds_of
 
@@ -30,8 +31,6 @@ EVALUATE_EVERY_S = 1.0
 SESSION_S, TRACKING_S, WINDOW_S = -0.00025, 0.00047, 0.006
 """Processor time that a session takes of each host beside plain DDP: per step, more of it where the ranks divide the
 batch, and per window (`bench.cluster.target.session_cost`). Its loader costs less than torch's own."""
-TRACKERS = "split", "rule", "ppo"
-"""Policies that let the ranks divide the batch."""
 EVALUATION_SAMPLES = 2_000
 """Held-out samples, the first ones: to look at all of them every half second would take longer than to train."""
 
@@ -83,7 +82,8 @@ def session_s(arm: TargetArm) -> float:
     """Processor time of a host that a step of an arm takes beside plain DDP."""
     if arm.policy is None:
         return 0.0
-    tracks = arm.policy in TRACKERS or bool(arm.options.get("track"))
+    options = {name: option_number(name, value) for name, value in arm.options.items()}
+    tracks = initial_split(arm.policy, options, supports_tracking=True) == "tracking"
     return SESSION_S + (TRACKING_S if tracks else 0.0) + WINDOW_S / arm.window_steps
 
 

@@ -26,6 +26,7 @@ from .deciding.job_log import JobLog, Surroundings
 from .families.source import ProfileSource
 from .learned.policy_source import PolicySource
 from .learned.policy_store import PolicyBucket, PolicyReader
+from .policies.policy import MISTAKES
 from .shown import ShownDecisions
 from .state_queues import StateQueues
 
@@ -94,8 +95,7 @@ async def _keep_profiles(context: Context[ArbitratorSettings, ArbitratorBus]) ->
         context.log.warning("what runs teach is not stored until this service is started again", reason=str(error))
 
 
-_MISTAKES = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-HALTING_ERRORS = (ActionStoreError, *_MISTAKES)
+HALTING_ERRORS = (ActionStoreError, *MISTAKES)
 """Errors of a policy, or of a job's stored actions. They halt one generation of that job and no other job; an error of
 the bus ends the process, and a restart fixes it."""
 

@@ -5,15 +5,14 @@ links, the noise scale. In a deployment `forget` needs the broker's user `provis
 """
 
 import argparse
-import asyncio
 import os
 from collections.abc import Awaitable, Callable
 
+from dynamix.cli.commands.actions import ActionResult, adding_actions, run_action
 from dynamix.cli.connection import connected, find
 from dynamix.cli.errors import explained
-from dynamix.cli.output import Document, add_json_argument, write_result
+from dynamix.cli.output import add_json_argument
 from dynamix.runtime.bus import Bus, BusError
-from dynamix.runtime.log import configure as configure_log
 from dynamix.schemas import subjects
 from dynamix.schemas.streams import PROFILES
 from dynamix.schemas.subjects import check_token
@@ -22,20 +21,12 @@ from .stored import details, document, families, family_named, table
 
 CONNECT_TIMEOUT_S = 5.0
 
-ActionResult = tuple[str, Document]
-"""The result of an action: text for people, data for `--json`."""
 Act = Callable[[Bus, argparse.Namespace], Awaitable[ActionResult]]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's actions."""
-    actions = parser.add_subparsers(metavar="ACTION", required=True)
-
-    def add(name: str, act: Act, what: str, description: str) -> argparse.ArgumentParser:
-        one: argparse.ArgumentParser = actions.add_parser(name, help=what, description=description)
-        one.set_defaults(act=act)
-        return one
-
+    add = adding_actions(parser)
     listing = add("list", _list, "all families", "List all families, with their newest runs.")
     showing = add("show", _show, "what is known of one", "Show what the runs of one family taught.")
     description = "Forget a family: its next run begins as the first one did. Runs that began with it go on."
@@ -48,10 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Do one action."""
-    configure_log("critical")  # errors are shown in a sentence
-    text, result = asyncio.run(_act(arguments))
-    write_result(result, text, arguments.json)
-    return 0
+    return run_action(_act(arguments), arguments)
 
 
 def family_name(text: str) -> str:

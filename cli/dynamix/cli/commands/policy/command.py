@@ -12,29 +12,21 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 from dynamix.arbitrator.learned.policy_file import SUFFIX, PolicyFile, PolicyFileError, PolicyMetadata
+from dynamix.cli.commands.actions import ActionResult, adding_actions, run_action
 from dynamix.cli.connection import find
 from dynamix.cli.errors import explained, reading
-from dynamix.cli.output import POLICY, Document, add_json_argument, add_output_argument, write_result, writing
+from dynamix.cli.output import POLICY, add_json_argument, add_output_argument, writing
 from dynamix.runtime import output_files
 from dynamix.runtime.input_files import read_regular
-from dynamix.runtime.log import configure as configure_log
 
 from .catalogue import AvailablePolicy, PolicyCatalogue, details, opened, table
 
-ActionResult = tuple[str, Document]
-"""The result of an action: text for people, data for `--json`."""
 Act = Callable[[PolicyCatalogue, argparse.Namespace], Awaitable[ActionResult]]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's actions."""
-    actions = parser.add_subparsers(metavar="ACTION", required=True)
-
-    def add(name: str, act: Act, what: str, description: str) -> argparse.ArgumentParser:
-        one: argparse.ArgumentParser = actions.add_parser(name, help=what, description=description)
-        one.set_defaults(act=act)
-        return one
-
+    add = adding_actions(parser)
     listing = add("list", _list, "all available versions", "List all versions.")
     what = "what one is, where it comes from, its scores"
     showing = add("show", _show, what, "Show what is known of one version.")
@@ -53,10 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Do one action."""
-    configure_log("critical")  # errors are shown in a sentence
-    text, result = asyncio.run(_act(arguments))
-    write_result(result, text, arguments.json)
-    return 0
+    return run_action(_act(arguments), arguments)
 
 
 def reference(text: str) -> tuple[str, int | None]:

@@ -10,7 +10,7 @@ from typing import Protocol
 from structlog.stdlib import BoundLogger
 
 from dynamix.arbitrator.families.profile import UnusableProfileError, profile_after, read_profile
-from dynamix.arbitrator.policies.policy import RecurringPolicy
+from dynamix.arbitrator.policies.policy import MISTAKES, RecurringPolicy
 from dynamix.arbitrator.policies.registry import POLICIES
 from dynamix.runtime.bus import BusMessage, PermissionDeniedError, StaleWriterError, StreamMissingError, StreamState
 from dynamix.runtime.bus.service_bus import ServiceBus
@@ -25,10 +25,6 @@ from .action_store import ActionStore, ActionStoreError, newest_action
 MAX_TRIES = 5
 """Other arbitrators that may store another run's profile meanwhile."""
 MAX_KNOWN = 10_000
-
-
-_MISTAKES = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
-"""Errors of a policy: they cost one profile, and no later one."""
 
 
 class ProfileStore(ServiceBus, ActionStore, Protocol):
@@ -67,7 +63,7 @@ class FamilyEnds:
             reason = await self._store(job, sequence)
         except (ActionStoreError, UnusableProfileError, PermissionDeniedError, StreamMissingError) as error:
             log.warning("what the run taught is not stored", reason=str(error))
-        except _MISTAKES as error:
+        except MISTAKES as error:
             log.error("what the run taught is not stored", reason=repr(error), exc_info=error)
         else:
             if reason:

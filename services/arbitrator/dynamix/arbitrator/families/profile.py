@@ -2,7 +2,7 @@
 
 from itertools import zip_longest
 
-from dynamix.arbitrator.policies.policy import RecurringPolicy
+from dynamix.arbitrator.policies.policy import MISTAKES, RecurringPolicy
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode
 from dynamix.schemas.messages import Action, ArmRecord, Job, JobProfile
@@ -45,7 +45,7 @@ def check_usable(job: Job, policy: RecurringPolicy, payload: bytes) -> JobProfil
     profile = read_profile(job.family, payload)
     try:
         policy.begin(job, profile)
-    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+    except MISTAKES as error:
         raise UnusableProfileError(f"policy {policy.name!r} cannot read its memory: {error!r}") from error
     return profile
 

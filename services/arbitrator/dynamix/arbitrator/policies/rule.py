@@ -23,8 +23,8 @@ steps of the greatest progress per second, by what they saved when they ruled an
 A job of a family begins with what earlier runs taught (`model.rule_memory`): with their times while the first windows
 agree with them, and with their noise scale until one is measured. To go to their last batch at once, and to decide by
 half of their noise scale, took 1.03 of a cold start's time on train scenarios, this 0.98 (27 pairs, each +- 0.03).
-What cannot be known in a run,
-such as a factor on the learning rate, is tried out between runs where the job lets them (`model.exploration`).
+What cannot be known in a run, such as a factor on the learning rate, is tried out between runs where the job lets them
+(`model.exploration`).
 """
 
 import math

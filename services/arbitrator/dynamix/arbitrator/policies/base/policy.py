@@ -10,6 +10,8 @@ from .options import Options
 
 MAX_REASON = 240
 """Characters of a reason that an action carries."""
+MISTAKES = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What faults of a policy's own code raise: they cost one job, or one profile, and no other."""
 
 
 class Decision(NamedTuple):
