@@ -30,6 +30,14 @@ def imported(path: Path) -> Iterator[str]:
             yield f"{package}.{node.module or ''}".strip(".")
 
 
+def commands_of(path: Path) -> Iterator[str]:
+    """The commands' folders that a file imports from."""
+    for one in imported(path):
+        inside = one.removeprefix(f"{PACKAGE}.").split(".")[0]
+        if one.startswith(f"{PACKAGE}.") and inside in FOLDERS:
+            yield inside
+
+
 def is_view(path: Path) -> bool:
     return path.stem in ("view", "figure") or path.parent.name == "view"
 
@@ -72,8 +80,13 @@ def test_commands_can_be_imported_without_rich_matplotlib_and_torch() -> None:
 @pytest.mark.parametrize("name", FOLDERS)
 def test_commands_never_import_each_other(name: str) -> None:
     for path in (CLI / "commands" / name).rglob("*.py"):
-        others = [one for one in imported(path) if one.startswith(PACKAGE) and one.split(".")[3:4] != [name]]
-        assert others == [], f"{path} imports {others}"
+        others = sorted(set(commands_of(path)) - {name})
+        assert others == [], f"{path} imports the commands {others}"
+
+
+def test_what_commands_share_imports_no_command() -> None:
+    for path in (CLI / "commands").glob("*.py"):
+        assert list(commands_of(path)) == [], path
 
 
 @pytest.mark.parametrize("room", ROOMS)
