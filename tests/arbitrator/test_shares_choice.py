@@ -1,5 +1,6 @@
 """Shares of owners, decided by what links carry: where they beat a ring, for as long as they do."""
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from dynamix.arbitrator.policies.model.exchange_choice import choose, is_decided
 from dynamix.arbitrator.policies.model.exchange_memory import (
     DWELL,
     LAG,
+    LINK_WINDOWS,
     LOOK_AGAIN,
     ExchangeMemory,
     WindowExposure,
@@ -70,8 +72,13 @@ def ruled(
     slower: float = 1.0,
     permission: str = "exact",
     is_seen: bool = True,
+    waiting_s: float = 0.0,
+    shown: Callable[[int], Sequence[float]] | None = None,
 ) -> list[Exchange]:
-    """What rules each window over links of such rates, where shares take `slower` times what is promised."""
+    """What rules each window over links of such rates, where shares take `slower` times what is promised.
+
+    Ranks wait `waiting_s` for each other beside it; links may be `shown` at other rates in a window than they have.
+    """
     decided, memory = [EXACT, EXACT], ExchangeMemory()
     for window in range(windows):
         now, links = decided[window], rates(window) if callable(rates) else rates
@@ -79,9 +86,12 @@ def ruled(
         taken_s = GRADIENT * ring_time(links) * (0.26 if now.codec == "int8" else 1.0)
         if now.route == "shares":
             taken_s = slower * PIPELINE * GRADIENT * shared_time(links, now.shares)
-        memory = memory.observe(WindowExposure(taken_s, COMPUTE_S), 1.0, 4.0, len(links))
+        taken_s += waiting_s
         is_ring = now.route == "all-reduce" and now.codec == "none"
-        memory = memory.with_links(link_rates(observed(links)) if is_ring and is_seen else None)
+        sent = 2 * (len(links) - 1) / len(links) * GRADIENT if is_ring else 0.0
+        memory = memory.observe(WindowExposure(taken_s, COMPUTE_S, sent), 1.0, 4.0, len(links))
+        seen = links if shown is None else shown(window)
+        memory = memory.with_links(link_rates(observed(seen)) if is_ring and is_seen else None)
         chosen = choose(job, model_of(len(links), taken_s), memory, worth, max_every=16)
         memory = memory.decided(chosen)
         packed = memory.pack()
@@ -94,7 +104,29 @@ def ruled(
 def test_a_slow_link_among_fast_ones_owns_nothing_in_an_exact_job() -> None:
     found = ruled(ONE_SLOW)
     shares = Exchange(route="shares", shares=(333.0, 333.0, 0.0, 333.0))
-    assert found == [EXACT] * LAG + [shares] * 40  # decided in the first window that showed the links
+    before = LAG + LINK_WINDOWS - 1  # decided in the second window that showed the links
+    assert found == [EXACT] * before + [shares] * (42 - before)
+
+
+def test_equal_links_that_processors_use_in_turns_keep_the_ring() -> None:
+    generator = random.Random(5)
+    shared_out = [[300 * MB * generator.choice((0.2, 0.4, 0.7, 1.0)) for _ in range(4)] for _ in range(200)]
+    found = ruled((300 * MB,) * 4, windows=200, waiting_s=0.02, shown=lambda window: shared_out[window])
+    assert set(found) == {EXACT}
+
+
+def test_a_higher_rate_is_believed_at_once_and_a_lower_one_by_half() -> None:
+    memory = ExchangeMemory().with_links(np.array([8.0, 8.0, 8.0]) * MB)
+    assert not memory.knows_links
+    memory = memory.with_links(np.array([16.0, 8.0, 2.0]) * MB)
+    assert memory.rates == pytest.approx((16.0 * MB, 8.0 * MB, 4.0 * MB))
+    assert memory.knows_links
+
+
+def test_shares_relieve_a_slow_link_of_its_bytes_and_not_the_ranks_of_waiting_for_each_other() -> None:
+    bytes_s = GRADIENT * ring_time(ONE_SLOW)
+    assert ruled(ONE_SLOW, waiting_s=0.1 * bytes_s)[-1].route == "shares"
+    assert set(ruled(ONE_SLOW, waiting_s=10 * bytes_s)) == {EXACT}
 
 
 @pytest.mark.parametrize("rates", [FAST, (12 * MB, 10 * MB, 11 * MB, 13 * MB), (2.5 * MB,) * 4, (2 * MB, 12 * MB)])
@@ -114,8 +146,9 @@ def test_shares_that_save_nothing_here_end_and_are_not_tried_again() -> None:
 
 def test_links_are_looked_at_again_now_and_then() -> None:
     found = ruled(ONE_SLOW, windows=LOOK_AGAIN + 3 * DWELL)
-    away = [window for window, each in enumerate(found) if each == EXACT and window >= LAG]
-    assert away == list(range(LAG + LOOK_AGAIN, LAG + LOOK_AGAIN + DWELL))
+    begun = LAG + LINK_WINDOWS - 1
+    away = [window for window, each in enumerate(found) if each == EXACT and window >= begun]
+    assert away == list(range(begun + LOOK_AGAIN, begun + LOOK_AGAIN + DWELL))
     assert found[-1].route == "shares"
 
 
@@ -174,7 +207,7 @@ def test_what_is_promised_is_what_was_measured() -> None:
 
 
 def test_the_best_batch_under_shares_is_that_of_the_model_fitted_to_them() -> None:
-    memory = ExchangeMemory(exact_s=0.2, rates=ONE_SLOW)
+    memory = ExchangeMemory(exact_s=0.2, rates=ONE_SLOW, gradient_bytes=GRADIENT)
     fitted = replace(model_of(4, 0.3), sync_slope=-0.5)  # computing hides half of its time
     assert model_after(SHARES, SHARES, fitted, memory) is fitted
     assert model_after(EXACT, EXACT, fitted, memory) is fitted

@@ -121,7 +121,7 @@ def choose(
 
 def _candidates(job: Job, memory: ExchangeMemory, max_every: int) -> Iterator[Exchange]:
     yield EXACT
-    if can_share(job) and memory.rates:
+    if can_share(job) and memory.knows_links:
         yield Exchange(route=OVER_OWNERS)
     for codec in CODECS:
         if codec == "rows" and not job.table_share:

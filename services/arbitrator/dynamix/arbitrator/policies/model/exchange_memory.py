@@ -8,7 +8,12 @@ I is the time of gradients as they are. Steps with an exchange each show only wh
 local steps all of it: the overlap is known from the first round on. share_k and coding_k are priors of codec k, its
 correction is what was measured when it began to rule; what changes later is the network. Gradients as they are over
 owners with shares count as one more codec: its share is what the links' rates say (`links`), which are known from
-windows in which a ring carried them. A time that changes by much under shares ends them, to look at the links again.
+windows in which a ring carried them; of I shares save only what the bytes take on the slowest link, since the rest is
+waiting for each other. A time that changes by much under shares ends them, to look at the links again.
+
+A rank whose processor is shared out sends slower than its link can, now and then by a factor of 5, never faster. So a
+link that shows a higher rate is believed at once, one that shows a lower one by half, and nothing rests on the rates of
+fewer than `LINK_WINDOWS` windows.
 
 Drift: with R the squared distance of the ranks from their mean over that of its move (feature `local_drift`), h local
 steps were worth h / (1 + scale * R^DRIFT_POWER (h - 1)) exact ones, by the steps until a small MLP reached an accuracy:
@@ -27,6 +32,7 @@ import numpy as np
 
 from dynamix.schemas.messages import Job
 from dynamix.schemas.messages.allocation import EXACT, Exchange
+from dynamix.schemas.owner_shares import ring_time
 
 from .links import share_of_ring_time, shares_of
 from .observation import Array64
@@ -76,6 +82,8 @@ LAG = 2
 """Windows after which a decision rules."""
 LEARNED_FROM = 3
 """Windows that a codec's correction is the mean of, each time it begins to rule."""
+LINK_WINDOWS = 2
+"""Windows that must have shown the links before shares are thought of."""
 LEAST_CORRECTION, MOST_CORRECTION = 0.5, 4.0
 """Beyond it is the network that changed meanwhile."""
 MOST_OVERLAP = 0.7
@@ -87,7 +95,7 @@ JUMP, SMOOTHING = 1.3, 0.5
 LOSS_SMOOTHING, LOSS_RISE, BLOCKED = 0.3, 0.1, 20
 """A smoothed loss that is so much above its least since they began ends local steps, for so many windows."""
 
-_HEAD = struct.Struct("<8d2H")
+_HEAD = struct.Struct("<8d3H")
 _RULING = struct.Struct("<BH")
 _LINK = np.dtype([("rate", "<f4"), ("share", "<f4")])
 
@@ -133,6 +141,8 @@ class ExchangeMemory:
     """The job's: share of the gradient in embedding tables."""
     rates: tuple[float, ...] = ()
     """Bytes per second of each rank's link, smoothed; empty before they are known."""
+    num_link_windows: int = 0
+    """Windows that showed them, up to `LINK_WINDOWS`."""
     shares: tuple[float, ...] = ()
     """Those of the newest decision for shares; in `ruling` exchanges are without."""
 
@@ -185,8 +195,21 @@ class ExchangeMemory:
         """What is taken for granted of a way in this job; `rows` leaves what is in no table as it is."""
         prior = PRIORS[way]
         if way == OVER_OWNERS:
-            return prior._replace(share=share_of_ring_time(self.rates)) if self.rates else prior
+            return prior._replace(share=self._share_over_owners()) if self.rates else prior
         return prior if way != "rows" else prior._replace(share=1.0 - (1.0 - prior.share) * self.table_share)
+
+    def _share_over_owners(self) -> float:
+        """Time at owners over I: what bytes take becomes shorter, or longer, and waiting for each other stays."""
+        share = share_of_ring_time(self.rates)
+        if math.isnan(self.exact_s) or not self.gradient_bytes:
+            return max(share, 1.0)
+        carried = min(1.0, self.gradient_bytes * ring_time(self.rates) / self.exact_s)
+        return share if share >= 1.0 else 1.0 - carried * (1.0 - share)
+
+    @property
+    def knows_links(self) -> bool:
+        """Whether the rates of all links are known well enough to decide by them."""
+        return self.num_link_windows >= LINK_WINDOWS
 
     def drift_cost(self, job: Job) -> float:
         """Progress that each further local step costs, over that of an exact one."""
@@ -217,13 +240,12 @@ class ExchangeMemory:
         """The memory after a window in which links showed these rates, if that was the time to look at them."""
         if rates is None or way_of(self.ruling[0]) not in RINGS:
             return self
+        number = min(self.num_link_windows + 1, LINK_WINDOWS)
         if len(self.rates) != len(rates):
-            return replace(self, rates=tuple(rates.tolist()))
-        before = np.array(self.rates)
-        ratios = rates / before
-        is_new = (ratios > JUMP) | (ratios < 1.0 / JUMP)
-        smoothed = np.where(is_new, rates, before * ratios**SMOOTHING)
-        return replace(self, rates=tuple(smoothed.tolist()))
+            return replace(self, rates=tuple(rates.tolist()), num_link_windows=1)
+        ratios = rates / np.array(self.rates)
+        believed = np.where(ratios < 1.0, ratios**SMOOTHING, ratios)
+        return replace(self, rates=tuple((np.array(self.rates) * believed).tolist()), num_link_windows=number)
 
     def with_bytes(self, sent_bytes: float, num_ranks: int) -> "ExchangeMemory":
         """The memory with the gradient's bytes, from a window in which it travelled as it is."""
@@ -275,7 +297,7 @@ class ExchangeMemory:
     def pack(self) -> bytes:
         """Bytes for the carry; those of the links are there once their rates are known."""
         scalars = (self.exact_s, self.overlap, self.exposed_s, self.hidden_s, self.gradient_bytes, self.drift)
-        head = _HEAD.pack(*scalars, self.loss, self.least_loss, self.age, self.blocked)
+        head = _HEAD.pack(*scalars, self.loss, self.least_loss, self.age, self.blocked, self.num_link_windows)
         ruling = b"".join(_RULING.pack(WAYS.index(way_of(each)), each.every) for each in self.ruling)
         links = np.zeros(max(len(self.rates), len(self.shares)), dtype=_LINK)
         for name, values in (("rate", self.rates), ("share", self.shares)):
@@ -290,9 +312,8 @@ class ExchangeMemory:
             is_known = first.codec in CODECS and (way_of(first) == OVER_OWNERS or not first.shares)
             ruling = (msgspec.structs.replace(first, shares=()) if is_known else EXACT,) * LAG
             return cls(ruling, table_share=job.table_share, shares=first.shares if is_known else ())
-        exact_s, overlap, exposed_s, hidden_s, gradient_bytes, drift, loss, least, age, blocked = _HEAD.unpack_from(
-            packed
-        )
+        *scalars, age, blocked, num_link_windows = _HEAD.unpack_from(packed)
+        exact_s, overlap, exposed_s, hidden_s, gradient_bytes, drift, loss, least = scalars
         rest = packed[_HEAD.size :]
         ruling = tuple(_exchange(WAYS[way], every) for way, every in _RULING.iter_unpack(rest[: LAG * _RULING.size]))
         rest = rest[LAG * _RULING.size :]
@@ -312,6 +333,7 @@ class ExchangeMemory:
             loss=loss,
             least_loss=least,
             table_share=job.table_share,
+            num_link_windows=num_link_windows,
             rates=tuple(links["rate"].tolist()) if links["rate"].any() else (),
             shares=tuple(links["share"].tolist()) if links["share"].any() else (),
         )

@@ -18,7 +18,7 @@ from .recurrence import RECURRENCE_BYTES, Recurrence, Standing
 from .step_time_fit import StepTimeFit, Window
 from .warm_fit import FitVerdict, WarmFit
 
-MEMORY_FORMAT = 1
+MEMORY_FORMAT = 2
 """The version of the bytes in a profile; others are not used."""
 MAX_MEMORY_BYTES = MAX_PROFILE_BYTES - 16 * 1024
 """No times of very many ranks are kept for the next run: the other half of a profile must have room as well."""
