@@ -1,5 +1,6 @@
 import math
 import struct
+from typing import Any
 
 import msgspec
 import pytest
@@ -7,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support import examples
 
-from dynamix.schemas import codec, subjects
+from dynamix.schemas import codec, finite, subjects
 from dynamix.schemas.codec import MalformedMessageError, decode, decode_any, encode, message_id
 from dynamix.schemas.messages import Action, Applied, Job, Message, Report
 
@@ -133,3 +134,32 @@ def test_a_foreign_float_of_either_width_is_refused_when_it_is_not_finite(form: 
     assert foreign != good
     with pytest.raises(MalformedMessageError, match=r"logprobs\[0\]"):
         decode_any(subjects.of("action", examples.JOB), foreign)
+
+
+DOUBTFUL = struct.unpack(">d", b"\x7f\xef" + 6 * b"\xff")[0]  # the largest one: its bytes look like one that is not
+LARGE = examples.report(rows=tuple(examples.row(rank, loss_sum=0.5) for rank in range(4096)))
+
+
+def report_with(values: dict[int, float]) -> Report:
+    rows = tuple(msgspec.structs.replace(row, loss_sum=values.get(row.rank, 0.5)) for row in LARGE.rows)
+    return msgspec.structs.replace(LARGE, rows=rows)
+
+
+def test_a_value_that_is_not_finite_is_named_among_thousands_of_ranks() -> None:
+    bad = report_with({16: DOUBTFUL, 4095: math.nan})
+    assert finite.non_finite_fields(bad, msgspec.msgpack.encode(bad)) == ["rows[4095].loss_sum"]
+
+
+def test_of_thousands_of_ranks_only_those_in_doubt_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at, find = [], finite._find
+
+    def noted(value: Any, path: str, found: list[str]) -> None:
+        if path.startswith("rows[") and path.endswith("]"):
+            looked_at.append(int(path[5:-1]))
+        find(value, path, found)
+
+    monkeypatch.setattr(finite, "_find", noted)
+    doubtful = report_with({100: DOUBTFUL, 4000: DOUBTFUL})
+    assert finite.non_finite_fields(doubtful, msgspec.msgpack.encode(doubtful)) == []
+    assert {100, 4000} <= set(looked_at)
+    assert len(looked_at) < 4096 // 4
