@@ -1,6 +1,8 @@
 """A crowd of jobs: opened beside those that are steered, in bounded number, and forgotten again."""
 
 import asyncio
+import random
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +12,8 @@ from tests.support import examples
 from tests.support.services_here import arbitrator_here
 
 from dynamix.arbitrator import state_queues
-from dynamix.arbitrator.deciding.held_jobs import HeldJobs, WaitingJobs
+from dynamix.arbitrator.deciding import held_jobs
+from dynamix.arbitrator.deciding.held_jobs import HeldJobs, WaitingJobs, Wanted
 from dynamix.arbitrator.deciding.job_log import JobLog
 from dynamix.arbitrator.service import MAX_OPENING, NUM_ALONE, ArbitratorSettings
 from dynamix.runtime.bus import Bus, BusMessage, Consumer
@@ -225,6 +228,36 @@ def test_the_job_with_the_most_states_is_opened_first_and_no_more_wait_than_may(
     assert wanted.example is not None
     assert (wanted.example.sequence, len(wanted.example.payload)) == (2, 4096)
     assert [name for name, _ in waiting.take(5)] == ["a", "c"]
+
+
+def test_jobs_that_wait_are_taken_in_the_order_of_their_states_however_they_came() -> None:
+    chance, waiting, came = random.Random(7), WaitingJobs(max_jobs=50), list[str]()
+    for sequence in range(1, 400):
+        job = f"job-{chance.randrange(60)}"
+        if waiting.add_state(job, BusMessage("subject", b"", sequence, 0, 0), 0):
+            came.append(job)
+    counts = Counter(came)
+    got_there = {job: max(at for at, one in enumerate(came) if one == job) for job in counts}
+    expected = sorted(counts, key=lambda job: (-counts[job], got_there[job]))
+    taken = [job for _ in range(30) for job, _ in waiting.take(2)]
+    assert (taken, len(waiting)) == (expected, 0)
+
+
+def test_taking_a_job_looks_at_no_other_of_a_crowd_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = Counter[str]()
+
+    class Looked(Wanted):
+        def __getattribute__(self, name: str) -> object:
+            looks[name] += 1
+            return super().__getattribute__(name)
+
+    monkeypatch.setattr(held_jobs, "Wanted", Looked)
+    waiting = WaitingJobs(max_jobs=10_000)
+    for sequence in range(1, 10_001):
+        waiting.add_state(f"job-{sequence}", BusMessage("subject", b"", sequence, 0, 0), 0)
+    looks.clear()
+    assert len(waiting.take(16)) == 16
+    assert looks["num_states"] == 16
 
 
 async def test_a_specification_of_a_made_up_generation_stops_no_job_that_is_open(bus: Bus) -> None:

@@ -4,7 +4,6 @@ A job that is not held costs nothing but a reading of its last action when its n
 change no decision.
 """
 
-import heapq
 import math
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -92,11 +91,16 @@ class Wanted:
 
 
 class WaitingJobs:
-    """Jobs that wait to be opened: those with the most states first, so that a crowd of made-up jobs comes last."""
+    """Jobs that wait to be opened: those with the most states first, so that a crowd of made-up jobs comes last.
+
+    Among those with as many, in the order in which they got there. Taking one costs the same however many wait.
+    """
 
     def __init__(self, max_jobs: int) -> None:
         self._max_jobs = max_jobs
         self._waiting: dict[str, Wanted] = {}
+        self._by_num_states: dict[int, dict[str, None]] = {}
+        """The same jobs by the number of their states, in their order; none is empty."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -108,28 +112,38 @@ class WaitingJobs:
         """Let a job wait whose states up to a sequence are in FEED. False when too many wait."""
         if len(self._waiting) >= self._max_jobs:
             return False
-        self._waiting.setdefault(job, Wanted(newest, -1, None))
+        if job not in self._waiting:
+            self._put(job, Wanted(newest, -1, None))
         return True
 
     def add_state(self, job: str, message: BusMessage, generation: int) -> bool:
         """Let a job wait for which a state came. False when too many wait; its next state tries again."""
-        wanted = self._waiting.get(job)
-        if wanted is None:
-            if not self.add_job(job, message.sequence):
-                return False
-            wanted = self._waiting[job]
+        if job not in self._waiting and not self.add_job(job, message.sequence):
+            return False
+        wanted = self._remove(job)
         note_state(wanted, message, generation)
+        self._put(job, wanted)
         return True
 
     def take(self, num_jobs: int) -> list[tuple[str, Wanted]]:
         """Up to so many jobs, which no longer wait."""
-        if num_jobs <= 0:
-            return []
-        if len(self._waiting) <= num_jobs:
-            chosen = list(self._waiting)
-        else:
-            chosen = heapq.nlargest(num_jobs, self._waiting, key=lambda job: self._waiting[job].num_states)
-        return [(job, self._waiting.pop(job)) for job in chosen]
+        taken: list[tuple[str, Wanted]] = []
+        while self._waiting and len(taken) < num_jobs:
+            job = next(iter(self._by_num_states[max(self._by_num_states)]))
+            taken.append((job, self._remove(job)))
+        return taken
+
+    def _put(self, job: str, wanted: Wanted) -> None:
+        self._waiting[job] = wanted
+        self._by_num_states.setdefault(wanted.num_states, {})[job] = None
+
+    def _remove(self, job: str) -> Wanted:
+        wanted = self._waiting.pop(job)
+        of_as_many = self._by_num_states[wanted.num_states]
+        del of_as_many[job]
+        if not of_as_many:
+            del self._by_num_states[wanted.num_states]
+        return wanted
 
 
 def note_state(wanted: Wanted, message: BusMessage, generation: int) -> None:
