@@ -149,6 +149,61 @@ async def test_a_known_jobs_report_is_handled_while_another_job_sends_without_a_
     await stopped(task)
 
 
+class CrowdOnSlowBroker:
+    """A bus that stores nothing: an honest report, a crowd of jobs in one batch, then again the honest job's."""
+
+    NUM_CROWD = 40
+
+    def __init__(self) -> None:
+        self.statistics = StatisticsByKind()
+        self.handled: list[str] = []
+        self.is_over = asyncio.Event()
+        self._honest = control_plane.one_node_job()
+        self._num_batches = 0
+
+    def consume(self, *_: object, **__: object) -> ReplayedConsumer:
+        return ReplayedConsumer(self._next_batch)
+
+    async def _next_batch(self) -> list[BusMessage]:
+        number, self._num_batches = self._num_batches, self._num_batches + 1
+        if number == 1:
+            crowd = [examples.report(control_plane.NODE, job=f"crowd-{one}") for one in range(self.NUM_CROWD)]
+            return [self._message(report, 2 + at) for at, report in enumerate(crowd)]
+        if number == 3:
+            await asyncio.Event().wait()
+        return [self._message(control_plane.report_of(self._honest, number // 2, SIZES, THROUGHPUT), 100 * number + 1)]
+
+    def _message(self, report: Message, sequence: int) -> BusMessage:
+        return BusMessage(subjects.subject_of(report), encode(report), sequence, 0, 0)
+
+    async def publish_bytes_soon(self, _subject: str, _payload: bytes, message_id: str) -> asyncio.Future[int]:
+        kind, job, *_ = message_id.split(":")
+        if kind == "state":
+            self.handled.append(job)
+        if len(self.handled) == self.NUM_CROWD + 2:
+            self.is_over.set()
+        return asyncio.get_running_loop().create_future()
+
+    async def publish(self, message: Message) -> int:
+        raise AssertionError(f"{message} waits for no room")
+
+
+async def test_a_known_jobs_report_is_next_after_the_one_that_is_handled_also_while_nothing_is_stored() -> None:
+    """What came meanwhile is read after each report, and no report waits until the one before it is stored."""
+    bus = CrowdOnSlowBroker()
+    context: Context[CollectorSettings, CrowdOnSlowBroker] = Context(
+        *("collector", "0", control_plane.NODE, bus, CollectorSettings(probe="tcp_info")),
+        *(asyncio.Event(), structlog.stdlib.get_logger()),
+    )
+    task = asyncio.create_task(service.serve(context))
+    async with asyncio.timeout(20):
+        await bus.is_over.wait()
+    await stopped(task)
+    honest = control_plane.one_node_job().job
+    assert bus.handled[0] == honest
+    assert bus.handled.index(honest, 1) <= 2
+
+
 async def test_what_was_read_and_not_handled_comes_again_after_a_restart(bus: Bus, slow: SlowProc) -> None:
     """A report that waits for its turn is not acknowledged, also when a later one is done."""
     task = collector(bus)

@@ -1,16 +1,16 @@
 """The shell of the collector: consume this node's reports, publish metric windows, states, and its agent's traces."""
 
 import asyncio
-import itertools
+from typing import Any
 
-from dynamix.runtime.bus import BusMessage, StreamFullError
+from dynamix.runtime.bus import BusMessage
 from dynamix.runtime.bus.service_bus import BatchConsumer, ServiceBus
 from dynamix.runtime.rate_limit import RateLimit
 from dynamix.runtime.service import Context, StartError
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode, encode, message_id
 from dynamix.schemas.features import state_of
-from dynamix.schemas.messages import Message, MetricWindow, Report, State
+from dynamix.schemas.messages import Message, MetricWindow, Report
 from dynamix.schemas.streams import FEED
 
 from .agent import trace_of
@@ -18,14 +18,15 @@ from .ebpf.probe import SocketProbe, open_probe
 from .ebpf.syscall import ProbeError
 from .observation import CollectorSettings, KernelObserver, Observer
 from .shown import ShownWindows
-from .turns import MAX_TURN, WaitingReport, WaitingReports
+from .turns import WaitingReport, WaitingReports
+from .unstored import InFlight, UnstoredOutputs
 from .window import metric_window, simulated_window
 
-_InFlight = tuple[Message, asyncio.Future[int]]
-
-READ_ON_S = 0.25
-"""Reading goes on for so long between two turns while the broker has more: all jobs take turns, not only the first.
+READ_ON_S = 0.01
+"""Reading goes on for so long between two reports while the broker has more: all jobs take turns, not only the first.
 What is pressing ends it, so that a job that trains does not wait while those are read that send without a pause."""
+READ_ON_SHARE = 4.0
+"""The same over the time that the last report took, where that is more: large ones take as long to handle."""
 
 
 async def serve(context: Context[CollectorSettings, ServiceBus]) -> None:
@@ -58,7 +59,7 @@ async def serve_observed(
     collector = _Collector(context, observer, shown or ShownWindows(context.metrics), in_step=in_step)
     reports = subjects.of("report", subjects.ANY, context.node)
     durable = f"collector-{context.node}"
-    async with context.bus.consume(FEED.name, [reports], start="new", durable=durable, max_batch=MAX_TURN) as consumer:
+    async with context.bus.consume(FEED.name, [reports], start="new", durable=durable) as consumer:
         context.counters["ready"] = 1
         await collector.take_turns(consumer)
 
@@ -93,30 +94,48 @@ class _Collector:
         self._shown = shown
         self._in_step = in_step
         self._waiting = WaitingReports()
+        self._unstored = UnstoredOutputs(context)
         self._limit = RateLimit(per_s=0.1)
+        self._read_on_s = READ_ON_S
         self._num_pending = 0
         """What the broker still held for us when it sent what was read last."""
 
     async def take_turns(self, consumer: BatchConsumer) -> None:
-        """Read, and handle what was read in turns of all jobs, until the consumer ends or the service is to stop."""
-        reading = _ReadAhead(consumer)
+        """Read, and handle what was read in turns of all jobs, until the consumer ends or the service is to stop.
+
+        After each report what has come meanwhile is read, so that one of a job that trains is next.
+        """
+        reading, loop = _ReadAhead(consumer), asyncio.get_running_loop()
         try:
             while await self._read(reading):
-                turn = self._waiting.take_turn()
-                if not await self.collect(turn):
+                begun = loop.time()
+                if self._waiting:
+                    report = self._waiting.take()
+                    self._unstored.add(report, await self.collect(report))
+                self._read_on_s = max(READ_ON_S, READ_ON_SHARE * (loop.time() - begun))
+                if not await self._settle(consumer, is_last=self._in_step):
                     return
-                if (last := self._waiting.finish(turn)) is not None:
-                    await consumer.ack(last)
+            await self._settle(consumer, is_last=True)
         finally:
             await reading.close()
+
+    async def _settle(self, consumer: BatchConsumer, *, is_last: bool) -> bool:
+        """Acknowledge reports whose outputs are stored. False when the service is to stop before all states are."""
+        unstored = self._unstored
+        settled = await (unstored.settle_all() if is_last else unstored.settle_some(is_idle=not self._waiting))
+        if not unstored.gave_up and (last := self._waiting.finish(settled)) is not None:
+            await consumer.ack(last)
+        return not unstored.gave_up
 
     async def _read(self, reading: "_ReadAhead") -> bool:
         """Wait for work; with work, take what is there, and go on for a while when there is more. False at the end."""
         loop = asyncio.get_running_loop()
-        until = loop.time() + READ_ON_S
+        until = loop.time() + self._read_on_s
         while not self._waiting or (self._waiting.has_room and not self._in_step):
-            patience_s = max(0.0, until - loop.time()) if self._num_pending else 0.0
-            batch = await reading.next_batch(patience_s if self._waiting else None)
+            if self._waiting:
+                batch = await reading.next_batch(max(0.0, until - loop.time()) if self._num_pending else 0.0)
+            else:
+                batch = await reading.next_batch(None, self._unstored.awaited)
             if batch is None:
                 return False
             is_pressing = self._waiting.add_messages(batch)
@@ -138,16 +157,12 @@ class _Collector:
                 passed_over=self._waiting.num_passed_over,
             )
 
-    async def collect(self, turn: list[WaitingReport]) -> bool:
-        """Publish what some reports give; only each job's newest report is recent enough to read /proc for.
-
-        False when the service is to stop before all states could be stored.
-        """
-        stored = []
-        for message, is_newest in turn:
-            if (report := await self._report(message)) is not None:
-                stored.append(await self._publish(message, report, fresh=is_newest and not self._num_pending))
-        return all([await self._stored(*output) for output in itertools.chain.from_iterable(stored)])
+    async def collect(self, waiting: WaitingReport) -> list[InFlight]:
+        """Publish what a report gives; only its job's newest is recent enough to read /proc for."""
+        report = await self._report(waiting.message)
+        if report is None:
+            return []
+        return await self._publish(waiting.message, report, fresh=waiting.is_newest and not self._num_pending)
 
     async def _report(self, message: BusMessage) -> Report | None:
         try:
@@ -156,7 +171,7 @@ class _Collector:
             await self._context.dead_letter(message, str(error))
             return None
 
-    async def _publish(self, message: BusMessage, report: Report, *, fresh: bool) -> list[_InFlight]:
+    async def _publish(self, message: BusMessage, report: Report, *, fresh: bool) -> list[InFlight]:
         """Put window, state and trace in flight. A well-formed report may give numbers that no message can hold."""
         try:
             window = await self._without_blocking(report, fresh=fresh)
@@ -170,16 +185,6 @@ class _Collector:
         self._shown.record(window)
         send = self._context.bus.publish_bytes_soon
         return [(output, await send(*parcel)) for output, parcel in zip(outputs, packed, strict=True)]
-
-    async def _stored(self, output: Message, acknowledged: asyncio.Future[int]) -> bool:
-        """When FEED is full, drop metric windows and traces, of which there are newer ones soon; retry states."""
-        try:
-            await acknowledged
-        except StreamFullError:
-            if isinstance(output, State):
-                return await self._context.publish_when_room(output)
-            self._context.count("windows_shed" if isinstance(output, MetricWindow) else "traces_shed")
-        return True
 
     async def _without_blocking(self, report: Report, *, fresh: bool) -> MetricWindow:
         """The window of a report; what is read of the kernel is read in a thread.
@@ -208,10 +213,16 @@ class _ReadAhead:
         self._consumer = consumer
         self._task: asyncio.Task[list[BusMessage] | None] | None = None
 
-    async def next_batch(self, timeout_s: float | None) -> list[BusMessage] | None:
-        """The next batch; empty when none came in time (it is not lost: a later call returns it), `None` at the end."""
+    async def next_batch(
+        self, timeout_s: float | None, beside: asyncio.Future[int] | None = None
+    ) -> list[BusMessage] | None:
+        """The next batch; empty when none came in time, or before what is waited for beside it; `None` at the end.
+
+        A batch that did not come is not lost: a later call returns it.
+        """
         task = self._task = self._task or asyncio.create_task(self._next())
-        await asyncio.wait([task], timeout=timeout_s)
+        awaited: list[asyncio.Future[Any]] = [task] if beside is None else [task, beside]
+        await asyncio.wait(awaited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             return []
         self._task = None

@@ -15,10 +15,6 @@ from typing import NamedTuple
 from dynamix.runtime.bus import BusMessage
 from dynamix.schemas import subjects
 
-MAX_TURN = 32
-"""Reports handled without a pause, 0.2 ms each for 8 ranks: only after an interruption do so many wait."""
-TURN_BYTES = 256 << 10
-"""Bytes handled without a pause, at least one report: 4,096 ranks take 45 ms."""
 MAX_WAITING_BYTES = 256 << 20
 """More does not wait: reading goes on, since the broker holds what is not read in no order but its own. Old ones go."""
 MAX_WAITING = 16_384
@@ -101,21 +97,29 @@ class WaitingReports:
             self._make_room()
         return is_pressing
 
-    def take_turn(self) -> list[WaitingReport]:
-        """The reports that are due first, at most `MAX_TURN` and, but for a single one, `TURN_BYTES`."""
-        turn: list[WaitingReport] = []
-        num_bytes = 0
-        while self._heads and len(turn) < MAX_TURN:
-            size = len(self._queues[self._heads[0][2]][0].message.payload)
-            if turn and num_bytes + size > TURN_BYTES:
-                break
-            turn.append(self._take())
-            num_bytes += size
-        return turn
+    def take(self) -> WaitingReport:
+        """The report that is due first; only while one waits."""
+        _, _, job = heapq.heappop(self._heads)
+        queue = self._queues[job]
+        taken = queue.popleft()
+        self._clock = max(
+            self._clock, taken.due
+        )  # without the handicap: known jobs stay ahead of all that wait with it
+        self._num_waiting -= 1
+        self._num_bytes -= len(taken.message.payload)
+        self._known.pop(job, None)
+        self._known[job] = None
+        if len(self._known) > MAX_KNOWN:
+            del self._known[next(iter(self._known))]
+        if queue:
+            self._push_head(job)
+        else:
+            del self._queues[job]
+        return WaitingReport(taken.message, is_newest=not queue)
 
-    def finish(self, turn: Iterable[WaitingReport]) -> BusMessage | None:
+    def finish(self, reports: Iterable[WaitingReport]) -> BusMessage | None:
         """Note that reports were handled; returns the last one that can be acknowledged with all before it, if any."""
-        self._finished.update(report.message.sequence for report in turn)
+        self._finished.update(report.message.sequence for report in reports)
         last = None
         while self._unfinished and self._unfinished[0].sequence in self._finished:
             last = self._unfinished.popleft()
@@ -151,25 +155,6 @@ class WaitingReports:
         self._heads = []
         for job in self._queues:
             self._push_head(job)
-
-    def _take(self) -> WaitingReport:
-        _, _, job = heapq.heappop(self._heads)
-        queue = self._queues[job]
-        taken = queue.popleft()
-        self._clock = max(
-            self._clock, taken.due
-        )  # without the handicap: known jobs stay ahead of all that wait with it
-        self._num_waiting -= 1
-        self._num_bytes -= len(taken.message.payload)
-        self._known.pop(job, None)
-        self._known[job] = None
-        if len(self._known) > MAX_KNOWN:
-            del self._known[next(iter(self._known))]
-        if queue:
-            self._push_head(job)
-        else:
-            del self._queues[job]
-        return WaitingReport(taken.message, is_newest=not queue)
 
 
 def _num_bytes_of(queue: Iterable[_Waiting]) -> int:
