@@ -11,7 +11,7 @@ from tests.support.training import Numbered, distribute, flat_parameters, make_m
 from torch import nn
 
 from dynamix import trainer as dynamix
-from dynamix.trainer import Session
+from dynamix.trainer import Session, rendezvous
 
 
 def _start(optimizer_class: Callable[..., torch.optim.Optimizer]) -> tuple[nn.Module, torch.optim.Optimizer, Session]:
@@ -82,6 +82,18 @@ def test_a_restart_at_the_first_sample_is_warned_about(
         monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
     _two_steps(*_start(torch.optim.SGD))
     assert [message.startswith("start 1 of job training-") for message in caplog.messages] == [True]
+    assert "but this session begins at epoch 0 with sample 0: if" in caplog.text
+
+
+def test_a_new_run_under_an_id_that_was_used_before_is_told_that_it_is_right(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The broker knows of two starts; whether the model comes from a snapshot cannot be seen."""
+    monkeypatch.setenv("DYNAMIX_JOB", "alice-1")
+    monkeypatch.setattr(rendezvous, "_last_generation", lambda *_: 1)
+    _two_steps(*_start(torch.optim.SGD))
+    said = "start 2 of job alice-1 follows an earlier one, and this session begins at epoch 0 with sample 0, as a new"
+    assert [message.startswith(said) for message in caplog.messages] == [True]
 
 
 def _save(_rank: int) -> tuple[dict[str, Any], torch.Tensor]:

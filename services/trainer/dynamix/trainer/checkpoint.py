@@ -169,10 +169,13 @@ def warn_of_missing_state(run: Run, *, from_snapshot: bool) -> None:
     if from_snapshot:
         what = "the optimizer has made steps already"
     if what:
+        is_new_run = generation and not from_snapshot and not run.identity.attempt.restarts
         _log.warning(
-            "%s, but this session begins at epoch 0 with sample 0: if the model comes from a snapshot, save "
+            "%s, %s this session begins at epoch 0 with sample 0%s: if the model comes from a snapshot, save "
             "session.state_dict() in it, and call session.load_state_dict(...) on all ranks before the first batch",
             what,
+            "and" if is_new_run else "but",
+            ", as a new run under an id that was used before should" if is_new_run else "",
         )
 
 

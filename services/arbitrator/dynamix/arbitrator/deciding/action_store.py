@@ -77,8 +77,8 @@ async def newest_action(bus: ActionStore, job: Job) -> Stored | None:
     if action.generation == job.generation and len(action.local_batch_sizes) != job.world_size:
         raise _refusal(
             stored,
-            f"sizes {len(action.local_batch_sizes)} ranks, the job has {job.world_size}: an id serves one run, start "
-            "this one under another",
+            f"sizes {len(action.local_batch_sizes)} ranks, the job has {job.world_size}: two runs made this "
+            "generation; start one again while the broker answers, or under another id",
         )
     if not is_intact(message.payload):
         raise _refusal(stored, "is not as it was written: its hash does not match its content")

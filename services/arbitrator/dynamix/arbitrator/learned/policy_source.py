@@ -111,7 +111,7 @@ def _wanted(job: Job, recorded: Action | None) -> _Wanted:
         if recorded.policy != job.policy:
             raise ValueError(
                 f"policy {recorded.policy!r} decided this generation so far, its specification says {job.policy!r}: "
-                "an id serves one run, start this one under another"
+                "two runs made this generation; start one again while the broker answers, or under another id"
             )
         return _Wanted(recorded.policy_version, recorded.policy_digest)
     version = job.policy_options.get(VERSION_OPTION)
