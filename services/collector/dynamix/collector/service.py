@@ -28,6 +28,9 @@ What is pressing ends it, so that a job that trains does not wait while those ar
 READ_ON_SHARE = 4.0
 """The same over the time that the last report took, where that is more: large ones take as long to handle."""
 
+NUM_POLLS = 8
+"""Rounds of the event loop from the socket over client and consumer to the one who reads, some 5 us each, and spare."""
+
 
 async def serve(context: Context[CollectorSettings, ServiceBus]) -> None:
     """Turn every report of this node into a metric window and a state until the context stops.
@@ -221,12 +224,21 @@ class _ReadAhead:
         A batch that did not come is not lost: a later call returns it.
         """
         task = self._task = self._task or asyncio.create_task(self._next())
+        if timeout_s == 0.0:
+            await self._poll(task)
         awaited: list[asyncio.Future[Any]] = [task] if beside is None else [task, beside]
         await asyncio.wait(awaited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             return []
         self._task = None
         return task.result()
+
+    async def _poll(self, task: asyncio.Task[list[BusMessage] | None]) -> None:
+        """Let the loop run until what lies in the socket has become a batch, or would have."""
+        for _ in range(NUM_POLLS):
+            if task.done():
+                return
+            await asyncio.sleep(0)
 
     async def close(self) -> None:
         """Read no more; what was read and not returned comes again after a restart."""
