@@ -149,6 +149,59 @@ async def test_a_known_jobs_report_is_handled_while_another_job_sends_without_a_
     await stopped(task)
 
 
+class EndlessLargeReports:
+    """A bus whose broker soon has more without end: large reports, and every tenth message the honest job's."""
+
+    def __init__(self) -> None:
+        self.statistics = StatisticsByKind()
+        self.handled: list[str] = []
+        self.is_over = asyncio.Event()
+        self._honest = control_plane.one_node_job()
+        self._num_read = 0
+
+    def consume(self, *_: object, **__: object) -> ReplayedConsumer:
+        return ReplayedConsumer(self._next_batch)
+
+    async def _next_batch(self) -> list[BusMessage]:
+        await asyncio.sleep(service.READ_ON_S / 3)
+        number, self._num_read = self._num_read, self._num_read + 1
+        if number % 10 == 0:
+            report = control_plane.report_of(self._honest, number // 10, SIZES, THROUGHPUT)
+        else:
+            report = examples.report(control_plane.NODE, tuple(range(256)), number, job="crowd")
+        return [BusMessage(subjects.subject_of(report), encode(report), 1 + number, 0, 10_000 if number > 1 else 0)]
+
+    async def publish_bytes_soon(self, _subject: str, _payload: bytes, message_id: str) -> asyncio.Future[int]:
+        kind, job, *_ = message_id.split(":")
+        if kind == "state":
+            self.handled.append(job)
+        if self.handled.count(self._honest.job) == 8:
+            self.is_over.set()
+        stored = asyncio.get_running_loop().create_future()
+        stored.set_result(1)
+        return stored
+
+    async def publish(self, message: Message) -> int:
+        raise AssertionError(f"{message} waits for no room")
+
+
+async def test_reading_goes_on_after_a_pressing_report_before_the_next_large_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One large report is handled, and then none for as long as it says, whatever is handled in between."""
+    monkeypatch.setattr(service, "READ_ON_SHARE", 1e6)
+    bus = EndlessLargeReports()
+    context: Context[CollectorSettings, EndlessLargeReports] = Context(
+        *("collector", "0", control_plane.NODE, bus, CollectorSettings(probe="tcp_info")),
+        *(asyncio.Event(), structlog.stdlib.get_logger()),
+    )
+    task = asyncio.create_task(service.serve(context))
+    async with asyncio.timeout(20):
+        await bus.is_over.wait()
+    await stopped(task)
+    assert bus.handled.count("crowd") == 1
+
+
 class CrowdOnSlowBroker:
     """A bus that stores nothing: an honest report, a crowd of jobs in one batch, then again the honest job's."""
 

@@ -18,7 +18,7 @@ from .ebpf.probe import SocketProbe, open_probe
 from .ebpf.syscall import ProbeError
 from .observation import CollectorSettings, KernelObserver, Observer
 from .shown import ShownWindows
-from .turns import WaitingReport, WaitingReports
+from .turns import LARGE_BYTES, WaitingReport, WaitingReports
 from .unstored import InFlight, UnstoredOutputs
 from .window import metric_window, simulated_window
 
@@ -26,7 +26,8 @@ READ_ON_S = 0.01
 """Reading goes on for so long between two reports while the broker has more: all jobs take turns, not only the first.
 What is pressing ends it, so that a job that trains does not wait while those are read that send without a pause."""
 READ_ON_SHARE = 4.0
-"""The same over the time that the last report took, where that is more: large ones take as long to handle."""
+"""The same before a report above `LARGE_BYTES`, over the time that the last such one took: what is pressing may lie
+behind many of them in the broker, and each that is handled before takes processor time from reading."""
 
 NUM_POLLS = 8
 """Rounds of the event loop from the socket over client and consumer to the one who reads, some 5 us each, and spare."""
@@ -99,7 +100,8 @@ class _Collector:
         self._waiting = WaitingReports()
         self._unstored = UnstoredOutputs(context)
         self._limit = RateLimit(per_s=0.1)
-        self._read_on_s = READ_ON_S
+        self._owed_s = 0.0
+        """Reading that goes on before the next large report; what is pressing is handled in between."""
         self._num_pending = 0
         """What the broker still held for us when it sent what was read last."""
 
@@ -111,11 +113,11 @@ class _Collector:
         reading, loop = _ReadAhead(consumer), asyncio.get_running_loop()
         try:
             while await self._read(reading):
-                begun = loop.time()
                 if self._waiting:
-                    report = self._waiting.take()
+                    begun, report = loop.time(), self._waiting.take()
                     self._unstored.add(report, await self.collect(report))
-                self._read_on_s = max(READ_ON_S, READ_ON_SHARE * (loop.time() - begun))
+                    if len(report.message.payload) > LARGE_BYTES:
+                        self._owed_s = READ_ON_SHARE * (loop.time() - begun)
                 if not await self._settle(consumer, is_last=self._in_step):
                     return
             await self._settle(consumer, is_last=True)
@@ -133,8 +135,9 @@ class _Collector:
     async def _read(self, reading: "_ReadAhead") -> bool:
         """Wait for work; with work, take what is there, and go on for a while when there is more. False at the end."""
         loop = asyncio.get_running_loop()
-        until = loop.time() + self._read_on_s
+        begun = loop.time()
         while not self._waiting or (self._waiting.has_room and not self._in_step):
+            until = begun + (max(READ_ON_S, self._owed_s) if self._waiting.next_bytes > LARGE_BYTES else READ_ON_S)
             if self._waiting:
                 batch = await reading.next_batch(max(0.0, until - loop.time()) if self._num_pending else 0.0)
             else:
@@ -147,6 +150,7 @@ class _Collector:
                 self._tell_of_crowds()
             if not batch or is_pressing or not self._num_pending or loop.time() >= until:
                 break
+        self._owed_s = max(0.0, self._owed_s - (loop.time() - begun)) if self._num_pending else 0.0
         return True
 
     def _tell_of_crowds(self) -> None:

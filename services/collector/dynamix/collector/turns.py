@@ -23,6 +23,8 @@ MAX_UNFINISHED = 32_768
 """No more is read while so many are not acknowledged, half of what the broker lets a reader leave so."""
 OVERHEAD_BYTES = 1024
 """What a report costs beside its bytes."""
+LARGE_BYTES = 16 << 10
+"""A report above it, some 200 ranks of a node, is not pressing: it takes longer to handle than to read many others."""
 NEW_JOB_BYTES = 256 << 10
 """A new job is due as if it had had so many bytes already: some 25 ms of work."""
 MAX_KNOWN = 65_536
@@ -79,8 +81,13 @@ class WaitingReports:
         """Whether more may be read."""
         return self._num_bytes < MAX_WAITING_BYTES and len(self._unfinished) < MAX_UNFINISHED
 
+    @property
+    def next_bytes(self) -> int:
+        """The size of the report that is due first; 0 when none waits."""
+        return len(self._queues[self._heads[0][2]][0].message.payload) if self._heads else 0
+
     def add_messages(self, batch: Iterable[BusMessage]) -> bool:
-        """Let messages wait for their turn; whether one is pressing: of a known job of which nothing waited."""
+        """Let messages wait for their turn; whether one is pressing: small, of a known job of which nothing waited."""
         is_pressing = False
         for message in batch:
             job, number = _job_of(message), next(self._numbers)
@@ -89,7 +96,7 @@ class WaitingReports:
             queue.append(_Waiting(begins + len(message.payload) + OVERHEAD_BYTES, number, message))
             if len(queue) == 1:
                 self._push_head(job)
-                is_pressing = is_pressing or job in self._known
+                is_pressing = is_pressing or (job in self._known and len(message.payload) <= LARGE_BYTES)
             self._unfinished.append(message._replace(payload=b"", headers=b""))
             self._num_waiting += 1
             self._num_bytes += len(message.payload)
