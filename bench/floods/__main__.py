@@ -6,7 +6,8 @@ reader, first without the flood and then from its beginning until some time afte
 process, with all permissions of a trainer, as fast as the broker takes it. What the streams' limits refuse is counted.
 
 With `--keys` it is the broker as deploy/ configures it, the flood comes from a trainer whose key is for its own job
-only, and two jobs with keys of their own are measured, some 2 minutes. Refused is then what FEED did not store.
+only, and two jobs with keys of their own are measured, some 2 minutes. Refused is then what FEED did not store. With
+`--keys --flood NAME` one of the other floods comes from a trainer whose key is for all jobs.
 
 With `--servers 3` the broker is three servers on this machine, each stream on all of them, with an fsync per message.
 
@@ -74,11 +75,9 @@ def report_of(options: argparse.Namespace) -> BenchmarkReport:
     results = []
     for name in options.flood or [name for name, flood in FLOODS.items() if flood.with_key == options.keys]:
         count = max(1, round(FLOODS[name].full * options.size))
-        results.append(
-            run_with_uvloop(
-                measure(name, count, calm_s=options.calm, after_s=options.after, num_servers=options.servers)
-            )
-        )
+        settings = {"calm_s": options.calm, "after_s": options.after, "num_servers": options.servers}
+        with_keys = options.keys or FLOODS[name].with_key
+        results.append(run_with_uvloop(measure(name, count, with_keys=with_keys, **settings)))
         sys.stderr.write(f"floods: {' | '.join(cells_of(results[-1]))}\n")
     cells = [cells_of(result) for result in results]
     if options.document:
@@ -99,7 +98,7 @@ def main() -> int:
         ("--after", 10.0, "seconds after it that count as flooded"),
     )
     parser.add_argument("--flood", choices=[*FLOODS], action="append", help="only this one (may be repeated)")
-    parser.add_argument("--keys", action="store_true", help="the floods by a key, on the broker of a deployment")
+    parser.add_argument("--keys", action="store_true", help="floods by a key, on the broker of a deployment")
     parser.add_argument("--servers", type=int, choices=(1, NUM_SERVERS), default=1, help="of the broker")
     parser.add_argument("--document", metavar="FILE", help="write the table into this Markdown file, between its marks")
     options = parser.parse_args()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 from bench.failover.servers import free_ports, until_current
+from bench.floods.senders import ALL_JOBS
 from bench.harness.command import BenchmarkError
 from bench.harness.steady_job import NODE, running_services
 
@@ -47,9 +48,9 @@ class Deployment:
 
 @contextlib.asynccontextmanager
 async def deployment(jobs: Sequence[str], num_servers: int) -> AsyncIterator[Deployment]:
-    """Broker and services, ready, and a trainer of the same name for each job, which may speak of no other one."""
+    """Broker and services, ready; for each job a trainer of its name, which may speak of no other, and one for all."""
     services = [User(name=role, role=role) for role in ("reward", "arbitrator", PROVISION, WATCHER)]
-    trainers = [User(name=job, role="trainer", jobs=(job,)) for job in jobs]
+    trainers = [User(name=ALL_JOBS, role="trainer"), *(User(name=job, role="trainer", jobs=(job,)) for job in jobs)]
     users = [*services, User(name="collector", role="collector", nodes=(NODE,)), *trainers]
     with (
         tempfile.TemporaryDirectory(prefix="dynamix-floods-") as name,

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from bench.failover.servers import NUM_SERVERS, ThreeServers
 from bench.floods.deployment import deployment
-from bench.floods.senders import FLOODS, HOSTILE_JOB, Sent, send
+from bench.floods.senders import ALL_JOBS, FLOODS, HOSTILE_JOB, Sent, send
 from bench.harness.broker import broker_with_bus
 from bench.harness.steady_job import NODE, SteadyJob, running_job
 
@@ -54,13 +54,18 @@ class _Honest(NamedTuple):
     watcher: Bus
 
 
-async def measure(flood: str, count: int, *, calm_s: float, after_s: float, num_servers: int = 1) -> FloodResult:
+async def measure(
+    flood: str, count: int, *, calm_s: float, after_s: float, with_keys: bool, num_servers: int = 1
+) -> FloodResult:
     """Run one flood on a broker, of one server or three, and services of its own.
+
+    With keys those of two honest jobs are for these only; that of the flood is for its own, where it needs no others.
 
     Raises:
         SteadyJobError: when a service ended, or a window was not decided at all.
     """
-    async with _honest_with_keys(num_servers) if FLOODS[flood].with_key else _honest(num_servers) as honest:
+    flooder = HOSTILE_JOB if FLOODS[flood].with_key else ALL_JOBS
+    async with _honest_with_keys(num_servers, flooder) if with_keys else _honest(num_servers) as honest:
         jobs = honest.jobs
         first = [len(job.reported_at) for job in jobs]
         await asyncio.sleep(calm_s)
@@ -71,7 +76,7 @@ async def measure(flood: str, count: int, *, calm_s: float, after_s: float, num_
         async with contextlib.AsyncExitStack() as stack:
             for job in jobs:
                 await stack.enter_async_context(job.paused(DECIDED_TIMEOUT_S))
-            if FLOODS[flood].with_key:  # the honest jobs' own few hundred messages are in it
+            if not sent.accepted + sent.refused:  # the few hundred messages of honest jobs are in what is counted
                 stored = min(count, (await honest.watcher.stream_state(FEED.name)).last_sequence - stored)
                 sent = msgspec.structs.replace(sent, accepted=stored, refused=count - stored)
             ends = [len(job.reported_at) for job in jobs]
@@ -118,7 +123,7 @@ async def _three_servers() -> AsyncIterator[tuple[BusSettings, Bus]]:
 
 
 @contextlib.asynccontextmanager
-async def _honest_with_keys(num_servers: int) -> AsyncIterator[_Honest]:
+async def _honest_with_keys(num_servers: int, flooder: str) -> AsyncIterator[_Honest]:
     """Two jobs, each with a key of its own, on the broker of a deployment."""
     async with deployment([*HONEST_JOBS, HOSTILE_JOB], num_servers) as running, contextlib.AsyncExitStack() as stack:
         jobs = []
@@ -127,7 +132,7 @@ async def _honest_with_keys(num_servers: int) -> AsyncIterator[_Honest]:
             stack.push_async_callback(bus.close)
             jobs.append(SteadyJob(bus, reader=running.watcher, name=name))
             await stack.enter_async_context(jobs[-1].running())
-        yield _Honest(jobs, running.settings(HOSTILE_JOB), running.watcher)
+        yield _Honest(jobs, running.settings(flooder), running.watcher)
 
 
 def _delays(jobs: Sequence[SteadyJob], windows: Iterable[range]) -> Delays:

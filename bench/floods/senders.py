@@ -28,6 +28,8 @@ SMALL_AT_ONCE = 10_000
 """Sent before it waits until the broker has read them: it reads as fast as it can, and queues or refuses."""
 ANSWER_S = 60.0
 HOSTILE_JOB = "hostile-0a1b2c3d"
+ALL_JOBS = "trainer"
+"""The user whose key is for all jobs."""
 NUM_AT_ONCE = 64
 """Requests to JetStream's API that wait for their answer."""
 
