@@ -2,8 +2,9 @@
 
 Jobs on equal hosts with shares of the processor (bench.hosts), all with the script's own 32 samples per rank: plain
 DDP, a session whose sizes stay, the same with short windows, and one whose ranks divide the batch. They train in turn,
-in another order each time. Hosts use all of their shares, so that the processor time of a step, of the rank and of its
-collector, is its length times the share. Nothing else should run on the machine meanwhile.
+in another order each time. What is called processor time here, of the rank and of its collector, is the length of a
+step times the host's share: what the host could have computed meanwhile. It includes waiting for other ranks, a fifth
+of it where that was counted. Nothing else should run on the machine meanwhile.
 
 per step, per window   processor time of a host that a session adds, by the lengths of windows: what the predictions of
                        `bench.cluster --target` are charged (prediction.py)
