@@ -16,7 +16,9 @@ from tests.support.deployed_broker import DEPLOY
 
 from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.embedded import EmbeddedServer
+from dynamix.schemas import subjects
 from dynamix.schemas.messages import Job
+from dynamix.schemas.streams import FEED
 
 SERVICES = ("collector", "reward", "arbitrator")
 
@@ -89,6 +91,7 @@ async def test_services_that_read_further_than_an_old_copy_end_and_go_on_after_a
         await plane.server.start()
         await feed_windows(plane, job, range(10, 30))
         await plane.wait_for_actions(30, job.job)
+        await plane.wait_for(FEED.name, subjects.of("reward", job.job, "*"), 30)  # no decision waits for a reward
         await plane.server.stop()
         plane.server._store_dir = restored(file, tmp_path / "old")
         await plane.server.start()
