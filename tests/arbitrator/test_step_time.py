@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamix.arbitrator.policies.model.step_time import SYNC_FLOOR, StepTime, best_global_batch, progress
+from dynamix.arbitrator.policies.model.step_time import SYNC_FLOOR, StepTime, best_global_batch
+from dynamix.schemas.progress import progress
 
 
 def model(

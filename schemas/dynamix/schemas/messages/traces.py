@@ -38,6 +38,8 @@ class FieldView(Message, frozen=True, kw_only=True, array_like=True):
     """Power of the global batch that the learning rate follows."""
     options: dict[str, float] = field(default_factory=dict)
     """All options of the policy."""
+    base_global_batch_size: Count = 0
+    """The global batch that the script's learning rate is meant for; 0 in reports of versions that did not say it."""
 
 
 class Trace(Message, frozen=True, kw_only=True, array_like=True):

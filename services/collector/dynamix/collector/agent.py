@@ -13,7 +13,8 @@ seen from here, between 1 / `max_change` and `max_change` of the one in force:
 
     wish = argmax lr(B)^rate_weight * B / (B + noise_multiplier * B_noise) / (waiting + compute * B / B_now)
 
-where compute is the step without the waiting: what the slowest rank computes. The ranks divide B by all activities
+where compute is the step without the waiting: what the slowest rank computes. What a step is worth is the formula of
+`rule`, and has the same bound (`dynamix.schemas.progress`). The ranks divide B by all activities
 (`dynamix.trainer.steering.field`), so that an agent changes its own ranks' share by its own trace alone.
 """
 
@@ -21,9 +22,12 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from dynamix.schemas.codec import MalformedMessageError
 from dynamix.schemas.messages import FieldView, Report, SeenTrace, Trace
 from dynamix.schemas.messages.policies import STIGMERGY_OPTIONS
+from dynamix.schemas.progress import most_worthwhile, progress
 
 FADING = 1.1
 """Factor on a waiting time from cell to cell: what was measured far away says less."""
@@ -123,15 +127,15 @@ def _wish(report: Report, view: FieldView, settings: _Settings, waiting_s: float
     noise_scale = settings.noise_multiplier * noise.trace / noise.squared_norm
     if noise_scale == math.inf:
         return None
-    exponent = 1.0 + settings.rate_weight * view.rate_exponent
+    exponent = settings.rate_weight * view.rate_exponent
+    base = view.base_global_batch_size
+    most = most_worthwhile(noise_scale, base) if base else math.inf  # a report of before there was a bound
     compute_s = max(step_s - waiting_s, 0.0)
-    best, most = in_force, -1.0
-    for index in range(-NUM_CANDIDATES, NUM_CANDIDATES + 1):
-        factor: float = settings.max_change ** (index / NUM_CANDIDATES)
-        worth = factor**exponent / (factor * in_force + noise_scale) / (waiting_s + factor * compute_s)
-        if worth > most:
-            best, most = factor * in_force, worth
-    return best
+    factors = [settings.max_change ** (index / NUM_CANDIDATES) for index in range(-NUM_CANDIDATES, NUM_CANDIDATES + 1)]
+    times_s = np.array([waiting_s + factor * compute_s for factor in factors])
+    with np.errstate(all="ignore"):  # a made-up report may hold any numbers
+        worth = progress(np.array(factors) * in_force, noise_scale, exponent, most) / times_s
+    return factors[int(worth.argmax())] * in_force
 
 
 def _mean_appetite(around: Sequence[SeenTrace]) -> float | None:

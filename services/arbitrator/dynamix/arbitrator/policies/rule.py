@@ -35,22 +35,20 @@ from msgspec.structs import replace
 from dynamix.schemas.messages import Job, JobProfile
 from dynamix.schemas.messages.allocation import Exchange
 from dynamix.schemas.messages.policies import RATE_EXPONENTS
+from dynamix.schemas.progress import most_worthwhile, progress
 
 from .model.exchange_choice import choose, exposure_of, is_decided, model_after
 from .model.exchange_memory import OVER_OWNERS, ExchangeMemory, way_of
 from .model.links import can_share, link_rates, slowest_in_words
 from .model.observation import Array32, decided_sizes, job_value
 from .model.rule_memory import RuleMemory, begun_with, knowledge_of
-from .model.step_time import StepTime, best_global_batch, progress
+from .model.step_time import StepTime, best_global_batch
 from .model.step_time_fit import window_of
 from .options import Option, Options, allocation_of, option, track
 from .policy import Decision, Knowledge
 from .sizing import Pace, by_speed, clamp_total
 
 _PACE = Pace()
-_MOST = 16.0
-"""Above so many times B_noise a step is worth no more. Without a bound 1,024 ranks behind a ring of 0.4 s per step went
-to 372,469 samples at a noise scale of 60, and to a learning rate of 2.7; 0.8 trained, from 1.1 on the loss diverged."""
 
 
 class Rule:
@@ -118,7 +116,7 @@ class Rule:
         """The way that is decided now; that of the last decision before anything is known."""
         if model is None or math.isnan(noise_scale):
             return memory.newest
-        exponent, most = self._exponent(job), _most(job, noise_scale)
+        exponent, most = self._exponent(job), most_worthwhile(noise_scale, job.base_global_batch_size)
         max_every = int(option(self.options, job, "max_every"))
         return choose(
             job, model, memory, lambda sizes: progress(sizes, noise_scale, exponent, most), max_every=max_every
@@ -131,12 +129,8 @@ class Rule:
         """The next global batch, and why."""
         if model is None or math.isnan(noise_scale):
             return current, f"no {'step' if model is None else 'noise scale'} is known yet: the global batch stays"
-        target = best_global_batch(model, noise_scale, self._exponent(job), _most(job, noise_scale))
+        most = most_worthwhile(noise_scale, job.base_global_batch_size)
+        target = best_global_batch(model, noise_scale, self._exponent(job), most)
         pace = _PACE._replace(**{name: option(self.options, job, name) for name in ("max_change", "dead_band")})
         reason = f"{target:.0f} samples buy the most progress per second, at a noise scale of {noise_scale:.3g}"
         return pace.step(max(current, 1.0), target), reason
-
-
-def _most(job: Job, noise_scale: float) -> float:
-    """The global batch above which a step is worth no more; early in a training B_noise alone would say too little."""
-    return _MOST * max(noise_scale, job.base_global_batch_size)

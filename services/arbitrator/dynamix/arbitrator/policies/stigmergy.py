@@ -31,7 +31,7 @@ class Stigmergy:
     """Leaves everything to the traces."""
 
     name = STIGMERGY
-    version = 1
+    version = 2
     options: ClassVar[Options] = {
         name: Option(STIGMERGY_OPTIONS[name], *STIGMERGY_BOUNDS[name], meaning) for name, meaning in _MEANINGS.items()
     }

@@ -46,6 +46,7 @@ class TraceField:
         *,
         keeps_global_batch: bool,
         rate_exponent: float,
+        base_global_batch_size: int,
     ) -> None:
         """The field of a job; `options` are all of the policy's."""
         self._nodes = tuple(nodes)
@@ -54,6 +55,7 @@ class TraceField:
         self._options = dict(options)
         self._keeps_global_batch = keeps_global_batch
         self._rate_exponent = rate_exponent
+        self._base_global_batch_size = base_global_batch_size
         self._activity = [0.0] * self._num_ranks
         self._cells: list[_Cell | None] = [None] * len(self._nodes)
 
@@ -120,6 +122,7 @@ class TraceField:
             keeps_global_batch=self._keeps_global_batch,
             rate_exponent=self._rate_exponent,
             options=self._options,
+            base_global_batch_size=self._base_global_batch_size,
         )
 
     def _fits(self, trace: Trace, index: int) -> bool:

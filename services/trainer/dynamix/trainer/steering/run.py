@@ -102,4 +102,5 @@ def field_of(options: JobOptions, identity: JobIdentity) -> TraceField | None:
         {**STIGMERGY_OPTIONS, **options.policy_options},
         keeps_global_batch=options.global_batch == "fixed",
         rate_exponent=RATE_EXPONENTS[options.learning_rate_rule],
+        base_global_batch_size=options.base_global_batch_size,
     )

@@ -22,6 +22,7 @@ from functools import cached_property
 import numpy as np
 
 from dynamix.schemas.apportion import divide_by_time
+from dynamix.schemas.progress import progress
 
 from .observation import Array64
 
@@ -129,20 +130,6 @@ class StepTime:
         samples_per_s = np.cumsum(np.concatenate([rates, -rates])[order])
         gained = np.concatenate([[0.0], np.cumsum(samples_per_s[:-1] * np.diff(times_s))])
         return np.maximum.accumulate(self._free.sum() + gained), times_s
-
-
-def progress(
-    global_batch_sizes: Array64, noise_scale: float, rate_exponent: float = 0.0, most: float = math.inf
-) -> Array64:
-    """What a step of B samples is worth, up to a constant: B^rate_exponent B / (B + B_noise); no more above `most`.
-
-    With exponent 0 that is McCandlish et al. (arXiv 1812.06162): the learning rate is the best one for each B. A rule
-    that sets it in proportion to B^e instead makes a step of little noise worth as much more: the first factor. It has
-    no bound of its own, unlike the learning rates that a training bears.
-    """
-    counted = np.minimum(global_batch_sizes, most)
-    worth: Array64 = counted**rate_exponent * counted / (counted + noise_scale)
-    return worth
 
 
 def best_global_batch(model: StepTime, noise_scale: float, rate_exponent: float = 0.0, most: float = math.inf) -> float:
