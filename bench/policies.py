@@ -16,7 +16,6 @@ from bench.harness.command import BenchmarkReport, Target, benchmark_parser, run
 from bench.harness.tables import aligned
 from bench.messages.load import job_of
 
-from dynamix.arbitrator.learned import forward
 from dynamix.arbitrator.learned.actions import ActionSetName
 from dynamix.arbitrator.learned.policy import LearnedPolicy
 from dynamix.arbitrator.learned.policy_file import PolicyFile, PolicyMetadata
@@ -25,6 +24,7 @@ from dynamix.arbitrator.policies.model.observation import Array32
 from dynamix.arbitrator.policies.policy import Policy
 from dynamix.arbitrator.policies.registry import POLICIES
 from dynamix.schemas.features import GLOBAL_FEATURES, GLOBAL_INDEX, RANK_FEATURES, RANK_INDEX
+from dynamix.schemas.networks import forward
 
 WORLD_SIZES = (8, 128, 1024, 10_000)
 TARGET_MS = 20.0
@@ -59,10 +59,7 @@ def learned(name: str, action_set: ActionSetName) -> LearnedPolicy:
     metadata = PolicyMetadata.of(
         action_set=action_set, policy=name, algorithm="clipped", hidden_sizes=sizes, reward_formula="auto"
     )
-    num_inputs, rng = len(metadata.inputs), np.random.default_rng(0)
-    shapes: dict[str, tuple[int, ...]] = {f"normalisation.{part}": (num_inputs,) for part in ("count", "mean", "m2")}
-    for head, num_outputs in (("actor", len(metadata.actions)), ("critic", 1)):
-        shapes |= forward.shapes(head, 2 * num_inputs, sizes, num_outputs)
+    shapes, rng = forward.network_shapes(len(metadata.inputs), sizes, len(metadata.actions)), np.random.default_rng(0)
     file = PolicyFile(metadata, {name: rng.random(shape, dtype=np.float32) for name, shape in shapes.items()})
     return LearnedPolicy(PolicyFile.from_bytes(file.to_bytes()))
 

@@ -27,12 +27,12 @@ MAY_IMPORT = {
     "cli": {"schemas", "runtime", "collector", "reward", "arbitrator", "trainer", "recording", "lab"},
 }
 PURE_CORES = {
-    "collector": {"window", "probes", "procfs", "ebpf"},
+    "collector": {"agent", "agent_network", "window", "probes", "procfs", "ebpf"},
     "reward": {"formula"},
-    "schemas": {"apportion", "features"},
+    "schemas": {"apportion", "features", "networks", "progress"},
     "arbitrator": {
         *("deciding.fold", "deciding.signatures", "families.profile", "policies"),
-        *(f"learned.{name}" for name in ("actions", "inputs", "forward", "policy", "policy_file")),
+        *(f"learned.{name}" for name in ("actions", "inputs", "policy", "policy_file")),
         *(f"learning.{name}" for name in ("agent", "ppo", "rollout")),
     },
     "trainer": {

@@ -5,13 +5,14 @@ to 128 workers and eight beyond, with and without workers that slow down by 2.5 
 to the target over that of `rule` on the same seeds (geometric mean; a miss counts as the time limit), how many runs
 missed, and what steering publishes per window besides the reports, in messages and bytes. Arms with a cross go on
 without: `rule x arbitrator` without any action from window 10 on, `stigmergy x half` without the agents of every second
-node. (Without an arbitrator `stigmergy` is the same to the bit: tests/lab/test_stigmergy.py.)
+node. (Without an arbitrator `stigmergy` is the same to the bit: tests/lab/test_stigmergy.py.) The agents of `stigmergy
+learned` have the network that comes with the package.
 """
 
 import math
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -54,6 +55,7 @@ class SteeringArm(NamedTuple):
     name: str
     policy: str
     cluster: type[VirtualCluster] = VirtualCluster
+    options: Mapping[str, float] = {}
 
 
 ARMS = (
@@ -63,6 +65,7 @@ ARMS = (
     SteeringArm("rule x arbitrator", "rule", WithoutArbitrator),
     SteeringArm("ppo", "ppo"),
     SteeringArm("stigmergy", "stigmergy"),
+    SteeringArm("stigmergy learned", "stigmergy", options={"learned": 1.0}),
     SteeringArm("stigmergy x half", "stigmergy", WithHalfOfTheAgents),
 )
 
@@ -104,7 +107,14 @@ def policy_of(name: str) -> Policy:
 def time_of(run: ArmRun) -> float | None:
     """Virtual seconds to the target; `None` for a miss."""
     arm, data = ARMS[run.arm], workload_data(run.scenario.workload, None)
-    episode = run_episode(run.scenario, policy_of(arm.policy), data=data, seed=run.seed, make_cluster=arm.cluster)
+    episode = run_episode(
+        run.scenario,
+        policy_of(arm.policy),
+        data=data,
+        seed=run.seed,
+        policy_options=arm.options,
+        make_cluster=arm.cluster,
+    )
     sys.stderr.write(f"  {run.name}: {episode.time_to_target_s}\n")
     return episode.time_to_target_s
 
@@ -135,7 +145,7 @@ def rows_of(scenario: Scenario, label: str, arms: Sequence[int], num_seeds: int,
     rows = []
     for arm, each, found in zip([ARMS[index] for index in arms], counted, by_arm, strict=True):
         ratios = [mine / theirs for mine, theirs in zip(each, reference, strict=True)]
-        sent = traffic(scenario, policy_of(arm.policy), data)
+        sent = traffic(scenario, policy_of(arm.policy), data, options=arm.options)
         rows.append(
             ArmTimes(
                 num_workers=scenario.world_size,

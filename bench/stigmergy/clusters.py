@@ -1,6 +1,6 @@
 """Virtual clusters of any number of workers in which services die, and what steering them sends per window."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -65,9 +65,16 @@ def scaled(scenario: Scenario, num_workers: int, ranks_per_node: int, *, has_str
     return msgspec.structs.replace(scenario, stragglers=STRAGGLERS) if has_stragglers else scenario
 
 
-def traffic(scenario: Scenario, policy: Policy, data: Data, num_windows: int = 5) -> SteeringTraffic:
+def traffic(
+    scenario: Scenario,
+    policy: Policy,
+    data: Data,
+    num_windows: int = 5,
+    *,
+    options: Mapping[str, float] | None = None,
+) -> SteeringTraffic:
     """Messages and bytes per window: states and actions, or traces and what reports carry for agents."""
-    cluster = VirtualCluster(scenario, data, seed=0, policy=policy.name)
+    cluster = VirtualCluster(scenario, data, seed=0, policy=policy.name, policy_options=options)
     control = ControlPlane(cluster.job, policy)
     num_messages, num_bytes = 0, 0
     for _ in range(num_windows):

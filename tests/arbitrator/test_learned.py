@@ -11,9 +11,8 @@ from tests.support import examples, learned
 
 from dynamix.arbitrator.deciding.fold import Fold
 from dynamix.arbitrator.learned import inputs, policy_file
-from dynamix.arbitrator.learned.actions import ACTIONS, DELTAS, MULTIPLIERS, ActionSetName, action_set_named
-from dynamix.arbitrator.learned.forward import Forward, Normalisation
-from dynamix.arbitrator.learned.policy import LearnedPolicy, sample
+from dynamix.arbitrator.learned.actions import ACTIONS, DELTAS, ActionSetName, action_set_named
+from dynamix.arbitrator.learned.policy import LearnedPolicy
 from dynamix.arbitrator.learned.policy_file import PolicyFile, shipped_policy
 from dynamix.arbitrator.learning.agent import Agent
 from dynamix.arbitrator.policies.policy import Policy
@@ -21,6 +20,8 @@ from dynamix.arbitrator.policies.random import keyed_generator
 from dynamix.arbitrator.policies.rule import Rule
 from dynamix.schemas.features import GLOBAL_FEATURES, RANK_FEATURES, RANK_INDEX
 from dynamix.schemas.messages import Action, Job
+from dynamix.schemas.messages.policies import MULTIPLIERS
+from dynamix.schemas.networks.forward import Forward, Normalisation, sample
 
 NODES = {"node-a": (0, 1), "node-b": (2, 3)}
 ACTION_SETS: tuple[ActionSetName, ...] = ("deltas", "global")

@@ -2,6 +2,7 @@ import pytest
 from bench.harness.command import BenchmarkError
 from bench.stigmergy.__main__ import ARMS, chosen_arms
 from bench.stigmergy.clusters import DEATH_WINDOW, WithHalfOfTheAgents, WithoutArbitrator, scaled, traffic
+from bench.stigmergy.curve import panels_of
 from tests.support import virtual
 
 from dynamix.arbitrator.policies.registry import policy_named
@@ -39,6 +40,19 @@ def test_agents_publish_one_message_per_node_and_an_arbitrator_one_more() -> Non
     scenario, data = virtual.scenario(ranks_per_node=2), virtual.data()
     assert traffic(scenario, policy_named("stigmergy"), data).num_messages == 2
     assert traffic(scenario, policy_named("proportional"), data).num_messages == 3
+
+
+def test_the_curve_of_learning_has_a_part_for_each_stage() -> None:
+    row = {"entropy": 1.5, "validation_vs_rule": None}
+    rows = [{**row, "num_episodes": 8 * (index + 1), "vs_rule": 1.0 + index} for index in range(4)]
+    rows[-1]["validation_vs_rule"] = 0.9
+    times, undecided = panels_of({"updates": rows, "metadata": {"scenarios": ["mixed-8-of-2", "a-of-2", "a-of-32"]}})
+    assert [(curve.label, curve.points) for curve in times.curves] == [
+        ("2 workers, drawn", [(8, 1.0), (16, 2.0)]),
+        ("32 workers, drawn", [(24, 3.0), (32, 4.0)]),
+        ("32 workers, likeliest", [(32, 0.9)]),
+    ]
+    assert len(undecided.curves) == 2
 
 
 def test_arms_are_chosen_by_name_and_always_with_the_reference() -> None:

@@ -12,7 +12,9 @@ from dynamix.arbitrator.learned.policy_file import PolicyFile
 from dynamix.arbitrator.learned.policy_store import PolicyStore
 from dynamix.cli.main import main
 from dynamix.cli.services import bus_environment
+from dynamix.collector.agent_network import AgentNetwork
 from dynamix.runtime.bus import Bus
+from dynamix.schemas.messages.policies import MULTIPLIERS
 
 TINY = [
     "--workers",
@@ -112,6 +114,16 @@ def test_reward_weights_and_objective_replace_the_presets(scenarios: Path, tmp_p
     assert metadata.reward_weights == {"accuracy": 1.0, "alpha": 1.0, "beta": 0.1, "delta": 0.0, "eta": 0.01}
 
 
+def test_agents_are_learned_by_a_curriculum(scenarios: Path, tmp_path: Path) -> None:
+    output = tmp_path / "agents.safetensors"
+    how = ["--policy", "stigmergy", "--curriculum", "2,4"]
+    assert main(["learn", "--scenarios", str(scenarios), "-o", str(output), *how, *TINY]) == 0
+    metadata = PolicyFile.read(output).metadata
+    assert (metadata.policy, metadata.action_set) == ("stigmergy", "appetite")
+    assert metadata.scenarios == ("two-speeds-of-2", "two-speeds-of-4")
+    assert AgentNetwork.read(output).actions == MULTIPLIERS
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -124,6 +136,9 @@ def test_reward_weights_and_objective_replace_the_presets(scenarios: Path, tmp_p
         (["--seed", "-1"], "argument --seed: -1: it must be 0 to 2147483647"),
         (["--policy", "A b"], "policy='A b': Expected `str` matching"),
         (["--policy", "rule"], "'rule' is the name of a policy in code: give the learned one another name"),
+        (["--policy", "stigmergy", "--actions", "global"], "what agents learn is 'stigmergy' with 'appetite'"),
+        (["--policy", "stigmergy", "--publish"], "--publish: agents decide by a file, not by one on the bus"),
+        (["--curriculum", "2,,8"], "'2,,8': write numbers of workers with commas, as in 2,8,32"),
         (["--episodes", "100001"], "num_episodes=100001: at most 100000"),
     ],
 )

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from dynamix.arbitrator.learned.actions import ActionSetName
+from dynamix.arbitrator.learned.actions import LearnedSetName
 from dynamix.arbitrator.learned.policy_file import PolicyFile, PolicyMetadata
 from dynamix.arbitrator.learned.ppo_settings import PPOSettings
 from dynamix.arbitrator.learning.agent import Agent
@@ -12,7 +12,7 @@ from dynamix.arbitrator.learning.agent import Agent
 SMALL = PPOSettings(hidden_sizes=(16, 16))
 
 
-def metadata(action_set: ActionSetName = "global", **fields: Any) -> PolicyMetadata:
+def metadata(action_set: LearnedSetName = "global", **fields: Any) -> PolicyMetadata:
     """Metadata of an untrained policy."""
     defaults: dict[str, Any] = {
         "policy": "ppo",
@@ -24,12 +24,12 @@ def metadata(action_set: ActionSetName = "global", **fields: Any) -> PolicyMetad
     return PolicyMetadata.of(action_set=action_set, **(defaults | fields))
 
 
-def agent(action_set: ActionSetName = "global", settings: PPOSettings = SMALL, **fields: Any) -> Agent:
+def agent(action_set: LearnedSetName = "global", settings: PPOSettings = SMALL, **fields: Any) -> Agent:
     """Untrained."""
     return Agent.new(metadata(action_set, **fields), settings)
 
 
-def policy_file(action_set: ActionSetName = "global", *, favour: int | None = None, **fields: Any) -> PolicyFile:
+def policy_file(action_set: LearnedSetName = "global", *, favour: int | None = None, **fields: Any) -> PolicyFile:
     """An untrained policy; `favour` makes one action the likeliest by far, whatever there is to see."""
     file = agent(action_set, **fields).file()
     if favour is not None:

@@ -130,9 +130,7 @@ def test_where_traces_do_not_rule_they_change_nothing() -> None:
 
 def test_an_agent_sees_its_own_cell_and_those_beside_it_only() -> None:
     nodes = tuple(NodeRanks(node=f"n{index}", ranks=(index,)) for index in range(5))
-    ring = TraceField(
-        nodes, STIGMERGY_OPTIONS, keeps_global_batch=False, rate_exponent=0.0, base_global_batch_size=160
-    )
+    ring = TraceField(nodes, STIGMERGY_OPTIONS, keeps_global_batch=False, rate_exponent=0.0, base_global_batch_size=160)
     left = {
         f"n{index}": Trace(
             job="job",

@@ -85,6 +85,11 @@ async def test_ranks_divide_a_fixed_global_batch_by_traces_on_one_step_without_a
             {"policy_options": {"evaporation": 0.0}},
             r"option evaporation=0 of policy 'stigmergy' is outside \[0.01, 1\]",
         ),
+        ({"policy_options": {"learned": 0.5}}, "option learned=0.5 of policy 'stigmergy' must be 0 or 1"),
+        (
+            {"policy_options": {"learned": 1.0}, "global_batch": "fixed"},
+            "option learned=1 of policy 'stigmergy' only changes the global batch, which is fixed",
+        ),
         ({"supports_tracking": False}, "policy 'stigmergy' needs the compute time of each rank"),
     ],
 )

@@ -44,6 +44,7 @@ STIGMERGY_OPTIONS: Mapping[str, float] = MappingProxyType(
         "rate_weight": 0.5,
         "max_change": 2.0,
         "dead_band": 0.05,
+        "learned": 0.0,
     }
 )
 """Its options with their defaults: the ranks and the agents need them, and no arbitrator tells them."""
@@ -56,8 +57,16 @@ STIGMERGY_BOUNDS: Mapping[str, tuple[float, float]] = MappingProxyType(
         "rate_weight": (0.0, 1.0),
         "max_change": (1.01, 100.0),
         "dead_band": (0.0, 1.0),
+        "learned": (0.0, 1.0),
     }
 )
+
+STIGMERGY_SWITCHES = frozenset({"learned"})
+"""Those that are either 0 or 1."""
+
+MULTIPLIERS = (1.0, 0.85, 1.2, 0.7, 1.4, 0.5, 2.0)
+"""What a learned policy chooses among: factors on the global batch of a rule (`ppo`), or on an agent's wish
+(`stigmergy`). About symmetric in doublings, at most one doubling, the neutral one first."""
 
 RATE_EXPONENTS: Mapping[str, float] = MappingProxyType({"none": 0.0, "sqrt": 0.5, "linear": 1.0})
 """Power of B that each learning-rate rule sets the learning rate in proportion to."""

@@ -16,10 +16,13 @@ seen from here, between 1 / `max_change` and `max_change` of the one in force:
 where compute is the step without the waiting: what the slowest rank computes. What a step is worth is the formula of
 `rule`, and has the same bound (`dynamix.schemas.progress`). The ranks divide B by all activities
 (`dynamix.trainer.steering.field`), so that an agent changes its own ranks' share by its own trace alone.
+
+With the option `learned` the wish is multiplied by a factor that a network chooses from what the agent sees
+(`agent_network`), and kept within the same bounds.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +30,13 @@ import numpy as np
 from dynamix.schemas.codec import MalformedMessageError
 from dynamix.schemas.messages import FieldView, Report, SeenTrace, Trace
 from dynamix.schemas.messages.policies import STIGMERGY_OPTIONS
+from dynamix.schemas.networks.sight import Sight
 from dynamix.schemas.progress import most_worthwhile, progress
+
+from .agent_network import shipped_network
+
+Chooser = Callable[[Sight], float]
+"""Chooses the factor on the wish of one agent, in jobs with the option `learned`."""
 
 FADING = 1.1
 """Factor on a waiting time from cell to cell: what was measured far away says less."""
@@ -44,10 +53,13 @@ class _Settings(NamedTuple):
     noise_multiplier: float
     rate_weight: float
     max_change: float
+    is_learned: bool
 
 
-def trace_of(report: Report) -> Trace | None:
+def trace_of(report: Report, choose: Chooser | None = None) -> Trace | None:
     """What the agent of the report's node leaves; `None` in jobs of other policies.
+
+    Where a job has the option `learned`, `choose` has the factor on the wish: by default the shipped network.
 
     Raises:
         MalformedMessageError: when the view does not fit the rows.
@@ -69,7 +81,7 @@ def trace_of(report: Report) -> Trace | None:
         node=report.node,
         ranks=tuple(row.rank for row in report.rows),
         activity=_activity(report, view, keep),
-        appetite=_appetite(report, view, settings, keep, waiting_s),
+        appetite=_appetite(report, view, settings, keep, waiting_s, choose),
         waiting_s=waiting_s,
     )
 
@@ -82,6 +94,7 @@ def _settings_of(view: FieldView) -> _Settings:
         noise_multiplier=max(options["noise_multiplier"], 0.0),
         rate_weight=min(max(options["rate_weight"], 0.0), 1.0),
         max_change=min(max(options["max_change"], 1.0), 100.0),
+        is_learned=options["learned"] == 1,
     )
 
 
@@ -105,13 +118,19 @@ def _waiting_s(report: Report, view: FieldView, keep: float) -> float:
     return least if view.own is None else _mixed(view.own.waiting_s, least, keep)
 
 
-def _appetite(report: Report, view: FieldView, settings: _Settings, keep: float, waiting_s: float) -> float:
+def _appetite(  # noqa: PLR0917 - the parts of one trace
+    report: Report, view: FieldView, settings: _Settings, keep: float, waiting_s: float, choose: Chooser | None
+) -> float:
     in_force = float(report.totals.global_batch_size)
     if view.keeps_global_batch:
         return in_force
     wish = _wish(report, view, settings, waiting_s)
     if wish is None:
         wish = in_force if view.own is None else view.own.appetite
+    elif settings.is_learned:
+        factor = (choose or shipped_network().factor)(Sight(report, view, waiting_s, wish))
+        if factor != 1.0:  # with 1 it is the rule's, to the bit
+            wish = min(max(factor * wish, in_force / settings.max_change), in_force * settings.max_change)
     own = wish if view.own is None else _mixed(view.own.appetite, wish, keep)
     around = _mean_appetite(view.around)
     return own if around is None else _mixed(around, own, settings.diffusion)
@@ -131,7 +150,9 @@ def _wish(report: Report, view: FieldView, settings: _Settings, waiting_s: float
     base = view.base_global_batch_size
     most = most_worthwhile(noise_scale, base) if base else math.inf  # a report of before there was a bound
     compute_s = max(step_s - waiting_s, 0.0)
-    factors = [settings.max_change ** (index / NUM_CANDIDATES) for index in range(-NUM_CANDIDATES, NUM_CANDIDATES + 1)]
+    factors: list[float] = [
+        settings.max_change ** (index / NUM_CANDIDATES) for index in range(-NUM_CANDIDATES, NUM_CANDIDATES + 1)
+    ]
     times_s = np.array([waiting_s + factor * compute_s for factor in factors])
     with np.errstate(all="ignore"):  # a made-up report may hold any numbers
         worth = progress(np.array(factors) * in_force, noise_scale, exponent, most) / times_s

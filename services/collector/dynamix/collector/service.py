@@ -1,6 +1,7 @@
 """The shell of the collector: consume this node's reports, publish metric windows, states, and its agent's traces."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 from dynamix.runtime.bus import BusMessage
@@ -11,9 +12,11 @@ from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode, encode, message_id
 from dynamix.schemas.features import state_of
 from dynamix.schemas.messages import Message, MetricWindow, Report
+from dynamix.schemas.networks.files import NetworkFileError
 from dynamix.schemas.streams import FEED
 
-from .agent import trace_of
+from .agent import Chooser, trace_of
+from .agent_network import AgentNetwork
 from .ebpf.probe import SocketProbe, open_probe
 from .ebpf.syscall import ProbeError
 from .observation import CollectorSettings, KernelObserver, Observer
@@ -37,7 +40,7 @@ async def serve(context: Context[CollectorSettings, ServiceBus]) -> None:
     """Turn every report of this node into a metric window and a state until the context stops.
 
     Raises:
-        StartError: when the settings insist on eBPF and it cannot be had.
+        StartError: when the settings insist on eBPF and it cannot be had, or name a file that is no network of agents.
     """
     probe = await asyncio.to_thread(_open_probe, context)
     context.counters["ebpf"] = int(isinstance(probe, SocketProbe))
@@ -60,7 +63,8 @@ async def serve_observed(
 
     `in_step` is for a replay: everything that was read is handled before more is read, not beside it.
     """
-    collector = _Collector(context, observer, shown or ShownWindows(context.metrics), in_step=in_step)
+    choose = await asyncio.to_thread(_chooser, context.settings)
+    collector = _Collector(context, observer, shown or ShownWindows(context.metrics), choose, in_step=in_step)
     reports = subjects.of("report", subjects.ANY, context.node)
     durable = f"collector-{context.node}"
     async with context.bus.consume(FEED.name, [reports], start="new", durable=durable) as consumer:
@@ -84,18 +88,30 @@ def _open_probe(context: Context[CollectorSettings, ServiceBus]) -> SocketProbe 
     return probe
 
 
+def _chooser(settings: CollectorSettings) -> Chooser | None:
+    """What agents of jobs with the option `learned` decide by, where it is not the shipped network."""
+    if not settings.agents:
+        return None
+    try:
+        return AgentNetwork.read(Path(settings.agents)).factor
+    except NetworkFileError as error:
+        raise StartError(f"DYNAMIX_COLLECTOR_AGENTS={error}") from error
+
+
 class _Collector:
     def __init__(
         self,
         context: Context[CollectorSettings, ServiceBus],
         observer: Observer,
         shown: ShownWindows,
+        choose: Chooser | None = None,
         *,
         in_step: bool,
     ) -> None:
         self._context = context
         self._observer = observer
         self._shown = shown
+        self._choose = choose
         self._in_step = in_step
         self._waiting = WaitingReports()
         self._unstored = UnstoredOutputs(context)
@@ -182,7 +198,7 @@ class _Collector:
         """Put window, state and trace in flight. A well-formed report may give numbers that no message can hold."""
         try:
             window = await self._without_blocking(report, fresh=fresh)
-            trace = trace_of(report)
+            trace = trace_of(report, self._choose)
             outputs: tuple[Message, ...] = (window, state_of(window), *(() if trace is None else (trace,)))
             packed = [_packed(output) for output in outputs]
         except (MalformedMessageError, OverflowError) as error:

@@ -1,8 +1,9 @@
 """Learn a policy on virtual clusters: episodes, updates, validation, and a policy file at the end.
 
-`ppo` is a bounded residual on `rule`; `ppo-paper` is as published. Only scenarios with learn = true are learned from.
-Killed or interrupted, the same command continues to the same bits. The policy that is written is the best
-by validation (time to the target against `rule`), scored on other seeds; judge it with `dynamix evaluate`.
+`ppo` is a bounded residual on `rule`; `ppo-paper` is as published; `stigmergy` is a bounded residual on the wish of
+each agent, for collectors. Only scenarios with learn = true are learned from. Killed or interrupted, the same command
+continues to the same bits. The policy that is written is the best by validation (time to the target against `rule`),
+scored on other seeds; judge it with `dynamix evaluate`, agents with `python -m bench.stigmergy`.
 """
 
 import argparse
@@ -19,7 +20,9 @@ WEIGHTS = ("accuracy", "alpha", "beta", "delta", "eta")
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add_option(parser, "--scenarios", "train", "the train suite, or a directory", metavar="train|DIR")
-    parser.add_argument("--policy", default="ppo", help="ppo, ppo-paper, or another name for ppo's preset")
+    parser.add_argument(
+        "--policy", default="ppo", help="ppo, ppo-paper, stigmergy (its agents), or another name for ppo's preset"
+    )
     add_option(parser, "--seed", 0, "of the learning", type=seed)
     add_output_argument(parser, POLICY, "default: POLICY-SEED.safetensors", streams=False)
     parser.add_argument("--episodes", type=int, help="to play (default: the preset's)")
@@ -38,9 +41,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
         how.add_argument(f"--{name}", type=float, metavar="X", help=f"weight {name} of the reward")
     how.add_argument("--episode-end", choices=("target", "fixed"), help="end with the target, or after a fixed time")
     how.add_argument("--episodes-per-update", type=int, metavar="N", help="episodes in a batch")
+    how.add_argument("--curriculum", type=worker_numbers, metavar="N,...", help="workers of each stage of learning")
     how.add_argument("--validate-every", type=int, metavar="N", help="updates between two validations")
     how.add_argument("--select", choices=("best", "last"), help="which version is written")
     add_list(how, "--ppo", "NAME=VALUE", "a setting of PPO, e.g. clip_coef=0.1")
+
+
+def worker_numbers(text: str) -> tuple[int, ...]:
+    """An argument's type: whole numbers from 1, with commas."""
+    numbers = text.split(",")
+    if not all(number.isdecimal() and int(number) >= 1 for number in numbers):
+        raise argparse.ArgumentTypeError(f"{text!r}: write numbers of workers with commas, as in 2,8,32")
+    return tuple(map(int, numbers))
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -35,6 +35,8 @@ def learn_policy(arguments: argparse.Namespace) -> int:
     """Learn what the arguments ask for; the exit code."""
     with explained(ValueError, OSError, LearningCheckpointError, EpisodeError):
         plan = _plan(arguments)
+        if arguments.publish and plan.action_set == "appetite":
+            raise MisuseError("--publish: agents decide by a file, not by one on the bus: see DYNAMIX_COLLECTOR_AGENTS")
         output, checkpoint = _files(arguments)
         if arguments.restart:
             checkpoint.unlink(missing_ok=True)
@@ -91,6 +93,7 @@ def _changes(arguments: argparse.Namespace) -> dict[str, Any]:
         "action_set": arguments.actions,
         "episode_end": arguments.episode_end,
         "select": arguments.select,
+        "curriculum": arguments.curriculum,
     }
     return {name: value for name, value in given.items() if value is not None}
 

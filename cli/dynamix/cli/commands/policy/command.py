@@ -89,6 +89,7 @@ async def _import(catalogue: PolicyCatalogue, arguments: argparse.Namespace) -> 
     with reading(arguments.file), explained(PolicyFileError):
         data = await asyncio.to_thread(read_regular, arguments.file)
         metadata = PolicyFile.from_bytes(data, str(arguments.file)).metadata
+        metadata.make_action_set()
     name = arguments.name or metadata.policy
     stored = await catalogue.on_bus().put(name, data, feature_version=metadata.feature_version)
     entry, _ = await catalogue.read(stored.name, stored.version)

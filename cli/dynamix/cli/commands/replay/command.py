@@ -32,6 +32,7 @@ from dynamix.recording.capture import (
 )
 from dynamix.recording.replay import OtherPolicy, RecordPlayer, ReplayError, ReplayOutcome, ReplayRequest, replay
 from dynamix.reward.service import RewardSettings
+from dynamix.runtime.service import StartError
 from dynamix.runtime.settings import load
 from dynamix.schemas.messages.allocation import option_number
 
@@ -58,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     from . import view
 
     to_stderr, strict = arguments.json == STANDARD_OUTPUT, arguments.strict
-    unusable = explained(CaptureError, ReplayError, ValueError, exit_code=UNUSABLE)
+    unusable = explained(CaptureError, ReplayError, StartError, ValueError, exit_code=UNUSABLE)
     with unusable, reading(arguments.file, exit_code=UNUSABLE):
         request = _request(arguments)
         found = differences(read_header(request.path).fingerprint, fingerprint())

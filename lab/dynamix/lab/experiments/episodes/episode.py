@@ -6,7 +6,7 @@ from typing import NamedTuple
 from dynamix.arbitrator.deciding.fold import Fold
 from dynamix.arbitrator.families.profile import profile_after
 from dynamix.arbitrator.policies.policy import Policy, RecurringPolicy
-from dynamix.collector.agent import trace_of
+from dynamix.collector.agent import Chooser, trace_of
 from dynamix.collector.window import simulated_window
 from dynamix.lab.simulator.cluster import Evaluation, VirtualCluster
 from dynamix.lab.simulator.scenario import Scenario
@@ -75,6 +75,7 @@ def run_episode(
     family: str = "",
     profile: JobProfile | None = None,
     explores: tuple[Explored, ...] = (),
+    choose: Chooser | None = None,
 ) -> Episode:
     """Run a job to its end; data, options and initial size are as `VirtualCluster` takes them.
 
@@ -82,7 +83,8 @@ def run_episode(
     is the formula (`None`: the published one for the optimizer) and its weights; without it nothing is rewarded.
     `keep_messages` keeps windows, states and rewards. Policies that sample draw by the name of the job, by default of
     scenario and seed. `on_window` is called with the reports of each window. A job of a family begins with the
-    `profile` of an earlier episode, if it is given one, and leaves one; it may try out what it `explores`.
+    `profile` of an earlier episode, if it is given one, and leaves one; it may try out what it `explores`. Learned
+    agents `choose` by the shipped network when nothing else is given.
 
     Raises:
         ValueError: when the scenario names what is not known.
@@ -109,7 +111,7 @@ def run_episode(
             kept.extend(made)
         for action in decided:
             cluster.offer(action)
-        for trace in filter(None, map(trace_of, reports)):
+        for trace in filter(None, (trace_of(report, choose) for report in reports)):
             cluster.leave_trace(trace)
         actions += decided
     after = None

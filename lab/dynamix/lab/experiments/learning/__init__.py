@@ -2,8 +2,9 @@
 
 In: a `LearningPlan`: everything that determines the outcome. Out: a `LearningResult`: the policy file and a row per
 update. `plan` has the presets, `run` the loop of episodes, update, validation and checkpoint, `episodes` makes a
-trajectory of an episode, `history` holds rows, curves, checkpoint. Equal plans give bit-equal policies on one machine,
-whatever the number of workers and however often a run was killed.
+trajectory of an episode and `agents` one of all agents of a job, `curriculum` resizes its clusters, `history`
+holds rows, curves, checkpoint. Equal plans give bit-equal policies on one machine, whatever the number of workers and
+however often a run was killed.
 """
 
 from .history import LearningUpdate

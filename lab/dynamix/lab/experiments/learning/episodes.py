@@ -1,6 +1,8 @@
 """One episode of learning: run it, and make a trajectory of its messages."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -8,11 +10,17 @@ import msgspec
 from dynamix.arbitrator.learned.policy import LearnedPolicy
 from dynamix.arbitrator.learned.policy_file import PolicyFile
 from dynamix.arbitrator.learning.rollout import End, NothingDecidedError, Recording, Trajectory, trajectory_of
+from dynamix.arbitrator.policies.policy import Policy
 from dynamix.arbitrator.policies.registry import policy_named
+from dynamix.collector.agent import Chooser
+from dynamix.collector.agent_network import AgentNetwork
 from dynamix.lab.experiments.episodes.episode import Episode, run_episode
 from dynamix.lab.experiments.episodes.pool import workload_data
 from dynamix.lab.simulator.scenario import Scenario
 from dynamix.reward.formula import Formula, Weights
+from dynamix.schemas.messages.policies import STIGMERGY
+
+from .agents import POLICY_OPTIONS, ExploringAgents, trajectory_of_agents
 
 RULE = "rule"
 """The policy that every learned policy is compared with."""
@@ -55,8 +63,7 @@ def play(task: EpisodeTask) -> EpisodeResult:
     Raises:
         ValueError: when the scenario's data is missing, or the policy cannot be used.
     """
-    explores = task.mode == "explore"
-    policy = LearnedPolicy(PolicyFile.from_bytes(task.policy), explore=explores) if task.policy else policy_named(RULE)
+    explores, deciding = task.mode == "explore", _deciding(task)
     scenario = task.scenario
     if task.fixed_s is not None:
         fixed_s = min(task.fixed_s, scenario.time_limit_s)
@@ -65,21 +72,48 @@ def play(task: EpisodeTask) -> EpisodeResult:
         scenario = msgspec.structs.replace(scenario, fixed_time_s=0.0)
     episode = run_episode(
         scenario,
-        policy,
+        deciding.policy,
         data=workload_data(scenario.workload, task.data),
         seed=task.seed,
+        policy_options=deciding.options,
         reward=(task.formula, task.weights) if explores else None,
         keep_messages=explores,
+        choose=deciding.choose,
     )
     reached = episode.time_to_target_s
     return EpisodeResult(
         time_s=scenario.time_limit_s if reached is None else reached,
         missed=reached is None,
-        trajectory=_trajectory(task, episode) if explores else None,
+        trajectory=_trajectory(task, episode, deciding.agents) if explores else None,
     )
 
 
-def _trajectory(task: EpisodeTask, episode: Episode) -> Trajectory | None:
+class _Deciding(NamedTuple):
+    """What decides in an episode."""
+
+    policy: Policy
+    options: Mapping[str, float] = MappingProxyType({})
+    choose: Chooser | None = None
+    agents: ExploringAgents | None = None
+
+
+def _deciding(task: EpisodeTask) -> _Deciding:
+    if not task.policy:
+        return _Deciding(policy_named(RULE))
+    file, explores = PolicyFile.from_bytes(task.policy), task.mode == "explore"
+    if file.metadata.action_set != "appetite":
+        return _Deciding(LearnedPolicy(file, explore=explores))
+    of_agents = _Deciding(policy_named(STIGMERGY), POLICY_OPTIONS)
+    if explores:
+        agents = ExploringAgents(file, task.seed)
+        return of_agents._replace(choose=agents.factor, agents=agents)
+    return of_agents._replace(choose=AgentNetwork(task.policy, "policy").factor)
+
+
+def _trajectory(task: EpisodeTask, episode: Episode, agents: ExploringAgents | None) -> Trajectory | None:
+    end = end_of(episode) if task.fixed_s is None else End()
+    if agents is not None:
+        return trajectory_of_agents(agents, episode, end)
     action_set = PolicyFile.from_bytes(task.policy).metadata.make_action_set()
     recording = Recording(
         job=episode.job,
@@ -89,7 +123,7 @@ def _trajectory(task: EpisodeTask, episode: Episode) -> Trajectory | None:
         rewards=episode.rewards,
     )
     try:
-        return trajectory_of(recording, action_set, end_of(episode) if task.fixed_s is None else End())
+        return trajectory_of(recording, action_set, end)
     except NothingDecidedError:
         return None
 

@@ -8,12 +8,15 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from dynamix.arbitrator.learned.actions import ActionSetName
+from dynamix.arbitrator.learned.actions import LearnedSetName
 from dynamix.arbitrator.learned.ppo_settings import PAPER, PPOSettings
 from dynamix.arbitrator.policies.registry import policy_names
 from dynamix.lab.simulator.scenario import Scenario
 from dynamix.reward.formula import TIME_ONLY, Formula, Weights
 from dynamix.schemas.messages.fields import Token
+from dynamix.schemas.messages.policies import STIGMERGY
+
+from .curriculum import resized
 
 AtLeastOne = Annotated[int, Meta(ge=1)]
 TRAINING_SEEDS, VALIDATION_SEEDS, SCORE_SEEDS = 1_000_000, 500_000, 600_000
@@ -30,7 +33,7 @@ class LearningPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     scenarios: tuple[Scenario, ...]
     """Scenarios with `learn = true` are learned from, in turn."""
     seed: Annotated[int, Meta(ge=0, lt=2**31)] = 0
-    action_set: ActionSetName = "global"
+    action_set: LearnedSetName = "global"
     settings: PPOSettings = PPOSettings()
     formula: Formula | None = "time-aware"
     """`None`: the published one for each scenario's optimizer."""
@@ -40,6 +43,9 @@ class LearningPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     episode_end: Literal["target", "fixed"] = "target"
     """`target`: an episode ends with the target, after which nothing is lost or won. `fixed`: after the time that
     `rule` takes to the target, whatever was reached; what has not reached it by then counts as a miss."""
+    curriculum: tuple[AtLeastOne, ...] = ()
+    """Numbers of workers: learning goes on with each of them for an equal part of the updates, in this order, and is
+    judged by the last. Without any the scenarios are as they are."""
     num_episodes: AtLeastOne = 800
     episodes_per_update: AtLeastOne = 16
     validate_every: AtLeastOne = 10
@@ -51,7 +57,12 @@ class LearningPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def __post_init__(self) -> None:
         """Raise ValueError for an invalid plan: no scenario to learn from, a name or seeds in use."""
-        if self.policy in policy_names():
+        if (self.policy == STIGMERGY) != (self.action_set == "appetite"):
+            raise ValueError(
+                f"policy {self.policy!r} with action_set={self.action_set!r}: what agents learn is {STIGMERGY!r} with "
+                "'appetite', and no other policy has these actions"
+            )
+        if self.policy in policy_names() and self.policy != STIGMERGY:
             raise ValueError(f"{self.policy!r} is the name of a policy in code: give the learned one another name")
         if self.num_episodes > SEEDS_PER_LEARNING:
             raise ValueError(
@@ -66,6 +77,23 @@ class LearningPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def learned_from(self) -> tuple[Scenario, ...]:
         """The scenarios that may be learned from."""
         return tuple(scenario for scenario in self.scenarios if scenario.learn)
+
+    @property
+    def stages(self) -> tuple[tuple[Scenario, ...], ...]:
+        """The scenarios of each stage; agents have a node each."""
+        if not self.curriculum:
+            return (self.learned_from,)
+        ranks_per_node = 1 if self.action_set == "appetite" else None
+        return tuple(
+            tuple(resized(scenario, number, ranks_per_node) for scenario in self.learned_from)
+            for number in self.curriculum
+        )
+
+    def scenario_of(self, episode: int) -> Scenario:
+        """The scenario of an episode: those of its stage in turn."""
+        stages = self.stages
+        scenarios = stages[episode // self.episodes_per_update * len(stages) // self.num_updates]
+        return scenarios[episode % len(scenarios)]
 
     @property
     def digest(self) -> str:
@@ -100,10 +128,19 @@ PRESETS: Mapping[str, Mapping[str, object]] = MappingProxyType(
             "validate_every": 30,
             "select": "last",
         },
+        STIGMERGY: {
+            "action_set": "appetite",
+            "curriculum": (2, 8, 32),
+            "num_episodes": 480,
+            "episodes_per_update": 8,
+            "num_validation_seeds": 1,
+            "num_score_seeds": 2,
+        },
     }
 )
 """`ppo`: a bounded residual on `rule`. `ppo-paper`: as published, as far as it is published: per-worker deltas, the
-simplified objective, an update at the end of each episode, the published reward."""
+simplified objective, an update at the end of each episode, the published reward. `stigmergy`: a bounded residual on the
+wish of each agent, with one network for all of them and a curriculum over their number."""
 
 
 def plan_named(policy: str, scenarios: tuple[Scenario, ...], **changes: object) -> LearningPlan:

@@ -14,6 +14,7 @@ from dynamix.arbitrator.deciding.signatures import Finding
 from dynamix.arbitrator.learned.policy_file import PolicyFile, PolicyMetadata
 from dynamix.arbitrator.learning.agent import Agent
 from dynamix.lab.experiments.episodes.pool import EpisodeError, EpisodePool
+from dynamix.lab.simulator.scenario import Scenario
 from dynamix.reward.formula import Weights
 
 from .episodes import EpisodeResult, EpisodeTask, play
@@ -83,7 +84,8 @@ class _LearningRun:
         self._begin_s = time.monotonic()
         if found is None:
             self._agent = Agent.new(_metadata(plan), plan.settings)
-            rules = self._times(b"", VALIDATION_SEEDS, plan.num_validation_seeds)
+            everywhere = [scenario for stage in plan.stages for scenario in stage]
+            rules = self._times(b"", VALIDATION_SEEDS, plan.num_validation_seeds, everywhere)
             means = {name: float(np.mean([run.time_s for run in runs])) for name, runs in rules.items()}
             times = {name: [run.time_s for run in runs] for name, runs in rules.items()}
             content = self._agent.file().to_bytes()
@@ -179,7 +181,7 @@ class _LearningRun:
 
     def _training_task(self, episode: int, file: bytes) -> EpisodeTask:
         plan = self._plan
-        scenario = plan.learned_from[episode % len(plan.learned_from)]
+        scenario = plan.scenario_of(episode)
         reference_s = self._before.references_s[scenario.name]
         weights = plan.weights
         if plan.formula == "time-aware":
@@ -209,9 +211,11 @@ class _LearningRun:
             self._before = msgspec.structs.replace(self._before, best=content, best_vs_rule=vs_rule)
         return vs_rule
 
-    def _times(self, policy: bytes, first_seed: int, num_seeds: int) -> dict[str, list[EpisodeResult]]:
-        """Greedy runs in every scenario that is learned from; no bytes: of the rule."""
-        scenarios = self._plan.learned_from
+    def _times(
+        self, policy: bytes, first_seed: int, num_seeds: int, scenarios: Sequence[Scenario] | None = None
+    ) -> dict[str, list[EpisodeResult]]:
+        """Greedy runs, by default in every scenario of the last stage; no bytes: of the rule."""
+        scenarios = self._plan.stages[-1] if scenarios is None else scenarios
         tasks = [
             EpisodeTask(scenario=scenario, seed=first_seed + number, policy=policy, mode="greedy", data=self._data)
             for scenario in scenarios
@@ -229,6 +233,6 @@ def _metadata(plan: LearningPlan) -> PolicyMetadata:
         hidden_sizes=plan.settings.hidden_sizes,
         reward_formula=plan.formula or "auto",
         reward_weights={name: float(getattr(plan.weights, name)) for name in Weights.__struct_fields__},
-        scenarios=tuple(scenario.name for scenario in plan.learned_from),
+        scenarios=tuple(scenario.name for stage in plan.stages for scenario in stage),
         seeds=(plan.seed,),
     )

@@ -1,10 +1,13 @@
-"""The two action sets: what the choices of a network mean, and what it is shown to choose by.
+"""The action sets: what the choices of a network mean, and what it is shown to choose by.
 
 A policy file lists its own inputs and actions, and both are selected by name: what a later program has more of does not
 concern it.
 
 `deltas`   one choice per rank: the published change of its local batch size, split `fixed` (method section 2).
 `global`   one choice per job: a bounded multiplier on the global batch of `rule`, divided as the rule divides.
+
+A third, `appetite`, is that of the agents of `stigmergy`: the same multipliers, on an agent's own wish. Collectors
+decide by it (`dynamix.collector.agent_network`); here it has its names only.
 
 Of equal logits the first choice wins, and the first is the neutral one: an untrained network changes nothing.
 """
@@ -14,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from dynamix.arbitrator.policies import random
 from dynamix.arbitrator.policies.model.observation import Array32, decided_sizes
@@ -25,21 +27,22 @@ from dynamix.arbitrator.policies.sizing import divided
 from dynamix.schemas.features import RANK_INDEX
 from dynamix.schemas.messages import Job
 from dynamix.schemas.messages.allocation import Allocation
+from dynamix.schemas.messages.policies import MULTIPLIERS
+from dynamix.schemas.networks.forward import Choices
 
 from . import inputs
 
 ActionSetName = Literal["deltas", "global"]
-Choices = npt.NDArray[np.int64]
+LearnedSetName = Literal["deltas", "global", "appetite"]
+"""With that of the agents of `stigmergy`, which decide in the collector."""
 
 DELTAS = tuple(sorted(random.DELTAS, key=lambda delta: (abs(delta), delta)))
 """Samples; the published set, the neutral one first."""
 
-MULTIPLIERS = (1.0, 0.85, 1.2, 0.7, 1.4, 0.5, 2.0)
-"""Factors on the rule's global batch; about symmetric in doublings, and at most one doubling."""
-
-ACTIONS: Mapping[ActionSetName, tuple[float, ...]] = {
+ACTIONS: Mapping[LearnedSetName, tuple[float, ...]] = {
     "deltas": tuple(map(float, DELTAS)),
     "global": MULTIPLIERS,
+    "appetite": MULTIPLIERS,
 }
 """All actions of each set, the neutral one first; a policy file has these or some of them."""
 

@@ -12,6 +12,7 @@ import numpy as np
 from dynamix.arbitrator.policies.model.observation import Array32, Array64
 from dynamix.schemas.features import GLOBAL_INDEX, RANK_INDEX
 from dynamix.schemas.messages import Job
+from dynamix.schemas.networks import sight
 
 Columns = Mapping[str, Array64]
 Input = Callable[[Columns], Array64]
@@ -68,6 +69,8 @@ LEVER_INPUTS = ("rule_to_decided_log2", "last_multiplier_log2")
 
 def names(action_set: str) -> tuple[str, ...]:
     """All inputs of one decision of an action set, in order; a policy file lists those that it was learned with."""
+    if action_set == "appetite":
+        return sight.INPUTS
     common = tuple(f"job_{name}" for name in GLOBAL_INPUTS)
     if action_set == "deltas":
         return (*RANK_INPUTS, *common)

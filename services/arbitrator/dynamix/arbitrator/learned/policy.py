@@ -6,14 +6,13 @@ carries log-probabilities and values for learning.
 
 import numpy as np
 
-from dynamix.arbitrator.policies.model.observation import Array32, Array64
+from dynamix.arbitrator.policies.model.observation import Array32
 from dynamix.arbitrator.policies.options import Option, Options, option, switch
 from dynamix.arbitrator.policies.policy import Decision
 from dynamix.arbitrator.policies.random import keyed_generator
 from dynamix.schemas.messages import Job
+from dynamix.schemas.networks.forward import Forward, Normalisation, log_softmax, sample
 
-from .actions import Choices
-from .forward import Forward, Normalisation, log_softmax
 from .policy_file import PolicyFile
 
 VERSION = Option(1, 1, 2**53 - 1, "of the policy; without it the newest when a generation begins", whole=True)
@@ -62,11 +61,3 @@ class LearnedPolicy:
 def _reason(what: str, base: str) -> str:
     """How the action was chosen, and of one that scales a rule the rule's own reason."""
     return f"{what}; without it: {base}" if base else what
-
-
-def sample(logprobs_DA: Array64, draws_D: Array64) -> Choices:
-    """One action per row: where the cumulated probability passes the draw."""
-    cumulated = np.exp(logprobs_DA).cumsum(axis=1)
-    passed = cumulated <= (draws_D * cumulated[:, -1])[:, None]
-    choices: Choices = passed.sum(axis=1).astype(np.int64)
-    return choices

@@ -6,39 +6,42 @@ Some files come with the package, in `shipped_policies/`: version 1 of their nam
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
-import safetensors
 from msgspec import Meta
 from safetensors.numpy import save
 
 from dynamix.schemas.features import FEATURE_VERSION, GLOBAL_FEATURES, RANK_FEATURES
 from dynamix.schemas.messages.fields import Count, Text, Token
+from dynamix.schemas.networks import forward
+from dynamix.schemas.networks.files import (
+    FORMAT,
+    METADATA_KEY,
+    Array,
+    NetworkFileError,
+    check_actions,
+    check_format,
+    check_names,
+    check_tensors,
+    metadata_text,
+    read_tensors,
+)
 from dynamix.schemas.subjects import check_token
 
-from . import forward, inputs
-from .actions import ACTIONS, ActionSet, ActionSetName, action_set_named
+from . import inputs
+from .actions import ACTIONS, ActionSet, LearnedSetName, action_set_named
 from .ppo_settings import PPOSettings
 
-FORMAT = 1
 SUFFIX = ".safetensors"
-MAX_BYTES = 32 << 20
-"""Our networks take a few hundred KB; what is larger is something else."""
-METADATA_KEY = "dynamix"
 OPTIMIZER = "optimizer."
 """Prefix of the tensors with which learning continues: Adam's moments of each parameter, and its steps so far."""
 OPTIMIZER_STEP = OPTIMIZER + "step"
 MOMENTS = ("exp_avg", "exp_avg_sq")
-_NEVER_NEGATIVE = (".count", ".m2", ".step", ".exp_avg_sq")
-
-Array = npt.NDArray[Any]
-_KINDS: dict[str, str] = {"F32": "<f4", "F64": "<f8", "I64": "<i8"}
 
 SHIPPED_POLICIES = ("ppo", "ppo-paper")
 """The learned policies. NAME.safetensors is what a job of that name gets, NAME-SEED.safetensors the same learning begun
@@ -57,7 +60,7 @@ class PolicyMetadata(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     policy: Token
     """The name that a job's specification chooses it by."""
-    action_set: ActionSetName
+    action_set: LearnedSetName
     algorithm: Literal["clipped", "simplified"]
     hidden_sizes: Annotated[tuple[Annotated[int, Meta(ge=1, le=4096)], ...], Meta(max_length=8)]
     reward_formula: Text
@@ -89,12 +92,21 @@ class PolicyMetadata(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """What the network's outputs mean, in their order; the neutral action first."""
 
     @classmethod
-    def of(cls, *, action_set: ActionSetName, **fields: Any) -> Self:
+    def of(cls, *, action_set: LearnedSetName, **fields: Any) -> Self:
         """Metadata of a policy of this program: its inputs and actions are filled in."""
         return cls(action_set=action_set, inputs=inputs.names(action_set), actions=ACTIONS[action_set], **fields)
 
     def make_action_set(self) -> ActionSet:
-        """The action set that shows the file's own inputs and takes its own actions."""
+        """The action set that shows the file's own inputs and takes its own actions.
+
+        Raises:
+            PolicyFileError: when it is not the arbitrator that decides by the file.
+        """
+        if self.action_set == "appetite":
+            raise PolicyFileError(
+                "agents of policy 'stigmergy' decide by this file, no arbitrator does: name it in "
+                'DYNAMIX_COLLECTOR_AGENTS, and give jobs policy_options={"learned": 1}'
+            )
         return action_set_named(self.action_set, self.inputs, self.actions)
 
     @property
@@ -139,10 +151,10 @@ class PolicyFile(NamedTuple):
         try:
             metadata = _metadata(data)
             _check_identity(metadata)
-            found = cls(metadata, _tensors(data), bytes(data))
+            found = cls(metadata, read_tensors(data), bytes(data))
             _check_tensors(found)
             _check_learning(found)
-        except PolicyFileError as error:
+        except (PolicyFileError, NetworkFileError) as error:
             raise PolicyFileError(f"{source}: {error}") from error
         return found
 
@@ -177,18 +189,7 @@ def shipped_policy(name: str) -> bytes | None:
 
 
 def _metadata(data: bytes) -> PolicyMetadata:
-    if len(data) > MAX_BYTES:
-        raise PolicyFileError(f"{len(data)} bytes are over the limit of {MAX_BYTES}")
-    length = int.from_bytes(data[:8], "little")
-    if len(data) < 8 or length > len(data) - 8:
-        raise PolicyFileError("not a safetensors file, or cut off: its header is not there")
-    try:
-        header: Any = json.loads(data[8 : 8 + length])
-        text = header["__metadata__"][METADATA_KEY]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise PolicyFileError(f"not a policy file of DYNAMIX: its header has no {METADATA_KEY!r} metadata") from error
-    if not isinstance(text, str):
-        raise PolicyFileError(f"not a policy file of DYNAMIX: its {METADATA_KEY!r} metadata is not a text")
+    text = metadata_text(data)
     try:
         return msgspec.json.decode(text, type=PolicyMetadata)
     except (ValueError, RecursionError) as error:  # a text of half characters cannot even be encoded
@@ -197,70 +198,32 @@ def _metadata(data: bytes) -> PolicyMetadata:
 
 def _check_identity(metadata: PolicyMetadata) -> None:
     """The program that learned it and this one must mean the same by every number."""
-    if metadata.format != FORMAT:
-        raise PolicyFileError(f"format {metadata.format}, this program reads {FORMAT}")
+    check_format(metadata.format)
     if metadata.feature_version > FEATURE_VERSION:
         raise PolicyFileError(
             f"learned on features of version {metadata.feature_version}, this program has version {FEATURE_VERSION}: "
             "use the dynamix-batch that wrote it, or a newer one"
         )
-    _check_names("rank features", metadata.rank_features, [feature.name for feature in RANK_FEATURES])
-    _check_names("job features", metadata.global_features, [feature.name for feature in GLOBAL_FEATURES])
-    _check_names("inputs", metadata.inputs, inputs.names(metadata.action_set))
-    actions = ACTIONS[metadata.action_set]
-    _check_names("actions", metadata.actions, actions)
-    if metadata.actions[0] != actions[0]:
-        raise PolicyFileError(f"its first action is {metadata.actions[0]:g}, not the neutral one, {actions[0]:g}")
-
-
-def _check_names(what: str, theirs: Sequence[object], ours: Sequence[object]) -> None:
-    """A file may lack what this program has, as one that is older does; what it names must be there."""
-    if unknown := [str(name) for name in theirs if name not in ours]:
-        raise PolicyFileError(
-            f"its list of {what} names {', '.join(unknown)}, which this program does not have: use the dynamix-batch "
-            "that wrote it or a newer one, or learn the policy again"
-        )
-    if not theirs or len(set(theirs)) < len(theirs):
-        raise PolicyFileError(f"its list of {what} is empty or names something twice")
-
-
-def _tensors(data: bytes) -> dict[str, Array]:
-    try:
-        return {name: _array(name, entry) for name, entry in safetensors.deserialize(data)}  # type: ignore[no-untyped-call]
-    except safetensors.SafetensorError as error:
-        raise PolicyFileError(f"its tensors cannot be read: {error}") from error
-
-
-def _array(name: str, entry: dict[str, Any]) -> Array:
-    kind = _KINDS.get(entry["dtype"])
-    if kind is None:
-        raise PolicyFileError(f"tensor {name!r} is of type {entry['dtype']}: use one of {', '.join(_KINDS)}")
-    array = np.frombuffer(entry["data"], dtype=kind).reshape(entry["shape"])
-    if not np.isfinite(array).all():
-        raise PolicyFileError(f"tensor {name!r} holds numbers that are not finite")
-    return array
+    check_names("rank features", metadata.rank_features, [feature.name for feature in RANK_FEATURES])
+    check_names("job features", metadata.global_features, [feature.name for feature in GLOBAL_FEATURES])
+    check_names("inputs", metadata.inputs, inputs.names(metadata.action_set))
+    check_actions(metadata.actions, ACTIONS[metadata.action_set])
 
 
 def _check_tensors(file: PolicyFile) -> None:
-    num_inputs, num_actions = len(file.metadata.inputs), len(file.metadata.actions)
-    expected: dict[str, tuple[int, ...]] = {f"normalisation.{name}": (num_inputs,) for name in ("count", "mean", "m2")}
+    metadata = file.metadata
+    num_inputs, num_actions = len(metadata.inputs), len(metadata.actions)
+    expected = forward.network_shapes(num_inputs, metadata.hidden_sizes, num_actions)
     for head, num_outputs in (("actor", num_actions), ("critic", 1)):
-        shapes = forward.shapes(head, 2 * num_inputs, file.metadata.hidden_sizes, num_outputs)
-        expected |= shapes
+        shapes = forward.shapes(head, 2 * num_inputs, metadata.hidden_sizes, num_outputs)
         if any(name.startswith(f"{OPTIMIZER}{head}.") for name in file.tensors):  # a head that has learned
             expected |= {f"{OPTIMIZER}{name}.{moment}": shape for name, shape in shapes.items() for moment in MOMENTS}
             expected[OPTIMIZER_STEP] = (1,)
-    for name, shape in expected.items():
-        found = file.tensors.get(name)
-        if found is None or found.shape != shape:
-            raise PolicyFileError(f"tensor {name!r} must be of shape {shape}, not {getattr(found, 'shape', 'missing')}")
+    check_tensors(file.tensors, expected)
     foreign = sorted(name for name in file.tensors if name not in expected)
     if foreign:
         raise PolicyFileError(f"tensors that its network does not have: {', '.join(foreign[:4])}")
-    for name, array in file.tensors.items():
-        if name.endswith(_NEVER_NEGATIVE) and (array < 0).any():
-            raise PolicyFileError(f"tensor {name!r} holds a negative number")
-    for name, value in {**file.metadata.reward_weights, **file.metadata.scores}.items():
+    for name, value in {**metadata.reward_weights, **metadata.scores}.items():
         if not math.isfinite(value):
             raise PolicyFileError(f"{name} = {value} in its metadata is not finite")
 

@@ -21,10 +21,11 @@ from dynamix.runtime.bus import (
     StreamMissingError,
 )
 from dynamix.schemas.messages import PolicyVersion
+from dynamix.schemas.networks.files import MAX_BYTES
 from dynamix.schemas.streams import POLICIES
 from dynamix.schemas.subjects import check_token
 
-from .policy_file import MAX_BYTES, SHIPPED_VERSION, SUFFIX, shipped_names
+from .policy_file import SHIPPED_VERSION, SUFFIX, shipped_names
 
 logger = logging.getLogger(__name__)
 

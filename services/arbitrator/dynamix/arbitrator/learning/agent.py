@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dynamix.arbitrator.learned import forward
-from dynamix.arbitrator.learned.forward import Normalisation
 from dynamix.arbitrator.learned.policy_file import MOMENTS, OPTIMIZER, OPTIMIZER_STEP, PolicyFile, PolicyMetadata
 from dynamix.arbitrator.learned.ppo_settings import PPOSettings
 from dynamix.arbitrator.policies.model.observation import Array64
+from dynamix.schemas.networks import forward
+from dynamix.schemas.networks.forward import Normalisation
 
 from . import ppo
 from .ppo import ActorCritic, Batch, UpdateStats

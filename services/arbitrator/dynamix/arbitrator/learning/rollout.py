@@ -13,10 +13,11 @@ from typing import NamedTuple
 import numpy as np
 
 from dynamix.arbitrator.deciding.fold import Fold
-from dynamix.arbitrator.learned.actions import ActionSet, Choices
+from dynamix.arbitrator.learned.actions import ActionSet
 from dynamix.arbitrator.policies.model.observation import Array32, Array64
 from dynamix.arbitrator.policies.policy import Decision
 from dynamix.schemas.messages import Action, Applied, Job, Reward, State
+from dynamix.schemas.networks.forward import Choices
 
 
 class RolloutError(ValueError):

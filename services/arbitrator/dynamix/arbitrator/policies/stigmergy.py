@@ -5,13 +5,16 @@ global batch it would take the job to, and how long its ranks wait at least; it 
 nothing else of other nodes. All ranks exchange the newest traces once per window and derive sum and division from them
 (docs/stigmergy.md). So this policy decides nothing: where an arbitrator runs, its actions say so, and where none does,
 the same happens. With a fixed global batch only the division follows the traces.
+
+With `learned` 1 each agent multiplies its own wish by one of `ppo`'s factors, which a network chooses from what the
+agent sees. All agents have the same network, and each decides for itself.
 """
 
 from typing import ClassVar
 
 from dynamix.schemas.messages import Job
 from dynamix.schemas.messages.allocation import Allocation
-from dynamix.schemas.messages.policies import STIGMERGY, STIGMERGY_BOUNDS, STIGMERGY_OPTIONS
+from dynamix.schemas.messages.policies import STIGMERGY, STIGMERGY_BOUNDS, STIGMERGY_OPTIONS, STIGMERGY_SWITCHES
 
 from .model.observation import Array32, decided_sizes
 from .options import Option, Options
@@ -24,6 +27,7 @@ _MEANINGS = {
     "rate_weight": "power of the learning rate in the worth of a step",
     "max_change": "greatest factor between the global batch in force and an appetite",
     "dead_band": "relative distance from the mean appetite at which the global batch stays",
+    "learned": "1: a network chooses a factor on each agent's wish; 0: the wish is the rule's",
 }
 
 
@@ -33,7 +37,8 @@ class Stigmergy:
     name = STIGMERGY
     version = 2
     options: ClassVar[Options] = {
-        name: Option(STIGMERGY_OPTIONS[name], *STIGMERGY_BOUNDS[name], meaning) for name, meaning in _MEANINGS.items()
+        name: Option(STIGMERGY_OPTIONS[name], *STIGMERGY_BOUNDS[name], meaning, whole=name in STIGMERGY_SWITCHES)
+        for name, meaning in _MEANINGS.items()
     }
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments

@@ -20,7 +20,14 @@ from dynamix.schemas.messages.allocation import (
     initial_exchange,
     is_permitted,
 )
-from dynamix.schemas.messages.policies import STIGMERGY, STIGMERGY_BOUNDS, STIGMERGY_OPTIONS, GlobalBatch, initial_split
+from dynamix.schemas.messages.policies import (
+    STIGMERGY,
+    STIGMERGY_BOUNDS,
+    STIGMERGY_OPTIONS,
+    STIGMERGY_SWITCHES,
+    GlobalBatch,
+    initial_split,
+)
 from dynamix.schemas.subjects import is_token
 from dynamix.trainer.arguments.checks import check_choice, check_switch, number, whole_number
 from dynamix.trainer.exchange.registry import CODECS
@@ -242,6 +249,13 @@ class JobOptions:
             low, high = STIGMERGY_BOUNDS[name]
             if not low <= value <= high:
                 raise ValueError(f"option {name}={value:g} of policy {STIGMERGY!r} is outside [{low:g}, {high:g}]")
+            if name in STIGMERGY_SWITCHES and value not in (0, 1):
+                raise ValueError(f"option {name}={value:g} of policy {STIGMERGY!r} must be 0 or 1")
+        if self.policy_options.get("learned") == 1 and self.global_batch == "fixed":
+            raise ValueError(
+                f"option learned=1 of policy {STIGMERGY!r} only changes the global batch, which is fixed: add "
+                'global_batch="adaptive", or leave the option out'
+            )
 
     def _check_lag(self) -> None:
         """An action of window t is known one window later and broadcast `margin_steps` before it starts."""

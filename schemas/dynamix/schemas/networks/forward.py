@@ -10,15 +10,16 @@ from typing import NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
-from dynamix.arbitrator.policies.model.observation import Array32, Array64
-
+Array32 = npt.NDArray[np.float32]
+Array64 = npt.NDArray[np.float64]
+Choices = npt.NDArray[np.int64]
 Tensors = Mapping[str, npt.NDArray[np.generic]]
 HEADS = ("actor", "critic")
 _DECIMALS = 9
 
 
 class Forward:
-    """Two multi-layer perceptrons with tanh between their layers, as `network.ActorCritic` learns them."""
+    """Two multi-layer perceptrons with tanh between their layers, as `learning.ppo.ActorCritic` learns them."""
 
     def __init__(self, tensors: Tensors, num_hidden: int) -> None:
         self._layers = {head: _layers(tensors, head, num_hidden + 1) for head in HEADS}
@@ -37,6 +38,22 @@ def log_softmax(logits_DA: Array64) -> Array64:
     shifted = logits_DA - logits_DA.max(axis=1, keepdims=True)
     result: Array64 = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
     return result
+
+
+def sample(logprobs_DA: Array64, draws_D: Array64) -> Choices:
+    """One action per row: where the cumulated probability passes the draw."""
+    cumulated = np.exp(logprobs_DA).cumsum(axis=1)
+    passed = cumulated <= (draws_D * cumulated[:, -1])[:, None]
+    choices: Choices = passed.sum(axis=1).astype(np.int64)
+    return choices
+
+
+def network_shapes(num_inputs: int, hidden_sizes: Sequence[int], num_actions: int) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all tensors of a network that decides: normalisation, actor, critic."""
+    found: dict[str, tuple[int, ...]] = {f"normalisation.{name}": (num_inputs,) for name in ("count", "mean", "m2")}
+    for head, num_outputs in zip(HEADS, (num_actions, 1), strict=True):
+        found |= shapes(head, 2 * num_inputs, hidden_sizes, num_outputs)
+    return found
 
 
 def shapes(head: str, num_inputs: int, hidden_sizes: Sequence[int], num_outputs: int) -> dict[str, tuple[int, ...]]:

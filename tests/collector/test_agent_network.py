@@ -1,0 +1,262 @@
+"""Learned agents: what they see, what their network does to their wish, and which files are none of theirs."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from tests.support import examples, learned
+
+from dynamix.collector.agent import trace_of
+from dynamix.collector.agent_network import AgentNetwork, shipped_network
+from dynamix.collector.observation import CollectorSettings
+from dynamix.collector.service import _chooser
+from dynamix.runtime.service import StartError
+from dynamix.schemas.codec import encode
+from dynamix.schemas.messages import FieldView, GradientNoise, Report, SeenTrace, Trace
+from dynamix.schemas.messages.policies import MULTIPLIERS
+from dynamix.schemas.networks import sight
+from dynamix.schemas.networks.files import NetworkFileError
+from dynamix.schemas.networks.sight import Sight, inputs_of
+
+SEEN = SeenTrace(strength=0.5, appetite=400.0, waiting_s=0.02)
+
+
+def network(favour: int | None = None, **fields: Any) -> AgentNetwork:
+    return AgentNetwork(learned.policy_file("appetite", favour=favour, **fields).to_bytes(), "made up")
+
+
+def report(*, is_learned: bool, node: str = "node-a", ranks: tuple[int, ...] = (0, 1), **changes: Any) -> Report:
+    """A noise scale of 600 and no learning-rate rule: the wish is 512 * 2^-0.5."""
+    of_row = changes.pop("row", {})
+    rows = tuple(examples.row(rank, **of_row) for rank in ranks)
+    fields: dict[str, Any] = {
+        "activity": (2000.0,) * len(ranks),
+        "own": SEEN,
+        "around": (SEEN,),
+        "keeps_global_batch": False,
+        "base_global_batch_size": 512,
+        "options": {"noise_multiplier": 0.3, "learned": float(is_learned)},
+    }
+    totals = examples.totals(4, **changes.pop("totals", {}))
+    before = examples.totals(3, loss_sum=5120.0)
+    view = FieldView(**(fields | changes))
+    return examples.report(node, ranks, 4, rows=rows, totals=totals, totals_before=before, field=view)
+
+
+def _of_many_minds() -> bytes:
+    """A file whose choices depend on what there is to see."""
+    file = learned.policy_file("appetite")
+    weights = np.random.default_rng(3).normal(size=file.tensors["actor.4.weight"].shape).astype(np.float32)
+    return file._replace(tensors={**file.tensors, "actor.4.weight": 5 * weights}).to_bytes()
+
+
+def left(of: Report, with_network: AgentNetwork | None = None) -> Trace:
+    trace = trace_of(of, None if with_network is None else with_network.factor)
+    assert trace is not None
+    return trace
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"own": None, "around": ()},
+        {"rate_exponent": 0.5},
+        {
+            "options": {"max_change": 1.3, "noise_multiplier": 0.01},
+            "totals": {"global_batch_size": 300},
+            "own": None,
+            "around": (),
+        },
+        {"totals": {"noise": None}},
+        {"keeps_global_batch": True},
+        {"row": {"sync_time_s": 0.7, "compute_time_s": 0.2}},
+    ],
+)
+def test_untrained_it_is_the_rule_of_the_agent_to_the_bit(changes: dict[str, Any]) -> None:
+    options = changes.get("options", {"noise_multiplier": 0.3})
+    rule = left(report(is_learned=False, **(changes | {"options": options})))
+    assert encode(left(report(is_learned=True, **(changes | {"options": options | {"learned": 1.0}})), network())) == (
+        encode(rule)
+    )
+
+
+@pytest.mark.parametrize("choice", range(len(MULTIPLIERS)))
+def test_the_factor_multiplies_the_agents_own_wish_within_the_bounds(choice: int) -> None:
+    """At half of the batch and at its double the bounds of the wish, 256 and 1024, are met."""
+    expected = min(max(512 * 2**-0.5 * MULTIPLIERS[choice], 256.0), 1024.0)
+    trace = left(report(is_learned=True, own=None, around=()), network(favour=choice))
+    assert trace.appetite == pytest.approx(expected)
+    assert trace.activity == left(report(is_learned=False, own=None, around=())).activity
+
+
+def test_without_the_option_no_network_is_asked() -> None:
+    def unexpected(_: Sight) -> float:
+        raise AssertionError
+
+    assert trace_of(report(is_learned=False), unexpected) is not None
+
+
+def test_equal_reports_and_files_give_equal_bytes() -> None:
+    first, again = (left(report(is_learned=True), AgentNetwork(_of_many_minds(), "made up")) for _ in range(2))
+    assert encode(first) == encode(again)
+
+
+def test_agents_that_see_the_same_do_the_same_whatever_they_are_called() -> None:
+    """Two nodes change places: so do their traces, since no input tells one node or rank from another."""
+    slow = {"row": {"compute_time_s": 0.7, "sync_time_s": 0.1}}
+    fast = {"row": {"compute_time_s": 0.4, "sync_time_s": 0.4}}
+    both = AgentNetwork(_of_many_minds(), "made up")
+    here = {
+        "node-a": left(report(is_learned=True, node="node-a", ranks=(0, 1), **slow), both),
+        "node-b": left(report(is_learned=True, node="node-b", ranks=(2, 3), **fast), both),
+    }
+    there = {
+        "node-a": left(report(is_learned=True, node="node-a", ranks=(0, 1), **fast), both),
+        "node-b": left(report(is_learned=True, node="node-b", ranks=(2, 3), **slow), both),
+    }
+    assert here["node-a"].appetite != here["node-b"].appetite
+    for one, other in (("node-a", "node-b"), ("node-b", "node-a")):
+        said = msgspec.structs.replace(here[one], node=other, ranks=there[other].ranks)
+        assert encode(said) == encode(there[other])
+
+
+def shown(**changes: Any) -> dict[str, float]:
+    of = report(is_learned=True, **changes)
+    assert of.field is not None
+    return dict(zip(sight.INPUTS, inputs_of(Sight(of, of.field, 0.03, 1024.0)).tolist(), strict=True))
+
+
+def test_inputs_are_what_the_agent_sees() -> None:
+    seen = shown()
+    assert seen["waiting_share"] == pytest.approx(0.3)
+    assert (seen["least_sync_share"], seen["most_compute_share"]) == (pytest.approx(0.3), pytest.approx(0.5))
+    assert (seen["wish_to_batch_log2"], seen["batch_to_base_log2"]) == (1.0, 0.0)
+    assert seen["batch_to_noise_log2"] == pytest.approx(math.log2(512 / 2000))
+    assert seen["loss_change_log2"] == -1.0
+    assert seen["speed_change_log2"] == pytest.approx(math.log2(2560 / 2000))
+    assert seen["around_appetite_to_batch_log2"] == pytest.approx(math.log2(400 / 512))
+    assert (seen["own_strength"], seen["around_strength"]) == (0.5, 0.5)
+
+
+def test_what_is_not_known_is_no_number() -> None:
+    seen = shown(own=None, around=(), totals={"noise": None, "num_correct": None}, row={"times_split": False})
+    unknown = {name for name, number in seen.items() if math.isnan(number)}
+    assert unknown == {
+        *("least_sync_share", "most_sync_share", "least_compute_share", "most_compute_share", "most_data_share"),
+        *("speed_change_log2", "batch_to_noise_log2", "accuracy", "held_out_accuracy"),
+        *("own_appetite_to_batch_log2", "around_appetite_to_batch_log2", "around_waiting_to_own_log2"),
+    }
+
+
+def test_inputs_are_free_of_scale() -> None:
+    """All of it twice as large and four times slower looks the same."""
+    of = report(is_learned=True)
+    view, noise = of.field, of.totals.noise
+    assert view is not None
+    assert noise is not None
+    rows = tuple(
+        msgspec.structs.replace(
+            row,
+            num_samples=2 * row.num_samples,
+            **{name: 4 * getattr(row, name) for name in ("data_time_s", "compute_time_s", "sync_time_s")},
+        )
+        for row in of.rows
+    )
+
+    def larger(trace: SeenTrace) -> SeenTrace:
+        return msgspec.structs.replace(trace, appetite=2 * trace.appetite, waiting_s=4 * trace.waiting_s)
+
+    assert view.own is not None
+    slower = msgspec.structs.replace(
+        view,
+        activity=tuple(each / 2 for each in view.activity),
+        own=larger(view.own),
+        around=tuple(map(larger, view.around)),
+        base_global_batch_size=2 * view.base_global_batch_size,
+    )
+    totals, before = (
+        msgspec.structs.replace(
+            each,
+            num_samples=2 * each.num_samples,
+            num_correct=2 * (each.num_correct or 0.0),
+            loss_sum=2 * (each.loss_sum or 0.0),
+            global_batch_size=2 * each.global_batch_size,
+            time_s=4 * each.time_s,
+            noise=GradientNoise(trace=2 * noise.trace, squared_norm=noise.squared_norm),
+        )
+        for each in (of.totals, of.totals_before or of.totals)
+    )
+    other = msgspec.structs.replace(of, rows=rows, totals=totals, totals_before=before, field=slower)
+    np.testing.assert_allclose(
+        inputs_of(Sight(other, slower, 0.12, 2048.0)), inputs_of(Sight(of, view, 0.03, 1024.0)), rtol=1e-6
+    )
+
+
+def test_a_made_up_report_gives_numbers_all_the_same() -> None:
+    wild = {"time_s": 1e-300, "noise": GradientNoise(trace=1e300, squared_norm=1e-5), "loss_sum": 1e308}
+    trace = left(report(is_learned=True, totals=wild, row={"sync_time_s": 1e300}), network(favour=2))
+    assert trace.appetite > 0
+
+
+def test_the_network_that_comes_with_the_package_is_one_of_agents() -> None:
+    assert shipped_network().actions == MULTIPLIERS
+    assert left(report(is_learned=True)).appetite > 0
+
+
+def _foreign(metadata: dict[str, Any]) -> dict[str, Any]:
+    return metadata | {"action_set": "global"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_foreign, "not a network of agents, as `dynamix learn --policy stigmergy` writes it: Invalid enum value"),
+        (lambda metadata: metadata | {"format": 2}, "format 2, this program reads 1"),
+        (lambda metadata: metadata | {"inputs": ["ping_ms"]}, "its list of inputs names ping_ms, which this program"),
+        (lambda metadata: metadata | {"actions": [3.0]}, "its list of actions names 3.0, which this program"),
+        (lambda metadata: metadata | {"actions": [2.0, 1.0]}, "its first action is 2, not the neutral one, 1"),
+        (lambda metadata: metadata | {"hidden_sizes": [8, 8]}, r"tensor 'actor.0.weight' must be of shape \(8, "),
+    ],
+)
+def test_a_foreign_file_is_refused_in_a_sentence(
+    change: Callable[[dict[str, Any]], dict[str, Any]], message: str
+) -> None:
+    file = learned.policy_file("appetite")
+    data = file.to_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    metadata = change(json.loads(header["__metadata__"]["dynamix"]))
+    header["__metadata__"]["dynamix"] = json.dumps(metadata)
+    text = json.dumps(header).encode()
+    with pytest.raises(NetworkFileError, match=f"mine: {message}"):
+        AgentNetwork(len(text).to_bytes(8, "little") + text + data[8 + length :], "mine")
+
+
+def test_a_damaged_file_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    file = learned.policy_file("appetite")
+    data = file.to_bytes()
+    with pytest.raises(NetworkFileError, match="mine: its tensors cannot be read"):
+        AgentNetwork(data[:-100], "mine")
+    with pytest.raises(NetworkFileError, match="mine: not a safetensors file, or cut off"):
+        AgentNetwork(b"", "mine")
+    broken = {**file.tensors, "actor.0.bias": np.full_like(file.tensors["actor.0.bias"], np.nan)}
+    with pytest.raises(NetworkFileError, match=r"mine: tensor 'actor.0.bias' holds numbers that are not finite"):
+        AgentNetwork(file._replace(tensors=broken).to_bytes(), "mine")
+    with pytest.raises(StartError, match=r"DYNAMIX_COLLECTOR_AGENTS=.*none.safetensors: cannot be read: No such file"):
+        _chooser(CollectorSettings(agents=str(tmp_path / "none.safetensors")))
+
+
+def test_a_collector_takes_the_file_that_its_settings_name(tmp_path: Path) -> None:
+    path = tmp_path / "mine.safetensors"
+    path.write_bytes(learned.policy_file("appetite", favour=5).to_bytes())
+    choose = _chooser(CollectorSettings(agents=str(path)))
+    trace = trace_of(report(is_learned=True, own=None, around=()), choose)
+    assert trace is not None
+    assert trace.appetite == 256.0
+    assert _chooser(CollectorSettings()) is None
