@@ -79,6 +79,23 @@ async def test_what_is_not_announced_is_found_by_looking_and_said(
     assert caplog.text.count("run `dynamix provision`") == 1
 
 
+async def test_what_was_missed_while_away_is_no_lack_of_announcements(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    await without_announcements(bus)
+    async with bus.follow(ACTIONS.name, SUBJECT) as messages:
+        for window in (0, 1):
+            await bus.publish(action(window))
+            messages._on_reconnected()
+            assert (await anext(messages)).payload == encode(action(window))
+        monkeypatch.setattr(following, "LOOK_EVERY_S", 0.05)
+        messages._on_reconnected()
+        assert "does not announce" not in caplog.text
+        await bus.publish(action(2))
+        assert (await anext(messages)).payload == encode(action(2))
+        await until(lambda: "ACTIONS does not announce what it stores" in caplog.text)
+
+
 async def test_provisioning_adds_the_announcements(bus: Bus) -> None:
     await without_announcements(bus)
     assert (await provision(bus, [ACTIONS]))[0].startswith("ACTIONS: updated republish null -> ")

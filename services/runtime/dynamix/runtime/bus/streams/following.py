@@ -40,6 +40,8 @@ class Following:
         self._newest = b""
         self._arrived = asyncio.Event()
         self._look_now = asyncio.Event()
+        self._was_away = True
+        """Since the last look: what was stored meanwhile was announced to others."""
         self._has_heard = False
         self._ended = False
         self._error: BusError | None = None
@@ -50,7 +52,7 @@ class Following:
         self._forget = (
             self._connection.when_denied(self._on_denied),
             self._connection.when_closed(self.end),
-            self._connection.when_reconnected(self._look_now.set),
+            self._connection.when_reconnected(self._on_reconnected),
         )
         self._subscription = await self._connection.subscribe(self._heard_on, self._on_message)
         self._looking = asyncio.create_task(self._look())
@@ -100,15 +102,16 @@ class Following:
 
     async def _look(self) -> None:
         """Look at once, after each reconnection, and every `LOOK_EVERY_S`."""
-        is_first = True
         while True:
             self._look_now.clear()
+            was_away, self._was_away = self._was_away, False
             try:
                 found = await newest_message(self._requests, self._stream, self._subject)
             except BusError as error:
                 self._fail(error)
                 return
-            if found is not None and self._take(found.payload) and not is_first and not self._has_heard:
+            is_missed = found is not None and self._take(found.payload)
+            if is_missed and not (was_away or self._was_away or self._has_heard):
                 logger.warning(
                     "%s does not announce what it stores, so that messages on %s come up to %g s late: run "
                     "`dynamix provision`",
@@ -117,10 +120,13 @@ class Following:
                     LOOK_EVERY_S,
                 )
                 self._has_heard = True  # once is enough
-            is_first = False
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_EVERY_S):
                     await self._look_now.wait()
+
+    def _on_reconnected(self) -> None:
+        self._was_away = True
+        self._look_now.set()
 
     def _on_denied(self, subject: str, denial: PermissionDeniedError) -> None:
         if subject == self._heard_on.lower():
