@@ -6,8 +6,11 @@ every 0.2 s, and a bystander that stores 200 to 400 messages a second:
 
 none                the same without a fault
 leader-kill         SIGKILL for the server that leads FEED, or in turn ACTIONS; it starts again once decisions are back
-minority-partition  the same server is frozen with its connections open, and goes on once decisions are back
+leader-freeze       the same server is frozen with its connections open, and goes on once decisions are back
 rolling-restart     every server is stopped by SIGTERM and started again, one after the other
+minority-partition  the link of the same server is cut, and healed once decisions are back and a client beside it, which
+                    publishes and follows decisions, has left it; only with `--fault minority-partition`, as root: the
+                    servers, job and services then live in network namespaces of their own
 
 Lost is an acknowledged message (bystander's, report, action) that is not in its stream afterwards, or is another one.
 The time without decisions is the longest from a window's report to its action at the reader. Judged are the messages;
@@ -17,19 +20,22 @@ of one that was killed.
 
 import argparse
 import asyncio
+import contextlib
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from bench.failover.partition import servers_on
 from bench.failover.servers import NUM_SERVERS, ThreeServers
-from bench.failover.trial import FAULTS, Fault, Scene, Trial, run_trial
+from bench.failover.trial import FAULTS, PARTITION, Fault, Scene, Trial, run_trial
 from bench.harness.broker import run_with_uvloop
 from bench.harness.command import BenchmarkReport, Target, benchmark_parser, run_benchmark
 from bench.harness.steady_job import SteadyJobError, running_job
 from bench.harness.tables import formatted, markdown, replaced
+from bench.hosts import Hosts, HostsError
 
 from dynamix.runtime import output_files
 from dynamix.runtime.bus import Bus, BusError
@@ -48,11 +54,21 @@ COLUMNS = {
     "within 5 s": "{within_5_s} of {trials}",
 }
 SOON_S = 5.0
+BEGIN_PARTITION = "<!-- this table is made by `python -m bench.failover --fault minority-partition` -->"
+PARTITION_COLUMNS = {
+    **COLUMNS,
+    "link cut for [s]": "{cut_for_s}",
+    "sent beside the server while cut": "{sent_while_cut:,}",
+    "acknowledged there": "{acknowledged_while_cut:,}",
+    "stored in the end": "{stored_of_these:,}",
+    "left it after [s]": "{left_after_s}",
+    "served again after the healing [s]": "{back_after_s}",
+}
 
 
-async def measure(faults: Sequence[Fault], num_trials: int) -> tuple[list[Trial], int]:
+async def measure(servers: ThreeServers, faults: Sequence[Fault], num_trials: int) -> tuple[list[Trial], int]:
     """All trials, the faults in turn; and how many actions did not follow the one before them."""
-    async with ThreeServers() as servers:
+    async with servers:
         bus = await Bus.connect(servers.settings, name="trainer")
         try:
             await provision(bus, num_replicas=NUM_SERVERS)
@@ -97,22 +113,52 @@ def summary(trials: Sequence[Trial]) -> list[dict[str, Any]]:
     return rows
 
 
+def partition_summary(trials: Sequence[Trial]) -> list[dict[str, Any]]:
+    """The row of those trials in which a link was cut."""
+    seen = [trial.minority for trial in trials if trial.minority is not None]
+    (row,) = summary([trial for trial in trials if trial.minority is not None])
+    sums = ("sent_while_cut", "acknowledged_while_cut", "stored_of_these")
+    ranges = ("cut_for_s", "left_after_s", "back_after_s")
+    row |= {name: sum(getattr(view, name) for view in seen) for name in sums}
+    row |= {name: _range([getattr(view, name) for view in seen]) for name in ranges}
+    return [row]
+
+
+def _range(times: Sequence[float]) -> str:
+    return f"{min(times):.1f} to {max(times):.1f}"
+
+
+@contextlib.contextmanager
+def _servers_for(faults: Sequence[Fault]) -> Iterator[ThreeServers]:
+    """On loopback; or on hosts, among which this process then lives, too."""
+    if PARTITION not in faults:
+        yield ThreeServers()
+        return
+    with Hosts(NUM_SERVERS) as hosts, hosts.entered():
+        yield servers_on(hosts)
+
+
 def report_of(options: argparse.Namespace) -> BenchmarkReport:
     """Measure, and write the table into a document that has a place for it."""
-    trials, num_out_of_chain = run_with_uvloop(measure(options.fault or FAULTS, options.trials))
-    rows = summary(trials)
+    faults = options.fault or [fault for fault in FAULTS if fault != PARTITION]
+    with _servers_for(faults) as servers:
+        trials, num_out_of_chain = run_with_uvloop(measure(servers, faults, options.trials))
+    if faults == [PARTITION]:
+        rows, columns, begin = partition_summary(trials), PARTITION_COLUMNS, BEGIN_PARTITION
+    else:
+        rows, columns, begin = summary(trials), COLUMNS, BEGIN
     if options.document:
         path = Path(options.document)
-        cells = [[cell.format_map(row) for cell in COLUMNS.values()] for row in rows]
-        text = replaced(path.read_text(), BEGIN, END, f"\n{markdown([*COLUMNS], cells, num_left=1)}\n")
+        cells = [[cell.format_map(row) for cell in columns.values()] for row in rows]
+        text = replaced(path.read_text(), begin, END, f"\n{markdown([*columns], cells, num_left=1)}\n")
         output_files.write(path, text.encode())
     lost = sum(trial.lost for trial in trials)
     targets = [
         Target(name="acknowledged messages lost", value=lost, at_most=0),
         Target(name="actions out of their chain", value=num_out_of_chain, at_most=0),
     ]
-    figures = {"summary": rows, "trials": [msgspec.structs.asdict(trial) for trial in trials]}
-    return BenchmarkReport(figures, formatted(rows, COLUMNS), targets)
+    figures = {"summary": rows, "trials": [msgspec.to_builtins(trial) for trial in trials]}
+    return BenchmarkReport(figures, formatted(rows, columns), targets)
 
 
 def main() -> int:
@@ -121,7 +167,7 @@ def main() -> int:
     parser.add_argument("--fault", choices=FAULTS, action="append", help="only this one (may be repeated)")
     parser.add_argument("--document", metavar="FILE", help="write the table into this Markdown file, between its marks")
     options = parser.parse_args()
-    cannot = (SteadyJobError, EmbeddedServerError, BusError, asyncio.TimeoutError)
+    cannot = (SteadyJobError, EmbeddedServerError, BusError, HostsError, asyncio.TimeoutError)
     return run_benchmark("failover", options, lambda: report_of(options), cannot=cannot)
 
 

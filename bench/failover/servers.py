@@ -1,4 +1,4 @@
-"""Three real nats-servers on loopback that keep every stream three times, each with a store of its own."""
+"""Three real nats-servers, on loopback or where they are given, that keep every stream three times."""
 
 import asyncio
 import contextlib
@@ -20,6 +20,7 @@ from dynamix.runtime.settings import BusSettings
 from dynamix.schemas.streams import STREAMS
 
 NUM_SERVERS = 3
+LOOPBACK = "127.0.0.1"
 CURRENT_TIMEOUT_S = 120.0
 _NAME, _SYNC = 'server_name: "dynamix-embedded"', 'sync_interval: "2m"'
 
@@ -27,15 +28,16 @@ _NAME, _SYNC = 'server_name: "dynamix-embedded"', 'sync_interval: "2m"'
 class ClusterServer(EmbeddedServer):
     """One of the three: an embedded server that syncs as the deployed one does and knows the others."""
 
-    def __init__(self, name: str, route_ports: Sequence[int], own: int, password: str) -> None:
-        super().__init__()
-        self.name = name
+    def __init__(self, number: int, routes: Sequence[str], password: str, *, host: str = LOOPBACK) -> None:
+        """`routes`: the addresses that the servers find each other at, this one's at `number`."""
+        super().__init__(host=host)
+        self.name = f"broker-{number + 1}"
         self._password = password
-        self._routes = ", ".join(f'"nats-route://127.0.0.1:{port}"' for port in route_ports)
-        self._listen = f'"127.0.0.1:{route_ports[own]}"'
+        self._routes = ", ".join(f'"nats-route://{address}"' for address in routes)
+        self._listen = f'"{routes[number]}"'
 
     def freeze(self) -> None:
-        """Let it neither answer nor close a connection, as a machine that is cut off or out of memory."""
+        """Let it neither answer nor close a connection, as a machine that is out of memory."""
         os.kill(self.pid, signal.SIGSTOP)
 
     def thaw(self) -> None:
@@ -73,12 +75,9 @@ class ThreeServers:
         servers: by name.
     """
 
-    def __init__(self) -> None:
-        ports, password = free_ports(NUM_SERVERS), secrets.token_urlsafe(24)
-        self.servers = {
-            name: ClusterServer(name, ports, number, password)
-            for number, name in enumerate(f"broker-{number + 1}" for number in range(NUM_SERVERS))
-        }
+    def __init__(self, servers: Sequence[ClusterServer] = ()) -> None:
+        """With none given they are on loopback."""
+        self.servers = {server.name: server for server in servers or _on_loopback()}
         self._open = contextlib.AsyncExitStack()
 
     @property
@@ -109,6 +108,11 @@ class ThreeServers:
     async def until_current(self, bus: Bus) -> None:
         """Wait until every stream has all its copies, and no copy lags."""
         await until_current(bus)
+
+
+def _on_loopback() -> list[ClusterServer]:
+    routes, password = [f"{LOOPBACK}:{port}" for port in free_ports(NUM_SERVERS)], secrets.token_urlsafe(24)
+    return [ClusterServer(number, routes, password) for number in range(NUM_SERVERS)]
 
 
 async def until_current(bus: Bus) -> None:

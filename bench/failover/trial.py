@@ -1,11 +1,14 @@
 """One trial: something happens to a server while a job runs; what was lost, and how long no decision came."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import Literal, NamedTuple, get_args
 
 import msgspec
 from bench.failover.bystander import Bystander
+from bench.failover.minority import Cut, MinorityView
+from bench.failover.partition import HostServer, client_beside
 from bench.failover.servers import ClusterServer, ThreeServers
 from bench.harness.steady_job import SteadyJob
 from bench.messages.stored import stored_messages
@@ -16,8 +19,10 @@ from dynamix.schemas.codec import decode
 from dynamix.schemas.messages import Action, Report
 from dynamix.schemas.streams import ACTIONS, FEED
 
-Fault = Literal["none", "leader-kill", "minority-partition", "rolling-restart"]
+Fault = Literal["none", "leader-kill", "leader-freeze", "minority-partition", "rolling-restart"]
 FAULTS: tuple[Fault, ...] = get_args(Fault)
+PARTITION: Fault = "minority-partition"
+"""Needs servers on hosts, each with a link that can be cut."""
 BACK_TIMEOUT_S = 90.0
 BEFORE_S = 1.0
 AFTER_S = 2.0
@@ -41,6 +46,8 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     longest_wait_s: float
     """From a window's report to its action at the reader, at most: so long was the job without decisions."""
     num_windows: int
+    minority: MinorityView | None = None
+    """What a client beside the server saw, where that was cut off; its messages are in the counts above, too."""
 
 
 class Scene(NamedTuple):
@@ -59,19 +66,22 @@ async def run_trial(scene: Scene, fault: Fault, number: int, stream: str) -> Tri
     bystander, begin = Bystander(scene.bus, number), len(scene.job.reported_at)
     await asyncio.sleep(BEFORE_S)
     server = await scene.servers.leader_of(scene.bus, stream)
-    await _HAPPENS[fault](scene, server)
+    minority = await _HAPPENS[fault](scene, server)
     await scene.servers.until_current(scene.bus)
     async with scene.job.paused(BACK_TIMEOUT_S):
         windows = range(begin, len(scene.job.reported_at))
-        lost = await bystander.num_lost()
+        lost, acknowledged = await bystander.num_lost(), bystander.num_acknowledged + 2 * len(windows)
+        if minority is not None:
+            lost, acknowledged = lost + minority.lost, acknowledged + minority.acknowledged
         return Trial(
             fault=fault,
             server=server.name,
             stream=stream,
-            acknowledged=bystander.num_acknowledged + 2 * len(windows),
+            acknowledged=acknowledged,
             lost=lost + await _lost_reports(scene, windows) + await _lost_actions(scene, windows),
             longest_wait_s=max(scene.job.waits_s(windows)),
             num_windows=len(windows),
+            minority=minority,
         )
 
 
@@ -85,12 +95,27 @@ async def _leader_kill(scene: Scene, server: ClusterServer) -> None:
     await server.start()
 
 
-async def _minority_partition(scene: Scene, server: ClusterServer) -> None:
+async def _leader_freeze(scene: Scene, server: ClusterServer) -> None:
     server.freeze()
     try:
         await _until_back(scene)
     finally:
         server.thaw()
+
+
+async def _minority_partition(scene: Scene, server: ClusterServer) -> MinorityView:
+    """The job and the services are on the side of the other two; a client beside this one goes on with it alone."""
+    assert isinstance(server, HostServer), "only a host's link can be cut"
+    async with client_beside(server, scene.servers.settings, scene.job.job.job) as client:
+        began_at = time.monotonic()
+        server.place.cut()
+        try:
+            await _until_back(scene)
+            await client.until("left")
+        finally:
+            ended_at = time.monotonic()
+            server.place.restore()
+        return await client.view(Cut(began_at=began_at, ended_at=ended_at))
 
 
 async def _rolling_restart(scene: Scene, _server: ClusterServer) -> None:
@@ -100,9 +125,10 @@ async def _rolling_restart(scene: Scene, _server: ClusterServer) -> None:
     await _until_back(scene)
 
 
-_HAPPENS: dict[Fault, Callable[[Scene, ClusterServer], Awaitable[None]]] = {
+_HAPPENS: dict[Fault, Callable[[Scene, ClusterServer], Awaitable[MinorityView | None]]] = {
     "none": _nothing,
     "leader-kill": _leader_kill,
+    "leader-freeze": _leader_freeze,
     "minority-partition": _minority_partition,
     "rolling-restart": _rolling_restart,
 }

@@ -14,7 +14,7 @@ from dynamix.schemas.streams import ACTIONS, FEED
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-@pytest.mark.parametrize("fault", ["leader-kill", "minority-partition", "rolling-restart"])
+@pytest.mark.parametrize("fault", ["leader-kill", "leader-freeze", "rolling-restart"])
 async def test_a_cluster_that_loses_a_server_loses_no_message(fault: Fault, scale: Scale, figure: Figure) -> None:
     """Every window is decided once and in order, those that were reported meanwhile too."""
     num_trials = scale(1, 5)

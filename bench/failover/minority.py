@@ -1,0 +1,180 @@
+"""A client beside a server that is cut off: it publishes and follows decisions all the time, and says what it saw.
+
+`python -m bench.failover.minority JOB SERVER` on that server's host, with the broker's addresses in the environment. It
+writes a line once it is connected to SERVER and served, another once it has left it, and after a `Cut` on its standard
+input a `MinorityView`.
+"""
+
+import asyncio
+import contextlib
+import functools
+import os
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+
+import msgspec
+from bench.harness.broker import run_with_uvloop
+from bench.messages.stored import stored_messages
+
+from dynamix.runtime import settings
+from dynamix.runtime.bus import Bus, BusError
+from dynamix.runtime.settings import BusSettings
+from dynamix.schemas import subjects
+from dynamix.schemas.codec import decode
+from dynamix.schemas.messages import Action
+from dynamix.schemas.streams import ACTIONS, FEED
+
+EVERY_S = 0.02
+"""Between two messages, which do not wait for each other's acknowledgement."""
+LOOK_EVERY_S = 0.05
+UNDER_WAY_S = 1.0
+"""What was stored when the link was cut may be acknowledged a moment later."""
+BACK_TIMEOUT_S = 90.0
+MAX_CONNECTIONS = 50
+"""Each goes to any of the three servers."""
+
+
+class Cut(msgspec.Struct, frozen=True, kw_only=True):
+    """When a link was cut and healed, by the clock that all processes of a machine share."""
+
+    began_at: float
+    ended_at: float
+
+
+class MinorityView(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client on the side of the server that was cut off saw."""
+
+    acknowledged: int
+    lost: int
+    """Acknowledged and not stored once, as it was; or read as a decision that is not in its stream."""
+    cut_for_s: float
+    sent_while_cut: int
+    acknowledged_while_cut: int
+    """From a second after the cut to the healing."""
+    stored_of_these: int
+    """Messages that were sent while the link was cut and are stored in the end, each once."""
+    left_after_s: float
+    """From the cut until the client left the server that answers and stores nothing."""
+    back_after_s: float
+    """From the healing until a message was acknowledged and a decision was read."""
+
+
+class MinorityClient:
+    """Publishes numbered messages and follows a job's decisions, on one connection."""
+
+    def __init__(self, bus: Bus, job: str) -> None:
+        self._bus = bus
+        self._own = subjects.of("reward", f"minority-{os.getpid()}", "node-0")
+        self._decisions = subjects.of("action", job)
+        self._sent_at: list[float] = []
+        self._waiting: set[asyncio.Future[int]] = set()
+        self._acknowledged: dict[int, tuple[int, float]] = {}
+        """Sequence and time by number."""
+        self._read: list[tuple[Action, float]] = []
+
+    async def publish(self) -> None:
+        """Publish until cancelled."""
+        while True:
+            number = len(self._sent_at)
+            self._sent_at.append(time.monotonic())
+            future = await self._bus.publish_bytes_soon(self._own, b"%d" % number, f"{self._own}:{number}")
+            self._waiting.add(future)
+            future.add_done_callback(functools.partial(self._on_answer, number))
+            await asyncio.sleep(EVERY_S)
+
+    async def follow(self) -> None:
+        """Read decisions until cancelled, as a training process does."""
+        while True:
+            with contextlib.suppress(BusError):  # none could be looked up: following again finds the newest
+                async with self._bus.follow(ACTIONS.name, self._decisions) as messages:
+                    async for message in messages:
+                        action = decode(Action, self._decisions, message.payload)
+                        self._read.append((action, time.monotonic()))
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def until_served(self, after: float) -> float:
+        """When, after that time, a message had been acknowledged and a decision read."""
+        async with asyncio.timeout(BACK_TIMEOUT_S):
+            while True:
+                answered = next((at for _, at in self._acknowledged.values() if at > after), None)
+                read = next((at for _, at in self._read if at > after), None)
+                if answered is not None and read is not None:
+                    return max(answered, read)
+                await asyncio.sleep(LOOK_EVERY_S)
+
+    async def until_left(self) -> float:
+        """When the connection was given up."""
+        before = self._bus.counters["reconnects"]
+        while self._bus.is_connected and self._bus.counters["reconnects"] == before:  # noqa: ASYNC110 - no event tells
+            await asyncio.sleep(LOOK_EVERY_S)
+        return time.monotonic()
+
+    async def view(self, cut: Cut, left_at: float, back_at: float) -> MinorityView:
+        """Compare with the streams, once all that was sent has been answered; nothing may be sent any more."""
+        await asyncio.gather(*self._waiting, return_exceptions=True)
+        places = defaultdict(list)
+        for message in await stored_messages(self._bus, FEED.name, self._own):
+            places[int(message.payload)].append(message.sequence)
+        found = await stored_messages(self._bus, ACTIONS.name, self._decisions)
+        kept = {action.window: action for action in (decode(Action, one.subject, one.payload) for one in found)}
+        lost = sum(places[number] != [sequence] for number, (sequence, _) in self._acknowledged.items())
+        made_up = sum(kept.get(action.window) != action for action, _ in self._read)
+        while_cut = [number for number, at in enumerate(self._sent_at) if cut.began_at < at < cut.ended_at]
+        surely_cut = cut.began_at + UNDER_WAY_S
+        return MinorityView(
+            acknowledged=len(self._acknowledged),
+            lost=lost + made_up,
+            cut_for_s=cut.ended_at - cut.began_at,
+            sent_while_cut=len(while_cut),
+            acknowledged_while_cut=sum(surely_cut < at < cut.ended_at for _, at in self._acknowledged.values()),
+            stored_of_these=sum(len(places[number]) == 1 for number in while_cut),
+            left_after_s=left_at - cut.began_at,
+            back_after_s=back_at - cut.ended_at,
+        )
+
+    def _on_answer(self, number: int, future: asyncio.Future[int]) -> None:
+        self._waiting.discard(future)
+        if not future.cancelled() and future.exception() is None:
+            self._acknowledged[number] = future.result(), time.monotonic()
+
+
+async def connected_to(server: str, bus_settings: BusSettings) -> Bus:
+    """A bus that knows all servers and is connected to this one, of the form `host:port`."""
+    for _ in range(MAX_CONNECTIONS):
+        bus = await Bus.connect(bus_settings, name="trainer-minority")
+        url = bus._connection._client.connected_url  # noqa: SLF001 - no user of the bus needs to know
+        if url is not None and url.netloc.rpartition("@")[2] == server:
+            return bus
+        await bus.close()
+    raise BusError(f"none of {MAX_CONNECTIONS} connections went to {server}")
+
+
+async def run(job: str, server: str) -> None:
+    """From the first connection to the view."""
+    bus = await connected_to(server, settings.read(BusSettings, "nats", os.environ))
+    client = MinorityClient(bus, job)
+    work = [asyncio.create_task(client.publish()), asyncio.create_task(client.follow())]
+    try:
+        await client.until_served(time.monotonic())
+        print("served", flush=True)
+        left_at = await client.until_left()
+        print("left", flush=True)
+        cut = msgspec.json.decode(await asyncio.to_thread(sys.stdin.buffer.readline), type=Cut)
+        back_at = await client.until_served(cut.ended_at)
+        for task in work:
+            task.cancel()
+        await asyncio.gather(*work, return_exceptions=True)
+        print(msgspec.json.encode(await client.view(cut, left_at, back_at)).decode(), flush=True)
+    finally:
+        await bus.close()
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run for a job's name and a server's address."""
+    run_with_uvloop(run(*arguments))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
