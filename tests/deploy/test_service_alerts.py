@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from tests.support import alert_trials, examples
 from tests.support.alert_trials import Phase, Recorded, check_alerts, needs, record
-from tests.support.brokers import ConfiguredServer, connected, publish_unstored, until
+from tests.support.brokers import ConfiguredServer, connected, operate, publish_unstored, until
 from tests.support.control_plane import NODE, one_node_job, report_of
 from tests.support.scraped_plane import EQUAL, ScrapedPlane
 from tests.support.services_here import ServiceHere, services_here
@@ -25,6 +25,7 @@ from dynamix.collector import turns
 from dynamix.collector.ebpf.syscall import ProgramInfo
 from dynamix.collector.shown import ShownWindows
 from dynamix.runtime.bus import Bus
+from dynamix.runtime.bus.broker.requests import Answer
 from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.health.watchdog import Watchdog
 from dynamix.runtime.metrics import scrape as scraping
@@ -101,6 +102,33 @@ async def test_a_feed_that_is_flooded(plane: ScrapedPlane, tmp_path: Path, monke
         tmp_path,
         Phase(20, before, set()),
         Phase(20, flooded, {"DynamixFeedFlooded"}),
+        Phase(20, await plane.record(), set()),
+    )
+
+
+async def test_a_feed_with_consumers_without_end(
+    plane: ScrapedPlane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client with an operator's key makes them; the server itself refuses the thousand and first."""
+    monkeypatch.setattr(arbitrator_shown, "FEED_EVERY_S", 0.05)
+    before = await plane.record()
+    place, wanted = f"CONSUMER.CREATE.{FEED.name}", subjects.of("state", "any", "x")
+
+    async def make(name: str) -> None:
+        config = {"name": name, "ack_policy": "none", "mem_storage": True, "filter_subject": wanted}
+        body = {"stream_name": FEED.name, "config": config, "action": "create"}
+        await plane.bus.requests.ask(f"{place}.{name}.{wanted}", body, Answer)
+
+    for start in range(0, 901, 53):
+        await asyncio.gather(*[make(f"crowd-{number}") for number in range(start, start + 53)])
+    await plane.scraped("arbitrator", lambda text: 'feed_consumers{component="arbitrator"} 9' in text)
+    crowded = await plane.record()
+    await asyncio.gather(*[operate(plane.bus, f"CONSUMER.DELETE.FEED.crowd-{number}") for number in range(100)])
+    await plane.scraped("arbitrator", lambda text: 'feed_consumers{component="arbitrator"} 8' in text)
+    check_alerts(
+        tmp_path,
+        Phase(20, before, set()),
+        Phase(20, crowded, {"DynamixConsumersCrowded"}),
         Phase(20, await plane.record(), set()),
     )
 

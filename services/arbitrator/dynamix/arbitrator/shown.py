@@ -182,6 +182,7 @@ class ShownDecisions:
             taken = self._feed.num_bytes / FEED.max_bytes
             scrape.gauge("feed_full_ratio", "share of FEED's room that is taken", taken)
             scrape.gauge("feed_span_seconds", "from FEED's oldest to its newest message", self._feed.span_s)
+            scrape.gauge("feed_consumers", "what the broker keeps for readers of FEED", self._feed.num_consumers)
         scrape.counter("jobs_not_shown", "jobs left out since too many are active", self._jobs.num_evicted)
 
 

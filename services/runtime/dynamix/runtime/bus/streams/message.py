@@ -42,6 +42,7 @@ class StreamState(NamedTuple):
     num_bytes: int = 0
     span_s: float = 0.0
     """From the oldest to the newest message."""
+    num_consumers: int = 0
 
 
 def parse_delivery(

@@ -18,6 +18,7 @@ class _State(msgspec.Struct):
     bytes: int = 0
     first_ts: str = ""
     last_ts: str = ""
+    consumer_count: int = 0
     subjects: dict[str, int] | None = None
 
 
@@ -51,7 +52,10 @@ async def stream_state(requests: Requests, stream: str) -> StreamState:
     state = (await requests.ask(f"STREAM.INFO.{stream}", None, _StreamInfo)).state
     assert state is not None, "the API answers with an error or a state"
     span_ns = _nanoseconds(state.last_ts) - _nanoseconds(state.first_ts) if state.messages else 0
-    return StreamState(state.first_seq, state.last_seq, state.messages, state.bytes, span_ns / 1e9)
+    span_s = span_ns / 1e9
+    return StreamState(
+        state.first_seq, state.last_seq, state.messages, state.bytes, span_s, num_consumers=state.consumer_count
+    )
 
 
 async def count_messages(requests: Requests, stream: str, subject: str) -> int:
