@@ -139,7 +139,12 @@ async def test_every_role_can_have_a_key(broker: DeployedBroker) -> None:
     [
         ("collector", ("of-reward", "--role", "reward"), "--role collector --node node-b`"),
         ("collector", ("of-node-a", "--role", "collector", "--node", "node-a"), "--role collector --node node-b`"),
-        ("reward", ("of-node-b", "--role", "collector", "--node", "node-b"), "--role reward`"),
+        (
+            "reward",
+            ("of-node-b", "--role", "collector", "--node", "node-b"),
+            "--role reward --instance node-b`",
+        ),
+        ("reward", ("of-1", "--role", "reward", "--instance", "1"), "--role reward --instance node-b`"),
     ],
 )
 async def test_a_service_with_the_key_of_another_ends_with_one_sentence(

@@ -21,6 +21,7 @@ def test_users_are_read_back_as_they_were_written() -> None:
         *DEFAULT,
         User(name="alice", role="trainer", jobs=("alice-1", "alice-2"), keys=(KEY, KEY[::-1])),
         User(name="node-a", role="collector", nodes=("node-a",), keys=(KEY,)),
+        User(name="reward-1", role="reward", instances=("1",), keys=(KEY[1:] + "A",)),
     ]
     text = write_users(users)
     assert read_users(text) == users
@@ -70,6 +71,24 @@ def test_a_collector_of_one_node_may_do_this_and_nothing_else() -> None:
     assert all(subject.startswith("$SRV.") for subject in subscribe[2:])
 
 
+def test_a_reward_service_of_one_instance_reaches_no_consumer_but_its_own() -> None:
+    publish, subscribe = permissions_of("reward", "reward-a", instances=("1",))
+    assert publish == (
+        "dynamix.v1.reward.*.*",
+        "dynamix.v1.dead.*.*",
+        "dynamix.v1.live.reward.1",
+        "$JS.API.STREAM.INFO.FEED",
+        "$JS.API.CONSUMER.CREATE.FEED.reward-1.dynamix.v1.window.*.*",
+        "$JS.API.CONSUMER.MSG.NEXT.FEED.reward-1",
+        "$JS.API.CONSUMER.INFO.FEED.reward-1",
+        "$JS.API.CONSUMER.RESET.FEED.reward-1",
+        "$JS.ACK.FEED.reward-1.>",
+        "$JS.ACK.*.*.FEED.reward-1.>",
+        "_INBOX.watcher.>",
+    )
+    assert subscribe[:2] == ("_INBOX.reward-a.>", "dynamix.v1.live.reward.1")
+
+
 def test_several_jobs_are_all_permitted_and_no_other() -> None:
     publish, _ = permissions_of("trainer", "alice", jobs=("a", "b"))
     assert [subject for subject in publish if subject.startswith("dynamix.v1.job.")] == [
@@ -95,6 +114,7 @@ def test_only_a_watcher_listens_below_the_watchers_inbox() -> None:
         ({"name": "watcher"}, "it would share its inbox"),
         ({"nodes": ("a",)}, "a trainer has no node of its own"),
         ({"role": "reward", "jobs": ("a",)}, "a reward has no jobs of its own"),
+        ({"role": "arbitrator", "instances": ("a",)}, "a arbitrator has no instance of its own"),
     ],
 )
 def test_a_user_that_cannot_be_is_refused(changes: dict[str, object], reason: str) -> None:

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable
 
+import msgspec
+
 from dynamix.cli.errors import CommandError
 from dynamix.runtime.bus.users.users_file import User
 from dynamix.schemas.spelling import suggestion
@@ -46,5 +48,5 @@ def named(users: Iterable[User], name: str) -> User:
 
 
 def _replaced(users: Iterable[User], user: User, keys: tuple[str, ...]) -> list[User]:
-    changed = User(name=user.name, role=user.role, jobs=user.jobs, nodes=user.nodes, keys=keys)
+    changed = msgspec.structs.replace(user, keys=keys)
     return [changed if other is user else other for other in users]

@@ -1,7 +1,8 @@
-"""Create, rotate, revoke and list the keys that let users in at the broker, each for certain jobs or nodes.
+"""Create, rotate, revoke and list the keys that let users in at the broker, each for certain jobs, nodes or instances.
 
   dynamix keys create alice --role trainer --job alice-1 --job alice-2
   dynamix keys create node-a --role collector --node node-a
+  dynamix keys create reward --role reward --instance node-a
   dynamix keys rotate alice            # both keys work; then, once the new one is in use: keys revoke alice --old
   dynamix keys revoke alice
   dynamix keys refresh                 # after an upgrade: the permissions that this version needs
@@ -60,6 +61,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     creating.add_argument("--role", choices=ROLES, required=True, help="what it does on the bus")
     add_list(creating, "--job", "ID", "a job that this trainer is for, its whole id; may be repeated ('*': all jobs)")
     add_list(creating, "--node", "NODE", "a node that this collector is for; may be repeated ('*': all nodes)")
+    what = "a reward service that this key is for: its DYNAMIX_INSTANCE, else its node; may be repeated (none: all)"
+    add_list(creating, "--instance", "NAME", what)
     for one in (creating, rotating):
         what = "where to write the key, with mode 0600 (default: NAME.nkey here)"
         add_output_argument(one, KEY, what, streams=False)
@@ -96,6 +99,7 @@ def _create(arguments: argparse.Namespace) -> None:
             role=role,
             jobs=() if ALL in jobs else tuple(jobs),
             nodes=() if ALL in nodes else tuple(nodes),
+            instances=tuple(arguments.instance),
             keys=(UserKey(seed).public,),
         )
     with _changing(arguments.users) as users:
@@ -180,8 +184,9 @@ def _row(user: User) -> tuple[str, str, str, str]:
 
 
 def _limits(user: User) -> str:
-    if user.is_limited:
-        return "{} {}".format("jobs" if user.jobs else "node", ", ".join(user.jobs or user.nodes))
+    for what, names in (("jobs", user.jobs), ("node", user.nodes), ("instance", user.instances)):
+        if names:
+            return f"{what} {', '.join(names)}"
     return {"trainer": "all jobs", "collector": "all nodes"}.get(user.role, f"the {user.role}")
 
 

@@ -54,13 +54,14 @@ async def send_heartbeats(
             with contextlib.suppress(BusError):
                 await bus.publish_live(heartbeat())
             if (await asyncio.wait([denied], timeout=HEARTBEAT_S))[0]:
-                raise PermissionDeniedError(f"{denied.result()}; {_of_another(service, node)}")
+                raise PermissionDeniedError(f"{denied.result()}; {_of_another(service, node, instance)}")
     finally:
         forget()
 
 
-def _of_another(service: str, node: str) -> str:
+def _of_another(service: str, node: str, instance: str) -> str:
     """The fix of a login that is not this service's."""
-    limit = f" --node {node}" if service == "collector" else ""
+    limit = {"collector": f" --node {node}", "reward": f" --instance {instance}"}.get(service, "")
     made = f"dynamix keys create NAME --role {service}{limit}"
-    return f"its login is for another service, node or instance: correct DYNAMIX_NODE, or give it a key of `{made}`"
+    wrong = "its login is for another service, node or instance"
+    return f"{wrong}: correct DYNAMIX_NODE or DYNAMIX_INSTANCE, or give it a key of `{made}`"

@@ -14,8 +14,9 @@
 - `nats micro ls` asks on $SRV.PING, INFO and STATS, each for all services, for those of a name, and for one. Only the
   watcher may ask; a service answers to the watcher's inbox. There is no allow_responses: it would let a service publish
   on any reply subject that a request names.
-- A wildcard is a whole token, and the name of a consumer is one: a role whose consumers have no fixed name can delete
-  or drain another user's consumer of a stream that it reads. SECURITY.md says what that means.
+- A wildcard is a whole token, and the name of a consumer is one: a user whose consumers have no fixed name can make,
+  change, reset, drain or delete another user's consumer of a stream that it reads, and so stop the services. Names are
+  fixed for a collector of certain nodes and a reward service of certain instances. SECURITY.md says who is left.
 """
 
 import itertools
@@ -49,7 +50,9 @@ class Permissions(NamedTuple):
     subscribe: tuple[str, ...]
 
 
-def permissions_of(role: str, name: str, *, jobs: Sequence[str] = (), nodes: Sequence[str] = ()) -> Permissions:
+def permissions_of(
+    role: str, name: str, *, jobs: Sequence[str] = (), nodes: Sequence[str] = (), instances: Sequence[str] = ()
+) -> Permissions:
     """What a user of a role needs, and no more.
 
     Args:
@@ -57,6 +60,7 @@ def permissions_of(role: str, name: str, *, jobs: Sequence[str] = (), nodes: Seq
         name: of the user.
         jobs: of a trainer; none: all.
         nodes: of a collector; none: all.
+        instances: of a reward service; none: all.
     """
     inbox = f"{INBOX}.{inbox_of(role, name)}.>"
     if role == PROVISION:
@@ -68,6 +72,8 @@ def permissions_of(role: str, name: str, *, jobs: Sequence[str] = (), nodes: Seq
         places["job"] = jobs
     if nodes:
         places |= {"node": nodes, "instance": nodes}
+    if instances:
+        places["instance"] = instances
     publish = [*_sent(role, places), *_read(role, places)]
     subscribe = [inbox, *_heard(role, places)]
     if role != "trainer":
@@ -102,7 +108,7 @@ def _read(role: str, places: _Places) -> Iterator[str]:
         if role in kind.receivers and kind.stream is not None and kind.stream is not whole:
             filters.setdefault(kind.stream.name, []).extend(_subjects(kind, places))
     for stream, wanted in filters.items():
-        names = [f"{role}-{node}" for node in places.get("node", ())] or [ANY]
+        names = [f"{role}-{instance}" for instance in places.get("instance", ())] or [ANY]
         yield from _durable(stream, wanted, names) if role in _DURABLE else _unnamed(stream, wanted)
     yield from (f"{API}STREAM.MSG.GET.{stream.name}" for stream in _LOOKS_UP.get(role, ()))
     if role in ("arbitrator", "learner"):

@@ -35,11 +35,13 @@ class User(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid
     """The jobs of a trainer; none: all."""
     nodes: tuple[str, ...] = ()
     """The nodes of a collector; none: all."""
+    instances: tuple[str, ...] = ()
+    """The instances of a reward service; none: all."""
     keys: tuple[str, ...] = ()
     """Public keys that it may log in with, the newest last; none: the password NATS_PASSWORD_<NAME>."""
 
     def __post_init__(self) -> None:
-        for token in (self.name, *self.jobs, *self.nodes):
+        for token in (self.name, *self.jobs, *self.nodes, *self.instances):
             check_token(token)
         if self.role not in ROLES:
             raise ValueError(f"role {self.role!r} is none of {', '.join(ROLES)}{suggestion(self.role, ROLES)}")
@@ -49,11 +51,13 @@ class User(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid
             raise ValueError(f"a {self.role} has no jobs of its own: only a trainer can be limited to jobs")
         if self.nodes and self.role != "collector":
             raise ValueError(f"a {self.role} has no node of its own: only a collector can be limited to nodes")
+        if self.instances and self.role != "reward":
+            raise ValueError(f"a {self.role} has no instance of its own: only a reward can be limited to instances")
 
     @property
     def is_limited(self) -> bool:
-        """Whether it is for certain jobs or nodes only."""
-        return bool(self.jobs or self.nodes)
+        """Whether it is for certain jobs, nodes or instances only."""
+        return bool(self.jobs or self.nodes or self.instances)
 
 
 DEFAULT = tuple(User(name=role, role=role) for role in ROLES)
@@ -96,7 +100,7 @@ def _logins(user: User) -> Iterator[str]:
 
 
 def _permissions(user: User) -> Iterator[str]:
-    allowed = permissions_of(user.role, user.name, jobs=user.jobs, nodes=user.nodes)
+    allowed = permissions_of(user.role, user.name, jobs=user.jobs, nodes=user.nodes, instances=user.instances)
     yield "    permissions {"
     for verb, subjects in zip(allowed._fields, allowed, strict=True):
         yield f"      {verb}: ["
