@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -11,12 +12,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from bench.failover.servers import free_ports
 from tests.support import examples
+from tests.support.brokers import connected, until
 from tests.support.deployed_broker import DEPLOY, STORE, make_secrets
+from tests.support.hostile import refused
 
-from dynamix.runtime.bus import Bus
+from dynamix.cli.main import main
+from dynamix.runtime.bus import Bus, PermissionDeniedError
 from dynamix.runtime.embedded import server_binary
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import subjects
@@ -27,6 +32,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 START_TIMEOUT_S = 60.0
+RELOADED = "Reloaded server configuration"
 LISTEN = '"0.0.0.0:6222"'
 
 
@@ -50,6 +56,28 @@ class Deployment:
             password_file=str(self._secrets / f"{user}.password"),
             ca_file=str(self._certificate),
         )
+
+    def key(self, name: str) -> BusSettings:
+        """With a key of `dynamix keys` that `copied` may have brought to the servers."""
+        file = self._directory / f"{name}.nkey"
+        return BusSettings(url=",".join(self.urls.values()), nkey_file=str(file), ca_file=str(self._certificate))
+
+    def keys(self, *words: str) -> None:
+        """Run `dynamix keys` on the first server's users."""
+        assert main(["keys", *words, "--users", str(self._directory / "1" / "users" / "users.conf")]) == 0
+
+    def copied(self, processes: Mapping[int, subprocess.Popen[bytes]]) -> None:
+        """Copy the first server's users to the others, and reload those that run, as deploy/README.md says."""
+        for number in (2, 3):
+            for file in (self._directory / "1" / "users").iterdir():
+                shutil.copy(file, self._directory / str(number) / "users" / file.name)
+        for number, process in processes.items():
+            before = self.log(number).count(RELOADED)
+            process.send_signal(signal.SIGHUP)
+            deadline = time.monotonic() + START_TIMEOUT_S
+            while self.log(number).count(RELOADED) == before:
+                assert time.monotonic() < deadline, self.log(number)[-2000:]
+                time.sleep(0.01)
 
     def log(self, number: int) -> str:
         return (self._directory / str(number) / "log").read_text()
@@ -153,6 +181,38 @@ async def test_three_servers_keep_what_they_acknowledged_when_one_is_killed(tmp_
         finally:
             await reader.close()
         assert found == sequences
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_keys_are_made_rotated_and_revoked_on_three_servers_while_they_run(tmp_path: Path) -> None:
+    """One key is good at each of the three; a rotation disturbs no connection; a revocation ends it at each."""
+    deployment = Deployment(tmp_path)
+    with contextlib.ExitStack() as running:
+        processes = {number: running.enter_context(deployment.server(number)) for number in (1, 2, 3)}
+        provision(deployment.settings("provision"))
+        file = str(tmp_path / "alice.nkey")
+        deployment.keys("create", "alice", "--role", "trainer", "--job", examples.JOB, "-o", file)
+        deployment.copied(processes)
+        for number in (1, 2, 3):
+            own = msgspec.structs.replace(deployment.key("alice"), url=deployment.urls[number])
+            async with connected(own, "trainer-1") as bus:
+                assert await bus.publish(examples.report(window=number)) == number
+                assert await refused(bus, subjects.of("job", "other-1")) == [True]
+        async with connected(deployment.key("alice"), "trainer-1") as bus:
+            deployment.keys("rotate", "alice", "-o", file)
+            deployment.copied(processes)
+            async with connected(deployment.key("alice"), "trainer-2") as newer:
+                deployment.keys("revoke", "alice", "--old")
+                deployment.copied(processes)
+                await until(lambda: bus.counters["reconnects"] == 1)  # it read the new key, and goes on with it
+                assert await bus.publish(examples.report(window=4)) == 4
+                assert newer.counters["reconnects"] == 0
+        deployment.keys("revoke", "alice")
+        deployment.copied(processes)
+        for url in deployment.urls.values():
+            with pytest.raises(PermissionDeniedError):
+                await Bus.connect(msgspec.structs.replace(deployment.key("alice"), url=url), name="trainer-1")
 
 
 def test_a_server_with_another_password_is_refused(tmp_path: Path) -> None:
