@@ -76,9 +76,10 @@ faults: venv ## all faults at full counts, five rounds with other seeds, into ou
 failover: venv ## a broker of three servers that loses one, 20 times each: docs/failover.json and the table of docs/failover.md; 30 minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.failover --json docs/failover.json --document docs/failover.md $(ARGS)
 
-floods: venv ## one client floods the broker beside honest jobs: docs/floods.json, floods-keys.json, the tables of docs/floods.md; 7 minutes
+floods: venv ## one client floods the broker beside honest jobs: docs/floods*.json, the tables of docs/floods.md; 20 minutes
 	-OMP_NUM_THREADS=1 $(BIN)/python -m bench.floods --json docs/floods.json --document docs/floods.md $(ARGS)
-	OMP_NUM_THREADS=1 $(BIN)/python -m bench.floods --keys --json docs/floods-keys.json --document docs/floods.md $(ARGS)
+	-OMP_NUM_THREADS=1 $(BIN)/python -m bench.floods --keys --json docs/floods-keys.json --document docs/floods.md $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m bench.floods --role all --json docs/floods-roles.json --document docs/floods.md $(ARGS)
 
 lint: venv ## ruff: rules and format
 	$(BIN)/ruff check .

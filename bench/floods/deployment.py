@@ -36,10 +36,19 @@ class Deployment:
         watcher: connected as the user who may read everything.
     """
 
-    def __init__(self, urls: Sequence[str], directory: Path) -> None:
+    def __init__(self, urls: Sequence[str], directory: Path, logs: Sequence[Path]) -> None:
         self._url = ",".join(urls)
         self._directory = directory
+        self._logs = logs
         self.watcher: Bus
+
+    def num_violations(self) -> int:
+        """Operations that the broker refused so far, as its log has them."""
+        found = 0
+        for log in self._logs:
+            with log.open("rb") as lines:
+                found += sum(b"Violation" in line for line in lines)
+        return found
 
     def settings(self, name: str) -> BusSettings:
         """How to connect as a user."""
@@ -47,11 +56,15 @@ class Deployment:
 
 
 @contextlib.asynccontextmanager
-async def deployment(jobs: Sequence[str], num_servers: int) -> AsyncIterator[Deployment]:
+async def deployment(jobs: Sequence[str], num_servers: int, others: Sequence[User] = ()) -> AsyncIterator[Deployment]:
     """Broker and services, ready; for each job a trainer of its name, which may speak of no other, and one for all."""
-    services = [User(name=role, role=role) for role in ("reward", "arbitrator", PROVISION, WATCHER)]
+    services = [
+        *(User(name=role, role=role) for role in ("arbitrator", PROVISION, WATCHER)),
+        User(name="reward", role="reward", instances=(NODE,)),
+        User(name="collector", role="collector", nodes=(NODE,)),
+    ]
     trainers = [User(name=ALL_JOBS, role="trainer"), *(User(name=job, role="trainer", jobs=(job,)) for job in jobs)]
-    users = [*services, User(name="collector", role="collector", nodes=(NODE,)), *trainers]
+    users = [*services, *trainers, *others]
     with (
         tempfile.TemporaryDirectory(prefix="dynamix-floods-") as name,
         _broker(Path(name), users, num_servers) as running,
@@ -99,7 +112,7 @@ def _broker(directory: Path, users: Sequence[User], num_servers: int) -> Iterato
             )
             running.callback(process.terminate)
             started.append((own, process, log))
-        yield Deployment([_address(*server) for server in started], directory)
+        yield Deployment([_address(*server) for server in started], directory, [log for _, _, log in started])
 
 
 def _cluster(routes: Sequence[int], own: int) -> str:

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -12,13 +12,13 @@ from bench.harness.broker import run_with_uvloop
 from bench.harness.steady_job import NODE
 from bench.messages.load import NodeWindow, Parcel, job_of, node_window, parcel
 
-from dynamix.runtime.bus import Bus, BusError
+from dynamix.runtime.bus import Bus, BusError, PermissionDeniedError
 from dynamix.runtime.bus.broker.connection import BrokerConnection
 from dynamix.runtime.bus.broker.requests import Answer
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import subjects
 from dynamix.schemas.messages import Job, NodeRanks
-from dynamix.schemas.streams import ACTIONS
+from dynamix.schemas.streams import ACTIONS, Stream
 
 LARGE_BYTES = 487_000
 LARGE_RANKS = 4096
@@ -42,6 +42,8 @@ class Sent(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int
     """All payloads together, refused ones too."""
     seconds: float
+    denied: int = 0
+    """Refused since the key may not."""
 
 
 Send = Callable[[BusSettings, int], Coroutine[Any, Any, Sent]]
@@ -105,7 +107,9 @@ def _junk(count: int) -> Iterator[Parcel]:
         yield Parcel(subjects.of("report", "junk", "node-z"), bytes(LARGE_BYTES), f"junk:{number}")
 
 
-def _connected(flood: Callable[[Bus, int], Coroutine[Any, Any, Sent]]) -> Send:
+def over_bus(flood: Callable[[Bus, int], Coroutine[Any, Any, Sent]]) -> Send:
+    """By a bus, which hears what becomes of each."""
+
     async def connected(settings: BusSettings, count: int) -> Sent:
         bus = await Bus.connect(settings, name="flood")
         try:
@@ -116,21 +120,23 @@ def _connected(flood: Callable[[Bus, int], Coroutine[Any, Any, Sent]]) -> Send:
     return connected
 
 
-def _unheard(parcels: Callable[[int], Iterator[Parcel]]) -> Send:
-    """Without acknowledgements: the sender sees not what is stored."""
+def unheard(parcels: Callable[[int], Iterator[Parcel]], *, is_answered: bool = False) -> Send:
+    """Without looking at answers: the sender sees not what is stored. They go where none listens, or are not made."""
 
     async def send_all(settings: BusSettings, count: int) -> Sent:
         connection = BrokerConnection(settings, "flood", None)
         await connection.open(wait=False)
+        reply = f"{connection.inbox}.unheard" if is_answered else ""
         try:
             begun, num_bytes = time.monotonic(), 0
             for number, one in enumerate(parcels(count), start=1):
-                await connection.send(one.subject, one.payload)
+                await connection.send(one.subject, one.payload, reply)
                 num_bytes += len(one.payload)
                 if number % SMALL_AT_ONCE == 0:
                     await connection.round_trip(ANSWER_S)
             await connection.round_trip(ANSWER_S)
-            return Sent(accepted=0, refused=0, num_bytes=num_bytes, seconds=time.monotonic() - begun)
+            seconds, denied = time.monotonic() - begun, connection.counters["permission_denials"]
+            return Sent(accepted=0, refused=0, num_bytes=num_bytes, seconds=seconds, denied=denied)
         finally:
             await connection.close()
 
@@ -140,7 +146,7 @@ def _unheard(parcels: Callable[[int], Iterator[Parcel]]) -> Send:
 def _small(kind: str, *nodes: str) -> Send:
     """Junk of 100 bytes in the name of its own job."""
     one = Parcel(subjects.of(kind, HOSTILE_JOB, *nodes), bytes(SMALL_BYTES), "")
-    return _unheard(lambda count: itertools.repeat(one, count))
+    return unheard(lambda count: itertools.repeat(one, count))
 
 
 def _own_reports(count: int) -> Iterator[Parcel]:
@@ -161,28 +167,40 @@ def _publishing(parcels: Callable[[int], Iterator[Parcel]]) -> Send:
             await asyncio.sleep(0)
         return await _judged(futures, num_bytes, begun)
 
-    return _connected(publish)
+    return over_bus(publish)
 
 
-async def _consumers(bus: Bus, count: int) -> Sent:
-    """Durable consumers, which a trainer may make to read the actions of its job."""
-    begun, accepted = time.monotonic(), 0
-    async for answers in _in_groups(bus, count):
-        accepted += sum(not isinstance(answer, BusError) for answer in answers)
-    return Sent(accepted=accepted, refused=count - accepted, num_bytes=0, seconds=time.monotonic() - begun)
+def consumers_of(stream: Stream, kind: str, *nodes: str) -> Send:
+    """Durable consumers of a stream, each for messages of a kind of one made-up job."""
+
+    async def make(bus: Bus, count: int) -> Sent:
+        begun, answers = time.monotonic(), list[Answer | BaseException]()
+        for start in range(0, count, NUM_AT_ONCE):
+            numbers = range(start, min(count, start + NUM_AT_ONCE))
+            asked = [_consumer(bus, stream, f"flood-{number}", (kind, f"fake-{number}", *nodes)) for number in numbers]
+            answers += await asyncio.gather(*asked, return_exceptions=True)
+        refused = sum(isinstance(answer, BusError) for answer in answers)
+        return Sent(
+            accepted=count - refused,
+            refused=refused,
+            num_bytes=0,
+            seconds=time.monotonic() - begun,
+            denied=num_denied(answers),
+        )
+
+    return over_bus(make)
 
 
-async def _in_groups(bus: Bus, count: int) -> AsyncIterator[list[Answer | BaseException]]:
-    for start in range(0, count, NUM_AT_ONCE):
-        asked = [_consumer(bus, number) for number in range(start, min(count, start + NUM_AT_ONCE))]
-        yield await asyncio.gather(*asked, return_exceptions=True)
-
-
-async def _consumer(bus: Bus, number: int) -> Answer:
-    name, subject = f"flood-{number}", subjects.of("action", f"fake-{number}")
+async def _consumer(bus: Bus, stream: Stream, name: str, wanted: Sequence[str]) -> Answer:
+    subject = subjects.of(*wanted)
     config = {"durable_name": name, "name": name, "ack_policy": "explicit", "filter_subject": subject}
-    body = {"stream_name": ACTIONS.name, "config": config, "action": "create"}
-    return await bus.requests.ask(f"CONSUMER.CREATE.{ACTIONS.name}.{name}.{subject}", body, Answer)
+    body = {"stream_name": stream.name, "config": config, "action": "create"}
+    return await bus.requests.ask(f"CONSUMER.CREATE.{stream.name}.{name}.{subject}", body, Answer)
+
+
+def num_denied(results: Iterable[object]) -> int:
+    """How many were refused since the key may not."""
+    return sum(isinstance(result, PermissionDeniedError) for result in results)
 
 
 async def _judged(futures: list[asyncio.Future[int]], num_bytes: int, begun: float) -> Sent:
@@ -190,14 +208,15 @@ async def _judged(futures: list[asyncio.Future[int]], num_bytes: int, begun: flo
     refused = sum(isinstance(result, BusError) for result in results)
     accepted = sum(isinstance(result, int) for result in results)
     assert refused + accepted == len(results), "the bus raises nothing else"
-    return Sent(accepted=accepted, refused=refused, num_bytes=num_bytes, seconds=time.monotonic() - begun)
+    seconds = time.monotonic() - begun
+    return Sent(accepted=accepted, refused=refused, num_bytes=num_bytes, seconds=seconds, denied=num_denied(results))
 
 
 FLOODS = {
     "jobs": Flood(
         "jobs of 4 ranks that never end, each with a report to the same collector", 10_000, _publishing(_jobs)
     ),
-    "consumers": Flood("durable consumers on ACTIONS", 1000, _connected(_consumers)),
+    "consumers": Flood("durable consumers on ACTIONS", 1000, consumers_of(ACTIONS, "action")),
     "specifications": Flood("specifications of 487 kB", 150, _publishing(_specifications)),
     "junk": Flood("messages of 487 kB into FEED, 1.1 GB", 2260, _publishing(_junk)),
     "reports": Flood("reports of 4,096 ranks to the same collector", 256, _publishing(_reports)),
@@ -206,6 +225,6 @@ FLOODS = {
         "junk reports of 100 B, of its own job, to the same collector", 500_000, _small("report", NODE), with_key=True
     ),
     "own-reports": Flood(
-        "reports of 4 ranks, of its own job, to the same collector", 50_000, _unheard(_own_reports), with_key=True
+        "reports of 4 ranks, of its own job, to the same collector", 50_000, unheard(_own_reports), with_key=True
     ),
 }

@@ -3,13 +3,35 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from bench.floods.__main__ import BEGIN, BEGIN_KEYS, END, HEADINGS, cells_of, targets_of
-from bench.floods.measurement import Delays, FloodResult, delays_of
+from bench.floods.__main__ import (
+    BEGIN,
+    BEGIN_KEYS,
+    BEGIN_ROLES,
+    END,
+    HEADINGS,
+    ROLE_HEADINGS,
+    cells_of,
+    role_cells,
+    targets_of,
+)
+from bench.floods.measurement import HONEST_JOBS, Delays, FloodResult, delays_of
+from bench.floods.roles import (
+    ALERTS,
+    HOSTILE_USERS,
+    MANY_CONSUMERS,
+    RoleReport,
+    RoleResult,
+    floods_of,
+    subjects_of_role,
+)
 from bench.floods.senders import FLOODS, LARGE_RANKS, Sent, job_on_one_node, measured_of
 from bench.harness.steady_job import NODE
 from bench.harness.tables import markdown
 from tests.support.benches import ROOT, run_bench
 
+from dynamix.runtime.bus.users.permissions import permissions_of
+
+RULES = (ROOT / "deploy" / "prometheus" / "alerts.yaml").read_text()
 CALM = Delays(num_windows=50, median_s=0.01, p95_s=0.02, longest_s=0.03)
 RESULT = FloodResult(
     flood="junk",
@@ -76,6 +98,77 @@ def test_floods_of_three_servers_are_measured(tmp_path: Path, keys: list[str], f
     assert one.flooded.num_windows > 0
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_what_a_role_may_not_do_is_refused_and_logged_and_honest_jobs_are_decided(tmp_path: Path) -> None:
+    (tmp_path / "floods.md").write_text(f"{BEGIN}\nother\n{END}\n{BEGIN_ROLES}\nold\n{END}\n")
+    options = ["--role", "collector", "--role", "watcher", "--size", "0.01", "--calm", "1", "--after", "1"]
+    found = run_bench("floods", tmp_path / "r.json", *options, "--document", str(tmp_path / "floods.md"))
+    collector, watcher = msgspec.convert(found["roles"], list[RoleReport])
+    assert [one.flood for one in collector.results] == [*floods_of("collector")]
+    for report, may in ((collector, {"requests", "own-kinds"}), (watcher, {"consumers", "feed-consumers", "requests"})):
+        for one in report.results:
+            assert one.num_out_of_chain == 0
+            assert one.flooded.num_windows > 0
+            assert one.sent.denied == (0 if one.flood in may else one.sent.accepted + one.sent.refused), one.flood
+            assert one.num_violations == one.sent.denied
+    kinds = {one.flood: one for one in collector.results}["own-kinds"]
+    assert "DynamixDeadLetters" in kinds.alerts
+    text = (tmp_path / "floods.md").read_text()
+    assert "other" in text
+    assert "old" not in text
+    assert "| watcher | none |" in text
+
+
+@pytest.mark.parametrize("role", HOSTILE_USERS)
+def test_what_is_sent_of_a_roles_kinds_is_permitted_and_in_an_honest_jobs_name_where_it_may(role: str) -> None:
+    user = HOSTILE_USERS[role]
+    allowed = permissions_of(user.role, user.name, jobs=user.jobs, nodes=user.nodes, instances=user.instances).publish
+    sent = subjects_of_role(role)
+    assert all(any(matches(pattern, subject) for pattern in allowed) for subject in sent)
+    assert bool(sent) == (role != "watcher")
+    in_anothers_name = [subject for subject in sent if HONEST_JOBS[0] in subject.split(".")]
+    assert bool(in_anothers_name) == (role in ("collector", "reward", "learner"))
+
+
+def matches(pattern: str, subject: str) -> bool:
+    """As the broker compares them; `>` stands last."""
+    wanted, given = pattern.split("."), subject.split(".")
+    if wanted[-1] == ">":
+        wanted, given = wanted[:-1], given[: len(wanted) - 1]
+    return len(wanted) == len(given) and all(one in ("*", token) for one, token in zip(wanted, given, strict=True))
+
+
+def test_alerts_are_raised_by_the_numbers_that_the_rules_name() -> None:
+    for counter, alert in ALERTS.items():
+        assert f"alert: {alert}\n        expr: increase(dynamix_{counter}_total[" in RULES
+    assert f"alert: DynamixConsumersCrowded\n        expr: dynamix_feed_consumers > {MANY_CONSUMERS}\n" in RULES
+    assert "expr: dynamix_feed_full_ratio > 0.9 and dynamix_feed_span_seconds < 600\n" in RULES
+
+
+def test_floods_that_are_wholly_refused_are_one_row_with_the_longest_delay() -> None:
+    def result(flood: str, accepted: int, longest_s: float, *alerts: str) -> RoleResult:
+        refused = 100 - accepted
+        return RoleResult(
+            role="reward",
+            flood=flood,
+            what=flood,
+            count=100,
+            sent=Sent(accepted=accepted, refused=refused, num_bytes=0, seconds=1.0, denied=refused),
+            flooded=msgspec.structs.replace(CALM, longest_s=longest_s),
+            num_out_of_chain=0,
+            num_violations=refused,
+            alerts=alerts,
+        )
+
+    results = (result("junk", 0, 0.2), result("own-kinds", 100, 0.3, "DynamixDeadLetters"), result("small", 0, 0.1))
+    assert role_cells(RoleReport(role="reward", calm=CALM, results=results)) == [
+        ["reward", "none", "", "", "10 / 20 / 30", ""],
+        ["reward", "100 own-kinds", "100", "0", "10 / 20 / 300", "DynamixDeadLetters"],
+        ["reward", "junk, small", "0", "200", "10 / 20 / 200", "200 refusals logged"],
+    ]
+
+
 def test_delays_are_summed_up() -> None:
     found = delays_of([0.1, 0.2, 0.3, 0.4, 9.0])
     assert (found.num_windows, found.median_s, found.longest_s) == (5, 0.3, 9.0)
@@ -105,3 +198,11 @@ def test_the_documented_table_is_of_the_documented_figures(file: str, *, with_ke
     assert {one.flood: one.count for one in results} == wanted
     cells = [cells_of(result) for result in results]
     assert markdown(HEADINGS, cells, num_left=1) in (ROOT / "docs" / "floods.md").read_text()
+
+
+def test_the_documented_roles_are_of_the_documented_figures() -> None:
+    found = msgspec.json.decode((ROOT / "docs" / "floods-roles.json").read_bytes())
+    reports = msgspec.convert(found["roles"], list[RoleReport])
+    assert [one.role for one in reports] == [*HOSTILE_USERS]
+    cells = [row for report in reports for row in role_cells(report)]
+    assert markdown(ROLE_HEADINGS, cells, num_left=2) in (ROOT / "docs" / "floods.md").read_text()

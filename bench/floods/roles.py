@@ -1,0 +1,191 @@
+"""The same floods by the key of each role: what is refused, what it does to honest jobs, which alarm shows it."""
+
+import asyncio
+import functools
+import itertools
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+
+import msgspec
+from bench.floods.measurement import HONEST_JOBS, Delays, Honest, honest_with_keys, send_beside
+from bench.floods.senders import FLOODS, HOSTILE_JOB, SMALL_BYTES, Flood, Sent, consumers_of, unheard
+from bench.harness.broker import run_with_uvloop
+from bench.harness.command import BenchmarkError
+from bench.harness.steady_job import NODE
+from bench.messages.load import Parcel
+
+from dynamix.cli.services import SERVICES
+from dynamix.runtime.bus.broker.requests import API
+from dynamix.runtime.bus.users.users_file import User
+from dynamix.runtime.settings import BusSettings
+from dynamix.schemas import subjects
+from dynamix.schemas.codec import decode
+from dynamix.schemas.kinds import KINDS, WATCHER, Kind
+from dynamix.schemas.messages import Live
+from dynamix.schemas.streams import FEED
+
+HOSTILE_NODE = "node-z"
+HOSTILE_USERS = {
+    "trainer": User(name="hostile-trainer", role="trainer", jobs=(HOSTILE_JOB,)),
+    "collector": User(name="hostile-collector", role="collector", nodes=(HOSTILE_NODE,)),
+    "reward": User(name="hostile-reward", role="reward", instances=("hostile",)),
+    "arbitrator": User(name="hostile-arbitrator", role="arbitrator"),
+    "learner": User(name="hostile-learner", role="learner"),
+    WATCHER: User(name="hostile-watcher", role=WATCHER),
+}
+"""Each with a key as it is given out: for one job, node or instance where it can be. `provision` may remove streams."""
+
+ONLY_BY_ROLE = ("feed-consumers", "requests", "own-kinds")
+"""Names of what is sent beside the floods of a trainer."""
+
+READS = {"trainer": "report", "collector": "report", "reward": "window"}
+"""What a key may read of FEED, if only by its own consumer; `state` for all others."""
+
+ALERTS = {
+    "bus_too_many_requests": "DynamixBrokerFlooded",
+    "reports_passed_over": "DynamixCollectorFlooded",
+    "dead_letters": "DynamixDeadLetters",
+}
+"""Alerts by the counter of a service that raises them, as deploy/prometheus/alerts.yaml has them."""
+MIN_FULL_RATIO, MAX_SPAN_S = 0.9, 600.0
+"""DynamixFeedFlooded."""
+MANY_CONSUMERS = 900
+"""DynamixConsumersCrowded."""
+BEAT_TIMEOUT_S = 30.0
+
+
+class RoleResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What one flood by the key of a role did to honest jobs."""
+
+    role: str
+    flood: str
+    what: str
+    count: int
+    sent: Sent
+    flooded: Delays
+    num_out_of_chain: int
+    num_violations: int
+    """Lines of the broker's log that say who was refused what."""
+    alerts: tuple[str, ...]
+    """Those that are raised, and were not before."""
+
+
+class RoleReport(msgspec.Struct, frozen=True, kw_only=True):
+    """All floods by one role's key, on one broker, one after the other."""
+
+    role: str
+    calm: Delays
+    results: tuple[RoleResult, ...]
+
+
+def floods_of(role: str) -> dict[str, Flood]:
+    """Those of a trainer, and what only this key may send."""
+    own: dict[str, Flood] = {
+        "feed-consumers": Flood(
+            "durable consumers on FEED", 1000, consumers_of(FEED, READS.get(role, "state"), HOSTILE_NODE)
+        ),
+        "requests": Flood("requests for the state of FEED", 100_000, _request),
+    }
+    if subjects_of_role(role):
+        sending = unheard(functools.partial(_own_kinds, role))
+        own["own-kinds"] = Flood("junk messages of 100 B, of all kinds that the key may send", 200_000, sending)
+    return {**FLOODS, **own}
+
+
+def subjects_of_role(role: str) -> list[str]:
+    """What a role's key may publish to a stream: in the name of an honest job where it may, and harms not by design."""
+    return [_subject(role, kind) for kind in KINDS if role in kind.senders and kind.stream is not None]
+
+
+def send_as(role: str, flood: str, count: int, settings: BusSettings) -> Sent:
+    """Send so many of a kind; for a process of its own."""
+    return run_with_uvloop(floods_of(role)[flood].send(settings, count))
+
+
+async def measure_role(
+    role: str, *, size: float, calm_s: float, after_s: float, only: Sequence[str] = ()
+) -> RoleReport:
+    """Send one flood after the other by the key of a role, to one broker and its services.
+
+    Raises:
+        SteadyJobError: when a service ended, or a window was not decided at all.
+    """
+    hostile, floods = HOSTILE_USERS[role], floods_of(role)
+    async with honest_with_keys(1, hostile.name, [hostile]) as honest:
+        begin = honest.reported()
+        await asyncio.sleep(calm_s)
+        async with honest.all_decided():
+            calm = honest.delays(begin, honest.reported())
+        results = []
+        for name in (name for name in floods if not only or name in only):
+            count = max(1, round(floods[name].full * size))
+            results.append(await _measured(honest, role, name, count, after_s))
+        return RoleReport(role=role, calm=calm, results=tuple(results))
+
+
+async def _measured(honest: Honest, role: str, name: str, count: int, after_s: float) -> RoleResult:
+    assert honest.broker is not None, "roles have keys on the broker of a deployment only"
+    before, num_violations = await _seen(honest), honest.broker.num_violations()
+    begin, broken = honest.reported(), _num_out_of_chain(honest)
+    sent = await send_beside(honest, functools.partial(send_as, role, name), count, after_s)
+    async with honest.all_decided():
+        flooded = honest.delays(begin, honest.reported())
+    after = await _seen(honest)
+    return RoleResult(
+        role=role,
+        flood=name,
+        what=floods_of(role)[name].what,
+        count=count,
+        sent=sent,
+        flooded=flooded,
+        num_out_of_chain=_num_out_of_chain(honest) - broken,
+        num_violations=honest.broker.num_violations() - num_violations,
+        alerts=tuple(alert for alert, value in after.items() if value > before[alert]),
+    )
+
+
+def _num_out_of_chain(honest: Honest) -> int:
+    return sum(job.num_out_of_chain() for job in honest.jobs)
+
+
+async def _seen(honest: Honest) -> dict[str, int]:
+    """What raises each alert: a sum over the next heartbeats of the services, or whether it is so of FEED."""
+    found: dict[str, Mapping[str, int]] = {}
+    try:
+        async with asyncio.timeout(BEAT_TIMEOUT_S), _beats(honest) as beats:
+            async for beat in beats:
+                found[beat.service] = beat.counters
+                if found.keys() >= set(SERVICES):
+                    break
+    except TimeoutError:
+        raise BenchmarkError(f"of the services only these beat: {', '.join(found) or 'none'}") from None
+    feed = await honest.watcher.stream_state(FEED.name)
+    is_flooded = feed.num_bytes > MIN_FULL_RATIO * FEED.max_bytes and feed.span_s < MAX_SPAN_S
+    sums = {alert: sum(beat.get(name, 0) for beat in found.values()) for name, alert in ALERTS.items()}
+    is_crowded = feed.num_consumers > MANY_CONSUMERS
+    return {**sums, "DynamixFeedFlooded": int(is_flooded), "DynamixConsumersCrowded": int(is_crowded)}
+
+
+@asynccontextmanager
+async def _beats(honest: Honest) -> AsyncIterator[AsyncIterator[Live]]:
+    async with honest.watcher.subscribe(subjects.of("live", subjects.ANY, NODE)) as messages:
+        yield (decode(Live, message.subject, message.payload) async for message in messages)
+
+
+def _subject(role: str, kind: Kind) -> str:
+    """An arbitrator's junk is of a job of its own: by design it decides all jobs."""
+    job = HOSTILE_JOB if role in ("trainer", "arbitrator") else HONEST_JOBS[0]
+    node = HOSTILE_NODE if role == "collector" else NODE
+    tokens = {"job": job, "node": node, "kind": "report"}
+    return subjects.of(kind.name, *(tokens.get(token, "flood") for token in kind.tokens))
+
+
+def _own_kinds(role: str, count: int) -> Iterator[Parcel]:
+    parcels = itertools.cycle([Parcel(subject, bytes(SMALL_BYTES), "") for subject in subjects_of_role(role)])
+    return itertools.islice(parcels, count)
+
+
+async def _request(settings: BusSettings, count: int) -> Sent:
+    one = Parcel(f"{API}STREAM.INFO.{FEED.name}", b"", "")
+    sent = await unheard(lambda count: itertools.repeat(one, count), is_answered=True)(settings, count)
+    return msgspec.structs.replace(sent, accepted=count - sent.denied, refused=sent.denied)
