@@ -28,8 +28,10 @@ from dynamix.runtime.bus import (
     StreamMissingError,
 )
 from dynamix.runtime.bus.broker.errors import NoAnswerError
+from dynamix.runtime.bus.broker.requests import Requests
 from dynamix.runtime.bus.provision import provision
-from dynamix.runtime.bus.streams import consumer, pull
+from dynamix.runtime.bus.streams import broker_consumer, consumer, pull
+from dynamix.runtime.bus.streams.message import StreamState
 from dynamix.runtime.settings import BusSettings
 
 OTHER = "dynamix.v1.state.job-1.node-b"
@@ -323,6 +325,34 @@ async def test_a_durable_consumer_sees_that_its_stream_went_back(server: Configu
         await publish_states(bus, range(3))
         with pytest.raises((SequenceRegressError, StreamMissingError)):
             await read(reader, 1)
+
+
+@pytest.mark.parametrize("num_replicas", [3, 1])
+async def test_of_several_servers_one_that_says_less_than_was_read_is_asked_again(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch, num_replicas: int
+) -> None:
+    """It was cut off, and answers before it has heard of the new leader; a single one has lost what it does not say."""
+    real, num_asked = broker_consumer.stream_state, 0
+
+    async def stale(requests: Requests, stream: str) -> StreamState:
+        nonlocal num_asked
+        num_asked += 1
+        state = (await real(requests, stream))._replace(num_replicas=num_replicas)
+        return state._replace(last_sequence=4) if num_asked < 3 else state
+
+    await publish_states(bus, range(10))
+    async with bus.consume("FEED", STATES, start="all", durable="d") as reader:
+        found = await read(reader, 10)
+        await reader.ack(found[-1])
+        monkeypatch.setattr(broker_consumer, "STALE_PAUSE_S", 0.05)
+        monkeypatch.setattr(broker_consumer, "stream_state", stale)
+        if num_replicas > 1:
+            await reader._broker_side.open()
+            assert num_asked == 3
+        else:
+            with pytest.raises(SequenceRegressError, match="FEED ends at 4, but 10 was already read"):
+                await reader._broker_side.open()
+            assert num_asked == 1
 
 
 async def test_a_missing_stream_is_named_at_once(server: ConfiguredServer) -> None:

@@ -1,5 +1,6 @@
 """The broker's side of a consumer: made, or reset, so that it delivers from the right place, `StreamPosition`."""
 
+import asyncio
 import itertools
 import logging
 import time
@@ -18,6 +19,9 @@ from .stored import stream_state
 logger = logging.getLogger(__name__)
 
 INACTIVE_THRESHOLD_S = 60.0
+STALE_S, STALE_PAUSE_S = 10.0, 0.5
+"""One of several servers that was cut off may lead a stream, as it believes, and say what that held before, until it
+hears of its successor. A single server is believed at once: within seconds new messages would hide what it lost."""
 CREATE_BUDGET_S = 3.0
 """So long one name of an unnamed consumer is asked for; then another one."""
 MAX_ACK_PENDING = 65_536
@@ -151,10 +155,13 @@ class BrokerConsumer:
 
     async def _check_position(self) -> None:
         """Pin what "new" means, and see that the stream still reaches to where we are."""
-        state = await stream_state(self.requests, self.stream)
+        state, last = await stream_state(self.requests, self.stream), self.position.last
+        until = time.monotonic() + (STALE_S if state.num_replicas > 1 else 0.0)
+        while last > state.last_sequence and time.monotonic() < until:
+            await asyncio.sleep(STALE_PAUSE_S)
+            state = await stream_state(self.requests, self.stream)
         if self.position.needs_pin:
             self.position.pin(state.last_sequence)
-        last = self.position.last
         if last > state.last_sequence:
             raise SequenceRegressError(
                 f"{self.stream} ends at {state.last_sequence}, but {last} was already read from it: the broker lost "

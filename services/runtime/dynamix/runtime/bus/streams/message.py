@@ -43,6 +43,7 @@ class StreamState(NamedTuple):
     span_s: float = 0.0
     """From the oldest to the newest message."""
     num_consumers: int = 0
+    num_replicas: int = 1
 
 
 def parse_delivery(

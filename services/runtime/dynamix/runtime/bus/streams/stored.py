@@ -49,12 +49,18 @@ async def purge_subject(requests: Requests, stream: str, subject: str) -> int:
 
 async def stream_state(requests: Requests, stream: str) -> StreamState:
     """What the stream holds now. Raises StreamMissingError when there is none of this name."""
-    state = (await requests.ask(f"STREAM.INFO.{stream}", None, _StreamInfo)).state
+    info = await requests.ask(f"STREAM.INFO.{stream}", None, _StreamInfo)
+    state = info.state
     assert state is not None, "the API answers with an error or a state"
     span_ns = _nanoseconds(state.last_ts) - _nanoseconds(state.first_ts) if state.messages else 0
-    span_s = span_ns / 1e9
     return StreamState(
-        state.first_seq, state.last_seq, state.messages, state.bytes, span_s, num_consumers=state.consumer_count
+        state.first_seq,
+        state.last_seq,
+        state.messages,
+        state.bytes,
+        span_ns / 1e9,
+        num_consumers=state.consumer_count,
+        num_replicas=info.config.get("num_replicas", 1),
     )
 
 
