@@ -28,7 +28,7 @@ def shown_names() -> set[str]:
     decisions = ShownDecisions(metrics)
     standing = JobStanding(0, 3, 0.0, window_s=1.0, decided_window=2, global_batch_size=512, num_refused={"stale": 1})
     decisions._jobs.record("a", standing)
-    decisions._feed = SimpleNamespace(num_bytes=1, span_s=1.0)  # type: ignore[assignment]
+    decisions._feed = SimpleNamespace(num_bytes=1, span_s=1.0, num_consumers=1)  # type: ignore[assignment]
     for number in range(3):
         decisions._runs.record_window(f"mnist-{number}", 1.0, 0.5)
         decisions._runs.end_run(f"mnist-{number}", "rule")
