@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 from tests.support import examples
+from tests.support.brokers import until
 from tests.support.services_here import arbitrator_here
 
-from dynamix.arbitrator import state_queues
+from dynamix.arbitrator import service, state_queues
 from dynamix.arbitrator.deciding import held_jobs
 from dynamix.arbitrator.deciding.held_jobs import HeldJobs, WaitingJobs, Wanted
 from dynamix.arbitrator.deciding.job_log import JobLog
@@ -115,6 +116,38 @@ async def test_a_job_that_falls_behind_is_decided_once_for_each_window(
         await asyncio.gather(*[await bus.publish_soon(state_of(HONEST, window)) for window in range(1, 300)])
         assert await decisions(bus, HONEST.job, 300) == list(range(300))
         assert context.counters["states_put_off"] > 8
+
+
+async def test_a_generation_that_comes_while_a_job_is_opened_is_opened_next(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its state is read while the specification before it is resumed."""
+    opened = JobLog.open
+    entered, goes_on = asyncio.Event(), asyncio.Event()
+    noted: list[int] = []
+
+    def note(wanted: Wanted, message: BusMessage, generation: int) -> None:
+        noted.append(generation)
+        held_jobs.note_state(wanted, message, generation)
+
+    async def late(job: Job, *arguments: object) -> JobLog:
+        entered.set()
+        await goes_on.wait()
+        return await opened(job, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(JobLog, "open", late)
+    monkeypatch.setattr(service, "note_state", note)
+    await bus.publish(HONEST)
+    async with arbitrator_here(bus) as context:
+        await bus.publish(state_of(HONEST))
+        await entered.wait()
+        await bus.publish(msgspec.structs.replace(HONEST, generation=1))
+        await bus.publish(msgspec.structs.replace(state_of(HONEST), generation=1))
+        await bus.publish(msgspec.structs.replace(state_of(HONEST), generation=5))
+        await until(lambda: noted[-2:] == [1, 5])
+        goes_on.set()
+        assert await decisions(bus, HONEST.job, 2) == [0, 0]
+        await until_counter(context, "dead_letters", 1)  # generation 5 has no specification
 
 
 @pytest.mark.parametrize(("num_states", "num_consumers"), [(1, 0), (NUM_ALONE, 0), (NUM_ALONE + 1, 1), (20, 1)])

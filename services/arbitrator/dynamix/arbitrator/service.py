@@ -276,6 +276,7 @@ class _Arbitrator:
             if held is not None and (specification is None or specification.generation < held.job.generation):
                 specification = held.job  # what is open goes on, with the states that came meanwhile
             generation = -1 if specification is None else specification.generation
+            looked_for = wanted.generation
             if generation < wanted.generation and wanted.example is not None:
                 reason = f"generation {wanted.generation} of job {job!r} has no specification"
                 await self._context.dead_letter(wanted.example, reason)
@@ -283,6 +284,8 @@ class _Arbitrator:
                 await self._resume(specification, held, wanted)  # last: nothing is noted after it
         finally:
             del self._opening[job]
+        if wanted.generation > looked_for and wanted.example is not None:  # its state came meanwhile
+            self._let_wait(job, wanted.example, wanted.generation)
 
     async def _resume(self, job: Job, earlier: JobLog | None, wanted: Wanted) -> None:
         """Hold a job's log once it has folded all states of the job that were read so far, unless that halts it."""
