@@ -1,5 +1,6 @@
 """What is said of a comparison on real clocks: ratios, their intervals, predictions and the table."""
 
+import math
 from pathlib import Path
 
 import msgspec
@@ -28,10 +29,18 @@ from bench.cluster.target.prediction import (
     task_of,
     with_session_of,
 )
-from bench.cluster.target.verdict import error_of, geometric_mean, predicted_ratio_of, ratio_of, result_of, targets_of
+from bench.cluster.target.verdict import (
+    error_of,
+    geometric_mean,
+    predicted_ratio_of,
+    ratio_of,
+    result_of,
+    steady_ratio_of,
+    targets_of,
+)
 from bench.results.result import markdown
 from tests.support.benches import ROOT
-from tests.support.target_runs import CASE, compared
+from tests.support.target_runs import CASE, compared, outcome_of
 
 from dynamix.lab.simulator.scenario import Workers
 
@@ -47,6 +56,28 @@ def test_ratios_are_those_of_pairs_and_a_miss_counts_as_the_limit() -> None:
     assert ratio_of(compared(RULE)[0], RULE, STATIC) is None
     plain = found.outcomes[PLAIN][0]
     assert msgspec.structs.replace(plain, time_to_target_s=None).counted_s == plain.limit_s == 40
+
+
+def test_the_mean_of_several_times_counts_each_accuracy_where_three_looks_had_reached_it() -> None:
+    looks = [(1.0, 0.70), (2.0, 0.79), (3.0, 0.81), (4.0, 0.80), (5.0, 0.86), (6.0, 0.86)]
+    run = outcome_of(STATICS[0], 1, 6.0, 40.0)
+    points = [msgspec.structs.replace(run.points[0], trained_s=time_s, accuracy=seen) for time_s, seen in looks]
+    run = msgspec.structs.replace(run, points=points)
+    assert run.mean_time_s([0.80]) == 4.0  # (0.79 + 0.81 + 0.80) / 3
+    assert run.mean_time_s([0.76, 0.80, 0.84]) == pytest.approx((3.0 + 4.0 + 6.0) / 3)
+    assert run.mean_time_s([0.80, 0.85]) == pytest.approx((4.0 + 40.0) / 2)  # never reached: the limit
+
+
+def test_a_row_is_compared_by_the_mean_times_to_several_accuracies() -> None:
+    found, _ = compared()
+    assert steady_ratio_of(found, RULE, STATIC, 0.83).value == pytest.approx(0.7)  # type: ignore[union-attr]
+    for run in list(found.outcomes[RULE]):  # 78, 79 and 80 % at the end of the run, 81, 82 and 83 % never
+        points = [msgspec.structs.replace(point, accuracy=0.8) for point in run.points]
+        found.outcomes[RULE].append(msgspec.structs.replace(run, points=points, limit_s=28.0))
+        del found.outcomes[RULE][0]
+    ratios = [(3 * 14 + 3 * 28) / (6 * 20), (3 * 15.4 + 3 * 28) / (6 * 22)]
+    assert steady_ratio_of(found, RULE, STATIC, 0.83).value == pytest.approx(math.sqrt(math.prod(ratios)))  # type: ignore[union-attr]
+    assert steady_ratio_of(compared(RULE)[0], RULE, STATIC, 0.83) is None
 
 
 def test_two_seeds_have_students_interval() -> None:
@@ -78,7 +109,7 @@ def test_the_table_has_a_row_for_every_arm_and_says_what_was_searched() -> None:
     lines = markdown(result).splitlines()
     start = "| unequal-processors | plain | `ddp@32` | 30.0 / 33.0 | 1.50 [1.50, 1.50] | "
     assert lines[2].startswith(start)
-    assert lines[2].endswith(" | 2.00 [2.00, 2.00] | 2.14 [2.14, 2.14] | - | - |")
+    assert lines[2].endswith(" | 2.00 [2.00, 2.00] | 2.14 [2.14, 2.14] | 1.50 [1.50, 1.50] | - | - |")
     assert lines[3].startswith("| unequal-processors | static | `ddp@64` | 20.0 / 22.0 | - | 1.25")
     assert lines[7].startswith("| unequal-processors | rule | `rule` | 14.0 / 15.4 | 0.700 [0.700, 0.700] |")
     assert lines[7].endswith("| 0.773 | +10% |")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from bench.cluster.target.arms import ROWS, TargetArm
 from bench.cluster.target.campaign import CaseOutcomes, compare
 from bench.cluster.target.cases import TargetCase
-from bench.cluster.target.outcomes import TargetOutcome, TargetPoint
+from bench.cluster.target.outcomes import LOOKS, TargetOutcome, TargetPoint
 
 CASE = TargetCase(name="unequal-processors", title="one is slow", slow_cpus={3: 0.15}, time_limit_s=40.0)
 
@@ -14,16 +14,20 @@ CASE = TargetCase(name="unequal-processors", title="one is slow", slow_cpus={3: 
 def outcome_of(arm: TargetArm, seed: int, time_s: float, limit_s: float, case: TargetCase = CASE) -> TargetOutcome:
     reached = time_s <= limit_s
     end_s = min(time_s, limit_s)
-    point = TargetPoint(
-        trained_s=end_s, accuracy=0.85 if reached else 0.7, num_steps=9, num_samples=99, local_batch_sizes=(9, 9)
-    )
+    accuracy = 0.85 if reached else 0.7
+    points = [
+        TargetPoint(
+            trained_s=end_s * look / LOOKS, accuracy=accuracy, num_steps=9, num_samples=99, local_batch_sizes=(9, 9)
+        )
+        for look in range(1, LOOKS + 1)
+    ]
     return TargetOutcome(
         case=case.name,
         arm=arm.label,
         seed=seed,
         time_to_target_s=end_s if reached else None,
         limit_s=limit_s,
-        points=[point],
+        points=points,
         wall_s=2 * end_s,
     )
 

@@ -81,6 +81,14 @@ class TargetOutcome(msgspec.Struct, frozen=True, kw_only=True):
         """Time to the target; the limit for a run that missed it."""
         return self.limit_s if self.time_to_target_s is None else self.time_to_target_s
 
+    def mean_time_s(self, accuracies: Sequence[float]) -> float:
+        """Mean of the training times to several accuracies; the limit for one that was not reached."""
+        return sum(self._time_to(accuracy) for accuracy in accuracies) / len(accuracies)
+
+    def _time_to(self, accuracy: float) -> float:
+        seen = (self.points[:number] for number in range(1, len(self.points) + 1))
+        return next((points[-1].trained_s for points in seen if is_at_target(points, accuracy)), self.limit_s)
+
     def answers(self, limit_s: float) -> bool:
         """Whether a run up to that limit would show nothing else."""
         return self.time_to_target_s is not None or self.limit_s >= limit_s

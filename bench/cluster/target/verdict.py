@@ -19,9 +19,12 @@ NAME = "cluster"
 SHORT = "cluster-short"
 """Cases of short runs apart, with more seeds and looks."""
 BASES = (STATIC, GOODPUT, PROPORTIONAL, RULE)
+STEADY_POINTS = (5, 4, 3, 2, 1, 0)
+"""How many points below the target the accuracies are whose mean time varies less between seeds than that of one."""
 COLUMNS = [
     *("case", "arm", "setting", "time to target, s"),
     *(f"vs {row}" for row in BASES),
+    f"vs static, {len(STEADY_POINTS)} accuracies",
     *("predicted vs static", "error"),
 ]
 LIMITS: Mapping[str, Mapping[tuple[str, str], float]] = {
@@ -62,7 +65,11 @@ def result_of(
         scale="full",
         seeds=list(seeds),
         columns=COLUMNS,
-        rows=[cells for case in found for cells in _rows(case, predicted.get(case.case.name, Predicted()))],
+        rows=[
+            cells
+            for case in found
+            for cells in _rows(case, predicted.get(case.case.name, Predicted()), target_accuracy)
+        ],
         panels=[_panel(case, target_accuracy) for case in found],
         notes=list(_notes(found, predicted, target_accuracy, grid_s)),
         code=code_digest(),
@@ -98,6 +105,15 @@ def ratio_of(case: CaseOutcomes, row: str, base: str) -> MeanInterval | None:
     return geometric_mean([time_s / base_s for time_s, base_s in zip(times_s, bases_s, strict=True)])
 
 
+def steady_ratio_of(case: CaseOutcomes, row: str, base: str, target_accuracy: float) -> MeanInterval | None:
+    """The same of the mean times to several accuracies up to the target."""
+    if row not in case.outcomes or base not in case.outcomes:
+        return None
+    accuracies = [target_accuracy - points / 100 for points in STEADY_POINTS]
+    times_s, bases_s = ([run.mean_time_s(accuracies) for run in case.outcomes[name]] for name in (row, base))
+    return geometric_mean([time_s / base_s for time_s, base_s in zip(times_s, bases_s, strict=True)])
+
+
 def geometric_mean(ratios: Sequence[float]) -> MeanInterval:
     """Geometric mean with Student's 95 % interval of the logarithms; a bootstrap is too narrow for two or three."""
     found = mean_of([math.log(ratio) for ratio in ratios])
@@ -119,7 +135,7 @@ def error_of(case: CaseOutcomes, predicted: Predicted, row: str) -> float | None
     return None if measured is None or expected is None else expected / measured.value - 1
 
 
-def _rows(case: CaseOutcomes, predicted: Predicted) -> list[list[Cell]]:
+def _rows(case: CaseOutcomes, predicted: Predicted, target_accuracy: float) -> list[list[Cell]]:
     rows: list[list[Cell]] = []
     for row, runs in case.outcomes.items():
         error = error_of(case, predicted, row)
@@ -130,6 +146,7 @@ def _rows(case: CaseOutcomes, predicted: Predicted) -> list[list[Cell]]:
                 f"`{case.arms[row].label}`",
                 " / ".join(map(_time, runs)),
                 *(None if row == base else ratio_of(case, row, base) for base in BASES),
+                None if row == STATIC else steady_ratio_of(case, row, STATIC, target_accuracy),
                 None if row == STATIC else predicted_ratio_of(predicted, row),
                 None if row == STATIC or error is None else f"{error:+.0%}",
             ]
@@ -161,9 +178,11 @@ def _notes(
     found: Sequence[CaseOutcomes], predicted: Mapping[str, Predicted], target_accuracy: float, grid_s: float
 ) -> list[str]:
     cases = "; ".join(f"`{case.case.name}`: {case.case.title}" for case in found)
+    first = target_accuracy - max(STEADY_POINTS) / 100
     what = (
         f"Training time to {target_accuracy:.0%} held-out accuracy in the mean of three looks, one every {grid_s:g} s "
-        f"of it while the job stands still. {cases}. `> N`: missed at N s, counted as N."
+        f"of it while the job stands still. {cases}. `> N`: missed at N s, counted as N. {len(STEADY_POINTS)} "
+        f"accuracies: mean of the times to {first:.0%} ... {target_accuracy:.0%}."
     )
     notes = [what]
     if any(case.searched for case in found):
