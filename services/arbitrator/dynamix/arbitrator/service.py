@@ -10,23 +10,23 @@ from typing import Annotated, Protocol, TypeVar
 import msgspec
 from msgspec import Meta
 
-from dynamix.runtime.bus import BusError, BusMessage
+from dynamix.runtime.bus import BusError, BusMessage, FailoverWait
 from dynamix.runtime.bus.service_bus import BatchConsumer
 from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode
-from dynamix.schemas.messages import Event, Job, State
+from dynamix.schemas.messages import Job, State
 from dynamix.schemas.messages.fields import MAX_GENERATION
 from dynamix.schemas.streams import FEED, JOBS
 
-from .deciding.action_store import ActionStoreError
+from .deciding.action_store import ActionsEndEarlyError, ActionStoreError, Stored
 from .deciding.family_ends import FamilyEnds, ProfileStore
+from .deciding.halted_jobs import HALTING_ERRORS, HaltedJobs, reason_of, refused_log
 from .deciding.held_jobs import HeldJobs, WaitingJobs, Wanted, note_state
 from .deciding.job_log import JobLog, Surroundings
 from .families.source import ProfileSource
 from .learned.policy_source import PolicySource
 from .learned.policy_store import PolicyBucket, PolicyReader
-from .policies.policy import MISTAKES
 from .shown import ShownDecisions
 from .state_queues import StateQueues
 
@@ -95,11 +95,6 @@ async def _keep_profiles(context: Context[ArbitratorSettings, ArbitratorBus]) ->
         context.log.warning("what runs teach is not stored until this service is started again", reason=str(error))
 
 
-HALTING_ERRORS = (ActionStoreError, *MISTAKES)
-"""Errors of a policy, or of a job's stored actions. They halt one generation of that job and no other job; an error of
-the bus ends the process, and a restart fixes it."""
-
-MAX_EXPLANATION = 1024
 MAX_OPENING = 16
 """Jobs that are opened at once, beside the states of those that are open: 4 requests to the broker each, or more."""
 NUM_ALONE = 4
@@ -126,11 +121,12 @@ class _Arbitrator:
         self._logs = HeldJobs[JobLog](settings.max_jobs, settings.max_ranks, settings.forget_after_s)
         self._waiting = WaitingJobs(settings.max_jobs)
         self._opening: dict[str, Wanted] = {}
+        self._pausing: set[str] = set()
+        """Those among them that ask again later, because a server that knows less answered."""
         self._queues = StateQueues(self._fold_state, self._put_off, may_put_off=not in_step)
         self._tasks: set[asyncio.Task[None]] = set()
         """Those that open jobs, until their end was looked at."""
-        self._halted: dict[str, int] = {}
-        """The generation without decisions, by job."""
+        self._halted = HaltedJobs(settings.max_jobs)
 
     async def run(self) -> None:
         last = (await self._bus.stream_state(FEED.name)).last_sequence  # first: later states are read below
@@ -209,7 +205,7 @@ class _Arbitrator:
     async def _fold_state(self, message: BusMessage, state: State) -> None:
         job = state.job
         self._shown.record_state(state)
-        if state.generation <= self._halted.get(job, -1):
+        if state.generation <= self._halted.generation(job):
             return
         log = self._logs.use(job, _now_s())
         if log is None or log.job.generation < state.generation or self._is_wanted(job):
@@ -226,7 +222,7 @@ class _Arbitrator:
     def _put_off(self, message: BusMessage, state: State) -> None:
         """Let a job that has fallen behind be opened again."""
         self._shown.record_state(state)
-        if state.generation > self._halted.get(state.job, -1):
+        if state.generation > self._halted.generation(state.job):
             self._let_wait(state.job, message, state.generation)
             self._context.count("states_put_off")
 
@@ -241,7 +237,8 @@ class _Arbitrator:
             self._context.count("jobs_put_off")
 
     def _start_opening(self) -> None:
-        num_new = sum(self._logs.get(job) is None for job in self._opening)  # those that fell behind keep none out
+        num_new = sum(self._logs.get(job) is None for job in self._opening.keys() - self._pausing)
+        # those that fell behind keep none out, nor do those that only wait
         for job, wanted in self._waiting.take(MAX_OPENING - num_new):
             self._opening[job] = wanted
             self._tasks.add(asyncio.create_task(self._open(job, wanted), name=f"open {job}"))
@@ -280,7 +277,7 @@ class _Arbitrator:
             if generation < wanted.generation and wanted.example is not None:
                 reason = f"generation {wanted.generation} of job {job!r} has no specification"
                 await self._context.dead_letter(wanted.example, reason)
-            if specification is not None and generation > self._halted.get(job, -1):
+            if specification is not None and generation > self._halted.generation(job):
                 await self._resume(specification, held, wanted)  # last: nothing is noted after it
         finally:
             del self._opening[job]
@@ -290,7 +287,7 @@ class _Arbitrator:
     async def _resume(self, job: Job, earlier: JobLog | None, wanted: Wanted) -> None:
         """Hold a job's log once it has folded all states of the job that were read so far, unless that halts it."""
         try:
-            log = await JobLog.open(job, self._surroundings, None if earlier is None else earlier.known)
+            log = await self._open_log(job, None if earlier is None else earlier.known)
             if log.has_inputs:
                 log.check_inputs(await self._bus.stream_state(FEED.name))
             done = 0
@@ -302,6 +299,25 @@ class _Arbitrator:
         else:
             self._logs.hold(job.job, log, _now_s())
             self._count_jobs()
+
+    async def _open_log(self, job: Job, known: Stored | None) -> JobLog:
+        """Open a job's log; where one of several servers answers that knows less, for up to 10 s."""
+        wait = FailoverWait(self._bus.stream_state, FEED.name)
+        while True:
+            try:
+                return await JobLog.open(job, self._surroundings, known)
+            except ActionsEndEarlyError:
+                if not await self._pause(job.job, wait):
+                    raise
+
+    async def _pause(self, job: str, wait: FailoverWait) -> bool:
+        """Wait before a job's opening goes on; others are opened in its place."""
+        self._pausing.add(job)
+        self._queues.changed.set()
+        try:
+            return await wait.pause()
+        finally:
+            self._pausing.discard(job)
 
     def _count_jobs(self) -> None:
         self._context.counters["jobs"] = len(self._logs)
@@ -349,35 +365,17 @@ class _Arbitrator:
 
     async def _halt(self, job: str, generation: int, error: Exception) -> None:
         """Decide nothing for this generation of a job: its training continues with the sizes that it has."""
-        is_foreseen = isinstance(error, (ActionStoreError, ValueError))
         self._logs.drop(job)
-        self._halted.pop(job, None)
-        self._halted[job] = generation
-        if len(self._halted) > self._context.settings.max_jobs:
-            self._halted.pop(next(iter(self._halted)))
+        self._halted.add_job(job, generation)
         self._shown.record_halt(job, generation)
         self._context.count("halted")
+        reason, exc_info = reason_of(error)
         self._context.log.error(
-            "no decisions for this job",
-            job=job,
-            generation=generation,
-            reason=str(error) if is_foreseen else repr(error),
-            exc_info=None if is_foreseen else error,
+            "no decisions for this job", job=job, generation=generation, reason=reason, exc_info=exc_info
         )
-        if not isinstance(error, ActionStoreError):
-            return
-        self._context.count("refused_logs")
-        event = Event(  # people have to fix what the broker lost
-            job=job,
-            generation=generation,
-            window=max(0, error.known_window),
-            signature="log-refused",
-            service="arbitrator",
-            value=error.window,
-            limit=error.known_window,
-            explanation=str(error)[:MAX_EXPLANATION],
-        )
-        await self._bus.publish_soon(event)
+        if isinstance(error, ActionStoreError):
+            self._context.count("refused_logs")
+            await self._bus.publish_soon(refused_log(job, generation, error))
 
 
 async def _next_batch(consumer: BatchConsumer) -> list[BusMessage] | None:

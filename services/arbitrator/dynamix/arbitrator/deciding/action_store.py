@@ -11,7 +11,7 @@ from asyncio import Future
 from collections.abc import AsyncIterator
 from typing import NamedTuple, Protocol
 
-from dynamix.runtime.bus import BusMessage
+from dynamix.runtime.bus import BusMessage, StreamState
 from dynamix.schemas import subjects
 from dynamix.schemas.chain import BrokenChainError, ChainCheck, is_intact
 from dynamix.schemas.codec import MalformedMessageError, decode
@@ -28,6 +28,9 @@ MOST_DECIDED_MEANWHILE = 256
 
 class ActionStore(Protocol):
     """The part of the bus that a job's decisions use."""
+
+    async def stream_state(self, stream: str) -> StreamState:
+        """First and last sequence of a stream, and its copies."""
 
     async def last(self, stream: str, subject: str) -> BusMessage | None:
         """The newest message on a subject."""
@@ -54,6 +57,10 @@ class ActionStoreError(RuntimeError):
         super().__init__(text)
         self.window = window
         self.known_window = known_window
+
+
+class ActionsEndEarlyError(ActionStoreError):
+    """The stored actions end before what is known: they were lost, or a server answered that does not know them yet."""
 
 
 class Stored(NamedTuple):
@@ -100,7 +107,8 @@ async def check_receipt(bus: ActionStore, job: Job, newest: Stored | None, messa
     A replay of a recorded job has no receipts: those of the recording belong to other actions.
 
     Raises:
-        ActionStoreError: when the stored actions end before it, or another one is in its place.
+        ActionsEndEarlyError: when the stored actions end before it.
+        ActionStoreError: when another one is in its place.
     """
     if message is None:
         return
@@ -117,7 +125,7 @@ async def check_receipt(bus: ActionStore, job: Job, newest: Stored | None, messa
         if await _is_made_up(bus, receipt):
             logger.warning("a receipt of %s is for %s, far beyond what its ranks reported: made up", job.job, where)
             return
-        raise ActionStoreError(
+        raise ActionsEndEarlyError(
             f"{subjects.of('action', job.job)} ends at {_place(newest)}, but the trainer applied an action for {where}"
             ": the broker lost its end, or runs on an old copy of its store",
             window=stored[1],
@@ -131,7 +139,8 @@ async def check_goes_on(bus: ActionStore, job: Job, known: Stored | None, newest
     """Check that the stored actions continue after the action known last; `None`: there was none.
 
     Raises:
-        ActionStoreError: when they end before it, or do not chain to it.
+        ActionsEndEarlyError: when they end before it.
+        ActionStoreError: when they do not chain to it.
     """
     if known is None:
         if newest is not None and newest.action.previous_hash:
@@ -140,7 +149,7 @@ async def check_goes_on(bus: ActionStore, job: Job, known: Stored | None, newest
     if newest is None or newest.sequence < known.sequence:
         if newest is None and await _has_dropped(bus, known.sequence):
             return
-        raise ActionStoreError(
+        raise ActionsEndEarlyError(
             f"{subjects.of('action', job.job)} ends at {_place(newest)}, before our own {known.sequence}: was the "
             "broker's store replaced by an old copy?",
             window=-1 if newest is None else newest.action.window,
@@ -163,7 +172,12 @@ async def _check_chain(bus: ActionStore, job: Job, known: Stored | None, newest:
             check.check_next(stored.action, message.payload)
         except BrokenChainError as error:
             raise _refusal(stored, f"breaks the chain: {error}") from error
-    assert oldest is not None, "the newest action is stored"
+    if oldest is None:
+        raise ActionsEndEarlyError(
+            f"{subjects.of('action', job.job)} ends before {start}, but {newest.sequence} was read from it",
+            window=-1,
+            known_window=newest.action.window,
+        )
     if known is None:
         is_ours = not oldest.action.previous_hash
     else:

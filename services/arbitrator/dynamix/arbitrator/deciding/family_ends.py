@@ -12,7 +12,7 @@ from structlog.stdlib import BoundLogger
 from dynamix.arbitrator.families.profile import UnusableProfileError, profile_after, read_profile
 from dynamix.arbitrator.policies.policy import MISTAKES, RecurringPolicy
 from dynamix.arbitrator.policies.registry import POLICIES
-from dynamix.runtime.bus import BusMessage, PermissionDeniedError, StaleWriterError, StreamMissingError, StreamState
+from dynamix.runtime.bus import BusMessage, PermissionDeniedError, StaleWriterError, StreamMissingError
 from dynamix.runtime.bus.service_bus import ServiceBus
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode, encode
@@ -29,9 +29,6 @@ MAX_KNOWN = 10_000
 
 class ProfileStore(ServiceBus, ActionStore, Protocol):
     """The part of the bus that it uses."""
-
-    async def stream_state(self, stream: str) -> StreamState:
-        """First and last sequence of a stream."""
 
     async def publish_profile(self, profile: JobProfile, *, expected_last: int) -> int:
         """Store a profile if the family's newest one has the sequence `expected_last`."""

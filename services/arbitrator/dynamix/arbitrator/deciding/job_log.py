@@ -11,12 +11,13 @@ from dynamix.arbitrator.families.source import ProfileSource
 from dynamix.arbitrator.learned.policy_source import PolicySource
 from dynamix.arbitrator.policies.policy import Policy, digest_of
 from dynamix.arbitrator.policies.static import Static
-from dynamix.runtime.bus import StaleWriterError, StreamState
+from dynamix.runtime.bus import FailoverWait, StaleWriterError, StreamState
 from dynamix.schemas.messages import Action, Job, State
+from dynamix.schemas.streams import FEED
 
 from .action_store import (
+    ActionsEndEarlyError,
     ActionStore,
-    ActionStoreError,
     Stored,
     check_goes_on,
     check_receipt,
@@ -61,7 +62,8 @@ class JobLog:
         `known` is the newest action that this process knows of the job's earlier generations.
 
         Raises:
-            ActionStoreError: when the newest action cannot be one of this job, or cannot be the newest.
+            ActionsEndEarlyError: when it cannot be the newest; one of several servers may say so for 10 s.
+            ActionStoreError: when it cannot be one of this job.
             ValueError: when there is no such policy, or not any more.
         """
         receipt = await newest_receipt(around.bus, job)
@@ -115,11 +117,8 @@ class JobLog:
             await self._publish(action)
 
     async def _publish(self, action: Action) -> None:
-        expected_last = _sequence_of(self.known)
-        try:
-            sequence = await self._around.bus.publish_action(action, expected_last=expected_last)
-        except StaleWriterError as refusal:
-            await self._adopt_newest(await self._decided_by_another(expected_last, refusal))
+        sequence = await self._store(action)
+        if sequence is None:
             return
         self.known = Stored(sequence, action)
         self._fold.adopt(action)
@@ -128,6 +127,26 @@ class JobLog:
             self._log.info(self._fold.note, family=self.job.family, window=action.window)
         self._log.debug("decided", window=action.window, local_batch_sizes=action.local_batch_sizes[:16])
         await self._watch_sizes(action)
+
+    async def _store(self, action: Action) -> int | None:
+        """Store an action; `None` when another arbitrator's is there, which is adopted.
+
+        A server that was cut off refuses what follows the actions that it does not know: then both are tried again.
+        """
+        expected_last = _sequence_of(self.known)
+        wait = FailoverWait(self._around.bus.stream_state, FEED.name)
+        while True:
+            try:
+                return await self._around.bus.publish_action(action, expected_last=expected_last)
+            except StaleWriterError as refusal:
+                try:
+                    newest = await self._decided_by_another(expected_last, refusal)
+                except ActionsEndEarlyError:
+                    if not await wait.pause():
+                        raise
+                    continue
+            await self._adopt_newest(newest)
+            return None
 
     async def _decided_by_another(self, expected_last: int, refusal: StaleWriterError) -> Stored | None:
         """The newest action, after ours was refused for it; `None` when ours was dropped to make room.
@@ -143,7 +162,7 @@ class JobLog:
             if wait_s is not None:
                 await asyncio.sleep(wait_s)
         window = -1 if newest is None else newest.action.window
-        raise ActionStoreError(
+        raise ActionsEndEarlyError(
             f"the broker refuses an action for one that it does not show: {refusal}", window=window, known_window=window
         )
 

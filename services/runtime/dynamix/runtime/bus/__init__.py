@@ -18,6 +18,7 @@ from .objects.layout import ObjectInfo
 from .objects.store import StoredObject
 from .streams.broker_consumer import Start
 from .streams.consumer import Consumer
+from .streams.failover import FailoverWait
 from .streams.message import BusMessage, StreamState
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "BusMessage",
     "ConnectionClosedError",
     "Consumer",
+    "FailoverWait",
     "Identity",
     "ObjectBrokenError",
     "ObjectInfo",

@@ -1,6 +1,5 @@
 """The broker's side of a consumer: made, or reset, so that it delivers from the right place, `StreamPosition`."""
 
-import asyncio
 import itertools
 import logging
 import time
@@ -14,14 +13,13 @@ from dynamix.runtime.bus.broker.connection import BrokerConnection
 from dynamix.runtime.bus.broker.errors import CONSUMER_NOT_FOUND, ApiError, NoAnswerError, SequenceRegressError
 from dynamix.runtime.bus.broker.requests import API, BUDGET_S, Answer, Requests
 
+from .failover import FailoverWait
+from .message import StreamState
 from .stored import stream_state
 
 logger = logging.getLogger(__name__)
 
 INACTIVE_THRESHOLD_S = 60.0
-STALE_S, STALE_PAUSE_S = 10.0, 0.5
-"""One of several servers that was cut off may lead a stream, as it believes, and say what that held before, until it
-hears of its successor. A single server is believed at once: within seconds new messages would hide what it lost."""
 CREATE_BUDGET_S = 3.0
 """So long one name of an unnamed consumer is asked for; then another one."""
 MAX_ACK_PENDING = 65_536
@@ -155,11 +153,10 @@ class BrokerConsumer:
 
     async def _check_position(self) -> None:
         """Pin what "new" means, and see that the stream still reaches to where we are."""
-        state, last = await stream_state(self.requests, self.stream), self.position.last
-        until = time.monotonic() + (STALE_S if state.num_replicas > 1 else 0.0)
-        while last > state.last_sequence and time.monotonic() < until:
-            await asyncio.sleep(STALE_PAUSE_S)
-            state = await stream_state(self.requests, self.stream)
+        state, last = await self._state(self.stream), self.position.last
+        wait = FailoverWait(self._state, self.stream)
+        while last > state.last_sequence and await wait.pause():
+            state = await self._state(self.stream)
         if self.position.needs_pin:
             self.position.pin(state.last_sequence)
         if last > state.last_sequence:
@@ -169,6 +166,9 @@ class BrokerConsumer:
             )
         if last and last + 1 < state.first_sequence:
             logger.warning("%s no longer holds what follows %d; on from %d", self.stream, last, state.first_sequence)
+
+    async def _state(self, stream: str) -> StreamState:
+        return await stream_state(self.requests, stream)
 
     async def _write(self, config: Mapping[str, Any], action: str, *, budget_s: float = BUDGET_S) -> None:
         """Create or update. With one filter it stands in the API's subject, so that permissions can limit it."""

@@ -1,0 +1,120 @@
+"""After a fail-over one of several servers may answer as it did before: that halts no job, unless it goes on."""
+
+import asyncio
+
+import pytest
+from tests.arbitrator.test_action_store import JOB, OTHER, SIZES, actions, decide, opened, receipt, state
+from tests.support import examples
+from tests.support.brokers import until
+from tests.support.old_server import OldServer
+from tests.support.services_here import arbitrator_here
+
+from dynamix.arbitrator import service
+from dynamix.arbitrator.deciding import job_log
+from dynamix.arbitrator.deciding.action_store import ActionsEndEarlyError
+from dynamix.runtime.bus import Bus
+from dynamix.runtime.bus.streams import failover
+from dynamix.schemas import subjects
+from dynamix.schemas.chain import seal
+from dynamix.schemas.streams import ACTIONS
+
+OWN = subjects.of("action", JOB.job)
+NEVER = 10**9
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failover, "PAUSE_S", 0.05)
+    monkeypatch.setattr(job_log, "SHOW_WAITS_S", (0.01,))
+
+
+async def decided_four(bus: Bus, old: OldServer, num_old: int) -> None:
+    """Four windows of JOB, the last of which the trainer has applied; the old server knows two, and tells so."""
+    await bus.publish(JOB)
+    log = await opened(bus)
+    await decide(bus, log, range(2))
+    old.answer_old(num_old, OWN, await bus.last(ACTIONS.name, OWN))
+    await decide(bus, log, range(2, 4))
+    await bus.publish(receipt((await actions(bus))[-1]))
+
+
+async def test_a_job_whose_actions_seem_to_end_early_is_opened_once_its_leader_is_found(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Meanwhile others are opened, though it has the only place for one that is opened."""
+    monkeypatch.setattr(service, "MAX_OPENING", 1)
+    old = OldServer(bus)
+    await decided_four(bus, old, NEVER)
+    await bus.publish(OTHER)
+    async with arbitrator_here(old) as context:  # type: ignore[arg-type]
+        await until(lambda: old.num_asked[OWN] >= 2)
+        await bus.publish(state(JOB, 4))
+        await bus.publish(state(OTHER, 0))
+        await until(lambda: context.counters.get("decided") == 1)
+        assert [action.window for action in await actions(bus, OTHER)] == [0]
+        assert len(await actions(bus)) == 4, "it still waits"
+        old.answer_old(0, OWN, None)
+        await until(lambda: context.counters.get("decided") == 2)
+        assert "halted" not in context.counters
+    assert [action.window for action in await actions(bus)] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("num_replicas", "least", "most"), [(1, 1, 1), (3, 3, 20)])
+async def test_it_is_halted_at_once_with_one_copy_and_in_the_end_with_several(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch, num_replicas: int, least: int, most: int
+) -> None:
+    monkeypatch.setattr(failover, "OLD_ANSWERS_S", 0.5)
+    old = OldServer(bus, num_replicas)
+    await decided_four(bus, old, NEVER)
+    async with arbitrator_here(old) as context:  # type: ignore[arg-type]
+        await until(lambda: context.counters.get("halted") == 1)
+        assert context.counters["refused_logs"] == 1
+        assert least <= old.num_asked[OWN] <= most
+
+
+async def test_a_running_arbitrator_asks_again_for_an_action_that_another_stored(bus: Bus) -> None:
+    """Its own is refused for one that the answering server does not show, and then one is shown before its own."""
+    old = OldServer(bus)
+    log, another = await opened(old), await opened(bus)  # type: ignore[arg-type]
+    await decide(old, log, range(1))  # type: ignore[arg-type]
+    old.answer_old(5, OWN, await bus.last(ACTIONS.name, OWN))
+    await decide(bus, another, range(3))
+    await decide(old, log, range(1, 4))  # type: ignore[arg-type]
+    assert [action.window for action in await actions(bus)] == [0, 1, 2, 3]
+    assert old.num_asked[OWN] > 5
+
+
+@pytest.mark.parametrize("num_replicas", [3, 1])
+async def test_an_action_that_an_old_server_refuses_is_published_again(bus: Bus, num_replicas: int) -> None:
+    """It expects what follows an earlier action; the new leader, which answers the question, shows ours as the last."""
+    old = OldServer(bus, num_replicas)
+    log = await opened(old)  # type: ignore[arg-type]
+    await decide(old, log, range(2))  # type: ignore[arg-type]
+    old.answer_old(3, "publish_action", 1)
+    if num_replicas > 1:
+        await decide(old, log, range(2, 3))  # type: ignore[arg-type]
+        assert [action.window for action in await actions(bus)] == [0, 1, 2]
+        assert old.num_asked["publish_action"] == 4
+    else:
+        with pytest.raises(ActionsEndEarlyError, match="for one that it does not show: wrong last sequence: 1"):
+            await decide(old, log, range(2, 3))  # type: ignore[arg-type]
+        assert old.num_asked["publish_action"] == 1
+
+
+async def test_a_job_that_waits_to_store_an_action_delays_no_other(bus: Bus) -> None:
+    old = OldServer(bus)
+    for job in (JOB, OTHER):
+        await bus.publish(job)
+    async with arbitrator_here(old) as context:  # type: ignore[arg-type]
+        for window in range(2):
+            await bus.publish(state(JOB, window))
+        await until(lambda: context.counters.get("decided") == 2)
+        old.answer_old(NEVER, OWN, await bus.last(ACTIONS.name, OWN))
+        action = examples.action(2, job=JOB.job, local_batch_sizes=SIZES, deltas=(0, 0))
+        await bus.publish_action(seal(action, (await actions(bus))[-1].hash), expected_last=2)
+        await bus.publish(state(JOB, 2))
+        await until(lambda: old.num_asked[OWN] >= 2)
+        async with asyncio.timeout(5):
+            await bus.publish(state(OTHER, 0))
+            await until(lambda: context.counters.get("decided") == 3)
+        assert [action.window for action in await actions(bus, OTHER)] == [0]

@@ -1,0 +1,53 @@
+"""A bus of which one of several servers answers as it did before: it was cut off and has not heard of its successor."""
+
+from typing import Any
+
+from dynamix.runtime.bus import Bus, BusMessage, StaleWriterError, StreamState
+from dynamix.schemas.messages import Action
+
+
+class OldServer:
+    """A real bus, but for the first answers to some questions, which are old.
+
+    Attributes:
+        num_asked: how often its old answers, or what is behind them, were asked for, by subject or stream.
+    """
+
+    def __init__(self, bus: Bus, num_replicas: int = 3) -> None:
+        self.num_asked: dict[str, int] = {}
+        self._bus = bus
+        self._num_replicas = num_replicas
+        self._old: dict[str, tuple[int, Any]] = {}
+
+    def answer_old(self, num_times: int, what: str, answer: Any) -> None:
+        """Answer so often with this: the newest message of a subject, or the last sequence of a stream."""
+        self._old[what] = (num_times, answer)
+        self.num_asked[what] = 0
+
+    async def last(self, stream: str, subject: str) -> BusMessage | None:
+        """As of the bus, or old."""
+        if self._is_old(subject):
+            message: BusMessage | None = self._old[subject][1]
+            return message
+        return await self._bus.last(stream, subject)
+
+    async def stream_state(self, stream: str) -> StreamState:
+        """As of the bus, or old; of as many copies as are wanted."""
+        state = (await self._bus.stream_state(stream))._replace(num_replicas=self._num_replicas)
+        return state._replace(last_sequence=self._old[stream][1]) if self._is_old(stream) else state
+
+    async def publish_action(self, action: Action, *, expected_last: int) -> int:
+        """As of the bus, or refused for another action than is expected."""
+        if self._is_old("publish_action"):
+            last = self._old["publish_action"][1]
+            raise StaleWriterError(f"wrong last sequence: {last}", last)
+        return await self._bus.publish_action(action, expected_last=expected_last)
+
+    def _is_old(self, what: str) -> bool:
+        if what not in self._old:
+            return False
+        self.num_asked[what] += 1
+        return self.num_asked[what] <= self._old[what][0]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bus, name)
