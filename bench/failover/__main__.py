@@ -1,8 +1,8 @@
 """What a running job loses and how long it has no decisions when a broker of three servers loses one.
 
-`python -m bench.failover [--trials N] [--json FILE]`, some 20 minutes for 20 trials of each fault. Three real
-nats-servers with three copies of each stream and an fsync per message, the real services, a job that reports a window
-every 0.2 s, and a bystander that stores 200 to 400 messages a second:
+`python -m bench.failover [--trials N] [--json FILE] [--keep FILE]`, some 20 minutes for 20 trials of each fault. Three
+real nats-servers with three copies of each stream and an fsync per message, the real services, a job that reports a
+window every 0.2 s, and a bystander that stores 200 to 400 messages a second:
 
 none                the same without a fault
 leader-kill         SIGKILL for the server that leads FEED, or in turn ACTIONS; it starts again once decisions are back
@@ -15,7 +15,9 @@ minority-partition  the link of the same server is cut, and healed once decision
 Lost is an acknowledged message (bystander's, report, action) that is not in its stream afterwards, or is another one.
 The time without decisions is the longest from a window's report to its action at the reader. Judged are the messages;
 the time has no target: nats-server waits for 4 to 9 s, which cannot be set, before others elect a leader in the place
-of one that was killed.
+of one that was killed. A trial that cannot be ended, because copies stay behind or a service ended, ends the
+measurement and names what it waited for; with `--keep` the same command then goes on with the next trial, and counts
+that one as failed.
 """
 
 import argparse
@@ -23,20 +25,22 @@ import asyncio
 import contextlib
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from bench.failover.kept import KEPT, KeptOutcomes, TrialOutcome
 from bench.failover.partition import servers_on
-from bench.failover.servers import NUM_SERVERS, ThreeServers
+from bench.failover.servers import NUM_SERVERS, CopiesMissingError, ThreeServers
 from bench.failover.trial import FAULTS, PARTITION, Fault, Scene, Trial, run_trial
 from bench.harness.broker import run_with_uvloop
-from bench.harness.command import BenchmarkReport, Target, benchmark_parser, run_benchmark
+from bench.harness.command import BenchmarkError, BenchmarkReport, Target, benchmark_parser, run_benchmark
 from bench.harness.steady_job import SteadyJobError, running_job
 from bench.harness.tables import formatted, markdown, replaced
 from bench.hosts import Hosts, HostsError
 
+from dynamix.cli.output import output_path
 from dynamix.runtime import output_files
 from dynamix.runtime.bus import Bus, BusError
 from dynamix.runtime.bus.provision import provision
@@ -66,23 +70,38 @@ PARTITION_COLUMNS = {
 }
 
 
-async def measure(servers: ThreeServers, faults: Sequence[Fault], num_trials: int) -> tuple[list[Trial], int]:
-    """All trials, the faults in turn; and how many actions did not follow the one before them."""
-    async with servers:
-        bus = await Bus.connect(servers.settings, name="trainer")
-        try:
+CANNOT_END = (SteadyJobError, CopiesMissingError, BenchmarkError, BusError, asyncio.TimeoutError)
+"""Errors of a trial that was not ended."""
+
+
+async def measure(servers: ThreeServers, kept: KeptOutcomes) -> None:
+    """Run the trials that are missing, the faults in turn. Raises what one could not be ended for; that is kept."""
+    under_way: tuple[int, Fault] | None = None
+    try:
+        async with servers, _bus(servers) as bus:
             await provision(bus, num_replicas=NUM_SERVERS)
             await servers.until_current(bus)
             async with running_job(servers.settings, bus) as job:
-                trials: list[Trial] = []
-                for number in range(num_trials):
-                    for fault in faults:
-                        stream = (FEED, ACTIONS)[number % 2].name
-                        trials.append(await run_trial(Scene(servers, bus, job), fault, len(trials), stream))
-                        sys.stderr.write(f"{number + 1}/{num_trials} {describe(trials[-1])}\n")
-                return trials, job.num_out_of_chain()
-        finally:
-            await bus.close()
+                for count, under_way in enumerate(kept.missing):
+                    number, fault = under_way
+                    stream = (FEED, ACTIONS)[number % 2].name
+                    trial = await run_trial(Scene(servers, bus, job), fault, count, stream)
+                    kept.add_outcome(TrialOutcome(number=number, fault=fault, trial=trial))
+                    sys.stderr.write(f"{number + 1} {describe(trial)}\n")
+                under_way = None
+    except CANNOT_END as error:
+        if under_way is not None:
+            kept.add_outcome(TrialOutcome(number=under_way[0], fault=under_way[1], failed=str(error) or repr(error)))
+        raise
+
+
+@contextlib.asynccontextmanager
+async def _bus(servers: ThreeServers) -> AsyncIterator[Bus]:
+    bus = await Bus.connect(servers.settings, name="trainer")
+    try:
+        yield bus
+    finally:
+        await bus.close()
 
 
 def describe(trial: Trial) -> str:
@@ -141,8 +160,13 @@ def _servers_for(faults: Sequence[Fault]) -> Iterator[ThreeServers]:
 def report_of(options: argparse.Namespace) -> BenchmarkReport:
     """Measure, and write the table into a document that has a place for it."""
     faults = options.fault or [fault for fault in FAULTS if fault != PARTITION]
-    with _servers_for(faults) as servers:
-        trials, num_out_of_chain = run_with_uvloop(measure(servers, faults, options.trials))
+    kept = KeptOutcomes(faults, options.trials, Path(options.keep) if options.keep else None)
+    if kept.missing:
+        with _servers_for(faults) as servers:
+            run_with_uvloop(measure(servers, kept))
+    trials = kept.trials
+    if not trials:
+        raise BenchmarkError("; ".join(["no trial could be ended", *kept.failures]))
     if faults == [PARTITION]:
         rows, columns, begin = partition_summary(trials), PARTITION_COLUMNS, BEGIN_PARTITION
     else:
@@ -155,10 +179,11 @@ def report_of(options: argparse.Namespace) -> BenchmarkReport:
     lost = sum(trial.lost for trial in trials)
     targets = [
         Target(name="acknowledged messages lost", value=lost, at_most=0),
-        Target(name="actions out of their chain", value=num_out_of_chain, at_most=0),
+        Target(name="actions out of their chain", value=sum(trial.out_of_chain for trial in trials), at_most=0),
+        Target(name="trials that could not be ended", value=len(kept.failures), at_most=0),
     ]
-    figures = {"summary": rows, "trials": [msgspec.to_builtins(trial) for trial in trials]}
-    return BenchmarkReport(figures, formatted(rows, columns), targets)
+    figures = {"summary": rows, "trials": [msgspec.to_builtins(trial) for trial in trials], "failures": kept.failures}
+    return BenchmarkReport(figures, "\n".join([formatted(rows, columns), *kept.failures]), targets)
 
 
 def main() -> int:
@@ -166,8 +191,10 @@ def main() -> int:
     parser = benchmark_parser("failover", __doc__, ("--trials", 20, "of each fault"))
     parser.add_argument("--fault", choices=FAULTS, action="append", help="only this one (may be repeated)")
     parser.add_argument("--document", metavar="FILE", help="write the table into this Markdown file, between its marks")
+    what = "keep each trial's result in this file, and run none again that is in it; a fresh name begins again"
+    parser.add_argument("--keep", metavar="FILE", type=output_path(KEPT, streams=False, make_parents=True), help=what)
     options = parser.parse_args()
-    cannot = (SteadyJobError, EmbeddedServerError, BusError, HostsError, asyncio.TimeoutError)
+    cannot = (*CANNOT_END, EmbeddedServerError, HostsError)
     return run_benchmark("failover", options, lambda: report_of(options), cannot=cannot)
 
 

@@ -96,13 +96,18 @@ class MinorityClient:
 
     async def until_served(self, after: float) -> float:
         """When, after that time, a message had been acknowledged and a decision read."""
-        async with asyncio.timeout(BACK_TIMEOUT_S):
-            while True:
-                answered = next((at for _, at in self._acknowledged.values() if at > after), None)
-                read = next((at for _, at in self._read if at > after), None)
-                if answered is not None and read is not None:
-                    return max(answered, read)
-                await asyncio.sleep(LOOK_EVERY_S)
+        answered = read = None
+        try:
+            async with asyncio.timeout(BACK_TIMEOUT_S):
+                while True:
+                    answered = next((at for _, at in self._acknowledged.values() if at > after), None)
+                    read = next((at for _, at in self._read if at > after), None)
+                    if answered is not None and read is not None:
+                        return max(answered, read)
+                    await asyncio.sleep(LOOK_EVERY_S)
+        except TimeoutError:
+            missing = [what for what, at in (("acknowledgement", answered), ("decision", read)) if at is None]
+            raise BusError(f"no {' and no '.join(missing)} for {BACK_TIMEOUT_S:g} s") from None
 
     async def until_left(self) -> float:
         """When the connection was given up."""

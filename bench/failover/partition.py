@@ -58,26 +58,26 @@ class MinorityProcess:
 
     async def until(self, word: str) -> None:
         """Wait until it says so."""
-        line = await self._line()
+        line = await self._line(word)
         if line != f"{word}\n".encode():
-            raise BenchmarkError(f"the client beside the server said {line.decode()!r} instead of {word!r}")
+            raise BenchmarkError(f"the client beside the server said {line.decode().strip()!r} instead of {word!r}")
 
     async def view(self, cut: Cut) -> MinorityView:
         """What it saw, once it is served again."""
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(cut) + b"\n")
         await self._process.stdin.drain()
-        return msgspec.json.decode(await self._line(), type=MinorityView)
+        return msgspec.json.decode(await self._line("what it saw"), type=MinorityView)
 
-    async def _line(self) -> bytes:
+    async def _line(self, what: str) -> bytes:
         assert self._process.stdout is not None
         try:
             async with asyncio.timeout(SAY_TIMEOUT_S):
                 line = await self._process.stdout.readline()
         except TimeoutError:
-            raise BenchmarkError(f"the client beside the server said nothing for {SAY_TIMEOUT_S:g} s") from None
+            raise BenchmarkError(f"the client beside the server did not say {what!r} in {SAY_TIMEOUT_S:g} s") from None
         if not line:
-            raise BenchmarkError("the client beside the server ended: it said why above")
+            raise BenchmarkError(f"the client beside the server ended before it said {what!r}: it said why above")
         return line
 
 

@@ -53,19 +53,45 @@ class ClusterServer(EmbeddedServer):
         return f"{text}cluster {{ {cluster} }}\n"
 
 
-class _Replica(msgspec.Struct):
+class CopiesMissingError(RuntimeError):
+    """Not every copy of every stream was current in time; the text names streams, servers and how far they lag."""
+
+
+class Replica(msgspec.Struct):
+    """What a stream's leader says of another copy."""
+
     name: str
     current: bool = False
     offline: bool = False
+    active: int = 0
+    """Nanoseconds since it was heard."""
+    lag: int = 0
+    """Entries of the log that it does not have."""
+
+    def __str__(self) -> str:
+        state = "offline" if self.offline else "current" if self.current else "not current"
+        return f"{self.name} is {state}, lags by {self.lag}, was heard {self.active / 1e9:.1f} s ago"
 
 
-class _Cluster(msgspec.Struct):
+class Cluster(msgspec.Struct):
+    """Who holds a stream."""
+
     leader: str = ""
-    replicas: list[_Replica] = []
+    replicas: list[Replica] = []
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether there are all copies, and none lags."""
+        has_all = bool(self.leader) and len(self.replicas) == NUM_SERVERS - 1
+        return has_all and all(one.current and not one.offline for one in self.replicas)
+
+    def __str__(self) -> str:
+        behind = [str(one) for one in self.replicas if one.offline or not one.current]
+        return "; ".join([f"leader {self.leader or 'unknown'}, {len(self.replicas)} other copies", *behind])
 
 
 class _StreamPlaces(Answer):
-    cluster: _Cluster = msgspec.field(default_factory=_Cluster)
+    cluster: Cluster = msgspec.field(default_factory=Cluster)
 
 
 class ThreeServers:
@@ -100,9 +126,12 @@ class ThreeServers:
 
     async def leader_of(self, bus: Bus, stream: str) -> ClusterServer:
         """The server that stores a stream's messages first."""
-        async with asyncio.timeout(CURRENT_TIMEOUT_S):
-            while not (leader := (await _places(bus, stream)).leader):  # noqa: ASYNC110 - no event tells
-                await asyncio.sleep(0.1)
+        try:
+            async with asyncio.timeout(CURRENT_TIMEOUT_S):
+                while not (leader := (await _places(bus, stream)).leader):  # noqa: ASYNC110 - no event tells
+                    await asyncio.sleep(0.1)
+        except TimeoutError:
+            raise CopiesMissingError(f"{stream} has had no leader for {CURRENT_TIMEOUT_S:g} s") from None
         return self.servers[leader]
 
     async def until_current(self, bus: Bus) -> None:
@@ -116,24 +145,30 @@ def _on_loopback() -> list[ClusterServer]:
 
 
 async def until_current(bus: Bus) -> None:
-    """Wait until every stream has all its copies, and no copy lags."""
-    async with asyncio.timeout(CURRENT_TIMEOUT_S):
-        for stream in STREAMS:
-            while not await _is_current(bus, stream.name):  # noqa: ASYNC110 - no event tells
-                await asyncio.sleep(0.25)
+    """Wait until every stream has all its copies, and no copy lags. Raises CopiesMissingError after 120 s."""
+    waits_for = ""
+    try:
+        async with asyncio.timeout(CURRENT_TIMEOUT_S):
+            for stream in STREAMS:
+                waits_for = f"{stream.name}: no answer yet"
+                while (missing := await _missing(bus, stream.name)) is not None:
+                    waits_for = f"{stream.name}: {missing}"
+                    await asyncio.sleep(0.25)
+    except TimeoutError:
+        raise CopiesMissingError(f"not all copies are current after {CURRENT_TIMEOUT_S:g} s: {waits_for}") from None
 
 
-async def _places(bus: Bus, stream: str) -> _Cluster:
+async def _places(bus: Bus, stream: str) -> Cluster:
     return (await bus.requests.ask(f"STREAM.INFO.{stream}", None, _StreamPlaces)).cluster
 
 
-async def _is_current(bus: Bus, stream: str) -> bool:
+async def _missing(bus: Bus, stream: str) -> str | None:
+    """What a stream has not; `None` when it is whole."""
     try:
         places = await _places(bus, stream)
-    except BusError:  # it has no leader at the moment
-        return False
-    is_whole = len(places.replicas) == NUM_SERVERS - 1
-    return is_whole and bool(places.leader) and all(one.current and not one.offline for one in places.replicas)
+    except BusError as error:  # it has no leader at the moment
+        return str(error)
+    return None if places.is_whole else str(places)
 
 
 def free_ports(count: int) -> list[int]:

@@ -46,6 +46,8 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     longest_wait_s: float
     """From a window's report to its action at the reader, at most: so long was the job without decisions."""
     num_windows: int
+    out_of_chain: int = 0
+    """Actions that did not follow the one before them."""
     minority: MinorityView | None = None
     """What a client beside the server saw, where that was cut off; its messages are in the counts above, too."""
 
@@ -64,6 +66,7 @@ async def run_trial(scene: Scene, fault: Fault, number: int, stream: str) -> Tri
     `number` is another one in each trial: it names the bystander's messages.
     """
     bystander, begin = Bystander(scene.bus, number), len(scene.job.reported_at)
+    out_of_chain = scene.job.num_out_of_chain()
     await asyncio.sleep(BEFORE_S)
     server = await scene.servers.leader_of(scene.bus, stream)
     minority = await _HAPPENS[fault](scene, server)
@@ -81,6 +84,7 @@ async def run_trial(scene: Scene, fault: Fault, number: int, stream: str) -> Tri
             lost=lost + await _lost_reports(scene, windows) + await _lost_actions(scene, windows),
             longest_wait_s=max(scene.job.waits_s(windows)),
             num_windows=len(windows),
+            out_of_chain=scene.job.num_out_of_chain() - out_of_chain,
             minority=minority,
         )
 

@@ -134,7 +134,14 @@ async def running_services(settings_of: Callable[[str], BusSettings], watcher: B
         for service in services:
             service.start()
         await wait_until_ready(watcher, SERVICES, timeout_s=120)
-        yield
+        try:
+            yield
+        except Exception as error:
+            try:
+                check_running(services)
+            except SteadyJobError as ended:
+                raise SteadyJobError(f"{error}; {ended}") from error
+            raise
         check_running(services)
     finally:
         for service in services:

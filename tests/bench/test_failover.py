@@ -1,10 +1,14 @@
 import asyncio
+import contextlib
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
 import pytest
+from bench.failover import __main__ as main
+from bench.failover import servers
 from bench.failover.__main__ import (
     BEGIN,
     BEGIN_PARTITION,
@@ -14,15 +18,17 @@ from bench.failover.__main__ import (
     partition_summary,
     summary,
 )
+from bench.failover.kept import KeptOutcomes, TrialOutcome
 from bench.failover.minority import MinorityView
-from bench.failover.servers import free_ports
-from bench.failover.trial import Trial
+from bench.failover.servers import Cluster, CopiesMissingError, Replica, ThreeServers, free_ports, until_current
+from bench.failover.trial import Fault, Scene, Trial
+from bench.harness.command import BenchmarkError
 from bench.harness.steady_job import SteadyJob
 from bench.harness.tables import markdown
 from bench.hosts.namespace import DIRECTORY
 from tests.support import examples
 from tests.support.benches import ROOT, run_bench
-from tests.support.brokers import until
+from tests.support.brokers import ConfiguredServer, until
 
 from dynamix.runtime.bus import Bus
 from dynamix.schemas.chain import seal
@@ -60,6 +66,7 @@ def test_it_kills_a_leader_under_a_real_job_and_writes_what_it_found(tmp_path: P
     assert {target["name"]: target["met"] for target in found["targets"]} == {
         "acknowledged messages lost": True,
         "actions out of their chain": True,
+        "trials that could not be ended": True,
     }
     assert "| leader-kill | 1 |" in (tmp_path / "failover.md").read_text()
 
@@ -153,6 +160,74 @@ async def test_an_action_that_does_not_follow_the_one_before_it_is_counted(bus: 
     assert job.num_out_of_chain() == 1
     del job.actions[0]
     assert job.num_out_of_chain() == 2, "the first one is not the first of its log either"
+
+
+async def test_copies_that_stay_behind_are_named(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This broker has one copy of each stream, and says no word of others."""
+    monkeypatch.setattr(servers, "CURRENT_TIMEOUT_S", 0.6)
+    with pytest.raises(CopiesMissingError, match=r"not all copies are current after 0\.6 s: JOBS: leader .*, 0 other"):
+        await until_current(bus)
+
+
+def test_a_copy_that_lags_is_named_with_its_lag() -> None:
+    behind = Replica(name="broker-2", active=3_200_000_000, lag=41)
+    found = Cluster(leader="broker-1", replicas=[behind, Replica(name="broker-3", current=True)])
+    assert not found.is_whole
+    assert str(found) == ("leader broker-1, 2 other copies; broker-2 is not current, lags by 41, was heard 3.2 s ago")
+    assert Cluster(leader="broker-1", replicas=[Replica(name=name, current=True) for name in ("a", "b")]).is_whole
+
+
+def test_a_measurement_goes_on_with_the_trials_that_are_not_in_its_file(tmp_path: Path) -> None:
+    path, faults = tmp_path / "kept.jsonl", list[Fault](["none", "leader-kill"])
+    kept = KeptOutcomes(faults, 2, path)
+    assert kept.missing == [(0, "none"), (0, "leader-kill"), (1, "none"), (1, "leader-kill")]
+    kept.add_outcome(TrialOutcome(number=0, fault="leader-kill", trial=TRIAL))
+    kept.add_outcome(TrialOutcome(number=0, fault="none", failed="FEED: leader unknown"))
+    again = KeptOutcomes(faults, 2, path)
+    assert again.missing == [(1, "none"), (1, "leader-kill")]
+    assert (again.trials, again.failures) == ([TRIAL], ["none, trial 1: FEED: leader unknown"])
+    fewer = KeptOutcomes(["none"], 1, path)
+    assert (fewer.missing, fewer.trials, len(fewer.failures)) == ([], [], 1)
+    assert len(path.read_bytes().splitlines()) == 2
+
+
+def test_a_file_of_something_else_is_not_gone_on_with(tmp_path: Path) -> None:
+    (tmp_path / "kept.jsonl").write_text('{"number": "one"}\n')
+    with pytest.raises(BenchmarkError, match=r"kept\.jsonl, line 1, is no trial: .*; name another file"):
+        KeptOutcomes(["none"], 1, tmp_path / "kept.jsonl")
+
+
+async def test_a_trial_that_cannot_be_ended_is_kept_with_what_it_waited_for(
+    server: ConfiguredServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one, and the third is not begun."""
+    waits_for = CopiesMissingError("not all copies are current after 120 s: FEED: leader unknown")
+
+    class OneServer(ThreeServers):
+        settings = server.settings
+
+        async def until_current(self, bus: Bus) -> None:
+            pass
+
+    @contextlib.asynccontextmanager
+    async def no_job(*_: object) -> AsyncIterator[None]:
+        yield
+
+    async def one(_scene: Scene, _fault: Fault, count: int, _stream: str) -> Trial:
+        if count == 1:
+            raise waits_for
+        return TRIAL
+
+    monkeypatch.setattr(main, "NUM_SERVERS", 1)
+    monkeypatch.setattr(main, "running_job", no_job)
+    monkeypatch.setattr(main, "run_trial", one)
+    servers_there = OneServer()
+    servers_there.servers.clear()
+    kept = KeptOutcomes(["leader-kill"], 3)
+    with pytest.raises(CopiesMissingError):
+        await main.measure(servers_there, kept)
+    assert (kept.trials, kept.failures) == ([TRIAL], [f"leader-kill, trial 2: {waits_for}"])
+    assert kept.missing == [(2, "leader-kill")]
 
 
 def test_ports_are_free_and_differ() -> None:
