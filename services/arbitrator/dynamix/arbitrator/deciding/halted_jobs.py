@@ -32,7 +32,7 @@ class HaltedJobs:
 
 
 def reason_of(error: Exception) -> tuple[str, Exception | None]:
-    """What is said of the error, and itself where its traceback is wanted: only where nobody foresaw it."""
+    """The text of the error, and the error itself where it is unexpected and its traceback is wanted."""
     is_foreseen = isinstance(error, (ActionStoreError, ValueError))
     return (str(error), None) if is_foreseen else (repr(error), error)
 
