@@ -22,6 +22,7 @@ from .adaptdl import PackageMissingError, published_goodput
 from .baselines import cluster_sizes, static_sizes, topologies
 from .laboratory import SCALES, Laboratory
 from .learned import cost, other_models, other_optimizer, reward_curve
+from .levers import learned_levers
 from .paper import resnet20, transformer, vgg11
 from .result import MADE_BY, ExperimentResult, write
 from .rewards import published_reward, sensitivity
@@ -38,6 +39,7 @@ EXPERIMENTS: dict[str, Callable[[Laboratory], ExperimentResult]] = {
     "topology": topologies,
     "reward": published_reward,
     "cost": cost,
+    "levers": learned_levers,
     "adaptdl": published_goodput,
     "paper-vgg11": vgg11,
     "paper-resnet20": resnet20,

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 from bench.harness.figure import Curve
 
+from dynamix.arbitrator.deciding.signatures import Finding
 from dynamix.lab.experiments.comparison.contenders import parse_contenders
 from dynamix.lab.experiments.comparison.evaluation import TYPICAL_RUN_S, ComparisonProgress, estimate, fill, plan
 from dynamix.lab.experiments.comparison.outcomes import OutcomeTable
@@ -213,7 +214,13 @@ class Laboratory:
         if not (path.exists() and history.exists()):
             minutes = max(1, round(plan_.num_episodes * TYPICAL_RUN_S / 60 / self._jobs))
             print(f"learning {stem.name}: {plan_.num_episodes} episodes, some {minutes} minutes", flush=True)
-            done = learn(plan_, num_workers=self._jobs, checkpoint=stem.with_suffix(".checkpoint"), data=self._data)
+            done = learn(
+                plan_,
+                num_workers=self._jobs,
+                checkpoint=stem.with_suffix(".checkpoint"),
+                data=self._data,
+                observer=_UpdateLines(plan_).show,
+            )
             output_files.write(path, done.file.to_bytes())
             output_files.write(history, msgspec.json.encode(done.history))
         done_before = msgspec.json.decode(history.read_bytes(), type=list[LearningUpdate])
@@ -258,3 +265,20 @@ class _RunLines:
         self._next_s = time.monotonic() + LINE_EVERY_S
         left = "" if progress.left_s is None else f", {progress.left_s / 60:.0f} minutes left"
         print(f"  {progress.num_done}/{progress.num_total} runs{left}; newest: {progress.newest}", flush=True)
+
+
+class _UpdateLines:
+    """Prints how far a learning is: a line for the last update, and at most twice a minute one before."""
+
+    def __init__(self, plan_: LearningPlan) -> None:
+        self._plan = plan_
+        self._next_s = 0.0
+
+    def show(self, row: LearningUpdate, begun: Sequence[Finding]) -> None:  # noqa: ARG002 - an observer's arguments
+        """Print the line, if one is due."""
+        if time.monotonic() < self._next_s and row.update < self._plan.num_updates:
+            return
+        self._next_s = time.monotonic() + LINE_EVERY_S
+        speed = f"{row.num_episodes / row.elapsed_s:.2f} episodes/s"
+        done = f"{row.num_episodes}/{self._plan.num_episodes} episodes, {speed}"
+        print(f"  {done}; {row.vs_rule:.3f} of rule's time, entropy {row.entropy:.2f}", flush=True)

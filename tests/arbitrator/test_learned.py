@@ -24,7 +24,7 @@ from dynamix.schemas.messages.policies import MULTIPLIERS
 from dynamix.schemas.networks.forward import Forward, Normalisation, sample
 
 NODES = {"node-a": (0, 1), "node-b": (2, 3)}
-ACTION_SETS: tuple[ActionSetName, ...] = ("deltas", "global")
+ACTION_SETS: tuple[ActionSetName, ...] = ("deltas", "global", "levers")
 
 
 def run(job: Job, policy: Policy, num_windows: int = 12) -> list[Action]:
@@ -137,7 +137,7 @@ def test_with_nothing_known_a_policy_still_decides_within_bounds(action_set: Act
     assert np.isfinite(decision.logprobs or ()).all()
 
 
-@pytest.mark.parametrize("action_set", ACTION_SETS)
+@pytest.mark.parametrize("action_set", ["deltas", "global"])
 def test_inputs_match_the_list_of_names_for_any_number_of_ranks(action_set: ActionSetName) -> None:
     for world_size in (1, 4, 33):
         job = examples.job({"node-a": tuple(range(world_size))})
@@ -189,9 +189,9 @@ def test_a_program_with_more_inputs_and_actions_decides_the_same_with_a_shipped_
     first, *others = inputs.GLOBAL_INPUTS.items()
     monkeypatch.setattr(inputs, "RANK_INPUTS", {"step_time_s": new["step_time_s"], **inputs.RANK_INPUTS})
     monkeypatch.setattr(inputs, "GLOBAL_INPUTS", dict([first, ("loss", new["loss"]), *others]))
-    more = {"deltas": (0.0, 7.0, *ACTIONS["deltas"][1:]), "global": (1.0, 3.0, *MULTIPLIERS[1:])}
+    more = {**ACTIONS, "deltas": (0.0, 7.0, *ACTIONS["deltas"][1:]), "global": (1.0, 3.0, *MULTIPLIERS[1:])}
     monkeypatch.setattr(policy_file, "ACTIONS", more)
-    assert {len(inputs.names(action_set)) for action_set in ACTION_SETS} == {37, 83}
+    assert {len(inputs.names(action_set)) for action_set in ("deltas", "global")} == {37, 83}
     assert run(job, LearnedPolicy(PolicyFile.from_bytes(shipped_policy(name) or b""))) == before
     assert len({action.values for action in before}) > 2
 

@@ -1,9 +1,10 @@
 """Learn a policy on virtual clusters: episodes, updates, validation, and a policy file at the end.
 
-`ppo` is a bounded residual on `rule`; `ppo-paper` is as published; `stigmergy` is a bounded residual on the wish of
-each agent, for collectors. Only scenarios with learn = true are learned from. Killed or interrupted, the same command
-continues to the same bits. The policy that is written is the best by validation (time to the target against `rule`),
-scored on other seeds; judge it with `dynamix evaluate`, agents with `python -m bench.stigmergy`.
+`ppo` is a bounded residual on `rule`, `levers` chooses one lever per window on its decisions; `ppo-paper` is as
+published; `stigmergy` is a bounded residual on the wish of each agent, for collectors. Only scenarios with learn = true
+are learned from. Killed or interrupted, the same command continues to the same bits. The policy that is written is the
+best by validation (time to the target against `rule`), scored on other seeds; judge it with `dynamix evaluate`, agents
+with `python -m bench.stigmergy`.
 """
 
 import argparse
@@ -21,7 +22,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add_option(parser, "--scenarios", "train", "the train suite, or a directory", metavar="train|DIR")
     parser.add_argument(
-        "--policy", default="ppo", help="ppo, ppo-paper, stigmergy (its agents), or another name for ppo's preset"
+        "--policy", default="ppo", help="ppo, ppo-paper, levers, stigmergy (its agents), or another name: ppo's preset"
     )
     add_option(parser, "--seed", 0, "of the learning", type=seed)
     add_output_argument(parser, POLICY, "default: POLICY-SEED.safetensors", streams=False)
@@ -35,7 +36,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_json_argument(parser)
     how = parser.add_argument_group("overrides of the preset")
     how.add_argument("--objective", choices=("clipped", "simplified"), help="PPO's objective, or the paper's")
-    how.add_argument("--actions", choices=("deltas", "global"), help="one choice per rank, or one for the job")
+    how.add_argument(
+        "--actions", choices=("deltas", "global", "levers"), help="per rank, one for the job, or levers on the rule"
+    )
     how.add_argument("--reward", choices=("auto", "paper-sgd", "paper-adam", "time-aware"), help="auto: as published")
     for name in WEIGHTS:
         how.add_argument(f"--{name}", type=float, metavar="X", help=f"weight {name} of the reward")

@@ -18,7 +18,7 @@ from dynamix.lab.experiments.episodes.episode import Episode, run_episode
 from dynamix.lab.experiments.episodes.pool import workload_data
 from dynamix.lab.simulator.scenario import Scenario
 from dynamix.reward.formula import Formula, Weights
-from dynamix.schemas.messages.policies import STIGMERGY
+from dynamix.schemas.messages.policies import DIVIDED_BY_RANKS, STIGMERGY
 
 from .agents import POLICY_OPTIONS, ExploringAgents, trajectory_of_agents
 
@@ -88,6 +88,10 @@ def play(task: EpisodeTask) -> EpisodeResult:
     )
 
 
+TRACK = MappingProxyType({"track": 1.0})
+"""For a job whose policy's name does not tell its ranks that they divide the batch from the first step on."""
+
+
 class _Deciding(NamedTuple):
     """What decides in an episode."""
 
@@ -102,7 +106,9 @@ def _deciding(task: EpisodeTask) -> _Deciding:
         return _Deciding(policy_named(RULE))
     file, explores = PolicyFile.from_bytes(task.policy), task.mode == "explore"
     if file.metadata.action_set != "appetite":
-        return _Deciding(LearnedPolicy(file, explore=explores))
+        policy = LearnedPolicy(file, explore=explores)
+        tracks = "track" in policy.options and policy.options["track"].default == 1
+        return _Deciding(policy, TRACK if tracks and policy.name not in DIVIDED_BY_RANKS else {})
     of_agents = _Deciding(policy_named(STIGMERGY), POLICY_OPTIONS)
     if explores:
         agents = ExploringAgents(file, task.seed)

@@ -315,7 +315,7 @@ class ExchangeMemory:
         *scalars, age, blocked, num_link_windows = _HEAD.unpack_from(packed)
         exact_s, overlap, exposed_s, hidden_s, gradient_bytes, drift, loss, least = scalars
         rest = packed[_HEAD.size :]
-        ruling = tuple(_exchange(WAYS[way], every) for way, every in _RULING.iter_unpack(rest[: LAG * _RULING.size]))
+        ruling = tuple(by_way(WAYS[way], every) for way, every in _RULING.iter_unpack(rest[: LAG * _RULING.size]))
         rest = rest[LAG * _RULING.size :]
         links = np.frombuffer(rest[5 * len(WAYS) :], dtype=_LINK).astype([("rate", "f8"), ("share", "f8")])
         return cls(
@@ -349,7 +349,8 @@ def way_of(exchange: Exchange) -> str:
     return OVER_OWNERS if exchange.route == OVER_OWNERS and exchange.codec == EXACT.codec else exchange.codec
 
 
-def _exchange(way: str, every: int) -> Exchange:
+def by_way(way: str, every: int) -> Exchange:
+    """The exchange of a way and a period; shares are not in it."""
     return Exchange(every=every, route=OVER_OWNERS) if way == OVER_OWNERS else Exchange(every=every, codec=way)
 
 
