@@ -3,11 +3,15 @@
 import asyncio
 
 import msgspec
+import pytest
 from tests.support import examples
+from tests.support.old_server import OldServer
 
 from dynamix.arbitrator.learning.collecting import collect
 from dynamix.runtime.bus import Bus, BusMessage
-from dynamix.schemas.messages import RankReward, Reward
+from dynamix.runtime.bus.streams import failover
+from dynamix.schemas import subjects
+from dynamix.schemas.messages import Applied, RankReward, Reward
 
 NUM_WINDOWS = 1500
 NO_TIME_S = 1e-9
@@ -64,6 +68,31 @@ async def test_another_generation_is_not_waited_for_and_nothing_is_no_matter(bus
         found = await collect(bus, job, grace_s=60, refuse=refuse)
         assert found is not None
         assert (found.recording.states, found.num_unrewarded) == ([], 0)
+
+
+async def test_actions_that_were_applied_are_asked_for_again_after_a_fail_over(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failover, "PAUSE_S", 0.02)
+    await record(bus, range(5), range(5))
+    action = examples.action()
+    await bus.publish(action)
+    await bus.publish(
+        Applied(
+            job=JOB.job,
+            generation=0,
+            decided_window=action.window,
+            effective_window=action.window + 2,
+            effective_step=100,
+            local_batch_sizes=action.local_batch_sizes,
+        )
+    )
+    for num_replicas, num_actions in ((3, 1), (1, 0)):
+        old = OldServer(bus, num_replicas)
+        old.answer_old(3, subjects.of("action", JOB.job), None)
+        found = await collect(old, JOB, grace_s=NO_TIME_S, refuse=refuse)  # type: ignore[arg-type]
+        assert found is not None
+        assert len(found.recording.actions) == num_actions
 
 
 async def test_a_stopped_intake_gives_no_half_generation(bus: Bus) -> None:

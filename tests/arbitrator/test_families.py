@@ -13,11 +13,12 @@ import structlog
 from structlog.testing import capture_logs
 from tests.support import examples
 from tests.support.brokers import until
+from tests.support.old_server import OldServer
 from tests.support.recordings import JobRecording, into_arbitrator
 from tests.support.services_here import services_here
 from tests.support.toy_cluster import ToyCluster
 
-from dynamix.arbitrator.deciding.family_ends import FamilyEnds
+from dynamix.arbitrator.deciding.family_ends import MAX_TRIES, FamilyEnds
 from dynamix.arbitrator.deciding.fold import Fold
 from dynamix.arbitrator.deciding.job_log import JobLog, Surroundings
 from dynamix.arbitrator.families.profile import profile_after
@@ -26,14 +27,16 @@ from dynamix.arbitrator.learned.policy_source import PolicySource
 from dynamix.arbitrator.learned.policy_store import PolicyStore
 from dynamix.arbitrator.policies.rule import Rule
 from dynamix.runtime.bus import Bus
+from dynamix.runtime.bus.streams import failover
 from dynamix.schemas import subjects
 from dynamix.schemas.chain import seal
 from dynamix.schemas.codec import decode, encode
-from dynamix.schemas.messages import Action, Job, JobProfile
-from dynamix.schemas.streams import ACTIONS, PROFILES
+from dynamix.schemas.messages import Action, Applied, Job, JobProfile
+from dynamix.schemas.streams import ACTIONS, JOBS, PROFILES
 
 FAMILY = "mnist-0a1b2c3d"
 JOB = examples.job({"node-a": (0, 1)}, policy="rule", family=FAMILY)
+PROFILE = subjects.of("profile", FAMILY)
 LOG = structlog.stdlib.get_logger()
 
 
@@ -98,6 +101,62 @@ async def test_each_end_is_stored_once_by_whichever_arbitrator_comes_first(bus: 
         await end(bus, msgspec.structs.replace(JOB, job="mnist-88888888"))
         assert (await until_run(bus, 3)).job == "mnist-88888888"
     assert (await bus.stream_state(PROFILES.name)).last_sequence == 3
+
+
+@pytest.fixture
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failover, "PAUSE_S", 0.02)
+
+
+@pytest.mark.usefixtures("short_pauses")
+async def test_an_old_profile_shown_after_a_fail_over_costs_no_run(bus: Bus) -> None:
+    """What follows the old one is refused; more often than arbitrators compete for an end."""
+    async with following(bus, Counter()):
+        await end(bus, JOB)
+        await until_run(bus, 1)
+    old = OldServer(bus)
+    old.answer_old(2 * MAX_TRIES, PROFILE, None)
+    async with following(old, Counter()):  # type: ignore[arg-type]
+        await end(bus, msgspec.structs.replace(JOB, job="mnist-99999999"))
+        assert (await until_run(bus, 2)).job == "mnist-99999999"
+    assert old.num_asked[PROFILE] > 2 * MAX_TRIES
+
+
+@pytest.mark.usefixtures("short_pauses")
+async def test_an_old_end_of_jobs_shown_after_a_fail_over_stores_no_run_twice(bus: Bus) -> None:
+    async with following(bus, Counter()):
+        await end(bus, JOB)
+        await until_run(bus, 1)
+    old = OldServer(bus)
+    old.answer_old(4, JOBS.name, 0)
+    async with following(old, Counter()):  # type: ignore[arg-type]
+        await end(bus, msgspec.structs.replace(JOB, job="mnist-99999999"))
+        assert (await until_run(bus, 2)).job == "mnist-99999999"
+    assert old.num_asked[JOBS.name] > 4
+
+
+@pytest.mark.usefixtures("short_pauses")
+@pytest.mark.parametrize("num_replicas", [3, 1])
+async def test_a_run_is_kept_with_all_windows_that_the_trainer_applied(bus: Bus, num_replicas: int) -> None:
+    old, decided = OldServer(bus, num_replicas), last_action()
+    receipt = Applied(
+        job=JOB.job,
+        generation=0,
+        decided_window=11,
+        effective_window=13,
+        effective_step=130,
+        local_batch_sizes=decided.local_batch_sizes,
+        action_hash=decided.hash,
+    )
+    await bus.publish(receipt)
+    old.answer_old(3, subjects.of("action", JOB.job), None)
+    with capture_logs() as logs:
+        async with following(old, Counter()):  # type: ignore[arg-type]
+            await end(bus, JOB)
+            if num_replicas > 1:
+                assert (await until_run(bus, 1)).num_windows == 12
+            else:
+                await until(lambda: any(one["event"] == "what the run taught is not stored" for one in logs))
 
 
 async def test_an_end_that_no_arbitrator_saw_is_stored_by_the_next_start(bus: Bus) -> None:

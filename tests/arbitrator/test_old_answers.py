@@ -2,7 +2,9 @@
 
 import asyncio
 
+import msgspec
 import pytest
+from structlog.testing import capture_logs
 from tests.arbitrator.test_action_store import JOB, OTHER, SIZES, actions, decide, opened, receipt, state
 from tests.support import examples
 from tests.support.brokers import until
@@ -12,11 +14,15 @@ from tests.support.services_here import arbitrator_here
 from dynamix.arbitrator import service
 from dynamix.arbitrator.deciding import job_log
 from dynamix.arbitrator.deciding.action_store import ActionsEndEarlyError
+from dynamix.arbitrator.learned.policy_source import PolicyAbsentError, PolicySource
+from dynamix.arbitrator.learned.policy_store import PolicyStore
+from dynamix.arbitrator.policies.policy import Policy
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.bus.streams import failover
 from dynamix.schemas import subjects
 from dynamix.schemas.chain import seal
-from dynamix.schemas.streams import ACTIONS
+from dynamix.schemas.messages import Action, Job
+from dynamix.schemas.streams import ACTIONS, FEED
 
 OWN = subjects.of("action", JOB.job)
 NEVER = 10**9
@@ -99,6 +105,60 @@ async def test_an_action_that_an_old_server_refuses_is_published_again(bus: Bus,
         with pytest.raises(ActionsEndEarlyError, match="for one that it does not show: wrong last sequence: 1"):
             await decide(old, log, range(2, 3))  # type: ignore[arg-type]
         assert old.num_asked["publish_action"] == 1
+
+
+async def test_states_that_were_read_are_folded_though_the_server_that_is_asked_does_not_know_them(bus: Bus) -> None:
+    """The state that opens the job is not read a second time by itself: without it, nothing is decided here."""
+    old = OldServer(bus)
+    await bus.publish(JOB)
+    async with arbitrator_here(old) as context:  # type: ignore[arg-type]
+        await until(lambda: context.counters.get("ready"))
+        states = subjects.of("state", JOB.job, subjects.ANY)
+        old.answer_old(3, states, None)
+        await bus.publish(state(JOB, 0))
+        await until(lambda: context.counters.get("decided") == 1)
+        assert old.num_asked[states] > 3
+    assert [action.window for action in await actions(bus)] == [0]
+
+
+async def test_an_end_of_feed_before_the_watermark_forgets_no_inputs(bus: Bus) -> None:
+    """With several copies; a single server that says so has lost them."""
+    await bus.publish(JOB)
+    await decide(bus, await opened(bus), range(4))
+    for num_replicas, num_warnings in ((3, 0), (1, 1)):
+        old = OldServer(bus, num_replicas)
+        with capture_logs() as logs:
+            old.answer_old(5, FEED.name, 2)
+            async with arbitrator_here(old) as context:  # type: ignore[arg-type]
+                await until(lambda: context.counters.get("jobs") == 1)
+        assert [one["event"] for one in logs].count("inputs after the checkpoint are gone") == num_warnings
+
+
+@pytest.mark.parametrize("num_replicas", [3, 1])
+async def test_a_policy_that_the_server_does_not_know_yet_is_looked_for_again(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch, num_replicas: int
+) -> None:
+    choose, num_asked = PolicySource.choose, 0
+
+    async def old(self: PolicySource, job: Job, recorded: Action | None) -> Policy:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked <= 3:
+            raise PolicyAbsentError("version 7 of policy 'ppo', which decided this generation so far, is gone")
+        return await choose(self, job, recorded)
+
+    monkeypatch.setattr(PolicySource, "choose", old)
+    await bus.publish(JOB)
+    await bus.publish(state(JOB, 0))
+    async with arbitrator_here(OldServer(bus, num_replicas)) as context:  # type: ignore[arg-type]
+        expected = "decided" if num_replicas > 1 else "halted"
+        await until(lambda: context.counters.get(expected) == 1)
+        assert num_asked == (4 if num_replicas > 1 else 1)
+
+
+async def test_an_unknown_policy_is_one_that_may_come(bus: Bus) -> None:
+    with pytest.raises(PolicyAbsentError, match="no policy is called 'unknown': choose one of"):
+        await PolicySource(PolicyStore(bus)).choose(msgspec.structs.replace(JOB, policy="unknown"), None)
 
 
 async def test_a_job_that_waits_to_store_an_action_delays_no_other(bus: Bus) -> None:

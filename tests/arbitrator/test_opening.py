@@ -16,7 +16,8 @@ from dynamix.arbitrator import service, state_queues
 from dynamix.arbitrator.deciding import held_jobs
 from dynamix.arbitrator.deciding.held_jobs import HeldJobs, WaitingJobs, Wanted
 from dynamix.arbitrator.deciding.job_log import JobLog
-from dynamix.arbitrator.service import MAX_OPENING, NUM_ALONE, ArbitratorSettings
+from dynamix.arbitrator.deciding.own_states import NUM_ALONE
+from dynamix.arbitrator.service import MAX_OPENING, ArbitratorSettings
 from dynamix.runtime.bus import Bus, BusMessage, Consumer
 from dynamix.runtime.service import Context
 from dynamix.schemas import subjects

@@ -31,6 +31,14 @@ class OldServer:
             return message
         return await self._bus.last(stream, subject)
 
+    async def first(self, stream: str, subject: str, *, start: int = 1) -> BusMessage | None:
+        """As of the bus; of what was there when the newest message was the old one."""
+        found = await self._bus.first(stream, subject, start=start)
+        if found is None or not self._is_old(subject):
+            return found
+        last = self._old[subject][1]
+        return found if last is not None and found.sequence <= last.sequence else None
+
     async def stream_state(self, stream: str) -> StreamState:
         """As of the bus, or old; of as many copies as are wanted."""
         state = (await self._bus.stream_state(stream))._replace(num_replicas=self._num_replicas)

@@ -1,6 +1,7 @@
 """The arbitrator's service: reads specifications and states, and gives each state to its job's log."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -24,8 +25,9 @@ from .deciding.family_ends import FamilyEnds, ProfileStore
 from .deciding.halted_jobs import HALTING_ERRORS, HaltedJobs, reason_of, refused_log
 from .deciding.held_jobs import HeldJobs, WaitingJobs, Wanted, note_state
 from .deciding.job_log import JobLog, Surroundings
+from .deciding.own_states import own_states
 from .families.source import ProfileSource
-from .learned.policy_source import PolicySource
+from .learned.policy_source import PolicyAbsentError, PolicySource
 from .learned.policy_store import PolicyBucket, PolicyReader
 from .shown import ShownDecisions
 from .state_queues import StateQueues
@@ -97,8 +99,6 @@ async def _keep_profiles(context: Context[ArbitratorSettings, ArbitratorBus]) ->
 
 MAX_OPENING = 16
 """Jobs that are opened at once, beside the states of those that are open: 4 requests to the broker each, or more."""
-NUM_ALONE = 4
-"""States that are asked for one by one before a consumer is made to read all others, which takes as many requests."""
 SWEEP_S = 60.0
 """Idle jobs are looked for at least so often."""
 
@@ -288,12 +288,13 @@ class _Arbitrator:
         """Hold a job's log once it has folded all states of the job that were read so far, unless that halts it."""
         try:
             log = await self._open_log(job, None if earlier is None else earlier.known)
-            if log.has_inputs:
-                log.check_inputs(await self._bus.stream_state(FEED.name))
-            done = 0
-            while done < wanted.newest:  # more may have come meanwhile
-                after, done = done, wanted.newest
-                await self._catch_up(log, max(after, log.watermark), done, wanted)
+            await self._check_inputs(log)
+            wait, done, until = FailoverWait(self._bus.stream_state, FEED.name), 0, 0
+            while until < wanted.newest:  # more may have come meanwhile
+                until = wanted.newest
+                done = await self._catch_up(log, max(done, log.watermark), until, wanted)
+                while wanted.first <= until and done < until and await self._pause(job.job, wait):
+                    done = await self._catch_up(log, max(done, log.watermark), until, wanted)
         except HALTING_ERRORS as error:
             await self._halt(job.job, job.generation, error)
         else:
@@ -306,9 +307,18 @@ class _Arbitrator:
         while True:
             try:
                 return await JobLog.open(job, self._surroundings, known)
-            except ActionsEndEarlyError:
+            except (ActionsEndEarlyError, PolicyAbsentError):
                 if not await self._pause(job.job, wait):
                     raise
+
+    async def _check_inputs(self, log: JobLog) -> None:
+        """See that FEED holds what follows the watermark; a server that was cut off may not know of it yet."""
+        if not log.has_inputs:
+            return
+        wait, feed = FailoverWait(self._bus.stream_state, FEED.name), await self._bus.stream_state(FEED.name)
+        while log.watermark > feed.last_sequence and await self._pause(log.job.job, wait):
+            feed = await self._bus.stream_state(FEED.name)
+        log.check_inputs(feed)
 
     async def _pause(self, job: str, wait: FailoverWait) -> bool:
         """Wait before a job's opening goes on; others are opened in its place."""
@@ -330,28 +340,13 @@ class _Arbitrator:
             await self._context.dead_letter(message, str(error))
             return None
 
-    async def _catch_up(self, log: JobLog, after: int, until: int, wanted: Wanted) -> None:
-        """Fold a job's own states behind a sequence up to another; a job that ended long ago costs nothing."""
-        states = subjects.of("state", log.job.job, subjects.ANY)
-        for _ in range(NUM_ALONE):
-            message = await self._bus.first(FEED.name, states, start=after + 1)
-            if message is None or message.sequence > until:
-                return
-            await self._fold_one(log, message, is_new=message.sequence >= wanted.first)
-            if (after := message.sequence) == until:
-                return
-        newest = await self._bus.last(FEED.name, states)
-        if newest is None or newest.sequence <= after:
-            return
-        async with self._bus.consume(FEED.name, [states], start=after + 1) as consumer:
-            async for batch in consumer:
-                for message in batch:
-                    if message.sequence > until:
-                        return
-                    await self._fold_one(log, message, is_new=message.sequence >= wanted.first)
-                    await asyncio.sleep(0)  # a long way to catch up must not delay the states of others
-                if batch[-1].sequence >= newest.sequence:
-                    return
+    async def _catch_up(self, log: JobLog, after: int, until: int, wanted: Wanted) -> int:
+        """Fold a job's own states behind a sequence up to another; returns the last one's."""
+        async with contextlib.aclosing(own_states(self._bus, log.job.job, after, until)) as messages:
+            async for message in messages:
+                await self._fold_one(log, message, is_new=message.sequence >= wanted.first)
+                after = message.sequence
+        return after
 
     async def _fold_one(self, log: JobLog, message: BusMessage, *, is_new: bool) -> None:
         try:

@@ -92,6 +92,21 @@ async def newest_action(bus: ActionStore, job: Job) -> Stored | None:
     return stored
 
 
+async def checked_action(bus: ActionStore, job: Job, known: Stored | None = None) -> Stored | None:
+    """The job's newest action, held against the trainer's receipts and the action known last.
+
+    Raises:
+        ActionsEndEarlyError: when it cannot be the newest; one of several servers may say so for 10 s.
+        ActionStoreError: as `newest_action`, or when another action is in the place of a known one.
+    """
+    receipt = await newest_receipt(bus, job)
+    newest = await newest_action(bus, job)
+    if known is not None:
+        await check_goes_on(bus, job, known, newest)
+    await check_receipt(bus, job, newest, receipt)
+    return newest
+
+
 async def newest_receipt(bus: ActionStore, job: Job) -> BusMessage | None:
     """The trainer's newest receipt: what it applied last.
 

@@ -12,7 +12,7 @@ from structlog.stdlib import BoundLogger
 from dynamix.arbitrator.families.profile import UnusableProfileError, profile_after, read_profile
 from dynamix.arbitrator.policies.policy import MISTAKES, RecurringPolicy
 from dynamix.arbitrator.policies.registry import POLICIES
-from dynamix.runtime.bus import BusMessage, PermissionDeniedError, StaleWriterError, StreamMissingError
+from dynamix.runtime.bus import BusMessage, FailoverWait, PermissionDeniedError, StaleWriterError, StreamMissingError
 from dynamix.runtime.bus.service_bus import ServiceBus
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode, encode
@@ -20,7 +20,7 @@ from dynamix.schemas.messages import Action, Job, JobProfile
 from dynamix.schemas.messages.profiles import MAX_PROFILE_BYTES
 from dynamix.schemas.streams import JOBS, PROFILES
 
-from .action_store import ActionStore, ActionStoreError, newest_action
+from .action_store import ActionsEndEarlyError, ActionStore, ActionStoreError, checked_action
 
 MAX_TRIES = 5
 """Other arbitrators that may store another run's profile meanwhile."""
@@ -70,32 +70,42 @@ class FamilyEnds:
             self._stored.pop(next(iter(self._stored)))
 
     async def _store(self, job: Job, sequence: int) -> str:
-        """Store the profile after a run, unless there is one; why there is nothing to store, if there is not."""
-        for _ in range(MAX_TRIES):
-            stored = await self._bus.last(PROFILES.name, subjects.of("profile", job.family))
-            earlier = await self._earlier(job.family, stored)
-            if earlier is not None and earlier.ended_sequence >= sequence and await self._is_of_these_jobs(earlier):
-                self._stored[job.family] = earlier.ended_sequence
-                return ""
-            newest = await newest_action(self._bus, job)
-            if newest is None or newest.action.generation != job.generation:
-                return "nothing was decided in its last start"
-            policy = _recurring(newest.action)
-            if policy is None:
-                return f"policy {newest.action.policy!r} keeps nothing for later runs"
-            profile = profile_after(job, newest.action, policy, earlier, ended_sequence=sequence)
-            if profile is None:
-                return f"{newest.action.window + 1} windows, and nothing measured in them"
-            if (num_bytes := len(encode(profile))) > MAX_PROFILE_BYTES:
-                raise UnusableProfileError(f"{num_bytes} bytes are over the limit of {MAX_PROFILE_BYTES}")
+        """Store the profile after a run, unless there is one; why there is nothing to store, if there is not.
+
+        Of several servers one that was cut off may show older actions and profiles; then everything is read again.
+        """
+        wait, num_refused = FailoverWait(self._bus.stream_state, JOBS.name), 0
+        while num_refused < MAX_TRIES:
             try:
-                await self._bus.publish_profile(profile, expected_last=0 if stored is None else stored.sequence)
+                return await self._store_once(job, sequence, wait)
+            except ActionsEndEarlyError:
+                if not await wait.pause():
+                    raise
             except StaleWriterError:
-                continue
-            self._count("profiles_stored")
-            self._log.info("stored what the run taught", job=job.job, family=job.family, run=profile.run)
-            return ""
+                num_refused += not await wait.pause()
         raise UnusableProfileError(f"others stored {MAX_TRIES} profiles of the family meanwhile")
+
+    async def _store_once(self, job: Job, sequence: int, wait: FailoverWait) -> str:
+        stored = await self._bus.last(PROFILES.name, subjects.of("profile", job.family))
+        earlier = await self._earlier(job.family, stored)
+        if earlier is not None and earlier.ended_sequence >= sequence and await self._is_of_these_jobs(earlier, wait):
+            self._stored[job.family] = earlier.ended_sequence
+            return ""
+        newest = await checked_action(self._bus, job)
+        if newest is None or newest.action.generation != job.generation:
+            return "nothing was decided in its last start"
+        policy = _recurring(newest.action)
+        if policy is None:
+            return f"policy {newest.action.policy!r} keeps nothing for later runs"
+        profile = profile_after(job, newest.action, policy, earlier, ended_sequence=sequence)
+        if profile is None:
+            return f"{newest.action.window + 1} windows, and nothing measured in them"
+        if (num_bytes := len(encode(profile))) > MAX_PROFILE_BYTES:
+            raise UnusableProfileError(f"{num_bytes} bytes are over the limit of {MAX_PROFILE_BYTES}")
+        await self._bus.publish_profile(profile, expected_last=0 if stored is None else stored.sequence)
+        self._count("profiles_stored")
+        self._log.info("stored what the run taught", job=job.job, family=job.family, run=profile.run)
+        return ""
 
     async def _earlier(self, family: str, stored: BusMessage | None) -> JobProfile | None:
         """The newest profile; a broken one is replaced, one of a newer program never.
@@ -113,9 +123,12 @@ class FamilyEnds:
                 return None
             raise
 
-    async def _is_of_these_jobs(self, profile: JobProfile) -> bool:
+    async def _is_of_these_jobs(self, profile: JobProfile, wait: FailoverWait) -> bool:
         """Whether its sequence is one of this JOBS, which may have been made again."""
-        return profile.ended_sequence <= (await self._bus.stream_state(JOBS.name)).last_sequence
+        last = (await self._bus.stream_state(JOBS.name)).last_sequence
+        while profile.ended_sequence > last and await wait.pause():
+            last = (await self._bus.stream_state(JOBS.name)).last_sequence
+        return profile.ended_sequence <= last
 
 
 def _ended(message: BusMessage) -> Job | None:

@@ -8,7 +8,7 @@ from typing import Self
 from structlog.stdlib import BoundLogger
 
 from dynamix.arbitrator.families.source import ProfileSource
-from dynamix.arbitrator.learned.policy_source import PolicySource
+from dynamix.arbitrator.learned.policy_source import PolicyAbsentError, PolicySource
 from dynamix.arbitrator.policies.policy import Policy, digest_of
 from dynamix.arbitrator.policies.static import Static
 from dynamix.runtime.bus import FailoverWait, StaleWriterError, StreamState
@@ -20,9 +20,8 @@ from .action_store import (
     ActionStore,
     Stored,
     check_goes_on,
-    check_receipt,
+    checked_action,
     newest_action,
-    newest_receipt,
 )
 from .fold import Fold
 from .signatures import SizeWatch
@@ -66,11 +65,7 @@ class JobLog:
             ActionStoreError: when it cannot be one of this job.
             ValueError: when there is no such policy, or not any more.
         """
-        receipt = await newest_receipt(around.bus, job)
-        newest = await newest_action(around.bus, job)
-        if known is not None:
-            await check_goes_on(around.bus, job, known, newest)
-        await check_receipt(around.bus, job, newest, receipt)
+        newest = await checked_action(around.bus, job, known)
         recorded = _of_generation(newest, job)
         policy = await around.policies.choose(job, recorded)
         profile = b"" if recorded is not None else await around.profiles.choose(job, policy)
@@ -184,8 +179,18 @@ class JobLog:
         recorded, policy = _of_generation(newest, self.job), self._fold.policy
         ours = (policy.version, digest_of(policy))
         if recorded is not None and (recorded.policy_version, recorded.policy_digest) != ours:
-            self._fold.policy = await self._around.policies.choose(self.job, recorded)
+            self._fold.policy = await self._policy_of(recorded)
         self._adopt(newest)
+
+    async def _policy_of(self, recorded: Action) -> Policy:
+        """The policy that decided an action; its file may be newer than what the server that answers knows."""
+        wait = FailoverWait(self._around.bus.stream_state, FEED.name)
+        while True:
+            try:
+                return await self._around.policies.choose(self.job, recorded)
+            except PolicyAbsentError:
+                if not await wait.pause():
+                    raise
 
     def _adopt(self, stored: Stored) -> None:
         self._superseded = stored.action.generation > self.job.generation

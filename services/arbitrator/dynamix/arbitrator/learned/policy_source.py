@@ -30,6 +30,10 @@ class _Wanted(NamedTuple):
     digest: bytes | None
 
 
+class PolicyAbsentError(ValueError):
+    """There is no such policy or version; or the server that answered does not know it yet, after a fail-over."""
+
+
 class PolicySource:
     """Chooses among policies in code, files of the package and files on the bus."""
 
@@ -63,7 +67,9 @@ class PolicySource:
             return held
         try:
             policy = await self._read(name, wanted)
-        except (ObjectBrokenError, ObjectMissingError, PermissionDeniedError) as error:
+        except ObjectMissingError as error:
+            raise PolicyAbsentError(f"policy {name!r} cannot be read: {error}") from error
+        except (ObjectBrokenError, PermissionDeniedError) as error:
             raise ValueError(f"policy {name!r} cannot be read: {error}") from error
         self._held[name, policy.version, policy.digest] = policy
         while len(self._held) > NUM_HELD:
@@ -81,7 +87,7 @@ class PolicySource:
         shipped = shipped_policy(name) if wanted.version in (None, SHIPPED_VERSION) else None
         if shipped is not None:
             return _loaded(name, SHIPPED_VERSION, shipped)
-        raise ValueError(await self._absence(name, wanted))
+        raise PolicyAbsentError(await self._absence(name, wanted))
 
     async def _find(self, name: str, wanted: _Wanted) -> StoredPolicy | None:
         stored = await self._store.find(name, wanted.version)

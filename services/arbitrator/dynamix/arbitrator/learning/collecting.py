@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from dynamix.runtime.bus import Bus, BusError, BusMessage, Consumer
+from dynamix.runtime.bus import Bus, BusError, BusMessage, Consumer, FailoverWait
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode_any
 from dynamix.schemas.messages import Action, Applied, Job, Message, Reward, State
@@ -93,7 +93,11 @@ async def collect(bus: Bus, job: Job, *, grace_s: float, refuse: Refuse) -> Coll
     ]
     try:
         await reader.read(FEED.name, wanted, grace_s)
-        await reader.read(ACTIONS.name, [subjects.of("action", job.job)], 0.0)
+        wait, decisions = FailoverWait(bus.stream_state, ACTIONS.name), [subjects.of("action", job.job)]
+        await reader.read(ACTIONS.name, decisions, 0.0)
+        while reader.lacks_actions and await wait.pause():  # of several servers one that was cut off may know less
+            reader.actions.clear()
+            await reader.read(ACTIONS.name, decisions, 0.0)
     except _IntakeStoppedError:
         return None
     recording = Recording(job, reader.states, reader.actions, reader.applied, reader.rewards)
@@ -121,6 +125,12 @@ class _Reader:
         """Windows of nodes with a state and without its reward."""
         rewarded = {(reward.window, reward.node) for reward in self.rewards}
         return len({(state.window, state.node) for _, state in self.states} - rewarded)
+
+    @property
+    def lacks_actions(self) -> bool:
+        """Whether the ranks applied a later action than there is."""
+        last = max((action.window for action in self.actions), default=-1)
+        return any(receipt.decided_window > last for receipt in self.applied)
 
     async def read(self, stream: str, wanted: list[str], grace_s: float) -> None:
         """Read all stored messages of some subjects, then more until each state has its reward or time is over."""

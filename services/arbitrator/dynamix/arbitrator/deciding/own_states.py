@@ -1,0 +1,46 @@
+"""The states of one job that FEED holds: few by single requests, more by a consumer."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Protocol
+
+from dynamix.runtime.bus import BusMessage
+from dynamix.runtime.bus.service_bus import ServiceBus
+from dynamix.schemas import subjects
+from dynamix.schemas.streams import FEED
+
+from .action_store import ActionStore
+
+NUM_ALONE = 4
+"""States that are asked for one by one before a consumer is made to read all others, which takes as many requests."""
+
+
+class StateStore(ServiceBus, ActionStore, Protocol):
+    """The part of the bus that it uses."""
+
+
+async def own_states(bus: StateStore, job: str, after: int, until: int) -> AsyncGenerator[BusMessage, None]:
+    """The states of a job behind a sequence up to another; those of one that ended long ago cost nothing.
+
+    Of several servers one that was cut off may answer, which does not know the last of them.
+    """
+    wanted = subjects.of("state", job, subjects.ANY)
+    for _ in range(NUM_ALONE):
+        message = await bus.first(FEED.name, wanted, start=after + 1)
+        if message is None or message.sequence > until:
+            return
+        yield message
+        if (after := message.sequence) == until:
+            return
+    newest = await bus.last(FEED.name, wanted)
+    if newest is None or newest.sequence <= after:
+        return
+    async with bus.consume(FEED.name, [wanted], start=after + 1) as consumer:
+        async for batch in consumer:
+            for message in batch:
+                if message.sequence > until:
+                    return
+                yield message
+                await asyncio.sleep(0)  # a long way to catch up must not delay the states of others
+            if batch[-1].sequence >= newest.sequence:
+                return
