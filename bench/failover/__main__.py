@@ -140,6 +140,8 @@ def partition_summary(trials: Sequence[Trial]) -> list[dict[str, Any]]:
     ranges = ("cut_for_s", "left_after_s", "back_after_s")
     row |= {name: sum(getattr(view, name) for view in seen) for name in sums}
     row |= {name: _range([getattr(view, name) for view in seen]) for name in ranges}
+    whole = [view.whole_after_s for view in seen if view.whole_after_s is not None]
+    row["whole_after_s"] = f"{statistics.median(whole):.1f} ({_range(whole)})" if whole else "-"
     return [row]
 
 

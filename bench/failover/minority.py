@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 import msgspec
+from bench.failover.bystander import MESSAGES_PER_SUBJECT
 from bench.harness.broker import run_with_uvloop
 from bench.messages.stored import stored_messages
 
@@ -59,6 +60,8 @@ class MinorityView(msgspec.Struct, frozen=True, kw_only=True):
     """From the cut until the client left the server that answers and stores nothing."""
     back_after_s: float
     """From the healing until a message was acknowledged and a decision was read."""
+    whole_after_s: float | None = None
+    """From the healing until every copy of every stream was current."""
 
 
 class MinorityClient:
@@ -66,7 +69,7 @@ class MinorityClient:
 
     def __init__(self, bus: Bus, job: str) -> None:
         self._bus = bus
-        self._own = subjects.of("reward", f"minority-{os.getpid()}", "node-0")
+        self._job = f"minority-{os.getpid()}"
         self._decisions = subjects.of("action", job)
         self._sent_at: list[float] = []
         self._waiting: set[asyncio.Future[int]] = set()
@@ -79,7 +82,8 @@ class MinorityClient:
         while True:
             number = len(self._sent_at)
             self._sent_at.append(time.monotonic())
-            future = await self._bus.publish_bytes_soon(self._own, b"%d" % number, f"{self._own}:{number}")
+            own = subjects.of("reward", self._job, f"node-{number // MESSAGES_PER_SUBJECT}")
+            future = await self._bus.publish_bytes_soon(own, b"%d" % number, f"{own}:{number}")
             self._waiting.add(future)
             future.add_done_callback(functools.partial(self._on_answer, number))
             await asyncio.sleep(EVERY_S)
@@ -120,7 +124,7 @@ class MinorityClient:
         """Compare with the streams, once all that was sent has been answered; nothing may be sent any more."""
         await asyncio.gather(*self._waiting, return_exceptions=True)
         places = defaultdict(list)
-        for message in await stored_messages(self._bus, FEED.name, self._own):
+        for message in await stored_messages(self._bus, FEED.name, subjects.of("reward", self._job, subjects.ANY)):
             places[int(message.payload)].append(message.sequence)
         found = await stored_messages(self._bus, ACTIONS.name, self._decisions)
         kept = {action.window: action for action in (decode(Action, one.subject, one.payload) for one in found)}

@@ -21,7 +21,7 @@ from dynamix.runtime.embedded import server_binary
 from dynamix.runtime.settings import BusSettings
 
 ROUTE_PORT = 6222
-SAY_TIMEOUT_S = 120.0
+SAY_TIMEOUT_S = 400.0
 
 
 class HostServer(ClusterServer):

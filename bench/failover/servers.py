@@ -3,9 +3,11 @@
 import asyncio
 import contextlib
 import os
+import re
 import secrets
 import signal
 import socket
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
@@ -21,7 +23,10 @@ from dynamix.schemas.streams import STREAMS
 
 NUM_SERVERS = 3
 LOOPBACK = "127.0.0.1"
-CURRENT_TIMEOUT_S = 120.0
+CURRENT_TIMEOUT_S = 400.0
+"""A copy that nats-server takes long for is waited for: it forces a new snapshot in the leader only after minutes."""
+MAX_COMPLAINTS = 20
+_COMPLAINT = re.compile(r"\[(WRN|ERR|FTL)\]")
 _NAME, _SYNC = 'server_name: "dynamix-embedded"', 'sync_interval: "2m"'
 
 
@@ -121,8 +126,18 @@ class ThreeServers:
             raise
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            sys.stderr.write(self._complaints())
         await self._open.aclose()
+
+    def _complaints(self) -> str:
+        """The last warnings and errors in the logs of the servers, which are removed with them."""
+        lines = []
+        for server in self.servers.values():
+            found = server.log_file.read_text().splitlines() if server.log_file.exists() else []
+            lines += [f"{server.name}: {line}" for line in found if _COMPLAINT.search(line)][-MAX_COMPLAINTS:]
+        return "".join(f"{line}\n" for line in lines)
 
     async def leader_of(self, bus: Bus, stream: str) -> ClusterServer:
         """The server that stores a stream's messages first."""
@@ -145,7 +160,7 @@ def _on_loopback() -> list[ClusterServer]:
 
 
 async def until_current(bus: Bus) -> None:
-    """Wait until every stream has all its copies, and no copy lags. Raises CopiesMissingError after 120 s."""
+    """Wait until every stream has all its copies, and no copy lags. Raises CopiesMissingError."""
     waits_for = ""
     try:
         async with asyncio.timeout(CURRENT_TIMEOUT_S):

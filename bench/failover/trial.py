@@ -119,7 +119,10 @@ async def _minority_partition(scene: Scene, server: ClusterServer) -> MinorityVi
         finally:
             ended_at = time.monotonic()
             server.place.restore()
-        return await client.view(Cut(began_at=began_at, ended_at=ended_at))
+        await scene.servers.until_current(scene.bus)
+        whole_after_s = time.monotonic() - ended_at
+        view = await client.view(Cut(began_at=began_at, ended_at=ended_at))
+        return msgspec.structs.replace(view, whole_after_s=whole_after_s)
 
 
 async def _rolling_restart(scene: Scene, _server: ClusterServer) -> None:

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Self
 
 import msgspec
 import pytest
@@ -20,7 +21,15 @@ from bench.failover.__main__ import (
 )
 from bench.failover.kept import KeptOutcomes, TrialOutcome
 from bench.failover.minority import MinorityView
-from bench.failover.servers import Cluster, CopiesMissingError, Replica, ThreeServers, free_ports, until_current
+from bench.failover.servers import (
+    Cluster,
+    ClusterServer,
+    CopiesMissingError,
+    Replica,
+    ThreeServers,
+    free_ports,
+    until_current,
+)
 from bench.failover.trial import Fault, Scene, Trial
 from bench.harness.command import BenchmarkError
 from bench.harness.steady_job import SteadyJob
@@ -51,6 +60,7 @@ VIEW = MinorityView(
     stored_of_these=500,
     left_after_s=11.0,
     back_after_s=3.0,
+    whole_after_s=1.0,
 )
 
 
@@ -121,16 +131,19 @@ def test_what_clients_beside_a_cut_off_server_saw_is_summed() -> None:
             TRIAL,
             fault="minority-partition",
             longest_wait_s=8.0,
-            minority=msgspec.structs.replace(VIEW, left_after_s=10.0, sent_while_cut=400),
+            minority=msgspec.structs.replace(VIEW, left_after_s=10.0, sent_while_cut=400, whole_after_s=125.0),
         ),
     ]
     (row,) = partition_summary(trials)
-    assert {name: row[name] for name in ("fault", "trials", "median_s", "sent_while_cut", "left_after_s")} == {
+    assert {
+        name: row[name] for name in ("fault", "trials", "median_s", "sent_while_cut", "left_after_s", "whole_after_s")
+    } == {
         "fault": "minority-partition",
         "trials": 2,
         "median_s": 6.0,
         "sent_while_cut": 900,
         "left_after_s": "10.0 to 11.0",
+        "whole_after_s": "63.0 (1.0 to 125.0)",
     }
 
 
@@ -167,6 +180,38 @@ async def test_copies_that_stay_behind_are_named(bus: Bus, monkeypatch: pytest.M
     monkeypatch.setattr(servers, "CURRENT_TIMEOUT_S", 0.6)
     with pytest.raises(CopiesMissingError, match=r"not all copies are current after 0\.6 s: JOBS: leader .*, 0 other"):
         await until_current(bus)
+
+
+class LoggedServer(ClusterServer):
+    """A server that has written a log and does not run."""
+
+    def __init__(self, log: Path) -> None:
+        super().__init__(1, ["a:1", "b:2"], "password")
+        self._log = log
+
+    @property
+    def log_file(self) -> Path:
+        return self._log
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+
+async def test_what_servers_complained_of_is_shown_when_a_measurement_ends_early(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "server.log"
+    log.write_text("[1] [INF] Server is ready\n[1] [WRN] RAFT catchup, will retry\n")
+    async with ThreeServers([LoggedServer(log)]):
+        pass
+    assert capsys.readouterr().err == ""
+    with contextlib.suppress(CopiesMissingError):
+        async with ThreeServers([LoggedServer(log)]):
+            raise CopiesMissingError("FEED")
+    assert capsys.readouterr().err == "broker-2: [1] [WRN] RAFT catchup, will retry\n"
 
 
 def test_a_copy_that_lags_is_named_with_its_lag() -> None:
