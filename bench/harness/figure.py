@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 FEW_POINTS = 20
 """Up to so many points of a curve are marked."""
+MOST_IN_AXES = 6
+"""A legend of more curves stands beside the axes."""
 PANEL_INCHES = (5.0, 4.0)
 
 
@@ -42,6 +44,8 @@ class Panel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Where the part that is not judged ends."""
     places: list[str] = []
     """What stands at 0, 1, 2 ... of x, where it counts no numbers."""
+    counts: bool = False
+    """Whether x counts things: whole numbers only."""
 
 
 def draw(rows: Sequence[Sequence[Panel]], path: Path, title: str = "") -> None:
@@ -81,10 +85,15 @@ def _draw_panel(axes: "Axes", panel: Panel) -> None:
             axis.set_major_formatter(lambda value, _: f"{value:g}")
     if panel.places:
         axes.set_xticks(range(len(panel.places)), panel.places)
+    if panel.counts:
+        axes.xaxis.get_major_locator().set_params(integer=True)
     if panel.limit is not None:
         axes.axhline(panel.limit, color="black", linewidth=0.8, linestyle="--")
     if panel.shaded_until is not None:
         axes.axvspan(0, panel.shaded_until, color="#eeeeee")
     axes.set(title=panel.title, xlabel=panel.x, ylabel=panel.y)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
+    if len(panel.curves) > MOST_IN_AXES:
+        axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))  # it would cover the curves
+    else:
+        axes.legend(fontsize="small")

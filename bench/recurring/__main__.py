@@ -116,8 +116,12 @@ def draw_chains(chains: Sequence[FamilyChain], path: Path) -> None:
         for number in numbers
     ]
     mean = Curve(label="geometric mean", points=means, style="ko-")
-    by_family = Panel(title="by family", x="run", y="time over that of a cold start", curves=curves, limit=1.0)
-    in_mean = Panel(title="all families", x="run", y="time over that of a cold start", curves=[mean], limit=1.0)
+    by_family = Panel(
+        title="by family", x="run", y="time over that of a cold start", curves=curves, limit=1.0, counts=True
+    )
+    in_mean = Panel(
+        title="all families", x="run", y="time over that of a cold start", curves=[mean], limit=1.0, counts=True
+    )
     draw([[by_family, in_mean]], path, "Runs of a family that begin with what those before taught, and explore")
 
 
