@@ -4,6 +4,7 @@ import asyncio
 import fcntl
 import os
 import pty
+import signal
 import struct
 import sys
 import termios
@@ -68,7 +69,12 @@ async def top(server: EmbeddedServer, terminal: Terminal) -> asyncio.subprocess.
     environ = {**os.environ, **bus_environment(server.settings), "TERM": "xterm-256color"}
     environ = {key: value for key, value in environ.items() if key not in ("COLUMNS", "LINES")}
     ends = {"stdin": terminal.slave, "stdout": terminal.slave, "stderr": terminal.slave}
-    return await asyncio.create_subprocess_exec(*command, env=environ, **ends)
+    # Under `nohup make test &` the tests ignore SIGINT, and what they start would inherit that.
+    return await asyncio.create_subprocess_exec(*command, env=environ, preexec_fn=_heed_interrupts, **ends)
+
+
+def _heed_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.mark.parametrize("leave", ["q", "\x1b", "SIGINT"])
@@ -79,7 +85,7 @@ async def test_it_draws_until_one_leaves_and_gives_the_terminal_back(server: Emb
         await terminal.shows(b"mnist-0a1b2c3d")
         await terminal.shows(b"no change")
         if leave == "SIGINT":
-            process.send_signal(2)
+            process.send_signal(signal.SIGINT)
         else:
             terminal.types(leave.encode())
         async with asyncio.timeout(20):
