@@ -86,7 +86,7 @@ def _draw_panel(axes: "Axes", panel: Panel) -> None:
     if panel.places:
         axes.set_xticks(range(len(panel.places)), panel.places)
     if panel.counts:
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.locator_params("x", integer=True)
     if panel.limit is not None:
         axes.axhline(panel.limit, color="black", linewidth=0.8, linestyle="--")
     if panel.shaded_until is not None:
