@@ -10,6 +10,7 @@ from dynamix.arbitrator.families.profile import with_record
 from dynamix.arbitrator.policies.model.exploration import Exploration, next_arm, score
 from dynamix.schemas.features import GLOBAL_FEATURES, GLOBAL_INDEX
 from dynamix.schemas.messages import ArmRecord, ExploredArm, Job
+from dynamix.schemas.messages.allocation import Objective
 
 BOTH = ("learning_rate", "noise_multiplier")
 FIRST, FASTER, FURTHER, QUIETER = ExploredArm(), ExploredArm(1.5), ExploredArm(2.25), ExploredArm(1.0, 0.5)
@@ -23,13 +24,21 @@ def record(arm: ExploredArm, factor: float, stopped: int = 0) -> ArmRecord:
     return ArmRecord(arm, 1, stopped, tuple(factor * level for level in range(1, 11)))
 
 
-def trained(exploration: Exploration, window_s: float, num_windows: int) -> Exploration:
+def trained(
+    exploration: Exploration,
+    window_s: float,
+    num_windows: int,
+    *,
+    window_j: float = math.nan,
+    objective: Objective = "time",
+) -> Exploration:
     """After windows in which the held-out error fell by a factor of 0.9 each."""
     for window in range(num_windows):
         global_F = np.full(len(GLOBAL_FEATURES), np.nan, dtype=np.float32)
         global_F[GLOBAL_INDEX["step_time_s"]] = window_s / 10
         global_F[GLOBAL_INDEX["held_out_accuracy"]] = 1.0 - 0.9**window
-        exploration = exploration.observe(global_F, 10)
+        global_F[GLOBAL_INDEX["energy_j"]] = window_j
+        exploration = exploration.observe(global_F, 10, objective)
     return exploration
 
 
@@ -72,7 +81,7 @@ def test_milestones_are_the_first_times_below_each_level() -> None:
     found = trained(Exploration(), 2.0, 20).record
     assert found is not None
     assert (found.arm, found.num_runs, found.num_stopped) == (FIRST, 1, 0)
-    reached = [time_s for time_s in found.milestones_s if time_s]
+    reached = [time_s for time_s in found.milestones if time_s]
     assert reached == sorted(reached)
     assert set(reached) <= {2.0 * window for window in range(1, 21)}
     # smoothed by halves the error of window t is 0.9^t (1 + 0.1 / 0.8) at last: 0.152, and 0.917^21 = 0.162
@@ -92,7 +101,7 @@ def test_a_run_that_falls_behind_by_a_quarter_goes_back_to_the_best_arm() -> Non
     found = behind.record
     assert found is not None
     assert (found.arm, found.num_stopped) == (FASTER, 1)
-    assert not trained(Exploration(tried=FIRST, reference_s=begun.reference_s), 1.6, 20).stopped
+    assert not trained(Exploration(tried=FIRST, reference=begun.reference), 1.6, 20).stopped
 
 
 def test_an_exploration_survives_the_carry() -> None:
@@ -110,3 +119,23 @@ def test_records_of_one_arm_are_means_over_its_runs() -> None:
     assert two == (ArmRecord(FIRST, 2, 0, (2.0, 3.0, 6.0, 8.0)),)
     assert with_record(two, None) == two
     assert [each.arm for each in with_record(two, ArmRecord(FASTER, 1, 1))] == [FIRST, FASTER]
+
+
+def test_by_energy_milestones_are_joules_and_a_run_that_needs_more_of_them_goes_back_though_it_is_faster() -> None:
+    first = trained(Exploration(), 1.0, 20, window_j=50.0, objective="energy").record
+    assert first is not None
+    assert set(first.milestones) <= {0.0, *(50.0 * window for window in range(1, 21))}
+    begun = Exploration.of_records((first,), job_of(*BOTH))
+    hungry = trained(begun, 0.5, 20, window_j=80.0, objective="energy")
+    assert (hungry.stopped, hungry.arm) == (True, FIRST)
+    assert not trained(begun, 2.0, 20, window_j=40.0, objective="energy").stopped
+
+
+def test_from_the_first_window_of_unknown_energy_on_nothing_is_compared() -> None:
+    known = trained(Exploration(), 1.0, 3, window_j=50.0, objective="energy")
+    later = trained(known, 1.0, 20, objective="energy")
+    assert math.isnan(later.cost)
+    assert later.record == known.record
+    assert not later.stopped
+    assert Exploration.unpack(later.pack()).pack() == later.pack()
+    assert trained(Exploration(), 1.0, 20, objective="energy").record is None

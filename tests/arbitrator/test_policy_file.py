@@ -53,13 +53,13 @@ def test_a_policy_of_an_older_list_of_features_is_read_and_of_a_newer_one_is_not
     older = tuple(name for name in fields if not name.startswith(("node_", "run_queue", "context_")))
     assert PolicyFile.from_bytes(changed(rank_features=older, feature_version=1)).metadata.feature_version == 1
     with pytest.raises(PolicyFileError, match="or a newer one"):
-        PolicyFile.from_bytes(changed(feature_version=6))
+        PolicyFile.from_bytes(changed(feature_version=7))
 
 
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"feature_version": 99}, "features of version 99, this program has version 5"),
+        ({"feature_version": 99}, "features of version 99, this program has version 6"),
         ({"format": 2}, "format 2, this program reads 1"),
         ({"inputs": ()}, "list of inputs is empty"),
         ({"inputs": ("size_log2", "ping_ms")}, "list of inputs names ping_ms, which this program does not have"),

@@ -69,7 +69,7 @@ def test_after_two_arms_the_best_one_is_taken() -> None:
     first = episode(None, "learning_rate")
     assert first.profile is not None
     base = first.profile.arms[0]
-    faster = tuple(0.5 * time_s for time_s in base.milestones_s)
+    faster = tuple(0.5 * time_s for time_s in base.milestones)
     arms = (base, ArmRecord(ExploredArm(1.5), 1, 0, faster), ArmRecord(ExploredArm(2.25), 1, 1, faster))
     third = episode(msgspec.structs.replace(first.profile, arms=arms), "learning_rate", seed=5)
     assert third.actions[0].rate_factor == 1.5

@@ -77,6 +77,14 @@ def test_rates_of_links_make_a_state_newer_and_older_ones_are_read_beside_it() -
     np.testing.assert_array_equal(rows[2:, :28], unpack_ranks(state_of(window))[:, :28])
 
 
+def test_the_energy_of_a_window_makes_a_state_newer() -> None:
+    newer = state_of(examples.window(energy_j=262.5))
+    assert newer.feature_version == 6
+    assert unpack_global(newer)[GLOBAL_INDEX["energy_j"]] == 262.5
+    assert np.isnan(unpack_global(newer)[GLOBAL_INDEX["coding_gain"]])
+    assert np.isnan(unpack_global(state_of(examples.window()))[GLOBAL_INDEX["energy_j"]])
+
+
 def test_what_float32_cannot_hold_is_unknown() -> None:
     state = state_of(examples.window(ranks=(0,), job_metrics=examples.job_metrics(loss=1e300)))
     assert np.isnan(unpack_global(state)[GLOBAL_INDEX["loss"]])

@@ -94,6 +94,21 @@ def test_an_action_without_a_reason_has_the_bytes_of_those_before_there_were_any
     assert decode_any(subjects.subject_of(examples.action(5)), plain) == examples.action(5)
 
 
+def test_messages_of_jobs_that_compare_by_time_have_the_bytes_of_those_before_energy_was_measured() -> None:
+    measured = {
+        "job": msgspec.structs.replace(MESSAGES["job"], explores=("learning_rate",), objective="energy"),
+        "report": msgspec.structs.replace(MESSAGES["report"], energy_j=12.5),
+        "window": msgspec.structs.replace(MESSAGES["window"], energy_j=12.5),
+        "profile": msgspec.structs.replace(MESSAGES["profile"], energy_arms=examples.profile().arms),
+    }
+    for kind, message in measured.items():
+        fields = message.__struct_fields__
+        assert len(msgspec.msgpack.decode(bytes.fromhex(GOLDEN[kind])[HEAD_BYTES:])) == len(fields) - 1, kind
+        payload = encode(message)
+        assert len(msgspec.msgpack.decode(payload[HEAD_BYTES:])) == len(fields)
+        assert decode_any(subjects.subject_of(message), payload) == message
+
+
 EXACT_BYTES = "9601a46e6f6e65aa616c6c2d72656475636590" + "cb3ff0000000000000" + "cb0000000000000000"
 """The bytes of an exchange, as newer messages have it at their end."""
 WITHOUT_TABLES = "c2cb0000000000000000"

@@ -23,7 +23,7 @@ def shown_names() -> set[str]:
     metrics = ServiceMetrics("any")
     _show_service(metrics)
     probe = SimpleNamespace(cost=lambda: {"one": ProgramInfo("one", (), 1, 1)})
-    ShownWindows(metrics, probe).record(examples.window())
+    ShownWindows(metrics, probe).record(examples.window(energy_j=1.0))
     ShownRewards(metrics).record(examples.reward("node-a", (0,)))
     decisions = ShownDecisions(metrics)
     standing = JobStanding(0, 3, 0.0, window_s=1.0, decided_window=2, global_batch_size=512, num_refused={"stale": 1})

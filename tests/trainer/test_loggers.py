@@ -98,7 +98,7 @@ def test_a_logger_that_is_not_done_at_the_end_is_warned_about(caplog: pytest.Log
 def make_row(**changes: float) -> Row:
     """Ten steps of a rank that used 500 samples in 2 s."""
     times = {"data_time_s": 0.2, "compute_time_s": 1.0, "sync_time_s": 0.5, "update_time_s": 0.3}
-    known = {"num_samples": 500, "held_out_accuracy": 0.75, "times_split": 1.0, **times, **changes}
+    known = {"num_samples": 500, "held_out_accuracy": 0.75, "times_split": 1.0, "energy_j": 6.25, **times, **changes}
     return Row(**dict.fromkeys(Row._fields, 0.0) | known)
 
 
@@ -113,6 +113,7 @@ def test_metrics_have_units_in_their_names_and_leave_out_what_is_not_known() -> 
         "step_time_s": 0.2,
         "samples_per_s": 500.0,
         "held_out_accuracy": 0.75,
+        "energy_j": 12.5,
         "noise_scale": 2000.0,
         **{f"local_batch_size/{name}": value for name, value in by_rank(40, 60).items()},
         **{f"data_time_s/{name}": value for name, value in by_rank(0.02, 0.02).items()},

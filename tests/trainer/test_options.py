@@ -198,3 +198,8 @@ def test_only_a_family_can_explore() -> None:
         job_options(family="mnist", explores=("rate",))
     with pytest.raises(ValueError, match="explores='exchange' has nothing to explore: use it with exchange='lossy'"):
         job_options(family="mnist", explores=("exchange",))
+    assert job_options(family="mnist", explores=("learning_rate",), objective="energy").objective == "energy"
+    with pytest.raises(ValueError, match="objective='energy' is what runs that try something out are compared by: add"):
+        job_options(family="mnist", objective="energy")
+    with pytest.raises(ValueError, match="objective='power'"):
+        job_options(family="mnist", explores=("learning_rate",), objective="power")

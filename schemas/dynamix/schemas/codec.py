@@ -11,7 +11,7 @@ import msgspec
 from . import subjects
 from .finite import non_finite_fields
 from .kinds import BY_NAME, BY_STRUCT, KINDS
-from .messages import Action, Message
+from .messages import Action, Job, JobProfile, Message, MetricWindow, Report
 
 MAGIC = b"DX"
 VERSION = 1
@@ -21,9 +21,17 @@ MAX_MESSAGE_BYTES = 512 * 1024
 
 _encoder = msgspec.msgpack.Encoder()
 _decoders = {kind.name: msgspec.msgpack.Decoder(kind.struct) for kind in KINDS}
-_ACTION_FIELDS = msgspec.structs.fields(Action)
-_FIRST_OMITTED = Action.__struct_fields__.index("exchange")
-"""The bytes of actions without later levers are those of programs that did not know them."""
+_OMITTED: dict[type[Message], str] = {
+    Action: "exchange",
+    Job: "objective",
+    Report: "energy_j",
+    MetricWindow: "energy_j",
+    JobProfile: "energy_arms",
+}
+"""The first field of a message that is left out at its default, like those behind it: the bytes are then those of
+programs that did not know them."""
+_FIRST_OMITTED = {struct: struct.__struct_fields__.index(name) for struct, name in _OMITTED.items()}
+_DEFAULTS = {struct: [each.default for each in msgspec.structs.fields(struct)] for struct in _OMITTED}
 _headers = {kind.struct: MAGIC + bytes((VERSION, kind.code)) for kind in KINDS}
 
 M = TypeVar("M", bound=Message)
@@ -91,12 +99,14 @@ def message_id(message: Message) -> str:
 
 
 def _pack(message: Message) -> bytes:
-    """The message in msgpack; fields at the end of an action, from `exchange` on, are left out at their defaults."""
-    if not isinstance(message, Action):
+    """The message in msgpack, without the fields at its end that `_OMITTED` leaves out at their defaults."""
+    struct = type(message)
+    first = _FIRST_OMITTED.get(struct)
+    if first is None:
         return _encoder.encode(message)
-    values = msgspec.structs.astuple(message)
+    values, defaults = msgspec.structs.astuple(message), _DEFAULTS[struct]
     end = len(values)
-    while end > _FIRST_OMITTED and values[end - 1] == _ACTION_FIELDS[end - 1].default:
+    while end > first and values[end - 1] == defaults[end - 1]:
         end -= 1
     return _encoder.encode(values[:end])
 

@@ -165,6 +165,7 @@ def _window(window: CapturedWindow) -> Document:
         "window": window.window,
         "started_ns": window.started_ns or None,
         "metrics": document_of(window.metrics),
+        "energy_j": window.energy_j,
         "local_batch_sizes": list(window.sizes),
         "probes": sorted(window.probes),
         "mean_reward": window.mean_reward,

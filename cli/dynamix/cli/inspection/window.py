@@ -37,6 +37,8 @@ class CapturedWindow(msgspec.Struct):
     """Messages that repeated an earlier one."""
     metrics: GlobalMetrics | None = None
     """The whole job, from any node's metric window."""
+    energy_j: float | None = None
+    """Joules of all ranks' devices, in jobs that measure them."""
     local_batch_sizes: dict[int, int] = {}
     """By rank, the sizes in use, from metric windows or else from reports."""
     probes: set[str] = set()
@@ -90,7 +92,7 @@ class CapturedWindow(msgspec.Struct):
                 for row in message.rows:
                     self.local_batch_sizes.setdefault(row.rank, row.local_batch_size)
             case MetricWindow():
-                self.metrics = message.job_metrics
+                self.metrics, self.energy_j = message.job_metrics, message.energy_j
                 self.probes.add(message.probe)
                 for metrics in message.ranks:
                     self.local_batch_sizes[metrics.rank] = metrics.training.local_batch_size

@@ -172,6 +172,9 @@ Explored = Literal["learning_rate", "noise_multiplier", "exchange"]
 """What a job lets the runs of its family explore: a factor on its learning rate, one on the noise scale that the policy
 decides by, and whether to use what `ExchangePermission` permits at all."""
 
+Objective = Literal["time", "energy"]
+"""What such runs are compared by: the seconds, or the joules, until the held-out error fell below some levels."""
+
 
 class Allocation(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Who trains on how many samples, who may change that, and how gradients travel."""

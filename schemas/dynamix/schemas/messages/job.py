@@ -4,7 +4,17 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, field
 
-from .allocation import EXACT, MAX_OTHER_CODECS, Allocation, Exchange, ExchangePermission, Explored, OtherCodec, Sizes
+from .allocation import (
+    EXACT,
+    MAX_OTHER_CODECS,
+    Allocation,
+    Exchange,
+    ExchangePermission,
+    Explored,
+    Objective,
+    OtherCodec,
+    Sizes,
+)
 from .fields import MAX_RANKS, Count, Message, OptimizerFamily, OptionalToken, Text, Token
 from .policies import GlobalBatch, Split
 
@@ -65,6 +75,9 @@ class Job(Message, frozen=True, kw_only=True, array_like=True):
     """What its runs have in common, so that one can begin with what another one learned; empty: they have nothing."""
     explores: tuple[Explored, ...] = ()
     """What runs of the family may try out."""
+    objective: Objective = "time"
+    """What they are compared by. Under `energy` the reports have the joules of each window. Not encoded while it is
+    `time`."""
 
     @property
     def initial_allocation(self) -> Allocation:

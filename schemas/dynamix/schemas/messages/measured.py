@@ -11,6 +11,7 @@ from .fields import MAX_SOCKETS, Cookie, Count, Message, OptimizerFamily, Second
 from .traces import FieldView
 
 Probe = Literal["ebpf", "tcp_info", "proc", "none"]
+Energy = Annotated[float, Meta(ge=0)]
 
 
 class SocketCounters(Message, frozen=True, kw_only=True, array_like=True):
@@ -155,6 +156,9 @@ class Report(Message, frozen=True, kw_only=True, array_like=True):
     """From a virtual cluster only: what a kernel would have shown of each row's process, which does not exist."""
     field: FieldView | None = None
     """Under the policy `stigmergy` what this node's agent sees of the traces around."""
+    energy_j: Energy | None = None
+    """Joules of all ranks' devices since the window before ended, whatever they did; equal in every node's report.
+    Not encoded while it is `None`, where it is not measured."""
 
 
 class NetworkMetrics(Message, frozen=True, kw_only=True, array_like=True):
@@ -263,6 +267,8 @@ class MetricWindow(Message, frozen=True, kw_only=True, array_like=True):
     num_readings_lost: Count = 0
     """Windows without kernel counters since the collector started, because their report or the one before came late.
     Their counters are masked; a generation's first window is not counted."""
+    energy_j: Energy | None = None
+    """The report's joules of all ranks' devices. Not encoded while it is `None`."""
 
 
 class State(Message, frozen=True, kw_only=True, array_like=True):

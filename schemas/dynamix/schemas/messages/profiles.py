@@ -5,7 +5,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from .allocation import EXACT, Allocation, Exchange, RateFactor, Sizes
+from .allocation import EXACT, Allocation, Exchange, Objective, RateFactor, Sizes
 from .fields import MAX_RANKS, Count, Message, Token
 from .policies import Split
 
@@ -55,9 +55,9 @@ class ArmRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_runs: Annotated[int, Meta(ge=1)]
     num_stopped: Count
     """Runs that left the arm, since they were too far behind."""
-    milestones_s: Annotated[tuple[Annotated[float, Meta(ge=0)], ...], Meta(max_length=MAX_MILESTONES)] = ()
-    """Seconds of training until the held-out error first fell below each of a row of levels, mean over runs; 0: never.
-    """
+    milestones: Annotated[tuple[Annotated[float, Meta(ge=0)], ...], Meta(max_length=MAX_MILESTONES)] = ()
+    """Seconds of training, or joules, until the held-out error first fell below each of a row of levels, mean over
+    runs; 0: never."""
 
 
 class JobProfile(Message, frozen=True, kw_only=True, array_like=True):
@@ -91,7 +91,13 @@ class JobProfile(Message, frozen=True, kw_only=True, array_like=True):
     """By samples seen, ascending."""
 
     arms: Annotated[tuple[ArmRecord, ...], Meta(max_length=MAX_ARMS)] = ()
-    """What runs tried out, in the order of their first runs."""
+    """What runs tried out that were compared by time, in the order of their first runs; milestones are in seconds."""
+    energy_arms: Annotated[tuple[ArmRecord, ...], Meta(max_length=MAX_ARMS)] = ()
+    """Likewise of runs that were compared by energy, in joules. Not encoded while there are none."""
+
+    def arms_of(self, objective: Objective) -> tuple[ArmRecord, ...]:
+        """What runs that were compared by an objective tried out."""
+        return self.energy_arms if objective == "energy" else self.arms
 
     @property
     def allocation(self) -> Allocation:

@@ -91,6 +91,8 @@ def _show_window(scrape: Scrape, window: MetricWindow, age_s: float) -> None:
     scrape.gauge("job_window_age_seconds", "since this collector made it", age_s, training_job=job)
     for field, (name, meaning) in JOB_METRICS.items():
         scrape.gauge(name, meaning, getattr(window.job_metrics, field), training_job=job)
+    energy = "joules of all ranks' devices in the newest window, in jobs that measure them"
+    scrape.gauge("job_energy_joules", energy, window.energy_j, training_job=job)
     scrape.gauge("job_probe", "always 1; where network metrics come from", 1, training_job=job, probe=window.probe)
     scrape.gauge(
         "job_reports_dropped",

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 from dynamix.schemas.messages import OptimizerFamily
-from dynamix.schemas.messages.allocation import EXACT, Exchange, ExchangePermission, Explored
+from dynamix.schemas.messages.allocation import EXACT, Exchange, ExchangePermission, Explored, Objective
 from dynamix.schemas.messages.policies import DEFAULT_POLICY, SPLIT_POLICY, GlobalBatch
 
 from .arguments.checks import policy_options_of, sizes_of, whole_number
@@ -54,6 +54,7 @@ from .local_steps.rounds import LocalSteps
 from .loggers.delivery import Loggers, MetricLogger, find_loggers
 from .loggers.history import MetricHistory
 from .measurement.clock import AnyClock, DeviceClock, HostClock
+from .measurement.energy import energy_meter, unmeasured
 from .measurement.meter import RankMeter, while_it_lives
 from .rendezvous import meet_ranks
 from .session import Session
@@ -81,6 +82,7 @@ def attach(
     name: str | None = None,
     family: str | None = None,
     explores: Sequence[Explored] = (),
+    objective: Objective = "time",
     window_steps: int = 20,
     min_local_batch_size: int | None = None,
     max_local_batch_size: int | None = None,
@@ -141,6 +143,8 @@ def attach(
             factor on the optimizer's), `noise_multiplier` (a factor on the noise scale that the policy decides by),
             `exchange` (exact gradients where more is permitted). It needs `session.evaluated`, by which runs are
             compared; a run that falls behind by a quarter goes back to what is known to be best.
+        objective: what these runs are compared by: `time`, or `energy`, the joules of the ranks' GPUs, or on CPUs of
+            their machines' processors. Where a rank cannot read them, nothing attaches.
         window_steps: k, the optimizer steps between two decisions.
         min_local_batch_size: bound of decisions; 0 lets a rank have no samples. When not given, what the model needs:
             one sample in each batch, or two where it has BatchNorm. Below the size at which a rank's times stop
@@ -244,6 +248,7 @@ def attach(
         table_share=table_share(models),
         family=job_family(family, models, optimizers, dataset, learning_rate_rule),
         explores=tuple(explores),
+        objective=objective,
     )
     orders = orders_of(dataset, sampler, seed, shuffle=shuffle)
     if token_counts is not None:
@@ -253,10 +258,18 @@ def attach(
         check_accumulation(averaging, models, counts_in_batches=count_tokens is not None)
     caps = MemoryCaps(None if memory_caps_path is None else Path(memory_caps_path))
     bus = bus_settings(connect, environment)
-    met = meet_ranks(name=name, options=options, data=orders.identity, caps=caps, environment=environment, bus=bus)
+    device = next(models[0].parameters()).device
+    met = meet_ranks(
+        name=name,
+        options=options,
+        data=orders.identity,
+        caps=caps,
+        environment=environment,
+        bus=bus,
+        energy=None if objective == "time" else energy_meter(device, Path(environment.trainer.powercap)),
+    )
     run = Run(options=options, data=orders.identity, place=met.place, identity=met.identity)
 
-    device = next(models[0].parameters()).device
     clock: AnyClock = DeviceClock() if device.type == "cuda" else HostClock()
     orders.connect(met.collectives)
     division = Division(met.place.rank, micro_batch_size, needs_equal_steps(models), gradient_accumulation_steps)
@@ -314,6 +327,7 @@ def attach(
         times_split=averaging == "hook",
         learning_rate=while_it_lives(updates.newest_rate, None),
         coded=while_it_lives(covered_models.coded, CodedSquares()),
+        energy_j=unmeasured if met.energy is None else met.energy.take_j,
     )
     transport = transport_of(connect, bus, met, environment, hears_traces=run.traces is not None)
     history = MetricHistory(metric_loggers, transport)

@@ -33,6 +33,7 @@ from .job.identity import (
 from .job.memory_caps import MemoryCaps, merge_caps
 from .job.options import JobOptions
 from .job.policy_name import warn_of_policy
+from .measurement.energy import EnergyMeter
 from .measurement.process import this_process
 from .measurement.sockets import PeerSockets
 from .settings import Environment
@@ -55,6 +56,7 @@ class Rendezvous(NamedTuple):
     sockets: PeerSockets
     identity: JobIdentity
     place: Place
+    energy: EnergyMeter | None
 
 
 def meet_ranks(
@@ -65,11 +67,12 @@ def meet_ranks(
     caps: MemoryCaps,
     environment: Environment,
     bus: BusSettings | None,
+    energy: EnergyMeter | None = None,
 ) -> Rendezvous:
     """Exchange identities, places and options with all other ranks; a collective call.
 
     Raises:
-        ValueError: on all ranks alike, when they attached with different options.
+        ValueError: on all ranks alike, when they attached with different options, or one cannot read its `energy`.
     """
     launch = environment.launch
     trainer = environment.trainer
@@ -88,9 +91,13 @@ def meet_ranks(
             connections=sockets.candidates(),
             memory_caps=caps.read(),
             options=(*options.fingerprint, data),
+            energy=None if energy is None else energy.offer,
         )
     )
     check_alike(peers)
+    if energy is not None:
+        offers = [peer.energy for peer in peers if peer.energy is not None]
+        energy.agree(offers, [peer.node for peer in peers], collectives.rank)
     place = place_of(peers, collectives.rank)
     sockets.match([peer.connections for peer in peers], place.rank, place.node_ranks)
     identity = JobIdentity(
@@ -109,7 +116,7 @@ def meet_ranks(
         warn_of_policy(options)
         if not environment.shared.job:
             _warn_of_several_nodes(identity)
-    return Rendezvous(collectives, sockets, identity, place)
+    return Rendezvous(collectives, sockets, identity, place, energy)
 
 
 def _last_generation(job: str, environment: Environment, bus: BusSettings | None) -> int | None:

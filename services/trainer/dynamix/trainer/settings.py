@@ -11,6 +11,7 @@ from dynamix.runtime.settings import BusSettings, SharedSettings
 from dynamix.runtime.settings import read as read_settings
 
 from .job.identity import Launch
+from .measurement.energy import POWERCAP
 
 
 class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +27,8 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Messages kept while the bus is away; beyond it the oldest report is given up."""
     gradient_servers: str = ""
     """Addresses of gradient servers, HOST:PORT with commas between them: they sum the job's gradients."""
+    powercap: str = str(POWERCAP)
+    """Folder of the processors' energy counters (RAPL), where a container has the host's at another place."""
     close_timeout_s: float = 2.0
     """How long the end of the training may wait for the last messages to leave."""
 

@@ -71,15 +71,19 @@ def document(one: StoredFamily) -> dict[str, Any]:
     if (profile := one.profile) is not None:
         named = {name: getattr(profile, name) for name in profile.__struct_fields__ if name not in ("memory", "family")}
         noise = [msgspec.structs.asdict(point) for point in profile.noise]
-        arms = [msgspec.structs.asdict(each) | {"arm": msgspec.structs.asdict(each.arm)} for each in profile.arms]
         found |= {
             **named,
             "noise": noise,
-            "arms": arms,
+            "arms": _arms(profile.arms),
+            "energy_arms": _arms(profile.energy_arms),
             "exchange": profile.exchange.label,
             "memory_bytes": len(profile.memory),
         }
     return found
+
+
+def _arms(records: Sequence[ArmRecord]) -> list[dict[str, Any]]:
+    return [msgspec.structs.asdict(each) | {"arm": msgspec.structs.asdict(each.arm)} for each in records]
 
 
 def details(one: StoredFamily) -> str:
@@ -96,7 +100,8 @@ def details(one: StoredFamily) -> str:
             _line("last allocation", f"{_sizes(profile)} ({profile.split}), {profile.exchange.label}"),
             _line("times", f"{len(profile.memory):,} bytes" if profile.memory else "none"),
             _line("noise scale", f"{', '.join(curve)} samples seen" if curve else "unknown"),
-            *(_line("tried", _record(each)) for each in profile.arms),
+            *(_line("tried", _record(each, "s")) for each in profile.arms),
+            *(_line("tried, by energy", _record(each, "J")) for each in profile.energy_arms),
         ]
     return "\n".join(lines)
 
@@ -135,10 +140,10 @@ def _row(one: StoredFamily) -> tuple[str, ...]:
     return (one.family, str(profile.run), profile.job, policy, *counts, _sizes(profile), size)
 
 
-def _record(record: ArmRecord) -> str:
+def _record(record: ArmRecord, unit: str) -> str:
     ended = f", {record.num_stopped} stopped" if record.num_stopped else ""
-    reached = [time_s for time_s in record.milestones_s if time_s]
-    until = f", {reached[-1]:.4g} s to the last of {len(reached)} levels" if reached else ""
+    reached = [cost for cost in record.milestones if cost]
+    until = f", {reached[-1]:.4g} {unit} to the last of {len(reached)} levels" if reached else ""
     return f"{record.arm.label}: {record.num_runs} runs{ended}{until}"
 
 

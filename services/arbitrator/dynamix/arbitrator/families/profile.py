@@ -65,6 +65,7 @@ def profile_after(
         return None
     is_again = earlier is not None and earlier.job == job.job  # a restarted run has ended once more
     has_times = bool(knowledge.memory) or known is None
+    arms = with_record(() if known is None else known.arms_of(job.objective), None if is_again else knowledge.tried)
     return JobProfile(
         family=job.family,
         format=PROFILE_FORMAT,
@@ -81,12 +82,13 @@ def profile_after(
         exchange=last.exchange,
         memory=knowledge.memory if has_times or known is None else known.memory,
         noise=knowledge.noise or (() if known is None else known.noise),
-        arms=with_record(() if known is None else known.arms, None if is_again else knowledge.tried),
+        arms=arms if job.objective == "time" else () if known is None else known.arms,
+        energy_arms=arms if job.objective == "energy" else () if known is None else known.energy_arms,
     )
 
 
 def with_record(records: tuple[ArmRecord, ...], newest: ArmRecord | None) -> tuple[ArmRecord, ...]:
-    """The records after one more run: means of times to what both reached."""
+    """The records after one more run: means of what both took to what both reached."""
     if newest is None:
         return records
     for index, record in enumerate(records):
@@ -96,7 +98,8 @@ def with_record(records: tuple[ArmRecord, ...], newest: ArmRecord | None) -> tup
 
 
 def _merged(record: ArmRecord, newest: ArmRecord) -> ArmRecord:
-    count, times = record.num_runs, []
-    for before, now in zip_longest(record.milestones_s, newest.milestones_s, fillvalue=0.0):
-        times.append((count * before + now) / (count + 1) if before and now else before or now)
-    return ArmRecord(record.arm, count + 1, record.num_stopped + newest.num_stopped, tuple(times))
+    count, means = record.num_runs, []
+    for before, now in zip_longest(record.milestones, newest.milestones, fillvalue=0.0):
+        means.append((count * before + now) / (count + 1) if before and now else before or now)
+    num_stopped = record.num_stopped + newest.num_stopped
+    return ArmRecord(record.arm, count + 1, num_stopped, tuple(means))

@@ -90,7 +90,7 @@ class Rule:
             noise = noise.observe(noise_scale)
         seen = known.observe_times(job, window_of(job, obs_WF)).observe_noise(obs_WF, noise_scale)
         if job.explores:
-            seen = seen.observe_progress(global_F, job.window_steps)
+            seen = seen.observe_progress(global_F, job)
         fit, known = seen.fit, seen.memory
         model = fit.model(job)
         arm = known.exploration.arm

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from dynamix.schemas.messages import NodeRanks
 from dynamix.schemas.subjects import MAX_NAME, check_token, is_token, new_run_id
 from dynamix.trainer.measurement.connections import Connection
+from dynamix.trainer.measurement.energy import EnergyOffer
 from dynamix.trainer.measurement.process import ProcessIdentity, boot_id, fingerprint
 
 
@@ -66,6 +67,8 @@ class Peer(NamedTuple):
     """Upper bounds of local batch sizes by rank, as far as this rank can read them."""
     options: tuple[object, ...]
     """What all ranks must have been given alike."""
+    energy: EnergyOffer | None = None
+    """What it could count, in a job that measures energy."""
 
 
 class Place(NamedTuple):

@@ -16,6 +16,7 @@ from dynamix.schemas.messages.allocation import (
     Exchange,
     ExchangePermission,
     Explored,
+    Objective,
     OtherCodec,
     initial_exchange,
     is_permitted,
@@ -100,6 +101,8 @@ class JobOptions:
     """What its runs have in common; empty: they have nothing."""
     explores: tuple[Explored, ...] = ()
     """What they may try out."""
+    objective: Objective = "time"
+    """What they are compared by."""
 
     @property
     def initial_allocation(self) -> Allocation:
@@ -169,7 +172,7 @@ class JobOptions:
             (self.exchange, self.fixed_exchange and astuple(self.fixed_exchange), self.supports_exchange),
             self.table_share,
             (self.gradient_servers, tuple(map(astuple, self.other_codecs))),
-            (self.family, self.explores),
+            (self.family, self.explores, self.objective),
         )
 
     def _check_types(self) -> None:
@@ -206,6 +209,12 @@ class JobOptions:
         if self.explores and not self.family:
             raise ValueError(
                 f"explores={list(self.explores)} is between the runs of a family: add family='auto', or a name"
+            )
+        check_choice("objective", self.objective, get_args(Objective))
+        if self.objective != "time" and not self.explores:
+            raise ValueError(
+                f"objective={self.objective!r} is what runs that try something out are compared by: add "
+                'explores=["learning_rate"], for example, and a family'
             )
         if "exchange" in self.explores and self.exchange == "exact":
             raise ValueError("explores='exchange' has nothing to explore: use it with exchange='lossy' or 'local'")

@@ -9,7 +9,7 @@ from dynamix.schemas.messages import Action, Applied, FieldView, Job, JobTotals,
 from dynamix.schemas.messages.allocation import Allocation
 from dynamix.trainer.data.sampler import Position
 from dynamix.trainer.data.schedule import Counts
-from dynamix.trainer.measurement.rows import Row, held_out_accuracy, rank_row
+from dynamix.trainer.measurement.rows import Row, energy_j, held_out_accuracy, rank_row
 
 from .identity import JobIdentity, Place
 from .options import JobOptions
@@ -67,6 +67,7 @@ class Reporter:
             other_codecs=options.other_codecs,
             family=options.family,
             explores=options.explores,
+            objective=options.objective,
         )
 
     def report(
@@ -113,6 +114,7 @@ class Reporter:
             held_out_accuracy=held_out_accuracy(rows),
             num_reports_dropped=num_reports_dropped,
             field=view,
+            energy_j=energy_j(rows),
         )
 
     def keep_window(self, rows: Sequence[Row], totals: JobTotals) -> None:

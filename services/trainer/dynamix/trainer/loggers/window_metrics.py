@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 
 from dynamix.schemas.messages import JobTotals
-from dynamix.trainer.measurement.rows import Row, held_out_accuracy
+from dynamix.trainer.measurement.rows import Row, energy_j, held_out_accuracy
 
 MAX_RANKS_APART = 16
 """In larger jobs only minimum, mean and maximum of what each rank has: a chart of more lines cannot be read."""
@@ -29,6 +29,7 @@ def window_metrics(rows: Sequence[Row], totals: JobTotals, sizes: Sequence[int])
         "step_time_s": totals.time_s / max(totals.num_steps, 1),
         "samples_per_s": totals.num_samples / totals.time_s if totals.time_s > 0 else None,
         "held_out_accuracy": held_out_accuracy(rows),
+        "energy_j": energy_j(rows),
     }
     if totals.num_samples > 0:
         found["loss"] = None if totals.loss_sum is None else totals.loss_sum / totals.num_samples

@@ -19,6 +19,7 @@ from dynamix.trainer.gradient.weighting import Reduction
 from dynamix.trainer.local_steps.drift import RoundDrift
 
 from .clock import AnyClock, StepTimes
+from .energy import unmeasured
 from .process import ProcessIdentity, this_process
 from .rows import Row, make_row
 from .sockets import PeerSockets
@@ -63,6 +64,8 @@ class RankMeter:
     """That of the newest step."""
     coded: Callable[[], CodedSquares] = CodedSquares
     """What codecs with loss were to send and sent, from the beginning on."""
+    energy_j: Callable[[], float] = unmeasured
+    """Joules since the last call."""
     _coded_before: CodedSquares = field(default=CodedSquares(), init=False)
     _batches: list[_Batch] = field(default_factory=list, init=False)
     _drifts: list[RoundDrift] = field(default_factory=list, init=False)
@@ -108,6 +111,7 @@ class RankMeter:
             held_out_accuracy=held_out_accuracy,
             learning_rate=self.learning_rate(),
             coded=self._take_coded(),
+            energy_j=self.energy_j(),
         )
 
     def _take_coded(self) -> CodedSquares:

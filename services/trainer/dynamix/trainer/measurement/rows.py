@@ -55,6 +55,8 @@ class Row(NamedTuple):
     link_bytes_per_s: float
     link_peer: float
     """While it sent, to the rank with which it was fastest."""
+    energy_j: float
+    """Joules of the devices that this rank counts; 0 where another one counts them."""
 
     @property
     def time_s(self) -> float:
@@ -110,6 +112,7 @@ def make_row(
     learning_rate: float | None = None,
     coded: tuple[float, float] = (0.0, 0.0),
     link: tuple[float, int] | None = None,
+    energy_j: float = UNKNOWN,
 ) -> Row:
     """One rank's row; `device` is its memory in bytes, used and in all. A loss that is not finite is none.
 
@@ -152,6 +155,7 @@ def make_row(
         coded_sent=coded[1],
         link_bytes_per_s=link_bytes_per_s,
         link_peer=link_peer,
+        energy_j=energy_j,
     )
 
 
@@ -212,6 +216,11 @@ def job_totals(
         gradient_norm=_gradient_norm(noise, global_batch_size),
         coding_gain=_coding_gain(rows),
     )
+
+
+def energy_j(rows: Sequence[Row]) -> float | None:
+    """Joules of all ranks' devices; unknown where one of them is."""
+    return _known(sum(row.energy_j for row in rows))
 
 
 def held_out_accuracy(rows: Sequence[Row]) -> float | None:

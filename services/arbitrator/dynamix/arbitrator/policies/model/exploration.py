@@ -5,6 +5,9 @@ their ratios over the last `NUM_COMPARED` levels that both reached. At most `MOS
 of the first run. One that was better is gone further, the direction of one that was not is given up (the pruning of
 Zeus over batch sizes, arXiv 2208.06102); afterwards the best arm is taken. A run that takes `TOO_SLOW` times as long to
 a level as the best arm so far goes back to it: Zeus's early stop.
+
+Where `Job.objective` is `energy`, joules stand in place of seconds: Zeus's cost, eta * energy + (1 - eta) * max_power *
+time, with eta = 1. Idle devices draw power, too, so that time has its price already, and no counter says max_power.
 """
 
 import math
@@ -16,6 +19,7 @@ import numpy as np
 from msgspec.structs import replace as changed
 
 from dynamix.schemas.messages import ArmRecord, ExploredArm, Job
+from dynamix.schemas.messages.allocation import Objective
 
 from .observation import Array32, Array64, job_value
 
@@ -25,7 +29,7 @@ STEP = 2.0**-0.125
 NUM_COMPARED = 8
 MOST_EXPLORING = 2
 WORTH = 0.93
-"""An arm must take at most so much of the first one's time: equal runs of other seeds are a seventh apart."""
+"""An arm must take at most so much of what the first one took: equal runs of other seeds are a seventh apart."""
 TOO_SLOW = 1.25
 FEWEST_WINDOWS = 6
 """Before as many windows no run is stopped: a decision rules two windows later, and shows after some more."""
@@ -47,11 +51,11 @@ class Exploration:
     """What the run began with."""
     best: ExploredArm = FIRST
     """To go back to."""
-    reference_s: Array64 = field(default_factory=lambda: np.zeros(NUM_LEVELS))
+    reference: Array64 = field(default_factory=lambda: np.zeros(NUM_LEVELS))
     """Milestones of the best arm so far; 0 where unknown."""
-    own_s: Array64 = field(default_factory=lambda: np.zeros(NUM_LEVELS))
-    time_s: float = 0.0
-    """Seconds of training so far."""
+    own: Array64 = field(default_factory=lambda: np.zeros(NUM_LEVELS))
+    cost: float = 0.0
+    """Seconds of training so far, or joules; NaN from the first window on whose joules are unknown."""
     accuracy: float = math.nan
     """On held-out data, smoothed."""
     num_windows: int = 0
@@ -63,8 +67,8 @@ class Exploration:
         """At the beginning of a run."""
         best = _best(records)
         known = next((record for record in records if record.arm == best), None)
-        reference_s = np.zeros(NUM_LEVELS) if known is None else _levels(known)
-        return cls(tried=next_arm(records, job), best=best, reference_s=reference_s)
+        reference = np.zeros(NUM_LEVELS) if known is None else _levels(known)
+        return cls(tried=next_arm(records, job), best=best, reference=reference)
 
     @property
     def arm(self) -> ExploredArm:
@@ -74,59 +78,62 @@ class Exploration:
     @property
     def record(self) -> ArmRecord | None:
         """How the run went; `None` where nothing tells."""
-        if not self.own_s.any():
+        if not self.own.any():
             return None
-        return ArmRecord(self.tried, 1, int(self.stopped), tuple(round(time_s, 3) for time_s in self.own_s.tolist()))
+        milestones = tuple(round(cost, 3) for cost in self.own.tolist())
+        return ArmRecord(self.tried, 1, int(self.stopped), milestones)
 
-    def observe(self, global_F: Array32, window_steps: int) -> "Exploration":
+    def observe(self, global_F: Array32, window_steps: int, objective: Objective = "time") -> "Exploration":
         """After one more window."""
         step_s, accuracy = job_value(global_F, "step_time_s"), job_value(global_F, "held_out_accuracy")
         if self.stopped or not 0.0 < step_s < math.inf:
             return self
-        time_s, smoothed, own_s = self.time_s + step_s * window_steps, self.accuracy, self.own_s
+        spent = step_s * window_steps if objective == "time" else job_value(global_F, "energy_j")
+        cost, smoothed, own = self.cost + spent, self.accuracy, self.own
         if math.isfinite(accuracy):
             smoothed = accuracy if math.isnan(smoothed) else smoothed + SMOOTHING * (accuracy - smoothed)
-            reached = np.arange(NUM_LEVELS) < _levels_reached(smoothed)
-            own_s = np.where(reached & (own_s == 0.0), time_s, own_s)
+            if math.isfinite(cost):
+                reached = np.arange(NUM_LEVELS) < _levels_reached(smoothed)
+                own = np.where(reached & (own == 0.0), cost, own)
         return replace(
             self,
-            time_s=time_s,
+            cost=cost,
             accuracy=smoothed,
-            own_s=own_s,
+            own=own,
             num_windows=self.num_windows + 1,
-            stopped=self._is_too_slow(time_s, own_s),
+            stopped=self._is_too_slow(cost, own),
         )
 
-    def _is_too_slow(self, time_s: float, own_s: Array64) -> bool:
+    def _is_too_slow(self, cost: float, own: Array64) -> bool:
         if self.tried == self.best or self.num_windows < FEWEST_WINDOWS:
             return False
-        missing = np.flatnonzero((own_s == 0.0) & (self.reference_s > 0.0))
-        return bool(missing.size) and time_s > TOO_SLOW * float(self.reference_s[missing[0]])
+        missing = np.flatnonzero((own == 0.0) & (self.reference > 0.0))
+        return bool(missing.size) and cost > TOO_SLOW * float(self.reference[missing[0]])
 
     def pack(self) -> bytes:
         """`EXPLORATION_BYTES` bytes."""
         arms = (self.tried, self.best)
-        head = _HEAD.pack(self.time_s, self.accuracy, self.num_windows, self.stopped)
+        head = _HEAD.pack(self.cost, self.accuracy, self.num_windows, self.stopped)
         packed = b"".join(_ARM.pack(arm.rate_factor, arm.noise_multiplier, arm.exact) for arm in arms)
-        return head + packed + np.concatenate([self.reference_s, self.own_s]).astype("<f4").tobytes()
+        return head + packed + np.concatenate([self.reference, self.own]).astype("<f4").tobytes()
 
     @classmethod
     def unpack(cls, packed: bytes) -> "Exploration":
         """What `pack` gave; the beginning of a first run from anything else."""
         if len(packed) != EXPLORATION_BYTES:
             return cls()
-        time_s, accuracy, num_windows, stopped = _HEAD.unpack_from(packed)
+        cost, accuracy, num_windows, stopped = _HEAD.unpack_from(packed)
         arms = packed[_HEAD.size : _HEAD.size + 2 * _ARM.size]
         tried, best = (ExploredArm(*values) for values in _ARM.iter_unpack(arms))
         numbers = np.frombuffer(packed, dtype="<f4", offset=_HEAD.size + 2 * _ARM.size).astype(np.float64)
-        times = (numbers[:NUM_LEVELS], numbers[NUM_LEVELS:])
-        return cls(tried, best, *times, time_s, accuracy, num_windows, stopped)
+        milestones = (numbers[:NUM_LEVELS], numbers[NUM_LEVELS:])
+        return cls(tried, best, *milestones, cost, accuracy, num_windows, stopped)
 
 
 def next_arm(records: Sequence[ArmRecord], job: Job) -> ExploredArm:
     """What the next run tries out, or the best arm when enough was tried."""
     first = next((record for record in records if record.arm == FIRST), None)
-    if first is None or not any(first.milestones_s):
+    if first is None or not any(first.milestones):
         return FIRST
     tried = [record for record in records if record.arm != FIRST]
     if len(tried) < MOST_EXPLORING:
@@ -138,14 +145,14 @@ def next_arm(records: Sequence[ArmRecord], job: Job) -> ExploredArm:
 
 
 def score(record: ArmRecord, first: ArmRecord) -> float:
-    """Time with an arm over that with the first one; NaN where they reached nothing in common."""
-    ours_s, theirs_s = _levels(record), _levels(first)
-    both = np.flatnonzero((ours_s > 0.0) & (theirs_s > 0.0))[-NUM_COMPARED:]
-    return float(np.exp(np.log(ours_s[both] / theirs_s[both]).mean())) if both.size else math.nan
+    """What an arm took over what the first one took; NaN where they reached nothing in common."""
+    ours, theirs = _levels(record), _levels(first)
+    both = np.flatnonzero((ours > 0.0) & (theirs > 0.0))[-NUM_COMPARED:]
+    return float(np.exp(np.log(ours[both] / theirs[both]).mean())) if both.size else math.nan
 
 
 def _best(records: Sequence[ArmRecord]) -> ExploredArm:
-    """The arm of the least time; the first one where none is clearly better. Those that were stopped do not count."""
+    """The arm that took least; the first one where none is clearly better. Those that were stopped do not count."""
     first = next((record for record in records if record.arm == FIRST), None)
     if first is None:
         return FIRST
@@ -177,7 +184,7 @@ def _candidates(tried: Sequence[ArmRecord], first: ArmRecord, job: Job) -> Itera
 
 def _levels(record: ArmRecord) -> Array64:
     levels = np.zeros(NUM_LEVELS)
-    known = record.milestones_s[:NUM_LEVELS]
+    known = record.milestones[:NUM_LEVELS]
     levels[: len(known)] = known
     return levels
 

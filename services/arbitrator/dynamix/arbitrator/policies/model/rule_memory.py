@@ -111,9 +111,9 @@ class SeenWindow:
         """Whether decisions may not rest on what earlier runs showed of the exchange, for this window."""
         return self.verdict.trial.standing is Standing.ON_TRIAL and bool(self.verdict.disagreement)
 
-    def observe_progress(self, global_F: Array32, window_steps: int) -> "SeenWindow":
+    def observe_progress(self, global_F: Array32, job: Job) -> "SeenWindow":
         """After how the training went in the same window."""
-        seen = self.memory.exploration.observe(global_F, window_steps)
+        seen = self.memory.exploration.observe(global_F, job.window_steps, job.objective)
         return replace(self, memory=replace(self.memory, exploration=seen))
 
     @property
@@ -129,6 +129,8 @@ class SeenWindow:
             found.append(f"dropped its noise scales: {expected:.3g} samples by now, another was measured")
         if self.memory.exploration.stopped and not self.before.exploration.stopped:
             found.append(f"stopped trying {self.before.exploration.arm.label}: too far behind earlier runs")
+        if math.isnan(self.memory.exploration.cost) and not math.isnan(self.before.exploration.cost):
+            found.append("a window's energy is unknown: with what this run spends from here on nothing is compared")
         return "; ".join(found)
 
     @property
@@ -154,7 +156,9 @@ def begun_with(job: Job, profile: JobProfile, policy: str) -> RuleMemory:
     fit, exchange = _known_times(job, profile, cold) if profile.policy == policy else (None, cold.exchange)
     recurrence = Recurrence.of_profile(profile, has_times=fit is not None, first_start=job.generation == 0)
     fits = cold.fits if fit is None else WarmFit(fit, cold.fits.fit)
-    exploration = Exploration.of_records(profile.arms, job) if profile.policy == policy else Exploration()
+    exploration = (
+        Exploration.of_records(profile.arms_of(job.objective), job) if profile.policy == policy else Exploration()
+    )
     return replace(cold, fits=fits, exchange=exchange, recurrence=recurrence, exploration=exploration)
 
 
