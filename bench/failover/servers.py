@@ -19,7 +19,7 @@ from dynamix.runtime.bus.broker.errors import BusError
 from dynamix.runtime.bus.broker.requests import Answer
 from dynamix.runtime.embedded import EmbeddedServer
 from dynamix.runtime.settings import BusSettings
-from dynamix.schemas.streams import STREAMS
+from dynamix.schemas.streams import STREAMS, Stream
 
 NUM_SERVERS = 3
 LOOPBACK = "127.0.0.1"
@@ -149,9 +149,9 @@ class ThreeServers:
             raise CopiesMissingError(f"{stream} has had no leader for {CURRENT_TIMEOUT_S:g} s") from None
         return self.servers[leader]
 
-    async def until_current(self, bus: Bus) -> None:
+    async def until_current(self, bus: Bus, streams: Sequence[Stream] = STREAMS) -> None:
         """Wait until every stream has all its copies, and no copy lags."""
-        await until_current(bus)
+        await until_current(bus, streams)
 
 
 def _on_loopback() -> list[ClusterServer]:
@@ -159,12 +159,12 @@ def _on_loopback() -> list[ClusterServer]:
     return [ClusterServer(number, routes, password) for number in range(NUM_SERVERS)]
 
 
-async def until_current(bus: Bus) -> None:
-    """Wait until every stream has all its copies, and no copy lags. Raises CopiesMissingError."""
+async def until_current(bus: Bus, streams: Sequence[Stream] = STREAMS) -> None:
+    """Wait until each of these streams has all its copies, and no copy lags. Raises CopiesMissingError."""
     waits_for = ""
     try:
         async with asyncio.timeout(CURRENT_TIMEOUT_S):
-            for stream in STREAMS:
+            for stream in streams:
                 waits_for = f"{stream.name}: no answer yet"
                 while (missing := await _missing(bus, stream.name)) is not None:
                     waits_for = f"{stream.name}: {missing}"

@@ -15,13 +15,14 @@ from dynamix.runtime.bus.broker.requests import API, BUDGET_S, Answer, Requests
 
 from .failover import FailoverWait
 from .message import StreamState
-from .stored import stream_state
+from .stored import find_message, stream_state
 
 logger = logging.getLogger(__name__)
 
 INACTIVE_THRESHOLD_S = 60.0
 CREATE_BUDGET_S = 3.0
 """So long one name of an unnamed consumer is asked for; then another one."""
+LOOK_BUDGET_S = 1.0
 MAX_ACK_PENDING = 65_536
 ACK_WAIT_S = 24 * 3600.0
 """Redelivery by time is not wanted: the reset at each opening delivers again, in order, what was not acknowledged."""
@@ -60,6 +61,11 @@ class StreamPosition:
         self.last = sequence
         return True
 
+    @property
+    def first_wanted(self) -> int:
+        """The first sequence that may be delivered now."""
+        return self.last + 1 if self.last else max(self._start, 1) if isinstance(self._start, int) else 1
+
     def policy(self) -> dict[str, str | int]:
         """The delivery policy of a consumer's configuration."""
         if self.last:
@@ -90,6 +96,8 @@ class BrokerConsumer:
     durable: str | None
     position: StreamPosition
     """What was handed out so far."""
+    num_replicas: int = 1
+    """Copies of the stream at the last opening."""
 
     async def open(self) -> tuple[str, int]:
         """The consumer's name, and the count that its next delivery will carry.
@@ -109,6 +117,19 @@ class BrokerConsumer:
             except NoAnswerError:
                 if time.monotonic() > until:
                     raise
+
+    async def find_owed(self) -> int:
+        """The sequence of a message for us, behind our position, that the stream's leader holds; 0: there is none.
+
+        Raises:
+            BusError: as `Requests.ask`.
+        """
+        for subject in self.subjects:
+            which = {"seq": self.position.first_wanted, "next_by_subj": subject}
+            found = await find_message(self.requests, self.stream, which, budget_s=LOOK_BUDGET_S)
+            if found is not None:
+                return found.sequence
+        return 0
 
     async def forget(self, name: str) -> None:
         """Remove an unnamed consumer. No answer is waited for: the broker removes it anyway when it stays unused."""
@@ -157,6 +178,7 @@ class BrokerConsumer:
         wait = FailoverWait(self._state, self.stream)
         while last > state.last_sequence and await wait.pause():
             state = await self._state(self.stream)
+        self.num_replicas = state.num_replicas
         if self.position.needs_pin:
             self.position.pin(state.last_sequence)
         if last > state.last_sequence:

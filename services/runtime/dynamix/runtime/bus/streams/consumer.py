@@ -2,6 +2,7 @@
 
 import asyncio
 import collections
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +29,8 @@ MIN_CAPACITY = 1024
 MAX_BUFFERED_BYTES = 8 << 20
 SILENT_BEATS = 3
 """Broken when nothing, not even a heartbeat, came for so many intervals."""
+QUIET_BEATS = 3
+"""After so many intervals without a message, and after each as many, the reader asks whether one should have come."""
 REOPEN_WAIT_S = 0.25
 MAX_REOPEN_WAIT_S = 2.0
 
@@ -76,6 +79,8 @@ class Consumer:
         self._error: BusError | None = None
         self._ended = False
         self._pull: Pull | None = None
+        self._owed = 0
+        """The message that the stream's leader had for us at the last look; 0: none."""
         self._keeper: asyncio.Task[None] | None = None
         self._counters = counters
         self._statistics = statistics
@@ -227,10 +232,31 @@ class Consumer:
                 self._wake.clear()
                 await self._ask_for_more()
             except TimeoutError:
-                if self._pull is not None and self._pull.count_silence() >= SILENT_BEATS:
-                    self.break_off("the broker fell silent")
+                if self._pull is not None:
+                    await self._look_after(self._pull)
             if self._broken:
                 await self._reopen()
+
+    async def _look_after(self, pull: Pull) -> None:
+        """Called once per heartbeat interval: is the broker silent, or does it owe us messages?"""
+        if pull.count_silence() >= SILENT_BEATS:
+            self.break_off("the broker fell silent")
+        elif self._durable is None and pull.quiet_beats and pull.quiet_beats % QUIET_BEATS == 0:
+            await self._look_for_owed()
+
+    async def _look_for_owed(self) -> None:
+        """Break off where the stream's leader had the same message for us at the last look, `QUIET_BEATS` ago.
+
+        A cluster places an unnamed consumer on any server. One that was cut off may catch up with the stream minutes
+        later than it answers again, and delivers nothing meanwhile. A durable one has a leader of its own, elected.
+        """
+        if self._broker_side.num_replicas == 1:
+            return
+        before = self._owed
+        with contextlib.suppress(BusError):  # asked again; a look is no reason to end a reader
+            self._owed = await self._broker_side.find_owed()
+            if self._owed and self._owed == before:
+                self.break_off(f"it was not sent message {self._owed}, so its server's copy lags behind")
 
     async def _reopen(self) -> None:
         """Open a new consumer behind the last message; tries until it works or cannot work."""

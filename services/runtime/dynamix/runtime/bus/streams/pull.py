@@ -39,6 +39,7 @@ class Pull:
     Attributes:
         consumer: the consumer's name.
         num_asked: messages asked for and not delivered yet.
+        quiet_beats: heartbeat intervals since the last message, with an open request.
         subjects: subjects (in small letters) that this pull may be denied.
     """
 
@@ -47,6 +48,7 @@ class Pull:
     ) -> None:
         self.consumer = consumer
         self.num_asked = 0
+        self.quiet_beats = 0
         self._connection = connection
         self._request_subject = f"{API}CONSUMER.MSG.NEXT.{stream}.{consumer}"
         self._inbox = f"{connection.inbox}.p.{next(_inboxes)}"
@@ -90,6 +92,7 @@ class Pull:
         next thing it does is to read what came meanwhile. Without an open request the broker owes us nothing.
         """
         self._silent_beats = self._silent_beats + 1 if self.num_asked > 0 else 0
+        self.quiet_beats = self.quiet_beats + 1 if self.num_asked > 0 else 0
         return self._silent_beats
 
     def _on_message(self, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
@@ -104,6 +107,7 @@ class Pull:
             self._reader.break_off(f"delivery {self._next_delivery} was lost")
             return
         self._next_delivery += 1
+        self.quiet_beats = 0
         self.num_asked -= 1
         self._reader.accept(message, reply)
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import msgspec
 
 from dynamix.runtime.bus.broker.errors import MESSAGE_NOT_FOUND, ApiError
-from dynamix.runtime.bus.broker.requests import Answer, Requests
+from dynamix.runtime.bus.broker.requests import BUDGET_S, Answer, Requests
 
 from .message import BusMessage, StreamState
 
@@ -86,14 +86,16 @@ async def last_message(requests: Requests, stream: str, subject: str) -> BusMess
     return await find_message(requests, stream, {"last_by_subj": subject})
 
 
-async def find_message(requests: Requests, stream: str, which: dict[str, Any]) -> BusMessage | None:
+async def find_message(
+    requests: Requests, stream: str, which: dict[str, Any], *, budget_s: float = BUDGET_S
+) -> BusMessage | None:
     """The message that STREAM.MSG.GET finds, `None` when there is none; the stream's leader is asked, not any replica.
 
     A follower may lag, and a writer that restarts from an old message would only learn so when its compare-and-set
     fails.
     """
     try:
-        answer = await requests.ask(f"STREAM.MSG.GET.{stream}", which, _StoredAnswer)
+        answer = await requests.ask(f"STREAM.MSG.GET.{stream}", which, _StoredAnswer, budget_s=budget_s)
     except ApiError as error:
         if error.err_code == MESSAGE_NOT_FOUND:
             return None
