@@ -1,5 +1,7 @@
 """Recurring jobs on virtual clusters: `python -m bench.recurring [--suite train] [--json FILE] [--png FILE]`.
 
+With `--objective energy` chains that are compared by energy instead, beside such by time (no figure is drawn).
+
 One scenario of each family of a suite, each run with a seed of its own and compared with a cold start of `rule` under
 that seed. `second`: the second run begins with the first one's profile, and explores nothing. `runs`: that many runs in
 a row that may try out a factor on the learning rate and one on the noise scale, at most twice; the sum of their times.
@@ -8,13 +10,10 @@ drop the profile, and the time over that of a cold start there. Geometric means 
 of the mean logarithm; times to the scenario's held-out accuracy, a miss counted as the time limit.
 """
 
-import math
-import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
 from bench.harness.command import BenchmarkError, BenchmarkReport, Target, benchmark_parser, run_benchmark
 from bench.harness.figure import Curve, Panel, draw
 from bench.harness.tables import formatted
@@ -23,6 +22,8 @@ from dynamix.lab.experiments.episodes.pool import EpisodePool
 from dynamix.lab.experiments.episodes.suite import HELD_OUT, suite_named
 
 from .chains import ChainTask, FamilyChain, run_chain
+from .energy import energy_report, run_energy_chain
+from .means import mean_of
 
 MOST_SECOND, MOST_ALL, MOST_CHANGED, MOST_WINDOWS = 0.95, 0.90, 1.02, 3
 COLUMNS = {
@@ -35,24 +36,6 @@ COLUMNS = {
     "fifth of links": "{narrower}",
     "arms": "{arms}",
 }
-
-
-class GeometricMean(msgspec.Struct, frozen=True, kw_only=True):
-    """The mean of ratios, and the standard error of the mean of their logarithms."""
-
-    value: float
-    error: float
-    count: int
-
-    def __str__(self) -> str:
-        return f"{self.value:.3f} (x/ {math.exp(self.error):.3f}, {self.count})"
-
-
-def mean_of(ratios: Sequence[float]) -> GeometricMean:
-    """Geometric mean."""
-    logs = [math.log(ratio) for ratio in ratios]
-    error = statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else math.nan
-    return GeometricMean(value=math.exp(statistics.fmean(logs)), error=error, count=len(logs))
 
 
 def row_of(chain: FamilyChain) -> dict[str, object]:
@@ -130,8 +113,12 @@ def _ratios(chain: FamilyChain) -> list[tuple[float, float]]:
     return [(number, ours / cold) for number, (ours, cold) in enumerate(pairs, start=1)]
 
 
-def measure(suite: str, families: str, num_runs: int, num_seeds: int, num_processes: int) -> BenchmarkReport:
+def measure(
+    suite: str, families: str, num_runs: int, num_seeds: int, num_processes: int, *, objective: str = "time"
+) -> BenchmarkReport:
     """The first scenario of each family."""
+    if objective not in ("time", "energy"):
+        raise BenchmarkError(f"--objective {objective!r}: use time or energy")
     known = suite_named(suite).families
     wanted = families.split(",") if families else [*known]
     if unknown := [name for name in wanted if name not in known]:
@@ -141,6 +128,8 @@ def measure(suite: str, families: str, num_runs: int, num_seeds: int, num_proces
         ChainTask(scenario=each, seed=seed, num_runs=num_runs) for seed in range(1, num_seeds + 1) for each in chosen
     ]
     with EpisodePool(num_processes) as pool:
+        if objective == "energy":
+            return energy_report(pool.run_all(run_energy_chain, tasks))
         return report_of(pool.run_all(run_chain, tasks))
 
 
@@ -153,12 +142,14 @@ def main() -> int:
         ("--runs", 10, "runs of each family in a row"),
         ("--seeds", 1, "chains of each family"),
         ("--processes", 1, "chains at a time"),
+        ("--objective", "time", "what runs are compared by: time or energy"),
         has_figure=True,
     )
     options = parser.parse_args()
 
     def run() -> BenchmarkReport:
-        return measure(options.suite, options.families, options.runs, options.seeds, options.processes)
+        counts = (options.runs, options.seeds, options.processes)
+        return measure(options.suite, options.families, *counts, objective=options.objective)
 
     return run_benchmark(
         *("recurring", options, run),

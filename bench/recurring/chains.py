@@ -74,7 +74,7 @@ def run_chain(task: ChainTask) -> FamilyChain:
         cold_s=[time_of(each) for each in cold],
         exploring_s=[time_of(each) for each in exploring],
         second_s=time_of(second),
-        arms=[_arm_of(each) for each in exploring],
+        arms=[arm_of(each) for each in exploring],
         changed=[_on_changed(name, other, seeds[1], plain) for name, other in changed_clusters(scenario)],
     )
     sys.stderr.write(f"  {task.name}: {msgspec.json.encode(chain).decode()}\n")
@@ -118,7 +118,8 @@ def _run(
     return run_episode(scenario, Rule(), data=data, seed=seed, family=family, profile=profile, explores=explores)
 
 
-def _arm_of(episode: Episode) -> str:
+def arm_of(episode: Episode) -> str:
+    """What a run tried, or `stopped`."""
     reasons = [action.reason for action in episode.actions]
     if any("stopped trying" in reason for reason in reasons):
         return "stopped"

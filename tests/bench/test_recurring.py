@@ -1,9 +1,11 @@
 import math
 
 import pytest
-from bench.recurring import chains
-from bench.recurring.__main__ import mean_of, report_of
+from bench.recurring import chains, energy
+from bench.recurring.__main__ import report_of
 from bench.recurring.chains import ChainTask, ChangedCluster, FamilyChain, changed_clusters, run_chain
+from bench.recurring.energy import EnergyChain, SpentRun, energy_report, run_energy_chain
+from bench.recurring.means import mean_of
 from tests.support import virtual
 
 from dynamix.lab.workloads import Data
@@ -55,3 +57,37 @@ def test_a_chain_is_run_on_the_cluster_and_on_changed_ones(monkeypatch: pytest.M
     assert len(found.exploring_s) == len(found.arms) == 2
     assert [each.change for each in found.changed] == ["half the speed", "a fifth of the links"]
     assert found.changed[0].noticed in (2, 3)
+
+
+def spent(*runs: tuple[float, float]) -> list[SpentRun]:
+    return [SpentRun(time_s=time_s, energy_j=energy_j, arm="first") for time_s, energy_j in runs]
+
+
+def test_energy_is_that_of_the_last_three_runs_under_the_same_seeds() -> None:
+    chain = EnergyChain(
+        scenario="mixed-8",
+        family="mixed",
+        seed=1,
+        cold=spent((9.0, 90.0), *[(10.0, 100.0)] * 3),
+        by_time=spent((9.0, 90.0), *[(8.0, 100.0)] * 3),
+        by_energy=spent((9.0, 90.0), (10.0, 60.0), (10.0, 80.0), (10.0, 70.0)),
+    )
+    report = energy_report([chain])
+    means = {name: mean.value for name, mean in report.figures["summary"].items()}
+    assert means == {
+        "by_time_over_cold": pytest.approx(1.0),
+        "by_energy_over_cold": pytest.approx(0.7),
+        "energy": pytest.approx(0.7),
+        "time": pytest.approx(1.25),
+        "all_energy": pytest.approx(300 / 390),
+    }
+    assert report.targets[0].met
+
+
+def test_a_chain_by_energy_begins_as_one_by_time_and_cold(monkeypatch: pytest.MonkeyPatch) -> None:
+    data: Data = virtual.data()
+    monkeypatch.setattr(energy, "workload_data", lambda *_: data)
+    scenario = virtual.scenario(name="small", target_accuracy=0.4, fixed_time_s=1.5)
+    found = run_energy_chain(ChainTask(scenario=scenario, seed=1, num_runs=2))
+    assert found.cold[0] == found.by_time[0] == found.by_energy[0]
+    assert 4 * 60.0 * found.cold[0].time_s < found.cold[0].energy_j < 4 * 300.0 * found.cold[0].time_s

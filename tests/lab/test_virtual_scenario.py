@@ -169,6 +169,17 @@ def test_changing_a_scenario_in_code_checks_it_again(tmp_path: Path) -> None:
         msgspec.structs.replace(scenario, label_noise=2.0)
 
 
+def test_power_is_of_each_table_of_workers_and_older_digests_stay(tmp_path: Path) -> None:
+    scenario = read(tmp_path, SMALLEST)
+    assert "power" not in scenario.content
+    text = SMALLEST + "[[power]]\nbusy_w = 300.0\n[[power]]\nbusy_w = 90.0\nidle_w = 9.0\n"
+    known = read(tmp_path, text)
+    assert [(each.busy_w, each.idle_w) for each in known.power_per_worker] == [(300.0, 0.0)] * 2 + [(90.0, 9.0)]
+    assert "power" in known.content
+    with pytest.raises(ValueError, match=r"1 tables \[\[power\]\] for 2 tables \[\[workers\]\]: one for each, or none"):
+        msgspec.structs.replace(known, power=known.power[:1])
+
+
 def test_the_readme_describes_every_key_with_its_default_and_no_other() -> None:
     text = (SCENARIOS / "README.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \| .+ \|$", text, re.MULTILINE)

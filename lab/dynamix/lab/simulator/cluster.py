@@ -15,7 +15,7 @@ import torch
 
 from dynamix.lab.workloads import Data, Part, make_optimizer, workload_named
 from dynamix.schemas.messages import Action, Applied, Job, Report, Trace
-from dynamix.schemas.messages.allocation import EXACT, Explored
+from dynamix.schemas.messages.allocation import EXACT, Explored, Objective
 from dynamix.trainer.data.division import Division, StepPlan
 from dynamix.trainer.data.orders import Permutations
 from dynamix.trainer.data.sampler import PlanSampler, Position
@@ -62,13 +62,15 @@ class VirtualCluster:
         job: str | None = None,
         family: str = "",
         explores: tuple[Explored, ...] = (),
+        objective: Objective = "time",
     ) -> None:
         """Make the job; `initial_local_batch_size` overrules the scenario's, at most what each worker's memory holds.
 
-        Its runs may have a `family`, and try out what it `explores`.
+        Its runs may have a `family`, and try out what it `explores`, compared by an `objective`.
 
         Raises:
-            ValueError: when the scenario names what is not known, or the size is outside its bounds.
+            ValueError: when the scenario names what is not known, or the size is outside its bounds, or energy is the
+                objective and its workers' power is not known.
         """
         self.scenario = scenario
         self.seed = seed
@@ -82,7 +84,11 @@ class VirtualCluster:
         """Virtual time of the first evaluation with which the target was reached."""
         sizes = scenario.local_batch_sizes(initial_local_batch_size)
         options = job_options(scenario, seed, policy, policy_options or {}, sizes)
-        self._options = replace(options, family=family, explores=explores)
+        self._options = replace(options, family=family, explores=explores, objective=objective)
+        if objective == "energy" and not scenario.power:
+            raise ValueError(
+                f"scenario {scenario.name!r} has no energy to compare runs by: add a table [[power]] per [[workers]]"
+            )
         self._identity = identity_of(scenario, job or f"{scenario.name or scenario.family}-{seed}")
         self._data = training_part(scenario, data, seed)
         self._evaluated = Part(*(tensor[: scenario.evaluation_samples or None] for tensor in data.validation))

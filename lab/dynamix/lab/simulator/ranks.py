@@ -19,7 +19,7 @@ from dynamix.trainer.job.options import JobOptions
 from dynamix.trainer.job.reporting import Reporter
 from dynamix.trainer.measurement.clock import StepTimes
 from dynamix.trainer.measurement.process import ProcessIdentity
-from dynamix.trainer.measurement.rows import Row, make_row
+from dynamix.trainer.measurement.rows import UNKNOWN, Row, make_row
 
 from .clock import StepTiming
 from .disturbances import LABELS, Conditions, generator
@@ -130,6 +130,10 @@ class WindowRecorder:
         self._local_ranks = [local_rank for node in scenario.nodes for local_rank in range(len(node.ranks))]
         self._memory_sizes = np.array(scenario.max_local_batch_sizes, dtype=np.float64)
         self._tx_bytes_per_step = tx_bytes_per_step
+        power = scenario.power_per_worker
+        self._busy_w, self._idle_w = (
+            np.array([getattr(each, name) for each in power]) for name in ("busy_w", "idle_w")
+        )
         self._is_ring = scenario.network.topology == "ring"
         self._round_trip_us = 2e6 * scenario.network.latency_s
         self._retransmits_per_s = 0.0 if scenario.congestion is None else scenario.congestion.retransmits_per_s
@@ -218,7 +222,14 @@ class WindowRecorder:
             learning_rate=learning_rate,
             coded=coded,
             link=self._link(rank),
+            energy_j=self._energy_j(rank),
         )
+
+    def _energy_j(self, rank: int) -> float:
+        if not self._busy_w.size:
+            return UNKNOWN
+        busy_s = float(self._compute_s[rank])
+        return float(self._busy_w[rank] * busy_s + self._idle_w[rank] * (self._time_s - busy_s))
 
     def _link(self, rank: int) -> tuple[float, int] | None:
         """How fast a worker sent to the next one; unknown where gradients did not travel around the ring."""

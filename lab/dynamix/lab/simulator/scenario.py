@@ -80,6 +80,13 @@ class Workers(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Bandwidth of its own link; `None`: the network's."""
 
 
+class Power(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What each worker of a kind draws: while it computes, and in all other time of its steps."""
+
+    busy_w: NotNegative
+    idle_w: NotNegative = 0.0
+
+
 class Stragglers(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Workers that slow down and recover, each by its own two-state Markov process in virtual time."""
 
@@ -156,6 +163,7 @@ TABLES: Mapping[str, type[ScenarioTable]] = MappingProxyType(
     {
         "network": Network,
         "workers": Workers,
+        "power": Power,
         "stragglers": Stragglers,
         "congestion": Congestion,
         "speed_changes": SpeedChange,
@@ -166,7 +174,7 @@ TABLES: Mapping[str, type[ScenarioTable]] = MappingProxyType(
 """The tables of a scenario by their names."""
 
 
-ADDED_LATER = frozenset({"speed_changes", "target_looks"})
+ADDED_LATER = frozenset({"power", "speed_changes", "target_looks"})
 """Keys of a scenario that came when results of others were already kept by their digests."""
 
 
@@ -223,6 +231,8 @@ class Scenario(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=T
     exchange: ExchangePermission = "exact"
     """What decisions may do to how gradients travel, as `attach` has it."""
     coding: Coding = Coding()
+    power: tuple[Power, ...] = ()
+    """One table for each of the workers', in their order: then the energy of windows is known."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for what cannot work, naming key, value and limit."""
@@ -239,6 +249,10 @@ class Scenario(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=T
         Limits(least, self.max_local_batch_size).check("initial_local_batch_size", self.initial_local_batch_size)
         self._check_exchange()
         self._check_speed_changes()
+        if len(self.power) not in (0, len(self.workers)):
+            raise ValueError(
+                f"{len(self.power)} tables [[power]] for {len(self.workers)} tables [[workers]]: one for each, or none"
+            )
         for group in self.workers:
             if group.max_local_batch_size is not None:
                 Limits(least).check("workers.max_local_batch_size", group.max_local_batch_size)
@@ -315,6 +329,11 @@ class Scenario(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=T
     def per_worker(self) -> tuple[Workers, ...]:
         """The table of each worker, in rank order."""
         return tuple(group for group in self.workers for _ in range(group.count))
+
+    @property
+    def power_per_worker(self) -> tuple[Power, ...]:
+        """What each worker draws, in rank order; nothing where it is not known."""
+        return tuple(each for group, each in zip(self.workers, self.power, strict=False) for _ in range(group.count))
 
     @property
     def max_local_batch_sizes(self) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from dynamix.reward.formula import Formula, Weights, reward_of
 from dynamix.schemas.codec import encode
 from dynamix.schemas.features import state_of
 from dynamix.schemas.messages import Action, Applied, Job, JobProfile, MetricWindow, Report, Reward, State
-from dynamix.schemas.messages.allocation import Explored
+from dynamix.schemas.messages.allocation import Explored, Objective
 
 GRID_TOLERANCE_S = 1e-9
 """Points of the grid are multiples of a float: the last one may lie a rounding error behind a time."""
@@ -75,6 +75,7 @@ def run_episode(
     family: str = "",
     profile: JobProfile | None = None,
     explores: tuple[Explored, ...] = (),
+    objective: Objective = "time",
     choose: Chooser | None = None,
 ) -> Episode:
     """Run a job to its end; data, options and initial size are as `VirtualCluster` takes them.
@@ -83,8 +84,8 @@ def run_episode(
     is the formula (`None`: the published one for the optimizer) and its weights; without it nothing is rewarded.
     `keep_messages` keeps windows, states and rewards. Policies that sample draw by the name of the job, by default of
     scenario and seed. `on_window` is called with the reports of each window. A job of a family begins with the
-    `profile` of an earlier episode, if it is given one, and leaves one; it may try out what it `explores`. Learned
-    agents `choose` by the shipped network when nothing else is given.
+    `profile` of an earlier episode, if it is given one, and leaves one; it may try out what it `explores`, compared by
+    an `objective`. Learned agents `choose` by the shipped network when nothing else is given.
 
     Raises:
         ValueError: when the scenario names what is not known.
@@ -99,6 +100,7 @@ def run_episode(
         job=job,
         family=family,
         explores=explores,
+        objective=objective,
     )
     control = ControlPlane(cluster.job, policy, reward=reward, profile=profile)
     kept = EpisodeMessages([], [], [])
