@@ -21,7 +21,7 @@ from bench.harness.tables import formatted
 from dynamix.lab.experiments.episodes.pool import EpisodePool
 from dynamix.lab.experiments.episodes.suite import HELD_OUT, suite_named
 
-from .chains import ChainTask, FamilyChain, run_chain
+from .chains import EXPLORES, ChainTask, FamilyChain, run_chain
 from .energy import energy_report, run_energy_chain
 from .means import mean_of
 
@@ -113,20 +113,26 @@ def _ratios(chain: FamilyChain) -> list[tuple[float, float]]:
     return [(number, ours / cold) for number, (ours, cold) in enumerate(pairs, start=1)]
 
 
-def measure(
-    suite: str, families: str, num_runs: int, num_seeds: int, num_processes: int, *, objective: str = "time"
-) -> BenchmarkReport:
-    """The first scenario of each family."""
-    if objective not in ("time", "energy"):
-        raise BenchmarkError(f"--objective {objective!r}: use time or energy")
+def tasks_of(suite: str, families: str, explores: str, num_runs: int, num_seeds: int) -> list[ChainTask]:
+    """The first scenario of each family, under each seed."""
     known = suite_named(suite).families
     wanted = families.split(",") if families else [*known]
     if unknown := [name for name in wanted if name not in known]:
         raise BenchmarkError(f"--families {unknown[0]!r}: there are {', '.join(known)}")
-    chosen = [known[name][0] for name in wanted]
-    tasks = [
-        ChainTask(scenario=each, seed=seed, num_runs=num_runs) for seed in range(1, num_seeds + 1) for each in chosen
+    tried = tuple(each for each in EXPLORES if each in explores.split(","))
+    if ",".join(sorted(tried)) != ",".join(sorted(explores.split(","))):
+        raise BenchmarkError(f"--explores {explores!r}: name some of {', '.join(EXPLORES)}")
+    return [
+        ChainTask(scenario=known[name][0], seed=seed, num_runs=num_runs, explores=tried)
+        for seed in range(1, num_seeds + 1)
+        for name in wanted
     ]
+
+
+def measure(tasks: Sequence[ChainTask], objective: str, num_processes: int) -> BenchmarkReport:
+    """All chains, and their report."""
+    if objective not in ("time", "energy"):
+        raise BenchmarkError(f"--objective {objective!r}: use time or energy")
     with EpisodePool(num_processes) as pool:
         if objective == "energy":
             return energy_report(pool.run_all(run_energy_chain, tasks))
@@ -142,14 +148,15 @@ def main() -> int:
         ("--runs", 10, "runs of each family in a row"),
         ("--seeds", 1, "chains of each family"),
         ("--processes", 1, "chains at a time"),
+        ("--explores", ",".join(EXPLORES), "what runs try out, with commas"),
         ("--objective", "time", "what runs are compared by: time or energy"),
         has_figure=True,
     )
     options = parser.parse_args()
 
     def run() -> BenchmarkReport:
-        counts = (options.runs, options.seeds, options.processes)
-        return measure(options.suite, options.families, *counts, objective=options.objective)
+        tasks = tasks_of(options.suite, options.families, options.explores, options.runs, options.seeds)
+        return measure(tasks, options.objective, options.processes)
 
     return run_benchmark(
         *("recurring", options, run),

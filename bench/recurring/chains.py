@@ -50,6 +50,7 @@ class ChainTask(msgspec.Struct, frozen=True, kw_only=True):
     scenario: Scenario
     seed: int
     num_runs: int
+    explores: tuple[Explored, ...] = EXPLORES
 
     @property
     def name(self) -> str:
@@ -64,7 +65,7 @@ def run_chain(task: ChainTask) -> FamilyChain:
     exploring: list[Episode] = []
     for seed in seeds:
         profile = exploring[-1].profile if exploring else None
-        exploring.append(_run(scenario, seed, profile, family="bench", explores=EXPLORES))
+        exploring.append(_run(scenario, seed, profile, family="bench", explores=task.explores))
     plain = _run(scenario, seeds[0], family="bench").profile
     second = _run(scenario, seeds[1], plain, family="bench")
     chain = FamilyChain(

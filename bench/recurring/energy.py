@@ -15,7 +15,7 @@ from dynamix.lab.simulator.scenario import Power, Scenario
 from dynamix.schemas.messages import JobProfile, Report
 from dynamix.schemas.messages.allocation import Explored, Objective
 
-from .chains import EXPLORES, ChainTask, arm_of, time_of
+from .chains import ChainTask, arm_of, time_of
 from .means import GeometricMean, mean_of
 
 POWER = Power(busy_w=300.0, idle_w=60.0)
@@ -63,8 +63,8 @@ def run_energy_chain(task: ChainTask) -> EnergyChain:
         family=scenario.family,
         seed=task.seed,
         cold=[_run(scenario, seed)[0] for seed in seeds],
-        by_time=_explore(scenario, seeds, "time"),
-        by_energy=_explore(scenario, seeds, "energy"),
+        by_time=_explore(scenario, seeds, task.explores, "time"),
+        by_energy=_explore(scenario, seeds, task.explores, "energy"),
     )
     sys.stderr.write(f"  {task.name}: {msgspec.json.encode(chain).decode()}\n")
     return chain
@@ -75,10 +75,12 @@ def with_power(scenario: Scenario) -> Scenario:
     return msgspec.structs.replace(scenario, power=(POWER,) * len(scenario.workers))
 
 
-def _explore(scenario: Scenario, seeds: Sequence[int], objective: Objective) -> list[SpentRun]:
+def _explore(
+    scenario: Scenario, seeds: Sequence[int], explores: tuple[Explored, ...], objective: Objective
+) -> list[SpentRun]:
     profile, found = None, []
     for seed in seeds:
-        spent, profile = _run(scenario, seed, profile, family="bench", explores=EXPLORES, objective=objective)
+        spent, profile = _run(scenario, seed, profile, family="bench", explores=explores, objective=objective)
         found.append(spent)
     return found
 
@@ -111,7 +113,7 @@ def _run(
     )
     time_s = time_of(episode)
     return SpentRun(
-        time_s=time_s, energy_j=float(np.interp(time_s, times, joules)), arm=arm_of(episode)
+        time_s=time_s, energy_j=round(float(np.interp(time_s, times, joules)), 1), arm=arm_of(episode)
     ), episode.profile
 
 

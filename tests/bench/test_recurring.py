@@ -1,8 +1,9 @@
 import math
 
 import pytest
+from bench.harness.command import BenchmarkError
 from bench.recurring import chains, energy
-from bench.recurring.__main__ import report_of
+from bench.recurring.__main__ import report_of, tasks_of
 from bench.recurring.chains import ChainTask, ChangedCluster, FamilyChain, changed_clusters, run_chain
 from bench.recurring.energy import EnergyChain, SpentRun, energy_report, run_energy_chain
 from bench.recurring.means import mean_of
@@ -91,3 +92,14 @@ def test_a_chain_by_energy_begins_as_one_by_time_and_cold(monkeypatch: pytest.Mo
     found = run_energy_chain(ChainTask(scenario=scenario, seed=1, num_runs=2))
     assert found.cold[0] == found.by_time[0] == found.by_energy[0]
     assert 4 * 60.0 * found.cold[0].time_s < found.cold[0].energy_j < 4 * 300.0 * found.cold[0].time_s
+
+
+def test_what_runs_try_out_is_named() -> None:
+    tasks = tasks_of("train", "adam,gpu", "noise_multiplier", 3, 2)
+    assert [(task.scenario.family, task.seed, task.explores) for task in tasks] == [
+        (family, seed, ("noise_multiplier",)) for seed in (1, 2) for family in ("adam", "gpu")
+    ]
+    with pytest.raises(BenchmarkError, match="--explores 'batch': name some of learning_rate, noise_multiplier"):
+        tasks_of("train", "", "batch", 3, 1)
+    with pytest.raises(BenchmarkError, match="--families 'none'"):
+        tasks_of("train", "none", "learning_rate", 3, 1)

@@ -13,16 +13,24 @@ from dynamix.schemas.messages import ArmRecord, ExploredArm, JobProfile, Report
 from dynamix.schemas.messages.allocation import Objective
 
 LONG = virtual.scenario(target_accuracy=0.5, fixed_time_s=2.0)
+MEASURED = msgspec.structs.replace(LONG, power=(Power(busy_w=300.0, idle_w=60.0),) * 2)
 
 
-def episode(profile: JobProfile | None = None, *explores: str, seed: int = 3, family: str = "virtual") -> Episode:
+def episode(
+    profile: JobProfile | None = None,
+    *explores: str,
+    seed: int = 3,
+    family: str = "virtual",
+    objective: Objective = "time",
+) -> Episode:
     return run_episode(
-        *(LONG, Rule()),
+        *(LONG if objective == "time" else MEASURED, Rule()),
         data=virtual.data(),
         seed=seed,
         family=family,
         profile=profile,
         explores=explores,  # type: ignore[arg-type]
+        objective=objective,
         keep_messages=True,
     )
 
@@ -40,8 +48,12 @@ def test_an_episode_leaves_a_profile_and_the_next_one_begins_with_it() -> None:
     assert episode(family="").profile is None
 
 
-def test_the_recorded_states_and_the_first_action_are_enough_to_decide_again() -> None:
-    second = episode(episode().profile, seed=4)
+@pytest.mark.parametrize("objective", ["time", "energy"])
+def test_the_recorded_states_and_the_first_action_are_enough_to_decide_again(objective: Objective) -> None:
+    first = episode(None, "learning_rate", objective=objective)
+    second = episode(first.profile, "learning_rate", seed=4, objective=objective)
+    assert second.actions[0].rate_factor == 1.5
+    assert {state.feature_version for state in second.states} == {6 if objective == "energy" else 5}
     fold = Fold(second.job, Rule(), None, second.actions[0].profile)
     again = []
     for sequence, state in enumerate(second.states, start=1):
