@@ -168,8 +168,8 @@ def _text(file: Path) -> str:
         return file.read_text().strip()
     except PermissionError as error:
         raise EnergyError(
-            f"{file} may be read by root only: `chmod a+r` it as root (a boot resets that, a rule of systemd-tmpfiles "
-            "keeps it)"
+            f"{file} may be read by root only: as root give it to a group of this user (chgrp, chmod g+r; a boot "
+            "resets that, a rule of systemd-tmpfiles keeps it)"
         ) from error
     except OSError as error:
         raise EnergyError(f"{file} cannot be read: {error.strerror}") from error
