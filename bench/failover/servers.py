@@ -16,7 +16,6 @@ import msgspec
 
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.bus.broker.errors import BusError
-from dynamix.runtime.bus.broker.requests import Answer
 from dynamix.runtime.embedded import EmbeddedServer
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas.streams import STREAMS, Stream
@@ -60,43 +59,6 @@ class ClusterServer(EmbeddedServer):
 
 class CopiesMissingError(RuntimeError):
     """Not every copy of every stream was current in time; the text names streams, servers and how far they lag."""
-
-
-class Replica(msgspec.Struct):
-    """What a stream's leader says of another copy."""
-
-    name: str
-    current: bool = False
-    offline: bool = False
-    active: int = 0
-    """Nanoseconds since it was heard."""
-    lag: int = 0
-    """Entries of the log that it does not have."""
-
-    def __str__(self) -> str:
-        state = "offline" if self.offline else "current" if self.current else "not current"
-        return f"{self.name} is {state}, lags by {self.lag}, was heard {self.active / 1e9:.1f} s ago"
-
-
-class Cluster(msgspec.Struct):
-    """Who holds a stream."""
-
-    leader: str = ""
-    replicas: list[Replica] = []
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether there are all copies, and none lags."""
-        has_all = bool(self.leader) and len(self.replicas) == NUM_SERVERS - 1
-        return has_all and all(one.current and not one.offline for one in self.replicas)
-
-    def __str__(self) -> str:
-        behind = [str(one) for one in self.replicas if one.offline or not one.current]
-        return "; ".join([f"leader {self.leader or 'unknown'}, {len(self.replicas)} other copies", *behind])
-
-
-class _StreamPlaces(Answer):
-    cluster: Cluster = msgspec.field(default_factory=Cluster)
 
 
 class ThreeServers:
@@ -143,7 +105,7 @@ class ThreeServers:
         """The server that stores a stream's messages first."""
         try:
             async with asyncio.timeout(CURRENT_TIMEOUT_S):
-                while not (leader := (await _places(bus, stream)).leader):  # noqa: ASYNC110 - no event tells
+                while not (leader := (await bus.stream_state(stream)).copies.leader):  # noqa: ASYNC110 - no event tells
                     await asyncio.sleep(0.1)
         except TimeoutError:
             raise CopiesMissingError(f"{stream} has had no leader for {CURRENT_TIMEOUT_S:g} s") from None
@@ -173,17 +135,13 @@ async def until_current(bus: Bus, streams: Sequence[Stream] = STREAMS) -> None:
         raise CopiesMissingError(f"not all copies are current after {CURRENT_TIMEOUT_S:g} s: {waits_for}") from None
 
 
-async def _places(bus: Bus, stream: str) -> Cluster:
-    return (await bus.requests.ask(f"STREAM.INFO.{stream}", None, _StreamPlaces)).cluster
-
-
 async def _missing(bus: Bus, stream: str) -> str | None:
     """What a stream has not; `None` when it is whole."""
     try:
-        places = await _places(bus, stream)
+        copies = (await bus.stream_state(stream)).copies
     except BusError as error:  # it has no leader at the moment
         return str(error)
-    return None if places.is_whole else str(places)
+    return None if copies.are_whole(NUM_SERVERS) else str(copies)
 
 
 def free_ports(count: int) -> list[int]:

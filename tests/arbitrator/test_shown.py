@@ -1,4 +1,4 @@
-"""What the arbitrator shows of a job's refused actions, as its trainer's receipts say."""
+"""What the arbitrator shows: a job's refused actions, as its trainer's receipts say, and copies of streams that lag."""
 
 import asyncio
 import itertools
@@ -7,8 +7,10 @@ import pytest
 from tests.support import examples
 from tests.support.services_here import services_here
 
+from dynamix.arbitrator import shown
 from dynamix.arbitrator.shown import ShownDecisions
-from dynamix.runtime.bus import Bus
+from dynamix.runtime.bus import Bus, PermissionDeniedError, StreamState
+from dynamix.runtime.bus.streams.copies import StreamCopies, StreamCopy
 from dynamix.runtime.metrics import ServiceMetrics
 
 
@@ -53,3 +55,31 @@ async def test_the_service_shows_what_receipts_say(bus: Bus) -> None:
                 break
             await asyncio.sleep(0.05)
     assert found == [f'component="arbitrator",reason="stale",training_job="{examples.JOB}"}} 2.0']
+
+
+async def test_a_stream_that_a_key_may_not_see_is_left_out_and_the_others_are_watched(
+    metrics: ServiceMetrics, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A key of an earlier version may not ask for the state of ACTIONS."""
+    monkeypatch.setattr(shown, "STREAMS_EVERY_S", 0.0)
+    asked: list[str] = []
+
+    async def state_of(name: str) -> StreamState:
+        asked.append(name)
+        if len(asked) > 5:
+            raise asyncio.CancelledError
+        if name == "ACTIONS":
+            raise PermissionDeniedError("may not")
+        behind = StreamCopy(name="broker-2", lag=7)
+        return StreamState(1, 1, 1, copies=StreamCopies("broker-1", (behind, StreamCopy("broker-3", current=True))))
+
+    decisions = ShownDecisions(metrics)
+    with pytest.raises(asyncio.CancelledError):
+        await decisions.follow_streams(state_of)
+    assert asked == ["FEED", "JOBS", "ACTIONS", "FEED", "JOBS", "FEED"]
+    assert "ACTIONS is not watched: may not; run `dynamix keys refresh`" in caplog.text
+    text = metrics.exposition("")[0].decode()
+    lags = [line for line in text.splitlines() if line.startswith("dynamix_stream_copy_lag{")]
+    assert [line.partition(",")[2] for line in lags] == [
+        f'server="broker-2",stream="{stream}"}} 7.0' for stream in ("FEED", "JOBS")
+    ]

@@ -22,10 +22,8 @@ from bench.failover.__main__ import (
 from bench.failover.kept import KeptOutcomes, TrialOutcome
 from bench.failover.minority import MinorityView
 from bench.failover.servers import (
-    Cluster,
     ClusterServer,
     CopiesMissingError,
-    Replica,
     ThreeServers,
     free_ports,
     until_current,
@@ -40,6 +38,7 @@ from tests.support.benches import ROOT, run_bench
 from tests.support.brokers import ConfiguredServer, until
 
 from dynamix.runtime.bus import Bus
+from dynamix.runtime.bus.streams.copies import StreamCopies, StreamCopy
 from dynamix.schemas.chain import seal
 
 TRIAL = Trial(
@@ -215,11 +214,14 @@ async def test_what_servers_complained_of_is_shown_when_a_measurement_ends_early
 
 
 def test_a_copy_that_lags_is_named_with_its_lag() -> None:
-    behind = Replica(name="broker-2", active=3_200_000_000, lag=41)
-    found = Cluster(leader="broker-1", replicas=[behind, Replica(name="broker-3", current=True)])
-    assert not found.is_whole
+    behind = StreamCopy(name="broker-2", active=3_200_000_000, lag=41)
+    found = StreamCopies(leader="broker-1", replicas=(behind, StreamCopy(name="broker-3", current=True)))
+    assert not found.are_whole(3)
     assert str(found) == ("leader broker-1, 2 other copies; broker-2 is not current, lags by 41, was heard 3.2 s ago")
-    assert Cluster(leader="broker-1", replicas=[Replica(name=name, current=True) for name in ("a", "b")]).is_whole
+    assert not found.are_whole(2)
+    both = tuple(StreamCopy(name=name, current=True) for name in ("a", "b"))
+    assert StreamCopies(leader="broker-1", replicas=both).are_whole(3)
+    assert not StreamCopies(replicas=both).are_whole(3)
 
 
 def test_a_measurement_goes_on_with_the_trials_that_are_not_in_its_file(tmp_path: Path) -> None:

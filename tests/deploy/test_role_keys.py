@@ -52,7 +52,7 @@ def reads(stream: str, *kinds: str) -> set[str]:
 
 
 def looks_up(*streams: str) -> set[str]:
-    return {f"$JS.API.STREAM.MSG.GET.{stream}" for stream in streams}
+    return {f"$JS.API.STREAM.{what}.{stream}" for what in ("MSG.GET", "INFO") for stream in streams}
 
 
 STREAM_NAMES = ("JOBS", "FEED", "ACTIONS", "DEAD", "PROFILES", "OBJ_policies")

@@ -12,14 +12,17 @@ import msgspec
 import pytest
 from tests.support import alert_trials, examples
 from tests.support.alert_trials import Phase, Recorded, check_alerts, needs, record
-from tests.support.brokers import ConfiguredServer, connected, operate, publish_unstored, until
+from tests.support.brokers import ConfiguredServer, connected, operate, publish_states, publish_unstored, until
 from tests.support.control_plane import NODE, one_node_job, report_of
+from tests.support.lagging_copy import LaggingCopy
 from tests.support.scraped_plane import EQUAL, ScrapedPlane
 from tests.support.services_here import ServiceHere, services_here
 
 from dynamix.arbitrator import shown as arbitrator_shown
 from dynamix.arbitrator.learning.service import LearnerSettings, _Learner
 from dynamix.arbitrator.learning.updating import Outcome
+from dynamix.cli.commands.doctor import bus as doctor
+from dynamix.cli.commands.doctor.check import DoctorCheck
 from dynamix.collector import shown as collector_shown
 from dynamix.collector import turns
 from dynamix.collector.ebpf.syscall import ProgramInfo
@@ -29,6 +32,7 @@ from dynamix.runtime.bus.broker.requests import Answer
 from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.health.watchdog import Watchdog
 from dynamix.runtime.metrics import scrape as scraping
+from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import subjects
 from dynamix.schemas.streams import FEED
 
@@ -85,7 +89,7 @@ async def test_a_stream_that_is_full(plane: ScrapedPlane, tmp_path: Path) -> Non
 
 async def test_a_feed_that_is_flooded(plane: ScrapedPlane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Junk fills FEED within seconds; then it is old junk, as it is in a day."""
-    monkeypatch.setattr(arbitrator_shown, "FEED_EVERY_S", 0.05)
+    monkeypatch.setattr(arbitrator_shown, "STREAMS_EVERY_S", 0.05)
     small = msgspec.structs.replace(FEED, max_bytes=1 << 20)
     monkeypatch.setattr(arbitrator_shown, "FEED", small)
     await provision(plane.bus, [small])
@@ -110,7 +114,7 @@ async def test_a_feed_with_consumers_without_end(
     plane: ScrapedPlane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A client with an operator's key makes them; the server itself refuses the thousand and first."""
-    monkeypatch.setattr(arbitrator_shown, "FEED_EVERY_S", 0.05)
+    monkeypatch.setattr(arbitrator_shown, "STREAMS_EVERY_S", 0.05)
     before = await plane.record()
     place, wanted = f"CONSUMER.CREATE.{FEED.name}", subjects.of("state", "any", "x")
 
@@ -190,6 +194,48 @@ async def test_a_collector_that_passes_over_reports(
         Phase(2, flooded, {"DynamixCollectorFlooded"}),
         Phase(25, await plane.record(), set()),
     )
+
+
+async def test_a_copy_of_a_stream_that_lags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three servers, one that is kept from the log of FEED, and then catches up; `dynamix doctor` names it, too."""
+    monkeypatch.setattr(arbitrator_shown, "STREAMS_EVERY_S", 0.05)
+    monkeypatch.setattr(doctor, "LISTEN_S", 0.1)
+    async with LaggingCopy() as servers, connected(servers.settings) as bus:
+        await provision(bus, num_replicas=3)
+        await servers.until_current(bus)
+        leader = (await servers.leader_of(bus, FEED.name)).name
+        behind = next(name for name in servers.servers if name != leader)
+        async with services_here(bus, "collector", "reward", "arbitrator") as services:
+            plane = ScrapedPlane(next(iter(servers.servers.values())), bus, services)
+            await plane.scraped("arbitrator", lambda text: "feed_consumers" in text)
+            before = await plane.record()
+            assert (await copies_check(servers.settings)).present
+
+            await servers.keep_behind(bus, FEED.name, behind)
+            await publish_states(bus, range(3), subjects.of("report", "other", "x"))
+            lag = f'dynamix_stream_copy_lag{{component="arbitrator",server="{behind}",stream="FEED"}} '
+            await plane.scraped("arbitrator", lambda text: lag in text)
+            lagging = await plane.record()
+            found = await copies_check(servers.settings)
+            assert found.found.startswith(f"FEED: leader {leader}, 2 other copies; {behind} is not current, lags by ")
+            assert "restart nats-server there" in found.fix
+            assert not found.present
+            assert not found.is_fatal
+
+            servers.let_catch_up()
+            await servers.until_current(bus)
+            await plane.scraped("arbitrator", lambda text: lag not in text)
+            check_alerts(
+                tmp_path,
+                Phase(20, before, set()),
+                Phase(20, lagging, {"DynamixStreamCopyLags"}),
+                Phase(20, await plane.record(), set()),
+            )
+
+
+async def copies_check(settings: BusSettings) -> DoctorCheck:
+    (found,) = [check for check in await doctor.bus(settings, configured=True) if check.name == "copies"]
+    return found
 
 
 async def test_an_operation_that_the_broker_refuses_to_a_service(plane: ScrapedPlane, tmp_path: Path) -> None:

@@ -12,10 +12,13 @@ from dynamix.arbitrator.shown import JobStanding, ShownDecisions
 from dynamix.collector.ebpf.syscall import ProgramInfo
 from dynamix.collector.shown import ShownWindows
 from dynamix.reward.shown import ShownRewards
+from dynamix.runtime.bus import StreamState
+from dynamix.runtime.bus.streams.copies import StreamCopies, StreamCopy
 from dynamix.runtime.bus.streams.statistics import StatisticsByKind
 from dynamix.runtime.health.watchdog import Watchdog
 from dynamix.runtime.metrics import ServiceMetrics
 from dynamix.runtime.service.shown import BUS_COUNTERS, BUS_GAUGES, COUNTERS, GAUGES, ServiceState
+from dynamix.schemas.streams import FEED
 
 
 def shown_names() -> set[str]:
@@ -28,7 +31,7 @@ def shown_names() -> set[str]:
     decisions = ShownDecisions(metrics)
     standing = JobStanding(0, 3, 0.0, window_s=1.0, decided_window=2, global_batch_size=512, num_refused={"stale": 1})
     decisions._jobs.record("a", standing)
-    decisions._feed = SimpleNamespace(num_bytes=1, span_s=1.0, num_consumers=1)  # type: ignore[assignment]
+    decisions._streams[FEED.name] = StreamState(1, 1, 1, 1, copies=StreamCopies("a", (StreamCopy("b"),)))
     for number in range(3):
         decisions._runs.record_window(f"mnist-{number}", 1.0, 0.5)
         decisions._runs.end_run(f"mnist-{number}", "rule")

@@ -64,7 +64,7 @@ async def serve(context: Context[ArbitratorSettings, ArbitratorBus], *, in_step:
     followed = {
         "how jobs end": partial(shown.follow_ends, context.bus),
         "which actions are refused": partial(shown.follow_receipts, context.bus, context.dead_letter),
-        "how full FEED is": partial(shown.follow_feed, context.bus.stream_state),
+        "what streams hold": partial(shown.follow_streams, context.bus.stream_state),
     }
     following = [asyncio.create_task(_follow(context, *one), name=one[0]) for one in followed.items()]
     if not in_step:

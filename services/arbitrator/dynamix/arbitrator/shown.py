@@ -1,6 +1,7 @@
 """What the arbitrator shows to Prometheus: where each job stands, what was refused, how runs ended and differed."""
 
 import asyncio
+import logging
 import re
 import time
 from collections import Counter
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dynamix.runtime.bus import BusMessage, StreamState
+from dynamix.runtime.bus import BusMessage, PermissionDeniedError, StreamState
 from dynamix.runtime.bus.service_bus import ServiceBus
 from dynamix.runtime.metrics import LabelTable, Scrape, ServiceMetrics
 from dynamix.schemas import subjects
@@ -17,10 +18,12 @@ from dynamix.schemas.codec import MalformedMessageError, decode
 from dynamix.schemas.features import GLOBAL_INDEX, unpack_global
 from dynamix.schemas.messages import Applied, Job, State
 from dynamix.schemas.messages.decided import REFUSAL_REASONS
-from dynamix.schemas.streams import FEED, JOBS
+from dynamix.schemas.streams import ACTIONS, FEED, JOBS
 
 from .deciding.job_log import JobLog
 from .deciding.run_times import RunTimes
+
+logger = logging.getLogger(__name__)
 
 COUNTERS = {
     "decided": "actions stored",
@@ -41,7 +44,7 @@ ENDS = (COMPLETED, LEFT, "stopped", "timeout", "error")
 OTHER_REASON = "other"
 """Refusals for a reason that no trainer of ours gives."""
 MAX_OVER = 1000
-FEED_EVERY_S = 10.0
+STREAMS_EVERY_S = 10.0
 _STOPPED = ("KeyboardInterrupt", "SignalException")
 _TIMED_OUT = re.compile(r"\btim(ed|e)[ -]?out\b", re.IGNORECASE)
 """gloo: `Timed out waiting 1800000ms for recv operation`; NCCL: `Watchdog caught collective operation timeout`."""
@@ -77,7 +80,7 @@ class ShownDecisions:
         """The newest generation that has ended: its last states come after the end, from another stream."""
         self._ends = Counter(dict.fromkeys(ENDS, 0))
         self._runs = RunTimes()
-        self._feed: StreamState | None = None
+        self._streams: dict[str, StreamState] = {}
         metrics.declare(counters=COUNTERS, gauges=GAUGES)
         metrics.add(self.show)
 
@@ -134,11 +137,17 @@ class ShownDecisions:
         else:
             self._runs.forget_run(job.job)
 
-    async def follow_feed(self, state_of: Callable[[str], Awaitable[StreamState]]) -> None:
-        """Note how much FEED holds, now and every `FEED_EVERY_S`, until cancelled."""
+    async def follow_streams(self, state_of: Callable[[str], Awaitable[StreamState]]) -> None:
+        """Note what the streams of decisions hold, now and every `STREAMS_EVERY_S`, until cancelled."""
+        names = [FEED.name, JOBS.name, ACTIONS.name]
         while True:
-            self._feed = await state_of(FEED.name)
-            await asyncio.sleep(FEED_EVERY_S)
+            for name in tuple(names):
+                try:
+                    self._streams[name] = await state_of(name)
+                except PermissionDeniedError as error:
+                    names.remove(name)
+                    logger.warning("%s is not watched: %s; run `dynamix keys refresh`", name, error)
+            await asyncio.sleep(STREAMS_EVERY_S)
 
     async def follow_ends(self, bus: ServiceBus) -> None:
         """Note the end of every run until the intake ends."""
@@ -178,11 +187,8 @@ class ShownDecisions:
                 training_name=kind.name,
                 policy=kind.policy,
             )
-        if self._feed is not None:
-            taken = self._feed.num_bytes / FEED.max_bytes
-            scrape.gauge("feed_full_ratio", "share of FEED's room that is taken", taken)
-            scrape.gauge("feed_span_seconds", "from FEED's oldest to its newest message", self._feed.span_s)
-            scrape.gauge("feed_consumers", "what the broker keeps for readers of FEED", self._feed.num_consumers)
+        for name, state in self._streams.items():
+            _show_stream(scrape, name, state)
         scrape.counter("jobs_not_shown", "jobs left out since too many are active", self._jobs.num_evicted)
 
 
@@ -201,6 +207,22 @@ def _by_known_reason(num_refused: Mapping[str, int]) -> dict[str, int]:
     for reason, count in num_refused.items():
         found[reason if reason in REFUSAL_REASONS else OTHER_REASON] += count
     return dict(found)
+
+
+def _show_stream(scrape: Scrape, name: str, state: StreamState) -> None:
+    if name == FEED.name:
+        taken = state.num_bytes / FEED.max_bytes
+        scrape.gauge("feed_full_ratio", "share of FEED's room that is taken", taken)
+        scrape.gauge("feed_span_seconds", "from FEED's oldest to its newest message", state.span_s)
+        scrape.gauge("feed_consumers", "what the broker keeps for readers of FEED", state.num_consumers)
+    for copy in state.copies.behind:
+        scrape.gauge(
+            "stream_copy_lag",
+            "entries that a copy which is not current, or whose server is offline, lacks",
+            copy.lag,
+            stream=name,
+            server=copy.name,
+        )
 
 
 def _show_job(scrape: Scrape, job: str, standing: JobStanding, age_s: float) -> None:

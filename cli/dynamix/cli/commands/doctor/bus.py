@@ -12,7 +12,7 @@ from dynamix.cli.board.heartbeats import Heartbeats
 from dynamix.cli.connection import connected
 from dynamix.cli.errors import CommandError
 from dynamix.cli.services import hear
-from dynamix.runtime.bus import Bus, BusError, PermissionDeniedError, StreamMissingError
+from dynamix.runtime.bus import Bus, BusError, PermissionDeniedError, StreamMissingError, StreamState
 from dynamix.runtime.settings import BusSettings, SharedSettings, node_name, read, redact_url
 from dynamix.schemas import subjects
 from dynamix.schemas.chain import BrokenChainError, ChainCheck
@@ -23,11 +23,17 @@ from dynamix.schemas.streams import ACTIONS, JOBS, STREAMS
 from .check import DoctorCheck, Need, failed, passed
 
 CONNECT_TIMEOUT_S = 3.0
+LOOKS_AT_COPIES, LOOK_AGAIN_S = 3, 1.0
+"""A copy that lags each time; one of a busy stream does for milliseconds."""
 LISTEN_S = 1.5
 """A service beats every second."""
 ALIVE_TIMEOUT_S = 5.0
 HOW_TO_CONNECT = "check DYNAMIX_NATS_URL, and _NKEY_FILE or _USER and _PASSWORD_FILE"
 HOW_TO_LOOK = "ask as the user `watcher`, or with a key of `dynamix keys create NAME --role watcher`"
+HOW_TO_CATCH_UP = (
+    "start the server that is offline; one that was cut off may take two minutes to catch up; after that restart "
+    "nats-server there, and until then no other (docs/failover.md)"
+)
 HOW_TO_ASK = "ask as the user `watcher`, for a job that `dynamix top` shows"
 HOW_TO_RESTORE = (
     "restore the broker's store from a backup, or start the run under a new id: the arbitrator decides nothing on it"
@@ -58,6 +64,7 @@ async def _reached(settings: BusSettings, need: Need, *, configured: bool) -> li
             return [
                 passed("broker", need, redact_url(settings.url)),
                 await _streams(connection, need),
+                *await _copies(connection),
                 await _services(connection),
             ]
     except CommandError as error:
@@ -85,6 +92,27 @@ async def _streams(connection: Bus, need: Need) -> DoctorCheck:
     except BusError as error:
         return failed("streams", need, str(error), "use a broker with JetStream")
     return passed("streams", need, ", ".join(f"{name} {state.num_messages:,}" for name, state in states.items()))
+
+
+async def _copies(connection: Bus) -> list[DoctorCheck]:
+    """Whether each stream of a cluster has all its copies; nothing where each has one, or cannot be looked at."""
+    lagging: dict[str, StreamState] = {}
+    for look in range(LOOKS_AT_COPIES):
+        if look:
+            await asyncio.sleep(LOOK_AGAIN_S)
+        try:
+            states = {stream.name: await connection.stream_state(stream.name) for stream in STREAMS}
+        except BusError:  # the check of the streams says so
+            return []
+        copied = {name: state for name, state in states.items() if state.num_replicas > 1}
+        if not copied:
+            return []
+        lagging = {name: state for name, state in copied.items() if not state.copies.are_whole(state.num_replicas)}
+        if not lagging:
+            counts = ", ".join(f"{name} {state.num_replicas}" for name, state in copied.items())
+            return [passed("copies", "failover", f"all current: {counts}")]
+    found = ". ".join(f"{name}: {state.copies}" for name, state in lagging.items())
+    return [failed("copies", "failover", found, HOW_TO_CATCH_UP)]
 
 
 async def _services(connection: Bus) -> DoctorCheck:

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-Need = Literal["always", "training", "demo", "views", "ebpf", "secrecy"]
+Need = Literal["always", "training", "demo", "views", "ebpf", "secrecy", "failover"]
 NAME_WIDTH, MARKS = 14, {True: "ok     ", False: "missing"}
 GREEN, YELLOW, RED, BOLD, PLAIN = "\033[32m", "\033[33m", "\033[31m", "\033[1m", "\033[0m"
 PURPOSES = {
@@ -15,6 +15,7 @@ PURPOSES = {
     "views": "live views",
     "ebpf": "eBPF probes",
     "secrecy": "secrecy",
+    "failover": "failover",
 }
 
 

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from .copies import StreamCopies
+
 MESSAGE_ID = "Nats-Msg-Id"
 
 _MESSAGE_ID_LINE = f"\r\n{MESSAGE_ID}:".lower().encode()
@@ -44,6 +46,8 @@ class StreamState(NamedTuple):
     """From the oldest to the newest message."""
     num_consumers: int = 0
     num_replicas: int = 1
+    copies: StreamCopies = StreamCopies()
+    """Empty where there is no cluster."""
 
 
 def parse_delivery(

@@ -8,6 +8,7 @@ import msgspec
 from dynamix.runtime.bus.broker.errors import MESSAGE_NOT_FOUND, ApiError
 from dynamix.runtime.bus.broker.requests import BUDGET_S, Answer, Requests
 
+from .copies import StreamCopies
 from .message import BusMessage, StreamState
 
 
@@ -25,6 +26,7 @@ class _State(msgspec.Struct):
 class _StreamInfo(Answer):
     state: _State | None = None
     config: dict[str, Any] = msgspec.field(default_factory=dict)
+    cluster: StreamCopies = StreamCopies()
 
 
 class _StoredMessage(msgspec.Struct):
@@ -61,6 +63,7 @@ async def stream_state(requests: Requests, stream: str) -> StreamState:
         span_ns / 1e9,
         num_consumers=state.consumer_count,
         num_replicas=info.config.get("num_replicas", 1),
+        copies=info.cluster,
     )
 
 

@@ -110,7 +110,8 @@ def _read(role: str, places: _Places) -> Iterator[str]:
     for stream, wanted in filters.items():
         names = [f"{role}-{instance}" for instance in places.get("instance", ())] or [ANY]
         yield from _durable(stream, wanted, names) if role in _DURABLE else _unnamed(stream, wanted)
-    yield from (f"{API}STREAM.MSG.GET.{stream.name}" for stream in _LOOKS_UP.get(role, ()))
+    for looked_up in _LOOKS_UP.get(role, ()):
+        yield from (f"{API}STREAM.{what}.{looked_up.name}" for what in ("MSG.GET", "INFO"))
     if role in ("arbitrator", "learner"):
         yield from _objects(POLICIES, removes=role == "learner")
 
