@@ -14,9 +14,9 @@
 - `nats micro ls` asks on $SRV.PING, INFO and STATS, each for all services, for those of a name, and for one. Only the
   watcher may ask; a service answers to the watcher's inbox. There is no allow_responses: it would let a service publish
   on any reply subject that a request names.
-- A wildcard is a whole token, and the name of a consumer is one: a user whose consumers have no fixed name can make,
-  change, reset, drain or delete another user's consumer of a stream that it reads, and so stop the services. Names are
-  fixed for a collector of certain nodes and a reward service of certain instances. SECURITY.md says who is left.
+- A wildcard is a whole token, and the name of a consumer is one: a user whose consumers have no fixed name could make,
+  change, drain or delete another user's consumer of a stream that it reads, and so stop the services. Names are fixed
+  for a collector of certain nodes and a reward service of certain instances; these are denied to all others.
 """
 
 import itertools
@@ -82,6 +82,28 @@ def permissions_of(
     return Permissions(tuple(publish), tuple(subscribe))
 
 
+def fixed_consumers(role: str, *, nodes: Sequence[str] = (), instances: Sequence[str] = ()) -> list[str]:
+    """The names of a user's consumers where it may use no others: of a collector's nodes, a reward service's instances.
+
+    They are durable, and what is done to them decides whether its service reads anything.
+    """
+    return [f"{role}-{place}" for place in {"collector": nodes, "reward": instances}.get(role, ())]
+
+
+def denied(role: str, others: Sequence[str]) -> Iterator[str]:
+    """What a user whose consumers may have any name must not publish: requests that name one of `others`.
+
+    Args:
+        role: of the user. An operator's may do anything; a trainer has no consumer.
+        others: consumers with fixed names. Those of its own role are its own, as when a shared password is given up.
+    """
+    if role in ("trainer", PROVISION):
+        return
+    for name in others:
+        if not name.startswith(f"{role}-"):
+            yield from (f"{API}CONSUMER.*.*.{name}", f"{API}CONSUMER.*.*.{name}.>", f"{API}CONSUMER.MSG.NEXT.*.{name}")
+
+
 def inbox_of(role: str, name: str) -> str:
     """What follows `_INBOX` in a user's inbox; a watcher's is where services may answer its questions."""
     return f"{WATCHER}.{name}" if role == WATCHER != name else name
@@ -108,7 +130,7 @@ def _read(role: str, places: _Places) -> Iterator[str]:
         if role in kind.receivers and kind.stream is not None and kind.stream is not whole:
             filters.setdefault(kind.stream.name, []).extend(_subjects(kind, places))
     for stream, wanted in filters.items():
-        names = [f"{role}-{instance}" for instance in places.get("instance", ())] or [ANY]
+        names = fixed_consumers(role, nodes=places.get("node", ()), instances=places.get("instance", ())) or [ANY]
         yield from _durable(stream, wanted, names) if role in _DURABLE else _unnamed(stream, wanted)
     for looked_up in _LOOKS_UP.get(role, ()):
         yield from (f"{API}STREAM.{what}.{looked_up.name}" for what in ("MSG.GET", "INFO"))

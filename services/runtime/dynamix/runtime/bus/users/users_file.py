@@ -5,14 +5,14 @@ of its keys, or one with the variable of its password. Only the comments are rea
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
 from dynamix.schemas.spelling import suggestion
 from dynamix.schemas.subjects import check_token
 
-from .permissions import ROLES, permissions_of
+from .permissions import ROLES, denied, fixed_consumers, permissions_of
 
 MARK = "#: "
 HEAD = """\
@@ -59,6 +59,11 @@ class User(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid
         """Whether it is for certain jobs, nodes or instances only."""
         return bool(self.jobs or self.nodes or self.instances)
 
+    @property
+    def fixed_consumers(self) -> list[str]:
+        """The names of its consumers, which no other user shall touch; none where they may be any."""
+        return fixed_consumers(self.role, nodes=self.nodes, instances=self.instances)
+
 
 DEFAULT = tuple(User(name=role, role=role) for role in ROLES)
 """One user per role, with a password: no job is kept from another."""
@@ -80,11 +85,12 @@ def read_users(text: str) -> list[User]:
 
 def write_users(users: Iterable[User]) -> str:
     """The text of the file."""
-    lines = [HEAD, "users: ["]
+    users, lines = list(users), [HEAD, "users: ["]
+    fixed = sorted({name for user in users for name in user.fixed_consumers})
     for user in users:
         lines.append(f"  {MARK}{msgspec.json.encode(user).decode()}")
         for login in _logins(user):
-            lines += ["  {", f"    {login}", *_permissions(user), "  }"]
+            lines += ["  {", f"    {login}", *_permissions(user, fixed), "  }"]
     return "\n".join([*lines, "]", ""])
 
 
@@ -99,11 +105,18 @@ def _logins(user: User) -> Iterator[str]:
     yield from (f"nkey: {key}" for key in user.keys)
 
 
-def _permissions(user: User) -> Iterator[str]:
+def _permissions(user: User, fixed: Sequence[str]) -> Iterator[str]:
     allowed = permissions_of(user.role, user.name, jobs=user.jobs, nodes=user.nodes, instances=user.instances)
     yield "    permissions {"
-    for verb, subjects in zip(allowed._fields, allowed, strict=True):
-        yield f"      {verb}: ["
-        yield from (f"        {json.dumps(subject)}" for subject in dict.fromkeys(subjects))
-        yield "      ]"
+    refused = () if user.is_limited else tuple(denied(user.role, fixed))
+    yield from _list("publish: { allow: [" if refused else "publish: [", allowed.publish, "]")
+    if refused:
+        yield from _list("deny: [", refused, "] }")
+    yield from _list("subscribe: [", allowed.subscribe, "]")
     yield "    }"
+
+
+def _list(head: str, subjects: Iterable[str], end: str) -> Iterator[str]:
+    yield f"      {head}"
+    yield from (f"        {json.dumps(subject)}" for subject in dict.fromkeys(subjects))
+    yield f"      {end}"
