@@ -16,6 +16,7 @@ from dynamix.arbitrator.learned.policy import LearnedPolicy
 from dynamix.arbitrator.learned.policy_file import PolicyFile, PolicyFileError
 from dynamix.arbitrator.learned.ppo_settings import PPOSettings
 from dynamix.arbitrator.learning.agent import Agent
+from dynamix.schemas.features import FEATURE_VERSION
 
 
 def changed(**fields: Any) -> bytes:
@@ -53,13 +54,13 @@ def test_a_policy_of_an_older_list_of_features_is_read_and_of_a_newer_one_is_not
     older = tuple(name for name in fields if not name.startswith(("node_", "run_queue", "context_")))
     assert PolicyFile.from_bytes(changed(rank_features=older, feature_version=1)).metadata.feature_version == 1
     with pytest.raises(PolicyFileError, match="or a newer one"):
-        PolicyFile.from_bytes(changed(feature_version=7))
+        PolicyFile.from_bytes(changed(feature_version=FEATURE_VERSION + 1))
 
 
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"feature_version": 99}, "features of version 99, this program has version 6"),
+        ({"feature_version": 99}, f"features of version 99, this program has version {FEATURE_VERSION}"),
         ({"format": 2}, "format 2, this program reads 1"),
         ({"inputs": ()}, "list of inputs is empty"),
         ({"inputs": ("size_log2", "ping_ms")}, "list of inputs names ping_ms, which this program does not have"),

@@ -2,10 +2,10 @@ import numpy as np
 import pytest
 from tests.support import examples
 
-from dynamix.arbitrator.policies.model.observation import Array64
+from dynamix.arbitrator.policies.model.observation import Array32, Array64
 from dynamix.arbitrator.policies.model.step_time import StepTime
 from dynamix.arbitrator.policies.model.step_time_fit import StepTimeFit, Window, filtered, window_of
-from dynamix.schemas.features import RANK_FEATURES, RANK_INDEX
+from dynamix.schemas.features import GLOBAL_FEATURES, GLOBAL_INDEX, RANK_FEATURES, RANK_INDEX
 from dynamix.schemas.messages.fields import MAX_CARRY_BYTES
 
 JOB = examples.job(min_local_batch_size=8)
@@ -13,7 +13,14 @@ RATES = np.array([4000.0, 2000.0, 1000.0, 500.0])
 
 
 def window(sizes: Array64, *, overhead_s: float = 0.0, sync_s: float = 0.01, rates: Array64 = RATES) -> Window:
-    return Window(np.asarray(sizes, dtype=np.float64), overhead_s + sizes / rates, sync_s, 0.001)
+    return Window(np.asarray(sizes, dtype=np.float64), overhead_s + sizes / rates, sync_s, 0.001, JOB.window_steps)
+
+
+def stretched(times: float) -> Array32:
+    """What is known of the whole job: how many times `window_steps` the window lasted."""
+    global_F = np.full(len(GLOBAL_FEATURES), np.nan, dtype=np.float32)
+    global_F[GLOBAL_INDEX["stretch"]] = times
+    return global_F
 
 
 def fit_of(*windows: Window) -> StepTimeFit:
@@ -57,7 +64,7 @@ def test_fixed_times_and_saturations_are_found_for_each_rank() -> None:
 
     def measured(size: float) -> Window:
         sizes = np.full(4, size)
-        return Window(sizes, overhead_s + np.maximum(sizes, least) / RATES, 0.01, 0.001)
+        return Window(sizes, overhead_s + np.maximum(sizes, least) / RATES, 0.01, 0.001, JOB.window_steps)
 
     model = fitted(*map(measured, (96.0, 64.0, 40.0, 24.0, 16.0)))
     assert model.overhead_W == pytest.approx(overhead_s, rel=0.1, abs=1e-3)
@@ -100,7 +107,9 @@ def noisy_windows(noise: float, *, num_windows: int = 40) -> list[Window]:
         noises = random.lognormal(-noise * noise / 2, noise, (JOB.window_steps, 4))
         times_s = (0.002 + size * 1e-4) * noises
         waited_s = (times_s.max(axis=1, keepdims=True) - times_s).mean(axis=0)
-        windows.append(Window(np.full(4, size), times_s.mean(axis=0), float(waited_s.min()) + 0.001, 0.001))
+        windows.append(
+            Window(np.full(4, size), times_s.mean(axis=0), float(waited_s.min()) + 0.001, 0.001, JOB.window_steps)
+        )
     return windows
 
 
@@ -120,7 +129,7 @@ def test_times_without_noise_are_known_to_be_without() -> None:
 
 def test_a_slow_first_window_hardly_makes_noise() -> None:
     sizes = 0.1 * RATES
-    slow = Window(sizes, 2 * sizes / RATES, 0.01, 0.001)
+    slow = Window(sizes, 2 * sizes / RATES, 0.01, 0.001, JOB.window_steps)
     assert np.sqrt(fit_of(slow, window(sizes)).noise_2) < 0.07
 
 
@@ -137,7 +146,7 @@ def test_a_rank_that_was_never_measured_counts_as_the_mean_of_the_others() -> No
 def test_nothing_measured_is_no_model_and_changes_nothing() -> None:
     assert StepTimeFit.empty(JOB).model(JOB) is None
     fit = fit_of(window(np.full(4, 100.0)))
-    assert fit.observe(JOB, Window(np.full(4, np.nan), np.full(4, np.nan), np.nan, np.nan)) is fit
+    assert fit.observe(JOB, Window(np.full(4, np.nan), np.full(4, np.nan), np.nan, np.nan, JOB.window_steps)) is fit
 
 
 def test_stale_rows_and_rows_without_samples_or_times_do_not_count() -> None:
@@ -147,9 +156,19 @@ def test_stale_rows_and_rows_without_samples_or_times_do_not_count() -> None:
     obs_WF[:, RANK_INDEX["sync_time_s"]] = (0.03, 0.01, 0.02, 0.001)
     obs_WF[:, RANK_INDEX["step_time_s"]] = (0.14, 0.12, 0.13, 0.11)
     obs_WF[:, RANK_INDEX["age_windows"]] = (0, 1, 0, 0)
-    seen = window_of(JOB, obs_WF)
+    seen = window_of(JOB, obs_WF, stretched(np.nan))
     assert seen.samples_W == pytest.approx([100.0, np.nan, np.nan, np.nan], nan_ok=True)
     assert (seen.sync_s, seen.rest_s) == pytest.approx((0.03, 0.01), rel=1e-5)
+
+
+@pytest.mark.parametrize(("stretch", "times"), [(np.nan, 1), (1.0, 1), (4.0, 4), (16.0, 16), (-3.0, 1), (1e30, 1)])
+def test_samples_of_a_window_that_lasts_longer_are_divided_by_its_own_steps(stretch: float, times: int) -> None:
+    obs_WF = np.zeros((4, len(RANK_FEATURES)), dtype=np.float32)
+    obs_WF[:, RANK_INDEX["num_samples"]] = 1000 * times
+    obs_WF[:, RANK_INDEX["compute_time_s"]] = 0.1
+    seen = window_of(JOB, obs_WF, stretched(stretch))
+    assert seen.num_steps == JOB.window_steps * times
+    assert seen.samples_W.tolist() == [1000 / JOB.window_steps] * 4
 
 
 def test_what_is_packed_comes_back() -> None:
@@ -183,7 +202,7 @@ def test_of_many_ranks_some_speak_for_all() -> None:
     fit = StepTimeFit.empty(job)
     for size in (100.0, 150.0, 200.0):
         sizes = np.full(1000, size)
-        fit = fit.observe(job, Window(sizes, overhead_s + sizes / 1000, 0.01, 0.001))
+        fit = fit.observe(job, Window(sizes, overhead_s + sizes / 1000, 0.01, 0.001, job.window_steps))
         fit = StepTimeFit.unpack(fit.pack(), job)
     model = fit.model(job)
     assert model is not None

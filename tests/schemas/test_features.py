@@ -85,6 +85,14 @@ def test_the_energy_of_a_window_makes_a_state_newer() -> None:
     assert np.isnan(unpack_global(state_of(examples.window()))[GLOBAL_INDEX["energy_j"]])
 
 
+def test_a_window_that_lasts_several_times_as_long_makes_a_state_newer() -> None:
+    newer = state_of(examples.window(stretch=4))
+    assert newer.feature_version == 7
+    assert unpack_global(newer)[GLOBAL_INDEX["stretch"]] == 4.0
+    assert np.isnan(unpack_global(state_of(examples.window()))[GLOBAL_INDEX["stretch"]])
+    assert state_of(examples.window(stretch=1)) == state_of(examples.window())
+
+
 def test_what_float32_cannot_hold_is_unknown() -> None:
     state = state_of(examples.window(ranks=(0,), job_metrics=examples.job_metrics(loss=1e300)))
     assert np.isnan(unpack_global(state)[GLOBAL_INDEX["loss"]])

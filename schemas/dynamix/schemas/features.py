@@ -15,7 +15,7 @@ import numpy.typing as npt
 from .codec import MalformedMessageError
 from .messages import MetricWindow, NetworkMetrics, State, SystemMetrics, TrainingMetrics
 
-FEATURE_VERSION = 6
+FEATURE_VERSION = 7
 """Raised whenever the list changes. A name keeps its meaning: policies of older versions find theirs by name."""
 
 Array32 = npt.NDArray[np.float32]
@@ -80,13 +80,14 @@ GLOBAL_FEATURES = (
     Feature("gradient_norm", "global", "of a step's gradient, by the noise estimate: sqrt(|G|^2 + S / B)"),
     Feature("coding_gain", "global", "codecs with loss: squared norm of what was sent, over what should have been"),
     Feature("energy_j", "global", "joules of the ranks' devices in the window, in jobs that compare runs by energy"),
+    Feature("stretch", "global", "how many times the job's `window_steps` the window lasted; unknown where once"),
 )
 """Features of the whole job, equal on all ranks; new ones go to the end."""
 
-_NUM_GLOBAL = {2: 10, 3: 11, 4: 14, 5: 14, FEATURE_VERSION: len(GLOBAL_FEATURES)}
+_NUM_GLOBAL = {2: 10, 3: 11, 4: 14, 5: 14, 6: 15, FEATURE_VERSION: len(GLOBAL_FEATURES)}
 """Features of the job in a state of each version. One in which nothing of a later version is known has the older one:
 its bytes are those of the programs of that time, and captures of theirs replay byte for byte."""
-_NUM_RANK = dict.fromkeys(_NUM_GLOBAL, 28) | dict.fromkeys((5, FEATURE_VERSION), len(RANK_FEATURES))
+_NUM_RANK = dict.fromkeys(_NUM_GLOBAL, 28) | dict.fromkeys((5, 6, FEATURE_VERSION), len(RANK_FEATURES))
 """Features of a rank in such a state."""
 
 RANK_INDEX = {feature.name: index for index, feature in enumerate(RANK_FEATURES)}
@@ -110,7 +111,8 @@ _KNOWN = (*_RANK_PATHS, *_TRAFFIC, *_NODE_PATHS, "sigma_norm", "sigma_norm_sq")
 """What a metric window has of a rank, in the order in which it is taken from there; the fold fills in the others."""
 
 _OF_RANK, _OF_NODE = attrgetter(*_RANK_PATHS.values()), attrgetter(*_NODE_PATHS.values())
-_OF_JOB = attrgetter(*(name if name == "energy_j" else f"job_metrics.{name}" for name in GLOBAL_INDEX))
+_OF_WINDOW = ("energy_j", "stretch")
+_OF_JOB = attrgetter(*(name if name in _OF_WINDOW else f"job_metrics.{name}" for name in GLOBAL_INDEX))
 _COLUMNS = [_KNOWN.index(feature.name) if feature.name in _KNOWN else len(_KNOWN) for feature in RANK_FEATURES]
 
 
@@ -118,6 +120,8 @@ def state_of(window: MetricWindow) -> State:
     """The state vectors of a metric window: computed in float64, rounded once to float32, packed little-endian."""
     of_ranks = np.array(_rank_values(window), dtype=np.float64)[:, _COLUMNS]
     of_job = np.array(_OF_JOB(window), dtype=np.float64)
+    if window.stretch == 1:
+        of_job[GLOBAL_INDEX["stretch"]] = np.nan
     version = next(
         number
         for number, count in _NUM_GLOBAL.items()

@@ -110,7 +110,7 @@ def _levers(board: Board) -> Document | None:
         "initial_exchange": job.initial_exchange.label,
         "exchange_permission": job.exchange,
         "learning_rate_rule": job.learning_rate_rule,
-        "window_steps": job.window_steps,
+        "window_steps": max((window.num_steps for window in board.nodes.values()), default=job.window_steps),
         "policy_options": dict(job.policy_options),
     }
 

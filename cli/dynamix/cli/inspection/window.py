@@ -42,6 +42,8 @@ class CapturedWindow(msgspec.Struct):
     local_batch_sizes: dict[int, int] = {}
     """By rank, the sizes in use, from metric windows or else from reports."""
     probes: set[str] = set()
+    num_steps: int = 0
+    """Optimizer steps, from any node's report or metric window; 0 without one."""
     action: Action | None = None
     """What was decided on this window's states."""
     decided_ns: int = 0
@@ -89,10 +91,12 @@ class CapturedWindow(msgspec.Struct):
         match message:
             case Report():
                 self.started_ns = self.started_ns or timestamp_ns
+                self.num_steps = message.totals.num_steps
                 for row in message.rows:
                     self.local_batch_sizes.setdefault(row.rank, row.local_batch_size)
             case MetricWindow():
                 self.metrics, self.energy_j = message.job_metrics, message.energy_j
+                self.num_steps = message.num_steps
                 self.probes.add(message.probe)
                 for metrics in message.ranks:
                     self.local_batch_sizes[metrics.rank] = metrics.training.local_batch_size

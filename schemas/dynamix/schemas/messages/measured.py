@@ -12,6 +12,8 @@ from .traces import FieldView
 
 Probe = Literal["ebpf", "tcp_info", "proc", "none"]
 Energy = Annotated[float, Meta(ge=0)]
+MAX_STRETCH = 1 << 16
+Stretch = Annotated[int, Meta(ge=1, le=MAX_STRETCH)]
 
 
 class SocketCounters(Message, frozen=True, kw_only=True, array_like=True):
@@ -159,6 +161,8 @@ class Report(Message, frozen=True, kw_only=True, array_like=True):
     energy_j: Energy | None = None
     """Joules of all ranks' devices since the window before ended, whatever they did; equal in every node's report.
     Not encoded while it is `None`, where it is not measured."""
+    stretch: Stretch = 1
+    """How many times the job's `window_steps` the window lasted. Not encoded while it is 1."""
 
 
 class NetworkMetrics(Message, frozen=True, kw_only=True, array_like=True):
@@ -269,6 +273,8 @@ class MetricWindow(Message, frozen=True, kw_only=True, array_like=True):
     Their counters are masked; a generation's first window is not counted."""
     energy_j: Energy | None = None
     """The report's joules of all ranks' devices. Not encoded while it is `None`."""
+    stretch: Stretch = 1
+    """The report's. Not encoded while it is 1."""
 
 
 class State(Message, frozen=True, kw_only=True, array_like=True):

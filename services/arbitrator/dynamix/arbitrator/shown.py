@@ -22,6 +22,7 @@ from dynamix.schemas.streams import ACTIONS, FEED, JOBS
 
 from .deciding.job_log import JobLog
 from .deciding.run_times import RunTimes
+from .policies.model.observation import steps_of
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +105,7 @@ class ShownDecisions:
         if state.node == log.job.nodes[0].node:  # every node's state has the same numbers of the whole job
             features = unpack_global(state)
             step_time_s, accuracy = (float(features[GLOBAL_INDEX[n]]) for n in ("step_time_s", "held_out_accuracy"))
-            time_s = 0.0 if np.isnan(step_time_s) else step_time_s * log.job.window_steps
+            time_s = 0.0 if np.isnan(step_time_s) else step_time_s * steps_of(log.job, features)
             self._runs.record_window(state.job, time_s, None if np.isnan(accuracy) else accuracy)
         standing = self._jobs.get(state.job)
         if standing is None:

@@ -62,6 +62,7 @@ def metric_window(report: Report, seen: Observation) -> MetricWindow:
         probe_note=network.note,
         num_readings_lost=seen.num_readings_lost,
         energy_j=report.energy_j,
+        stretch=report.stretch,
     )
 
 

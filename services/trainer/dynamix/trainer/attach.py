@@ -67,6 +67,10 @@ from .steering.window_end import WindowEnd
 
 SPARE_STEPS = 2
 """Steps by which an action is broadcast earlier than prefetching alone demands."""
+WINDOW_STEPS = 10
+MIN_WINDOW_S = 1.0
+"""Windows of a script that does not say how long they shall be: their end costs some 6 ms of a processor on each host,
+1 to 2 % of such a window on half of one (docs/overhead.md)."""
 
 
 def attach(
@@ -83,7 +87,7 @@ def attach(
     family: str | None = None,
     explores: Sequence[Explored] = (),
     objective: Objective = "time",
-    window_steps: int = 20,
+    window_steps: int | None = None,
     min_local_batch_size: int | None = None,
     max_local_batch_size: int | None = None,
     max_lag_windows: int = 4,
@@ -145,7 +149,8 @@ def attach(
             compared; a run that falls behind by a quarter goes back to what is known to be best.
         objective: what these runs are compared by: `time`, or `energy`, the joules of the ranks' GPUs, or on CPUs of
             their machines' processors. Where a rank cannot read them, nothing attaches.
-        window_steps: k, the optimizer steps between two decisions.
+        window_steps: k, the optimizer steps of a window: what is measured and decided at once. When not given 10, or as
+            many as the loader draws ahead, and after the first windows as many times that as take a second, at most 16.
         min_local_batch_size: bound of decisions; 0 lets a rank have no samples. When not given, what the model needs:
             one sample in each batch, or two where it has BatchNorm. Below the size at which a rank's times stop
             falling, the policies that fit them gain nothing, and do not go.
@@ -216,14 +221,16 @@ def attach(
         *(sizes, global_batch, (min_local_batch_size, max_local_batch_size)),
         fewest_samples(models, whole_number("gradient_accumulation_steps", gradient_accumulation_steps)),
     )
+    margin_steps = drawn_ahead(loader_options) + look_ahead + SPARE_STEPS + (exchange in ("lossy", "local"))
     options = JobOptions(
         local_batch_sizes=sizes,
         base_global_batch_size=sum(sizes) if base_global_batch_size is None else base_global_batch_size,
-        window_steps=window_steps,
+        window_steps=max(WINDOW_STEPS, margin_steps) if window_steps is None else window_steps,
+        min_window_s=MIN_WINDOW_S if window_steps is None else 0.0,
         min_local_batch_size=lower,
         max_local_batch_size=upper,
         max_lag_windows=max_lag_windows,
-        margin_steps=drawn_ahead(loader_options) + look_ahead + SPARE_STEPS + (exchange in ("lossy", "local")),
+        margin_steps=margin_steps,
         policy=environment.trainer.policy or policy or (SPLIT_POLICY if global_batch == "fixed" else DEFAULT_POLICY),
         policy_options=policy_options_of(policy_options, others),
         optimizer_family=optimizer_family or family_of(optimizers[0]),
@@ -309,10 +316,11 @@ def attach(
         weighs_alone=averaging == "none" and (accumulates or reduction == "sum"),
     )
     schedulers = Schedulers()
-    warns = global_batch == "adaptive" and met.place.rank == 0
     updates = Updates(
         loader=loader,
-        before_update=_before_update(loader, clock, covered_models, schedulers, warns=warns),
+        before_update=_before_update(
+            *(loader, clock, covered_models, schedulers), warns=global_batch == "adaptive" and met.place.rank == 0
+        ),
         factor=lambda samples: FACTORS[learning_rate_rule](samples / run.options.base_global_batch_size),
         warns=met.place.rank == 0,
     )

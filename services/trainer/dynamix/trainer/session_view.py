@@ -36,7 +36,7 @@ class SessionView:
     @property
     def window(self) -> int:
         """Window of the current or next step, from 0 in each generation."""
-        return self._run.window_of(self.step_index)
+        return self._run.windows.window_of(self.step_index)
 
     @property
     def position(self) -> int:

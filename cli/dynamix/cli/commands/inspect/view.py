@@ -67,7 +67,7 @@ def lines(inspection: Inspection, here: Fingerprint) -> Iterator[str]:
     )
     if inspection.cut_off:
         yield f"cut off: {inspection.cut_off}"
-    yield from (_job(job) for job in inspection.jobs)
+    yield from (_job(job, _steps_of(inspection, job)) for job in inspection.jobs)
     yield "messages: " + ", ".join(f"{kind} {count}" for kind, count in sorted(inspection.kinds.items()))
     if end:
         yield "sequences: " + ", ".join(
@@ -84,12 +84,21 @@ def lines(inspection: Inspection, here: Fingerprint) -> Iterator[str]:
         yield f"repeated: {num_doubles} messages"
 
 
-def _job(job: Job) -> str:
+def _steps_of(inspection: Inspection, job: Job) -> str:
+    """How many steps the windows of a generation have; those of short steps grow longer."""
+    windows = inspection.windows.values()
+    found = {one.num_steps for one in windows if one.generation == job.generation and one.num_steps}
+    if len(found) < 2:
+        return str(next(iter(found), job.window_steps))
+    return f"{min(found)} to {max(found)}"
+
+
+def _job(job: Job, steps: str) -> str:
     ended = f", {job.end_reason or 'no reason given'}" if job.phase == "ended" else ""
     nodes = "1 node" if len(job.nodes) == 1 else f"{len(job.nodes)} nodes"
     return (
         f"job {job.phase}{ended}: generation {job.generation}, {job.world_size} ranks on {nodes}, "
-        f"{job.window_steps} steps a window, {job.optimizer_family}, policy {job.policy}, "
+        f"{steps} steps a window, {job.optimizer_family}, policy {job.policy}, "
         f"global batch {job.global_batch}, sizes {sizes_text(job.initial_local_batch_sizes)} at first"
     )
 

@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple
 
 from dynamix.schemas.messages import Job
 
-from .model.observation import Array32, decided_sizes, job_value
+from .model.observation import Array32, decided_sizes, job_value, steps_of
 from .model.step_time_fit import StepTimeFit, window_of
 from .options import Option, Options, allocation_of, option, switch, track
 from .policy import Decision
@@ -62,12 +62,12 @@ class Doubling:
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
         """The initial batch times a power of two. Samples are counted from the job's own totals."""
         schedule, fit = _unpack(carry, job)
-        samples = job_value(global_F, "throughput") * job_value(global_F, "step_time_s") * job.window_steps
+        samples = job_value(global_F, "throughput") * job_value(global_F, "step_time_s") * steps_of(job, global_F)
         improvement = option(self.options, job, "min_improvement")
         schedule = schedule.observe(samples, job_value(global_F, "loss"), improvement)
         if self._is_due(job, schedule):
             schedule = schedule._replace(samples=0.0, num_doublings=schedule.num_doublings + 1, num_stalled=0)
-        fit = fit.observe(job, window_of(job, obs_WF))
+        fit = fit.observe(job, window_of(job, obs_WF, global_F))
         carry = _HEAD.pack(*schedule) + fit.pack()
         sizes = self._sizes(job, schedule, fit, decided_sizes(obs_WF))
         reason = f"doubled {schedule.num_doublings} times; {schedule.num_stalled} windows without a lower loss"

@@ -44,7 +44,9 @@ class Goodput:
         """The best candidate, if it is enough better than the current sizes. Without B_noise the batch stays."""
         noise = NoiseMemory.unpack(carry[:PACKED_BYTES]).observe(job_value(global_F, "noise_scale"))
         fit = StepTimeFit.unpack(carry[PACKED_BYTES:], job)
-        fit = fit.observe(job, window_of(job, obs_WF), jump=math.inf, smoothing=option(self.options, job, "smoothing"))
+        fit = fit.observe(
+            job, window_of(job, obs_WF, global_F), jump=math.inf, smoothing=option(self.options, job, "smoothing")
+        )
         sizes, model = decided_sizes(obs_WF), fit.model(job)
         if model is not None:
             sizes = self._chosen(job, sizes, model, option(self.options, job, "noise_multiplier") * noise.noise_scale)

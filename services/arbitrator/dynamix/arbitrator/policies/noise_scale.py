@@ -32,7 +32,7 @@ class NoiseScale:
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
         """A limited step towards the multiple. While B_noise was never known the batch stays."""
         noise = NoiseMemory.unpack(carry[:PACKED_BYTES]).observe(job_value(global_F, "noise_scale"))
-        fit = StepTimeFit.unpack(carry[PACKED_BYTES:], job).observe(job, window_of(job, obs_WF))
+        fit = StepTimeFit.unpack(carry[PACKED_BYTES:], job).observe(job, window_of(job, obs_WF, global_F))
         current = decided_sizes(obs_WF)
         total = self._total(job, sum(current), noise.noise_scale)
         if option(self.options, job, "proportional") == 1:

@@ -37,7 +37,7 @@ class Proportional:
         """
         current = decided_sizes(obs_WF)
         smoothing = option(self.options, job, "smoothing")
-        measured = window_of(job, obs_WF)  # NaN for a stale row and for a rank that had no samples
+        measured = window_of(job, obs_WF, global_F)  # NaN for a stale row and for a rank that had no samples
         previous = _unpack(carry, job.world_size)
         smoothed = filtered(previous, measured.samples_W / measured.compute_W, math.inf, smoothing)
         proposed = _split(job, current, smoothed)

@@ -88,7 +88,7 @@ class Rule:
         noise, memory, noise_scale = known.noise, known.exchange, job_value(global_F, "noise_scale")
         if memory.ruling[0].every == 1 or math.isfinite(noise_scale):  # not each round of local steps measures it
             noise = noise.observe(noise_scale)
-        seen = known.observe_times(job, window_of(job, obs_WF)).observe_noise(obs_WF, noise_scale)
+        seen = known.observe_times(job, window_of(job, obs_WF, global_F)).observe_noise(obs_WF, noise_scale)
         if job.explores:
             seen = seen.observe_progress(global_F, job)
         fit, known = seen.fit, seen.memory

@@ -56,6 +56,7 @@ class JobOptions:
     local_batch_sizes: tuple[int, ...]
     base_global_batch_size: int
     window_steps: int
+    """Optimizer steps of a window, or of a part of it."""
     min_local_batch_size: int
     max_local_batch_size: int
     max_lag_windows: int
@@ -103,6 +104,8 @@ class JobOptions:
     """What they may try out."""
     objective: Objective = "time"
     """What they are compared by."""
+    min_window_s: float = 0.0
+    """A window that would last less is several times as long, after the first ones."""
 
     @property
     def initial_allocation(self) -> Allocation:
@@ -163,7 +166,7 @@ class JobOptions:
         return (
             self.local_batch_sizes,
             self.base_global_batch_size,
-            self.window_steps,
+            (self.window_steps, self.min_window_s),
             (self.min_local_batch_size, self.max_local_batch_size, self.max_lag_windows, self.margin_steps),
             (self.learning_rate_rule, self.reduction, self.noise_every, self.noise_decay, self.noise_metric),
             (self.seed, self.shuffle, self.drop_last, self.supports_tracking, self.codec),

@@ -80,13 +80,14 @@ class Reporter:
         pending: Allocation,
         total_samples: int | None,
         num_reports_dropped: int,
+        stretch: int = 1,
         cookies: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
         view: FieldView | None = None,
     ) -> Report:
         """The report of this node on the window that ended at `position`.
 
         `cookies` are those of the sockets of its ranks; they need no place in the rows, since they hardly ever change.
-        `view` is for this node's agent, where agents rule.
+        `view` is for this node's agent, where agents rule. The window lasted `stretch` times the job's `window_steps`.
         """
         return Report(
             job=self._identity.job,
@@ -115,6 +116,7 @@ class Reporter:
             num_reports_dropped=num_reports_dropped,
             field=view,
             energy_j=energy_j(rows),
+            stretch=stretch,
         )
 
     def keep_window(self, rows: Sequence[Row], totals: JobTotals) -> None:

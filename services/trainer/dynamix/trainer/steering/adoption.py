@@ -45,7 +45,7 @@ class Adoption:
 
     def post(self, effective_step: int) -> None:
         """Send rank 0's newest action to all ranks, to rule from `effective_step` on."""
-        action = self._newest_action(self._run.window_of(effective_step))
+        action = self._newest_action(self._run.windows.window_of(effective_step))
         self._collectives.post_decision(None if action is None else action.allocation)
         self._posted = effective_step, action
 
@@ -88,7 +88,7 @@ class Adoption:
         malformed = self._transport.num_malformed
         receipt = self._run.reporter.receipt(
             action,
-            effective_window=self._run.window_of(effective_step),
+            effective_window=self._run.windows.window_of(effective_step),
             effective_step=effective_step,
             num_refused={**self._offers.num_refused, **({"malformed": malformed} if malformed else {})},
         )

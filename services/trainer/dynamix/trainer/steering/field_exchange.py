@@ -37,6 +37,6 @@ class FieldExchange:
         run = self._run
         if effective_step is None or run.traces is None:
             return
-        run.traces.take(self._collectives.take_numbers(), run.window_of(effective_step))
+        run.traces.take(self._collectives.take_numbers(), run.windows.window_of(effective_step))
         fewest, upper = run.options.min_local_batch_size, run.identity.max_local_batch_sizes
         run.traces.revise(run.schedule, effective_step, fewest, upper)

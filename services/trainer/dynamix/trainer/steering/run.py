@@ -17,6 +17,7 @@ from dynamix.trainer.job.reporting import Reporter
 from .decisions import Decisions
 from .field import TraceField
 from .tracking import FastLoop, Tracker
+from .windows import Windows
 
 
 @dataclass(kw_only=True)
@@ -38,8 +39,8 @@ class Run:
     """The traces of the agents of all nodes, where these rule."""
     reporter: Reporter = field(init=False)
     decisions: Decisions = field(default_factory=Decisions)
-    first_step: int = 0
-    """The generation's first step, from which windows are counted."""
+    windows: Windows = field(init=False)
+    """Counted from the generation's first step."""
     started: bool = False
     ended: bool = False
     held_out_accuracy: float | None = None
@@ -52,6 +53,7 @@ class Run:
         initial = self.options.initial_allocation
         self.schedule = Schedule(self.bounded(initial, self.identity.max_local_batch_sizes))
         self.noise = NoiseAverage(self.options.noise_decay)
+        self.windows = self._windows_from(0)
         self.use_identity(self.identity)
 
     def use_identity(self, identity: JobIdentity) -> None:
@@ -80,13 +82,13 @@ class Run:
 
     def begin(self, first_step: int) -> None:
         """Count windows from a step; the job's specification names what rules it as the initial allocation."""
-        self.first_step, self.started = first_step, True
+        self.windows, self.started = self._windows_from(first_step), True
         initial = self.schedule.allocation_at(first_step)
         self.reporter = Reporter(self.options, self.identity, self.place, initial)
 
-    def window_of(self, step: int) -> int:
-        """The window that a step belongs to."""
-        return (step - self.first_step) // self.options.window_steps
+    def _windows_from(self, first_step: int) -> Windows:
+        options = self.options
+        return Windows(options.window_steps, options.margin_steps, options.min_window_s, first_step)
 
     def specification(self, end_reason: str | None = None) -> Job:
         """The job's specification: running, or ended for a reason."""

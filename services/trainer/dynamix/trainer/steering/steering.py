@@ -66,9 +66,8 @@ class Steering:
         `seconds_per_sample` is what the ranks exchanged in that step; all have the same, or none has.
         `counts` are its samples by rank.
         """
-        options, done = self.run.options, position.step - self.run.first_step
-        ends = done % options.window_steps == 0
-        adopts = (done - 1 + options.margin_steps) % options.window_steps == 0
+        windows, ahead = self.run.windows, position.step - 1 + self.run.options.margin_steps
+        ends, adopts = windows.is_start(position.step), windows.is_start(ahead)
         tracks = seconds_per_sample is not None
         if not (ends or adopts or tracks or self.window_end.is_posted or self.adoption.is_posted):
             return
@@ -81,8 +80,8 @@ class Steering:
         if ends:
             self.window_end.post(position, times)
         if adopts:
-            self.adoption.post(position.step - 1 + options.margin_steps)
-            self._field_exchange.post(position.step - 1 + options.margin_steps)
+            self.adoption.post(ahead)
+            self._field_exchange.post(ahead)
         self.clock.charge(time.perf_counter() - began)
 
     def _measured_counts(self, counts: tuple[int, ...]) -> tuple[int, ...]:

@@ -59,19 +59,18 @@ class WindowEnd:
             return
         (position, sizes, ruling), run, rows = posted, self._run, self._collectives.take_rows()
         run.noise.observe_window(window_moments(row.noise for row in rows))
-        window = run.window_of(position.step - 1)
+        window = run.windows.window_of(position.step - 1)
+        num_steps, stretch = run.windows.num_steps(window), run.windows.stretch(window)
         totals = job_totals(
-            rows,
-            window=window,
-            num_steps=run.options.window_steps,
-            global_batch_size=sizes.total,
-            noise=run.noise.value,
+            rows, window=window, num_steps=num_steps, global_batch_size=sizes.total, noise=run.noise.value
         )
+        run.windows.measured(window, totals.time_s / num_steps)
         if run.place.local_rank == 0:
             report = run.reporter.report(
                 position,
                 rows,
                 totals,
+                stretch=stretch,
                 sizes=sizes,
                 pending=run.schedule.newest,
                 total_samples=run.total_samples,

@@ -83,12 +83,12 @@ class Exploration:
         milestones = tuple(round(cost, 3) for cost in self.own.tolist())
         return ArmRecord(self.tried, 1, int(self.stopped), milestones)
 
-    def observe(self, global_F: Array32, window_steps: int, objective: Objective = "time") -> "Exploration":
+    def observe(self, global_F: Array32, num_steps: int, objective: Objective = "time") -> "Exploration":
         """After one more window."""
         step_s, accuracy = job_value(global_F, "step_time_s"), job_value(global_F, "held_out_accuracy")
         if self.stopped or not 0.0 < step_s < math.inf:
             return self
-        spent = step_s * window_steps if objective == "time" else job_value(global_F, "energy_j")
+        spent = step_s * num_steps if objective == "time" else job_value(global_F, "energy_j")
         cost, smoothed, own = self.cost + spent, self.accuracy, self.own
         if math.isfinite(accuracy):
             smoothed = accuracy if math.isnan(smoothed) else smoothed + SMOOTHING * (accuracy - smoothed)

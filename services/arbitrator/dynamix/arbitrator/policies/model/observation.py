@@ -8,6 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dynamix.schemas.features import GLOBAL_INDEX, RANK_INDEX
+from dynamix.schemas.messages import Job
+from dynamix.schemas.messages.measured import MAX_STRETCH
 
 _GROWTH = 1.1
 _MOST = 4.0
@@ -26,6 +28,12 @@ def column(obs_WF: Array32, name: str) -> Array64:
 def job_value(global_F: Array32, name: str) -> float:
     """One feature of the job, NaN when unknown."""
     return float(global_F[GLOBAL_INDEX[name]])
+
+
+def steps_of(job: Job, global_F: Array32) -> int:
+    """Optimizer steps of the window: the job's `window_steps`, or several times as many."""
+    stretch = job_value(global_F, "stretch")
+    return job.window_steps * (round(stretch) if 1 <= stretch <= MAX_STRETCH else 1)
 
 
 def decided_sizes(obs_WF: Array32) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from .exchange_choice import is_decided, model_after
 from .exchange_memory import DWELL, ExchangeMemory, packed_bytes
 from .exploration import EXPLORATION_BYTES, Exploration
 from .links import can_share
-from .observation import PACKED_BYTES, Array32, NoiseMemory
+from .observation import PACKED_BYTES, Array32, NoiseMemory, steps_of
 from .recurrence import RECURRENCE_BYTES, Recurrence, Standing
 from .step_time_fit import StepTimeFit, Window
 from .warm_fit import FitVerdict, WarmFit
@@ -113,7 +113,7 @@ class SeenWindow:
 
     def observe_progress(self, global_F: Array32, job: Job) -> "SeenWindow":
         """After how the training went in the same window."""
-        seen = self.memory.exploration.observe(global_F, job.window_steps, job.objective)
+        seen = self.memory.exploration.observe(global_F, steps_of(job, global_F), job.objective)
         return replace(self, memory=replace(self.memory, exploration=seen))
 
     @property

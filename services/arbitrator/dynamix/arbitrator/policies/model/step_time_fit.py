@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from dynamix.schemas.messages import Job
 
-from .observation import Array32, Array64, column
+from .observation import Array32, Array64, column, steps_of
 from .rank_times import TOLERANCE, PairSums, fixed_share
 from .step_time import StepTime
 
@@ -81,10 +81,12 @@ class Window(NamedTuple):
     """Seconds per step, as all times here."""
     sync_s: float
     rest_s: float
+    num_steps: int
 
 
-def window_of(job: Job, obs_WF: Array32) -> Window:
+def window_of(job: Job, obs_WF: Array32, global_F: Array32) -> Window:
     """The measurements in a policy's observation."""
+    num_steps = steps_of(job, global_F)
     num_samples, compute_s, step_s = (
         _believed(obs_WF, name) for name in ("num_samples", "compute_time_s", "step_time_s")
     )
@@ -92,10 +94,11 @@ def window_of(job: Job, obs_WF: Array32) -> Window:
     usable = np.isfinite(num_samples) & np.isfinite(compute_s) & (column(obs_WF, "age_windows") == 0)
     rest_s = np.maximum(step_s - compute_s - sync_s, 0.0)
     return Window(
-        samples_W=np.where(usable, num_samples / job.window_steps, np.nan),
+        samples_W=np.where(usable, num_samples / num_steps, np.nan),
         compute_W=np.where(usable, compute_s, np.nan),
         sync_s=_of_known(np.min, sync_s[usable]),
         rest_s=_of_known(np.median, rest_s[usable]),
+        num_steps=num_steps,
     )
 
 
@@ -175,7 +178,7 @@ class StepTimeFit:
         expected = self._overhead_s + np.maximum(samples_W, saturation_W) * self.seconds_per_sample_W
         compute_W = filtered(expected, window.compute_W, jump, smoothing)
         slowest_s, barrier_s = (float(np.max(times[known])) for times in (compute_W, window.compute_W))
-        exposed_s, waits = barrier_s + window.sync_s - slowest_s, waiting_share(job, noise_2)
+        exposed_s, waits = barrier_s + window.sync_s - slowest_s, waiting_share(job, window.num_steps, noise_2)
         pair = _slope_pair(self.barrier_s, barrier_s, self.sync_s, window.sync_s)
         slope_sums = _added(self.slope_sums, pair, _SLOPE_DECAY)
         slope = _slope(slope_sums, doubt * _PRIOR, _SLOPE_LOW, max(_SLOPE_HIGH, waits), waits)
@@ -302,14 +305,14 @@ class StepTimeFit:
         return self.pairs.add_pairs((before[speaking], after[speaking]), times_s, tolerance)
 
 
-def waiting_share(job: Job, noise_2: float) -> float:
+def waiting_share(job: Job, num_steps: int, noise_2: float) -> float:
     """What ranks wait for the slowest in each step because of their noise, over the compute time.
 
     The greatest of n normally distributed numbers of variance 1 is near sqrt(2 log n) - 0.6 on the mean; a step's noise
-    is that of the mean over k steps times sqrt(k).
+    is that of the mean over a window's steps times the root of their number.
     """
     greatest = max(math.sqrt(2.0 * math.log(job.world_size)) - 0.6, 0.0)
-    return greatest * math.sqrt(job.window_steps * max(noise_2 - FIRST_NOISE**2, 0.0))
+    return greatest * math.sqrt(num_steps * max(noise_2 - FIRST_NOISE**2, 0.0))
 
 
 def filtered(old: Array64 | float, new: Array64 | float, jump: float, smoothing: float) -> Array64:

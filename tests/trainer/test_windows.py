@@ -1,0 +1,117 @@
+"""Where windows end: by themselves, and in a whole small job on real gloo ranks."""
+
+import math
+from itertools import pairwise
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.support.ranks import run_ranks
+from tests.support.training import Numbered, attach_numbered, distribute, make_model, offer, train_step
+
+from dynamix.schemas.messages import Applied, Message, Report
+from dynamix.trainer.steering.windows import FIRST_WINDOWS, MOST_STRETCH, Windows
+
+NUM_STEPS = 400
+
+
+def starts_of(windows: Windows, step_time_s: float, num_steps: int) -> list[int]:
+    """The starts of windows in a run whose steps all take as long."""
+    starts = [0]
+    for step in range(1, num_steps):
+        if windows.is_start(step):
+            windows.measured(windows.window_of(step - 1), step_time_s)
+            starts.append(step)
+    return starts
+
+
+def test_windows_whose_length_a_script_chose_are_never_longer() -> None:
+    assert starts_of(Windows(7, 2), 1e-6, 71) == list(range(0, 71, 7))
+
+
+def test_windows_of_short_steps_last_a_second_after_the_first_ones() -> None:
+    starts = starts_of(Windows(10, 2, 1.0), 0.026, 300)
+    assert starts[: FIRST_WINDOWS + 1] == list(range(0, 10 * FIRST_WINDOWS + 1, 10))
+    assert [after - before for before, after in pairwise(starts[FIRST_WINDOWS:])] == [40] * 5  # 0.26 s, 1.04 s
+    assert starts_of(Windows(10, 2, 1.0), 0.1, 101) == list(range(0, 101, 10))  # a second already
+
+
+@pytest.mark.parametrize(("step_time_s", "stretch"), [(1e-9, MOST_STRETCH), (0.0, 1), (math.nan, 1), (math.inf, 1)])
+def test_no_window_is_longer_than_the_longest_and_times_that_are_none_change_nothing(
+    step_time_s: float, stretch: int
+) -> None:
+    starts = starts_of(Windows(10, 2, 1.0), step_time_s, 1000)
+    assert starts[FIRST_WINDOWS + 1] - starts[FIRST_WINDOWS] == 10 * stretch
+
+
+def test_windows_are_counted_from_the_first_step_of_a_generation() -> None:
+    windows = Windows(10, 2, first_step=523)
+    assert [windows.window_of(step) for step in (523, 532, 533)] == [0, 0, 1]
+    assert (windows.is_start(533), windows.num_steps(0), windows.stretch(0)) == (True, 10, 1)
+
+
+@given(st.integers(1, 12), st.integers(2, 40), st.integers(0, 2**32))
+def test_a_rank_that_knows_a_window_sooner_than_others_asks_for_nothing_that_they_do_not(
+    window_steps: int, margin_steps: int, seed: int
+) -> None:
+    """A checkpoint completes what was posted on one rank alone; all must still enter the same collectives."""
+    chance = Random(seed)
+    step_times_s = [10.0 ** chance.uniform(-4, 0) for _ in range(8)]
+    ranks = [Windows(window_steps, margin_steps, 1.0) for _ in range(2)]
+    ended: list[int | None] = [None, None]
+
+    def complete(rank: int) -> None:
+        window, ended[rank] = ended[rank], None
+        if window is not None:
+            ranks[rank].measured(window, step_times_s[window % len(step_times_s)])
+
+    for step in range(1, 600):
+        asked = [(windows.is_start(step), windows.is_start(step - 1 + margin_steps)) for windows in ranks]
+        assert asked[0] == asked[1]
+        for rank, windows in enumerate(ranks):
+            complete(rank)
+            if asked[rank][0]:
+                ended[rank] = windows.window_of(step - 1)
+            if asked[rank][1]:
+                assert windows.window_of(step - 1 + margin_steps) > windows.window_of(step - 1)
+        if chance.random() < 0.5:
+            complete(0)
+
+
+def _train_by_default(rank: int, num_workers: int) -> list[Message]:
+    """Short steps, and windows that the script says nothing of."""
+    published: list[Message] = []
+    model = distribute(make_model())
+    session, optimizer = attach_numbered(Numbered(NUM_STEPS * 16), model, num_workers=num_workers)
+    session._transport.publish = published.append  # type: ignore[method-assign]
+    for batch in session.loader:
+        if session.window in (3, 9):
+            offer(session, (4 + session.window, 12 - session.window))
+        train_step(session, model, optimizer, batch)
+        if rank == 0 and session.step_index % 7 == 0:
+            session.state_dict()
+    session.close()
+    return published
+
+
+@pytest.mark.parametrize("num_workers", [0, 6])
+def test_ranks_with_short_steps_end_the_same_longer_windows_and_report_how_long_they_were(num_workers: int) -> None:
+    published = run_ranks(_train_by_default, 2, num_workers)
+    window_steps = 10 if num_workers == 0 else 2 * num_workers + 2
+    reports = [message for message in published[0] if isinstance(message, Report)]
+    assert [report.window for report in reports] == list(range(len(reports)))
+    ends = [report.first_step + report.totals.num_steps for report in reports]
+    assert [report.first_step for report in reports] == [0, *ends[:-1]]
+    assert all(report.totals.num_steps == window_steps * report.stretch for report in reports)
+    assert {report.stretch for report in reports[:FIRST_WINDOWS]} == {1}
+    assert all(report.stretch > 1 for report in reports[FIRST_WINDOWS + 1 :])
+    assert len(reports) > FIRST_WINDOWS + 1
+    for report in reports:
+        assert sum(row.num_samples for row in report.rows) == report.totals.num_samples
+        assert report.totals.num_samples == 16 * report.totals.num_steps
+    applied = [message for message in published[0] if isinstance(message, Applied)]
+    assert {receipt.decided_window for receipt in applied} == {3, 9}
+    for receipt in applied:
+        assert receipt.effective_step in ends
+        assert ends.index(receipt.effective_step) == receipt.effective_window - 1
