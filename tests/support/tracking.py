@@ -20,12 +20,12 @@ def attach_tracked(data: Numbered, **options: Any) -> tuple[Session, nn.Module, 
     return session, model, optimizer, published
 
 
-def hold_times(session: Session, rank: int) -> None:
+def hold_times(session: Session, rank: int, sample_s: float = 0.01) -> None:
     """Compute times that depend on the step alone, so that two runs can be compared."""
 
     def seconds_per_sample() -> float:
         step = session.step_index
         slow = (step // 20) % 2 == rank
-        return (0.003 if slow else 0.001) * (1 + step % 3 / 50)
+        return (3 * sample_s if slow else sample_s) * (1 + step % 3 / 50)
 
     session._meter.clock.seconds_per_sample = seconds_per_sample  # type: ignore[method-assign]

@@ -19,7 +19,7 @@ from dynamix.schemas.messages import Applied, Job, Report
 from dynamix.schemas.messages.allocation import Allocation
 from dynamix.trainer.data.schedule import Schedule
 from dynamix.trainer.measurement import clock as clock_module
-from dynamix.trainer.steering.tracking import FastLoop, Tracker
+from dynamix.trainer.steering.tracking import FIRST_MEASURED, SHORT_EVERY, SHORT_S, FastLoop, Tracker
 
 HELD_FROM = 200
 SLOW_FROM = 300
@@ -85,7 +85,34 @@ class _Clock:
             self._held_s += seconds
 
 
-def _track_for_500_steps(rank: int) -> dict[str, Any]:
+def test_of_short_steps_every_fourth_is_measured_after_the_first_ones() -> None:
+    loop, _ = _loop()
+    loop.adopt(10, Allocation((30, 30), "tracking"))
+    per_sample_s = SHORT_S / 40
+
+    def measured(first: int, seconds_per_sample: float) -> list[int]:
+        found = []
+        for step in range(first, first + 12):
+            if loop.measures(step):
+                found.append(step)
+                loop.observe_times([seconds_per_sample] * 2, step + 1)
+        return found
+
+    for step in range(FIRST_MEASURED):
+        assert loop.measures(step)
+        loop.observe_times([per_sample_s] * 2, step + 1)
+    assert measured(100, per_sample_s) == [100, 104, 108]
+    assert measured(200, 3 * per_sample_s) == [200, *range(204, 212)]  # two in a row are a change: each step again
+    assert measured(300, 3 * per_sample_s) == list(range(300, 312))
+
+
+def test_while_a_rank_was_never_measured_every_step_is() -> None:
+    loop, _ = _loop()
+    for step in range(100):
+        assert loop.measures(step)
+
+
+def _track_for_500_steps(rank: int, sample_s: float) -> dict[str, Any]:
     """Ranks that sleep for every sample, 5 % more or less; rank 2 three times as long from step 300 on."""
     data = Numbered(2000, torch.float32)
     session, model, optimizer, published = attach_tracked(data)
@@ -96,7 +123,7 @@ def _track_for_500_steps(rank: int) -> dict[str, Any]:
         if step == HELD_FROM:
             clock.hold()
         slower = 3 if rank == SLOW_RANK and step >= SLOW_FROM else 1
-        clock.sleep(samples * 2e-4 * slower * noise.uniform(0.95, 1.05))
+        clock.sleep(samples * sample_s * slower * noise.uniform(0.95, 1.05))
 
     sizes, epochs = [], []
     for _ in session.epochs(99):
@@ -120,8 +147,9 @@ def _track_for_500_steps(rank: int) -> dict[str, Any]:
     }
 
 
-def test_four_ranks_split_alike_for_500_steps_and_follow_one_that_slows_down() -> None:
-    results = run_ranks(_track_for_500_steps, 4)
+@pytest.mark.parametrize(("sample_s", "every"), [(2e-3, 1), (2e-4, SHORT_EVERY)])
+def test_four_ranks_split_alike_for_500_steps_and_follow_one_that_slows_down(sample_s: float, every: int) -> None:
+    results = run_ranks(_track_for_500_steps, 4, sample_s)
     sizes = results[0]["sizes"]
     assert all(result["sizes"] == sizes for result in results)
     assert all(result["equal"] for result in results)
@@ -130,9 +158,9 @@ def test_four_ranks_split_alike_for_500_steps_and_follow_one_that_slows_down() -
     for epoch in range(10):
         assert Counter(chain.from_iterable(result["epochs"][epoch] for result in results)) == Counter(range(2000))
     slow = [split[SLOW_RANK] for split in sizes]
-    assert set(slow[HELD_FROM + 20 : SLOW_FROM + 2]) <= {11, 12, 13}
-    assert max(slow[SLOW_FROM + 2 :]) <= 5  # two steps to be sure, and it rules the next: no loader draws ahead
-    for split in sizes[SLOW_FROM + 30 :]:  # for a few steps what noise looked like before may tell
+    assert set(slow[HELD_FROM + 20 * every : SLOW_FROM + 2]) <= {11, 12, 13}
+    assert max(slow[SLOW_FROM + 2 * every :]) <= 5  # two looks to be sure, and it rules the next: no loader draws ahead
+    for split in sizes[SLOW_FROM + 30 * every :]:  # for a few looks what noise looked like before may tell
         longest = max(size * (3 if rank == SLOW_RANK else 1) for rank, size in enumerate(split))
         assert longest <= 16  # 15 is the best that whole samples allow
     job, reports, applied = (

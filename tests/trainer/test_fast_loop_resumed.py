@@ -16,7 +16,7 @@ from dynamix.trainer import Session
 CUT = 43
 
 
-def _resume(rank: int, num_workers: int) -> dict[str, Any]:
+def _resume(rank: int, num_workers: int, sample_s: float = 0.01) -> dict[str, Any]:
     """A tracking job straight through, and in two halves; one rank alone takes a state now and then."""
 
     def begin() -> tuple[Session, nn.Module, Any]:
@@ -24,7 +24,7 @@ def _resume(rank: int, num_workers: int) -> dict[str, Any]:
         session, model, optimizer, _ = attach_tracked(
             Numbered(601, torch.float32), window_steps=8, policy="rule", **loader
         )
-        hold_times(session, rank)
+        hold_times(session, rank, sample_s)
         return session, model, optimizer
 
     def train(session: Session, model: nn.Module, optimizer: Any, *, until: int) -> list[Any]:
@@ -77,6 +77,16 @@ def test_a_resumed_run_tracks_on_and_workers_only_delay_the_split(num_workers: i
     changes = [step for step in range(60, len(sizes)) if sizes[step] != sizes[step - 1]]
     assert [step % 20 for step in changes] == [2 + 2 * num_workers] * len(changes)  # two steps to be sure, then at once
     assert {sizes[step] for step in changes} == {(5, 15), (15, 5)}
+
+
+def test_a_resumed_run_of_short_steps_measures_the_same_ones() -> None:
+    results = run_ranks(_resume, 2, 0, 1e-3, environ={"DYNAMIX_JOB": "resumed"})
+    assert results[0]["straight"] != results[1]["straight"]  # each has its own samples, and both the same sizes
+    for result in results:
+        assert result["halves"] == result["straight"]
+        assert result["same_parameters"]
+    sizes = [split for split, _ in results[0]["straight"]]
+    assert len(set(sizes[40:])) > 1
 
 
 def _resume_under_another_policy(rank: int, options: dict[str, Any]) -> set[tuple[int, ...]]:

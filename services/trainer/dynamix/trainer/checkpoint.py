@@ -20,6 +20,7 @@ from .job.identity import Attempt, generation_after
 from .job.memory_caps import merge_caps
 from .steering.rates import FilterState
 from .steering.run import Run
+from .steering.tracking import Pace
 
 _log = logging.getLogger("dynamix.trainer")
 
@@ -54,6 +55,7 @@ def save(
             [step, *msgspec.to_builtins(allocation)] for step, allocation in run.schedule.entries_since(position.step)
         ],
         "speeds": [list(part) for part in run.fast_loop.tracker.filter.state],
+        "pace": list(run.fast_loop.pace),
         "noise": list(run.noise.state),
         "local_batch_sizes": list(run.options.local_batch_sizes),
         "base_global_batch_size": run.options.base_global_batch_size,
@@ -104,6 +106,7 @@ def restore(run: Run, state: dict[str, Any]) -> Position:
         run.schedule.reset(position.step, _rescaled(run, sum(total)))
     if is_same_world and state["version"] >= 6:
         run.fast_loop.tracker.filter.restore(FilterState(*map(tuple, state["speeds"])))
+        run.fast_loop.pace = Pace(*state.get("pace", ()))
     average = NoiseAverage if state["version"] >= 5 else NoiseAverage.of_sums
     run.noise = average(run.options.noise_decay, *state["noise"])
     return position

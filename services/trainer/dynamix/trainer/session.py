@@ -360,7 +360,8 @@ class Session(SessionView):
             self._scaled.begin_step()
             self._local.begin(batch.plan.step)
         sketches = batch.is_last and self._local.measures(batch.plan.step)
-        self._models.begin(batch, shares_times=allocation.split == "tracking", sketches=sketches)
+        shares_times = allocation.split == "tracking" and self._run.fast_loop.measures(batch.plan.step)
+        self._models.begin(batch, shares_times=shares_times, sketches=sketches)
         self._meter.clock.handed_out(batch.size)
 
     def _remember_failure(self) -> None:

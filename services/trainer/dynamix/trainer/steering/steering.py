@@ -44,7 +44,8 @@ class Steering:
     def start(self, position: Position) -> None:
         """Begin the generation: all ranks make sure that they stand at the same place, rank 0 publishes the job."""
         run = self.run
-        stands = (*position, *run.schedule.entries_since(position.step), run.fast_loop.tracker.filter.state)
+        speeds = run.fast_loop.tracker.filter.state, run.fast_loop.pace
+        stands = (*position, *run.schedule.entries_since(position.step), *speeds)
         self.collectives.agree("where the run stands", (run.identity.generation, *stands))
         run.begin(position.step)
         if run.place.rank == 0:

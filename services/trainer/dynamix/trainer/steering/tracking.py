@@ -15,9 +15,14 @@ smaller one.
 
 A split is replaced at once where that shortens the step by more than the dead band. Where fixed costs dominate, sizes
 can be far from equal times and cost next to nothing: such a split is replaced too, every few steps.
+
+To carry and filter times costs half a millisecond of a processor, whatever the step (docs/overhead.md). So where all
+ranks compute for less than `SHORT_S`, only every `SHORT_EVERY`th step is measured, after the first ones.
 """
 
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from dynamix.schemas.apportion import divide_by_time
 from dynamix.schemas.messages.allocation import Allocation
@@ -30,6 +35,15 @@ FAR = 0.1
 
 SETTLE_STEPS = 8
 """Steps between two looks at it."""
+
+SHORT_S = 0.02
+"""Compute time of the slowest rank below which not every step is measured."""
+
+SHORT_EVERY = 4
+"""Steps between two measurements then: a change by three is followed after eight steps, some 0.2 s."""
+
+FIRST_MEASURED = 32
+"""Measurements before that."""
 
 DEAD_BAND = 0.03
 """A new split must shorten the slowest rank's predicted time by more than this share: batches keep their shapes."""
@@ -69,6 +83,11 @@ class Tracker:
         rates = self.filter.rates
         return tuple(sizes) if rates is None else self._divide(sum(sizes), rates)
 
+    def longest_s(self, sizes: Sequence[int]) -> float:
+        """The slowest rank's predicted compute time; infinite until all ranks' speeds are known."""
+        rates = self.filter.rates
+        return math.inf if rates is None else max(self._times_s(sizes, rates))
+
     def _faster_split(self, sizes: Sequence[int], rates: Sequence[float]) -> tuple[int, ...] | None:
         """A split by which the slowest rank is predicted to be faster by more than the dead band."""
         times = self._times_s(sizes, rates)
@@ -105,6 +124,15 @@ class Tracker:
         return [(size + more) * rate for size, more, rate in zip(sizes, self.filter.fixed, rates, strict=True)]
 
 
+class Pace(NamedTuple):
+    """Which steps are measured; plain numbers for a checkpoint."""
+
+    num_measured: int = 0
+    """Under tracking, at most `FIRST_MEASURED`."""
+    is_short: bool = False
+    """Whether the slowest rank computed for less than `SHORT_S`, by the newest measurement."""
+
+
 class FastLoop:
     """Writes allocations into a schedule: which from a decision, and from which step on a better split.
 
@@ -115,6 +143,14 @@ class FastLoop:
     def __init__(self, schedule: Schedule, tracker: Tracker) -> None:
         self.tracker = tracker
         self._schedule = schedule
+        self.pace = Pace()
+
+    def measures(self, step: int) -> bool:
+        """Whether the ranks shall exchange their times in a step that an allocation with `tracking` rules.
+
+        All ranks ask before the step, and have the same answer: it changes with measurements only.
+        """
+        return not self.pace.is_short or self.pace.num_measured < FIRST_MEASURED or step % SHORT_EVERY == 0
 
     def adopt(self, effective_step: int, decided: Allocation) -> None:
         """Let a decision of the slow loop rule from a step on.
@@ -147,3 +183,5 @@ class FastLoop:
         better = self.tracker.better_split(seconds_per_sample, newest.local_batch_sizes, counts)
         if better is not None:
             self._schedule.revise(effective_step, newest.with_sizes(better))
+        is_short = self.tracker.longest_s(better or newest.local_batch_sizes) < SHORT_S
+        self.pace = Pace(min(self.pace.num_measured + 1, FIRST_MEASURED), is_short)
