@@ -263,14 +263,14 @@ async def test_a_run_that_two_rows_ask_for_is_run_and_counted_once(tmp_path: Pat
     assert keeper.forecast.num_done == keeper.forecast.num_total == 2
 
 
-@pytest.mark.parametrize(("num_steps", "num_applied"), [(40, 0), (240, 10), (240, 22), (0, 0)])
-def test_a_run_whose_windows_were_decided_is_kept(num_steps: int, num_applied: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("num_windows", "num_applied"), [(4, 0), (24, 10), (24, 22), (1, 0)])
+def test_a_run_whose_windows_were_decided_is_kept(num_windows: int, num_applied: int, tmp_path: Path) -> None:
     run = TargetRun(case=CASE, arm=TargetArm(policy="rule"), seed=1, target_accuracy=0.83, grid_s=1.0)
-    check_steered(run, num_steps, num_applied, tmp_path)
+    check_steered(run, num_windows * CASE.num_hosts, num_applied, tmp_path)
 
 
-@pytest.mark.parametrize(("num_steps", "num_applied"), [(60, 0), (240, 9), (330, 0)])
-def test_a_run_that_nobody_steered_is_refused(num_steps: int, num_applied: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("num_windows", "num_applied"), [(6, 0), (24, 9), (33, 0), (0, 0)])
+def test_a_run_that_nobody_steered_is_refused(num_windows: int, num_applied: int, tmp_path: Path) -> None:
     run = TargetRun(case=CASE, arm=TargetArm(policy="rule"), seed=1, target_accuracy=0.83, grid_s=1.0)
-    with pytest.raises(ClusterError, match=f"only {num_applied} decisions were applied in {num_steps} steps"):
-        check_steered(run, num_steps, num_applied, tmp_path)
+    with pytest.raises(ClusterError, match=f"only {num_applied} decisions were applied in {num_windows} windows"):
+        check_steered(run, num_windows * CASE.num_hosts, num_applied, tmp_path)

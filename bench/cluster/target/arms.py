@@ -28,8 +28,8 @@ class TargetArm(msgspec.Struct, frozen=True, kw_only=True):
     options: dict[str, float | str] = {}
     exchange: ExchangePermission = "exact"
     """How gradients may travel."""
-    window_steps: int = 10
-    """k, as in the scenarios of virtual clusters."""
+    window_steps: int | None = None
+    """k; `None`: what `attach` gives it."""
     max_local_batch_size: int | None = None
     """`None`: what `attach` gives it."""
 

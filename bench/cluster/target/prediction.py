@@ -18,7 +18,9 @@ from dynamix.lab.simulator.scenario import Scenario
 from dynamix.schemas.messages.allocation import option_number
 from dynamix.schemas.messages.policies import initial_split
 from dynamix.trainer import attach
+from dynamix.trainer.attach import MIN_WINDOW_S, WINDOW_STEPS
 from dynamix.trainer.job.options import bounds_of
+from dynamix.trainer.steering.windows import stretch_to
 
 from .arms import BASE_GLOBAL_BATCH_SIZE, LEARNING_RATE, RECORDED, TargetArm
 from .cases import TargetCase
@@ -78,13 +80,14 @@ def calibrated(case: TargetCase, capture: Path, target_accuracy: float, grid_s: 
     return CalibratedCase(case, scenario, calibration.median_error)
 
 
-def session_s(arm: TargetArm) -> float:
-    """Processor time of a host that a step of an arm takes beside plain DDP."""
+def session_s(arm: TargetArm, step_s: float) -> float:
+    """Processor time of a host that a step of an arm takes beside plain DDP, where steps take about `step_s`."""
     if arm.policy is None:
         return 0.0
+    window_steps = arm.window_steps or WINDOW_STEPS * stretch_to(MIN_WINDOW_S, WINDOW_STEPS * step_s)
     options = {name: option_number(name, value) for name, value in arm.options.items()}
     tracks = initial_split(arm.policy, options, supports_tracking=True) == "tracking"
-    return SESSION_S + (TRACKING_S if tracks else 0.0) + WINDOW_S / arm.window_steps
+    return SESSION_S + (TRACKING_S if tracks else 0.0) + WINDOW_S / window_steps
 
 
 def with_session_of(arm: TargetArm, known: CalibratedCase) -> Scenario:
@@ -92,7 +95,8 @@ def with_session_of(arm: TargetArm, known: CalibratedCase) -> Scenario:
 
     A host's share of a processor stretches it. None of it is taken off where a rank's fixed time was found to be less.
     """
-    less_s = session_s(RECORDED) - session_s(arm)
+    step_s = max(group.overhead_s + arm.local_batch_size / group.samples_per_s for group in known.scenario.workers)
+    less_s = session_s(RECORDED, step_s) - session_s(arm, step_s)
     workers = tuple(
         msgspec.structs.replace(
             group, count=1, overhead_s=max(0.0, group.overhead_s - less_s / known.case.cores_of(rank, 0.0))
@@ -111,7 +115,7 @@ def task_of(scenario: Scenario, arm: TargetArm, seed: int) -> RunTask:
         initial_local_batch_size=arm.local_batch_size,
         min_local_batch_size=low,
         max_local_batch_size=high,
-        window_steps=arm.window_steps,
+        window_steps=arm.window_steps or WINDOW_STEPS,
     )
     exchange = None if arm.exchange == "exact" else arm.exchange
     options = {name: option_number(name, value) for name, value in arm.options.items()}

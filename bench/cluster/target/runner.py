@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from asyncio.subprocess import PIPE, Process
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -171,8 +172,8 @@ class TargetRunner:
         trained_s = points[-1].trained_s if points else 0.0
         reached = is_at_target(points, run.target_accuracy) and trained_s <= limit_s
         if run.arm.policy is not None:
-            num_applied = await write_capture(self._services.bus, job, capture)
-            check_steered(run, points[-1].num_steps if points else 0, num_applied, self._logs)
+            captured = await write_capture(self._services.bus, job, capture)
+            check_steered(run, captured["report"], captured["applied"], self._logs)
         return TargetOutcome(
             case=run.case.name,
             arm=run.arm.label,
@@ -322,20 +323,20 @@ async def target_runner(hosts: Hosts, logs: Path, data: str | None) -> AsyncIter
         yield runner
 
 
-async def write_capture(bus: Bus, job: str, path: Path) -> int:
-    """Write what is stored of a job; returns how many decisions its ranks applied."""
-    num_applied = 0
+async def write_capture(bus: Bus, job: str, path: Path) -> Counter[str]:
+    """Write what is stored of a job; returns how many messages of each kind it has."""
+    found: Counter[str] = Counter()
     async with Source(bus, job, past=True, stop=asyncio.Event()) as source:
         with CaptureWriter(path, CaptureHeader.of(job), overwrite=True) as writer:
             while batch := await source.read():
                 for record in batch:
                     writer.write_record(record)
-                    num_applied += kind_of_subject(record.subject) == "applied"
+                    found[kind_of_subject(record.subject)] += 1
             writer.finish(source.reason)
-    return num_applied
+    return found
 
 
-def check_steered(run: TargetRun, num_steps: int, num_applied: int, logs: Path) -> None:
+def check_steered(run: TargetRun, num_reports: int, num_applied: int, logs: Path) -> None:
     """Refuse a run that the services left alone: it would count as one of its policy.
 
     The first windows and the last ones have no decision that ruled, and late ones are normal on a busy machine.
@@ -343,11 +344,11 @@ def check_steered(run: TargetRun, num_steps: int, num_applied: int, logs: Path) 
     Raises:
         ClusterError: when less than half of the other windows had one.
     """
-    num_windows = num_steps // run.arm.window_steps - NOT_DECIDED
-    if 2 * num_applied < num_windows:
+    num_windows = num_reports // run.case.num_hosts
+    if not num_windows or 2 * num_applied < num_windows - NOT_DECIDED:
         raise ClusterError(
-            f"{run.label}: only {num_applied} decisions were applied in {num_steps} steps: its services have stopped "
-            f"or are too slow; see services.log in {logs}, and run it again on a machine without other work"
+            f"{run.label}: only {num_applied} decisions were applied in {num_windows} windows: its services have "
+            f"stopped or are too slow; see services.log in {logs}, and run it again on a machine without other work"
         )
 
 

@@ -1,7 +1,8 @@
 """What a session takes of a step: `python -m bench.cluster.target.session_cost [--seeds N] [--seconds S]`. For root.
 
 Jobs on equal hosts with shares of the processor (bench.hosts), all with the script's own 32 samples per rank: plain
-DDP, a session whose sizes stay, the same with short windows, and one whose ranks divide the batch. They train in turn,
+DDP, a session whose sizes stay with windows of two lengths, and with those of a script that does not say how long they
+shall be, which last a second; and one whose ranks divide the batch, with such windows. They train in turn,
 in another order each time. What is called processor time here, of the rank and of its collector, is the length of a
 step times the host's share: what the host could have computed meanwhile. It includes waiting for other ranks, a fifth
 of it where that was counted. Nothing else should run on the machine meanwhile.
@@ -30,12 +31,12 @@ from .cases import CASES
 from .outcomes import TargetPoint, TargetRun
 from .runner import target_runner
 
-SHORT_WINDOW = 3
-LONG_WINDOW = TargetArm(policy="static").window_steps
+SHORT_WINDOW, LONG_WINDOW = 3, 10
 ARMS: Mapping[str, TargetArm] = {
     "plain": TargetArm(policy=None),
-    "static": TargetArm(policy="static"),
+    f"static, windows of {LONG_WINDOW}": TargetArm(policy="static", window_steps=LONG_WINDOW),
     f"static, windows of {SHORT_WINDOW}": TargetArm(policy="static", window_steps=SHORT_WINDOW),
+    "static": TargetArm(policy="static"),
     "split": TargetArm(policy="split", global_batch="fixed"),
 }
 INTERVAL = "{0.value:.2f} [{0.low:.2f}, {0.high:.2f}]"
