@@ -98,7 +98,7 @@ def _train_by_default(rank: int, num_workers: int) -> list[Message]:
 @pytest.mark.parametrize("num_workers", [0, 6])
 def test_ranks_with_short_steps_end_the_same_longer_windows_and_report_how_long_they_were(num_workers: int) -> None:
     published = run_ranks(_train_by_default, 2, num_workers)
-    window_steps = 10 if num_workers == 0 else 2 * num_workers + 2
+    window_steps = 10 if num_workers == 0 else 20  # 14 batches are drawn ahead
     reports = [message for message in published[0] if isinstance(message, Report)]
     assert [report.window for report in reports] == list(range(len(reports)))
     ends = [report.first_step + report.totals.num_steps for report in reports]

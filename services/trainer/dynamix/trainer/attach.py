@@ -69,8 +69,8 @@ SPARE_STEPS = 2
 """Steps by which an action is broadcast earlier than prefetching alone demands."""
 WINDOW_STEPS = 10
 MIN_WINDOW_S = 1.0
-"""Windows of a script that does not say how long they shall be: their end costs some 6 ms of a processor on each host,
-1 to 2 % of such a window on half of one (docs/overhead.md)."""
+"""Windows of a script that does not say how long they shall be, with divisors for periods of local steps. Their end
+costs some 6 ms of a processor on each host, 1 to 2 % of a second on half of one (docs/overhead.md)."""
 
 
 def attach(
@@ -149,8 +149,8 @@ def attach(
             compared; a run that falls behind by a quarter goes back to what is known to be best.
         objective: what these runs are compared by: `time`, or `energy`, the joules of the ranks' GPUs, or on CPUs of
             their machines' processors. Where a rank cannot read them, nothing attaches.
-        window_steps: k, the optimizer steps of a window: what is measured and decided at once. When not given 10, or as
-            many as the loader draws ahead, and after the first windows as many times that as take a second, at most 16.
+        window_steps: k, the steps of a window, measured and decided at once. When not given 10, or 20 and so on where
+            the loader draws further ahead; after the first windows up to 16 times that, so that they last a second.
         min_local_batch_size: bound of decisions; 0 lets a rank have no samples. When not given, what the model needs:
             one sample in each batch, or two where it has BatchNorm. Below the size at which a rank's times stop
             falling, the policies that fit them gain nothing, and do not go.
@@ -225,7 +225,7 @@ def attach(
     options = JobOptions(
         local_batch_sizes=sizes,
         base_global_batch_size=sum(sizes) if base_global_batch_size is None else base_global_batch_size,
-        window_steps=max(WINDOW_STEPS, margin_steps) if window_steps is None else window_steps,
+        window_steps=WINDOW_STEPS * -(-margin_steps // WINDOW_STEPS) if window_steps is None else window_steps,
         min_window_s=MIN_WINDOW_S if window_steps is None else 0.0,
         min_local_batch_size=lower,
         max_local_batch_size=upper,
