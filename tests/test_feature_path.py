@@ -24,7 +24,7 @@ from dynamix.schemas.messages import (
     SystemMetrics,
     TrainingMetrics,
 )
-from dynamix.trainer.measurement.rows import Row, energy_j, held_out_accuracy, job_totals, rank_row
+from dynamix.trainer.measurement.rows import Row, energy_j, held_out_accuracy, job_totals, rank_row, wall_s
 
 Metrics = TrainingMetrics | SystemMetrics | NetworkMetrics | NodeMetrics
 
@@ -76,7 +76,7 @@ def _state(changed: Metrics) -> State:
 def test_every_column_of_a_row_reaches_a_message(column: str) -> None:
     def messages(row: Row) -> Any:
         totals = job_totals([row], window=0, num_steps=1, global_batch_size=64)
-        return _message_row(row), totals, held_out_accuracy([row]), energy_j([row]), row.noise
+        return _message_row(row), totals, held_out_accuracy([row]), energy_j([row]), wall_s([row]), row.noise
 
     assert messages(_row(**{column: 0.25 if column == "held_out_accuracy" else 60.0})) != messages(_row()), column
 

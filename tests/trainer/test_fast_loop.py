@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from itertools import chain
+from itertools import chain, pairwise
 from random import Random
 from typing import Any
 
@@ -19,7 +19,7 @@ from dynamix.schemas.messages import Applied, Job, Report
 from dynamix.schemas.messages.allocation import Allocation
 from dynamix.trainer.data.schedule import Schedule
 from dynamix.trainer.measurement import clock as clock_module
-from dynamix.trainer.steering.tracking import FIRST_MEASURED, SHORT_EVERY, SHORT_S, FastLoop, Tracker
+from dynamix.trainer.steering.tracking import FIRST_MEASURED, SHORT_EVERY, SHORT_S, FastLoop, Pace, Tracker
 
 HELD_FROM = 200
 SLOW_FROM = 300
@@ -101,9 +101,24 @@ def test_of_short_steps_every_fourth_is_measured_after_the_first_ones() -> None:
     for step in range(FIRST_MEASURED):
         assert loop.measures(step)
         loop.observe_times([per_sample_s] * 2, step + 1)
-    assert measured(100, per_sample_s) == [100, 104, 108]
-    assert measured(200, 3 * per_sample_s) == [200, *range(204, 212)]  # two in a row are a change: each step again
+    found = measured(100, per_sample_s)
+    assert [step // SHORT_EVERY for step in found] == [25, 26, 27]
+    found = measured(200, 3 * per_sample_s)
+    second = found[1]  # two in a row are a change: each step again
+    assert second // SHORT_EVERY == 51
+    assert found[1:] == list(range(second, 212))
     assert measured(300, 3 * per_sample_s) == list(range(300, 312))
+
+
+@pytest.mark.parametrize("period", [2, 3, 4, 5, 8, 16])
+def test_what_a_script_does_in_every_few_steps_is_measured_as_often_as_it_is_done(period: int) -> None:
+    loop, _ = _loop()
+    loop.pace = Pace(FIRST_MEASURED, is_short=True)
+    measured = [step for step in range(4000) if loop.measures(step)]
+    assert len(measured) == 1000
+    assert all(later - step < 2 * SHORT_EVERY for step, later in pairwise(measured))
+    share = Counter(step % period for step in measured)
+    assert all(abs(share[phase] / 1000 - 1 / period) < 0.02 for phase in range(period))
 
 
 def test_while_a_rank_was_never_measured_every_step_is() -> None:

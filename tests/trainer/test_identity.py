@@ -38,7 +38,7 @@ def _peer(node: str = "node-a", restart_count: int = 0, max_restarts: int = 3, *
         last_generation=None,
         connections=(),
         memory_caps={},
-        options=((32, 32), 20),
+        options={"local_batch_sizes": (32, 32), "window_steps": 20},
     )
     return peer._replace(**changes)
 
@@ -186,7 +186,7 @@ def test_ranks_find_their_node_whatever_the_order() -> None:
 def test_options_that_differ_are_named() -> None:
     check_alike([_peer(), _peer()])
     with pytest.raises(ValueError, match=r"rank 1 .*\(32, 64\) and not \(32, 32\)"):
-        check_alike([_peer(), _peer(options=((32, 64), 20))])
+        check_alike([_peer(), _peer(options={"local_batch_sizes": (32, 64), "window_steps": 20})])
 
 
 def test_this_process_is_found_in_proc() -> None:

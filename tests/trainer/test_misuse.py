@@ -16,7 +16,18 @@ def _attach_differently(rank: int) -> None:
 def test_options_that_differ_between_ranks_end_all_of_them() -> None:
     with pytest.raises(RankError) as error:
         run_ranks(_attach_differently, 2)
-    assert str(error.value).count("rank 1 attached with other options than rank 0 ((9, 9) and not (8, 8)") == 2
+    assert (
+        str(error.value).count("rank 1 attached with other options than rank 0 (local_batch_sizes=(9, 9) and not") == 2
+    )
+
+
+def _attach_with_other_windows(rank: int) -> None:
+    attach_numbered(Numbered(100), distribute(make_model()), window_steps=10 if rank == 0 else None)
+
+
+def test_lengths_of_windows_that_differ_are_said_as_the_script_gave_them() -> None:
+    with pytest.raises(RankError, match=r"other options than rank 0 \(window_steps=None and not 10\)"):
+        run_ranks(_attach_with_other_windows, 2)
 
 
 def _misuse(_rank: int) -> None:

@@ -1,6 +1,8 @@
 """Where windows end: by themselves, and in a whole small job on real gloo ranks."""
 
 import math
+import sys
+import time
 from itertools import pairwise
 from random import Random
 
@@ -11,6 +13,7 @@ from tests.support.ranks import run_ranks
 from tests.support.training import Numbered, attach_numbered, distribute, make_model, offer, train_step
 
 from dynamix.schemas.messages import Applied, Message, Report
+from dynamix.trainer import attach
 from dynamix.trainer.steering.windows import FIRST_WINDOWS, MOST_STRETCH, Windows
 
 NUM_STEPS = 400
@@ -79,8 +82,10 @@ def test_a_rank_that_knows_a_window_sooner_than_others_asks_for_nothing_that_the
             complete(0)
 
 
-def _train_by_default(rank: int, num_workers: int) -> list[Message]:
-    """Short steps, and windows that the script says nothing of."""
+def _train_by_default(rank: int, num_workers: int, pause_s: float = 0.0) -> list[Message]:
+    """Short steps, and windows that the script says nothing of; with pauses between steps, they last 50 ms."""
+    if pause_s:
+        sys.modules[attach.__module__].MIN_WINDOW_S = 0.05  # type: ignore[attr-defined]
     published: list[Message] = []
     model = distribute(make_model())
     session, optimizer = attach_numbered(Numbered(NUM_STEPS * 16), model, num_workers=num_workers)
@@ -89,6 +94,7 @@ def _train_by_default(rank: int, num_workers: int) -> list[Message]:
         if session.window in (3, 9):
             offer(session, (4 + session.window, 12 - session.window))
         train_step(session, model, optimizer, batch)
+        time.sleep(pause_s)
         if rank == 0 and session.step_index % 7 == 0:
             session.state_dict()
     session.close()
@@ -115,3 +121,8 @@ def test_ranks_with_short_steps_end_the_same_longer_windows_and_report_how_long_
     for receipt in applied:
         assert receipt.effective_step in ends
         assert ends.index(receipt.effective_step) == receipt.effective_window - 1
+
+
+def test_what_a_script_does_between_steps_counts_in_how_long_a_window_lasts() -> None:
+    published = run_ranks(_train_by_default, 2, 0, 0.006)
+    assert {message.stretch for message in published[0] if isinstance(message, Report)} == {1}

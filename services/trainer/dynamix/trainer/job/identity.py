@@ -65,7 +65,7 @@ class Peer(NamedTuple):
     """Its TCP connections that may lead to another rank."""
     memory_caps: dict[int, int]
     """Upper bounds of local batch sizes by rank, as far as this rank can read them."""
-    options: tuple[object, ...]
+    options: dict[str, object]
     """What all ranks must have been given alike."""
     energy: EnergyOffer | None = None
     """What it could count, in a job that measures energy."""
@@ -172,8 +172,8 @@ def check_alike(peers: Sequence[Peer]) -> None:
     for rank, peer in enumerate(peers):
         if peer.options != peers[0].options:
             differing = [
-                f"{ours!r} and not {theirs!r}"
-                for theirs, ours in zip(peers[0].options, peer.options, strict=False)
+                f"{name}={ours!r} and not {theirs!r}"
+                for (name, theirs), ours in zip(peers[0].options.items(), peer.options.values(), strict=True)
                 if ours != theirs
             ]
             raise ValueError(

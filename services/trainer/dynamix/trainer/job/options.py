@@ -1,11 +1,10 @@
 """The options of `attach`, checked where they are given."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 import torch
-from msgspec.structs import astuple
 
 from dynamix.schemas.messages import OptimizerFamily
 from dynamix.schemas.messages.allocation import (
@@ -161,22 +160,13 @@ class JobOptions:
         self._check_traces()
 
     @property
-    def fingerprint(self) -> tuple[object, ...]:
-        """What all ranks must hold alike, for comparing."""
-        return (
-            self.local_batch_sizes,
-            self.base_global_batch_size,
-            (self.window_steps, self.min_window_s),
-            (self.min_local_batch_size, self.max_local_batch_size, self.max_lag_windows, self.margin_steps),
-            (self.learning_rate_rule, self.reduction, self.noise_every, self.noise_decay, self.noise_metric),
-            (self.seed, self.shuffle, self.drop_last, self.supports_tracking, self.codec),
-            (self.global_batch, self.micro_batch_size, self.gradient_accumulation_steps),
-            (self.policy, tuple(sorted(self.policy_options.items()))),
-            (self.exchange, self.fixed_exchange and astuple(self.fixed_exchange), self.supports_exchange),
-            self.table_share,
-            (self.gradient_servers, tuple(map(astuple, self.other_codecs))),
-            (self.family, self.explores, self.objective),
-        )
+    def fingerprint(self) -> dict[str, object]:
+        """What all ranks must hold alike, by the names that `attach` knows it by where it has one."""
+        own = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "min_window_s"}
+        return own | {
+            "window_steps": None if self.min_window_s else self.window_steps,
+            "policy_options": dict(self.policy_options),
+        }
 
     def _check_types(self) -> None:
         for name in WHOLE_NUMBERS:

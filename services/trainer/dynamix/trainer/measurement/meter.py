@@ -3,6 +3,7 @@
 Numbers that are still on a GPU stay there until the window ends: one transfer per window, no wait per step.
 """
 
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -66,6 +67,8 @@ class RankMeter:
     """What codecs with loss were to send and sent, from the beginning on."""
     energy_j: Callable[[], float] = unmeasured
     """Joules since the last call."""
+    _taken_s: float = field(default_factory=time.perf_counter, init=False)
+    """When the last row was taken."""
     _coded_before: CodedSquares = field(default=CodedSquares(), init=False)
     _batches: list[_Batch] = field(default_factory=list, init=False)
     _drifts: list[RoundDrift] = field(default_factory=list, init=False)
@@ -90,6 +93,7 @@ class RankMeter:
 
     def take_row(self, times: list[StepTimes], held_out_accuracy: float | None) -> Row:
         """The row of the steps since the last call; `times` are theirs. A sum is unknown if one batch's part is."""
+        taken_s, self._taken_s = self._taken_s, time.perf_counter()
         batches, self._batches = self._batches, []
         drifts, self._drifts = self._drifts, []
         return make_row(
@@ -112,6 +116,7 @@ class RankMeter:
             learning_rate=self.learning_rate(),
             coded=self._take_coded(),
             energy_j=self.energy_j(),
+            wall_s=self._taken_s - taken_s,
         )
 
     def _take_coded(self) -> CodedSquares:

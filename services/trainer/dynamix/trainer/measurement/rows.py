@@ -57,6 +57,8 @@ class Row(NamedTuple):
     """While it sent, to the rank with which it was fastest."""
     energy_j: float
     """Joules of the devices that this rank counts; 0 where another one counts them."""
+    wall_s: float
+    """Since the row before was taken, also between steps."""
 
     @property
     def time_s(self) -> float:
@@ -113,6 +115,7 @@ def make_row(
     coded: tuple[float, float] = (0.0, 0.0),
     link: tuple[float, int] | None = None,
     energy_j: float = UNKNOWN,
+    wall_s: float = UNKNOWN,
 ) -> Row:
     """One rank's row; `device` is its memory in bytes, used and in all. A loss that is not finite is none.
 
@@ -156,6 +159,7 @@ def make_row(
         link_bytes_per_s=link_bytes_per_s,
         link_peer=link_peer,
         energy_j=energy_j,
+        wall_s=wall_s,
     )
 
 
@@ -221,6 +225,11 @@ def job_totals(
 def energy_j(rows: Sequence[Row]) -> float | None:
     """Joules of all ranks' devices; unknown where one of them is."""
     return _known(sum(row.energy_j for row in rows))
+
+
+def wall_s(rows: Sequence[Row]) -> float:
+    """How long the window lasted, on the rank on which it lasted longest; NaN where one does not know."""
+    return math.nan if any(math.isnan(row.wall_s) for row in rows) else max(row.wall_s for row in rows)
 
 
 def held_out_accuracy(rows: Sequence[Row]) -> float | None:

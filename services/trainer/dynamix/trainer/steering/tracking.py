@@ -17,7 +17,7 @@ A split is replaced at once where that shortens the step by more than the dead b
 can be far from equal times and cost next to nothing: such a split is replaced too, every few steps.
 
 To carry and filter times costs half a millisecond of a processor, whatever the step (docs/overhead.md). So where all
-ranks compute for less than `SHORT_S`, only every `SHORT_EVERY`th step is measured, after the first ones.
+ranks compute for less than `SHORT_S`, only one of `SHORT_EVERY` steps is measured, after the first ones.
 """
 
 import math
@@ -41,6 +41,10 @@ SHORT_S = 0.02
 
 SHORT_EVERY = 4
 """Steps between two measurements then: a change by three is followed after eight steps, some 0.2 s."""
+
+SCATTER = 0x9E3779B1
+"""2^32 over the golden ratio: of every four steps another one is measured, all equally often, whatever a script does in
+every second, fourth or fifth step."""
 
 FIRST_MEASURED = 32
 """Measurements before that."""
@@ -150,7 +154,10 @@ class FastLoop:
 
         All ranks ask before the step, and have the same answer: it changes with measurements only.
         """
-        return not self.pace.is_short or self.pace.num_measured < FIRST_MEASURED or step % SHORT_EVERY == 0
+        if not self.pace.is_short or self.pace.num_measured < FIRST_MEASURED:
+            return True
+        number, place = divmod(step, SHORT_EVERY)
+        return place == (number * SCATTER >> 30) % SHORT_EVERY
 
     def adopt(self, effective_step: int, decided: Allocation) -> None:
         """Let a decision of the slow loop rule from a step on.

@@ -15,7 +15,7 @@ from dynamix.trainer.loggers.history import MetricHistory
 from dynamix.trainer.loggers.window_metrics import window_metrics
 from dynamix.trainer.measurement.clock import StepTimes
 from dynamix.trainer.measurement.meter import RankMeter
-from dynamix.trainer.measurement.rows import Row, job_totals
+from dynamix.trainer.measurement.rows import Row, job_totals, wall_s
 from dynamix.trainer.wire.transport import Transport
 
 from .collectives import AnyCollectives
@@ -64,7 +64,7 @@ class WindowEnd:
         totals = job_totals(
             rows, window=window, num_steps=num_steps, global_batch_size=sizes.total, noise=run.noise.value
         )
-        run.windows.measured(window, totals.time_s / num_steps)
+        run.windows.measured(window, wall_s(rows) / num_steps)
         if run.place.local_rank == 0:
             report = run.reporter.report(
                 position,

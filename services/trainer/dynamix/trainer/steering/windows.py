@@ -50,7 +50,7 @@ class Windows:
         return self.num_steps(window) // self._window_steps
 
     def measured(self, window: int, step_time_s: float) -> None:
-        """Plan ahead after a window was measured; on all ranks, with the same number."""
+        """Plan ahead after a window: all ranks give the same time per step, evaluations between steps included."""
         end = self._starts[window + 1 - self._first]
         forgotten = window - self._first
         del self._starts[:forgotten]
