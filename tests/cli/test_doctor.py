@@ -208,6 +208,15 @@ async def test_an_arbitrator_that_refuses_stored_actions_is_a_finding(server: Em
     assert "refuses the stored actions of 1 generation" in found["services"].found
 
 
+async def test_a_broker_that_does_not_store_is_a_finding(server: EmbeddedServer, connection: Bus) -> None:
+    await provision(connection)
+    async with beating(connection, *SERVICES), beating(connection, "trainer", bus_unacknowledged=3, bus_unanswered=1):
+        found = by_name(await bus(server.settings, configured=True))
+    assert not found["services"].present
+    assert "the broker did not store or answer 4 of their messages and requests" in found["services"].found
+    assert "make room on the broker's disk, then start the broker again" in found["services"].fix
+
+
 async def test_a_service_is_alive_when_this_very_one_beats_and_listens(
     server: EmbeddedServer, connection: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -258,6 +258,17 @@ def test_refused_action_logs_are_counted() -> None:
     assert "2 logs refused" in shown(None, services)
 
 
+def test_what_the_broker_does_not_store_is_counted_over_all_processes_first_in_the_line() -> None:
+    services = alive(*ALL)
+    for name, counters in (
+        ("trainer", {"bus_unacknowledged": 3, "bus_in_flight": 40}),
+        ("arbitrator", {"bus_unanswered": 2, "bus_failed_lately": 1}),
+    ):
+        services.record(Live(service=name, instance="1", uptime_s=1.0, counters=counters), 0.0)
+    assert shown(None, services).splitlines()[-1].startswith("services  6 not stored by the broker  ● arbitrator")
+    assert "not stored" not in shown(None, alive(*ALL))
+
+
 @given(
     width=st.integers(1, 220),
     height=st.integers(1, 70),

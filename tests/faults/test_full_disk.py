@@ -3,23 +3,32 @@
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from tests.support.brokers import connected, until
+from tests.support.brokers import ConfiguredServer, connected, until
+from tests.support.http_get import free_port, get
 
+from dynamix.cli.commands.doctor.bus import bus as broker_checks
 from dynamix.cli.commands.up.store_watch import AGAIN_AFTER_S, MIN_ROOM_BYTES, PATIENCE_S, StoreJudge
+from dynamix.cli.connection import find
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.bus.broker import requests
 from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.bus.streams import publisher
-from dynamix.runtime.embedded import EmbeddedServer
+from dynamix.runtime.health.watchdog import Watchdog
+from dynamix.runtime.metrics import MetricsServer, ServiceMetrics
+from dynamix.runtime.service.shown import ServiceState
+from dynamix.schemas.messages import Live
 
 REPORT = "dynamix.v1.report.job-1.node-a"
-DISK_MIB = 40
+DISK_MIB = 48
+"""A broker that has just begun takes 6, and is started again where 16 are free."""
 
 
 @pytest.fixture
@@ -57,23 +66,114 @@ async def publish_until_nothing_is_stored(bus: Bus) -> None:
     raise AssertionError("the disk does not fill")
 
 
+@contextlib.asynccontextmanager
+async def ready_path(bus: Bus) -> AsyncIterator[int]:
+    """The port of a service of this connection that reads its streams."""
+    state = ServiceState("node-a", "node-a", asyncio.Event(), Watchdog(20.0))
+    state.bus, state.counters = bus, {"ready": 1}
+    async with MetricsServer("127.0.0.1", 0, ServiceMetrics("collector"), state.not_ready) as server:
+        yield server.port
+
+
 async def test_after_a_full_disk_the_broker_stores_again_only_when_it_is_started_again(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(publisher, "LATE_S", 1.0)
     monkeypatch.setattr(requests, "LATE_S", 1.0)
-    async with EmbeddedServer(store_dir=small_disk / "store") as server, connected(server.settings) as bus:
+    monitoring = free_port()
+    async with (
+        ConfiguredServer(store_dir=small_disk / "store", extra=f"http: 127.0.0.1:{monitoring}") as server,
+        connected(server.settings) as bus,
+        ready_path(bus) as port,
+    ):
         await provision(bus)
+        assert await get(port, "/readyz") == (200, "ok\n")
+        assert (await get(monitoring, "/healthz"))[0] == 200
         junk = fill(small_disk)
         await publish_until_nothing_is_stored(bus)
         junk.unlink()
         stored = await bus.publish_bytes_soon(REPORT, b"after", "after")
-        await until(lambda: bus.counters["unacknowledged"] + bus.counters["failed_lately"])
+        await until(lambda: bus.counters["unacknowledged"])
+        status, reason = await get(port, "/readyz")
+        assert status == 503
+        assert re.fullmatch(r"the broker has not acknowledged \d messages for 5 s: is its disk full\?\n", reason)
+        status, reason = await get(monitoring, "/healthz")
+        assert status == 503
+        assert "no space left on device" in reason
         os.kill(server.pid, signal.SIGTERM)
         await server.restart()
         async with asyncio.timeout(30):
             await stored
         await until(lambda: not bus.counters["unacknowledged"])
+        assert await get(port, "/readyz") == (200, "ok\n")
+        assert (await get(monitoring, "/healthz"))[0] == 200
+
+
+async def test_a_service_that_asks_and_is_not_answered_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It publishes nothing meanwhile; the broker's connections stay open."""
+    monkeypatch.setattr(requests, "LATE_S", 0.3)
+    async with ConfiguredServer() as server, connected(server.settings) as bus, ready_path(bus) as port:
+        await provision(bus)
+        server.pause()
+        try:
+            asked = asyncio.create_task(bus.stream_state("FEED"))
+            await until(lambda: bus.counters["unanswered"])
+            assert bus.is_connected
+            assert await get(port, "/readyz") == (
+                503,
+                "the broker has not answered 1 requests for 5 s: is its disk full?\n",
+            )
+        finally:
+            server.go_on()
+        assert (await asked).num_messages == 0
+        assert await get(port, "/readyz") == (200, "ok\n")
+
+
+async def train(bus: Bus) -> None:
+    """Publish and beat like a training process, until cancelled."""
+    for number in range(1_000):
+        await bus.publish_bytes_soon(REPORT, b"a report", f"r{number}")
+        counters = {f"bus_{name}": count for name, count in bus.counters.items()}
+        await bus.publish_live(Live(service="trainer", instance="job-1", uptime_s=1.0, counters=counters))
+        await asyncio.sleep(0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+async def test_up_starts_a_broker_that_stores_nothing_again_once_its_disk_has_room(
+    small_disk: Path, tmp_path: Path
+) -> None:
+    environ = {key: value for key, value in os.environ.items() if not key.startswith(("DYNAMIX_", "XDG_"))}
+    environ |= {"XDG_RUNTIME_DIR": str(tmp_path), "HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "dynamix.cli.main", "up", "--store-dir", str(small_disk / "store")]
+    up = await asyncio.create_subprocess_exec(*command, env=environ, stderr=asyncio.subprocess.PIPE)
+    assert up.stderr is not None
+
+    async def says(pattern: str) -> None:
+        async with asyncio.timeout(60):
+            while not re.search(pattern, line := (await up.stderr.readline()).decode()):
+                assert line, "it ended"
+
+    try:
+        await says("^stop +Ctrl-C")
+        async with connected(find(environ)) as bus:
+            junk = fill(small_disk)
+            await publish_until_nothing_is_stored(bus)
+            training = asyncio.create_task(train(bus))
+            await says(r"^broker +it has not answered \d+ messages or requests for 10 s: .* has 0 MiB left, make room")
+            found = {check.name: check for check in await broker_checks(find(environ), configured=True)}
+            assert re.search(r"the broker did not store or answer \d+ of their messages", found["services"].found)
+            junk.unlink()
+            await says(r"^broker +it has not answered .*, and there is room: starting it again")
+            await says(r"^streams +as they were")
+            await until(lambda: not bus.counters["unacknowledged"])
+            assert await bus.publish_bytes(REPORT, b"after", "after")
+            training.cancel()
+            await asyncio.gather(training, return_exceptions=True)
+    finally:
+        up.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(30):
+            assert await up.wait() == 0
 
 
 def test_a_broker_that_stores_nothing_is_restarted_once_there_is_room() -> None:

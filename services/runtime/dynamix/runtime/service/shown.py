@@ -65,8 +65,11 @@ class ServiceState:
             return "waiting for the broker"
         if not self.bus.is_connected:
             return "the connection to the broker is lost"
-        if late := self.bus.counters["unacknowledged"]:
+        counted = self.bus.counters
+        if late := counted["unacknowledged"]:
             return f"the broker has not acknowledged {late} messages for 5 s: is its disk full?"
+        if late := counted["unanswered"]:  # such as a service that publishes nothing now
+            return f"the broker has not answered {late} requests for 5 s: is its disk full?"
         return "" if self.counters.get("ready") else "not reading its streams yet"
 
     def show(self, scrape: Scrape) -> None:
