@@ -1,6 +1,7 @@
 """Values that no command can use: one sentence before any work, an exit code that is not 0, never a traceback."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from dynamix.cli.main import main
 from dynamix.runtime.output_files import RefusedOutputError, check
 
 LONG = "a" * 300
+DEMO = Path(__file__).parents[1] / "data" / "demo.dxc"
 
 
 @pytest.mark.parametrize(
@@ -84,8 +86,43 @@ def test_values_nested_ten_thousand_times_are_refused(
     place = tmp_path if words.endswith("--scenarios") else tmp_path / "deep.toml"
     assert main([*words.split(), str(place)]) in (1, 2)
     said = capsys.readouterr().err
-    assert f"{tmp_path / 'deep.toml'}: " in said
+    assert re.search(rf"{tmp_path / 'deep.toml'}: this (is no scenario|holds no settings): its values are nested", said)
     assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize("job", ["mnist/1", "Mnist-1", "a" * 64, "mnist.1", "", "mnist>"])
+@pytest.mark.parametrize("words", ["capture {} -o x.dxc", "doctor --actions {}", "top {}", "top --once {}"])
+def test_what_no_job_can_be_called_is_refused_before_a_broker_is_asked(
+    words: str, job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DYNAMIX_NATS_URL", "nats://127.0.0.1:1")  # no broker: asking it would be an error, or wait
+    assert main([word.format(job) for word in words.split()]) == 2
+    name, said = words.split()[0], capsys.readouterr()
+    assert said.err == f"dynamix {name}: {job!r} names no job: use 1 to 63 of the characters a-z, 0-9 and '-'\n"
+    assert said.out == ""
+
+
+@pytest.mark.parametrize("words", ["export Mnist", "calibrate Mnist --workload fashion-mnist"])
+def test_where_a_capture_is_taken_too_a_name_of_no_job_is_refused_as_early(
+    words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DYNAMIX_NATS_URL", "nats://127.0.0.1:1")
+    assert main(words.split()) == 2
+    assert "'Mnist' names no job: use 1 to 63 of the characters" in capsys.readouterr().err
+
+
+def test_a_figure_is_drawn_without_a_word_where_home_takes_no_files(tmp_path: Path) -> None:
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("XDG_", "MPL"))}
+    done = subprocess.run(
+        [sys.executable, "-m", "dynamix.cli.main", "inspect", str(DEMO), "--png", str(tmp_path / "figure.png")],
+        env={**kept, "HOME": "/proc/x"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "figure.png").stat().st_size > 1000
 
 
 def test_a_taken_port_is_said_before_anything_starts(

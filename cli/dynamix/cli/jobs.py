@@ -15,6 +15,13 @@ MAX_NAMED = 12
 NO_JOB = "no job has run on this broker yet"
 
 
+def check_job(wanted: str) -> str:
+    """Return what may name a job, an id or a part of one. Raises MisuseError for what no id can hold."""
+    if not subjects.is_token(wanted):
+        raise MisuseError(f"{wanted[:64]!r} names no job: use 1 to 63 of the characters a-z, 0-9 and '-'")
+    return wanted
+
+
 async def find_job(bus: Bus, wanted: str) -> Job:
     """The newest specification of the wanted job. Raises as `chosen`."""
     return chosen(await known_jobs(bus), wanted)

@@ -6,6 +6,7 @@
 import argparse
 import importlib
 import io
+import logging
 import os
 import signal
 import sys
@@ -104,6 +105,8 @@ def execute(name: str, arguments: Sequence[str]) -> int:
     module.configure(parser)
     parsed = parser.parse_args(arguments)
     check_distinct(parsed)
+    # Without a home that it can write Matplotlib takes a temporary directory, and warns about it in two lines.
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
     exit_code: int = module.run(parsed)
     return exit_code
 

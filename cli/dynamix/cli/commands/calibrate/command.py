@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from dynamix.cli.connection import connected, find
 from dynamix.cli.errors import CommandError, explained, reading
-from dynamix.cli.jobs import find_job
+from dynamix.cli.jobs import check_job, find_job
 from dynamix.cli.output import (
     SCENARIO,
     STANDARD_OUTPUT,
@@ -92,6 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _from_bus(wanted: str) -> CalibrationInput:
+    check_job(wanted)
     async with connected(find(os.environ), "calibrate") as bus:
         return await from_bus(bus, wanted)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from dynamix.cli.connection import connected, find
 from dynamix.cli.errors import MisuseError, check_counts
-from dynamix.cli.jobs import find_job
+from dynamix.cli.jobs import check_job, find_job
 from dynamix.cli.output import Document, add_json_argument, add_output_argument, write_result, writing
 from dynamix.cli.progress import ProgressLine, stop_event
 from dynamix.cli.source import Source
@@ -74,6 +74,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Capture to the end; 0 when the file is complete."""
     check_counts(arguments, "windows")
+    check_job(arguments.job)
     path = Path(arguments.output)
     if path.exists() and not arguments.force:
         raise MisuseError(f"{path} exists: choose another name, or overwrite it with --force")

@@ -14,6 +14,7 @@ import msgspec
 
 from dynamix.cli.connection import find, is_configured
 from dynamix.cli.errors import explained
+from dynamix.cli.jobs import check_job
 from dynamix.cli.output import add_json_argument, write_result
 from dynamix.cli.services import SERVICES
 from dynamix.collector.observation import CollectorSettings
@@ -57,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.alive is not None:
         return 0 if asyncio.run(is_alive(find(os.environ), arguments.alive, os.environ)) else 1
     if arguments.actions is not None:
-        checks = [asyncio.run(actions(find(os.environ), arguments.actions))]
+        checks = [asyncio.run(actions(find(os.environ), check_job(arguments.actions)))]
         return _show([CheckSection("Stored actions", checks)], {}, arguments.json, all_fatal=True)
     with explained(SettingsError):
         settings = read(CollectorSettings, "collector", os.environ)

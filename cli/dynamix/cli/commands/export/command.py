@@ -22,7 +22,7 @@ import msgspec
 
 from dynamix.cli.connection import connected, find
 from dynamix.cli.errors import CommandError, MisuseError, explained, reading
-from dynamix.cli.jobs import find_job
+from dynamix.cli.jobs import check_job, find_job
 from dynamix.cli.output import add_output_argument, writing
 from dynamix.cli.source import Source
 from dynamix.recording import CaptureTable, load, table_of
@@ -73,6 +73,7 @@ def _table(job: str) -> CaptureTable:
 
 
 async def _of_job(wanted: str) -> CaptureTable:
+    check_job(wanted)
     async with connected(find(os.environ), "export") as bus:
         job = (await find_job(bus, wanted)).job
         records: list[Record] = []

@@ -14,6 +14,7 @@ from dynamix.cli.board.board import snapshot
 from dynamix.cli.board.feed import Feed
 from dynamix.cli.connection import connected, find
 from dynamix.cli.errors import CommandError
+from dynamix.cli.jobs import check_job
 from dynamix.cli.output import add_json_argument, write_json
 from dynamix.runtime.log import configure as configure_log
 from dynamix.runtime.settings import BusSettings
@@ -29,6 +30,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Show the job; 0 when the person leaves, 1 when there is no such job or no broker."""
     configure_log("critical")  # the screen belongs to the view
+    if arguments.job is not None:
+        check_job(arguments.job)
     settings = find(os.environ)
     if arguments.json is None and importlib.util.find_spec("rich") is None:
         raise CommandError("the view needs the package rich: pip install 'dynamix-batch[cli]', or use --json -")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from dynamix.cli.connection import connected, find
 from dynamix.cli.errors import CommandError, MisuseError, explained, reading
-from dynamix.cli.jobs import find_job
+from dynamix.cli.jobs import check_job, find_job
 from dynamix.cli.progress import ProgressLine, stop_event
 from dynamix.cli.source import Source
 from dynamix.recording.capture import CaptureError, read_header, records
@@ -70,6 +70,7 @@ def _from_file(file: Path, export: "SpanExport") -> int:
 
 
 async def _from_bus(arguments: argparse.Namespace, export: "SpanExport") -> int:
+    check_job(arguments.job)
     async with connected(find(os.environ), "trace") as bus:
         job = (await find_job(bus, arguments.job)).job
         traces = WindowTraces(job)

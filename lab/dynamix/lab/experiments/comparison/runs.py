@@ -218,6 +218,7 @@ def _line(path: Path, number: int, text: bytes) -> LedgerLine:
     try:
         return msgspec.json.decode(text, type=LedgerLine)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        reason = "its values are nested too deeply" if isinstance(error, RecursionError) else error
         raise RefusedOutputError(
-            f"{path}, line {number}, is no result ({error}): name another file, or remove this one"
+            f"{path}, line {number}, is no result ({reason}): name another file, or remove this one"
         ) from error

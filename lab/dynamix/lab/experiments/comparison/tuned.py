@@ -62,7 +62,9 @@ def read_tuned(path: Path) -> Tuned:
         raise ValueError(f"{path} is missing: tune the baselines with `dynamix tune -o {path}`") from None
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except RecursionError as error:
+        raise ValueError(f"{path}: this holds no settings: its values are nested too deeply") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: {error}; write it again with `dynamix tune -o {path}`") from error
 
 
