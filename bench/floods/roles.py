@@ -22,7 +22,7 @@ from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode
 from dynamix.schemas.kinds import KINDS, WATCHER, Kind
 from dynamix.schemas.messages import Live
-from dynamix.schemas.streams import FEED
+from dynamix.schemas.streams import ACTIONS, FEED
 
 HOSTILE_NODE = "node-z"
 HOSTILE_USERS = {
@@ -49,8 +49,8 @@ ALERTS = {
 """Alerts by the counter of a service that raises them, as deploy/prometheus/alerts.yaml has them."""
 MIN_FULL_RATIO, MAX_SPAN_S = 0.9, 600.0
 """DynamixFeedFlooded."""
-MANY_CONSUMERS = 900
-"""DynamixConsumersCrowded."""
+MANY_CONSUMERS = 500
+"""DynamixConsumersCrowded: so many new ones of a stream; before a flood there are a few."""
 BEAT_TIMEOUT_S = 30.0
 
 
@@ -162,8 +162,9 @@ async def _seen(honest: Honest) -> dict[str, int]:
     feed = await honest.watcher.stream_state(FEED.name)
     is_flooded = feed.num_bytes > MIN_FULL_RATIO * FEED.max_bytes and feed.span_s < MAX_SPAN_S
     sums = {alert: sum(beat.get(name, 0) for beat in found.values()) for name, alert in ALERTS.items()}
-    is_crowded = feed.num_consumers > MANY_CONSUMERS
-    return {**sums, "DynamixFeedFlooded": int(is_flooded), "DynamixConsumersCrowded": int(is_crowded)}
+    actions = await honest.watcher.stream_state(ACTIONS.name)
+    num_crowded = sum(state.num_consumers > MANY_CONSUMERS for state in (feed, actions))
+    return {**sums, "DynamixFeedFlooded": int(is_flooded), "DynamixConsumersCrowded": num_crowded}
 
 
 @asynccontextmanager

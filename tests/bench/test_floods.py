@@ -142,7 +142,7 @@ def matches(pattern: str, subject: str) -> bool:
 def test_alerts_are_raised_by_the_numbers_that_the_rules_name() -> None:
     for counter, alert in ALERTS.items():
         assert f"alert: {alert}\n        expr: increase(dynamix_{counter}_total[" in RULES
-    assert f"alert: DynamixConsumersCrowded\n        expr: dynamix_feed_consumers > {MANY_CONSUMERS}\n" in RULES
+    assert f"dynamix_stream_consumers - min_over_time(dynamix_stream_consumers[15m]) > {MANY_CONSUMERS}\n" in RULES
     assert "expr: dynamix_feed_full_ratio > 0.9 and dynamix_feed_span_seconds < 600\n" in RULES
 
 

@@ -98,7 +98,7 @@ def test_what_no_job_can_be_called_is_refused_before_a_broker_is_asked(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DYNAMIX_NATS_URL", "nats://127.0.0.1:1")  # no broker: asking it would be an error, or wait
     assert main([word.format(job) for word in words.split()]) == 2
-    name, said = words.split()[0], capsys.readouterr()
+    name, said = words.split(maxsplit=1)[0], capsys.readouterr()
     assert said.err == f"dynamix {name}: {job!r} names no job: use 1 to 63 of the characters a-z, 0-9 and '-'\n"
     assert said.out == ""
 

@@ -1,5 +1,6 @@
 """What each user of deploy/users/users.conf may do, tried on the real server: its own work, and nothing else."""
 
+import asyncio
 import json
 import urllib.request
 from typing import Any
@@ -26,7 +27,7 @@ from dynamix.schemas.messages import (
     RankReward,
     Reward,
 )
-from dynamix.schemas.streams import ACTIONS, FEED, JOBS, POLICIES, STREAMS
+from dynamix.schemas.streams import ACTIONS, FEED, JOBS, POLICIES, STREAMS, Stream
 
 STORED = [kind for kind in KINDS if kind.stream is not None]
 MAY_PUBLISH = {kind.name: set(kind.senders) for kind in STORED}
@@ -295,6 +296,28 @@ async def test_a_wrong_password_is_refused(broker: DeployedBroker, user: str, pa
         await Bus.connect(settings, name="test-1", wait=False)
 
 
+@pytest.mark.parametrize(("stream", "kind"), [(FEED, "state"), (ACTIONS, "action")])
+async def test_a_thousand_consumers_of_a_stream_keep_no_other_out(connect: Any, stream: Stream, kind: str) -> None:
+    """As a thousand nodes have them in FEED; by itself the server refuses the thousand and first."""
+    watcher, wanted = await connect(WATCHER), subjects.template(BY_NAME[kind], subjects.ANY)
+
+    async def make(name: str) -> None:
+        config = {"name": name, "ack_policy": "none", "mem_storage": True, "filter_subject": wanted}
+        body = {"stream_name": stream.name, "config": config, "action": "create"}
+        await watcher.requests.ask(f"CONSUMER.CREATE.{stream.name}.{name}.{wanted}", body, Answer)
+
+    async def delete(name: str) -> None:
+        await watcher.requests.ask(f"CONSUMER.DELETE.{stream.name}.{name}", None, Answer)
+
+    crowds = [[f"node-{number}" for number in range(start, start + 50)] for start in range(0, 1000, 50)]
+    for crowd in crowds:
+        await asyncio.gather(*map(make, crowd))
+    async with watcher.consume(stream.name, [wanted], start="new"):
+        assert (await watcher.stream_state(stream.name)).num_consumers >= 1001  # other tests have left some
+    for crowd in crowds:
+        await asyncio.gather(*map(delete, crowd))
+
+
 async def test_provisioning_again_changes_nothing(connect: Any) -> None:
     assert await provision(await connect("provision")) == [f"{stream.name}: unchanged" for stream in STREAMS]
 
@@ -304,7 +327,8 @@ def test_the_server_runs_as_the_file_says(broker: DeployedBroker) -> None:
     assert shown["max_payload"] == 1 << 20
     store = shown["jetstream"]["config"]
     assert (store["sync_interval"], store.get("sync_always", False)) == (200_000_000, False)
-    assert monitor(broker, "healthz?js-enabled-only=true") == {"status": "ok"}
+    assert monitor(broker, "healthz") == {"status": "ok"}
+    assert monitor(broker, "jsz")["limits"] == {"default_max_consumers": 5000}
     assert not {"mqtt", "websocket", "leaf", "gateway"} & {key for key in shown if (shown[key] or {}) not in ({}, 0)}
 
 

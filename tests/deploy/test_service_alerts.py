@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 from tests.support import alert_trials, examples
-from tests.support.alert_trials import Phase, Recorded, check_alerts, needs, record
-from tests.support.brokers import ConfiguredServer, connected, operate, publish_states, publish_unstored, until
+from tests.support.alert_trials import Phase, Recorded, Sample, check_alerts, needs, record
+from tests.support.brokers import ConfiguredServer, connected, publish_states, publish_unstored, until
 from tests.support.control_plane import NODE, one_node_job, report_of
 from tests.support.lagging_copy import LaggingCopy
 from tests.support.scraped_plane import EQUAL, ScrapedPlane
@@ -110,30 +110,36 @@ async def test_a_feed_that_is_flooded(plane: ScrapedPlane, tmp_path: Path, monke
     )
 
 
-async def test_a_feed_with_consumers_without_end(
-    plane: ScrapedPlane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("stream", "wanted"), [("FEED", ("state", "any", "x")), ("ACTIONS", ("action", "any"))])
+async def test_a_stream_with_consumers_without_end(
+    plane: ScrapedPlane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: str, wanted: tuple[str, ...]
 ) -> None:
-    """A client with an operator's key makes them; the server itself refuses the thousand and first."""
+    """A client with an operator's key makes them, at once or little by little."""
     monkeypatch.setattr(arbitrator_shown, "STREAMS_EVERY_S", 0.05)
+    name, filtered = f'stream_consumers{{component="arbitrator",stream="{stream}"}} ', subjects.of(*wanted)
+    await plane.scraped("arbitrator", lambda text: name in text)
     before = await plane.record()
-    place, wanted = f"CONSUMER.CREATE.{FEED.name}", subjects.of("state", "any", "x")
 
     async def make(name: str) -> None:
-        config = {"name": name, "ack_policy": "none", "mem_storage": True, "filter_subject": wanted}
-        body = {"stream_name": FEED.name, "config": config, "action": "create"}
-        await plane.bus.requests.ask(f"{place}.{name}.{wanted}", body, Answer)
+        config = {"name": name, "ack_policy": "none", "mem_storage": True, "filter_subject": filtered}
+        body = {"stream_name": stream, "config": config, "action": "create"}
+        await plane.bus.requests.ask(f"CONSUMER.CREATE.{stream}.{name}.{filtered}", body, Answer)
 
-    for start in range(0, 901, 53):
-        await asyncio.gather(*[make(f"crowd-{number}") for number in range(start, start + 53)])
-    await plane.scraped("arbitrator", lambda text: 'feed_consumers{component="arbitrator"} 9' in text)
+    for start in range(0, 550, 50):
+        await asyncio.gather(*[make(f"crowd-{number}") for number in range(start, start + 50)])
+    await plane.scraped("arbitrator", lambda text: f"{name}55" in text)
     crowded = await plane.record()
-    await asyncio.gather(*[operate(plane.bus, f"CONSUMER.DELETE.FEED.crowd-{number}") for number in range(100)])
-    await plane.scraped("arbitrator", lambda text: 'feed_consumers{component="arbitrator"} 8' in text)
+    scraped = crowded["arbitrator"].after
+    assert scraped is not None
+    (counted,) = [key for key in scraped if "stream_consumers" in key and f'"{stream}"' in key]
+    many = scraped | {counted: Sample(is_counter=False, value=4501.0)}
     check_alerts(
         tmp_path,
         Phase(20, before, set()),
-        Phase(20, crowded, {"DynamixConsumersCrowded"}),
-        Phase(20, await plane.record(), set()),
+        Phase(10, crowded, {"DynamixConsumersCrowded"}),
+        Phase(20, crowded, set()),
+        Phase(30, {**crowded, "arbitrator": Recorded(many, many, 1.0)}, {"DynamixConsumersCrowded"}),
+        Phase(20, before, set()),
     )
 
 
@@ -207,7 +213,7 @@ async def test_a_copy_of_a_stream_that_lags(tmp_path: Path, monkeypatch: pytest.
         behind = next(name for name in servers.servers if name != leader)
         async with services_here(bus, "collector", "reward", "arbitrator") as services:
             plane = ScrapedPlane(next(iter(servers.servers.values())), bus, services)
-            await plane.scraped("arbitrator", lambda text: "feed_consumers" in text)
+            await plane.scraped("arbitrator", lambda text: "stream_consumers" in text)
             before = await plane.record()
             assert (await copies_check(servers.settings)).present
 

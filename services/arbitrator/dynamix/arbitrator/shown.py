@@ -215,7 +215,7 @@ def _show_stream(scrape: Scrape, name: str, state: StreamState) -> None:
         taken = state.num_bytes / FEED.max_bytes
         scrape.gauge("feed_full_ratio", "share of FEED's room that is taken", taken)
         scrape.gauge("feed_span_seconds", "from FEED's oldest to its newest message", state.span_s)
-        scrape.gauge("feed_consumers", "what the broker keeps for readers of FEED", state.num_consumers)
+    scrape.gauge("stream_consumers", "what the broker keeps for readers of a stream", state.num_consumers, stream=name)
     for copy in state.copies.behind:
         scrape.gauge(
             "stream_copy_lag",
