@@ -3,8 +3,10 @@
 import asyncio
 import functools
 import itertools
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from typing import NamedTuple
 
 import msgspec
 from bench.floods.measurement import HONEST_JOBS, Delays, Honest, honest_with_keys, send_beside
@@ -51,7 +53,36 @@ MIN_FULL_RATIO, MAX_SPAN_S = 0.9, 600.0
 """DynamixFeedFlooded."""
 MANY_CONSUMERS = 500
 """DynamixConsumersCrowded: so many new ones of a stream; before a flood there are a few."""
+RATES_OVER_S = 120.0
+"""DynamixRequestsFlooded and DynamixFeedJunk look so far back; one flood takes less."""
+MAX_REQUESTS_PER_S = 300
+MAX_JUNK_PER_S, MESSAGES_OF_A_STATE = 200, 10
 BEAT_TIMEOUT_S = 30.0
+
+
+class Seen(NamedTuple):
+    """What alerts look at, at one moment."""
+
+    time_s: float
+    counted: Mapping[str, int]
+    """By alert, of those that are raised when a number grows."""
+    num_requests: int
+    """To JetStream's API."""
+    num_stored: int
+    """In FEED."""
+    num_read: int
+    """By the arbitrator: the states, and some others."""
+
+    def raised_since(self, before: "Seen") -> tuple[str, ...]:
+        """The alerts that are raised now, and were not before a flood that began then."""
+        found = [alert for alert, value in self.counted.items() if value > before.counted[alert]]
+        num_read = (self.num_read - before.num_read) * RATES_OVER_S / (self.time_s - before.time_s)
+        num_junk = self.num_stored - before.num_stored - MESSAGES_OF_A_STATE * num_read
+        if num_junk > MAX_JUNK_PER_S * RATES_OVER_S:
+            found.append("DynamixFeedJunk")
+        if self.num_requests - before.num_requests > MAX_REQUESTS_PER_S * RATES_OVER_S:
+            found.append("DynamixRequestsFlooded")
+        return tuple(found)
 
 
 class RoleResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,7 +171,7 @@ async def _measured(honest: Honest, role: str, name: str, count: int, after_s: f
         flooded=flooded,
         num_out_of_chain=_num_out_of_chain(honest) - broken,
         num_violations=honest.broker.num_violations() - num_violations,
-        alerts=tuple(alert for alert, value in after.items() if value > before[alert]),
+        alerts=after.raised_since(before),
     )
 
 
@@ -148,8 +179,8 @@ def _num_out_of_chain(honest: Honest) -> int:
     return sum(job.num_out_of_chain() for job in honest.jobs)
 
 
-async def _seen(honest: Honest) -> dict[str, int]:
-    """What raises each alert: a sum over the next heartbeats of the services, or whether it is so of FEED."""
+async def _seen(honest: Honest) -> Seen:
+    """What raises alerts: sums over the next heartbeats of the services, and what the broker says."""
     found: dict[str, Mapping[str, int]] = {}
     try:
         async with asyncio.timeout(BEAT_TIMEOUT_S), _beats(honest) as beats:
@@ -164,7 +195,13 @@ async def _seen(honest: Honest) -> dict[str, int]:
     sums = {alert: sum(beat.get(name, 0) for beat in found.values()) for name, alert in ALERTS.items()}
     actions = await honest.watcher.stream_state(ACTIONS.name)
     num_crowded = sum(state.num_consumers > MANY_CONSUMERS for state in (feed, actions))
-    return {**sums, "DynamixFeedFlooded": int(is_flooded), "DynamixConsumersCrowded": num_crowded}
+    return Seen(
+        time.monotonic(),
+        {**sums, "DynamixFeedFlooded": int(is_flooded), "DynamixConsumersCrowded": num_crowded},
+        await honest.watcher.count_requests(),
+        feed.last_sequence,
+        found["arbitrator"]["bus_received"],
+    )
 
 
 @asynccontextmanager

@@ -57,6 +57,23 @@ async def test_the_service_shows_what_receipts_say(bus: Bus) -> None:
     assert found == [f'component="arbitrator",reason="stale",training_job="{examples.JOB}"}} 2.0']
 
 
+async def test_requests_to_the_broker_are_counted_unless_the_key_may_not_ask(
+    metrics: ServiceMetrics, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shown, "STREAMS_EVERY_S", 0.0)
+    decisions, counts = ShownDecisions(metrics), iter((5, 7))
+
+    async def count_requests() -> int:
+        if (count := next(counts, None)) is None:
+            raise PermissionDeniedError("may not")
+        return count
+
+    assert "broker_requests" not in metrics.exposition("")[0].decode()
+    await decisions.follow_requests(count_requests)
+    assert 'dynamix_broker_requests_total{component="arbitrator"} 7.0\n' in metrics.exposition("")[0].decode()
+    assert "requests to the broker are not counted: may not; run `dynamix keys refresh`" in caplog.text
+
+
 async def test_a_stream_that_a_key_may_not_see_is_left_out_and_the_others_are_watched(
     metrics: ServiceMetrics, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -143,6 +143,64 @@ async def test_a_stream_with_consumers_without_end(
     )
 
 
+async def test_a_feed_with_junk(plane: ScrapedPlane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages that no service reads, such as a learner's key may send; a job trains beside them."""
+    monkeypatch.setattr(arbitrator_shown, "STREAMS_EVERY_S", 0.05)
+    job = one_node_job()
+    await plane.bus.publish(job)
+    await plane.scraped("arbitrator", lambda text: 'stream_stored_total{component="arbitrator",stream="FEED"}' in text)
+    calm = await plane.record(plane.train(job, 20))
+    stored = 'stream_stored_total{component="arbitrator",stream="FEED"} '
+
+    async def send_junk() -> None:
+        sequence = (await plane.bus.stream_state(FEED.name)).last_sequence
+        await publish_states(plane.bus, range(3000), subjects.of("event", "junk"))
+        await plane.shows("arbitrator", "stream_stored_total", sequence + 3000, stream=FEED.name)
+
+    flooded = await plane.record(send_junk())
+    assert stored in plane.services["arbitrator"].scrape()
+    check_alerts(
+        tmp_path,
+        Phase(20, calm, set()),
+        Phase(3, flooded, {"DynamixFeedJunk"}),
+        Phase(20, await plane.record(), set()),
+    )
+
+
+async def test_requests_without_end(plane: ScrapedPlane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client asks for the state of a stream in a loop. An arbitrator that opens a crowd of jobs asks much, too."""
+    monkeypatch.setattr(arbitrator_shown, "STREAMS_EVERY_S", 1.0)
+    await plane.scraped("arbitrator", lambda text: "broker_requests_total{" in text)
+    before = await plane.record()
+
+    async def ask() -> None:
+        counted = await plane.bus.count_requests()
+        for _ in range(30):
+            await asyncio.gather(*[plane.bus.stream_state(FEED.name) for _ in range(100)])
+        assert await plane.bus.count_requests() - counted >= 3000
+        await plane.scraped("arbitrator", lambda text: shown_requests(text) >= counted + 3000)
+
+    asking = await plane.record(ask())
+    scraped = asking["arbitrator"]
+    assert scraped.before is not None
+    assert scraped.after is not None
+    (waiting,) = [name for name in scraped.after if name.startswith("dynamix_jobs_waiting{")]
+    crowd = {waiting: Sample(is_counter=False, value=17.0)}
+    opening = scraped._replace(before=scraped.before | crowd, after=scraped.after | crowd)
+    check_alerts(
+        tmp_path,
+        Phase(20, before, set()),
+        Phase(5, asking, {"DynamixRequestsFlooded"}),
+        Phase(20, await plane.record(), set()),
+        Phase(5, {**asking, "arbitrator": opening}, set()),
+    )
+
+
+def shown_requests(text: str) -> float:
+    (line,) = [line for line in text.splitlines() if line.startswith("dynamix_broker_requests_total{")]
+    return float(line.split()[1])
+
+
 class ShortOfQueue(ConfiguredServer):
     """A broker that refuses what comes while five messages wait to be stored; by default it is 10,000."""
 

@@ -54,6 +54,9 @@ class ArbitratorBus(ProfileStore, Protocol):
     def objects(self) -> PolicyBucket:
         """Whole files in buckets."""
 
+    async def count_requests(self) -> int:
+        """Requests of all users that JetStream's API has had."""
+
 
 async def serve(context: Context[ArbitratorSettings, ArbitratorBus], *, in_step: bool = False) -> None:
     """Decide for every job until the context stops.
@@ -65,6 +68,7 @@ async def serve(context: Context[ArbitratorSettings, ArbitratorBus], *, in_step:
         "how jobs end": partial(shown.follow_ends, context.bus),
         "which actions are refused": partial(shown.follow_receipts, context.bus, context.dead_letter),
         "what streams hold": partial(shown.follow_streams, context.bus.stream_state),
+        "how many requests there are": partial(shown.follow_requests, context.bus.count_requests),
     }
     following = [asyncio.create_task(_follow(context, *one), name=one[0]) for one in followed.items()]
     if not in_step:

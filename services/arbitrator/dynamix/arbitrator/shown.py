@@ -82,6 +82,7 @@ class ShownDecisions:
         self._ends = Counter(dict.fromkeys(ENDS, 0))
         self._runs = RunTimes()
         self._streams: dict[str, StreamState] = {}
+        self._num_requests: int | None = None
         metrics.declare(counters=COUNTERS, gauges=GAUGES)
         metrics.add(self.show)
 
@@ -150,6 +151,16 @@ class ShownDecisions:
                     logger.warning("%s is not watched: %s; run `dynamix keys refresh`", name, error)
             await asyncio.sleep(STREAMS_EVERY_S)
 
+    async def follow_requests(self, count_requests: Callable[[], Awaitable[int]]) -> None:
+        """Note how many requests the broker has had, as often as what streams hold, until cancelled."""
+        while True:
+            try:
+                self._num_requests = await count_requests()
+            except PermissionDeniedError as error:
+                logger.warning("requests to the broker are not counted: %s; run `dynamix keys refresh`", error)
+                return
+            await asyncio.sleep(STREAMS_EVERY_S)
+
     async def follow_ends(self, bus: ServiceBus) -> None:
         """Note the end of every run until the intake ends."""
         async with bus.consume(JOBS.name, [subjects.of("job", subjects.ANY)], start="new") as consumer:
@@ -190,6 +201,9 @@ class ShownDecisions:
             )
         for name, state in self._streams.items():
             _show_stream(scrape, name, state)
+        if self._num_requests is not None:
+            what = "requests of all users to JetStream's API since the broker started"
+            scrape.counter("broker_requests", what, self._num_requests)
         scrape.counter("jobs_not_shown", "jobs left out since too many are active", self._jobs.num_evicted)
 
 
@@ -215,6 +229,8 @@ def _show_stream(scrape: Scrape, name: str, state: StreamState) -> None:
         taken = state.num_bytes / FEED.max_bytes
         scrape.gauge("feed_full_ratio", "share of FEED's room that is taken", taken)
         scrape.gauge("feed_span_seconds", "from FEED's oldest to its newest message", state.span_s)
+    stored = "messages that a stream has taken since it was made, of all senders"
+    scrape.counter("stream_stored", stored, state.last_sequence, stream=name)
     scrape.gauge("stream_consumers", "what the broker keeps for readers of a stream", state.num_consumers, stream=name)
     for copy in state.copies.behind:
         scrape.gauge(

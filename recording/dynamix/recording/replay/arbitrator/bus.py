@@ -121,6 +121,10 @@ class ArbitratorReplayBus:
             return StreamState(self._feed_first, self._feed_last, len(self._states))
         return StreamState(1, 1, 1) if self._specification is not None else StreamState(1, 0, 0)
 
+    async def count_requests(self) -> int:
+        """None: there is no broker."""
+        return 0
+
     async def last(self, stream: str, subject: str) -> BusMessage | None:
         """The newest specification, receipt, state or action; the profile that the next recorded action began with."""
         if stream == PROFILES.name:

@@ -198,6 +198,10 @@ class Bus:
         """
         return await stored.stream_state(self.requests, stream)
 
+    async def count_requests(self) -> int:
+        """Requests of all users that JetStream's API has had since the broker started. Raises as `stream_state`."""
+        return await stored.count_requests(self.requests)
+
     def consume(
         self,
         stream: str,

@@ -44,6 +44,14 @@ class _PurgeAnswer(Answer):
     purged: int = 0
 
 
+class _ApiUse(msgspec.Struct, frozen=True):
+    total: int = 0
+
+
+class _AccountInfo(Answer):
+    api: _ApiUse = _ApiUse()
+
+
 async def purge_subject(requests: Requests, stream: str, subject: str) -> int:
     """Remove all messages of a subject; how many there were. Raises StreamMissingError as `stream_state`."""
     return (await requests.ask(f"STREAM.PURGE.{stream}", {"filter": subject}, _PurgeAnswer)).purged
@@ -72,6 +80,14 @@ async def count_messages(requests: Requests, stream: str, subject: str) -> int:
     state = (await requests.ask(f"STREAM.INFO.{stream}", {"subjects_filter": subject}, _StreamInfo)).state
     assert state is not None, "the API answers with an error or a state"
     return (state.subjects or {}).get(subject, 0)
+
+
+async def count_requests(requests: Requests) -> int:
+    """How many requests of all users of our account JetStream's API has had since the broker started.
+
+    Requests for messages (MSG.NEXT, DIRECT.GET) are none of the API.
+    """
+    return (await requests.ask("INFO", None, _AccountInfo)).api.total
 
 
 async def stream_config(requests: Requests, stream: str) -> dict[str, Any]:

@@ -132,6 +132,8 @@ def _read(role: str, places: _Places) -> Iterator[str]:
     for stream, wanted in filters.items():
         names = fixed_consumers(role, nodes=places.get("node", ()), instances=places.get("instance", ())) or [ANY]
         yield from _durable(stream, wanted, names) if role in _DURABLE else _unnamed(stream, wanted)
+    if role == "arbitrator":  # it counts all users' requests, for an alert
+        yield f"{API}INFO"
     for looked_up in _LOOKS_UP.get(role, ()):
         yield from (f"{API}STREAM.{what}.{looked_up.name}" for what in ("MSG.GET", "INFO"))
     if role in ("arbitrator", "learner"):
