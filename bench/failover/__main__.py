@@ -1,6 +1,6 @@
 """What a running job loses and how long it has no decisions when a broker of three servers loses one.
 
-`python -m bench.failover [--trials N] [--json FILE] [--keep FILE]`, some 20 minutes for 20 trials of each fault. Three
+`python -m bench.failover [--trials N] [--json FILE] [--keep FILE]`, some 30 minutes for 20 trials of each fault. Three
 real nats-servers with three copies of each stream and an fsync per message, the real services, a job that reports a
 window every 0.2 s, and a bystander that stores 200 to 400 messages a second:
 
