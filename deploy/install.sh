@@ -101,6 +101,9 @@ if [ -z "$node" ]; then
     elif ! cmp -s "$deploy/users/users.conf" "$users"; then
         "$root$prefix/bin/python" -m dynamix.cli.main keys refresh --users "$users"
     fi
+    for users in "$root"/etc/dynamix/users/shard-*.conf; do
+        [ ! -e "$users" ] || "$root$prefix/bin/python" -m dynamix.cli.main keys refresh --users "$users"
+    done
     sh "$deploy/make-secrets.sh" "$root/etc/dynamix/credentials"
 else
     (umask 077 && mkdir -p "$root/etc/dynamix/credentials")

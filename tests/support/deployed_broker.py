@@ -7,7 +7,7 @@ import signal
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,14 +77,19 @@ def make_secrets(directory: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def deployed_broker(
-    directory: Path, *, config: str = "nats.conf", environ: Mapping[str, str] | None = None
+    directory: Path,
+    *,
+    config: str = "nats.conf",
+    environ: Mapping[str, str] | None = None,
+    prepare: Callable[[Path], None] = lambda _directory: None,
 ) -> Iterator[DeployedBroker]:
-    """Run the broker; only the place of its store is changed, which root alone could write."""
+    """Run the broker; only the place of its store is changed, which root alone could write, and what `prepare` does."""
     whole = {**os.environ, **make_secrets(directory / "secrets"), **(environ or {})}
     (directory / "users").mkdir()
     for file in (*DEPLOY.glob("*.conf"), DEPLOY / "users" / "users.conf"):
         text = file.read_text().replace(STORE, str(directory / "store"))
         (directory / file.relative_to(DEPLOY)).write_text(text)
+    prepare(directory)
     log = directory / "log"
     ports = ["-p", "-1", "-m", "-1", "--ports_file_dir", str(directory), "-l", str(log)]
     with subprocess.Popen([str(server_binary()), "-c", str(directory / config), *ports], env=whole) as process:

@@ -6,6 +6,7 @@
   dynamix keys rotate alice            # both keys work; then, once the new one is in use: keys revoke alice --old
   dynamix keys revoke alice
   dynamix keys refresh                 # after an upgrade: the permissions that this version needs
+  dynamix keys shard b                 # a second account; then: keys create ... --shard b
 
 It changes the file of users that the broker includes (users.conf), which holds public keys only; the secret goes into a
 file of mode 0600, for DYNAMIX_NATS_NKEY_FILE. Run it on the broker's machine. A change is in force once the broker has
@@ -25,11 +26,12 @@ from dynamix.cli.errors import CommandError, MisuseError, explained, reading
 from dynamix.cli.output import add_json_argument, add_list, add_output_argument, write_result, writing
 from dynamix.runtime import output_files
 from dynamix.runtime.bus.broker.nkeys import UserKey, new_seed
-from dynamix.runtime.bus.users.permissions import ROLES, inbox_of
+from dynamix.runtime.bus.users.permissions import PROVISION, ROLES, inbox_of
 from dynamix.runtime.bus.users.users_file import DEFAULT, User, UsersFileError, read_users, write_users
 from dynamix.runtime.input_files import read_regular
 from dynamix.runtime.key_file import FIRST_LINE, key_file_text, read_key_file
 from dynamix.runtime.output_files import FileKind
+from dynamix.schemas.subjects import check_token
 
 from . import changes
 
@@ -48,6 +50,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         one.set_defaults(act=act)
         where = "the broker's file of users (default: %(default)s)"
         one.add_argument("--users", metavar="FILE", type=Path, default=USERS_FILE, help=where)
+        if act is not _shard:
+            what = "the users of this shard, in shard-NAME.conf beside that file"
+            one.add_argument("--shard", metavar="NAME", type=_token, help=what)
         return one
 
     add_json_argument(add("list", _list, "List the users, what each is limited to, and its public keys."))
@@ -56,6 +61,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     revoking = add("revoke", _revoke, "Let a user in no longer.")
     what = "Write the permissions of this version; where there is no file, one with a user and password per service."
     add("refresh", _refresh, what)
+    what = "Make the users of a shard, an account of its own, with a key for `provision`; say how the broker gets it."
+    sharding = add("shard", _shard, what)
+    sharding.add_argument("name", metavar="NAME", type=_token, help="the shard")
     for one in (creating, rotating, revoking):
         one.add_argument("name", metavar="NAME", help="the user")
     creating.add_argument("--role", choices=ROLES, required=True, help="what it does on the bus")
@@ -63,6 +71,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_list(creating, "--node", "NODE", "a node that this collector is for; may be repeated ('*': all nodes)")
     what = "a reward service that this key is for: its DYNAMIX_INSTANCE, else its node; may be repeated (none: all)"
     add_list(creating, "--instance", "NAME", what)
+    add_output_argument(sharding, KEY, "where to write that key (default: NAME-provision.nkey here)", streams=False)
     for one in (creating, rotating):
         what = "where to write the key, with mode 0600 (default: NAME.nkey here)"
         add_output_argument(one, KEY, what, streams=False)
@@ -71,8 +80,25 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Do one action."""
+    if getattr(arguments, "shard", None) is not None:
+        arguments.users = _users_of(arguments.users, arguments.shard)
+        if not arguments.users.exists():
+            raise CommandError(f"there is no {arguments.users}: make the shard with `dynamix keys shard NAME`")
     arguments.act(arguments)
     return 0
+
+
+def _token(text: str) -> str:
+    """An argument's type: the name of a shard."""
+    try:
+        return check_token(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _users_of(users: Path, shard: str) -> Path:
+    """A shard's file of users, which a reload must find where the broker's configuration includes it."""
+    return users.parent / f"shard-{shard}.conf"
 
 
 def _list(arguments: argparse.Namespace) -> None:
@@ -144,6 +170,30 @@ def _refresh(arguments: argparse.Namespace) -> None:
         with _changing(arguments.users):
             pass  # they are written as they are
     _say(f"{arguments.users} has the permissions of this version", IN_FORCE)
+
+
+def _shard(arguments: argparse.Namespace) -> None:
+    """Names of users may be those of other accounts: a key says which account it is of, a password would not."""
+    name, users_file = arguments.name, _users_of(arguments.users, arguments.name)
+    file = Path(arguments.output or f"{name}-{PROVISION}.nkey")
+    for path in (users_file, file):
+        if path.exists():
+            fix = f"a shard is made once; `keys create --shard {name}` adds users"
+            raise CommandError(f"{path} is there already: {fix}")
+    seed = new_seed()
+    user = User(name=PROVISION, role=PROVISION, keys=(UserKey(seed).public,))
+    with writing(users_file):
+        text = write_users([user]).encode()
+        output_files.write(users_file, text, mode=0o644, streams=False)
+    _write_key(file, seed, user)
+    account, place = f"SHARD_{name.upper().replace('-', '_')}", f"{users_file.parent.name}/{users_file.name}"
+    _say(
+        f"{users_file} has its users, {file} lets in {PROVISION}. In nats.conf, once:",
+        f'  accounts {{ ... {account} {{ jetstream: enabled, include "{place}" }} ... }}',
+        "  max_file_store: 2 GB more for each shard",
+        "and restart the broker. Then `dynamix provision` with that key, and keys for its services and trainers:",
+        f"  dynamix keys create NAME --role ROLE --shard {name}",
+    )
 
 
 def _write_key(file: Path, seed: str, user: User) -> None:
