@@ -79,10 +79,11 @@ failover: venv ## a broker of three servers that loses one, 20 times each: docs/
 partition: venv ## the link of a broker's leader is cut, 20 times, as root: docs/failover-partition.json, a table of docs/failover.md; 8 minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.failover --fault minority-partition --json docs/failover-partition.json --document docs/failover.md $(ARGS)
 
-floods: venv ## one client floods the broker beside honest jobs: docs/floods*.json, the tables of docs/floods.md; 20 minutes
+floods: venv ## one client floods the broker beside honest jobs: docs/floods*.json, the tables of docs/floods.md; 30 minutes
 	-OMP_NUM_THREADS=1 $(BIN)/python -m bench.floods --json docs/floods.json --document docs/floods.md $(ARGS)
 	-OMP_NUM_THREADS=1 $(BIN)/python -m bench.floods --keys --json docs/floods-keys.json --document docs/floods.md $(ARGS)
-	OMP_NUM_THREADS=1 $(BIN)/python -m bench.floods --role all --json docs/floods-roles.json --document docs/floods.md $(ARGS)
+	-OMP_NUM_THREADS=1 $(BIN)/python -m bench.floods --role all --json docs/floods-roles.json --document docs/floods.md $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m bench.floods.restart --json docs/floods-restart.json --document docs/floods.md
 
 lint: venv ## ruff: rules and format
 	$(BIN)/ruff check .

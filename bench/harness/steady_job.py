@@ -126,7 +126,9 @@ async def running_job(settings: BusSettings, bus: Bus) -> AsyncIterator[SteadyJo
 
 
 @contextlib.asynccontextmanager
-async def running_services(settings_of: Callable[[str], BusSettings], watcher: Bus) -> AsyncIterator[None]:
+async def running_services(
+    settings_of: Callable[[str], BusSettings], watcher: Bus
+) -> AsyncIterator[Sequence[ServiceProcess]]:
     """The services, ready; each connects with the settings of its name."""
     own = {"DYNAMIX_NODE": NODE, "DYNAMIX_LOG_LEVEL": "error"}
     services = [ServiceProcess(name, {**bus_environment(settings_of(name)), **own}) for name in SERVICES]
@@ -135,7 +137,7 @@ async def running_services(settings_of: Callable[[str], BusSettings], watcher: B
             service.start()
         await wait_until_ready(watcher, SERVICES, timeout_s=120)
         try:
-            yield
+            yield services
         except Exception as error:
             try:
                 check_running(services)
