@@ -1,0 +1,130 @@
+"""Real ranks on two nodes under the policy `stigmergy`: the collector of one node is killed, and comes back."""
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from multiprocessing.synchronize import Event
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from tests.support.control_plane import NODE, ControlPlane, control_plane
+from tests.support.ranks import START, run_ranks
+from tests.support.training import Numbered, distribute, flat_parameters, make_model
+from torch import nn
+
+from dynamix import trainer as dynamix
+from dynamix.cli.services import ServiceProcess
+from dynamix.runtime.bus.service_bus import BatchConsumer
+from dynamix.schemas import subjects
+from dynamix.schemas.codec import decode
+from dynamix.schemas.messages import Report
+from dynamix.schemas.streams import FEED
+
+OTHER = "node-b"
+NODES = (NODE, OTHER)
+WINDOW_STEPS = 4
+FAST_S, SLOW_S = 0.001, 0.004
+"""Seconds per sample."""
+TIMEOUT_S = 40.0
+
+
+class WholeWindow(NamedTuple):
+    """What both nodes reported of a window."""
+
+    sizes: tuple[int, ...]
+    has_trace: bool
+    """Whether the field holds a trace of the other node."""
+
+
+def _seconds_per_sample(rank: int, *, later: bool) -> float:
+    """First only rank 3 is slow, of the other node; later all but rank 0."""
+    return SLOW_S if rank == 3 or (later and rank > 0) else FAST_S
+
+
+def _train(rank: int, slowed: Event, enough: Event) -> dict[str, Any]:
+    """Train until `enough` is set; ranks 1 and 2 slow down when `slowed` is."""
+    os.environ["DYNAMIX_NODE"] = NODES[rank // 2]
+    model = distribute(make_model(torch.float32))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    data = Numbered(4000, torch.float32)
+    options: dict[str, Any] = {"local_batch_size": 16, "window_steps": WINDOW_STEPS, "name": "dying", "seed": 11}
+    session = dynamix.attach(model, optimizer, data, policy="stigmergy", **options)
+    is_over = torch.zeros(1)
+    with session:
+        for _ in session.epochs(1000):
+            for inputs, targets, _ in session.loader:
+                loss = nn.functional.cross_entropy(model(inputs), targets)
+                time.sleep(len(inputs) * _seconds_per_sample(rank, later=slowed.is_set()))
+                optimizer.zero_grad()
+                loss.backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                session.step(loss)
+                if session.step_index % WINDOW_STEPS == 0:
+                    is_over.fill_(float(enough.is_set()))
+                    dist.broadcast(is_over, src=0)
+                    if is_over:
+                        return {"sizes": session.local_batch_sizes, "parameters": flat_parameters(model).tolist()}
+    raise AssertionError("the epochs ended first")
+
+
+async def _whole_windows(consumer: BatchConsumer) -> AsyncIterator[WholeWindow]:
+    by_window: dict[int, dict[str, Report]] = {}
+    async for batch in consumer:
+        for message in batch:
+            report = decode(Report, message.subject, message.payload)
+            nodes = by_window.setdefault(report.window, {})
+            nodes[report.node] = report
+            if len(nodes) == len(NODES):
+                view = nodes[OTHER].field
+                yield WholeWindow(
+                    sizes=tuple(row.local_batch_size for node in NODES for row in nodes[node].rows),
+                    has_trace=view is not None and view.own is not None,
+                )
+
+
+async def _until(windows: AsyncIterator[WholeWindow], reached: Callable[[WholeWindow], bool]) -> list[WholeWindow]:
+    """The windows up to the first one for which `reached` holds."""
+    seen: list[WholeWindow] = []
+    async with asyncio.timeout(TIMEOUT_S):
+        async for window in windows:
+            seen.append(window)
+            if reached(window):
+                return seen
+    raise AssertionError("the consumer ended")
+
+
+def _start_agents(plane: ControlPlane) -> dict[str, ServiceProcess]:
+    """The collectors of both nodes, which end with the control plane."""
+    environs = {node: {"DYNAMIX_NODE": node, "DYNAMIX_INSTANCE": node} for node in NODES}
+    agents = {node: plane.another("collector", environ) for node, environ in environs.items()}
+    plane.services.update(agents)
+    for agent in agents.values():
+        agent.start()
+    return agents
+
+
+async def test_ranks_of_a_killed_agent_keep_their_share_until_it_is_back_while_the_others_go_on() -> None:
+    slowed, enough = START.Event(), START.Event()
+    reports = subjects.of("report", subjects.ANY, subjects.ANY)
+    async with control_plane() as plane, plane.bus.consume(FEED.name, [reports], start="all") as consumer:
+        agents, windows = _start_agents(plane), _whole_windows(consumer)
+        environ = {**plane.environ, "DYNAMIX_JOB": "dying"}
+        training = asyncio.create_task(asyncio.to_thread(run_ranks, _train, 4, slowed, enough, environ=environ))
+        try:
+            await _until(windows, lambda window: window.has_trace and window.sizes[2] > 2 * window.sizes[3])
+            agents[OTHER].kill()
+            faded = (await _until(windows, lambda window: not window.has_trace))[-1]
+            slowed.set()
+            alone = await _until(windows, lambda window: window.sizes[0] > 2 * window.sizes[1])
+            agents[OTHER].start()
+            back = await _until(windows, lambda window: window.has_trace and window.sizes[0] > 2 * window.sizes[2])
+        finally:
+            enough.set()
+            ended = await training
+    assert {window.sizes[2:] for window in alone} == {faded.sizes[2:]}  # though rank 2 is four times slower by then
+    assert not any(window.has_trace for window in alone)
+    assert back[-1].sizes[2] < faded.sizes[2]
+    assert {sum(window.sizes) for window in [faded, *alone, *back]} == {64}
+    assert all(one == ended[0] for one in ended)
