@@ -22,7 +22,8 @@ from dynamix.lab.experiments.episodes.pool import EpisodePool
 from dynamix.lab.experiments.episodes.suite import HELD_OUT, suite_named
 
 from .chains import EXPLORES, ChainTask, FamilyChain, run_chain
-from .energy import energy_report, run_energy_chain
+from .energy import EnergyChain, energy_report, run_energy_chain
+from .kept import KeptChains
 from .means import mean_of
 
 MOST_SECOND, MOST_ALL, MOST_CHANGED, MOST_WINDOWS = 0.95, 0.90, 1.02, 3
@@ -91,13 +92,13 @@ def report_of(chains: Sequence[FamilyChain]) -> BenchmarkReport:
 
 
 def draw_chains(chains: Sequence[FamilyChain], path: Path) -> None:
-    """Time of each run over that of a cold start, by family and in the mean."""
-    curves = [Curve(label=chain.family, points=_ratios(chain), style="-") for chain in chains]
-    numbers = range(min(len(chain.cold_s) for chain in chains))
-    means = [
-        (number + 1.0, mean_of([chain.exploring_s[number] / chain.cold_s[number] for chain in chains]).value)
-        for number in numbers
+    """Time of each run over that of a cold start, by family and in the mean over all chains."""
+    families = list(dict.fromkeys(chain.family for chain in chains))
+    curves = [
+        Curve(label=family, points=_mean_ratios([chain for chain in chains if chain.family == family]), style="-")
+        for family in families
     ]
+    means = _mean_ratios(chains)
     mean = Curve(label="geometric mean", points=means, style="ko-")
     by_family = Panel(
         title="by family", x="run", y="time over that of a cold start", curves=curves, limit=1.0, counts=True
@@ -108,9 +109,13 @@ def draw_chains(chains: Sequence[FamilyChain], path: Path) -> None:
     draw([[by_family, in_mean]], path, "Runs of a family that begin with what those before taught, and explore")
 
 
-def _ratios(chain: FamilyChain) -> list[tuple[float, float]]:
-    pairs = zip(chain.exploring_s, chain.cold_s, strict=True)
-    return [(number, ours / cold) for number, (ours, cold) in enumerate(pairs, start=1)]
+def _mean_ratios(chains: Sequence[FamilyChain]) -> list[tuple[float, float]]:
+    """Geometric mean over chains of each run over a cold start, by the number of the run."""
+    numbers = range(min(len(chain.cold_s) for chain in chains))
+    return [
+        (number + 1.0, mean_of([chain.exploring_s[number] / chain.cold_s[number] for chain in chains]).value)
+        for number in numbers
+    ]
 
 
 def tasks_of(suite: str, families: str, explores: str, num_runs: int, num_seeds: int) -> list[ChainTask]:
@@ -129,14 +134,15 @@ def tasks_of(suite: str, families: str, explores: str, num_runs: int, num_seeds:
     ]
 
 
-def measure(tasks: Sequence[ChainTask], objective: str, num_processes: int) -> BenchmarkReport:
-    """All chains, and their report."""
+def measure(tasks: Sequence[ChainTask], objective: str, num_processes: int, ledger: str = "") -> BenchmarkReport:
+    """All chains, and their report; those that are in the ledger are not run again."""
+    path = Path(ledger) if ledger else None
     if objective not in ("time", "energy"):
         raise BenchmarkError(f"--objective {objective!r}: use time or energy")
     with EpisodePool(num_processes) as pool:
         if objective == "energy":
-            return energy_report(pool.run_all(run_energy_chain, tasks))
-        return report_of(pool.run_all(run_chain, tasks))
+            return energy_report(KeptChains(EnergyChain, path).run_all(pool, run_energy_chain, tasks))
+        return report_of(KeptChains(FamilyChain, path).run_all(pool, run_chain, tasks))
 
 
 def main() -> int:
@@ -150,13 +156,14 @@ def main() -> int:
         ("--processes", 1, "chains at a time"),
         ("--explores", ",".join(EXPLORES), "what runs try out, with commas"),
         ("--objective", "time", "what runs are compared by: time or energy"),
+        ("--ledger", "", "file that keeps the chains; all are run again without"),
         has_figure=True,
     )
     options = parser.parse_args()
 
     def run() -> BenchmarkReport:
         tasks = tasks_of(options.suite, options.families, options.explores, options.runs, options.seeds)
-        return measure(tasks, options.objective, options.processes)
+        return measure(tasks, options.objective, options.processes, options.ledger)
 
     return run_benchmark(
         *("recurring", options, run),

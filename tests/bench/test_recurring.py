@@ -1,4 +1,5 @@
 import math
+from pathlib import Path
 
 import pytest
 from bench.harness.command import BenchmarkError
@@ -6,9 +7,11 @@ from bench.recurring import chains, energy
 from bench.recurring.__main__ import report_of, tasks_of
 from bench.recurring.chains import ChainTask, ChangedCluster, FamilyChain, changed_clusters, run_chain
 from bench.recurring.energy import EnergyChain, SpentRun, energy_report, run_energy_chain
+from bench.recurring.kept import KeptChains
 from bench.recurring.means import mean_of
 from tests.support import virtual
 
+from dynamix.lab.experiments.episodes.pool import EpisodePool
 from dynamix.lab.workloads import Data
 
 
@@ -103,3 +106,23 @@ def test_what_runs_try_out_is_named() -> None:
         tasks_of("train", "", "batch", 3, 1)
     with pytest.raises(BenchmarkError, match="--families 'none'"):
         tasks_of("train", "none", "learning_rate", 3, 1)
+
+
+def test_a_measurement_goes_on_with_the_chains_that_are_not_in_its_file(tmp_path: Path) -> None:
+    tasks, asked = tasks_of("train", "adam,gpu", "noise_multiplier", 3, 1), list[str]()
+
+    def made_up(task: ChainTask) -> FamilyChain:
+        asked.append(task.name)
+        return chain(family=task.scenario.family)
+
+    with EpisodePool(1) as pool:
+        first = KeptChains(FamilyChain, tmp_path / "kept.jsonl").run_all(pool, made_up, tasks[1:])
+        both = KeptChains(FamilyChain, tmp_path / "kept.jsonl").run_all(pool, made_up, tasks)
+        longer = tasks_of("train", "gpu", "noise_multiplier", 4, 1)
+        KeptChains(FamilyChain, tmp_path / "kept.jsonl").run_all(pool, made_up, longer)
+    assert [each.family for each in both] == ["adam", "gpu"]
+    assert both[1:] == first
+    assert asked == ["gpu-8, seed 1", "adam-8, seed 1", "gpu-8, seed 1"]  # a longer chain is another one
+    (tmp_path / "other.jsonl").write_text('{"key": 1}\n')
+    with pytest.raises(BenchmarkError, match=r"other\.jsonl, line 1, is no chain: .*; name another file"):
+        KeptChains(FamilyChain, tmp_path / "other.jsonl")
