@@ -1,6 +1,7 @@
 import math
 from pathlib import Path
 
+import msgspec
 import pytest
 from bench.harness.command import BenchmarkError
 from bench.recurring import chains, energy
@@ -9,10 +10,13 @@ from bench.recurring.chains import ChainTask, ChangedCluster, FamilyChain, chang
 from bench.recurring.energy import EnergyChain, SpentRun, energy_report, run_energy_chain
 from bench.recurring.kept import KeptChains
 from bench.recurring.means import mean_of
+from bench.recurring.tables import ChainFigures, EnergyFigures, explored_table, families_table, means_table
 from tests.support import virtual
 
 from dynamix.lab.experiments.episodes.pool import EpisodePool
 from dynamix.lab.workloads import Data
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def chain(**changes: object) -> FamilyChain:
@@ -126,3 +130,27 @@ def test_a_measurement_goes_on_with_the_chains_that_are_not_in_its_file(tmp_path
     (tmp_path / "other.jsonl").write_text('{"key": 1}\n')
     with pytest.raises(BenchmarkError, match=r"other\.jsonl, line 1, is no chain: .*; name another file"):
         KeptChains(FamilyChain, tmp_path / "other.jsonl")
+
+
+def test_the_tables_say_which_targets_are_met_and_by_how_much() -> None:
+    chains = [chain(second_s=9.4), chain(second_s=9.5, exploring_s=[10.0, 9.9, 9.9, 9.9])]
+    report = report_of(chains)
+    figures = ChainFigures(summary=report.figures["summary"], targets=[*report.targets], chains=chains)
+    assert means_table(figures).splitlines()[2:] == [
+        "| second run, no exploration | 0.94 | 1.01 | 0.95, met |",
+        "| second run that explores | 0.89 | 1.11 | 0.95, met, by less than the error |",
+        "| all runs in a row | 0.83 | 1.19 | 0.90, met, by less than the error |",
+        "| second run on a changed cluster | 1.01 | 1.01 | 1.02, met |",
+    ]
+    assert families_table(chains).splitlines()[2:] == ["| mixed | 0.94 | 0.89 | 0.83 | 0.77 | 2: learning rate x 1.5 |"]
+
+
+def test_the_page_holds_what_the_figures_say_is_worth_trying_out() -> None:
+    files = {
+        "learning rate and noise scale ([file](recurring-energy.json))": "recurring-energy.json",
+        "the noise scale only ([file](recurring-energy-noise.json))": "recurring-energy-noise.json",
+    }
+    figures = {
+        title: msgspec.json.decode((DOCS / name).read_bytes(), type=EnergyFigures) for title, name in files.items()
+    }
+    assert explored_table(figures) in (DOCS / "recurring.md").read_text()
