@@ -29,6 +29,8 @@ REDUCED_TRANSFER = (
 )
 IMAGES = {name: value for name, value in IMAGE_JOB.items() if name != "workload"}
 ADAM = {"optimizer": "adam"}
+MANY_WORKERS = 128
+"""Of a job that policies learned with 8 workers are applied to."""
 
 
 def reward_curve(laboratory: Laboratory) -> ExperimentResult:
@@ -67,7 +69,7 @@ def other_optimizer(laboratory: Laboratory) -> ExperimentResult:
 
 
 def other_models(laboratory: Laboratory) -> ExperimentResult:
-    """Policies learned on one model, unchanged, on a deeper or wider one and on a Transformer."""
+    """Policies learned with one model, SGD and 8 workers, unchanged, with others, with Adam and with 128 workers."""
     full = laboratory.scale.name == "full"
     home = {"workload": "cifar10-resnet20"} if full else {}
     other = {"workload": "cifar10-resnet32"} if full else {"workload": "fashion-28-mlp", "target_accuracy": 0.875}
@@ -88,6 +90,8 @@ def other_models(laboratory: Laboratory) -> ExperimentResult:
         "as learned": laboratory.cluster("home", **(images | home)),
         "ResNet-32" if full else "28 x 28 MLP": laboratory.cluster("other-image", **(images | other)),
         "Transformer": laboratory.cluster("text", **text),
+        "Adam": laboratory.cluster("adam", **(images | home | ADAM)),
+        f"{MANY_WORKERS} workers": laboratory.cluster("many", num_workers=MANY_WORKERS, **(images | home)),
     }
     learned = _both(laboratory, scenarios["as learned"])
     notes = [*([] if full else [REDUCED_TRANSFER]), laboratory.tuning_note(BASELINES)]
