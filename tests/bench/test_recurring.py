@@ -154,3 +154,10 @@ def test_the_page_holds_what_the_figures_say_is_worth_trying_out() -> None:
         title: msgspec.json.decode((DOCS / name).read_bytes(), type=EnergyFigures) for title, name in files.items()
     }
     assert explored_table(figures) in (DOCS / "recurring.md").read_text()
+
+
+def test_the_page_holds_the_held_out_tables_that_the_figures_make() -> None:
+    figures = msgspec.json.decode((DOCS / "recurring-heldout.json").read_bytes(), type=ChainFigures)
+    page = (DOCS / "recurring.md").read_text()
+    assert means_table(figures) in page
+    assert families_table(figures.chains) in page
