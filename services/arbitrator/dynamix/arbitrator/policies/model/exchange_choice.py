@@ -3,13 +3,14 @@
     J(B, k, h) = worth(B) * gain_k / (1 + drift cost * (h - 1)) / (rest + c(B) + exposed(k, h) + waiting * c(B))
 
 `exchange_memory` has what is exposed under codec k and a period of h steps, and what h local steps cost in progress.
-Each (k, h) has its own best B, so all are compared at theirs.
+Each (k, h) has its own best B, so all are compared at theirs. A route is no third choice beside k and h: gradients as
+they are over owners with shares are one more way, with a gradient in each step.
 
 A decision rules two windows later, and costs little; but estimates are noisy, so another way must promise `MARGIN`
 more, and stays for `DWELL` windows at least. Local steps end while the loss rises.
 
-Gradients as they are may also travel over owners with shares, where the rates of the links promise it (`links`). Shares
-end as soon as a ring would be faster, and now and then, to look at the links again: under them nothing tells.
+Owners with shares are compared where the rates of the links are known (`links`). Shares end as soon as a ring would be
+faster, and now and then, to look at the links again: under them nothing tells.
 """
 
 import math
@@ -120,6 +121,10 @@ def choose(
 
 
 def _candidates(job: Job, memory: ExchangeMemory, max_every: int) -> Iterator[Exchange]:
+    """What is compared: exact gradients by all-reduces, the same over owners with shares, each codec with each period.
+
+    Codecs and periods go by all-reduces only: shares are combined with neither.
+    """
     yield EXACT
     if can_share(job) and memory.knows_links:
         yield Exchange(route=OVER_OWNERS)
