@@ -314,3 +314,11 @@ def test_local_steps_begin_where_a_third_of_a_step_is_communication_and_end_belo
         for newest, expected in ((EXACT, begins), (local, stays)):
             memory = ExchangeMemory(ruling=(newest, newest), exact_s=taken_s, drift=0.01)
             assert (choose(job_of("local"), model_of(taken_s), memory, worth, max_every=16).every > 1) == expected
+
+
+def test_with_adam_local_steps_need_twice_as_large_a_share() -> None:
+    adam = msgspec.structs.replace(job_of("local"), optimizer_family="adam")
+    for share, begins in ((0.4, False), (0.65, False), (0.75, True)):
+        taken_s = COMPUTE_S * share / (1.0 - share)
+        memory = ExchangeMemory(exact_s=taken_s, drift=0.01)
+        assert (choose(adam, model_of(taken_s), memory, worth, max_every=16).every > 1) == begins

@@ -14,8 +14,9 @@ faster, and now and then, to look at the links again: under them nothing tells.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 
@@ -38,9 +39,9 @@ from .step_time import StepTime
 from .step_time_fit import StepTimeFit
 
 MARGIN = 0.1
-LEAST_EXPOSED_TO_BEGIN, LEAST_EXPOSED_TO_STAY = 0.35, 0.25
-"""Shares of an exact step, at its best B, that must be exposed communication for local steps: less is not worth what
-they may cost, which drift tells roughly."""
+LEAST_EXPOSED: Mapping[str, tuple[float, float]] = MappingProxyType({"sgd": (0.35, 0.25), "adam": (0.7, 0.6)})
+"""Shares of an exact step, at its best B, that must be exposed communication for local steps, to begin them and to stay
+with them, by optimizer family: less is not worth what they may cost, which drift tells roughly."""
 
 
 def is_decided(job: Job) -> bool:
@@ -106,7 +107,8 @@ def choose(
     exact_s = model_under(EXACT, model, memory).step_time_s(slowest_s)
     at_best = int((worths / exact_s).argmax())
     exposed = 1.0 - (float(slowest_s[at_best]) + model.rest_s) / float(exact_s[at_best])
-    if exposed < (LEAST_EXPOSED_TO_STAY if newest.every > 1 else LEAST_EXPOSED_TO_BEGIN):
+    to_begin, to_stay = LEAST_EXPOSED[job.optimizer_family]
+    if exposed < (to_stay if newest.every > 1 else to_begin):
         max_every = 1
         newest = newest if newest.every == 1 else EXACT
 
