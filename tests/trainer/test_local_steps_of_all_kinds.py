@@ -11,6 +11,7 @@ from tests.support.local_steps import Normalised, mean_loss
 from tests.support.ranks import run_ranks
 from tests.support.training import flat_parameters, offer
 from tests.support.whole_numbers import (
+    Heads,
     Sometimes,
     Whole,
     attach,
@@ -75,6 +76,10 @@ def _whole_local(rank: int, kind: str, exchange: Exchange) -> torch.Tensor:
         models += [distributed()]
     elif kind == "one rank without a gradient":
         models = [distributed(Sometimes(uses_all=rank == 0), find_unused_parameters=True)]
+    elif kind == "bf16":
+        models = [distributed(Heads(torch.bfloat16))]
+    elif kind == "gradients as views of buckets":
+        models = [distributed(gradient_as_bucket_view=True)]
     elif kind == "accumulation":
         options |= {"micro_batch_size": 3}
     elif kind == "empty" and exchange != EXACT:
@@ -86,7 +91,13 @@ def _whole_local(rank: int, kind: str, exchange: Exchange) -> torch.Tensor:
     return torch.stack([flat_parameters(model) for model in models])
 
 
-@pytest.mark.parametrize("kind", ["plain", "two models", "accumulation", "empty", "one rank without a gradient"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("plain", "two models", "accumulation", "empty", "one rank without a gradient"),
+        *("bf16", "gradients as views of buckets"),
+    ],
+)
 def test_where_gradients_do_not_depend_on_parameters_local_steps_are_single_ones(kind: str) -> None:
     expected = run_ranks(_whole_local, 2, kind, EXACT)[0]
     assert expected.abs().max() > 0
