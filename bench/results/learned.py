@@ -30,7 +30,7 @@ REDUCED_TRANSFER = (
 IMAGES = {name: value for name, value in IMAGE_JOB.items() if name != "workload"}
 ADAM = {"optimizer": "adam"}
 MANY_WORKERS = 128
-"""Of a job that policies learned with 8 workers are applied to."""
+"""Workers of the job that policies learned with 8 workers are applied to."""
 
 
 def reward_curve(laboratory: Laboratory) -> ExperimentResult:

@@ -37,7 +37,7 @@ class FamilyRow(msgspec.Struct, frozen=True, kw_only=True):
 
     family: str
     num_workers: list[int]
-    """Of each scenario; as many agents take part."""
+    """In each scenario; as many agents take part."""
     policy: str
     against: dict[str, RatioInterval | None]
     """Time over that of each base."""

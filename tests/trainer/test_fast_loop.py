@@ -19,7 +19,7 @@ from dynamix.schemas.messages import Applied, Job, Report
 from dynamix.schemas.messages.allocation import Allocation
 from dynamix.trainer.data.schedule import Schedule
 from dynamix.trainer.measurement import clock as clock_module
-from dynamix.trainer.steering.tracking import FIRST_MEASURED, SHORT_EVERY, SHORT_S, FastLoop, Pace, Tracker
+from dynamix.trainer.steering.tracking import FIRST_MEASURED, SHORT_EVERY, SHORT_S, FastLoop, LoopPace, Tracker
 
 HELD_FROM = 200
 SLOW_FROM = 300
@@ -113,7 +113,7 @@ def test_of_short_steps_every_fourth_is_measured_after_the_first_ones() -> None:
 @pytest.mark.parametrize("period", [2, 3, 4, 5, 8, 16])
 def test_what_a_script_does_in_every_few_steps_is_measured_as_often_as_it_is_done(period: int) -> None:
     loop, _ = _loop()
-    loop.pace = Pace(FIRST_MEASURED, is_short=True)
+    loop.pace = LoopPace(FIRST_MEASURED, is_short=True)
     measured = [step for step in range(4000) if loop.measures(step)]
     assert len(measured) == 1000
     assert all(later - step < 2 * SHORT_EVERY for step, later in pairwise(measured))

@@ -20,7 +20,7 @@ from .job.identity import Attempt, generation_after
 from .job.memory_caps import merge_caps
 from .steering.rates import FilterState
 from .steering.run import Run
-from .steering.tracking import Pace
+from .steering.tracking import LoopPace
 
 _log = logging.getLogger("dynamix.trainer")
 
@@ -106,7 +106,7 @@ def restore(run: Run, state: dict[str, Any]) -> Position:
         run.schedule.reset(position.step, _rescaled(run, sum(total)))
     if is_same_world and state["version"] >= 6:
         run.fast_loop.tracker.filter.restore(FilterState(*map(tuple, state["speeds"])))
-        run.fast_loop.pace = Pace(*state.get("pace", ()))
+        run.fast_loop.pace = LoopPace(*state.get("pace", ()))
     average = NoiseAverage if state["version"] >= 5 else NoiseAverage.of_sums
     run.noise = average(run.options.noise_decay, *state["noise"])
     return position

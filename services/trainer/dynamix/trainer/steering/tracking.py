@@ -128,11 +128,11 @@ class Tracker:
         return [(size + more) * rate for size, more, rate in zip(sizes, self.filter.fixed, rates, strict=True)]
 
 
-class Pace(NamedTuple):
+class LoopPace(NamedTuple):
     """Which steps are measured; plain numbers for a checkpoint."""
 
     num_measured: int = 0
-    """Under tracking, at most `FIRST_MEASURED`."""
+    """Measurements under tracking, up to `FIRST_MEASURED`."""
     is_short: bool = False
     """Whether the slowest rank computed for less than `SHORT_S`, by the newest measurement."""
 
@@ -147,7 +147,7 @@ class FastLoop:
     def __init__(self, schedule: Schedule, tracker: Tracker) -> None:
         self.tracker = tracker
         self._schedule = schedule
-        self.pace = Pace()
+        self.pace = LoopPace()
 
     def measures(self, step: int) -> bool:
         """Whether the ranks shall exchange their times in a step that an allocation with `tracking` rules.
@@ -191,4 +191,4 @@ class FastLoop:
         if better is not None:
             self._schedule.revise(effective_step, newest.with_sizes(better))
         is_short = self.tracker.longest_s(better or newest.local_batch_sizes) < SHORT_S
-        self.pace = Pace(min(self.pace.num_measured + 1, FIRST_MEASURED), is_short)
+        self.pace = LoopPace(min(self.pace.num_measured + 1, FIRST_MEASURED), is_short)

@@ -25,7 +25,7 @@ class Windows:
         self._margin_steps = margin_steps
         self._min_window_s = min_window_s
         self._starts = [first_step]
-        """Of the windows that still matter, in order; the last one is where one ends whose length is decided."""
+        """Starts of the windows that still matter, in order; before the last one lie all whose lengths are decided."""
         self._first = 0
         """The number of the window that starts at the first of them."""
         self._plan(first_step, 1)
