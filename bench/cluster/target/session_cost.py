@@ -107,7 +107,7 @@ def _note_usage(usage_s: list[float], hosts: Hosts, *_: object) -> None:
 
 
 def report(found: Mapping[str, Sequence[float]], used: Mapping[str, Sequence[float]]) -> BenchmarkReport:
-    """Table and figures of processor times by arm, passed and `used`, in milliseconds, run for run of the same seeds."""
+    """Table and figures of processor times by arm, passed and `used`, in milliseconds, run for run of equal seeds."""
     rows: list[dict[str, Any]] = [
         {
             "arm": name,
