@@ -1,6 +1,7 @@
 """For every test."""
 
 import logging
+import signal
 import stat
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -16,6 +17,13 @@ pytest_plugins = ["tests.support.bpf", "tests.support.extensions", "tests.suppor
 
 
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _heeds_interrupts() -> None:
+    """Under `nohup make test &` the tests would ignore SIGINT, and what they start inherits that."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -69,12 +69,7 @@ async def top(server: EmbeddedServer, terminal: Terminal) -> asyncio.subprocess.
     environ = {**os.environ, **bus_environment(server.settings), "TERM": "xterm-256color"}
     environ = {key: value for key, value in environ.items() if key not in ("COLUMNS", "LINES")}
     ends = {"stdin": terminal.slave, "stdout": terminal.slave, "stderr": terminal.slave}
-    # Under `nohup make test &` the tests ignore SIGINT, and what they start would inherit that.
-    return await asyncio.create_subprocess_exec(*command, env=environ, preexec_fn=_heed_interrupts, **ends)
-
-
-def _heed_interrupts() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    return await asyncio.create_subprocess_exec(*command, env=environ, **ends)
 
 
 @pytest.mark.parametrize("leave", ["q", "\x1b", "SIGINT"])
