@@ -8,50 +8,26 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import msgspec
 import pytest
-from tests.support import alert_trials, examples
-from tests.support.alert_trials import Phase, Recorded, Sample, check_alerts, needs, record
-from tests.support.brokers import ConfiguredServer, connected, publish_states, publish_unstored, until
+from tests.support import alert_trials
+from tests.support.alert_trials import Phase, Recorded, check_alerts, needs, record
+from tests.support.brokers import publish_unstored, until
 from tests.support.control_plane import NODE, one_node_job, report_of
-from tests.support.lagging_copy import LaggingCopy
 from tests.support.scraped_plane import EQUAL, ScrapedPlane
-from tests.support.services_here import ServiceHere, services_here
+from tests.support.services_here import ServiceHere
 
-from dynamix.arbitrator import shown as arbitrator_shown
 from dynamix.arbitrator.learning.service import LearnerSettings, _Learner
 from dynamix.arbitrator.learning.updating import Outcome
-from dynamix.cli.commands.doctor import bus as doctor
-from dynamix.cli.commands.doctor.check import DoctorCheck
 from dynamix.collector import shown as collector_shown
 from dynamix.collector import turns
 from dynamix.collector.ebpf.syscall import ProgramInfo
 from dynamix.collector.shown import ShownWindows
 from dynamix.runtime.bus import Bus
-from dynamix.runtime.bus.broker.requests import Answer
-from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.health.watchdog import Watchdog
 from dynamix.runtime.metrics import scrape as scraping
-from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import subjects
-from dynamix.schemas.streams import FEED
 
 pytestmark = needs("promtool")
-
-
-async def test_a_broker_that_is_away(plane: ScrapedPlane, tmp_path: Path) -> None:
-    before = await plane.record()
-    await plane.server.stop()
-    await until(lambda: not plane.bus.is_connected)
-    away = await plane.record()
-    await plane.server.restart()
-    await until(lambda: plane.bus.is_connected)
-    check_alerts(
-        tmp_path,
-        Phase(20, before, set()),
-        Phase(20, away, {"DynamixNotReady"}),
-        Phase(20, await plane.record(), set()),
-    )
 
 
 async def test_a_service_that_is_down(plane: ScrapedPlane, tmp_path: Path) -> None:
@@ -63,177 +39,6 @@ async def test_a_service_that_is_down(plane: ScrapedPlane, tmp_path: Path) -> No
         Phase(20, down, {"DynamixServiceDown"}),
         Phase(20, before, set()),
     )
-
-
-async def test_a_stream_that_is_full(plane: ScrapedPlane, tmp_path: Path) -> None:
-    job = one_node_job()
-    await plane.bus.publish(job)
-    before = await plane.record(plane.train(job, 1))
-    context = plane.services["reward"].context
-
-    async def wait_for_room() -> None:
-        await provision(plane.bus, [msgspec.structs.replace(FEED, max_bytes=100, discard="new")])
-        waiting = asyncio.create_task(context.publish_when_room(examples.reward(NODE, (0, 1, 2, 3), window=50)))
-        await until(lambda: context.counters.get("waits_for_room"))
-        await provision(plane.bus, [FEED])
-        assert await waiting
-
-    full = await plane.record(wait_for_room())
-    check_alerts(
-        tmp_path,
-        Phase(20, before, set()),
-        Phase(20, full, {"DynamixStreamFull"}),
-        Phase(20, await plane.record(), set()),
-    )
-
-
-async def test_a_feed_that_is_flooded(plane: ScrapedPlane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Junk fills FEED within seconds; then it is old junk, as it is in a day."""
-    monkeypatch.setattr(arbitrator_shown, "STREAMS_EVERY_S", 0.05)
-    small = msgspec.structs.replace(FEED, max_bytes=1 << 20)
-    monkeypatch.setattr(arbitrator_shown, "FEED", small)
-    await provision(plane.bus, [small])
-    await plane.shows("arbitrator", "feed_full_ratio", 0)
-    before = await plane.record()
-    for number in range(5):
-        await plane.bus.publish_bytes(subjects.of("report", "junk", "x"), bytes(500_000), f"junk-{number}")
-    await plane.scraped("arbitrator", lambda text: 'feed_full_ratio{component="arbitrator"} 0.9' in text)
-    flooded = await plane.record()
-    await provision(plane.bus, [FEED])
-    monkeypatch.setattr(arbitrator_shown, "FEED", FEED)
-    await plane.scraped("arbitrator", lambda text: 'feed_full_ratio{component="arbitrator"} 0.9' not in text)
-    check_alerts(
-        tmp_path,
-        Phase(20, before, set()),
-        Phase(20, flooded, {"DynamixFeedFlooded"}),
-        Phase(20, await plane.record(), set()),
-    )
-
-
-@pytest.mark.parametrize(("stream", "wanted"), [("FEED", ("state", "any", "x")), ("ACTIONS", ("action", "any"))])
-async def test_a_stream_with_consumers_without_end(
-    plane: ScrapedPlane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: str, wanted: tuple[str, ...]
-) -> None:
-    """A client with an operator's key makes them, at once or little by little."""
-    monkeypatch.setattr(arbitrator_shown, "STREAMS_EVERY_S", 0.05)
-    name, filtered = f'stream_consumers{{component="arbitrator",stream="{stream}"}} ', subjects.of(*wanted)
-    await plane.scraped("arbitrator", lambda text: name in text)
-    before = await plane.record()
-
-    async def make(name: str) -> None:
-        config = {"name": name, "ack_policy": "none", "mem_storage": True, "filter_subject": filtered}
-        body = {"stream_name": stream, "config": config, "action": "create"}
-        await plane.bus.requests.ask(f"CONSUMER.CREATE.{stream}.{name}.{filtered}", body, Answer)
-
-    for start in range(0, 550, 50):
-        await asyncio.gather(*[make(f"crowd-{number}") for number in range(start, start + 50)])
-    await plane.scraped("arbitrator", lambda text: f"{name}55" in text)
-    crowded = await plane.record()
-    scraped = crowded["arbitrator"].after
-    assert scraped is not None
-    (counted,) = [key for key in scraped if "stream_consumers" in key and f'"{stream}"' in key]
-    many = scraped | {counted: Sample(is_counter=False, value=4501.0)}
-    check_alerts(
-        tmp_path,
-        Phase(20, before, set()),
-        Phase(10, crowded, {"DynamixConsumersCrowded"}),
-        Phase(20, crowded, set()),
-        Phase(30, {**crowded, "arbitrator": Recorded(many, many, 1.0)}, {"DynamixConsumersCrowded"}),
-        Phase(20, before, set()),
-    )
-
-
-async def test_a_feed_with_junk(plane: ScrapedPlane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Messages that no service reads, such as a learner's key may send; a job trains beside them."""
-    monkeypatch.setattr(arbitrator_shown, "STREAMS_EVERY_S", 0.05)
-    job = one_node_job()
-    await plane.bus.publish(job)
-    await plane.scraped("arbitrator", lambda text: 'stream_stored_total{component="arbitrator",stream="FEED"}' in text)
-    calm = await plane.record(plane.train(job, 20))
-    stored = 'stream_stored_total{component="arbitrator",stream="FEED"} '
-
-    async def send_junk() -> None:
-        sequence = (await plane.bus.stream_state(FEED.name)).last_sequence
-        await publish_states(plane.bus, range(3000), subjects.of("event", "junk"))
-        await plane.shows("arbitrator", "stream_stored_total", sequence + 3000, stream=FEED.name)
-
-    flooded = await plane.record(send_junk())
-    assert stored in plane.services["arbitrator"].scrape()
-    check_alerts(
-        tmp_path,
-        Phase(20, calm, set()),
-        Phase(3, flooded, {"DynamixFeedJunk"}),
-        Phase(20, await plane.record(), set()),
-    )
-
-
-async def test_requests_without_end(plane: ScrapedPlane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client asks for the state of a stream in a loop. An arbitrator that opens a crowd of jobs asks much, too."""
-    monkeypatch.setattr(arbitrator_shown, "STREAMS_EVERY_S", 1.0)
-    await plane.scraped("arbitrator", lambda text: "broker_requests_total{" in text)
-    before = await plane.record()
-
-    async def ask() -> None:
-        counted = await plane.bus.count_requests()
-        for _ in range(30):
-            await asyncio.gather(*[plane.bus.stream_state(FEED.name) for _ in range(100)])
-        assert await plane.bus.count_requests() - counted >= 3000
-        await plane.scraped("arbitrator", lambda text: shown_requests(text) >= counted + 3000)
-
-    asking = await plane.record(ask())
-    scraped = asking["arbitrator"]
-    assert scraped.before is not None
-    assert scraped.after is not None
-    (waiting,) = [name for name in scraped.after if name.startswith("dynamix_jobs_waiting{")]
-    crowd = {waiting: Sample(is_counter=False, value=17.0)}
-    opening = scraped._replace(before=scraped.before | crowd, after=scraped.after | crowd)
-    check_alerts(
-        tmp_path,
-        Phase(20, before, set()),
-        Phase(5, asking, {"DynamixRequestsFlooded"}),
-        Phase(20, await plane.record(), set()),
-        Phase(5, {**asking, "arbitrator": opening}, set()),
-    )
-
-
-def shown_requests(text: str) -> float:
-    (line,) = [line for line in text.splitlines() if line.startswith("dynamix_broker_requests_total{")]
-    return float(line.split()[1])
-
-
-class ShortOfQueue(ConfiguredServer):
-    """A broker that refuses what comes while five messages wait to be stored; by default it is 10,000."""
-
-    def _config(self, store: Path) -> str:
-        return super()._config(store).replace("sync_interval:", "max_buffered_msgs: 5\n  sync_interval:")
-
-
-async def test_a_broker_that_has_too_much_to_store(tmp_path: Path) -> None:
-    """A client floods it with small messages, while the services of a job publish theirs."""
-    async with ShortOfQueue() as server, connected(server.settings) as bus, connected(server.settings) as flooding:
-        await provision(bus)
-        async with services_here(bus, "collector", "reward", "arbitrator") as services:
-            plane, job = ScrapedPlane(server, bus, services), one_node_job()
-            await bus.publish(job)
-            before = await plane.record(plane.train(job, 1))
-
-            async def flood() -> None:
-                async with asyncio.TaskGroup() as group:
-                    training = group.create_task(plane.train(job, 30))
-                    while not bus.counters["too_many_requests"] and not training.done():
-                        for _ in range(200):
-                            await publish_unstored(flooding, subjects.of("report", "junk", "x"), b"junk")
-                        await flooding.flush()
-                        await asyncio.sleep(0)
-                    training.cancel()
-
-            flooded = await plane.record(flood())
-            check_alerts(
-                tmp_path,
-                Phase(20, before, set()),
-                Phase(2, flooded, {"DynamixBrokerFlooded"}),
-                Phase(25, await plane.record(), set()),
-            )
 
 
 async def test_a_collector_that_passes_over_reports(
@@ -258,48 +63,6 @@ async def test_a_collector_that_passes_over_reports(
         Phase(2, flooded, {"DynamixCollectorFlooded"}),
         Phase(25, await plane.record(), set()),
     )
-
-
-async def test_a_copy_of_a_stream_that_lags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three servers, one that is kept from the log of FEED, and then catches up; `dynamix doctor` names it, too."""
-    monkeypatch.setattr(arbitrator_shown, "STREAMS_EVERY_S", 0.05)
-    monkeypatch.setattr(doctor, "LISTEN_S", 0.1)
-    async with LaggingCopy() as servers, connected(servers.settings) as bus:
-        await provision(bus, num_replicas=3)
-        await servers.until_current(bus)
-        leader = (await servers.leader_of(bus, FEED.name)).name
-        behind = next(name for name in servers.servers if name != leader)
-        async with services_here(bus, "collector", "reward", "arbitrator") as services:
-            plane = ScrapedPlane(next(iter(servers.servers.values())), bus, services)
-            await plane.scraped("arbitrator", lambda text: "stream_consumers" in text)
-            before = await plane.record()
-            assert (await copies_check(servers.settings)).present
-
-            await servers.keep_behind(bus, FEED.name, behind)
-            await publish_states(bus, range(3), subjects.of("report", "other", "x"))
-            lag = f'dynamix_stream_copy_lag{{component="arbitrator",server="{behind}",stream="FEED"}} '
-            await plane.scraped("arbitrator", lambda text: lag in text)
-            lagging = await plane.record()
-            found = await copies_check(servers.settings)
-            assert found.found.startswith(f"FEED: leader {leader}, 2 other copies; {behind} is not current, lags by ")
-            assert "restart nats-server there" in found.fix
-            assert not found.present
-            assert not found.is_fatal
-
-            servers.let_catch_up()
-            await servers.until_current(bus)
-            await plane.scraped("arbitrator", lambda text: lag not in text)
-            check_alerts(
-                tmp_path,
-                Phase(20, before, set()),
-                Phase(20, lagging, {"DynamixStreamCopyLags"}),
-                Phase(20, await plane.record(), set()),
-            )
-
-
-async def copies_check(settings: BusSettings) -> DoctorCheck:
-    (found,) = [check for check in await doctor.bus(settings, configured=True) if check.name == "copies"]
-    return found
 
 
 async def test_an_operation_that_the_broker_refuses_to_a_service(plane: ScrapedPlane, tmp_path: Path) -> None:
