@@ -21,7 +21,7 @@ from dynamix.trainer.data.schedule import Schedule
 from dynamix.trainer.measurement import clock as clock_module
 from dynamix.trainer.steering.tracking import FIRST_MEASURED, SHORT_EVERY, SHORT_S, FastLoop, LoopPace, Tracker
 
-HELD_FROM = 200
+HELD_FROM = 100
 SLOW_FROM = 300
 SLOW_RANK = 2
 
