@@ -7,6 +7,7 @@
 #   --ebpf       the collector counts in the kernel (needs python3-bpfcc and kernel headers)
 #   --tls        the broker is for several machines: certificate and key in /etc/dynamix/tls
 #   --learner    also the learner, with PyTorch
+#   --shard NAME also services for another account of the broker: README.md, Shards; may be given again
 #   --no-start   install and enable, but start nothing
 #
 # WHEEL is a release to install instead of the clone. A second run changes nothing but what is new: options of the first
@@ -23,7 +24,7 @@ root=${root%/}
 python=${PYTHON:-python3}
 prefix=/opt/dynamix
 share=$root$prefix/share/dynamix
-node= ebpf= tls= learner= start=1 program=$source
+node= ebpf= tls= learner= shards= start=1 program=$source
 
 fail() {
     echo "install.sh: $1" >&2
@@ -32,12 +33,29 @@ fail() {
 
 units=$root/etc/systemd/system
 
-for argument in "$@"; do
+add_shard() {
+    case $1 in
+        '' | *[!a-z0-9-]*) fail "'$1' is no shard: name it as \`dynamix keys shard\` did" ;;
+    esac
+    case " $shards " in
+        *" $1 "*) ;;
+        *) shards="$shards $1" ;;
+    esac
+}
+
+while [ $# -gt 0 ]; do
+    argument=$1
+    shift
     case $argument in
         --node) node=1 ;;
         --ebpf) ebpf=1 ;;
         --tls) tls=1 ;;
         --learner) learner=1 ;;
+        --shard)
+            [ $# -gt 0 ] || fail "--shard wants the name of a shard"
+            add_shard "$1"
+            shift
+            ;;
         --no-start) start= ;;
         --help | -h)
             sed -n '2,/^set/s/^# \{0,1\}//p' "$0"
@@ -55,6 +73,10 @@ fi
 [ ! -e "$units/dynamix-nats.service.d/tls.conf" ] || tls=1
 [ ! -e "$units/dynamix-collector.service.d/ebpf.conf" ] || ebpf=1
 [ ! -e "$units/dynamix-learner.service" ] || learner=1
+for enabled in "$units"/multi-user.target.wants/dynamix-collector@*.service; do
+    enabled=${enabled##*@}
+    [ "$enabled" = "*.service" ] || add_shard "${enabled%.service}"
+done
 [ ! -e "$units/dynamix-collector.service" ] || [ -e "$units/dynamix-nats.service" ] || node=1
 [ -z "$node" ] || [ -z "$tls$learner" ] || fail "--tls and --learner are for the broker's machine, not for --node"
 [ -e "$program" ] || fail "there is no $program"
@@ -122,6 +144,19 @@ done
     -t "$units/dynamix-collector.service.d"
 [ -z "$tls" ] || install -D -m 644 "$deploy/systemd/dynamix-nats.service.d/tls.conf" -t "$units/dynamix-nats.service.d"
 
+# The same units as templates, an instance of each for a shard.
+sharded="dynamix-collector"
+[ -n "$node" ] || sharded="dynamix-provision dynamix-reward dynamix-arbitrator dynamix-collector"
+if [ -n "$shards" ]; then
+    install -d -m 755 "$root/etc/dynamix/shards"
+    for unit in $sharded; do
+        install -m 644 "$deploy/systemd/$unit.service" "$units/$unit@.service"
+        install -D -m 644 "$deploy/systemd/shard.conf" -t "$units/$unit@.service.d"
+    done
+    [ -z "$ebpf" ] || install -D -m 644 "$deploy/systemd/dynamix-collector.service.d/ebpf.conf" \
+        -t "$units/dynamix-collector@.service.d"
+fi
+
 # What only the operator has, and without which nothing can start.
 has() {
     [ -s "$root/etc/dynamix/$1" ]
@@ -137,19 +172,34 @@ elif [ -n "$tls" ] && ! grep -q '^DYNAMIX_NATS_URL=tls://' "$root/etc/dynamix/dy
 DYNAMIX_NATS_CA_FILE) for the services of this machine, too, and run this again"
 fi
 [ -z "$wanting" ] || echo "nothing is started yet: $wanting"
+instances=
+for shard in $shards; do
+    missing=
+    for unit in $sharded; do
+        key=credentials/$shard-${unit#dynamix-}.nkey
+        has "$key" || missing="$missing /etc/dynamix/$key"
+    done
+    if [ -z "$missing" ]; then
+        for unit in $sharded; do
+            instances="$instances $unit@$shard"
+        done
+    else
+        echo "shard $shard is not started yet: make its keys (README.md, Shards) and run this again; missing:$missing"
+    fi
+done
 
 # shellcheck disable=SC2086 # names of units, one word each
 if [ -n "$root" ]; then
     if command -v systemctl >/dev/null; then
-        systemctl --quiet --root="$root" enable $broker $services
+        systemctl --quiet --root="$root" enable $broker $services $instances
     else
-        echo "no systemctl here: enable on the machine itself: $broker $services"
+        echo "no systemctl here: enable on the machine itself:" $broker $services $instances
     fi
     exit 0
 fi
 systemctl daemon-reload
 # shellcheck disable=SC2086
-systemctl --quiet enable $broker $services
+systemctl --quiet enable $broker $services $instances
 { [ -n "$start" ] && [ -z "$wanting" ]; } || exit 0
 if [ -n "$broker" ]; then
     systemctl start dynamix-nats
@@ -157,6 +207,6 @@ if [ -n "$broker" ]; then
     systemctl restart dynamix-provision # brings the streams up to date
 fi
 # shellcheck disable=SC2086
-systemctl restart $services # returns once they are ready
+systemctl restart $services $instances # returns once they are ready
 # shellcheck disable=SC2086
-echo "running:" $broker $services
+echo "running:" $broker $services $instances

@@ -30,23 +30,29 @@ fi
 units=$root/etc/systemd/system
 running= # whether there are units to stop, and a systemd to tell
 [ -n "$root" ] || [ ! -d /run/systemd/system ] || running=1
-for service in collector reward arbitrator learner provision nats; do
-    unit=dynamix-$service.service
-    [ -e "$units/$unit" ] || continue
+disable() {
     if command -v systemctl >/dev/null; then
         if [ -n "$running" ]; then
-            systemctl --quiet disable --now "$unit"
+            systemctl --quiet disable --now "$1"
         else
-            systemctl --quiet --root="${root:-/}" disable "$unit"
+            systemctl --quiet --root="${root:-/}" disable "$1"
         fi
     fi
-    rm -f "$units/$unit"
+}
+for service in collector reward arbitrator learner provision nats; do
+    unit=dynamix-$service
+    for shard in "$units/multi-user.target.wants/$unit"@*.service; do
+        [ ! -L "$shard" ] || disable "$(basename "$shard")"
+    done
+    rm -f "$units/$unit@.service" "$units/$unit@.service.d/shard.conf"
+    [ ! -e "$units/$unit.service" ] || disable "$unit.service"
+    rm -f "$units/$unit.service"
 done
 if [ -n "$running" ] && [ -e "$units/dynamix-train@.service" ]; then
     systemctl stop 'dynamix-train@*'
 fi
-rm -f "$units/dynamix-train@.service" "$units/dynamix-collector.service.d/ebpf.conf" \
-    "$units/dynamix-nats.service.d/tls.conf"
+rm -f "$units/dynamix-train@.service" "$units/dynamix-nats.service.d/tls.conf" \
+    "$units"/dynamix-collector.service.d/ebpf.conf "$units"/dynamix-collector@.service.d/ebpf.conf
 for directory in "$units"/dynamix-*.service.d; do
     [ ! -d "$directory" ] || rmdir --ignore-fail-on-non-empty "$directory"
 done
@@ -57,6 +63,7 @@ if [ -n "$purge" ]; then
     for place in lib/dynamix-nats lib/dynamix-train cache/dynamix-arbitrator; do
         rm -rf "$root/var/$place" "$root/var/$(dirname "$place")/private/$(basename "$place")"
     done
+    rm -rf "$root"/var/cache/dynamix-arbitrator@* "$root"/var/cache/private/dynamix-arbitrator@*
 elif [ -d "$root/etc/dynamix" ]; then
     echo "kept: $root/etc/dynamix and the streams in $root/var/lib/dynamix-nats; --purge removes them"
 fi

@@ -158,11 +158,51 @@ def test_the_services_are_enabled_but_not_the_learner(root: Path, wheel: Path) -
     assert (root / UNITS / "dynamix-nats.service.d/tls.conf").is_file()
 
 
+def test_a_shard_has_instances_of_the_units_once_its_keys_are_there(root: Path, wheel: Path) -> None:
+    def instances() -> set[str]:
+        wanted = root / UNITS / "multi-user.target.wants"
+        return {path.name for path in wanted.glob("*@b.service")}
+
+    installed = run("install.sh", root, "--ebpf", "--shard", "b", str(wheel))
+    templates = {f"dynamix-{service}@.service" for service in (*SERVICES, "provision")}
+    assert units(root) == ON_THE_BROKERS_MACHINE | templates
+    for name in (*SERVICES, "provision"):
+        template = root / UNITS / f"dynamix-{name}@.service"
+        assert template.read_text() == (ROOT / f"deploy/systemd/dynamix-{name}.service").read_text()
+        assert (root / UNITS / f"dynamix-{name}@.service.d/shard.conf").is_file()
+    assert (root / UNITS / "dynamix-collector@.service.d/ebpf.conf").is_file()
+    credentials = root / "etc/dynamix/credentials"
+    keys = [f"b-{name}.nkey" for name in ("provision", "reward", "arbitrator", "collector")]
+    missing = " ".join(f"/etc/dynamix/credentials/{key}" for key in keys)
+    assert f"shard b is not started yet: make its keys (README.md, Shards) and run this again; missing: {missing}" in (
+        installed.stdout
+    )
+    assert instances() == set()
+
+    for key in keys:
+        (credentials / key).write_text("SU\n")
+    assert "shard b" not in run("install.sh", root, "--shard", "b", "--shard", "b", str(wheel)).stdout
+    if shutil.which("systemctl", path="/usr/bin:/bin"):
+        assert instances() == {name.replace("@", "@b") for name in templates}
+        (credentials / keys[0]).unlink()
+        assert keys[0] in run("install.sh", root, str(wheel)).stdout, "a shard that was enabled is remembered"
+    run("uninstall.sh", root)
+    assert tree(root / UNITS) == {}
+
+
+def test_a_machine_that_only_trains_has_the_collector_of_a_shard(root: Path, wheel: Path) -> None:
+    said = run("install.sh", root, "--node", "--shard", "b", str(wheel)).stdout
+    assert units(root) == {"dynamix-collector.service", "dynamix-collector@.service", "dynamix-train@.service"}
+    assert "missing: /etc/dynamix/credentials/b-collector.nkey\n" in said
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (["--nodes"], "install.sh: unknown option --nodes: see --help"),
         (["dist"], "install.sh: dist is no wheel: name a file that ends with .whl, or none"),
+        (["--shard"], "install.sh: --shard wants the name of a shard"),
+        (["--shard", "B"], "install.sh: 'B' is no shard: name it as `dynamix keys shard` did"),
         (["none.whl"], "install.sh: there is no none.whl"),
         (["--node", "--tls"], "install.sh: --tls and --learner are for the broker's machine, not for --node"),
     ],

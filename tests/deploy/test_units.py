@@ -36,6 +36,8 @@ MAX_EXPOSURE = {
 The collector's is with eBPF: its three capabilities, and other users' processes that it looks up.
 """
 EBPF = "dynamix-collector.service.d/ebpf.conf"
+SHARDED = ("provision", "collector", "reward", "arbitrator")
+SHARD = "shard.conf"
 
 needs_systemd = pytest.mark.skipif(
     shutil.which("systemd-analyze") is None,
@@ -62,6 +64,13 @@ def installed(tmp_path: Path) -> Path:
         folder.mkdir(exist_ok=True)
         lines = re.sub(r"^(ExecStart=)/\S+", r"\1/bin/true", drop_in.read_text(), flags=re.MULTILINE)
         (folder / drop_in.name).write_text(lines)
+    for service in SHARDED:  # as install.sh --shard does
+        instance = tmp_path / f"dynamix-{service}@b.service"
+        instance.write_text((tmp_path / f"dynamix-{service}.service").read_text())
+        folder = tmp_path / f"{instance.name}.d"
+        folder.mkdir()
+        (folder / SHARD).write_text(text(SHARD))
+    shutil.copy(tmp_path / EBPF, tmp_path / "dynamix-collector@b.service.d")
     return tmp_path
 
 
@@ -91,7 +100,12 @@ def test_a_misspelt_directive_would_be_found(installed: Path) -> None:
 
 @needs_systemd
 @pytest.mark.parametrize(
-    ("file", "directive"), [("dynamix-nats.service.d/mtls.conf", "LoadCredential"), (EBPF, "AmbientCapabilities")]
+    ("file", "directive"),
+    [
+        ("dynamix-nats.service.d/mtls.conf", "LoadCredential"),
+        (EBPF, "AmbientCapabilities"),
+        ("dynamix-reward@b.service.d/shard.conf", "EnvironmentFile"),
+    ],
 )
 def test_a_misspelt_directive_of_a_drop_in_would_be_found(installed: Path, file: str, directive: str) -> None:
     drop_in = installed / file
@@ -106,9 +120,15 @@ def exposure(unit: Path, limit: float) -> subprocess.CompletedProcess[str]:
 
 
 @needs_systemd
-@pytest.mark.parametrize(("name", "limit"), MAX_EXPOSURE.items())
+@pytest.mark.parametrize(
+    ("name", "limit"),
+    [
+        *((name.replace("@.", "@mnist."), limit) for name, limit in MAX_EXPOSURE.items()),
+        *((f"dynamix-{service}@b.service", MAX_EXPOSURE[f"dynamix-{service}.service"]) for service in SHARDED),
+    ],
+)
 def test_a_unit_stays_closed(installed: Path, name: str, limit: float) -> None:
-    judged = exposure(installed / name.replace("@.", "@mnist."), limit)
+    judged = exposure(installed / name, limit)
     assert "Overall exposure level" in judged.stdout
     assert judged.returncode == 0, judged.stdout
 
@@ -189,6 +209,28 @@ def test_a_drop_in_lets_a_service_log_in_with_its_own_key_and_no_password(servic
         "LoadCredential=",
         f"LoadCredential=nkey:/etc/dynamix/credentials/{service}.nkey",
     ]
+
+
+def test_a_drop_in_gives_the_services_of_a_shard_their_own_keys_and_no_port_that_is_taken() -> None:
+    directives = [line for line in text(SHARD).splitlines() if line and not line.startswith("#")]
+    assert directives == [
+        "[Unit]",
+        "Description=DYNAMIX %j of shard %i",
+        "[Service]",
+        "Environment=DYNAMIX_NATS_PASSWORD_FILE=",
+        "Environment=DYNAMIX_NATS_NKEY_FILE=%d/nkey",
+        "LoadCredential=",
+        "LoadCredential=nkey:/etc/dynamix/credentials/%i-%j.nkey",
+        "Environment=DYNAMIX_METRICS_PORT=0",
+        "EnvironmentFile=-/etc/dynamix/shards/%i-%j.env",
+    ]
+
+
+def test_no_instance_shares_a_directory_with_another() -> None:
+    directory = re.compile(r"^(?:Cache|State|Runtime|Logs|Configuration)Directory=(.*)$", re.MULTILINE)
+    assert directory.findall(text("dynamix-arbitrator.service")) == ["%N"]
+    for service in SHARDED[:3]:
+        assert directory.findall(text(f"dynamix-{service}.service")) == []
 
 
 def test_no_password_stands_in_a_unit() -> None:
